@@ -1,0 +1,59 @@
+"""The one vocabulary: every dim that a shape annotation, an einops pattern, a layout or a message may name.
+
+    batch      examples                        layers     blocks of a stack (a vmapped ensemble)
+    seq        tokens a call is given          experts    experts of a mixture (a vmapped ensemble)
+    kv_seq     tokens that may be attended     vocab      token ids
+    embed      the residual stream             max_seq    learned positions
+    heads      query heads                     latent     compressed keys and values (MLA)
+    kv_heads   key and value heads             q_latent   compressed queries (MLA)
+    head_dim   channels of a head              rope_dim   rotated channels of the decoupled key (MLA)
+    mlp        hidden features of a layer      v_dim      value channels of a head (MLA)
+
+A parameter's dims are stored out first (`heads head_dim embed`), as published checkpoints have them. `dim` is a
+tensor's; an `axis` is a mesh's.
+"""
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+
+LEGEND = {
+    "batch": "examples",
+    "seq": "tokens a call is given",
+    "kv_seq": "tokens that may be attended to",
+    "embed": "the residual stream",
+    "heads": "query heads",
+    "kv_heads": "key and value heads",
+    "head_dim": "channels of a head",
+    "mlp": "hidden features of a feed-forward layer",
+    "vocab": "token ids",
+    "max_seq": "learned positions",
+    "layers": "blocks of a stack",
+    "experts": "experts of a mixture",
+    "latent": "compressed keys and values",
+    "q_latent": "compressed queries",
+    "rope_dim": "rotated channels of the decoupled key",
+    "v_dim": "value channels of a head",
+}
+
+ENSEMBLE_DIMS = ("layers", "experts")  # put in front of a leaf's own dims by a vmapped ensemble
+
+Array = jax.Array | np.ndarray
+
+
+class Batch(eqx.Module):
+    """Rows of tokens with what the loss and the layers need to know of each; made by `eqformer.data`, numpy or jax.
+
+    `weights` is 1 where the target counts and 0 where it does not (padding, the end of a document). `positions` and
+    `segments` restart and change with each packed document. `examples` numbers the rows over the whole run, so that
+    randomness can follow the example instead of the device that happens to hold it.
+    """
+
+    ids: Int[Array, "batch seq"]
+    targets: Int[Array, "batch seq"]
+    weights: Float[Array, "batch seq"]
+    positions: Int[Array, "batch seq"]
+    segments: Int[Array, "batch seq"]
+    examples: Int[Array, "batch"]
