@@ -23,7 +23,9 @@ class Mask(eqx.Module):
     def __check_init__(self):
         for name, value in (("window", self.window), ("chunk", self.chunk)):
             if value is not None and value < 1:
-                raise ValueError(f"Mask({name}={value}): {name} counts tokens and must be at least 1; pass None for no {name}.")
+                raise ValueError(
+                    f"Mask({name}={value}): {name} counts tokens and must be at least 1; pass None for no {name}."
+                )
 
     def __call__(self, queries: Tokens, keys: Tokens) -> Bool[Array, "*batch seq kv_seq"]:
         """True where the query of the row may attend to the key of the column."""

@@ -1,0 +1,38 @@
+"""Components: arrays and their named dims. Nothing here knows a family, a device or a training run."""
+
+from ._activation import (
+    ACTIVATIONS as ACTIVATIONS,
+    gelu as gelu,
+    gelu_tanh as gelu_tanh,
+    quick_gelu as quick_gelu,
+    relu as relu,
+    relu_squared as relu_squared,
+    silu as silu,
+)
+from ._attention import Attention as Attention
+from ._block import Block as Block, Mixer as Mixer, Period as Period
+from ._cache import KVCache as KVCache, LatentCache as LatentCache
+from ._core import DotProductCore as DotProductCore, ReferenceCore as ReferenceCore
+from ._dims import dims as dims, dims_table as dims_table, ensemble as ensemble, named_by as named_by
+from ._dropout import Dropout as Dropout
+from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions
+from ._latent_attention import LatentAttention as LatentAttention
+from ._linear import Linear as Linear
+from ._mask import causal as causal, chunked as chunked, full as full, Mask as Mask, sliding_window as sliding_window
+from ._matrices import matrices as matrices, Matrix as Matrix
+from ._mlp import GatedMLP as GatedMLP, MLP as MLP
+from ._norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
+from ._precision import cast as cast, Precision as Precision
+from ._rotary import Rotary as Rotary
+from ._rotary_scaling import (
+    DynamicScaling as DynamicScaling,
+    LinearScaling as LinearScaling,
+    Llama3Scaling as Llama3Scaling,
+    LongRopeScaling as LongRopeScaling,
+    RotaryScaling as RotaryScaling,
+    yarn_magnitude as yarn_magnitude,
+    YarnScaling as YarnScaling,
+)
+from ._stack import REMAT as REMAT, Stack as Stack
+from ._tokens import positions_like as positions_like, token_keys as token_keys, Tokens as Tokens
+from ._transformer import Transformer as Transformer

@@ -1,0 +1,47 @@
+"""Activations by name, so that a module's static fields compare equal wherever it was built."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x Phi(x)` with the normal distribution's own function (Hendrycks and Gimpel 2016)."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU by its tanh approximation: GPT-2's `gelu_new`, Gemma's `gelu_pytorch_tanh`."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x sigmoid(1.702 x)`."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x sigmoid(x)`, also called swish."""
+    return jax.nn.silu(x)
+
+
+def relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`max(x, 0)`."""
+    return jax.nn.relu(x)
+
+
+def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`max(x, 0)^2` (So et al. 2021)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+    "silu": silu,
+    "relu": relu,
+    "relu_squared": relu_squared,
+}

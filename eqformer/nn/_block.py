@@ -1,0 +1,102 @@
+"""A transformer block: attention, then a feed-forward layer, each beside the residual stream."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import equinox as eqx
+from jaxtyping import Array, Float, PyTree
+
+from ._dropout import Dropout
+from ._norm import LayerNorm, RMSNorm
+from ._tokens import positions_like, Tokens
+
+
+Norm = RMSNorm | LayerNorm | Callable[[Array], Array]
+
+
+@runtime_checkable
+class Mixer(Protocol):
+    """What mixes tokens and can remember them: an attention, a block, or a period of blocks."""
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
+        """Map the tokens of `x`, reading and extending the cache where one is given."""
+        ...
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """An empty cache for `batch` rows of up to `capacity` tokens."""
+        ...
+
+
+class Block(eqx.Module):
+    """Two sublayers around a residual stream; which norms are given decides the arrangement.
+
+    Each sublayer computes `x + output_norm(layer(norm(x)))`. With `attention_norm` and `feed_forward_norm` alone it is
+    pre-norm (GPT-2, Llama), with the `output` norms alone OLMo 2's, with both the sandwich of Gemma 2. The `sum` norms
+    come after the addition: post-norm (Vaswani 2017). A `parallel` block adds both layers to the same input (GPT-J,
+    PaLM); there, a missing `feed_forward_norm` means that the two share the attention's.
+    """
+
+    attention: Mixer
+    feed_forward: Callable[[Array], Array]
+    attention_norm: Norm | None = None
+    feed_forward_norm: Norm | None = None
+    attention_output_norm: Norm | None = None
+    feed_forward_output_norm: Norm | None = None
+    attention_sum_norm: Norm | None = None
+    feed_forward_sum_norm: Norm | None = None
+    dropout: Dropout | None = None
+    parallel: bool = eqx.field(static=True, default=False)
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
+        """Run both sublayers; the cache is the attention's."""
+        tokens = positions_like(x.shape[:-1]) if tokens is None else tokens
+        normed = _apply(self.attention_norm, x)
+        attended, cache = self.attention(normed, tokens, cache)
+        attended = self._drop(_apply(self.attention_output_norm, attended), tokens, 0)
+        if self.parallel:
+            given = normed if self.feed_forward_norm is None else self.feed_forward_norm(x)
+            after = x + attended
+        else:
+            after = _apply(self.attention_sum_norm, x + attended)
+            given = _apply(self.feed_forward_norm, after)
+        fed = self._drop(_apply(self.feed_forward_output_norm, self.feed_forward(given)), tokens, 1)
+        return _apply(self.feed_forward_sum_norm, after + fed), cache
+
+    def _drop(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens, sublayer: int
+    ) -> Float[Array, "*batch seq embed"]:
+        return x if self.dropout is None else self.dropout(x, tokens.fold_in(sublayer).keys)
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """The attention's empty cache."""
+        return self.attention.init_cache(batch, capacity, dtype)
+
+
+class Period(eqx.Module):
+    """Unlike blocks that repeat together as one block of a stack: Gemma's local and global layers, say."""
+
+    blocks: tuple[Mixer, ...]
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
+        """Run the blocks in turn; the cache is a tuple of theirs."""
+        tokens = positions_like(x.shape[:-1]) if tokens is None else tokens
+        caches = (None,) * len(self.blocks) if cache is None else cache
+        after = []
+        for number, (block, given) in enumerate(zip(self.blocks, caches, strict=True)):
+            x, kept = block(x, tokens.fold_in(number), given)
+            after.append(kept)
+        return x, None if cache is None else tuple(after)
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """A tuple of the blocks' empty caches."""
+        return tuple(block.init_cache(batch, capacity, dtype) for block in self.blocks)
+
+
+def _apply(norm: Norm | None, x: Array) -> Array:
+    return x if norm is None else norm(x)

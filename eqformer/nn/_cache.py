@@ -1,0 +1,99 @@
+"""Preallocated memories of past tokens: keys and values, or latents; whole or a rolling window."""
+
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ._tokens import Tokens
+
+
+class KVCache(eqx.Module):
+    """Keys and values of past tokens. A token's slot is its position (modulo the capacity where `rolling`).
+
+    Rows fill at their own pace: a slot's position tells whether anything is in it (-1: nothing). A token beyond the
+    capacity of a cache that is not rolling turns its row's output to NaN rather than being forgotten silently.
+    """
+
+    keys: Float[Array, "*batch kv_seq kv_heads head_dim"]
+    values: Float[Array, "*batch kv_seq kv_heads v_dim"]
+    positions: Int[Array, "*batch kv_seq"]
+    rolling: bool = eqx.field(static=True, default=False)
+
+    def update(
+        self,
+        keys: Float[Array, "*batch seq kv_heads head_dim"],
+        values: Float[Array, "*batch seq kv_heads v_dim"],
+        tokens: Tokens,
+    ) -> tuple[
+        "KVCache", Float[Array, "*batch all kv_heads head_dim"], Float[Array, "*batch all kv_heads v_dim"], Tokens
+    ]:
+        """Store new tokens; return the cache and all keys and values, with their tokens, that the new ones may see."""
+        (k, v, positions), seen = _store((self.keys, self.values), self.positions, (keys, values), tokens, self.rolling)
+        return KVCache(k, v, positions, self.rolling), seen[0], seen[1], Tokens(seen[2])
+
+
+class LatentCache(eqx.Module):
+    """Compressed keys and values of past tokens and their rotated keys (MLA's two caches), in slots as `KVCache`."""
+
+    latents: Float[Array, "*batch kv_seq latent"]
+    rotary_keys: Float[Array, "*batch kv_seq rope_dim"]
+    positions: Int[Array, "*batch kv_seq"]
+    rolling: bool = eqx.field(static=True, default=False)
+
+    def update(
+        self,
+        latents: Float[Array, "*batch seq latent"],
+        rotary_keys: Float[Array, "*batch seq rope_dim"],
+        tokens: Tokens,
+    ) -> tuple["LatentCache", Float[Array, "*batch all latent"], Float[Array, "*batch all rope_dim"], Tokens]:
+        """Store new tokens; return the cache and all that the new ones may see."""
+        new = (latents, rotary_keys)
+        (c, r, positions), seen = _store((self.latents, self.rotary_keys), self.positions, new, tokens, self.rolling)
+        return LatentCache(c, r, positions, self.rolling), seen[0], seen[1], Tokens(seen[2])
+
+
+def empty_slots(batch: Sequence[int], capacity: int) -> Int[Array, "*batch kv_seq"]:
+    """Positions of slots with nothing in them."""
+    return jnp.full((*batch, capacity), -1, jnp.int32)
+
+
+def _store(old: tuple, old_positions: Array, new: tuple, tokens: Tokens, rolling: bool) -> tuple[tuple, tuple]:
+    """The memories with the new tokens in their slots, and the memories that those tokens may see."""
+    capacity, seq = old_positions.shape[-1], tokens.positions.shape[-1]
+    positions = tokens.positions.astype(jnp.int32)
+    if rolling:
+        # Of the new tokens only the last `capacity` of a row find room; a slot is never written twice in one call.
+        last = jnp.max(positions, axis=-1, keepdims=True)
+        kept = (positions >= 0) & (positions > last - capacity)
+        slots = positions % capacity
+    else:
+        kept = positions >= 0
+        slots = jnp.minimum(positions, capacity - 1)
+        beyond = positions >= capacity
+        new = tuple(jnp.where(_like(beyond, x), jnp.nan, x) for x in new)
+    slots = jnp.where(kept, slots, capacity)
+    pairs = zip((*old, old_positions), (*new, positions))
+    stored = tuple(_write(memory, slots, x.astype(memory.dtype)) for memory, x in pairs)
+    if rolling and seq > 1:
+        # Earlier new tokens see slots that later ones overwrite, so they look at the old memory and at each other.
+        news = (*new, positions)
+        along = old_positions.ndim - 1
+        seen = tuple(jnp.concatenate([m, x.astype(m.dtype)], axis=along) for m, x in zip((*old, old_positions), news))
+        return stored, seen
+    return stored, stored
+
+
+def _write(memory: Array, slots: Int[Array, "*batch seq"], new: Array) -> Array:
+    """`memory[row, slot] = new` for each row; slots at the capacity are dropped."""
+    batch = slots.shape[:-1]
+    flat = memory.reshape((-1, *memory.shape[len(batch) :])), slots.reshape(-1, slots.shape[-1])
+    rows = jnp.arange(flat[1].shape[0])[:, None]
+    written = flat[0].at[rows, flat[1]].set(new.reshape((-1, *new.shape[len(batch) :])), mode="drop")
+    return written.reshape(memory.shape)
+
+
+def _like(flags: Array, x: Array) -> Array:
+    return jax.lax.expand_dims(flags, range(flags.ndim, x.ndim))

@@ -1,0 +1,129 @@
+"""The name of every dim of every parameter, read from the annotations that check their shapes."""
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+
+def named_by(attribute: str) -> Any:
+    """A field whose dims differ from instance to instance: the instance's `attribute` holds their names."""
+    return eqx.field(metadata={"named_by": attribute})
+
+
+def ensemble(dim: str) -> Any:
+    """A field that holds a vmapped ensemble of modules: each of its arrays has `dim` in front of its own dims."""
+    return eqx.field(metadata={"ensemble": dim})
+
+
+def dims(model: PyTree) -> PyTree:
+    """A tree like `model` in which each array is replaced by the names of its dims: `"layers heads head_dim embed"`.
+
+    Names come from the fields' jaxtyping annotations, in eqformer's modules and in anybody's. A dim that no annotation
+    names is `_`. Works on arrays and on the `ShapeDtypeStruct`s of `equinox.filter_eval_shape`, so that nothing need be
+    allocated to lay a model out.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(model)
+    return jax.tree_util.tree_unflatten(structure, [_dims_at(model, path, leaf) for path, leaf in leaves])
+
+
+def path_name(path: tuple) -> str:
+    """A leaf's path as one writes it in Python: `stacks[0].blocks.attention.query.weight`."""
+    return jax.tree_util.keystr(path).lstrip(".")
+
+
+def has_shape(leaf: Any) -> bool:
+    """Whether a leaf is an array or the shape and dtype of one."""
+    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)
+
+
+def dims_table(model: PyTree) -> str:
+    """A printable table of every array: path, dims, shape, dtype, bytes; and the totals."""
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    names = jax.tree.leaves(dims(model))
+    rows = [("path", "dims", "shape", "dtype", "bytes")]
+    count = total = 0
+    for (path, leaf), name in zip(leaves, names, strict=True):
+        if has_shape(leaf):
+            itemsize = 0 if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else leaf.dtype.itemsize
+            count, total = count + leaf.size, total + leaf.size * itemsize
+            shape = "x".join(map(str, leaf.shape)) or "scalar"
+            rows.append((path_name(path), name, shape, str(leaf.dtype), f"{leaf.size * itemsize:,}"))
+    rows.append(("total", "", f"{count:,}", "", f"{total:,}"))
+    return format_table(rows)
+
+
+def format_table(rows: list[tuple[str, ...]]) -> str:
+    """Rows of text as aligned columns, the first row a heading; columns of figures are set flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    figures = [all(_is_figure(cell) for cell in column[1:]) for column in zip(*rows)]
+    lines = [
+        "  ".join(cell.rjust(w) if right else cell.ljust(w) for cell, w, right in zip(row, widths, figures)).rstrip()
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _is_figure(cell: str) -> bool:
+    return not cell or cell[0] in "-.0123456789"
+
+
+def _dims_at(model: PyTree, path: tuple, leaf: Any) -> Any:
+    if not has_shape(leaf):
+        return leaf
+    node, prefix, own = model, [], None
+    for entry in path:
+        own = None
+        if isinstance(entry, jax.tree_util.GetAttrKey):
+            field = _fields(node)[entry.name]
+            if "ensemble" in field.metadata:
+                prefix.append(field.metadata["ensemble"])
+            own = _own_dims(node, field)
+            node = getattr(node, entry.name)
+        elif isinstance(entry, jax.tree_util.SequenceKey):
+            node = node[entry.idx]
+        elif isinstance(entry, jax.tree_util.DictKey):
+            node = node[entry.key]
+        else:
+            break
+    names = _expand(own, leaf.ndim - len(prefix))
+    if len(prefix) + len(names) != leaf.ndim:
+        raise ValueError(
+            f"dims: {path_name(path)} has shape {leaf.shape}, but its annotation names the dims "
+            f"{' '.join(prefix + names)!r}; annotate the field with one name a dim."
+        )
+    return " ".join(prefix + names)
+
+
+def _fields(node: Any) -> dict[str, dataclasses.Field]:
+    return {field.name: field for field in dataclasses.fields(node)}
+
+
+def _own_dims(node: Any, field: dataclasses.Field) -> list[str] | None:
+    if "named_by" in field.metadata:
+        return list(getattr(node, field.metadata["named_by"]))
+    annotation = field.type
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if typing.get_origin(annotation) is typing.Union:
+        options = typing.get_args(annotation)
+    # jaxtyping's shapes are classes that carry the text of their dims.
+    texts = [option.dim_str for option in options if isinstance(option, type) and "dim_str" in dir(option)]
+    return texts[0].split() if texts and "..." not in texts[0] else None
+
+
+def _expand(names: list[str] | None, ndim: int) -> list[str]:
+    """One name a dim: `*batch` stands for as many dims as are left over, of which the last is the batch."""
+    if names is None:
+        return ["_"] * ndim
+    stars = [name for name in names if name.startswith("*")]
+    if not stars:
+        return [name if name.isidentifier() else "_" for name in names]
+    place, missing = names.index(stars[0]), ndim - (len(names) - 1)
+    expanded = (["_"] * (missing - 1) + [stars[0][1:]])[-missing:] if missing > 0 else []
+    return names[:place] + expanded + names[place + 1 :]

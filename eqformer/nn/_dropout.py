@@ -1,0 +1,29 @@
+"""Dropout whose mask follows the token, not the device."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+
+class Dropout(eqx.Module):
+    """Zero each channel with probability `rate` and scale the rest by `1 / (1 - rate)` (Srivastava et al. 2014).
+
+    Each token has a key of its own, so its mask is the same in any batch, on any mesh.
+    """
+
+    rate: float = eqx.field(static=True)
+
+    def __check_init__(self):
+        if not 0 <= self.rate < 1:
+            raise ValueError(f"Dropout(rate={self.rate}): the rate is a probability; give one in [0, 1).")
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], keys: Key[Array, "*batch seq"] | None
+    ) -> Float[Array, "*batch seq embed"]:
+        """Drop channels of each token by its key; without keys nothing is dropped."""
+        if keys is None or self.rate == 0:
+            return x
+        draw = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, x.shape[-1:]))
+        keep = draw(keys.reshape(-1)).reshape(x.shape)
+        return jnp.where(keep, x / (1 - self.rate), jnp.zeros_like(x))

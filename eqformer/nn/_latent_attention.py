@@ -1,0 +1,146 @@
+"""Multi-head latent attention: keys and values rebuilt from one small latent a token."""
+
+from collections.abc import Callable, Sequence
+
+import einops
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from ._cache import empty_slots, LatentCache
+from ._core import DotProductCore
+from ._linear import Linear
+from ._mask import causal, Mask
+from ._norm import RMSNorm
+from ._rotary import Rotary
+from ._tokens import positions_like, Tokens
+
+
+class LatentAttention(eqx.Module):
+    """MLA of DeepSeek-V2 (2024), section 2.1: low-rank joint compression of keys and values, decoupled rotary key.
+
+    A token is remembered as `latent` numbers, from which each head's key and value are rebuilt, and one rotated key of
+    `rope_dim` channels that all heads share. Queries come from the input or, with `q_latent`, from a latent of their
+    own. Without a `rotary` there is no decoupled key (NoPE). One token decoded at a time attends to the latents
+    themselves: the up-projections are absorbed into query and output, as the paper notes, with equal results.
+    """
+
+    query_down: Linear | None
+    query_latent_norm: RMSNorm | None
+    query: Linear
+    query_rope: Linear | None
+    latent_down: Linear
+    latent_norm: RMSNorm | None
+    key_rope: Linear | None
+    key_up: Linear
+    value_up: Linear
+    output: Linear
+    rotary: Rotary | None
+    mask: Mask
+    core: Callable[..., Array]
+    scale: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        embed: int,
+        heads: int,
+        head_dim: int,
+        latent: int,
+        q_latent: int | None = None,
+        v_dim: int | None = None,
+        latent_norm: RMSNorm | None = None,
+        query_latent_norm: RMSNorm | None = None,
+        rotary: Rotary | None = None,
+        bias: bool = False,
+        output_std: float | None = None,
+        mask: Mask | None = None,
+        core: Callable[..., Array] | None = None,
+        scale: float | None = None,
+        key: Key[Array, ""],
+    ):
+        """Draw the projections. `head_dim` counts a head's unrotated channels, `rotary.dim` its rotated ones.
+
+        `scale` multiplies the scores, by default `(head_dim + rope_dim)^-0.5`. `v_dim` is `head_dim` by default.
+        """
+        keys = jax.random.split(key, 8)
+        rope_dim = 0 if rotary is None else rotary.dim
+        source = {"embed": embed} if q_latent is None else {"q_latent": q_latent}
+        (origin,) = source
+        self.query_down = None
+        if q_latent is not None:
+            self.query_down = Linear("embed -> q_latent", embed=embed, q_latent=q_latent, bias=bias, key=keys[0])
+        self.query_latent_norm, self.latent_norm = query_latent_norm, latent_norm
+        self.query = Linear(
+            f"{origin} -> heads head_dim", heads=heads, head_dim=head_dim, bias=bias, key=keys[1], **source
+        )
+        self.latent_down = Linear("embed -> latent", embed=embed, latent=latent, bias=bias, key=keys[2])
+        self.query_rope = self.key_rope = None
+        if rotary is not None:
+            self.query_rope = Linear(
+                f"{origin} -> heads rope_dim", heads=heads, rope_dim=rope_dim, bias=bias, key=keys[3], **source
+            )
+            self.key_rope = Linear("embed -> rope_dim", embed=embed, rope_dim=rope_dim, bias=bias, key=keys[4])
+        up = {"latent": latent, "heads": heads, "bias": bias}
+        v_dim = head_dim if v_dim is None else v_dim
+        self.key_up = Linear("latent -> heads head_dim", head_dim=head_dim, key=keys[5], **up)
+        self.value_up = Linear("latent -> heads v_dim", v_dim=v_dim, key=keys[6], **up)
+        self.output = Linear(
+            "heads v_dim -> embed", heads=heads, v_dim=v_dim, embed=embed, bias=bias, std=output_std, key=keys[7]
+        )
+        self.rotary = rotary
+        self.mask = causal() if mask is None else mask
+        self.core = DotProductCore() if core is None else core
+        self.scale = (head_dim + rope_dim) ** -0.5 if scale is None else scale
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: LatentCache | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], LatentCache | None]:
+        """Attend among the tokens of `x` and, with a cache, to those stored in it; the new ones are stored too."""
+        tokens = positions_like(x.shape[:-1]) if tokens is None else tokens
+        query, rotated_query = self._queries(x, tokens)
+        latents = self.latent_down(x)
+        latents = latents if self.latent_norm is None else self.latent_norm(latents)
+        rotated_key = self._rotated_key(x, tokens)
+        kv_tokens = None
+        if cache is not None:
+            cache, latents, rotated_key, kv_tokens = cache.update(latents, rotated_key, tokens)
+            latents, rotated_key = latents.astype(x.dtype), rotated_key.astype(x.dtype)
+        absorbed = cache is not None and x.shape[-2] == 1
+        if absorbed:
+            # The bias of key_up adds the same to a query's every score, which the softmax does not see.
+            query = einops.einsum(query, self.key_up.weight.astype(x.dtype), "... h d, h d latent -> ... h latent")
+            key = value = latents[..., None, :]
+        else:
+            key, value = self.key_up(latents), self.value_up(latents)
+        if rotated_query is not None:
+            shared = jnp.broadcast_to(rotated_key[..., None, :], (*key.shape[:-1], rotated_key.shape[-1]))
+            query, key = jnp.concatenate([query, rotated_query], -1), jnp.concatenate([key, shared], -1)
+        attended = self.core(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens, scale=self.scale)
+        if absorbed:
+            up = self.value_up
+            attended = einops.einsum(attended, up.weight.astype(x.dtype), "... h latent, h v latent -> ... h v")
+            attended = attended if up.bias is None else attended + up.bias.astype(x.dtype)
+        return self.output(attended), cache
+
+    def _queries(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens
+    ) -> tuple[Float[Array, "*batch seq heads head_dim"], Float[Array, "*batch seq heads rope_dim"] | None]:
+        source = x if self.query_down is None else self.query_down(x)
+        source = source if self.query_latent_norm is None else self.query_latent_norm(source)
+        if self.rotary is None or self.query_rope is None:
+            return self.query(source), None
+        return self.query(source), self.rotary(self.query_rope(source), tokens.positions)
+
+    def _rotated_key(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Float[Array, "*batch seq rope_dim"]:
+        if self.rotary is None or self.key_rope is None:
+            return jnp.zeros((*x.shape[:-1], 0), x.dtype)
+        return self.rotary(self.key_rope(x)[..., None, :], tokens.positions)[..., 0, :]
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> LatentCache:
+        """An empty cache for rows of up to `capacity` tokens, shorter and rolling where the mask forgets sooner."""
+        reach = min(n for n in (capacity, self.mask.window, self.mask.chunk) if n is not None)
+        latents = jnp.zeros((*batch, reach, self.latent_down.weight.shape[0]), dtype)
+        rotary_keys = jnp.zeros((*batch, reach, 0 if self.rotary is None else self.rotary.dim), dtype)
+        return LatentCache(latents, rotary_keys, empty_slots(batch, reach), rolling=reach < capacity)

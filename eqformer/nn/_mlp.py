@@ -1,0 +1,77 @@
+"""Feed-forward layers."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from ._activation import gelu_tanh, silu
+from ._linear import Linear
+
+
+class MLP(eqx.Module):
+    """`W_down act(W_up x)`: widen, bend, narrow."""
+
+    up: Linear
+    down: Linear
+    activation: Callable[[Array], Array] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        embed: int,
+        mlp: int,
+        activation: Callable[[Array], Array] = gelu_tanh,
+        bias: bool = False,
+        output_std: float | None = None,
+        key: Key[Array, ""],
+    ):
+        """Draw the two maps; any function of an array to one of its shape may be the activation."""
+        up, down = jax.random.split(key)
+        self.up = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=up)
+        self.down = Linear("mlp -> embed", embed=embed, mlp=mlp, bias=bias, std=output_std, key=down)
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
+        """Map each token by itself."""
+        return self.down(self.activation(self.up(x)))
+
+
+class GatedMLP(eqx.Module):
+    """`W_down (act(W_gate x) * W_up x)` (Shazeer 2020): SwiGLU with silu, GeGLU with gelu.
+
+    `limit` clamps the gate from above and the other factor on both sides before they meet, against runaway activations.
+    """
+
+    gate: Linear
+    up: Linear
+    down: Linear
+    activation: Callable[[Array], Array] = eqx.field(static=True)
+    limit: float | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        embed: int,
+        mlp: int,
+        activation: Callable[[Array], Array] = silu,
+        bias: bool = False,
+        limit: float | None = None,
+        output_std: float | None = None,
+        key: Key[Array, ""],
+    ):
+        """Draw the three maps; any function of an array to one of its shape may be the activation."""
+        gate, up, down = jax.random.split(key, 3)
+        self.gate = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=gate)
+        self.up = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=up)
+        self.down = Linear("mlp -> embed", embed=embed, mlp=mlp, bias=bias, std=output_std, key=down)
+        self.activation, self.limit = activation, limit
+
+    def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
+        """Map each token by itself."""
+        gate, up = self.gate(x), self.up(x)
+        if self.limit is not None:
+            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return self.down(self.activation(gate) * up)

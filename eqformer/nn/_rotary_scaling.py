@@ -1,0 +1,153 @@
+"""Ways to stretch rotary frequencies so that a model reads further than it was trained to."""
+
+import abc
+import math
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+Frequencies = Float[np.ndarray, "half"] | Float[Array, "*batch half"]
+
+
+def base_frequencies(dim: int, theta: float) -> Float[np.ndarray, "half"]:
+    """`theta^(-2i/dim)` for `i = 0 .. dim/2 - 1`, radians a position, in float64."""
+    return theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+
+
+class RotaryScaling(eqx.Module):
+    """What turns (dim, theta, length) into frequencies and the factor on cosines and sines."""
+
+    depends_on_length: eqx.AbstractClassVar[bool]
+
+    @abc.abstractmethod
+    def frequencies(
+        self, dim: int, theta: float, length: Int[Array, "*batch 1"]
+    ) -> tuple[Frequencies, float | Float[Array, ""]]:
+        """Frequencies of the `dim / 2` pairs, one set or one a row, and the factor."""
+
+
+class LinearScaling(RotaryScaling):
+    """Positions divided by `factor` (Chen et al. 2023)."""
+
+    depends_on_length = False
+    factor: float = eqx.field(static=True)
+
+    def frequencies(
+        self, dim: int, theta: float, length: Int[Array, "*batch 1"]
+    ) -> tuple[Frequencies, float | Float[Array, ""]]:
+        """All frequencies by the same factor."""
+        return base_frequencies(dim, theta) / self.factor, 1.0
+
+
+class DynamicScaling(RotaryScaling):
+    """NTK-aware theta that grows with the sequence beyond `original_length` tokens (bloc97, emozilla 2023)."""
+
+    depends_on_length = True
+    factor: float = eqx.field(static=True)
+    original_length: int = eqx.field(static=True)
+
+    def frequencies(
+        self, dim: int, theta: float, length: Int[Array, "*batch 1"]
+    ) -> tuple[Frequencies, float | Float[Array, ""]]:
+        """`theta * (factor * length / original_length - factor + 1)^(dim / (dim - 2))`, by the length of each row."""
+        stretch = jnp.maximum(length, self.original_length).astype(jnp.float32) / self.original_length
+        stretched = theta * (self.factor * stretch - (self.factor - 1)) ** (dim / (dim - 2))
+        return stretched ** jnp.asarray(-np.arange(0, dim, 2) / dim, jnp.float32), 1.0
+
+
+class Llama3Scaling(RotaryScaling):
+    """Llama 3.1: long waves by `factor`, short ones as they are, a ramp between (Dubey et al. 2024)."""
+
+    depends_on_length = False
+    factor: float = eqx.field(static=True)
+    low_frequency_factor: float = eqx.field(static=True)
+    high_frequency_factor: float = eqx.field(static=True)
+    original_length: int = eqx.field(static=True)
+
+    def frequencies(
+        self, dim: int, theta: float, length: Int[Array, "*batch 1"]
+    ) -> tuple[Frequencies, float | Float[Array, ""]]:
+        """Waves shorter than `original_length / high` stay, longer than `original_length / low` grow by `factor`."""
+        base = base_frequencies(dim, theta)
+        turns = self.original_length * base / (2 * math.pi)
+        span = self.high_frequency_factor - self.low_frequency_factor
+        keep = np.clip((turns - self.low_frequency_factor) / span, 0.0, 1.0)
+        return keep * base + (1 - keep) * base / self.factor, 1.0
+
+
+class YarnScaling(RotaryScaling):
+    """YaRN (Peng et al. 2023): interpolate slow pairs by `factor`, keep fast ones, and sharpen attention.
+
+    Pairs that turn more than `beta_fast` times in `original_length` tokens stay, fewer than `beta_slow` are
+    interpolated. `magnitude` multiplies cosines and sines: by default `0.1 ln(factor) + 1`; DeepSeek divides two such
+    terms and passes the quotient. `truncate` rounds the ramp's ends to whole pairs.
+    """
+
+    depends_on_length = False
+    factor: float = eqx.field(static=True)
+    original_length: int = eqx.field(static=True)
+    beta_fast: float = eqx.field(static=True, default=32.0)
+    beta_slow: float = eqx.field(static=True, default=1.0)
+    magnitude: float | None = eqx.field(static=True, default=None)
+    truncate: bool = eqx.field(static=True, default=True)
+
+    def frequencies(
+        self, dim: int, theta: float, length: Int[Array, "*batch 1"]
+    ) -> tuple[Frequencies, float | Float[Array, ""]]:
+        """A linear ramp over the pairs between the two turning counts."""
+        base = base_frequencies(dim, theta)
+
+        def pair_that_turns(times: float) -> float:
+            return dim * math.log(self.original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        high = high + 0.001 if low == high else high
+        interpolate = np.clip((np.arange(dim // 2) - low) / (high - low), 0.0, 1.0)
+        magnitude = yarn_magnitude(self.factor) if self.magnitude is None else self.magnitude
+        return interpolate * base / self.factor + (1 - interpolate) * base, magnitude
+
+
+class LongRopeScaling(RotaryScaling):
+    """LongRoPE (Ding et al. 2024): a divisor for each pair, one set up to `original_length` tokens and one beyond.
+
+    `magnitude` multiplies cosines and sines: by default `sqrt(1 + ln(factor) / ln(original_length))`, where `factor` is
+    the longest length over the original one.
+    """
+
+    depends_on_length = True
+    short_divisors: tuple[float, ...] = eqx.field(static=True)
+    long_divisors: tuple[float, ...] = eqx.field(static=True)
+    original_length: int = eqx.field(static=True)
+    factor: float = eqx.field(static=True)
+    magnitude: float | None = eqx.field(static=True, default=None)
+
+    def frequencies(
+        self, dim: int, theta: float, length: Int[Array, "*batch 1"]
+    ) -> tuple[Frequencies, float | Float[Array, ""]]:
+        """The short or the long set, by the length of each row."""
+        for name, divisors in (("short", self.short_divisors), ("long", self.long_divisors)):
+            if len(divisors) != dim // 2:
+                raise ValueError(
+                    f"LongRopeScaling({name}_divisors=...): {len(divisors)} divisors for {dim // 2} pairs; "
+                    "give one a pair."
+                )
+        base = base_frequencies(dim, theta)
+        short, long = (
+            jnp.asarray(base / np.asarray(d), jnp.float32) for d in (self.short_divisors, self.long_divisors)
+        )
+        magnitude = self.magnitude
+        if magnitude is None:
+            growth = max(math.log(self.factor), 0.0) / math.log(self.original_length)
+            magnitude = math.sqrt(1 + growth)
+        return jnp.where(length > self.original_length, long, short), magnitude
+
+
+def yarn_magnitude(factor: float, strength: float = 1.0) -> float:
+    """`0.1 * strength * ln(factor) + 1`, the attention temperature of YaRN."""
+    return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,88 @@
+"""Blocks in a row, held as one vmapped ensemble."""
+
+from collections.abc import Callable, Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+from ._block import Mixer
+from ._dims import ensemble
+from ._tokens import positions_like, Tokens
+
+
+class Stack(eqx.Module):
+    """`layers` blocks of one kind, each array with a `layers` dim in front, run by `lax.scan`.
+
+    The blocks are built in one trace and run in one trace, so neither start-up nor compilation grows with depth. A
+    slice of layers is plain indexing: `stack[2]` is a block, `stack[2:4]` a stack. Unlike blocks that repeat go into
+    one `Period`; kinds that do not repeat go into stacks of their own.
+    """
+
+    numbers: Int[Array, "layers"]
+    remat: str = eqx.field(static=True)
+    unroll: int = eqx.field(static=True)
+    blocks: Mixer = ensemble("layers")
+
+    def __init__(
+        self,
+        make: Callable[[Key[Array, ""]], Mixer],
+        layers: int,
+        *,
+        remat: str = "none",
+        unroll: int = 1,
+        key: Key[Array, ""],
+    ):
+        """Build `make(key)` for `layers` keys. `remat` names what the backward pass recomputes, see `REMAT`."""
+        if layers < 1:
+            raise ValueError(f"Stack(layers={layers}): a stack holds at least one block.")
+        if remat not in REMAT:
+            raise ValueError(f"Stack(remat={remat!r}): the policies are {', '.join(REMAT)}.")
+        self.blocks = eqx.filter_vmap(make)(jax.random.split(key, layers))
+        # Each layer keeps its own number, whatever slice it is in: random keys are folded with it.
+        self.numbers = jnp.arange(layers, dtype=jnp.int32)
+        self.remat, self.unroll = remat, unroll
+
+    def __len__(self) -> int:
+        return self.numbers.shape[0]
+
+    def __getitem__(self, place: int | slice) -> "Mixer | Stack":
+        if isinstance(place, int) and not -len(self) <= place < len(self):
+            raise IndexError(f"stack[{place}]: the stack has {len(self)} layers.")
+        arrays, static = eqx.partition(self.blocks, eqx.is_array)
+        blocks = eqx.combine(jax.tree.map(lambda x: x[place], arrays), static)
+        if isinstance(place, int):
+            return blocks
+        if not len(range(len(self))[place]):
+            raise ValueError(f"stack[{place.start}:{place.stop}]: no layer is left of {len(self)}.")
+        return eqx.tree_at(lambda s: (s.blocks, s.numbers), self, (blocks, self.numbers[place]))
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
+        """Run the layers in turn; the cache has a `layers` dim in front of each array."""
+        tokens = positions_like(x.shape[:-1]) if tokens is None else tokens
+        arrays, static = eqx.partition(self.blocks, eqx.is_array)
+
+        def layer(x: Array, given: tuple) -> tuple[Array, PyTree]:
+            weights, number, cache = given
+            return eqx.combine(weights, static)(x, tokens.fold_in(number), cache)
+
+        policy = REMAT[self.remat]
+        if policy is not None:
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        return jax.lax.scan(layer, x, (arrays, self.numbers, cache), unroll=self.unroll)
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """The blocks' empty caches, stacked over `layers`."""
+        return eqx.filter_vmap(lambda block: block.init_cache(batch, capacity, dtype))(self.blocks)
+
+
+# What is kept from the forward pass, by name; everything else is recomputed in the backward pass. `none`: keep all.
+REMAT: dict[str, Callable[..., bool] | None] = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}

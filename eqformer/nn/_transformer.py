@@ -1,0 +1,90 @@
+"""A language model: embed, run the stacks, normalise, unembed."""
+
+from collections.abc import Sequence
+
+import equinox as eqx
+from jaxtyping import Array, Float, Int, PyTree
+
+from ._block import Norm
+from ._dropout import Dropout
+from ._embedding import Embedding, LearnedPositions, unembed
+from ._linear import Linear
+from ._stack import Stack
+from ._tokens import positions_like, Tokens
+
+
+class Transformer(eqx.Module):
+    """A decoder of tokens, in parts that are passed built; without a `head` the embedding's table gives the logits.
+
+    The residual stream is of `compute_dtype`; parameters keep their own dtype and are cast where they are used, and
+    norms, softmax and logits are computed in float32 at least.
+    """
+
+    embedding: Embedding
+    stacks: tuple[Stack, ...]
+    norm: Norm
+    head: Linear | None = None
+    positions: LearnedPositions | None = None
+    dropout: Dropout | None = None
+    compute_dtype: str = eqx.field(static=True, default="float32")
+
+    @property
+    def vocab(self) -> int:
+        """How many token ids there are."""
+        return self.embedding.weight.shape[0]
+
+    @property
+    def depth(self) -> int:
+        """How many layers the stacks hold together, a period counted as one."""
+        return sum(len(stack) for stack in self.stacks)
+
+    def __call__(
+        self, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq vocab"], PyTree]:
+        """Logits of the next token after each token, and the cache with these tokens stored."""
+        hidden, cache = self.encode(ids, tokens, cache)
+        return self.unembed(hidden), cache
+
+    def encode(
+        self, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
+        """The final norm's output. The cache is a tuple of one a stack; positions count on from what it holds.
+
+        Where there is a cache, `tokens` must be given: only the caller knows how far each row has come.
+        """
+        if tokens is None and cache is not None:
+            raise ValueError(
+                "Transformer(ids, tokens=None, cache=...): with a cache the positions of the ids must be given; "
+                "pass Tokens(positions) with the place of each id in its row, -1 for padding."
+            )
+        tokens = positions_like(ids.shape) if tokens is None else tokens
+        x = self.embedding(ids).astype(self.compute_dtype)
+        if self.positions is not None:
+            x = x + self.positions(tokens.positions).astype(x.dtype)
+        if self.dropout is not None:
+            x = self.dropout(x, tokens.fold_in(_EMBEDDING).keys)
+        caches = (None,) * len(self.stacks) if cache is None else cache
+        after = []
+        for number, (stack, given) in enumerate(zip(self.stacks, caches, strict=True)):
+            x, kept = stack(x, tokens.fold_in(number), given)
+            after.append(kept)
+        return self.norm(x), None if cache is None else tuple(after)
+
+    def unembed(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """Logits, in float32 at least, of what `encode` gave."""
+        if self.head is None:
+            return self.embedding.unembed(hidden)
+        logits = unembed(hidden, self.head.weight)
+        return logits if self.head.bias is None else logits + self.head.bias.astype(logits.dtype)
+
+    def init_cache(self, batch: int | Sequence[int], capacity: int, dtype: str | None = None) -> PyTree:
+        """An empty cache for `batch` rows of up to `capacity` tokens, by default in the compute dtype."""
+        shape = (batch,) if isinstance(batch, int) else tuple(batch)
+        if self.positions is not None and capacity > (longest := self.positions.weight.shape[0]):
+            raise ValueError(
+                f"init_cache(capacity={capacity}): the model has {longest} learned positions; ask for at most as many."
+            )
+        return tuple(stack.init_cache(shape, capacity, dtype or self.compute_dtype) for stack in self.stacks)
+
+
+_EMBEDDING = 2**31 - 1  # folded into the keys of the embedding's dropout, where layers fold their numbers
