@@ -1,0 +1,65 @@
+"""The list of families, and models by name."""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from ..nn import Transformer
+from ._gpt2 import build_gpt2, GPT2, GPT2_PRESETS
+from ._jaxformer import build_jaxformer, JAXformer, JAXFORMER_PRESETS
+from ._llama import build_llama, Llama, LLAMA_PRESETS
+
+
+Numbers = GPT2 | JAXformer | Llama
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What a family is: its numbers' class, the function that builds a model from them, and its presets by name."""
+
+    numbers: type
+    build: Callable[..., Transformer]
+    presets: Mapping[str, Any]
+
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(GPT2, build_gpt2, GPT2_PRESETS),
+    "jaxformer": Family(JAXformer, build_jaxformer, JAXFORMER_PRESETS),
+    "llama": Family(Llama, build_llama, LLAMA_PRESETS),
+}
+
+
+def presets() -> dict[str, Numbers]:
+    """The numbers of every preset of every family, by name."""
+    return {name: numbers for family in FAMILIES.values() for name, numbers in family.presets.items()}
+
+
+def preset(name: str) -> Numbers:
+    """The numbers of one preset; raises a `ValueError` that lists the names nearest to an unknown one."""
+    known = presets()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or sorted(known)
+        raise ValueError(f"preset({name!r}): no such preset; the nearest names are {', '.join(near)}.")
+    return known[name]
+
+
+def build(
+    model: str | Numbers,
+    *,
+    core: Callable[..., Array] | None = None,
+    remat: str = "none",
+    unroll: int = 1,
+    key: Key[Array, ""],
+) -> Transformer:
+    """A model with random weights, from the name of a preset or from a family's numbers.
+
+    Build under `equinox.filter_eval_shape` to get shapes alone, of a model of any size.
+    """
+    numbers = preset(model) if isinstance(model, str) else model
+    for family in FAMILIES.values():
+        if isinstance(numbers, family.numbers):
+            return family.build(numbers, core=core, remat=remat, unroll=unroll, key=key)
+    raise ValueError(f"build({model!r}): no family has numbers of type {type(numbers).__name__}.")
