@@ -2,6 +2,7 @@
 
 import abc
 import math
+from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ def base_frequencies(dim: int, theta: float) -> Float[np.ndarray, "half"]:
 class RotaryScaling(eqx.Module):
     """What turns (dim, theta, length) into frequencies and the factor on cosines and sines."""
 
-    depends_on_length: eqx.AbstractClassVar[bool]
+    depends_on_length: ClassVar[bool]
 
     @abc.abstractmethod
     def frequencies(
@@ -32,7 +33,7 @@ class RotaryScaling(eqx.Module):
 class LinearScaling(RotaryScaling):
     """Positions divided by `factor` (Chen et al. 2023)."""
 
-    depends_on_length = False
+    depends_on_length: ClassVar[bool] = False
     factor: float = eqx.field(static=True)
 
     def frequencies(
@@ -45,7 +46,7 @@ class LinearScaling(RotaryScaling):
 class DynamicScaling(RotaryScaling):
     """NTK-aware theta that grows with the sequence beyond `original_length` tokens (bloc97, emozilla 2023)."""
 
-    depends_on_length = True
+    depends_on_length: ClassVar[bool] = True
     factor: float = eqx.field(static=True)
     original_length: int = eqx.field(static=True)
 
@@ -61,7 +62,7 @@ class DynamicScaling(RotaryScaling):
 class Llama3Scaling(RotaryScaling):
     """Llama 3.1: long waves by `factor`, short ones as they are, a ramp between (Dubey et al. 2024)."""
 
-    depends_on_length = False
+    depends_on_length: ClassVar[bool] = False
     factor: float = eqx.field(static=True)
     low_frequency_factor: float = eqx.field(static=True)
     high_frequency_factor: float = eqx.field(static=True)
@@ -86,7 +87,7 @@ class YarnScaling(RotaryScaling):
     terms and passes the quotient. `truncate` rounds the ramp's ends to whole pairs.
     """
 
-    depends_on_length = False
+    depends_on_length: ClassVar[bool] = False
     factor: float = eqx.field(static=True)
     original_length: int = eqx.field(static=True)
     beta_fast: float = eqx.field(static=True, default=32.0)
@@ -120,7 +121,7 @@ class LongRopeScaling(RotaryScaling):
     the longest length over the original one.
     """
 
-    depends_on_length = True
+    depends_on_length: ClassVar[bool] = True
     short_divisors: tuple[float, ...] = eqx.field(static=True)
     long_divisors: tuple[float, ...] = eqx.field(static=True)
     original_length: int = eqx.field(static=True)
