@@ -1,0 +1,21 @@
+"""Documents to batches: sources, tokenizers, a cache on disk, packing, an order that resumes exactly, prefetching."""
+
+from ._documents import (
+    Document as Document,
+    hub as hub,
+    Source as Source,
+    standard_library as standard_library,
+    texts as texts,
+)
+from ._files import files as files
+from ._loader import Loader as Loader
+from ._order import shuffled as shuffled
+from ._packing import Documents as Documents, Windows as Windows
+from ._prefetch import Prefetch as Prefetch, prefetch as prefetch
+from ._store import check_vocab as check_vocab, open_store as open_store, TokenStore as TokenStore
+from ._tokenizer import (
+    ByteTokenizer as ByteTokenizer,
+    FileTokenizer as FileTokenizer,
+    TextStream as TextStream,
+    Tokenizer as Tokenizer,
+)

@@ -1,0 +1,188 @@
+"""A folder of files that is either whole and visible or not there at all."""
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+
+_META = "meta.json"
+_LOCK = "lock"
+
+
+class Damaged(Exception):
+    """What is wrong with a folder that is there but cannot be used; never leaves `eqformer.data`."""
+
+
+class Unwritable(Exception):
+    """The `OSError` of a write (a full disk, no permission), told apart from those of reading a source."""
+
+    def __init__(self, error: OSError):
+        self.error = error
+
+
+class Writer:
+    """Files under construction, with their sizes and checksums."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._open: dict[str, BinaryIO] = {}
+        self._files: dict[str, dict[str, int]] = {}
+
+    def append(self, name: str, data: np.ndarray) -> None:
+        """The array's bytes behind those that the file has already."""
+        view = np.ascontiguousarray(data).view(np.uint8).data
+        with _writes():
+            if name not in self._open:
+                self._open[name] = (self.folder / name).open("wb")
+                self._files[name] = {"size": 0, "crc32": 0}
+            self._open[name].write(view)
+        entry = self._files[name]
+        entry["size"] += len(view)
+        entry["crc32"] = zlib.crc32(view, entry["crc32"])
+
+    def finish(self, meta: dict[str, Any]) -> None:
+        """Everything on the disk itself, the description last."""
+        with _writes():
+            for file in self._open.values():
+                _to_disk(file)
+            with (self.folder / _META).open("wb") as file:
+                file.write(json.dumps({**meta, "files": self._files}, indent=2).encode())
+                _to_disk(file)
+            _folder_to_disk(self.folder)
+
+    def close(self) -> None:
+        """Let go of the files, whatever state they are in."""
+        for file in self._open.values():
+            with contextlib.suppress(OSError):  # a full disk has been reported already
+                file.close()
+
+
+@contextlib.contextmanager
+def writing(target: Path) -> Iterator[Writer]:
+    """A `Writer` whose folder takes the place of `target` when the block ends well, and vanishes when it does not.
+
+    It is built beside `target` under a name that starts with a dot; a rename makes it visible. Where another process
+    was faster, its folder stays. Folders of builders that were killed are swept away first.
+
+    **Raises:** `Unwritable`.
+    """
+    with _writes():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target)
+    folder = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}"
+    writer = Writer(folder)
+    try:
+        with _held(folder):
+            yield writer
+        writer.close()
+        with _writes():
+            try:
+                folder.rename(target)
+            except OSError:
+                if not target.is_dir():
+                    raise
+            (target / _LOCK).unlink(missing_ok=True)
+            _folder_to_disk(target.parent)
+    finally:
+        writer.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove(target: Path) -> None:
+    """Take a folder away at once, so that nobody finds it half removed."""
+    doomed = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}"
+    with contextlib.suppress(FileNotFoundError):  # another process may have done it
+        target.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def read(target: Path, *, verify: bool) -> dict[str, Any]:
+    """The description of a whole folder. Raises `Damaged` where sizes (with `verify`, checksums) are not as written."""
+    try:
+        meta = json.loads((target / _META).read_bytes())
+        files = {str(name): (int(entry["size"]), int(entry["crc32"])) for name, entry in meta["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{_META} is absent or unreadable ({error})") from error
+    for name, (size, checksum) in files.items():
+        path = target / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            raise Damaged(f"{name} should have {size} bytes but {'is absent' if found is None else f'has {found}'}")
+        if verify and _checksum(path) != checksum:
+            raise Damaged(f"the bytes of {name} are not those that were written")
+    return meta
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _to_disk(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def _folder_to_disk(folder: Path) -> None:
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def _writes() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Unwritable(error) from error
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Make the folder with a lock in it that the system lets go of when this process ends, however it ends."""
+    with contextlib.ExitStack() as stack:
+        with _writes():
+            if os.name == "posix":
+                unlocked = folder.with_name(f".{folder.name}")  # a name that `_sweep` does not look at
+                unlocked.mkdir()
+                _lock(stack.enter_context((unlocked / _LOCK).open("wb")))
+                unlocked.rename(folder)
+            else:
+                folder.mkdir()
+        yield
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed builders of this target left behind; where the system has no such locks, nothing."""
+    for folder in target.parent.glob(f".{target.name}.*"):
+        with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as file:
+            if _lock(file):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(file: BinaryIO) -> bool:
+    """True where this process now holds the lock, until the file is closed."""
+    if os.name != "posix":
+        return False
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

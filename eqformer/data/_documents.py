@@ -1,0 +1,158 @@
+"""Documents and the sources that yield them: texts at hand, the standard library, a dataset of the Hugging Face hub."""
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from ._extra import load_extra
+
+
+class Document(NamedTuple):
+    """One text; `name` decides its split, `size` is the share of its source's bytes that it stands for (progress)."""
+
+    name: str
+    text: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A corpus that can be read any number of times, always in the same order.
+
+    `fingerprint()` changes whenever the documents do; it is asked for before anything is tokenised, so it should be
+    cheaper than reading the documents. `size` is the sum of their sizes in bytes, 0 where nobody can know.
+    """
+
+    name: str
+    size: int
+    fingerprint: Callable[[], str]
+    documents: Callable[[], Iterator[Document]]
+
+    def __iter__(self) -> Iterator[Document]:
+        return self.documents()
+
+
+def digest(parts: Iterable[str | bytes]) -> str:
+    """32 hexadecimal digits that change when any part or any border between parts does."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        state.update(len(data).to_bytes(8, "little"))
+        state.update(data)
+    return state.hexdigest()
+
+
+def texts(documents: Mapping[str, str], *, name: str = "texts") -> Source:
+    """A source of texts at hand, given as name -> text."""
+    held = [Document(title, text, len(text.encode())) for title, text in documents.items()]
+    return Source(
+        name=name,
+        size=sum(document.size for document in held),
+        fingerprint=lambda: digest(part for document in held for part in (document.name, document.text)),
+        documents=lambda: iter(held),
+    )
+
+
+# Not everywhere: distributions pack these apart, trim them, or write them on the machine; and tests are not prose.
+_LEFT_OUT = {"__hello__", "__phello__", "distutils", "ensurepip", "idlelib", "lib2to3", "test", "tkinter", "venv"}
+_LEFT_OUT |= {"turtle", "turtledemo"}
+_FOLDERS_LEFT_OUT = frozenset(("test", "tests", "macholib", "__pycache__"))
+
+
+def standard_library() -> Source:
+    """The sources of the standard library of the Python that runs this: about 10 MB of text on any machine.
+
+    Modules that distributions pack apart are left out, so the list depends on Python's version and hardly on who
+    built it; documents are named by their path (`asyncio/tasks.py`), so they keep their split from version to version.
+
+    **Raises:** `ValueError` where Python came without its sources.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    paths = [(name, folder / name) for name in _library_files(folder)]
+    size = sum(path.stat().st_size for _, path in paths)
+    if size < 1_000_000:
+        raise ValueError(
+            f"standard_library() must find the sources of Python's own library (megabytes of .py files), but {folder} "
+            f"holds {len(paths)} of them with {size} bytes; pass a text of your own with files(path)."
+        )
+
+    def documents() -> Iterator[Document]:
+        for name, path in paths:
+            data = path.read_bytes()
+            yield Document(name, data.decode("utf-8", errors="replace"), len(data))
+
+    return Source(
+        name="standard library",
+        size=size,
+        fingerprint=lambda: digest(part for name, path in paths for part in (name, path.read_bytes())),
+        documents=documents,
+    )
+
+
+def _library_files(folder: Path) -> list[str]:
+    names = []
+    for path in folder.rglob("*.py"):
+        *folders, file = path.relative_to(folder).parts
+        module = folders[0] if folders else file.removesuffix(".py")
+        if module in sys.stdlib_module_names - _LEFT_OUT and _FOLDERS_LEFT_OUT.isdisjoint(folders):
+            names.append("/".join((*folders, file)))
+    return sorted(names)
+
+
+def hub(
+    name: str,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    field: str = "text",
+    revision: str | None = None,
+    limit: int | None = None,
+) -> Source:
+    """A dataset of the Hugging Face hub by name, streamed; `limit` is the number of rows to read at most.
+
+    The fingerprint is made of these arguments, so a cache that was made once is found again without a network; pass
+    `revision` to pin what the name stands for. Rows whose text is empty or null are left out.
+
+    **Raises:** `ImportError` where the package `datasets` is absent, `ValueError` where the rows have no such field.
+    """
+    arguments = f"hub({name!r}, config={config!r}, split={split!r}, field={field!r}, revision={revision!r})"
+
+    def documents() -> Iterator[Document]:
+        datasets = load_extra("datasets", extra="data", call=arguments)
+        rows = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
+        for number, row in enumerate(islice(rows, limit)):
+            text = field_of(row, field, call=arguments, place=f"row {number}")
+            if text:
+                yield Document(f"{split}#{number}", text, len(text.encode()))
+
+    return Source(
+        name=name,
+        size=0,
+        fingerprint=lambda: digest((arguments, str(limit))),
+        documents=documents,
+    )
+
+
+def field_of(row: object, field: str, *, call: str, place: str) -> str:
+    """The text in a row's field (null is the empty text), or an error that names the fields there are."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{call}: {place} must be an object with a field {field!r}, but is {type(row).__name__}.")
+    if field not in row:
+        raise ValueError(
+            f"{call}: {place} has no field {field!r}; its fields are {sorted(map(str, row))}: "
+            f"pass one of them as `field`."
+        )
+    text = row[field]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{call}: the field {field!r} of {place} must hold text, but holds {type(text).__name__}; "
+            f"the fields are {sorted(map(str, row))}: pass another of them as `field`."
+        )
+    return text

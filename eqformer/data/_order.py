@@ -1,0 +1,52 @@
+"""A random order that is computed, not stored: which row is the n-th of a run."""
+
+import hashlib
+from math import isqrt
+
+import numpy as np
+from jaxtyping import Int, UInt
+
+
+_ROUNDS = 8
+
+
+def shuffled(places: Int[np.ndarray, "batch"], *, rows: int, seed: int) -> Int[np.ndarray, "batch"]:
+    """The row number at each place of an endless run over `rows` rows.
+
+    Places 0 to `rows - 1` are the first epoch, a permutation of all rows; the next `rows` places are the second, in
+    another order; and so on. Each number depends on its place and the seed alone. The permutation is a Feistel network
+    over pairs (row // b, row % b) that is walked until it leads back to a row (Black and Rogaway, "Ciphers with
+    arbitrary finite domains", 2002), so it takes no memory and any place is as cheap as the first.
+    """
+    if rows < 1 or np.any(places < 0):
+        raise ValueError(
+            f"shuffled(places, rows={rows}, seed={seed}): places count from 0 and rows from 1, but the smallest place "
+            f"is {places.min(initial=0)}; pass a step that is not negative and data that is not empty."
+        )
+    epochs, values = np.divmod(places.astype(np.uint64), np.uint64(rows))
+    start = np.frombuffer(hashlib.blake2b(str(int(seed)).encode(), digest_size=8).digest(), np.uint64)
+    keys = [_mix(_mix(start ^ epochs) + np.uint64(number)) for number in range(_ROUNDS)]
+    walking = np.arange(len(values))
+    while len(walking):
+        values[walking] = _feistel(values[walking], [key[walking] for key in keys], rows)
+        walking = walking[values[walking] >= rows]
+    return values.astype(np.int64)
+
+
+def _feistel(values: UInt[np.ndarray, "n"], keys: list[UInt[np.ndarray, "n"]], rows: int) -> UInt[np.ndarray, "n"]:
+    """A permutation of 0 to a * b - 1, where a and b are near the root of `rows` and a * b is hardly more than it."""
+    a = isqrt(rows - 1) + 1
+    a, b = np.uint64(a), np.uint64(-(-rows // a))
+    left, right = np.divmod(values, b)
+    for even, odd in zip(keys[::2], keys[1::2]):
+        left = (left + _mix(right ^ even) % a) % a
+        right = (right + _mix(left ^ odd) % b) % b
+    return left * b + right
+
+
+def _mix(values: UInt[np.ndarray, "n"]) -> UInt[np.ndarray, "n"]:
+    """The finaliser of SplitMix64: every bit of the result hangs on every bit of the value."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,89 @@
+"""Batches made in the background, a few steps ahead of who asks for them."""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from ._loader import Loader
+
+
+def prefetch(
+    loader: Loader,
+    start_step: int = 0,
+    stop_step: int | None = None,
+    *,
+    rows: tuple[int, int] | None = None,
+    depth: int = 2,
+    transform: Callable[[Any], Any] | None = None,
+) -> "Prefetch":
+    """The batches of steps `start_step`, `start_step + 1`, ... up to `stop_step` (never ending without it).
+
+    `rows` are the start and stop of the rows that this host needs (`Loader.rows`). `transform` is applied to each batch
+    in the background too, for example to send it to the devices. Use it in a `with`, or close it.
+    """
+    if start_step < 0 or (stop_step is not None and stop_step < start_step):
+        raise ValueError(
+            f"prefetch(loader, start_step={start_step}, stop_step={stop_step}): it must hold that 0 <= start_step <= "
+            f"stop_step; pass steps in order."
+        )
+    start, stop = (0, loader.batch_size) if rows is None else rows
+
+    def make(step: int) -> Any:
+        batch = loader.rows(step, start, stop)
+        return batch if transform is None else transform(batch)
+
+    return Prefetch(make, start_step, stop_step, depth=depth)
+
+
+class Prefetch:
+    """`make(start), make(start + 1), ...`, computed by one thread that keeps `depth` results ready.
+
+    An exception in `make` comes out of `next` at its own step, after which the iterator is closed. `close` (or the end
+    of a `with`) waits for the thread to end.
+    """
+
+    def __init__(self, make: Callable[[int], Any], start: int = 0, stop: int | None = None, *, depth: int = 2):
+        if depth < 1:
+            raise ValueError(
+                f"Prefetch(depth={depth}): at least 1 result must be kept ready; pass a depth of 1 or more."
+            )
+        self._make = make
+        self._next = start
+        self._stop = stop
+        self._depth = depth
+        self._waiting: deque[Future] = deque()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="eqformer-prefetch")
+        self._fill()
+
+    def __iter__(self) -> "Prefetch":
+        return self
+
+    def __next__(self) -> Any:
+        if not self._waiting:
+            self.close()
+            raise StopIteration
+        future = self._waiting.popleft()
+        self._fill()
+        try:
+            return future.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop; what is being made is finished and thrown away, what is not begun never is."""
+        self._stop = self._next
+        self._waiting.clear()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> "Prefetch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fill(self) -> None:
+        while len(self._waiting) < self._depth and (self._stop is None or self._next < self._stop):
+            self._waiting.append(self._executor.submit(self._make, self._next))
+            self._next += 1

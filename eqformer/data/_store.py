@@ -1,0 +1,233 @@
+"""Documents, tokenised once into files that are mapped into memory."""
+
+import hashlib
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int, UInt
+
+from ._cache import Damaged, read, remove, Unwritable, Writer, writing
+from ._documents import digest, Document, Source
+from ._tokenizer import Tokenizer
+
+
+Split = Literal["train", "validation"]
+Progress = Callable[[int, int], Any]
+
+_FORMAT = 1  # of the files below; a new number leaves old caches aside
+_GROUP = 1 << 20  # characters that are tokenised together
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """The tokens of one split: document `i` is `tokens[offsets[i]:offsets[i + 1]]`, its last the end of text.
+
+    `text_bytes` counts the UTF-8 bytes of the texts, `largest` is the largest id that occurs, `vocab` and
+    `end_of_text` are the tokenizer's.
+    """
+
+    path: Path
+    tokens: UInt[np.ndarray, "tokens"]
+    offsets: Int[np.ndarray, "borders"]
+    text_bytes: int
+    largest: int
+    vocab: int
+    end_of_text: int
+    fingerprint: str
+
+    @property
+    def documents(self) -> int:
+        """How many documents there are."""
+        return len(self.offsets) - 1
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text a token, ends of text included: bits per byte are nats per token / ln 2 / this."""
+        return self.text_bytes / len(self.tokens)
+
+
+def open_store(
+    source: Source,
+    tokenizer: Tokenizer,
+    cache_dir: str | PathLike[str],
+    split: Split = "train",
+    *,
+    validation: float = 0.05,
+    progress: Progress | None = None,
+    verify: bool = True,
+) -> TokenStore:
+    """The tokens of one split of a source, from the cache where they are already, else tokenised into it now.
+
+    A document belongs to the validation split when the hash of its name falls under `validation`, a share of the
+    documents; that depends on nothing else, so it holds on any machine and however the corpus grows. `progress` is
+    called with the bytes done and in all (0: nobody knows). `verify` compares the checksums of a cache that is found
+    (about a second a gigabyte), not only the sizes. A damaged cache is written anew, with a warning.
+
+    **Raises:** `ValueError` where the split has no text, a text cannot be tokenised, or the cache cannot be written.
+    """
+    call = f"open_store({source.name!r}, split={split!r}, validation={validation})"
+    if split not in ("train", "validation"):
+        raise ValueError(f"{call}: split must be 'train' or 'validation', but is {split!r}.")
+    if not 0 <= validation < 1:
+        raise ValueError(f"{call}: validation is a share of the documents, at least 0 and below 1; 0.05 is usual.")
+    key = digest((source.fingerprint(), tokenizer.fingerprint, split, repr(float(validation)), str(_FORMAT)))
+    slug = re.sub(r"[^a-z0-9]+", "-", source.name.lower()).strip("-")[:40] or "texts"
+    target = Path(cache_dir) / f"{slug}-{split}-{key[:16]}"
+    if target.exists():
+        try:
+            return _mapped(target, verify=verify)
+        except Damaged as damage:
+            warnings.warn(f"{call}: the cache {target} is damaged: {damage}; it is written anew.", stacklevel=2)
+    try:
+        if target.exists():
+            remove(target)
+        with writing(target) as writer:
+            _tokenise(writer, source, tokenizer, split, validation, progress, call)
+    except Unwritable as failure:
+        raise _unwritable(call, target, failure.error) from failure
+    try:
+        return _mapped(target, verify=False)
+    except Damaged as damage:  # of another process, which was faster, or of the disk
+        raise ValueError(
+            f"{call}: the cache {target} is damaged just after it was written: {damage}; remove it."
+        ) from damage
+
+
+def is_validation(name: str, share: float) -> bool:
+    """Whether a document of this name belongs to the validation split."""
+    value = hashlib.blake2b(f"eqformer:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(value, "big") < share * 2**64
+
+
+def check_vocab(store: TokenStore, vocab: int) -> None:
+    """Raise `ValueError` where a model of `vocab` token ids could not read every token of the store."""
+    if store.largest >= vocab:
+        raise ValueError(
+            f"check_vocab(store, vocab={vocab}): the vocabulary must be larger than every token id, but "
+            f"{store.path.name} holds the id {store.largest}; build the model with "
+            f"vocab={store.vocab} (the tokenizer's), or change the tokenizer."
+        )
+
+
+def _tokenise(
+    writer: Writer,
+    source: Source,
+    tokenizer: Tokenizer,
+    split: Split,
+    validation: float,
+    progress: Progress | None,
+    call: str,
+) -> None:
+    dtype = np.min_scalar_type(max(tokenizer.vocab, tokenizer.end_of_text + 1) - 1).newbyteorder("<")
+    end = np.full(1, tokenizer.end_of_text, dtype)
+    lengths: list[int] = []
+    done = largest = text_bytes = others = 0
+    for group in _groups(source):
+        done += sum(document.size for document in group)
+        chosen = [document for document in group if is_validation(document.name, validation) == (split == "validation")]
+        others += len(group) - len(chosen)
+        chosen = [document for document in chosen if document.text]
+        for document, ids in zip(chosen, _encoded(tokenizer, chosen, call), strict=True):
+            if not len(ids):
+                continue
+            lengths.append(len(ids) + 1)
+            text_bytes += len(document.text.encode())
+            largest = max(largest, int(ids.max()))
+            assert largest < tokenizer.vocab, "a tokenizer's ids must be below its vocab"
+            writer.append("tokens.bin", ids.astype(dtype))
+            writer.append("tokens.bin", end)
+        if progress is not None:
+            progress(min(done, source.size) if source.size else done, source.size)
+    if not lengths:
+        raise ValueError(
+            f"{call}: the {split} split must have a document with text, but all of the {others} documents fall "
+            f"to the other split; pass more documents, "
+            + ("another `validation`, " if others else "")
+            + "or cut long files into several with files(path, piece=...)."
+        )
+    writer.append("offsets.bin", np.cumsum([0, *lengths]).astype("<i8"))
+    writer.finish(
+        {
+            "format": _FORMAT,
+            "source": source.name,
+            "split": split,
+            "validation": validation,
+            "tokenizer": tokenizer.fingerprint,
+            "vocab": tokenizer.vocab,
+            "end_of_text": tokenizer.end_of_text,
+            "dtype": dtype.name,
+            "tokens": sum(lengths),
+            "documents": len(lengths),
+            "text_bytes": text_bytes,
+            "largest": max(largest, tokenizer.end_of_text),
+        }
+    )
+    if progress is not None:
+        progress(source.size or done, source.size or done)
+
+
+def _groups(source: Source) -> Iterator[list[Document]]:
+    group: list[Document] = []
+    characters = 0
+    for document in source:
+        group.append(document)
+        characters += len(document.text)
+        if characters >= _GROUP or len(group) >= 4096:
+            yield group
+            group, characters = [], 0
+    yield group
+
+
+def _encoded(tokenizer: Tokenizer, documents: list[Document], call: str) -> list[np.ndarray]:
+    try:
+        return tokenizer.encode_each([document.text for document in documents])
+    except ValueError:
+        for document in documents:  # which of them was it?
+            try:
+                tokenizer.encode(document.text)
+            except ValueError as error:
+                raise ValueError(f"{call}: {document.name} cannot be tokenised: {error}") from error
+        raise
+
+
+def _mapped(target: Path, *, verify: bool) -> TokenStore:
+    meta = read(target, verify=verify)
+    try:
+        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+        tokens = np.memmap(target / "tokens.bin", dtype, "r").view(np.ndarray)
+        offsets = np.fromfile(target / "offsets.bin", "<i8")
+        store = TokenStore(
+            path=target,
+            tokens=tokens,
+            offsets=offsets,
+            text_bytes=meta["text_bytes"],
+            largest=meta["largest"],
+            vocab=meta["vocab"],
+            end_of_text=meta["end_of_text"],
+            fingerprint=meta["tokenizer"],
+        )
+        counts = (len(tokens), len(offsets) - 1)
+        expected = (meta["tokens"], meta["documents"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"meta.json does not describe the files ({error})") from error
+    if counts != expected or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(np.diff(offsets) < 2):
+        raise Damaged(
+            f"the files hold (tokens, documents) {counts}, which do not fit meta.json's {expected} and the offsets"
+        )
+    return store
+
+
+def _unwritable(call: str, target: Path, error: OSError) -> ValueError:
+    folder = next(place for place in (target.parent, *target.parents, Path(".")) if place.is_dir())
+    free = shutil.disk_usage(folder).free
+    return ValueError(
+        f"{call}: the tokens must be written to {target.parent}, but the system says {error}; {free} bytes are free "
+        f"there, and nothing of the cache was left behind; free some space or pass another `cache_dir`."
+    )

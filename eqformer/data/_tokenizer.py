@@ -1,0 +1,182 @@
+"""Text to token ids and back: bytes, or a `tokenizer.json`."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Integer, UInt
+
+from ._documents import digest
+from ._extra import load_extra
+
+
+Ids = Integer[np.ndarray, "seq"] | Sequence[int]
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What eqformer asks of a tokenizer; any object that has these will do.
+
+    `vocab` is one more than the largest id, `end_of_text` the id put behind every document, `fingerprint` a text that
+    changes when the tokenizer does.
+    """
+
+    vocab: int
+    end_of_text: int
+    fingerprint: str
+
+    def encode(self, text: str) -> UInt[np.ndarray, "seq"]: ...
+
+    def encode_each(self, texts: Sequence[str]) -> list[UInt[np.ndarray, "_"]]: ...
+
+    def decode(self, ids: Ids) -> str: ...
+
+
+class TextStream:
+    """Ids in, one by one, text out as soon as it is certain: never half a character.
+
+    Pieces of a character are held back until the rest has come (or `finish` is called); together the texts are what
+    `decode` makes of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._decode = tokenizer.decode
+        self._context: list[int] = []  # the last printed ids: some decoders treat the first token of a text apart
+        self._pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that this id makes certain; often empty."""
+        self._pending.append(token)
+        text = self._text()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._context, self._pending = self._pending, []
+        return text
+
+    def finish(self) -> str:
+        """What was held back, with U+FFFD for the parts of characters that never became whole."""
+        text = self._text()
+        self._context, self._pending = [], []
+        return text
+
+    def _text(self) -> str:
+        return self._decode(self._context + self._pending)[len(self._decode(self._context)) :]
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8 as 256 ids; the NUL byte, which no text holds, is the end of text.
+
+    `encode` refuses a text with NUL in it: such a file is most often binary or UTF-16, and dropping bytes silently
+    would hide it. `decode` leaves out the end of text and puts U+FFFD for bytes that are no UTF-8.
+    """
+
+    vocab = 256
+    end_of_text = 0
+    fingerprint = "utf-8 bytes, end of text 0"
+
+    def encode(self, text: str) -> UInt[np.ndarray, "seq"]:
+        """The UTF-8 bytes of the text. Raises `ValueError` where it holds NUL."""
+        place = text.find("\0")
+        if place >= 0:
+            raise ValueError(
+                f"ByteTokenizer().encode(text): the text must hold no NUL, which stands for the end of text, but "
+                f"character {place} is one; remove it, or convert the file if it is UTF-16 or binary."
+            )
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    def encode_each(self, texts: Sequence[str]) -> list[UInt[np.ndarray, "_"]]:
+        """`encode` of every text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Ids) -> str:
+        """The text of these bytes. Raises `ValueError` where an id is no byte."""
+        array = np.asarray(ids, dtype=np.int64)
+        if array.size and (array.min() < 0 or array.max() > 255):
+            raise ValueError(
+                f"ByteTokenizer().decode(ids): ids must be bytes, 0 to 255, but they reach from {array.min()} to "
+                f"{array.max()}; use the tokenizer that the model was trained with."
+            )
+        return array[array != self.end_of_text].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+# As published tokenizers spell it, the more telling first.
+_END_OF_TEXT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|end▁of▁sentence|>",
+    "<｜end▁of▁sentence｜>",
+    "<eos>",
+    "</s>",
+    "[EOS]",
+    "<|eos|>",
+)
+
+
+class FileTokenizer:
+    """A `tokenizer.json`, run by the package `tokenizers`.
+
+    `end_of_text` is the name of a token; without it, the special token of one of the usual names, or the only special
+    token there is. Texts are only text: the name of a special token in them is spelled out in ordinary tokens, nothing
+    is put in front, and the file's truncation and padding are switched off.
+
+    **Raises:** `ValueError` where the file is absent or unreadable or the end of text cannot be told; `ImportError`
+    where `tokenizers` is absent.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, end_of_text: str | None = None):
+        call = f"FileTokenizer({str(path)!r}, end_of_text={end_of_text!r})"
+        tokenizers = load_extra("tokenizers", extra="train", call=call)
+        if not Path(path).is_file():
+            raise ValueError(f"{call}: the path must be a tokenizer.json, but there is no file {path}; correct it.")
+        written = Path(path).read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(written)
+        except Exception as error:  # the package raises nothing more precise
+            raise ValueError(
+                f"{call}: the file must be a tokenizer.json as the package tokenizers writes it, but {error}; "
+                f"fetch it again."
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self.vocab: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.end_of_text: int = self._find(end_of_text, call)
+        self.fingerprint = f"tokenizer.json {digest((written,))}, end of text {self.end_of_text}"
+
+    def _find(self, name: str | None, call: str) -> int:
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content: number for number, token in sorted(added.items()) if token.special}
+        if name is None:
+            names = [usual for usual in _END_OF_TEXT if usual in special] or list(special)
+            if len(special) == 1 or names != list(special):
+                return special[names[0]]
+        else:
+            number = self._tokenizer.token_to_id(name)
+            if number is not None:
+                return number
+        raise ValueError(
+            f"{call}: the end of text must be a token of the file, but "
+            f"{'none has one of the usual names' if name is None else f'there is no token {name!r}'}; "
+            f"pass one of its special tokens as `end_of_text`: {list(special) or 'it has none, so name any token'}."
+        )
+
+    def encode(self, text: str) -> UInt[np.ndarray, "seq"]:
+        """The ids of the text."""
+        return self.encode_each([text])[0]
+
+    def encode_each(self, texts: Sequence[str]) -> list[UInt[np.ndarray, "_"]]:
+        """`encode` of every text, on all cores."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Ids) -> str:
+        """The text of these ids, special tokens left out. Raises `ValueError` where an id is negative."""
+        array = np.asarray(ids, dtype=np.int64)
+        if array.size and array.min() < 0:
+            raise ValueError(
+                f"FileTokenizer.decode(ids): ids must be 0 to {self.vocab - 1}, but one is {array.min()}; "
+                f"leave padding out."
+            )
+        return self._tokenizer.decode(array.tolist(), skip_special_tokens=True)
