@@ -30,7 +30,7 @@ class Mask(eqx.Module):
     def __call__(self, queries: Tokens, keys: Tokens) -> Bool[Array, "*batch seq kv_seq"]:
         """True where the query of the row may attend to the key of the column."""
         query, key = queries.positions[..., :, None], keys.positions[..., None, :]
-        visible = key >= 0
+        visible = jnp.broadcast_to(key >= 0, jnp.broadcast_shapes(query.shape, key.shape))
         if self.is_causal:
             visible &= key <= query
         if self.window is not None:

@@ -1,0 +1,89 @@
+"""Presets have the published sizes, and numbers build what they say."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import pytest
+
+from eqformer.models import build, FAMILIES, GPT2, JAXformer, Llama, preset, presets
+from eqformer.nn import dims, Rotary
+from eqformer.planning import parameter_count
+
+
+# Parameters of the published checkpoints, counted from their files by their publishers.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+}
+
+
+def shapes_of(name_or_numbers):
+    return eqx.filter_eval_shape(lambda key: build(name_or_numbers, key=key), jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_published_number_of_parameters(name):
+    assert parameter_count(shapes_of(name)) == PUBLISHED[name]
+    smaller = dataclasses.replace(preset(name), vocab=preset(name).vocab - 1)
+    assert parameter_count(shapes_of(smaller)) != PUBLISHED[name]
+
+
+def test_every_family_has_a_preset_under_one_million_parameters():
+    for family in FAMILIES.values():
+        assert min(parameter_count(shapes_of(name)) for name in family.presets) < 1_000_000
+
+
+def test_preset_names_are_unique_and_found():
+    assert len(presets()) == sum(len(family.presets) for family in FAMILIES.values())
+    assert presets()["gpt2"] is preset("gpt2")
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest_names():
+    with pytest.raises(ValueError, match=r"preset\('llama-3-7b'\): no such preset; the nearest names are .*llama-3-8b"):
+        preset("llama-3-7b")
+
+
+@pytest.mark.parametrize("numbers", [GPT2(9, 10, 1, 3), JAXformer(9, 10, 1, 1, heads=3, latent=4, rope_dim=2)])
+def test_heads_must_divide_the_width(numbers):
+    with pytest.raises(ValueError, match=r"embed=10, heads=3\): heads must divide embed"):
+        shapes_of(numbers)
+
+
+def test_key_heads_must_divide_heads():
+    with pytest.raises(ValueError, match=r"heads=8, kv_heads=3\).*take one of \[1, 2, 4, 8\]"):
+        shapes_of(Llama(9, 16, 1, heads=8, kv_heads=3, mlp=8))
+
+
+def test_the_last_layer_of_a_jaxformer_block_has_no_rotary_position():
+    numbers = JAXformer(9, 16, blocks=2, layers_per_block=3, heads=2, latent=4, rope_dim=2)
+    period = shapes_of(numbers).stacks[0].blocks
+    assert [block.attention.rotary for block in period.blocks] == [Rotary(2, 10_000.0, interleaved=True)] * 2 + [None]
+    assert period.blocks[0].attention.key_rope.weight.shape == (2, 2, 16)
+
+
+def test_a_preset_of_any_size_is_laid_out_without_allocating_it():
+    names = dims(shapes_of("llama-3.1-405b"))
+    assert names.stacks[0].blocks.attention.query.weight == "layers heads head_dim embed"
+    assert names.stacks[0].blocks.feed_forward.down.weight == "layers embed mlp"
+    assert names.head.weight == "vocab embed"
+
+
+def test_residual_projections_start_smaller_in_deeper_models():
+    def spread(layers):
+        model = build(Llama(16, 32, layers, heads=4, kv_heads=2, mlp=64), key=jax.random.key(1))
+        return float(model.stacks[0].blocks.attention.output.weight.std())
+
+    assert spread(8) == pytest.approx(spread(2) / 2, rel=0.05)

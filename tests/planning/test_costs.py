@@ -1,0 +1,59 @@
+"""Parameters and operations against counts made by hand."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+from eqformer.models import build, GPT2, JAXformer, Llama
+from eqformer.nn import causal, chunked, full, positions_like, sliding_window
+from eqformer.planning import flops_per_token, parameter_count, visible_keys
+
+
+def shapes_of(numbers):
+    return eqx.filter_eval_shape(lambda key: build(numbers, key=key), jax.random.key(0))
+
+
+def test_a_llama_by_hand():
+    model = shapes_of(Llama(vocab=100, embed=16, layers=3, heads=4, kv_heads=2, mlp=40))
+    attention = 16 * 16 + 2 * 16 * 8 + 16 * 16
+    products = 3 * (attention + 3 * 16 * 40)
+    assert parameter_count(model) == products + 3 * 2 * 16 + 16 + 2 * 100 * 16
+    assert parameter_count(model, embeddings=False) == products + 3 * 2 * 16 + 16
+    seq = 10
+    linear = 2 * (products + 16 * 100)
+    scores = 3 * 2 * 2 * 16  # operations a visible key: three layers, scores and sums, all heads' channels
+    assert flops_per_token(model, seq, backward=False, attention="full") == linear + scores * seq
+    assert flops_per_token(model, seq, backward=False) == linear + scores * (seq + 1) / 2
+    assert flops_per_token(model, seq) == 3 * (linear + scores * (seq + 1) / 2)
+
+
+def test_a_gpt2_by_hand():
+    model = shapes_of(GPT2(vocab=50, embed=8, layers=2, heads=2, max_seq=12))
+    layer = 4 * (8 * 8 + 8) + (8 * 32 + 32) + (32 * 8 + 8) + 2 * 2 * 8
+    assert parameter_count(model) == 2 * layer + 2 * 8 + 50 * 8 + 12 * 8
+    products = 2 * (4 * 8 * 8 + 2 * 8 * 32) + 50 * 8
+    assert flops_per_token(model, 12, backward=False, attention="full") == 2 * products + 2 * 2 * 2 * 8 * 12
+
+
+def test_latent_attention_by_hand():
+    numbers = JAXformer(vocab=50, embed=8, blocks=3, layers_per_block=2, heads=2, latent=6, rope_dim=4)
+    model = shapes_of(numbers)
+    shared = 8 * 6 + 6 * 8 + 8 * 6 + 6 * 8 + 6 * 8 + 8 * 8  # down and up for queries, keys and values, then out
+    rotated = 6 * 8 + 8 * 4  # two heads of four rotated channels, and the shared key
+    products = 3 * (2 * shared + rotated + 2 * 2 * 8 * 32) + 50 * 8
+    scores = 3 * 2 * ((8 + 8) + (8 + 8 + 8))  # a layer without rotary, and one with
+    assert flops_per_token(model, 9, backward=False, attention="full") == 2 * products + scores * 9
+
+
+@pytest.mark.parametrize("mask", [causal(), full(), sliding_window(4), sliding_window(40), chunked(4), chunked(7)])
+@pytest.mark.parametrize("seq", [1, 4, 11])
+def test_visible_keys_is_the_mean_of_the_mask(mask, seq):
+    tokens = positions_like((seq,))
+    assert visible_keys(mask, seq) == pytest.approx(float(np.asarray(mask(tokens, tokens)).sum()) / seq)
+
+
+def test_an_unknown_custom_of_counting_is_refused():
+    model = shapes_of(Llama(vocab=10, embed=8, layers=1, heads=2, kv_heads=1, mlp=8))
+    with pytest.raises(ValueError, match="give 'half' .* or 'full'"):
+        flops_per_token(model, 4, attention="causal")

@@ -1,0 +1,129 @@
+"""The architecture, held by reading the source: who imports whom, and what may be said in which room."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+from eqformer.models import FAMILIES
+
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "eqformer"
+ROOMS = {
+    "nn": set(),
+    "data": set(),
+    "models": {"nn"},
+    "parallel": {"nn"},
+    "generation": {"nn"},
+    "training": {"nn", "parallel"},
+    "planning": {"nn"},
+}
+COLLECTIVES = {"psum", "pmean", "pmax", "all_gather", "psum_scatter", "ppermute", "all_to_all", "axis_index"}
+SHARDING = {"PartitionSpec", "NamedSharding", "Mesh", "shard_map", "with_sharding_constraint"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    """Every identifier and attribute that a file uses or imports."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names.update(alias.name.split(".")[-1] for alias in node.names)
+    return names
+
+
+def rooms_imported(tree: ast.AST, room: str) -> set[str]:
+    """Rooms of eqformer that a file of `room` imports from."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 2 and node.module:
+            found.add(node.module.split(".")[0])
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("eqformer."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.ImportFrom) and (node.module == "eqformer" or (node.level == 2 and not node.module)):
+            found.update(alias.name for alias in node.names)
+    return (found & ROOMS.keys()) - {room}
+
+
+def complaints(path: pathlib.Path, source: str) -> list[str]:
+    """What a file of the package does that its room does not allow."""
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    tree, found = ast.parse(source), []
+    if source.count("\n") > 300:
+        found.append("longer than 300 lines")
+    if path.name != "__init__.py" and not path.name.startswith("_"):
+        found.append("a public file: only __init__.py is, and it lists the room's names")
+    if foreign := rooms_imported(tree, room) - ROOMS.get(room, set(ROOMS)):
+        found.append(f"imports from {sorted(foreign)}")
+    names = names_in(tree)
+    if room != "parallel" and (used := names & COLLECTIVES):
+        found.append(f"uses collectives {sorted(used)}")
+    if room in ("nn", "models", "data", "generation") and (used := names & SHARDING):
+        found.append(f"speaks of sharding: {sorted(used)}")
+    if used := names & {"print", "argparse", "tyro", "environ", "pickle"}:
+        found.append(f"uses {sorted(used)}, which belongs to scripts or nowhere")
+    if any(isinstance(node, ast.Global) for node in ast.walk(tree)):
+        found.append("keeps module-level mutable state")
+    families = "|".join(FAMILIES)
+    code = {name.lower() for name in names if re.fullmatch(families, name.lower())}
+    if room != "models" and code:
+        found.append(f"names the families {sorted(code)}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_keeps_to_its_room(path):
+    assert complaints(path, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "room,source,word",
+    [
+        ("nn", "from ..models import build", "imports from ['models']"),
+        ("data", "from eqformer.nn import Linear", "imports from ['nn']"),
+        ("training", "from .. import generation", "imports from ['generation']"),
+        ("nn", "import jax\njax.lax.psum(1, 'x')", "collectives ['psum']"),
+        ("models", "from jax.sharding import PartitionSpec", "sharding"),
+        ("nn", "print('hello')", "print"),
+        ("training", "import os\nos.environ['A']", "environ"),
+        ("nn", "state = None\ndef f():\n    global state", "mutable state"),
+        ("planning", "def f(model): return Llama", "families ['llama']"),
+        ("nn", "\n" * 301, "300 lines"),
+    ],
+)
+def test_the_architecture_test_can_fail(room, source, word):
+    assert any(word in complaint for complaint in complaints(PACKAGE / room / "_example.py", source))
+
+
+def test_the_top_level_holds_what_it_should_and_nothing_else():
+    allowed = {"pyproject.toml", "eqformer", "tests", "scripts", "docs", "README.md", "LICENSE"}
+    made_by_tools = {"build", "dist", "runs", "eqformer.egg-info", "__pycache__"}
+    found = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
+    assert found - made_by_tools == allowed
+
+
+def test_public_names_are_listed_once_and_documented():
+    for init in sorted(PACKAGE.glob("*/__init__.py")):
+        listed = [
+            alias.asname
+            for node in ast.walk(ast.parse(init.read_text()))
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        ]
+        assert listed and len(listed) == len(set(listed)), init
+        assert all(name and not name.startswith("_") for name in listed), init
+    undocumented = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in FILES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+    assert undocumented == []
