@@ -1,0 +1,42 @@
+"""Small corpora and tokenizers, made once."""
+
+import numpy as np
+import pytest
+
+from eqformer.data import ByteTokenizer, open_store, texts
+
+
+def _made_up(number: int) -> str:
+    words = ["salt", "ocean", "né", "日本", "a", "🦋 wing", "line\n", "lantern", "x = 1\n\n"]
+    random = np.random.default_rng(number)
+    return " ".join(random.choice(words, size=int(random.integers(1, 60))))
+
+
+@pytest.fixture(scope="session")
+def corpus():
+    """60 short documents of words of one to four bytes a character, of very unequal lengths."""
+    return {f"folder/{number:02}.txt": _made_up(number) for number in range(60)}
+
+
+@pytest.fixture(scope="session")
+def store(corpus, tmp_path_factory):
+    """All of the corpus as bytes."""
+    return open_store(texts(corpus), ByteTokenizer(), tmp_path_factory.mktemp("cache"), validation=0.0)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_json(corpus, tmp_path_factory):
+    """The path of a byte-level BPE tokenizer trained on the corpus, with one special token."""
+    from tokenizers import decoders, models, pre_tokenizers, Tokenizer, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(list(corpus.values()), trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path

@@ -1,0 +1,166 @@
+import json
+import random
+import sys
+
+import numpy as np
+import pytest
+
+from eqformer.data import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
+
+
+def _any_text(seed, length=200):
+    """Characters from the whole of Unicode: one to four bytes each, no NUL, no surrogates."""
+    draw = random.Random(seed)
+    ranges = [(1, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFC), (0x10000, 0x10FFFF)]
+    return "".join(chr(draw.randint(*draw.choice(ranges))) for _ in range(length))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_round_trip_and_stream_without_half_characters(seed):
+    tokenizer, text = ByteTokenizer(), _any_text(seed)
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.uint8 and ids.tobytes() == text.encode() and tokenizer.decode(ids) == text
+    stream = TextStream(tokenizer)
+    printed = [stream.push(int(token)) for token in ids]
+    assert "".join(printed) + stream.finish() == text
+    assert not any("\ufffd" in piece for piece in printed)
+    # Negative control: without holding back, half characters would have been printed.
+    assert "\ufffd" in "".join(tokenizer.decode([int(token)]) for token in ids)
+
+
+def test_bytes_that_are_no_text_stream_as_they_decode():
+    tokenizer = ByteTokenizer()
+    ids = np.random.default_rng(0).integers(0, 256, 500).tolist() + [0xE6, 0x97]
+    stream = TextStream(tokenizer)
+    printed = "".join(stream.push(token) for token in ids) + stream.finish()
+    assert printed == tokenizer.decode(ids) and printed.endswith("\ufffd")
+    assert tokenizer.decode([104, 0, 105, 0]) == "hi" and tokenizer.decode([]) == ""
+
+
+def test_bytes_refuse_nul_and_foreign_ids():
+    with pytest.raises(ValueError, match=r"no NUL.*character 2 is one.*UTF-16"):
+        ByteTokenizer().encode("ab\0c")
+    with pytest.raises(ValueError, match=r"0 to 255, but they reach from 3 to 300"):
+        ByteTokenizer().decode([3, 300])
+
+
+def test_every_tokenizer_has_the_common_surface(tokenizer_json):
+    for tokenizer in (ByteTokenizer(), FileTokenizer(tokenizer_json)):
+        assert isinstance(tokenizer, Tokenizer)
+        assert 0 <= tokenizer.end_of_text < tokenizer.vocab
+        both = tokenizer.encode_each(["né", "x"])
+        assert [ids.tolist() for ids in both] == [tokenizer.encode("né").tolist(), tokenizer.encode("x").tolist()]
+        assert tokenizer.encode("").size == 0 and tokenizer.decode(tokenizer.encode("")) == ""
+
+
+def test_file_tokenizer_agrees_with_the_package(tokenizer_json, corpus):
+    from tokenizers import Tokenizer as Reference
+
+    reference = Reference.from_file(str(tokenizer_json))
+    tokenizer = FileTokenizer(tokenizer_json)
+    assert tokenizer.vocab == reference.get_vocab_size()
+    assert tokenizer.end_of_text == reference.token_to_id("<|endoftext|>")
+    for text in list(corpus.values())[:10]:
+        ids = tokenizer.encode(text)
+        assert ids.tolist() == reference.encode(text).ids and tokenizer.decode(ids) == text
+        stream = TextStream(tokenizer)
+        printed = [stream.push(token) for token in ids.tolist()]
+        assert "".join(printed) + stream.finish() == text and not any("\ufffd" in piece for piece in printed)
+
+
+def test_names_of_special_tokens_in_a_text_are_text(tokenizer_json):
+    from tokenizers import Tokenizer as Reference
+
+    text = "a<|endoftext|>b"
+    tokenizer = FileTokenizer(tokenizer_json)
+    ids = tokenizer.encode(text)
+    assert tokenizer.end_of_text not in ids and tokenizer.decode(ids) == text
+    assert tokenizer.end_of_text in Reference.from_file(str(tokenizer_json)).encode(text).ids  # negative control
+    assert tokenizer.decode([*ids.tolist(), tokenizer.end_of_text]) == text
+
+
+def _changed(path, to, **changes):
+    written = json.loads(path.read_text())
+    written.update(changes)
+    to.write_text(json.dumps(written))
+    return to
+
+
+def test_padding_and_truncation_in_the_file_are_switched_off(tokenizer_json, tmp_path):
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    path = _changed(tokenizer_json, tmp_path / "tokenizer.json", truncation=truncation)
+    assert len(FileTokenizer(path).encode("ocean lantern ocean lantern")) > 3
+
+
+def test_streaming_keeps_the_spaces_that_a_decoder_strips_in_front(tmp_path):
+    from tokenizers import decoders, models, pre_tokenizers, Tokenizer as Reference, trainers
+
+    reference = Reference(models.BPE(unk_token="<unk>"))
+    reference.pre_tokenizer = pre_tokenizers.Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
+    reference.decoder = decoders.Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
+    special = ["<unk>", "<s>", "</s>"]
+    reference.train_from_iterator(
+        ["the salt ocean"] * 5, trainers.BpeTrainer(special_tokens=special, show_progress=False)
+    )
+    reference.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.end_of_text == 2
+    ids = [1, *tokenizer.encode("the salt").tolist(), 2, *tokenizer.encode("ocean the").tolist()]
+    stream = TextStream(tokenizer)
+    assert (
+        "".join(stream.push(token) for token in ids) + stream.finish() == tokenizer.decode(ids) == "the salt ocean the"
+    )
+    assert "".join(tokenizer.decode([token]) for token in ids) != tokenizer.decode(ids)  # negative control
+
+
+def test_fingerprint_changes_with_the_file_and_the_end_of_text(tokenizer_json, tmp_path):
+    first = FileTokenizer(tokenizer_json)
+    other = FileTokenizer(
+        _changed(tokenizer_json, tmp_path / "tokenizer.json", version="1.0", normalizer={"type": "NFC"})
+    )
+    renamed = FileTokenizer(tokenizer_json, end_of_text="a")
+    assert FileTokenizer(tokenizer_json).fingerprint == first.fingerprint
+    assert len({first.fingerprint, other.fingerprint, renamed.fingerprint, ByteTokenizer().fingerprint}) == 4
+
+
+def _special(names, start=1000):
+    rest = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return [{"id": start + number, "content": name, **rest} for number, name in enumerate(names)]
+
+
+@pytest.mark.parametrize(
+    "names, wanted",
+    [
+        (["<one>"], "<one>"),
+        (["<s>", "</s>"], "</s>"),
+        (["<pad>", "<|begin_of_text|>", "<|end_of_text|>"], "<|end_of_text|>"),
+    ],
+)
+def test_end_of_text_is_found_among_the_special_tokens(tokenizer_json, tmp_path, names, wanted):
+    vocabulary = json.loads(tokenizer_json.read_text())["model"]["vocab"]
+    path = _changed(tokenizer_json, tmp_path / "tokenizer.json", added_tokens=_special(names, len(vocabulary)))
+    tokenizer = FileTokenizer(path)
+    assert tokenizer.end_of_text == len(vocabulary) + names.index(wanted)
+    assert FileTokenizer(path, end_of_text=names[0]).end_of_text == len(vocabulary)
+
+
+def test_bad_tokenizer_files_are_told_in_one_message(tokenizer_json, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"FileTokenizer\(.*no file .*absent\.json"):
+        FileTokenizer(tmp_path / "absent.json")
+    (tmp_path / "bad.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=r"FileTokenizer\(.*must be a tokenizer\.json"):
+        FileTokenizer(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match=r"no token '<stop>'.*\['<\|endoftext\|>'\]"):
+        FileTokenizer(tokenizer_json, end_of_text="<stop>")
+    start = len(json.loads(tokenizer_json.read_text())["model"]["vocab"])
+    two = _changed(tokenizer_json, tmp_path / "two.json", added_tokens=_special(["<left>", "<right>"], start))
+    with pytest.raises(ValueError, match=r"none has one of the usual names.*\['<left>', '<right>'\]"):
+        FileTokenizer(two)
+    none = _changed(tokenizer_json, tmp_path / "none.json", added_tokens=[])
+    with pytest.raises(ValueError, match=r"it has none, so name any token"):
+        FileTokenizer(none)
+    with pytest.raises(ValueError, match=r"ids must be 0 to \d+, but one is -1"):
+        FileTokenizer(tokenizer_json).decode([-1])
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"FileTokenizer\(.*tokenizers.*eqformer\[train\]"):
+        FileTokenizer(tokenizer_json)
