@@ -1,0 +1,15 @@
+"""Sampling: what turns a model's distributions over the next token into text."""
+
+from ._generate import generate as generate, Generation as Generation, stream as stream
+from ._transforms import (
+    Chain as Chain,
+    chain as chain,
+    History as History,
+    MinP as MinP,
+    RepetitionPenalty as RepetitionPenalty,
+    sampling as sampling,
+    Temperature as Temperature,
+    TopK as TopK,
+    TopP as TopP,
+    Transform as Transform,
+)

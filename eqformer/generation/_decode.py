@@ -1,0 +1,148 @@
+"""Prefill and cached decode as pure functions of arrays: what `generate` and `stream` compile."""
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from ..nn import token_keys, Tokens, Transformer
+from ._transforms import Chain, History
+
+
+class Draws(eqx.Module):
+    """What decides the draws beside the model: transforms, the seed, the rows' numbers, and the ids that end a row."""
+
+    transforms: Chain
+    key: Key[Array, ""]
+    examples: Int[Array, "batch"]
+    end_of_text: Int[Array, "ends"]
+
+
+class Sizes(NamedTuple):
+    """What a program is compiled for: how long a row may become, slots of the cache, tokens read at once (all)."""
+
+    width: int
+    capacity: int
+    chunk: int | None
+
+
+class Rows(eqx.Module):
+    """Rows in the making: every row's last token is drawn but not yet read by the model."""
+
+    ids: Int[Array, "batch seq"]
+    lengths: Int[Array, "batch"]
+    done: Bool[Array, "batch"]
+    steps: Int[Array, ""]
+    sound: Bool[Array, ""]  # no logits were NaN so far
+    log_probabilities: Float[Array, "batch seq"] | None
+    cache: PyTree
+
+
+def prefill(
+    model: Transformer,
+    ids: Int[Array, "batch prompt"],
+    lengths: Int[Array, "batch"],
+    draws: Draws,
+    *,
+    sizes: Sizes,
+    log_probabilities: bool,
+) -> Rows:
+    """Read the prompts, which stand at the left of `ids`, and draw the first token of each row.
+
+    Logits are made of each row's last token alone, never of the prompt.
+    """
+    batch, prompt = ids.shape
+    places = jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32), ids.shape)
+    tokens = Tokens(jnp.where(places < lengths[:, None], places, -1))
+    cache = model.init_cache(batch, sizes.capacity)
+    if sizes.chunk is None:
+        hidden, cache = model.encode(ids, tokens, cache)
+        last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]
+    else:
+        last, cache = _prefill_in_chunks(model, ids, tokens, lengths, cache, sizes.chunk)
+    held = jnp.zeros((batch, sizes.width), jnp.int32)
+    rows = Rows(
+        ids=jax.lax.dynamic_update_slice(held, ids[:, : sizes.width].astype(jnp.int32), (0, 0)),
+        lengths=lengths,
+        done=jnp.zeros(batch, bool),
+        steps=jnp.zeros((), jnp.int32),
+        sound=jnp.ones((), bool),
+        log_probabilities=jnp.zeros((batch, sizes.width), jnp.float32) if log_probabilities else None,
+        cache=cache,
+    )
+    return _drawn(rows, model.unembed(last), cache, draws)
+
+
+def advance(model: Transformer, rows: Rows, draws: Draws, until: Int[Array, ""]) -> Rows:
+    """Draw on until each row has `until` new tokens or has met the end of its text; rows that have are left alone."""
+
+    def unfinished(rows: Rows) -> Array:
+        return (rows.steps < until) & ~jnp.all(rows.done)
+
+    def step(rows: Rows) -> Rows:
+        place = rows.lengths[:, None] - 1
+        # A finished row's token is padding: the cache does not keep it.
+        tokens = Tokens(jnp.where(rows.done[:, None], -1, place))
+        hidden, cache = model.encode(jnp.take_along_axis(rows.ids, place, axis=1), tokens, rows.cache)
+        return _drawn(rows, model.unembed(hidden[:, 0]), cache, draws)
+
+    return jax.lax.while_loop(unfinished, step, rows)
+
+
+def draw(logits: Float[Array, "batch vocab"], history: History, draws: Draws) -> Int[Array, "batch"]:
+    """One id a row by the Gumbel-max trick: `argmax(transformed logits + noise)`, of equal ones the lowest.
+
+    The noise of a row is a function of the seed, the row's number and the new token's position, of nothing else.
+    """
+    logits = draws.transforms(logits, history)
+    if not draws.transforms.is_greedy:
+        keys = token_keys(draws.key, draws.examples, history.lengths[:, None])[:, 0]
+        logits = logits + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _drawn(rows: Rows, logits: Float[Array, "batch vocab"], cache: PyTree, draws: Draws) -> Rows:
+    """The rows with one more token each, but for those that are done."""
+    going = ~rows.done
+    chosen = draw(logits, History(rows.ids, rows.lengths), draws)
+    at = (jnp.arange(chosen.shape[0]), jnp.where(going, rows.lengths, rows.ids.shape[1]))
+    kept = rows.log_probabilities
+    if kept is not None:
+        of_all = jax.nn.log_softmax(logits.astype(kept.dtype), axis=-1)
+        kept = kept.at[at].set(jnp.take_along_axis(of_all, chosen[:, None], axis=-1)[:, 0], mode="drop")
+    return Rows(
+        ids=rows.ids.at[at].set(chosen, mode="drop"),
+        lengths=rows.lengths + going.astype(jnp.int32),
+        done=rows.done | jnp.any(chosen[:, None] == draws.end_of_text, axis=-1),
+        steps=rows.steps + 1,
+        sound=rows.sound & ~jnp.any(jnp.isnan(logits) & going[:, None]),
+        log_probabilities=kept,
+        cache=cache,
+    )
+
+
+def _prefill_in_chunks(
+    model: Transformer,
+    ids: Int[Array, "batch prompt"],
+    tokens: Tokens,
+    lengths: Int[Array, "batch"],
+    cache: PyTree,
+    chunk: int,
+) -> tuple[Float[Array, "batch embed"], PyTree]:
+    """Each row's last hidden vector and the cache, by as many chunks as the longest row has."""
+    batch, prompt = ids.shape
+    assert prompt % chunk == 0, "a part of a chunk would be read twice"
+
+    def read(number: Array, carry: tuple) -> tuple:
+        last, cache = carry
+        first = number * chunk
+        piece, positions = (jax.lax.dynamic_slice_in_dim(x, first, chunk, axis=1) for x in (ids, tokens.positions))
+        hidden, cache = model.encode(piece, Tokens(positions), cache)
+        place = lengths - 1 - first
+        found = jnp.take_along_axis(hidden, jnp.clip(place, 0, chunk - 1)[:, None, None], axis=1)[:, 0]
+        return jnp.where(((place >= 0) & (place < chunk))[:, None], found, last), cache
+
+    nothing = jnp.zeros((batch, model.embedding.weight.shape[1]), model.compute_dtype)
+    return jax.lax.fori_loop(0, (jnp.max(lengths) + chunk - 1) // chunk, read, (nothing, cache))

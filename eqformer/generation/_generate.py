@@ -1,0 +1,194 @@
+"""Text from a model: whole continuations of many prompts, or one as it comes."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int, Key
+
+from .._shapes import Array
+from ..nn import Transformer
+from ._decode import advance, Draws, prefill, Rows, Sizes
+from ._prompts import prepare, Prompts
+from ._transforms import chain, Transform
+
+
+class Generation(eqx.Module):
+    """Prompts and what the model wrote after each, in one array; a row's ids are `ids[row, :lengths[row]]`.
+
+    `log_probabilities` are those of the drawn ids under the model itself, before any transform, in nats; 0 at the
+    prompt and beyond the row's length, so that a row's sum is the continuation's.
+    """
+
+    ids: Int[np.ndarray, "batch seq"]
+    prompt_lengths: Int[np.ndarray, "batch"]
+    lengths: Int[np.ndarray, "batch"]
+    log_probabilities: Float[np.ndarray, "batch seq"] | None
+
+    def new_ids(self) -> list[list[int]]:
+        """The ids that were drawn for each prompt, the end-of-text included where it was met."""
+        spans = zip(self.ids, self.prompt_lengths, self.lengths)
+        return [row[first:last].tolist() for row, first, last in spans]
+
+
+def generate(
+    model: Transformer,
+    prompts: Sequence[Any] | Int[Array, "batch seq"],
+    *,
+    max_new_tokens: int,
+    lengths: Sequence[int] | Int[Array, "batch"] | None = None,
+    transforms: Sequence[Transform] | Transform = (),
+    end_of_text: int | Sequence[int] | None = None,
+    log_probabilities: bool = False,
+    examples: Sequence[int] | Int[Array, "batch"] | None = None,
+    prefill_chunk: int | None = None,
+    key: Key[jax.Array, ""],
+) -> Generation:
+    """Continue each prompt by up to `max_new_tokens` tokens, each drawn from the model's transformed distribution.
+
+    `prompts` is a list of lists of ids, of any lengths, or an integer array, of which `lengths` counts each row's ids.
+    Without `transforms` ids are drawn from the model as it is; `sampling(temperature=0)` takes the likeliest. A row
+    ends with the first `end_of_text` id that it meets, and the loop when every row has ended.
+
+    A row's draws depend on `key`, on its number in `examples` (by default 0, 1, ...) and on positions, not on the rows
+    beside it. Prefill and decode are one compiled program. Sizes are rounded up to multiples of 64, so that other
+    prompts, other counts of new tokens and other temperatures run the same program unless they cross such a multiple;
+    another number of rows needs another. `prefill_chunk` reads long prompts that many tokens at a time, with less
+    memory and equal results (but for rotary scalings that depend on the length). Raises `ValueError` for prompts that
+    are empty or hold unknown ids, for more tokens than learned positions, and where the model's logits are NaN.
+    """
+    prepared = prepare(model, prompts, lengths, max_new_tokens, prefill_chunk)
+    draws = _draws(model, len(prepared.ids), transforms, end_of_text, examples, key)
+    rows = _whole(
+        model, prepared.ids, prepared.lengths, draws, _count(max_new_tokens), log_probabilities, prepared.sizes
+    )
+    _check(rows.sound)
+    after, kept = np.asarray(rows.lengths), rows.log_probabilities
+    longest = int(np.max(after))
+    return Generation(
+        np.asarray(rows.ids)[:, :longest],
+        np.asarray(prepared.lengths),
+        after,
+        None if kept is None else np.asarray(kept)[:, :longest],
+    )
+
+
+def stream(
+    model: Transformer,
+    prompt: Sequence[int] | Int[Array, "seq"],
+    *,
+    max_new_tokens: int,
+    transforms: Sequence[Transform] | Transform = (),
+    end_of_text: int | Sequence[int] | None = None,
+    example: int = 0,
+    prefill_chunk: int | None = None,
+    stride: int = 8,
+    key: Key[jax.Array, ""],
+) -> Iterator[int]:
+    """Yield the ids that `generate` draws for one prompt of number `example`, as they come.
+
+    The device draws `stride` of them before the host looks: fewer flow more evenly, more run faster. Errors as in
+    `generate`, raised by this call; NaN logits are found while the text is drawn.
+    """
+    prepared = prepare(model, [prompt], None, max_new_tokens, prefill_chunk)
+    if stride < 1:
+        raise ValueError(f"stream(stride={stride}): at least 1 token must be drawn at a time.")
+    draws = _draws(model, 1, transforms, end_of_text, [example], key)
+    return _stream(model, prepared, draws, max_new_tokens, stride)
+
+
+def _stream(model: Transformer, prepared: Prompts, draws: Draws, max_new_tokens: int, stride: int) -> Iterator[int]:
+    rows, fresh = _begin(
+        model, prepared.ids, prepared.lengths, draws, _count(min(stride, max_new_tokens)), stride, prepared.sizes
+    )
+    shown = 0
+    while True:
+        # What the host reads are arrays of their own: the rows are given away with the next call.
+        steps, done, sound, ids = jax.device_get(fresh)
+        _check(sound)
+        yield from ids[: steps - shown].tolist()
+        shown = int(steps)
+        if done or shown >= max_new_tokens:
+            return
+        until = _count(min(shown + stride, max_new_tokens))
+        rows, fresh = _go_on((model, draws, until, stride), rows)
+
+
+@eqx.filter_jit
+def _whole(
+    model: Transformer,
+    ids: Int[jax.Array, "batch prompt"],
+    lengths: Int[jax.Array, "batch"],
+    draws: Draws,
+    until: Int[jax.Array, ""],
+    log_probabilities: bool,
+    sizes: Sizes,
+) -> Rows:
+    rows = prefill(model, ids, lengths, draws, log_probabilities=log_probabilities, sizes=sizes)
+    rows = advance(model, rows, draws, until)
+    return eqx.tree_at(lambda r: r.cache, rows, None, is_leaf=lambda x: x is None)
+
+
+@eqx.filter_jit
+def _begin(
+    model: Transformer,
+    ids: Int[jax.Array, "batch prompt"],
+    lengths: Int[jax.Array, "batch"],
+    draws: Draws,
+    until: Int[jax.Array, ""],
+    stride: int,
+    sizes: Sizes,
+) -> tuple[Rows, tuple]:
+    rows = prefill(model, ids, lengths, draws, log_probabilities=False, sizes=sizes)
+    return _with_fresh(advance(model, rows, draws, until), lengths[0], stride)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _go_on(fixed: tuple[Transformer, Draws, Int[jax.Array, ""], int], rows: Rows) -> tuple[Rows, tuple]:
+    model, draws, until, stride = fixed
+    return _with_fresh(advance(model, rows, draws, until), rows.lengths[0], stride)
+
+
+def _with_fresh(rows: Rows, before: Int[jax.Array, ""], stride: int) -> tuple[Rows, tuple]:
+    """The rows and what the host is shown: steps, whether the row is done, whether it is sound, the newest ids."""
+    padded = jnp.pad(rows.ids[0], (0, stride))
+    ids = jax.lax.dynamic_slice_in_dim(padded, before, stride)
+    return rows, (rows.steps, rows.done[0], rows.sound, ids)
+
+
+def _draws(
+    model: Transformer,
+    batch: int,
+    transforms: Sequence[Transform] | Transform,
+    end_of_text: int | Sequence[int] | None,
+    examples: Sequence[int] | Int[Array, "batch"] | None,
+    key: Key[jax.Array, ""],
+) -> Draws:
+    ends = np.atleast_1d(np.asarray([] if end_of_text is None else end_of_text, np.int32))
+    if np.any((ends < 0) | (ends >= model.vocab)):
+        raise ValueError(
+            f"generate(end_of_text={end_of_text}): the model's {model.vocab} ids are 0 to {model.vocab - 1}; pass one "
+            "or some of them, or None to draw all tokens."
+        )
+    numbers = np.arange(batch, dtype=np.int32) if examples is None else np.asarray(examples, np.int32)
+    if numbers.shape != (batch,):
+        raise ValueError(
+            f"generate(examples of shape {numbers.shape}): {batch} prompts need {batch} numbers, one each."
+        )
+    parts = (transforms,) if callable(transforms) else transforms
+    return Draws(chain(*parts), key, jnp.asarray(numbers), jnp.asarray(ends))
+
+
+def _count(number: int) -> Int[jax.Array, ""]:
+    return jnp.asarray(number, jnp.int32)
+
+
+def _check(sound: Any) -> None:
+    if not sound:
+        raise ValueError(
+            "generate: the model gave NaN logits, from which nothing can be drawn; its parameters hold NaN or "
+            "infinities, or its activations overflow in their dtype (see Precision)."
+        )

@@ -1,0 +1,106 @@
+"""Prompts from the outside: checked, and padded to sizes that come again."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from .._shapes import Array
+from ..nn import Transformer
+from ._decode import Sizes
+
+
+BUCKET = 64  # sizes are rounded up to multiples of it, so that one program serves many prompts
+
+
+class Prompts(NamedTuple):
+    """Prompts in one array, each at the left of its row, and the sizes of the program that continues them."""
+
+    ids: Int[jax.Array, "batch prompt"]
+    lengths: Int[jax.Array, "batch"]
+    sizes: Sizes
+
+
+def prepare(
+    model: Transformer,
+    prompts: Sequence[Any] | Int[Array, "batch seq"],
+    lengths: Sequence[int] | Int[Array, "batch"] | None,
+    max_new_tokens: int,
+    prefill_chunk: int | None,
+) -> Prompts:
+    """Check prompts against the model and pad them."""
+    for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
+        if value is not None and value < 1:
+            raise ValueError(f"generate({name}={value}): {name} must be at least 1.")
+    rows = _rows(prompts, lengths)
+    for number, row in enumerate(rows):
+        outside = row[(row < 0) | (row >= model.vocab)]
+        if len(outside):
+            raise ValueError(
+                f"generate(prompts): prompt {number} holds the id {outside[0]}, but the model's {model.vocab} ids are "
+                f"0 to {model.vocab - 1}; encode the prompt with the tokenizer that the model was trained with."
+            )
+    longest = max(map(len, rows))
+    total = longest + max_new_tokens
+    width = capacity = rounded_up(total, BUCKET)
+    if model.positions is not None:
+        known = model.positions.weight.shape[0]
+        # The last token is drawn and never read, so it needs no position.
+        if total - 1 > known:
+            raise ValueError(
+                f"generate(max_new_tokens={max_new_tokens}): the longest prompt has {longest} tokens, and {longest} + "
+                f"{max_new_tokens} - 1 exceeds the model's {known} learned positions; ask for at most "
+                f"{max(known - longest + 1, 0)} new tokens or shorten the prompt."
+            )
+        capacity = min(capacity, known)
+    # Padding is never stored, so that the prompt's array may be wider than the cache.
+    padded = rounded_up(longest, BUCKET)
+    chunk = None if prefill_chunk is None or prefill_chunk >= padded else prefill_chunk
+    ids = np.zeros((len(rows), padded if chunk is None else rounded_up(padded, chunk)), np.int32)
+    for row, given in zip(ids, rows):
+        row[: len(given)] = given
+    return Prompts(jnp.asarray(ids), jnp.asarray([len(row) for row in rows], jnp.int32), Sizes(width, capacity, chunk))
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below the number."""
+    return -(-number // multiple) * multiple
+
+
+def _rows(
+    prompts: Sequence[Any] | Int[Array, "batch seq"], lengths: Sequence[int] | Int[Array, "batch"] | None
+) -> list[np.ndarray]:
+    if isinstance(prompts, Sequence):
+        if lengths is not None:
+            raise ValueError(
+                "generate(prompts=[...], lengths=...): lists have lengths of their own; give lengths with arrays alone."
+            )
+        rows = [np.asarray(row) for row in prompts]
+    else:
+        table = np.asarray(prompts)
+        counts = [table.shape[1]] * len(table) if lengths is None else [int(n) for n in np.asarray(lengths)]
+        if len(counts) != len(table) or any(not 0 <= n <= table.shape[1] for n in counts):
+            raise ValueError(
+                f"generate(prompts of shape {table.shape}, lengths={counts}): there must be one length a row, of at "
+                f"most {table.shape[1]}."
+            )
+        rows = [row[:count] for row, count in zip(table, counts)]
+    if not rows:
+        raise ValueError("generate(prompts): there must be at least one prompt; 0 were given.")
+    for number, row in enumerate(rows):
+        if row.ndim != 1:
+            raise ValueError(
+                f"generate(prompts): prompt {number} has shape {row.shape}, but a prompt is a list of ids and prompts "
+                "a list of prompts; put a single prompt in a list."
+            )
+        if not row.size:
+            raise ValueError(
+                f"generate(prompts): prompt {number} has 0 ids, but the first token is drawn after at least 1; "
+                "begin with the id that begins a text."
+            )
+        if not np.issubdtype(row.dtype, np.integer):
+            raise ValueError(f"generate(prompts): prompt {number} holds {row.dtype}; ids must be integers.")
+    return rows
