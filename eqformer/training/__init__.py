@@ -1,0 +1,38 @@
+"""Training: a loss, a gradient, a step, a checkpoint. Nothing here knows a mesh, a file format of data or a screen."""
+
+from ._loss import (
+    batch_tokens as batch_tokens,
+    chunk_size as chunk_size,
+    cross_entropy as cross_entropy,
+    evaluation_sums as evaluation_sums,
+    next_token_loss as next_token_loss,
+    token_nats as token_nats,
+)
+from ._metrics import bits_per_byte as bits_per_byte, throughput as throughput
+from ._optimizer import (
+    adamw as adamw,
+    global_norm as global_norm,
+    muon as muon,
+    Optimizer as Optimizer,
+    optimizer as optimizer,
+    OPTIMIZERS as OPTIMIZERS,
+    sgd as sgd,
+    trainable as trainable,
+)
+from ._schedule import (
+    constant as constant,
+    Schedule as Schedule,
+    schedule as schedule,
+    SCHEDULES as SCHEDULES,
+    warmup_cosine as warmup_cosine,
+    warmup_stable_decay as warmup_stable_decay,
+)
+from ._step import (
+    accumulated_gradients as accumulated_gradients,
+    check_finite as check_finite,
+    DivergedError as DivergedError,
+    init_state as init_state,
+    make_step as make_step,
+    Step as Step,
+    TrainState as TrainState,
+)

@@ -1,0 +1,212 @@
+"""Cross-entropy over chunks of tokens: the logits of all tokens never exist at once, in either pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+from .._shapes import Batch
+from ..nn import token_keys, Tokens
+from ._wide import at_least_float32
+
+
+TokenNats = Callable[..., Any]
+
+
+def token_nats(
+    logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]
+) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
+    """Per token `logsumexp(logits) - logits[target]` in nats, and the logsumexp itself.
+
+    The one place that knows that a row of logits is whole: a loss over a split vocabulary replaces this function.
+    """
+    peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    log_normaliser = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1)) + peak[:, 0]
+    # A comparison, not a gather: its gradient joins the softmax's pass where a gather's would be a scatter of its own.
+    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
+    of_target = jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=-1)
+    return log_normaliser - of_target, log_normaliser
+
+
+def cross_entropy(
+    unembed: Callable[..., Any],
+    hidden: Float[Array, "*batch seq embed"],
+    targets: Int[Array, "*batch seq"],
+    weights: Float[Array, "*batch seq"],
+    *,
+    chunk: int | None = None,
+    z_loss: float = 0.0,
+    nats: TokenNats = token_nats,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """`sum_i w_i (-log p_i[target_i] + z_loss log^2 Z_i)` in nats and `sum_i w_i`, the two halves of a mean.
+
+    `unembed` maps `tokens embed` to `tokens vocab`; the arrays that it uses (a tied or untied table, a bias, a scale)
+    receive gradients, whether it is a bound method of a module or closes over them. It is called on `chunk` tokens at
+    a time (`None`: see `chunk_size`). Under differentiation, the forward pass over a chunk computes that chunk's
+    gradients on the spot, so that what is kept for the backward pass is the gradient of `hidden` and of those arrays:
+    no logits, no second product with the table (three products in all; recomputing a chunk in the backward pass takes
+    four). Reductions and the accumulated gradients are float32 at least. `weights` are data and get no gradient.
+    `z_loss` as in arXiv 2204.02311.
+    """
+    unembed, tables, vocab = _with_tables(unembed, hidden)
+    tokens = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), jax.lax.stop_gradient(weights.reshape(-1)))
+    sizes = _chunks(tokens[1].shape[0], vocab, chunk)
+
+    def of_chunk(tables: list, hidden: Array, targets: Array, weights: Array) -> Array:
+        logits = at_least_float32(unembed(hidden, *tables))
+        each, log_normaliser = nats(logits, targets)
+        if z_loss:
+            each = each + z_loss * jnp.square(log_normaliser)
+        return jnp.sum(each * weights.astype(each.dtype))
+
+    def of_all(tables, tokens):
+        return _sum_over_chunks(lambda piece: (of_chunk(tables, *piece), None), tokens, sizes)[0]
+
+    def forward(tables, tokens):
+        def with_gradients(piece):
+            total, pull = jax.vjp(lambda tables, hidden: of_chunk(tables, hidden, *piece[1:]), tables, piece[0])
+            of_tables, of_hidden = pull(_vary(jnp.ones_like(total), _varying(total)))
+            return (total, [at_least_float32(x) for x in of_tables]), of_hidden
+
+        (total, of_tables), of_hidden = _sum_over_chunks(with_gradients, tokens, sizes)
+        return total, (of_tables, of_hidden)
+
+    def backward(gradients, scale):
+        of_tables, of_hidden = gradients
+        of_tables = [(x * scale.astype(x.dtype)).astype(table.dtype) for x, table in zip(of_tables, tables)]
+        return of_tables, (of_hidden * scale.astype(of_hidden.dtype), None, None)
+
+    differentiable = jax.custom_vjp(of_all)
+    differentiable.defvjp(forward, backward)
+    return differentiable(tables, tokens), jnp.sum(at_least_float32(tokens[2]))
+
+
+def next_token_loss(
+    model: PyTree,
+    batch: Batch,
+    key: Key[Array, ""] | None = None,
+    *,
+    chunk: int | None = None,
+    z_loss: float = 0.0,
+    tokens: Tokens | None = None,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Sum over a batch's tokens of the nats of each next token, and the weight of those tokens.
+
+    `model` has `encode(ids, tokens) -> (hidden, cache)` and `unembed(hidden) -> logits`. `key=None` is inference: no
+    dropout. Pass `tokens` to make them yourself, as where a mesh splits the rows.
+    """
+    tokens = batch_tokens(batch, key) if tokens is None else tokens
+    hidden, _ = model.encode(jnp.asarray(batch.ids), tokens)
+    targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
+    return cross_entropy(model.unembed, hidden, targets, weights, chunk=chunk, z_loss=z_loss)
+
+
+def evaluation_sums(
+    model: PyTree, batch: Batch, *, chunk: int | None = None, tokens: Tokens | None = None
+) -> dict[str, Float[Array, ""]]:
+    """`nats`, `correct` (first choices that are the target) and `count`, each summed over a batch without dropout."""
+    tokens = batch_tokens(batch) if tokens is None else tokens
+    hidden, _ = model.encode(jnp.asarray(batch.ids), tokens)
+    flat = (hidden.reshape(-1, hidden.shape[-1]), *(jnp.asarray(x).reshape(-1) for x in (batch.targets, batch.weights)))
+    vocab = jax.eval_shape(model.unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
+
+    def of_chunk(piece):
+        logits = at_least_float32(model.unembed(piece[0]))
+        weights = piece[2].astype(logits.dtype)
+        is_first = jnp.argmax(logits, axis=-1).astype(piece[1].dtype) == piece[1]
+        sums = {"nats": token_nats(logits, piece[1])[0], "correct": is_first.astype(logits.dtype)}
+        return {name: jnp.sum(each * weights) for name, each in sums.items()} | {"count": jnp.sum(weights)}, None
+
+    return _sum_over_chunks(of_chunk, flat, _chunks(flat[1].shape[0], vocab, chunk))[0]
+
+
+def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
+    """What layers may read of a batch's tokens: positions, documents and, with a `key`, one random key a token.
+
+    Keys are numbered by example and place in the row, not by position: positions restart in each packed document.
+    """
+    keys = None
+    if key is not None:
+        places = jnp.arange(batch.ids.shape[1], dtype=jnp.int32)
+        keys = token_keys(key, jnp.asarray(batch.examples), jnp.broadcast_to(places, batch.ids.shape))
+    return Tokens(jnp.asarray(batch.positions), jnp.asarray(batch.segments), keys)
+
+
+def chunk_size(vocab: int) -> int:
+    """The default number of tokens whose logits exist at once: 1024, and more where `vocab` is below 4096.
+
+    Fewer tokens than a thousand make the pass over the table's gradient, once a chunk, cost more than the products.
+    """
+    return max(1024, 2**22 // vocab)
+
+
+def _chunks(num_tokens: int, vocab: int, chunk: int | None) -> tuple[int, int]:
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"cross_entropy(chunk={chunk}): a chunk holds at least one token; pass None for the default.")
+    number = -(-num_tokens // (chunk_size(vocab) if chunk is None else chunk))
+    return number, -(-num_tokens // number)
+
+
+def _sum_over_chunks(of_chunk: Callable, tokens: tuple, sizes: tuple[int, int]) -> tuple:
+    """Sums the first result of `of_chunk` over chunks and joins the second, one entry a token; padding has weight 0."""
+    (number, size), num_tokens = sizes, tokens[1].shape[0]
+    if number == 1:
+        return of_chunk(tokens)
+    spare = number * size - num_tokens
+
+    def split(x: Array) -> Array:
+        padded = jnp.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1)) if spare else x
+        return padded.reshape(number, size, *x.shape[1:])
+
+    pieces = jax.tree.map(split, tokens)
+    shapes = jax.eval_shape(lambda piece: of_chunk(piece)[0], jax.tree.map(lambda x: x[0], pieces))
+    start = jax.tree.map(lambda x: _vary(jnp.zeros(x.shape, x.dtype), _varying(x)), shapes)
+
+    def body(sums, piece):
+        more, each = of_chunk(piece)
+        return jax.tree.map(jnp.add, sums, more), each
+
+    sums, each = jax.lax.scan(body, start, pieces)
+    return sums, jax.tree.map(lambda x: x.reshape(number * size, *x.shape[2:])[:num_tokens], each)
+
+
+def _with_tables(unembed: Callable, hidden: Array) -> tuple[Callable, list[Array], int]:
+    """`unembed` as a function of a chunk and of the arrays that it uses, those arrays, and its number of logits."""
+    leaves, rest = eqx.partition(unembed, eqx.is_inexact_array)
+    leaves, structure = jax.tree.flatten(leaves)
+    row = jax.lax.stop_gradient(hidden.reshape(-1, hidden.shape[-1])[:1])
+
+    def call(leaves: list[Array], row: Array) -> Array:
+        return eqx.combine(jax.tree.unflatten(structure, leaves), rest)(row)
+
+    # A bound method holds the whole model: gradients are kept for what the method reads of it.
+    program = jax.make_jaxpr(call)(leaves, row)
+    read = {id(variable) for equation in program.eqns for variable in equation.invars}
+    is_read = [id(variable) in read for variable in program.jaxpr.invars[: len(leaves)]]
+    # Inside `shard_map`, a whole table meets hidden states that differ from device to device. Saying so here, before
+    # the custom rule, makes the transpose reduce the table's gradient once, after all chunks, not once a chunk.
+    tables = [_vary(leaf, _varying(row)) for leaf, used in zip(leaves, is_read) if used]
+
+    def with_read(row: Array, *tables: Array) -> Array:
+        given = iter(tables)
+        return call([next(given) if used else leaf for leaf, used in zip(leaves, is_read)], row)
+
+    converted, closed_over = jax.closure_convert(with_read, row, *tables)
+    if any(_varying(array) != _varying(row) for array in closed_over):
+        raise ValueError(
+            "cross_entropy(unembed): inside shard_map, arrays that a plain function closes over must vary over the "
+            f"same axes as hidden, {sorted(_varying(row))}; pass a bound method of a module or a jax.tree_util.Partial."
+        )
+    return converted, tables + list(closed_over), program.out_avals[0].shape[-1]
+
+
+def _vary(x: Array, axes: frozenset[str]) -> Array:
+    missing = tuple(sorted(axes - _varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _varying(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying

@@ -1,0 +1,199 @@
+"""Optimizers by name: AdamW, Muon and SGD, with decay on matrices alone and state in float32."""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from .. import nn
+from ._schedule import constant, Schedule
+from ._wide import at_least_float32
+
+
+class Optimizer(eqx.Module):
+    """An optax transformation made for a learning rate of 1, and the schedule that scales what it gives.
+
+    The rate is a function of the run's step, not of a counter in the state: a step that is skipped for a gradient
+    that is not finite moves the schedule on and leaves the state as it was. Everything the state holds of a parameter
+    is of that parameter's shape and float32 at least, whatever the parameter's dtype; `map_state` reaches it.
+    """
+
+    transform: optax.GradientTransformation = eqx.field(static=True)
+    schedule: Schedule = eqx.field(static=True)
+
+    def init(self, model: PyTree) -> PyTree:
+        """The state before the first step, for the trainable leaves of `model`."""
+        return self.transform.init(at_least_float32(trainable(model)))
+
+    def update(
+        self, gradients: PyTree, state: PyTree, parameters: PyTree, learning_rate: Float[Array, ""]
+    ) -> tuple[PyTree, PyTree]:
+        """`parameters + learning_rate * transform(gradients)`, computed in float32 at least, and the new state."""
+        wide = at_least_float32(parameters)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of integer counts
+            updates, state = self.transform.update(at_least_float32(gradients), state, wide)
+
+        def move(parameter: Array, value: Array, update: Array) -> Array:
+            return (value + learning_rate.astype(value.dtype) * update).astype(parameter.dtype)
+
+        return jax.tree.map(move, parameters, wide, updates), state
+
+    def map_state(self, function: Callable[..., Any], state: PyTree, *like_parameters: PyTree, other: Any) -> PyTree:
+        """Applies `function` to what `state` holds of each parameter, together with that parameter's leaves of
+        `like_parameters` (trees like the trainable parameters: partition specs, say); counters become `other`."""
+
+        def of_leaf(leaf: Any, *likes: Any) -> Any:
+            return leaf if _is_masked(leaf) else function(leaf, *likes)
+
+        return optax.tree.map_params(
+            self.transform, of_leaf, state, *like_parameters, transform_non_params=lambda _: other, is_leaf=_is_masked
+        )
+
+
+def trainable(model: PyTree) -> PyTree:
+    """The floating-point arrays of a model; None stands for everything else, which training leaves as it is."""
+    return eqx.filter(model, _is_trainable)
+
+
+def adamw(
+    model: PyTree,
+    *,
+    schedule: Schedule,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    decay_tables: bool = True,
+    matrices: PyTree = None,
+) -> Optimizer:
+    """AdamW (arXiv 1711.05101): decay is not part of the moments and is multiplied by the learning rate.
+
+    `model` gives the structure alone. `matrices` (`None`: `nn.matrices(model)`) marks the weights that decay; biases,
+    norms and other vectors never do, embeddings and heads with `decay_tables`.
+    """
+    decays = _decay_mask(model, matrices, decay_tables)
+    return Optimizer(optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays), schedule)
+
+
+def muon(
+    model: PyTree,
+    *,
+    schedule: Schedule,
+    momentum: float = 0.95,
+    newton_schulz_steps: int = 5,
+    rms: float = 0.2,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    decay_tables: bool = True,
+    matrices: PyTree = None,
+) -> Optimizer:
+    """Muon for hidden matrices: Nesterov momentum, orthogonalised by Newton-Schulz; Adam for the rest; both decayed.
+
+    Each layer's (and expert's) matrix of a stacked ensemble is orthogonalised by itself, several output or input dims
+    counted as one. An update is scaled by `rms * sqrt(max(outputs, inputs))`, so that its root mean square is about
+    `rms`, as AdamW's is, and one learning rate serves both (arXiv 2502.16982). Embeddings, heads and vectors are
+    Adam's, with `b1` and `b2`.
+    """
+    marks = _marks(model, matrices)
+    is_hidden = jax.tree.map(lambda mark: isinstance(mark, nn.Matrix) and not mark.table, marks, is_leaf=_is_mark)
+    labels = jax.tree.map(lambda hidden: "muon" if hidden else "adam", is_hidden)
+
+    def axes(updates: PyTree) -> PyTree:
+        return _over_marked(lambda _, mark: _muon_axes(mark), updates, marks)
+
+    hidden = optax.chain(
+        optax.contrib.scale_by_muon(beta=momentum, ns_steps=newton_schulz_steps, weight_dimension_numbers=axes),
+        optax.stateless(lambda updates, _: _over_marked(lambda x, mark: x * _rms_scale(x, mark, rms), updates, marks)),
+        optax.scale(-1.0),
+    )
+    by_kind = optax.partition({"muon": hidden, "adam": optax.adam(1.0, b1=b1, b2=b2, eps=eps)}, lambda _: labels)
+    decay = optax.add_decayed_weights(-weight_decay, _decay_mask(model, matrices, decay_tables))
+    return Optimizer(optax.chain(by_kind, decay), schedule)
+
+
+def sgd(
+    model: PyTree,
+    *,
+    schedule: Schedule,
+    momentum: float | None = None,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    decay_tables: bool = True,
+    matrices: PyTree = None,
+) -> Optimizer:
+    """Gradient descent, with `momentum` if given and decay beside it, as in AdamW, not in it."""
+    step = optax.sgd(1.0, momentum=momentum, nesterov=nesterov)
+    decay = optax.add_decayed_weights(-weight_decay, _decay_mask(model, matrices, decay_tables))
+    return Optimizer(optax.chain(step, decay), schedule)
+
+
+OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType({"adamw": adamw, "muon": muon, "sgd": sgd})
+
+
+def optimizer(name: str, model: PyTree, *, schedule: Schedule | float, **options: Any) -> Optimizer:
+    """The optimizer of a name in `OPTIMIZERS` for a model's structure; a number as `schedule` is a constant rate."""
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optimizer({name!r}): the optimizers are {', '.join(OPTIMIZERS)}; pass one of these.")
+    rate = schedule if callable(schedule) else constant(schedule)
+    return OPTIMIZERS[name](model, schedule=rate, **options)
+
+
+def global_norm(tree: PyTree) -> Float[Array, ""]:
+    """The root of the sum of the squares of every entry of every leaf, accumulated in float32 at least."""
+    leaves = jax.tree.leaves(at_least_float32(tree))
+    return jnp.sqrt(sum((jnp.sum(jnp.square(leaf)) for leaf in leaves), start=jnp.zeros((), jnp.float32)))
+
+
+def _is_trainable(leaf: Any) -> bool:
+    # Shapes count as arrays, so that an optimizer can be made for a model that is not built yet.
+    return eqx.is_inexact_array(leaf) or (
+        isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    )
+
+
+def _is_mark(node: Any) -> bool:
+    return node is None or isinstance(node, nn.Matrix)
+
+
+def _marks(model: PyTree, matrices: PyTree) -> PyTree:
+    """A tree like the trainable parameters with a `Matrix` or False for each; holds no arrays."""
+    marks = nn.matrices(model) if matrices is None else matrices
+    return jax.tree.map(lambda _, mark: False if mark is None else mark, trainable(model), marks)
+
+
+def _decay_mask(model: PyTree, matrices: PyTree, decay_tables: bool) -> Callable[..., PyTree]:
+    def decays(mark: Any) -> bool:
+        return isinstance(mark, nn.Matrix) and (decay_tables or not mark.table)
+
+    mask = jax.tree.map(decays, _marks(model, matrices), is_leaf=_is_mark)
+    return lambda _: mask  # a function, since optax would call a tree that is a callable module
+
+
+def _over_marked(function: Callable[..., Any], updates: PyTree, marks: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, m: x if _is_masked(x) else function(x, m), updates, marks, is_leaf=_is_masked)
+
+
+def _is_masked(node: Any) -> bool:
+    # What `optax.partition` puts in the place of a leaf that is another transformation's.
+    return isinstance(node, optax.MaskedNode)
+
+
+def _muon_axes(mark: nn.Matrix) -> optax.contrib.MuonDimensionNumbers:
+    first, last = mark.ensemble + mark.outputs, mark.ensemble + mark.outputs + mark.inputs
+    return optax.contrib.MuonDimensionNumbers(
+        reduction_axis=tuple(range(first, last)), output_axis=tuple(range(mark.ensemble, first))
+    )
+
+
+def _rms_scale(x: Array, mark: nn.Matrix, rms: float) -> float:
+    outputs = math.prod(x.shape[mark.ensemble : mark.ensemble + mark.outputs])
+    inputs = math.prod(x.shape[mark.ensemble + mark.outputs :])
+    return rms * math.sqrt(max(outputs, inputs))

@@ -1,0 +1,60 @@
+"""One small real model and one made-up batch for the whole room."""
+
+import jax
+import numpy as np
+import pytest
+
+from eqformer import nn
+from eqformer._shapes import Batch
+
+
+@pytest.fixture
+def make_model():
+    """A function that builds a Transformer of two blocks with dropout and grouped queries, tied or untied."""
+
+    def make(*, seed: int = 0, tied: bool = True, dropout: float = 0.0, vocab: int = 50, layers: int = 2):
+        embed, heads, kv_heads, head_dim, mlp = 16, 4, 2, 4, 24
+
+        def block(key):
+            one, two = jax.random.split(key)
+            return nn.Block(
+                nn.Attention(embed=embed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bias=True, key=one),
+                nn.GatedMLP(embed=embed, mlp=mlp, key=two),
+                nn.RMSNorm("embed", embed=embed),
+                nn.RMSNorm("embed", embed=embed),
+                dropout=nn.Dropout(dropout) if dropout else None,
+            )
+
+        table, stack, head = jax.random.split(jax.random.key(seed), 3)
+        return nn.Transformer(
+            nn.Embedding(vocab=vocab, embed=embed, std=0.5, key=table),
+            (nn.Stack(block, layers, key=stack),),
+            nn.RMSNorm("embed", embed=embed),
+            None if tied else nn.Linear("embed -> vocab", embed=embed, vocab=vocab, key=head),
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_batch():
+    """A function that builds a batch of packed rows: two documents and padding in each, unequal weights."""
+
+    def make(*, rows: int = 4, seq: int = 12, vocab: int = 50, seed: int = 0, first: int = 0) -> Batch:
+        draw = np.random.default_rng(seed)
+        cut, end = seq // 3, seq - 2
+        positions = np.concatenate([np.arange(cut), np.arange(end - cut), np.full(seq - end, -1)])
+        segments = np.repeat([0, 1, 2], [cut, end - cut, seq - end])
+        weights = draw.integers(0, 2, (rows, seq)) * (positions >= 0)
+        weights[np.arange(rows) % 2 == 0, 1:3] = 0  # so that microbatches count unlike numbers of tokens
+        weights[:, 0] = 1
+        return Batch(
+            ids=draw.integers(0, vocab, (rows, seq)).astype(np.int32),
+            targets=draw.integers(0, vocab, (rows, seq)).astype(np.int32),
+            weights=weights.astype(np.float32),
+            positions=np.tile(positions, (rows, 1)).astype(np.int32),
+            segments=np.tile(segments, (rows, 1)).astype(np.int32),
+            examples=np.arange(first, first + rows, dtype=np.int32),
+        )
+
+    return make

@@ -1,0 +1,219 @@
+"""Optimizers against their formulas in float64 numpy, one unstacked matrix at a time."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from eqformer import nn, training
+
+
+RATE, DECAY, STEPS = 1e-2, 0.1, 3
+
+
+def run(optimizer, model, gradients):
+    """Leaves by path after a few updates with the given gradients, and the state."""
+    state, parameters = optimizer.init(model), training.trainable(model)
+    update = eqx.filter_jit(optimizer.update) if len(gradients) > 1 else optimizer.update
+    for gradient in gradients:
+        parameters, state = update(gradient, state, parameters, jnp.float32(RATE))
+    return by_path(parameters), state
+
+
+def by_path(tree):
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def random_gradients(model, seed=0):
+    draw = np.random.default_rng(seed)
+    leaves, structure = jax.tree.flatten(training.trainable(model))
+
+    def one():
+        return jax.tree.unflatten(structure, [jnp.float32(draw.normal(size=leaf.shape)) for leaf in leaves])
+
+    return [one() for _ in range(STEPS)]
+
+
+def marks_by_path(model):
+    is_leaf = lambda x: x is None or isinstance(x, nn.Matrix)
+    marks = jax.tree_util.tree_leaves_with_path(nn.matrices(model), is_leaf=is_leaf)
+    return {jax.tree_util.keystr(path): mark for path, mark in marks}
+
+
+def adam_by_hand(value, gradients, b1=0.9, b2=0.95, eps=1e-8, decay=0.0):
+    value, first, second = np.float64(value), 0.0, 0.0
+    for step, gradient in enumerate(np.float64(gradients), 1):
+        first, second = b1 * first + (1 - b1) * gradient, b2 * second + (1 - b2) * gradient**2
+        direction = first / (1 - b1**step) / (np.sqrt(second / (1 - b2**step)) + eps)
+        value = value - RATE * (direction + decay * value)
+    return value
+
+
+def orthogonalised(matrix):
+    """Five quintic Newton-Schulz iterations on one `rows columns` matrix, wide side last."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if tall else x
+
+
+def muon_by_hand(value, gradients, beta=0.95, decay=DECAY, rms=0.2):
+    """One `outputs inputs` matrix through Nesterov momentum, orthogonalisation and decay."""
+    value, momentum = np.float64(value), 0.0
+    for step, gradient in enumerate(np.float64(gradients), 1):
+        momentum = beta * momentum + (1 - beta) * gradient
+        ahead = beta * momentum / (1 - beta ** (step + 1)) + (1 - beta) * gradient / (1 - beta**step)
+        direction = orthogonalised(ahead) * rms * np.sqrt(max(value.shape))
+        value = value - RATE * (direction + decay * value)
+    return value
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Every optimizer's leaves after a few steps from the same model and gradients."""
+
+    def block(key):
+        one, two = jax.random.split(key)
+        attention = nn.Attention(embed=8, heads=2, kv_heads=1, head_dim=6, bias=True, sinks=True, key=one)
+        norm = nn.RMSNorm("embed", embed=8)
+        return nn.Block(attention, nn.GatedMLP(embed=8, mlp=12, key=two), norm, norm)
+
+    one, two, three = jax.random.split(jax.random.key(0), 3)
+    model = nn.Transformer(
+        nn.Embedding(vocab=10, embed=8, key=one),
+        (nn.Stack(block, 3, key=two),),
+        nn.RMSNorm("embed", embed=8),
+        nn.Linear("embed -> vocab", embed=8, vocab=10, key=three),
+    )
+    gradients = random_gradients(model)
+    options = {"adamw": dict(weight_decay=DECAY), "muon": dict(weight_decay=DECAY), "sgd": dict(momentum=0.9)}
+    after = {
+        name: run(training.optimizer(name, model, schedule=RATE, **options[name]), model, gradients)
+        for name in training.OPTIMIZERS
+    }
+    return model, {path: [by_path(g)[path] for g in gradients] for path in by_path(gradients[0])}, after
+
+
+def test_every_leaf_of_adamw_and_the_mask_of_decay(trained):
+    model, gradients, after = trained
+    before, marks = by_path(training.trainable(model)), marks_by_path(model)
+    decayed = {path for path in before if marks[path] is not None}
+    assert len(decayed) == 9 and all(path.endswith(".weight") and "norm" not in path for path in decayed)
+    for path, value in before.items():
+        decay = DECAY if path in decayed else 0.0
+        expected = adam_by_hand(value, gradients[path], decay=decay)
+        np.testing.assert_allclose(after["adamw"][0][path], expected, rtol=2e-5, atol=2e-6, err_msg=path)
+    one = next(iter(decayed))  # the control: decay is large enough to be seen
+    assert np.abs(adam_by_hand(before[one], gradients[one]) - after["adamw"][0][one]).max() > 1e-4
+
+
+def test_muon_orthogonalises_each_matrix_of_the_ensemble_by_itself(trained):
+    model, gradients, after = trained
+    before, marks = by_path(training.trainable(model)), marks_by_path(model)
+    hidden = {path: mark for path, mark in marks.items() if mark is not None and not mark.table}
+    assert len(hidden) == 7 and {mark.outputs for mark in hidden.values()} == {1, 2}
+    for path, mark in hidden.items():
+        shape = before[path].shape
+        outputs = int(np.prod(shape[1 : 1 + mark.outputs]))
+        for layer in range(3):
+            rows = [x[layer].reshape(outputs, -1) for x in (before[path], *gradients[path])]
+            expected = muon_by_hand(rows[0], rows[1:]).reshape(shape[1:])
+            np.testing.assert_allclose(after["muon"][0][path][layer], expected, rtol=1e-4, atol=1e-5, err_msg=path)
+        # The control: all layers as one matrix give another update.
+        together = muon_by_hand(
+            before[path].reshape(3 * outputs, -1), np.reshape(gradients[path], (STEPS, 3 * outputs, -1))
+        )
+        assert np.abs(together.reshape(shape) - after["muon"][0][path]).max() > 1e-3
+    for path in before.keys() - hidden.keys():
+        expected = adam_by_hand(before[path], gradients[path], decay=DECAY if marks[path] is not None else 0.0)
+        np.testing.assert_allclose(after["muon"][0][path], expected, rtol=2e-5, atol=2e-6, err_msg=path)
+
+
+def test_sgd_with_momentum(trained):
+    model, gradients, after = trained
+    for path, value in by_path(training.trainable(model)).items():
+        expected, velocity = np.float64(value), 0.0
+        for gradient in gradients[path]:
+            velocity = 0.9 * velocity + gradient
+            expected = expected - RATE * velocity
+        np.testing.assert_allclose(after["sgd"][0][path], expected, rtol=1e-5, atol=1e-6, err_msg=path)
+
+
+def test_an_update_of_muon_is_as_large_as_one_of_adamw(trained):
+    model, _, after = trained
+    before = by_path(training.trainable(model))
+    path = ".stacks[0].blocks.feed_forward.up.weight"
+    sizes = {name: np.sqrt(np.mean((after[name][0][path] - before[path]) ** 2)) for name in ("adamw", "muon")}
+    assert 0.1 < sizes["muon"] / sizes["adamw"] < 1
+
+
+def test_tables_decay_by_choice_and_a_given_mask_is_used(make_model):
+    model = make_model(layers=1)
+    zero = [jax.tree.map(jnp.zeros_like, training.trainable(model))]
+    kept, _ = run(training.adamw(model, schedule=training.constant(RATE), decay_tables=False), model, zero)
+    moved, _ = run(training.adamw(model, schedule=training.constant(RATE)), model, zero)
+    before = by_path(training.trainable(model))
+    np.testing.assert_array_equal(kept[".embedding.weight"], before[".embedding.weight"])
+    np.testing.assert_allclose(moved[".embedding.weight"], before[".embedding.weight"] * (1 - RATE * 0.1), rtol=1e-6)
+    nothing = jax.tree.map(lambda _: None, model)
+    still, _ = run(training.adamw(model, schedule=training.constant(RATE), matrices=nothing), model, zero)
+    for path in before:
+        np.testing.assert_array_equal(still[path], before[path])
+
+
+@pytest.mark.parametrize("name", training.OPTIMIZERS)
+def test_state_mirrors_the_parameters(name, make_model):
+    model = make_model(layers=1)
+    options = dict(momentum=0.9) if name == "sgd" else {}
+    optimizer = training.optimizer(name, model, schedule=RATE, **options)
+    state = jax.eval_shape(optimizer.init, training.trainable(model))
+    parameters = training.trainable(model)
+    specs = jax.tree.map(lambda x: PartitionSpec(*"abcd"[: x.ndim]), parameters)
+    pairs = optimizer.map_state(lambda x, spec: (x.shape, spec), state, specs, other=None)
+    pairs = jax.tree.leaves(
+        pairs, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[-1], PartitionSpec)
+    )
+    wanted = [x.shape for x in jax.tree.leaves(parameters)]
+    # Adam holds two moments of each leaf, Muon one of each hidden matrix and two of the rest, SGD one.
+    hidden = [m for m in jax.tree.leaves(nn.matrices(model), is_leaf=lambda x: isinstance(x, nn.Matrix)) if not m.table]
+    assert len(pairs) == {"adamw": 2 * len(wanted), "muon": 2 * len(wanted) - len(hidden), "sgd": len(wanted)}[name]
+    assert {shape for shape, _ in pairs} == set(wanted)
+    assert all(len(spec) == len(shape) for shape, spec in pairs)
+
+
+def test_narrow_parameters_have_wide_moments_and_integers_stay(make_model):
+    model = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, make_model(layers=1))
+    optimizer = training.optimizer("muon", model, schedule=RATE)
+    state, parameters = optimizer.init(model), training.trainable(model)
+    gradient = jax.tree.map(jnp.ones_like, parameters)
+    after, state = optimizer.update(gradient, state, parameters, jnp.float32(RATE))
+    assert {x.dtype for x in jax.tree.leaves(after)} == {jnp.dtype("bfloat16")}
+    assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
+    assert parameters.stacks[0].numbers is None and eqx.combine(after, model).stacks[0].numbers.dtype == jnp.int32
+
+
+def test_an_optimizer_can_be_made_from_shapes(make_model):
+    shapes = eqx.filter_eval_shape(make_model, layers=1)
+    optimizer = training.optimizer("muon", shapes, schedule=RATE)
+    built = make_model(layers=1)
+    state = optimizer.init(built)
+    assert jax.tree.structure(state) == jax.tree.structure(training.optimizer("muon", built, schedule=RATE).init(built))
+
+
+def test_norm_is_of_all_leaves_together():
+    draw = np.random.default_rng(0)
+    leaves = [draw.normal(size=shape) for shape in ((3, 4), (5,), ())]
+    expected = np.linalg.norm(np.concatenate([leaf.reshape(-1) for leaf in leaves]))
+    np.testing.assert_allclose(training.global_norm([jnp.float32(leaf) for leaf in leaves]), expected, rtol=1e-6)
+    assert training.global_norm([jnp.full((4096,), 1.0, jnp.bfloat16)]) == 64  # bfloat16 sums would stop at 256
+    assert training.global_norm({}) == 0
+
+
+def test_an_unknown_name_is_refused(make_model):
+    with pytest.raises(ValueError, match="'adam'.*adamw, muon, sgd"):
+        training.optimizer("adam", make_model(layers=1), schedule=RATE)

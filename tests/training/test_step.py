@@ -1,0 +1,181 @@
+"""The step: equal to one big batch, exactly clipped, untouched by numbers that are not finite, all in place."""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqformer import training
+
+
+loss = partial(training.next_token_loss, chunk=16)
+
+
+def leaves(tree):
+    return [np.asarray(x).copy() for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
+
+
+def assert_same_bits(one, other):
+    for a, b in zip(leaves(one), leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a.view(np.uint8) if a.ndim else a, b.view(np.uint8) if b.ndim else b)
+
+
+def test_microbatches_give_the_big_batch_s_gradient_with_dropout(make_model, make_batch, key):
+    model, batch = make_model(dropout=0.3), make_batch(rows=4)
+    one = eqx.filter_jit(training.accumulated_gradients(loss, 1))
+    two = eqx.filter_jit(training.accumulated_gradients(loss, 2))
+    total, count, gradients = one(model, batch, key)
+    found_total, found_count, found = two(model, batch, key)
+    np.testing.assert_allclose([found_total, found_count], [total, count], rtol=1e-6)
+    for a, b in zip(leaves(found), leaves(gradients), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    # The controls: the mean of the microbatches' means is another gradient, and so is one with other examples' keys.
+    halves = [one(model, jax.tree.map(lambda x, i=i: x[i::2], batch), key) for i in range(2)]
+    assert halves[0][1] != halves[1][1]
+    mean = jax.tree.map(lambda a, b: (a / halves[0][1] + b / halves[1][1]) / 2, halves[0][2], halves[1][2])
+    wanted = jax.tree.map(lambda x: x / count, gradients)
+    assert max(np.abs(a - b).max() for a, b in zip(leaves(mean), leaves(wanted))) > 1e-3
+    other = one(model, eqx.tree_at(lambda b: b.examples, batch, batch.examples + 1), key)
+    assert abs(other[0] - total) > 1e-2
+
+
+@pytest.fixture(scope="module")
+def quadratic():
+    """A loss with known gradients, a model with leaves that do not train, and a compiled step."""
+
+    class Model(eqx.Module):
+        weight: jax.Array
+        number: jax.Array
+        activation: object
+        note: str = eqx.field(static=True)
+
+    def make(dtype=jnp.float32):
+        return Model(jnp.asarray([3.0, 4.0], dtype), jnp.asarray(7, jnp.int32), jnp.tanh, "kept")
+
+    def of_batch(model, batch, key):
+        return jnp.sum(model.weight.astype(jnp.float32) * batch[0]), jnp.sum(batch[1])
+
+    def batch(gradient, count=1.0):
+        return jnp.asarray([gradient], jnp.float32), jnp.asarray([count], jnp.float32)
+
+    optimizer = training.optimizer("adamw", make(), schedule=training.warmup_cosine(0.1, steps=10, warmup=2))
+    return make, batch, optimizer, training.make_step(of_batch, optimizer, clip=1.0), of_batch
+
+
+def test_the_norm_is_exact_and_reported_before_clipping(quadratic):
+    make, batch, _, _, of_batch = quadratic
+    optimizer = training.optimizer("sgd", make(), schedule=0.5)
+    for gradient, expected in (([6.0, 8.0], [0.6, 0.8]), ([0.3, 0.4], [0.15, 0.2])):
+        step = training.make_step(of_batch, optimizer, clip=1.0)
+        state, metrics = step(training.init_state(make(), optimizer), batch(gradient, 2.0))
+        norm = np.linalg.norm(gradient) / 2
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-6)
+        clipped = np.array(gradient) / 2 * min(1, 1 / norm)
+        np.testing.assert_allclose(clipped, expected, rtol=1e-6)
+        np.testing.assert_allclose(state.model.weight, [3.0, 4.0] - 0.5 * clipped, rtol=1e-6)
+    step = training.make_step(of_batch, optimizer, clip=None)
+    state, _ = step(training.init_state(make(), optimizer), batch([6.0, 8.0], 2.0))
+    np.testing.assert_allclose(state.model.weight, [1.5, 2.0], rtol=1e-6)
+    # A replaced norm is the one that counts.
+    step = training.make_step(of_batch, optimizer, clip=1.0, gradient_norm=lambda g: 2 * training.global_norm(g))
+    state, metrics = step(training.init_state(make(), optimizer), batch([6.0, 8.0], 2.0))
+    np.testing.assert_allclose(metrics["grad_norm"], 10)
+    np.testing.assert_allclose(state.model.weight, [3 - 0.15, 4 - 0.2], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "bad", [([np.nan, 1.0], 1.0), ([np.inf, 1.0], 1.0), ([1e30, 1e30], 1.0), ([1.0, 1.0], np.nan), ([1.0, 1.0], 0.0)]
+)
+def test_a_step_that_is_not_finite_changes_nothing(quadratic, bad):
+    make, batch, optimizer, step, _ = quadratic
+    state, _ = step(training.init_state(make(), optimizer), batch([1.0, -2.0]))
+    before = leaves((state.model, state.optimizer_state))
+    state, metrics = step(state, batch(*bad))
+    assert_same_bits((state.model, state.optimizer_state), before)
+    assert (int(state.step), int(metrics["skipped"]), int(metrics["skipped_in_a_row"])) == (2, 1, 1)
+    state, metrics = step(state, batch([1.0, -2.0]))
+    assert (int(state.step), int(metrics["skipped"]), int(metrics["skipped_in_a_row"])) == (3, 1, 0)
+    assert any((a != b).any() for a, b in zip(leaves(state.model), before))  # the control: a good step does change
+    assert state.model.note == "kept" and int(state.model.number) == 7
+
+
+def test_too_many_in_a_row_are_an_error(quadratic):
+    make, batch, optimizer, step, _ = quadratic
+    state = training.init_state(make(), optimizer)
+    for _ in range(2):
+        state, metrics = step(state, batch([np.nan, 0.0]))
+        training.check_finite(metrics, limit=3)
+    state, _ = step(state, batch([1.0, 0.0]))
+    for _ in range(3):
+        state, metrics = step(state, batch([np.nan, 0.0]))
+    with pytest.raises(training.DivergedError, match="3 steps in a row .* loss nan"):
+        training.check_finite(metrics, limit=3)
+    assert int(metrics["skipped"]) == 5
+
+
+def test_the_rate_follows_the_run_s_step_through_skipped_ones(quadratic):
+    make, batch, optimizer, step, _ = quadratic
+    state, rates = training.init_state(make(), optimizer), []
+    for gradient in (1.0, np.nan, 1.0, 1.0):
+        state, metrics = step(state, batch([gradient, 1.0]))
+        rates.append(float(metrics["learning_rate"]))
+    np.testing.assert_allclose(rates, [optimizer.schedule(i) for i in range(4)], rtol=1e-6)
+
+
+def test_narrow_parameters_train(quadratic):
+    make, batch, optimizer, step, _ = quadratic
+    state = training.init_state(make(jnp.bfloat16), optimizer)
+    for _ in range(3):
+        state, metrics = step(state, batch([1.0, -1.0]))
+    assert state.model.weight.dtype == jnp.bfloat16 and metrics["loss"].dtype == jnp.float32
+    assert state.model.weight[0] < 3 and state.model.weight[1] > 4
+    assert {x.dtype for x in jax.tree.leaves(state.optimizer_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
+
+
+def test_everything_but_the_batch_is_updated_in_place(make_model, make_batch, key):
+    model, batch = make_model(), jax.tree.map(jnp.asarray, make_batch())
+    optimizer = training.optimizer("adamw", model, schedule=1e-3)
+    step = training.make_step(loss, optimizer, accumulate=2)
+    state = training.init_state(model, optimizer)
+    memory = step.lower(state, batch, key).compile().memory_analysis()
+    held = sum(x.nbytes for x in jax.tree.leaves(eqx.filter(state, eqx.is_array)))
+    assert memory.alias_size_in_bytes == held
+    table = state.model.embedding.weight
+    losses = []
+    for _ in range(8):
+        state, metrics = step(state, batch, key)
+        losses.append(float(metrics["loss"]))
+    assert table.is_deleted() and not batch.ids.is_deleted() and not key.is_deleted()
+    assert losses[-1] < losses[0] - 0.02 and int(state.step) == 8
+    assert state.model.stacks[0].numbers.tolist() == [0, 1]
+
+
+def test_the_key_of_a_step_is_its_own(make_batch, key):
+    def noise(model, batch, key):
+        return model[0] * jax.random.normal(key, ()), jnp.ones(())
+
+    optimizer = training.sgd([jnp.ones(())], schedule=training.constant(1.0), matrices=[None])
+    step = training.make_step(noise, optimizer, clip=None)
+    state, seen = training.init_state([jnp.ones(())], optimizer), []
+    for number in range(2):
+        before = float(state.model[0])
+        state, _ = step(state, make_batch(), key)
+        seen.append(before - float(state.model[0]))
+        wanted = jax.random.normal(jax.random.fold_in(key, number), ())
+        np.testing.assert_allclose(seen[-1], wanted, rtol=1e-5, atol=1e-6)
+    assert seen[0] != seen[1]
+
+
+def test_bad_arguments_are_refused(quadratic, make_batch):
+    make, _, optimizer, _, of_batch = quadratic
+    with pytest.raises(ValueError, match="accumulate=0"):
+        training.make_step(of_batch, optimizer, accumulate=0)
+    with pytest.raises(ValueError, match="clip=0.0"):
+        training.make_step(of_batch, optimizer, clip=0.0)
+    step = training.make_step(of_batch, optimizer, accumulate=3)
+    with pytest.raises(ValueError, match="accumulate=3.*4 rows.*1 rows"):
+        step(training.init_state(make(), optimizer), make_batch(rows=4))
