@@ -118,13 +118,20 @@ def hub(
     The fingerprint is made of these arguments, so a cache that was made once is found again without a network; pass
     `revision` to pin what the name stands for. Rows whose text is empty or null are left out.
 
-    **Raises:** `ImportError` where the package `datasets` is absent, `ValueError` where the rows have no such field.
+    **Raises:** on reading, `ImportError` where the package `datasets` is absent, `ValueError` where the dataset cannot
+    be opened or its rows have no such field.
     """
     arguments = f"hub({name!r}, config={config!r}, split={split!r}, field={field!r}, revision={revision!r})"
 
     def documents() -> Iterator[Document]:
         datasets = load_extra("datasets", extra="data", call=arguments)
-        rows = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
+        try:
+            rows = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
+        except (OSError, ValueError) as error:  # no such dataset, configuration or split, or no network
+            raise ValueError(
+                f"{arguments}: the dataset must be there to read, but: {error}; correct the name, config or split, or "
+                f"go online (a cache that is whole needs no network)."
+            ) from error
         for number, row in enumerate(islice(rows, limit)):
             text = field_of(row, field, call=arguments, place=f"row {number}")
             if text:

@@ -25,15 +25,17 @@ def shuffled(places: Int[np.ndarray, "batch"], *, rows: int, seed: int) -> Int[n
         )
     epochs, values = np.divmod(places.astype(np.uint64), np.uint64(rows))
     start = np.frombuffer(hashlib.blake2b(str(int(seed)).encode(), digest_size=8).digest(), np.uint64)
-    keys = [_mix(_mix(start ^ epochs) + np.uint64(number)) for number in range(_ROUNDS)]
+    keys = _mix(_mix(start ^ epochs) + np.arange(_ROUNDS, dtype=np.uint64)[:, None])
     walking = np.arange(len(values))
     while len(walking):
-        values[walking] = _feistel(values[walking], [key[walking] for key in keys], rows)
+        values[walking] = _feistel(values[walking], keys[:, walking], rows)
         walking = walking[values[walking] >= rows]
     return values.astype(np.int64)
 
 
-def _feistel(values: UInt[np.ndarray, "n"], keys: list[UInt[np.ndarray, "n"]], rows: int) -> UInt[np.ndarray, "n"]:
+def _feistel(
+    values: UInt[np.ndarray, "batch"], keys: UInt[np.ndarray, "_ batch"], rows: int
+) -> UInt[np.ndarray, "batch"]:
     """A permutation of 0 to a * b - 1, where a and b are near the root of `rows` and a * b is hardly more than it."""
     a = isqrt(rows - 1) + 1
     a, b = np.uint64(a), np.uint64(-(-rows // a))
@@ -44,7 +46,7 @@ def _feistel(values: UInt[np.ndarray, "n"], keys: list[UInt[np.ndarray, "n"]], r
     return left * b + right
 
 
-def _mix(values: UInt[np.ndarray, "n"]) -> UInt[np.ndarray, "n"]:
+def _mix(values: UInt[np.ndarray, "*shape"]) -> UInt[np.ndarray, "*shape"]:
     """The finaliser of SplitMix64: every bit of the result hangs on every bit of the value."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

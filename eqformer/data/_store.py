@@ -68,7 +68,7 @@ def open_store(
     A document belongs to the validation split when the hash of its name falls under `validation`, a share of the
     documents; that depends on nothing else, so it holds on any machine and however the corpus grows. `progress` is
     called with the bytes done and in all (0: nobody knows). `verify` compares the checksums of a cache that is found
-    (about a second a gigabyte), not only the sizes. A damaged cache is written anew, with a warning.
+    (about half a second a gigabyte), not only the sizes. A damaged cache is written anew, with a warning.
 
     **Raises:** `ValueError` where the split has no text, a text cannot be tokenised, or the cache cannot be written.
     """

@@ -115,6 +115,15 @@ def test_hub_names_the_fields_there_are(monkeypatch, rows, message):
         list(hub("owner/name"))
 
 
+def test_a_dataset_that_cannot_be_opened_is_told(monkeypatch):
+    def load_dataset(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(ValueError, match=r"hub\('owner/name'.*Couldn't reach the hub.*go online"):
+        list(hub("owner/name"))
+
+
 def test_importing_the_room_needs_only_the_core_packages():
     code = (
         "import sys\n"
