@@ -1,0 +1,283 @@
+"""The attention core that never holds the whole matrix of probabilities, in the forward or the backward pass.
+
+Online softmax over blocks of keys, after FlashAttention-2 (arXiv:2307.08691): the output and the logarithm of each
+row's sum are saved, and the backward pass makes the probabilities again, block by block.
+"""
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ._core import check_heads, lowest, soft_capped
+from ._dtype import at_least_float32
+from ._mask import Mask
+from ._tokens import Tokens
+
+
+class BlockwiseCore(eqx.Module):
+    """Attention in memory linear in the sequence: a loop over blocks of queries and, in it, over blocks of keys.
+
+    The program is of one size for any length. Pairs of blocks that the mask, the segments or padding leave empty are
+    not computed. `block` is the tokens of a block; the scores of a pair of blocks take `4 * batch * heads * block**2`
+    bytes, and on a CPU the core is fastest where they fit its cache (about 1 MB). `softcap` and `sinks` as in
+    `ReferenceCore`. Differentiable in reverse mode, once.
+    """
+
+    block: int = eqx.field(static=True, default=128)
+    softcap: float | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        if self.block < 1:
+            raise ValueError(f"BlockwiseCore(block={self.block}): block counts tokens and must be at least 1.")
+
+    def __call__(
+        self,
+        query: Float[Array, "*batch seq heads head_dim"],
+        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+        *,
+        mask: Mask,
+        tokens: Tokens,
+        kv_tokens: Tokens | None = None,
+        scale: float,
+        sinks: Float[Array, "heads"] | None = None,
+    ) -> Float[Array, "*batch seq heads v_dim"]:
+        rules = Rules(mask, scale, self.softcap, self.block, kv_tokens is None)
+        output, logsum = attend(rules, query, key, value, tokens, kv_tokens)
+        if sinks is None:
+            return output
+        # A softmax that a sink joins is the softmax without it, times the share of the sum that the scores have.
+        share = jax.nn.sigmoid(logsum - sinks.astype(logsum.dtype))[..., None]
+        return (output.astype(share.dtype) * share).astype(query.dtype)
+
+
+class Rules(NamedTuple):
+    """What is fixed of a call while it is traced."""
+
+    mask: Mask
+    scale: float
+    softcap: float | None
+    block: int
+    is_aligned: bool  # the keys are the queries' own tokens, in reading order
+
+
+def attend(
+    rules: Rules,
+    query: Float[Array, "*batch seq heads head_dim"],
+    key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+    value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+    tokens: Tokens,
+    kv_tokens: Tokens | None,
+) -> tuple[Float[Array, "*batch seq heads v_dim"], Float[Array, "*batch seq heads"]]:
+    """The attended values and the logarithm of each row's sum of exponentials (a very low number for an empty row).
+
+    Two calls over different keys combine by their logarithms. Gradients flow through both results.
+    """
+    heads, kv_heads = check_heads(query, key)
+    batch, seq, kv_seq, v_dim = query.shape[:-3], query.shape[-3], key.shape[-3], value.shape[-1]
+    grouped = query.reshape(-1, seq, kv_heads, heads // kv_heads, query.shape[-1]).transpose(0, 2, 3, 1, 4)
+    keys = key.reshape(-1, kv_seq, kv_heads, key.shape[-1]).transpose(0, 2, 1, 3)
+    values = value.reshape(-1, kv_seq, kv_heads, v_dim).transpose(0, 2, 1, 3)
+    places = _places(tokens, batch, seq)
+    kv_places = places if kv_tokens is None else _places(kv_tokens, batch, kv_seq)
+    # Under `shard_map` the arrays may vary over different mesh axes (kv heads held whole, query heads split). A custom
+    # gradient must be typed as its argument is, so all get the type of their sum; the compiler drops the zero.
+    arrays = grouped, keys, values
+    zero = jnp.zeros((), query.dtype)
+    for array in jax.tree.leaves((arrays, places, kv_places)):
+        zero += jnp.zeros_like(array, zero.dtype, shape=())
+    output, logsum = _attend(rules, *(x + zero.astype(x.dtype) for x in arrays), places, kv_places)
+    output = output.transpose(0, 3, 1, 2, 4).reshape(*batch, seq, heads, v_dim)
+    return output, logsum.transpose(0, 3, 1, 2).reshape(*batch, seq, heads)
+
+
+def _attend_plainly(
+    rules: Rules,
+    query: Float[Array, "batch kv_heads _ seq head_dim"],
+    key: Float[Array, "batch kv_heads kv_seq head_dim"],
+    value: Float[Array, "batch kv_heads kv_seq v_dim"],
+    places: Tokens,
+    kv_places: Tokens,
+) -> tuple[Float[Array, "batch kv_heads _ seq v_dim"], Float[Array, "batch kv_heads _ seq"]]:
+    queries, keys, here, there, zero = _cut(rules, query, (key, value), places, kv_places)
+
+    def one_query_block(_, xs):
+        query_block, place, first, stop = xs
+
+        def one_key_block(number: Array, carry: tuple[Array, Array, Array]):
+            output, peak, total = carry
+            (key_block, value_block), kv_place = _block_of((keys, there), number)
+            visible = rules.mask(place, kv_place)[:, None, None]
+            scores = jnp.where(visible, _scores(rules, query_block, key_block), lowest(zero.dtype))
+            new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
+            weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0)
+            values = jnp.einsum(
+                "bkgqs,bksd->bkgqd", weights.astype(value.dtype), value_block, preferred_element_type=zero.dtype
+            )
+            shrink = jnp.exp(peak - new_peak)
+            return output * shrink[..., None] + values, new_peak, total * shrink + jnp.sum(weights, axis=-1)
+
+        rows = query_block.shape[:-1]
+        empty = (
+            jnp.full((*rows, value.shape[-1]), zero),
+            jnp.full(rows, zero + lowest(zero.dtype)),
+            jnp.full(rows, zero),
+        )
+        output, peak, total = jax.lax.fori_loop(first, stop, one_key_block, empty)
+        sighted = total > 0
+        total = jnp.where(sighted, total, 1)
+        logsum = jnp.where(sighted, peak + jnp.log(total), lowest(zero.dtype))
+        return None, ((output / total[..., None]).astype(query.dtype), logsum)
+
+    xs = (queries, here, *_bounds(_possible(rules, here, there)))
+    _, (output, logsum) = jax.lax.scan(one_query_block, None, xs)
+    return _joined(output, 3, query.shape[3]), _joined(logsum, 3, query.shape[3])
+
+
+_attend = jax.custom_vjp(_attend_plainly, nondiff_argnums=(0,))
+
+
+def _attend_forward(rules: Rules, query: Array, key: Array, value: Array, places: Tokens, kv_places: Tokens):
+    output, logsum = _attend(rules, query, key, value, places, kv_places)
+    return (output, logsum), (query, key, value, places, kv_places, output, logsum)
+
+
+def _attend_backward(rules: Rules, saved: tuple, gradients: tuple[Array, Array]):
+    query, key, value, places, kv_places, output, logsum = saved
+    to_output, to_logsum = gradients
+    shared = jnp.sum(to_output.astype(logsum.dtype) * output.astype(logsum.dtype), axis=-1) - to_logsum
+    queries, keys, here, there, zero = _cut(rules, (query, to_output, logsum, shared), (key, value), places, kv_places)
+
+    def one_key_block(to_query, xs):
+        (key_block, value_block), kv_place, first, stop = xs
+
+        def one_query_block(number: Array, carry: tuple[Array, Array, Array]):
+            to_query, to_key, to_value = carry
+            block, place = _block_of((queries, here), number)
+            visible = rules.mask(place, kv_place)[:, None, None]
+            parts = _block_gradients(rules, block, (key_block, value_block), visible)
+            grown = jax.lax.dynamic_index_in_dim(to_query, number, keepdims=False) + parts[0]
+            to_query = jax.lax.dynamic_update_index_in_dim(to_query, grown, number, 0)
+            return to_query, to_key + parts[1], to_value + parts[2]
+
+        empty = to_query, jnp.full(key_block.shape, zero), jnp.full(value_block.shape, zero)
+        to_query, to_key, to_value = jax.lax.fori_loop(first, stop, one_query_block, empty)
+        return to_query, (to_key.astype(key.dtype), to_value.astype(value.dtype))
+
+    xs = (keys, there, *_bounds(_possible(rules, here, there).T))
+    to_query, (to_key, to_value) = jax.lax.scan(one_key_block, jnp.full(queries[0].shape, zero), xs)
+    to_query = _joined(to_query, 3, query.shape[3]).astype(query.dtype)
+    return to_query, _joined(to_key, 2, key.shape[2]), _joined(to_value, 2, key.shape[2]), None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _scores(rules: Rules, query: Array, key: Array) -> Array:
+    scores = jnp.einsum("bkgqd,bksd->bkgqs", query, key, preferred_element_type=at_least_float32(query.dtype))
+    return soft_capped(scores * rules.scale, rules.softcap)
+
+
+def _block_gradients(
+    rules: Rules,
+    rows: tuple[Array, Array, Array, Array],
+    columns: tuple[Array, Array],
+    visible: Bool[Array, "batch 1 1 seq kv_seq"],
+) -> tuple[Array, Array, Array]:
+    """What a pair of blocks adds to the gradients of its queries, keys and values."""
+    (query, to_output, logsum, shared), (key, value) = rows, columns
+    exact = logsum.dtype
+    scores = _scores(rules, query, key)
+    weights = jnp.where(visible, jnp.exp(scores - logsum[..., None]), 0)
+    to_weights = jnp.einsum("bkgqd,bksd->bkgqs", to_output, value, preferred_element_type=exact)
+    to_scores = weights * (to_weights - shared[..., None])
+    if rules.softcap is not None:
+        to_scores *= 1 - jnp.square(scores / rules.softcap)
+    to_scores = to_scores.astype(query.dtype)
+    to_query = jnp.einsum("bkgqs,bksd->bkgqd", to_scores, key, preferred_element_type=exact)
+    to_key = jnp.einsum("bkgqs,bkgqd->bksd", to_scores, query, preferred_element_type=exact)
+    to_value = jnp.einsum("bkgqs,bkgqd->bksd", weights.astype(value.dtype), to_output, preferred_element_type=exact)
+    return to_query * rules.scale, to_key * rules.scale, to_value
+
+
+def _possible(rules: Rules, queries: Tokens, keys: Tokens) -> Bool[Array, "_ _"]:
+    """Which pairs of a query block and a key block may hold a visible pair of tokens, told from the blocks' ranges.
+
+    The ranges of positions and segments are taken row by row, so that packed and shuffled rows are judged alike.
+    """
+    mask = rules.mask
+    (low, high), (kv_low, kv_high) = (_range(part.positions, part.positions) for part in (queries, keys))
+    low, high, kv_low, kv_high = low[:, None], high[:, None], kv_low[None], kv_high[None]
+    possible = (high >= 0) & (kv_high >= 0)
+    if mask.is_causal:
+        possible &= kv_low <= high
+    if mask.window is not None:
+        possible &= (low - kv_high < mask.window) & (kv_low - high < mask.window)
+    if mask.chunk is not None:
+        possible &= (low // mask.chunk <= kv_high // mask.chunk) & (kv_low // mask.chunk <= high // mask.chunk)
+    if queries.segments is not None and keys.segments is not None:
+        low, high = _range(queries.segments, queries.positions)
+        kv_low, kv_high = _range(keys.segments, keys.positions)
+        possible &= (low[:, None] <= kv_high[None]) & (kv_low[None] <= high[:, None])
+    possible = jnp.any(possible, axis=-1)
+    if rules.is_aligned:  # positions start anew in each document of a packed row, indices do not
+        count, block = possible.shape[0], queries.positions.shape[-1]
+        behind = block * (jnp.arange(count)[:, None] - jnp.arange(count)[None])
+        reach = min(mask.window or count * block, mask.chunk or count * block)
+        possible &= jnp.abs(behind) - block + 1 < reach
+        if mask.is_causal:
+            possible &= behind >= 0
+    return possible
+
+
+def _range(numbers: Int[Array, "_ batch _"], positions: Int[Array, "_ batch _"]) -> tuple[Array, Array]:
+    """The least and the greatest number of each block and row, padding left out."""
+    real, most = positions >= 0, jnp.iinfo(numbers.dtype).max // 2
+    return jnp.min(jnp.where(real, numbers, most), axis=-1), jnp.max(jnp.where(real, numbers, -most), axis=-1)
+
+
+def _bounds(possible: Bool[Array, "_ _"]) -> tuple[Int[Array, "_"], Int[Array, "_"]]:
+    """Each row's first possible column and the one after its last; equal where there is none."""
+    first = jnp.argmax(possible, axis=1)
+    stop = possible.shape[1] - jnp.argmax(possible[:, ::-1], axis=1)
+    return first, jnp.where(jnp.any(possible, axis=1), stop, first)
+
+
+def _places(tokens: Tokens, batch: tuple[int, ...], seq: int) -> Tokens:
+    """Positions and segments with one batch dim, as the arrays have it."""
+    read = lambda x: jnp.broadcast_to(x, (*batch, seq)).reshape(-1, seq)
+    return Tokens(read(tokens.positions), None if tokens.segments is None else read(tokens.segments))
+
+
+def _cut(rules: Rules, rows, columns, places: Tokens, kv_places: Tokens):
+    """Arrays of queries and of keys in blocks, and a zero for the loops' carries, typed for `shard_map` as they are."""
+    block, kv_block = (min(rules.block, part.positions.shape[-1]) for part in (places, kv_places))
+    here, there = (
+        Tokens(_blocks(part.positions, 1, size, -1), None if part.segments is None else _blocks(part.segments, 1, size))
+        for part, size in ((places, block), (kv_places, kv_block))
+    )
+    zero = jnp.zeros_like(columns[0], at_least_float32(columns[0].dtype), shape=())
+    rows = jax.tree.map(lambda x: _blocks(x, 3, block), rows)
+    return rows, jax.tree.map(lambda x: _blocks(x, 2, kv_block), columns), here, there, zero
+
+
+def _blocks(array: Array, dim: int, block: int, fill: int = 0) -> Array:
+    """`array` cut along `dim` into blocks, counted by a new first dim; the last one is filled up with `fill`."""
+    count = -(-array.shape[dim] // block)
+    widths = [(0, 0)] * array.ndim
+    widths[dim] = (0, count * block - array.shape[dim])
+    array = jnp.pad(array, widths, constant_values=fill)
+    return jnp.moveaxis(array.reshape(*array.shape[:dim], count, block, *array.shape[dim + 1 :]), dim, 0)
+
+
+def _joined(array: Array, dim: int, length: int) -> Array:
+    """`_blocks` undone."""
+    array = jnp.moveaxis(array, 0, dim)
+    return jax.lax.slice_in_dim(array.reshape(*array.shape[:dim], -1, *array.shape[dim + 2 :]), 0, length, axis=dim)
+
+
+def _block_of(tree, number: Int[Array, ""]):
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), tree)

@@ -1,0 +1,192 @@
+"""What sets the blockwise core apart: memory, program size, skipped work, partial results, mesh types."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+from eqformer.nn._blockwise import _possible, attend, BlockwiseCore, Rules
+from eqformer.nn._core import ReferenceCore
+from eqformer.nn._mask import causal, chunked, full, Mask, sliding_window
+from eqformer.nn._tokens import positions_like, Tokens
+
+
+def inputs(
+    seq: int, *, batch: int = 1, heads: int = 2, kv_heads: int = 1, head_dim: int = 4, kv_seq: int | None = None
+):
+    shapes = (seq, heads), (kv_seq or seq, kv_heads), (kv_seq or seq, kv_heads), (seq, heads)
+    keys = jax.random.split(jax.random.key(1), 4)
+    return [jax.random.normal(key, (batch, *shape, head_dim)) for key, shape in zip(keys, shapes)]
+
+
+def compiled(core, seq: int, mask: Mask):
+    """The executable of the core's output and gradients over one row of `seq` tokens."""
+
+    def run(query, key, value, direction, tokens):
+        call = lambda *arrays: core(*arrays, mask=mask, tokens=tokens, scale=1.0)
+        output, pull = jax.vjp(call, query, key, value)
+        return output, pull(direction)
+
+    return jax.jit(run).lower(*inputs(seq), positions_like((1, seq))).compile()
+
+
+def test_memory_is_linear_and_the_program_of_one_size():
+    blockwise = [compiled(BlockwiseCore(block=32), seq, sliding_window(100)) for seq in (512, 1024)]
+    whole = [compiled(ReferenceCore(), seq, sliding_window(100)) for seq in (512, 1024)]
+    temporary = lambda x: x.memory_analysis().temp_size_in_bytes
+    assert temporary(blockwise[1]) < 2.1 * temporary(blockwise[0])
+    assert temporary(whole[1]) > 3.5 * temporary(whole[0])
+    assert temporary(blockwise[1]) < 1024**2 / 2  # an eighth of one matrix of float32 scores, of which there are two
+    lines = [str(x.as_text()).count("\n") for x in blockwise]
+    assert lines[1] < 1.01 * lines[0]
+
+
+@pytest.mark.parametrize("block", [1, 5, 16, 64])
+def test_any_block_gives_one_result(block):
+    query, key, value, _ = inputs(16, batch=2)
+    given = {"mask": causal(), "tokens": positions_like((2, 16)), "scale": 0.5}
+    got = jax.jit(lambda *arrays: BlockwiseCore(block)(*arrays, **given))(query, key, value)
+    np.testing.assert_allclose(got, ReferenceCore()(query, key, value, **given), atol=2e-6)
+
+
+def test_a_block_holds_a_token():
+    with pytest.raises(ValueError, match="block=0"):
+        BlockwiseCore(block=0)
+
+
+@pytest.mark.parametrize(
+    ("mask", "poisoned", "clean"),
+    [(causal(), slice(8, 16), slice(0, 8)), (sliding_window(4), slice(0, 4), slice(8, 16))],
+)
+def test_hidden_blocks_are_not_computed(mask, poisoned, clean):
+    """Keys that are NaN would spoil, as 0 * NaN, every product that they are part of."""
+    query, key, value, direction = inputs(16)
+    key, value = key.at[:, poisoned].set(jnp.nan), value.at[:, poisoned].set(jnp.nan)
+    direction = jnp.zeros_like(direction).at[:, clean].set(direction[:, clean])
+
+    @partial(jax.jit, static_argnums=0)
+    def run(core):
+        call = lambda query: core(query, key, value, mask=mask, tokens=positions_like((1, 16)), scale=1.0)
+        output, pull = jax.vjp(call, query)
+        return output, pull(direction)[0]
+
+    for core, skips in ((BlockwiseCore(block=4), True), (BlockwiseCore(block=16), False), (ReferenceCore(), False)):
+        assert [np.isfinite(x[:, clean]).all() for x in run(core)] == [skips, skips]
+
+
+def blocked(positions, segments=None, block: int = 4) -> Tokens:
+    """Rows of tokens as the core cuts them: blocks, rows, tokens."""
+    cut = lambda x: jnp.moveaxis(jnp.asarray(x).reshape(len(x), -1, block), 1, 0)
+    return Tokens(cut(positions), None if segments is None else cut(segments))
+
+
+def rules(mask: Mask, is_aligned: bool) -> Rules:
+    return Rules(mask, 1.0, None, 4, is_aligned)
+
+
+@pytest.mark.parametrize(
+    ("mask", "pairs"),
+    [
+        (full(), 64),
+        (causal(), 8 * 9 // 2),
+        (sliding_window(5), 8 + 7),
+        (sliding_window(6), 8 + 7 + 6),
+        (chunked(8), 4 * 3),
+        (Mask(is_causal=False, window=2), 8 + 7 + 7),
+    ],
+)
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_pairs_of_blocks_counted_by_hand(mask, pairs, is_aligned):
+    tokens = blocked(np.arange(32)[None])
+    assert int(_possible(rules(mask, is_aligned), tokens, tokens).sum()) == pairs
+
+
+def test_documents_and_padding_leave_out_blocks():
+    positions, segments = np.r_[0:8, 0:4, -np.ones(4)].astype(int)[None], np.r_[[0] * 8, [1] * 8][None]
+    tokens = blocked(positions, segments)
+    assert _possible(rules(causal(), True), tokens, tokens).astype(int).tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [0, 0, 1, 0],
+        [0, 0, 0, 0],
+    ]
+
+
+@pytest.mark.parametrize("mask", [causal(), sliding_window(3), chunked(5), full(), Mask(is_causal=False, window=3)])
+def test_no_visible_pair_is_ever_left_out(mask):
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        cuts = np.sort(rng.choice(np.arange(1, 24), 3, replace=False))
+        segments = np.searchsorted(cuts, np.arange(24), side="right")
+        positions = np.arange(24) - np.r_[0, cuts][segments]
+        positions[24 - rng.integers(0, 6) :] = -1
+        order = rng.permutation(24)
+        for is_aligned, keys in ((True, slice(None)), (False, order)):
+            here = blocked(positions[None], segments[None])
+            there = blocked(positions[None, keys], segments[None, keys])
+            rows, columns = (jnp.asarray(np.stack([positions, segments])[:, part]) for part in (slice(None), keys))
+            visible = np.asarray(mask(Tokens(*rows), Tokens(*columns)))
+            needed = (visible & (positions >= 0)[None, :, None]).reshape(6, 4, 6, 4).any((1, 3))
+            if is_aligned and mask.is_causal:
+                needed &= np.tri(6, dtype=bool)
+            assert not np.any(needed & ~_possible(rules(mask, is_aligned), here, there))
+
+
+def test_calls_over_parts_of_the_keys_combine():
+    query, key, value, direction = inputs(8, kv_seq=12)
+    tokens, places = Tokens(jnp.arange(4, 12)[None]), jnp.arange(12)[None]
+
+    def part(query, keys: slice):
+        seen = key[:, keys], value[:, keys], tokens, Tokens(places[:, keys])
+        return attend(Rules(causal(), 0.5, None, 4, False), query, *seen)
+
+    def halves(query):
+        (left, left_sum), (right, right_sum) = part(query, slice(0, 5)), part(query, slice(5, 12))
+        share = jax.nn.sigmoid(left_sum - right_sum)[..., None]
+        return share * left + (1 - share) * right
+
+    @jax.jit
+    def run(query):
+        whole, pull = jax.vjp(lambda query: part(query, slice(0, 12))[0], query)
+        parts, pull_parts = jax.vjp(halves, query)
+        return (whole, pull(direction)[0]), (parts, pull_parts(direction)[0]), part(query, slice(0, 5))[0]
+
+    whole, parts, half = run(query)
+    for want, got in zip(whole, parts):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+    assert np.abs(half - whole[0]).max() > 0.1
+
+
+def test_under_vmap():
+    query, key, value, _ = inputs(8, batch=3)
+    positions = jnp.stack([jnp.arange(8), jnp.arange(8) - 1, jnp.arange(8)])
+    call = lambda core, q, k, v, p: core(q, k, v, mask=causal(), tokens=Tokens(p), kv_tokens=Tokens(p), scale=0.5)
+    one = lambda *row: call(BlockwiseCore(block=4), *row)
+    got = jax.jit(jax.vmap(one))(query, key, value, positions)
+    np.testing.assert_allclose(got, call(ReferenceCore(), query, key, value, positions), atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_split", ["tensor", None])
+def test_gradients_in_shard_map_are_those_of_one_device(kv_split):
+    """Query heads split over `tensor`; key heads split alike, or (one key head) held whole by every device."""
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    query, key, value, direction = inputs(8, batch=2, heads=4, kv_heads=2 if kv_split else 1)
+    sinks, positions = jnp.arange(4.0), positions_like((2, 8)).positions
+
+    def gradients(query, key, value, sinks, direction, positions):
+        def loss(arrays):
+            *qkv, sinks = arrays
+            output = BlockwiseCore(block=4)(*qkv, mask=causal(), tokens=Tokens(positions), scale=0.5, sinks=sinks)
+            return jnp.sum(output * direction)
+
+        return jax.grad(loss)((query, key, value, sinks))
+
+    queries, keys, heads = P("fsdp", None, "tensor"), P("fsdp", None, kv_split), P("tensor")
+    specs = (queries, keys, keys, heads)
+    split = jax.shard_map(gradients, mesh=mesh, in_specs=(*specs, queries, P("fsdp")), out_specs=specs, check_vma=True)
+    arrays = query, key, value, sinks, direction, positions
+    for got, want in zip(jax.jit(split)(*arrays), jax.jit(gradients)(*arrays)):
+        np.testing.assert_allclose(got, want, atol=1e-6)
