@@ -97,9 +97,9 @@ def writing(target: Path) -> Iterator[Writer]:
 
 
 def remove(target: Path) -> None:
-    """Take a folder away at once, so that nobody finds it half removed."""
+    """Take a folder away at once, so that nobody finds it half removed. Raises `Unwritable`."""
     doomed = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}"
-    with contextlib.suppress(FileNotFoundError):  # another process may have done it
+    with _writes(), contextlib.suppress(FileNotFoundError):  # another process may have done it
         target.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 

@@ -147,10 +147,8 @@ def _tokenise(
             progress(min(done, source.size) if source.size else done, source.size)
     if not lengths:
         raise ValueError(
-            f"{call}: the {split} split must have a document with text, but all of the {others} documents fall "
-            f"to the other split; pass more documents, "
-            + ("another `validation`, " if others else "")
-            + "or cut long files into several with files(path, piece=...)."
+            f"{call}: the {split} split must have a document with text, but it has none and the other split {others}; "
+            f"pass more documents, another `validation` share, or cut long files with files(path, piece=...)."
         )
     writer.append("offsets.bin", np.cumsum([0, *lengths]).astype("<i8"))
     writer.finish(

@@ -277,10 +277,13 @@ def test_a_cache_directory_that_cannot_be_made_is_told(corpus, tmp_path):
 def test_bad_input_is_told_in_one_message(tmp_path):
     two = {"a": "one", "b": "two"}
     with pytest.raises(
-        ValueError, match=r"the validation split must have a document with text, but all of the 2 .*piece="
+        ValueError,
+        match=r"the validation split must have a document with text, but it has none and the other split 2; .*piece=",
     ):
         _open(two, tmp_path, split="validation")
-    with pytest.raises(ValueError, match=r"the train split must have a document with text"):
+    with pytest.raises(
+        ValueError, match=r"the train split must have a document with text, but it has none and the other split 0"
+    ):
         _open({"a": ""}, tmp_path)
     with pytest.raises(ValueError, match=r"validation is a share of the documents.*below 1"):
         _open(two, tmp_path, validation=1.0)
