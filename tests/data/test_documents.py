@@ -25,6 +25,12 @@ def test_standard_library_is_megabytes_of_this_pythons_own_text():
     assert not [name for name in names if "_sysconfigdata" in name]
 
 
+def test_about_a_twentieth_of_the_standard_library_is_held_out(tmp_path):
+    stores = [open_store(standard_library(), ByteTokenizer(), tmp_path, split) for split in ("train", "validation")]
+    train, validation = (store.text_bytes for store in stores)
+    assert train + validation == standard_library().size and 0.02 < validation / (train + validation) < 0.08
+
+
 def _fake_library(root, megabytes):
     for name in (
         "argparse.py",

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -297,18 +296,3 @@ def test_a_vocabulary_must_hold_every_token(tmp_path):
     check_vocab(store, 123)
     with pytest.raises(ValueError, match=r"check_vocab\(store, vocab=122\).*holds the id 122; build .* vocab=256"):
         check_vocab(store, 122)
-
-
-def test_the_shortest_program(tmp_path):
-    code = textwrap.dedent("""
-        import sys
-        from eqformer.data import ByteTokenizer, open_store, standard_library
-        for split in ("train", "validation"):
-            store = open_store(standard_library(), ByteTokenizer(), sys.argv[1], split)
-            print(store.text_bytes)
-    """)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    train, validation = map(int, done.stdout.split())
-    assert 0.02 < validation / (train + validation) < 0.08
