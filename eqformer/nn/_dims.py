@@ -81,10 +81,10 @@ def _dims_at(model: PyTree, path: tuple, leaf: Any) -> Any:
     for entry in path:
         own = None
         if isinstance(entry, jax.tree_util.GetAttrKey):
-            field = _fields(node)[entry.name]
-            if "ensemble" in field.metadata:
+            field = _fields(node).get(entry.name)
+            if field is not None and "ensemble" in field.metadata:
                 prefix.append(field.metadata["ensemble"])
-            own = _own_dims(node, field)
+            own = None if field is None else _own_dims(node, field)
             node = getattr(node, entry.name)
         elif isinstance(entry, jax.tree_util.SequenceKey):
             node = node[entry.idx]
@@ -102,7 +102,8 @@ def _dims_at(model: PyTree, path: tuple, leaf: Any) -> Any:
 
 
 def _fields(node: Any) -> dict[str, dataclasses.Field]:
-    return {field.name: field for field in dataclasses.fields(node)}
+    # Named tuples, of which optimizer states are made, have attributes and no fields.
+    return {field.name: field for field in dataclasses.fields(node)} if dataclasses.is_dataclass(node) else {}
 
 
 def _own_dims(node: Any, field: dataclasses.Field) -> list[str] | None:
