@@ -40,7 +40,7 @@ class RMSNorm(eqx.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalise the trailing dims of `x`; the result has the dtype of `x`."""
-        axes = tuple(range(-len(self.dims), 0))
+        axes = _check_sizes("RMSNorm", self.dims, self.weight, x)
         wide = x.astype(at_least_float32(x.dtype))
         y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axes, keepdims=True) + self.eps)
         if self.weight is not None:
@@ -66,7 +66,7 @@ class LayerNorm(eqx.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalise the trailing dims of `x`; the result has the dtype of `x`."""
-        axes = tuple(range(-len(self.dims), 0))
+        axes = _check_sizes("LayerNorm", self.dims, self.weight, x)
         wide = x.astype(at_least_float32(x.dtype))
         centred = wide - jnp.mean(wide, axes, keepdims=True)
         y = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axes, keepdims=True) + self.eps)
@@ -82,3 +82,13 @@ def _named_shape(call: str, dims: str, sizes: dict[str, int]) -> tuple[tuple[str
     if not names or set(names) != set(sizes):
         raise ValueError(f"{call}({dims!r}): the sizes given are {sorted(sizes)}; the dims named are {sorted(names)}.")
     return names, [sizes[name] for name in names]
+
+
+def _check_sizes(call: str, dims: tuple[str, ...], weight: Array | None, x: Array) -> tuple[int, ...]:
+    """The trailing dims to reduce over; a size that differs from the weight's would broadcast without a word."""
+    if weight is not None and x.shape[-len(dims) :] != weight.shape:
+        raise ValueError(
+            f"{call}({' '.join(dims)!r})(x): the last dims of x must be {dict(zip(dims, weight.shape))}; "
+            f"x has shape {x.shape}."
+        )
+    return tuple(range(-len(dims), 0))
