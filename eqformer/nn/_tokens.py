@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int, Key, UInt
 
 
 class Tokens(eqx.Module):
@@ -32,7 +32,7 @@ def positions_like(shape: Sequence[int]) -> Tokens:
     return Tokens(jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), tuple(shape)))
 
 
-def fold_in_each(keys: Key[Array, "*shape"], number: Int[Array, ""]) -> Key[Array, "*shape"]:
+def fold_in_each(keys: Key[Array, "*shape"], number: UInt[Array, ""]) -> Key[Array, "*shape"]:
     """`jax.random.fold_in` of one number into every key of an array."""
     flat = keys.reshape(-1)
     return jax.vmap(lambda key: jax.random.fold_in(key, number))(flat).reshape(keys.shape)
