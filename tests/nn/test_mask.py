@@ -1,0 +1,83 @@
+"""Masks against a literal triple loop."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import TypeCheckError
+
+from eqformer import nn
+
+
+PACKED = (
+    np.array([[0, 1, 2, 3, 0, 1, 2, -1], [0, 1, 2, 3, 4, 5, 6, 7]]),
+    np.array([[4, 4, 4, 4, 7, 7, 7, -1], [0, 0, 0, 0, 0, 0, 0, 0]]),
+)
+SLOTS = (np.array([[8, 9, 6, 7, -1], [-1, 0, 3, 2, 1]]), None)  # a rolling cache
+KINDS = {
+    "causal": nn.causal(),
+    "full": nn.full(),
+    "window": nn.sliding_window(3),
+    "window of one": nn.sliding_window(1),
+    "chunk": nn.chunked(3),
+    "window both ways": nn.Mask(is_causal=False, window=2),
+    "chunk both ways": nn.Mask(is_causal=False, chunk=3),
+    "window and chunk": nn.Mask(window=2, chunk=4),
+}
+
+
+def literal(mask, queries, keys):
+    """The docstring's sentence, cell by cell."""
+    (q_places, q_segments), (k_places, k_segments) = queries, keys
+    visible = np.zeros((*q_places.shape, k_places.shape[1]), bool)
+    for b, i, j in np.ndindex(visible.shape):
+        query, key = int(q_places[b, i]), int(k_places[b, j])
+        see = key != -1
+        if q_segments is not None and k_segments is not None:
+            see = see and q_segments[b, i] == k_segments[b, j]
+        if mask.is_causal:
+            see = see and key <= query
+        if mask.window is not None:
+            see = see and -mask.window < query - key < mask.window
+        if mask.chunk is not None:
+            see = see and np.floor(query / mask.chunk) == np.floor(key / mask.chunk)
+        visible[b, i, j] = see
+    return visible
+
+
+def tokens(places, segments):
+    return nn.Tokens(jnp.asarray(places), None if segments is None else jnp.asarray(segments))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_its_sentence(kind):
+    mask = KINDS[kind]
+    unpacked = (PACKED[0], None)
+    decoding = (np.array([[9], [3]]), None)
+    for queries, keys in ((PACKED, PACKED), (unpacked, unpacked), (decoding, SLOTS), (PACKED, SLOTS)):
+        assert np.array_equal(mask(tokens(*queries), tokens(*keys)), literal(mask, queries, keys))
+
+
+def test_the_kinds_differ_on_these_tokens():
+    found = [np.asarray(mask(tokens(*PACKED), tokens(*PACKED))) for mask in KINDS.values()]
+    assert all(not np.array_equal(one, other) for one, other in itertools.combinations(found, 2))
+    joined = nn.causal()(tokens(PACKED[0], None), tokens(PACKED[0], None))
+    assert not np.array_equal(joined, found[0])
+
+
+@pytest.mark.parametrize("name", ["window", "chunk"])
+def test_lengths_are_at_least_one(name):
+    with pytest.raises(ValueError, match=rf"Mask\({name}=0\): {name} counts tokens and must be at least 1"):
+        nn.Mask(window=0) if name == "window" else nn.Mask(chunk=0)
+
+
+def test_masks_hold_no_arrays_and_compare_by_their_rules():
+    assert jax.tree.leaves(nn.sliding_window(3)) == []
+    assert nn.sliding_window(3) == nn.Mask(window=3) != nn.causal()
+
+
+def test_positions_are_integers():
+    with pytest.raises(TypeCheckError):
+        nn.Tokens(jnp.ones((1, 2)))
