@@ -1,5 +1,9 @@
 """Training: a loss, a gradient, a step, a checkpoint. Nothing here knows a mesh, a file format of data or a screen."""
 
+from ._checkpoint import (
+    Checkpointer as Checkpointer,
+    CheckpointError as CheckpointError,
+)
 from ._loss import (
     batch_tokens as batch_tokens,
     chunk_size as chunk_size,
@@ -19,6 +23,7 @@ from ._optimizer import (
     sgd as sgd,
     trainable as trainable,
 )
+from ._run_metadata import run_metadata as run_metadata, saved_key as saved_key, versions as versions
 from ._schedule import (
     constant as constant,
     Schedule as Schedule,
@@ -26,6 +31,12 @@ from ._schedule import (
     SCHEDULES as SCHEDULES,
     warmup_cosine as warmup_cosine,
     warmup_stable_decay as warmup_stable_decay,
+)
+from ._sinks import (
+    JsonLines as JsonLines,
+    Sink as Sink,
+    TensorBoard as TensorBoard,
+    WeightsAndBiases as WeightsAndBiases,
 )
 from ._step import (
     accumulated_gradients as accumulated_gradients,

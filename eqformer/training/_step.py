@@ -44,7 +44,7 @@ class Step(eqx.Module):
         return self.run((batch, key), state)
 
     def lower(self, state: PyTree, batch: PyTree, key: PyTree = None) -> Any:
-        """The step lowered for arguments like these, to `.compile()` and read its costs and its memory."""
+        """The step lowered for arguments like these; `.compile().compiled` is JAX's, with its costs and memory."""
         return self.run.lower((batch, key), state)  # type: ignore[attr-defined]  # made by filter_jit
 
 

@@ -53,7 +53,7 @@ def chunked(table, bias, hidden, targets, weights, chunk, z_loss, cap=4.0):
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_sum_and_gradients_are_the_formulas(data, chunk, z_loss):
     arguments = tuple(data.values())
-    total, gradients = by_hand(*arguments, z_loss)
+    total, gradients = by_hand(**data, z_loss=z_loss)
     evaluate = jax.jit(jax.value_and_grad(partial(chunked, chunk=chunk, z_loss=z_loss), (0, 1, 2), has_aux=True))
     (found, count), found_gradients = evaluate(*arguments)
     np.testing.assert_allclose(found, total, rtol=1e-5)
@@ -64,11 +64,11 @@ def test_sum_and_gradients_are_the_formulas(data, chunk, z_loss):
 
 
 def test_the_comparison_can_fail(data):
-    total, gradients = by_hand(*data.values(), 0.1)
-    other_total, other_gradients = by_hand(*data.values(), 0.0)
+    total, gradients = by_hand(**data, z_loss=0.1)
+    other_total, other_gradients = by_hand(**data, z_loss=0.0)
     assert abs(total - other_total) > 1e-2 and np.abs(gradients[0] - other_gradients[0]).max() > 1e-2
     shifted = data | {"targets": jnp.roll(data["targets"], 1)}
-    assert abs(by_hand(*shifted.values(), 0.0)[0] - other_total) > 1e-2
+    assert abs(by_hand(**shifted, z_loss=0.0)[0] - other_total) > 1e-2
 
 
 def test_a_cotangent_scales_all_gradients_and_dtypes_stay(data):
@@ -98,7 +98,9 @@ def test_all_logits_never_exist_at_once():
             return training.cross_entropy(lambda x: x @ table.T, hidden, targets, weights, chunk=chunk)[0]
 
         compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
     all_logits = tokens * vocab * 4
     assert temporary(chunk) < 0.25 * all_logits
@@ -144,11 +146,17 @@ def test_tied_table_collects_both_gradients(make_model, make_batch):
 
 def test_keys_differ_within_a_row_and_follow_the_example(make_batch, key):
     batch = make_batch(rows=4)
-    data = jax.random.key_data(training.batch_tokens(batch, key).keys)
+
+    def key_data(batch):
+        keys = training.batch_tokens(batch, key).keys
+        assert keys is not None
+        return jax.random.key_data(keys)
+
+    data = key_data(batch)
     assert len(np.unique(data.reshape(-1, data.shape[-1]), axis=0)) == batch.ids.size
     assert len(np.unique(batch.positions)) < batch.ids.shape[1]  # the control: positions alone would repeat keys
     other = eqx.tree_at(lambda b: b.examples, batch, batch.examples[::-1].copy())
-    np.testing.assert_array_equal(jax.random.key_data(training.batch_tokens(other, key).keys), data[::-1])
+    np.testing.assert_array_equal(key_data(other), data[::-1])
     assert training.batch_tokens(batch).keys is None
 
 

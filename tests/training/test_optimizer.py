@@ -44,7 +44,7 @@ def marks_by_path(model):
 
 def adam_by_hand(value, gradients, b1=0.9, b2=0.95, eps=1e-8, decay=0.0):
     value, first, second = np.float64(value), 0.0, 0.0
-    for step, gradient in enumerate(np.float64(gradients), 1):
+    for step, gradient in enumerate(np.asarray(gradients, np.float64), 1):
         first, second = b1 * first + (1 - b1) * gradient, b2 * second + (1 - b2) * gradient**2
         direction = first / (1 - b1**step) / (np.sqrt(second / (1 - b2**step)) + eps)
         value = value - RATE * (direction + decay * value)
@@ -65,7 +65,7 @@ def orthogonalised(matrix):
 def muon_by_hand(value, gradients, beta=0.95, decay=DECAY, rms=0.2):
     """One `outputs inputs` matrix through Nesterov momentum, orthogonalisation and decay."""
     value, momentum = np.float64(value), 0.0
-    for step, gradient in enumerate(np.float64(gradients), 1):
+    for step, gradient in enumerate(np.asarray(gradients, np.float64), 1):
         momentum = beta * momentum + (1 - beta) * gradient
         ahead = beta * momentum / (1 - beta ** (step + 1)) + (1 - beta) * gradient / (1 - beta**step)
         direction = orthogonalised(ahead) * rms * np.sqrt(max(value.shape))

@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -30,7 +31,7 @@ def test_cosine_and_plateau_follow_their_formulas():
     np.testing.assert_allclose([rates(int(step)) for step in steps], expected, rtol=2e-6)
     rates = training.schedule("warmup-stable-decay", peak=3e-3, steps=100, warmup=7, decay=30, final=0.1)
     expected = [stable(step, 3e-3, 100, 7, 30, 0.1) for step in steps]
-    np.testing.assert_allclose(jax.vmap(rates)(steps), expected, rtol=2e-6)
+    np.testing.assert_allclose(jax.vmap(rates)(jnp.asarray(steps)), expected, rtol=2e-6)
     # The control: the two differ where they should.
     assert abs(cosine(60, 3e-3, 100, 7, 0.1) - stable(60, 3e-3, 100, 7, 30, 0.1)) > 1e-3
 

@@ -141,7 +141,7 @@ def test_everything_but_the_batch_is_updated_in_place(make_model, make_batch, ke
     optimizer = training.optimizer("adamw", model, schedule=1e-3)
     step = training.make_step(loss, optimizer, accumulate=2)
     state = training.init_state(model, optimizer)
-    memory = step.lower(state, batch, key).compile().memory_analysis()
+    memory = step.lower(state, batch, key).compile().compiled.memory_analysis()
     held = sum(x.nbytes for x in jax.tree.leaves(eqx.filter(state, eqx.is_array)))
     assert memory.alias_size_in_bytes == held
     table = state.model.embedding.weight

@@ -1,0 +1,37 @@
+"""What a run needs beside its arrays to go on where it stopped."""
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Key
+
+
+def run_metadata(
+    *, recipe: Mapping[str, Any], step: int, data: Mapping[str, Any], key: Key[Array, ""], **more: Any
+) -> dict[str, Any]:
+    """The metadata of a run: its recipe, the step, the position in the data and the random key, all JSON."""
+    raw = np.asarray(jax.random.key_data(key)).tolist()
+    random_key = {"implementation": str(jax.random.key_impl(key)), "data": raw}
+    return {"recipe": dict(recipe), "step": step, "data": dict(data), "random_key": random_key, **more}
+
+
+def saved_key(metadata: Mapping[str, Any]) -> Key[Array, ""]:
+    """The random key that `run_metadata` wrote."""
+    saved = metadata["random_key"]
+    return jax.random.wrap_key_data(jnp.asarray(saved["data"], jnp.uint32), impl=saved["implementation"])
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that a run's numbers depend on."""
+
+    def of(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "not installed"
+
+    return {package: of(package) for package in ("eqformer", "jax", "equinox", "optax", "orbax-checkpoint")}

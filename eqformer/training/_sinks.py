@@ -1,0 +1,149 @@
+"""Where rows of metrics go: JSON lines always, TensorBoard and Weights & Biases where they are installed."""
+
+import json
+import math
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes rows of metrics, each with its `step`, until it is closed."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Takes one row; values are numbers, zero-dimensional arrays or text."""
+        ...
+
+    def close(self) -> None:
+        """Sends what is left."""
+        ...
+
+
+class JsonLines:
+    """One JSON object a line, flushed row by row; numbers that are not finite become null, so that each line is valid.
+
+    A file that exists is continued. `from_step` is the first step that will be run again: rows from it on, and a line
+    that a killed process left half written, are dropped. `None` keeps all rows.
+    """
+
+    def __init__(self, path: str | Path, *, from_step: int | None = None):
+        """Opens the file, and rewrites it first where rows have to go."""
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            self._keep_before(from_step)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends the row; it is in the file when this returns."""
+        plain = {name: _finite_or_none(plain_number(value)) for name, value in row.items()}
+        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file; it may be opened again to continue."""
+        self._file.close()
+
+    def _keep_before(self, from_step: int | None) -> None:
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = []
+        for number, line in enumerate(lines, 1):
+            try:
+                step = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError) as error:
+                if number == len(lines) and not line.endswith("\n"):
+                    continue  # the process was killed while it wrote this line
+                raise ValueError(
+                    f"JsonLines({str(self._path)!r}): line {number} is not a JSON object with a step, so the file "
+                    "cannot be continued; move it away or repair the line."
+                ) from error
+            if from_step is None or step < from_step:
+                kept.append(line if line.endswith("\n") else line + "\n")
+        if kept != lines:
+            # By way of a second file: a kill in between must not cost the rows before.
+            other = self._path.with_name(self._path.name + ".rewritten")
+            other.write_text("".join(kept), encoding="utf-8")
+            other.replace(self._path)
+
+
+class TensorBoard:
+    """Scalars for TensorBoard in a folder, by `tensorboardX` (the extra `sinks`)."""
+
+    def __init__(self, folder: str | Path):
+        """Opens a new event file in `folder`."""
+        self._writer = _extra("tensorboardX", "TensorBoard").SummaryWriter(str(folder))
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Adds each number of the row at the row's step; text is left out."""
+        for name, value in _numbers(row).items():
+            self._writer.add_scalar(name, value, int(row["step"]))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Closes the event file."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Rows for Weights & Biases, by `wandb` (the extra `sinks`); `mode="offline"` needs no network and no account.
+
+    The same `identifier` continues a run.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        *,
+        folder: str | Path,
+        mode: str = "online",
+        name: str | None = None,
+        identifier: str | None = None,
+        recipe: Mapping[str, Any] | None = None,
+    ):
+        """Starts or continues a run; offline files are kept in `folder`."""
+        if mode not in ("online", "offline", "disabled"):
+            raise ValueError(f"WeightsAndBiases(mode={mode!r}): the modes are online, offline, disabled.")
+        self._run = _extra("wandb", "WeightsAndBiases").init(
+            project=project,
+            dir=str(folder),
+            mode=mode,
+            name=name,
+            id=identifier,
+            resume=None if identifier is None else "allow",
+            config=dict(recipe or {}),
+        )
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Logs the numbers of the row at the row's step."""
+        self._run.log(_numbers(row), step=int(row["step"]))
+
+    def close(self) -> None:
+        """Finishes the run."""
+        self._run.finish()
+
+
+def plain_number(value: Any) -> Any:
+    """A Python number for a zero-dimensional array or a numpy number; anything else as it is."""
+    is_scalar = getattr(value, "shape", None) == ()
+    return value.item() if is_scalar else value
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, int | float]:
+    plain = {name: plain_number(value) for name, value in row.items() if name != "step"}
+    return {name: value for name, value in plain.items() if isinstance(value, int | float)}
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _extra(module: str, sink: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{sink} needs the package {module}, which is not installed; install eqformer[sinks]."
+        ) from error

@@ -1,0 +1,320 @@
+"""Checkpoints that are whole or refused, whatever is damaged, full or killed, and a run that goes on bit for bit."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from eqformer import training
+
+
+class State(eqx.Module):
+    table: jax.Array
+    narrow: jax.Array
+    count: jax.Array
+    moments: dict
+    activation: object
+
+
+def make(seed=0, rows=6):
+    draw = np.random.default_rng(seed)
+    values = jnp.asarray(draw.normal(size=(rows, 50)), jnp.float32)
+    return State(
+        values, values.astype(jnp.bfloat16), jnp.int32(seed), {"mu/nu": [values + 1, None], "": values[0]}, jnp.tanh
+    )
+
+
+def assert_equal(one, other):
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    for a, b in pairs:
+        if eqx.is_array(a):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        else:
+            assert a is b
+
+
+def tree_of(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_round_trip_keeps_k_and_the_metadata(tmp_path):
+    with training.Checkpointer(tmp_path / "run", keep=2) as checkpointer:
+        assert checkpointer.latest_step is None and not (tmp_path / "run").exists()
+        for step in (1, 5, 12):
+            checkpointer.save(make(step), step, {"recipe": {"name": "tiny", "at": step}})
+        checkpointer.wait()
+        assert checkpointer.steps == [5, 12] and checkpointer.latest_step == 12
+        assert tree_of(tmp_path / "run") == ["12", "5"]
+        like = eqx.filter_eval_shape(make)
+        state, metadata = checkpointer.restore(like)
+        assert_equal(state, make(12))
+        assert metadata["recipe"] == {"name": "tiny", "at": 12} and metadata["versions"]["jax"] == jax.__version__
+        assert_equal(training.Checkpointer(tmp_path / "run").restore(make(0), 5)[0], make(5))
+        with pytest.raises(AssertionError):
+            assert_equal(state, make(5))  # the control
+        with pytest.raises(ValueError, match="step=12.*already holds step 12"):
+            checkpointer.save(make(), 12, {})
+    with training.Checkpointer(tmp_path / "all", keep=None) as checkpointer:
+        for step in range(5):
+            checkpointer.save(make(), step, {})
+    assert checkpointer.steps == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="keep=0"):
+        training.Checkpointer(tmp_path, keep=0)
+
+
+def test_arrays_may_be_donated_while_they_are_written(tmp_path):
+    double = jax.jit(lambda x: 2 * x, donate_argnums=0)
+    state = {"x": jnp.arange(2.0**18)}
+    with training.Checkpointer(tmp_path) as checkpointer:
+        for step in range(3):
+            checkpointer.save(state, step, {})
+            for _ in range(4):
+                state = {"x": double(state["x"])}
+    for step in range(3):
+        found, _ = checkpointer.restore({"x": jax.ShapeDtypeStruct((2**18,), jnp.float32)}, step)
+        np.testing.assert_array_equal(found["x"], np.arange(2.0**18) * 16**step)
+
+
+def test_arrays_go_straight_to_their_shardings(tmp_path):
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    split = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    value = jnp.arange(48.0).reshape(4, 12)
+    with training.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"x": jax.device_put(value, split)}, 0, {})
+        checkpointer.wait()
+        for sharding in (split, NamedSharding(mesh, PartitionSpec("fsdp")), None):
+            like = {"x": jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)}
+            found = checkpointer.restore(like)[0]["x"]
+            np.testing.assert_array_equal(found, value)
+            if sharding is not None:
+                assert found.sharding.is_equivalent_to(sharding, 2)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    with training.Checkpointer(folder) as checkpointer:
+        checkpointer.save(make(1), 1, {})
+        checkpointer.save(make(2), 2, {})
+    return folder
+
+
+def test_every_missing_or_truncated_or_altered_file_is_an_error(saved, tmp_path):
+    files = [path.relative_to(saved / "2") for path in (saved / "2").rglob("*") if path.is_file()]
+    assert len(files) >= 6 and Path("manifest.json") in files
+    for number, file in enumerate(files):
+        for damage in ("deleted", "truncated", "altered"):
+            folder = tmp_path / f"{number}-{damage}"
+            shutil.copytree(saved, folder)
+            path = folder / "2" / file
+            content = path.read_bytes()
+            if not content and damage != "deleted":
+                continue
+            middle = len(content) // 2
+            if damage == "deleted":
+                path.unlink()
+            elif damage == "truncated":
+                path.write_bytes(content[:middle])
+            else:
+                path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+            checkpointer = training.Checkpointer(folder)
+            with pytest.raises(training.CheckpointError, match=f"2: .*cannot be restored.*{file.name}"):
+                checkpointer.restore(make())
+            assert checkpointer.latest_step == 2  # it is still the latest: no silent return to an older one
+            assert_equal(checkpointer.restore(make(), 1)[0], make(1))
+            shutil.rmtree(folder)
+
+
+def test_another_model_s_checkpoint_is_an_error_that_names_the_leaf(saved):
+    checkpointer = training.Checkpointer(saved)
+    with pytest.raises(training.CheckpointError, match=r"leaf table is float32\[6, 50\] .* float32\[7, 50\] in the m"):
+        checkpointer.restore(make(rows=7))
+    wide = eqx.tree_at(lambda s: s.narrow, make(), jnp.zeros((6, 50), jnp.float32))
+    with pytest.raises(training.CheckpointError, match=r"narrow is bfloat16\[6, 50\] .* float32\[6, 50\]"):
+        checkpointer.restore(wide)
+    more = eqx.tree_at(lambda s: s.moments, make(), {"mu/nu": [jnp.zeros((6, 50))] * 2, "": jnp.zeros(50)})
+    with pytest.raises(training.CheckpointError, match=r"moments\.mu/nu\.1 is in the model and not in the checkpoint"):
+        checkpointer.restore(more)
+    with pytest.raises(training.CheckpointError, match=r"moments\.mu/nu\.0 is in the checkpoint and not in the model"):
+        checkpointer.restore(eqx.tree_at(lambda s: s.moments, make(), {"": jnp.zeros(50)}))
+    with pytest.raises(training.CheckpointError, match="no checkpoint of step 3; the steps there are: 1, 2"):
+        checkpointer.restore(make(), 3)
+    with pytest.raises(ValueError, match="leaf key is a random key"):
+        checkpointer.restore({"key": jax.random.key(0)})
+
+
+def test_no_checkpoint_is_an_error_and_leftovers_are_not_checkpoints(tmp_path):
+    checkpointer = training.Checkpointer(tmp_path)
+    for name in ("3.unfinished", "2.discarded", "notes", "4.unfinished.d"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "7").write_text("a file is no checkpoint")
+    assert checkpointer.latest_step is None
+    with pytest.raises(training.CheckpointError, match="the steps there are: none"):
+        checkpointer.restore(make())
+    assert len(tree_of(tmp_path)) == 5  # a reader deletes nothing
+    with checkpointer:
+        checkpointer.save(make(), 5, {})
+    assert tree_of(tmp_path) == ["4.unfinished.d", "5", "7", "notes"]
+
+
+def test_a_full_disk_is_an_error_at_the_next_call_and_the_last_checkpoint_stays(tmp_path):
+    draw = np.random.default_rng(0)
+    large = {"x": jnp.asarray(draw.normal(size=2**18), jnp.float32)}
+    checkpointer = training.Checkpointer(tmp_path)
+    checkpointer.save(large, 1, {})
+    checkpointer.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, hard))  # no file may grow beyond it, as on a full disk
+    try:
+        with pytest.raises(training.CheckpointError, match=r"step=2\).*failed.*the checkpoint of step 1 is whole"):
+            checkpointer.save(large, 2, {})
+            checkpointer.save(large, 3, {})
+        checkpointer.wait()  # told once
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert tree_of(tmp_path) == ["1"]
+    np.testing.assert_array_equal(checkpointer.restore(large)[0]["x"], large["x"])
+    checkpointer.save(large, 4, {})  # with room again, the run goes on
+    checkpointer.close()
+    assert checkpointer.steps == [1, 4]
+
+
+def test_an_error_of_the_commit_surfaces_in_close(tmp_path, monkeypatch):
+    def fail(folder):
+        raise OSError(28, "No space left on device")
+
+    checkpointer = training.Checkpointer(tmp_path)
+    monkeypatch.setattr("eqformer.training._checkpoint.sync_folder", fail)
+    checkpointer.save(make(), 1, {})
+    with pytest.raises(training.CheckpointError, match="No space left.*no checkpoint exists"):
+        checkpointer.close()
+    assert tree_of(tmp_path) == []
+    with pytest.raises(ValueError, match="JSON"):
+        checkpointer.save(make(), 2, {"loss": float("nan")})
+
+
+# Saves step 1, then dies in the save of step 2 at a named point. Forked before JAX starts any thread.
+KILLED = """
+    import os, signal, sys, warnings
+    from pathlib import Path
+
+    import jax.numpy as jnp, numpy as np
+    from eqformer import training
+    from eqformer.training import _checkpoint
+
+    def state(step):
+        return {"x": jnp.asarray(np.random.default_rng(step).normal(size=2**16), jnp.float32), "step": jnp.int32(step)}
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def run(point, folder):
+        checkpointer = training.Checkpointer(folder, keep=1)
+        checkpointer.save(state(1), 1, {"at": 1})
+        checkpointer.wait()
+        if point == "describe":
+            _checkpoint.describe_files = die
+        elif point == "sync":
+            _checkpoint.sync_folder = die
+        elif point == "after rename":
+            sync = _checkpoint.sync_folder
+            _checkpoint.sync_folder = lambda path: die() if path == Path(folder) else sync(path)
+        elif point == "prune":
+            training.Checkpointer._prune = die
+        elif point == "delete":
+            _checkpoint.shutil.rmtree = die
+        checkpointer.save(state(2), 2, {"at": 2})
+        if point == "writing":
+            die()
+        checkpointer.wait()
+        os._exit(0)
+
+    for number, point in enumerate(sys.argv[2:]):
+        child = os.fork()
+        if child == 0:
+            run(point, os.path.join(sys.argv[1], str(number)))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if point == "none" else -signal.SIGKILL), point
+"""
+
+
+def test_sigkill_at_any_point_leaves_the_last_committed_step(tmp_path):
+    points = {"writing": 1, "describe": 1, "sync": 1, "after rename": 2, "prune": 2, "delete": 2, "none": 2}
+    root = Path(training.__file__).parents[2]
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(KILLED), str(tmp_path), *points]
+    subprocess.run(command, check=True, cwd=root, env=os.environ | {"XLA_FLAGS": ""}, timeout=120)
+    like = {"x": jnp.zeros(2**16), "step": jnp.int32(0)}
+    for number, (point, last) in enumerate(points.items()):
+        folder = tmp_path / str(number)
+        with training.Checkpointer(folder, keep=1) as checkpointer:
+            assert checkpointer.latest_step == last, point
+            state, metadata = checkpointer.restore(like)
+            np.testing.assert_array_equal(state["x"], np.float32(np.random.default_rng(last).normal(size=2**16)))
+            assert int(state["step"]) == metadata["at"] == last
+            checkpointer.save(state, 9, {})
+        assert tree_of(folder) == ["9"], point  # leftovers are gone, and so is what `keep` discards
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, make_model, make_batch, key):
+    batches = [make_batch(rows=4, seed=step, first=4 * step) for step in range(6)]
+    model = make_model(dropout=0.2, layers=1)
+    # The schedule's end is near, so that a wrong step would show in the rate.
+    optimizer = training.adamw(model, schedule=training.warmup_cosine(1e-2, steps=8, warmup=2))
+    step = training.make_step(training.next_token_loss, optimizer)
+
+    def start():
+        return jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, training.init_state(model, optimizer))
+
+    def run(state, batches, key):
+        for batch in batches:
+            state, metrics = step(state, batch, key)
+        return state, metrics
+
+    straight, metrics = run(start(), batches, key)
+    half, _ = run(start(), batches[:3], key)
+    with training.Checkpointer(tmp_path) as checkpointer:
+        about = training.run_metadata(recipe={"name": "tiny"}, step=3, data={"seed": 0, "step": 3}, key=key)
+        checkpointer.save(half, 3, about)
+
+    def restored():
+        like = eqx.filter_eval_shape(lambda: training.init_state(make_model(seed=9, dropout=0.2, layers=1), optimizer))
+        state, metadata = training.Checkpointer(tmp_path).restore(like)
+        return state, training.saved_key(metadata), metadata["data"]["step"]
+
+    state, saved_key, position = restored()
+    again, metrics_again = run(state, batches[position:], saved_key)
+    assert_equal(eqx.filter(again, eqx.is_array), eqx.filter(straight, eqx.is_array))
+    assert {name: float(x) for name, x in metrics.items()} == {name: float(x) for name, x in metrics_again.items()}
+
+    # The controls: each thing that is not carried over shows in the table.
+    def differs(state, batches, key):
+        return (run(state, batches, key)[0].model.embedding.weight != straight.model.embedding.weight).any()
+
+    assert differs(eqx.tree_at(lambda s: s.optimizer_state, restored()[0], start().optimizer_state), batches[3:], key)
+    assert differs(restored()[0], batches[3:], jax.random.key(1))
+    assert differs(restored()[0], batches[2:5], key)
+    assert differs(eqx.tree_at(lambda s: s.step, restored()[0], jnp.int32(0)), batches[3:], key)
+
+
+def test_the_metadata_of_a_run_is_json_and_holds_its_key():
+    key = jax.random.fold_in(jax.random.key(3), 4)
+    about = training.run_metadata(recipe={"embed": 8}, step=2, data={"epoch": 0}, key=key, note="more")
+    read = json.loads(json.dumps(about))
+    assert read["recipe"] == {"embed": 8} and read["step"] == 2 and read["note"] == "more"
+    again = training.saved_key(read)
+    assert again.dtype == key.dtype and jax.random.uniform(again) == jax.random.uniform(key)
+    assert set(training.versions()) >= {"eqformer", "jax", "equinox", "optax"}
