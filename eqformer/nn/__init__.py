@@ -11,6 +11,7 @@ from ._activation import (
 )
 from ._attention import Attention as Attention
 from ._block import Block as Block, Mixer as Mixer, Period as Period
+from ._blockwise import BlockwiseCore as BlockwiseCore
 from ._cache import KVCache as KVCache, LatentCache as LatentCache
 from ._core import DotProductCore as DotProductCore, ReferenceCore as ReferenceCore
 from ._dims import dims as dims, dims_table as dims_table, ensemble as ensemble, named_by as named_by

@@ -1,0 +1,47 @@
+"""The loss curve of a run."""
+
+import json
+import math
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+
+matplotlib.use("agg")
+
+
+def draw_losses(metrics: Path, target: Path, bytes_per_token: float) -> None:
+    """Draw training and validation loss in nats a token, with bits a byte on the right, whole or not at all."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    trained = [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)]
+    validated = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+    if not trained:
+        return
+    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(*zip(*trained), color="#9ab8d6", linewidth=1, label="training, one step")
+    axes.plot(*zip(*_smoothed(trained)), color="#1f4e79", linewidth=1.6, label="training, smoothed")
+    if validated:
+        axes.plot(*zip(*validated), color="#c8552b", marker="o", markersize=4, label="validation")
+    settled = sorted(loss for _, loss in trained)
+    axes.set_ylim(0.9 * settled[0], 1.05 * max(settled[int(0.97 * (len(settled) - 1))], settled[0] * 1.2))
+    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    bits = 1 / math.log(2) / bytes_per_token
+    right = axes.secondary_yaxis("right", functions=(lambda nats: nats * bits, lambda value: value / bits))
+    right.set_ylabel("bits a byte")
+    part = target.with_suffix(".part.png")
+    figure.savefig(part)
+    part.replace(target)
+
+
+def _smoothed(points: list[tuple[int, float]], keep: float = 0.9) -> list[tuple[int, float]]:
+    """An exponential mean, corrected for its start."""
+    mean, weight, smooth = 0.0, 0.0, []
+    for step, loss in points:
+        if math.isfinite(loss):
+            mean, weight = keep * mean + (1 - keep) * loss, keep * weight + (1 - keep)
+            smooth.append((step, mean / weight))
+    return smooth

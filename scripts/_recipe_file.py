@@ -1,0 +1,80 @@
+"""Recipes as JSON: written into every run directory, read back to resume and to sample."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from eqformer import models, nn
+from recipes import Execution, Optimization, Recipe, Sinks, Text
+
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        *(Recipe, Text, Optimization, Execution, Sinks, nn.Precision),
+        *(family.numbers for family in models.FAMILIES.values()),
+        *(nn.LinearScaling, nn.DynamicScaling, nn.YarnScaling, nn.Llama3Scaling, nn.LongRopeScaling),
+    )
+}
+
+
+def to_json(value: Any) -> Any:
+    """A value of a recipe as JSON; a dataclass keeps its class's name as `kind`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"kind": type(value).__name__, **fields}
+    if isinstance(value, tuple):
+        return [to_json(part) for part in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def from_json(value: Any) -> Any:
+    """The value that `to_json` wrote; raises a `ValueError` for a kind or a field that this version does not know."""
+    if isinstance(value, list):
+        return tuple(from_json(part) for part in value)
+    if not isinstance(value, dict):
+        return value
+    fields = {name: from_json(part) for name, part in value.items() if name != "kind"}
+    kind = _KINDS.get(value.get("kind", ""))
+    if kind is None:
+        raise ValueError(f"recipe.json: kind {value.get('kind')!r} is unknown; it must be one of {sorted(_KINDS)}.")
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    if unknown := sorted(fields.keys() - known.keys()):
+        raise ValueError(f"recipe.json: {kind.__name__} has no fields {unknown}; it was written by another version.")
+    for name in fields:
+        if "Path" in str(known[name].type) and isinstance(fields[name], str):
+            fields[name] = Path(fields[name])
+    return kind(**fields)
+
+
+def read_recipe(path: Path) -> tuple[str, Recipe]:
+    """The name and the recipe in a `recipe.json`."""
+    try:
+        content = json.loads(path.read_text())
+        return content["name"], from_json(content["recipe"])
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: this is not a recipe that a run wrote ({type(error).__name__}: {error}).") from error
+
+
+def write_recipe(path: Path, name: str, recipe: Recipe) -> None:
+    """Write a `recipe.json`, whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"name": name, "recipe": to_json(recipe)}, indent=2) + "\n")
+    part.replace(path)
+
+
+def differences(old: Recipe, new: Recipe, changeable: frozenset[str]) -> list[str]:
+    """What differs between two recipes outside the changeable fields, as `field: old -> new`."""
+    return [
+        line
+        for field in dataclasses.fields(Recipe)
+        if field.name not in changeable
+        for line in _compare(field.name, to_json(getattr(old, field.name)), to_json(getattr(new, field.name)))
+    ]
+
+
+def _compare(name: str, old: Any, new: Any) -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict) and old.get("kind") == new.get("kind"):
+        return [line for part in old for line in _compare(f"{name}.{part}", old[part], new[part])]
+    return [] if old == new else [f"{name}: {old!r} -> {new!r}"]

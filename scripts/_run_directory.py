@@ -1,0 +1,77 @@
+"""One run's folder: what is in it, and that it belongs to one recipe and one process."""
+
+import fcntl
+import shutil
+from pathlib import Path
+from typing import IO
+
+from _recipe_file import differences, read_recipe, write_recipe
+from recipes import CHANGEABLE, Recipe
+
+
+class RunDirectory:
+    """The paths of a run. Nothing outside this folder is written."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.recipe = path / "recipe.json"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.loss = path / "loss.png"
+        self.samples = path / "samples.txt"
+        self.data = path / "data"
+        self._lock: IO[str] | None = None
+
+    def claim(self, name: str, recipe: Recipe) -> None:
+        """Make the folder this recipe's, or check that it is; raises a `ValueError` before anything is written.
+
+        Refused are a folder that another recipe wrote, one that holds something else, and one that a process uses.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"--run-dir {self.path}: this is a file; give a folder.")
+        if self.recipe.exists():
+            _check_same(self.path, self.recipe, name, recipe)
+        elif self.path.exists() and any(entry.name != ".lock" for entry in self.path.iterdir()):
+            raise ValueError(f"--run-dir {self.path}: this folder holds other things than a run; give a new or empty one.")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take()
+            write_recipe(self.recipe, name, recipe)
+        except OSError as error:
+            raise ValueError(
+                f"--run-dir {self.path}: the folder cannot be written ({error.strerror}; {_free(self.path)}); "
+                "free some space, or give another."
+            ) from error
+
+    def _take(self) -> None:
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--run-dir {self.path}: another process is running here; wait for it, or give another folder."
+            ) from None
+
+    def open(self) -> tuple[str, Recipe]:
+        """The recipe of a run that exists, for who only reads; raises a `ValueError` where there is none."""
+        if not self.recipe.exists():
+            near = sorted(str(path.parent) for path in self.path.parent.glob("*/recipe.json"))
+            hint = f"; runs beside it: {', '.join(near)}" if near else "; train one with scripts/pretrain.py"
+            raise ValueError(f"--run-dir {self.path}: there is no run (no recipe.json){hint}.")
+        return read_recipe(self.recipe)
+
+
+def _check_same(path: Path, file: Path, name: str, recipe: Recipe) -> None:
+    old_name, old = read_recipe(file)
+    changed = differences(old, recipe, CHANGEABLE)
+    if changed:
+        raise ValueError(
+            f"--run-dir {path}: it holds a run of recipe {old_name!r}, and this command's recipe {name!r} differs in\n  "
+            + "\n  ".join(changed)
+            + "\nGive the same values to continue that run, or another --run-dir to begin a new one."
+        )
+
+
+def _free(path: Path) -> str:
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    return f"{shutil.disk_usage(place).free:,} bytes are free there"

@@ -1,0 +1,118 @@
+"""From a recipe to its parts: tokenizer, text, model, optimizer."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Key
+
+from _run_directory import RunDirectory
+from _screen import Screen
+from eqformer import data, models, nn, training
+from recipes import Recipe
+
+
+CORES: dict[str, Callable[[], Callable[..., Any]]] = {
+    "default": nn.DotProductCore,
+    "reference": nn.ReferenceCore,
+    "blockwise": nn.BlockwiseCore,
+    "cudnn": lambda: nn.DotProductCore("cudnn"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """A run's random keys, each for one purpose."""
+
+    init: Key[Array, ""]
+    steps: Key[Array, ""]
+    samples: Key[Array, ""]
+
+
+def keys_of(recipe: Recipe) -> Keys:
+    """The keys that a recipe's seed gives."""
+    return Keys(*jax.random.split(jax.random.key(recipe.seed), 3))
+
+
+def check(recipe: Recipe) -> None:
+    """Raise a `ValueError` for what cannot work, before anything is written."""
+    counts = "steps seq batch accumulate log_every checkpoint_every keep validate_every validation_batches sample_every"
+    for name in counts.split():
+        if (value := getattr(recipe, name)) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: it counts, so give at least 1.")
+    if recipe.batch % recipe.accumulate:
+        raise ValueError(
+            f"--batch {recipe.batch} --accumulate {recipe.accumulate}: the rows of a step are computed in that many "
+            "equal pieces, so accumulate must divide batch."
+        )
+    shapes = eqx.filter_eval_shape(build_model, recipe)
+    if shapes.positions is not None and recipe.seq > (longest := shapes.positions.weight.shape[0]):
+        raise ValueError(
+            f"--seq {recipe.seq}: the model has {longest} learned positions; give --model.max-seq {recipe.seq} or a "
+            f"--seq of at most {longest}."
+        )
+    optimizer_of(recipe, shapes)
+
+
+def build_model(recipe: Recipe) -> nn.Transformer:
+    """The recipe's model with its first weights."""
+    execution = recipe.execution
+    model = models.build(
+        recipe.model,
+        core=CORES[execution.core](),
+        remat=execution.remat,
+        unroll=execution.unroll,
+        key=keys_of(recipe).init,
+    )
+    return recipe.precision.apply(model)
+
+
+def optimizer_of(recipe: Recipe, model: nn.Transformer) -> training.Optimizer:
+    """The recipe's optimizer with its schedule."""
+    chosen = recipe.optimizer
+    schedule = training.schedule(
+        chosen.schedule, peak=chosen.learning_rate, steps=recipe.steps, warmup=min(chosen.warmup, recipe.steps - 1)
+    )
+    return training.optimizer(chosen.name, model, schedule=schedule, weight_decay=chosen.weight_decay)
+
+
+def first_state(recipe: Recipe) -> training.TrainState:
+    """The state before the first step."""
+    model = build_model(recipe)
+    return training.init_state(model, optimizer_of(recipe, model))
+
+
+def tokenizer_of(recipe: Recipe) -> data.Tokenizer:
+    """The recipe's tokenizer."""
+    if recipe.text.tokenizer is None:
+        return data.ByteTokenizer()
+    return data.FileTokenizer(recipe.text.tokenizer, end_of_text=recipe.text.end_of_text)
+
+
+def source_of(recipe: Recipe) -> data.Source:
+    """The recipe's documents."""
+    if recipe.data is None:
+        return data.standard_library()
+    return data.files(recipe.data, field=recipe.text.field)
+
+
+def open_text(
+    recipe: Recipe, source: data.Source, directory: RunDirectory, screen: Screen
+) -> tuple[data.TokenStore, data.TokenStore]:
+    """The tokens for training and for validation, from the run's cache or made now."""
+    tokenizer, stores = tokenizer_of(recipe), []
+    for split in ("train", "validation"):
+        with screen.bytes(f"reading {source.name} ({split})") as progress:
+            store = data.open_store(
+                source, tokenizer, directory.data, split, validation=recipe.text.validation, progress=progress
+            )
+        data.check_vocab(store, recipe.model.vocab)
+        stores.append(store)
+    return stores[0], stores[1]
+
+
+def loader_of(recipe: Recipe, store: data.TokenStore) -> data.Loader:
+    """Batches of the recipe's shape."""
+    return data.Loader(store, seq=recipe.seq, batch=recipe.batch, seed=recipe.seed, packing=recipe.text.packing)

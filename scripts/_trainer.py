@@ -1,0 +1,274 @@
+"""The loop: batches in, steps, and what is written and shown on the way."""
+
+import dataclasses
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, ExitStack
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from _pictures import draw_losses
+from _recipe_file import to_json
+from _run_directory import RunDirectory
+from _screen import Screen
+from _setup import build_model, first_state, Keys, keys_of, loader_of, open_text, optimizer_of, source_of, tokenizer_of
+from eqformer import data, generation, planning, training
+from recipes import Recipe
+
+
+@dataclasses.dataclass
+class Clock:
+    """Seconds spent in steps alone, by starting and stopping a watch around everything else."""
+
+    spent: float = 0.0
+    since: float | None = None
+
+    def start(self) -> None:
+        """Go on counting."""
+        self.since = time.perf_counter()
+
+    def stop(self) -> float:
+        """Stop counting; what has been counted so far."""
+        if self.since is not None:
+            self.spent += time.perf_counter() - self.since
+            self.since = None
+        return self.spent
+
+
+class Trainer:
+    """One run of a recipe in a directory, from its latest checkpoint to its last step."""
+
+    def __init__(self, name: str, recipe: Recipe, directory: RunDirectory, screen: Screen):
+        self.recipe, self.directory, self.screen = recipe, directory, screen
+        self.name = name
+        source = source_of(recipe)
+        directory.claim(name, recipe)
+        text, validation_text = open_text(recipe, source, directory, screen)
+        self.text = text
+        self.loader, self.validation = loader_of(recipe, text), loader_of(recipe, validation_text)
+        self.tokenizer: data.Tokenizer = tokenizer_of(recipe)
+        self.keys: Keys = keys_of(recipe)
+        self.clock, self.stopping = Clock(), False
+        shapes = eqx.filter_eval_shape(build_model, recipe)
+        self.optimizer = optimizer_of(recipe, shapes)
+        self.flops_per_token = planning.flops_per_token(shapes, recipe.seq)
+        self.parameters = planning.parameter_count(shapes)
+        self.evaluate = eqx.filter_jit(training.evaluation_sums)
+        self.last: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """Train to the last step, or until a signal asks to stop."""
+        recipe, screen = self.recipe, self.screen
+        checkpointer = training.Checkpointer(self.directory.checkpoints, keep=recipe.keep)
+        with checkpointer, _signals(self._stop):
+            state, start = self._state(checkpointer)
+            screen.note(self._opening(start))
+            if start >= recipe.steps:
+                self._close(state, start, checkpointer)
+                return
+            self.peak = planning.matmul_peak(recipe.precision.compute)
+            with (
+                data.prefetch(self.loader, start, recipe.steps, transform=_to_device) as batches,
+                self._sinks(start) as write,
+                screen.steps(recipe.steps, start) as show,
+            ):
+                done, state = self._loop(state, start, batches, write, show, checkpointer)
+            self._close(state, done, checkpointer)
+
+    def _state(self, checkpointer: training.Checkpointer) -> tuple[training.TrainState, int]:
+        """The state to go on from: the latest checkpoint's or the first."""
+        if checkpointer.latest_step is None:
+            return eqx.filter_jit(first_state)(self.recipe), 0
+        state, metadata = checkpointer.restore(eqx.filter_eval_shape(first_state, self.recipe))
+        if (text := metadata["data"]["text"]) != self.text.path.name:
+            raise ValueError(
+                f"--run-dir {self.directory.path}: its checkpoint was trained on {text}, but the text is now "
+                f"{self.text.path.name}; restore the files as they were, or begin a new run."
+            )
+        return state, int(metadata["step"])
+
+    def _loop(
+        self,
+        state: training.TrainState,
+        start: int,
+        batches: Iterator,
+        write: Callable[[dict], None],
+        show: Callable[[int, str], None],
+        checkpointer: training.Checkpointer,
+    ) -> tuple[int, training.TrainState]:
+        recipe = self.recipe
+        step = training.make_step(
+            lambda model, batch, key: training.next_token_loss(model, batch, key, z_loss=recipe.optimizer.z_loss),
+            self.optimizer,
+            accumulate=recipe.accumulate,
+            clip=recipe.optimizer.clip,
+        )
+        before, figures, done, since = None, "", start, start
+        for done in range(start + 1, recipe.steps + 1):
+            batch = next(batches)
+            self.clock.start()
+            state, metrics = step(state, batch, self.keys.steps)
+            if before is not None:
+                training.check_finite(before)  # one step behind, so that the device is never waited for
+            before = metrics
+            if done == start + 1:  # compiling is not training
+                jax.block_until_ready(metrics)
+                self.clock, since = Clock(), start + 1
+            if done % recipe.log_every == 0 or done == recipe.steps:
+                row = {name: _number(value) for name, value in metrics.items()}
+                seconds = max(self.clock.stop(), 1e-9)
+                rate = self._rate(done - since, seconds)
+                write({"step": done} | row | rate)
+                self.last.update(row | rate)
+                figures = f"loss {row['loss']:.3f}  {_figures(rate)}"
+                self.clock, since = Clock(), done
+            self.clock.stop()
+            show(done, figures)
+            stopping = self.stopping
+            if done % recipe.validate_every == 0 or done == recipe.steps:
+                write({"step": done} | self._validate(state.model))
+                draw_losses(self.directory.metrics, self.directory.loss, self.text.bytes_per_token)
+            if done % recipe.checkpoint_every == 0 or done == recipe.steps or stopping:
+                training.check_finite(before)
+                self._save(checkpointer, state, done)
+            if done % recipe.sample_every == 0 or done == recipe.steps:
+                self._sample(state.model, done)
+            if stopping:
+                break
+        return done, state
+
+    @contextmanager
+    def _sinks(self, start: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+        """One function that writes a row to every sink; rows of steps that will be run again are dropped."""
+        path, chosen = self.directory.path, self.recipe.sinks
+        with ExitStack() as stack:
+            sinks: list[training.Sink] = [training.JsonLines(self.directory.metrics, from_step=start + 1)]
+            if chosen.tensorboard:
+                sinks.append(training.TensorBoard(path / "tensorboard"))
+            if chosen.wandb is not None:
+                recipe = to_json(self.recipe)
+                sinks.append(training.WeightsAndBiases(chosen.wandb, folder=path, name=path.name, recipe=recipe))
+            for sink in sinks:
+                stack.callback(sink.close)
+            yield lambda row: _write_all(sinks, row)
+
+    def _rate(self, steps: int, seconds: float) -> dict[str, float]:
+        tokens = max(steps, 1) * self.recipe.batch * self.recipe.seq
+        return training.throughput(tokens, seconds, flops_per_token=self.flops_per_token, peak_flops=self.peak)
+
+    def _validate(self, model: Any) -> dict[str, float]:
+        totals = {"nats": 0.0, "correct": 0.0, "count": 0.0}
+        for batch in self.validation.epoch(self.recipe.validation_batches):
+            sums = self.evaluate(model, batch)
+            totals = {name: total + float(sums[name]) for name, total in totals.items()}
+        loss = totals["nats"] / totals["count"]
+        row = {
+            "validation_loss": loss,
+            "validation_bits_per_byte": training.bits_per_byte(loss, self.validation.store.bytes_per_token),
+            "validation_accuracy": totals["correct"] / totals["count"],
+        }
+        self.last.update(row)
+        return row
+
+    def _save(self, checkpointer: training.Checkpointer, state: training.TrainState, step: int) -> None:
+        place = {"text": self.text.path.name, "example": step * self.recipe.batch}
+        recipe = {"name": self.name, "recipe": to_json(self.recipe)}
+        metadata = training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps)
+        checkpointer.save(state, step, metadata)
+
+    def _sample(self, model: Any, step: int) -> None:
+        prompt = self.tokenizer.encode(self.recipe.prompt).tolist() or [self.tokenizer.end_of_text]
+        written = generation.generate(
+            model,
+            [prompt],
+            max_new_tokens=160,
+            transforms=generation.sampling(temperature=0.8),
+            end_of_text=self.tokenizer.end_of_text,
+            key=jax.random.fold_in(self.keys.samples, step),
+        )
+        text = self.tokenizer.decode(np.asarray(prompt + written.new_ids()[0]))
+        with self.directory.samples.open("a") as file:
+            file.write(f"--- step {step}\n{text}\n\n")
+        self.screen.note(f"--- after {step} steps it writes\n{text}\n---")
+
+    def _opening(self, start: int) -> str:
+        kind = type(self.recipe.model).__name__
+        where = f"goes on at step {start}" if start else "starts"
+        return (
+            f"{self.name}: a {kind} of {self.parameters:,} parameters {where} in {self.directory.path}; "
+            f"{len(self.text.tokens):,} training tokens, {len(self.validation.store.tokens):,} for validation"
+        )
+
+    def _close(self, state: training.TrainState, done: int, checkpointer: training.Checkpointer) -> None:
+        """Wait for the checkpoint, and say in five lines what there is."""
+        checkpointer.wait()
+        path, note = self.directory.path, self.screen.note
+        if done < self.recipe.steps:
+            note(f"stopped at step {done} of {self.recipe.steps}; the checkpoint is saved, the same command goes on.")
+            return
+        if not self.last:
+            note(f"the run in {path} has its {done} steps already; a larger --steps goes on from there.")
+        tokens = done * self.recipe.batch * self.recipe.seq
+        note(f"trained    {done} steps, {tokens:,} tokens, {int(state.skipped)} steps skipped; {_figures(self.last)}")
+        if self.last:
+            last = self.last
+            note(
+                f"loss       {last['loss']:.3f} nats a token in training; validation {last['validation_loss']:.3f} nats, "
+                f"{last['validation_bits_per_byte']:.3f} bits a byte, {100 * last['validation_accuracy']:.0f} % of next "
+                "tokens right"
+            )
+        note(f"checkpoint {self.directory.checkpoints / str(done)}")
+        note(f"look at    {self.directory.loss}, {self.directory.samples}, {self.directory.metrics}")
+        prompt = json.dumps(self.recipe.prompt)
+        note(
+            f"sample     python scripts/sample.py --run-dir {path} --prompt {prompt} --tokens 300 --temperature 0.8 --seed 0"
+        )
+
+    def _stop(self) -> None:
+        self.stopping = True
+        self.screen.note("stopping after this step; once more to stop at once")
+
+
+def _figures(rate: dict[str, float]) -> str:
+    parts = []
+    if "tokens_per_second" in rate:
+        parts.append(f"{rate['tokens_per_second']:,.0f} tokens/s")
+    if "mfu" in rate:
+        parts.append(f"MFU {100 * rate['mfu']:.0f} %")
+    return "  ".join(parts)
+
+
+def _number(value: Any) -> float | int:
+    number = np.asarray(value).item()
+    return number if isinstance(number, int) else float(number)
+
+
+def _write_all(sinks: list[training.Sink], row: dict[str, Any]) -> None:
+    for sink in sinks:
+        sink.write(row)
+
+
+def _to_device(batch: Any) -> Any:
+    return jax.tree.map(jnp.asarray, batch)
+
+
+@contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and Ctrl-C ask to stop after the step; a second one ends the program as usual."""
+
+    def ask(number: int, frame: Any) -> None:
+        signal.signal(number, old[number])
+        stop()
+
+    old = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -1,0 +1,64 @@
+"""Train a language model: `python scripts/pretrain.py`. Every field of the recipe is a flag; `--help` lists them."""
+
+import sys
+
+import _environment
+
+
+_environment.prepare()
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from _run_directory import RunDirectory
+from _screen import fail, Screen
+from _setup import check
+from _trainer import Trainer
+from eqformer.training import CheckpointError, DivergedError
+from recipes import Recipe, RECIPES
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Train a transformer on text; run the same command again to continue a run that was stopped."""
+
+    recipe: str
+    """The recipe to start from; see scripts/recipes. Flags below change its fields."""
+    run: Annotated[Recipe, tyro.conf.arg(name="")]
+    run_dir: Path | None = None
+    """The folder of the run: everything is written there (default: runs/<recipe>)."""
+
+
+def parse(arguments: list[str]) -> Command:
+    """The command that the flags make of the recipe they name."""
+    name = "default"
+    for flag, value in zip([*arguments, ""], [*arguments[1:], "", ""]):
+        name = value if flag == "--recipe" else flag.removeprefix("--recipe=") if "--recipe=" in flag else name
+    if name not in RECIPES:
+        raise ValueError(f"--recipe {name}: there is no such recipe; the recipes are {', '.join(RECIPES)}.")
+    description = "\n".join(f"  {known}: {make.__doc__}" for known, make in RECIPES.items())
+    return tyro.cli(
+        Command,
+        default=Command(name, RECIPES[name]()),
+        args=arguments,
+        config=(tyro.conf.AvoidSubcommands,),
+        description=f"{Command.__doc__}\n\nRecipes:\n{description}",
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command; bad input ends it with one message and exit code 2, before anything is overwritten."""
+    try:
+        command = parse(arguments)
+        check(command.run)
+        directory = RunDirectory(command.run_dir or Path("runs") / command.recipe)
+        Trainer(command.recipe, command.run, directory, Screen()).run()
+    except (ValueError, OSError, ImportError, CheckpointError, DivergedError) as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,16 @@
+"""Recipes: functions that return everything that decides a run. Add yours here."""
+
+from collections.abc import Callable
+
+from ._default import default as default, gpt2 as gpt2, jaxformer as jaxformer, muon as muon
+from ._recipe import (
+    CHANGEABLE as CHANGEABLE,
+    Execution as Execution,
+    Optimization as Optimization,
+    Recipe as Recipe,
+    Sinks as Sinks,
+    Text as Text,
+)
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {"default": default, "gpt2": gpt2, "jaxformer": jaxformer, "muon": muon}

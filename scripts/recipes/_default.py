@@ -1,0 +1,27 @@
+"""Small models of bytes that a laptop trains in minutes."""
+
+import dataclasses
+
+from eqformer.models import preset
+
+from ._recipe import Optimization, Recipe
+
+
+def default() -> Recipe:
+    """A byte-level Llama of 0.8 million parameters, on the sources of Python's standard library."""
+    return Recipe(model=preset("llama-byte-1m"))
+
+
+def gpt2() -> Recipe:
+    """The same with GPT-2's architecture: learned positions, LayerNorm, biases."""
+    return Recipe(model=preset("gpt2-byte-1m"))
+
+
+def jaxformer() -> Recipe:
+    """The same with JAXformer's: latent attention, blocks of two layers, the second without rotary positions."""
+    return Recipe(model=preset("jaxformer-byte-1m"))
+
+
+def muon() -> Recipe:
+    """The default recipe with Muon for the hidden matrices."""
+    return dataclasses.replace(default(), optimizer=Optimization(name="muon"))

@@ -1,0 +1,111 @@
+"""What a run is: everything that decides its numbers, and how often it reports."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from eqformer.models import GPT2, JAXformer, Llama
+from eqformer.nn import Precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """How documents become tokens, and tokens rows."""
+
+    tokenizer: Path | None = None
+    """A tokenizer.json file; bytes (256 ids, 0 ends a text) by default."""
+    end_of_text: str | None = None
+    """The tokenizer's token that ends a document, where it cannot be told from the file."""
+    field: str = "text"
+    """The field of .jsonl and .parquet rows that holds the text."""
+    packing: Literal["windows", "documents"] = "windows"
+    """Rows as contiguous windows, or as packed documents that do not see each other."""
+    validation: float = 0.05
+    """The share of documents, chosen by a hash of their names, that is kept for validation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimization:
+    """The optimizer and its schedule."""
+
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """AdamW, Muon (hidden matrices; AdamW for the rest), or gradient descent."""
+    learning_rate: float = 3e-3
+    """The peak learning rate."""
+    schedule: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"
+    """How the learning rate goes on from the warmup."""
+    warmup: int = 50
+    """Steps of linear warmup."""
+    weight_decay: float = 0.1
+    """Decay of matrices, times the learning rate; biases and norms never decay."""
+    clip: float = 1.0
+    """The largest global gradient norm; longer gradients are scaled down to it."""
+    z_loss: float = 0.0
+    """Weight of the squared log-normaliser in the loss."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How the model runs; none of it changes what is computed."""
+
+    core: Literal["default", "reference", "blockwise", "cudnn"] = "blockwise"
+    """The attention core."""
+    remat: Literal["none", "full", "dots", "dots_no_batch"] = "none"
+    """What the backward pass recomputes instead of keeping it."""
+    unroll: int = 1
+    """Layers a turn of the scan over layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sinks:
+    """Where metrics go beside metrics.jsonl."""
+
+    tensorboard: bool = False
+    """Write TensorBoard events into the run directory (extra `sinks`)."""
+    wandb: str | None = None
+    """The Weights & Biases project to log to (extra `sinks`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A model, its text, and how it learns."""
+
+    model: Llama | GPT2 | JAXformer
+    """The family and its numbers."""
+    steps: int = 1000
+    """How many optimizer steps the run takes."""
+    seed: int = 0
+    """Decides initial weights, the order of the data, dropout and samples."""
+    data: Path | None = None
+    """A file or folder of .txt, .md, .py, .jsonl or .parquet; Python's own standard library by default."""
+    seq: int = 256
+    """Tokens a row."""
+    batch: int = 16
+    """Rows a step."""
+    accumulate: int = 1
+    """Pieces that a step's rows are computed in, one after another."""
+    text: Text = Text()
+    optimizer: Optimization = Optimization()
+    precision: Precision = Precision()
+    execution: Execution = Execution()
+    sinks: Sinks = Sinks()
+    log_every: int = 10
+    """Steps between rows of metrics.jsonl."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints."""
+    keep: int = 2
+    """How many checkpoints are kept."""
+    validate_every: int = 100
+    """Steps between validations."""
+    validation_batches: int = 16
+    """Batches a validation reads, spread evenly over the validation text."""
+    sample_every: int = 200
+    """Steps between samples of the model's writing."""
+    prompt: str = "def "
+    """What those samples begin with."""
+
+
+# Fields that may change between a run and its continuation, since they leave its past as it was.
+CHANGEABLE = frozenset(
+    "steps log_every checkpoint_every keep validate_every validation_batches sample_every prompt sinks execution".split()
+)
