@@ -1,5 +1,6 @@
 """Preallocated memories of past tokens: keys and values, or latents; whole or a rolling window."""
 
+import math
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -62,6 +63,11 @@ def empty_slots(batch: Sequence[int], capacity: int) -> Int[Array, "*batch kv_se
 
 def _store(old: tuple, old_positions: Array, new: tuple, tokens: Tokens, rolling: bool) -> tuple[tuple, tuple]:
     """The memories with the new tokens in their slots, and the memories that those tokens may see."""
+    if tokens.segments is not None:
+        raise ValueError(
+            "cache.update(tokens): a cache keeps one document a row, but the tokens have segments; pass "
+            "Tokens(positions) without them, and a row of its own for each document."
+        )
     capacity, seq = old_positions.shape[-1], tokens.positions.shape[-1]
     positions = tokens.positions.astype(jnp.int32)
     if rolling:
@@ -89,9 +95,10 @@ def _store(old: tuple, old_positions: Array, new: tuple, tokens: Tokens, rolling
 def _write(memory: Array, slots: Int[Array, "*batch seq"], new: Array) -> Array:
     """`memory[row, slot] = new` for each row; slots at the capacity are dropped."""
     batch = slots.shape[:-1]
-    flat = memory.reshape((-1, *memory.shape[len(batch) :])), slots.reshape(-1, slots.shape[-1])
-    rows = jnp.arange(flat[1].shape[0])[:, None]
-    written = flat[0].at[rows, flat[1]].set(new.reshape((-1, *new.shape[len(batch) :])), mode="drop")
+    rows = math.prod(batch)  # spelled out, since -1 cannot be told where a dim is 0: latents without rotary keys
+    flat, new = (x.reshape((rows, *x.shape[len(batch) :])) for x in (memory, new))
+    row, slot = jnp.arange(rows)[:, None], slots.reshape(rows, slots.shape[-1])
+    written = flat.at[row, slot].set(new, mode="drop")
     return written.reshape(memory.shape)
 
 

@@ -6,7 +6,7 @@ import einops
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from ._cache import empty_slots, LatentCache
 from ._core import DotProductCore
@@ -99,14 +99,21 @@ class LatentAttention(eqx.Module):
     ) -> tuple[Float[Array, "*batch seq embed"], LatentCache | None]:
         """Attend among the tokens of `x` and, with a cache, to those stored in it; the new ones are stored too."""
         tokens = positions_like(x.shape[:-1]) if tokens is None else tokens
-        query, rotated_query = self._queries(x, tokens)
+        query, query_rope = self._queries(x)
         latents = self.latent_down(x)
         latents = latents if self.latent_norm is None else self.latent_norm(latents)
-        rotated_key = self._rotated_key(x, tokens)
-        kv_tokens = None
+        key_rope = jnp.zeros((*x.shape[:-1], 0), x.dtype) if self.key_rope is None else self.key_rope(x)
+        # Where frequencies depend on the length, keys are stored as they are and rotated when read.
+        late = self.rotary is not None and self.rotary.depends_on_length
+        key_rope = key_rope if late else self._rotate_key(key_rope, tokens, None)
+        kv_tokens = length = None
         if cache is not None:
-            cache, latents, rotated_key, kv_tokens = cache.update(latents, rotated_key, tokens)
-            latents, rotated_key = latents.astype(x.dtype), rotated_key.astype(x.dtype)
+            cache, latents, key_rope, kv_tokens = cache.update(latents, key_rope, tokens)
+            latents, key_rope = latents.astype(x.dtype), key_rope.astype(x.dtype)
+        if late:
+            stored = tokens if kv_tokens is None else kv_tokens
+            length = jnp.max(stored.positions, axis=-1) + 1
+            key_rope = self._rotate_key(key_rope, stored, length)
         absorbed = cache is not None and x.shape[-2] == 1
         if absorbed:
             # The bias of key_up adds the same to a query's every score, which the softmax does not see.
@@ -114,9 +121,10 @@ class LatentAttention(eqx.Module):
             key = value = latents[..., None, :]
         else:
             key, value = self.key_up(latents), self.value_up(latents)
-        if rotated_query is not None:
-            shared = jnp.broadcast_to(rotated_key[..., None, :], (*key.shape[:-1], rotated_key.shape[-1]))
-            query, key = jnp.concatenate([query, rotated_query], -1), jnp.concatenate([key, shared], -1)
+        if self.rotary is not None and query_rope is not None:
+            query_rope = self.rotary(query_rope, tokens.positions, length)
+            shared = jnp.broadcast_to(key_rope[..., None, :], (*key.shape[:-1], key_rope.shape[-1]))
+            query, key = jnp.concatenate([query, query_rope], -1), jnp.concatenate([key, shared], -1)
         attended = self.core(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens, scale=self.scale)
         if absorbed:
             up = self.value_up
@@ -125,18 +133,17 @@ class LatentAttention(eqx.Module):
         return self.output(attended), cache
 
     def _queries(
-        self, x: Float[Array, "*batch seq embed"], tokens: Tokens
+        self, x: Float[Array, "*batch seq embed"]
     ) -> tuple[Float[Array, "*batch seq heads head_dim"], Float[Array, "*batch seq heads rope_dim"] | None]:
+        """Each head's query, and the part of it that is still to be rotated."""
         source = x if self.query_down is None else self.query_down(x)
         source = source if self.query_latent_norm is None else self.query_latent_norm(source)
-        if self.rotary is None or self.query_rope is None:
-            return self.query(source), None
-        return self.query(source), self.rotary(self.query_rope(source), tokens.positions)
+        return self.query(source), None if self.query_rope is None else self.query_rope(source)
 
-    def _rotated_key(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Float[Array, "*batch seq rope_dim"]:
-        if self.rotary is None or self.key_rope is None:
-            return jnp.zeros((*x.shape[:-1], 0), x.dtype)
-        return self.rotary(self.key_rope(x)[..., None, :], tokens.positions)[..., 0, :]
+    def _rotate_key(
+        self, key: Float[Array, "*batch seq rope_dim"], tokens: Tokens, length: Int[Array, "*batch"] | None
+    ) -> Float[Array, "*batch seq rope_dim"]:
+        return key if self.rotary is None else self.rotary(key[..., None, :], tokens.positions, length)[..., 0, :]
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> LatentCache:
         """An empty cache for rows of up to `capacity` tokens, shorter and rolling where the mask forgets sooner."""

@@ -20,15 +20,24 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def randomised(module: Any, seed: int = 0, deviation: float = 0.5) -> Any:
-    """The module with every floating-point leaf drawn anew, so that no bias is 0 and no scale 1."""
+    """The module with every floating-point leaf drawn anew, so that no bias is 0 and no scale 1.
+
+    Shapes alone will do (`equinox.filter_eval_shape`), which spares the compilation of random numbers made in jax.
+    """
     draw = np.random.default_rng(seed)
 
     def fresh(leaf: Any) -> Any:
-        if not eqx.is_inexact_array(leaf):
-            return leaf
-        return jnp.asarray(draw.normal(size=leaf.shape) * deviation, leaf.dtype)
+        if isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_inexact_array(leaf):
+            assert jnp.issubdtype(leaf.dtype, jnp.floating), leaf
+            return jnp.asarray(draw.normal(size=leaf.shape) * deviation, leaf.dtype)
+        return leaf
 
     return jax.tree.map(fresh, module)
+
+
+def drawn(make: Any, *args: Any, **options: Any) -> Any:
+    """`randomised(make(*args, **options))` without drawing twice."""
+    return randomised(eqx.filter_eval_shape(lambda: make(*args, **options)))
 
 
 def replaced(module: Any, **changes: Any) -> Any:

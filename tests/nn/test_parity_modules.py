@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, golden_case, replaced
+from nn_reference import close, drawn, golden_case, replaced
 
 from eqformer import nn
 
@@ -49,7 +49,7 @@ SINKS = {"sinks": lambda m: m.sinks}
 def attention(kv_heads=2, head_dim=HEAD_DIM, **options):
     rotary = nn.Rotary(head_dim, 10000.0)
     sizes = dict(embed=EMBED, heads=HEADS, kv_heads=kv_heads, head_dim=head_dim)
-    return nn.Attention(**sizes, rotary=rotary, key=KEY, **options)
+    return drawn(nn.Attention, **sizes, rotary=rotary, key=KEY, **options)
 
 
 def per_head():
@@ -129,7 +129,8 @@ def test_latent_attention_is_deepseeks(name):
         quotient = nn.yarn_magnitude(4.0, 1.0) / nn.yarn_magnitude(4.0, 0.8)
         scaling = nn.YarnScaling(4.0, 16, magnitude=quotient)
         scale *= nn.yarn_magnitude(4.0, 0.8) ** 2
-    module = nn.LatentAttention(
+    module = drawn(
+        nn.LatentAttention,
         embed=EMBED,
         heads=HEADS,
         head_dim=6,

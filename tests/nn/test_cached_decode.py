@@ -1,0 +1,88 @@
+"""Cached calls against the uncached pass, row by row and position by position, for every kind of attention."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nn_reference import close, drawn, normal, replaced
+
+from eqformer import nn
+
+
+KEY = jax.random.key(0)
+EMBED, TOTAL = 6, 9
+# Width of each call, and how many tokens each of the two rows takes in it: the rest of the width is padding.
+CALLS = [(4, (4, 2)), (1, (1, 1)), (4, (3, 0)), (1, (0, 1)), (1, (1, 1))]
+DYNAMIC = nn.DynamicScaling(4.0, 3)
+LONG = nn.LongRopeScaling((1.0, 1.2), (2.0, 5.0), 5, 4.0)
+
+
+def attention(**options):
+    sizes = dict(embed=EMBED, heads=4, kv_heads=2, head_dim=4)
+    return drawn(nn.Attention, **sizes, **{"rotary": nn.Rotary(4, 100.0), **options}, key=KEY)
+
+
+def latent(**options):
+    options = {"rotary": nn.Rotary(4, 100.0), "latent_norm": nn.RMSNorm("latent", latent=3), **options}
+    return drawn(nn.LatentAttention, embed=EMBED, heads=2, head_dim=4, latent=3, v_dim=5, **options, key=KEY)
+
+
+KINDS = {
+    "grouped": lambda: attention(query_norm=nn.RMSNorm("head_dim", head_dim=4), bias=True, gate=True),
+    "sinks": lambda: attention(sinks=True, core=nn.ReferenceCore(softcap=3.0), mask=nn.sliding_window(4)),
+    "window": lambda: attention(mask=nn.sliding_window(3)),
+    "window of one": lambda: attention(mask=nn.sliding_window(1)),
+    "window beyond capacity": lambda: attention(mask=nn.sliding_window(100)),
+    "chunks": lambda: attention(mask=nn.chunked(4)),
+    "dynamic rotary": lambda: attention(rotary=nn.Rotary(4, 100.0, scaling=DYNAMIC)),
+    "longrope in a window": lambda: attention(rotary=nn.Rotary(4, 100.0, scaling=LONG), mask=nn.sliding_window(3)),
+    "latent": lambda: latent(q_latent=5, query_latent_norm=nn.RMSNorm("q_latent", q_latent=5)),
+    "latent with biases": lambda: latent(bias=True),
+    "latent in a window": lambda: latent(mask=nn.sliding_window(3)),
+    "latent without rotary": lambda: latent(rotary=None),
+    "latent with dynamic rotary": lambda: latent(rotary=nn.Rotary(4, 100.0, scaling=DYNAMIC)),
+}
+
+
+def agree(module, spoil=lambda cache: cache, capacity=10):
+    """Whether every token of every call equals the uncached pass over its row, padded after the call's last token."""
+    x = normal(1, 2, TOTAL, EMBED)
+    step = eqx.filter_jit(lambda x, places, cache: module(x, nn.Tokens(places), cache))
+    whole = eqx.filter_jit(lambda places: module(x, nn.Tokens(places))[0])
+    cache, done, equal = module.init_cache((2,), capacity), np.zeros(2, int), True
+    for width, counts in CALLS:
+        given, places = np.zeros((2, width, EMBED), np.float32), np.full((2, width), -1)
+        for row, count in enumerate(counts):
+            places[row, :count] = done[row] + np.arange(count)
+            given[row, :count] = x[row, done[row] : done[row] + count]
+        y, cache = step(jnp.asarray(given), jnp.asarray(places), spoil(cache))
+        done = done + np.array(counts)
+        expected = whole(jnp.asarray(np.where(np.arange(TOTAL) < done[:, None], np.arange(TOTAL), -1)))
+        for row, count in enumerate(counts):
+            if count:
+                equal = equal and close(y[row, :count], expected[row, done[row] - count : done[row]])
+    assert done.tolist() == [9, 5]
+    return equal
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cached_calls_equal_the_uncached_pass(kind):
+    assert agree(KINDS[kind]())
+
+
+def test_a_cache_that_forgets_or_rolls_too_soon_is_noticed():
+    module = KINDS["window"]()
+    assert not agree(module, spoil=lambda cache: replaced(cache, positions=jnp.full_like(cache.positions, -1)))
+    assert not agree(replaced(module, mask=nn.sliding_window(3)), spoil=lambda c: replaced(c, keys=c.keys * 0.9))
+
+    class Short(eqx.Module):
+        inner: nn.Attention
+
+        def __call__(self, x, tokens, cache=None):
+            return self.inner(x, tokens, cache)
+
+        def init_cache(self, batch, capacity):
+            return replaced(self.inner, mask=nn.sliding_window(2)).init_cache(batch, capacity)
+
+    assert not agree(Short(module))

@@ -1,0 +1,125 @@
+"""Latent attention against the paper's equations in float64."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nn_reference import attend, close, drawn, linear, normal, replaced, rms, rotate, wide
+
+from eqformer import nn
+
+
+KEY = jax.random.key(0)
+PLACES = np.array([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]])
+
+
+def make(q_latent=None, **options):
+    options = {
+        "rotary": nn.Rotary(2, 100.0, interleaved=True),
+        "latent_norm": nn.RMSNorm("latent", latent=3),
+        **options,
+    }
+    if q_latent is not None:
+        options["query_latent_norm"] = nn.RMSNorm("q_latent", q_latent=q_latent)
+    sizes = dict(embed=6, heads=2, head_dim=4, latent=3, q_latent=q_latent, v_dim=5)
+    return drawn(nn.LatentAttention, **{**sizes, **options}, key=KEY)
+
+
+KINDS = {
+    "plain queries": make,
+    "latent queries": lambda: make(q_latent=5),
+    "biases": lambda: make(q_latent=5, bias=True),
+    "no rotary": lambda: make(rotary=None),
+    "no norm": lambda: make(latent_norm=None),
+    "v_dim as head_dim": lambda: make(v_dim=None),
+    "window": lambda: make(mask=nn.sliding_window(2)),
+    "scale": lambda: make(scale=1.1),
+}
+
+
+def literal(module, x, places):
+    """Equations 9 to 19 and 37 to 47 of DeepSeek-V2 (2024)."""
+    c_q = x if module.query_down is None else linear(x, module.query_down)
+    c_q = c_q if module.query_latent_norm is None else rms(c_q, module.query_latent_norm)
+    c_kv = linear(x, module.latent_down)
+    c_kv = c_kv if module.latent_norm is None else rms(c_kv, module.latent_norm)
+    query, key, value = linear(c_q, module.query), linear(c_kv, module.key_up), linear(c_kv, module.value_up)
+    if module.rotary is not None:
+        turns = np.array([module.rotary.theta**0.0])
+        q_r = rotate(linear(c_q, module.query_rope), places, turns, module.rotary.interleaved)
+        k_r = rotate(linear(x, module.key_rope)[:, :, None], places, turns, module.rotary.interleaved)
+        query = np.concatenate([query, q_r], axis=-1)
+        key = np.concatenate([key, np.repeat(k_r, key.shape[2], axis=2)], axis=-1)
+    tokens = nn.Tokens(jnp.asarray(places))
+    visible = np.asarray(module.mask(tokens, tokens))
+    return linear(attend(query, key, value, visible, module.scale), module.output)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_the_papers(kind):
+    module, x = KINDS[kind](), normal(1, 2, 5, 6)
+    y, cache = eqx.filter_jit(module)(x, nn.Tokens(jnp.asarray(PLACES)))
+    assert cache is None and close(y, literal(module, wide(x), PLACES))
+    changed = replaced(module, scale=module.scale * 1.5)
+    assert not close(y, literal(changed, wide(x), PLACES), 1e-3)
+
+
+def test_default_scale_counts_the_rotated_channels():
+    assert make().scale == pytest.approx((4 + 2) ** -0.5)
+    assert make(rotary=None).scale == pytest.approx(4**-0.5)
+
+
+@pytest.mark.parametrize("kind", ["latent queries", "biases", "no rotary"])
+def test_absorbed_decoding_equals_the_expanded_form(kind):
+    """The same last token: decoded from the cache, and as one of two, which does not absorb."""
+    module, x = KINDS[kind](), normal(1, 2, 5, 6)
+    places = jnp.asarray(np.tile(np.arange(5), (2, 1)))
+    step = eqx.filter_jit(lambda x, at, cache: module(x, nn.Tokens(at), cache))
+    _, cache = step(x[:, :3], places[:, :3], module.init_cache((2,), 8))
+    expanded, _ = step(x[:, 3:], places[:, 3:], cache)
+    _, cache = step(x[:, 3:4], places[:, 3:4], cache)
+    absorbed, _ = step(x[:, 4:], places[:, 4:], cache)
+    assert close(absorbed, expanded[:, 1:])
+    _, empty = step(x[:, 3:4], places[:, 3:4], module.init_cache((2,), 8))
+    assert not close(step(x[:, 4:], places[:, 4:], empty)[0], expanded[:, 1:], 1e-3)
+
+
+def test_absorbed_decoding_never_rebuilds_keys_or_values():
+    module = make(q_latent=5)
+
+    def shapes(seq):
+        cache = module.init_cache((3,), 11)
+        jaxpr = jax.make_jaxpr(lambda x: module(x, nn.Tokens(jnp.zeros((3, seq), jnp.int32)), cache)[0])(
+            jnp.zeros((3, seq, 6))
+        )
+        return str(jaxpr)
+
+    for channels in (4, 5):  # of a rebuilt key, of a rebuilt value: batch, slots, heads, channels
+        assert f"f32[3,11,2,{channels}]" in shapes(2)
+        assert f"f32[3,11,2,{channels}]" not in shapes(1)
+
+
+def test_a_token_is_remembered_as_its_latent_and_one_rotated_key():
+    cache = make().init_cache((2,), 7, "bfloat16")
+    shapes = {field: getattr(cache, field).shape for field in ("latents", "rotary_keys", "positions")}
+    assert shapes == {"latents": (2, 7, 3), "rotary_keys": (2, 7, 2), "positions": (2, 7)}
+    assert cache.latents.dtype == jnp.bfloat16
+    assert make(rotary=None).init_cache((2,), 7).rotary_keys.shape == (2, 7, 0)
+
+
+def test_heads_can_be_sliced():
+    module, x = make(q_latent=5), normal(1, 2, 5, 6)
+    parts = []
+    for head in range(2):
+        cut = lambda m, head=head: (
+            m.query.weight[head : head + 1],
+            m.query_rope.weight[head : head + 1],
+            m.key_up.weight[head : head + 1],
+            m.value_up.weight[head : head + 1],
+            m.output.weight[:, head : head + 1],
+        )
+        where = lambda m: (m.query.weight, m.query_rope.weight, m.key_up.weight, m.value_up.weight, m.output.weight)
+        parts.append(eqx.filter_jit(eqx.tree_at(where, module, cut(module)))(x)[0])
+    assert close(parts[0] + parts[1], module(x)[0], 1e-6)
+    assert not close(parts[0], module(x)[0], 1e-3)
