@@ -1,0 +1,199 @@
+"""Attention against loops in float64, in every corner."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import TypeCheckError
+from nn_reference import attend, close, drawn, linear, normal, replaced, rms, rotate, wide
+
+from eqformer import nn
+
+
+KEY = jax.random.key(0)
+EMBED, HEAD_DIM, SEQ = 6, 4, 5
+PLACES = np.array([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]])
+
+
+JITTED = eqx.filter_jit(lambda module, x, tokens: module(x, tokens)[0])
+
+
+def make(heads=4, kv_heads=2, **options: Any):
+    sizes = dict(embed=EMBED, heads=heads, kv_heads=kv_heads, head_dim=HEAD_DIM)
+    options = {"rotary": nn.Rotary(HEAD_DIM, 100.0), **options}
+    return drawn(nn.Attention, **sizes, **options, key=KEY)
+
+
+def head_norms() -> dict[str, Any]:
+    return dict(query_norm=nn.RMSNorm("head_dim", head_dim=4), key_norm=nn.RMSNorm("head_dim", head_dim=4))
+
+
+def full_norms() -> dict[str, Any]:
+    return dict(
+        query_norm=nn.RMSNorm("heads head_dim", heads=4, head_dim=4),
+        key_norm=nn.RMSNorm("kv_heads head_dim", kv_heads=2, head_dim=4),
+    )
+
+
+CORNERS = {
+    "multi-head": lambda: make(kv_heads=4),
+    "grouped-query": lambda: make(),
+    "multi-query": lambda: make(kv_heads=1),
+    "one head": lambda: make(heads=1, kv_heads=1),
+    "no rotary": lambda: make(rotary=None),
+    "partial rotary": lambda: make(rotary=nn.Rotary(2, 100.0)),
+    "interleaved": lambda: make(rotary=nn.Rotary(4, 100.0, interleaved=True)),
+    "query and key norm per head": lambda: make(**head_norms()),
+    "query and key norm full width": lambda: make(**full_norms()),
+    "biases": lambda: make(bias=True),
+    "input biases alone": lambda: make(bias=True, output_bias=False),
+    "scale": lambda: make(scale=1.3),
+    "gate": lambda: make(gate=True),
+    "sinks": lambda: make(sinks=True, core=nn.ReferenceCore()),
+    "softcap": lambda: make(core=nn.ReferenceCore(softcap=0.7)),
+    "window": lambda: make(mask=nn.sliding_window(2)),
+    "chunks": lambda: make(mask=nn.chunked(2)),
+    "both ways": lambda: make(mask=nn.full()),
+    "all at once": lambda: make(bias=True, gate=True, sinks=True, core=nn.ReferenceCore(softcap=0.2), **head_norms()),
+}
+
+
+def literal(module, x, places, visible):
+    """Project, normalise, rotate, attend, gate, project back: in float64, by loops."""
+    query, key, value = (linear(x, part) for part in (module.query, module.key, module.value))
+    query = query if module.query_norm is None else rms(query, module.query_norm)
+    key = key if module.key_norm is None else rms(key, module.key_norm)
+    if module.rotary is not None:
+        dim, theta, interleaved = module.rotary.dim, module.rotary.theta, module.rotary.interleaved
+        turns = np.array([theta ** (-2 * i / dim) for i in range(dim // 2)])
+        query, key = (rotate(z, places, turns, interleaved) for z in (query, key))
+    sinks = None if module.sinks is None else wide(module.sinks)
+    softcap = module.core.softcap if isinstance(module.core, nn.ReferenceCore) else None
+    y = attend(query, key, value, visible, module.scale, sinks, softcap)
+    y = y if module.gate is None else y / (1 + np.exp(-linear(x, module.gate)))
+    return linear(y, module.output)
+
+
+def run(module, x, places=PLACES, segments=None):
+    tokens = nn.Tokens(jnp.asarray(places), None if segments is None else jnp.asarray(segments))
+    return JITTED(module, x, tokens)
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_every_corner_is_its_loops(corner):
+    module, x = CORNERS[corner](), normal(1, 2, SEQ, EMBED)
+    tokens = nn.Tokens(jnp.asarray(PLACES))
+    expected = literal(module, wide(x), PLACES, np.asarray(module.mask(tokens, tokens)))
+    assert close(run(module, x), expected)
+    if corner == "grouped-query":
+        # Neighbouring query heads share a key head; h % kv_heads would share it with every second.
+        crossed = eqx.tree_at(
+            lambda m: (m.query.weight, m.output.weight),
+            module,
+            (module.query.weight[jnp.array([0, 2, 1, 3])], module.output.weight[:, jnp.array([0, 2, 1, 3])]),
+        )
+        assert not close(run(crossed, x), expected, 1e-3)
+
+
+def test_the_corners_differ():
+    """Each option changes the output, so that the loops above do test it."""
+    module, x = CORNERS["all at once"](), normal(1, 2, SEQ, EMBED)
+    y = run(module, x)
+    without = ({"gate": None}, {"sinks": None}, {"query_norm": None}, {"key_norm": None}, {"rotary": None})
+    for change in (*without, {"scale": 0.4}, {"core": nn.ReferenceCore()}, {"mask": nn.full()}):
+        assert not close(run(replaced(module, **change), x), y, 1e-3), change
+
+
+def test_default_positions_and_leading_dims():
+    module, x = make(), normal(1, 3, SEQ, EMBED)
+    whole, cache = eqx.filter_jit(module)(x)
+    assert cache is None
+    assert np.allclose(whole, run(module, x, np.tile(np.arange(SEQ), (3, 1))), atol=1e-6)
+    assert np.allclose(JITTED(module, x[1], None), whole[1], atol=1e-6)
+    assert np.allclose(JITTED(module, x[:, None], None)[:, 0], whole, atol=1e-6)
+
+
+def test_packed_documents_are_as_separate_ones():
+    module = make(bias=True)
+    one, two = normal(1, 1, 3, EMBED), normal(2, 1, 2, EMBED)
+    packed = jnp.concatenate([one, two], axis=1)
+    places = np.array([[0, 1, 2, 0, 1]])
+    y = run(module, packed, places, np.array([[5, 5, 5, 8, 8]]))
+    apart = jnp.concatenate([run(module, one, places[:, :3]), run(module, two, places[:, :2])], axis=1)
+    assert close(y, apart, 1e-6)
+    assert not close(run(module, packed, places, np.array([[5, 5, 5, 5, 5]])), apart, 1e-3)
+
+
+def test_padding_is_never_attended_to():
+    module, x = make(), normal(1, 1, SEQ, EMBED)
+    places = np.array([[0, 1, 2, -1, -1]])
+    y = run(module, x, places)
+    other = run(module, x.at[:, 3:].set(9.0), places)
+    assert np.array_equal(y[:, :3], other[:, :3]) and bool(jnp.isfinite(y).all())
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_shards_of_the_heads_give_partial_sums(kv_heads):
+    norms = head_norms()
+    module = make(kv_heads=kv_heads, bias=True, output_bias=False, gate=True, sinks=True, **norms)
+    module = replaced(module, core=nn.ReferenceCore())
+    x = normal(1, 2, SEQ, EMBED)
+
+    def shard(part):
+        def cut(name, leaf):
+            for dim, word in enumerate(name.split() if isinstance(name, str) else ()):
+                if word in ("heads", "kv_heads"):
+                    size = leaf.shape[dim] // 2
+                    leaf = jax.lax.slice_in_dim(leaf, part * size, (part + 1) * size, axis=dim)
+            return leaf
+
+        return jax.tree.map(cut, nn.dims(module), module)
+
+    first, second = run(shard(0), x), run(shard(1), x)
+    assert shard(0).query.weight.shape[0] == 2
+    assert close(first + second, run(module, x), 1e-6)
+    assert not close(first, run(module, x), 1e-3)
+
+
+def test_gradients_reach_every_parameter_and_agree_with_differences():
+    module, x = CORNERS["all at once"](), normal(1, 1, 2, EMBED)
+    places = PLACES[:1, :2]
+    tokens = nn.Tokens(jnp.asarray(places))
+    visible = np.asarray(module.mask(tokens, tokens))
+    gradients = eqx.filter_jit(eqx.filter_grad(lambda m: jnp.sum(run(m, x, places) ** 2)))(module)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        get = lambda tree, path=path: {p: v for p, v in jax.tree_util.tree_leaves_with_path(tree)}[path]
+        leaf, place = wide(get(module)), tuple(n // 2 for n in gradient.shape)
+
+        def loss(step, path=path, leaf=leaf, place=place):
+            moved = leaf.copy()
+            moved[place] += step
+            swapped = jax.tree_util.tree_map_with_path(lambda p, v: moved if p == path else v, module)
+            return np.sum(literal(swapped, wide(x), places, visible) ** 2)
+
+        expected = (loss(1e-5) - loss(-1e-5)) / 2e-5
+        assert np.isclose(gradient[place], expected, rtol=2e-3, atol=2e-4), jax.tree_util.keystr(path)
+
+
+def test_initial_deviations():
+    module = nn.Attention(embed=64, heads=4, head_dim=16, output_std=0.3, sinks=True, key=KEY)
+    assert abs(float(jnp.std(module.query.weight)) * 8 - 1) < 0.05
+    assert abs(float(jnp.std(module.output.weight)) / 0.3 - 1) < 0.05
+    assert module.sinks is not None and not jnp.any(module.sinks) and module.scale == 0.25
+    assert not np.array_equal(module.query.weight, module.key.weight)
+
+
+def test_kv_heads_must_divide_heads():
+    with pytest.raises(ValueError, match=r"Attention\(heads=6, kv_heads=4\).*must divide.*\[1, 2, 3, 6\]"):
+        nn.Attention(embed=4, heads=6, kv_heads=4, head_dim=2, key=KEY)
+
+
+def test_wrong_shapes_are_refused():
+    module = make()
+    with pytest.raises(ValueError, match=r"the last dims of x must be \{'embed': 6\}"):
+        module(normal(1, 2, 3, 5))
+    with pytest.raises(TypeCheckError):  # no seq dim
+        module(normal(1, 6))
