@@ -1,0 +1,140 @@
+"""Slots of the caches: where tokens go, what is dropped, and that memory is updated in place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nn_reference import drawn, normal
+
+from eqformer import nn
+
+
+def cache(slots=4, rolling=False, batch=(2,)):
+    shape = (*batch, slots, 1, 2)
+    return nn.KVCache(jnp.zeros(shape), jnp.zeros(shape), jnp.full((*batch, slots), -1, jnp.int32), rolling)
+
+
+def put(memory, places):
+    """Store keys that are 100 * row + position and values that are their negatives."""
+    places = jnp.asarray(places, jnp.int32)
+    rows = jnp.arange(places.shape[0])[:, None]
+    numbers = jnp.where(places < 0, 777, 100 * rows + places).astype(jnp.float32)
+    keys = jnp.broadcast_to(numbers[..., None, None], (*places.shape, 1, 2))
+    return memory.update(keys, -keys, nn.Tokens(places))
+
+
+def test_a_slot_is_the_position_and_rows_fill_at_their_own_pace():
+    memory, keys, values, seen = put(cache(), [[0, 1, 2], [0, -1, -1]])
+    assert memory.positions.tolist() == [[0, 1, 2, -1], [0, -1, -1, -1]]
+    assert memory.keys[..., 0, 0].tolist() == [[0, 1, 2, 0], [100, 0, 0, 0]]
+    assert np.array_equal(memory.values, -np.asarray(memory.keys))
+    assert keys is memory.keys and values is memory.values and seen.positions is memory.positions
+    memory, _, _, _ = put(memory, [[3], [1]])
+    assert memory.positions.tolist() == [[0, 1, 2, 3], [0, 1, -1, -1]]
+    assert memory.keys[..., 0, 0].tolist() == [[0, 1, 2, 3], [100, 101, 0, 0]]
+
+
+def test_padding_alone_changes_nothing():
+    memory, *_ = put(cache(), [[0, 1], [0, 1]])
+    after, *_ = put(memory, [[-1], [2]])
+    assert np.array_equal(after.keys[0], memory.keys[0]) and not np.array_equal(after.keys[1], memory.keys[1])
+
+
+def test_rewinding_writes_over_what_was_there():
+    memory, *_ = put(cache(), [[0, 1, 2, 3], [0, 1, 2, 3]])
+    after, *_ = put(memory, [[1], [-1]])
+    assert after.positions.tolist() == [[0, 1, 2, 3]] * 2 and np.array_equal(after.keys, memory.keys)
+
+
+def test_a_rolling_cache_keeps_the_last_tokens():
+    memory, *_ = put(cache(3, rolling=True), [[0, 1, 2, 3, 4], [0, 1, -1, -1, -1]])
+    assert memory.positions.tolist() == [[3, 4, 2], [0, 1, -1]]
+    assert memory.keys[..., 0, 0].tolist() == [[3, 4, 2], [100, 101, 0]]
+    memory, keys, _, seen = put(memory, [[5], [2]])
+    assert memory.positions.tolist() == [[3, 4, 5], [0, 1, 2]] and keys is memory.keys
+    assert seen.positions is memory.positions
+
+
+def test_several_new_tokens_see_what_they_push_out():
+    memory, *_ = put(cache(3, rolling=True), [[0, 1, 2], [0, 1, -1]])
+    memory, keys, _, seen = put(memory, [[3, 4], [2, -1]])
+    assert seen.positions.tolist() == [[0, 1, 2, 3, 4], [0, 1, -1, 2, -1]]
+    assert keys[0, :, 0, 0].tolist() == [0, 1, 2, 3, 4]
+    assert memory.positions.tolist() == [[3, 4, 2], [0, 1, 2]]
+
+
+def test_a_token_beyond_the_capacity_is_nan_in_its_own_row_alone():
+    memory, keys, values, _ = put(cache(2), [[0, 1], [0, 1]])
+    memory, keys, values, _ = put(memory, [[2], [-1]])
+    assert bool(jnp.isnan(keys[0]).any()) and bool(jnp.isnan(values[0]).any())
+    assert not bool(jnp.isnan(keys[1]).any() | jnp.isnan(values[1]).any())
+    attention = drawn(nn.Attention, embed=2, heads=1, head_dim=2, key=jax.random.key(0))
+    x = normal(1, 2, 1, 2)
+    full = attention.init_cache((2,), 1)
+    y, full = attention(x, nn.Tokens(jnp.array([[0], [0]])), full)
+    assert bool(jnp.isfinite(y).all())
+    y, _ = attention(x, nn.Tokens(jnp.array([[0], [1]])), full)
+    assert bool(jnp.isfinite(y[0]).all()) and bool(jnp.isnan(y[1]).all())
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_any_leading_dims(batch):
+    places = jnp.broadcast_to(jnp.arange(2), (*batch, 2))
+    keys = jnp.ones((*batch, 2, 1, 2))
+    memory, *_ = cache(batch=batch).update(keys, keys, nn.Tokens(places))
+    assert np.array_equal(memory.positions, np.broadcast_to([0, 1, -1, -1], (*batch, 4)))
+    assert np.array_equal(memory.keys[..., :2, :, :], keys)
+
+
+def test_a_latent_cache_stores_both_of_its_parts():
+    empty = nn.LatentCache(jnp.zeros((1, 3, 2)), jnp.zeros((1, 3, 4)), jnp.full((1, 3), -1, jnp.int32))
+    latents, rotated = normal(1, 1, 1, 2), normal(2, 1, 1, 4)
+    memory, c, r, seen = empty.update(latents, rotated, nn.Tokens(jnp.array([[1]])))
+    assert np.array_equal(memory.latents[:, 1:2], latents) and np.array_equal(memory.rotary_keys[:, 1:2], rotated)
+    assert c is memory.latents and r is memory.rotary_keys and seen.positions.tolist() == [[-1, 1, -1]]
+
+
+def test_stored_in_the_caches_dtype():
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, cache(3, rolling=True))
+    memory, keys, *_ = put(half, [[0, 1], [0, 1]])
+    assert memory.keys.dtype == keys.dtype == jnp.bfloat16
+
+
+def test_segments_are_refused():
+    tokens = nn.Tokens(jnp.zeros((2, 1), jnp.int32), jnp.zeros((2, 1), jnp.int32))
+    with pytest.raises(ValueError, match="one document a row, but the tokens have segments"):
+        cache().update(jnp.ones((2, 1, 1, 2)), jnp.ones((2, 1, 1, 2)), tokens)
+
+
+@pytest.mark.parametrize(
+    "mask, slots, rolling",
+    [
+        (nn.causal(), 9, False),
+        (nn.sliding_window(4), 4, True),
+        (nn.chunked(3), 3, True),
+        (nn.sliding_window(9), 9, False),
+    ],
+)
+def test_a_cache_is_as_short_as_the_mask_allows(mask, slots, rolling):
+    sizes = dict(embed=6, heads=4, kv_heads=2, head_dim=3)
+    memory = drawn(nn.Attention, **sizes, mask=mask, key=jax.random.key(0)).init_cache((2,), 9, "bfloat16")
+    assert memory.keys.shape == memory.values.shape == (2, slots, 2, 3) and memory.rolling == rolling
+    assert memory.keys.dtype == jnp.bfloat16 and np.all(memory.positions == -1)
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+def test_a_donated_cache_is_updated_in_place(rolling):
+    def step(memory, keys, places):
+        return memory.update(keys, keys, nn.Tokens(places))[0]
+
+    memory, keys, places = cache(1024, rolling), jnp.ones((2, 1, 1, 2)), jnp.zeros((2, 1), jnp.int32)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(memory))
+    compiled = jax.jit(step, donate_argnums=0).lower(memory, keys, places).compile()
+    kept = compiled.memory_analysis()
+    assert kept is not None
+    assert kept.alias_size_in_bytes == size and kept.temp_size_in_bytes < size / 8
+    apart = jax.jit(step).lower(memory, keys, places).compile().memory_analysis()
+    assert apart is not None and apart.alias_size_in_bytes == 0
+    after = compiled(memory, keys, places)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(memory))
+    assert after.positions[0, 0] == 0
