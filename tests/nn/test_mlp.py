@@ -1,0 +1,94 @@
+"""Feed-forward layers against their formulas in float64."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nn_reference import close, drawn, linear, normal, wide
+
+from eqformer import nn
+
+
+KEY = jax.random.key(0)
+erf = np.vectorize(math.erf)
+sigmoid = lambda x: 1 / (1 + np.exp(-x))
+FORMULAS = {
+    "gelu": lambda x: x * (1 + erf(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "quick_gelu": lambda x: x * sigmoid(1.702 * x),
+    "silu": lambda x: x * sigmoid(x),
+    "relu": lambda x: np.maximum(x, 0),
+    "relu_squared": lambda x: np.maximum(x, 0) ** 2,
+}
+
+
+def test_every_activation_is_its_formula_and_has_its_slope():
+    assert set(FORMULAS) == set(nn.ACTIVATIONS)
+    x = np.linspace(-6, 6, 41) + 0.01
+    for name, formula in FORMULAS.items():
+        activation = nn.ACTIVATIONS[name]
+        assert close(activation(jnp.asarray(x, jnp.float32)), formula(x), 1e-6), name
+        slope = jax.vmap(jax.grad(activation))(jnp.asarray(x, jnp.float32))
+        assert close(slope, (formula(x + 1e-6) - formula(x - 1e-6)) / 2e-6, 1e-5), name
+        assert activation(jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+    found = [formula(x) for formula in FORMULAS.values()]
+    assert all(np.abs(a - b).max() > 1e-4 for i, a in enumerate(found) for b in found[:i])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ["gelu_tanh", "relu_squared"])
+def test_mlp(name, bias):
+    module = drawn(nn.MLP, embed=3, mlp=5, bias=bias, activation=nn.ACTIVATIONS[name], key=KEY)
+    x = normal(1, 2, 4, 3)
+    expected = linear(FORMULAS[name](linear(wide(x), module.up)), module.down)
+    assert close(module(x), expected)
+    assert not close(module(x), linear(FORMULAS["relu"](linear(wide(x), module.up)), module.down), 1e-3)
+    assert (module.up.bias is not None) == bias
+
+
+@pytest.mark.parametrize("limit", [None, 0.4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_mlp(bias, limit):
+    module = drawn(nn.GatedMLP, embed=3, mlp=5, bias=bias, limit=limit, key=KEY)
+    x = 2 * normal(1, 2, 4, 3)
+    gate, up = linear(wide(x), module.gate), linear(wide(x), module.up)
+    assert gate.min() < -0.4 and gate.max() > 0.4 and up.min() < -0.4 and up.max() > 0.4
+    free = linear(FORMULAS["silu"](gate) * up, module.down)
+    if limit is not None:
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)  # the gate from above only
+    expected = linear(FORMULAS["silu"](gate) * up, module.down)
+    assert close(module(x), expected)
+    assert close(module(x), free) == (limit is None)
+    swapped = linear(FORMULAS["silu"](up) * gate, module.down)
+    assert not close(module(x), swapped, 1e-3)
+
+
+def test_any_function_may_be_the_activation():
+    module = drawn(nn.MLP, embed=3, mlp=5, activation=jnp.sin, key=KEY)
+    x = normal(1, 2, 3)
+    assert close(module(x), linear(np.sin(linear(wide(x), module.up)), module.down))
+
+
+@pytest.mark.parametrize("kind", [nn.MLP, nn.GatedMLP])
+def test_slices_of_the_hidden_features_give_partial_sums(kind):
+    module, x = drawn(kind, embed=3, mlp=6, key=KEY), normal(1, 2, 4, 3)
+
+    def part(rows):
+        names = ("up", "gate") if kind is nn.GatedMLP else ("up",)
+        where = lambda m: (*(getattr(m, name).weight for name in names), m.down.weight)
+        return eqx.tree_at(
+            where, module, (*(getattr(module, n).weight[rows] for n in names), module.down.weight[:, rows])
+        )
+
+    total = part(slice(0, 2))(x) + part(slice(2, 6))(x)
+    assert close(total, module(x), 1e-6) and not close(part(slice(0, 2))(x), module(x), 1e-3)
+
+
+@pytest.mark.parametrize("kind", [nn.MLP, nn.GatedMLP])
+def test_initial_deviations(kind):
+    module = kind(embed=64, mlp=256, output_std=0.5, key=KEY)
+    assert abs(float(jnp.std(module.up.weight)) * 8 - 1) < 0.03
+    assert abs(float(jnp.std(module.down.weight)) / 0.5 - 1) < 0.03
