@@ -49,6 +49,13 @@ class Block(eqx.Module):
     dropout: Dropout | None = None
     parallel: bool = eqx.field(static=True, default=False)
 
+    def __check_init__(self):
+        if self.parallel and self.attention_sum_norm is not None:
+            raise ValueError(
+                "Block(parallel=True, attention_sum_norm=...): a parallel block has one sum, after both layers; "
+                "pass the norm as feed_forward_sum_norm."
+            )
+
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:

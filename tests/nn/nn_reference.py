@@ -27,8 +27,9 @@ def randomised(module: Any, seed: int = 0, deviation: float = 0.5) -> Any:
     draw = np.random.default_rng(seed)
 
     def fresh(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jnp.arange(leaf.size, dtype=leaf.dtype)  # a stack's layer numbers
         if isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_inexact_array(leaf):
-            assert jnp.issubdtype(leaf.dtype, jnp.floating), leaf
             return jnp.asarray(draw.normal(size=leaf.shape) * deviation, leaf.dtype)
         return leaf
 
