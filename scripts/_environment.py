@@ -4,7 +4,7 @@ import os
 
 
 def prepare(simulate: int | None = None) -> None:
-    """Choose XLA's flags for a CPU, leaving whatever the user has set; `simulate` makes one CPU look like many devices."""
+    """Choose XLA's flags for a CPU, leaving what the user has set; `simulate` makes one CPU look like many devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     wanted = dict(_CPU_FLAGS)
     if simulate is not None:

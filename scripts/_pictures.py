@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 
 
@@ -29,8 +30,8 @@ def draw_losses(metrics: Path, target: Path, bytes_per_token: float) -> None:
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    bits = 1 / math.log(2) / bytes_per_token
-    right = axes.secondary_yaxis("right", functions=(lambda nats: nats * bits, lambda value: value / bits))
+    nats = math.log(2) * bytes_per_token
+    right = axes.secondary_yaxis("right", functions=(lambda x: np.divide(x, nats), lambda x: np.multiply(x, nats)))
     right.set_ylabel("bits a byte")
     part = target.with_suffix(".part.png")
     figure.savefig(part)

@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eqformer import models, nn
 from recipes import Execution, Optimization, Recipe, Sinks, Text
+
+from eqformer import models, nn
 
 
 _KINDS = {

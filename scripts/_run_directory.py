@@ -32,7 +32,9 @@ class RunDirectory:
         if self.recipe.exists():
             _check_same(self.path, self.recipe, name, recipe)
         elif self.path.exists() and any(entry.name != ".lock" for entry in self.path.iterdir()):
-            raise ValueError(f"--run-dir {self.path}: this folder holds other things than a run; give a new or empty one.")
+            raise ValueError(
+                f"--run-dir {self.path}: this folder holds other things than a run; give a new or empty one."
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take()
@@ -52,6 +54,13 @@ class RunDirectory:
                 f"--run-dir {self.path}: another process is running here; wait for it, or give another folder."
             ) from None
 
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
     def open(self) -> tuple[str, Recipe]:
         """The recipe of a run that exists, for who only reads; raises a `ValueError` where there is none."""
         if not self.recipe.exists():
@@ -66,7 +75,7 @@ def _check_same(path: Path, file: Path, name: str, recipe: Recipe) -> None:
     changed = differences(old, recipe, CHANGEABLE)
     if changed:
         raise ValueError(
-            f"--run-dir {path}: it holds a run of recipe {old_name!r}, and this command's recipe {name!r} differs in\n  "
+            f"--run-dir {path}: it holds a run of recipe {old_name!r}, and this command's {name!r} differs in\n  "
             + "\n  ".join(changed)
             + "\nGive the same values to continue that run, or another --run-dir to begin a new one."
         )

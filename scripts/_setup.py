@@ -6,12 +6,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Key
-
 from _run_directory import RunDirectory
 from _screen import Screen
-from eqformer import data, models, nn, training
+from jaxtyping import Array, Key
 from recipes import Recipe
+
+from eqformer import data, models, nn, training
 
 
 CORES: dict[str, Callable[[], Callable[..., Any]]] = {
@@ -99,10 +99,10 @@ def source_of(recipe: Recipe) -> data.Source:
 
 
 def open_text(
-    recipe: Recipe, source: data.Source, directory: RunDirectory, screen: Screen
+    recipe: Recipe, source: data.Source, tokenizer: data.Tokenizer, directory: RunDirectory, screen: Screen
 ) -> tuple[data.TokenStore, data.TokenStore]:
     """The tokens for training and for validation, from the run's cache or made now."""
-    tokenizer, stores = tokenizer_of(recipe), []
+    stores = []
     for split in ("train", "validation"):
         with screen.bytes(f"reading {source.name} ({split})") as progress:
             store = data.open_store(

@@ -1,7 +1,6 @@
 """The loop: batches in, steps, and what is written and shown on the way."""
 
 import dataclasses
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,14 +11,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from _pictures import draw_losses
 from _recipe_file import to_json
+from _report import closing, opening, speed
 from _run_directory import RunDirectory
 from _screen import Screen
 from _setup import build_model, first_state, Keys, keys_of, loader_of, open_text, optimizer_of, source_of, tokenizer_of
-from eqformer import data, generation, planning, training
 from recipes import Recipe
+
+from eqformer import data, generation, planning, training
 
 
 @dataclasses.dataclass
@@ -47,12 +47,11 @@ class Trainer:
     def __init__(self, name: str, recipe: Recipe, directory: RunDirectory, screen: Screen):
         self.recipe, self.directory, self.screen = recipe, directory, screen
         self.name = name
-        source = source_of(recipe)
+        source, self.tokenizer = source_of(recipe), tokenizer_of(recipe)
         directory.claim(name, recipe)
-        text, validation_text = open_text(recipe, source, directory, screen)
+        text, validation_text = open_text(recipe, source, self.tokenizer, directory, screen)
         self.text = text
         self.loader, self.validation = loader_of(recipe, text), loader_of(recipe, validation_text)
-        self.tokenizer: data.Tokenizer = tokenizer_of(recipe)
         self.keys: Keys = keys_of(recipe)
         self.clock, self.stopping = Clock(), False
         shapes = eqx.filter_eval_shape(build_model, recipe)
@@ -68,9 +67,10 @@ class Trainer:
         checkpointer = training.Checkpointer(self.directory.checkpoints, keep=recipe.keep)
         with checkpointer, _signals(self._stop):
             state, start = self._state(checkpointer)
-            screen.note(self._opening(start))
+            sizes = self.parameters, len(self.text.tokens), len(self.validation.store.tokens)
+            screen.note(opening(self.name, recipe, self.directory, start, *sizes))
             if start >= recipe.steps:
-                self._close(state, start, checkpointer)
+                screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
                 return
             self.peak = planning.matmul_peak(recipe.precision.compute)
             with (
@@ -79,7 +79,8 @@ class Trainer:
                 screen.steps(recipe.steps, start) as show,
             ):
                 done, state = self._loop(state, start, batches, write, show, checkpointer)
-            self._close(state, done, checkpointer)
+            checkpointer.wait()
+            screen.note(closing(recipe, self.directory, done, int(state.skipped), self.last))
 
     def _state(self, checkpointer: training.Checkpointer) -> tuple[training.TrainState, int]:
         """The state to go on from: the latest checkpoint's or the first."""
@@ -109,24 +110,23 @@ class Trainer:
             accumulate=recipe.accumulate,
             clip=recipe.optimizer.clip,
         )
+        batch = next(batches)
+        # Compiled before the clock starts, so that the first rows tell the speed of training too.
+        step = training.Step(step.lower(state, batch, self.keys.steps).compile())
         before, figures, done, since = None, "", start, start
         for done in range(start + 1, recipe.steps + 1):
-            batch = next(batches)
             self.clock.start()
             state, metrics = step(state, batch, self.keys.steps)
             if before is not None:
                 training.check_finite(before)  # one step behind, so that the device is never waited for
-            before = metrics
-            if done == start + 1:  # compiling is not training
-                jax.block_until_ready(metrics)
-                self.clock, since = Clock(), start + 1
+            before, batch = metrics, next(batches, None)
             if done % recipe.log_every == 0 or done == recipe.steps:
                 row = {name: _number(value) for name, value in metrics.items()}
-                seconds = max(self.clock.stop(), 1e-9)
+                seconds = self.clock.stop()
                 rate = self._rate(done - since, seconds)
                 write({"step": done} | row | rate)
                 self.last.update(row | rate)
-                figures = f"loss {row['loss']:.3f}  {_figures(rate)}"
+                figures = f"loss {row['loss']:.3f}  {speed(rate)}"
                 self.clock, since = Clock(), done
             self.clock.stop()
             show(done, figures)
@@ -159,7 +159,7 @@ class Trainer:
             yield lambda row: _write_all(sinks, row)
 
     def _rate(self, steps: int, seconds: float) -> dict[str, float]:
-        tokens = max(steps, 1) * self.recipe.batch * self.recipe.seq
+        tokens = steps * self.recipe.batch * self.recipe.seq
         return training.throughput(tokens, seconds, flops_per_token=self.flops_per_token, peak_flops=self.peak)
 
     def _validate(self, model: Any) -> dict[str, float]:
@@ -197,51 +197,9 @@ class Trainer:
             file.write(f"--- step {step}\n{text}\n\n")
         self.screen.note(f"--- after {step} steps it writes\n{text}\n---")
 
-    def _opening(self, start: int) -> str:
-        kind = type(self.recipe.model).__name__
-        where = f"goes on at step {start}" if start else "starts"
-        return (
-            f"{self.name}: a {kind} of {self.parameters:,} parameters {where} in {self.directory.path}; "
-            f"{len(self.text.tokens):,} training tokens, {len(self.validation.store.tokens):,} for validation"
-        )
-
-    def _close(self, state: training.TrainState, done: int, checkpointer: training.Checkpointer) -> None:
-        """Wait for the checkpoint, and say in five lines what there is."""
-        checkpointer.wait()
-        path, note = self.directory.path, self.screen.note
-        if done < self.recipe.steps:
-            note(f"stopped at step {done} of {self.recipe.steps}; the checkpoint is saved, the same command goes on.")
-            return
-        if not self.last:
-            note(f"the run in {path} has its {done} steps already; a larger --steps goes on from there.")
-        tokens = done * self.recipe.batch * self.recipe.seq
-        note(f"trained    {done} steps, {tokens:,} tokens, {int(state.skipped)} steps skipped; {_figures(self.last)}")
-        if self.last:
-            last = self.last
-            note(
-                f"loss       {last['loss']:.3f} nats a token in training; validation {last['validation_loss']:.3f} nats, "
-                f"{last['validation_bits_per_byte']:.3f} bits a byte, {100 * last['validation_accuracy']:.0f} % of next "
-                "tokens right"
-            )
-        note(f"checkpoint {self.directory.checkpoints / str(done)}")
-        note(f"look at    {self.directory.loss}, {self.directory.samples}, {self.directory.metrics}")
-        prompt = json.dumps(self.recipe.prompt)
-        note(
-            f"sample     python scripts/sample.py --run-dir {path} --prompt {prompt} --tokens 300 --temperature 0.8 --seed 0"
-        )
-
     def _stop(self) -> None:
         self.stopping = True
         self.screen.note("stopping after this step; once more to stop at once")
-
-
-def _figures(rate: dict[str, float]) -> str:
-    parts = []
-    if "tokens_per_second" in rate:
-        parts.append(f"{rate['tokens_per_second']:,.0f} tokens/s")
-    if "mfu" in rate:
-        parts.append(f"MFU {100 * rate['mfu']:.0f} %")
-    return "  ".join(parts)
 
 
 def _number(value: Any) -> float | int:
@@ -266,7 +224,7 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
         signal.signal(number, old[number])
         stop()
 
-    old = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    old: dict[int, Any] = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:

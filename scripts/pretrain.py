@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-
 from _run_directory import RunDirectory
 from _screen import fail, Screen
 from _setup import check
 from _trainer import Trainer
-from eqformer.training import CheckpointError, DivergedError
 from recipes import Recipe, RECIPES
+
+from eqformer.training import CheckpointError, DivergedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,8 @@ def main(arguments: list[str]) -> None:
     try:
         command = parse(arguments)
         check(command.run)
-        directory = RunDirectory(command.run_dir or Path("runs") / command.recipe)
-        Trainer(command.recipe, command.run, directory, Screen()).run()
+        with RunDirectory(command.run_dir or Path("runs") / command.recipe) as directory:
+            Trainer(command.recipe, command.run, directory, Screen()).run()
     except (ValueError, OSError, ImportError, CheckpointError, DivergedError) as error:
         fail(error)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import tyro
-
 from _run_directory import RunDirectory
 from _screen import fail
 from _setup import first_state, tokenizer_of
+
 from eqformer import data, generation, training
 
 

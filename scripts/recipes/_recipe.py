@@ -107,5 +107,6 @@ class Recipe:
 
 # Fields that may change between a run and its continuation, since they leave its past as it was.
 CHANGEABLE = frozenset(
-    "steps log_every checkpoint_every keep validate_every validation_batches sample_every prompt sinks execution".split()
+    ("steps", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
+    + ("sample_every", "prompt", "sinks", "execution")
 )

@@ -1,0 +1,42 @@
+"""What a run says of itself when it begins and when it ends."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from _run_directory import RunDirectory
+from recipes import Recipe
+
+
+def opening(
+    name: str, recipe: Recipe, directory: RunDirectory, start: int, parameters: int, tokens: int, validation_tokens: int
+) -> str:
+    """One line: what trains, how large it is, where it stands, on how much text."""
+    where = f"goes on at step {start}" if start else "starts"
+    return (
+        f"{name}: a {type(recipe.model).__name__} of {parameters:,} parameters {where} in {directory.path}; "
+        f"{tokens:,} training tokens, {validation_tokens:,} for validation"
+    )
+
+
+def closing(recipe: Recipe, directory: RunDirectory, done: int, skipped: int, last: Mapping[str, Any]) -> str:
+    """Five lines: the work, the losses, where things are, and how to sample; or one for a run that was stopped."""
+    if done < recipe.steps:
+        return f"stopped at step {done} of {recipe.steps}; the checkpoint is saved, the same command goes on"
+    tokens = done * recipe.batch * recipe.seq
+    sample = f"--run-dir {directory.path} --prompt {json.dumps(recipe.prompt)} --tokens 300 --temperature 0.8 --seed 0"
+    return "\n".join(
+        (
+            f"trained    {done} steps, {tokens:,} tokens, {skipped} steps skipped; {speed(last)}",
+            f"loss       {last['loss']:.3f} nats a token in training; validation {last['validation_loss']:.3f} nats, "
+            f"{last['validation_bits_per_byte']:.3f} bits a byte, {last['validation_accuracy']:.0%} of tokens right",
+            f"checkpoint {directory.checkpoints / str(done)}",
+            f"look at    {directory.loss}, {directory.samples}, {directory.metrics}",
+            f"sample     python scripts/sample.py {sample}",
+        )
+    )
+
+
+def speed(rate: Mapping[str, float]) -> str:
+    """Tokens a second and the share of the measured peak."""
+    return f"{rate['tokens_per_second']:,.0f} tokens/s  MFU {rate['mfu']:.0%}"

@@ -1,0 +1,119 @@
+"""pretrain.py and sample.py as a user runs them: what they write, and that a killed run goes on bit for bit."""
+
+import json
+import signal
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from script_helpers import LLAMA, rows, run, start_until, TINY, write_corpus
+
+from eqformer.training import Checkpointer
+
+
+KILLED = [*TINY, "--recipe", "gpt2", "--model.dropout", "0.1", "--steps", "14", "--checkpoint-every", "4"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("text") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "tiny"
+    done = run("pretrain.py", "--run-dir", run_dir, "--data", corpus, *TINY, *LLAMA)
+    assert done.returncode == 0, done.stderr
+    return run_dir, done
+
+
+def saved_arrays(run_dir, step):
+    """Every array of a checkpoint, by name."""
+    checkpointer = Checkpointer(run_dir / "checkpoints")
+    leaves = json.loads((run_dir / "checkpoints" / str(step) / "manifest.json").read_text())["manifest"]["leaves"]
+    like = {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (dtype, shape) in leaves.items()}
+    # A flat dictionary has the same names as the tree that was saved, so it restores any of them.
+    return checkpointer.restore(like)[0]
+
+
+def test_a_run_leaves_what_it_promises(trained):
+    run_dir, done = trained
+    expected = {"recipe.json", "metrics.jsonl", "checkpoints", "loss.png", "samples.txt", "data", ".lock"}
+    assert {path.name for path in run_dir.iterdir()} == expected
+    assert json.loads((run_dir / "recipe.json").read_text())["recipe"]["model"]["embed"] == 32
+    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run_dir / "samples.txt").read_text().startswith("--- step 6\ndef ")
+    steps = rows(run_dir)
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second"):
+        assert all(np.isfinite(row[name]) and row[name] > 0 for row in steps)
+    validated = rows(run_dir, "validation_loss")
+    assert [row["step"] for row in validated] == [3, 6]
+    bits = validated[-1]["validation_loss"] / np.log(2)
+    assert validated[-1]["validation_bits_per_byte"] == pytest.approx(bits, rel=0.01)  # a byte a token, ends aside
+    assert validated[-1]["validation_loss"] < validated[0]["validation_loss"] < 5.6
+    assert Checkpointer(run_dir / "checkpoints").steps == [3, 6]
+
+
+def test_the_last_lines_hold_the_command_that_samples(trained):
+    run_dir, done = trained
+    last = done.stdout.strip().splitlines()[-5:]
+    assert [line.split()[0] for line in last] == ["trained", "loss", "checkpoint", "look", "sample"]
+    assert f'scripts/sample.py --run-dir {run_dir} --prompt "def " --tokens 300' in last[-1]
+
+
+def test_a_finished_run_says_so_and_changes_nothing(trained, corpus):
+    run_dir, _ = trained
+    before = (run_dir / "metrics.jsonl").read_text()
+    again = run("pretrain.py", "--run-dir", run_dir, "--data", corpus, *TINY, *LLAMA)
+    assert again.returncode == 0 and "the run has its 6 steps already" in again.stdout
+    assert (run_dir / "metrics.jsonl").read_text() == before
+
+
+def test_sampling_is_seeded_and_starts_with_the_prompt(trained):
+    def text(seed):
+        done = run("sample.py", "--run-dir", trained[0], "--prompt", "line 3 ", "--tokens", "40", "--seed", seed)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    first = text(1)
+    assert first == text(1) != text(2)
+    assert first.startswith("line 3 ")
+
+
+def test_a_killed_run_goes_on_bit_for_bit(corpus, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = run("pretrain.py", "--run-dir", whole, "--data", corpus, *KILLED)
+    assert done.returncode == 0, done.stderr
+    process = start_until(killed, 9, "pretrain.py", "--run-dir", killed, "--data", corpus, *KILLED)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    left_at = Checkpointer(killed / "checkpoints").latest_step
+    assert left_at in (4, 8, 12)
+    resumed = run("pretrain.py", "--run-dir", killed, "--data", corpus, *KILLED)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"goes on at step {left_at}" in resumed.stdout
+    numbers = ("step", "loss", "grad_norm", "learning_rate")
+    assert [[row[n] for n in numbers] for row in rows(killed)] == [[row[n] for n in numbers] for row in rows(whole)]
+    assert rows(killed, "validation_loss") == rows(whole, "validation_loss")
+    ours, theirs = saved_arrays(killed, 14), saved_arrays(whole, 14)
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs) and len(ours) == len(theirs) > 20
+    # The comparison can fail: other numbers come of another seed.
+    other = run("pretrain.py", "--run-dir", tmp_path / "other", "--data", corpus, *KILLED, "--seed", "1")
+    assert other.returncode == 0
+    assert [row["loss"] for row in rows(tmp_path / "other")] != [row["loss"] for row in rows(whole)]
+    assert not eqx.tree_equal(saved_arrays(tmp_path / "other", 14), theirs)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_cleanly(number, corpus, tmp_path):
+    arguments = ["--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--steps", "100000"]
+    process = start_until(tmp_path / "run", 2, "pretrain.py", *arguments, "--checkpoint-every", "100000")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "the checkpoint is saved, the same command goes on" in output
+    (step,) = Checkpointer(tmp_path / "run" / "checkpoints").steps
+    assert rows(tmp_path / "run")[-1]["step"] == step
