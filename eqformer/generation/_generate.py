@@ -167,8 +167,8 @@ def _draws(
     examples: Sequence[int] | Int[Array, "batch"] | None,
     key: Key[jax.Array, ""],
 ) -> Draws:
-    ends = np.atleast_1d(np.asarray([] if end_of_text is None else end_of_text, np.int32))
-    if np.any((ends < 0) | (ends >= model.vocab)):
+    ends = np.atleast_1d(np.asarray(_NO_ID if end_of_text is None else end_of_text, np.int32))
+    if end_of_text is not None and np.any((ends < 0) | (ends >= model.vocab)):
         raise ValueError(
             f"generate(end_of_text={end_of_text}): the model's {model.vocab} ids are 0 to {model.vocab - 1}; pass one "
             "or some of them, or None to draw all tokens."
@@ -180,6 +180,9 @@ def _draws(
         )
     parts = (transforms,) if callable(transforms) else transforms
     return Draws(chain(*parts), key, jnp.asarray(numbers), jnp.asarray(ends))
+
+
+_NO_ID = -1  # an end of text that is never met, so that one program serves calls with and without one
 
 
 def _count(number: int) -> Int[jax.Array, ""]:

@@ -1,0 +1,206 @@
+"""`generate` and `stream` against a loop in plain Python that reads the whole text again for each token."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from generation_reference import make_model, write_on
+
+from eqformer import generation, nn
+
+
+KEY = jax.random.key(7)
+PROMPTS = [[5, 9, 2, 44, 17], [3], [12, 60, 0, 1, 33, 33, 8, 21, 50]]
+SETTINGS = dict(temperature=0.8, top_k=30, top_p=0.9, min_p=0.02, repetition_penalty=1.3)
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("local and global", sharpness=2.0)
+
+
+@pytest.fixture(scope="module")
+def drawn(model):
+    """Three rows, drawn with every transform and with log-probabilities."""
+    transforms = generation.sampling(**SETTINGS)
+    return generation.generate(
+        model, PROMPTS, max_new_tokens=NEW, transforms=transforms, log_probabilities=True, key=KEY
+    )
+
+
+def test_greedy_is_the_slow_loop(model):
+    found = generation.generate(
+        model, PROMPTS, max_new_tokens=NEW, transforms=generation.sampling(temperature=0), key=KEY
+    )
+    wanted = [write_on(model, prompt, NEW, settings=dict(temperature=0))[0] for prompt in PROMPTS]
+    assert found.new_ids() == wanted
+    other = make_model("local and global", sharpness=2.0, seed=1)
+    assert write_on(other, PROMPTS[0], NEW, settings=dict(temperature=0))[0] != wanted[0]
+
+
+def test_draws_are_the_slow_loop(model, drawn):
+    wanted = [write_on(model, p, NEW, settings=SETTINGS, key=KEY, example=n) for n, p in enumerate(PROMPTS)]
+    assert drawn.new_ids() == [ids for ids, _ in wanted]
+    for row, (_, nats), first in zip(drawn.log_probabilities, wanted, drawn.prompt_lengths):
+        np.testing.assert_allclose(row[first : first + NEW], nats, atol=1e-4)
+        assert np.count_nonzero(row) == NEW
+    for changed in (dict(key=jax.random.key(8)), dict(example=5), dict(settings=dict(temperature=1.0))):
+        given = dict(settings=SETTINGS, key=KEY, example=0) | changed
+        assert write_on(model, PROMPTS[0], NEW, **given)[0] != wanted[0][0]
+
+
+def test_rows_hold_prompt_and_text(drawn):
+    assert drawn.ids.shape == (3, 9 + NEW)
+    for row, length, prompt, new in zip(drawn.ids, drawn.lengths, PROMPTS, drawn.new_ids()):
+        assert row[:length].tolist() == prompt + new
+        assert length == len(prompt) + NEW
+
+
+def test_a_row_alone_draws_what_it_draws_in_a_batch(model, drawn):
+    transforms = generation.sampling(**SETTINGS)
+    for number in (0, 2):
+        alone = [
+            generation.generate(
+                model, [PROMPTS[number]], max_new_tokens=NEW, transforms=transforms, examples=[example], key=KEY
+            )
+            for example in (number, number + 1)
+        ]
+        assert alone[0].new_ids()[0] == drawn.new_ids()[number]
+        assert alone[1].new_ids()[0] != drawn.new_ids()[number]
+
+
+@pytest.mark.parametrize("stride", [1, 5])
+def test_a_stream_is_the_text_of_generate(model, drawn, stride):
+    transforms = generation.sampling(**SETTINGS)
+    ids = generation.stream(
+        model, PROMPTS[2], max_new_tokens=NEW, transforms=transforms, example=2, stride=stride, key=KEY
+    )
+    assert list(ids) == drawn.new_ids()[2]
+
+
+def test_a_text_ends_at_its_end(model, drawn):
+    """The end of one row's text is drawn in mid-row; that row is left alone, the others go on as if nothing were."""
+    transforms = generation.sampling(**SETTINGS)
+    free = drawn.new_ids()
+    end = free[2][4]
+    wanted = [row[: row.index(end) + 1] if end in row else row for row in free]
+    assert len({len(row) for row in wanted}) > 1
+    found = generation.generate(
+        model,
+        PROMPTS,
+        max_new_tokens=NEW,
+        transforms=transforms,
+        log_probabilities=True,
+        end_of_text=end,
+        key=KEY,
+    )
+    assert found.new_ids() == wanted
+    assert found.log_probabilities is not None
+    for row, log_probabilities in enumerate(found.log_probabilities):
+        assert np.count_nonzero(log_probabilities) == len(wanted[row])
+        np.testing.assert_array_equal(found.ids[row, found.lengths[row] :], 0)
+    streamed = generation.stream(
+        model, PROMPTS[2], max_new_tokens=NEW, transforms=transforms, end_of_text=end, example=2, stride=5, key=KEY
+    )
+    assert list(streamed) == wanted[2]
+
+
+def test_the_loop_stops_when_every_row_has_ended(model):
+    """An end that is met at once: a limit of many tokens costs no more than one, and the array is no wider."""
+    calls = []
+
+    def count(logits, history):
+        jax.debug.callback(lambda: calls.append(1))
+        return jnp.full_like(logits, -jnp.inf).at[:, 3].set(0.0)
+
+    found = generation.generate(model, PROMPTS, max_new_tokens=40, transforms=(count,), end_of_text=3, key=KEY)
+    jax.effects_barrier()
+    assert found.new_ids() == [[3]] * 3 and found.ids.shape == (3, 10)
+    assert len(calls) == 1
+
+
+def test_prompts_read_in_chunks_give_the_same_text(model, drawn):
+    transforms = generation.sampling(**SETTINGS)
+    given = dict(max_new_tokens=NEW, transforms=transforms, log_probabilities=True, key=KEY)
+    found = generation.generate(model, PROMPTS, prefill_chunk=4, **given)
+    assert found.new_ids() == drawn.new_ids()
+    np.testing.assert_allclose(found.log_probabilities, drawn.log_probabilities, atol=1e-4)
+
+
+def test_an_array_with_lengths_is_a_list_of_prompts(model, drawn):
+    table = np.full((3, 9), 60)
+    for row, prompt in zip(table, PROMPTS):
+        row[: len(prompt)] = prompt
+    given = dict(max_new_tokens=NEW, transforms=generation.sampling(**SETTINGS), log_probabilities=True, key=KEY)
+    found = generation.generate(model, table, lengths=[5, 1, 9], **given)
+    assert found.new_ids() == drawn.new_ids()
+    whole = generation.generate(model, jnp.asarray(table), **given)
+    assert whole.new_ids() != drawn.new_ids() and whole.prompt_lengths.tolist() == [9, 9, 9]
+
+
+def test_one_program_serves_other_prompts_counts_temperatures_and_keys(model):
+    traces = []
+
+    def count(logits, history):
+        traces.append(1)
+        return logits
+
+    def run(prompts, new, temperature, seed):
+        transforms = (count, generation.Temperature(temperature))
+        generation.generate(model, prompts, max_new_tokens=new, transforms=transforms, key=jax.random.key(seed))
+
+    run(PROMPTS[:2], 5, 0.7, 0)
+    traced = len(traces)
+    run([[1] * 20, [2, 3]], 30, 1.2, 1)
+    assert len(traces) == traced
+    run([[1] * 20, [2, 3]], 60, 1.2, 1)  # 80 tokens are over the multiple of 64
+    assert len(traces) > traced
+
+
+def test_weights_are_arguments_and_logits_are_of_last_tokens_alone(model):
+    """In the compiled text: no constant as large as a weight, no logits of every token of the prompt."""
+    from eqformer.generation._decode import Sizes
+    from eqformer.generation._generate import _draws, _whole
+
+    ids, lengths = jnp.ones((3, 64), jnp.int32), jnp.array([5, 1, 9], jnp.int32)
+    draws = _draws(model, 3, (), None, None, KEY)
+    lowered = _whole.lower(model, ids, lengths, draws, jnp.asarray(4, jnp.int32), False, Sizes(64, 64, None))
+    text = lowered.as_text()
+    assert "tensor<3x64x32xf32>" in text and "tensor<3x61xf32>" in text
+    assert "tensor<3x64x61xf32>" not in text
+    constants = [line for line in text.splitlines() if "stablehlo.constant" in line and len(line) > 2000]
+    assert not constants
+    arrays = len(jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+    signature = text[text.index("@main") : text.index("->", text.index("@main"))]
+    assert signature.count("%arg") >= arrays
+
+
+def test_bfloat16_writes_finite_text(model):
+    low = nn.Precision("bfloat16", "bfloat16").apply(model)
+    given = dict(max_new_tokens=NEW, transforms=generation.sampling(temperature=0), log_probabilities=True, key=KEY)
+    found = generation.generate(low, PROMPTS[:1], **given)
+    assert found.log_probabilities is not None
+    assert found.log_probabilities.dtype == np.float32
+    assert np.isfinite(found.log_probabilities).all()
+    ids, nats = write_on(model, PROMPTS[0], 1, settings=dict(temperature=0))
+    assert found.new_ids()[0][:1] == ids
+    np.testing.assert_allclose(found.log_probabilities[0, len(PROMPTS[0])], nats[0], atol=0.2)
+    cache = low.init_cache(1, 8)
+    assert {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype("bfloat16"), jnp.dtype("int32")}
+
+
+def test_draws_follow_the_distribution():
+    """Of many rows of one prompt, each with a number of its own, tokens come as often as they are likely."""
+    from eqformer.generation._decode import draw, Draws
+
+    logits = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
+    count = 20_000
+    draws = Draws(generation.chain(), KEY, jnp.arange(count, dtype=jnp.int32), jnp.zeros(0, jnp.int32))
+    history = generation.History(jnp.zeros((count, 1), jnp.int32), jnp.ones(count, jnp.int32))
+    ids = np.asarray(eqx.filter_jit(draw)(jnp.broadcast_to(logits, (count, 4)), history, draws))
+    share = np.bincount(ids, minlength=4) / count
+    deviation = np.sqrt(np.exp(logits) * (1 - np.exp(logits)) / count)
+    assert np.all(np.abs(share - np.exp(logits)) < 4 * deviation)
+    assert not np.all(np.abs(share - 0.25) < 4 * deviation)
