@@ -73,6 +73,7 @@ def keyed(x, seed=0):
 def test_dropout_acts_on_both_sublayers_with_masks_of_their_own():
     x, dropout = normal(1, 2, 3, EMBED), nn.Dropout(0.5)
     module = block(dropout=dropout)
+    assert module.attention_norm is not None and module.feed_forward_norm is not None
     tokens = keyed(x)
     attended = module.attention(module.attention_norm(x), tokens)[0]
     h = x + dropout(attended, tokens.fold_in(0).keys)
