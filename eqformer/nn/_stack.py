@@ -65,14 +65,19 @@ class Stack(eqx.Module):
         tokens = positions_like(x.shape[:-1]) if tokens is None else tokens
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
 
-        def layer(x: Array, given: tuple) -> tuple[Array, PyTree]:
-            weights, number, cache = given
-            return eqx.combine(weights, static)(x, tokens.fold_in(number), cache)
+        def layer(carry: tuple, given: tuple) -> tuple[tuple, None]:
+            # The cache is carried and written in place; scanned over, it would be copied whole by every call.
+            (x, caches), (weights, number, place) = carry, given
+            cache = jax.tree.map(lambda memory: jax.lax.dynamic_index_in_dim(memory, place, 0, False), caches)
+            x, kept = eqx.combine(weights, static)(x, tokens.fold_in(number), cache)
+            write = lambda memory, new: jax.lax.dynamic_update_index_in_dim(memory, new, place, 0)
+            return (x, jax.tree.map(write, caches, kept)), None
 
         policy = REMAT[self.remat]
         if policy is not None:
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        return jax.lax.scan(layer, x, (arrays, self.numbers, cache), unroll=self.unroll)
+        places = jnp.arange(len(self), dtype=jnp.int32)
+        return jax.lax.scan(layer, (x, cache), (arrays, self.numbers, places), unroll=self.unroll)[0]
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The blocks' empty caches, stacked over `layers`."""
