@@ -29,7 +29,7 @@ class TrainState(eqx.Module):
 def init_state(model: PyTree, optimizer: Optimizer) -> TrainState:
     """The state before step 0. A step consumes the state it is given, and with it the arrays of this `model`."""
     zeros = (jnp.zeros((), jnp.int32) for _ in range(3))
-    return TrainState(model, optimizer.init(model), *zeros)
+    return _each_its_own_buffer(TrainState(model, optimizer.init(model), *zeros))
 
 
 class Step(eqx.Module):
@@ -80,7 +80,7 @@ def make_step(
         total, count, gradients = of_batch(state.model, batch, key)
         loss, norm = total / count, gradient_norm(gradients) / count
         scale = 1 / count if clip is None else jnp.where(norm > clip, clip / norm, jnp.ones_like(norm)) / count
-        learning_rate = optimizer.schedule(state.step)
+        learning_rate = jnp.asarray(optimizer.schedule(state.step), jnp.float32)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
         def take(parameters: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
@@ -155,6 +155,18 @@ def check_finite(metrics: dict[str, Any], limit: int = 10) -> None:
             f"{float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}). Parameters are those of the last "
             "finite step; lower the learning rate, lengthen the warmup or look at the data of these steps."
         )
+
+
+def _each_its_own_buffer(tree: PyTree) -> PyTree:
+    # An array that stands in two places cannot be donated twice.
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        is_first = id(leaf) not in seen
+        seen.add(id(leaf))
+        return leaf if is_first or not eqx.is_array(leaf) else leaf.copy()
+
+    return jax.tree.map(own, tree)
 
 
 def _microbatches(x: Array, accumulate: int) -> Array:

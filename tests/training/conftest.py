@@ -1,6 +1,8 @@
 """One small real model and one made-up batch for the whole room."""
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,8 +10,31 @@ from eqformer import nn
 from eqformer._shapes import Batch
 
 
-@pytest.fixture
-def make_model():
+@pytest.fixture(scope="session")
+def filled():
+    """A function that gives what `build()` would, with numpy's numbers in place of the constructors' own.
+
+    Drawing those compiles for longer than the tests run.
+    """
+
+    def fill(build, seed: int = 0):
+        draw = np.random.default_rng(seed)
+
+        def number(path, leaf):
+            if not isinstance(leaf, jax.ShapeDtypeStruct):
+                return leaf
+            if jnp.issubdtype(leaf.dtype, jnp.integer):
+                return jnp.arange(leaf.shape[0], dtype=leaf.dtype)
+            is_scale = "norm" in jax.tree_util.keystr(path)
+            return jnp.asarray(is_scale + 0.25 * draw.normal(size=leaf.shape), leaf.dtype)
+
+        return jax.tree_util.tree_map_with_path(number, eqx.filter_eval_shape(build))
+
+    return fill
+
+
+@pytest.fixture(scope="session")
+def make_model(filled):
     """A function that builds a Transformer of two blocks with dropout and grouped queries, tied or untied."""
 
     def make(*, seed: int = 0, tied: bool = True, dropout: float = 0.0, vocab: int = 50, layers: int = 2):
@@ -25,18 +50,21 @@ def make_model():
                 dropout=nn.Dropout(dropout) if dropout else None,
             )
 
-        table, stack, head = jax.random.split(jax.random.key(seed), 3)
-        return nn.Transformer(
-            nn.Embedding(vocab=vocab, embed=embed, std=0.5, key=table),
-            (nn.Stack(block, layers, key=stack),),
-            nn.RMSNorm("embed", embed=embed),
-            None if tied else nn.Linear("embed -> vocab", embed=embed, vocab=vocab, key=head),
-        )
+        def build():
+            table, stack, head = jax.random.split(jax.random.key(0), 3)
+            return nn.Transformer(
+                nn.Embedding(vocab=vocab, embed=embed, key=table),
+                (nn.Stack(block, layers, key=stack),),
+                nn.RMSNorm("embed", embed=embed),
+                None if tied else nn.Linear("embed -> vocab", embed=embed, vocab=vocab, key=head),
+            )
+
+        return filled(build, seed)
 
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_batch():
     """A function that builds a batch of packed rows: two documents and padding in each, unequal weights."""
 

@@ -277,7 +277,9 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, make_model, ma
     step = training.make_step(training.next_token_loss, optimizer)
 
     def start():
-        return jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, training.init_state(model, optimizer))
+        # On its device as a restored state is, so that the step is compiled once.
+        state = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, training.init_state(model, optimizer))
+        return eqx.filter_shard(state, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
     def run(state, batches, key):
         for batch in batches:
@@ -291,7 +293,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, make_model, ma
         checkpointer.save(half, 3, about)
 
     def restored():
-        like = eqx.filter_eval_shape(lambda: training.init_state(make_model(seed=9, dropout=0.2, layers=1), optimizer))
+        like = eqx.filter_eval_shape(training.init_state, make_model(seed=9, dropout=0.2, layers=1), optimizer)
         state, metadata = training.Checkpointer(tmp_path).restore(like)
         return state, training.saved_key(metadata), metadata["data"]["step"]
 
