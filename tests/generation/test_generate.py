@@ -177,7 +177,8 @@ def test_weights_are_arguments_and_logits_are_of_last_tokens_alone(model):
     assert signature.count("%arg") >= arrays
 
 
-def test_bfloat16_writes_finite_text(model):
+def test_bfloat16_writes_finite_text():
+    model = make_model("sinks, sliding window", sharpness=2.0)
     low = nn.Precision("bfloat16", "bfloat16").apply(model)
     given = dict(max_new_tokens=NEW, transforms=generation.sampling(temperature=0), log_probabilities=True, key=KEY)
     found = generation.generate(low, PROMPTS[:1], **given)
