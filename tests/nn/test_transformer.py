@@ -1,0 +1,140 @@
+"""The whole model: parts in order, tied or not, dtypes, caches, randomness."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import TypeCheckError
+from nn_reference import close, drawn, replaced, wide
+
+from eqformer import nn
+
+
+KEY = jax.random.key(0)
+IDS = jnp.array([[3, 1, 4, 1, 5], [6, 0, 6, 5, 3]])
+run = eqx.filter_jit(lambda model, ids, tokens=None, cache=None: model(ids, tokens, cache))
+
+
+def block(key, core=None):
+    one, two = jax.random.split(key)
+    return nn.Block(
+        nn.Attention(embed=4, heads=2, head_dim=2, rotary=nn.Rotary(2, 100.0), core=core, key=one),
+        nn.MLP(embed=4, mlp=6, key=two),
+        nn.RMSNorm("embed", embed=4),
+        nn.RMSNorm("embed", embed=4),
+        dropout=nn.Dropout(0.2),
+    )
+
+
+def make(tied=True, positions=False, bias=False, core=None):
+    return nn.Transformer(
+        nn.Embedding(vocab=7, embed=4, key=KEY),
+        tuple(nn.Stack(lambda key: block(key, core), layers, key=KEY) for layers in (2, 1)),
+        nn.LayerNorm("embed", embed=4),
+        None if tied else nn.Linear("embed -> vocab", embed=4, vocab=7, bias=bias, key=KEY),
+        nn.LearnedPositions(max_seq=6, embed=4, key=KEY) if positions else None,
+        dropout=nn.Dropout(0.2),
+    )
+
+
+@pytest.fixture(scope="module")
+def tied():
+    return drawn(make, core=nn.ReferenceCore())  # jax's own core mixes dtypes, which strict promotion refuses
+
+
+@pytest.fixture(scope="module")
+def untied():
+    return drawn(make, tied=False, positions=True, bias=True)
+
+
+def by_parts(model, ids):
+    x = model.embedding(ids)
+    x = x if model.positions is None else x + model.positions(jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape))
+    for stack in model.stacks:
+        x = run(stack, x)[0]
+    hidden = wide(model.norm(x))
+    if model.head is None:
+        return hidden @ wide(model.embedding.weight).T
+    return hidden @ wide(model.head.weight).T + wide(model.head.bias)
+
+
+def test_embed_run_normalise_unembed(tied, untied):
+    for model in (tied, untied):
+        logits, cache = run(model, IDS)
+        assert cache is None and logits.shape == (2, 5, 7)
+        assert close(logits, by_parts(model, IDS))
+    assert not close(run(replaced(untied, positions=None), IDS)[0], run(untied, IDS)[0], 1e-3)
+    assert not close(run(replaced(untied, head=None), IDS)[0], run(untied, IDS)[0], 1e-3)
+    assert (tied.vocab, tied.depth) == (7, 3)
+
+
+def test_one_row_without_a_batch(tied):
+    assert np.allclose(run(tied, IDS[1])[0], run(tied, IDS)[0][1], atol=1e-6)
+
+
+def test_mixed_precision_keeps_parameters_and_logits_in_float32(tied):
+    model = nn.Precision(compute="bfloat16").apply(tied)
+    hidden, _ = eqx.filter_jit(model.encode)(IDS)
+    logits, _ = run(model, IDS)
+    assert hidden.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))} == {jnp.dtype("float32")}
+    full = run(tied, IDS)[0]
+    assert close(logits, full, 5e-2) and not close(logits, full, 1e-5)
+    gradient = eqx.filter_jit(eqx.filter_grad(lambda m: jnp.sum(m(IDS)[0] ** 2)))(model)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
+
+
+def test_bfloat16_parameters(tied):
+    model = nn.Precision("bfloat16", "bfloat16").apply(tied)
+    logits, _ = run(model, IDS)
+    assert logits.dtype == jnp.float32 and close(logits, run(tied, IDS)[0], 1e-1)
+    assert model.stacks[0].numbers.dtype == jnp.int32
+
+
+def test_cached_calls_equal_the_uncached_pass(untied):
+    whole, _ = run(untied, IDS)
+    cache = untied.init_cache(2, 6)
+    assert cache[0].keys.shape == (2, 2, 6, 2, 2) and cache[1].keys.shape == (1, 2, 6, 2, 2)
+    places = jnp.array([[0, 1, 2], [0, -1, -1]])
+    first, cache = run(untied, IDS[:, :3], nn.Tokens(places), cache)
+    assert close(first[0], whole[0, :3]) and close(first[1, :1], whole[1, :1])
+    for step in range(2):
+        ids = jnp.array([[IDS[0, 3 + step]], [IDS[1, 1 + step]]])
+        logits, cache = run(untied, ids, nn.Tokens(jnp.array([[3 + step], [1 + step]])), cache)
+        assert close(logits[0, 0], whole[0, 3 + step]) and close(logits[1, 0], whole[1, 1 + step])
+        assert not close(logits[1, 0], whole[1, 3 + step], 1e-3)
+    half = replaced(untied, compute_dtype="bfloat16").init_cache((2, 3), 5)
+    assert half[0].keys.dtype == jnp.bfloat16 and half[0].keys.shape == (2, 2, 3, 5, 2, 2)
+
+
+def test_dropout_follows_the_example_and_differs_by_place(tied):
+    places = jnp.broadcast_to(jnp.arange(5), (2, 5))
+    tokens = lambda rows: nn.Tokens(places[: len(rows)], keys=nn.token_keys(KEY, jnp.array(rows), places[: len(rows)]))
+    both, _ = run(tied, IDS, tokens([8, 9]))
+    swapped, _ = run(tied, IDS[::-1], tokens([9, 8]))
+    assert np.array_equal(both, swapped[::-1])
+    assert not close(run(tied, IDS, tokens([9, 8]))[0], both, 1e-3)
+    assert not close(both, run(tied, IDS)[0], 1e-3)
+    same, _ = run(tied, jnp.stack([IDS[0], IDS[0]]), tokens([8, 9]))
+    assert not close(same[0], same[1], 1e-3)
+
+
+def test_every_parameter_has_a_gradient(untied):
+    gradient = eqx.filter_jit(eqx.filter_grad(lambda m: jnp.sum(jnp.sin(m(IDS)[0]))))(untied)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        assert bool(jnp.isfinite(leaf).all()) and bool(jnp.any(leaf != 0)), jax.tree_util.keystr(path)
+
+
+def test_ids_outside_the_vocabulary_are_nan(tied):
+    logits, _ = run(tied, IDS.at[0, 4].set(7))
+    assert bool(jnp.isnan(logits[0, 4]).all()) and bool(jnp.isfinite(logits[1]).all())
+
+
+def test_messages(untied):
+    with pytest.raises(ValueError, match=r"with a cache the positions of the ids must be given"):
+        untied(IDS, None, untied.init_cache(2, 6))
+    with pytest.raises(ValueError, match=r"init_cache\(capacity=7\): the model has 6 learned positions"):
+        untied.init_cache(2, 7)
+    with pytest.raises(TypeCheckError):
+        untied(IDS.astype(jnp.float32))
