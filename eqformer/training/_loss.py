@@ -81,7 +81,8 @@ def cross_entropy(
 
     differentiable = jax.custom_vjp(of_all)
     differentiable.defvjp(forward, backward)
-    return differentiable(tables, tokens), jnp.sum(at_least_float32(tokens[2]))
+    total = differentiable(tables, tokens)
+    return total, jnp.sum(tokens[2].astype(total.dtype))
 
 
 def next_token_loss(

@@ -149,7 +149,9 @@ def optimizer(name: str, model: PyTree, *, schedule: Schedule | float, **options
 def global_norm(tree: PyTree) -> Float[Array, ""]:
     """The root of the sum of the squares of every entry of every leaf, accumulated in float32 at least."""
     leaves = jax.tree.leaves(at_least_float32(tree))
-    return jnp.sqrt(sum((jnp.sum(jnp.square(leaf)) for leaf in leaves), start=jnp.zeros((), jnp.float32)))
+    widest = jnp.result_type(*(leaf.dtype for leaf in leaves)) if leaves else jnp.float32
+    squares = (jnp.sum(jnp.square(leaf)).astype(widest) for leaf in leaves)
+    return jnp.sqrt(sum(squares, start=jnp.zeros((), widest)))
 
 
 def _is_trainable(leaf: Any) -> bool:

@@ -78,8 +78,10 @@ def make_step(
         batch, key = data
         key = None if key is None else jax.random.fold_in(key, state.step)
         total, count, gradients = of_batch(state.model, batch, key)
-        loss, norm = total / count, gradient_norm(gradients) / count
-        scale = 1 / count if clip is None else jnp.where(norm > clip, clip / norm, jnp.ones_like(norm)) / count
+        loss, norm = total / count.astype(total.dtype), gradient_norm(gradients)
+        norm = norm / count.astype(norm.dtype)
+        clipping = 1.0 if clip is None else jnp.where(norm > clip, clip / norm, jnp.ones_like(norm))
+        scale = clipping / count.astype(norm.dtype)
         learning_rate = jnp.asarray(optimizer.schedule(state.step), jnp.float32)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 

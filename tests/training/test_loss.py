@@ -63,6 +63,19 @@ def test_sum_and_gradients_are_the_formulas(data, chunk, z_loss):
     np.testing.assert_allclose(partial(chunked, chunk=chunk, z_loss=z_loss)(*arguments)[0], found, rtol=1e-6)
 
 
+def test_float64_stays_float64(data):
+    with jax.enable_x64(True):
+        wide = {name: x.astype(jnp.float64) if x.dtype == jnp.float32 else x for name, x in data.items()}
+        arguments = tuple(wide.values())
+        evaluate = jax.value_and_grad(partial(chunked, chunk=8, z_loss=0.1), (0, 1, 2), has_aux=True)
+        (found, count), found_gradients = jax.jit(evaluate)(*arguments)
+        total, gradients = by_hand(**data, z_loss=0.1)
+        assert found.dtype == count.dtype == jnp.float64
+        np.testing.assert_allclose(found, total, rtol=1e-13)
+        for one, other in zip(found_gradients, gradients):
+            np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-13)
+
+
 def test_the_comparison_can_fail(data):
     total, gradients = by_hand(**data, z_loss=0.1)
     other_total, other_gradients = by_hand(**data, z_loss=0.0)

@@ -1,5 +1,7 @@
 """Optimizers against their formulas in float64 numpy, one unstacked matrix at a time."""
 
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -158,14 +160,14 @@ def test_an_update_of_muon_is_as_large_as_one_of_adamw(trained):
 def test_tables_decay_by_choice_and_a_given_mask_is_used(make_model):
     model = make_model(layers=1)
     zero = [jax.tree.map(jnp.zeros_like, training.trainable(model))]
-    options = dict(schedule=training.constant(RATE), weight_decay=DECAY)
-    kept, _ = run(training.sgd(model, **options, decay_tables=False), model, zero)
-    moved, _ = run(training.sgd(model, **options), model, zero)
+    make = partial(training.sgd, model, schedule=training.constant(RATE), weight_decay=DECAY)
+    kept, _ = run(make(decay_tables=False), model, zero)
+    moved, _ = run(make(), model, zero)
     before = by_path(training.trainable(model))
     np.testing.assert_array_equal(kept[".embedding.weight"], before[".embedding.weight"])
     np.testing.assert_allclose(moved[".embedding.weight"], before[".embedding.weight"] * (1 - RATE * DECAY), rtol=1e-6)
     nothing = jax.tree.map(lambda _: None, model)
-    still, _ = run(training.sgd(model, **options, matrices=nothing), model, zero)
+    still, _ = run(make(matrices=nothing), model, zero)
     for path in before:
         np.testing.assert_array_equal(still[path], before[path])
 

@@ -137,6 +137,23 @@ def test_narrow_parameters_train(quadratic):
     assert {x.dtype for x in jax.tree.leaves(state.optimizer_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
 
 
+def test_float64_parameters_train_in_float64(quadratic):
+    make, _, optimizer, _, _ = quadratic
+    with jax.enable_x64(True):
+
+        def of_batch(model, batch, key):
+            return jnp.sum(model.weight * batch), jnp.asarray(2.0, jnp.float32)
+
+        state = training.init_state(make(jnp.float64), optimizer)
+        step = training.make_step(of_batch, optimizer, clip=0.5)
+        state, metrics = step(state, jnp.asarray([3.0, 4.0], jnp.float64))
+        assert state.model.weight.dtype == metrics["grad_norm"].dtype == metrics["loss"].dtype == jnp.float64
+        # Adam's first step is the sign of the gradient, short of eps over its clipped size; no decay without a mark.
+        clipped = np.array([0.3, 0.4])
+        moved = float(metrics["learning_rate"]) * clipped / (clipped + 1e-8)
+        np.testing.assert_allclose(state.model.weight, [3.0, 4.0] - moved, rtol=1e-14)
+
+
 def test_everything_but_the_batch_is_updated_in_place(make_model, make_batch, key):
     model, batch = make_model(), jax.tree.map(jnp.asarray, make_batch())
     optimizer = training.optimizer("adamw", model, schedule=1e-3)
