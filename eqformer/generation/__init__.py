@@ -13,3 +13,4 @@ from ._transforms import (
     TopP as TopP,
     Transform as Transform,
 )
+from ._unstacked import unstacked as unstacked

@@ -38,7 +38,8 @@ class Temperature(eqx.Module):
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Flatten the distribution above 1, sharpen it below."""
         if self.is_greedy:
-            return _only(_first(logits, jnp.ones((logits.shape[0], 1), jnp.int32)), logits)
+            likeliest = jnp.argmax(logits, axis=-1, keepdims=True)
+            return _only(jnp.arange(logits.shape[1]) == likeliest, logits)
         return logits / self.temperature.astype(logits.dtype)
 
 
@@ -76,8 +77,9 @@ class TopP(eqx.Module):
         before = jnp.cumsum(share, axis=-1) - share
         # The sum of all rounds to 1 before the end is reached, where `top_p` is 1 nothing must be lost to that.
         inside = (before < self.top_p.astype(logits.dtype)) | (self.top_p >= 1)
-        inside = inside.at[:, 0].set(True)
-        return _only(_first(logits, jnp.sum(inside, axis=-1, keepdims=True), falling), logits)
+        count = jnp.maximum(jnp.sum(inside, axis=-1, keepdims=True), 1)
+        least = jnp.take_along_axis(falling, count - 1, axis=-1)
+        return _only(_at_least(logits, least, count), logits)
 
 
 class MinP(eqx.Module):
@@ -168,16 +170,6 @@ def sampling(
 
 def _only(kept: Bool[Array, "batch vocab"], logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
     return jnp.where(kept, logits, -jnp.inf)
-
-
-def _first(
-    logits: Float[Array, "batch vocab"],
-    count: Int[Array, "batch 1"],
-    falling: Float[Array, "batch vocab"] | None = None,
-) -> Bool[Array, "batch vocab"]:
-    """The `count` likeliest tokens of each row; `falling` are the sorted logits, where they are at hand."""
-    least = jnp.max(logits, -1, keepdims=True) if falling is None else jnp.take_along_axis(falling, count - 1, axis=-1)
-    return _at_least(logits, least, count)
 
 
 def _at_least(

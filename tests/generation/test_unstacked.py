@@ -1,0 +1,30 @@
+"""The same numbers with and without a loop over layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from generation_reference import make_model, quickly
+
+from eqformer import generation, nn
+
+
+IDS = jnp.arange(6, dtype=jnp.int32)[None]
+
+
+def step(model):
+    """Logits of five tokens read together and of a sixth after them."""
+    positions = nn.positions_like((1, 6)).positions
+    first, cache = model(IDS[:, :5], nn.Tokens(positions[:, :5]), model.init_cache(1, 8))
+    second, _ = model(IDS[:, 5:], nn.Tokens(positions[:, 5:]), cache)
+    return jnp.concatenate([first, second], axis=1)
+
+
+def test_layers_apart_give_the_logits_of_the_stack():
+    model = make_model("local and global")
+    apart = generation.unstacked(model)
+    assert [len(stack) for stack in apart.stacks] == [1, 1]
+    found, wanted = quickly(step, apart), quickly(step, model)
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    assert sum(x.size for x in jax.tree.leaves(apart)) == sum(x.size for x in jax.tree.leaves(model))
+    swapped = nn.Transformer(apart.embedding, apart.stacks[::-1], apart.norm, apart.head)
+    assert np.abs(np.asarray(quickly(step, swapped)) - np.asarray(wanted)).max() > 1e-2
