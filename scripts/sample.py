@@ -15,7 +15,7 @@ import jax
 import tyro
 from _run_directory import RunDirectory
 from _screen import fail
-from _setup import first_state, tokenizer_of
+from _setup import build_model, tokenizer_of
 
 from eqformer import data, generation, training
 
@@ -52,10 +52,10 @@ def write(command: Command) -> None:
     with training.Checkpointer(directory.checkpoints) as checkpointer:
         if checkpointer.latest_step is None:
             raise ValueError(f"--run-dir {command.run_dir}: the run has no checkpoint yet; let it train on.")
-        state, _ = checkpointer.restore(eqx.filter_eval_shape(first_state, recipe))
+        saved, _ = checkpointer.restore({"model": eqx.filter_eval_shape(build_model, recipe)}, partial=True)
     prompt = tokenizer.encode(command.prompt).tolist() or [tokenizer.end_of_text]
     ids = generation.stream(
-        state.model,
+        saved["model"],
         prompt,
         max_new_tokens=command.tokens,
         transforms=generation.sampling(

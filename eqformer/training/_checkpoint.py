@@ -89,25 +89,29 @@ class Checkpointer:
         self._thread = threading.Thread(target=self._commit, args=(step, folder, text, table), name="checkpoint")
         self._thread.start()
 
-    def restore(self, like: PyTree, step: int | None = None) -> tuple[PyTree, dict[str, Any]]:
+    def restore(self, like: PyTree, step: int | None = None, *, partial: bool = False) -> tuple[PyTree, dict[str, Any]]:
         """The state and the metadata of a step (`None`: the latest).
 
         `like` has the tree of the saved state, with arrays or `jax.ShapeDtypeStruct`s; each array is read to the
-        sharding of its leaf, and leaves that are not arrays are taken from `like`. Raises `CheckpointError` if there
+        sharding of its leaf, and leaves that are not arrays are taken from `like`. With `partial`, what `like` lacks is
+        left unread: `{"model": shapes}` restores a model without its optimizer's state. Raises `CheckpointError` if there
         is no such checkpoint, if any of its files is missing or damaged, or if a leaf differs from `like` in name,
         shape or dtype.
         """
         step, folder, manifest = self._manifest(step)
         arrays, rest = eqx.partition(like, _is_array)
         wanted = _named_arrays(arrays)
-        _check_leaves(folder, manifest["leaves"], wanted)
+        saved = manifest["leaves"]
+        _check_leaves(folder, {n: x for n, x in saved.items() if n in wanted} if partial else saved, wanted)
         if faults := check_files(folder, manifest["files"]):
             _refuse(folder, faults)
         targets = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x)) for name, x in wanted.items()}
         quiet_orbax()
         try:
-            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-                found = reader.restore(folder / "state", args=ocp.args.StandardRestore(targets))
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                how = ocp.checkpoint_utils.construct_restore_args(targets)
+                how = ocp.args.PyTreeRestore(targets, restore_args=how, partial_restore=partial)
+                found = reader.restore(folder / "state", args=how)
         except Exception as error:
             raise CheckpointError(f"{folder}: the checkpoint of step {step} cannot be read: {error}") from error
         found = jax.tree.unflatten(jax.tree.structure(arrays), [found[name] for name in wanted])

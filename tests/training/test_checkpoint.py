@@ -50,6 +50,18 @@ def tree_of(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def test_part_of_a_state_is_restored_by_name(tmp_path):
+    with training.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"model": make(3), "moments": jnp.ones(7)}, 1, {})
+        checkpointer.wait()
+        like = {"model": eqx.filter_eval_shape(make)}
+        assert_equal(checkpointer.restore(like, partial=True)[0]["model"], make(3))
+        with pytest.raises(training.CheckpointError, match="leaf moments is in the checkpoint and not in the model"):
+            checkpointer.restore(like)
+        with pytest.raises(training.CheckpointError, match="leaf other is in the model and not in the checkpoint"):
+            checkpointer.restore({"other": jnp.ones(7)}, partial=True)
+
+
 def test_a_round_trip_keeps_k_and_the_metadata(tmp_path):
     with training.Checkpointer(tmp_path / "run", keep=2) as checkpointer:
         assert checkpointer.latest_step is None and not (tmp_path / "run").exists()

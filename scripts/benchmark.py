@@ -1,0 +1,82 @@
+"""Measure eqformer, side by side with PyTorch and transformers where they are installed: `python scripts/benchmark.py`."""
+
+import sys
+
+import _environment
+
+
+_environment.prepare()
+
+import dataclasses
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import jax
+import tyro
+from _screen import fail
+from benchmarks._measure import Row
+from benchmarks._rows import BENCHMARKS
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Print a table of benchmarks and write it as JSON."""
+
+    only: tuple[Literal["train", "decode", "compile", "memory"], ...] = ()
+    """The benchmarks to run; all by default."""
+    rounds: int = 9
+    """Turns that each contender gets; medians over them are printed."""
+    output: Path = Path("runs/benchmark.json")
+    """Where the JSON goes."""
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    packages = ("jax", "equinox", "torch", "transformers")
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    device = jax.devices()[0]
+    cores = len(os.sched_getaffinity(0))
+    return {"device": device.device_kind, "cores": str(cores), "python": platform.python_version()} | versions
+
+
+def show(rows: list[Row]) -> None:
+    """The rows as a table."""
+    table = Table("", "", "median", "", "ratio", "spread, notes", box=None)
+    group = None
+    for row in rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        value = f"{row.value:,.0f}" if row.value >= 100 else f"{row.value:.1f}"
+        table.add_row(row.group if row.group != group else "", row.name, value, row.unit, ratio, row.note)
+        group = row.group
+    Console(width=130).print(table)
+
+
+def main(arguments: list[str]) -> None:
+    """Run the benchmarks asked for, telling what is under way."""
+    command = tyro.cli(Command, args=arguments)
+    if command.rounds < 1:
+        fail(ValueError(f"--rounds {command.rounds}: give at least 1."))
+    rows: list[Row] = []
+    for name in command.only or BENCHMARKS:
+        print(f"measuring {name}: {BENCHMARKS[name].__doc__}", file=sys.stderr, flush=True)
+        rows += BENCHMARKS[name](command.rounds)
+    show(rows)
+    command.output.parent.mkdir(parents=True, exist_ok=True)
+    content = {"machine": machine(), "rows": [dataclasses.asdict(row) for row in rows]}
+    command.output.write_text(json.dumps(content, indent=2) + "\n")
+    print(f"written to {command.output}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,43 @@
+"""Timing several contenders in turn, A B A B, so that a drifting machine touches all of them alike."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table: what was measured, of whom, and how it compares with the first of its group."""
+
+    group: str
+    name: str
+    value: float
+    unit: str
+    ratio: float | None = None
+    note: str = ""
+
+
+def seconds_in_turn(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call, after one round that is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name, call in contenders.items():
+            start = time.perf_counter()
+            call()
+            if number:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def rate_rows(group: str, unit: str, amount: float, times: dict[str, list[float]]) -> list[Row]:
+    """Medians of `amount` a second; ratios are medians over rounds of the first contender's rate to each other's."""
+    first = next(iter(times.values()))
+    rows = []
+    for name, seconds in times.items():
+        ratio = statistics.median(theirs / ours for ours, theirs in zip(first, seconds, strict=True))
+        spread = f"{amount / max(seconds):,.0f} to {amount / min(seconds):,.0f}"
+        value = amount / statistics.median(seconds)
+        rows.append(Row(group, name, value, unit, None if seconds is first else ratio, spread))
+    return rows

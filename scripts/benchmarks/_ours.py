@@ -1,0 +1,56 @@
+"""eqformer's side of the benchmarks: a train step and greedy decoding."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eqformer import generation, models, nn, training
+from eqformer._shapes import Batch
+
+
+def random_batch(vocab: int, rows: int, seq: int) -> Batch:
+    """Rows of random tokens, each to be predicted from those before it."""
+    tokens = np.random.default_rng(0).integers(0, vocab, (rows, seq + 1), dtype=np.int32)
+    places = np.broadcast_to(np.arange(seq, dtype=np.int32), (rows, seq))
+    return Batch(
+        ids=jnp.asarray(tokens[:, :-1]),
+        targets=jnp.asarray(tokens[:, 1:]),
+        weights=jnp.ones((rows, seq), jnp.float32),
+        positions=jnp.asarray(places),
+        segments=jnp.zeros((rows, seq), jnp.int32),
+        examples=jnp.arange(rows, dtype=jnp.int32),
+    )
+
+
+def step_and_state(numbers: Any, *, core: Any = None, unroll: int = 1) -> tuple[training.Step, training.TrainState]:
+    """A step of AdamW with clipping, and the first state, of a model of these numbers."""
+
+    make, key = partial(models.build, numbers, core=core, unroll=unroll), jax.random.key(0)
+    optimizer = training.optimizer("adamw", eqx.filter_eval_shape(lambda: make(key=key)), schedule=1e-3)
+    state = eqx.filter_jit(lambda: training.init_state(make(key=key), optimizer))()
+    return training.make_step(training.next_token_loss, optimizer), state
+
+
+def train_step(numbers: Any, batch: Batch, **options: Any) -> Callable[[], float]:
+    """One step of forward, backward, clipping and AdamW; returns the loss."""
+    step, state = step_and_state(numbers, **options)
+    holder = [state]
+
+    def run() -> float:
+        holder[0], metrics = step(holder[0], batch)
+        return float(metrics["loss"])
+
+    return run
+
+
+def decode(numbers: Any, ids: np.ndarray, new: int, core: nn.DotProductCore | None = None) -> Callable[[], Any]:
+    """Greedy decoding with a cache."""
+    model = eqx.filter_jit(lambda key: models.build(numbers, core=core, key=key))(jax.random.key(0))
+    greedy = generation.sampling(temperature=0)
+    call = partial(generation.generate, transforms=greedy, max_new_tokens=new, key=jax.random.key(0))
+    return lambda: call(model, ids)

@@ -1,0 +1,88 @@
+"""The same Llama in PyTorch and transformers, where the extra `hf` is installed."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from eqformer.models import Llama
+
+
+def are_installed() -> bool:
+    """Whether PyTorch and transformers can be imported."""
+    return all(importlib.util.find_spec(package) for package in ("torch", "transformers"))
+
+
+def model_of(numbers: Llama, max_length: int) -> Any:
+    """transformers' Llama of these numbers, with random weights in float32."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(_cores())
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
+    config = transformers.LlamaConfig(
+        vocab_size=numbers.vocab,
+        hidden_size=numbers.embed,
+        intermediate_size=numbers.mlp,
+        num_hidden_layers=numbers.layers,
+        num_attention_heads=numbers.heads,
+        num_key_value_heads=numbers.kv_heads,
+        head_dim=numbers.head_dim,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=numbers.tied,
+        attn_implementation="sdpa",
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def train_step(numbers: Llama, ids: np.ndarray, targets: np.ndarray, *, compiled: bool) -> Callable[[], float]:
+    """One step of forward, backward, clipping and fused AdamW; returns the loss."""
+    import torch
+
+    model = model_of(numbers, ids.shape[1]).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    forward = torch.compile(model) if compiled else model
+    inputs, wanted = torch.from_numpy(ids).long(), torch.from_numpy(targets).long()
+
+    def step() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        logits = forward(inputs, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.view(-1, numbers.vocab), wanted.view(-1))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def decode(numbers: Llama, ids: np.ndarray, new: int) -> Callable[[], Any]:
+    """Greedy `generate` with the static cache."""
+    import torch
+
+    model = model_of(numbers, ids.shape[1] + new).eval()
+    inputs = torch.from_numpy(ids).long()
+
+    def run() -> Any:
+        with torch.no_grad():
+            return model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=new,
+                min_new_tokens=new,
+                do_sample=False,
+                cache_implementation="static",
+            )
+
+    return run
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,99 @@
+"""The rows of the benchmark table, by name."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from benchmarks import _ours, _peers
+from benchmarks._measure import rate_rows, Row, seconds_in_turn
+from eqformer import models, nn, planning
+
+
+ROWS, SEQ = 8, 256
+
+
+def train(rounds: int) -> Iterator[Row]:
+    """Tokens a second of a train step (8 M parameters, 8 x 256 tokens, float32) against PyTorch, and MFU."""
+    numbers = models.preset("llama-byte-8m")
+    batch = _ours.random_batch(numbers.vocab, ROWS, SEQ)
+    contenders: dict[str, Callable[[], Any]] = {
+        "eqformer": _ours.train_step(numbers, batch, core=nn.BlockwiseCore()),
+        "eqformer, jax.nn core": _ours.train_step(numbers, batch),
+    }
+    if _peers.are_installed():
+        ids, targets = np.asarray(batch.ids), np.asarray(batch.targets)
+        contenders["PyTorch, compiled"] = _peers.train_step(numbers, ids, targets, compiled=True)
+        contenders["PyTorch, eager"] = _peers.train_step(numbers, ids, targets, compiled=False)
+    rows = rate_rows("train", "tokens/s", ROWS * SEQ, seconds_in_turn(contenders, rounds))
+    yield from rows
+    shapes = eqx.filter_eval_shape(lambda key: models.build(numbers, key=key), jax.random.key(0))
+    peak = planning.matmul_peak()
+    for attention in ("half", "full"):
+        flops = planning.flops_per_token(shapes, SEQ, attention=attention)
+        note = f"causal attention counted {attention}; peak of a product {peak / 1e9:,.0f} GFLOP/s"
+        yield Row(
+            "train", f"share of the matmul peak ({attention})", 100 * rows[0].value * flops / peak, "%", None, note
+        )
+
+
+def decode(rounds: int) -> Iterator[Row]:
+    """Tokens a second of greedy decoding (8 M parameters, prompt 32, 128 new tokens) against `generate`."""
+    numbers, prompt, new = models.preset("llama-byte-8m"), 32, 128
+    for batch in (1, 16):
+        ids = np.random.default_rng(0).integers(1, numbers.vocab, (batch, prompt), dtype=np.int32)
+        contenders = {"eqformer": _ours.decode(numbers, ids, new)}
+        if _peers.are_installed():
+            contenders["transformers, static cache"] = _peers.decode(numbers, ids, new)
+        times = seconds_in_turn(contenders, max(2, rounds // 3))
+        yield from rate_rows(f"decode, batch {batch}", "tokens/s", batch * new, times)
+
+
+def compilation(rounds: int) -> Iterator[Row]:
+    """Seconds to trace, lower and compile a train step at 4, 16 and 64 layers."""
+    first = None
+    for layers in (4, 16, 64):
+        numbers = dataclasses.replace(models.preset("llama-byte-1m"), layers=layers)
+        batch = _ours.random_batch(numbers.vocab, 2, 64)
+        step, state = _ours.step_and_state(numbers, core=nn.BlockwiseCore())
+        start = time.perf_counter()
+        lowered = step.lower(state, batch)
+        traced = time.perf_counter() - start
+        lowered.compile()
+        seconds = time.perf_counter() - start
+        first = first or seconds
+        note = f"{traced:.1f} s of it to trace and lower"
+        yield Row("compile", f"{layers} layers", seconds, "s", seconds / first, note)
+
+
+def memory(rounds: int) -> Iterator[Row]:
+    """Bytes that a compiled train step holds at once, against a count by hand."""
+    numbers = models.preset("llama-byte-8m")
+    batch = _ours.random_batch(numbers.vocab, ROWS, SEQ)
+    step, state = _ours.step_and_state(numbers, core=nn.BlockwiseCore())
+    parameters = planning.parameter_count(state.model)
+    found = step.lower(state, batch).compile().memory_analysis()
+    held = found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes
+    held -= found.alias_size_in_bytes
+    # Float32 of: parameters, two moments and gradients; and for each token and layer what the backward pass reads:
+    # the residual stream and its normalised copy before both sublayers, queries, keys, values and their sums, the
+    # attended values, the gate, the other factor and their product.
+    width = numbers.heads * numbers.head_dim if numbers.head_dim else numbers.embed
+    kept = 4 * numbers.embed + 2 * width + 2 * width * numbers.kv_heads // numbers.heads + numbers.heads
+    counted = 4 * (4 * parameters + ROWS * SEQ * numbers.layers * (kept + 3 * numbers.mlp))
+    yield Row("memory", "train step, compiled", held / 2**20, "MiB", held / counted, "ratio: to the count by hand")
+    yield Row(
+        "memory", "train step, by hand", counted / 2**20, "MiB", None, "parameters, moments, gradients, activations"
+    )
+
+
+BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
+    "train": train,
+    "decode": decode,
+    "compile": compilation,
+    "memory": memory,
+}
