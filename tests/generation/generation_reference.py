@@ -197,7 +197,7 @@ def write_on(model, prompt, count, *, settings=None, key=None, example=0, ends=(
         logits = logits_after(model, row)
         changed = logits
         for name, transform in LITERAL.items():
-            if name in (settings or {}):
+            if settings is not None and name in settings:
                 changed = transform(changed, row, settings[name])
         if key is not None:
             of_row = jax.random.fold_in(jax.random.fold_in(key, example), len(row))

@@ -1,5 +1,7 @@
 """`generate` and `stream` against a loop in plain Python that reads the whole text again for each token."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from eqformer import generation, nn
 
 KEY = jax.random.key(7)
 PROMPTS = [[5, 9, 2, 44, 17], [3], [12, 60, 0, 1, 33, 33, 8, 21, 50]]
-SETTINGS = dict(temperature=0.8, top_k=30, top_p=0.9, min_p=0.02, repetition_penalty=1.3)
+SETTINGS: dict[str, Any] = dict(temperature=0.8, top_k=30, top_p=0.9, min_p=0.02, repetition_penalty=1.3)
 NEW = 12
 
 
@@ -47,7 +49,7 @@ def test_draws_are_the_slow_loop(model, drawn):
         np.testing.assert_allclose(row[first : first + NEW], nats, atol=1e-4)
         assert np.count_nonzero(row) == NEW
     for changed in (dict(key=jax.random.key(8)), dict(example=5), dict(settings=dict(temperature=1.0))):
-        given = dict(settings=SETTINGS, key=KEY, example=0) | changed
+        given: dict[str, Any] = dict(settings=SETTINGS, key=KEY, example=0) | changed
         assert write_on(model, PROMPTS[0], NEW, **given)[0] != wanted[0][0]
 
 
@@ -123,9 +125,10 @@ def test_the_loop_stops_when_every_row_has_ended(model):
 
 def test_prompts_read_in_chunks_give_the_same_text(model, drawn):
     transforms = generation.sampling(**SETTINGS)
-    given = dict(max_new_tokens=NEW, transforms=transforms, log_probabilities=True, key=KEY)
+    given: dict[str, Any] = dict(max_new_tokens=NEW, transforms=transforms, log_probabilities=True, key=KEY)
     found = generation.generate(model, PROMPTS, prefill_chunk=4, **given)
     assert found.new_ids() == drawn.new_ids()
+    assert found.log_probabilities is not None
     np.testing.assert_allclose(found.log_probabilities, drawn.log_probabilities, atol=1e-4)
 
 
@@ -133,7 +136,9 @@ def test_an_array_with_lengths_is_a_list_of_prompts(model, drawn):
     table = np.full((3, 9), 60)
     for row, prompt in zip(table, PROMPTS):
         row[: len(prompt)] = prompt
-    given = dict(max_new_tokens=NEW, transforms=generation.sampling(**SETTINGS), log_probabilities=True, key=KEY)
+    given: dict[str, Any] = dict(
+        max_new_tokens=NEW, transforms=generation.sampling(**SETTINGS), log_probabilities=True, key=KEY
+    )
     found = generation.generate(model, table, lengths=[5, 1, 9], **given)
     assert found.new_ids() == drawn.new_ids()
     whole = generation.generate(model, jnp.asarray(table), **given)
@@ -180,7 +185,9 @@ def test_weights_are_arguments_and_logits_are_of_last_tokens_alone(model):
 def test_bfloat16_writes_finite_text():
     model = make_model("sinks, sliding window", sharpness=2.0)
     low = nn.Precision("bfloat16", "bfloat16").apply(model)
-    given = dict(max_new_tokens=NEW, transforms=generation.sampling(temperature=0), log_probabilities=True, key=KEY)
+    given: dict[str, Any] = dict(
+        max_new_tokens=NEW, transforms=generation.sampling(temperature=0), log_probabilities=True, key=KEY
+    )
     found = generation.generate(low, PROMPTS[:1], **given)
     assert found.log_probabilities is not None
     assert found.log_probabilities.dtype == np.float32

@@ -1,5 +1,7 @@
 """Logit transforms against loops over one row in float64."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -68,7 +70,7 @@ def test_transform_is_its_formula(name, value):
 
 
 def test_all_together_in_the_usual_order():
-    settings = dict(temperature=0.6, top_k=9, top_p=0.8, min_p=0.05, repetition_penalty=1.4)
+    settings: dict[str, Any] = dict(temperature=0.6, top_k=9, top_p=0.8, min_p=0.05, repetition_penalty=1.4)
     found = np.asarray(eqx.filter_jit(generation.sampling(**settings))(jnp.asarray(LOGITS), history()))
     wanted = by_hand(settings)
     np.testing.assert_array_equal(np.isinf(found), np.isinf(wanted))
@@ -90,8 +92,8 @@ def test_of_equal_tokens_the_lowest_ids_stay(name, value):
             logits[row, places[0]] = np.log(0.25)
     found = np.asarray(MAKE[name](value)(jnp.asarray(logits), history()))
     count = {3: 3, 0.5: 3, 0: 1, 7: 7}[value]
-    for row, after in zip(logits, found):
-        expected = sorted(range(VOCAB), key=lambda token: (-row[token], token))[:count]
+    for before, after in zip(logits, found):
+        expected = sorted(range(VOCAB), key=lambda token: (-before[token], token))[:count]
         assert sorted(np.flatnonzero(np.isfinite(after))) == sorted(expected)
 
 
@@ -110,7 +112,7 @@ def test_another_value_needs_no_other_program():
         return transform(logits, history())
 
     for value in (0.5, 0.9):
-        settings = dict(temperature=value, top_p=value, min_p=value / 10, repetition_penalty=1 + value)
+        settings: dict[str, Any] = dict(temperature=value, top_p=value, min_p=value / 10, repetition_penalty=1 + value)
         apply(generation.sampling(**settings), jnp.asarray(LOGITS))
     assert len(traces) == 1
     apply(generation.sampling(temperature=0), jnp.asarray(LOGITS))
