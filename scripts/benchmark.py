@@ -1,4 +1,4 @@
-"""Measure eqformer, side by side with PyTorch and transformers where they are installed: `python scripts/benchmark.py`."""
+"""Measure eqformer beside PyTorch and transformers, where they are installed: `python scripts/benchmark.py`."""
 
 import sys
 

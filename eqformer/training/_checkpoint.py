@@ -93,10 +93,10 @@ class Checkpointer:
         """The state and the metadata of a step (`None`: the latest).
 
         `like` has the tree of the saved state, with arrays or `jax.ShapeDtypeStruct`s; each array is read to the
-        sharding of its leaf, and leaves that are not arrays are taken from `like`. With `partial`, what `like` lacks is
-        left unread: `{"model": shapes}` restores a model without its optimizer's state. Raises `CheckpointError` if there
-        is no such checkpoint, if any of its files is missing or damaged, or if a leaf differs from `like` in name,
-        shape or dtype.
+        sharding of its leaf, and leaves that are not arrays are taken from `like`. With `partial`, what `like` lacks
+        is left unread: `{"model": shapes}` restores a model without its optimizer's state. Raises `CheckpointError` if
+        there is no such checkpoint, if any of its files is missing or damaged, or if a leaf differs from `like` in
+        name, shape or dtype.
         """
         step, folder, manifest = self._manifest(step)
         arrays, rest = eqx.partition(like, _is_array)

@@ -16,8 +16,8 @@ def are_installed() -> bool:
 
 def model_of(numbers: Llama, max_length: int) -> Any:
     """transformers' Llama of these numbers, with random weights in float32."""
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports]  # an extra
+    import transformers  # pyright: ignore[reportMissingImports]  # an extra
 
     torch.set_num_threads(_cores())
     torch.manual_seed(0)
@@ -42,7 +42,7 @@ def model_of(numbers: Llama, max_length: int) -> Any:
 
 def train_step(numbers: Llama, ids: np.ndarray, targets: np.ndarray, *, compiled: bool) -> Callable[[], float]:
     """One step of forward, backward, clipping and fused AdamW; returns the loss."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]  # an extra
 
     model = model_of(numbers, ids.shape[1]).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -63,7 +63,7 @@ def train_step(numbers: Llama, ids: np.ndarray, targets: np.ndarray, *, compiled
 
 def decode(numbers: Llama, ids: np.ndarray, new: int) -> Callable[[], Any]:
     """Greedy `generate` with the static cache."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]  # an extra
 
     model = model_of(numbers, ids.shape[1] + new).eval()
     inputs = torch.from_numpy(ids).long()

@@ -19,7 +19,7 @@ ROWS, SEQ = 8, 256
 
 def train(rounds: int) -> Iterator[Row]:
     """Tokens a second of a train step (8 M parameters, 8 x 256 tokens, float32) against PyTorch, and MFU."""
-    numbers = models.preset("llama-byte-8m")
+    numbers = _llama("llama-byte-8m")
     batch = _ours.random_batch(numbers.vocab, ROWS, SEQ)
     contenders: dict[str, Callable[[], Any]] = {
         "eqformer": _ours.train_step(numbers, batch, core=nn.BlockwiseCore()),
@@ -43,7 +43,7 @@ def train(rounds: int) -> Iterator[Row]:
 
 def decode(rounds: int) -> Iterator[Row]:
     """Tokens a second of greedy decoding (8 M parameters, prompt 32, 128 new tokens) against `generate`."""
-    numbers, prompt, new = models.preset("llama-byte-8m"), 32, 128
+    numbers, prompt, new = _llama("llama-byte-8m"), 32, 128
     for batch in (1, 16):
         ids = np.random.default_rng(0).integers(1, numbers.vocab, (batch, prompt), dtype=np.int32)
         contenders = {"eqformer": _ours.decode(numbers, ids, new)}
@@ -57,7 +57,7 @@ def compilation(rounds: int) -> Iterator[Row]:
     """Seconds to trace, lower and compile a train step at 4, 16 and 64 layers."""
     first = None
     for layers in (4, 16, 64):
-        numbers = dataclasses.replace(models.preset("llama-byte-1m"), layers=layers)
+        numbers = dataclasses.replace(_llama("llama-byte-1m"), layers=layers)
         batch = _ours.random_batch(numbers.vocab, 2, 64)
         step, state = _ours.step_and_state(numbers, core=nn.BlockwiseCore())
         start = time.perf_counter()
@@ -72,7 +72,7 @@ def compilation(rounds: int) -> Iterator[Row]:
 
 def memory(rounds: int) -> Iterator[Row]:
     """Bytes that a compiled train step holds at once, against a count by hand."""
-    numbers = models.preset("llama-byte-8m")
+    numbers = _llama("llama-byte-8m")
     batch = _ours.random_batch(numbers.vocab, ROWS, SEQ)
     step, state = _ours.step_and_state(numbers, core=nn.BlockwiseCore())
     parameters = planning.parameter_count(state.model)
@@ -89,6 +89,12 @@ def memory(rounds: int) -> Iterator[Row]:
     yield Row(
         "memory", "train step, by hand", counted / 2**20, "MiB", None, "parameters, moments, gradients, activations"
     )
+
+
+def _llama(name: str) -> models.Llama:
+    numbers = models.preset(name)
+    assert isinstance(numbers, models.Llama)
+    return numbers
 
 
 BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
