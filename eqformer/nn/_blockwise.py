@@ -9,6 +9,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from ._core import check_heads, lowest, soft_capped
@@ -141,7 +142,8 @@ _attend = jax.custom_vjp(_attend_plainly, nondiff_argnums=(0,))
 
 
 def _attend_forward(rules: Rules, query: Array, key: Array, value: Array, places: Tokens, kv_places: Tokens):
-    output, logsum = _attend(rules, query, key, value, places, kv_places)
+    results = _attend(rules, query, key, value, places, kv_places)
+    output, logsum = (checkpoint_name(x, "attended") for x in results)  # for remat policies that keep it
     return (output, logsum), (query, key, value, places, kv_places, output, logsum)
 
 
