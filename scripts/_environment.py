@@ -14,4 +14,5 @@ def prepare(simulate: int | None = None) -> None:
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
-_CPU_FLAGS: dict[str, str] = {}
+# Products by XLA's own library of kernels, fused with what surrounds them: see docs/benchmarks.md.
+_CPU_FLAGS = {"--xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}

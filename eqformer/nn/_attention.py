@@ -13,7 +13,7 @@ from ._linear import Linear
 from ._mask import causal, Mask
 from ._norm import LayerNorm, RMSNorm
 from ._rotary import Rotary
-from ._tokens import positions_like, Tokens
+from ._tokens import Tokens, tokens_or_default
 
 
 class Attention(eqx.Module):
@@ -89,7 +89,7 @@ class Attention(eqx.Module):
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: KVCache | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], KVCache | None]:
         """Attend among the tokens of `x` and, with a cache, to those stored in it; the new ones are stored too."""
-        tokens = positions_like(x.shape[:-1]) if tokens is None else tokens
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         query, key, value = self.query(x), self.key(x), self.value(x)
         query = query if self.query_norm is None else self.query_norm(query)
         key = key if self.key_norm is None else self.key_norm(key)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, PyTree
 
 from ._dropout import Dropout
 from ._norm import LayerNorm, RMSNorm
-from ._tokens import positions_like, Tokens
+from ._tokens import Tokens, tokens_or_default
 
 
 Norm = RMSNorm | LayerNorm | Callable[[Array], Array]
@@ -60,7 +60,7 @@ class Block(eqx.Module):
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
         """Run both sublayers; the cache is the attention's."""
-        tokens = positions_like(x.shape[:-1]) if tokens is None else tokens
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         normed = _apply(self.attention_norm, x)
         attended, cache = self.attention(normed, tokens, cache)
         attended = self._drop(_apply(self.attention_output_norm, attended), tokens, 0)
@@ -92,7 +92,7 @@ class Period(eqx.Module):
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
         """Run the blocks in turn; the cache is a tuple of theirs."""
-        tokens = positions_like(x.shape[:-1]) if tokens is None else tokens
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         caches = (None,) * len(self.blocks) if cache is None else cache
         after = []
         for number, (block, given) in enumerate(zip(self.blocks, caches, strict=True)):

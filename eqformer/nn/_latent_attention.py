@@ -14,7 +14,7 @@ from ._linear import Linear
 from ._mask import causal, Mask
 from ._norm import RMSNorm
 from ._rotary import Rotary
-from ._tokens import positions_like, Tokens
+from ._tokens import Tokens, tokens_or_default
 
 
 class LatentAttention(eqx.Module):
@@ -98,7 +98,7 @@ class LatentAttention(eqx.Module):
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: LatentCache | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], LatentCache | None]:
         """Attend among the tokens of `x` and, with a cache, to those stored in it; the new ones are stored too."""
-        tokens = positions_like(x.shape[:-1]) if tokens is None else tokens
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         query, query_rope = self._queries(x)
         latents = self.latent_down(x)
         latents = latents if self.latent_norm is None else self.latent_norm(latents)

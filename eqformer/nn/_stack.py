@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ._block import Mixer
 from ._dims import ensemble
-from ._tokens import positions_like, Tokens
+from ._tokens import Tokens, tokens_or_default
 
 
 class Stack(eqx.Module):
@@ -62,7 +62,7 @@ class Stack(eqx.Module):
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
         """Run the layers in turn; the cache has a `layers` dim in front of each array."""
-        tokens = positions_like(x.shape[:-1]) if tokens is None else tokens
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
 
         def layer(carry: tuple, given: tuple) -> tuple[tuple, None]:

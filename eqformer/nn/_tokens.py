@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key, UInt
+from jaxtyping import Array, Int, Key, PyTree, UInt
 
 
 class Tokens(eqx.Module):
@@ -30,6 +30,18 @@ class Tokens(eqx.Module):
 def positions_like(shape: Sequence[int]) -> Tokens:
     """Tokens of one document a row, at positions 0, 1, ..., for an array of shape `*batch seq`."""
     return Tokens(jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), tuple(shape)))
+
+
+def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree) -> Tokens:
+    """The tokens given to a call, or else those of `positions_like`; refuses a cache without positions."""
+    if tokens is not None:
+        return tokens
+    if cache is not None:
+        raise ValueError(
+            f"a call on tokens of shape {tuple(shape)} has a cache and tokens=None: with a cache, only the caller knows "
+            "how far each row has come; pass Tokens(positions), with -1 for padding."
+        )
+    return positions_like(shape)
 
 
 def fold_in_each(keys: Key[Array, "*shape"], number: UInt[Array, ""]) -> Key[Array, "*shape"]:

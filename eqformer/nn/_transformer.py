@@ -10,7 +10,7 @@ from ._dropout import Dropout
 from ._embedding import Embedding, LearnedPositions, unembed
 from ._linear import Linear
 from ._stack import Stack
-from ._tokens import positions_like, Tokens
+from ._tokens import Tokens, tokens_or_default
 
 
 class Transformer(eqx.Module):
@@ -52,12 +52,7 @@ class Transformer(eqx.Module):
 
         Where there is a cache, `tokens` must be given: only the caller knows how far each row has come.
         """
-        if tokens is None and cache is not None:
-            raise ValueError(
-                "Transformer(ids, tokens=None, cache=...): with a cache the positions of the ids must be given; "
-                "pass Tokens(positions) with the place of each id in its row, -1 for padding."
-            )
-        tokens = positions_like(ids.shape) if tokens is None else tokens
+        tokens = tokens_or_default(tokens, ids.shape, cache)
         x = self.embedding(ids).astype(self.compute_dtype)
         if self.positions is not None:
             x = x + self.positions(tokens.positions).astype(x.dtype)

@@ -132,7 +132,7 @@ def test_ids_outside_the_vocabulary_are_nan(tied):
 
 
 def test_messages(untied):
-    with pytest.raises(ValueError, match=r"with a cache the positions of the ids must be given"):
+    with pytest.raises(ValueError, match=r"has a cache and tokens=None"):
         untied(IDS, None, untied.init_cache(2, 6))
     with pytest.raises(ValueError, match=r"init_cache\(capacity=7\): the model has 6 learned positions"):
         untied.init_cache(2, 7)
