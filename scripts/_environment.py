@@ -1,18 +1,33 @@
 """What must be set before JAX is imported: import this module first."""
 
+import ctypes
 import os
+import platform
+from importlib.metadata import version
 
 
-def prepare(simulate: int | None = None) -> None:
-    """Choose XLA's flags for a CPU, leaving what the user has set; `simulate` makes one CPU look like many devices."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    wanted = dict(_CPU_FLAGS)
-    if simulate is not None:
-        wanted["--xla_force_host_platform_device_count"] = str(simulate)
-    given = {flag.partition("=")[0] for flag in flags}
-    flags += [f"{name}={value}" for name, value in wanted.items() if name not in given]
-    os.environ["XLA_FLAGS"] = " ".join(flags)
+def prepare() -> None:
+    """Choose how XLA and the C library run on a CPU, leaving what the user has set; docs/benchmarks.md has figures."""
+    # XLA ends the process at a flag it does not know, so they are given to the versions they were measured with.
+    if version("jaxlib").startswith("0.10."):
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        given = {flag.partition("=")[0] for flag in flags}
+        flags += [f"{name}={value}" for name, value in _CPU_FLAGS.items() if name not in given]
+        os.environ["XLA_FLAGS"] = " ".join(flags)
+    if platform.libc_ver()[0] == "glibc" and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+        keep_pages(ctypes.CDLL(None))
 
 
-# Products by XLA's own library of kernels, fused with what surrounds them: see docs/benchmarks.md.
-_CPU_FLAGS = {"--xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
+def keep_pages(libc: ctypes.CDLL) -> None:
+    """Let malloc keep the memory of one step for the next, instead of asking the system for fresh pages each time."""
+    for parameter, value in ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 << 20)):
+        libc.mallopt(parameter, value)
+
+
+# Products and reductions by XLA's own library of kernels, fused with what surrounds them.
+_CPU_FLAGS = {
+    "--xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE",
+}
+
+# Numbers of mallopt's parameters in glibc's malloc.h.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8

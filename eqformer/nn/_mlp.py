@@ -36,7 +36,7 @@ class MLP(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Map each token by itself."""
-        return self.down(self.activation(self.up(x)))
+        return self.down(_recomputed(self.activation)(self.up(x)))
 
 
 class GatedMLP(eqx.Module):
@@ -74,4 +74,9 @@ class GatedMLP(eqx.Module):
         gate, up = self.gate(x), self.up(x)
         if self.limit is not None:
             gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        return self.down(self.activation(gate) * up)
+        return self.down(_recomputed(lambda gate, up: self.activation(gate) * up)(gate, up))
+
+
+def _recomputed(bend: Callable[..., Array]) -> Callable[..., Array]:
+    """The function with nothing but its inputs kept for the backward pass: cheaper to make again than to remember."""
+    return jax.checkpoint(bend, prevent_cse=False)

@@ -84,10 +84,15 @@ class Stack(eqx.Module):
         return eqx.filter_vmap(lambda block: block.init_cache(batch, capacity, dtype))(self.blocks)
 
 
-# What is kept from the forward pass, by name; everything else is recomputed in the backward pass. `none`: keep all.
+_POLICIES = jax.checkpoint_policies
+# What is kept from the forward pass, by name; everything else is recomputed in the backward pass. `none`: keep all;
+# `products`: the results of linear maps, and of attention in a core that names them, `BlockwiseCore`.
 REMAT: dict[str, Callable[..., bool] | None] = {
     "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": _POLICIES.nothing_saveable,
+    "dots": _POLICIES.dots_saveable,
+    "dots_no_batch": _POLICIES.dots_with_no_batch_dims_saveable,
+    "products": _POLICIES.save_from_both_policies(
+        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names("attended")
+    ),
 }

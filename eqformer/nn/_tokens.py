@@ -38,8 +38,8 @@ def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree
         return tokens
     if cache is not None:
         raise ValueError(
-            f"a call on tokens of shape {tuple(shape)} has a cache and tokens=None: with a cache, only the caller knows "
-            "how far each row has come; pass Tokens(positions), with -1 for padding."
+            f"a call on tokens of shape {tuple(shape)} has a cache and tokens=None: with a cache, only the caller "
+            "knows how far each row has come; pass Tokens(positions), with -1 for padding."
         )
     return positions_like(shape)
 

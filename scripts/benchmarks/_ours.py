@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eqformer import generation, models, nn, training
+from eqformer import generation, models, training
 from eqformer._shapes import Batch
 
 
@@ -27,18 +27,18 @@ def random_batch(vocab: int, rows: int, seq: int) -> Batch:
     )
 
 
-def step_and_state(numbers: Any, *, core: Any = None, unroll: int = 1) -> tuple[training.Step, training.TrainState]:
+def step_and_state(numbers: Any, **how: Any) -> tuple[training.Step, training.TrainState]:
     """A step of AdamW with clipping, and the first state, of a model of these numbers."""
 
-    make, key = partial(models.build, numbers, core=core, unroll=unroll), jax.random.key(0)
+    make, key = partial(models.build, numbers, **how), jax.random.key(0)
     optimizer = training.optimizer("adamw", eqx.filter_eval_shape(lambda: make(key=key)), schedule=1e-3)
     state = eqx.filter_jit(lambda: training.init_state(make(key=key), optimizer))()
     return training.make_step(training.next_token_loss, optimizer), state
 
 
-def train_step(numbers: Any, batch: Batch, **options: Any) -> Callable[[], float]:
+def train_step(numbers: Any, batch: Batch, **how: Any) -> Callable[[], float]:
     """One step of forward, backward, clipping and AdamW; returns the loss."""
-    step, state = step_and_state(numbers, **options)
+    step, state = step_and_state(numbers, **how)
     holder = [state]
 
     def run() -> float:
@@ -48,9 +48,10 @@ def train_step(numbers: Any, batch: Batch, **options: Any) -> Callable[[], float
     return run
 
 
-def decode(numbers: Any, ids: np.ndarray, new: int, core: nn.DotProductCore | None = None) -> Callable[[], Any]:
-    """Greedy decoding with a cache."""
-    model = eqx.filter_jit(lambda key: models.build(numbers, core=core, key=key))(jax.random.key(0))
+def decode(numbers: Any, ids: np.ndarray, new: int, *, apart: bool) -> Callable[[], Any]:
+    """Greedy decoding with a cache; `apart` takes the layers out of their stack first."""
+    model = eqx.filter_jit(lambda key: models.build(numbers, key=key))(jax.random.key(0))
+    model = generation.unstacked(model) if apart else model
     greedy = generation.sampling(temperature=0)
     call = partial(generation.generate, transforms=greedy, max_new_tokens=new, key=jax.random.key(0))
     return lambda: call(model, ids)

@@ -47,7 +47,7 @@ def train_step(numbers: Llama, ids: np.ndarray, targets: np.ndarray, *, compiled
     model = model_of(numbers, ids.shape[1]).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     forward = torch.compile(model) if compiled else model
-    inputs, wanted = torch.from_numpy(ids).long(), torch.from_numpy(targets).long()
+    inputs, wanted = torch.tensor(ids).long(), torch.tensor(targets).long()
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
@@ -66,7 +66,7 @@ def decode(numbers: Llama, ids: np.ndarray, new: int) -> Callable[[], Any]:
     import torch  # pyright: ignore[reportMissingImports]  # an extra
 
     model = model_of(numbers, ids.shape[1] + new).eval()
-    inputs = torch.from_numpy(ids).long()
+    inputs = torch.tensor(ids).long()
 
     def run() -> Any:
         with torch.no_grad():

@@ -50,7 +50,7 @@ class Execution:
 
     core: Literal["default", "reference", "blockwise", "cudnn"] = "blockwise"
     """The attention core."""
-    remat: Literal["none", "full", "dots", "dots_no_batch"] = "none"
+    remat: Literal["none", "full", "dots", "dots_no_batch", "products"] = "products"
     """What the backward pass recomputes instead of keeping it."""
     unroll: int = 1
     """Layers a turn of the scan over layers."""
