@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from eqformer.models import build, FAMILIES, GPT2, JAXformer, Llama, preset, presets
-from eqformer.nn import dims, Rotary
+from eqformer.nn import Attention, Block, dims, LatentAttention, Period, Rotary
 from eqformer.planning import parameter_count
 
 
@@ -67,11 +67,18 @@ def test_key_heads_must_divide_heads():
         shapes_of(Llama(9, 16, 1, heads=8, kv_heads=3, mlp=8))
 
 
+def _attention(block):
+    assert isinstance(block, Block) and isinstance(block.attention, LatentAttention)
+    return block.attention
+
+
 def test_the_last_layer_of_a_jaxformer_block_has_no_rotary_position():
     numbers = JAXformer(9, 16, blocks=2, layers_per_block=3, heads=2, latent=4, rope_dim=2)
     period = shapes_of(numbers).stacks[0].blocks
-    assert [block.attention.rotary for block in period.blocks] == [Rotary(2, 10_000.0, interleaved=True)] * 2 + [None]
-    assert period.blocks[0].attention.key_rope.weight.shape == (2, 2, 16)
+    assert isinstance(period, Period)
+    assert [_attention(block).rotary for block in period.blocks] == [Rotary(2, 10_000.0, interleaved=True)] * 2 + [None]
+    key_rope = _attention(period.blocks[0]).key_rope
+    assert key_rope is not None and key_rope.weight.shape == (2, 2, 16)
 
 
 def test_a_preset_of_any_size_is_laid_out_without_allocating_it():
@@ -84,6 +91,8 @@ def test_a_preset_of_any_size_is_laid_out_without_allocating_it():
 def test_residual_projections_start_smaller_in_deeper_models():
     def spread(layers):
         model = build(Llama(16, 32, layers, heads=4, kv_heads=2, mlp=64), key=jax.random.key(1))
-        return float(model.stacks[0].blocks.attention.output.weight.std())
+        block = model.stacks[0].blocks
+        assert isinstance(block, Block) and isinstance(block.attention, Attention)
+        return float(block.attention.output.weight.std())
 
     assert spread(8) == pytest.approx(spread(2) / 2, rel=0.05)
