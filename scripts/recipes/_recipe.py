@@ -72,7 +72,7 @@ class Recipe:
 
     model: Llama | GPT2 | JAXformer
     """The family and its numbers."""
-    steps: int = 1000
+    steps: int = 800
     """How many optimizer steps the run takes."""
     seed: int = 0
     """Decides initial weights, the order of the data, dropout and samples."""
