@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from ._extra import load_extra
+from .._extra import load_extra
 
 
 class Document(NamedTuple):

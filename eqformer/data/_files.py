@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._extra import load_extra
 from ._documents import digest, Document, field_of, Source
-from ._extra import load_extra
 
 
 _PLAIN = (".txt", ".md", ".py")

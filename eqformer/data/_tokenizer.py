@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Integer, UInt
 
+from .._extra import load_extra
 from ._documents import digest
-from ._extra import load_extra
 
 
 Ids = Integer[np.ndarray, "seq"] | Sequence[int]

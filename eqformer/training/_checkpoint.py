@@ -13,9 +13,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
+from .._extra import load_extra
 from ._manifest import check_files, describe_files, sync_folder
 from ._quiet import quiet_orbax
 from ._run_metadata import versions
@@ -43,7 +43,7 @@ class Checkpointer:
             raise ValueError(f"Checkpointer(keep={keep}): at least one checkpoint is kept; pass None to keep all.")
         self._directory = Path(directory).absolute()
         self._keep = keep
-        self._writer: ocp.AsyncCheckpointer | None = None
+        self._writer: Any = None  # orbax's, made by the first save
         self._thread: threading.Thread | None = None
         self._failure: tuple[int, BaseException] | None = None
 
@@ -75,14 +75,14 @@ class Checkpointer:
         text = json.dumps(dict(metadata) | {"versions": versions()}, allow_nan=False)
         leaves = _named_arrays(state)
         if self._writer is None:
-            quiet_orbax()
+            ocp = _orbax()
             self._writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
             self._clean()
         folder = self._directory / f"{step}.unfinished"
         table = {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in leaves.items()}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._writer.save(folder / "state", args=ocp.args.StandardSave(leaves))
+            self._writer.save(folder / "state", args=_orbax().args.StandardSave(leaves))
         except Exception as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise self._could_not_save(step, error) from error
@@ -106,7 +106,7 @@ class Checkpointer:
         if faults := check_files(folder, manifest["files"]):
             _refuse(folder, faults)
         targets = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x)) for name, x in wanted.items()}
-        quiet_orbax()
+        ocp = _orbax()
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
                 how = ocp.checkpoint_utils.construct_restore_args(targets)
@@ -203,6 +203,11 @@ class Checkpointer:
 
 
 _MANIFEST = "manifest.json"
+
+
+def _orbax() -> Any:
+    quiet_orbax()
+    return load_extra("orbax.checkpoint", extra="train", call="Checkpointer(directory)")
 
 
 def _is_step(path: Path) -> bool:

@@ -3,10 +3,10 @@
 import json
 import math
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
+
+from .._extra import load_extra
 
 
 @runtime_checkable
@@ -74,7 +74,7 @@ class TensorBoard:
 
     def __init__(self, folder: str | Path):
         """Opens a new event file in `folder`."""
-        self._writer = _extra("tensorboardX", "TensorBoard").SummaryWriter(str(folder))
+        self._writer = load_extra("tensorboardX", extra="sinks", call="TensorBoard(folder)").SummaryWriter(str(folder))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Adds each number of the row at the row's step; text is left out."""
@@ -106,7 +106,7 @@ class WeightsAndBiases:
         """Starts or continues a run; offline files are kept in `folder`."""
         if mode not in ("online", "offline", "disabled"):
             raise ValueError(f"WeightsAndBiases(mode={mode!r}): the modes are online, offline, disabled.")
-        self._run = _extra("wandb", "WeightsAndBiases").init(
+        self._run = load_extra("wandb", extra="sinks", call="WeightsAndBiases(project)").init(
             project=project,
             dir=str(folder),
             mode=mode,
@@ -138,12 +138,3 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, int | float]:
 
 def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _extra(module: str, sink: str) -> ModuleType:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"{sink} needs the package {module}, which is not installed; install eqformer[sinks]."
-        ) from error

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eqformer import generation, models, training
-from eqformer._shapes import Batch
+from eqformer import Batch, generation, models, training
 
 
 def random_batch(vocab: int, rows: int, seq: int) -> Batch:

@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from eqformer._shapes import Batch
+from eqformer import Batch
 from eqformer.data import ByteTokenizer, Documents, open_store, texts, Windows
 from eqformer.data._packing import best_fit
 

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqformer import nn
-from eqformer._shapes import Batch
+from eqformer import Batch, nn
 
 
 @pytest.fixture(scope="session")

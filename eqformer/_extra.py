@@ -1,4 +1,4 @@
-"""Packages that only some sources and tokenizers need, loaded when they are first used."""
+"""Packages that only some parts need, loaded when they are first used."""
 
 import importlib
 from typing import Any

@@ -1,0 +1,34 @@
+"""Every room can be imported with the core packages alone, and its names are there."""
+
+import importlib
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import eqformer
+
+
+PACKAGE = pathlib.Path(eqformer.__file__).parent
+ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+EXTRAS = (
+    "orbax grain tokenizers safetensors tyro rich matplotlib pyarrow datasets tensorboardX wandb torch transformers"
+)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_has_its_names(room):
+    module = importlib.import_module(f"eqformer.{room}")
+    assert len([name for name in vars(module) if not name.startswith("_")]) > 3
+
+
+def test_the_core_packages_suffice_to_import_everything():
+    block = f"import sys\nfor extra in {EXTRAS.split()}:\n    sys.modules[extra] = None\n"
+    imports = "\n".join(f"import eqformer.{room}" for room in ROOMS)
+    missing = (
+        "\ntry:\n    eqformer.training.Checkpointer('/nowhere').save({}, 1, {})\nexcept ImportError as e:\n    print(e)"
+    )
+    done = subprocess.run([sys.executable, "-c", block + imports + missing], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Checkpointer(directory) needs the package orbax" in done.stdout and "eqformer[train]" in done.stdout
