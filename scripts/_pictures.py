@@ -38,11 +38,9 @@ def draw_losses(metrics: Path, target: Path, bytes_per_token: float) -> None:
     part.replace(target)
 
 
-def _smoothed(points: list[tuple[int, float]], keep: float = 0.9) -> list[tuple[int, float]]:
-    """An exponential mean, corrected for its start."""
-    mean, weight, smooth = 0.0, 0.0, []
-    for step, loss in points:
-        if math.isfinite(loss):
-            mean, weight = keep * mean + (1 - keep) * loss, keep * weight + (1 - keep)
-            smooth.append((step, mean / weight))
-    return smooth
+def _smoothed(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Means over a window around each point, narrower at the ends, so that the line does not lag behind."""
+    reach = max(1, len(points) // 40)
+    losses = [loss for _, loss in points]
+    windows = [losses[max(0, i - reach) : i + reach + 1] for i in range(len(points))]
+    return [(step, sum(window) / len(window)) for (step, _), window in zip(points, windows)]
