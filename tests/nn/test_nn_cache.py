@@ -138,3 +138,15 @@ def test_a_donated_cache_is_updated_in_place(rolling):
     after = compiled(memory, keys, places)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(memory))
     assert after.positions[0, 0] == 0
+
+
+def test_a_donated_cache_of_latents_is_updated_in_place():
+    memory = nn.LatentCache(jnp.zeros((2, 1024, 8)), jnp.zeros((2, 1024, 4)), jnp.full((2, 1024), -1))
+    new = jnp.ones((2, 1, 8)), jnp.ones((2, 1, 4)), jnp.zeros((2, 1), jnp.int32)
+    step = lambda memory, latents, keys, places: memory.update(latents, keys, nn.Tokens(places))[0]
+    compiled = jax.jit(step, donate_argnums=0).lower(memory, *new).compile()
+    kept, size = compiled.memory_analysis(), sum(leaf.nbytes for leaf in jax.tree.leaves(memory))
+    assert kept is not None and kept.alias_size_in_bytes == size and kept.temp_size_in_bytes < size / 8
+    after = compiled(memory, *new)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(memory))
+    assert after.latents[0, 0, 0] == 1 and after.latents[0, 1, 0] == 0

@@ -1,6 +1,7 @@
 """Bad input ends a script with one clear message and exit code 2, and overwrites nothing."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -109,7 +110,9 @@ def test_a_full_disk_is_told_and_leaves_nothing_half_written(limit, place, corpu
     limited = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit},) * 2)"
     program = [sys.executable, "-c", limited + "; os.execv(sys.argv[1], sys.argv[1:])"]
     arguments = command("pretrain.py", "--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA)
-    done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=300)
+    # Without bytecode: Python itself would leave files of it cut short, which the next process could not import.
+    unwritten = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=300, env=unwritten)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count("error:") == 1 and place in done.stderr and "File too large" in done.stderr, done.stderr
     folder = tmp_path / "run" / place

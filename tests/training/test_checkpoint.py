@@ -182,7 +182,8 @@ def test_no_checkpoint_is_an_error_and_leftovers_are_not_checkpoints(tmp_path):
     assert tree_of(tmp_path) == ["4.unfinished.d", "5", "7", "notes"]
 
 
-def test_a_full_disk_is_an_error_at_the_next_call_and_the_last_checkpoint_stays(tmp_path):
+def test_a_full_disk_is_an_error_at_the_next_call_and_the_last_checkpoint_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would leave bytecode that is cut short
     draw = np.random.default_rng(0)
     large = {"x": jnp.asarray(draw.normal(size=2**18), jnp.float32)}
     checkpointer = training.Checkpointer(tmp_path)
