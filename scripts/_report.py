@@ -1,7 +1,9 @@
 """What a run says of itself when it begins and when it ends."""
 
 import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from _run_directory import RunDirectory
@@ -35,6 +37,15 @@ def closing(recipe: Recipe, directory: RunDirectory, done: int, skipped: int, la
             f"sample     python scripts/sample.py {sample}",
         )
     )
+
+
+def add_sample(path: Path, step: int, text: str) -> None:
+    """Write a sample under its step; those of this step or later are of a past that is run again, and go."""
+    _, *entries = re.split(r"^--- step (\d+)\n", path.read_text() if path.exists() else "", flags=re.MULTILINE)
+    kept = [f"--- step {number}\n{body}" for number, body in zip(entries[::2], entries[1::2]) if int(number) < step]
+    part = path.with_suffix(".part")
+    part.write_text("".join(kept) + f"--- step {step}\n{text}\n\n")
+    part.replace(path)
 
 
 def speed(rate: Mapping[str, float]) -> str:

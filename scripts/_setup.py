@@ -93,6 +93,10 @@ def tokenizer_of(recipe: Recipe) -> data.Tokenizer:
 
 def source_of(recipe: Recipe) -> data.Source:
     """The recipe's documents."""
+    if recipe.text.hub is not None and recipe.data is not None:
+        raise ValueError(f"--data {recipe.data} --text.hub {recipe.text.hub}: a run reads one of them; leave one out.")
+    if recipe.text.hub is not None:
+        return data.hub(recipe.text.hub, field=recipe.text.field)
     if recipe.data is None:
         return data.standard_library()
     return data.files(recipe.data, field=recipe.text.field)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from _pictures import draw_losses
 from _recipe_file import to_json
-from _report import closing, opening, speed
+from _report import add_sample, closing, opening, speed
 from _run_directory import RunDirectory
 from _screen import Screen
 from _setup import build_model, first_state, Keys, keys_of, loader_of, open_text, optimizer_of, source_of, tokenizer_of
@@ -193,8 +193,7 @@ class Trainer:
             key=jax.random.fold_in(self.keys.samples, step),
         )
         text = self.tokenizer.decode(np.asarray(prompt + written.new_ids()[0]))
-        with self.directory.samples.open("a") as file:
-            file.write(f"--- step {step}\n{text}\n\n")
+        add_sample(self.directory.samples, step, text)
         self.screen.note(f"--- after {step} steps it writes\n{text}\n---")
 
     def _stop(self) -> None:

@@ -28,8 +28,8 @@ class Command:
     recipe: str
     """The recipe to start from; see scripts/recipes. Flags below change its fields."""
     run: Annotated[Recipe, tyro.conf.arg(name="")]
-    run_dir: Path | None = None
-    """The folder of the run: everything is written there (default: runs/<recipe>)."""
+    run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/<recipe>)")] = None
+    """The folder of the run; everything is written there."""
 
 
 def parse(arguments: list[str]) -> Command:

@@ -12,6 +12,8 @@ from eqformer.nn import Precision
 class Text:
     """How documents become tokens, and tokens rows."""
 
+    hub: str | None = None
+    """A Hugging Face dataset by name, in place of --data (extra `data`; needs the network)."""
     tokenizer: Path | None = None
     """A tokenizer.json file; bytes (256 ids, 0 ends a text) by default."""
     end_of_text: str | None = None

@@ -46,6 +46,7 @@ def refused(capsys):
         ("--precision.compute int8", ["int8", "floating-point"]),
         ("--data no/such/folder", ["no/such/folder"]),
         ("--text.tokenizer no/such.json", ["no/such.json"]),
+        ("--data README.md --text.hub someone/texts", ["README.md", "someone/texts", "one of them"]),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(arguments, words, refused, tmp_path):

@@ -13,6 +13,7 @@ from eqformer.training import Checkpointer
 
 
 KILLED = [*TINY, "--recipe", "gpt2", "--model.dropout", "0.1", "--steps", "14", "--checkpoint-every", "4"]
+KILLED += ["--sample-every", "5"]
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,8 @@ def test_a_killed_run_goes_on_bit_for_bit(corpus, tmp_path):
     numbers = ("step", "loss", "grad_norm", "learning_rate")
     assert [[row[n] for n in numbers] for row in rows(killed)] == [[row[n] for n in numbers] for row in rows(whole)]
     assert rows(killed, "validation_loss") == rows(whole, "validation_loss")
+    samples = [(path / "samples.txt").read_text() for path in (killed, whole)]
+    assert samples[0] == samples[1] and samples[0].count("--- step ") == 3
     ours, theirs = saved_arrays(killed, 14), saved_arrays(whole, 14)
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs) and len(ours) == len(theirs) > 20
     # The comparison can fail: other numbers come of another seed.
