@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +21,8 @@ from benchmarks._measure import Row
 from benchmarks._rows import BENCHMARKS
 from rich.console import Console
 from rich.table import Table
+
+from eqformer import training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +39,7 @@ class Command:
 
 def machine() -> dict[str, str]:
     """What the figures were measured on."""
-    packages = ("jax", "equinox", "torch", "transformers")
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
+    versions = training.versions(("jax", "equinox", "torch", "transformers"))
     device = jax.devices()[0]
     cores = len(os.sched_getaffinity(0))
     return {"device": device.device_kind, "cores": str(cores), "python": platform.python_version()} | versions

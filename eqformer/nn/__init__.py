@@ -14,7 +14,13 @@ from ._block import Block as Block, Mixer as Mixer, Period as Period
 from ._blockwise import BlockwiseCore as BlockwiseCore
 from ._cache import KVCache as KVCache, LatentCache as LatentCache
 from ._core import DotProductCore as DotProductCore, ReferenceCore as ReferenceCore
-from ._dims import dims as dims, dims_table as dims_table, ensemble as ensemble, named_by as named_by
+from ._dims import (
+    dims as dims,
+    dims_table as dims_table,
+    ensemble as ensemble,
+    is_trainable as is_trainable,
+    named_by as named_by,
+)
 from ._dropout import Dropout as Dropout
 from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions
 from ._latent_attention import LatentAttention as LatentAttention

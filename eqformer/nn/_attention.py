@@ -121,7 +121,7 @@ class Attention(eqx.Module):
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
         """An empty cache for rows of up to `capacity` tokens, shorter and rolling where the mask forgets sooner."""
-        reach = min(n for n in (capacity, self.mask.window, self.mask.chunk) if n is not None)
+        reach = self.mask.reach(capacity)
         shape = (*batch, reach, *self.key.weight.shape[:2])
         keys, values = jnp.zeros(shape, dtype), jnp.zeros((*shape[:-1], self.value.weight.shape[1]), dtype)
         return KVCache(keys, values, empty_slots(batch, reach), rolling=reach < capacity)

@@ -43,6 +43,11 @@ def has_shape(leaf: Any) -> bool:
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)
 
 
+def is_trainable(leaf: Any) -> bool:
+    """Whether a leaf is a floating-point array, or the shape of one: what training changes."""
+    return has_shape(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
 def dims_table(model: PyTree) -> str:
     """A printable table of every array: path, dims, shape, dtype, bytes; and the totals."""
     leaves = jax.tree_util.tree_leaves_with_path(model)

@@ -147,7 +147,7 @@ class LatentAttention(eqx.Module):
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> LatentCache:
         """An empty cache for rows of up to `capacity` tokens, shorter and rolling where the mask forgets sooner."""
-        reach = min(n for n in (capacity, self.mask.window, self.mask.chunk) if n is not None)
+        reach = self.mask.reach(capacity)
         latents = jnp.zeros((*batch, reach, self.latent_down.weight.shape[0]), dtype)
         rotary_keys = jnp.zeros((*batch, reach, 0 if self.rotary is None else self.rotary.dim), dtype)
         return LatentCache(latents, rotary_keys, empty_slots(batch, reach), rolling=reach < capacity)

@@ -27,6 +27,10 @@ class Mask(eqx.Module):
                     f"Mask({name}={value}): {name} counts tokens and must be at least 1; pass None for no {name}."
                 )
 
+    def reach(self, seq: int) -> int:
+        """Of the last `seq` tokens, how many a query can see at most: what a cache has to keep."""
+        return min(n for n in (seq, self.window, self.chunk) if n is not None)
+
     def __call__(self, queries: Tokens, keys: Tokens) -> Bool[Array, "*batch seq kv_seq"]:
         """True where the query of the row may attend to the key of the column."""
         query, key = queries.positions[..., :, None], keys.positions[..., None, :]

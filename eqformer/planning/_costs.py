@@ -2,11 +2,10 @@
 
 import math
 
-import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..nn import Attention, LatentAttention, Linear, Mask, matrices, Transformer
+from ..nn import Attention, is_trainable, LatentAttention, Linear, Mask, matrices, Transformer
 
 
 def parameter_count(model: PyTree, *, embeddings: bool = True) -> int:
@@ -16,11 +15,9 @@ def parameter_count(model: PyTree, *, embeddings: bool = True) -> int:
     """
     marks = jax.tree.leaves(matrices(model), is_leaf=lambda x: x is None)
     leaves = jax.tree.leaves(model, is_leaf=lambda x: x is None)
-    if len(marks) != len(leaves):
-        raise AssertionError("matrices(model) has another structure than model")
     total = 0
-    for leaf, mark in zip(leaves, marks):
-        if _is_trained(leaf) and (embeddings or mark is None or not mark.table):
+    for leaf, mark in zip(leaves, marks, strict=True):
+        if is_trainable(leaf) and (embeddings or mark is None or not mark.table):
             total += math.prod(leaf.shape)
     return total
 
@@ -53,7 +50,7 @@ def visible_keys(mask: Mask, seq: int) -> float:
     """How many keys a query sees under `mask`, on average over the positions of a row of `seq` tokens."""
     if not mask.is_causal:
         return float(seq)
-    reach = min(n for n in (seq, mask.window, mask.chunk) if n is not None)
+    reach = mask.reach(seq)
     if mask.chunk is not None and reach == mask.chunk:
         whole, rest = divmod(seq, reach)
         return (whole * reach * (reach + 1) + rest * (rest + 1)) / 2 / seq
@@ -76,9 +73,3 @@ def _is_linear(node: object) -> bool:
 
 def _is_counted(node: object) -> bool:
     return isinstance(node, Linear | Attention | LatentAttention)
-
-
-def _is_trained(leaf: object) -> bool:
-    return eqx.is_inexact_array(leaf) or (
-        isinstance(leaf, jax.ShapeDtypeStruct) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
-    )

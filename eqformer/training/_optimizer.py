@@ -58,7 +58,7 @@ class Optimizer(eqx.Module):
 
 def trainable(model: PyTree) -> PyTree:
     """The floating-point arrays of a model; None stands for everything else, which training leaves as it is."""
-    return eqx.filter(model, _is_trainable)
+    return eqx.filter(model, nn.is_trainable)
 
 
 def adamw(
@@ -152,13 +152,6 @@ def global_norm(tree: PyTree) -> Float[Array, ""]:
     widest = jnp.result_type(*(leaf.dtype for leaf in leaves)) if leaves else jnp.float32
     squares = (jnp.sum(jnp.square(leaf)).astype(widest) for leaf in leaves)
     return jnp.sqrt(sum(squares, start=jnp.zeros((), widest)))
-
-
-def _is_trainable(leaf: Any) -> bool:
-    # Shapes count as arrays, so that an optimizer can be made for a model that is not built yet.
-    return eqx.is_inexact_array(leaf) or (
-        isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    )
 
 
 def _is_mark(node: Any) -> bool:

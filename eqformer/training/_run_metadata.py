@@ -1,6 +1,6 @@
 """What a run needs beside its arrays to go on where it stopped."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
+
+
+_PACKAGES = ("eqformer", "jax", "equinox", "optax", "orbax-checkpoint")
 
 
 def run_metadata(
@@ -25,8 +28,8 @@ def saved_key(metadata: Mapping[str, Any]) -> Key[Array, ""]:
     return jax.random.wrap_key_data(jnp.asarray(saved["data"], jnp.uint32), impl=saved["implementation"])
 
 
-def versions() -> dict[str, str]:
-    """The versions of the packages that a run's numbers depend on."""
+def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
+    """The versions of packages, by default of those that a run's numbers depend on."""
 
     def of(package: str) -> str:
         try:
@@ -34,4 +37,4 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             return "not installed"
 
-    return {package: of(package) for package in ("eqformer", "jax", "equinox", "optax", "orbax-checkpoint")}
+    return {package: of(package) for package in packages}

@@ -1,6 +1,7 @@
 """The same Llama in PyTorch and transformers, where the extra `hf` is installed."""
 
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ def model_of(numbers: Llama, max_length: int) -> Any:
     import torch  # pyright: ignore[reportMissingImports]  # an extra
     import transformers  # pyright: ignore[reportMissingImports]  # an extra
 
-    torch.set_num_threads(_cores())
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
     config = transformers.LlamaConfig(
@@ -80,9 +81,3 @@ def decode(numbers: Llama, ids: np.ndarray, new: int) -> Callable[[], Any]:
             )
 
     return run
-
-
-def _cores() -> int:
-    import os
-
-    return len(os.sched_getaffinity(0))

@@ -27,7 +27,7 @@ def arrays_of(model, prefix):
     return {f"{prefix}/weights/{name}": value.numpy() for name, value in model.state_dict().items()}
 
 
-def same_logits_and_text(theirs, ours, length):
+def assert_same_logits_and_text(theirs, ours, length):
     ids = np.random.default_rng(length).integers(1, VOCAB, (3, length))
     with torch.no_grad():
         expected = theirs(torch.tensor(ids)).logits.numpy()
@@ -60,10 +60,10 @@ def test_llama(name):
         **SETTINGS[name],
     )
     theirs = randomised(lambda: transformers.LlamaForCausalLM(config), 11)
-    same_logits_and_text(theirs, llama(arrays_of(theirs, "biased" if name == "biased" else "llama"), name), 40)
+    assert_same_logits_and_text(theirs, llama(arrays_of(theirs, "biased" if name == "biased" else "llama"), name), 40)
 
 
 def test_gpt2():
     config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=EMBED, n_layer=LAYERS, n_head=HEADS, n_positions=16)
     theirs = randomised(lambda: transformers.GPT2LMHeadModel(config), 12)
-    same_logits_and_text(theirs, gpt2(arrays_of(theirs, "gpt2")), 16)
+    assert_same_logits_and_text(theirs, gpt2(arrays_of(theirs, "gpt2")), 16)
