@@ -1,0 +1,53 @@
+"""What a pipeline does when: a table, and nothing else."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int
+
+
+IDLE = -1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """Who does what at which tick, for `stages` devices that hold `chunks` parts of the model each.
+
+    Part `chunk * stages + stage` of the model is chunk `chunk` of device `stage`: with several chunks, a microbatch
+    goes round the ring of devices once a chunk. An entry of a table is `chunk * microbatches + microbatch`, or
+    `IDLE`. Within a tick a device does its forward, then its backward, then its weight entry; what it sends arrives
+    before the next tick. Where `weight` has no entry at all, a backward gives the gradients of inputs and of weights;
+    otherwise those of inputs alone, and the weights' come with the entry of `weight`, in that tick or later.
+    """
+
+    name: str
+    stages: int
+    chunks: int
+    microbatches: int
+    forward: Int[np.ndarray, "ticks stages"]
+    backward: Int[np.ndarray, "ticks stages"]
+    weight: Int[np.ndarray, "ticks stages"]
+
+    @property
+    def ticks(self) -> int:
+        """How many turns the table has."""
+        return self.forward.shape[0]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the gradients of weights are computed apart from those of inputs."""
+        return bool((self.weight != IDLE).any())
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards (Huang et al. 2018): idle for `(p-1)/(m+p-1)`, remembers every microbatch."""
+    ticks = microbatches + stages - 1
+    turn, stage = np.meshgrid(np.arange(ticks), np.arange(stages), indexing="ij")
+
+    def table(microbatch: np.ndarray) -> np.ndarray:
+        return np.where((microbatch >= 0) & (microbatch < microbatches), microbatch, IDLE)
+
+    idle = np.full((ticks, stages), IDLE)
+    forward = np.concatenate([table(turn - stage), idle])
+    backward = np.concatenate([idle, table(turn - (stages - 1 - stage))])
+    return Schedule("gpipe", stages, 1, microbatches, forward, backward, np.full_like(forward, IDLE))

@@ -1,0 +1,36 @@
+"""Over which axes a value differs from device to device, as `shard_map` tracks it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The manual mesh axes over which an array inside `shard_map` may differ; none outside."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
+    """The same values, typed as differing over `axes` too; the gradient of this is a sum over the axes added.
+
+    Said of a parameter before differentiation, it keeps each device's gradient partial, to be reduced once.
+    """
+    wanted = tuple(axes)
+
+    def one(x: Any) -> Any:
+        if not eqx.is_array(x):
+            return x
+        missing = tuple(axis for axis in wanted if axis not in varying_axes(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(one, tree)
+
+
+def vary_like(tree: PyTree, *others: PyTree) -> PyTree:
+    """`vary` over every axis that any array of `others` varies over: what the carry of a loop needs at its start."""
+    arrays = [x for x in jax.tree.leaves(others) if eqx.is_array(x)]
+    axes = frozenset().union(*map(varying_axes, arrays)) if arrays else frozenset()
+    return vary(tree, sorted(axes))
