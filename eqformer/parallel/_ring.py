@@ -1,0 +1,140 @@
+"""Pieces passed from neighbour to neighbour round a mesh axis, while each device works on the one it holds."""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..nn._dtype import at_least_float32
+from ._vary import vary, vary_like
+
+
+Carry = TypeVar("Carry")
+Parts = tuple[Float[Array, "..."], ...]
+
+
+class Ring(NamedTuple):
+    """How pieces go round `axis`: upwards, or in halves both ways round; `is_branched` as in `all_gather_matmul`."""
+
+    axis: str
+    bidirectional: bool = False
+    is_branched: bool = False
+
+    @property
+    def devices(self) -> int:
+        """How many devices are on the ring."""
+        return jax.lax.axis_size(self.axis)
+
+    def halves(self, size: int) -> tuple[tuple[int, int, int], ...]:
+        """Step, offset and length of each part of a piece of `size` rows; the half that goes up is the larger one."""
+        upper = (size + 1) // 2 if self.bidirectional else size
+        return tuple(half for half in ((1, 0, upper), (-1, upper, size - upper)) if half[2])
+
+
+def circulate(
+    ring: Ring,
+    piece: Float[Array, "..."],
+    dim: int,
+    visit: Callable[[Carry, Float[Array, "..."], Int[Array, ""]], Carry],
+    carry: Carry,
+) -> Carry:
+    """Show every device's piece to this device: `carry = visit(carry, part, start)` for each part as it comes by.
+
+    `start` is where the part begins along `dim` of all pieces joined. The next part is on its way while this one is
+    visited; `devices - 1` steps in a loop whose body is compiled once.
+    """
+    size = piece.shape[dim]
+    halves = ring.halves(size)
+    index = jax.lax.axis_index(ring.axis)
+    piece = vary(piece, [ring.axis])
+    carry = vary_like(carry, piece)
+
+    def visit_all(carry: Carry, parts: Parts, turn: int | Int[Array, ""]) -> Carry:
+        for (step, offset, _), part in zip(halves, parts, strict=True):
+            carry = visit(carry, part, (index - step * turn) % ring.devices * size + offset)
+        return carry
+
+    def one_turn(turn: Int[Array, ""], state: tuple[Carry, Parts]) -> tuple[Carry, Parts]:
+        carry, parts = state
+        coming = shift(ring, parts, dim)
+        return visit_all(carry, parts, turn), coming
+
+    parts = tuple(jax.lax.slice_in_dim(piece, offset, offset + size, axis=dim) for _, offset, size in halves)
+    carry, parts = jax.lax.fori_loop(0, ring.devices - 1, one_turn, (carry, parts))
+    return visit_all(carry, parts, ring.devices - 1)
+
+
+def collect(
+    ring: Ring, size: int, dim: int, produce: Callable[[Int[Array, ""], int], Float[Array, "..."]], dtype: jnp.dtype
+) -> Float[Array, "..."]:
+    """The sum over devices of `produce(start, length)` for the `size` rows that this device keeps.
+
+    A sum travels towards its owner and grows at each device by `length` rows from `start` of what that device has to
+    give. It travels as `dtype`; every addition is made in float32 at least. The transpose of `circulate`.
+    """
+    halves = ring.halves(size)
+    index = jax.lax.axis_index(ring.axis)
+    exact = at_least_float32(dtype)
+
+    def shares(turn: int | Int[Array, ""]) -> Parts:
+        to_go = ring.devices - 1 - turn
+        starts = ((index + step * to_go) % ring.devices * size + offset for step, offset, _ in halves)
+        return tuple(produce(start, length).astype(exact) for start, (_, _, length) in zip(starts, halves))
+
+    def one_turn(turn: Int[Array, ""], sums: Parts) -> Parts:
+        coming = shift(ring, sums, dim)
+        return tuple((x.astype(exact) + y).astype(dtype) for x, y in zip(coming, shares(turn + 1)))
+
+    sums = tuple(x.astype(dtype) for x in shares(0))
+    return jnp.concatenate(jax.lax.fori_loop(0, ring.devices - 1, one_turn, sums), axis=dim)
+
+
+def shift(ring: Ring, parts: Parts, dim: int) -> Parts:
+    """Send the first part to the next device and the second, where there is one, to the previous device."""
+    if not ring.is_branched:
+        return _permuted(ring, parts)
+    swapped = _swapped if ring.devices % 2 == 0 else _picked
+    return jax.lax.platform_dependent(
+        parts, cpu=lambda parts: swapped(ring, parts, dim), default=lambda parts: _permuted(ring, parts)
+    )
+
+
+def _permuted(ring: Ring, parts: Parts) -> Parts:
+    size = ring.devices
+    routes = [[(i, (i + step) % size) for i in range(size)] for step in (1, -1)]
+    return tuple(jax.lax.ppermute(part, ring.axis, route) for part, route in zip(parts, routes))
+
+
+def _picked(ring: Ring, parts: Parts, dim: int) -> Parts:
+    """`_permuted` by a gather from which one piece is kept."""
+    del dim
+    index = jax.lax.axis_index(ring.axis)
+    pick = lambda x, step: jax.lax.all_gather(x, ring.axis)[(index - step) % ring.devices]
+    return tuple(pick(part, step) for part, step in zip(parts, (1, -1)))
+
+
+def _swapped(ring: Ring, parts: Parts, dim: int) -> Parts:
+    """`_permuted` by swaps of neighbours: even devices with the next one, then odd devices with the next one."""
+    devices, index = ring.devices, jax.lax.axis_index(ring.axis)
+    evens = tuple((i, i + 1) for i in range(0, devices, 2))
+    is_even = index % 2 == 0
+    if devices == 2:  # the next device is the previous one
+        return tuple(_swap(part, ring.axis, evens, is_even) for part in parts)
+    odds = tuple((i, (i + 1) % devices) for i in range(1, devices, 2))
+    up, down = parts if len(parts) == 2 else (parts[0], jnp.zeros_like(parts[0]))
+    length = down.shape[dim]
+    widths = [(0, 0)] * down.ndim
+    widths[dim] = (0, up.shape[dim] - length)
+    down = vary_like(jnp.pad(down, widths), up)
+    first = _swap(jnp.where(is_even, up, down), ring.axis, evens, is_even)
+    second = _swap(jnp.where(is_even, down, up), ring.axis, odds, ~is_even)
+    up, down = jnp.where(is_even, second, first), jnp.where(is_even, first, second)
+    return (up, jax.lax.slice_in_dim(down, 0, length, axis=dim))[: len(parts)]
+
+
+def _swap(x: Float[Array, "..."], axis: str, pairs: tuple[tuple[int, int], ...], is_left: Array) -> Float[Array, "..."]:
+    """The partner's `x`; `is_left` where this device is the first of its pair."""
+    both = jax.lax.all_to_all(jnp.stack([x, x]), axis, 0, 0, axis_index_groups=pairs, tiled=True)
+    return jnp.where(is_left, both[1], both[0])
