@@ -1,7 +1,21 @@
 """Mesh axes, layouts and transforms: one model over any number of devices."""
 
+from ._check_schedule import check_schedule as check_schedule
 from ._collective_matmul import (
     all_gather_matmul as all_gather_matmul,
     matmul_reduce_scatter as matmul_reduce_scatter,
     OVERLAPS as OVERLAPS,
 )
+from ._pack import pack_schedule as pack_schedule
+from ._schedule import IDLE as IDLE, Schedule as Schedule
+from ._schedules import (
+    gpipe as gpipe,
+    interleaved as interleaved,
+    looping as looping,
+    make_schedule as make_schedule,
+    one_f_one_b as one_f_one_b,
+    SCHEDULES as SCHEDULES,
+    zero_bubble as zero_bubble,
+)
+from ._simulate import Entries as Entries, simulate as simulate, Simulation as Simulation, Timing as Timing
+from ._timeline import draw_timeline as draw_timeline, picture_timeline as picture_timeline

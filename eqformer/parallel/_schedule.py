@@ -37,17 +37,3 @@ class Schedule:
     def is_split(self) -> bool:
         """Whether the gradients of weights are computed apart from those of inputs."""
         return bool((self.weight != IDLE).any())
-
-
-def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards (Huang et al. 2018): idle for `(p-1)/(m+p-1)`, remembers every microbatch."""
-    ticks = microbatches + stages - 1
-    turn, stage = np.meshgrid(np.arange(ticks), np.arange(stages), indexing="ij")
-
-    def table(microbatch: np.ndarray) -> np.ndarray:
-        return np.where((microbatch >= 0) & (microbatch < microbatches), microbatch, IDLE)
-
-    idle = np.full((ticks, stages), IDLE)
-    forward = np.concatenate([table(turn - stage), idle])
-    backward = np.concatenate([idle, table(turn - (stages - 1 - stage))])
-    return Schedule("gpipe", stages, 1, microbatches, forward, backward, np.full_like(forward, IDLE))

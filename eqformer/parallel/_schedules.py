@@ -1,0 +1,169 @@
+"""The schedules of pipelines: GPipe, 1F1B, interleaved, looping and zero-bubble.
+
+In the formulas p is the number of stages (devices), m of microbatches, v of chunks a device, i a stage from 0; F, B
+and W are the times of a whole device's forward, backward to its input, and backward to its weights, of a microbatch.
+A bubble is the time that a device is idle.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from jaxtyping import Int
+
+from ._pack import pack_schedule, Work
+from ._schedule import IDLE, Schedule
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards (Huang et al. 2018).
+
+    Bubble (p-1)(F+B+W), `2(m+p-1)` ticks; every device remembers m microbatches.
+    """
+    _check_counts("gpipe", stages, microbatches)
+    return _in_waves("gpipe", stages, microbatches, chunks=1, group=microbatches, phases=2)
+
+
+def one_f_one_b(stages: int, microbatches: int, *, fused: bool = True) -> Schedule:
+    """One forward, one backward in turn, as soon as there is something to go back with (Narayanan et al. 2020).
+
+    Bubble (p-1)(F+B+W). *Fused*, a tick holds a forward and a backward of different microbatches: `m+2(p-1)` ticks,
+    the bubble holds for devices in lock-step whatever B/F is, and device i remembers `min(m, 2(p-1-i)+1)`
+    microbatches. Otherwise a tick holds one entry, the bubble is that of devices that do not wait for each other's
+    ticks, and device i remembers `min(m, p-i)`.
+    """
+    _check_counts("one_f_one_b", stages, microbatches)
+    if fused:
+        return _in_waves("1f1b", stages, microbatches, chunks=1, group=microbatches, phases=1)
+    warm_up = [stages - 1 - stage for stage in range(stages)]
+    return _alternating("1f1b", stages, microbatches, chunks=1, group=microbatches, warm_up=warm_up)
+
+
+def interleaved(stages: int, microbatches: int, chunks: int, *, fused: bool = True) -> Schedule:
+    """1F1B over several chunks a device, in groups of p microbatches (Narayanan et al. 2021, Megatron-LM).
+
+    Bubble (p-1)(F+B+W)/v; device i remembers `min(mv, 2(p-1-i)+(v-1)p+1)` chunks' inputs, each 1/v of a device's.
+    *Fused*, a tick holds a forward and a backward: `mv+(v+1)p-2` ticks, the bubble in lock-step whatever B/F is.
+    Otherwise a tick holds one entry, and the bubble is that of devices that do not wait for each other's ticks; what
+    is remembered is the same. Microbatches must be a multiple of stages.
+    """
+    _check_counts("interleaved", stages, microbatches, chunks)
+    if microbatches % stages:
+        below = microbatches - microbatches % stages
+        raise ValueError(
+            f"interleaved: microbatches go round in groups of `stages`, but microbatches={microbatches} is not a "
+            f"multiple of stages={stages}; take {f'{below} or ' if below else ''}{below + stages} microbatches."
+        )
+    if fused:
+        return _in_waves("interleaved", stages, microbatches, chunks=chunks, group=stages, phases=1)
+    warm_up = [2 * (stages - 1 - stage) + (chunks - 1) * stages for stage in range(stages)]
+    return _alternating("interleaved", stages, microbatches, chunks=chunks, group=stages, warm_up=warm_up)
+
+
+def looping(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """Breadth first: every microbatch through a chunk before the next chunk begins (Lamy-Poirier 2022).
+
+    Bubble (p-1)(F+B+W)/v, `2(mv+p-1)` ticks; every device remembers the inputs of all mv chunks of microbatches. A
+    chunk's parameters are needed for one stretch of time forwards and one backwards, so that sharded ones are gathered
+    and their gradients reduced once a step. Needs m >= p, or a microbatch would come round before its turn.
+    """
+    _check_counts("looping", stages, microbatches, chunks)
+    if microbatches < stages:
+        raise ValueError(
+            f"looping: a device is through with a chunk when the first microbatch comes round, which needs "
+            f"microbatches >= stages, but microbatches={microbatches} and stages={stages}; take at least {stages} "
+            f"microbatches."
+        )
+    return _in_waves("looping", stages, microbatches, chunks=chunks, group=microbatches, phases=2)
+
+
+def zero_bubble(stages: int, microbatches: int) -> Schedule:
+    """1F1B with the weights' gradients split off to fill the bubble: ZB-H1 (Qi et al. 2023).
+
+    With m >= p the bubble is (p-1) max(F, B, F+B-W), of devices that do not wait for each other's ticks: the paper's
+    (p-1)(F+B-W) where W is no more than F or B. Device i lags i microbatches behind with the weights: it remembers
+    p-i microbatches before their backward and i more before their weight entry, p in all. One entry a tick,
+    `3m+p-1` ticks. Fewer microbatches run too, with a larger bubble.
+    """
+    _check_counts("zero_bubble", stages, microbatches)
+    orders: list[list[Work]] = []
+    for stage in range(stages):
+        warm_up, order = min(stages - 1 - stage, microbatches), []
+        order += [("forward", k, 0) for k in range(warm_up)]
+        for k in range(microbatches):
+            order += [("forward", k + warm_up, 0)] if k + warm_up < microbatches else []
+            order += [("backward", k, 0)]
+            order += [("weight", k - stage, 0)] if k >= stage else []
+        order += [("weight", k, 0) for k in range(max(microbatches - stage, 0), microbatches)]
+        orders.append(order)
+    return pack_schedule("zb-h1", orders, microbatches=microbatches)
+
+
+SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "looping": looping,
+    "zb-h1": zero_bubble,
+}
+_CHUNKED = ("interleaved", "looping")
+
+
+def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The schedule of that name in `SCHEDULES`, or a ValueError that says which of its rules the counts break."""
+    if name not in SCHEDULES:
+        raise ValueError(f"make_schedule: there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}.")
+    if name in _CHUNKED:
+        return SCHEDULES[name](stages, microbatches, chunks)
+    if chunks != 1:
+        raise ValueError(
+            f"make_schedule: {name} has one chunk a stage, but chunks={chunks} was given; leave chunks at 1, or choose "
+            f"{' or '.join(_CHUNKED)}."
+        )
+    return SCHEDULES[name](stages, microbatches)
+
+
+def _check_counts(call: str, stages: int, microbatches: int, chunks: int = 1) -> None:
+    for count, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+        if value < 1:
+            raise ValueError(f"{call}: a pipeline has at least 1 of {count}, but {count}={value}; give 1 or more.")
+
+
+def _wave(microbatches: int, chunks: int, group: int, *, back: bool) -> list[tuple[int, int]]:
+    """(microbatch, chunk) in a device's order: each group of microbatches through all chunks, then the next group."""
+    order = range(chunks)[::-1] if back else range(chunks)
+    starts = range(0, microbatches, group)
+    return [(start + k, chunk) for start in starts for chunk in order for k in range(group)]
+
+
+def _in_waves(name: str, stages: int, microbatches: int, *, chunks: int, group: int, phases: int) -> Schedule:
+    """Forwards run down the devices one tick apart, backwards up; in one phase both at once, or one after the other.
+
+    In one phase, the first backward has the tick in which the last part does its first forward.
+    """
+    length = microbatches * chunks
+    first_back = stages * chunks - 1 if phases == 1 else length + stages - 1
+    ticks = first_back + length + stages - 1
+
+    def table(start: int, delays: np.ndarray, *, back: bool) -> Int[np.ndarray, "ticks stages"]:
+        wave = [c * microbatches + k for k, c in _wave(microbatches, chunks, group, back=back)]
+        filled = np.full((ticks, stages), IDLE)
+        for stage, delay in enumerate(delays):
+            filled[start + delay : start + delay + length, stage] = wave
+        return filled
+
+    forward = table(0, np.arange(stages), back=False)
+    backward = table(first_back, np.arange(stages)[::-1], back=True)
+    return Schedule(name, stages, chunks, microbatches, forward, backward, np.full_like(forward, IDLE))
+
+
+def _alternating(name: str, stages: int, microbatches: int, *, chunks: int, group: int, warm_up: list[int]) -> Schedule:
+    """`warm_up[i]` forwards on device i, then a forward and a backward in turn, then the backwards left."""
+    forwards: list[Work] = [("forward", k, c) for k, c in _wave(microbatches, chunks, group, back=False)]
+    backwards: list[Work] = [("backward", k, c) for k, c in _wave(microbatches, chunks, group, back=True)]
+    orders = []
+    for ahead in warm_up:
+        order = forwards[:ahead]
+        for k, backward in enumerate(backwards):
+            order += [*forwards[ahead + k : ahead + k + 1], backward]
+        orders.append(order)
+    return pack_schedule(name, orders, microbatches=microbatches, chunks=chunks)

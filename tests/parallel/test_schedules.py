@@ -1,0 +1,255 @@
+"""Tables of pipelines against the published formulas, and broken tables against the rules."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from eqformer.parallel import (
+    gpipe,
+    IDLE,
+    interleaved,
+    looping,
+    make_schedule,
+    one_f_one_b,
+    pack_schedule,
+    Schedule,
+    SCHEDULES,
+    simulate,
+    zero_bubble,
+)
+
+
+STAGES = [2, 3, 4, 5, 8]
+MICROBATCHES = [1, 2, 3, 4, 5, 8, 16]
+COSTS = [(1, 1, 1), (1, 2, 1), (2, 3, 1), (3, 1, 4)]
+WIDE = [
+    pytest.param(range(2, 9), range(1, 25), [*COSTS, (1, 1, 2), (4, 1, 1), (1, 4, 4)], marks=pytest.mark.grid),
+    pytest.param(STAGES, MICROBATCHES, COSTS, id="default"),
+]
+
+
+def times(cost, chunks=1):
+    """Arguments of `simulate` whose v-th parts are whole numbers, so that sums are exact."""
+    return dict(zip(("forward", "backward", "weight"), (float(chunks * each) for each in cost)))
+
+
+def same(found, expected):
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("stages,microbatches,costs", WIDE)
+def test_gpipe_and_1f1b_have_the_published_bubble_and_peak(stages, microbatches, costs):
+    for p in stages:
+        i = np.arange(p)
+        for m in microbatches:
+            classic, fused = one_f_one_b(p, m, fused=False), one_f_one_b(p, m)
+            assert (gpipe(p, m).ticks, classic.ticks, fused.ticks) == (
+                2 * (m + p - 1),
+                2 * (m + p - 1),
+                m + 2 * (p - 1),
+            )
+            for cost in costs:
+                whole, bubble = m * sum(cost), (p - 1) * sum(cost)
+                forth, turns, both = (simulate(each, **times(cost)) for each in (gpipe(p, m), classic, fused))
+                same([forth.asynchronous.idle, forth.lock_step.idle], bubble)
+                assert turns.asynchronous.idle == both.lock_step.idle == bubble
+                assert both.asynchronous.total <= both.lock_step.total == whole + bubble
+                assert forth.asynchronous.bubble == bubble / whole
+                same(forth.peak(), np.full(p, m))
+                same(turns.peak(), np.minimum(m, p - i))
+                same(both.peak(), np.minimum(m, 2 * (p - 1 - i) + 1))
+
+
+@pytest.mark.parametrize("stages,microbatches,costs", WIDE)
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+def test_chunks_divide_the_bubble(stages, microbatches, costs, chunks):
+    for p in stages:
+        most = 2 * (p - 1 - np.arange(p)) + (chunks - 1) * p + 1
+        for m in [m for m in microbatches if m >= p]:
+            tables = [looping(p, m, chunks)]
+            if m % p == 0:
+                tables += [interleaved(p, m, chunks), interleaved(p, m, chunks, fused=False)]
+                assert tables[1].ticks == m * chunks + (chunks + 1) * p - 2
+            assert tables[0].ticks == 2 * (m * chunks + p - 1)
+            for cost in costs:
+                found = [simulate(table, **times(cost, chunks)) for table in tables]
+                bubble = (p - 1) * sum(cost)  # of costs that are v times as large
+                same([found[0].lock_step.idle, found[0].asynchronous.idle], bubble)
+                same(found[0].peak(), np.full(p, m * chunks))
+                if m % p == 0:
+                    same([found[1].lock_step.idle, found[2].asynchronous.idle], bubble)
+                    same(found[1].peak(), np.minimum(m * chunks, most))
+                    same(found[2].peak(), np.minimum(m * chunks, most))
+
+
+@pytest.mark.parametrize("stages,microbatches,costs", WIDE)
+def test_splitting_off_the_weights_fills_the_bubble(stages, microbatches, costs):
+    for p in stages:
+        i = np.arange(p)
+        for m in microbatches:
+            table = zero_bubble(p, m)
+            for f, b, w in costs:
+                found = simulate(table, **times((f, b, w)))
+                if m >= p:
+                    assert table.ticks == 3 * m + p - 1
+                    assert found.asynchronous.idle == (p - 1) * max(f, b, f + b - w)
+                    assert w > min(f, b) or found.asynchronous.idle == (p - 1) * (f + b - w)
+                    same(found.peak(1.0, 0.0), p - i)
+                    same(found.peak(3.0, 2.0), 3 * (p - i) + 2 * i)
+                assert found.peak().max() <= p
+
+
+def test_the_published_examples():
+    """p=8, m=32, v=4: bubbles 21, 5.25, 5.25 and 7, peak 9.75; p=4, m=8, v=2: 9, 4.5, 4.5 and 3, of F=B=W=1."""
+    for p, m, v, bubbles in ((8, 32, 4, (21, 21, 5.25, 5.25, 7)), (4, 8, 2, (9, 9, 4.5, 4.5, 3))):
+        tables = [gpipe(p, m), one_f_one_b(p, m), interleaved(p, m, v), looping(p, m, v), zero_bubble(p, m)]
+        found = [simulate(table) for table in tables]
+        same([each.lock_step.idle for each in found], bubbles)
+        assert found[2].peak()[0] / v == p * (1 + (p - 1) / (p * v))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_messages_and_work(stages):
+    for name in SCHEDULES:
+        chunks = 2 if name in ("interleaved", "looping") else 1
+        found = simulate(make_schedule(name, stages=stages, microbatches=8, chunks=chunks))
+        expected = np.full(stages, 2 * 8 * chunks)
+        expected[0] -= 8  # the model's input gets no gradient, and its output goes nowhere
+        expected[-1] -= 8
+        same(found.messages, expected if stages > 1 else [0])
+        same(found.executed, np.full(stages, (3 if name == "zb-h1" else 2) * 8 * chunks))
+        assert found.useful_share == 1.0
+
+
+def test_a_table_skips_what_a_masked_program_computes():
+    """8 blocks, 2 stages, 4 microbatches: a published program runs every block at every of 11 ticks, 88 for 32."""
+    for name in SCHEDULES:
+        table = make_schedule(name, stages=2, microbatches=4)
+        assert (table.forward != IDLE).sum() * 4 == 32  # 4 blocks a stage
+        assert simulate(table).useful_share == 1.0
+    assert simulate(gpipe(8, 4)).masked_share == 32 / 88
+    assert simulate(one_f_one_b(4, 8)).masked_share == 8 / 11
+
+
+def test_the_two_clocks_differ_where_ticks_are_uneven():
+    """One entry a tick in lock-step costs the longer of a forward and a backward, which 1F1B has side by side."""
+    found = simulate(one_f_one_b(4, 16, fused=False))
+    assert found.asynchronous.idle == 9 < found.lock_step.idle
+
+
+def changed(schedule, kind, *cells):
+    """A copy of the schedule with some cells of a table set: (tick, stage, entry)."""
+    table = getattr(schedule, kind).copy()
+    for tick, stage, entry in cells:
+        table[tick, stage] = entry
+    return dataclasses.replace(schedule, **{kind: table})
+
+
+def moved(schedule, kind, stage, ticks):
+    """All entries of a table's stage so many ticks later."""
+    table = getattr(schedule, kind).copy()
+    table[:, stage] = np.roll(table[:, stage], ticks)
+    return dataclasses.replace(schedule, **{kind: table})
+
+
+# In 1F1B of 3 stages, stage i does the forward of microbatch k at tick k+i and its backward at tick k+4-i.
+BROKEN = [
+    (
+        changed(one_f_one_b(3, 6), "forward", (2, 1, 2), (3, 1, 1)),
+        "tick 2, stage 1, microbatch 2, chunk 0: .* later than the forward of the part before it, .* has tick 2",
+    ),
+    (
+        changed(one_f_one_b(3, 6), "backward", (5, 2, IDLE)),
+        "tick none, stage 2, microbatch 3, chunk 0: .* one backward, but it has none",
+    ),
+    (
+        changed(gpipe(3, 6), "forward", (0, 2, 4)),
+        "tick 6, stage 2, microbatch 4, chunk 0: .* one forward, but it already had one at tick 0",
+    ),
+    (
+        moved(one_f_one_b(3, 6), "forward", 1, -1),
+        "tick 0, stage 1, microbatch 0, chunk 0: .* later than the forward of the part before it, .* has tick 0; move",
+    ),
+    (
+        moved(one_f_one_b(3, 6), "backward", 1, -1),
+        "tick 2, stage 1, microbatch 0, chunk 0: .* later than the backward of the part after it, .* has tick 2",
+    ),
+    (
+        moved(one_f_one_b(3, 6), "backward", 2, -1),
+        "tick 1, stage 2, microbatch 0, chunk 0: .* no earlier than the forward of the last part, .* has tick 2",
+    ),
+    (
+        moved(looping(3, 3, 2), "forward", 2, 1),  # the ring: stage 0 needs what stage 2 had at tick 2
+        "tick 3, stage 0, microbatch 0, chunk 1: .* part before it, but that has tick 3; .* tick 4 or after",
+    ),
+    (
+        moved(zero_bubble(2, 3), "weight", 0, -2),
+        "stage 0, microbatch 0, chunk 0: .* weight entry no earlier than the backward of its part",
+    ),
+    (
+        changed(one_f_one_b(2, 2), "weight", (3, 0, 1)),
+        "tick none, stage 0, microbatch 0, chunk 0: .* one weight, but it has none .* or none",
+    ),
+    (changed(gpipe(2, 2), "forward", (0, 1, 2)), "entry 2 at tick 0, stage 1, but the rule is .* 0 to 1"),
+    (
+        dataclasses.replace(gpipe(2, 2), stages=3),
+        r"'forward' of 'gpipe' has shape \(6, 2\), .* \(6, 3\)",
+    ),
+]
+
+
+@pytest.mark.parametrize("table,words", BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_table_is_refused(table, words):
+    with pytest.raises(ValueError, match=f"simulate: .*{words}"):
+        simulate(table)
+
+
+def test_no_stage_of_a_fused_table_can_be_a_tick_earlier():
+    for table in (one_f_one_b(4, 6), interleaved(3, 6, 2)):
+        for stage in range(1, table.stages):
+            with pytest.raises(ValueError, match="part before it"):
+                simulate(moved(table, "forward", stage, -1))
+        for stage in range(table.stages):
+            with pytest.raises(ValueError, match="part after it|last part"):
+                simulate(moved(table, "backward", stage, -1))
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (dict(name="2f2b", stages=2, microbatches=2), "no schedule '2f2b'; choose one of gpipe, 1f1b, interleaved,"),
+        (dict(name="interleaved", stages=4, microbatches=6, chunks=2), "microbatches=6 .* stages=4; take 4 or 8 "),
+        (dict(name="interleaved", stages=4, microbatches=3, chunks=2), "microbatches=3 .* stages=4; take 4 "),
+        (dict(name="looping", stages=4, microbatches=3, chunks=2), "microbatches=3 and stages=4; take at least 4"),
+        (dict(name="zb-h1", stages=2, microbatches=4, chunks=2), "zb-h1 has one chunk a stage, but chunks=2"),
+        (dict(name="1f1b", stages=2, microbatches=0), "one_f_one_b: .* microbatches=0; give 1 or more"),
+        (dict(name="looping", stages=2, microbatches=2, chunks=0), "looping: .* chunks=0; give 1 or more"),
+        (dict(name="gpipe", stages=0, microbatches=2), "gpipe: .* stages=0"),
+    ],
+)
+def test_counts_that_a_schedule_does_not_allow(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        make_schedule(**arguments)
+
+
+def test_costs_are_times():
+    with pytest.raises(ValueError, match="none below 0 and not all 0, .* weight=-1.0"):
+        simulate(gpipe(2, 2), weight=-1.0)
+    with pytest.raises(ValueError, match="none below 0 and not all 0"):
+        simulate(gpipe(2, 2), forward=0.0, backward=0.0, weight=0.0)
+
+
+def test_a_schedule_of_ones_own():
+    """Orders are packed as early as inputs allow; GPipe's give GPipe's table, and impossible ones are refused."""
+    order = [("forward", k, 0) for k in range(5)] + [("backward", k, 0) for k in range(5)]
+    packed = pack_schedule("mine", [order] * 3, microbatches=5)
+    assert isinstance(packed, Schedule) and not packed.is_split
+    for kind in ("forward", "backward", "weight"):
+        same(getattr(packed, kind), getattr(gpipe(3, 5), kind))
+    with pytest.raises(ValueError, match="microbatch 4, chunk 0: .* one backward, but it has none"):
+        simulate(pack_schedule("short", [order[:-1]] * 3, microbatches=5))
+    with pytest.raises(ValueError, match="forward, backward, weight, but the orders of 'wrong' have 'back'"):
+        pack_schedule("wrong", [[("back", 0, 0)]], microbatches=1)
+    with pytest.raises(ValueError, match="stage 0 at the backward of microbatch 0, chunk 0; stage 1 at the forward"):
+        pack_schedule("stuck", [[("backward", 0, 0), ("forward", 0, 0)], order[:1]], microbatches=1)
