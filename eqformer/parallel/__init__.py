@@ -6,6 +6,15 @@ from ._collective_matmul import (
     matmul_reduce_scatter as matmul_reduce_scatter,
     OVERLAPS as OVERLAPS,
 )
+from ._collectives import (
+    reference_all_gather as reference_all_gather,
+    reference_all_to_all as reference_all_to_all,
+    reference_ppermute as reference_ppermute,
+    reference_psum as reference_psum,
+    reference_psum_scatter as reference_psum_scatter,
+    ring_all_gather as ring_all_gather,
+    ring_psum_scatter as ring_psum_scatter,
+)
 from ._pack import pack_schedule as pack_schedule
 from ._schedule import IDLE as IDLE, Schedule as Schedule
 from ._schedules import (
