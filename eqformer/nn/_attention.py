@@ -13,7 +13,7 @@ from ._linear import Linear
 from ._mask import causal, Mask
 from ._norm import LayerNorm, RMSNorm
 from ._rotary import Rotary
-from ._tokens import Tokens, tokens_or_default
+from ._tokens import row_lengths, Tokens, tokens_or_default
 
 
 class Attention(eqx.Module):
@@ -103,7 +103,7 @@ class Attention(eqx.Module):
             key, value = key.astype(x.dtype), value.astype(x.dtype)
         if self.rotary is not None and late:
             places = tokens.positions if kv_tokens is None else kv_tokens.positions
-            length = jnp.max(places, axis=-1) + 1
+            length = row_lengths(tokens, kv_tokens)
             query, key = self.rotary(query, tokens.positions, length), self.rotary(key, places, length)
         attended = self.core(
             query,

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from ._core import check_heads, lowest, soft_capped
+from ._blocks import block_of, cut, grouped, joined, ungrouped
+from ._core import lowest, soft_capped
 from ._dtype import at_least_float32
 from ._mask import Mask
 from ._tokens import Tokens
@@ -48,11 +49,17 @@ class BlockwiseCore(eqx.Module):
     ) -> Float[Array, "*batch seq heads v_dim"]:
         rules = Rules(mask, scale, self.softcap, self.block, kv_tokens is None)
         output, logsum = attend(rules, query, key, value, tokens, kv_tokens)
-        if sinks is None:
-            return output
-        # A softmax that a sink joins is the softmax without it, times the share of the sum that the scores have.
-        share = jax.nn.sigmoid(logsum - sinks.astype(logsum.dtype))[..., None]
-        return (output.astype(share.dtype) * share).astype(query.dtype)
+        return output if sinks is None else with_sinks(output, logsum, sinks)
+
+
+def with_sinks(
+    output: Float[Array, "*batch seq heads v_dim"],
+    logsum: Float[Array, "*batch seq heads"],
+    sinks: Float[Array, "heads"],
+) -> Float[Array, "*batch seq heads v_dim"]:
+    """The softmax that sinks join: the one without them, times the share of the sum that the scores have."""
+    share = jax.nn.sigmoid(logsum - sinks.astype(logsum.dtype))[..., None]
+    return (output.astype(share.dtype) * share).astype(output.dtype)
 
 
 class Rules(NamedTuple):
@@ -77,25 +84,17 @@ def attend(
 
     Two calls over different keys combine by their logarithms. Gradients flow through both results.
     """
-    heads, kv_heads = check_heads(query, key)
-    batch, seq, kv_seq, v_dim = query.shape[:-3], query.shape[-3], key.shape[-3], value.shape[-1]
-    grouped = query.reshape(-1, seq, kv_heads, heads // kv_heads, query.shape[-1]).transpose(0, 2, 3, 1, 4)
-    keys = key.reshape(-1, kv_seq, kv_heads, key.shape[-1]).transpose(0, 2, 1, 3)
-    values = value.reshape(-1, kv_seq, kv_heads, v_dim).transpose(0, 2, 1, 3)
-    places = _places(tokens, batch, seq)
-    kv_places = places if kv_tokens is None else _places(kv_tokens, batch, kv_seq)
+    arrays = grouped(query, key, value, tokens, kv_tokens)
     # Under `shard_map` the arrays may vary over different mesh axes (kv heads held whole, query heads split). A custom
     # gradient must be typed as its argument is, so all get the type of their sum; the compiler drops the zero.
-    arrays = grouped, keys, values
     zero = jnp.zeros((), query.dtype)
-    for array in jax.tree.leaves((arrays, places, kv_places)):
+    for array in jax.tree.leaves(arrays):
         zero += jnp.zeros_like(array, zero.dtype, shape=())
-    output, logsum = _attend(rules, *(x + zero.astype(x.dtype) for x in arrays), places, kv_places)
-    output = output.transpose(0, 3, 1, 2, 4).reshape(*batch, seq, heads, v_dim)
-    return output, logsum.transpose(0, 3, 1, 2).reshape(*batch, seq, heads)
+    output, logsum = _attend(rules, *(x + zero.astype(x.dtype) for x in arrays[:3]), *arrays[3:])
+    return ungrouped(output, query.shape[:-3]), ungrouped(logsum[..., None], query.shape[:-3])[..., 0]
 
 
-def _attend_plainly(
+def attend_forward(
     rules: Rules,
     query: Float[Array, "batch kv_heads _ seq head_dim"],
     key: Float[Array, "batch kv_heads kv_seq head_dim"],
@@ -103,14 +102,15 @@ def _attend_plainly(
     places: Tokens,
     kv_places: Tokens,
 ) -> tuple[Float[Array, "batch kv_heads _ seq v_dim"], Float[Array, "batch kv_heads _ seq"]]:
-    queries, keys, here, there, zero = _cut(rules, query, (key, value), places, kv_places)
+    """What `attend` gives, of `grouped` arrays that all vary over the same mesh axes, and with no gradient."""
+    queries, keys, here, there, zero = cut(rules.block, query, (key, value), places, kv_places)
 
     def one_query_block(_, xs):
         query_block, place, first, stop = xs
 
         def one_key_block(number: Array, carry: tuple[Array, Array, Array]):
             output, peak, total = carry
-            (key_block, value_block), kv_place = _block_of((keys, there), number)
+            (key_block, value_block), kv_place = block_of((keys, there), number)
             visible = rules.mask(place, kv_place)[:, None, None]
             scores = jnp.where(visible, _scores(rules, query_block, key_block), lowest(zero.dtype))
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
@@ -135,10 +135,10 @@ def _attend_plainly(
 
     xs = (queries, here, *_bounds(_possible(rules, here, there)))
     _, (output, logsum) = jax.lax.scan(one_query_block, None, xs)
-    return _joined(output, 3, query.shape[3]), _joined(logsum, 3, query.shape[3])
+    return joined(output, 3, query.shape[3]), joined(logsum, 3, query.shape[3])
 
 
-_attend = jax.custom_vjp(_attend_plainly, nondiff_argnums=(0,))
+_attend = jax.custom_vjp(attend_forward, nondiff_argnums=(0,))
 
 
 def _attend_forward(rules: Rules, query: Array, key: Array, value: Array, places: Tokens, kv_places: Tokens):
@@ -147,18 +147,31 @@ def _attend_forward(rules: Rules, query: Array, key: Array, value: Array, places
     return (output, logsum), (query, key, value, places, kv_places, output, logsum)
 
 
-def _attend_backward(rules: Rules, saved: tuple, gradients: tuple[Array, Array]):
+def attend_backward(
+    rules: Rules, saved: tuple, gradients: tuple[Array, Array]
+) -> tuple[
+    Float[Array, "batch kv_heads _ seq head_dim"],
+    Float[Array, "batch kv_heads kv_seq head_dim"],
+    Float[Array, "batch kv_heads kv_seq v_dim"],
+]:
+    """The gradients of query, key and value from those of output and logsum.
+
+    `saved` holds the arguments of `attend_forward` after its rules, then output and logsum. Where these are of a
+    softmax over more keys than the given ones, the results are the given keys' part of the gradients.
+    """
     query, key, value, places, kv_places, output, logsum = saved
     to_output, to_logsum = gradients
     shared = jnp.sum(to_output.astype(logsum.dtype) * output.astype(logsum.dtype), axis=-1) - to_logsum
-    queries, keys, here, there, zero = _cut(rules, (query, to_output, logsum, shared), (key, value), places, kv_places)
+    queries, keys, here, there, zero = cut(
+        rules.block, (query, to_output, logsum, shared), (key, value), places, kv_places
+    )
 
     def one_key_block(to_query, xs):
         (key_block, value_block), kv_place, first, stop = xs
 
         def one_query_block(number: Array, carry: tuple[Array, Array, Array]):
             to_query, to_key, to_value = carry
-            block, place = _block_of((queries, here), number)
+            block, place = block_of((queries, here), number)
             visible = rules.mask(place, kv_place)[:, None, None]
             parts = _block_gradients(rules, block, (key_block, value_block), visible)
             grown = jax.lax.dynamic_index_in_dim(to_query, number, keepdims=False) + parts[0]
@@ -171,8 +184,12 @@ def _attend_backward(rules: Rules, saved: tuple, gradients: tuple[Array, Array])
 
     xs = (keys, there, *_bounds(_possible(rules, here, there).T))
     to_query, (to_key, to_value) = jax.lax.scan(one_key_block, jnp.full(queries[0].shape, zero), xs)
-    to_query = _joined(to_query, 3, query.shape[3]).astype(query.dtype)
-    return to_query, _joined(to_key, 2, key.shape[2]), _joined(to_value, 2, key.shape[2]), None, None
+    to_query = joined(to_query, 3, query.shape[3]).astype(query.dtype)
+    return to_query, joined(to_key, 2, key.shape[2]), joined(to_value, 2, key.shape[2])
+
+
+def _attend_backward(rules: Rules, saved: tuple, gradients: tuple[Array, Array]):
+    return *attend_backward(rules, saved, gradients), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -246,40 +263,3 @@ def _bounds(possible: Bool[Array, "_ _"]) -> tuple[Int[Array, "_"], Int[Array, "
     first = jnp.argmax(possible, axis=1)
     stop = possible.shape[1] - jnp.argmax(possible[:, ::-1], axis=1)
     return first, jnp.where(jnp.any(possible, axis=1), stop, first)
-
-
-def _places(tokens: Tokens, batch: tuple[int, ...], seq: int) -> Tokens:
-    """Positions and segments with one batch dim, as the arrays have it."""
-    read = lambda x: jnp.broadcast_to(x, (*batch, seq)).reshape(-1, seq)
-    return Tokens(read(tokens.positions), None if tokens.segments is None else read(tokens.segments))
-
-
-def _cut(rules: Rules, rows, columns, places: Tokens, kv_places: Tokens):
-    """Arrays of queries and of keys in blocks, and a zero for the loops' carries, typed for `shard_map` as they are."""
-    block, kv_block = (min(rules.block, part.positions.shape[-1]) for part in (places, kv_places))
-    here, there = (
-        Tokens(_blocks(part.positions, 1, size, -1), None if part.segments is None else _blocks(part.segments, 1, size))
-        for part, size in ((places, block), (kv_places, kv_block))
-    )
-    zero = jnp.zeros_like(columns[0], at_least_float32(columns[0].dtype), shape=())
-    rows = jax.tree.map(lambda x: _blocks(x, 3, block), rows)
-    return rows, jax.tree.map(lambda x: _blocks(x, 2, kv_block), columns), here, there, zero
-
-
-def _blocks(array: Array, dim: int, block: int, fill: int = 0) -> Array:
-    """`array` cut along `dim` into blocks, counted by a new first dim; the last one is filled up with `fill`."""
-    count = -(-array.shape[dim] // block)
-    widths = [(0, 0)] * array.ndim
-    widths[dim] = (0, count * block - array.shape[dim])
-    array = jnp.pad(array, widths, constant_values=fill)
-    return jnp.moveaxis(array.reshape(*array.shape[:dim], count, block, *array.shape[dim + 1 :]), dim, 0)
-
-
-def _joined(array: Array, dim: int, length: int) -> Array:
-    """`_blocks` undone."""
-    array = jnp.moveaxis(array, 0, dim)
-    return jax.lax.slice_in_dim(array.reshape(*array.shape[:dim], -1, *array.shape[dim + 2 :]), 0, length, axis=dim)
-
-
-def _block_of(tree, number: Int[Array, ""]):
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), tree)

@@ -14,7 +14,7 @@ from ._linear import Linear
 from ._mask import causal, Mask
 from ._norm import RMSNorm
 from ._rotary import Rotary
-from ._tokens import Tokens, tokens_or_default
+from ._tokens import row_lengths, Tokens, tokens_or_default
 
 
 class LatentAttention(eqx.Module):
@@ -111,9 +111,8 @@ class LatentAttention(eqx.Module):
             cache, latents, key_rope, kv_tokens = cache.update(latents, key_rope, tokens)
             latents, key_rope = latents.astype(x.dtype), key_rope.astype(x.dtype)
         if late:
-            stored = tokens if kv_tokens is None else kv_tokens
-            length = jnp.max(stored.positions, axis=-1) + 1
-            key_rope = self._rotate_key(key_rope, stored, length)
+            length = row_lengths(tokens, kv_tokens)
+            key_rope = self._rotate_key(key_rope, tokens if kv_tokens is None else kv_tokens, length)
         absorbed = cache is not None and x.shape[-2] == 1
         if absorbed:
             # The bias of key_up adds the same to a query's every score, which the softmax does not see.
@@ -133,7 +132,7 @@ class LatentAttention(eqx.Module):
         return self.output(attended), cache
 
     def _queries(
-        self, x: Float[Array, "*batch seq embed"]
+        self, x: Float[Array, "*batch _ embed"]
     ) -> tuple[Float[Array, "*batch seq heads head_dim"], Float[Array, "*batch seq heads rope_dim"] | None]:
         """Each head's query, and the part of it that is still to be rotated."""
         source = x if self.query_down is None else self.query_down(x)

@@ -13,18 +13,21 @@ class Tokens(eqx.Module):
 
     `positions` count from 0 in each document; -1 marks padding, which is never attended to. `segments` number the
     documents of a packed row (`None`: one document a row). `keys` hold one PRNG key a token (`None`: no randomness,
-    as in inference); layers fold their number into them.
+    as in inference); layers fold their number into them. `lengths` are the rows' lengths, one more than the last
+    position of each, where the tokens here are only a part of their rows (`None`: told from `positions`); rotary
+    frequencies may depend on them.
     """
 
     positions: Int[Array, "*batch seq"]
     segments: Int[Array, "*batch seq"] | None = None
     keys: Key[Array, "*batch seq"] | None = None
+    lengths: Int[Array, "*batch"] | None = None
 
     def fold_in(self, number: int | Int[Array, ""]) -> "Tokens":
         """The same tokens with `number` folded into every key, as each layer and sublayer does with its own."""
         if self.keys is None:
             return self
-        return Tokens(self.positions, self.segments, fold_in_each(self.keys, jnp.uint32(number)))
+        return Tokens(self.positions, self.segments, fold_in_each(self.keys, jnp.uint32(number)), self.lengths)
 
 
 def positions_like(shape: Sequence[int]) -> Tokens:
@@ -42,6 +45,13 @@ def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree
             "knows how far each row has come; pass Tokens(positions), with -1 for padding."
         )
     return positions_like(shape)
+
+
+def row_lengths(tokens: Tokens, kv_tokens: Tokens | None) -> Int[Array, "*batch"]:
+    """Each row's length: as the caller says it, or else one more than the last position that may be attended to."""
+    if tokens.lengths is not None:
+        return tokens.lengths
+    return jnp.max((tokens if kv_tokens is None else kv_tokens).positions, axis=-1) + 1
 
 
 def fold_in_each(keys: Key[Array, "*shape"], number: UInt[Array, ""]) -> Key[Array, "*shape"]:

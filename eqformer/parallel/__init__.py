@@ -15,6 +15,14 @@ from ._collectives import (
     ring_all_gather as ring_all_gather,
     ring_psum_scatter as ring_psum_scatter,
 )
+from ._context import (
+    check_context as check_context,
+    CONTEXT_METHODS as CONTEXT_METHODS,
+    context_order as context_order,
+    ContextCore as ContextCore,
+    zigzag as zigzag,
+    zigzag_inverse as zigzag_inverse,
+)
 from ._pack import pack_schedule as pack_schedule
 from ._schedule import IDLE as IDLE, Schedule as Schedule
 from ._schedules import (
@@ -26,5 +34,6 @@ from ._schedules import (
     SCHEDULES as SCHEDULES,
     zero_bubble as zero_bubble,
 )
+from ._shift import shift as shift
 from ._simulate import Entries as Entries, simulate as simulate, Simulation as Simulation, Timing as Timing
 from ._timeline import draw_timeline as draw_timeline, picture_timeline as picture_timeline

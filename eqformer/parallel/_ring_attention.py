@@ -1,0 +1,111 @@
+"""Attention over a sequence that is split over the devices of an axis: the keys and values go round."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, PyTree
+
+from ..nn import Tokens
+from ..nn._blocks import grouped, ungrouped
+from ..nn._blockwise import attend_backward, attend_forward, Rules
+from ..nn._core import lowest
+from ..nn._dtype import at_least_float32
+from ._shift import shift
+from ._vary import vary, vary_like
+
+
+class Ring(NamedTuple):
+    """Where the pieces travel; see `shift`."""
+
+    axis: str
+    is_branched: bool = False
+
+
+def ring_attend(
+    rules: Rules,
+    ring: Ring,
+    query: Float[Array, "*batch seq heads head_dim"],
+    key: Float[Array, "*batch seq kv_heads head_dim"],
+    value: Float[Array, "*batch seq kv_heads v_dim"],
+    tokens: Tokens,
+) -> tuple[Float[Array, "*batch seq heads v_dim"], Float[Array, "*batch seq heads"]]:
+    """`nn`'s `attend` of this device's queries to the keys of all devices along the axis (Liu et al., 2310.01889).
+
+    Each device attends to the piece it holds while the next one arrives, and combines by the logarithms of the sums.
+    Nothing that travels is kept: the backward pass sends keys and values round once more, and the gradients that are
+    due to them along, which arrive at home after the last step; the probabilities are made again from the logarithm
+    of the whole sum. Keys and values travel `size - 1` steps each way, gradients `size` steps, in the arrays' dtype.
+    """
+    arrays = grouped(query, key, value, tokens, None)
+    arrays = vary(vary_like(arrays, arrays), (ring.axis,))
+    output, logsum = _ring(rules, ring, *arrays[:4])
+    batch = query.shape[:-3]
+    return ungrouped(output, batch), ungrouped(logsum[..., None], batch)[..., 0]
+
+
+def _ring_plainly(
+    rules: Rules, ring: Ring, query: Array, key: Array, value: Array, places: Tokens
+) -> tuple[Array, Array]:
+    def attended(result: tuple[Array, Array], held: tuple) -> tuple[Array, Array]:
+        (output, logsum), (key, value, kv_places) = result, held
+        part, part_logsum = attend_forward(rules, query, key, value, places, kv_places)
+        share = jax.nn.sigmoid(part_logsum - logsum)[..., None]
+        return output + share * (part.astype(output.dtype) - output), jnp.logaddexp(logsum, part_logsum)
+
+    def step(carry: tuple, _) -> tuple[tuple, None]:
+        result, held = carry
+        following = _send(ring, held)  # on its way while this device computes
+        return (attended(result, held), following), None
+
+    held = key, value, places
+    zero = jnp.zeros_like(query, at_least_float32(query.dtype), shape=())
+    rows = query.shape[:-1]
+    empty = jnp.full((*rows, value.shape[-1]), zero), jnp.full(rows, zero + lowest(zero.dtype))
+    (result, held), _ = jax.lax.scan(step, (empty, held), length=jax.lax.axis_size(ring.axis) - 1)
+    output, logsum = attended(result, held)
+    return output.astype(query.dtype), logsum
+
+
+_ring = jax.custom_vjp(_ring_plainly, nondiff_argnums=(0, 1))
+
+
+def _ring_forward(rules: Rules, ring: Ring, query: Array, key: Array, value: Array, places: Tokens):
+    results = _ring(rules, ring, query, key, value, places)
+    output, logsum = (checkpoint_name(x, "attended") for x in results)  # for remat policies that keep it
+    return (output, logsum), (query, key, value, places, output, logsum)
+
+
+def _ring_backward(rules: Rules, ring: Ring, saved: tuple, gradients: tuple[Array, Array]):
+    query, key, value, places, output, logsum = saved
+    exact = at_least_float32(query.dtype)
+
+    def parts(held: tuple) -> tuple[Array, tuple[Array, ...]]:
+        to_query, *to_held = attend_backward(rules, (query, *held[:2], places, held[2], output, logsum), gradients)
+        return to_query.astype(exact), tuple(to_held)
+
+    def step(carry: tuple, _) -> tuple[tuple, None]:
+        held, to_query, to_held = carry
+        following, arrived = _send(ring, held), _send(ring, to_held)
+        more, to_held = parts(held)
+        return (following, to_query + more, jax.tree.map(jnp.add, arrived, to_held)), None
+
+    # The gradients due to a piece follow it at one step's distance, so that they too travel during the computation.
+    held, size = (key, value, places), jax.lax.axis_size(ring.axis)
+    following = _send(ring, held) if size > 1 else held
+    to_query, to_held = parts(held)
+    if size > 1:
+        carry, _ = jax.lax.scan(step, (following, to_query, to_held), length=size - 2)
+        held, to_query, to_held = carry
+        arrived = _send(ring, to_held)
+        more, to_held = parts(held)
+        to_query, to_held = to_query + more, _send(ring, jax.tree.map(jnp.add, arrived, to_held))
+    return to_query.astype(query.dtype), *to_held, None
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+def _send(ring: Ring, tree: PyTree) -> PyTree:
+    return shift(tree, ring.axis, is_branched=ring.is_branched)
