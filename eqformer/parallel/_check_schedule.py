@@ -18,9 +18,9 @@ def check_schedule(schedule: Schedule) -> None:
     _in_order(schedule, forward[1:], forward[:-1], "forward", "forward of the part before it", first=1)
     _in_order(schedule, backward[:-1], backward[1:], "backward", "backward of the part after it")
     last = len(forward) - 1
-    _in_order(schedule, backward[-1:], forward[-1:] - 1, "backward", "forward of the last part", first=last, same=True)
+    _in_order(schedule, backward[-1:], forward[-1:], "backward", "forward of the last part", first=last, same=True)
     if schedule.is_split:
-        _in_order(schedule, _ticks(schedule, "weight"), backward - 1, "weight entry", "backward of its part", same=True)
+        _in_order(schedule, _ticks(schedule, "weight"), backward, "weight entry", "backward of its part", same=True)
 
 
 def _ticks(schedule: Schedule, kind: str) -> Int[np.ndarray, "parts microbatches"]:
@@ -29,12 +29,12 @@ def _ticks(schedule: Schedule, kind: str) -> Int[np.ndarray, "parts microbatches
     entries, shape = schedule.chunks * schedule.microbatches, (schedule.ticks, schedule.stages)
     if table.shape != shape:
         raise ValueError(
-            f"simulate: the table {kind!r} of {schedule.name!r} has shape {table.shape}, but the rule is "
+            f"Schedule {schedule.name!r}: the table {kind!r} has shape {table.shape}, but the rule is "
             f"(ticks, stages) = {shape} for all three; make them alike."
         )
     for tick, stage in np.argwhere((table < IDLE) | (table >= entries)).tolist():
         raise ValueError(
-            f"simulate: the {kind} table of {schedule.name!r} has entry {table[tick, stage]} at tick {tick}, stage "
+            f"Schedule {schedule.name!r}: the table {kind!r} has entry {table[tick, stage]} at tick {tick}, stage "
             f"{stage}, but the rule is chunk * microbatches + microbatch, 0 to {entries - 1}, or IDLE; correct it."
         )
     found = np.full((schedule.chunks * schedule.stages, schedule.microbatches), IDLE)
@@ -63,12 +63,13 @@ def _in_order(
     first: int = 0,
     same: bool = False,
 ) -> None:
-    """`later > earlier` everywhere, for parts from `first` on; with `same`, `earlier` is given one tick too small."""
-    for row, microbatch in np.argwhere(later <= earlier).tolist():
-        tick, needed = int(later[row, microbatch]), int(earlier[row, microbatch]) + same
+    """For parts from `first` on, refuse what is not later than its input (in the `same` tick, if that is allowed)."""
+    soonest = earlier + (not same)
+    for row, microbatch in np.argwhere(later < soonest).tolist():
+        tick = int(later[row, microbatch])
         rule = (
-            f"its {kind} {'no earlier' if same else 'later'} than the {needs}, but that has tick {needed}; "
-            f"move the {kind} to tick {needed + (not same)} or after."
+            f"its {kind} {'no earlier' if same else 'later'} than the {needs}, but that has tick "
+            f"{earlier[row, microbatch]}; move the {kind} to tick {soonest[row, microbatch]} or after."
         )
         raise ValueError(_complaint(schedule, tick, first + row, microbatch, rule))
 
@@ -76,6 +77,6 @@ def _in_order(
 def _complaint(schedule: Schedule, tick: int | str, part: int, microbatch: int, rule: str) -> str:
     chunk, stage = divmod(part, schedule.stages)
     return (
-        f"simulate: the table of {schedule.name!r} is wrong at tick {tick}, stage {stage}, microbatch {microbatch}, "
+        f"Schedule {schedule.name!r}: the tables are wrong at tick {tick}, stage {stage}, microbatch {microbatch}, "
         f"chunk {chunk}: the rule is {rule}"
     )

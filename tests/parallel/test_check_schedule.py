@@ -74,14 +74,14 @@ BROKEN = [
     (changed(gpipe(2, 2), "forward", (0, 1, 2)), "entry 2 at tick 0, stage 1, but the rule is .* 0 to 1"),
     (
         dataclasses.replace(gpipe(2, 2), stages=3),
-        r"'forward' of 'gpipe' has shape \(6, 2\), .* \(6, 3\)",
+        r"'gpipe': the table 'forward' has shape \(6, 2\), .* \(6, 3\)",
     ),
 ]
 
 
 @pytest.mark.parametrize("table,words", BROKEN, ids=range(len(BROKEN)))
 def test_a_broken_table_is_refused(table, words):
-    with pytest.raises(ValueError, match=f"simulate: .*{words}"):
+    with pytest.raises(ValueError, match=f"Schedule .*{words}"):
         simulate(table)
 
 
@@ -124,7 +124,7 @@ def test_changed_tables_are_refused_exactly_where_they_cannot_be_run(name):
         if verdicts[-1]:
             simulate(broken)
         else:
-            with pytest.raises(ValueError, match="simulate: .*the rule is"):
+            with pytest.raises(ValueError, match="Schedule .*the rule is"):
                 simulate(broken)
     assert runs(table) and 20 < sum(verdicts) < 280
 
