@@ -18,8 +18,11 @@ from ._dims import (
     dims as dims,
     dims_table as dims_table,
     ensemble as ensemble,
+    format_table as format_table,
+    has_shape as has_shape,
     is_trainable as is_trainable,
     named_by as named_by,
+    path_name as path_name,
 )
 from ._dropout import Dropout as Dropout
 from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions

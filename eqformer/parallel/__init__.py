@@ -1,5 +1,6 @@
 """Mesh axes, layouts and transforms: one model over any number of devices."""
 
+from ._axes import AXES as AXES, BATCH_AXES as BATCH_AXES, PIPE as PIPE
 from ._check_schedule import check_schedule as check_schedule
 from ._collective_matmul import (
     all_gather_matmul as all_gather_matmul,
@@ -23,7 +24,19 @@ from ._context import (
     zigzag as zigzag,
     zigzag_inverse as zigzag_inverse,
 )
+from ._feature import FeatureLinear as FeatureLinear
+from ._fully_sharded import Gathered as Gathered
+from ._init import init_sharded as init_sharded, lower_sharded as lower_sharded
+from ._layout import Layout as Layout, partition_specs as partition_specs, shardings as shardings
+from ._mesh import axis_sizes as axis_sizes, make_mesh as make_mesh
+from ._norms import SplitNorm as SplitNorm
 from ._pack import pack_schedule as pack_schedule
+from ._pipeline import (
+    check_depth as check_depth,
+    layer_order as layer_order,
+    pipeline_gradients as pipeline_gradients,
+)
+from ._plan import Plan as Plan
 from ._schedule import IDLE as IDLE, Schedule as Schedule
 from ._schedules import (
     gpipe as gpipe,
@@ -34,6 +47,10 @@ from ._schedules import (
     SCHEDULES as SCHEDULES,
     zero_bubble as zero_bubble,
 )
+from ._shard_map import filter_shard_map as filter_shard_map
 from ._shift import shift as shift
 from ._simulate import Entries as Entries, simulate as simulate, Simulation as Simulation, Timing as Timing
+from ._tensor import RESIDUALS as RESIDUALS, Tensor as Tensor
 from ._timeline import draw_timeline as draw_timeline, picture_timeline as picture_timeline
+from ._vary import vary as vary, vary_like as vary_like, varying_axes as varying_axes
+from ._vocabulary import SplitEmbedding as SplitEmbedding, SplitVocabulary as SplitVocabulary

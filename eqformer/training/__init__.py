@@ -11,6 +11,7 @@ from ._loss import (
     evaluation_sums as evaluation_sums,
     next_token_loss as next_token_loss,
     token_nats as token_nats,
+    Vocabulary as Vocabulary,
 )
 from ._metrics import bits_per_byte as bits_per_byte, throughput as throughput
 from ._optimizer import (
@@ -23,6 +24,7 @@ from ._optimizer import (
     sgd as sgd,
     trainable as trainable,
 )
+from ._planned import planned_gradients as planned_gradients
 from ._run_metadata import run_metadata as run_metadata, saved_key as saved_key, versions as versions
 from ._schedule import (
     constant as constant,

@@ -1,19 +1,33 @@
 """Cross-entropy over chunks of tokens: the logits of all tokens never exist at once, in either pass."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from .._shapes import Batch
 from ..nn import token_keys, Tokens
+from ..parallel import vary, varying_axes
 from ._wide import at_least_float32
 
 
 TokenNats = Callable[..., Any]
+
+
+@runtime_checkable
+class Vocabulary(Protocol):
+    """How a loss reads logits that are not whole, as those of a vocabulary that a mesh splits."""
+
+    def nats(self, logits: Array, targets: Array) -> tuple[Array, Array]:
+        """Per token the nats of its target and the logarithm of the normaliser, as `token_nats` gives them."""
+        ...
+
+    def is_first(self, logits: Array, targets: Array) -> Array:
+        """Per token whether its target is the model's first choice."""
+        ...
 
 
 def token_nats(
@@ -68,7 +82,7 @@ def cross_entropy(
     def forward(tables, tokens):
         def with_gradients(piece):
             total, pull = jax.vjp(lambda tables, hidden: of_chunk(tables, hidden, *piece[1:]), tables, piece[0])
-            of_tables, of_hidden = pull(_vary(jnp.ones_like(total), _varying(total)))
+            of_tables, of_hidden = pull(vary(jnp.ones_like(total), varying_axes(total)))
             return (total, [at_least_float32(x) for x in of_tables]), of_hidden
 
         (total, of_tables), of_hidden = _sum_over_chunks(with_gradients, tokens, sizes)
@@ -93,20 +107,28 @@ def next_token_loss(
     chunk: int | None = None,
     z_loss: float = 0.0,
     tokens: Tokens | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum over a batch's tokens of the nats of each next token, and the weight of those tokens.
 
     `model` has `encode(ids, tokens) -> (hidden, cache)` and `unembed(hidden) -> logits`. `key=None` is inference: no
-    dropout. Pass `tokens` to make them yourself, as where a mesh splits the rows.
+    dropout. Pass `tokens` to make them yourself, as where a mesh splits the rows, and `vocabulary` where it splits
+    the logits.
     """
     tokens = batch_tokens(batch, key) if tokens is None else tokens
     hidden, _ = model.encode(jnp.asarray(batch.ids), tokens)
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
-    return cross_entropy(model.unembed, hidden, targets, weights, chunk=chunk, z_loss=z_loss)
+    nats = token_nats if vocabulary is None else vocabulary.nats
+    return cross_entropy(model.unembed, hidden, targets, weights, chunk=chunk, z_loss=z_loss, nats=nats)
 
 
 def evaluation_sums(
-    model: PyTree, batch: Batch, *, chunk: int | None = None, tokens: Tokens | None = None
+    model: PyTree,
+    batch: Batch,
+    *,
+    chunk: int | None = None,
+    tokens: Tokens | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> dict[str, Float[Array, ""]]:
     """`nats`, `correct` (first choices that are the target) and `count`, each summed over a batch without dropout."""
     tokens = batch_tokens(batch) if tokens is None else tokens
@@ -117,11 +139,16 @@ def evaluation_sums(
     def of_chunk(piece):
         logits = at_least_float32(model.unembed(piece[0]))
         weights = piece[2].astype(logits.dtype)
-        is_first = jnp.argmax(logits, axis=-1).astype(piece[1].dtype) == piece[1]
-        sums = {"nats": token_nats(logits, piece[1])[0], "correct": is_first.astype(logits.dtype)}
+        nats, _ = (token_nats if vocabulary is None else vocabulary.nats)(logits, piece[1])
+        is_first = (_is_first if vocabulary is None else vocabulary.is_first)(logits, piece[1])
+        sums = {"nats": nats, "correct": is_first.astype(logits.dtype)}
         return {name: jnp.sum(each * weights) for name, each in sums.items()} | {"count": jnp.sum(weights)}, None
 
     return _sum_over_chunks(of_chunk, flat, _chunks(flat[1].shape[0], vocab, chunk))[0]
+
+
+def _is_first(logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
+    return jnp.argmax(logits, axis=-1).astype(targets.dtype) == targets
 
 
 def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
@@ -164,7 +191,7 @@ def _sum_over_chunks(of_chunk: Callable, tokens: tuple, sizes: tuple[int, int]) 
 
     pieces = jax.tree.map(split, tokens)
     shapes = jax.eval_shape(lambda piece: of_chunk(piece)[0], jax.tree.map(lambda x: x[0], pieces))
-    start = jax.tree.map(lambda x: _vary(jnp.zeros(x.shape, x.dtype), _varying(x)), shapes)
+    start = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), shapes)
 
     def body(sums, piece):
         more, each = of_chunk(piece)
@@ -189,25 +216,17 @@ def _with_tables(unembed: Callable, hidden: Array) -> tuple[Callable, list[Array
     is_read = [id(variable) in read for variable in program.jaxpr.invars[: len(leaves)]]
     # Inside `shard_map`, a whole table meets hidden states that differ from device to device. Saying so here, before
     # the custom rule, makes the transpose reduce the table's gradient once, after all chunks, not once a chunk.
-    tables = [_vary(leaf, _varying(row)) for leaf, used in zip(leaves, is_read) if used]
+    tables = [vary(leaf, varying_axes(row)) for leaf, used in zip(leaves, is_read) if used]
 
     def with_read(row: Array, *tables: Array) -> Array:
         given = iter(tables)
         return call([next(given) if used else leaf for leaf, used in zip(leaves, is_read)], row)
 
     converted, closed_over = jax.closure_convert(with_read, row, *tables)
-    if any(_varying(array) != _varying(row) for array in closed_over):
+    if any(varying_axes(array) != varying_axes(row) for array in closed_over):
         raise ValueError(
             "cross_entropy(unembed): inside shard_map, arrays that a plain function closes over must vary over the "
-            f"same axes as hidden, {sorted(_varying(row))}; pass a bound method of a module or a jax.tree_util.Partial."
+            f"same axes as hidden, {sorted(varying_axes(row))}; pass a bound method of a module or a "
+            "jax.tree_util.Partial."
         )
     return converted, tables + list(closed_over), program.out_avals[0].shape[-1]
-
-
-def _vary(x: Array, axes: frozenset[str]) -> Array:
-    missing = tuple(sorted(axes - _varying(x)))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
-def _varying(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from ..parallel import vary, varying_axes
 from ._optimizer import global_norm, Optimizer, trainable
 from ._wide import at_least_float32
 
 
 LossFn = Callable[..., Any]  # (model, batch, key) -> (sum, count)
-GradientsOf = Callable[..., Any]  # (loss_fn, accumulate) -> ((model, batch, key) -> (sum, count, gradients))
+Gradients = Callable[..., Any]  # (model, batch, key) -> (sum, count, gradients of sum)
+GradientsOf = Callable[..., Gradients]  # (loss_fn, accumulate) -> gradients
 
 
 class TrainState(eqx.Module):
@@ -138,7 +140,7 @@ def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1) -> Callable[...,
 
         first = jax.tree.map(lambda x: x[0], pieces)
         like = eqx.filter_eval_shape(loss_fn, model, first, key)
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in like]
+        zeros = [vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)) for x in like]
         return jax.lax.scan(add, (zeros[0], zeros[1], start), pieces)[0]
 
     return of_batch

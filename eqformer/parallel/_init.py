@@ -1,0 +1,27 @@
+"""Arrays created where they belong: no device, and no host, ever holds a whole model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+
+def init_sharded(make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: Any) -> PyTree:
+    """`make(*args)` computed by all devices together, each its own pieces.
+
+    `shardings` maps the shapes of the result to a tree of `NamedSharding`s. Random numbers are functions of a key and
+    a place in the array, so the values are those of one device, whatever the mesh.
+    """
+    run = lower_sharded(make, shardings, *args).compile()
+    shapes = eqx.filter_eval_shape(make, *args)
+    rest = eqx.filter(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct), inverse=True)
+    return eqx.combine(run(), rest)
+
+
+def lower_sharded(make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: Any) -> Any:
+    """The program of `init_sharded`, lowered: `.compile().memory_analysis()` tells what each device needs."""
+    shapes = eqx.filter_eval_shape(make, *args)
+    with jax.default_device(None):
+        return jax.jit(lambda: eqx.filter(make(*args), eqx.is_array), out_shardings=shardings(shapes)).lower()

@@ -1,0 +1,75 @@
+"""What a plan decides of each array of a model."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from .. import nn
+from ._axes import BATCH_AXES, CONTEXT, FSDP, TENSOR
+from ._layout import axes_of, dim_over
+from ._tensor import stream_maps, TENSOR_MODULES
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """Where an array is kept, where its gradient is, and over which axes that is partial on each device."""
+
+    spec: PartitionSpec | None  # None: no array
+    state_spec: PartitionSpec | None
+    partial: tuple[str, ...]
+    dtype: str  # in which it travels when it is gathered: that of its use
+
+    @property
+    def spread(self) -> int | None:
+        """The dim that the state, or also the array, is split on over the axis `fsdp`."""
+        return dim_over(self.state_spec, FSDP)
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """The axes of `partial` over which the gradient is summed where it is not also split."""
+        return tuple(axis for axis in self.partial if axis != FSDP or self.spread is None)
+
+
+def leaves_of(model: nn.Transformer, specs: PyTree, state_specs: PyTree, residual: str | None) -> PyTree:
+    """A tree like `model` with a `Leaf` for each of its leaves; `residual=None`: nothing is split over `tensor`."""
+    structure = jax.tree.structure(model)
+    marks = structure.flatten_up_to(_in_slices(model, residual))
+    matrices = structure.flatten_up_to(nn.matrices(model))
+
+    def leaf(x: Any, spec: Any, state_spec: Any, in_slices: bool, matrix: Any) -> Leaf:
+        if spec is None:
+            return Leaf(None, None, (), "")
+        axes = (*BATCH_AXES, CONTEXT) + (TENSOR,) * in_slices
+        is_cast = matrix is not None and not matrix.table
+        dtype = model.compute_dtype if is_cast else str(x.dtype)
+        return Leaf(spec, state_spec, tuple(axis for axis in axes if axis not in axes_of(spec)), dtype)
+
+    columns = jax.tree.leaves(model), *map(structure.flatten_up_to, (specs, state_specs)), marks, matrices
+    return jax.tree.unflatten(structure, [leaf(*row) for row in zip(*columns, strict=True)])
+
+
+def _in_slices(model: nn.Transformer, residual: str | None) -> PyTree:
+    """Whether an array that is whole on each device of `tensor` meets slices there, so that its gradient is partial.
+
+    In a replicated stream that is so within the layers, but for the bias that is added after the reduction, and for
+    tables, of which each device uses its part.
+    """
+    everywhere = lambda node: jax.tree.map(lambda _: True, node)
+    if residual is None:
+        return jax.tree.map(lambda _: False, model)
+    if residual != "replicated":
+        return everywhere(model)
+
+    def mark(node: Any) -> Any:
+        if not isinstance(node, kinds):
+            return False
+        marks = everywhere(node)
+        biases = lambda m: [linear.bias for linear in stream_maps(m, "outputs") if linear.bias is not None]
+        return eqx.tree_at(biases, marks, [False] * len(biases(marks)))
+
+    kinds = (*TENSOR_MODULES, nn.Embedding, nn.Linear)
+    return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, kinds))

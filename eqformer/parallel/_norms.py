@@ -1,0 +1,32 @@
+"""Normalisation of a dim that is split over devices."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .. import nn
+
+
+class SplitNorm(eqx.Module):
+    """A norm over dims of which this device holds a slice: the sums of squares (and of values) are taken over `axis`.
+
+    Equal slices, so the mean of the devices' means is the mean.
+    """
+
+    inner: nn.RMSNorm | nn.LayerNorm
+    axis: str = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Normalise the trailing dims of the whole, of which `x` is a slice."""
+        norm = self.inner
+        dims = tuple(range(-len(norm.dims), 0))
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        if isinstance(norm, nn.LayerNorm):
+            wide = wide - jax.lax.pmean(jnp.mean(wide, dims, keepdims=True), self.axis)
+        y = wide * jax.lax.rsqrt(jax.lax.pmean(jnp.mean(wide * wide, dims, keepdims=True), self.axis) + norm.eps)
+        if norm.weight is not None:
+            offset = norm.offset if isinstance(norm, nn.RMSNorm) else 0.0
+            y = y * (offset + norm.weight.astype(y.dtype))
+        shift = norm.shift if isinstance(norm, nn.RMSNorm) else norm.bias
+        return (y if shift is None else y + shift.astype(y.dtype)).astype(x.dtype)

@@ -1,0 +1,134 @@
+"""One entry for all transforms: a mesh and choices, and how a plain model is laid out, wrapped and differentiated."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from .. import nn
+from ._axes import BATCH_AXES, CONTEXT, FSDP, PIPE, TENSOR
+from ._feature import FEATURE_DIMS
+from ._fully_sharded import gather, Gathered, routed, scatter
+from ._layout import axes_of, Layout, partition_specs
+from ._leaves import Leaf, leaves_of
+from ._mesh import axis_sizes
+from ._vary import vary
+from ._vocabulary import SplitVocabulary
+from ._wrap import split_over_tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a model runs over a mesh: which state is split (`zero`), and which stream runs between layers (`residual`).
+
+    A plan takes and gives global arrays, laid out by its specs; what happens on each device happens inside one
+    `filter_shard_map`, where `parameters`, `wrap` and `reduce` do their work.
+    """
+
+    mesh: Mesh
+    zero: int = 0
+    residual: str = "replicated"
+    overlap: str = "none"
+    context_method: str = "ring"
+    smallest: int = 1024
+
+    def size(self, axis: str) -> int:
+        """How many devices an axis has."""
+        return axis_sizes(self.mesh)[axis]
+
+    def layout(self, *, spread: bool) -> Layout:
+        """The layout of parameters or, with `spread`, of what else is split over the axis `fsdp`."""
+        split = FEATURE_DIMS if self.residual == "feature" else ("heads", "kv_heads", "mlp")
+        dims = {"layers": PIPE, **dict.fromkeys((*split, "vocab"), TENSOR)}
+        return Layout(dims, frozenset({"kv_heads", "vocab"}), FSDP if spread else None, self.smallest)
+
+    def parameter_specs(self, model: PyTree) -> PyTree:
+        """Where the parameters are kept."""
+        return partition_specs(model, self.layout(spread=self.zero == 3), self.mesh)
+
+    def state_specs(self, model: PyTree) -> PyTree:
+        """Where gradients, and what the optimizer remembers of the parameters, are kept."""
+        return partition_specs(model, self.layout(spread=self.zero >= 1), self.mesh)
+
+    def batch_specs(self, batch: PyTree) -> PyTree:
+        """Rows over the axes that split the batch, tokens over `context`."""
+        return jax.tree.map(lambda x: PartitionSpec(BATCH_AXES, *(CONTEXT,) * (x.ndim > 1)), batch)
+
+    def leaves(self, model: nn.Transformer) -> PyTree:
+        """A tree like `model` with what this plan decides of each array."""
+        residual = self.residual if self.size(TENSOR) > 1 else None
+        return leaves_of(model, self.parameter_specs(model), self.state_specs(model), residual)
+
+    # What follows runs inside `filter_shard_map`, on one device's slices; `leaves` is of the whole model.
+
+    def parameters(self, model: nn.Transformer, leaves: PyTree) -> PyTree:
+        """What to differentiate by: the model's slices, typed so that each device's gradient stays its own.
+
+        With `zero=2` a slice of no value stands for each array whose gradient is split.
+        """
+
+        def own(leaf: Leaf, x: Any) -> Any:
+            if self.zero == 2 and leaf.spread is not None:
+                shape = [size // (self.size(FSDP) if i == leaf.spread else 1) for i, size in enumerate(x.shape)]
+                return vary(jnp.zeros(shape, x.dtype), {*leaf.partial, *axes_of(leaf.state_spec)})
+            return vary(x, leaf.partial)
+
+        return jax.tree.map(own, leaves, model)
+
+    def wrap(self, parameters: PyTree, model: nn.Transformer, leaves: PyTree, shapes: PyTree) -> nn.Transformer:
+        """The model on this device, of its own values and with the gradients of `parameters`."""
+        if self.zero == 2:
+            parameters = jax.tree.map(lambda leaf, x, shard: routed(x, shard, leaf.spread), leaves, model, parameters)
+        model = parameters
+        if self.zero == 3:
+            model = _gathered_outside_stacks(model, leaves)
+        if self.size(TENSOR) > 1:
+            specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
+            model = split_over_tensor(model, specs, shapes, self.residual, self.overlap)
+        if self.zero == 3:
+            model = _gathered_blocks(model, leaves)
+        return model
+
+    def reduce(self, gradients: PyTree, leaves: PyTree) -> PyTree:
+        """Each gradient summed once over the devices that hold a part of it, and split where the state is."""
+
+        def one(leaf: Leaf, gradient: Any) -> Any:
+            if gradient is None:
+                return None
+            if self.zero == 1 and leaf.spread is not None:
+                gradient = scatter(vary(gradient, [FSDP]), leaf.spread)
+            return self.total(gradient, leaf.reduced)
+
+        return jax.tree.map(one, leaves, gradients)
+
+    def total(self, x: Array, axes: tuple[str, ...] = (*BATCH_AXES, CONTEXT)) -> Array:
+        """The sum over the devices of some axes, by default all between which tokens are split."""
+        return jax.lax.psum(vary(x, axes), axes) if axes else x
+
+    def vocabulary(self, model: nn.Transformer) -> SplitVocabulary | None:
+        """The loss's view of the logits where each device holds a part of them; None where it holds all."""
+        return SplitVocabulary(model.vocab) if self.size(TENSOR) > 1 else None
+
+
+def _gathered_outside_stacks(model: nn.Transformer, leaves: PyTree) -> nn.Transformer:
+    # Gathered once: they are used at both ends, and the backward pass needs none of them.
+    def one(leaf: Leaf, x: Any) -> Any:
+        return x if leaf.spec is None else gather(x, leaf.spread, leaf.dtype)
+
+    without = lambda tree: eqx.tree_at(lambda m: m.stacks, tree, ())
+    whole = jax.tree.map(one, without(leaves), without(model))
+    return eqx.tree_at(lambda m: m.stacks, whole, model.stacks)
+
+
+def _gathered_blocks(model: nn.Transformer, leaves: PyTree) -> nn.Transformer:
+    def wrapped(stack: nn.Stack, of_stack: PyTree) -> nn.Stack:
+        arrays = [leaf for leaf in jax.tree.leaves(of_stack.blocks) if leaf.spec is not None]
+        dims = tuple(None if leaf.spread is None else leaf.spread - 1 for leaf in arrays)  # a block has no `layers`
+        blocks = Gathered(stack.blocks, dims, tuple(leaf.dtype for leaf in arrays), stack.remat != "none")
+        return eqx.tree_at(lambda s: s.blocks, stack, blocks)
+
+    return eqx.tree_at(lambda m: m.stacks, model, tuple(map(wrapped, model.stacks, leaves.stacks)))

@@ -1,0 +1,144 @@
+"""A plain model with its modules wrapped, by type, for the device that holds these slices of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+from .. import nn
+from ._axes import TENSOR
+from ._feature import FEATURE_DIMS, FeatureKeyHead, FeatureLinear
+from ._layout import axes_of, is_spec
+from ._norms import SplitNorm
+from ._tensor import Tensor, TENSOR_MODULES
+from ._vocabulary import FeatureEmbedding, HeadInput, own_rows, rows_of_features, SplitEmbedding
+
+
+def replace(model: PyTree, kinds: type | tuple[type, ...], make: Callable[..., Any], *likes: PyTree) -> PyTree:
+    """The model with each module of some kinds replaced by `make(module, *parts of likes)`."""
+    is_kind = lambda node: isinstance(node, kinds)
+    return jax.tree.map(lambda *nodes: make(*nodes) if is_kind(nodes[0]) else nodes[0], model, *likes, is_leaf=is_kind)
+
+
+def split_over_tensor(
+    model: nn.Transformer, specs: PyTree, shapes: PyTree, residual: str, overlap: str
+) -> nn.Transformer:
+    """The model for a device of the axis `tensor`, with a stream of kind `residual` between its layers.
+
+    `specs` and `shapes` are those of the whole model. The arrays of the stacks stay what and where they were.
+    """
+    norms = (nn.RMSNorm, nn.LayerNorm)
+
+    def wrap(module: PyTree, spec: PyTree, shape: PyTree) -> PyTree:
+        if isinstance(module, norms):
+            return _split_norm(module, spec)
+        inner = replace(module, norms, _split_norm, spec)
+        if residual == "feature":
+            return _feature_module(inner, shape, overlap)
+        return Tensor(inner, residual, overlap, shares_kv_heads(module, spec))
+
+    whole = model
+    model = replace(model, (*TENSOR_MODULES, *norms), wrap, specs, shapes)
+    if residual == "feature":
+        model = replace(model, nn.Dropout, FeatureDropout)
+    if residual == "sequence":
+        model = replace(model, nn.Dropout, TokensDropout)
+        model = replace(model, nn.LearnedPositions, TokensPositions)
+    model = eqx.tree_at(lambda m: m.norm, model, HeadInput(model.norm, residual))
+    embedding, head = _split_vocabulary(whole, specs, residual, shapes.vocab)
+    model = eqx.tree_at(lambda m: m.embedding, model, embedding)
+    return model if head is None else eqx.tree_at(lambda m: m.head, model, head)
+
+
+def shares_kv_heads(module: PyTree, specs: PyTree) -> bool:
+    """Whether an attention's key heads are held whole while its query heads are split."""
+    return isinstance(module, nn.Attention) and TENSOR not in axes_of(specs.key.weight)
+
+
+class TokensDropout(eqx.Module):
+    """Dropout of this device's tokens, with their own keys out of all tokens' keys."""
+
+    inner: nn.Dropout
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], keys: Key[Array, "*batch full_seq"] | None
+    ) -> Float[Array, "*batch seq embed"]:
+        """Drop channels of this device's tokens."""
+        return self.inner(x, None if keys is None else own_tokens(keys, keys.ndim - 1))
+
+
+class FeatureDropout(eqx.Module):
+    """Dropout of this device's features: its slice of the mask of all features."""
+
+    inner: nn.Dropout
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], keys: Key[Array, "*batch seq"] | None
+    ) -> Float[Array, "*batch seq embed"]:
+        """Drop this device's channels of each token."""
+        if keys is None or self.inner.rate == 0:
+            return x
+        whole = jnp.ones((*x.shape[:-1], x.shape[-1] * jax.lax.axis_size(TENSOR)), x.dtype)
+        return x * own_tokens(self.inner(whole, keys), x.ndim - 1)
+
+
+class TokensPositions(eqx.Module):
+    """Learned positions of this device's tokens."""
+
+    inner: nn.LearnedPositions
+
+    def __call__(self, positions: Int[Array, "*batch full_seq"]) -> Float[Array, "*batch seq embed"]:
+        """Look up the vectors of this device's tokens."""
+        return self.inner(own_tokens(positions, positions.ndim - 1))
+
+
+def own_tokens(x: Array, dim: int) -> Array:
+    """This device's share of a dim that every device of the axis `tensor` holds whole."""
+    size = x.shape[dim] // jax.lax.axis_size(TENSOR)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) * size, size, dim)
+
+
+def _split_norm(norm: nn.RMSNorm | nn.LayerNorm, spec: PyTree) -> PyTree:
+    leaves = jax.tree.leaves(spec, is_leaf=is_spec)
+    return SplitNorm(norm, TENSOR) if any(TENSOR in axes_of(leaf) for leaf in leaves) else norm
+
+
+def _feature_module(module: PyTree, shapes: PyTree, overlap: str) -> PyTree:
+    """A layer whose every map reduces and scatters; key heads that the axis does not divide are summed whole."""
+    module = replace(module, nn.Linear, lambda m, shape: FeatureLinear(m, _scatters(shape), overlap), shapes)
+    if not isinstance(module, nn.Attention) or module.key.scatters:  # type: ignore[attr-defined]
+        return module
+    heads = FeatureKeyHead(module.key), FeatureKeyHead(module.value)
+    return eqx.tree_at(lambda m: (m.key, m.value), module, heads)
+
+
+def _scatters(linear: nn.Linear) -> bool:
+    size = linear.weight.shape[linear.weight.ndim - len(linear.weight_dims)]
+    return linear.outputs[0] in FEATURE_DIMS and size % jax.lax.axis_size(TENSOR) == 0
+
+
+def _split_vocabulary(
+    model: nn.Transformer, specs: PyTree, residual: str, vocab: int
+) -> tuple[SplitEmbedding | FeatureEmbedding, nn.Linear | None]:
+    """The embedding and the head of which each device holds the rows of its own ids."""
+    embedding, head = model.embedding, model.head
+
+    def rows(table: Array, spec: PartitionSpec) -> Array:
+        if residual == "feature":
+            return rows_of_features(table)
+        return table if TENSOR in axes_of(spec) else own_rows(table)
+
+    if head is not None:
+        own = rows(head.weight, specs.head.weight)
+        head = eqx.tree_at(lambda m: m.weight, head, own)
+        if head.bias is not None and TENSOR not in axes_of(specs.head.bias):
+            head = eqx.tree_at(lambda m: m.bias, head, own_rows(head.bias))
+    if residual == "feature":
+        looked_up = rows(embedding.weight, specs.embedding.weight) if head is None else embedding.weight
+        return FeatureEmbedding(embedding, looked_up), head
+    table = rows(embedding.weight, specs.embedding.weight)
+    return SplitEmbedding(table, embedding.scale, vocab, residual), head
