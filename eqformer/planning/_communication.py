@@ -1,0 +1,154 @@
+"""The bytes that a compiled program sends, read off its text."""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from ._hlo import called, groups_of, Instruction, parse, size_of
+
+
+# Bytes sent by each of n devices for each byte of its operands (rings; Patarasuk and Yuan 2009).
+SENT = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: n - 1,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """One collective of a compiled program.
+
+    `axes` are the mesh axes it runs over, `None` where no mesh was given or its groups follow no axis. `devices` is the
+    size of a group; of a permute, how many devices of the mesh send. `sent` is the bytes each device sends each time,
+    a permute's averaged over the mesh. `times` is `None` inside a loop whose length the compiler does not know.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    devices: int
+    sent: float
+    times: int | None
+
+    @property
+    def total(self) -> float | None:
+        """Bytes sent by a device over a run of the program; `None` where the number of times is unknown."""
+        return None if self.times is None else self.sent * self.times
+
+
+def communication(compiled: Any, *, mesh: Any = None) -> tuple[Transfer, ...]:
+    """What each device sends in one run of a compiled program (`jax.jit(f).lower(...).compile()`, or its HLO text).
+
+    All-reduce `2(n-1)/n S`; all-gather `(n-1)/n S` of its result; reduce-scatter and all-to-all `(n-1)/n S` of their
+    operands; permute `S`, times the share of devices that send. Calls are followed and loops multiplied out; of a
+    conditional, the branch that sends most is counted. With the `mesh` the program was compiled for, axes are named.
+    The bytes are those of the program: XLA's CPU backend, for one, adds up 16-bit numbers as float32.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    program, entry = parse(text)
+    count = re.search(r"num_partitions=(\d+)", text), re.search(r"replica_count=(\d+)", text)
+    everyone = math.prod(int(match.group(1)) for match in count if match)
+    if mesh is not None and mesh.devices.size != everyone:
+        raise ValueError(
+            f"communication(mesh={dict(mesh.shape)}): the mesh has {mesh.devices.size} devices, but the program was "
+            f"compiled for {everyone}; pass the mesh it runs on."
+        )
+    known: dict[str, tuple[Transfer, ...]] = {}
+
+    def sent_by(name: str) -> tuple[Transfer, ...]:
+        if name not in known:
+            lines = program.get(name, [])
+            sizes = {line.name: size_of(line.result) for line in lines}
+            known[name] = tuple(transfer for line in lines for transfer in of_line(line, sizes))
+        return known[name]
+
+    def of_line(line: Instruction, sizes: dict[str, int]) -> Iterator[Transfer]:
+        kind = line.operation.removesuffix("-start")
+        if kind in SENT:
+            transfer = _transfer(kind, line, sum(sizes[name] for name in line.operands), everyone, mesh)
+            if transfer.sent:
+                yield transfer
+            return
+        parts = [sent_by(name) for name in called(line)]
+        if line.operation == "conditional":
+            parts = [max(parts, key=_most)]
+        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.attributes)
+        times = (int(trips.group(1)) if trips else None) if line.operation == "while" else 1
+        for transfer in (transfer for part in parts for transfer in part):
+            product = None if transfer.times is None or times is None else transfer.times * times
+            yield dataclasses.replace(transfer, times=product)
+
+    return tuple(transfer for transfer in sent_by(entry) if transfer.times != 0)
+
+
+def bytes_sent(transfers: Iterable[Transfer], *, axes: tuple[str, ...] | None = None) -> float:
+    """Bytes that each device sends in all; with `axes`, over exactly those mesh axes.
+
+    Raises a `ValueError` where a loop's length is unknown.
+    """
+    chosen = [transfer for transfer in transfers if axes is None or set(transfer.axes or ()) == set(axes)]
+    unknown = [transfer.kind for transfer in chosen if transfer.times is None]
+    if unknown:
+        raise ValueError(
+            f"bytes_sent: {', '.join(unknown)} stand in a loop of unknown length; give the loop a fixed length, or "
+            f"leave them out."
+        )
+    return float(sum(transfer.sent * (transfer.times or 0) for transfer in chosen))
+
+
+def communication_table(transfers: Iterable[Transfer]) -> str:
+    """Lines of text: what is sent by kind and axes, largest first, and the sum."""
+    groups: dict[tuple[str, str], list[Transfer]] = collections.defaultdict(list)
+    for transfer in transfers:
+        over = f"{transfer.devices} devices" if transfer.axes is None else " x ".join(transfer.axes)
+        groups[transfer.kind, over].append(transfer)
+    rows = []
+    for (kind, over), group in groups.items():
+        known = [transfer for transfer in group if transfer.times is not None]
+        unknown = "" if len(known) == len(group) else "+?"
+        rows.append((kind, over, sum(transfer.times or 0 for transfer in known), bytes_sent(known), unknown))
+    rows.sort(key=lambda row: -row[3])
+    doubt = "+?" if any(row[4] for row in rows) else ""
+    rows.append(("all", "", sum(row[2] for row in rows), float(sum(row[3] for row in rows)), doubt))
+    head = f"{'operation':<20}{'over':<24}{'times':>8}{'bytes sent a device':>22}"
+    return "\n".join(
+        [head]
+        + [
+            f"{kind:<20}{over:<24}{f'{times}{more}':>8}{f'{sent:,.0f}{more}':>22}"
+            for kind, over, times, sent, more in rows
+        ]
+    )
+
+
+def _most(transfers: tuple[Transfer, ...]) -> float:
+    return sum(math.inf if transfer.total is None else transfer.total for transfer in transfers)
+
+
+def _transfer(kind: str, line: Instruction, size: int, everyone: int, mesh: Any) -> Transfer:
+    if kind == "collective-permute":
+        listed = re.search(r"source_target_pairs=\{(.*?)\}\}", line.attributes)
+        found = re.findall(r"(\d+),(\d+)", listed.group(1)) if listed else []
+        pairs = np.array([(int(a), int(b)) for a, b in found if a != b]).reshape(-1, 2)
+        return Transfer(kind, _axes(pairs, mesh, is_permute=True), len(pairs), size * len(pairs) / everyone, 1)
+    groups = groups_of(line.attributes, everyone)
+    devices = groups.shape[1]
+    return Transfer(kind, _axes(groups, mesh), devices, float(size * SENT[kind](devices)), 1)
+
+
+def _axes(groups: Int[np.ndarray, "groups devices"], mesh: Any, is_permute: bool = False) -> tuple[str, ...] | None:
+    """The mesh axes along which the devices of a group differ, if together they make up the group."""
+    if mesh is None:
+        return None
+    places = np.stack(np.unravel_index(groups, mesh.devices.shape), axis=-1)
+    along = (places != places[:, :1]).any(axis=(0, 1))
+    names = tuple(name for name, differs in zip(mesh.axis_names, along) if differs)
+    size = math.prod(length for length, differs in zip(mesh.devices.shape, along) if differs)
+    return names if is_permute or size == groups.shape[1] else None

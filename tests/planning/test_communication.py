@@ -1,0 +1,147 @@
+"""Bytes read off compiled programs against counts made by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+from eqformer.planning import bytes_sent, communication, communication_table, Transfer
+
+
+MESH = (2, 4)  # "other", "axis"
+SIZE = 8 * 3 * 4  # bytes of x on a device
+RING = [(i, (i + 1) % 4) for i in range(4)]
+
+
+def mesh():
+    return jax.make_mesh(MESH, ("other", "axis"), (AxisType.Auto,) * 2)
+
+
+def compiled(fn, *more):
+    """`fn` of each device's `(8, 3)` piece of float32, compiled."""
+    specs = (P(), *(P() for _ in more))
+    each = lambda *args: fn(*args)[None, None]
+    run = jax.shard_map(each, mesh=mesh(), in_specs=specs, out_specs=P("other", "axis"), check_vma=False)
+    return jax.jit(run).lower(np.zeros((8, 3), np.float32), *more).compile()
+
+
+def sums(transfers):
+    return {(t.kind, t.axes, t.times): t.sent for t in transfers}
+
+
+def test_each_collective_alone():
+    def each(x):
+        first, second = jax.lax.psum((x, x[:4]), "axis")
+        whole = jax.lax.all_gather(x, "other", tiled=True)
+        part = jax.lax.psum_scatter(x + 1, ("other", "axis"), tiled=True)
+        turned = jax.lax.all_to_all(x + 2, "axis", 0, 0, tiled=True)
+        passed = jax.lax.ppermute(x + 3, "axis", RING[:2])
+        return sum(y.sum() for y in (first, second, whole, part, turned, passed))
+
+    program = compiled(each)
+    found = sums(communication(program, mesh=mesh()))
+    assert found == {
+        ("all-reduce", ("axis",), 1): 2 * 3 / 4 * 1.5 * SIZE,
+        ("all-gather", ("other",), 1): 1 / 2 * 2 * SIZE,
+        ("reduce-scatter", ("other", "axis"), 1): 7 / 8 * SIZE,
+        ("all-to-all", ("axis",), 1): 3 / 4 * SIZE,
+        ("collective-permute", ("axis",), 1): 2 / 4 * SIZE,
+    }
+    unnamed = communication(program)
+    assert [t.axes for t in unnamed] == [None] * 5
+    assert sorted(t.devices for t in unnamed) == [2, 4, 4, 4, 8]
+    assert bytes_sent(unnamed) == sum(found.values())
+    assert bytes_sent(communication(program, mesh=mesh()), axes=("axis",)) == (2.25 + 0.75 + 0.5) * SIZE
+
+
+def test_loops_are_multiplied_out_and_the_dearest_branch_is_counted():
+    def loops(x, bound):
+        step = lambda i, y: jax.lax.ppermute(2 * y, "axis", RING)
+        x, _ = jax.lax.scan(lambda y, _: (jax.lax.psum(y * y, "axis"), None), x, None, length=5)
+        x, _ = jax.lax.scan(lambda y, _: (jax.lax.fori_loop(0, 3, step, y), None), x, None, length=6)
+        many = lambda y: jax.lax.all_gather(y, "axis", tiled=True)[:8]
+        few = lambda y: jnp.tile(jax.lax.psum_scatter(y, "axis", tiled=True), (4, 1))
+        x = jax.lax.cond(bound > 3, many, few, x)
+        return jax.lax.fori_loop(0, bound, lambda i, y: jax.lax.all_to_all(y + 1, "axis", 0, 0, tiled=True), x)
+
+    transfers = communication(compiled(loops, 4), mesh=mesh())
+    assert sums(transfers) == {
+        ("all-reduce", ("axis",), 5): 2 * 3 / 4 * SIZE,
+        ("collective-permute", ("axis",), 18): SIZE,
+        ("all-gather", ("axis",), 1): 3 * SIZE,
+        ("all-to-all", ("axis",), None): 3 / 4 * SIZE,
+    }
+    known = [t for t in transfers if t.times]
+    assert bytes_sent(known) == (5 * 1.5 + 18 + 3) * SIZE
+    with pytest.raises(ValueError, match="all-to-all stand in a loop of unknown length"):
+        bytes_sent(transfers)
+    table = communication_table(transfers)
+    assert [line.split()[0] for line in table.splitlines()][1:] == [
+        "collective-permute",
+        "all-reduce",
+        "all-gather",
+        "all-to-all",
+        "all",
+    ]
+    assert "2,736+?" in table.splitlines()[-1] and "1,728" in table.splitlines()[1]
+
+
+TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+%wrapped (p: bf16[16,8]) -> bf16[2,8] {
+  %p = bf16[16,8]{1,0} parameter(0)
+  ROOT %rs = bf16[2,8]{1,0} reduce-scatter(%p), channel_id=3, replica_groups={}, dimensions={0}, to_apply=%sum
+}
+
+ENTRY %main (x: bf16[16,8], y: pred[64]) -> bf16[16,8] {
+  %x = bf16[16,8]{1,0:T(8,128)} parameter(0)
+  %y = pred[64]{0} parameter(1)
+  %ag-start = (bf16[16,8]{1,0}, bf16[64,8]{1,0}) all-gather-start(%x), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %ag-done = bf16[64,8]{1,0} all-gather-done(%ag-start)
+  %ar-start = (bf16[16,8]{1,0}, pred[64]{0}) all-reduce-start(%x, /*index=1*/%y), replica_groups=[4,2]<=[8]
+  %ar-done = (bf16[16,8]{1,0}, pred[64]{0}) all-reduce-done(%ar-start)
+  %cp-start = (bf16[16,8], bf16[16,8], u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,0},{1,2}}
+  %cp-done = bf16[16,8]{1,0} collective-permute-done(%cp-start)
+  %rs-start = ((bf16[16,8]{1,0}), bf16[2,8]{1,0}) async-start(%x), calls=%wrapped
+  %rs-done = bf16[2,8]{1,0} async-done(%rs-start), calls=%wrapped
+  %alone = bf16[16,8]{1,0} all-reduce(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%sum
+  ROOT %out = bf16[16,8]{1,0} copy(%alone)
+}
+"""
+
+
+def test_asynchronous_pairs_count_once_and_groups_are_read_in_every_form():
+    mesh = jax.make_mesh((4, 2), ("first", "second"), (AxisType.Auto,) * 2)
+    x = 16 * 8 * 2
+    assert communication(TEXT, mesh=mesh) == (
+        Transfer("all-gather", ("first",), 4, 3.0 * x, 1),
+        Transfer("all-reduce", ("second",), 2, 1.0 * (x + 64), 1),
+        Transfer("collective-permute", ("first", "second"), 1, x / 8, 1),
+        Transfer("reduce-scatter", ("first", "second"), 8, 7 / 8 * x, 1),
+    )
+    crooked = TEXT.replace("[4,2]<=[8]", "{{0,3},{1,2},{4,7},{5,6}}")
+    assert communication(crooked, mesh=mesh)[1].axes is None
+
+
+def test_what_cannot_be_read_is_refused():
+    other = jax.make_mesh((2,), ("other",), (AxisType.Auto,), devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="2 devices, but the program was compiled for 8"):
+        communication(TEXT, mesh=other)
+    with pytest.raises(ValueError, match="has no ENTRY"):
+        communication("module @jit_f {}")
+    with pytest.raises(ValueError, match="unknown form of groups"):
+        communication(TEXT.replace("[2,4]<=[4,2]T(1,0)", "@mesh"))
+
+
+def test_control_a_loop_counted_once_would_be_seen():
+    run = lambda length: compiled(
+        lambda x: jax.lax.scan(lambda y, _: (jax.lax.ppermute(y * 2, "axis", RING), None), x, None, length=length)[0]
+    )
+    assert bytes_sent(communication(run(12))) == 12 / 9 * bytes_sent(communication(run(9))) == 12 * SIZE
