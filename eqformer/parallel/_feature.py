@@ -26,6 +26,7 @@ class FeatureLinear(eqx.Module):
     inner: nn.Linear
     scatters: bool = eqx.field(static=True)
     overlap: str = eqx.field(static=True, default="none")
+    is_branched: bool = eqx.field(static=True, default=False)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Contract the slices, add them up over the devices, and keep this device's outputs."""
@@ -37,7 +38,8 @@ class FeatureLinear(eqx.Module):
         else:
             weight = linear.weight.reshape(math.prod(outputs), -1).astype(x.dtype)
             flat = x.reshape(*x.shape[: x.ndim - len(linear.inputs)], -1)
-            y = matmul_reduce_scatter(flat, weight, TENSOR, scatter="outputs", overlap=self.overlap)
+            kind = {"scatter": "outputs", "overlap": self.overlap, "is_branched": self.is_branched}
+            y = matmul_reduce_scatter(flat, weight, TENSOR, **kind)
             y = y.reshape(*y.shape[:-1], -1, *outputs[1:])
         return y if linear.bias is None else y + linear.bias.astype(y.dtype)
 

@@ -10,7 +10,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .. import nn
+from .._shapes import Batch
 from ._axes import BATCH_AXES, CONTEXT, FSDP, PIPE, TENSOR
+from ._context import context_order
 from ._feature import FEATURE_DIMS
 from ._fully_sharded import gather, Gathered, routed, scatter
 from ._layout import axes_of, Layout, partition_specs
@@ -18,7 +20,7 @@ from ._leaves import Leaf, leaves_of
 from ._mesh import axis_sizes
 from ._vary import vary
 from ._vocabulary import SplitVocabulary
-from ._wrap import split_over_tensor
+from ._wrap import split_over_context, split_over_tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,21 @@ class Plan:
         """Rows over the axes that split the batch, tokens over `context`."""
         return jax.tree.map(lambda x: PartitionSpec(BATCH_AXES, *(CONTEXT,) * (x.ndim > 1)), batch)
 
+    @property
+    def _is_branched(self) -> bool:
+        return self.size(PIPE) > 1
+
+    def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
+        """The batch with each row's tokens in the order in which they are split over `context`.
+
+        What of a row no piece of it can tell, its length, is said beside it.
+        """
+        if self.size(CONTEXT) == 1:
+            return batch, tokens
+        order = context_order(self.context_method, batch.ids.shape[1], self.size(CONTEXT))
+        tokens = dataclasses.replace(tokens, lengths=jnp.max(tokens.positions, axis=-1) + 1)
+        return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))
+
     def leaves(self, model: nn.Transformer) -> PyTree:
         """A tree like `model` with what this plan decides of each array."""
         residual = self.residual if self.size(TENSOR) > 1 else None
@@ -88,7 +105,9 @@ class Plan:
             model = _gathered_outside_stacks(model, leaves)
         if self.size(TENSOR) > 1:
             specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
-            model = split_over_tensor(model, specs, shapes, self.residual, self.overlap)
+            model = split_over_tensor(model, specs, shapes, self.residual, self.overlap, self._is_branched)
+        if self.size(CONTEXT) > 1:
+            model = split_over_context(model, self.context_method, self._is_branched)
         if self.zero == 3:
             model = _gathered_blocks(model, leaves)
         return model

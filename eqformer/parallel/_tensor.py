@@ -28,12 +28,13 @@ class Tensor(eqx.Module):
 
     All maps that read the stream share one gather; what they gave is put in their place while the layer runs. The bias
     of the map back into the stream is added once, after the reduction. Key heads fewer than the axis are held whole,
-    and each device reads the one that its query heads share.
+    and each device reads the one that its query heads share. `is_branched` as for `all_gather_matmul`.
     """
 
     inner: PyTree
     residual: str = eqx.field(static=True)
     overlap: str = eqx.field(static=True, default="none")
+    is_branched: bool = eqx.field(static=True, default=False)
     shares_kv_heads: bool = eqx.field(static=True, default=False)
 
     def __call__(self, x: Float[Array, "*batch seq embed"], *rest: Any) -> Any:
@@ -41,7 +42,7 @@ class Tensor(eqx.Module):
         inner = self._local()
         given = self._read(x, stream_maps(inner, "inputs"))
         inner = eqx.tree_at(lambda m: stream_maps(m, "inputs"), inner, given)
-        rows = [_Row(linear, self.residual, self.overlap) for linear in stream_maps(inner, "outputs")]
+        rows = [_Row(linear, self.residual, self.overlap, self.is_branched) for linear in stream_maps(inner, "outputs")]
         return eqx.tree_at(lambda m: stream_maps(m, "outputs"), inner, rows)(x, *rest)
 
     def _read(self, x: Float[Array, "*batch seq embed"], linears: list[nn.Linear]) -> list["_Given"]:
@@ -52,7 +53,7 @@ class Tensor(eqx.Module):
             x = jax.lax.all_gather(x, TENSOR, axis=x.ndim - 2, tiled=True)
             return [_Given(linear(x)) for linear in linears]
         weights = tuple(_as_matrix(linear, x.dtype) for linear in linears)
-        products = all_gather_matmul(x, weights, TENSOR, overlap=self.overlap)
+        products = all_gather_matmul(x, weights, TENSOR, overlap=self.overlap, is_branched=self.is_branched)
         return [_Given(_with_bias(linear, y)) for linear, y in zip(linears, products)]
 
     def init_cache(self, *args: Any) -> PyTree:
@@ -78,6 +79,7 @@ class _Row(eqx.Module):
     linear: nn.Linear
     residual: str = eqx.field(static=True)
     overlap: str = eqx.field(static=True)
+    is_branched: bool = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         bare = eqx.tree_at(lambda m: m.bias, self.linear, None, is_leaf=lambda leaf: leaf is None)
@@ -89,7 +91,8 @@ class _Row(eqx.Module):
         else:
             flat = x.reshape(*x.shape[: x.ndim - len(self.linear.inputs)], -1)
             weight = _as_matrix(self.linear, x.dtype)
-            y = matmul_reduce_scatter(flat, weight, TENSOR, scatter="seq", overlap=self.overlap)
+            kind = {"scatter": "seq", "overlap": self.overlap, "is_branched": self.is_branched}
+            y = matmul_reduce_scatter(flat, weight, TENSOR, **kind)
         return y if self.linear.bias is None else y + self.linear.bias.astype(y.dtype)
 
 

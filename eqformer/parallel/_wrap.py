@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from .. import nn
 from ._axes import TENSOR
+from ._context import ContextCore
 from ._feature import FEATURE_DIMS, FeatureKeyHead, FeatureLinear
 from ._layout import axes_of, is_spec
 from ._norms import SplitNorm
@@ -25,7 +26,7 @@ def replace(model: PyTree, kinds: type | tuple[type, ...], make: Callable[..., A
 
 
 def split_over_tensor(
-    model: nn.Transformer, specs: PyTree, shapes: PyTree, residual: str, overlap: str
+    model: nn.Transformer, specs: PyTree, shapes: PyTree, residual: str, overlap: str, is_branched: bool
 ) -> nn.Transformer:
     """The model for a device of the axis `tensor`, with a stream of kind `residual` between its layers.
 
@@ -38,8 +39,8 @@ def split_over_tensor(
             return _split_norm(module, spec)
         inner = replace(module, norms, _split_norm, spec)
         if residual == "feature":
-            return _feature_module(inner, shape, overlap)
-        return Tensor(inner, residual, overlap, shares_kv_heads(module, spec))
+            return _feature_module(inner, shape, overlap, is_branched)
+        return Tensor(inner, residual, overlap, is_branched, shares_kv_heads(module, spec))
 
     whole = model
     model = replace(model, (*TENSOR_MODULES, *norms), wrap, specs, shapes)
@@ -57,6 +58,15 @@ def split_over_tensor(
 def shares_kv_heads(module: PyTree, specs: PyTree) -> bool:
     """Whether an attention's key heads are held whole while its query heads are split."""
     return isinstance(module, nn.Attention) and TENSOR not in axes_of(specs.key.weight)
+
+
+def split_over_context(model: PyTree, method: str, is_branched: bool) -> PyTree:
+    """The model with every attention's core replaced by one for pieces of rows."""
+
+    def split(module: PyTree) -> PyTree:
+        return eqx.tree_at(lambda m: m.core, module, ContextCore(module.core, method, is_branched))
+
+    return replace(model, (nn.Attention, nn.LatentAttention), split)
 
 
 class TokensDropout(eqx.Module):
@@ -107,9 +117,13 @@ def _split_norm(norm: nn.RMSNorm | nn.LayerNorm, spec: PyTree) -> PyTree:
     return SplitNorm(norm, TENSOR) if any(TENSOR in axes_of(leaf) for leaf in leaves) else norm
 
 
-def _feature_module(module: PyTree, shapes: PyTree, overlap: str) -> PyTree:
+def _feature_module(module: PyTree, shapes: PyTree, overlap: str, is_branched: bool) -> PyTree:
     """A layer whose every map reduces and scatters; key heads that the axis does not divide are summed whole."""
-    module = replace(module, nn.Linear, lambda m, shape: FeatureLinear(m, _scatters(shape), overlap), shapes)
+
+    def feature(linear: nn.Linear, shape: nn.Linear) -> FeatureLinear:
+        return FeatureLinear(linear, _scatters(shape), overlap, is_branched)
+
+    module = replace(module, nn.Linear, feature, shapes)
     if not isinstance(module, nn.Attention) or module.key.scatters:  # type: ignore[attr-defined]
         return module
     heads = FeatureKeyHead(module.key), FeatureKeyHead(module.value)

@@ -31,7 +31,7 @@ def planned_gradients(plan: Plan) -> GradientsOf:
                 total, count, gradients = accumulated_gradients(loss, accumulate)(parameters, pieces, None)
                 return plan.total(total), plan.total(count), plan.reduce(gradients, leaves)
 
-            pieces = batch, batch_tokens(batch, key)
+            pieces = plan.arrange(batch, batch_tokens(batch, key))
             whole = PartitionSpec()
             specs = plan.parameter_specs(model), plan.batch_specs(pieces)
             mapped = filter_shard_map(per_device, plan.mesh, specs, (whole, whole, plan.state_specs(model)))
