@@ -1,5 +1,16 @@
-"""What a run will cost: parameters, operations, and the machine's measured speed."""
+"""What a run will cost: parameters, operations, bytes sent, and the machine's measured speed."""
 
+from ._bounds import (
+    context_bytes as context_bytes,
+    ffn_activation_bytes as ffn_activation_bytes,
+    ffn_gradient_bytes as ffn_gradient_bytes,
+    gpipe_activations as gpipe_activations,
+    gpipe_idle_share as gpipe_idle_share,
+    pipeline_bytes as pipeline_bytes,
+    sharded_state_bytes as sharded_state_bytes,
+    tensor_bytes as tensor_bytes,
+    transfer_seconds as transfer_seconds,
+)
 from ._communication import (
     bytes_sent as bytes_sent,
     communication as communication,

@@ -1,0 +1,117 @@
+"""The least that each way to split a model can send: closed formulas, in bytes sent by one device.
+
+Rings are optimal in bandwidth (Patarasuk and Yuan 2009): to gather or to reduce-scatter `S` bytes over `n` devices,
+each sends `(n-1)/n S`; to all-reduce them, twice that. `communication` counts what a compiled program sends in truth.
+"""
+
+Number = int | float
+
+
+def sharded_state_bytes(
+    parameters: Number,
+    devices: int,
+    *,
+    zero: int,
+    microbatches: int = 1,
+    replicas: int = 1,
+    weight_bytes: Number = 2,
+    gradient_bytes: Number = 2,
+) -> Number:
+    """Bytes a step of data parallelism over `devices` with the training state whole (`zero=0`) or split (1, 2, 3).
+
+    With `f = (n-1)/n`, `P` parameters and `G` microbatches, ZeRO (arXiv:1910.02054) sends `2 f P b_g` at stage 0 (plain
+    data parallelism), `f P (b_g + b_w)` at 1, `f P (G b_g + b_w)` at 2, where each microbatch's gradients are
+    scattered, and `f P G (2 b_w + b_g)` at 3, where each microbatch gathers parameters in both passes. `replicas` of
+    the group (HSDP) add an all-reduce of each device's share of the gradients, once a step.
+    """
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"sharded_state_bytes(zero={zero}): the stages are 0, 1, 2 and 3.")
+    each = {
+        0: 2 * gradient_bytes,
+        1: gradient_bytes + weight_bytes,
+        2: microbatches * gradient_bytes + weight_bytes,
+        3: microbatches * (2 * weight_bytes + gradient_bytes),
+    }[zero]
+    held = parameters if zero == 0 else parameters / devices
+    return _share(devices) * parameters * each + 2 * _share(replicas) * held * gradient_bytes
+
+
+def tensor_bytes(
+    tokens: Number, embed: int, devices: int, *, regathered: bool = False, activation_bytes: Number = 2
+) -> Number:
+    """Bytes a layer and microbatch of tensor parallelism: `8 (t-1)/t T h a`.
+
+    Attention and MLP each gather and scatter the residual stream once in each pass; four all-reduces are as much.
+    `regathered` is 10 in place of 8: the inputs are gathered again for the gradients of weights, not saved (Megatron's
+    choice with sequence parallelism, arXiv:2205.05198, and that of the rings of `all_gather_matmul`).
+    """
+    return (10 if regathered else 8) * _share(devices) * tokens * embed * activation_bytes
+
+
+def pipeline_bytes(
+    tokens: Number, embed: int, microbatches: int, *, chunks: int = 1, tensor: int = 1, activation_bytes: Number = 2
+) -> Number:
+    """Bytes a step of a pipeline's inner device: `2 m v T h a`, over `tensor` where each of those sends its slice."""
+    return 2 * microbatches * chunks * tokens * embed * activation_bytes / tensor
+
+
+def context_bytes(
+    tokens: Number,
+    kv_embed: Number,
+    devices: int,
+    *,
+    method: str,
+    embed: Number = 0,
+    saved: bool = False,
+    activation_bytes: Number = 2,
+) -> Number:
+    """Bytes a layer and microbatch of a sequence of `tokens` split over `devices`.
+
+    `"ring"` and `"gather"`: keys and values in the forward pass, again in the backward pass, and their gradients:
+    `6 (c-1)/c T h_kv a`, where `kv_embed` is kv heads times head dim (4 where gathered keys and values are `saved`).
+    `"heads"` (Ulysses, arXiv:2309.14509): queries, keys, values and outputs change hands in both passes:
+    `2 (c-1)/c T/c (2 h + 2 h_kv) a`, with `embed` heads times head dim.
+    """
+    if method not in ("ring", "gather", "heads"):
+        raise ValueError(f"context_bytes(method={method!r}): choose 'ring', 'gather' or 'heads'.")
+    if method == "heads":
+        if not embed:
+            raise ValueError("context_bytes(method='heads'): queries are sent too; give embed, heads times head dim.")
+        return 2 * _share(devices) * tokens / devices * (2 * embed + 2 * kv_embed) * activation_bytes
+    if saved and method == "ring":
+        raise ValueError("context_bytes(method='ring', saved=True): a ring holds no gathered keys; use 'gather'.")
+    return (4 if saved else 6) * _share(devices) * tokens * kv_embed * activation_bytes
+
+
+def transfer_seconds(sent: Number, gigabits: Number, *, gigabit: int = 10**9) -> Number:
+    """How long `sent` bytes take on a wire of so many gigabits a second (networks' are of 10^9 bits; some say 2^30)."""
+    return 8 * sent / (gigabits * gigabit)
+
+
+def ffn_gradient_bytes(embed: int, hidden: int, *, gradient_bytes: Number = 4) -> Number:
+    """The gradients of a feed-forward layer's two matrices, which data parallelism sends: `2 d h b`, at any batch."""
+    return 2 * embed * hidden * gradient_bytes
+
+
+def ffn_activation_bytes(batch: int, embed: int, *, activation_bytes: Number = 4) -> Number:
+    """The output of a feed-forward layer, which tensor parallelism sums: `B d a`, however wide the layer is."""
+    return batch * embed * activation_bytes
+
+
+def gpipe_idle_share(stages: int, microbatches: int) -> Number:
+    """The share of time that a device of a GPipe waits: `(p-1)/(m+p-1)` (arXiv:1811.06965)."""
+    return (stages - 1) / (microbatches + stages - 1)
+
+
+def gpipe_activations(batch: Number, layers: int, stages: int, microbatches: int, *, recompute: bool = True) -> Number:
+    """Rows of activations that a device of a GPipe holds at its peak: `B + L/p B/m` with recomputation, else `B L/p`.
+
+    Recomputing, it holds the input of its stage for the whole batch, and each layer's for the microbatch at hand.
+    """
+    depth = layers / stages
+    return batch + depth * batch / microbatches if recompute else batch * depth
+
+
+def _share(devices: int) -> float:
+    """The share of the whole that a device lacks."""
+    return (devices - 1) / devices
