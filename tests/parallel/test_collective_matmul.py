@@ -138,21 +138,26 @@ def test_sixteen_bits_are_summed_in_float32(overlap):
     assert errors(reduced, again)[0] < 2**-8  # rounded each time the sum is passed on
 
 
-def compiled_text(devices, overlap, is_branched=False, gradient=True):
-    tokens = 3 * devices
-    x, weight = numbers(2, tokens, 4), numbers(3 * devices, 4)
+def compiled_text(devices, overlap, is_branched=False, gradient=True, scatter=None):
+    x, weight = numbers(2, 3 * devices, 4 * devices), numbers(3 * devices, 4 * devices)
+    rows, features = P(None, "tensor"), P(None, None, "tensor")
+    way = {"axis": "tensor", "overlap": overlap, "is_branched": is_branched}
+    if scatter:
+        product = functools.partial(matmul_reduce_scatter, scatter=scatter, **way)
+        ins, out = (features, P(None, "tensor")), rows if scatter == "seq" else features
+    else:
+        product = functools.partial(all_gather_matmul, **way)
+        ins, out = (rows, P("tensor")), features
 
     def fn(x, weight):
-        product = functools.partial(all_gather_matmul, axis="tensor", overlap=overlap, is_branched=is_branched)
         if not gradient:
             return product(x, weight)
         y, back = jax.vjp(product, x, weight)
         return y, *back(y)
 
     mesh = jax.make_mesh((devices,), ("tensor",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
-    rows, features = P(None, "tensor"), P(None, None, "tensor")
-    outs = (features, rows, P("tensor")) if gradient else features
-    return jax.jit(filter_shard_map(fn, mesh, (rows, P("tensor")), outs)).lower(x, weight).compile().as_text() or ""
+    outs = (out, *ins) if gradient else out
+    return jax.jit(filter_shard_map(fn, mesh, ins, outs)).lower(x, weight).compile().as_text() or ""
 
 
 def operations(text):
@@ -168,6 +173,11 @@ def test_the_program_does_not_grow_with_the_axis_and_gathers_nothing_whole():
         assert four == eight and four["while"] == 3
         assert four["collective-permute"] == 3 * ways  # x, the gradient of x, x again
         assert not four["all-gather"] and not four["reduce-scatter"] and not four["all-reduce"]
+        for scatter in ("seq", "outputs"):
+            four, eight = (operations(compiled_text(devices, overlap, scatter=scatter)) for devices in (4, 8))
+            assert four == eight and four["while"] == 2
+            assert four["collective-permute"] == 2 * ways  # the sums, and their gradient
+            assert not four["all-gather"] and not four["reduce-scatter"] and not four["all-reduce"]
     swaps = operations(compiled_text(4, "bidirectional", is_branched=True))
     assert swaps["all-to-all"] == 3 * 2 and not swaps["collective-permute"]
     plain = operations(compiled_text(4, "none"))
@@ -178,6 +188,18 @@ def test_no_piece_is_passed_on_in_vain():
     text = compiled_text(8, "ring", gradient=False)
     assert re.findall(r'"known_trip_count":\{"n":"(\d+)"\}', text) == ["7"]
     assert len(re.findall(r" collective-permute\(", text)) == 1
+
+
+def test_an_axis_of_one_device_is_a_product():
+    x, weight = numbers(8, 3, 5), numbers(4, 5)
+    ways = [{"overlap": overlap, "is_branched": is_branched} for overlap, is_branched in WAYS]
+
+    def every_way(x, weight):
+        gathers = [all_gather_matmul(x, weight, "tensor", **way) for way in ways]
+        return gathers + [matmul_reduce_scatter(x, weight, "tensor", scatter="seq", **way) for way in ways]
+
+    run = filter_shard_map(every_way, mesh_of(1), (P("replica"), P()), P("replica", "tensor"))
+    assert max(errors(jax.jit(run)(x, weight), [x @ weight.T] * 2 * len(ways))) < 1e-6
 
 
 def test_controls_a_wrong_ring_gives_wrong_numbers(monkeypatch):
