@@ -1,6 +1,6 @@
 """Mesh axes, layouts and transforms: one model over any number of devices."""
 
-from ._axes import AXES as AXES, BATCH_AXES as BATCH_AXES, PIPE as PIPE
+from ._axes import AXES as AXES, BATCH_AXES as BATCH_AXES
 from ._check_schedule import check_schedule as check_schedule
 from ._collective_matmul import (
     all_gather_matmul as all_gather_matmul,
@@ -31,11 +31,13 @@ from ._layout import Layout as Layout, partition_specs as partition_specs, shard
 from ._mesh import axis_sizes as axis_sizes, make_mesh as make_mesh
 from ._norms import SplitNorm as SplitNorm
 from ._pack import pack_schedule as pack_schedule
+from ._per_rank import PerRank as PerRank
 from ._pipeline import (
     check_depth as check_depth,
     layer_order as layer_order,
     pipeline_gradients as pipeline_gradients,
 )
+from ._pipelined_stack import PipelinedStack as PipelinedStack
 from ._plan import Plan as Plan
 from ._schedule import IDLE as IDLE, Schedule as Schedule
 from ._schedules import (

@@ -1,0 +1,62 @@
+"""A module of which every device of an axis has its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key, PyTree
+
+
+class PerRank(eqx.Module):
+    """`ranks` modules made with keys of their own, each array with one in front of the other: one for each device.
+
+    Outside `shard_map` the arrays are whole; split over an axis along their first dim (`PartitionSpec(axis)` for the
+    whole module), each device calls its own. `only` says that all parameters are zero on every other rank, as for a
+    bias that is added before a sum over the axis.
+    """
+
+    modules: PyTree
+
+    def __init__(
+        self,
+        make: Callable[[Key[Array, ""]], Any],
+        ranks: int,
+        *,
+        only: int | None = None,
+        key: Key[Array, ""],
+    ):
+        """Build `make(key)` for `ranks` keys, in one trace."""
+        if ranks < 1 or (only is not None and not 0 <= only < ranks):
+            raise ValueError(
+                f"PerRank(ranks={ranks}, only={only}): `only` is one of 0 to ranks - 1, of at "
+                "least one rank; change either."
+            )
+        modules = eqx.filter_vmap(make)(jax.random.split(key, ranks))
+
+        def keep(x: Any) -> Any:
+            if only is None or not eqx.is_inexact_array(x):
+                return x
+            return jnp.zeros_like(x).at[only].set(x[only])
+
+        self.modules = jax.tree.map(keep, modules)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The call of this device's own module."""
+        return self.own()(*args, **kwargs)
+
+    def own(self) -> Any:
+        """This device's module; inside `shard_map`, over an axis of as many devices as ranks."""
+
+        def one(x: Any) -> Any:
+            if not eqx.is_array(x):
+                return x
+            if x.shape[0] != 1:
+                raise ValueError(
+                    f"PerRank: a call needs one rank, but {x.shape[0]} are here; split the arrays' first dim "
+                    f"over an axis of {x.shape[0]} devices and call inside shard_map."
+                )
+            return x[0]
+
+        return jax.tree.map(one, self.modules)

@@ -1,0 +1,281 @@
+"""One executor for any schedule: a scan over ticks in which each device does what its column of the table says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int, PyTree
+
+from .._shapes import Array
+from ._axes import PIPE
+from ._pipeline_plan import route, Routes, Turn
+from ._schedule import IDLE, Schedule
+from ._stash import add, add_rows, at_least_float32, get, put, zeros
+from ._vary import vary, vary_like, varying_axes
+from ._weight_gradients import is_differentiated, split_gradients, tapped, taps, watched, weight_gradients
+
+
+def pipeline_gradients(
+    schedule: Schedule,
+    first: Callable[..., Any],
+    stage: Callable[..., Any],
+    last: Callable[..., Any],
+    parameters: tuple[PyTree, PyTree],
+    data: PyTree,
+) -> tuple[Float[Array, ""], Float[Array, ""], tuple[PyTree, PyTree]]:
+    """Loss sum, count and gradients of the sum over all microbatches, run as the schedule says; inside `shard_map`.
+
+    The model is `last(edges, stage(blocks, ... first(edges, piece)), piece) -> (sum, count)` with one `stage` a part:
+    `stage(part of blocks, x, piece) -> x`. `parameters` are `(edges, blocks)`: `edges` whole on every device of the
+    axis `pipe`, `blocks` this device's layers, each array with a `layers` dim in front that holds `chunks` equal
+    groups in turn. `data` has a leading dim `microbatches` and is whole on every device of the axis. The functions may
+    use collectives over other axes.
+
+    A device remembers the inputs of its parts alone, in as many slots as ever live at once, and runs a part again in
+    its backward; so the forward entry of the model's last part does nothing, and its backward gives the loss. What is
+    idle runs nothing. Per tick, one activation goes up the ring of devices and one gradient down.
+
+    Sum and count are reduced over `pipe`, and so are the gradients of `edges`; over axes that the data vary over, all
+    three are this device's part, to be reduced once by the caller. Gradients are summed in float32 at least, None for
+    what is not floating-point. Where the schedule is split, the weights of `nn.Linear`s in `blocks` get theirs in the
+    weight entries from kept products (see `_weight_gradients`); all other gradients come with the backward entries.
+    """
+    if (there := jax.lax.axis_size(PIPE)) != schedule.stages:
+        raise ValueError(
+            f"pipeline_gradients(schedule={schedule.name!r}): the schedule is for {schedule.stages} stages, but the "
+            f"axis {PIPE!r} has {there} devices; make one as the other."
+        )
+    data = vary(data, [PIPE])
+    # Varying like the data, parameters get this device's gradients: nothing is reduced within the loop.
+    parameters = vary_like(parameters, data)
+    run = _Run(schedule, route(schedule), (first, stage, last), parameters, data)
+    turns = jax.tree.map(lambda table: jnp.asarray(table)[:, run.rank], run.routes.turns)
+    state = jax.lax.scan(lambda state, turn: (run.tick(state, turn), None), run.start(), turns)[0]
+    # The ring has every device's part of the sums; blocks are nobody else's.
+    total, count, of_edges = _over_ring((*state.sums, state.edges))
+    return total, count, (of_edges, state.blocks)
+
+
+def check_depth(layers: int, stages: int, chunks: int = 1) -> None:
+    """A `ValueError` that names the nearest depths, unless `layers` divide evenly into `stages * chunks` parts."""
+    parts = stages * chunks
+    if layers < parts or layers % parts:
+        below, above = layers // parts * parts, (layers // parts + 1) * parts
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"check_depth(layers={layers}, stages={stages}, chunks={chunks}): each of the {parts} parts holds equally "
+            f"many layers, but {layers % parts} would be left over; take {nearest} layers, or other stages or chunks."
+        )
+
+
+def layer_order(layers: int, stages: int, chunks: int = 1) -> Int[np.ndarray, "layers"]:
+    """The order in which layers lie on the ring: device after device, each with its chunks in turn.
+
+    `array[layer_order(...)]`, split evenly over `stages` devices, gives each its layers; `argsort` of it goes back.
+    """
+    check_depth(layers, stages, chunks)
+    parts = np.arange(layers).reshape(chunks, stages, -1)
+    return parts.swapaxes(0, 1).reshape(-1)
+
+
+class _State(eqx.Module):
+    """What a device carries from tick to tick: stashes by slot, and sums."""
+
+    inputs: PyTree
+    cotangents: PyTree
+    products: PyTree
+    sums: tuple[Array, ...]
+    edges: PyTree
+    blocks: PyTree
+
+
+class _Run:
+    """The constants of one call, and the three kinds of entry as functions of the state."""
+
+    def __init__(self, schedule: Schedule, routes: Routes, functions: tuple, parameters: tuple, data: PyTree):
+        self.schedule, self.routes, self.data = schedule, routes, data
+        self.first, self.stage, self.last = functions
+        self.edges, self.blocks = parameters
+        self.rank = jax.lax.axis_index(PIPE)
+        self.layers = _check_shapes(schedule, self.blocks, data)
+        self.axes, self.x, self.sums, self.taps = self._trace()
+
+    def _trace(self) -> tuple:
+        """Shapes and axes of the stream between parts, of sum and count, and of what is tapped; nothing is run."""
+        axes: frozenset[str] = frozenset()
+        chunk, piece = self._chunk(jnp.int32(0)), self._piece(jnp.int32(0))
+        notes: dict = {}
+
+        def program(axes: frozenset[str]) -> tuple:
+            nonlocal notes
+            blocks, notes = watched(chunk) if self.schedule.is_split else (chunk, {})
+            x = vary(self.first(self.edges, piece), axes)
+            y = self.stage(blocks, x, piece)
+            return x, y, self.last(self.edges, vary(y, axes), piece)
+
+        while True:
+            x, y, sums = jax.eval_shape(lambda axes=axes: program(axes))
+            grown = axes.union({PIPE}, *map(varying_axes, jax.tree.leaves((x, y))))
+            if grown == axes:
+                break
+            axes = grown
+        if (ours := _shapes(x)) != (theirs := _shapes(y)):
+            raise ValueError(
+                f"pipeline_gradients(stage): a stage maps the stream to one of its shapes and dtypes, but {ours} goes "
+                f"in and {theirs} comes out; let first give what stages give."
+            )
+        tokens = min(leaf.size // leaf.shape[-1] for leaf in jax.tree.leaves(x) if leaf.ndim)
+        return axes, x, sums, taps(chunk, notes, tokens) if self.schedule.is_split else {}
+
+    def start(self) -> _State:
+        """Empty stashes and sums of zero, typed as what will be added."""
+        stash = lambda slots: jax.tree.map(lambda x: zeros(x, self.axes, max(slots, 1)), self.x)
+        layers = self.layers // self.schedule.chunks
+        slots = self.routes.products, layers
+        products = {n: (zeros(t[0], t[1], *slots), zeros(t[2], t[3], *slots)) for n, t in self.taps.items()}
+        sums = tuple(zeros(x, varying_axes(x) | {PIPE}) for x in self.sums)
+
+        def wide(x: Any) -> Any:
+            start = jnp.zeros_like(x, at_least_float32(x.dtype)) if eqx.is_inexact_array(x) else None
+            return start if start is None else vary_like(start, x)
+
+        gradients = jax.tree.map(wide, (self.edges, self.blocks))
+        return _State(stash(self.routes.inputs), stash(self.routes.cotangents), products, sums, *gradients)
+
+    def tick(self, state: _State, turn: Turn) -> _State:
+        """One turn: forward, backward, weight, and what the neighbours sent."""
+        nothing = jax.tree.map(lambda x: zeros(x, self.axes), self.x)
+        x, y = jax.lax.cond(turn.forward != IDLE, lambda: self._forward(state, turn), lambda: (nothing, nothing))
+        # Only the model's first input comes from nobody, so it is stashed where it is made.
+        made_here = (turn.forward != IDLE) & self._is_first(turn.forward)
+        state = _with(state, inputs=put(state.inputs, jnp.where(made_here, turn.forward_input, IDLE), x))
+        state, dx = jax.lax.cond(
+            turn.backward != IDLE, lambda s: self._backward(s, turn), lambda s: (s, nothing), state
+        )
+        if self.schedule.is_split:
+            state = jax.lax.cond(turn.weight != IDLE, lambda s: self._weight(s, turn), lambda s: s, state)
+        inputs = put(state.inputs, turn.arriving_input, self._sent(y, 1))
+        cotangents = put(state.cotangents, turn.arriving_cotangent, self._sent(dx, -1))
+        return _with(state, inputs=inputs, cotangents=cotangents)
+
+    def _forward(self, state: _State, turn: Turn) -> tuple[PyTree, PyTree]:
+        """The part's input and output; of the model's last part, only the input, as its backward runs it anyway."""
+        piece, chunk = self._piece(turn.forward), self._chunk(turn.forward)
+        x = jax.lax.cond(
+            self._is_first(turn.forward),
+            lambda: vary(self.first(self.edges, piece), self.axes),
+            lambda: get(state.inputs, turn.forward_input),
+        )
+        run = lambda: vary(self.stage(chunk, x, piece), self.axes)
+        return x, jax.lax.cond(self._is_last(turn.forward), lambda: x, run)
+
+    def _backward(self, state: _State, turn: Turn) -> tuple[_State, PyTree]:
+        """The sums with this part's gradients, and the gradient of its input."""
+        piece, chunk = self._piece(turn.backward), self._chunk(turn.backward)
+        chunk = tapped(chunk, self.taps)
+        wanted, rest = eqx.partition(chunk, is_differentiated(chunk))
+        stage = lambda wanted, x: vary(self.stage(eqx.combine(wanted, rest), x, piece), self.axes)
+        y, pull = jax.vjp(stage, wanted, get(state.inputs, turn.backward_input))
+        of_edges, sums, cotangent = jax.lax.cond(
+            self._is_last(turn.backward),
+            lambda of_edges, sums: self._ending(of_edges, sums, y, piece),
+            lambda of_edges, sums: (of_edges, sums, get(state.cotangents, turn.backward_cotangent)),
+            state.edges,
+            state.sums,
+        )
+        of_chunk, dx = pull(cotangent)
+        of_chunk, products = split_gradients(of_chunk, self.taps)
+        of_edges = jax.lax.cond(
+            self._is_first(turn.backward), lambda g: self._beginning(g, dx, piece), lambda g: g, of_edges
+        )
+        return _with(
+            state,
+            edges=of_edges,
+            sums=sums,
+            blocks=self._add_chunk(state.blocks, of_chunk, turn.backward),
+            products=put(state.products, turn.backward_products, products),
+        ), dx
+
+    def _ending(self, of_edges: PyTree, sums: tuple, y: PyTree, piece: PyTree) -> tuple[PyTree, tuple, PyTree]:
+        """What follows the last part: loss, count, and the gradients of both arguments of `last`."""
+        wanted, rest = eqx.partition(self.edges, eqx.is_inexact_array)
+        last = lambda wanted, y: self.last(eqx.combine(wanted, rest), y, piece)
+        total, pull, count = jax.vjp(last, wanted, y, has_aux=True)
+        more, cotangent = pull(jnp.ones_like(total))
+        return add(of_edges, more), tuple(add(sums, (total, count))), cotangent
+
+    def _beginning(self, of_edges: PyTree, dx: PyTree, piece: PyTree) -> PyTree:
+        wanted, rest = eqx.partition(self.edges, eqx.is_inexact_array)
+        first = lambda wanted: vary(self.first(eqx.combine(wanted, rest), piece), self.axes)
+        return add(of_edges, jax.vjp(first, wanted)[1](dx)[0])
+
+    def _weight(self, state: _State, turn: Turn) -> _State:
+        kept = get(state.products, turn.weight_products)
+        of_chunk = weight_gradients(self._chunk(turn.weight), kept)
+        return _with(state, blocks=self._add_chunk(state.blocks, of_chunk, turn.weight))
+
+    def _sent(self, message: PyTree, step: int) -> PyTree:
+        stages = self.schedule.stages
+        if stages == 1:
+            return message
+        ring = [(stage, (stage + step) % stages) for stage in range(stages)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, PIPE, ring), message)
+
+    def _is_first(self, entry: Int[Array, ""]) -> Bool[Array, ""]:
+        return (self.rank == 0) & (entry // self.schedule.microbatches == 0)
+
+    def _is_last(self, entry: Int[Array, ""]) -> Bool[Array, ""]:
+        is_end = self.rank == self.schedule.stages - 1
+        return is_end & (entry // self.schedule.microbatches == self.schedule.chunks - 1)
+
+    def _piece(self, entry: Int[Array, ""]) -> PyTree:
+        return get(self.data, entry % self.schedule.microbatches)
+
+    def _chunk(self, entry: Int[Array, ""]) -> PyTree:
+        chunks = self.schedule.chunks
+        if chunks == 1:
+            return self.blocks
+        group = lambda x: get(x.reshape(chunks, -1, *x.shape[1:]), entry // self.schedule.microbatches)
+        arrays, rest = eqx.partition(self.blocks, eqx.is_array)
+        return eqx.combine(jax.tree.map(group, arrays), rest)
+
+    def _add_chunk(self, sums: PyTree, more: PyTree, entry: Int[Array, ""]) -> PyTree:
+        """The sums with the gradients of the entry's group of layers added to its rows."""
+        if self.schedule.chunks == 1:
+            return add(sums, more)
+        start = entry // self.schedule.microbatches * (self.layers // self.schedule.chunks)
+        return add_rows(sums, start, more)
+
+
+def _over_ring(sums: PyTree) -> PyTree:
+    return jax.lax.psum(sums, PIPE)
+
+
+def _with(state: _State, **new: Any) -> _State:
+    names = tuple(new)
+    return eqx.tree_at(lambda s: [getattr(s, name) for name in names], state, [new[name] for name in names])
+
+
+def _shapes(tree: PyTree) -> list[str]:
+    return [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(tree)]
+
+
+def _check_shapes(schedule: Schedule, blocks: PyTree, data: PyTree) -> int:
+    """The number of layers here; each chunk holds equally many, and the data as many pieces as microbatches."""
+    call = f"pipeline_gradients(schedule={schedule.name!r})"
+    for leaf in jax.tree.leaves(data):
+        if leaf.shape[:1] != (schedule.microbatches,):
+            raise ValueError(
+                f"{call}: the leading dim of all data is the microbatch, of which the schedule has "
+                f"{schedule.microbatches}; an array has shape {leaf.shape}; reshape it to (microbatches, rows, ...)."
+            )
+    layers = {leaf.shape[0] for leaf in jax.tree.leaves(eqx.filter(blocks, eqx.is_array))}
+    if len(layers) != 1 or min(layers) % schedule.chunks:
+        raise ValueError(
+            f"{call}: the arrays of blocks have one dim of layers in front, a multiple of chunks={schedule.chunks}; "
+            f"here it is {sorted(layers)}; see check_depth."
+        )
+    return layers.pop()

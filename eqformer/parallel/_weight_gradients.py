@@ -1,0 +1,176 @@
+"""Gradients of linear maps' weights put off until later, without running anything twice.
+
+A backward pass through `y = W x` needs `W` alone to go on; the weight's gradient, the product `dy x^T`, can wait if `x`
+and `dy` are kept. To that end each `nn.Linear` of some blocks is replaced by one whose product has two more inputs,
+zeros that it ignores: the "gradients" of those are `x` and `dy`. A scan over layers stacks them like any gradient.
+"""
+
+import math
+from typing import Any
+
+import einops
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from .. import nn
+from ._stash import at_least_float32
+from ._vary import vary, vary_like, varying_axes
+
+
+class Notes:
+    """What happened to one Linear in a trace: the shapes of each call."""
+
+    def __init__(self):
+        self.calls: list[tuple] = []
+
+
+class _Seen(nn.Linear):
+    """A Linear, for all who look for one, that notes what it is called on."""
+
+    notes: Notes = eqx.field(static=True)  # type: ignore[misc]  # no field has a default
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        y = _like_linear(self, self.weight, None)(x)
+        self.notes.calls.append((self.weight.shape, *_typed(vary_like(x, self.weight)), *_typed(y)))
+        return y if self.bias is None else y + self.bias.astype(y.dtype)
+
+
+class _Tapped(nn.Linear):
+    """A Linear whose weight gets no gradient; those of `into` and `out` are its input and its output's cotangent."""
+
+    into: Float[Array, "..."]  # type: ignore[misc]  # no field has a default
+    out: Float[Array, "..."]  # type: ignore[misc]
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        # Typed alike before the product: the sums over axes that the input does not vary over are this line's.
+        x = vary_like(x, self.weight)
+        y = _product((self.outputs, self.inputs), x, self.weight.astype(x.dtype), self.into, self.out)
+        return y if self.bias is None else y + self.bias.astype(y.dtype)
+
+
+def taps(blocks: PyTree, notes: dict[int, Notes], tokens: int) -> dict[int, tuple]:
+    """Which of the blocks' Linears can be tapped, by number: shape, dtype and axes of their inputs and outputs.
+
+    They are called once a layer, on at least `tokens` vectors (fewer: inside a loop of a layer's own), and their weight
+    is the layer's own: neither gathered, nor one of several under `vmap`, nor read by someone else.
+    """
+    found = {}
+    for number, linear in _linears(blocks).items():
+        calls = notes[number].calls
+        if len(calls) != 1:
+            continue
+        shape, into, into_axes, out, out_axes = calls[0]
+        if shape == linear.weight.shape[1:] and math.prod(into.shape[: -len(linear.inputs)]) >= tokens:
+            found[number] = (into, into_axes, out, out_axes)
+    return found
+
+
+def watched(blocks: PyTree) -> tuple[PyTree, dict[int, Notes]]:
+    """The blocks with every Linear noting its calls, for one trace; and the notes by number."""
+    linears = _linears(blocks)
+    notes = {number: Notes() for number in linears}
+    seen = {n: _like_linear(x, x.weight, x.bias, _Seen, notes=notes[n]) for n, x in linears.items()}
+    return _replaced(blocks, seen), notes
+
+
+def tapped(blocks: PyTree, wanted: dict[int, tuple]) -> PyTree:
+    """The blocks with taps in place of the Linears `wanted`."""
+    linears = _linears(blocks)
+
+    def tap(linear: nn.Linear, into: Any, into_axes: frozenset, out: Any, out_axes: frozenset) -> nn.Linear:
+        layers = linear.weight.shape[:1]
+        zeros = lambda like, axes: vary(jnp.zeros((*layers, *like.shape), like.dtype), axes)
+        both = {"into": zeros(into, into_axes), "out": zeros(out, out_axes)}
+        return _like_linear(linear, linear.weight, linear.bias, _Tapped, **both)
+
+    return _replaced(blocks, {number: tap(linears[number], *shapes) for number, shapes in wanted.items()})
+
+
+def is_differentiated(blocks: PyTree) -> PyTree:
+    """A tree of flags: what the backward pass of tapped blocks differentiates, which is all but the tapped weights."""
+
+    def flags(node: PyTree) -> PyTree:
+        kept = jax.tree.map(eqx.is_inexact_array, node)
+        return eqx.tree_at(lambda n: n.weight, kept, False) if isinstance(node, _Tapped) else kept
+
+    return jax.tree.map(flags, blocks, is_leaf=lambda node: isinstance(node, _Tapped))
+
+
+def split_gradients(gradients: PyTree, wanted: dict[int, tuple]) -> tuple[PyTree, dict[int, tuple[Array, Array]]]:
+    """From gradients of tapped blocks: those of plain blocks, None for tapped weights; and the taps' pairs."""
+    taken = {number: node for number, node in _linears(gradients).items() if number in wanted}
+    products = {number: (node.into, node.out) for number, node in taken.items()}
+    plain = {number: _like_linear(node, None, node.bias) for number, node in taken.items()}
+    return _replaced(gradients, plain), products
+
+
+def weight_gradients(blocks: PyTree, products: dict[int, tuple[Array, Array]]) -> PyTree:
+    """A tree like `blocks`: the products put off, layer by layer and summed in float32 at least; None elsewhere."""
+    linears = _linears(blocks)
+
+    def multiply(linear: nn.Linear, into: Array, out: Array) -> nn.Linear:
+        layers = linear.weight.shape[0]
+        into = into.reshape(layers, -1, math.prod(into.shape[into.ndim - len(linear.inputs) :]))
+        out = out.reshape(layers, -1, math.prod(out.shape[out.ndim - len(linear.outputs) :]))
+        exact = at_least_float32(into.dtype)
+        product = jnp.einsum("lni,lno->loi", into, out, preferred_element_type=exact)
+        return _like_linear(linear, product.reshape(linear.weight.shape), None)
+
+    nothing = jax.tree.map(lambda _: None, blocks)
+    return _replaced(nothing, {number: multiply(linears[number], *pair) for number, pair in products.items()})
+
+
+def _contract(dims: tuple, x: Array, weight: Array) -> Array:
+    outputs, inputs = (" ".join(names) for names in dims)
+    return einops.einsum(x, weight, f"... {inputs}, {outputs} {inputs} -> ... {outputs}")
+
+
+def _product_of(dims: tuple, x: Array, weight: Array, into: Array, out: Array) -> Array:
+    return _contract(dims, x, weight)
+
+
+def _forward(dims: tuple, x: Array, weight: Array, into: Array, out: Array) -> tuple[Array, tuple]:
+    return _contract(dims, x, weight), (x, weight)
+
+
+def _backward(dims: tuple, kept: tuple, cotangent: Array) -> tuple:
+    x, weight = kept
+    outputs, inputs = (" ".join(names) for names in dims)
+    to_x = einops.einsum(cotangent, weight, f"... {outputs}, {outputs} {inputs} -> ... {inputs}")
+    return to_x, None, x, cotangent
+
+
+_product = jax.custom_vjp(_product_of, nondiff_argnums=(0,))
+_product.defvjp(_forward, _backward)
+
+
+def _typed(x: Array) -> tuple[jax.ShapeDtypeStruct, frozenset[str]]:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype), varying_axes(x)
+
+
+def _like_linear(node: Any, weight: Any, bias: Any, kind: type = nn.Linear, **more: Any) -> nn.Linear:
+    """A Linear of the node's dims that holds what it is given, checked by nobody: shapes, gradients or None."""
+    linear = object.__new__(kind)
+    fields = {"outputs": node.outputs, "inputs": node.inputs, "weight": weight, "bias": bias}
+    for name, value in (fields | more).items():
+        object.__setattr__(linear, name, value)
+    return linear
+
+
+def _is_linear(node: Any) -> bool:
+    return isinstance(node, nn.Linear)
+
+
+def _linears(blocks: PyTree) -> dict[int, Any]:
+    """The Linears by their number in the tree's order."""
+    return dict(enumerate(filter(_is_linear, jax.tree.leaves(blocks, is_leaf=_is_linear))))
+
+
+def _replaced(blocks: PyTree, new: dict[int, Any]) -> PyTree:
+    nodes, structure = jax.tree.flatten(blocks, is_leaf=_is_linear)
+    places = [place for place, node in enumerate(nodes) if _is_linear(node)]
+    for number, node in new.items():
+        nodes[places[number]] = node
+    return structure.unflatten(nodes)

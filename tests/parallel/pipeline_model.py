@@ -1,0 +1,180 @@
+"""A small decoder in three pieces, on one device and as a pipeline, and how far two trees of gradients are apart."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from eqformer import nn
+from eqformer.parallel import filter_shard_map, layer_order, pipeline_gradients
+from eqformer.parallel._axes import BATCH_AXES, PIPE
+
+
+EMBED, VOCAB, SEQ, LAYERS = 16, 32, 12, 8
+
+
+def make_block(key):
+    """A block of grouped-query attention with dropout, biases, sinks and norms: every kind of parameter."""
+    attention, feed_forward = jax.random.split(key)
+    return nn.Block(
+        nn.Attention(
+            embed=EMBED,
+            heads=4,
+            kv_heads=2,
+            head_dim=4,
+            bias=True,
+            sinks=True,
+            key=attention,
+            core=nn.ReferenceCore(),
+            rotary=nn.Rotary(dim=4, theta=1e4),
+        ),
+        nn.GatedMLP(embed=EMBED, mlp=32, key=feed_forward),
+        nn.RMSNorm("embed", embed=EMBED),
+        nn.RMSNorm("embed", embed=EMBED),
+        dropout=nn.Dropout(0.1),
+    )
+
+
+counts: list[int] = []
+
+
+class PlainBlock(eqx.Module):
+    """A linear layer beside a residual stream, quick to compile; where `counted`, it tells each time it is run."""
+
+    linear: nn.Linear
+    counted: bool = eqx.field(static=True)
+
+    def __call__(self, x, tokens=None, cache=None):
+        """The layer's output."""
+        if self.counted:
+            jax.debug.callback(lambda _: counts.append(1), x.ravel()[0])  # of x, or it would move out of loops
+        return x + jnp.tanh(self.linear(x)), cache
+
+    def init_cache(self, batch, capacity, dtype="float32"):
+        """Nothing to remember."""
+
+
+def plain_block(key):
+    """A `PlainBlock`."""
+    return PlainBlock(nn.Linear("embed -> mlp", embed=EMBED, mlp=EMBED, key=key), False)
+
+
+def counted_block(key):
+    """A `PlainBlock` that counts in `counts`."""
+    return PlainBlock(nn.Linear("embed -> mlp", embed=EMBED, mlp=EMBED, key=key), True)
+
+
+class Edges(eqx.Module):
+    """All that is not a layer."""
+
+    embedding: nn.Embedding
+    norm: nn.RMSNorm
+    head: nn.Linear
+
+
+def make_model(layers=LAYERS, remat="none", dtype="float32", block=make_block):
+    """Edges and a stack of blocks."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    edges = Edges(
+        nn.Embedding(vocab=VOCAB, embed=EMBED, std=1.0, key=keys[0]),
+        nn.RMSNorm("embed", embed=EMBED),
+        nn.Linear("embed -> vocab", embed=EMBED, vocab=VOCAB, key=keys[1]),
+    )
+    stack = nn.Stack(block, layers, remat=remat, key=keys[2])
+    cast = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
+    return jax.tree.map(cast, (edges, stack))
+
+
+def make_data(rows, seed=0, keys=True):
+    """Rows of two documents with padding, and a random key a token."""
+    draw = np.random.default_rng(seed)
+    ids, targets = draw.integers(0, VOCAB, (2, rows, SEQ)).astype(np.int32)
+    cut = draw.integers(3, SEQ - 3, rows)[:, None]
+    place = np.arange(SEQ)[None]
+    positions = np.where(place < cut, place, place - cut).astype(np.int32)
+    weights = (draw.random((rows, SEQ)) < 0.8).astype(np.float32)
+    segments = (place >= cut).astype(np.int32)
+    examples, places = jnp.arange(rows), jnp.broadcast_to(jnp.arange(SEQ), (rows, SEQ))
+    tokens = nn.Tokens(
+        jnp.asarray(positions),
+        jnp.asarray(segments),
+        nn.token_keys(jax.random.key(7), examples, places) if keys else None,
+    )
+    return {"ids": jnp.asarray(ids), "targets": jnp.asarray(targets), "weights": jnp.asarray(weights), "tokens": tokens}
+
+
+def first(edges, piece):
+    """Embed."""
+    return edges.embedding(piece["ids"])
+
+
+def stage(stack, x, piece):
+    """Some layers."""
+    return stack(x, piece["tokens"])[0]
+
+
+def last(edges, x, piece):
+    """Loss sum and count."""
+    logits = edges.head(edges.norm(x))
+    nats = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, piece["targets"][..., None], -1)[..., 0]
+    weights = piece["weights"].astype(nats.dtype)
+    return jnp.sum(nats * weights), jnp.sum(weights)
+
+
+def one_device(model, data):
+    """Sum, count and gradients of all rows at once."""
+
+    def run(model, data):
+        def loss(model):
+            edges, stack = model
+            return last(edges, stage(stack, first(edges, data), data), data)
+
+        (total, count), gradients = eqx.filter_value_and_grad(loss, has_aux=True)(model)
+        return total, count, gradients
+
+    program, arrays = compiled(run, model, data)
+    return program(arrays)
+
+
+def pipelined(mesh, schedule, functions=(first, stage, last), specs=P(PIPE), batch=BATCH_AXES, run=pipeline_gradients):
+    """`(model, data) -> (sum, count, gradients)` as a pipeline, whatever the mesh; gradients are reduced at the end."""
+    order = lambda stack: layer_order(len(stack), schedule.stages, schedule.chunks)
+    split = lambda x: x.reshape(schedule.microbatches, -1, *x.shape[1:])
+
+    def per_device(model, data):
+        total, count, (edges, blocks) = run(schedule, *functions, model, data)
+        return jax.lax.psum((total, count), batch), jax.tree.map(lambda g: jax.lax.psum(g, batch), (edges, blocks))
+
+    mapped = filter_shard_map(per_device, mesh, ((P(), specs), P(None, batch)), ((P(), P()), (P(), specs)))
+
+    def whole(model, data):
+        edges, stack = model
+        arrays, rest = eqx.partition(stack, eqx.is_array)
+        stack = eqx.combine(jax.tree.map(lambda x: x[order(stack)], arrays), rest)
+        (total, count), (edges, blocks) = mapped((edges, stack), jax.tree.map(split, data))
+        return total, count, (edges, jax.tree.map(lambda x: x[np.argsort(order(stack))], blocks))
+
+    return whole
+
+
+def compiled(fn, *args, level=0):
+    """The function compiled for such arguments, quickly or well."""
+    arrays, rest = eqx.partition(args, eqx.is_array)
+    run = jax.jit(lambda arrays: fn(*eqx.combine(arrays, rest)))
+    options: Any = {"xla_backend_optimization_level": 0} if level == 0 else {}
+    return run.lower(arrays).compile(compiler_options=options), arrays
+
+
+def worst(ours, theirs):
+    """The largest relative distance of any pair of leaves, with its path."""
+    ours, theirs = (jax.tree_util.tree_leaves_with_path(eqx.filter(x, eqx.is_inexact_array)) for x in (ours, theirs))
+    assert len(ours) == len(theirs)
+    far = []
+    for (path, x), (_, y) in zip(ours, theirs, strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert x.shape == y.shape, path
+        far.append((np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30), jax.tree_util.keystr(path)))
+    return max(far)

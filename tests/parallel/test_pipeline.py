@@ -1,0 +1,233 @@
+"""Any schedule gives one device's loss and gradients, does each piece of work once, and reduces outside its loop."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pipeline_model as small
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from eqformer import nn
+from eqformer.parallel import (
+    _pipeline as executor,
+    check_depth,
+    filter_shard_map,
+    gpipe,
+    interleaved,
+    layer_order,
+    looping,
+    make_mesh,
+    one_f_one_b,
+    pipeline_gradients,
+    Schedule,
+    zero_bubble,
+)
+from eqformer.parallel._axes import FSDP, PIPE, TENSOR
+from eqformer.parallel._pipeline_plan import route
+from eqformer.parallel._schedule import IDLE
+
+
+CLOSE = 50 * float(np.finfo(np.float32).eps)
+STAGES, MICROBATCHES = 4, 8
+SCHEDULES = {
+    "gpipe": lambda: gpipe(STAGES, MICROBATCHES),
+    "1f1b": lambda: one_f_one_b(STAGES, MICROBATCHES),
+    "1f1b in turns": lambda: one_f_one_b(STAGES, MICROBATCHES, fused=False),
+    "interleaved": lambda: interleaved(STAGES, MICROBATCHES, 2),
+    "looping": lambda: looping(STAGES, MICROBATCHES, 2),
+    "zb-h1": lambda: zero_bubble(STAGES, MICROBATCHES),
+}
+EVERY_RUN = ("1f1b in turns", "interleaved", "zb-h1")
+
+
+@pytest.fixture(scope="module")
+def example():
+    model, data = small.make_model(), small.make_data(2 * MICROBATCHES)
+    return model, data, small.one_device(model, data)
+
+
+def distance(result, expected):
+    """How far sum, count and gradients are from those expected, relative, at worst."""
+    of_sums = [abs(float(x) - float(y)) / abs(float(y)) for x, y in zip(result[:2], expected[:2])]
+    return max(*of_sums, small.worst(result[2], expected[2])[0])
+
+
+def run(mesh, schedule, model, data, **options):
+    program, arrays = small.compiled(small.pipelined(mesh, schedule, **options), model, data)
+    return program(arrays)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in EVERY_RUN else pytest.mark.grid) for name in SCHEDULES]
+)
+def test_a_schedule_gives_one_devices_gradients(example, name):
+    model, data, expected = example
+    result = run(make_mesh(pipe=STAGES, fsdp=2), SCHEDULES[name](), model, data)
+    assert distance(result, expected) < CLOSE
+    gradients = result[2]
+    assert gradients[1].numbers is None  # which is not floating-point
+    assert small.worst(gradients, model)[0] > 0.1  # the check can tell
+
+
+def test_in_float64_the_distance_is_rounding():
+    with jax.enable_x64(True):
+        model, data = small.make_model(layers=4, dtype="float64"), small.make_data(8)
+        expected = small.one_device(model, data)
+        result = run(make_mesh(pipe=2, devices=jax.devices()[:2]), zero_bubble(2, 4), model, data)
+        assert result[2][0].head.weight.dtype == jnp.float64
+        assert distance(result, expected) < 1e-12
+
+
+class SplitMLP(eqx.Module):
+    """A feed-forward layer of which each device of the axis `tensor` has some hidden features."""
+
+    inner: nn.GatedMLP
+
+    def __call__(self, x):
+        return jax.lax.psum(self.inner(x), TENSOR)
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(one_f_one_b(2, 4), marks=pytest.mark.grid), zero_bubble(2, 4)], ids=lambda s: s.name
+)
+def test_stages_may_use_collectives_over_other_axes(example, schedule):
+    (edges, stack), data, expected = example
+    split = eqx.tree_at(lambda s: s.blocks.feed_forward, stack, SplitMLP(stack.blocks.feed_forward))
+    rows, columns = P(PIPE, TENSOR), P(PIPE, None, TENSOR)
+    specs = jax.tree.map(lambda _: P(PIPE), eqx.filter(split, eqx.is_array))
+    specs = eqx.tree_at(
+        lambda s: [getattr(s.blocks.feed_forward.inner, n).weight for n in ("gate", "up", "down")],
+        specs,
+        [rows, rows, columns],
+    )
+    result = run(make_mesh(pipe=2, tensor=2, fsdp=2), schedule, (edges, split), data, specs=specs)
+    plain = eqx.tree_at(lambda s: s.blocks.feed_forward, result[2][1], result[2][1].blocks.feed_forward.inner)
+    assert distance((*result[:2], (result[2][0], plain)), expected) < CLOSE
+
+
+def first_alone(sums):
+    return jax.lax.psum(jax.tree.map(lambda x: jnp.where(jax.lax.axis_index(PIPE) == 0, x, 0 * x), sums), PIPE)
+
+
+def a_tick_late(schedule):
+    routes = route(schedule)
+    late = np.roll(routes.turns.arriving_input, 1, axis=0)
+    return type(routes)(routes.turns._replace(arriving_input=late), routes.inputs, routes.cotangents, routes.products)
+
+
+@pytest.mark.parametrize("part,broken", [("_over_ring", first_alone), ("route", a_tick_late)])
+def test_a_missing_reduction_or_a_late_message_is_seen(monkeypatch, part, broken):
+    model, data = small.make_model(layers=2, block=small.plain_block), small.make_data(4, keys=False)
+    expected = small.one_device(model, data)
+    mesh = make_mesh(pipe=2, devices=jax.devices()[:2])
+    assert distance(run(mesh, one_f_one_b(2, 4), model, data), expected) < CLOSE
+    monkeypatch.setattr(executor, part, broken)
+    assert not distance(run(mesh, one_f_one_b(2, 4), model, data), expected) < 100 * CLOSE
+
+
+@pytest.mark.parametrize("schedule", [gpipe(2, 4), interleaved(2, 4, 2), zero_bubble(2, 4)], ids=lambda s: s.name)
+def test_only_useful_work_is_done(schedule):
+    model, data = small.make_model(block=small.counted_block), small.make_data(8, keys=False)
+    small.counts.clear()
+    result = run(make_mesh(pipe=2, devices=jax.devices()[:2]), schedule, model, data)
+    jax.effects_barrier()
+    per_part = small.LAYERS // (schedule.stages * schedule.chunks)
+    forward = (schedule.stages * schedule.chunks - 1) * per_part * 4  # the last part runs in its backward alone
+    assert len(small.counts) == forward + small.LAYERS * 4
+    assert distance(result, small.one_device(model, data)) < CLOSE
+
+
+def lowered(schedule, run=pipeline_gradients):
+    """The program of a schedule over pipe=2 and fsdp=2 with gradients of this device alone, and what it allocates."""
+    model, data = (
+        small.make_model(block=small.plain_block, layers=2),
+        small.make_data(schedule.microbatches * 8, keys=False),
+    )
+    mesh = make_mesh(pipe=2, fsdp=2, devices=jax.devices()[:4])
+
+    def per_device(model, data):
+        total, count, gradients = run(schedule, small.first, small.stage, small.last, model, data)
+        return jax.tree.map(lambda x: x[None], (total, count, gradients))
+
+    split = lambda x: x.reshape(schedule.microbatches, -1, *x.shape[1:])
+    every = P((PIPE, FSDP))
+    fn = filter_shard_map(per_device, mesh, ((P(), P(PIPE)), P(None, FSDP)), every)
+    return small.compiled(fn, model, jax.tree.map(split, data), level=1)[0]
+
+
+def looped(text):
+    """The names of collectives in all computations but the program's own."""
+    computations = re.split(r"\n(?=\S)", text)
+    inner = [part for part in computations if not part.startswith("ENTRY")]
+    return re.findall(r" (all-reduce|all-gather|reduce-scatter|collective-permute)(?:-start)?\(", "\n".join(inner))
+
+
+def test_memory_and_program_do_not_grow_with_microbatches():
+    few, many, kept, all_kept = map(lowered, (one_f_one_b(2, 4), one_f_one_b(2, 16), gpipe(2, 4), gpipe(2, 16)))
+    temp = lambda program: program.memory_analysis().temp_size_in_bytes
+    activation = 4 * small.SEQ * small.EMBED * 4
+    assert temp(many) - temp(few) < activation
+    assert temp(all_kept) - temp(kept) >= 12 * activation
+    assert len(str(few.as_text()).splitlines()) == len(str(many.as_text()).splitlines())
+    assert looped(few.as_text()) == ["collective-permute"] * 2
+
+
+def test_without_the_typing_of_parameters_gradients_would_be_reduced_in_the_loop(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "vary_like", lambda tree, *_: executor.vary(tree, [PIPE]))
+        assert "all-reduce" in looped(lowered(one_f_one_b(2, 4)).as_text())
+
+
+def test_slots_are_as_many_as_ever_live_at_once():
+    for stages, microbatches in ((1, 3), (2, 4), (4, 8), (4, 2)):
+        in_turns, fused = (route(one_f_one_b(stages, microbatches, fused=fused)) for fused in (False, True))
+        assert in_turns.inputs == min(stages, microbatches)
+        assert fused.inputs == min(2 * stages - 1, microbatches)
+        assert route(gpipe(stages, microbatches)).inputs == microbatches
+        assert route(zero_bubble(stages, microbatches)).products == min(stages, microbatches)
+
+
+def test_tables_that_cannot_run_are_refused():
+    good = gpipe(2, 2)
+
+    def table(**changed):
+        tables = {"forward": good.forward, "backward": good.backward, "weight": good.weight} | changed
+        return Schedule("mine", 2, 1, 2, **tables)
+
+    late = np.roll(good.forward[:, 0], 2)
+    with pytest.raises(ValueError, match="the forward of part 1 runs before its input"):
+        route(table(forward=np.stack([late, good.forward[:, 1]], 1)))
+    with pytest.raises(ValueError, match="the backward of part 0 runs before its cotangent"):
+        route(table(backward=good.backward[:, ::-1]))
+    with pytest.raises(ValueError, match="no forward entry for microbatch 0"):
+        route(table(forward=np.where(good.forward == 0, IDLE, good.forward)))
+    with pytest.raises(ValueError, match="repeated"):
+        route(table(backward=np.where(good.backward == 1, 0, good.backward)))
+
+
+def test_calls_that_do_not_fit_are_refused():
+    model, data = small.make_model(layers=2), small.make_data(4)
+    mesh = make_mesh(pipe=2, devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="for 4 stages, but the axis 'pipe' has 2"):
+        jax.eval_shape(lambda: small.pipelined(mesh, gpipe(4, 4))(small.make_model(layers=4), data))
+    widen = lambda stack, x, piece: jnp.concatenate([x, x], 0)
+    with pytest.raises(ValueError, match="shapes and dtypes"):
+        jax.eval_shape(lambda: small.pipelined(mesh, gpipe(2, 4), (small.first, widen, small.last))(model, data))
+
+    def another_number(schedule, *rest):
+        return pipeline_gradients(gpipe(2, 2), *rest)
+
+    with pytest.raises(ValueError, match="which the schedule has 2"):
+        jax.eval_shape(lambda: small.pipelined(mesh, gpipe(2, 4), run=another_number)(model, data))
+
+
+def test_depths_that_do_not_divide_name_the_nearest():
+    check_depth(16, 4, 2)
+    with pytest.raises(ValueError, match=r"layers=12, stages=4, chunks=2.*take 8 or 16 layers"):
+        check_depth(12, 4, 2)
+    with pytest.raises(ValueError, match="take 4 layers"):
+        check_depth(3, 4)
+    assert layer_order(8, 2, 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
