@@ -53,17 +53,20 @@ class Transformer(eqx.Module):
         Where there is a cache, `tokens` must be given: only the caller knows how far each row has come.
         """
         tokens = tokens_or_default(tokens, ids.shape, cache)
-        x = self.embedding(ids).astype(self.compute_dtype)
-        if self.positions is not None:
-            x = x + self.positions(tokens.positions).astype(x.dtype)
-        if self.dropout is not None:
-            x = self.dropout(x, tokens.fold_in(_EMBEDDING).keys)
+        x = self.embed(ids, tokens)
         caches = (None,) * len(self.stacks) if cache is None else cache
         after = []
         for number, (stack, given) in enumerate(zip(self.stacks, caches, strict=True)):
             x, kept = stack(x, tokens.fold_in(number), given)
             after.append(kept)
         return self.norm(x), None if cache is None else tuple(after)
+
+    def embed(self, ids: Int[Array, "*batch seq"], tokens: Tokens) -> Float[Array, "*batch _ embed"]:
+        """What the first stack is given: the tokens' vectors and, where learned, their positions'."""
+        x = self.embedding(ids).astype(self.compute_dtype)
+        if self.positions is not None:
+            x = x + self.positions(tokens.positions).astype(x.dtype)
+        return x if self.dropout is None else self.dropout(x, tokens.fold_in(_EMBEDDING).keys)
 
     def unembed(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Logits, in float32 at least, of what `encode` gave."""

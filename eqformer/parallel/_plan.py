@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -18,6 +19,9 @@ from ._fully_sharded import gather, Gathered, routed, scatter
 from ._layout import axes_of, Layout, partition_specs
 from ._leaves import Leaf, leaves_of
 from ._mesh import axis_sizes
+from ._pipeline import layer_order
+from ._schedule import Schedule
+from ._schedules import make_schedule
 from ._vary import vary
 from ._vocabulary import SplitVocabulary
 from ._wrap import split_over_context, split_over_tensor
@@ -36,6 +40,9 @@ class Plan:
     residual: str = "replicated"
     overlap: str = "none"
     context_method: str = "ring"
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    chunks: int = 1
     smallest: int = 1024
 
     def size(self, axis: str) -> int:
@@ -61,8 +68,36 @@ class Plan:
         return jax.tree.map(lambda x: PartitionSpec(BATCH_AXES, *(CONTEXT,) * (x.ndim > 1)), batch)
 
     @property
-    def _is_branched(self) -> bool:
+    def is_pipelined(self) -> bool:
+        """Whether layers are split over the axis `pipe`."""
         return self.size(PIPE) > 1
+
+    def timetable(self) -> Schedule:
+        """What each stage of the pipeline does when."""
+        return make_schedule(
+            self.schedule, stages=self.size(PIPE), microbatches=self.microbatches, chunks=self.chunks
+        )
+
+    def in_ring_order(self, tree: PyTree, *, back: bool = False) -> PyTree:
+        """A model, or a tree of such, with its layers in the order in which the ring of stages holds them, or `back`.
+
+        They differ where devices hold several chunks. Such a model trains in ring order and is saved in reading order.
+        """
+        if not self.is_pipelined or self.chunks == 1:
+            return tree
+
+        def ordered(names: Any, x: Any) -> Any:
+            if not nn.has_shape(x) or not names.startswith("layers"):
+                return x
+            order = layer_order(x.shape[0], self.size(PIPE), self.chunks)
+            return x[np.argsort(order) if back else order]
+
+        return jax.tree.map(ordered, nn.dims(tree), tree)
+
+    def in_microbatches(self, pieces: PyTree) -> PyTree:
+        """This device's rows with a dim of microbatches in front."""
+        number = self.microbatches
+        return jax.tree.map(lambda x: x.reshape(number, x.shape[0] // number, *x.shape[1:]), pieces)
 
     def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
         """The batch with each row's tokens in the order in which they are split over `context`.
@@ -105,9 +140,9 @@ class Plan:
             model = _gathered_outside_stacks(model, leaves)
         if self.size(TENSOR) > 1:
             specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
-            model = split_over_tensor(model, specs, shapes, self.residual, self.overlap, self._is_branched)
+            model = split_over_tensor(model, specs, shapes, self.residual, self.overlap, self.is_pipelined)
         if self.size(CONTEXT) > 1:
-            model = split_over_context(model, self.context_method, self._is_branched)
+            model = split_over_context(model, self.context_method, self.is_pipelined)
         if self.zero == 3:
             model = _gathered_blocks(model, leaves)
         return model

@@ -3,11 +3,12 @@
 from typing import Any
 
 import equinox as eqx
+import jax
 from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
-from ..parallel import filter_shard_map, Plan
-from ._loss import batch_tokens
+from ..parallel import filter_shard_map, pipeline_gradients, Plan
+from ._loss import batch_tokens, evaluation_sums
 from ._step import accumulated_gradients, Gradients, GradientsOf, LossFn
 
 
@@ -15,28 +16,88 @@ def planned_gradients(plan: Plan) -> GradientsOf:
     """The seam `make_step(gradients_of=...)` for a plan: its result equals that of one device.
 
     The loss is called as `loss_fn(model, batch, None, tokens=..., vocabulary=...)` with the wrapped model, this
-    device's rows and tokens, and the view of split logits, as `next_token_loss` takes them.
+    device's rows and tokens, and the view of split logits, as `next_token_loss` takes them. In a pipeline it is called
+    with what comes out of the last layer in the place of the stack.
     """
 
     def gradients_of(loss_fn: LossFn, accumulate: int) -> Gradients:
         def of_batch(model: PyTree, batch: PyTree, key: Any) -> tuple[Any, Any, PyTree]:
             leaves, shapes = plan.leaves(model), eqx.filter_eval_shape(lambda: model)
-
-            def per_device(model: PyTree, pieces: PyTree) -> tuple[Any, Any, PyTree]:
-                def loss(parameters: PyTree, pieces: PyTree, key: None) -> tuple[Any, Any]:
-                    wrapped = plan.wrap(parameters, model, leaves, shapes)
-                    return loss_fn(wrapped, pieces[0], None, tokens=pieces[1], vocabulary=plan.vocabulary(shapes))
-
-                parameters = plan.parameters(model, leaves)
-                total, count, gradients = accumulated_gradients(loss, accumulate)(parameters, pieces, None)
-                return plan.total(total), plan.total(count), plan.reduce(gradients, leaves)
-
+            local = _Local(plan, loss_fn, accumulate, leaves, shapes)
             pieces = plan.arrange(batch, batch_tokens(batch, key))
             whole = PartitionSpec()
             specs = plan.parameter_specs(model), plan.batch_specs(pieces)
-            mapped = filter_shard_map(per_device, plan.mesh, specs, (whole, whole, plan.state_specs(model)))
+            mapped = filter_shard_map(local.gradients, plan.mesh, specs, (whole, whole, plan.state_specs(model)))
             return mapped(model, pieces)
 
         return of_batch
 
     return gradients_of
+
+
+class _Local:
+    """The constants of one call; its methods run on one device."""
+
+    def __init__(self, plan: Plan, loss_fn: LossFn, accumulate: int, leaves: PyTree, shapes: PyTree):
+        self.plan, self.loss_fn, self.accumulate, self.leaves, self.shapes = plan, loss_fn, accumulate, leaves, shapes
+        self.vocabulary = plan.vocabulary(shapes)
+
+    def gradients(self, model: PyTree, pieces: PyTree) -> tuple[Any, Any, PyTree]:
+        """Sum, count and gradients of all devices' pieces, from this device's."""
+        parameters = self.plan.parameters(model, self.leaves)
+        of_pieces = self._pipelined if self.plan.is_pipelined else self._accumulated
+        total, count, gradients = of_pieces(model, parameters, pieces)
+        return self.plan.total(total), self.plan.total(count), self.plan.reduce(gradients, self.leaves)
+
+    def _wrapped(self, parameters: PyTree, model: PyTree) -> PyTree:
+        return self.plan.wrap(parameters, model, self.leaves, self.shapes)
+
+    def _loss(self, model: PyTree, pieces: PyTree) -> tuple[Any, Any]:
+        return self.loss_fn(model, pieces[0], None, tokens=pieces[1], vocabulary=self.vocabulary)
+
+    def _accumulated(self, model: PyTree, parameters: PyTree, pieces: PyTree) -> tuple[Any, Any, PyTree]:
+        def loss(parameters: PyTree, pieces: PyTree, key: None) -> tuple[Any, Any]:
+            return self._loss(self._wrapped(parameters, model), pieces)
+
+        return accumulated_gradients(loss, self.accumulate)(parameters, pieces, None)
+
+    def _pipelined(self, model: PyTree, parameters: PyTree, pieces: PyTree) -> tuple[Any, Any, PyTree]:
+        """The same by a schedule: what is gathered or exchanged outside the layers is so once, before and after."""
+        wrapped, pull = eqx.filter_vjp(lambda parameters: self._wrapped(parameters, model), parameters)
+        edges = eqx.tree_at(lambda m: m.stacks, wrapped, None)
+
+        def first(edges: PyTree, piece: PyTree) -> Array:
+            batch, tokens = piece
+            return edges.embed(batch.ids, tokens)
+
+        def stage(stack: PyTree, x: Array, piece: PyTree) -> Array:
+            return stack(x, piece[1].fold_in(0))[0]
+
+        def last(edges: PyTree, x: Array, piece: PyTree) -> tuple[Any, Any]:
+            return self._loss(_with_stacks(edges, (_Done(x),)), piece)
+
+        total, count, (of_edges, of_stack) = pipeline_gradients(
+            self.plan.timetable(),
+            first,
+            stage,
+            last,
+            (edges, wrapped.stacks[0]),
+            self.plan.in_microbatches(pieces),
+        )
+        gradients = _with_stacks(of_edges, (of_stack,))
+        like = eqx.filter(wrapped, eqx.is_inexact_array)
+        (of_parameters,) = pull(jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, like))
+        return total, count, of_parameters
+
+
+class _Done(eqx.Module):
+    """Stands for layers that have been run."""
+
+    value: Float[Array, "*batch seq embed"]
+
+    def __call__(self, *_: Any) -> tuple[Float[Array, "*batch seq embed"], None]:
+        return self.value, None
+
+
+def _with_stacks(edges: PyTree, stacks: PyTree) -> PyTree:
+    return eqx.tree_at(lambda m: m.stacks, edges, stacks, is_leaf=lambda node: node is None)

@@ -81,8 +81,9 @@ def one_device(name: str, **options: Any) -> tuple:
 def planned(plan: Plan, name: str, accumulate: int = 1, **options: Any) -> tuple:
     """The same under a plan."""
     model = model_of(name, **options)
-    placed = place(model, plan)
-    return compiled(planned_gradients(plan)(next_token_loss, accumulate), placed, batch_of(model))
+    placed = place(plan.in_ring_order(model), plan)
+    got = compiled(planned_gradients(plan)(next_token_loss, accumulate), placed, batch_of(model))
+    return *got[:2], plan.in_ring_order(got[2], back=True)
 
 
 def place(model: nn.Transformer, plan: Plan) -> nn.Transformer:
