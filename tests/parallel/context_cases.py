@@ -1,0 +1,87 @@
+"""Attentions to split over devices, and how to compare them; for the tests of context parallelism."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eqformer import nn
+
+
+METHODS = ["ring", "gather", "heads"]
+BATCH, SEQ = 2, 32
+
+
+class Case(NamedTuple):
+    """One attention: its mask, its core, its sizes (of which `tensor` takes half the heads)."""
+
+    mask: nn.Mask = nn.causal()
+    core: Any = nn.BlockwiseCore(block=3)
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 4
+    v_dim: int = 4
+    has_sinks: bool = False
+    is_packed: bool = False
+    is_padded: bool = False
+
+
+CASES = {
+    "causal": Case(core=nn.DotProductCore()),
+    "window": Case(mask=nn.sliding_window(7), kv_heads=4),
+    "chunks": Case(mask=nn.chunked(6), v_dim=6),
+    "full": Case(mask=nn.full(), core=nn.ReferenceCore(), is_padded=True),
+    "documents": Case(kv_heads=2, is_packed=True, is_padded=True),
+    "documents, any core": Case(core=nn.DotProductCore(), is_packed=True, mask=nn.sliding_window(5)),
+    "softcap": Case(core=nn.BlockwiseCore(block=8, softcap=0.7), head_dim=6, v_dim=2),
+    "sinks": Case(kv_heads=4, has_sinks=True, mask=nn.Mask(is_causal=False, window=9)),
+    "all at once": Case(
+        nn.sliding_window(6), nn.ReferenceCore(softcap=0.9), 8, 2, 6, 4, has_sinks=True, is_packed=True, is_padded=True
+    ),
+}
+
+
+def drawn(case: Case, dtype: str = "float64") -> tuple[tuple, nn.Tokens, jax.Array]:
+    """Query, key, value, sinks; the tokens of the whole rows in reading order; and a direction for the gradient."""
+    draw = np.random.default_rng(3)
+    heads = (case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_dim)
+    arrays = [draw.normal(size=(BATCH, SEQ, *last)) for last in heads]
+    sinks = draw.normal(size=case.heads) if case.has_sinks else None
+    direction = draw.normal(size=(BATCH, SEQ, case.heads, case.v_dim))
+    starts = np.array([[0, 5, 19], [0, 16, 17]]) if case.is_packed else np.zeros((BATCH, 1), int)
+    segments = (np.arange(SEQ)[None, None] >= starts[:, :, None]).sum(1) - 1
+    positions = np.arange(SEQ)[None] - np.take_along_axis(starts, segments, 1)
+    if case.is_padded:
+        positions[0, -3:], positions[1, -9:] = -1, -1
+    direction *= (positions >= 0)[:, :, None, None]
+    tokens = nn.Tokens(jnp.asarray(positions), jnp.asarray(segments) if case.is_packed else None)
+    arrays = tuple(None if x is None else jnp.asarray(x, dtype) for x in (*arrays, sinks))
+    return arrays, tokens, jnp.asarray(direction, dtype)
+
+
+def call(core, case: Case, arrays: tuple, tokens: nn.Tokens, direction: jax.Array):
+    """The output, and the gradients of its product with `direction`."""
+
+    def product(arrays: tuple) -> tuple[jax.Array, jax.Array]:
+        query, key, value, sinks = arrays
+        output = core(query, key, value, mask=case.mask, tokens=tokens, scale=0.6, sinks=sinks)
+        return jnp.sum(output * direction), output * (tokens.positions >= 0).astype(output.dtype)[..., None, None]
+
+    gradients, output = jax.grad(product, has_aux=True)(arrays)
+    return output, gradients
+
+
+def compiled(fn, *args):
+    """Compiled with little care for speed: only the numbers are looked at."""
+    arrays, rest = eqx.partition(args, eqx.is_array)
+    lowered = jax.jit(lambda arrays: fn(*eqx.combine(arrays, rest))).lower(arrays)
+    return lowered.compile(compiler_options={"xla_backend_optimization_level": "0"})(arrays)
+
+
+def distance(got, want) -> float:
+    """The largest of the arrays' differences, each relative to the norm of what it should be."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    wide = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
+    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in wide)
