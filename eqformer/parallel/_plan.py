@@ -13,6 +13,7 @@ from jaxtyping import Array, PyTree
 from .. import nn
 from .._shapes import Batch
 from ._axes import BATCH_AXES, CONTEXT, FSDP, PIPE, TENSOR
+from ._check_plan import check_choices, check_model, check_rows
 from ._context import context_order
 from ._feature import FEATURE_DIMS
 from ._fully_sharded import gather, Gathered, routed, scatter
@@ -20,6 +21,7 @@ from ._layout import axes_of, Layout, partition_specs
 from ._leaves import Leaf, leaves_of
 from ._mesh import axis_sizes
 from ._pipeline import layer_order
+from ._pipelined_stack import PipelinedStack
 from ._schedule import Schedule
 from ._schedules import make_schedule
 from ._vary import vary
@@ -44,6 +46,14 @@ class Plan:
     microbatches: int = 1
     chunks: int = 1
     smallest: int = 1024
+
+    def __post_init__(self):
+        check_choices(self)
+
+    def check(self, model: nn.Transformer, *, rows: int, seq: int) -> None:
+        """Raise a `ValueError`, before anything is compiled, where model, rows or tokens do not fit the mesh."""
+        check_model(self, model)
+        check_rows(self, model, rows, seq)
 
     def size(self, axis: str) -> int:
         """How many devices an axis has."""
@@ -74,9 +84,7 @@ class Plan:
 
     def timetable(self) -> Schedule:
         """What each stage of the pipeline does when."""
-        return make_schedule(
-            self.schedule, stages=self.size(PIPE), microbatches=self.microbatches, chunks=self.chunks
-        )
+        return make_schedule(self.schedule, stages=self.size(PIPE), microbatches=self.microbatches, chunks=self.chunks)
 
     def in_ring_order(self, tree: PyTree, *, back: bool = False) -> PyTree:
         """A model, or a tree of such, with its layers in the order in which the ring of stages holds them, or `back`.
@@ -146,6 +154,16 @@ class Plan:
         if self.zero == 3:
             model = _gathered_blocks(model, leaves)
         return model
+
+    def wrap_forward(self, model: nn.Transformer, leaves: PyTree, shapes: PyTree) -> nn.Transformer:
+        """The model on this device for a pass without gradients, a pipeline's stages included."""
+        wrapped = self.wrap(model, model, leaves, shapes)
+        if not self.is_pipelined:
+            return wrapped
+        (stack,) = wrapped.stacks
+        size = len(stack) // self.chunks
+        rounds = (stack[i * size : (i + 1) * size] for i in range(self.chunks))
+        return eqx.tree_at(lambda m: m.stacks, wrapped, tuple(PipelinedStack(s, self.microbatches) for s in rounds))
 
     def reduce(self, gradients: PyTree, leaves: PyTree) -> PyTree:
         """Each gradient summed once over the devices that hold a part of it, and split where the state is."""

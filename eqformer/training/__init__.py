@@ -24,7 +24,12 @@ from ._optimizer import (
     sgd as sgd,
     trainable as trainable,
 )
-from ._planned import planned_gradients as planned_gradients
+from ._planned import (
+    planned_evaluation as planned_evaluation,
+    planned_gradients as planned_gradients,
+    planned_step as planned_step,
+    state_shardings as state_shardings,
+)
 from ._run_metadata import run_metadata as run_metadata, saved_key as saved_key, versions as versions
 from ._schedule import (
     constant as constant,

@@ -1,5 +1,6 @@
 """Losses and gradients under a plan: the same functions, run once a device on its piece of the model and the batch."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -7,9 +8,11 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from ..parallel import filter_shard_map, pipeline_gradients, Plan
+from .._shapes import Batch
+from ..parallel import filter_shard_map, pipeline_gradients, Plan, shardings
 from ._loss import batch_tokens, evaluation_sums
-from ._step import accumulated_gradients, Gradients, GradientsOf, LossFn
+from ._optimizer import Optimizer, trainable
+from ._step import accumulated_gradients, Gradients, GradientsOf, LossFn, make_step, Step, TrainState
 
 
 def planned_gradients(plan: Plan) -> GradientsOf:
@@ -33,6 +36,58 @@ def planned_gradients(plan: Plan) -> GradientsOf:
         return of_batch
 
     return gradients_of
+
+
+def planned_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
+    """`evaluation_sums` for a plan; jitted."""
+
+    @eqx.filter_jit
+    def of_batch(model: PyTree, batch: Batch) -> dict[str, Float[Array, ""]]:
+        leaves, shapes = plan.leaves(model), eqx.filter_eval_shape(lambda: model)
+
+        def per_device(model: PyTree, pieces: PyTree) -> dict[str, Array]:
+            wrapped = plan.wrap_forward(model, leaves, shapes)
+            sums = evaluation_sums(wrapped, pieces[0], tokens=pieces[1], vocabulary=plan.vocabulary(shapes))
+            return {name: plan.total(each) for name, each in sums.items()}
+
+        pieces = plan.arrange(batch, batch_tokens(batch))
+        specs = plan.parameter_specs(model), plan.batch_specs(pieces)
+        return filter_shard_map(per_device, plan.mesh, specs, PartitionSpec())(model, pieces)
+
+    return of_batch
+
+
+def planned_step(
+    loss_fn: LossFn, optimizer: Optimizer, plan: Plan, *, accumulate: int = 1, clip: float | None = 1.0
+) -> Step:
+    """`make_step` for a plan: the same numbers, from and to a state that is laid out by `state_shardings`."""
+
+    def place(state: TrainState) -> TrainState:
+        arrays, rest = eqx.partition(state, eqx.is_array)
+        return eqx.combine(jax.lax.with_sharding_constraint(arrays, state_shardings(plan, optimizer, arrays)), rest)
+
+    return make_step(
+        loss_fn,
+        optimizer,
+        accumulate=accumulate if plan.is_pipelined else accumulate * plan.microbatches,
+        clip=clip,
+        gradients_of=planned_gradients(plan),
+        place=place,
+    )
+
+
+def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
+    """A tree like a `TrainState` (of arrays or shapes) with the sharding of each array; None for all else."""
+    whole = PartitionSpec()
+    parameters = trainable(state.model)
+    specs = TrainState(
+        plan.parameter_specs(state.model),
+        optimizer.map_state(lambda _, spec: spec, state.optimizer_state, plan.state_specs(parameters), other=whole),
+        whole,
+        whole,
+        whole,
+    )
+    return shardings(specs, plan.mesh)
 
 
 class _Local:

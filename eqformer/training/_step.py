@@ -58,6 +58,7 @@ def make_step(
     clip: float | None = 1.0,
     gradients_of: GradientsOf | None = None,
     gradient_norm: Callable[[PyTree], Float[Array, ""]] = global_norm,
+    place: Callable[[TrainState], TrainState] = lambda state: state,
 ) -> Step:
     """A jitted step that minimises `sum / count` of `loss_fn(model, batch, key) -> (sum, count)`.
 
@@ -66,8 +67,8 @@ def make_step(
     as they were and the step is counted as skipped. A batch that counts no token is such a step too.
 
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
-    (so far), `skipped_in_a_row`. `gradients_of(loss_fn, accumulate)` and `gradient_norm` are seams for meshes and
-    pipelines. Every buffer but the batch's is donated.
+    (so far), `skipped_in_a_row`. `gradients_of(loss_fn, accumulate)`, `gradient_norm` and `place`, which is given the
+    new state, are seams for meshes. Every buffer but the batch's is donated.
     """
     if accumulate < 1:
         raise ValueError(f"make_step(accumulate={accumulate}): a step has at least one microbatch.")
@@ -110,6 +111,7 @@ def make_step(
             state.skipped + is_skipped,
             (state.skipped_in_a_row + 1) * is_skipped,
         )
+        state = place(state)
         metrics = {"loss": loss, "count": count, "grad_norm": norm, "learning_rate": learning_rate}
         # Copies, since the state's own counts are consumed by the next step.
         return state, metrics | {"skipped": state.skipped + 0, "skipped_in_a_row": state.skipped_in_a_row + 0}

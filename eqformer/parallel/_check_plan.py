@@ -1,0 +1,153 @@
+"""What a plan asks of a model and of its rows, said before anything is compiled."""
+
+import math
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from .. import nn
+from ._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
+from ._collective_matmul import OVERLAPS
+from ._context import check_context, CONTEXT_METHODS
+from ._layout import axes_of, is_spec
+from ._pipeline import check_depth
+from ._tensor import RESIDUALS, TENSOR_MODULES
+
+
+def check_choices(plan: Any) -> None:
+    """Raise a `ValueError` for a choice that is none, or for two that do not go together."""
+    for name, value, known in (
+        ("zero", plan.zero, (0, 1, 2, 3)),
+        ("residual", plan.residual, RESIDUALS),
+        ("overlap", plan.overlap, OVERLAPS),
+        ("context_method", plan.context_method, CONTEXT_METHODS),
+    ):
+        if value not in known:
+            raise ValueError(f"Plan({name}={value!r}): the choices are {', '.join(map(str, known))}.")
+    for name, value in (("microbatches", plan.microbatches), ("chunks", plan.chunks)):
+        if value < 1:
+            raise ValueError(f"Plan({name}={value}): it counts, so give at least 1.")
+    if plan.overlap != "none" and plan.residual == "replicated" and plan.size(TENSOR) > 1:
+        raise ValueError(
+            f"Plan(overlap={plan.overlap!r}, residual='replicated'): a replicated stream is reduced whole, with no "
+            "gather to overlap; take residual='sequence' or 'feature', or overlap='none'."
+        )
+    if plan.is_pipelined:
+        plan.timetable()
+
+
+def check_model(plan: Any, model: nn.Transformer) -> None:
+    """Raise a `ValueError` where the plan's mesh cannot split this model; `model` may be shapes."""
+    specs = plan.parameter_specs(model)
+    plan.state_specs(model)
+    if plan.is_pipelined:
+        if len(model.stacks) != 1:
+            raise ValueError(
+                f"Plan over pipe={plan.size(PIPE)}: the model has {len(model.stacks)} stacks of unlike layers, and a "
+                "pipeline's stages hold equal parts of one; put the unlike layers into one Stack of Periods, or give "
+                "the devices to another axis."
+            )
+        check_depth(len(model.stacks[0]), plan.size(PIPE), plan.chunks)
+    if plan.size(TENSOR) > 1:
+        _check_tensor(plan, model, specs)
+
+
+def check_rows(plan: Any, model: nn.Transformer, rows: int, seq: int) -> None:
+    """Raise a `ValueError` where rows, in the plan's microbatches, or their tokens do not fall into equal pieces."""
+    devices = math.prod(plan.size(axis) for axis in BATCH_AXES)
+    if rows % (devices * plan.microbatches):
+        raise ValueError(
+            f"Plan over {devices} pieces of the batch ({', '.join(f'{a}={plan.size(a)}' for a in BATCH_AXES)}) in "
+            f"{plan.microbatches} microbatches: {rows} rows do not fall into {devices} x {plan.microbatches} equal "
+            f"pieces; take a multiple of {devices * plan.microbatches} rows."
+        )
+    size = plan.size(CONTEXT)
+    pieces = 2 * size if size > 1 and plan.context_method != "heads" else size
+    if seq % pieces:
+        raise ValueError(
+            f"Plan over context={size} by {plan.context_method!r}: rows of {seq} tokens are cut into {pieces} equal "
+            f"pieces; take a multiple of {pieces} tokens."
+        )
+    if plan.residual == "sequence" and (seq // size) % plan.size(TENSOR):
+        raise ValueError(
+            f"Plan(residual='sequence') over tensor={plan.size(TENSOR)}: the {seq // size} tokens that a device of "
+            f"context={size} holds are split over the axis; take a multiple of {size * plan.size(TENSOR)} tokens."
+        )
+    for path, module in _modules(model, (nn.Attention, nn.LatentAttention)):
+        _check_attention(plan, path, module, seq)
+
+
+def _check_attention(plan: Any, path: str, module: nn.Attention | nn.LatentAttention, seq: int) -> None:
+    size, tensor = plan.size(CONTEXT), plan.size(TENSOR)
+    weights = module.query.weight.shape, module.key.weight.shape if isinstance(module, nn.Attention) else None
+    heads = _first(module.query, weights[0])
+    kv_heads = _first(module.key, weights[1]) if isinstance(module, nn.Attention) else heads
+    if tensor > 1 and kv_heads % tensor and tensor % kv_heads:
+        raise ValueError(
+            f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, which neither split over {tensor} devices "
+            "nor are shared by equal groups of them; take an axis that divides them, or that they divide."
+        )
+    if size > 1:
+        sinks = isinstance(module, nn.Attention) and module.sinks is not None
+        try:
+            check_context(
+                plan.context_method,
+                size,
+                module.core,
+                seq=seq,
+                heads=heads // tensor,
+                kv_heads=max(1, kv_heads // tensor),
+                has_sinks=sinks,
+            )
+        except ValueError as error:
+            raise ValueError(f"Plan over context={size}: {path}: {error}") from error
+
+
+def _check_tensor(plan: Any, model: nn.Transformer, specs: PyTree) -> None:
+    known = (*TENSOR_MODULES, nn.Embedding, nn.LearnedPositions, nn.RMSNorm, nn.LayerNorm)
+    is_known = lambda node: isinstance(node, known)
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_known)
+    parts = jax.tree.leaves(jax.tree.map(lambda _, part: _Part(part), model, specs, is_leaf=is_known))
+    for (path, node), part in zip(nodes, parts, strict=True):
+        is_split = any(TENSOR in axes_of(spec) for spec in jax.tree.leaves(part.specs, is_leaf=is_spec))
+        if is_split and not is_known(node) and node is not _weight(model) and node is not _bias(model):
+            raise ValueError(
+                f"Plan over tensor={plan.size(TENSOR)}: {nn.path_name(path)} would be split by the names of its dims, "
+                "but no transform knows how to run the module that it is in on a slice; name its dims otherwise, or "
+                "build it of attentions and feed-forward layers of eqformer.nn."
+            )
+        if plan.residual == "feature" and isinstance(node, nn.Attention) and node.key_norm is not None:
+            shares = _first(node.key, node.key.weight.shape) % plan.size(TENSOR) != 0
+            if shares and "kv_heads" in getattr(node.key_norm, "dims", ()):
+                raise ValueError(
+                    f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {nn.path_name(path)} normalises "
+                    "all its key heads together and has fewer than the axis has devices; take residual='replicated' or "
+                    "'sequence', or a smaller axis."
+                )
+
+
+class _Part:
+    """A subtree as a leaf."""
+
+    def __init__(self, specs: PyTree):
+        self.specs = specs
+
+
+def _weight(model: nn.Transformer) -> Any:
+    return None if model.head is None else model.head.weight
+
+
+def _bias(model: nn.Transformer) -> Any:
+    return None if model.head is None else model.head.bias
+
+
+def _first(linear: nn.Linear, shape: tuple[int, ...]) -> int:
+    """The size of a map's first output dim, ensembles left out."""
+    return shape[len(shape) - len(linear.weight_dims)]
+
+
+def _modules(model: PyTree, kinds: tuple[type, ...]) -> list[tuple[str, Any]]:
+    is_kind = lambda node: isinstance(node, kinds)
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_kind)
+    return [(nn.path_name(path), node) for path, node in nodes if is_kind(node)]
