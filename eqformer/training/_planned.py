@@ -79,13 +79,11 @@ def planned_step(
 def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
     """A tree like a `TrainState` (of arrays or shapes) with the sharding of each array; None for all else."""
     whole = PartitionSpec()
-    parameters = trainable(state.model)
-    specs = TrainState(
-        plan.parameter_specs(state.model),
-        optimizer.map_state(lambda _, spec: spec, state.optimizer_state, plan.state_specs(parameters), other=whole),
-        whole,
-        whole,
-        whole,
+    of_parameters = plan.state_specs(trainable(state.model))
+    memory = optimizer.map_state(lambda _, spec: spec, state.optimizer_state, of_parameters, other=whole)
+    parts = plan.parameter_specs(state.model), memory, whole, whole, whole
+    specs = eqx.tree_at(
+        lambda s: (s.model, s.optimizer_state, s.step, s.skipped, s.skipped_in_a_row), state, parts, is_leaf=_is_none
     )
     return shardings(specs, plan.mesh)
 
@@ -155,4 +153,8 @@ class _Done(eqx.Module):
 
 
 def _with_stacks(edges: PyTree, stacks: PyTree) -> PyTree:
-    return eqx.tree_at(lambda m: m.stacks, edges, stacks, is_leaf=lambda node: node is None)
+    return eqx.tree_at(lambda m: m.stacks, edges, stacks, is_leaf=_is_none)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
