@@ -175,8 +175,8 @@ class _Run:
     def _backward(self, state: _State, turn: Turn) -> tuple[_State, PyTree]:
         """The sums with this part's gradients, and the gradient of its input."""
         piece, chunk = self._piece(turn.backward), self._chunk(turn.backward)
-        chunk = tapped(chunk, self.taps)
-        wanted, rest = eqx.partition(chunk, is_differentiated(chunk))
+        run = tapped(chunk, self.taps)
+        wanted, rest = eqx.partition(run, is_differentiated(run))
         stage = lambda wanted, x: vary(self.stage(eqx.combine(wanted, rest), x, piece), self.axes)
         y, pull = jax.vjp(stage, wanted, get(state.inputs, turn.backward_input))
         of_edges, sums, cotangent = jax.lax.cond(
@@ -187,7 +187,7 @@ class _Run:
             state.sums,
         )
         of_chunk, dx = pull(cotangent)
-        of_chunk, products = split_gradients(of_chunk, self.taps)
+        of_chunk, products = split_gradients(of_chunk, self.taps, chunk)
         of_edges = jax.lax.cond(
             self._is_first(turn.backward), lambda g: self._beginning(g, dx, piece), lambda g: g, of_edges
         )

@@ -5,7 +5,9 @@ and `dy` are kept. To that end each `nn.Linear` of some blocks is replaced by on
 zeros that it ignores: the "gradients" of those are `x` and `dy`. A scan over layers stacks them like any gradient.
 """
 
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import einops
@@ -15,6 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import nn
+from ._axes import FSDP
+from ._fully_sharded import Gathered, scatter
 from ._stash import at_least_float32
 from ._vary import vary, vary_like, varying_axes
 
@@ -57,12 +61,12 @@ def taps(blocks: PyTree, notes: dict[int, Notes], tokens: int) -> dict[int, tupl
     is the layer's own: neither gathered, nor one of several under `vmap`, nor read by someone else.
     """
     found = {}
-    for number, linear in _linears(blocks).items():
+    for number, (linear, dim) in enumerate(_sites(blocks)):
         calls = notes[number].calls
         if len(calls) != 1:
             continue
         shape, into, into_axes, out, out_axes = calls[0]
-        if shape == linear.weight.shape[1:] and math.prod(into.shape[: -len(linear.inputs)]) >= tokens:
+        if shape == _whole_shape(linear, dim)[1:] and math.prod(into.shape[: -len(linear.inputs)]) >= tokens:
             found[number] = (into, into_axes, out, out_axes)
     return found
 
@@ -85,7 +89,8 @@ def tapped(blocks: PyTree, wanted: dict[int, tuple]) -> PyTree:
         both = {"into": zeros(into, into_axes), "out": zeros(out, out_axes)}
         return _like_linear(linear, linear.weight, linear.bias, _Tapped, **both)
 
-    return _replaced(blocks, {number: tap(linears[number], *shapes) for number, shapes in wanted.items()})
+    new = _replaced(blocks, {number: tap(linears[number], *shapes) for number, shapes in wanted.items()})
+    return _each_gathered(_not_gathering_taps, new, blocks)
 
 
 def is_differentiated(blocks: PyTree) -> PyTree:
@@ -98,28 +103,35 @@ def is_differentiated(blocks: PyTree) -> PyTree:
     return jax.tree.map(flags, blocks, is_leaf=lambda node: isinstance(node, _Tapped))
 
 
-def split_gradients(gradients: PyTree, wanted: dict[int, tuple]) -> tuple[PyTree, dict[int, tuple[Array, Array]]]:
+def split_gradients(
+    gradients: PyTree, wanted: dict[int, tuple], blocks: PyTree
+) -> tuple[PyTree, dict[int, tuple[Array, Array]]]:
     """From gradients of tapped blocks: those of plain blocks, None for tapped weights; and the taps' pairs."""
     taken = {number: node for number, node in _linears(gradients).items() if number in wanted}
     products = {number: (node.into, node.out) for number, node in taken.items()}
     plain = {number: _like_linear(node, None, node.bias) for number, node in taken.items()}
-    return _replaced(gradients, plain), products
+    restored = lambda new, old: Gathered(new.inner, old.dims, old.dtypes, old.keeps)
+    return _each_gathered(restored, _replaced(gradients, plain), blocks), products
 
 
 def weight_gradients(blocks: PyTree, products: dict[int, tuple[Array, Array]]) -> PyTree:
-    """A tree like `blocks`: the products put off, layer by layer and summed in float32 at least; None elsewhere."""
-    linears = _linears(blocks)
+    """A tree like `blocks`: the products put off, layer by layer and summed in float32 at least; None elsewhere.
 
-    def multiply(linear: nn.Linear, into: Array, out: Array) -> nn.Linear:
+    Where the weight was gathered for its use, each device keeps its slice of the sum over devices.
+    """
+    sites = _sites(blocks)
+
+    def multiply(linear: nn.Linear, dim: int | None, into: Array, out: Array) -> nn.Linear:
         layers = linear.weight.shape[0]
         into = into.reshape(layers, -1, math.prod(into.shape[into.ndim - len(linear.inputs) :]))
         out = out.reshape(layers, -1, math.prod(out.shape[out.ndim - len(linear.outputs) :]))
         exact = at_least_float32(into.dtype)
         product = jnp.einsum("lni,lno->loi", into, out, preferred_element_type=exact)
-        return _like_linear(linear, product.reshape(linear.weight.shape), None)
+        product = product.reshape(_whole_shape(linear, dim))
+        return _like_linear(linear, product if dim is None else scatter(product, dim + 1), None)
 
     nothing = jax.tree.map(lambda _: None, blocks)
-    return _replaced(nothing, {number: multiply(linears[number], *pair) for number, pair in products.items()})
+    return _replaced(nothing, {number: multiply(*sites[number], *pair) for number, pair in products.items()})
 
 
 def _contract(dims: tuple, x: Array, weight: Array) -> Array:
@@ -163,8 +175,19 @@ def _is_linear(node: Any) -> bool:
     return isinstance(node, nn.Linear)
 
 
+def _sites(blocks: PyTree) -> list[tuple[nn.Linear, int | None]]:
+    """The Linears in the tree's order, each with the dim of a layer's weight that is gathered for its use, or None."""
+    found = []
+    for node in jax.tree.leaves(blocks, is_leaf=lambda node: isinstance(node, nn.Linear | Gathered)):
+        if isinstance(node, Gathered):
+            for linear, dims in zip(_nodes(node), _by_node(node, node.dims)):
+                found += [(linear, dims[0])] if _is_linear(linear) else []
+        elif _is_linear(node):
+            found.append((node, None))
+    return found
+
+
 def _linears(blocks: PyTree) -> dict[int, Any]:
-    """The Linears by their number in the tree's order."""
     return dict(enumerate(filter(_is_linear, jax.tree.leaves(blocks, is_leaf=_is_linear))))
 
 
@@ -174,3 +197,37 @@ def _replaced(blocks: PyTree, new: dict[int, Any]) -> PyTree:
     for number, node in new.items():
         nodes[places[number]] = node
     return structure.unflatten(nodes)
+
+
+def _whole_shape(linear: nn.Linear, dim: int | None) -> tuple[int, ...]:
+    shape = list(linear.weight.shape)
+    if dim is not None:
+        shape[dim + 1] *= jax.lax.axis_size(FSDP)
+    return tuple(shape)
+
+
+def _each_gathered(change: Callable[[Gathered, Gathered], Gathered], tree: PyTree, like: PyTree) -> PyTree:
+    """The tree with each `Gathered` changed in view of the one in its place in `like`."""
+    is_gathered = lambda node: isinstance(node, Gathered)
+    olds = iter([node for node in jax.tree.leaves(like, is_leaf=is_gathered) if is_gathered(node)])
+    return jax.tree.map(lambda node: change(node, next(olds)) if is_gathered(node) else node, tree, is_leaf=is_gathered)
+
+
+def _not_gathering_taps(new: Gathered, old: Gathered) -> Gathered:
+    def with_taps(values: tuple, tap: Any) -> tuple:
+        counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(new)]
+        parts = _by_node(old, values)
+        return tuple(x for part, count in zip(parts, counts) for x in (*part, *[tap] * (count - len(part))))
+
+    return Gathered(new.inner, with_taps(old.dims, None), with_taps(old.dtypes, old.dtypes[0]), old.keeps)
+
+
+def _nodes(gathered: Gathered) -> list:
+    return jax.tree.leaves(gathered.inner, is_leaf=_is_linear)
+
+
+def _by_node(gathered: Gathered, values: tuple) -> list[tuple]:
+    """What a `Gathered` tells of each array, put together for each Linear and for each leaf outside of one."""
+    rest = iter(values)
+    counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(gathered)]
+    return [tuple(itertools.islice(rest, count)) for count in counts]
