@@ -40,6 +40,8 @@ def partition_specs(model: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
     for name, axis in layout.dims.items():
         if axis not in sizes:
             raise ValueError(f"Layout({{{name!r}: {axis!r}}}): the mesh has no such axis; its axes are {list(sizes)}.")
+    if layout.spread not in (None, *sizes):
+        raise ValueError(f"Layout(spread={layout.spread!r}): the mesh has no such axis; its axes are {list(sizes)}.")
     leaves, structure = jax.tree_util.tree_flatten_with_path(model)
     names = jax.tree.leaves(nn.dims(model))
     specs = [
@@ -88,8 +90,8 @@ def _spec(layout: Layout, sizes: dict[str, int], path: str, names: list[str], sh
             )
         entries[place] = axis
         taken.add(axis)
-    if layout.spread is not None and sizes[layout.spread] > 1 and math.prod(shape) >= layout.smallest:
-        number = sizes[layout.spread]
+    number = 1 if layout.spread is None or layout.spread in taken else sizes[layout.spread]
+    if number > 1 and math.prod(shape) >= layout.smallest:
         free = [
             place
             for place, size in enumerate(shape)

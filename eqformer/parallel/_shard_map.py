@@ -1,22 +1,37 @@
 """`jax.shard_map` over trees that hold more than arrays."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
+
+from .. import nn
+from ._layout import axes_of, is_spec
+from ._mesh import axis_sizes
+from ._vary import varying_axes
 
 
 def filter_shard_map(fn: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
     """Run `fn` once a device, each on its pieces of the arguments' arrays; all else in the arguments is passed whole.
 
     `in_specs` is a tuple with, for each argument, a tree of `PartitionSpec`s whose leaves each stand for a whole
-    subtree; `out_specs` likewise for the result. Where an argument has no array, the spec may be anything. Every mesh
-    axis is manual, and the types of values (which axes they differ over) are checked: a result declared the same on
-    all devices of an axis must be provably so. Works eagerly, jitted and differentiated, on a layer or a whole loss.
+    subtree; `out_specs` likewise for the result. None is the spec of what is whole on every device, and where there is
+    no array, the spec may be anything. Every mesh axis is manual, and the types of values (which axes they differ over)
+    are checked: a result declared the same on all devices of an axis must be provably so. Works eagerly, jitted and
+    differentiated, on a layer or a whole loss. Raises a `ValueError` that names the array where a spec does not fit it.
     """
+    if not isinstance(in_specs, tuple | list):
+        raise ValueError(
+            f"filter_shard_map: in_specs is a tuple with one entry an argument, not {in_specs!r}; for a function of "
+            "one argument write `(spec,)`."
+        )
+    sizes = axis_sizes(mesh)
+    out_specs = jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, out_specs, is_leaf=_is_spec)
 
     def mapped(*args: Any) -> Any:
         if len(args) != len(in_specs):
@@ -24,14 +39,16 @@ def filter_shard_map(fn: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out_s
                 f"filter_shard_map: the function was called with {len(args)} arguments, but in_specs has "
                 f"{len(in_specs)} entries; give one entry an argument."
             )
-        arrays, rest = eqx.partition(args, eqx.is_array)
+        arrays, rest = eqx.partition(args, _is_array)
         leaves, structure = jax.tree.flatten(arrays)
-        specs = [spec for spec, leaf in zip(_spread(in_specs, args), jax.tree.leaves(args)) if eqx.is_array(leaf)]
+        specs = [spec for path, leaf, spec in _spread(in_specs, args, "in_specs") if _fits(path, leaf, spec, sizes)]
         result_rest: list[Any] = []
 
         def per_device(*leaves: Any) -> PyTree:
             result = fn(*eqx.combine(jax.tree.unflatten(structure, leaves), rest))
-            result, others = eqx.partition(result, eqx.is_array)
+            result, others = eqx.partition(result, _is_array)
+            for path, leaf, spec in _spread(out_specs, result, "out_specs"):
+                _check_result(path, leaf, spec, sizes)
             result_rest[:] = [others]
             return result
 
@@ -41,14 +58,68 @@ def filter_shard_map(fn: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out_s
     return mapped
 
 
-def _spread(specs: PyTree, args: tuple) -> list[PartitionSpec]:
-    """One spec a leaf of the arguments, from a tree in which one may stand for a whole subtree."""
-    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)
-    leaves: list[Any] = []
-    jax.tree.map(
-        lambda spec, part: leaves.extend([PartitionSpec() if spec is None else spec] * len(jax.tree.leaves(part))),
-        tuple(specs),
-        args,
-        is_leaf=is_spec,
-    )
-    return leaves
+def _is_array(node: Any) -> bool:
+    return eqx.is_array(node) or isinstance(node, np.ndarray)
+
+
+def _is_spec(node: Any) -> bool:
+    return node is None or is_spec(node)
+
+
+def _spread(specs: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any, Any]]:
+    """Path, leaf and spec of each leaf, from a tree of specs in which one may stand for a whole subtree."""
+    found: list[tuple[str, Any, Any]] = []
+
+    def below(path: tuple, spec: Any, part: PyTree) -> None:
+        for rest, leaf in jax.tree_util.tree_leaves_with_path(part):
+            found.append((nn.path_name((*path, *rest)), leaf, PartitionSpec() if spec is None else spec))
+
+    if name == "in_specs":
+        specs = tuple(specs)
+    try:
+        jax.tree_util.tree_map_with_path(below, specs, tree, is_leaf=_is_spec)
+    except ValueError as error:
+        what = "the arguments" if name == "in_specs" else "the result"
+        raise ValueError(
+            f"filter_shard_map: the tree of {name} does not fit {what}; give specs in a tree like theirs, or one for a "
+            f"whole subtree. {error}"
+        ) from error
+    return found
+
+
+def _fits(path: str, leaf: Any, spec: Any, sizes: dict[str, int]) -> bool:
+    """Whether a leaf is an array, whose spec must then name dims that it has and axes that divide them."""
+    if not _is_array(leaf):
+        return False
+    told = _check_spec(f"argument {path}", leaf, spec, sizes)
+    for place, entry in enumerate(spec):
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        number = math.prod(sizes[axis] for axis in axes)
+        if leaf.shape[place] % number:
+            over = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
+            raise ValueError(
+                f"{told}, which cuts dim {place}, of {leaf.shape[place]}, into {number} pieces ({over}); choose sizes "
+                "of which the second divides the first, or leave the dim whole."
+            )
+    return True
+
+
+def _check_spec(what: str, leaf: Any, spec: Any, sizes: dict[str, int]) -> str:
+    told = f"filter_shard_map: {what} has shape {leaf.shape} and the spec {spec!r}"
+    if not is_spec(spec):
+        raise ValueError(f"{told}, which is no PartitionSpec; write PartitionSpec('tensor'), say, or None.")
+    if len(spec) > leaf.ndim:
+        raise ValueError(f"{told}, which speaks of {len(spec)} dims; give at most {leaf.ndim} entries.")
+    if unknown := sorted(axes_of(spec) - sizes.keys()):
+        raise ValueError(f"{told}, but the mesh has no axis {unknown}; its axes are {list(sizes)}.")
+    return told
+
+
+def _check_result(path: str, leaf: Any, spec: Any, sizes: dict[str, int]) -> None:
+    """That a piece of the result has its spec's dims, and differs only between devices that the spec tells apart."""
+    told = _check_spec(f"result {path}".strip(), leaf, spec, sizes)
+    if differs := sorted(varying_axes(leaf) - axes_of(spec)):
+        raise ValueError(
+            f"{told}, by which it is the same on all devices of the axes {differs}, but it may differ there; reduce it "
+            "(jax.lax.psum or pmean over them, say), or name the axes in the spec."
+        )

@@ -1,0 +1,91 @@
+"""Models created where they belong: the same values on every mesh, and no device that holds a whole copy."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqformer import models, nn
+from eqformer.parallel import init_sharded, lower_sharded, make_mesh, Plan, shardings
+
+
+LLAMA = models.Llama(vocab=2048, embed=256, layers=8, heads=8, kv_heads=4, mlp=688)  # 6.9 million parameters
+MESHES: dict[str, Any] = {"fsdp": dict(fsdp=8), "fsdp tensor pipe": dict(fsdp=2, tensor=2, pipe=2)}
+
+
+def make(key):
+    return models.build(LLAMA, key=key)
+
+
+def numbers_of(tree):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
+
+
+def placed_by(plan):
+    return lambda shapes: shardings(plan.parameter_specs(shapes), plan.mesh)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return eqx.filter_jit(make)(jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_values_are_those_of_one_device_and_no_device_needs_a_copy(name, plain):
+    plan = Plan(make_mesh(**MESHES[name]), zero=3)
+    program = lower_sharded(make, placed_by(plan), jax.random.key(0)).compile()
+    arrays = program()
+    for found, wanted in zip(numbers_of(arrays), numbers_of(plain), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    whole = sum(leaf.nbytes for leaf in numbers_of(plain))
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays))
+    needs = program.memory_analysis()
+    assert held / whole < 0.15 and needs.output_size_in_bytes < held + 4096
+    assert needs.temp_size_in_bytes < 1.6 * held  # the random bits of its own pieces
+    assert needs.argument_size_in_bytes < 4096 and not any(
+        word in program.as_text() for word in ("all-gather(", "all-reduce(", "collective-permute(", "all-to-all(")
+    )
+
+
+def test_the_memory_check_sees_a_copy():
+    mesh = make_mesh(fsdp=8)
+    whole = lambda spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(spec))
+    draw = lambda: jax.random.normal(jax.random.key(0), (2**16,))
+    needs = {
+        spec: lower_sharded(draw, lambda _, spec=spec: whole(spec)).compile().memory_analysis()
+        for spec in (None, "fsdp")
+    }
+    assert needs[None].output_size_in_bytes == 2**18 and needs["fsdp"].output_size_in_bytes == 2**15
+    assert needs["fsdp"].temp_size_in_bytes <= needs[None].temp_size_in_bytes / 4
+
+
+def test_each_layer_and_each_array_has_a_key_of_its_own(plain):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(plain.stacks[0].blocks):
+        if "norm" not in nn.path_name(path):
+            layers = np.asarray(leaf).reshape(len(leaf), -1)[:, :64]
+            assert len(np.unique(layers)) == layers.size, nn.path_name(path)
+    random = [np.asarray(leaf).ravel()[:64] for leaf in jax.tree.leaves(plain) if eqx.is_inexact_array(leaf)]
+    standard = np.stack([leaf / leaf.std() for leaf in random if leaf.std() > 0])
+    correlations = np.corrcoef(standard) - np.eye(len(standard))
+    assert np.abs(correlations).max() < 0.6
+    same = np.corrcoef(np.concatenate([standard, 3 * standard[:1]])) - np.eye(len(standard) + 1)
+    assert np.abs(same).max() > 0.99  # a key used twice is seen
+
+
+def test_trees_with_more_than_arrays_come_back_whole():
+    mesh = make_mesh(fsdp=2, tensor=4)
+
+    def make(key, scale):
+        return {"mlp": nn.MLP(embed=64, mlp=64, activation=jax.nn.relu, key=key), "name": "text", "scale": scale}
+
+    plan = Plan(mesh, zero=3)
+    got = init_sharded(make, placed_by(plan), jax.random.key(1), 3.0)
+    assert got["name"] == "text" and got["scale"] == 3.0 and got["mlp"].activation is jax.nn.relu
+    weight = got["mlp"].up.weight
+    assert weight.addressable_shards[0].data.shape == (16, 32) and len(weight.addressable_shards) == 8
+    assert jnp.isfinite(got["mlp"](jnp.ones((2, 64)))).all()
+    want = make(jax.random.key(1), 3.0)["mlp"].up.weight
+    np.testing.assert_allclose(weight, want, rtol=1e-6)
