@@ -135,7 +135,7 @@ def test_orders_by_method():
     ).all()
 
 
-SIZES = {"seq": 32, "heads": 8, "kv_heads": 8}
+SIZES: Any = {"seq": 32, "heads": 8, "kv_heads": 8}
 
 
 @pytest.mark.parametrize(
