@@ -67,7 +67,10 @@ def size_of(result: str) -> int:
 
 
 def groups_of(attributes: str, everyone: int) -> Int[np.ndarray, "groups devices"]:
-    """The devices that take part together, a row a group; `{{0,1},{2,3}}`, or `[2,2]<=[2,2]T(1,0)`, or all for `{}`."""
+    """The devices that take part together, a row a group.
+
+    In any of XLA's spellings: `{{0,1},{2,3}}`, `[2,2]<=[2,2]T(1,0)`, `mesh['a'=2,'b'=2] {'b'}`, or all for `{}`.
+    """
     if listed := re.search(r"replica_groups=\{\{(.*?)\}\}", attributes):
         return np.array([[int(i) for i in group.split(",")] for group in listed.group(1).split("},{")])
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
@@ -75,6 +78,12 @@ def groups_of(attributes: str, everyone: int) -> Int[np.ndarray, "groups devices
         assert shape and dims
         devices = np.arange(math.prod(dims)).reshape(dims)
         return (devices.transpose(order) if order else devices).reshape(shape)
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
+        over = re.findall(r"'(\w+)'", named.group(2))
+        last = [list(sizes).index(name) for name in sizes if name not in over] + [list(sizes).index(n) for n in over]
+        devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+        return devices.transpose(last).reshape(-1, math.prod(sizes[name] for name in over))
     if re.search(r"replica_groups=\{\}", attributes) or "replica_groups" not in attributes:
         return np.arange(everyone)[None]
     raise ValueError(f"communication: unknown form of groups in {attributes[:200]!r}.")
