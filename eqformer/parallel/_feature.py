@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from .. import nn
@@ -41,6 +42,7 @@ class FeatureLinear(eqx.Module):
             kind = {"scatter": "outputs", "overlap": self.overlap, "is_branched": self.is_branched}
             y = matmul_reduce_scatter(flat, weight, TENSOR, **kind)
             y = y.reshape(*y.shape[:-1], -1, *outputs[1:])
+        y = checkpoint_name(y, "summed")  # for remat policies that keep it, so that it is not reduced again
         return y if linear.bias is None else y + linear.bias.astype(y.dtype)
 
 

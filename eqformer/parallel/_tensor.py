@@ -11,6 +11,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from .. import nn
@@ -93,6 +94,7 @@ class _Row(eqx.Module):
             weight = _as_matrix(self.linear, x.dtype)
             kind = {"scatter": "seq", "overlap": self.overlap, "is_branched": self.is_branched}
             y = matmul_reduce_scatter(flat, weight, TENSOR, **kind)
+        y = checkpoint_name(y, "summed")  # for remat policies that keep it, so that it is not reduced again
         return y if self.linear.bias is None else y + self.linear.bias.astype(y.dtype)
 
 

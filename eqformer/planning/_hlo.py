@@ -69,7 +69,8 @@ def size_of(result: str) -> int:
 def groups_of(attributes: str, everyone: int) -> Int[np.ndarray, "groups devices"]:
     """The devices that take part together, a row a group.
 
-    In any of XLA's spellings: `{{0,1},{2,3}}`, `[2,2]<=[2,2]T(1,0)`, `mesh['a'=2,'b'=2] {'b'}`, or all for `{}`.
+    In any of XLA's spellings: `{{0,1},{2,3}}`, `[2,2]<=[2,2]T(1,0)`, `mesh['a'=2,'b'=2] {'b'}` (with an order of
+    the devices or in their own), or all for `{}`.
     """
     if listed := re.search(r"replica_groups=\{\{(.*?)\}\}", attributes):
         return np.array([[int(i) for i in group.split(",")] for group in listed.group(1).split("},{")])
@@ -78,12 +79,18 @@ def groups_of(attributes: str, everyone: int) -> Int[np.ndarray, "groups devices
         assert shape and dims
         devices = np.arange(math.prod(dims)).reshape(dims)
         return (devices.transpose(order) if order else devices).reshape(shape)
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
+    order = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    if named := re.search(rf"replica_groups=mesh\[([^\]]*)\]{order} \{{([^}}]*)\}}", attributes):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
-        over = re.findall(r"'(\w+)'", named.group(2))
-        last = [list(sizes).index(name) for name in sizes if name not in over] + [list(sizes).index(n) for n in over]
-        devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-        return devices.transpose(last).reshape(-1, math.prod(sizes[name] for name in over))
+        over = re.findall(r"'(\w+)'", named.group(4))
+        devices = np.arange(math.prod(sizes.values()))
+        if named.group(2):
+            shape, moved = ([int(i) for i in part.split(",")] if part else None for part in named.groups()[1:3])
+            devices = devices.reshape(shape).transpose(moved).reshape(-1)
+        names = list(sizes)
+        last = [names.index(name) for name in names if name not in over] + [names.index(name) for name in over]
+        grid = devices.reshape(list(sizes.values())).transpose(last)
+        return grid.reshape(-1, math.prod(sizes[name] for name in over))
     if re.search(r"replica_groups=\{\}", attributes) or "replica_groups" not in attributes:
         return np.arange(everyone)[None]
     raise ValueError(f"communication: unknown form of groups in {attributes[:200]!r}.")
