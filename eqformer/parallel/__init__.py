@@ -24,6 +24,7 @@ from ._context import (
     zigzag as zigzag,
     zigzag_inverse as zigzag_inverse,
 )
+from ._draw_layout import draw_array as draw_array, layout_table as layout_table
 from ._feature import FeatureLinear as FeatureLinear
 from ._fully_sharded import Gathered as Gathered
 from ._init import init_sharded as init_sharded, lower_sharded as lower_sharded
@@ -32,6 +33,7 @@ from ._mesh import axis_sizes as axis_sizes, make_mesh as make_mesh
 from ._norms import SplitNorm as SplitNorm
 from ._pack import pack_schedule as pack_schedule
 from ._per_rank import PerRank as PerRank
+from ._picture_layout import picture_layout as picture_layout
 from ._pipeline import (
     check_depth as check_depth,
     layer_order as layer_order,

@@ -178,7 +178,7 @@ def test_published_sizes_are_laid_out_from_shapes_alone(mesh, name):
             assert isinstance(leaf, jax.ShapeDtypeStruct)
             total += leaf.size
             a_device += leaf.size // math.prod(2 for axis in specs[path] if axis)
-    assert len(jax.live_arrays()) == alive
+    assert len(jax.live_arrays()) <= alive
     assert 1 / 8 <= a_device / total < 0.25  # embedding and head are not split over `pipe`
 
 
