@@ -53,10 +53,10 @@ def pipeline_gradients(
     parameters = vary_like(parameters, data)
     run = _Run(schedule, route(schedule), (first, stage, last), parameters, data)
     turns = jax.tree.map(lambda table: jnp.asarray(table)[:, run.rank], run.routes.turns)
-    state = jax.lax.scan(lambda state, turn: (run.tick(state, turn), None), run.start(), turns)[0]
+    sums = jax.lax.scan(lambda state, turn: (run.tick(state, turn), None), run.start(), turns)[0].sums
     # The ring has every device's part of the sums; blocks are nobody else's.
-    total, count, of_edges = _over_ring((*state.sums, state.edges))
-    return total, count, (of_edges, state.blocks)
+    (total, count), of_edges = _over_ring((sums.loss, sums.edges))
+    return total, count, (of_edges, sums.blocks)
 
 
 def check_depth(layers: int, stages: int, chunks: int = 1) -> None:
@@ -81,15 +81,21 @@ def layer_order(layers: int, stages: int, chunks: int = 1) -> Int[np.ndarray, "l
     return parts.swapaxes(0, 1).reshape(-1)
 
 
+class _Sums(eqx.Module):
+    """What entries change: loss sum and count, gradients, and by slot what weight entries will multiply."""
+
+    loss: tuple[Array, ...]
+    edges: PyTree
+    blocks: PyTree
+    products: PyTree
+
+
 class _State(eqx.Module):
-    """What a device carries from tick to tick: stashes by slot, and sums."""
+    """What a device carries from tick to tick: stashes of messages by slot, and sums."""
 
     inputs: PyTree
     cotangents: PyTree
-    products: PyTree
-    sums: tuple[Array, ...]
-    edges: PyTree
-    blocks: PyTree
+    sums: _Sums
 
 
 class _Run:
@@ -101,7 +107,7 @@ class _Run:
         self.edges, self.blocks = parameters
         self.rank = jax.lax.axis_index(PIPE)
         self.layers = _check_shapes(schedule, self.blocks, data)
-        self.axes, self.x, self.sums, self.taps = self._trace()
+        self.axes, self.x, self.loss, self.taps = self._trace()
 
     def _trace(self) -> tuple:
         """Shapes and axes of the stream between parts, of sum and count, and of what is tapped; nothing is run."""
@@ -136,86 +142,82 @@ class _Run:
         layers = self.layers // self.schedule.chunks
         slots = self.routes.products, layers
         products = {n: (zeros(t[0], t[1], *slots), zeros(t[2], t[3], *slots)) for n, t in self.taps.items()}
-        sums = tuple(zeros(x, varying_axes(x) | {PIPE}) for x in self.sums)
+        loss = tuple(zeros(x, varying_axes(x) | {PIPE}) for x in self.loss)
 
         def wide(x: Any) -> Any:
             start = jnp.zeros_like(x, at_least_float32(x.dtype)) if eqx.is_inexact_array(x) else None
             return start if start is None else vary_like(start, x)
 
-        gradients = jax.tree.map(wide, (self.edges, self.blocks))
-        return _State(stash(self.routes.inputs), stash(self.routes.cotangents), products, sums, *gradients)
+        of_edges, of_blocks = jax.tree.map(wide, (self.edges, self.blocks))
+        sums = _Sums(loss, of_edges, of_blocks, products)
+        return _State(stash(self.routes.inputs), stash(self.routes.cotangents), sums)
 
     def tick(self, state: _State, turn: Turn) -> _State:
         """One turn: forward, backward, weight, and what the neighbours sent."""
         nothing = jax.tree.map(lambda x: zeros(x, self.axes), self.x)
-        x, y = jax.lax.cond(turn.forward != IDLE, lambda: self._forward(state, turn), lambda: (nothing, nothing))
+        # Slots are read outside of the branches, as stashes that enter branches are held twice.
+        x = get(state.inputs, turn.forward_input)
+        x, y = jax.lax.cond(turn.forward != IDLE, lambda: self._forward(x, turn), lambda: (nothing, nothing))
         # Only the model's first input comes from nobody, so it is stashed where it is made.
         made_here = (turn.forward != IDLE) & self._is_first(turn.forward)
         state = _with(state, inputs=put(state.inputs, jnp.where(made_here, turn.forward_input, IDLE), x))
-        state, dx = jax.lax.cond(
-            turn.backward != IDLE, lambda s: self._backward(s, turn), lambda s: (s, nothing), state
+        given = get(state.inputs, turn.backward_input), get(state.cotangents, turn.backward_cotangent)
+        sums, dx = jax.lax.cond(
+            turn.backward != IDLE, lambda s: self._backward(s, *given, turn), lambda s: (s, nothing), state.sums
         )
+        state = _with(state, sums=sums)
         if self.schedule.is_split:
-            state = jax.lax.cond(turn.weight != IDLE, lambda s: self._weight(s, turn), lambda s: s, state)
+            sums = jax.lax.cond(turn.weight != IDLE, lambda s: self._weight(s, turn), lambda s: s, state.sums)
+            state = _with(state, sums=sums)
         inputs = put(state.inputs, turn.arriving_input, self._sent(y, 1))
         cotangents = put(state.cotangents, turn.arriving_cotangent, self._sent(dx, -1))
         return _with(state, inputs=inputs, cotangents=cotangents)
 
-    def _forward(self, state: _State, turn: Turn) -> tuple[PyTree, PyTree]:
+    def _forward(self, x: PyTree, turn: Turn) -> tuple[PyTree, PyTree]:
         """The part's input and output; of the model's last part, only the input, as its backward runs it anyway."""
         piece, chunk = self._piece(turn.forward), self._chunk(turn.forward)
-        x = jax.lax.cond(
-            self._is_first(turn.forward),
-            lambda: vary(self.first(self.edges, piece), self.axes),
-            lambda: get(state.inputs, turn.forward_input),
-        )
+        first = lambda: vary(self.first(self.edges, piece), self.axes)
+        x = jax.lax.cond(self._is_first(turn.forward), first, lambda: x)
         run = lambda: vary(self.stage(chunk, x, piece), self.axes)
         return x, jax.lax.cond(self._is_last(turn.forward), lambda: x, run)
 
-    def _backward(self, state: _State, turn: Turn) -> tuple[_State, PyTree]:
+    def _backward(self, sums: _Sums, x: PyTree, cotangent: PyTree, turn: Turn) -> tuple[_Sums, PyTree]:
         """The sums with this part's gradients, and the gradient of its input."""
         piece, chunk = self._piece(turn.backward), self._chunk(turn.backward)
         run = tapped(chunk, self.taps)
         wanted, rest = eqx.partition(run, is_differentiated(run))
         stage = lambda wanted, x: vary(self.stage(eqx.combine(wanted, rest), x, piece), self.axes)
-        y, pull = jax.vjp(stage, wanted, get(state.inputs, turn.backward_input))
-        of_edges, sums, cotangent = jax.lax.cond(
+        y, pull = jax.vjp(stage, wanted, x)
+        loss, of_edges, cotangent = jax.lax.cond(
             self._is_last(turn.backward),
-            lambda of_edges, sums: self._ending(of_edges, sums, y, piece),
-            lambda of_edges, sums: (of_edges, sums, get(state.cotangents, turn.backward_cotangent)),
-            state.edges,
-            state.sums,
+            lambda loss, of_edges: self._ending(loss, of_edges, y, piece),
+            lambda loss, of_edges: (loss, of_edges, cotangent),
+            sums.loss,
+            sums.edges,
         )
         of_chunk, dx = pull(cotangent)
         of_chunk, products = split_gradients(of_chunk, self.taps, chunk)
-        of_edges = jax.lax.cond(
-            self._is_first(turn.backward), lambda g: self._beginning(g, dx, piece), lambda g: g, of_edges
-        )
-        return _with(
-            state,
-            edges=of_edges,
-            sums=sums,
-            blocks=self._add_chunk(state.blocks, of_chunk, turn.backward),
-            products=put(state.products, turn.backward_products, products),
-        ), dx
+        is_first = self._is_first(turn.backward)
+        of_edges = jax.lax.cond(is_first, lambda g: self._beginning(g, dx, piece), lambda g: g, of_edges)
+        of_blocks = self._add_chunk(sums.blocks, of_chunk, turn.backward)
+        return _Sums(loss, of_edges, of_blocks, put(sums.products, turn.backward_products, products)), dx
 
-    def _ending(self, of_edges: PyTree, sums: tuple, y: PyTree, piece: PyTree) -> tuple[PyTree, tuple, PyTree]:
-        """What follows the last part: loss, count, and the gradients of both arguments of `last`."""
+    def _ending(self, loss: tuple, of_edges: PyTree, y: PyTree, piece: PyTree) -> tuple[tuple, PyTree, PyTree]:
+        """What follows the last part: loss sum and count, and the gradients of both arguments of `last`."""
         wanted, rest = eqx.partition(self.edges, eqx.is_inexact_array)
         last = lambda wanted, y: self.last(eqx.combine(wanted, rest), y, piece)
         total, pull, count = jax.vjp(last, wanted, y, has_aux=True)
         more, cotangent = pull(jnp.ones_like(total))
-        return add(of_edges, more), tuple(add(sums, (total, count))), cotangent
+        return add(loss, (total, count)), add(of_edges, more), cotangent
 
     def _beginning(self, of_edges: PyTree, dx: PyTree, piece: PyTree) -> PyTree:
         wanted, rest = eqx.partition(self.edges, eqx.is_inexact_array)
         first = lambda wanted: vary(self.first(eqx.combine(wanted, rest), piece), self.axes)
         return add(of_edges, jax.vjp(first, wanted)[1](dx)[0])
 
-    def _weight(self, state: _State, turn: Turn) -> _State:
-        kept = get(state.products, turn.weight_products)
-        of_chunk = weight_gradients(self._chunk(turn.weight), kept)
-        return _with(state, blocks=self._add_chunk(state.blocks, of_chunk, turn.weight))
+    def _weight(self, sums: _Sums, turn: Turn) -> _Sums:
+        of_chunk = weight_gradients(self._chunk(turn.weight), get(sums.products, turn.weight_products))
+        return _with(sums, blocks=self._add_chunk(sums.blocks, of_chunk, turn.weight))
 
     def _sent(self, message: PyTree, step: int) -> PyTree:
         stages = self.schedule.stages
@@ -254,7 +256,7 @@ def _over_ring(sums: PyTree) -> PyTree:
     return jax.lax.psum(sums, PIPE)
 
 
-def _with(state: _State, **new: Any) -> _State:
+def _with(state: Any, **new: Any) -> Any:
     names = tuple(new)
     return eqx.tree_at(lambda s: [getattr(s, name) for name in names], state, [new[name] for name in names])
 
