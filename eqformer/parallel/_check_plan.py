@@ -22,6 +22,7 @@ def check_choices(plan: Any) -> None:
         ("residual", plan.residual, RESIDUALS),
         ("overlap", plan.overlap, OVERLAPS),
         ("context_method", plan.context_method, CONTEXT_METHODS),
+        ("edges", plan.edges, ("ends", "spread")),
     ):
         if value not in known:
             raise ValueError(f"Plan({name}={value!r}): the choices are {', '.join(map(str, known))}.")
@@ -35,6 +36,18 @@ def check_choices(plan: Any) -> None:
         )
     if plan.is_pipelined:
         plan.timetable()
+    if plan.spreads_edges:
+        if plan.schedule != "gpipe" or plan.chunks != 1:
+            raise ValueError(
+                f"Plan(edges='spread', schedule={plan.schedule!r}, chunks={plan.chunks}): other schedules begin to go "
+                "back before all microbatches are through, so that the loss has to stand at the end; take "
+                "schedule='gpipe' with chunks=1, or edges='ends'."
+            )
+        if plan.microbatches % plan.size(PIPE):
+            raise ValueError(
+                f"Plan(edges='spread', microbatches={plan.microbatches}) over pipe={plan.size(PIPE)}: each stage "
+                f"embeds equally many microbatches; take a multiple of {plan.size(PIPE)}."
+            )
 
 
 def check_model(plan: Any, model: nn.Transformer) -> None:

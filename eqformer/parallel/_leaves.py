@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from .. import nn
-from ._axes import BATCH_AXES, CONTEXT, FSDP, TENSOR
+from ._axes import FSDP, TENSOR
 from ._layout import axes_of, dim_over
 from ._tensor import stream_maps, TENSOR_MODULES
 
@@ -34,8 +34,13 @@ class Leaf:
         return tuple(axis for axis in self.partial if axis != FSDP or self.spread is None)
 
 
-def leaves_of(model: nn.Transformer, specs: PyTree, state_specs: PyTree, residual: str | None) -> PyTree:
-    """A tree like `model` with a `Leaf` for each of its leaves; `residual=None`: nothing is split over `tensor`."""
+def leaves_of(
+    model: nn.Transformer, specs: PyTree, state_specs: PyTree, axes: tuple[str, ...], residual: str | None
+) -> PyTree:
+    """A tree like `model` with a `Leaf` for each of its leaves.
+
+    `axes` are those that split the batch's tokens; `residual=None`: nothing is split over `tensor`.
+    """
     structure = jax.tree.structure(model)
     marks = structure.flatten_up_to(_in_slices(model, residual))
     matrices = structure.flatten_up_to(nn.matrices(model))
@@ -43,10 +48,10 @@ def leaves_of(model: nn.Transformer, specs: PyTree, state_specs: PyTree, residua
     def leaf(x: Any, spec: Any, state_spec: Any, in_slices: bool, matrix: Any) -> Leaf:
         if spec is None:
             return Leaf(None, None, (), "")
-        axes = (*BATCH_AXES, CONTEXT) + (TENSOR,) * in_slices
+        over = axes + (TENSOR,) * in_slices
         is_cast = matrix is not None and not matrix.table
         dtype = model.compute_dtype if is_cast else str(x.dtype)
-        return Leaf(spec, state_spec, tuple(axis for axis in axes if axis not in axes_of(spec)), dtype)
+        return Leaf(spec, state_spec, tuple(axis for axis in over if axis not in axes_of(spec)), dtype)
 
     columns = jax.tree.leaves(model), *map(structure.flatten_up_to, (specs, state_specs)), marks, matrices
     return jax.tree.unflatten(structure, [leaf(*row) for row in zip(*columns, strict=True)])

@@ -31,7 +31,15 @@ from ._wrap import split_over_context, split_over_tensor
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a model runs over a mesh: which state is split (`zero`), and which stream runs between layers (`residual`).
+    """How a model runs over a mesh.
+
+    - `zero`: what the axis `fsdp` splits: nothing (0), optimizer memory (1), also gradients (2) or all (3).
+    - `residual`, `overlap`: the stream between layers over the axis `tensor`, see `Tensor`, `FeatureLinear`, and how
+      its gathers overlap with products.
+    - `context_method`: how attention works over rows that the axis `context` splits, see `ContextCore`.
+    - `schedule`, `microbatches`, `chunks`: the pipeline over the axis `pipe`, see `make_schedule`. `edges`: whether
+      embedding and loss are computed at its `"ends"` or, under GPipe, `"spread"` over all stages.
+    - `smallest`: arrays of fewer entries are not split over `fsdp`.
 
     A plan takes and gives global arrays, laid out by its specs; what happens on each device happens inside one
     `filter_shard_map`, where `parameters`, `wrap` and `reduce` do their work.
@@ -45,6 +53,7 @@ class Plan:
     schedule: str = "1f1b"
     microbatches: int = 1
     chunks: int = 1
+    edges: str = "ends"
     smallest: int = 1024
 
     def __post_init__(self):
@@ -75,12 +84,22 @@ class Plan:
 
     def batch_specs(self, batch: PyTree) -> PyTree:
         """Rows over the axes that split the batch, tokens over `context`."""
-        return jax.tree.map(lambda x: PartitionSpec(BATCH_AXES, *(CONTEXT,) * (x.ndim > 1)), batch)
+        return jax.tree.map(lambda x: PartitionSpec(self.batch_axes, *(CONTEXT,) * (x.ndim > 1)), batch)
 
     @property
     def is_pipelined(self) -> bool:
         """Whether layers are split over the axis `pipe`."""
         return self.size(PIPE) > 1
+
+    @property
+    def spreads_edges(self) -> bool:
+        """Whether embedding and loss are computed by all stages, each for its rows, not by the first and the last."""
+        return self.is_pipelined and self.edges == "spread"
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that rows are split over."""
+        return (*BATCH_AXES, PIPE) if self.spreads_edges else BATCH_AXES
 
     def timetable(self) -> Schedule:
         """What each stage of the pipeline does when."""
@@ -121,7 +140,8 @@ class Plan:
     def leaves(self, model: nn.Transformer) -> PyTree:
         """A tree like `model` with what this plan decides of each array."""
         residual = self.residual if self.size(TENSOR) > 1 else None
-        return leaves_of(model, self.parameter_specs(model), self.state_specs(model), residual)
+        axes = *self.batch_axes, CONTEXT
+        return leaves_of(model, self.parameter_specs(model), self.state_specs(model), axes, residual)
 
     # What follows runs inside `filter_shard_map`, on one device's slices; `leaves` is of the whole model.
 
@@ -153,12 +173,15 @@ class Plan:
             model = split_over_context(model, self.context_method, self.is_pipelined)
         if self.zero == 3:
             model = _gathered_blocks(model, leaves)
+        if self.spreads_edges:
+            stacks = tuple(PipelinedStack(stack, self.microbatches, splits_rows=True) for stack in model.stacks)
+            model = eqx.tree_at(lambda m: m.stacks, model, stacks)
         return model
 
     def wrap_forward(self, model: nn.Transformer, leaves: PyTree, shapes: PyTree) -> nn.Transformer:
         """The model on this device for a pass without gradients, a pipeline's stages included."""
         wrapped = self.wrap(model, model, leaves, shapes)
-        if not self.is_pipelined:
+        if not self.is_pipelined or self.spreads_edges:
             return wrapped
         (stack,) = wrapped.stacks
         size = len(stack) // self.chunks
@@ -177,8 +200,9 @@ class Plan:
 
         return jax.tree.map(one, leaves, gradients)
 
-    def total(self, x: Array, axes: tuple[str, ...] = (*BATCH_AXES, CONTEXT)) -> Array:
+    def total(self, x: Array, axes: tuple[str, ...] | None = None) -> Array:
         """The sum over the devices of some axes, by default all between which tokens are split."""
+        axes = (*self.batch_axes, CONTEXT) if axes is None else axes
         return jax.lax.psum(vary(x, axes), axes) if axes else x
 
     def vocabulary(self, model: nn.Transformer) -> SplitVocabulary | None:

@@ -98,7 +98,8 @@ class _Local:
     def gradients(self, model: PyTree, pieces: PyTree) -> tuple[Any, Any, PyTree]:
         """Sum, count and gradients of all devices' pieces, from this device's."""
         parameters = self.plan.parameters(model, self.leaves)
-        of_pieces = self._pipelined if self.plan.is_pipelined else self._accumulated
+        runs_schedule = self.plan.is_pipelined and not self.plan.spreads_edges
+        of_pieces = self._pipelined if runs_schedule else self._accumulated
         total, count, gradients = of_pieces(model, parameters, pieces)
         return self.plan.total(total), self.plan.total(count), self.plan.reduce(gradients, self.leaves)
 
