@@ -77,15 +77,19 @@ class Edges(eqx.Module):
 
 def make_model(layers=LAYERS, remat="none", dtype="float32", block=make_block):
     """Edges and a stack of blocks."""
-    keys = jax.random.split(jax.random.key(1), 3)
-    edges = Edges(
-        nn.Embedding(vocab=VOCAB, embed=EMBED, std=1.0, key=keys[0]),
-        nn.RMSNorm("embed", embed=EMBED),
-        nn.Linear("embed -> vocab", embed=EMBED, vocab=VOCAB, key=keys[1]),
-    )
-    stack = nn.Stack(block, layers, remat=remat, key=keys[2])
-    cast = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
-    return jax.tree.map(cast, (edges, stack))
+
+    @eqx.filter_jit
+    def build():
+        keys = jax.random.split(jax.random.key(1), 3)
+        edges = Edges(
+            nn.Embedding(vocab=VOCAB, embed=EMBED, std=1.0, key=keys[0]),
+            nn.RMSNorm("embed", embed=EMBED),
+            nn.Linear("embed -> vocab", embed=EMBED, vocab=VOCAB, key=keys[1]),
+        )
+        stack = nn.Stack(block, layers, remat=remat, key=keys[2])
+        return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, (edges, stack))
+
+    return build()
 
 
 def make_data(rows, seed=0, keys=True):

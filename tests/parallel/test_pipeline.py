@@ -209,10 +209,10 @@ def test_tables_that_cannot_run_are_refused():
 
 
 def test_calls_that_do_not_fit_are_refused():
-    model, data = small.make_model(layers=2), small.make_data(4)
+    model, data = small.make_model(block=small.plain_block), small.make_data(4, keys=False)
     mesh = make_mesh(pipe=2, devices=jax.devices()[:2])
     with pytest.raises(ValueError, match="for 4 stages, but the axis 'pipe' has 2"):
-        jax.eval_shape(lambda: small.pipelined(mesh, gpipe(4, 4))(small.make_model(layers=4), data))
+        jax.eval_shape(lambda: small.pipelined(mesh, gpipe(4, 4))(model, data))
     widen = lambda stack, x, piece: jnp.concatenate([x, x], 0)
     with pytest.raises(ValueError, match="shapes and dtypes"):
         jax.eval_shape(lambda: small.pipelined(mesh, gpipe(2, 4), (small.first, widen, small.last))(model, data))
