@@ -153,13 +153,15 @@ def test_every_array_of_every_family_obeys_the_rules(mesh, numbers):
 
 
 def test_what_is_no_array_has_no_spec_and_the_tree_is_the_models(mesh):
-    model = eqx.filter_jit(models.build)(dataclasses.replace(GPT2, layers=2), key=jax.random.key(0))
-    specs = partition_specs(model, Layout({"layers": "pipe"}), mesh)
-    is_none = lambda node: node is None or isinstance(node, P)
-    leaves, found = (jax.tree.leaves(tree, is_leaf=is_none) for tree in (model, specs))
-    assert [isinstance(spec, P) for spec in found] == [eqx.is_array(leaf) for leaf in leaves]
-    placed = shardings(specs, mesh)
-    assert placed.embedding.weight.spec == specs.embedding.weight and placed.embedding.weight.mesh == mesh
+    mlp = nn.MLP(embed=4, mlp=8, activation=jax.nn.relu, key=jax.random.key(0))  # has no biases
+    model = {"mlp": mlp, "function": jax.nn.relu, "none": None, "number": 3, "key": jax.random.key(1)}
+    specs = partition_specs(model, Layout({"mlp": "tensor"}), mesh)
+    found = {"up": specs["mlp"].up.weight, "down": specs["mlp"].down.weight, "key": specs["key"]}
+    assert found == {"up": P("tensor", None), "down": P(None, "tensor"), "key": P()}
+    assert specs["mlp"].up.bias is None and isinstance(specs["mlp"], nn.MLP)
+    assert specs["function"] is specs["none"] is specs["number"] is None
+    placed = shardings(specs, mesh)["mlp"].up.weight
+    assert placed.spec == P("tensor", None) and placed.mesh == mesh
 
 
 @pytest.mark.parametrize("name", models.presets())
