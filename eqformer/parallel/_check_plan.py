@@ -52,9 +52,7 @@ def check_choices(plan: Any) -> None:
 
 def check_model(plan: Any, model: nn.Transformer) -> None:
     """Raise a `ValueError` where the plan's mesh cannot split this model; `model` may be shapes."""
-    specs = plan.parameter_specs(model)
-    plan.state_specs(model)
-    if plan.is_pipelined:
+    if plan.is_pipelined:  # first, since what it says of depths helps more than what layouts say of the dim `layers`
         if len(model.stacks) != 1:
             raise ValueError(
                 f"Plan over pipe={plan.size(PIPE)}: the model has {len(model.stacks)} stacks of unlike layers, and a "
@@ -62,6 +60,8 @@ def check_model(plan: Any, model: nn.Transformer) -> None:
                 "the devices to another axis."
             )
         check_depth(len(model.stacks[0]), plan.size(PIPE), plan.chunks)
+    specs = plan.parameter_specs(model)
+    plan.state_specs(model)
     if plan.size(TENSOR) > 1:
         _check_tensor(plan, model, specs)
 

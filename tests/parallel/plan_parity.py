@@ -1,89 +1,77 @@
-"""One-device losses and gradients of small real models, and what a plan makes of the same models and rows."""
+"""What a plan makes of a model and rows, beside what one device makes of them: losses, gradients, steps."""
 
-import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
+from plan_models import batch_of, model_of
 
-from eqformer import Batch, models, nn
-from eqformer.parallel import Plan, shardings
+from eqformer import nn, training
+from eqformer.parallel import init_sharded, make_mesh, Plan, shardings
 from eqformer.training import next_token_loss, planned_gradients
 from eqformer.training._step import accumulated_gradients
 
 
-NUMBERS = {
-    "gpt2": models.GPT2(vocab=50, embed=32, layers=4, heads=8, max_seq=32, mlp=48, dropout=0.1),
-    "llama": models.Llama(vocab=48, embed=32, layers=4, heads=8, kv_heads=2, head_dim=4, mlp=48, bias=True),
-    "jaxformer": models.JAXformer(
-        vocab=64, embed=32, blocks=4, layers_per_block=2, heads=8, latent=16, rope_dim=4, mlp=48, dropout=0.1
-    ),
-}
 KEY = 7
 FAST: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+STEPS = 3
 
 
-def filled(build, seed: int = 0) -> Any:
-    """What `build()` would give, with numpy's numbers: no weight is zero, no norm the identity."""
-    draw = np.random.default_rng(seed)
+class Case(NamedTuple):
+    """A model over a mesh, with a plan's choices and how the model itself runs."""
 
-    def number(path, leaf):
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        if jnp.issubdtype(leaf.dtype, jnp.integer):
-            return jnp.arange(leaf.shape[0], dtype=leaf.dtype)
-        fan_in = np.sqrt(leaf.shape[-1]) if leaf.ndim > 2 else 4.0
-        return jnp.asarray(("norm" in jax.tree_util.keystr(path)) + draw.normal(size=leaf.shape) / fan_in, leaf.dtype)
+    model: str
+    mesh: dict[str, int]
+    choices: dict[str, Any] = {}
+    remat: str = "none"
+    accumulate: int = 1
+    dtypes: tuple[str, str] = ("float32", "float32")
+    optimizer: str = "adamw"
 
-    return jax.tree_util.tree_map_with_path(number, eqx.filter_eval_shape(build))
+    @property
+    def name(self) -> str:
+        """What tells the case from others."""
+        mesh = ".".join(f"{axis}{size}" for axis, size in self.mesh.items())
+        words = [self.model, mesh, *(str(v) if k != "zero" else f"zero{v}" for k, v in self.choices.items())]
+        words += [self.remat] * (self.remat != "none") + [f"accumulate{self.accumulate}"] * (self.accumulate > 1)
+        return " ".join(words)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, on the first devices."""
+        size = int(np.prod(list(self.mesh.values())))
+        return Plan(make_mesh(**self.mesh, devices=jax.devices()[:size]), **self.choices)
 
 
-@functools.cache
-def model_of(name: str, dtype: str = "float32", remat: str = "none", **changes: Any) -> nn.Transformer:
-    """A family's small model, filled."""
-    numbers = dataclasses.replace(NUMBERS[name], **changes)
-    core = nn.BlockwiseCore(block=8)
-    model = filled(lambda: models.build(numbers, core=core, remat=remat, key=jax.random.key(0)))
-    return nn.Precision(dtype, dtype).apply(model)
+class Outcome(NamedTuple):
+    """What a layout must not change."""
+
+    total: Any
+    count: Any
+    gradients: Any
 
 
-def batch_of(model: nn.Transformer, rows: int = 8, seq: int = 16, seed: int = 0) -> Batch:
-    """Packed rows: two documents and padding in each, cut at unlike places, with unequal weights."""
-    draw = np.random.default_rng(seed)
-    cut = draw.integers(2, seq - 4, rows)
-    end = seq - draw.integers(0, 3, rows)
-    place = np.arange(seq)
-    second = (place >= cut[:, None]) & (place < end[:, None])
-    positions = np.where(place < cut[:, None], place, np.where(second, place - cut[:, None], -1))
-    segments = np.where(place < cut[:, None], 0, np.where(second, 1, 2))
-    ids, targets = draw.integers(0, model.vocab, (2, rows, seq))
-    weights = draw.integers(0, 2, (rows, seq)) * (positions >= 0)
-    return Batch(
-        ids=ids.astype(np.int32),
-        targets=targets.astype(np.int32),
-        weights=weights.astype(np.float32),
-        positions=positions.astype(np.int32),
-        segments=segments.astype(np.int32),
-        examples=np.arange(rows, dtype=np.int32),
-    )
+def of_one_device(case: Case) -> Outcome:
+    """The plain model's, on one device; the same for all cases of a model and its dtypes."""
+    return _of_one_device(case.model, case.dtypes)
 
 
 @functools.cache
-def one_device(name: str, **options: Any) -> tuple:
-    """Sum, count and gradients of the plain model on one device."""
-    model = model_of(name, **options)
-    return compiled(accumulated_gradients(next_token_loss), model, batch_of(model))
+def _of_one_device(model: str, dtypes: tuple[str, str]) -> Outcome:
+    plain = model_of(model, dtypes=dtypes)
+    return compiled(accumulated_gradients(next_token_loss), plain, batch_of(plain))
 
 
-def planned(plan: Plan, name: str, accumulate: int = 1, **options: Any) -> tuple:
-    """The same under a plan."""
-    model = model_of(name, **options)
+def of_plan(case: Case) -> Outcome:
+    """The same under the plan."""
+    model, plan = model_of(case.model, case.remat, case.dtypes), case.plan
+    batch = batch_of(model)
+    plan.check(model, rows=len(batch.ids), seq=batch.ids.shape[1])
     placed = place(plan.in_ring_order(model), plan)
-    got = compiled(planned_gradients(plan)(next_token_loss, accumulate), placed, batch_of(model))
-    return *got[:2], plan.in_ring_order(got[2], back=True)
+    got = compiled(planned_gradients(plan)(next_token_loss, case.accumulate), placed, batch)
+    return got._replace(gradients=plan.in_ring_order(got.gradients, back=True))
 
 
 def place(model: nn.Transformer, plan: Plan) -> nn.Transformer:
@@ -92,31 +80,81 @@ def place(model: nn.Transformer, plan: Plan) -> nn.Transformer:
     return eqx.combine(jax.device_put(arrays, shardings(plan.parameter_specs(arrays), plan.mesh)), rest)
 
 
-def compiled(gradients: Any, model: nn.Transformer, batch: Batch) -> tuple:
+def compiled(gradients: Any, model: nn.Transformer, batch: Any) -> Outcome:
     """Run `(model, batch, key) -> (sum, count, gradients)`, compiled in haste."""
     arrays, rest = eqx.partition(model, eqx.is_array)
     run = jax.jit(lambda arrays, batch, key: gradients(eqx.combine(arrays, rest), batch, key))
     key = jax.random.key(KEY)
-    return run.lower(arrays, batch, key).compile(compiler_options=FAST)(arrays, batch, key)
+    return Outcome(*run.lower(arrays, batch, key).compile(compiler_options=FAST)(arrays, batch, key))
 
 
-def differences(got: tuple, want: tuple, epsilons: float = 50.0) -> dict[str, float]:
-    """Where two results differ by more than `epsilons` machine epsilons: the loss, the count and each leaf's gradient.
+def differences(got: Outcome, want: Outcome, tolerance: float) -> dict[str, float]:
+    """Where two outcomes differ by more than `tolerance`: the loss, the count and each leaf's gradient.
 
     Gradients are compared by the Frobenius norm of the difference, relative to the leaf's. A leaf whose gradient is
-    nothing but rounding (that of a key's bias without rotary positions is zero) must be no more in the other result.
+    nothing but rounding (that of a key's bias without rotary positions is zero) must be no more in the other outcome.
     """
-    eps = np.finfo(np.asarray(want[0]).dtype).eps
     wrong = {}
-    for part, name in enumerate(("sum", "count")):
-        error = abs(float(got[part]) - float(want[part])) / abs(float(want[part]))
-        if not error <= epsilons * eps:
-            wrong[name] = error
-    leaves = jax.tree_util.tree_leaves_with_path(want[2])
-    nothing = 100 * eps * np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64))) for _, x in leaves))
-    for (path, expected), found in zip(leaves, jax.tree.leaves(got[2]), strict=True):
+    for name in ("total", "count"):
+        found, expected = float(getattr(got, name)), float(getattr(want, name))
+        if not abs(found - expected) <= tolerance * abs(expected):
+            wrong[name] = abs(found - expected) / abs(expected)
+    eps = np.finfo(jax.tree.leaves(want.gradients)[0].dtype).eps
+    return wrong | leaf_differences(got.gradients, want.gradients, tolerance, rounding=100 * eps)
+
+
+def leaf_differences(got: Any, want: Any, tolerance: float, rounding: float = 0.0) -> dict[str, float]:
+    """Where leaves differ; those smaller than `rounding` of all together are nothing."""
+    wrong = {}
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(want, eqx.is_inexact_array))
+    nothing = rounding * np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64))) for _, x in leaves))
+    for (path, expected), found in zip(leaves, jax.tree.leaves(eqx.filter(got, eqx.is_inexact_array)), strict=True):
         expected, found = np.asarray(expected, np.float64), np.asarray(found, np.float64)
         size, error = np.linalg.norm(expected), np.linalg.norm(found - expected)
-        if not error <= (epsilons * eps * size if size > nothing else nothing):
-            wrong[jax.tree_util.keystr(path)] = float(error / size)
+        if not error <= (tolerance * size if size > nothing else nothing):
+            wrong[nn.path_name(path)] = float(error / max(size, 1e-30))
     return wrong
+
+
+class Trained(NamedTuple):
+    """The state after some steps, each step's metrics, and an evaluation of the model then."""
+
+    model: Any
+    memory: Any
+    metrics: list[dict[str, float]]
+    evaluation: dict[str, float]
+
+
+@functools.cache
+def trained_on_one_device(model: str, optimizer: str, dtypes: tuple[str, str]) -> Trained:
+    """Some steps of the plain model."""
+    plain = model_of(model, dtypes=dtypes)
+    rule = _optimizer(optimizer, plain)
+    state = training.init_state(jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, plain), rule)
+    return _train(training.make_step(next_token_loss, rule), state, training.evaluation_sums, batch_of(plain))
+
+
+def trained_by_plan(case: Case) -> Trained:
+    """As many steps under the plan, from a state that is made where it is kept."""
+    model, plan = model_of(case.model, case.remat, case.dtypes), case.plan
+    rule = _optimizer(case.optimizer, model)
+    step = training.planned_step(next_token_loss, rule, plan, accumulate=case.accumulate)
+    make = lambda: training.init_state(plan.in_ring_order(model), rule)
+    state = init_sharded(make, lambda shapes: training.state_shardings(plan, rule, shapes))
+    got = _train(step, state, training.planned_evaluation(plan), batch_of(model))
+    ordered = lambda tree: plan.in_ring_order(tree, back=True)
+    return got._replace(model=ordered(got.model), memory=ordered(got.memory))
+
+
+def _optimizer(name: str, model: nn.Transformer) -> training.Optimizer:
+    # AdamW divides by the root of the squares: with its eps near zero, a gradient of rounding alone is a whole step.
+    return training.optimizer(name, model, schedule=1e-2, eps=1e-3)
+
+
+def _train(step: Any, state: Any, evaluate: Any, batch: Any) -> Trained:
+    metrics = []
+    for _ in range(STEPS):
+        state, of_step = step(state, batch, jax.random.key(KEY))
+        metrics.append({name: float(of_step[name]) for name in ("loss", "grad_norm", "count", "skipped")})
+    evaluation = {name: float(value) for name, value in eqx.filter_jit(evaluate)(state.model, batch).items()}
+    return Trained(state.model, state.optimizer_state, metrics, evaluation)

@@ -1,40 +1,108 @@
-"""Any mesh, the same numbers: loss and gradients under a plan equal one device's, leaf by leaf."""
+"""Any mesh, the same numbers: loss, gradients and steps under a plan equal one device's, leaf by leaf."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from plan_parity import differences, one_device, planned
+from plan_cases import EVERY_RUN, EVERY_STEP, grid, step_grid
+from plan_parity import (
+    Case,
+    differences,
+    leaf_differences,
+    of_one_device,
+    of_plan,
+    Outcome,
+    trained_by_plan,
+    trained_on_one_device,
+)
 
-from eqformer.parallel import make_mesh, Plan
+from eqformer.parallel import AXES
 
 
-CASES = [
-    ("llama", dict(fsdp=8), dict(zero=0)),
-    ("llama", dict(fsdp=4, replica=2), dict(zero=1, accumulate=1)),
-    ("gpt2", dict(fsdp=2, tensor=2, replica=2), dict(zero=1, accumulate=2)),
-    ("llama", dict(fsdp=2, replica=2, expert=2), dict(zero=2)),
-    ("llama", dict(fsdp=4, replica=2), dict(zero=3)),
-    ("llama", dict(fsdp=2, tensor=4), dict(residual="replicated")),
-    ("llama", dict(fsdp=2, tensor=4), dict(residual="sequence", zero=3)),
-    ("jaxformer", dict(fsdp=2, tensor=4), dict(residual="sequence", remat="products")),
-    ("gpt2", dict(fsdp=2, tensor=4), dict(residual="feature")),
-    ("jaxformer", dict(fsdp=4, tensor=2), dict(residual="feature", zero=3, remat="products")),
+ROUNDING = 50 * float(np.finfo(np.float32).eps)
+
+
+def wide(every_run: list[Case], grid: list[Case]) -> list:
+    """Cases for every run, and others for the grid."""
+    named = [pytest.param(case, id=case.name) for case in every_run]
+    return named + [pytest.param(case, id=f"{case.name} {case.optimizer}", marks=pytest.mark.grid) for case in grid]
+
+
+@pytest.mark.parametrize("case", wide(EVERY_RUN, grid()))
+def test_loss_and_gradients_equal_one_devices(case):
+    assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
+
+
+@pytest.mark.parametrize("case", wide(EVERY_STEP, step_grid()))
+def test_steps_and_evaluation_equal_one_devices(case):
+    """Losses, exact norms, and after three steps the parameters, the optimizer's memory and an evaluation."""
+    got, want = trained_by_plan(case), trained_on_one_device(case.model, case.optimizer, case.dtypes)
+    for found, expected in zip(got.metrics, want.metrics, strict=True):
+        assert found == pytest.approx(expected, rel=ROUNDING)
+    assert got.evaluation == pytest.approx(want.evaluation, rel=ROUNDING)
+    # Muon's steps, of Newton-Schulz, magnify rounding; Adam's do where gradients are near its eps.
+    assert leaf_differences(got.model, want.model, ROUNDING) == {}
+    assert leaf_differences(got.memory, want.memory, 4 * ROUNDING, rounding=1e-5) == {}
+    assert want.metrics[0]["loss"] > want.metrics[-1]["loss"]
+
+
+FLOAT64 = [
+    Case("llama", {"context": 2, "tensor": 4}, {"residual": "sequence", "context_method": "ring"}),
+    Case("gpt2", {"fsdp": 4, "tensor": 2}, {"zero": 3, "residual": "feature", "overlap": "ring"}, "products"),
+    Case("jaxformer", {"fsdp": 2, "pipe": 2, "context": 2}, {"zero": 2, "schedule": "zb-h1", "microbatches": 2}),
+    Case("llama", {"pipe": 2, "tensor": 4}, {"schedule": "interleaved", "microbatches": 2, "chunks": 2}),
+    Case("windows", {"fsdp": 2, "context": 2, "tensor": 2}, {"zero": 1, "residual": "replicated"}),
+    Case("full norms", {"fsdp": 2, "tensor": 4}, {"zero": 3, "residual": "sequence"}),
+    Case("latents", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}),
 ]
 
 
-def options_of(options: dict) -> tuple[dict, dict, int]:
-    """What of a case's options is the plan's, the model's, and the number of microbatches."""
-    ours = {name: options[name] for name in ("remat", "dtype") if name in options}
-    plan = {name: value for name, value in options.items() if name not in ours and name != "accumulate"}
-    return plan, ours, options.get("accumulate", 1)
+@pytest.mark.parametrize("case", wide(FLOAT64[:1], FLOAT64[1:]))
+def test_in_float64_the_difference_is_rounding(case):
+    with jax.enable_x64(True):
+        case = case._replace(dtypes=("float64", "float64"))
+        got, want = of_plan(case), of_one_device(case)
+        assert got.gradients.embedding.weight.dtype == jnp.float64
+        assert differences(got, want, 1e-12) == {}
 
 
-def errors(family: str, mesh: dict, options: dict) -> dict[str, float]:
-    """Where a plan's results differ from one device's."""
-    plan, model, accumulate = options_of(options)
-    return differences(
-        planned(Plan(make_mesh(**mesh), **plan), family, accumulate, **model), one_device(family, **model)
-    )
+BFLOAT16 = [
+    Case("llama", {"fsdp": 2, "tensor": 4}, {"zero": 3, "residual": "sequence"}),
+    Case("gpt2", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"zero": 1, "microbatches": 2, "residual": "feature"}),
+    Case("jaxformer", {"fsdp": 2, "context": 4}, {"zero": 2}, accumulate=2),
+]
 
 
-@pytest.mark.parametrize("family,mesh,options", CASES, ids=str)
-def test_loss_and_gradients_equal_one_device(family, mesh, options):
-    assert errors(family, mesh, options) == {}
+@pytest.mark.parametrize("case", wide(BFLOAT16[:1], BFLOAT16[1:]))
+def test_mixed_precision_agrees_to_its_own_rounding(case):
+    """Sums over devices in bfloat16 round otherwise than one device's; gradients are float32's all the same."""
+    case = case._replace(dtypes=("float32", "bfloat16"))
+    got, want = of_plan(case), of_one_device(case)
+    assert {str(x.dtype) for x in jax.tree.leaves(got.gradients)} == {"float32"}
+    assert differences(got, want, 0.06) == {}
+    exact = of_one_device(case._replace(dtypes=("float32", "float32")))
+    assert differences(got, exact, 0.06) == {}
+    assert differences(got, exact, 1e-5)  # the comparison can tell
+
+
+def test_every_run_holds_every_choice():
+    cases = EVERY_RUN + EVERY_STEP
+    assert {axis for case in cases for axis in case.mesh} == set(AXES)
+    chosen = {(name, value) for case in cases for name, value in case.choices.items()}
+    wanted = {(name, value) for case in grid() for name, value in case.choices.items() if name != "microbatches"}
+    assert wanted <= chosen | {("overlap", "none")}
+    assert {case.remat for case in cases} == {"none", "products", "full"}
+    assert {case.model for case in cases} >= {"gpt2", "llama", "jaxformer"}
+    for case in (*cases, *grid(), *step_grid(), *FLOAT64, *BFLOAT16):
+        assert case.plan.mesh.size > 1  # its choices go together
+
+
+def test_differences_are_seen():
+    one = of_one_device(EVERY_RUN[0])
+    assert differences(one, one, 0.0) == {}
+    for part in ("total", "count"):
+        changed = one._replace(**{part: getattr(one, part) * (1 + 1e-5)})
+        assert list(differences(changed, one, ROUNDING)) == [part]
+    leaf = one.gradients.norm.weight
+    gradients = jax.tree.map(lambda x: x.at[0].multiply(1 + 1e-4) if x is leaf else x, one.gradients)
+    assert list(differences(Outcome(one.total, one.count, gradients), one, ROUNDING)) == ["norm.weight"]

@@ -1,0 +1,172 @@
+"""Which models over which meshes by which choices: a few for every run, and the grid of them."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from plan_parity import Case
+
+
+THREE = ("gpt2", "llama", "jaxformer")
+ZERO = [{"zero": stage} for stage in range(4)]
+TENSOR: list[dict[str, Any]] = [{"residual": "replicated"}]
+TENSOR += [{"residual": r, "overlap": o} for r in ("sequence", "feature") for o in ("none", "ring", "bidirectional")]
+CONTEXT = [{"context_method": method} for method in ("ring", "gather", "heads")]
+PIPE: list[dict[str, Any]] = [{"schedule": name, "microbatches": 4} for name in ("gpipe", "1f1b", "zb-h1")]
+PIPE += [{"schedule": name, "microbatches": 2, "chunks": 2} for name in ("interleaved", "looping")]
+
+# Every axis, stage of ZeRO, stream, overlap, method, schedule and remat at least once.
+EVERY_RUN = [
+    Case("llama", {"replica": 2, "fsdp": 2}, {"zero": 3}, accumulate=2),
+    Case("gpt2", {"replica": 2, "expert": 2, "tensor": 2}, {"zero": 0, "residual": "replicated"}, accumulate=2),
+    Case("gpt2", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}),
+    Case("jaxformer", {"fsdp": 2, "tensor": 4}, {"zero": 3, "residual": "sequence"}, "products"),
+    Case("llama", {"fsdp": 2, "context": 4}, {"zero": 2, "context_method": "ring"}, "full"),
+    Case(
+        "llama",
+        {"pipe": 2, "context": 2, "tensor": 2},
+        {"schedule": "gpipe", "microbatches": 2, "context_method": "heads", "residual": "sequence", "overlap": "ring"},
+    ),
+    Case(
+        "gpt2",
+        {"fsdp": 2, "pipe": 2, "tensor": 2},
+        {"zero": 2, "schedule": "1f1b", "microbatches": 2, "residual": "feature", "overlap": "bidirectional"},
+    ),
+    Case(
+        "jaxformer",
+        {"fsdp": 2, "pipe": 2, "context": 2},
+        {"zero": 1, "schedule": "zb-h1", "microbatches": 2, "context_method": "gather"},
+    ),
+    Case(
+        "llama",
+        {"pipe": 2, "tensor": 4},
+        {"schedule": "interleaved", "microbatches": 2, "chunks": 2, "residual": "replicated"},
+    ),
+    Case("llama", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "looping", "microbatches": 2, "chunks": 2}),
+]
+EVERY_STEP = [
+    Case(
+        "llama",
+        {"fsdp": 2, "pipe": 2, "tensor": 2},
+        {"zero": 1, "schedule": "interleaved", "microbatches": 2, "chunks": 2},
+    ),
+]
+
+
+def grid() -> list[Case]:
+    """Everything but `EVERY_RUN`; the three families take turns where it is too much for each."""
+    found = {case.name: case for case in (*_alone(), *_pairs(), *_triples(), *_others())}
+    return [case for name, case in found.items() if name not in {case.name for case in EVERY_RUN}]
+
+
+def step_grid() -> list[Case]:
+    """Layouts under which optimizers are run, Muon too."""
+    cases = [
+        Case("gpt2", {"replica": 2, "fsdp": 4}, {"zero": 1}),
+        Case("llama", {"fsdp": 4, "tensor": 2}, {"zero": 2, "residual": "sequence", "overlap": "ring"}, accumulate=2),
+        Case("jaxformer", {"fsdp": 2, "tensor": 4}, {"zero": 3, "residual": "feature"}, "products"),
+        Case("gpt2", {"context": 4, "tensor": 2}, {"context_method": "heads"}),
+        Case(
+            "llama",
+            {"fsdp": 2, "pipe": 2, "context": 2},
+            {"zero": 3, "schedule": "looping", "microbatches": 2, "chunks": 2},
+        ),
+        Case("jaxformer", {"fsdp": 4, "pipe": 2}, {"zero": 2, "schedule": "zb-h1", "microbatches": 2}),
+        Case("gpt2", {"pipe": 4, "tensor": 2}, {"schedule": "gpipe", "microbatches": 4}),
+        Case("windows", {"fsdp": 2, "context": 2, "tensor": 2}, {"zero": 1, "residual": "sequence"}),
+        Case("full norms", {"fsdp": 2, "tensor": 4}, {"zero": 3}),
+    ]
+    muon = [case._replace(optimizer="muon") for case in (cases[1], cases[5])]
+    return cases + muon
+
+
+def _turns() -> Iterator[tuple[str, str, int]]:
+    """Families, remats and numbers of microbatches, each taking turns."""
+    accumulate = itertools.cycle((1, 1, 2, 1, 2))
+    return zip(itertools.cycle(THREE), itertools.cycle(("none", "products", "none", "full")), accumulate)
+
+
+def _case(family: str, mesh: dict[str, int], choices: dict[str, Any], remat: str = "none", accumulate: int = 1) -> Case:
+    # A pipeline has microbatches of its own, and each device keeps a row in each.
+    fits = "pipe" not in mesh and mesh.get("fsdp", 1) * mesh.get("replica", 1) * accumulate <= 8
+    return Case(family, mesh, choices, remat, accumulate if fits else 1)
+
+
+def _stages(choices: dict[str, Any]) -> int:
+    return 2 if "chunks" in choices else 4
+
+
+def _alone() -> Iterator[Case]:
+    for family in THREE:
+        yield Case(family, {"replica": 8})
+        yield Case(family, {"expert": 4, "replica": 2}, accumulate=1)
+        for zero in ZERO:
+            yield Case(family, {"fsdp": 8} if zero["zero"] % 2 else {"replica": 2, "fsdp": 2}, zero)
+        for stream, size in itertools.chain(zip(TENSOR, itertools.cycle((2, 4, 8)))):
+            yield Case(family, {"tensor": size}, stream)
+        for method in CONTEXT:
+            yield Case(family, {"context": 4}, method)
+        for schedule in PIPE:
+            yield Case(family, {"pipe": _stages(schedule)}, schedule)
+
+
+def _pairs() -> Iterator[Case]:
+    turns = _turns()
+    for zero, stream in itertools.product(ZERO, TENSOR):
+        family, remat, accumulate = next(turns)
+        sizes = {"fsdp": 2, "tensor": 4} if zero["zero"] % 2 else {"fsdp": 4, "tensor": 2}
+        yield _case(family, sizes, zero | stream, remat, accumulate)
+    for zero, method in itertools.product(ZERO, CONTEXT):
+        family, remat, accumulate = next(turns)
+        sizes = {"fsdp": 2, "context": 4} if zero["zero"] % 2 else {"fsdp": 4, "context": 2}
+        yield _case(family, sizes, zero | method, remat, accumulate)
+    for zero, schedule in itertools.product(ZERO, PIPE):
+        family, remat, _ = next(turns)
+        yield _case(family, {"fsdp": 2, "pipe": _stages(schedule)}, zero | schedule, remat)
+    for stream, method in itertools.product(TENSOR, CONTEXT):
+        family, remat, accumulate = next(turns)
+        yield _case(family, {"context": 2, "tensor": 2}, stream | method, remat, accumulate)
+    for stream, schedule in itertools.product(TENSOR, PIPE):
+        family, remat, _ = next(turns)
+        yield _case(family, {"pipe": _stages(schedule), "tensor": 2}, stream | schedule, remat)
+    for method, schedule in itertools.product(CONTEXT, PIPE):
+        family, remat, _ = next(turns)
+        yield _case(family, {"pipe": _stages(schedule), "context": 2}, method | schedule, remat)
+
+
+def _triples() -> Iterator[Case]:
+    """Three axes of two devices; the choices go round at unlike paces, so that all meet."""
+    kinds: dict[str, list[dict[str, Any]]] = {
+        "replica": [{}],
+        "fsdp": ZERO[::-1],
+        "pipe": [choices | {"microbatches": 2} for choices in PIPE],
+        "context": CONTEXT,
+        "tensor": TENSOR,
+    }
+    turns = _turns()
+    axes = ("fsdp", "pipe", "tensor"), ("fsdp", "context", "tensor"), ("replica", "fsdp", "tensor")
+    axes += ("pipe", "context", "tensor"), ("fsdp", "pipe", "context"), ("replica", "fsdp", "pipe")
+    for three, number in itertools.product(axes, range(8)):
+        family, remat, accumulate = next(turns)
+        choices: dict[str, Any] = {}
+        for axis in three:
+            choices |= kinds[axis][(number + 3 * (axis == "fsdp")) % len(kinds[axis])]
+        yield _case(family, dict.fromkeys(three, 2), choices, remat, accumulate)
+
+
+def _others() -> Iterator[Case]:
+    """What the three families do not have."""
+    layouts: list[tuple[dict[str, int], dict[str, Any]]] = [
+        ({"fsdp": 4, "tensor": 2}, {"zero": 3, "residual": "replicated"}),
+        ({"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "sequence", "overlap": "ring"}),
+        ({"fsdp": 4, "tensor": 2}, {"zero": 2, "residual": "feature", "overlap": "bidirectional"}),
+        ({"context": 4, "tensor": 2}, {"context_method": "ring", "residual": "sequence"}),
+        ({"fsdp": 2, "context": 4}, {"zero": 3, "context_method": "gather"}),
+        ({"context": 2, "tensor": 4}, {"context_method": "heads", "residual": "feature"}),
+        ({"pipe": 2, "tensor": 2}, {"schedule": "zb-h1", "microbatches": 2, "residual": "replicated"}),
+    ]
+    for model in ("tied", "long", "windows", "full norms", "side by side", "latents"):
+        for (mesh, choices), remat in zip(layouts, itertools.cycle(("none", "products", "full"))):
+            yield Case(model, mesh, choices, remat)
+    yield Case("tied", {"tensor": 8}, {"residual": "replicated"})
+    yield Case("side by side", {"tensor": 4}, {"residual": "feature"})

@@ -1,0 +1,177 @@
+"""Small models to lay out over meshes: three families, and what is in none of them, with numbers of numpy's drawing."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eqformer import Batch, models, nn
+
+
+CORE = nn.BlockwiseCore(block=8)
+EMBED, HEADS, HEAD_DIM, MLP = 32, 8, 4, 48
+FAMILIES: dict[str, Any] = {
+    # The axis `tensor` divides neither 50 nor 2.
+    "gpt2": models.GPT2(vocab=50, embed=EMBED, layers=4, heads=HEADS, max_seq=32, mlp=MLP, dropout=0.1),
+    "llama": models.Llama(
+        vocab=48, embed=EMBED, layers=4, heads=HEADS, kv_heads=2, head_dim=HEAD_DIM, mlp=MLP, bias=True
+    ),
+    "jaxformer": models.JAXformer(
+        vocab=64,
+        embed=EMBED,
+        blocks=4,
+        layers_per_block=2,
+        heads=HEADS,
+        latent=16,
+        rope_dim=4,
+        mlp=MLP,
+        dropout=0.1,
+    ),
+    "tied": models.Llama(vocab=50, embed=EMBED, layers=2, heads=HEADS, kv_heads=1, mlp=MLP, tied=True),
+    "long": models.Llama(
+        vocab=48,
+        embed=EMBED,
+        layers=2,
+        heads=HEADS,
+        kv_heads=4,
+        mlp=MLP,
+        scaling=nn.DynamicScaling(factor=4.0, original_length=6),
+    ),
+}
+
+
+def attention(key: Any, **options: Any) -> nn.Attention:
+    """An attention of the sizes above with rotary positions."""
+    rotary = nn.Rotary(HEAD_DIM, 1e4)
+    options = {"kv_heads": 4, "core": CORE, "rotary": rotary, **options}
+    return nn.Attention(embed=EMBED, heads=HEADS, head_dim=HEAD_DIM, key=key, **options)
+
+
+def norm(offset: float = 0.0) -> nn.RMSNorm:
+    """A norm of the stream."""
+    return nn.RMSNorm("embed", embed=EMBED, offset=offset)
+
+
+def windows(key: Any) -> nn.Period:
+    """Like gpt-oss: sinks and biases, windows and whole rows in turn, clamped gates; and dropout."""
+
+    def block(mask: nn.Mask, key: Any) -> nn.Block:
+        one, two = jax.random.split(key)
+        mixer = attention(one, mask=mask, sinks=True, bias=True)
+        gated = nn.GatedMLP(embed=EMBED, mlp=MLP, bias=True, limit=2.0, key=two)
+        return nn.Block(mixer, gated, norm(), norm(), dropout=nn.Dropout(0.1))
+
+    return nn.Period(tuple(map(block, (nn.sliding_window(5), nn.causal()), jax.random.split(key))))
+
+
+def full_norms(key: Any) -> nn.Block:
+    """Like OLMo 2: queries and keys normalised over all their heads together, norms behind the layers."""
+    one, two = jax.random.split(key)
+    norms = {
+        "query_norm": nn.RMSNorm("heads head_dim", heads=HEADS, head_dim=HEAD_DIM),
+        "key_norm": nn.RMSNorm("kv_heads head_dim", kv_heads=4, head_dim=HEAD_DIM),
+    }
+    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
+    return nn.Block(
+        attention(one, **norms), mlp, attention_output_norm=norm(), feed_forward_output_norm=norm(), dropout=None
+    )
+
+
+def side_by_side(key: Any) -> nn.Block:
+    """Both layers on one input, whose norm they share; gated heads, one key head, norms within each head."""
+    one, two = jax.random.split(key)
+    norms = {name: nn.LayerNorm("head_dim", head_dim=HEAD_DIM) for name in ("query_norm", "key_norm")}
+    mlp = nn.MLP(embed=EMBED, mlp=MLP, bias=True, key=two)
+    mixer = attention(one, kv_heads=1, gate=True, output_bias=True, **norms)
+    return nn.Block(mixer, mlp, nn.LayerNorm("embed", embed=EMBED), dropout=nn.Dropout(0.2), parallel=True)
+
+
+def latents(key: Any) -> nn.Block:
+    """Like DeepSeek-V2: queries from a latent of their own, latents normalised, biases everywhere."""
+    one, two = jax.random.split(key)
+    mixer = nn.LatentAttention(
+        embed=EMBED,
+        heads=HEADS,
+        head_dim=HEAD_DIM,
+        latent=16,
+        q_latent=8,
+        latent_norm=nn.RMSNorm("latent", latent=16),
+        query_latent_norm=nn.RMSNorm("q_latent", q_latent=8),
+        rotary=nn.Rotary(4, 1e4, interleaved=True),
+        bias=True,
+        core=CORE,
+        key=one,
+    )
+    return nn.Block(mixer, nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm(1.0), norm(1.0))
+
+
+BLOCKS: dict[str, Callable[[Any], Any]] = {
+    "windows": windows,
+    "full norms": full_norms,
+    "side by side": side_by_side,
+    "latents": latents,
+}
+
+
+def of_blocks(make: Callable[[Any], Any], remat: str, vocab: int = 48) -> nn.Transformer:
+    """Four such layers between a scaled embedding and a head with a bias."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    return nn.Transformer(
+        nn.Embedding(vocab=vocab, embed=EMBED, scale=2.0, key=keys[0]),
+        (nn.Stack(make, 4, remat=remat, key=keys[1]),),
+        norm(),
+        nn.Linear("embed -> vocab", embed=EMBED, vocab=vocab, bias=True, key=keys[2]),
+        dropout=nn.Dropout(0.1),
+    )
+
+
+def filled(build: Callable[[], Any], seed: int = 0) -> Any:
+    """What `build()` would give, with numpy's numbers: no weight is zero, no norm the identity."""
+    draw = np.random.default_rng(seed)
+
+    def number(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jnp.arange(leaf.shape[0], dtype=leaf.dtype)
+        fan_in = np.sqrt(leaf.shape[-1]) if leaf.ndim > 2 else 4.0
+        return jnp.asarray(("norm" in jax.tree_util.keystr(path)) + draw.normal(size=leaf.shape) / fan_in, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(number, eqx.filter_eval_shape(build))
+
+
+@functools.cache
+def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32", "float32")) -> nn.Transformer:
+    """A small model by its name, filled; `dtypes` are those of parameters and of computation."""
+
+    def build() -> nn.Transformer:
+        if name in BLOCKS:
+            return of_blocks(BLOCKS[name], remat)
+        return models.build(FAMILIES[name], core=CORE, remat=remat, key=jax.random.key(0))
+
+    return nn.Precision(*dtypes).apply(filled(build))
+
+
+def batch_of(model: nn.Transformer, rows: int = 8, seq: int = 16, seed: int = 0) -> Batch:
+    """Packed rows: two documents and padding in each, cut at unlike places, with unequal weights."""
+    draw = np.random.default_rng(seed)
+    cut = draw.integers(2, seq - 4, rows)
+    end = seq - draw.integers(0, 3, rows)
+    place = np.arange(seq)
+    second = (place >= cut[:, None]) & (place < end[:, None])
+    positions = np.where(place < cut[:, None], place, np.where(second, place - cut[:, None], -1))
+    segments = np.where(place < cut[:, None], 0, np.where(second, 1, 2))
+    ids, targets = draw.integers(0, model.vocab, (2, rows, seq))
+    weights = draw.integers(0, 2, (rows, seq)) * (positions >= 0)
+    return Batch(
+        ids=ids.astype(np.int32),
+        targets=targets.astype(np.int32),
+        weights=weights.astype(np.float32),
+        positions=positions.astype(np.int32),
+        segments=segments.astype(np.int32),
+        examples=np.arange(rows, dtype=np.int32),
+    )

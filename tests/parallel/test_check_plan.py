@@ -1,0 +1,232 @@
+"""What does not fit a mesh is said in one clear error each, from shapes alone: nothing is compiled or even made."""
+
+import equinox as eqx
+import jax
+import pytest
+from plan_models import attention, EMBED, HEAD_DIM, MLP, model_of, norm, of_blocks
+
+from eqformer import nn
+from eqformer.parallel import make_mesh, Plan
+
+
+def plan(mesh: dict[str, int], **choices) -> Plan:
+    """A plan over the first devices."""
+    size = 1
+    for number in mesh.values():
+        size *= number
+    return Plan(make_mesh(**mesh, devices=jax.devices()[:size]), **choices)
+
+
+def shapes(build) -> nn.Transformer:
+    """A model's shapes alone."""
+    return eqx.filter_eval_shape(build)
+
+
+def built(**options) -> nn.Transformer:
+    """Four layers of an attention with these options and a feed-forward layer."""
+    options = {"core": nn.DotProductCore(), **options}
+
+    def block(key):
+        mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=key)
+        return nn.Block(attention(key, **options), mlp, norm(), norm())
+
+    return shapes(lambda: of_blocks(block, "none"))
+
+
+CHOICES = {
+    "zero": ({"fsdp": 2}, {"zero": 4}, r"Plan\(zero=4\): the choices are 0, 1, 2, 3"),
+    "residual": ({"tensor": 2}, {"residual": "split"}, r"Plan\(residual='split'\): the choices are replicated, seq"),
+    "overlap": ({"tensor": 2}, {"overlap": "all"}, r"Plan\(overlap='all'\): the choices are none, ring, bidirectional"),
+    "method": (
+        {"context": 2},
+        {"context_method": "zag"},
+        r"Plan\(context_method='zag'\): the choices are ring, gather",
+    ),
+    "microbatches": ({"pipe": 2}, {"microbatches": 0}, r"Plan\(microbatches=0\): .* at least 1"),
+    "chunks": ({"pipe": 2}, {"chunks": -1}, r"Plan\(chunks=-1\): .* at least 1"),
+    "nothing to overlap": (
+        {"tensor": 2},
+        {"overlap": "ring"},
+        r"overlap='ring', residual='replicated'.*take residual=",
+    ),
+    "schedule": ({"pipe": 2}, {"schedule": "fifo"}, r"no schedule 'fifo'; choose one of gpipe, 1f1b"),
+    "chunks of a schedule with none": ({"pipe": 2}, {"chunks": 2}, r"1f1b has one chunk a stage, but chunks=2"),
+    "too few to loop": (
+        {"pipe": 4},
+        {"schedule": "looping", "microbatches": 2, "chunks": 2},
+        r"microbatches=2 and stages=4; take at least 4",
+    ),
+    "no multiple to interleave": (
+        {"pipe": 4},
+        {"schedule": "interleaved", "microbatches": 6, "chunks": 2},
+        r"microbatches=6 is not a multiple of stages=4; take 4 or 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_that_are_none_or_do_not_go_together(name):
+    mesh, choices, message = CHOICES[name]
+    with pytest.raises(ValueError, match=message):
+        plan(mesh, **choices)
+
+
+def test_a_choice_that_meets_no_axis_is_no_error():
+    plan({"fsdp": 2}, overlap="ring", residual="replicated")
+    plan({"fsdp": 2}, schedule="looping", microbatches=1, chunks=4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "choices", "rows", "seq", "message"),
+    [
+        ({"fsdp": 2, "expert": 2}, {}, 6, 16, r"fsdp=2, expert=2\) in 1 micro.*: 6 rows .*take a multiple of 4 rows"),
+        ({"fsdp": 2, "pipe": 2}, {"microbatches": 3}, 8, 16, r"8 rows do not .* 2 x 3 equal.*multiple of 6 rows"),
+        ({"context": 4}, {}, 8, 12, r"context=4 by 'ring': rows of 12 tokens are cut into 8 .*multiple of 8 tokens"),
+        ({"context": 4}, {"context_method": "heads"}, 8, 14, r"by 'heads': rows of 14 .* 4 equal.*multiple of 4"),
+        (
+            {"tensor": 4},
+            {"residual": "sequence"},
+            8,
+            18,
+            r"tensor=4: the 18 tokens .* context=1 .*multiple of 4 tokens",
+        ),
+        (
+            {"tensor": 4, "context": 2},
+            {"residual": "sequence", "context_method": "heads"},
+            8,
+            12,
+            r"the 6 tokens that a device of context=2 holds .* multiple of 8 tokens",
+        ),
+    ],
+)
+def test_rows_and_tokens_that_do_not_fall_into_pieces(mesh, choices, rows, seq, message):
+    model = shapes(lambda: model_of("llama"))
+    plan(mesh, **choices).check(model, rows=24, seq=48)
+    with pytest.raises(ValueError, match=message):
+        plan(mesh, **choices).check(model, rows=rows, seq=seq)
+
+
+def two_stacks() -> nn.Transformer:
+    """A model of unlike layers."""
+    model = built()
+    return eqx.tree_at(lambda m: m.stacks, model, (*model.stacks, *built(kv_heads=2).stacks))
+
+
+class Mixture(eqx.Module):
+    """A layer of one's own whose weight's dims have names that are split."""
+
+    up: nn.Linear
+    down: nn.Linear
+
+    def __call__(self, x):
+        return self.down(self.up(x))
+
+
+def foreign() -> nn.Transformer:
+    """A model with that layer."""
+
+    def block(key):
+        up, down = (
+            nn.Linear("embed -> mlp", embed=EMBED, mlp=MLP, key=key),
+            nn.Linear("mlp -> embed", embed=EMBED, mlp=MLP, key=key),
+        )
+        return nn.Block(attention(key), Mixture(up, down), norm(), norm())
+
+    return shapes(lambda: of_blocks(block, "none"))
+
+
+def key_norms(kv_heads: int) -> nn.Transformer:
+    """A model that normalises all key heads together."""
+    key_norm = nn.RMSNorm("kv_heads head_dim", kv_heads=kv_heads, head_dim=HEAD_DIM)
+    return built(kv_heads=kv_heads, key_norm=key_norm)
+
+
+MODELS = {
+    "a dim that an axis does not divide": (
+        built,
+        {"tensor": 3},
+        {},
+        r"splits dim '(mlp|heads)' over axis 'tensor', but .* has (48|8) of it and the axis 3",
+    ),
+    "unlike stacks in a pipeline": (two_stacks, {"pipe": 2}, {}, r"pipe=2: the model has 2 stacks of unlike layers"),
+    "layers left over": (built, {"pipe": 3}, {}, r"layers=4, stages=3.*take 3 or 6 layers"),
+    "more stages than layers": (built, {"pipe": 8}, {}, r"layers=4, stages=8.*take 8 layers"),
+    "more chunks than layers": (
+        built,
+        {"pipe": 2},
+        {"schedule": "looping", "chunks": 4, "microbatches": 2},
+        r"layers=4, stages=2, chunks=4.*take 8 layers",
+    ),
+    "a module that no transform knows": (
+        foreign,
+        {"tensor": 2},
+        {},
+        r"tensor=2: .*feed_forward\.\w+.* would be split by the names of its dims, but no transform knows",
+    ),
+    "all few key heads normalised in a feature stream": (
+        lambda: key_norms(2),
+        {"tensor": 4},
+        {"residual": "feature"},
+        r"residual='feature'\) over tensor=4: .*attention.* normalises all its key heads together",
+    ),
+    "key heads that no group shares": (
+        lambda: shapes(lambda: of_blocks(three_of_six, "none")),
+        {"tensor": 2},
+        {},
+        r"tensor=2: .*attention.* has 3 key heads, which neither split over 2 devices nor are shared",
+    ),
+    "nothing: heads that just split": (built, {"context": 4, "tensor": 2}, {"context_method": "heads"}, None),
+    "too few heads for context": (
+        lambda: shapes(lambda: of_blocks(three_of_six, "none")),
+        {"context": 4},
+        {"context_method": "heads"},
+        r"context=4: .*attention.*: .*6 query heads on a device do not split over 4 devices",
+    ),
+    "key heads that fit no device": (
+        lambda: shapes(lambda: of_blocks(three_of_six, "none")),
+        {"context": 2},
+        {"context_method": "heads"},
+        r"context=2: .*3 key heads on a device are neither a multiple nor a divisor",
+    ),
+    "a core that the ring does not know": (
+        lambda: built(core=nn.DotProductCore("cudnn")),
+        {"context": 2},
+        {},
+        r"context=2: .*method='ring'\): the ring combines",
+    ),
+    "sinks in a core without": (
+        lambda: built(sinks=True),
+        {"context": 2},
+        {"context_method": "gather"},
+        r"context=2: .*no place for sinks",
+    ),
+}
+
+
+def three_of_six(key):
+    """A layer with six heads and three key heads."""
+    mixer = nn.Attention(embed=EMBED, heads=6, kv_heads=3, head_dim=HEAD_DIM, core=nn.DotProductCore(), key=key)
+    return nn.Block(mixer, nn.GatedMLP(embed=EMBED, mlp=MLP, key=key), norm(), norm())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_a_mesh_cannot_split(name):
+    make, mesh, choices, message = MODELS[name]
+    over = plan(mesh, **choices)
+    if message is None:  # the neighbour of a case that fails, and fits
+        over.check(make(), rows=24, seq=48)
+        return
+    with pytest.raises(ValueError, match=message):
+        over.check(make(), rows=24, seq=48)
+
+
+def test_a_mesh_larger_than_the_devices():
+    with pytest.raises(ValueError, match=r"multiply to 16 devices, but there are 8"):
+        make_mesh(fsdp=4, tensor=4)
+
+
+def test_what_fits_is_checked_without_an_array():
+    model = shapes(lambda: model_of("windows"))
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(model) if nn.has_shape(x))
+    everything = plan({"fsdp": 2, "context": 2, "tensor": 2}, zero=3, residual="sequence", overlap="bidirectional")
+    everything.check(model, rows=2, seq=16)
