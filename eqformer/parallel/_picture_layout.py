@@ -121,16 +121,16 @@ def _draw_dims(axes: Any, array: Placed, x: float, y: float) -> None:
 
 
 def _draw_pieces(axes: Any, array: Placed, mesh: Mesh, x: float, y: float, height: float) -> None:
-    """A box that is cut by each split dim in turn, the first ones outermost, the last but one downwards."""
+    """A box that is cut by each split dim in turn, the first ones outermost, the one with the fewest cuts downwards."""
     split = [place for place, used in enumerate(array.axes) if used]
     pieces = holders(array.shape, array.spec, mesh)
     if not split:
         _box(axes, x, y, BOXES, height, FIRST, 2)
         axes.text(x + BOXES / 2, y + height / 2, "all", fontsize=8.5, color="white", ha="center", va="center", zorder=4)
         return
-    down = split[-2] if len(split) > 1 else None
     first = min(device for devices in pieces.values() for device in devices)
     starts = {place: sorted({piece[place] for piece in pieces}) for place in split}
+    down = min([*split[-2:], *split[:-2]], key=lambda place: len(starts[place])) if len(split) > 1 else None
     for piece, devices in pieces.items():
         left, top, wide, high = x, y, BOXES, height
         for place in split:
