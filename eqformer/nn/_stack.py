@@ -86,14 +86,14 @@ class Stack(eqx.Module):
 
 _POLICIES = jax.checkpoint_policies
 # What is kept from the forward pass, by name; everything else is recomputed in the backward pass. `none`: keep all;
-# `products`: the results of linear maps, and what names itself: attention in `BlockwiseCore` ("attended"), and sums of
-# products that a layer made in parts ("summed").
+# `products`: the results of linear maps, and what names itself: attention in `BlockwiseCore` ("attended"), and results
+# of linear maps that are put together from parts ("product").
 REMAT: dict[str, Callable[..., bool] | None] = {
     "none": None,
     "full": _POLICIES.nothing_saveable,
     "dots": _POLICIES.dots_saveable,
     "dots_no_batch": _POLICIES.dots_with_no_batch_dims_saveable,
     "products": _POLICIES.save_from_both_policies(
-        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names("attended", "summed")
+        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names("attended", "product")
     ),
 }

@@ -55,6 +55,7 @@ class Tensor(eqx.Module):
             return [_Given(linear(x)) for linear in linears]
         weights = tuple(_as_matrix(linear, x.dtype) for linear in linears)
         products = all_gather_matmul(x, weights, TENSOR, overlap=self.overlap, is_branched=self.is_branched)
+        products = [checkpoint_name(y, "product") for y in products]
         return [_Given(_with_bias(linear, y)) for linear, y in zip(linears, products)]
 
     def init_cache(self, *args: Any) -> PyTree:
@@ -94,7 +95,7 @@ class _Row(eqx.Module):
             weight = _as_matrix(self.linear, x.dtype)
             kind = {"scatter": "seq", "overlap": self.overlap, "is_branched": self.is_branched}
             y = matmul_reduce_scatter(flat, weight, TENSOR, **kind)
-        y = checkpoint_name(y, "summed")  # for remat policies that keep it, so that it is not reduced again
+        y = checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
         return y if self.linear.bias is None else y + self.linear.bias.astype(y.dtype)
 
 

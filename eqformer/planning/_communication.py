@@ -129,7 +129,7 @@ def communication_table(transfers: Iterable[Transfer]) -> str:
 
 
 def _most(transfers: tuple[Transfer, ...]) -> float:
-    return sum(math.inf if transfer.total is None else transfer.total for transfer in transfers)
+    return float(sum(math.inf if transfer.total is None else transfer.total for transfer in transfers))
 
 
 def _transfer(kind: str, line: Instruction, size: int, everyone: int, mesh: Any) -> Transfer:
