@@ -16,6 +16,7 @@ from eqformer.training._step import accumulated_gradients
 
 KEY = 7
 FAST: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+HASTE = FAST | {"xla_cpu_use_fusion_emitters": False}
 STEPS = 3
 
 
@@ -82,10 +83,25 @@ def place(model: nn.Transformer, plan: Plan) -> nn.Transformer:
 
 def compiled(gradients: Any, model: nn.Transformer, batch: Any) -> Outcome:
     """Run `(model, batch, key) -> (sum, count, gradients)`, compiled in haste."""
-    arrays, rest = eqx.partition(model, eqx.is_array)
-    run = jax.jit(lambda arrays, batch, key: gradients(eqx.combine(arrays, rest), batch, key))
-    key = jax.random.key(KEY)
-    return Outcome(*run.lower(arrays, batch, key).compile(compiler_options=FAST)(arrays, batch, key))
+    return Outcome(*hastily(gradients, model, batch, jax.random.key(KEY))(model, batch, jax.random.key(KEY)))
+
+
+def hastily(function: Any, *args: Any) -> Any:
+    """The function compiled with no care for speed, for arguments of which the arrays are like these."""
+    arrays, rest = eqx.partition(args, _is_array)
+    result_rest = []
+
+    def run(arrays: Any) -> Any:
+        result, others = eqx.partition(function(*eqx.combine(arrays, rest)), eqx.is_array)
+        result_rest.append(others)
+        return result
+
+    program = jax.jit(run).lower(arrays).compile(compiler_options=HASTE)
+    return lambda *args: eqx.combine(program(eqx.filter(args, _is_array)), result_rest[0])
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray)
 
 
 def differences(got: Outcome, want: Outcome, tolerance: float) -> dict[str, float]:
@@ -152,9 +168,11 @@ def _optimizer(name: str, model: nn.Transformer) -> training.Optimizer:
 
 
 def _train(step: Any, state: Any, evaluate: Any, batch: Any) -> Trained:
-    metrics = []
+    key, metrics = jax.random.key(KEY), []
+    step = hastily(step, state, batch, key)
     for _ in range(STEPS):
-        state, of_step = step(state, batch, jax.random.key(KEY))
+        state, of_step = step(state, batch, key)
         metrics.append({name: float(of_step[name]) for name in ("loss", "grad_norm", "count", "skipped")})
-    evaluation = {name: float(value) for name, value in eqx.filter_jit(evaluate)(state.model, batch).items()}
+    evaluation = hastily(evaluate, state.model, batch)(state.model, batch)
+    evaluation = {name: float(value) for name, value in evaluation.items()}
     return Trained(state.model, state.optimizer_state, metrics, evaluation)

@@ -1,0 +1,215 @@
+"""A plan with one reduction, gather or exchange taken out: what each is there for."""
+
+import functools
+import importlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from eqformer.parallel import _leaves, _plan, _ring_attention, _tensor, _wrap, Plan, vary
+
+
+class Shim:
+    """`jax` as one module sees it, with some functions of `jax.lax` replaced."""
+
+    def __init__(self, **replaced: Callable[..., Any]):
+        self.lax = _Lax(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jax, name)
+
+
+class _Lax:
+    def __init__(self, replaced: dict[str, Callable[..., Any]]):
+        self.replaced = replaced
+
+    def __getattr__(self, name: str) -> Any:
+        return self.replaced.get(name) or getattr(jax.lax, name)
+
+
+def without(module: str, **replaced: Callable[..., Any]) -> Callable[[Any], None]:
+    """A change that replaces functions of `jax.lax` in one module of `eqformer.parallel`."""
+    where = importlib.import_module(f"eqformer.parallel.{module}")
+    return lambda monkeypatch: monkeypatch.setattr(where, "jax", Shim(**replaced))
+
+
+def at_place(number: int, places: int, name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `jax.lax`, but the replacement at one of the places that call it in turn."""
+    calls = itertools.count()
+    chosen = lambda: replacement if next(calls) % places == number else getattr(jax.lax, name)
+    return lambda *args, **options: chosen()(*args, **options)
+
+
+def of_shape(ndim: int, name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `jax.lax`, but the replacement where the argument has so many dims."""
+    return lambda x, *args, **options: (replacement if x.ndim == ndim else getattr(jax.lax, name))(x, *args, **options)
+
+
+def in_turn_of_shape(ndim: int, number: int, name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Both: every second call with so many dims."""
+    return of_shape(ndim, name, at_place(number, 2, name, replacement))
+
+
+# A reduction that is not done is refused by the types, or it is done as if all devices but the first had nothing.
+
+
+def nothing(x: Any, *_: Any, **__: Any) -> Any:
+    """Leave out a collective whose result has the shape of its argument."""
+    return x
+
+
+def of_first(x: Any, axes: Any, **_: Any) -> Any:
+    """The first device's part in place of all parts' sum (or largest, or mean)."""
+    names = (axes,) if isinstance(axes, str) else axes
+    is_first = functools.reduce(jnp.logical_and, (jax.lax.axis_index(name) == 0 for name in names))
+    part = lambda x: jax.lax.psum(jnp.where(is_first, x, jnp.zeros_like(x)), names)
+    return jax.tree.map(lambda x: part(vary(x, names)), x)
+
+
+def own_part(x: Any, axis: str, *, scatter_dimension: int, **_: Any) -> Any:
+    """This device's slice of its own part, as if a scatter did not sum."""
+    size = x.shape[scatter_dimension] // jax.lax.axis_size(axis)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, scatter_dimension)
+
+
+def own_piece(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) -> Any:
+    """This device's piece in the place of every piece."""
+    whole = [vary(x, [axis_name])] * jax.lax.axis_size(axis_name)
+    return jnp.concatenate(whole, axis) if tiled else jnp.stack(whole, axis)
+
+
+def own_exchange(x: Any, axis_name: str, split_axis: int, concat_axis: int, *, tiled: bool = False) -> Any:
+    """What this device would send to itself, in the place of what all send."""
+    count = jax.lax.axis_size(axis_name)
+    mine = own_part(x, axis_name, scatter_dimension=split_axis)
+    return jnp.concatenate([vary(mine, [axis_name])] * count, concat_axis)
+
+
+# What is not a function of jax.lax.
+
+
+def of_first_over(*axes: str) -> Callable[[Any], None]:
+    """Gradients of the first device along some axes in the place of the sum over these."""
+
+    def total(self: Plan, x: Any, over: tuple[str, ...] = ()) -> Any:
+        rest = tuple(axis for axis in over if axis not in axes)
+        left = tuple(axis for axis in over if axis in axes)
+        x = jax.lax.psum(vary(x, rest), rest) if rest else x
+        return of_first(x, left) if left else x
+
+    return _total(lambda number: total if number > 1 else None)
+
+
+def total_of(wanted: int, replacement: Callable[..., Any]) -> Callable[[Any], None]:
+    """The sum (0) or the count (1) not summed over devices."""
+    return _total(lambda number: (lambda self, x: replacement(x, _AXES)) if number == wanted else None)
+
+
+def gradients_unsummed(monkeypatch: Any) -> None:
+    """No gradient summed over devices."""
+    _total(lambda number: (lambda self, x, over=(): x) if number > 1 else None)(monkeypatch)
+
+
+_AXES = (*_plan.BATCH_AXES, _plan.CONTEXT)
+
+
+def _total(choose: Callable[[int], Callable[..., Any] | None]) -> Callable[[Any], None]:
+    def change(monkeypatch: Any) -> None:
+        whole, calls = Plan.total, iter(range(10**6))
+
+        def total(self: Plan, *args: Any) -> Any:
+            return (choose(next(calls)) or whole)(self, *args)
+
+        monkeypatch.setattr(Plan, "total", total)
+
+    return change
+
+
+def unsummed_entry(monkeypatch: Any) -> None:
+    """The gradient of a layer's input not summed over the devices that read it."""
+
+    @jax.custom_vjp
+    def enter(x: Any) -> Any:
+        return vary(x, ["tensor"])
+
+    enter.defvjp(lambda x: (vary(x, ["tensor"]), None), lambda _, gradient: (of_first(gradient, "tensor"),))
+    monkeypatch.setattr(_tensor, "vary", lambda x, axes: enter(x))
+
+
+def untyped_entry(monkeypatch: Any) -> None:
+    """Not saying that a layer's input is read by all."""
+    monkeypatch.setattr(_tensor, "vary", lambda x, axes: x)
+
+
+def bias_before(monkeypatch: Any) -> None:
+    """The bias of the map back into the stream added by every device, before the sum."""
+    row = lambda self, x: jax.lax.psum(self.linear(x), "tensor")
+    monkeypatch.setattr(_tensor._Row, "__call__", row)
+
+
+def first_tokens(kind: type) -> Callable[[Any], None]:
+    """Each device draws for, or looks up, the first device's tokens in the place of its own."""
+
+    def take(x: Any, dim: int) -> Any:
+        size = x.shape[dim] // jax.lax.axis_size("tensor")
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tensor") * 0, size, dim)
+
+    def change(monkeypatch: Any) -> None:
+        own, call = _wrap.own_tokens, kind.__call__
+
+        def swapped(self: Any, *args: Any) -> Any:
+            _wrap.own_tokens = take
+            try:
+                return call(self, *args)
+            finally:
+                _wrap.own_tokens = own
+
+        monkeypatch.setattr(kind, "__call__", swapped)
+
+    return change
+
+
+def in_reading_order(*names: str) -> Callable[[Any], None]:
+    """Rows stored in the order of the ring, but some of what is said of their tokens in reading order."""
+
+    def change(monkeypatch: Any) -> None:
+        arrange = Plan.arrange
+
+        def partly(self: Plan, batch: Any, tokens: Any) -> Any:
+            pieces, moved = arrange(self, batch, tokens)
+            where = lambda tokens: [getattr(tokens, name) for name in names]
+            return pieces, eqx.tree_at(where, moved, where(tokens), is_leaf=lambda node: node is None)
+
+        monkeypatch.setattr(Plan, "arrange", partly)
+
+    return change
+
+
+def marks(value: bool) -> Callable[[Any], None]:
+    """Every array, or none, said to meet slices."""
+    everywhere = lambda model, residual: jax.tree.map(lambda _: value, model)
+    return lambda monkeypatch: monkeypatch.setattr(_leaves, "_in_slices", everywhere)
+
+
+def in_order_read(monkeypatch: Any) -> None:
+    """Layers left in reading order where devices hold several chunks."""
+    monkeypatch.setattr(Plan, "in_ring_order", lambda self, tree, back=False: tree)
+
+
+def still(monkeypatch: Any) -> None:
+    """Keys and values that do not go round."""
+    monkeypatch.setattr(_ring_attention, "_send", lambda ring, tree: tree)
+
+
+def permuted_nowhere(x: Any, axis: str, pairs: Any) -> Any:
+    """A message that stays where it is."""
+    return vary(x, [axis])
+
+
+def same_place(axis: str) -> Any:
+    """Every device the first of its axis."""
+    return jax.lax.axis_index(axis) * 0
