@@ -3,19 +3,38 @@
 import ctypes
 import os
 import platform
+from collections.abc import Sequence
 from importlib.metadata import version
 
 
-def prepare() -> None:
-    """Choose how XLA and the C library run on a CPU, leaving what the user has set; docs/benchmarks.md has figures."""
+def prepare(arguments: Sequence[str] = ()) -> None:
+    """Choose how XLA and the C library run on a CPU, leaving what the user has set; docs/benchmarks.md has figures.
+
+    `--simulate N` among the arguments has the CPU act as N devices, for which JAX must be told before it starts.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
     # XLA ends the process at a flag it does not know, so they are given to the versions they were measured with.
     if version("jaxlib").startswith("0.10."):
-        flags = os.environ.get("XLA_FLAGS", "").split()
         given = {flag.partition("=")[0] for flag in flags}
         flags += [f"{name}={value}" for name, value in _CPU_FLAGS.items() if name not in given]
-        os.environ["XLA_FLAGS"] = " ".join(flags)
+    number = simulated(arguments)
+    if number is not None:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        flags = [flag for flag in flags if flag.partition("=")[0] != _DEVICES] + [f"{_DEVICES}={number}"]
+    os.environ["XLA_FLAGS"] = " ".join(flags)
     if platform.libc_ver()[0] == "glibc" and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
         keep_pages(ctypes.CDLL(None))
+
+
+def simulated(arguments: Sequence[str]) -> int | None:
+    """The N of `--simulate N` or `--simulate=N`; None where it is not there or no count, which is told later."""
+    number = None
+    for flag, value in zip(arguments, [*arguments[1:], ""]):
+        name, _, own = flag.partition("=")
+        if name == "--simulate":
+            text = own or value
+            number = int(text) if text.isdecimal() and int(text) > 0 else None
+    return number
 
 
 def keep_pages(libc: ctypes.CDLL) -> None:
@@ -28,6 +47,7 @@ def keep_pages(libc: ctypes.CDLL) -> None:
 _CPU_FLAGS = {
     "--xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE",
 }
+_DEVICES = "--xla_force_host_platform_device_count"
 
 # Numbers of mallopt's parameters in glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8

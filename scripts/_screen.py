@@ -13,8 +13,9 @@ from rich.text import Text
 class Screen:
     """Notes and progress on standard output; errors on standard error."""
 
-    def __init__(self):
-        self.console = Console(highlight=False, soft_wrap=True)
+    def __init__(self, *, silent: bool = False):
+        """A `silent` one, of a process that does not speak for the run, shows errors alone."""
+        self.console = Console(highlight=False, soft_wrap=True, quiet=silent)
 
     def note(self, text: str) -> None:
         """A line, above the bar if there is one."""
@@ -23,6 +24,9 @@ class Screen:
     @contextmanager
     def steps(self, total: int, done: int) -> Iterator[Callable[[int, str], None]]:
         """A bar over steps; call what it gives with the steps done and a text of figures."""
+        if self.console.quiet:
+            yield lambda done, figures: None
+            return
         if not self.console.is_terminal:
             yield self._lines(total)
             return
@@ -52,7 +56,7 @@ class Screen:
     @contextmanager
     def bytes(self, title: str) -> Iterator[Callable[[int, int], None]]:
         """A bar over bytes, shown once there is something to wait for."""
-        if not self.console.is_terminal:
+        if self.console.quiet or not self.console.is_terminal:
             yield lambda done, total: None
             return
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f}%"))

@@ -9,17 +9,18 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
+from _mesh import mesh_line, Rows, State, step_of
 from _pictures import draw_losses
+from _processes import first, is_first, Votes
 from _recipe_file import to_json
 from _report import add_sample, closing, opening, speed
 from _run_directory import RunDirectory
 from _screen import Screen
-from _setup import build_model, first_state, Keys, keys_of, loader_of, open_text, optimizer_of, source_of, tokenizer_of
+from _setup import build_model, Keys, keys_of, loader_of, open_text, optimizer_of, source_of, tokenizer_of
 from recipes import Recipe
 
-from eqformer import data, generation, planning, training
+from eqformer import data, generation, parallel, planning, training
 
 
 @dataclasses.dataclass
@@ -44,21 +45,24 @@ class Clock:
 class Trainer:
     """One run of a recipe in a directory, from its latest checkpoint to its last step."""
 
-    def __init__(self, name: str, recipe: Recipe, directory: RunDirectory, screen: Screen):
-        self.recipe, self.directory, self.screen = recipe, directory, screen
+    def __init__(self, name: str, recipe: Recipe, plan: parallel.Plan, directory: RunDirectory, screen: Screen):
+        self.recipe, self.plan, self.directory, self.screen = recipe, plan, directory, screen
         self.name = name
         source, self.tokenizer = source_of(recipe), tokenizer_of(recipe)
-        directory.claim(name, recipe)
-        text, validation_text = open_text(recipe, source, self.tokenizer, directory, screen)
+        first(lambda: directory.claim(name, recipe))
+        read = lambda: open_text(recipe, source, self.tokenizer, directory, screen)
+        text, validation_text = first(read) or read()
         self.text = text
+        self.rows, self.votes = Rows(plan, recipe.batch), Votes(plan.mesh)
         self.loader, self.validation = loader_of(recipe, text), loader_of(recipe, validation_text)
         self.keys: Keys = keys_of(recipe)
         self.clock, self.stopping = Clock(), False
         shapes = eqx.filter_eval_shape(build_model, recipe)
         self.optimizer = optimizer_of(recipe, shapes)
+        self.states = State(recipe, plan, self.optimizer)
         self.flops_per_token = planning.flops_per_token(shapes, recipe.seq)
         self.parameters = planning.parameter_count(shapes)
-        self.evaluate = eqx.filter_jit(training.evaluation_sums)
+        self.evaluate = training.planned_evaluation(plan)
         self.last: dict[str, Any] = {}
 
     def run(self) -> None:
@@ -69,12 +73,15 @@ class Trainer:
             state, start = self._state(checkpointer)
             sizes = self.parameters, len(self.text.tokens), len(self.validation.store.tokens)
             screen.note(opening(self.name, recipe, self.directory, start, *sizes))
+            if self.plan.mesh.size > 1:
+                screen.note(mesh_line(self.plan))
             if start >= recipe.steps:
                 screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
                 return
-            self.peak = planning.matmul_peak(recipe.precision.compute)
+            self.peak = _peak(recipe, self.plan)
+            rows = self.rows.start, self.rows.stop
             with (
-                data.prefetch(self.loader, start, recipe.steps, transform=_to_device) as batches,
+                data.prefetch(self.loader, start, recipe.steps, rows=rows, transform=self.rows.place) as batches,
                 self._sinks(start) as write,
                 screen.steps(recipe.steps, start) as show,
             ):
@@ -85,14 +92,14 @@ class Trainer:
     def _state(self, checkpointer: training.Checkpointer) -> tuple[training.TrainState, int]:
         """The state to go on from: the latest checkpoint's or the first."""
         if checkpointer.latest_step is None:
-            return eqx.filter_jit(first_state)(self.recipe), 0
-        state, metadata = checkpointer.restore(eqx.filter_eval_shape(first_state, self.recipe))
+            return self.states.first(), 0
+        state, metadata = checkpointer.restore(self.states.shapes())
         if (text := metadata["data"]["text"]) != self.text.path.name:
             raise ValueError(
                 f"--run-dir {self.directory.path}: its checkpoint was trained on {text}, but the text is now "
                 f"{self.text.path.name}; restore the files as they were, or begin a new run."
             )
-        return state, int(metadata["step"])
+        return self.states.in_ring_order(state), int(metadata["step"])
 
     def _loop(
         self,
@@ -104,19 +111,14 @@ class Trainer:
         checkpointer: training.Checkpointer,
     ) -> tuple[int, training.TrainState]:
         recipe = self.recipe
-        step = training.make_step(
-            lambda model, batch, key: training.next_token_loss(model, batch, key, z_loss=recipe.optimizer.z_loss),
-            self.optimizer,
-            accumulate=recipe.accumulate,
-            clip=recipe.optimizer.clip,
-        )
+        step, key = step_of(recipe, self.plan, self.optimizer), self.states.everywhere(self.keys.steps)
         batch = next(batches)
         # Compiled before the clock starts, so that the first rows tell the speed of training too.
-        step = training.Step(step.lower(state, batch, self.keys.steps).compile())
+        step = training.Step(step.lower(state, batch, key).compile())
         before, figures, done, since = None, "", start, start
         for done in range(start + 1, recipe.steps + 1):
             self.clock.start()
-            state, metrics = step(state, batch, self.keys.steps)
+            state, metrics = step(state, batch, key)
             if before is not None:
                 training.check_finite(before)  # one step behind, so that the device is never waited for
             before, batch = metrics, next(batches, None)
@@ -130,10 +132,11 @@ class Trainer:
                 self.clock, since = Clock(), done
             self.clock.stop()
             show(done, figures)
-            stopping = self.stopping
+            stopping = self.votes.any(self.stopping)
             if done % recipe.validate_every == 0 or done == recipe.steps:
                 write({"step": done} | self._validate(state.model))
-                draw_losses(self.directory.metrics, self.directory.loss, self.text.bytes_per_token)
+                if is_first():
+                    draw_losses(self.directory.metrics, self.directory.loss, self.text.bytes_per_token)
             if done % recipe.checkpoint_every == 0 or done == recipe.steps or stopping:
                 training.check_finite(before)
                 self._save(checkpointer, state, done)
@@ -147,6 +150,9 @@ class Trainer:
     def _sinks(self, start: int) -> Iterator[Callable[[dict[str, Any]], None]]:
         """One function that writes a row to every sink; rows of steps that will be run again are dropped."""
         path, chosen = self.directory.path, self.recipe.sinks
+        if not is_first():
+            yield lambda row: None
+            return
         with ExitStack() as stack:
             sinks: list[training.Sink] = [training.JsonLines(self.directory.metrics, from_step=start + 1)]
             if chosen.tensorboard:
@@ -164,8 +170,9 @@ class Trainer:
 
     def _validate(self, model: Any) -> dict[str, float]:
         totals = {"nats": 0.0, "correct": 0.0, "count": 0.0}
-        for batch in self.validation.epoch(self.recipe.validation_batches):
-            sums = self.evaluate(model, batch)
+        rows = self.rows
+        for batch in self.validation.epoch(self.recipe.validation_batches, start=rows.start, stop=rows.stop):
+            sums = self.evaluate(model, rows.place(batch))
             totals = {name: total + float(sums[name]) for name, total in totals.items()}
         loss = totals["nats"] / totals["count"]
         row = {
@@ -180,9 +187,12 @@ class Trainer:
         place = {"text": self.text.path.name, "example": step * self.recipe.batch}
         recipe = {"name": self.name, "recipe": to_json(self.recipe)}
         metadata = training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps)
-        checkpointer.save(state, step, metadata)
+        checkpointer.save(self.states.in_ring_order(state, back=True), step, metadata)
 
     def _sample(self, model: Any, step: int) -> None:
+        model = self.states.on_one_device(model)
+        if not is_first():
+            return
         prompt = self.tokenizer.encode(self.recipe.prompt).tolist() or [self.tokenizer.end_of_text]
         written = generation.generate(
             model,
@@ -211,8 +221,11 @@ def _write_all(sinks: list[training.Sink], row: dict[str, Any]) -> None:
         sink.write(row)
 
 
-def _to_device(batch: Any) -> Any:
-    return jax.tree.map(jnp.asarray, batch)
+def _peak(recipe: Recipe, plan: parallel.Plan) -> float:
+    """What all devices reach together; those of a CPU share it."""
+    one = jax.local_devices()[0]
+    number = jax.process_count() if one.platform == "cpu" else plan.mesh.size
+    return number * planning.matmul_peak(recipe.precision.compute, device=one)
 
 
 @contextmanager

@@ -5,16 +5,19 @@ import sys
 import _environment
 
 
-_environment.prepare()
+_environment.prepare(sys.argv)
 
 import dataclasses
 from pathlib import Path
 from typing import Annotated
 
+import equinox as eqx
 import tyro
+from _mesh import check_plan, plan_of
+from _processes import check_machine, devices_of, is_first, join, Machine
 from _run_directory import RunDirectory
 from _screen import fail, Screen
-from _setup import check
+from _setup import build_model, check
 from _trainer import Trainer
 from recipes import Recipe, RECIPES
 
@@ -28,6 +31,7 @@ class Command:
     recipe: str
     """The recipe to start from; see scripts/recipes. Flags below change its fields."""
     run: Annotated[Recipe, tyro.conf.arg(name="")]
+    machine: Annotated[Machine, tyro.conf.arg(name="")] = Machine()
     run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/<recipe>)")] = None
     """The folder of the run; everything is written there."""
 
@@ -53,9 +57,14 @@ def main(arguments: list[str]) -> None:
     """Run the command; bad input ends it with one message and exit code 2, before anything is overwritten."""
     try:
         command = parse(arguments)
-        check(command.run)
+        recipe, machine = command.run, command.machine
+        check_machine(machine)
+        check(recipe)
+        join(machine)
+        plan = plan_of(recipe, devices_of(machine))
+        check_plan(recipe, plan, eqx.filter_eval_shape(build_model, recipe))
         with RunDirectory(command.run_dir or Path("runs") / command.recipe) as directory:
-            Trainer(command.recipe, command.run, directory, Screen()).run()
+            Trainer(command.recipe, recipe, plan, directory, Screen(silent=not is_first())).run()
     except (ValueError, OSError, ImportError, CheckpointError, DivergedError) as error:
         fail(error)
 

@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from .._extra import load_extra
@@ -34,7 +35,10 @@ class Checkpointer:
     next call of `save`, `wait` or `close`. Restoring checks every file against the manifest and every leaf's shape and
     dtype before anything is read, and never falls back to an older step by itself.
 
-    One process writes to a folder; any number may read. Nothing is created or deleted before the first `save`.
+    One run writes to a folder; any number may read. Nothing is created or deleted before the first `save`. Where a run
+    has several processes, all call `save`, `restore`, `wait` and `close` at the same steps with the same tree of global
+    arrays, in a folder that all of them see: each writes its own pieces, the first commits, and what fails for one
+    fails for all.
     """
 
     def __init__(self, directory: str | Path, *, keep: int | None = 3):
@@ -78,6 +82,7 @@ class Checkpointer:
             ocp = _orbax()
             self._writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
             self._clean()
+            _all_agree(True)  # nobody begins a folder before the leftovers are gone
         folder = self._directory / f"{step}.unfinished"
         table = {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in leaves.items()}
         try:
@@ -103,8 +108,10 @@ class Checkpointer:
         wanted = _named_arrays(arrays)
         saved = manifest["leaves"]
         _check_leaves(folder, {n: x for n, x in saved.items() if n in wanted} if partial else saved, wanted)
-        if faults := check_files(folder, manifest["files"]):
-            _refuse(folder, faults)
+        # The files are read over once, by the first process, whatever the number of processes.
+        faults = check_files(folder, manifest["files"]) if jax.process_index() == 0 else []
+        if not _all_agree(not faults):
+            _refuse(folder, faults or ["the first process of the run found its files missing or damaged"])
         targets = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x)) for name, x in wanted.items()}
         ocp = _orbax()
         try:
@@ -126,6 +133,12 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            is_whole = self._failure is None
+            # Only now do the others know that the first process has committed.
+            if not _all_agree(is_whole) and is_whole:
+                raise CheckpointError(
+                    f"{self._directory}: another process of the run could not save; its error says why."
+                )
         if self._failure is not None:
             (step, error), self._failure = self._failure, None
             raise self._could_not_save(step, error) from error
@@ -142,7 +155,10 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and self._thread is not None and jax.process_count() > 1:
+            self._thread.join()  # an error of this process alone: the others are not asked, since they do not listen
+            self._thread = None
         self.close()
 
     def _commit(self, step: int, folder: Path, metadata: str, leaves: dict) -> None:
@@ -160,7 +176,8 @@ class Checkpointer:
             self._prune()
         except BaseException as error:
             self._failure = (step, error)
-            shutil.rmtree(folder, ignore_errors=True)
+            if jax.process_index() == 0:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _prune(self) -> None:
         for step in self.steps[: -self._keep] if self._keep else []:
@@ -208,6 +225,13 @@ _MANIFEST = "manifest.json"
 def _orbax() -> Any:
     quiet_orbax()
     return load_extra("orbax.checkpoint", extra="train", call="Checkpointer(directory)")
+
+
+def _all_agree(mine: bool) -> bool:
+    """Whether it holds in every process of the run; none goes on before all are here."""
+    if jax.process_count() == 1:
+        return mine
+    return bool(multihost_utils.process_allgather(np.array(mine)).all())
 
 
 def _is_step(path: Path) -> bool:

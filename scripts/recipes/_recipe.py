@@ -69,6 +69,24 @@ class Sinks:
 
 
 @dataclasses.dataclass(frozen=True)
+class Mesh:
+    """The devices, as a grid with an axis for each way to split a model; the sizes multiply to how many there are."""
+
+    replica: int = 1
+    """Copies of everything; the batch is split."""
+    fsdp: int = 1
+    """The batch is split, and of the training state what --zero says."""
+    expert: int = 1
+    """The batch is split, and so will be the experts of a mixture."""
+    pipe: int = 1
+    """The layers are split into the stages of a pipeline."""
+    context: int = 1
+    """Each row's tokens are split."""
+    tensor: int = 1
+    """Heads, hidden features and the vocabulary are split."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipe:
     """A model, its text, and how it learns."""
 
@@ -91,6 +109,21 @@ class Recipe:
     precision: Precision = Precision()
     execution: Execution = Execution()
     sinks: Sinks = Sinks()
+    mesh: Mesh = Mesh()
+    zero: Literal[0, 1, 2, 3] = 0
+    """What is split over --mesh.fsdp: 1 the optimizer's state, 2 also gradients, 3 also parameters."""
+    residual: Literal["replicated", "sequence", "feature"] = "replicated"
+    """The stream between layers over --mesh.tensor: whole, or split by tokens or by features."""
+    overlap: Literal["none", "ring", "bidirectional"] = "none"
+    """How a split stream is gathered and scattered: at once, or in rings hidden behind the products."""
+    context_method: Literal["ring", "gather", "heads"] = "ring"
+    """How attention reaches tokens of other devices: keys go round, are gathered, or heads are exchanged."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1"] = "1f1b"
+    """The order in which the stages of a pipeline work."""
+    microbatches: int = 1
+    """Pieces of a step's rows that are in a pipeline at once; without one, as --accumulate (they multiply)."""
+    chunks: int = 1
+    """Parts of the model that a stage holds, with --schedule interleaved or looping."""
     log_every: int = 10
     """Steps between rows of metrics.jsonl."""
     checkpoint_every: int = 200
@@ -111,4 +144,6 @@ class Recipe:
 CHANGEABLE = frozenset(
     ("steps", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
     + ("sample_every", "prompt", "sinks", "execution")
+    # The mesh decides where numbers are computed, never which.
+    + ("mesh", "zero", "residual", "overlap", "context_method", "schedule", "microbatches", "chunks")
 )

@@ -1,0 +1,192 @@
+"""From a recipe to its plan, and where a plan has a run's rows and state live."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from _setup import build_model, first_state, optimizer_of
+from jax.sharding import NamedSharding, PartitionSpec
+from recipes import Recipe
+
+from eqformer import Batch, parallel, training
+
+
+CHOICES = ("zero", "residual", "overlap", "context_method", "schedule", "microbatches", "chunks")
+
+
+def plan_of(recipe: Recipe, devices: Sequence[Any]) -> parallel.Plan:
+    """The recipe's plan over all the devices; raises a `ValueError`, in the spelling of flags, where it has none."""
+    sizes = check_sizes(recipe)
+    wanted, there = math.prod(sizes.values()), len(devices)
+    told = flags(recipe) or "--mesh"
+    if wanted > there:
+        raise ValueError(
+            f"{told}: the axes multiply to {wanted} devices, but there are {there}; make an axis smaller, or simulate "
+            f"devices on the CPU with --simulate {math.ceil(wanted / jax.process_count())}."
+        )
+    if wanted < there:
+        more = sizes["replica"] * (there // wanted)
+        fix = f"give them to an axis, such as --mesh.replica {more}" if there % wanted == 0 else "make an axis larger"
+        raise ValueError(
+            f"{told}: the axes multiply to {wanted} devices, and {there - wanted} of {there} would be left over; "
+            f"{fix}, or hide the rest from JAX (--simulate on a CPU, CUDA_VISIBLE_DEVICES on GPUs)."
+        )
+    return plan_over(recipe, parallel.make_mesh(**sizes, devices=devices))
+
+
+def plan_over(recipe: Recipe, mesh: Any) -> parallel.Plan:
+    """The recipe's choices over a mesh. Pieces are counted together: --accumulate times --microbatches."""
+    choices: dict[str, Any] = {name: getattr(recipe, name) for name in CHOICES}
+    choices["microbatches"] *= recipe.accumulate
+    return in_flags(recipe, lambda: parallel.Plan(mesh, **choices))
+
+
+def check_plan(recipe: Recipe, plan: parallel.Plan, model: Any) -> None:
+    """Raise a `ValueError`, with the flags in front, where model (or shapes) or rows do not fit the plan."""
+    in_flags(recipe, lambda: plan.check(model, rows=recipe.batch, seq=recipe.seq))
+
+
+def check_sizes(recipe: Recipe) -> dict[str, int]:
+    """The size of each axis; raises a `ValueError` for one below 1."""
+    sizes = dataclasses.asdict(recipe.mesh)
+    for axis, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"--mesh.{axis} {size}: an axis has at least one device; give 1 or more.")
+    return sizes
+
+
+def flags(recipe: Recipe) -> str:
+    """The mesh and the choices that are not the defaults, as flags."""
+    plain = {field.name: field.default for field in dataclasses.fields(Recipe)}
+    axes = [f"--mesh.{axis} {size}" for axis, size in dataclasses.asdict(recipe.mesh).items() if size != 1]
+    chosen = [(name, getattr(recipe, name)) for name in (*CHOICES, "accumulate")]
+    return " ".join(axes + [f"--{name.replace('_', '-')} {value}" for name, value in chosen if value != plain[name]])
+
+
+def in_flags(recipe: Recipe, call: Callable[[], Any]) -> Any:
+    """What `call` gives; a `ValueError` of it with the flags in front."""
+    try:
+        return call()
+    except ValueError as error:
+        raise ValueError(f"{flags(recipe)}: {error}" if flags(recipe) else str(error)) from error
+
+
+def mesh_line(plan: parallel.Plan) -> str:
+    """The mesh and what is done on it, in one line."""
+    number, sizes = plan.mesh.size, parallel.axis_sizes(plan.mesh)
+    axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "no axis is split"
+    parts = [f"{number} device{'s' * (number > 1)}: {axes}", f"zero {plan.zero}"]
+    if sizes["tensor"] > 1:
+        parts.append(f"{plan.residual} stream" + (f", overlap {plan.overlap}" if plan.overlap != "none" else ""))
+    if sizes["context"] > 1:
+        parts.append(f"context by {plan.context_method}")
+    if plan.is_pipelined:
+        timing = parallel.simulate(plan.timetable()).lock_step
+        chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
+        idle = f"idle {100 * timing.idle / timing.total:.0f} %"
+        parts.append(f"{plan.schedule}, {plan.microbatches} microbatches{chunks}, {idle}")
+    elif plan.microbatches > 1:
+        parts.append(f"{plan.microbatches} microbatches one after another")
+    return "; ".join(parts)
+
+
+def step_of(recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer) -> training.Step:
+    """The recipe's step under a plan."""
+
+    def loss(model: Any, batch: Batch, key: Any, **views: Any) -> tuple[Any, Any]:
+        return training.next_token_loss(model, batch, key, z_loss=recipe.optimizer.z_loss, **views)
+
+    return training.planned_step(loss, optimizer, plan, clip=recipe.optimizer.clip)
+
+
+class Rows:
+    """The rows of a batch that this process loads, and their way onto its devices."""
+
+    def __init__(self, plan: parallel.Plan, batch: int):
+        self._sharding = NamedSharding(plan.mesh, PartitionSpec(parallel.BATCH_AXES))
+        self._batch = batch
+        pieces = self._sharding.addressable_devices_indices_map((batch,)).values()
+        spans = [index[0].indices(batch) for index in pieces if index is not None]
+        self.start, self.stop = min(span[0] for span in spans), max(span[1] for span in spans)
+
+    def place(self, batch: Batch) -> Batch:
+        """Of rows `start` to `stop - 1` as made here, and the others' elsewhere, the whole batch on the mesh."""
+
+        def put(x: Any) -> jax.Array:
+            shape = (self._batch, *x.shape[1:])
+
+            def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None
+                first, last, _ = index[0].indices(self._batch)
+                return x[first - self.start : last - self.start]
+
+            return jax.make_array_from_callback(shape, self._sharding, piece)
+
+        return jax.tree.map(put, batch)
+
+
+class State:
+    """The training state of a plan: made, restored and saved without a whole copy anywhere.
+
+    It trains in the order in which the ring of stages holds the layers, and is saved in reading order, so that it
+    can be restored under any other plan.
+    """
+
+    def __init__(self, recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer):
+        self.recipe, self.plan, self.optimizer = recipe, plan, optimizer
+
+    def first(self) -> training.TrainState:
+        """The state before the first step."""
+
+        def make() -> training.TrainState:
+            model = self.plan.in_ring_order(build_model(self.recipe))
+            return training.init_state(model, optimizer_of(self.recipe, model))
+
+        return parallel.init_sharded(make, self._shardings)
+
+    def shapes(self) -> training.TrainState:
+        """What a checkpoint is restored to: shapes in reading order, each where the plan keeps it."""
+        shapes = eqx.filter_eval_shape(first_state, self.recipe)
+        arrays, rest = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+        placed = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            arrays,
+            self._shardings(arrays),
+        )
+        return eqx.combine(placed, rest)
+
+    def in_ring_order(self, state: training.TrainState, *, back: bool = False) -> training.TrainState:
+        """The state in the order of the ring, or `back` in reading order."""
+        if not self.plan.is_pipelined or self.plan.chunks == 1:
+            return state
+        arrays, rest = eqx.partition(state, eqx.is_array)
+
+        def ordered(arrays: Any) -> Any:
+            parts = lambda s: (s.model, s.optimizer_state)
+            return eqx.tree_at(parts, arrays, tuple(self.plan.in_ring_order(x, back=back) for x in parts(arrays)))
+
+        return eqx.combine(jax.jit(ordered, out_shardings=self._shardings(arrays))(arrays), rest)
+
+    def everywhere(self, key: Any) -> Any:
+        """A random key on all devices."""
+        whole = NamedSharding(self.plan.mesh, PartitionSpec())
+        raw = np.asarray(jax.random.key_data(key))
+        placed = jax.make_array_from_callback(raw.shape, whole, raw.__getitem__)
+        return jax.random.wrap_key_data(placed, impl=str(jax.random.key_impl(key)))
+
+    def on_one_device(self, model: Any) -> Any:
+        """A copy of the model in reading order on the first device of this process; all processes make one together."""
+        arrays, rest = eqx.partition(model, eqx.is_array)
+        if jax.process_count() == 1:
+            arrays = self.plan.in_ring_order(arrays, back=True)
+            return eqx.combine(jax.device_put(arrays, jax.local_devices()[0]), rest)
+        whole = NamedSharding(self.plan.mesh, PartitionSpec())
+        copies = jax.jit(lambda arrays: self.plan.in_ring_order(arrays, back=True), out_shardings=whole)(arrays)
+        return eqx.combine(jax.tree.map(lambda x: x.addressable_data(0), copies), rest)
+
+    def _shardings(self, shapes: Any) -> Any:
+        return training.state_shardings(self.plan, self.optimizer, shapes)
