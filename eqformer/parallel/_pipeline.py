@@ -36,7 +36,7 @@ def pipeline_gradients(
 
     A device remembers the inputs of its parts alone, in as many slots as ever live at once, and runs a part again in
     its backward; so the forward entry of the model's last part does nothing, and its backward gives the loss. What is
-    idle runs nothing. Per tick, one activation goes up the ring of devices and one gradient down.
+    idle runs nothing. In a tick in which any device sends, one activation goes up the ring, or one gradient down.
 
     Sum and count are reduced over `pipe`, and so are the gradients of `edges`; over axes that the data vary over, all
     three are this device's part, to be reduced once by the caller. Gradients are summed in float32 at least, None for
@@ -169,8 +169,8 @@ class _Run:
         if self.schedule.is_split:
             sums = jax.lax.cond(turn.weight != IDLE, lambda s: self._weight(s, turn), lambda s: s, state.sums)
             state = _with(state, sums=sums)
-        inputs = put(state.inputs, turn.arriving_input, self._sent(y, 1))
-        cotangents = put(state.cotangents, turn.arriving_cotangent, self._sent(dx, -1))
+        inputs = put(state.inputs, turn.arriving_input, self._sent(y, 1, turn.any_input))
+        cotangents = put(state.cotangents, turn.arriving_cotangent, self._sent(dx, -1, turn.any_cotangent))
         return _with(state, inputs=inputs, cotangents=cotangents)
 
     def _forward(self, x: PyTree, turn: Turn) -> tuple[PyTree, PyTree]:
@@ -219,12 +219,14 @@ class _Run:
         of_chunk = weight_gradients(self._chunk(turn.weight), get(sums.products, turn.weight_products))
         return _with(sums, blocks=self._add_chunk(sums.blocks, of_chunk, turn.weight))
 
-    def _sent(self, message: PyTree, step: int) -> PyTree:
+    def _sent(self, message: PyTree, step: int, slot: Int[Array, ""]) -> PyTree:
+        """The neighbour's message, in a tick in which any device has one: all devices take the branch, or none."""
         stages = self.schedule.stages
         if stages == 1:
             return message
         ring = [(stage, (stage + step) % stages) for stage in range(stages)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, PIPE, ring), message)
+        permuted = lambda message: jax.tree.map(lambda x: jax.lax.ppermute(x, PIPE, ring), message)
+        return jax.lax.cond(slot != IDLE, permuted, lambda message: message, message)
 
     def _is_first(self, entry: Int[Array, ""]) -> Bool[Array, ""]:
         return (self.rank == 0) & (entry // self.schedule.microbatches == 0)

@@ -14,7 +14,8 @@ from ._schedule import IDLE, Schedule
 class Turn(NamedTuple):
     """What a device does in a tick and which slots it uses: `ticks stages` tables, `IDLE` where there is nothing.
 
-    Within a tick the order is forward, backward, weight, and last the arrival of the neighbours' messages.
+    Within a tick the order is forward, backward, weight, and last the arrival of the neighbours' messages. `any_input`
+    and `any_cotangent` tell of all devices alike whether any of them is sent one.
     """
 
     forward: Int[Array, "*ticks"]
@@ -27,6 +28,8 @@ class Turn(NamedTuple):
     weight_products: Int[Array, "*ticks"]
     arriving_input: Int[Array, "*ticks"]
     arriving_cotangent: Int[Array, "*ticks"]
+    any_input: Int[Array, "*ticks"]
+    any_cotangent: Int[Array, "*ticks"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,6 +61,8 @@ def route(schedule: Schedule) -> Routes:
     products, product_slots = _slots(schedule, 3 * backward + 1, 3 * weight + 2) if schedule.is_split else (0, None)
     none = np.full_like(forward, IDLE)
     product_slots = none if product_slots is None else product_slots
+    arriving_input = _table(schedule, forward[:-1], input_slots[1:], first_part=1)
+    arriving_cotangent = _table(schedule, backward[1:], cotangent_slots[:-1])
     turns = Turn(
         forward=schedule.forward,
         forward_input=_table(schedule, forward, input_slots),
@@ -67,8 +72,10 @@ def route(schedule: Schedule) -> Routes:
         backward_products=_table(schedule, backward, product_slots),
         weight=schedule.weight,
         weight_products=_table(schedule, weight, product_slots),
-        arriving_input=_table(schedule, forward[:-1], input_slots[1:], first_part=1),
-        arriving_cotangent=_table(schedule, backward[1:], cotangent_slots[:-1]),
+        arriving_input=arriving_input,
+        arriving_cotangent=arriving_cotangent,
+        any_input=np.broadcast_to(arriving_input.max(1, keepdims=True), arriving_input.shape),
+        any_cotangent=np.broadcast_to(arriving_cotangent.max(1, keepdims=True), arriving_input.shape),
     )
     return Routes(Turn(*(table.astype(np.int32) for table in turns)), inputs, cotangents, products)
 
