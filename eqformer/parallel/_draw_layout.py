@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .. import nn
@@ -43,7 +43,7 @@ class Placed:
         return " ".join("/".join((name, *axes)) for name, axes in zip(self.dims, self.axes, strict=True))
 
 
-def placed_arrays(model: PyTree, specs: PyTree, mesh: Mesh) -> list[Placed]:
+def placed_arrays(model: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> list[Placed]:
     """Each array of a model, or the shape of one, with what its spec makes of it."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(model)
     names, its_specs = jax.tree.leaves(nn.dims(model)), structure.flatten_up_to(specs)
@@ -58,7 +58,7 @@ def placed_arrays(model: PyTree, specs: PyTree, mesh: Mesh) -> list[Placed]:
     return found
 
 
-def split_axes(ndim: int, spec: PartitionSpec, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
+def split_axes(ndim: int, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
     """For each dim, the axes of more than one device that split it."""
     sizes = axis_sizes(mesh)
     entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
@@ -75,7 +75,7 @@ def holders(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> dict[tup
     return {piece: sorted(devices) for piece, devices in sorted(found.items())}
 
 
-def layout_table(model: PyTree, specs: PyTree, mesh: Mesh) -> str:
+def layout_table(model: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> str:
     """A printable table of every array: path, dims with the axis beside each that is split, shapes, bytes, totals.
 
     `specs` is what `partition_specs` gives for the model or its shapes. The last line lists what is whole everywhere.
@@ -94,10 +94,10 @@ def layout_table(model: PyTree, specs: PyTree, mesh: Mesh) -> str:
     return f"mesh: {mesh_name(mesh)}\n{nn.format_table(rows)}\n{listed}"
 
 
-def mesh_name(mesh: Mesh) -> str:
+def mesh_name(mesh: Mesh | AbstractMesh) -> str:
     """The axes of more than one device and their sizes: `fsdp=2 tensor=4, 8 devices`."""
     axes = " ".join(f"{axis}={size}" for axis, size in axis_sizes(mesh).items() if size > 1)
-    return f"{axes}{', ' if axes else ''}{mesh.devices.size} device{'s' * (mesh.devices.size > 1)}"
+    return f"{axes}{', ' if axes else ''}{mesh.size} device{'s' * (mesh.size > 1)}"
 
 
 def draw_array(array: Array | np.ndarray | jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import nn
@@ -30,7 +30,7 @@ class Layout:
     smallest: int = 1024
 
 
-def partition_specs(model: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
+def partition_specs(model: PyTree, layout: Layout, mesh: Mesh | AbstractMesh) -> PyTree:
     """A tree like `model` with a `PartitionSpec` for each array, and None for all else.
 
     Works on arrays and on shapes. Raises a `ValueError` that names the array, the dim, its size, the axis and its size
@@ -51,7 +51,7 @@ def partition_specs(model: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
     return jax.tree.unflatten(structure, specs)
 
 
-def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
+def shardings(specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """The `NamedSharding` of each `PartitionSpec`."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 

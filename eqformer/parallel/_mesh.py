@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ._axes import AXES
 
@@ -46,6 +46,6 @@ def make_mesh(
     return jax.make_mesh(tuple(sizes.values()), AXES, (AxisType.Auto,) * len(AXES), devices=devices)
 
 
-def axis_sizes(mesh: Mesh) -> dict[str, int]:
+def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     """The size of each axis by its name."""
-    return dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+    return dict(mesh.shape)

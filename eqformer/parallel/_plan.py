@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .. import nn
@@ -45,7 +45,7 @@ class Plan:
     `filter_shard_map`, where `parameters`, `wrap` and `reduce` do their work.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     zero: int = 0
     residual: str = "replicated"
     overlap: str = "none"

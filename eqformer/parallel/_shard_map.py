@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import nn
@@ -16,7 +16,9 @@ from ._mesh import axis_sizes
 from ._vary import varying_axes
 
 
-def filter_shard_map(fn: Callable[..., Any], mesh: Mesh, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
+def filter_shard_map(
+    fn: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., Any]:
     """Run `fn` once a device, each on its pieces of the arguments' arrays; all else in the arguments is passed whole.
 
     `in_specs` is a tuple with, for each argument, a tree of `PartitionSpec`s whose leaves each stand for a whole
