@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
 Result = TypeVar("Result")
@@ -113,7 +113,7 @@ class Votes:
     answer is one step old.
     """
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: Mesh | AbstractMesh):
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._shape = (mesh.size,)
         self._sum = jax.jit(lambda votes: votes.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -13,13 +13,14 @@ from typing import Annotated
 
 import equinox as eqx
 import tyro
+from _command import parse
 from _mesh import check_plan, plan_of
 from _processes import check_machine, devices_of, is_first, join, Machine
 from _run_directory import RunDirectory
 from _screen import fail, Screen
 from _setup import build_model, check
 from _trainer import Trainer
-from recipes import Recipe, RECIPES
+from recipes import Recipe
 
 from eqformer.training import CheckpointError, DivergedError
 
@@ -36,27 +37,10 @@ class Command:
     """The folder of the run; everything is written there."""
 
 
-def parse(arguments: list[str]) -> Command:
-    """The command that the flags make of the recipe they name."""
-    name = "default"
-    for flag, value in zip([*arguments, ""], [*arguments[1:], "", ""]):
-        name = value if flag == "--recipe" else flag.removeprefix("--recipe=") if "--recipe=" in flag else name
-    if name not in RECIPES:
-        raise ValueError(f"--recipe {name}: there is no such recipe; the recipes are {', '.join(RECIPES)}.")
-    description = "\n".join(f"  {known}: {make.__doc__}" for known, make in RECIPES.items())
-    return tyro.cli(
-        Command,
-        default=Command(name, RECIPES[name]()),
-        args=arguments,
-        config=(tyro.conf.AvoidSubcommands,),
-        description=f"{Command.__doc__}\n\nRecipes:\n{description}",
-    )
-
-
 def main(arguments: list[str]) -> None:
     """Run the command; bad input ends it with one message and exit code 2, before anything is overwritten."""
     try:
-        command = parse(arguments)
+        command = parse(Command, arguments)
         recipe, machine = command.run, command.machine
         check_machine(machine)
         check(recipe)

@@ -1,0 +1,152 @@
+"""What a plan does, before anything runs: `python scripts/layout.py --mesh.fsdp 2 --mesh.tensor 4 --zero 3`."""
+
+import math
+import sys
+
+import _environment
+
+
+def _devices(arguments: list[str]) -> list[str]:
+    """The arguments, and `--simulate` with the product of the mesh's flags where there is none: nothing runs here."""
+    sizes = [
+        own or value
+        for flag, value in zip(arguments, [*arguments[1:], ""])
+        for name, _, own in [flag.partition("=")]
+        if name.startswith("--mesh.")
+    ]
+    product = math.prod(int(size) for size in sizes if size.isdecimal())
+    given = _environment.simulated(arguments) is not None
+    return arguments if given else [*arguments, "--simulate", str(max(1, product))]
+
+
+if __name__ == "__main__":
+    _environment.prepare(_devices(sys.argv))
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import equinox as eqx
+import jax
+import tyro
+from _budget import activation_bytes, batch_shapes, sent_bytes, state_bytes
+from _command import parse
+from _mesh import check_plan, check_sizes, mesh_line, plan_of, plan_over, State, step_of
+from _processes import check_machine, Machine
+from _screen import fail
+from _setup import build_model, check, keys_of, optimizer_of
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from recipes import Recipe
+
+from eqformer import nn, parallel, planning
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Tell what a plan does before anything runs: give the flags of pretrain.py.
+
+    Prints where each parameter lives, what a device holds and sends, and a pipeline's timeline. Needs no devices: a
+    mesh of any size can be looked at on any machine.
+    """
+
+    recipe: str
+    """The recipe to start from, or a preset of eqformer.models: --recipe llama-3-8b."""
+    run: Annotated[Recipe, tyro.conf.arg(name="")]
+    machine: Annotated[Machine, tyro.conf.arg(name="")] = Machine()
+    compile: bool = False
+    """Compile the step for simulated devices too, and count what the program holds and sends."""
+    picture: Path | None = None
+    """Draw the layout to this PNG, and a pipeline's timeline beside it as NAME-timeline.png."""
+
+
+def report(command: Command) -> None:
+    """Print it all."""
+    recipe = command.run
+    sizes = check_sizes(recipe)
+    check(recipe)
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
+    plan = plan_over(recipe, mesh)
+    model = eqx.filter_eval_shape(build_model, recipe)
+    check_plan(recipe, plan, model)
+    states = State(recipe, plan, optimizer_of(recipe, model))
+    print(mesh_line(plan), end="\n\n")
+    print(parallel.layout_table(model, plan.parameter_specs(model), mesh).partition("\n")[2], end="\n\n")
+    _print_bytes(recipe, plan, states, model)
+    _print_sent(recipe, plan, model)
+    if plan.is_pipelined:
+        print(f"timeline, a backward as long as two forwards\n{parallel.draw_timeline(plan.timetable())}\n")
+    if command.compile:
+        _print_compiled(recipe, model)
+    if command.picture is not None:
+        _draw(command.picture, recipe, model)
+
+
+def _print_bytes(recipe: Recipe, plan: parallel.Plan, states: State, model: Any) -> None:
+    rows = [("bytes", "a device", "of", "share")]
+    held = state_bytes(recipe, plan, states)
+    rows += [(name, f"{own:,}", f"{whole:,}", f"{own / max(whole, 1):.1%}") for name, (own, whole) in held.items()]
+    kept = activation_bytes(recipe, plan, model)
+    rows += [(f"activations: {name}", f"{size:,}", "", "") for name, size in kept.items()]
+    total = sum(own for own, _ in held.values()) + sum(kept.values())
+    rows.append(("sum", f"{total:,}", "", ""))
+    pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
+    tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size('context')} tokens"
+    print(f"{nn.format_table(rows)}\na microbatch on a device is {tokens}\n")
+
+
+def _print_sent(recipe: Recipe, plan: parallel.Plan, model: Any) -> None:
+    sent = sent_bytes(recipe, plan, model)
+    if not sent:
+        print("nothing is sent between devices\n")
+        return
+    rows = [("over", "what", "bytes sent a device and step, at least")]
+    rows += [(axis, what, f"{size:,.0f}") for axis, what, size in sent]
+    print(nn.format_table(rows), end="\n\n")
+
+
+def _print_compiled(recipe: Recipe, model: Any) -> None:
+    """The step's own figures; devices are simulated, so this holds for a CPU's program."""
+    plan = plan_of(recipe, jax.devices())
+    optimizer = optimizer_of(recipe, model)
+    states = State(recipe, plan, optimizer)
+    rows = NamedSharding(plan.mesh, PartitionSpec(parallel.BATCH_AXES))
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch_shapes(recipe))
+    key = states.everywhere(keys_of(recipe).steps)
+    step = step_of(recipe, plan, optimizer)
+    arrays, rest = eqx.partition(states.shapes(), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+    def run(arrays: Any, batch: Any, key: Any) -> Any:
+        state, metrics = step(eqx.combine(arrays, rest), batch, key)
+        return eqx.filter(state, eqx.is_array), metrics
+
+    compiled = jax.jit(run, donate_argnums=0).lower(arrays, batch, key).compile()
+    memory = compiled.memory_analysis()
+    if memory is not None:
+        held, more = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        print(f"compiled: {held:,} bytes of state and batch, {more:,} bytes of temporaries a device")
+    print(planning.communication_table(planning.communication(compiled, mesh=plan.mesh)), end="\n\n")
+
+
+def _draw(path: Path, recipe: Recipe, model: Any) -> None:
+    plan = plan_of(recipe, jax.devices())
+    assert isinstance(plan.mesh, Mesh)
+    parallel.picture_layout(model, plan.parameter_specs(model), plan.mesh, path)
+    print(f"drawn: {path}")
+    if plan.is_pipelined:
+        timeline = path.with_name(f"{path.stem}-timeline.png")
+        parallel.picture_timeline(plan.timetable(), timeline)
+        print(f"drawn: {timeline}")
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command; bad input ends it with one message and exit code 2."""
+    try:
+        command = parse(Command, arguments)
+        check_machine(command.machine)
+        report(command)
+    except (ValueError, OSError, ImportError) as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
