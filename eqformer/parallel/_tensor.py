@@ -44,7 +44,16 @@ class Tensor(eqx.Module):
         given = self._read(x, stream_maps(inner, "inputs"))
         inner = eqx.tree_at(lambda m: stream_maps(m, "inputs"), inner, given)
         rows = [_Row(linear, self.residual, self.overlap, self.is_branched) for linear in stream_maps(inner, "outputs")]
-        return eqx.tree_at(lambda m: stream_maps(m, "outputs"), inner, rows)(x, *rest)
+        return eqx.tree_at(lambda m: stream_maps(m, "outputs"), inner, rows)(x, *self._with_tokens(x, rest))
+
+    def _with_tokens(self, x: Float[Array, "*batch seq embed"], rest: tuple) -> tuple:
+        # An attention that is told nothing of its tokens would count those of `x`, but it attends to all devices'.
+        if self.residual != "sequence" or not isinstance(self.inner, nn.Attention | nn.LatentAttention):
+            return rest
+        tokens, cache = (*rest, None, None)[:2]
+        if tokens is None and cache is None:
+            tokens = nn.positions_like((*x.shape[:-2], x.shape[-2] * jax.lax.axis_size(TENSOR)))
+        return tokens, cache
 
     def _read(self, x: Float[Array, "*batch seq embed"], linears: list[nn.Linear]) -> list["_Given"]:
         if self.residual == "replicated":

@@ -1,0 +1,186 @@
+"""Each wrapper alone on one module, inside a mapped function: the plain module's results and gradients."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from plan_models import filled
+from plan_parity import hastily
+
+from eqformer import nn
+from eqformer.parallel import (
+    ContextCore,
+    FeatureLinear,
+    filter_shard_map,
+    Gathered,
+    Layout,
+    make_mesh,
+    partition_specs,
+    SplitEmbedding,
+    SplitNorm,
+    SplitVocabulary,
+    Tensor,
+    zigzag,
+    zigzag_inverse,
+)
+
+
+EMBED, HEADS, MLP, VOCAB, ROWS, SEQ = 16, 8, 24, 20, 2, 16
+CLOSE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(fsdp=2, tensor=4)
+
+
+def x_and_direction(*shape: int) -> tuple[np.ndarray, np.ndarray]:
+    """An input, and what the result is multiplied by before it is summed."""
+    draw = np.random.default_rng(1)
+    return draw.normal(size=shape).astype(np.float32), draw.normal(size=shape).astype(np.float32)
+
+
+def value_and_gradients(call, module, x, direction):
+    """What a module gives, and the gradients of a product with it."""
+
+    def product(wanted, direction):
+        y = call(*wanted)
+        return jnp.sum(y * direction), y
+
+    (_, y), gradients = eqx.filter_value_and_grad(product, has_aux=True)((module, x), direction)
+    return y, gradients
+
+
+def alike(call, plain, module, x, direction) -> float:
+    """The largest relative difference of results and of each gradient between two ways to call a module."""
+    got = hastily(lambda *args: value_and_gradients(call, *args), module, x, direction)(module, x, direction)
+    want = hastily(lambda *args: value_and_gradients(plain, *args), module, x, direction)(module, x, direction)
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
+
+
+def mlp() -> nn.MLP:
+    """A feed-forward layer with biases."""
+    return filled(lambda: nn.MLP(embed=EMBED, mlp=MLP, bias=True, key=jax.random.key(0)))
+
+
+@pytest.mark.parametrize("residual", ["replicated", "sequence"])
+def test_tensor_around_a_feed_forward_layer(mesh, residual):
+    module = mlp()
+    specs = partition_specs(module, Layout({"mlp": "tensor"}), mesh)
+    stream = P("fsdp", "tensor") if residual == "sequence" else P("fsdp")
+    run = lambda module, x: Tensor(module, residual)(x)
+    split = filter_shard_map(run, mesh, (specs, stream), stream)
+    assert alike(split, lambda module, x: module(x), module, *x_and_direction(ROWS, SEQ, EMBED)) < CLOSE
+
+
+def test_tensor_around_an_attention_of_shared_keys(mesh):
+    """Two key heads on four devices: held whole, and each device reads the one of its query heads."""
+    sizes: dict[str, Any] = {"embed": EMBED, "heads": HEADS, "kv_heads": 2, "head_dim": 4}
+    parts: dict[str, Any] = {
+        "core": nn.ReferenceCore(),
+        "rotary": nn.Rotary(4, 1e4),
+    }  # without which a key's bias has no gradient
+    module = filled(lambda: nn.Attention(**sizes, **parts, bias=True, key=jax.random.key(0)))
+    layout = Layout({"heads": "tensor", "kv_heads": "tensor"}, lenient=frozenset({"kv_heads"}))
+    specs = partition_specs(module, layout, mesh)
+
+    def run(module, x):
+        return Tensor(module, "sequence", overlap="ring", shares_kv_heads=True)(x)[0]
+
+    stream = P("fsdp", "tensor")
+    split = filter_shard_map(run, mesh, (specs, stream), stream)
+    assert alike(split, lambda module, x: module(x)[0], module, *x_and_direction(ROWS, SEQ, EMBED)) < CLOSE
+
+
+@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
+def test_a_norm_of_features_that_are_split(mesh, kind):
+    module = filled(lambda: kind("embed", embed=EMBED))
+    specs = partition_specs(module, Layout({"embed": "tensor"}), mesh)
+    features = P("fsdp", None, "tensor")
+    split = filter_shard_map(lambda module, x: SplitNorm(module, "tensor")(x), mesh, (specs, features), features)
+    assert alike(split, lambda module, x: module(x), module, *x_and_direction(ROWS, SEQ, EMBED)) < CLOSE
+
+
+@pytest.mark.parametrize("overlap", ["none", "bidirectional"])
+def test_a_map_of_features(mesh, overlap):
+    """Slices of features in, slices of features out; the bias lies with the outputs, the weight with the inputs."""
+    module = filled(lambda: nn.Linear("embed -> mlp", embed=EMBED, mlp=MLP, bias=True, key=jax.random.key(0)))
+    specs = partition_specs(module, Layout({"embed": "tensor", "mlp": "tensor"}), mesh)
+    assert (specs.weight, specs.bias) == (P(None, "tensor"), P("tensor"))
+    features = P("fsdp", None, "tensor")
+
+    def run(module, x):
+        return FeatureLinear(module, scatters=True, overlap=overlap)(x)
+
+    split = filter_shard_map(run, mesh, (specs, features), features)
+    x, direction = x_and_direction(ROWS, SEQ, MLP)
+    assert alike(split, lambda module, x: module(x), module, x[..., :EMBED], direction) < CLOSE
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 17])
+def test_a_vocabulary_that_is_split(mesh, vocab):
+    """Lookup and loss by the same table: the logits are never whole. The last part of 17 rows is padded."""
+    table = filled(lambda: nn.Embedding(vocab=vocab, embed=EMBED, key=jax.random.key(0)))
+    ids, targets = np.random.default_rng(0).integers(0, vocab, (2, ROWS, SEQ)).astype(np.int32)
+
+    def run(table, ids, targets):
+        rows = table.weight  # this device's
+        split = SplitEmbedding(rows, table.scale, total=vocab, residual="replicated")
+        hidden = jax.lax.pcast(jnp.tanh(split(ids)), "tensor", to="varying")
+        logits = split.unembed(hidden).reshape(-1, rows.shape[0])
+        nats, _ = SplitVocabulary(vocab).nats(logits, targets.reshape(-1))
+        return jax.lax.psum(jnp.sum(nats), "fsdp")
+
+    def whole(table, ids, targets):
+        logits = table.unembed(jnp.tanh(table(ids)))
+        return -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1))
+
+    def padded(table):
+        missing = -vocab % 4
+        return eqx.tree_at(lambda t: t.weight, table, jnp.pad(table.weight, ((0, missing), (0, 0))))
+
+    split = filter_shard_map(run, mesh, (P("tensor"), P("fsdp"), P("fsdp")), P())
+    got = hastily(eqx.filter_value_and_grad(lambda *args: split(padded(args[0]), *args[1:])), table, ids, targets)
+    want = hastily(eqx.filter_value_and_grad(whole), table, ids, targets)
+    got, want = got(table, ids, targets), want(table, ids, targets)
+    assert abs(got[0] - want[0]) < CLOSE * abs(want[0])
+    assert np.linalg.norm(got[1].weight - want[1].weight) < CLOSE * np.linalg.norm(want[1].weight)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_parameters_gathered_for_the_moment_of_their_use(mesh, keeps):
+    module = mlp()
+    specs = partition_specs(module, Layout(spread="fsdp", smallest=32), mesh)
+    dims = tuple(next((i for i, entry in enumerate(spec) if entry), None) for spec in jax.tree.leaves(specs))
+    assert dims == (0, None, 1, None)  # two matrices on their larger dims; biases are too small
+
+    def run(module, x):
+        return Gathered(module, dims, ("float32",) * len(dims), keeps)(x)
+
+    split = filter_shard_map(run, mesh, (specs, P("fsdp", "tensor")), P("fsdp", "tensor"))
+    assert alike(split, lambda module, x: module(x), module, *x_and_direction(ROWS, SEQ, EMBED)) < CLOSE
+
+
+@pytest.mark.parametrize("method", ["ring", "gather", "heads"])
+def test_an_attention_of_pieces_of_rows(method):
+    mesh = make_mesh(context=4, replica=2)
+    sizes: dict[str, Any] = {"embed": EMBED, "heads": HEADS, "kv_heads": 4, "head_dim": 4}
+    module = filled(
+        lambda: nn.Attention(**sizes, rotary=nn.Rotary(4, 1e4), core=nn.BlockwiseCore(4), key=jax.random.key(0))
+    )
+    order, back = (np.arange(SEQ),) * 2 if method == "heads" else (zigzag(SEQ, 4), zigzag_inverse(SEQ, 4))
+    positions = np.broadcast_to(order.astype(np.int32), (ROWS, SEQ))
+
+    def run(module, x, positions):
+        module = eqx.tree_at(lambda m: m.core, module, ContextCore(module.core, method))
+        return module(x, nn.Tokens(positions))[0]
+
+    rows = P("replica", "context")
+    mapped = filter_shard_map(run, mesh, (P(), rows, rows), rows)
+    split = lambda module, x: mapped(module, x[:, order], positions)[:, back]
+    assert alike(split, lambda module, x: module(x)[0], module, *x_and_direction(ROWS, SEQ, EMBED)) < CLOSE
