@@ -1,11 +1,14 @@
-"""Measure eqformer beside PyTorch and transformers, where they are installed: `python scripts/benchmark.py`."""
+"""Measure eqformer beside PyTorch and transformers, where they are installed: `python scripts/benchmark.py`.
+
+What meshes cost is measured on 8 simulated devices: `python scripts/benchmark.py --simulate 8`.
+"""
 
 import sys
 
 import _environment
 
 
-_environment.prepare()
+_environment.prepare(sys.argv[1:])
 
 import dataclasses
 import json
@@ -18,7 +21,7 @@ import jax
 import tyro
 from _screen import fail
 from benchmarks._measure import Row
-from benchmarks._rows import BENCHMARKS
+from benchmarks._rows import BENCHMARKS, OF_MESHES
 from rich.console import Console
 from rich.table import Table
 
@@ -29,8 +32,10 @@ from eqformer import training
 class Command:
     """Print a table of benchmarks and write it as JSON."""
 
-    only: tuple[Literal["train", "decode", "compile", "memory"], ...] = ()
-    """The benchmarks to run; all by default."""
+    only: tuple[Literal["train", "decode", "compile", "memory", "layouts", "schedules", "communication"], ...] = ()
+    """The benchmarks to run; by default all of one device or, with --simulate 8, all of meshes."""
+    simulate: int | None = None
+    """Let the CPU act as so many devices."""
     rounds: int = 9
     """Turns that each contender gets; medians over them are printed."""
     output: Path = Path("runs/benchmark.json")
@@ -63,7 +68,7 @@ def main(arguments: list[str]) -> None:
     if command.rounds < 1:
         fail(ValueError(f"--rounds {command.rounds}: give at least 1."))
     rows: list[Row] = []
-    for name in command.only or BENCHMARKS:
+    for name in command.only or [name for name in BENCHMARKS if (name in OF_MESHES) == (command.simulate is not None)]:
         print(f"measuring {name}: {BENCHMARKS[name].__doc__}", file=sys.stderr, flush=True)
         rows += BENCHMARKS[name](command.rounds)
     show(rows)

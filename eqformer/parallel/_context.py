@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from ..nn import BlockwiseCore, DotProductCore, Mask, ReferenceCore, Tokens
@@ -29,7 +30,7 @@ class ContextCore(eqx.Module):
     `T` tokens a row, and `n`, `m` bytes a token of queries or of keys and values):
 
     - `"ring"`: keys and values go round while each device attends to those it holds (Liu et al., 2310.01889); memory
-      for two pieces of them; `3 m T (c-1)/c + m T/c`. Computed as by `BlockwiseCore`, with the block and the softcap of
+      for two pieces of them; `3 m T (c-1)/c`. Computed as by `BlockwiseCore`, with the block and the softcap of
       `inner`.
     - `"gather"`: all keys and values are gathered, in the backward pass again; `3 m T (c-1)/c`. Any `inner`. Of its
       results only those that it names are kept (`BlockwiseCore`'s), others are computed again.
@@ -92,14 +93,18 @@ class ContextCore(eqx.Module):
         size, heads = jax.lax.axis_size(CONTEXT), query.shape[-2]
         copies = _copies(size, heads, key.shape[-2], "ContextCore(method='heads')")
         seq, head = query.ndim - 3, query.ndim - 2
-        swap = lambda x: jax.lax.all_to_all(x, CONTEXT, head, seq, tiled=True)
+
+        def swap(x: Array) -> Array:
+            # Named for remat policies that keep a map's results: these then stand for the maps', and travel once.
+            return checkpoint_name(jax.lax.all_to_all(x, CONTEXT, head, seq, tiled=True), "product")
+
         query, key, value = swap(query), *(swap(jnp.repeat(x, copies, axis=head)) for x in (key, value))
         tokens = jax.tree.map(lambda x: jax.lax.all_gather(x, CONTEXT, axis=x.ndim - 1, tiled=True), tokens)
         if sinks is not None:
             first = jax.lax.axis_index(CONTEXT) * (heads // size)
             sinks = jax.lax.dynamic_slice_in_dim(sinks, first, heads // size)
         output = self.inner(query, key, value, tokens=tokens, sinks=sinks, **given)
-        return jax.lax.all_to_all(output, CONTEXT, seq, head, tiled=True)
+        return checkpoint_name(jax.lax.all_to_all(output, CONTEXT, seq, head, tiled=True), "attended")
 
 
 def zigzag(seq: int, pieces: int) -> Int[np.ndarray, "seq"]:

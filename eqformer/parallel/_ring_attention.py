@@ -35,8 +35,8 @@ def ring_attend(
 
     Each device attends to the piece it holds while the next one arrives, and combines by the logarithms of the sums.
     Nothing that travels is kept: the backward pass sends keys and values round once more, and the gradients that are
-    due to them along, which arrive at home after the last step; the probabilities are made again from the logarithm
-    of the whole sum. Keys and values travel `size - 1` steps each way, gradients `size` steps, in the arrays' dtype.
+    due to them along, which arrive at home with the last step; the probabilities are made again from the logarithm
+    of the whole sum. Keys and values travel `size - 1` steps in each pass, gradients as many, in the arrays' dtype.
     """
     arrays = grouped(query, key, value, tokens, None)
     arrays = vary(vary_like(arrays, arrays), (ring.axis,))
@@ -91,17 +91,25 @@ def _ring_backward(rules: Rules, ring: Ring, saved: tuple, gradients: tuple[Arra
         more, to_held = parts(held)
         return (following, to_query + more, jax.tree.map(jnp.add, arrived, to_held)), None
 
-    # The gradients due to a piece follow it at one step's distance, so that they too travel during the computation.
+    # The device's own piece first, while the next one arrives. The gradients due to a piece that came by follow it at
+    # one step's distance, so that they too travel during the computation, and reach home with the last step.
     held, size = (key, value, places), jax.lax.axis_size(ring.axis)
-    following = _send(ring, held) if size > 1 else held
-    to_query, to_held = parts(held)
-    if size > 1:
-        carry, _ = jax.lax.scan(step, (following, to_query, to_held), length=size - 2)
+    if size == 1:
+        to_query, own = parts(held)
+        return to_query.astype(query.dtype), *own, None
+    following = _send(ring, held)
+    to_query, own = parts(held)
+    held, arrived = following, None
+    if size > 2:
+        following = _send(ring, held)
+        more, to_held = parts(held)
+        carry, _ = jax.lax.scan(step, (following, to_query + more, to_held), length=size - 3)
         held, to_query, to_held = carry
         arrived = _send(ring, to_held)
-        more, to_held = parts(held)
-        to_query, to_held = to_query + more, _send(ring, jax.tree.map(jnp.add, arrived, to_held))
-    return to_query.astype(query.dtype), *to_held, None
+    more, to_held = parts(held)
+    to_held = to_held if arrived is None else jax.tree.map(jnp.add, arrived, to_held)
+    home = jax.tree.map(jnp.add, own, _send(ring, to_held))
+    return (to_query + more).astype(query.dtype), *home, None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from benchmarks import _ours, _peers
+from benchmarks import _layouts, _ours, _peers
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import models, nn, planning
 
@@ -101,9 +101,15 @@ def _llama(name: str) -> models.Llama:
     return numbers
 
 
+OF_MESHES: dict[str, Callable[[int], Iterator[Row]]] = {
+    "layouts": _layouts.layouts,
+    "schedules": _layouts.schedules,
+    "communication": _layouts.communication,
+}
 BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "train": train,
     "decode": decode,
     "compile": compilation,
     "memory": memory,
+    **OF_MESHES,
 }
