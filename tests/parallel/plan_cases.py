@@ -17,7 +17,7 @@ PIPE += [{"schedule": name, "microbatches": 2, "chunks": 2} for name in ("interl
 
 # Every axis, stage of ZeRO, stream, overlap, method, schedule and remat at least once.
 EVERY_RUN = [
-    Case("llama", {"replica": 2, "fsdp": 2}, {"zero": 3}, accumulate=2),
+    Case("llama", {"replica": 2, "fsdp": 2}, {"zero": 3, "smallest": 1}, accumulate=2),
     Case("gpt2", {"replica": 2, "expert": 2, "tensor": 2}, {"zero": 0, "residual": "replicated"}, accumulate=2),
     Case("gpt2", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}),
     Case("jaxformer", {"fsdp": 2, "tensor": 4}, {"zero": 3, "residual": "sequence"}, "products"),
@@ -168,5 +168,9 @@ def _others() -> Iterator[Case]:
     for model in ("tied", "long", "windows", "full norms", "side by side", "latents"):
         for (mesh, choices), remat in zip(layouts, itertools.cycle(("none", "products", "full"))):
             yield Case(model, mesh, choices, remat)
+    for (mesh, choices), remat in zip(layouts[:-1], itertools.cycle(("full", "none", "products"))):
+        yield Case("unlike stacks", mesh, choices, remat)
+    for family, (mesh, choices) in itertools.product(THREE, layouts[:3]):  # what is small is split too
+        yield Case(family, mesh, choices | {"smallest": 1})
     yield Case("tied", {"tensor": 8}, {"residual": "replicated"})
     yield Case("side by side", {"tensor": 4}, {"residual": "feature"})

@@ -24,7 +24,7 @@ FAMILIES: dict[str, Any] = {
         vocab=64,
         embed=EMBED,
         blocks=4,
-        layers_per_block=2,
+        layers_per_block=1,
         heads=HEADS,
         latent=16,
         rope_dim=4,
@@ -109,20 +109,22 @@ def latents(key: Any) -> nn.Block:
     return nn.Block(mixer, nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm(1.0), norm(1.0))
 
 
-BLOCKS: dict[str, Callable[[Any], Any]] = {
-    "windows": windows,
-    "full norms": full_norms,
-    "side by side": side_by_side,
-    "latents": latents,
+Make = Callable[[Any], Any]
+BLOCKS: dict[str, tuple[Make, ...]] = {
+    "windows": (windows,),
+    "full norms": (full_norms,),
+    "side by side": (side_by_side,),
+    "latents": (latents,),
+    "unlike stacks": (latents, side_by_side),
 }
 
 
-def of_blocks(make: Callable[[Any], Any], remat: str, vocab: int = 48) -> nn.Transformer:
-    """Four such layers between a scaled embedding and a head with a bias."""
+def of_blocks(*makes: Make, remat: str = "none", vocab: int = 50) -> nn.Transformer:
+    """Stacks of four such layers between a scaled embedding and a head with a bias."""
     keys = jax.random.split(jax.random.key(0), 3)
     return nn.Transformer(
         nn.Embedding(vocab=vocab, embed=EMBED, scale=2.0, key=keys[0]),
-        (nn.Stack(make, 4, remat=remat, key=keys[1]),),
+        tuple(nn.Stack(make, 4, remat=remat, key=keys[1]) for make in makes),
         norm(),
         nn.Linear("embed -> vocab", embed=EMBED, vocab=vocab, bias=True, key=keys[2]),
         dropout=nn.Dropout(0.1),
@@ -150,7 +152,7 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
 
     def build() -> nn.Transformer:
         if name in BLOCKS:
-            return of_blocks(BLOCKS[name], remat)
+            return of_blocks(*BLOCKS[name], remat=remat)
         return models.build(FAMILIES[name], core=CORE, remat=remat, key=jax.random.key(0))
 
     return nn.Precision(*dtypes).apply(filled(build))

@@ -35,7 +35,8 @@ class Case(NamedTuple):
     def name(self) -> str:
         """What tells the case from others."""
         mesh = ".".join(f"{axis}{size}" for axis, size in self.mesh.items())
-        words = [self.model, mesh, *(str(v) if k != "zero" else f"zero{v}" for k, v in self.choices.items())]
+        numbers = {name: f"{name}{value}" for name, value in self.choices.items() if isinstance(value, int)}
+        words = [self.model, mesh, *(numbers.get(name, value) for name, value in self.choices.items())]
         words += [self.remat] * (self.remat != "none") + [f"accumulate{self.accumulate}"] * (self.accumulate > 1)
         return " ".join(words)
 

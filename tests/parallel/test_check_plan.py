@@ -30,7 +30,7 @@ def built(**options) -> nn.Transformer:
         mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=key)
         return nn.Block(attention(key, **options), mlp, norm(), norm())
 
-    return shapes(lambda: of_blocks(block, "none"))
+    return shapes(lambda: of_blocks(block))
 
 
 CHOICES = {
@@ -132,7 +132,7 @@ def foreign() -> nn.Transformer:
         )
         return nn.Block(attention(key), Mixture(up, down), norm(), norm())
 
-    return shapes(lambda: of_blocks(block, "none"))
+    return shapes(lambda: of_blocks(block))
 
 
 def key_norms(kv_heads: int) -> nn.Transformer:
@@ -170,20 +170,20 @@ MODELS = {
         r"residual='feature'\) over tensor=4: .*attention.* normalises all its key heads together",
     ),
     "key heads that no group shares": (
-        lambda: shapes(lambda: of_blocks(three_of_six, "none")),
+        lambda: shapes(lambda: of_blocks(three_of_six)),
         {"tensor": 2},
         {},
         r"tensor=2: .*attention.* has 3 key heads, which neither split over 2 devices nor are shared",
     ),
     "nothing: heads that just split": (built, {"context": 4, "tensor": 2}, {"context_method": "heads"}, None),
     "too few heads for context": (
-        lambda: shapes(lambda: of_blocks(three_of_six, "none")),
+        lambda: shapes(lambda: of_blocks(three_of_six)),
         {"context": 4},
         {"context_method": "heads"},
         r"context=4: .*attention.*: .*6 query heads on a device do not split over 4 devices",
     ),
     "key heads that fit no device": (
-        lambda: shapes(lambda: of_blocks(three_of_six, "none")),
+        lambda: shapes(lambda: of_blocks(three_of_six)),
         {"context": 2},
         {"context_method": "heads"},
         r"context=2: .*3 key heads on a device are neither a multiple nor a divisor",

@@ -126,6 +126,9 @@ CONTROLS: dict[str, Control] = {
     "keys go round": Control(control.still, ROUND, every_run=True),
     "keys are gathered": Control(without("_context", all_gather=own_piece), GATHERED),
     "heads are exchanged": Control(without("_context", all_to_all=own_exchange), EXCHANGED),
+    "outputs are exchanged back": Control(
+        without("_context", all_to_all=control.at_place(3, 4, "all_to_all", own_exchange)), EXCHANGED
+    ),
     "tokens are gathered beside heads": Control(without("_context", all_gather=own_piece), EXCHANGED),
     "positions in the order of the ring": Control(control.in_reading_order("positions"), ROUND),
     "documents in the order of the ring": Control(control.in_reading_order("segments"), ROUND),
@@ -137,6 +140,9 @@ CONTROLS: dict[str, Control] = {
     "sum of the edges' gradients, unsummed": Control(without("_pipeline", psum=nothing), STAGES, "types", True),
     "sum of the edges' gradients": Control(without("_pipeline", psum=of_first), STAGES),
     "messages between stages": Control(without("_pipeline", ppermute=permuted_nowhere), STAGES, every_run=True),
+    "gradients sent back between stages": Control(
+        without("_pipeline", ppermute=control.at_place(1, 2, "ppermute", permuted_nowhere)), STAGES
+    ),
     "layers in the order of the ring": Control(control.in_order_read, CHUNKS, every_run=True),
 }
 
