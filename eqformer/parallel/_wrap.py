@@ -37,9 +37,9 @@ def split_over_tensor(
     def wrap(module: PyTree, spec: PyTree, shape: PyTree) -> PyTree:
         if isinstance(module, norms):
             return _split_norm(module, spec)
-        inner = replace(module, norms, _split_norm, spec)
         if residual == "feature":
-            return _feature_module(inner, shape, overlap, is_branched)
+            return _feature_module(module, spec, shape, overlap, is_branched)
+        inner = replace(module, norms, _split_norm, spec)
         return Tensor(inner, residual, overlap, is_branched, shares_kv_heads(module, spec))
 
     whole = model
@@ -117,13 +117,15 @@ def _split_norm(norm: nn.RMSNorm | nn.LayerNorm, spec: PyTree) -> PyTree:
     return SplitNorm(norm, TENSOR) if any(TENSOR in axes_of(leaf) for leaf in leaves) else norm
 
 
-def _feature_module(module: PyTree, shapes: PyTree, overlap: str, is_branched: bool) -> PyTree:
+def _feature_module(module: PyTree, specs: PyTree, shapes: PyTree, overlap: str, is_branched: bool) -> PyTree:
     """A layer whose every map reduces and scatters; key heads that the axis does not divide are summed whole."""
 
-    def feature(linear: nn.Linear, shape: nn.Linear) -> FeatureLinear:
-        return FeatureLinear(linear, _scatters(shape), overlap, is_branched)
+    def feature(part: PyTree, spec: PyTree, shape: PyTree) -> PyTree:
+        if not isinstance(part, nn.Linear):
+            return _split_norm(part, spec)
+        return FeatureLinear(part, _scatters(shape), overlap, is_branched)
 
-    module = replace(module, nn.Linear, feature, shapes)
+    module = replace(module, (nn.Linear, nn.RMSNorm, nn.LayerNorm), feature, specs, shapes)
     if not isinstance(module, nn.Attention) or module.key.scatters:  # type: ignore[attr-defined]
         return module
     heads = FeatureKeyHead(module.key), FeatureKeyHead(module.value)
