@@ -1,7 +1,9 @@
 """Running the scripts in processes of their own."""
 
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,8 @@ TINY = (
     "--checkpoint-every 3 --validate-every 3 --validation-batches 2 --sample-every 6 --optimizer.warmup 2"
 ).split()
 LLAMA = "--model.kv-heads 2 --model.mlp 64".split()
+# Without the eight devices of the tests' own process: a script has one, or those it simulates.
+PLAIN = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 
 
 def write_corpus(folder: pathlib.Path, files: int = 40) -> pathlib.Path:
@@ -33,6 +37,7 @@ def command(script: str, *arguments: object) -> list[str]:
 
 def run(script: str, *arguments: object, **options) -> subprocess.CompletedProcess:
     """A script in a process of its own, to its end."""
+    options = {"env": PLAIN} | options
     return subprocess.run(command(script, *arguments), capture_output=True, text=True, timeout=300, **options)
 
 
@@ -42,15 +47,45 @@ def rows(run_dir: pathlib.Path, with_key: str = "loss") -> list[dict]:
     return [row for row in map(json.loads, lines) if with_key in row]
 
 
+def losses(run_dir: pathlib.Path) -> list[float]:
+    """The training loss of each step."""
+    assert [row["step"] for row in rows(run_dir)] == list(range(1, len(rows(run_dir)) + 1))
+    return [row["loss"] for row in rows(run_dir)]
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen:
+    """A script in a process of its own, begun."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command(script, *arguments), stdout=pipe, stderr=subprocess.STDOUT, text=True, env=PLAIN)
+
+
 def start_until(run_dir: pathlib.Path, step: int, script: str, *arguments: object) -> subprocess.Popen:
     """A script in a process of its own, returned once its metrics have reached a step."""
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command(script, *arguments), stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    process = start(script, *arguments)
+    wait_until(run_dir, step, process)
+    return process
+
+
+def wait_until(run_dir: pathlib.Path, step: int, process: subprocess.Popen) -> None:
+    """Wait until the metrics of a process that runs have reached a step."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and process.poll() is None:
         path = run_dir / "metrics.jsonl"
         if path.exists() and f'"step": {step},' in path.read_text():
-            return process
+            return
         time.sleep(0.02)
     process.kill()
     pytest.fail(f"the script did not reach step {step}: {process.communicate()[0]}")
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Have a run in this process be sent SIGTERM when it writes the row of a step."""
+    from eqformer import training
+
+    class Stops(training.JsonLines):
+        def write(self, row):
+            super().write(row)
+            if row["step"] == step:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(training, "JsonLines", Stops)

@@ -1,14 +1,14 @@
 """Bad input ends a script with one clear message and exit code 2, and overwrites nothing."""
 
 import json
-import os
 import subprocess
 import sys
 
+import layout
 import pretrain
 import pytest
 import sample
-from script_helpers import command, LLAMA, TINY, write_corpus
+from script_helpers import command, LLAMA, PLAIN, TINY, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,8 @@ def refused(capsys):
     """Runs a command line in this process and returns the message of its refusal."""
 
     def message(*arguments, main=pretrain.main):
+        if main is pretrain.main and not any(str(argument)[:6] in ("--mesh", "--simu") for argument in arguments):
+            arguments = (*arguments, "--simulate", 1)
         with pytest.raises(SystemExit) as exit:
             main([str(argument) for argument in arguments])
         assert exit.value.code == 2
@@ -53,6 +55,63 @@ def test_what_cannot_work_is_refused_before_anything_is_written(arguments, words
     error = refused("--run-dir", tmp_path / "run", *arguments.split())
     assert all(word in error for word in words), error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        ("--mesh.tensor 16", ["--mesh.tensor 16", "16 devices", "there are 8", "--simulate 16"]),
+        ("--mesh.fsdp 0", ["--mesh.fsdp 0", "at least one device"]),
+        ("--mesh.replica 1", ["1 devices", "7 of 8 would be left over", "--mesh.replica 8"]),
+        ("--mesh.fsdp 4", ["--mesh.fsdp 4", "4 of 8 would be left over", "--mesh.replica 2"]),
+        ("--mesh.fsdp 8 --simulate 4", ["--mesh.fsdp 8", "there are 4"]),
+        ("--simulate 16 --mesh.fsdp 16", ["--simulate 16", "8 cpu devices"]),
+        ("--simulate 0", ["--simulate 0", "at least 1"]),
+        ("--mesh.tensor 8 --model.heads 12 --model.embed 96", ["--mesh.tensor 8", "'heads'", "12", "8 devices"]),
+        ("--mesh.fsdp 8 --batch 12", ["--mesh.fsdp 8", "12 rows", "multiple of 8"]),
+        ("--mesh.fsdp 8 --microbatches 4", ["--mesh.fsdp 8 --microbatches 4", "16 rows", "multiple of 32"]),
+        ("--mesh.fsdp 8 --accumulate 4", ["--mesh.fsdp 8 --accumulate 4", "16 rows", "multiple of 32"]),
+        ("--mesh.context 8 --seq 250", ["--mesh.context 8", "250 tokens", "multiple of 16"]),
+        ("--mesh.context 2 --mesh.tensor 4 --residual sequence --seq 36", ["'sequence'", "18 tokens", "multiple of 8"]),
+        ("--mesh.pipe 8", ["--mesh.pipe 8", "layers=4", "take 8 layers"]),
+        ("--mesh.pipe 8 --microbatches 8 --model.layers 12", ["--mesh.pipe 8", "layers=12", "8 or 16"]),
+        (
+            "--mesh.pipe 4 --mesh.replica 2 --schedule looping --microbatches 2",
+            ["--schedule looping", "microbatches=2", "at least 4"],
+        ),
+        (
+            "--mesh.pipe 2 --mesh.fsdp 4 --schedule interleaved --chunks 2 --microbatches 3",
+            ["--schedule interleaved", "microbatches=3", "2 or 4"],
+        ),
+        ("--mesh.pipe 2 --mesh.fsdp 4 --chunks 2", ["--chunks 2", "1f1b has one chunk"]),
+        ("--mesh.context 8 --context-method heads --model.heads 4", ["--context-method heads", "4 query heads"]),
+        ("--mesh.tensor 8 --overlap ring", ["--overlap ring", "replicated", "residual='sequence'"]),
+        ("--mesh.tensor 8 --zero 4", ["zero", "4"]),
+        ("--process-id 2 --processes 2 --coordinator localhost:1", ["--process-id 2 --processes 2", "from 0 to 1"]),
+        ("--coordinator localhost:1", ["--coordinator localhost:1", "--processes and --process-id"]),
+        ("--processes 2 --process-id 0", ["--processes 2 --process-id 0", "give --coordinator"]),
+        ("--coordinator here --processes 2 --process-id 0", ["--coordinator here", "host:port"]),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(arguments, words, refused, tmp_path):
+    for main in (pretrain.main, layout.main):
+        if main is layout.main and any("left over" in word or "there are" in word or "cpu" in word for word in words):
+            continue  # a layout needs no devices
+        more = () if main is layout.main else ("--run-dir", tmp_path / "run")
+        error = refused(*more, *arguments.split(), main=main)
+        assert all(word in error for word in words), error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_of_another_model(refused, corpus, tmp_path):
+    arguments = ["--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA]
+    pretrain.main([str(argument) for argument in [*arguments, "--steps", 3, "--simulate", 1]])
+    recipe = tmp_path / "run" / "recipe.json"
+    recipe.write_text(recipe.read_text().replace('"mlp": 64', '"mlp": 96'))
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    error = refused(*arguments, "--model.mlp", 96, "--mesh.tensor", 2, "--mesh.fsdp", 4, "--mesh.replica", 1)
+    assert "gate.weight is float32[2, 64, 32] in the checkpoint and float32[2, 96, 32] in the model" in error
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
 def test_a_vocabulary_smaller_than_a_token_id(refused, corpus, tmp_path):
@@ -92,7 +151,7 @@ def test_a_folder_of_another_recipe_and_a_folder_that_is_no_run(refused, corpus,
 
 def test_a_truncated_checkpoint_is_an_error_and_never_a_new_start(refused, corpus, tmp_path):
     arguments = ["--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA]
-    pretrain.main([str(argument) for argument in [*arguments, "--steps", 3]])
+    pretrain.main([str(argument) for argument in [*arguments, "--steps", 3, "--simulate", 1]])
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     largest = max((tmp_path / "run" / "checkpoints" / "3").rglob("*"), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-100])
@@ -112,7 +171,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_half_written(limit, place, corpu
     program = [sys.executable, "-c", limited + "; os.execv(sys.argv[1], sys.argv[1:])"]
     arguments = command("pretrain.py", "--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA)
     # Without bytecode: Python itself would leave files of it cut short, which the next process could not import.
-    unwritten = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    unwritten = PLAIN | {"PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=300, env=unwritten)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count("error:") == 1 and place in done.stderr and "File too large" in done.stderr, done.stderr

@@ -1,0 +1,51 @@
+"""layout.py tells a plan's costs from shapes: no device is needed, and what it says agrees with the compiled step."""
+
+import re
+
+import layout
+import pytest
+
+
+@pytest.fixture
+def told(capsys):
+    def text(arguments):
+        layout.main(arguments.split())
+        return capsys.readouterr().out
+
+    return text
+
+
+def figure(text, name, column=0):
+    (line,) = re.findall(rf"^{name} .*$", text, re.MULTILINE)
+    return int(re.findall(r"[\d,]{2,}|\d", line[len(name) :])[column].replace(",", ""))
+
+
+def test_a_mesh_far_larger_than_the_machine_is_told_from_shapes(told):
+    text = told("--recipe llama-3-8b --mesh.fsdp 64 --zero 3 --batch 64 --seq 8192")
+    assert text.startswith("64 devices: fsdp 64; zero 3")
+    whole = 8_030_261_248 * 4 + 32 * 4  # float32, and the layers' numbers
+    assert figure(text, "parameters", 1) == whole
+    assert figure(text, "parameters") == pytest.approx(whole / 64, rel=1e-6)
+    assert figure(text, "optimizer state") == pytest.approx(2 * whole / 64, rel=1e-6)
+    # Each step gathers parameters in both passes and scatters gradients: 63/64 of 3 x 4 bytes.
+    assert figure(text, "fsdp  gradients and parameters, zero 3") == pytest.approx(63 / 64 * 3 * whole, rel=1e-6)
+
+
+def test_a_pipeline_is_told_with_its_timeline_and_pictures(told, tmp_path):
+    mesh = "--mesh.fsdp 2 --mesh.tensor 2 --mesh.pipe 2 --microbatches 4"
+    text = told(f"{mesh} --picture {tmp_path}/plan.png")
+    assert "layers/pipe heads/tensor head_dim embed" in text and "device 0 |F0F1....F2B0--" in text
+    # Three microbatches of 2 rows of 256 tokens of 128 channels wait at once on the first stage.
+    assert figure(text, "activations: inputs of stages, 3 at once") == 3 * 2 * 256 * 128 * 4
+    assert figure(text, "tensor  the replicated stream of 2 layers") == 4 * 2 * 8 * 2 * 256 * 128 * 4 // 2
+    for name in ("plan.png", "plan-timeline.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_compiled_step_holds_and_sends_what_was_told(told):
+    text = told("--mesh.replica 8 --model.embed 32 --model.mlp 64 --seq 32 --compile")
+    state = figure(text, "parameters") + figure(text, "optimizer state")
+    (held,) = re.findall(r"compiled: ([\d,]+) bytes of state", text)
+    assert int(held.replace(",", "")) == pytest.approx(state, rel=0.05)
+    sent = figure(text, "replica  gradients and parameters, zero 0")
+    assert figure(text, "all", 1) == pytest.approx(sent, rel=0.01)
