@@ -24,6 +24,7 @@ from ._pipeline import layer_order
 from ._pipelined_stack import PipelinedStack
 from ._schedule import Schedule
 from ._schedules import make_schedule
+from ._tensor import HEAD_DIMS
 from ._vary import vary
 from ._vocabulary import SplitVocabulary
 from ._wrap import split_over_context, split_over_tensor
@@ -70,7 +71,7 @@ class Plan:
 
     def layout(self, *, spread: bool) -> Layout:
         """The layout of parameters or, with `spread`, of what else is split over the axis `fsdp`."""
-        split = FEATURE_DIMS if self.residual == "feature" else ("heads", "kv_heads", "mlp")
+        split = FEATURE_DIMS if self.residual == "feature" else HEAD_DIMS
         dims = {"layers": PIPE, **dict.fromkeys((*split, "vocab"), TENSOR)}
         return Layout(dims, frozenset({"kv_heads", "vocab"}), FSDP if spread else None, self.smallest)
 

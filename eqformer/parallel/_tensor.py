@@ -21,6 +21,7 @@ from ._vary import vary
 
 
 RESIDUALS = ("replicated", "sequence", "feature")
+HEAD_DIMS = ("heads", "kv_heads", "mlp")  # which are split where the stream between layers keeps its features whole
 TENSOR_MODULES = (nn.Attention, nn.LatentAttention, nn.MLP, nn.GatedMLP)
 
 

@@ -13,9 +13,9 @@ from .. import nn
 from ._axes import TENSOR
 from ._context import ContextCore
 from ._feature import FEATURE_DIMS, FeatureKeyHead, FeatureLinear
-from ._layout import axes_of, is_spec
+from ._layout import axes_of
 from ._norms import SplitNorm
-from ._tensor import Tensor, TENSOR_MODULES
+from ._tensor import HEAD_DIMS, Tensor, TENSOR_MODULES
 from ._vocabulary import FeatureEmbedding, HeadInput, own_rows, rows_of_features, SplitEmbedding
 
 
@@ -36,10 +36,10 @@ def split_over_tensor(
 
     def wrap(module: PyTree, spec: PyTree, shape: PyTree) -> PyTree:
         if isinstance(module, norms):
-            return _split_norm(module, spec)
+            return _split_norm(module, residual)
         if residual == "feature":
-            return _feature_module(module, spec, shape, overlap, is_branched)
-        inner = replace(module, norms, _split_norm, spec)
+            return _feature_module(module, shape, overlap, is_branched)
+        inner = replace(module, norms, lambda norm: _split_norm(norm, residual))
         return Tensor(inner, residual, overlap, is_branched, shares_kv_heads(module, spec))
 
     whole = model
@@ -112,20 +112,22 @@ def own_tokens(x: Array, dim: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) * size, size, dim)
 
 
-def _split_norm(norm: nn.RMSNorm | nn.LayerNorm, spec: PyTree) -> PyTree:
-    leaves = jax.tree.leaves(spec, is_leaf=is_spec)
-    return SplitNorm(norm, TENSOR) if any(TENSOR in axes_of(leaf) for leaf in leaves) else norm
+def _split_norm(norm: nn.RMSNorm | nn.LayerNorm, residual: str) -> PyTree:
+    # By the names of its dims, since a norm need not have an array to lay out. Key heads that devices share are each
+    # held by equally many, so that there too the mean of the devices' means is the mean.
+    split = FEATURE_DIMS if residual == "feature" else HEAD_DIMS
+    return SplitNorm(norm, TENSOR) if set(norm.dims) & set(split) else norm
 
 
-def _feature_module(module: PyTree, specs: PyTree, shapes: PyTree, overlap: str, is_branched: bool) -> PyTree:
+def _feature_module(module: PyTree, shapes: PyTree, overlap: str, is_branched: bool) -> PyTree:
     """A layer whose every map reduces and scatters; key heads that the axis does not divide are summed whole."""
 
-    def feature(part: PyTree, spec: PyTree, shape: PyTree) -> PyTree:
+    def feature(part: PyTree, shape: PyTree) -> PyTree:
         if not isinstance(part, nn.Linear):
-            return _split_norm(part, spec)
+            return _split_norm(part, "feature")
         return FeatureLinear(part, _scatters(shape), overlap, is_branched)
 
-    module = replace(module, (nn.Linear, nn.RMSNorm, nn.LayerNorm), feature, specs, shapes)
+    module = replace(module, (nn.Linear, nn.RMSNorm, nn.LayerNorm), feature, shapes)
     if not isinstance(module, nn.Attention) or module.key.scatters:  # type: ignore[attr-defined]
         return module
     heads = FeatureKeyHead(module.key), FeatureKeyHead(module.value)

@@ -172,5 +172,10 @@ def _others() -> Iterator[Case]:
         yield Case("unlike stacks", mesh, choices, remat)
     for family, (mesh, choices) in itertools.product(THREE, layouts[:3]):  # what is small is split too
         yield Case(family, mesh, choices | {"smallest": 1})
+    for choices in TENSOR[:1] + TENSOR[1:5:2]:
+        yield Case("bare norms", {"tensor": 4}, choices)
+    yield Case("bare norms", {"fsdp": 2, "tensor": 2, "pipe": 2}, {"residual": "feature", "microbatches": 2, "zero": 3})
+    yield Case("few full norms", {"tensor": 4}, {"residual": "replicated"})
+    yield Case("few full norms", {"fsdp": 2, "tensor": 4}, {"residual": "sequence", "zero": 3})
     yield Case("tied", {"tensor": 8}, {"residual": "replicated"})
     yield Case("side by side", {"tensor": 4}, {"residual": "feature"})

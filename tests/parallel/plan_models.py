@@ -81,6 +81,24 @@ def full_norms(key: Any) -> nn.Block:
     )
 
 
+def bare_norms(key: Any) -> nn.Block:
+    """Norms without arrays, of which no layout tells whether they are split."""
+    one, two = jax.random.split(key)
+    norms = {
+        "query_norm": nn.RMSNorm("heads head_dim", scale=False, heads=HEADS, head_dim=HEAD_DIM),
+        "key_norm": nn.RMSNorm("kv_heads head_dim", scale=False, kv_heads=4, head_dim=HEAD_DIM),
+    }
+    bare = nn.LayerNorm("embed", embed=EMBED, scale=False, bias=False)
+    return nn.Block(attention(one, **norms), nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), bare, bare)
+
+
+def few_full_norms(key: Any) -> nn.Block:
+    """Two key heads, normalised together."""
+    one, two = jax.random.split(key)
+    norms = {"key_norm": nn.RMSNorm("kv_heads head_dim", kv_heads=2, head_dim=HEAD_DIM)}
+    return nn.Block(attention(one, kv_heads=2, **norms), nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm(), norm())
+
+
 def side_by_side(key: Any) -> nn.Block:
     """Both layers on one input, whose norm they share; gated heads, one key head, norms within each head."""
     one, two = jax.random.split(key)
@@ -113,6 +131,8 @@ Make = Callable[[Any], Any]
 BLOCKS: dict[str, tuple[Make, ...]] = {
     "windows": (windows,),
     "full norms": (full_norms,),
+    "bare norms": (bare_norms,),
+    "few full norms": (few_full_norms,),
     "side by side": (side_by_side,),
     "latents": (latents,),
     "unlike stacks": (latents, side_by_side),
