@@ -1,7 +1,6 @@
 """What a plan will cost each device, worked out from shapes: bytes held, and bytes sent."""
 
 import math
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -80,10 +79,12 @@ def activation_bytes(recipe: Recipe, plan: parallel.Plan, model: PyTree) -> dict
 def batch_shapes(recipe: Recipe) -> Batch:
     """The shapes of a batch."""
     row = (recipe.batch, recipe.seq)
-    whole: Any = jax.ShapeDtypeStruct(row, jnp.int32)
-    examples: Any = jax.ShapeDtypeStruct(row[:1], jnp.int32)
-    weights: Any = jax.ShapeDtypeStruct(row, jnp.float32)
-    return Batch(ids=whole, targets=whole, weights=weights, positions=whole, segments=whole, examples=examples)
+
+    def make() -> Batch:
+        ids, weights, examples = jnp.zeros(row, jnp.int32), jnp.zeros(row), jnp.zeros(row[:1], jnp.int32)
+        return Batch(ids=ids, targets=ids, weights=weights, positions=ids, segments=ids, examples=examples)
+
+    return eqx.filter_eval_shape(make)
 
 
 def sent_bytes(recipe: Recipe, plan: parallel.Plan, model: nn.Transformer) -> list[tuple[str, str, float]]:

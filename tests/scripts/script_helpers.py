@@ -37,7 +37,7 @@ def command(script: str, *arguments: object) -> list[str]:
 
 def run(script: str, *arguments: object, **options) -> subprocess.CompletedProcess:
     """A script in a process of its own, to its end."""
-    options = {"env": PLAIN} | options
+    options.setdefault("env", PLAIN)
     return subprocess.run(command(script, *arguments), capture_output=True, text=True, timeout=300, **options)
 
 
