@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .. import nn
+from ..nn._dtype import at_least_float32
 from ._axes import TENSOR
 from ._vary import vary
 
@@ -66,7 +67,7 @@ class FeatureEmbedding(eqx.Module):
 
 def unembed(x: Float[Array, "*batch embed"], rows: Float[Array, "vocab embed"]) -> Float[Array, "*batch vocab"]:
     """`x W^T`, summed in float32 at least."""
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = at_least_float32(x.dtype)
     return jnp.einsum("...e,ve->...v", x, rows.astype(x.dtype), preferred_element_type=dtype)
 
 

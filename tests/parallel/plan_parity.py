@@ -117,7 +117,7 @@ def differences(got: Outcome, want: Outcome, tolerance: float) -> dict[str, floa
         if not abs(found - expected) <= tolerance * abs(expected):
             wrong[name] = abs(found - expected) / abs(expected)
     eps = np.finfo(jax.tree.leaves(want.gradients)[0].dtype).eps
-    return wrong | leaf_differences(got.gradients, want.gradients, tolerance, rounding=100 * eps)
+    return wrong | leaf_differences(got.gradients, want.gradients, tolerance, rounding=max(100 * eps, tolerance / 10))
 
 
 def leaf_differences(got: Any, want: Any, tolerance: float, rounding: float = 0.0) -> dict[str, float]:
