@@ -15,7 +15,7 @@ from recipes import Recipe
 from eqformer import Batch, parallel, training
 
 
-CHOICES = ("zero", "residual", "overlap", "context_method", "schedule", "microbatches", "chunks")
+CHOICES = ("zero", "residual", "overlap", "context_method", "schedule", "microbatches", "chunks", "edges")
 
 
 def plan_of(recipe: Recipe, devices: Sequence[Any]) -> parallel.Plan:

@@ -93,9 +93,8 @@ def check_rows(plan: Any, model: nn.Transformer, rows: int, seq: int) -> None:
 
 def _check_attention(plan: Any, path: str, module: nn.Attention | nn.LatentAttention, seq: int) -> None:
     size, tensor = plan.size(CONTEXT), plan.size(TENSOR)
-    weights = module.query.weight.shape, module.key.weight.shape if isinstance(module, nn.Attention) else None
-    heads = _first(module.query, weights[0])
-    kv_heads = _first(module.key, weights[1]) if isinstance(module, nn.Attention) else heads
+    heads = _first(module.query)
+    kv_heads = _first(module.key) if isinstance(module, nn.Attention) else heads
     if tensor > 1 and kv_heads % tensor and tensor % kv_heads:
         raise ValueError(
             f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, which neither split over {tensor} devices "
@@ -131,7 +130,7 @@ def _check_tensor(plan: Any, model: nn.Transformer, specs: PyTree) -> None:
                 "build it of attentions and feed-forward layers of eqformer.nn."
             )
         if plan.residual == "feature" and isinstance(node, nn.Attention) and node.key_norm is not None:
-            shares = _first(node.key, node.key.weight.shape) % plan.size(TENSOR) != 0
+            shares = _first(node.key) % plan.size(TENSOR) != 0
             if shares and "kv_heads" in getattr(node.key_norm, "dims", ()):
                 raise ValueError(
                     f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {nn.path_name(path)} normalises "
@@ -155,9 +154,9 @@ def _bias(model: nn.Transformer) -> Any:
     return None if model.head is None else model.head.bias
 
 
-def _first(linear: nn.Linear, shape: tuple[int, ...]) -> int:
+def _first(linear: nn.Linear) -> int:
     """The size of a map's first output dim, ensembles left out."""
-    return shape[len(shape) - len(linear.weight_dims)]
+    return linear.weight.shape[linear.weight.ndim - len(linear.weight_dims)]
 
 
 def _modules(model: PyTree, kinds: tuple[type, ...]) -> list[tuple[str, Any]]:

@@ -1,5 +1,6 @@
 """Losses and gradients under a plan: the same functions, run once a device on its piece of the model and the batch."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,13 +21,17 @@ def planned_gradients(plan: Plan) -> GradientsOf:
 
     The loss is called as `loss_fn(model, batch, None, tokens=..., vocabulary=...)` with the wrapped model, this
     device's rows and tokens, and the view of split logits, as `next_token_loss` takes them. In a pipeline it is called
-    with what comes out of the last layer in the place of the stack.
+    with what comes out of the last layer in the place of the stack. `accumulate` and the plan's microbatches multiply:
+    the pieces of the rows go through the pipeline or, without one, are computed one after another.
     """
 
     def gradients_of(loss_fn: LossFn, accumulate: int) -> Gradients:
+        pieces_of_rows = accumulate * plan.microbatches
+        in_pieces = dataclasses.replace(plan, microbatches=pieces_of_rows)
+
         def of_batch(model: PyTree, batch: PyTree, key: Any) -> tuple[Any, Any, PyTree]:
             leaves, shapes = plan.leaves(model), eqx.filter_eval_shape(lambda: model)
-            local = _Local(plan, loss_fn, accumulate, leaves, shapes)
+            local = _Local(in_pieces, loss_fn, 1 if plan.is_pipelined else pieces_of_rows, leaves, shapes)
             pieces = plan.arrange(batch, batch_tokens(batch, key))
             whole = PartitionSpec()
             specs = plan.parameter_specs(model), plan.batch_specs(pieces)
@@ -69,7 +74,7 @@ def planned_step(
     return make_step(
         loss_fn,
         optimizer,
-        accumulate=accumulate if plan.is_pipelined else accumulate * plan.microbatches,
+        accumulate=accumulate,
         clip=clip,
         gradients_of=planned_gradients(plan),
         place=place,

@@ -124,6 +124,8 @@ class Recipe:
     """Pieces of a step's rows that are in a pipeline at once; without one, as --accumulate (they multiply)."""
     chunks: int = 1
     """Parts of the model that a stage holds, with --schedule interleaved or looping."""
+    edges: Literal["ends", "spread"] = "ends"
+    """Where a pipeline embeds and computes the loss: at its ends or, with --schedule gpipe, spread over all stages."""
     log_every: int = 10
     """Steps between rows of metrics.jsonl."""
     checkpoint_every: int = 200
@@ -145,5 +147,5 @@ CHANGEABLE = frozenset(
     ("steps", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
     + ("sample_every", "prompt", "sinks", "execution")
     # The mesh decides where numbers are computed, never which.
-    + ("mesh", "zero", "residual", "overlap", "context_method", "schedule", "microbatches", "chunks")
+    + ("mesh", "zero", "residual", "overlap", "context_method", "schedule", "microbatches", "chunks", "edges")
 )

@@ -13,6 +13,7 @@ TENSOR: list[dict[str, Any]] = [{"residual": "replicated"}]
 TENSOR += [{"residual": r, "overlap": o} for r in ("sequence", "feature") for o in ("none", "ring", "bidirectional")]
 CONTEXT = [{"context_method": method} for method in ("ring", "gather", "heads")]
 PIPE: list[dict[str, Any]] = [{"schedule": name, "microbatches": 4} for name in ("gpipe", "1f1b", "zb-h1")]
+PIPE += [{"schedule": "gpipe", "microbatches": 4, "edges": "spread"}]
 PIPE += [{"schedule": name, "microbatches": 2, "chunks": 2} for name in ("interleaved", "looping")]
 
 # Every axis, stage of ZeRO, stream, overlap, method, schedule and remat at least once.
@@ -25,7 +26,8 @@ EVERY_RUN = [
     Case(
         "llama",
         {"pipe": 2, "context": 2, "tensor": 2},
-        {"schedule": "gpipe", "microbatches": 2, "context_method": "heads", "residual": "sequence", "overlap": "ring"},
+        {"schedule": "gpipe", "microbatches": 2, "edges": "spread"}
+        | {"context_method": "heads", "residual": "sequence", "overlap": "ring"},
     ),
     Case(
         "gpt2",
@@ -36,11 +38,6 @@ EVERY_RUN = [
         "jaxformer",
         {"fsdp": 2, "pipe": 2, "context": 2},
         {"zero": 1, "schedule": "zb-h1", "microbatches": 2, "context_method": "gather"},
-    ),
-    Case(
-        "llama",
-        {"pipe": 2, "tensor": 4},
-        {"schedule": "interleaved", "microbatches": 2, "chunks": 2, "residual": "replicated"},
     ),
     Case("llama", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "looping", "microbatches": 2, "chunks": 2}),
 ]

@@ -58,13 +58,9 @@ def split(case: Case, method: str, dtype: str = "float64", context: int = 4, ord
 
 def everything() -> list:
     """Each method with each case; of the wider grid, the default run takes those that differ most."""
-    few = {"ring": {"causal", "chunks", "full", "documents", "all at once"}}
+    few = {"ring": {"causal", "chunks", "documents", "all at once"}, "gather": {"documents"}, "heads": {"all at once"}}
     return [
-        pytest.param(
-            name, method, marks=[] if name in few.get(method, {"causal", "documents", "all at once"}) else grid
-        )
-        for name in CASES
-        for method in METHODS
+        pytest.param(name, method, marks=[] if name in few[method] else grid) for name in CASES for method in METHODS
     ]
 
 
@@ -80,8 +76,8 @@ def test_split_rows_are_as_whole_ones(name, method):
     ("method", "context", "dtype", "tolerance"),
     [
         ("ring", 8, "float32", NARROW),
-        ("ring", 2, "float32", NARROW),
-        ("gather", 8, "float32", NARROW),
+        pytest.param("ring", 2, "float32", NARROW, marks=grid),
+        pytest.param("gather", 8, "float32", NARROW, marks=grid),
         ("heads", 8, "float32", NARROW),  # fewer key heads than devices
         ("ring", 4, "bfloat16", 3e-2),
         pytest.param("heads", 2, "float32", NARROW, marks=grid),
@@ -105,7 +101,13 @@ def test_a_ring_that_does_not_turn_or_rows_out_of_order_are_found_out(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), [("grouped", "ring"), ("grouped", "gather"), ("grouped", "heads"), ("latent", "ring")]
+    ("kind", "method"),
+    [
+        ("grouped", "ring"),
+        pytest.param("grouped", "gather", marks=grid),
+        pytest.param("grouped", "heads", marks=grid),
+        ("latent", "ring"),
+    ],
 )
 def test_whole_modules_and_their_weights(kind, method):
     """Frequencies hang on the rows' lengths, which a piece cannot know by itself."""

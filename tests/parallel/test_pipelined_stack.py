@@ -49,6 +49,7 @@ def distance(mesh, microbatches, splits_rows, model, data):
     return max(abs(float(total / expected[0]) - 1), small.worst((of_edges, of_stack), expected[2])[0])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("splits_rows", [False, True])
 def test_loss_and_gradients_are_one_devices(splits_rows):
     model, data = small.make_model(remat="full"), small.make_data(16)

@@ -88,6 +88,7 @@ def test_nothing_is_multiplied_before_its_time(key):
     assert (len(dots(split, x)), len(dots(whole, x))) == (2, 3)
 
 
+@pytest.mark.grid
 def test_weights_that_are_gathered_for_their_use_are_put_off_too(monkeypatch):
     (edges, stack), data = small.make_model(layers=2), small.make_data(8)
     expected = small.one_device((edges, stack), data)

@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -17,8 +18,15 @@ TINY = (
     "--checkpoint-every 3 --validate-every 3 --validation-batches 2 --sample-every 6 --optimizer.warmup 2"
 ).split()
 LLAMA = "--model.kv-heads 2 --model.mlp 64".split()
-# Without the eight devices of the tests' own process: a script has one, or those it simulates.
-PLAIN = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+# Without the eight devices of the tests' own process: a script has one, or those it simulates. Programs are compiled
+# in haste too, and once for all runs.
+_CACHE = tempfile.TemporaryDirectory(prefix="compiled")
+PLAIN = os.environ | {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "JAX_COMPILATION_CACHE_DIR": _CACHE.name,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 
 def write_corpus(folder: pathlib.Path, files: int = 40) -> pathlib.Path:

@@ -63,7 +63,7 @@ def same(ours, theirs):
         assert ours_then == pytest.approx(theirs_then, rel=1e-5 if "loss" in name else 5e-3) and len(theirs_then) == 2
 
 
-@pytest.mark.parametrize("mesh", ["issue", pytest.param("context", marks=pytest.mark.grid)])
+@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=pytest.mark.grid) for mesh in ("issue", "context")])
 def test_a_mesh_trains_as_one_device_does(mesh, run, capsys):
     ours, one = run("default", MESHES[mesh]), run("default")
     same(ours, one)
