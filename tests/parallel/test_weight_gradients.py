@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pipeline_model as small
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from eqformer import nn
