@@ -163,7 +163,9 @@ def filled(build: Callable[[], Any], seed: int = 0) -> Any:
         fan_in = np.sqrt(leaf.shape[-1]) if leaf.ndim > 2 else 4.0
         return jnp.asarray(("norm" in jax.tree_util.keystr(path)) + draw.normal(size=leaf.shape) / fan_in, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(number, eqx.filter_eval_shape(build))
+    shapes = eqx.filter_eval_shape(build)
+    with jax.ensure_compile_time_eval():  # a model is kept for all tests, whatever is being traced when it is made
+        return jax.tree_util.tree_map_with_path(number, shapes)
 
 
 @functools.cache
@@ -175,7 +177,8 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
             return of_blocks(*BLOCKS[name], remat=remat)
         return models.build(FAMILIES[name], core=CORE, remat=remat, key=jax.random.key(0))
 
-    return nn.Precision(*dtypes).apply(filled(build))
+    with jax.ensure_compile_time_eval():
+        return nn.Precision(*dtypes).apply(filled(build))
 
 
 def batch_of(model: nn.Transformer, rows: int = 8, seq: int = 16, seed: int = 0) -> Batch:
