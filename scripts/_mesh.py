@@ -10,12 +10,9 @@ import jax
 import numpy as np
 from _setup import build_model, first_state, optimizer_of
 from jax.sharding import NamedSharding, PartitionSpec
-from recipes import Recipe
+from recipes import PLAN_CHOICES, Recipe
 
 from eqformer import Batch, parallel, training
-
-
-CHOICES = ("zero", "residual", "overlap", "context_method", "schedule", "microbatches", "chunks", "edges")
 
 
 def plan_of(recipe: Recipe, devices: Sequence[Any]) -> parallel.Plan:
@@ -40,7 +37,7 @@ def plan_of(recipe: Recipe, devices: Sequence[Any]) -> parallel.Plan:
 
 def plan_over(recipe: Recipe, mesh: Any) -> parallel.Plan:
     """The recipe's choices over a mesh. Pieces are counted together: --accumulate times --microbatches."""
-    choices: dict[str, Any] = {name: getattr(recipe, name) for name in CHOICES}
+    choices: dict[str, Any] = {name: getattr(recipe, name) for name in PLAN_CHOICES}
     choices["microbatches"] *= recipe.accumulate
     return in_flags(recipe, lambda: parallel.Plan(mesh, **choices))
 
@@ -63,7 +60,7 @@ def flags(recipe: Recipe) -> str:
     """The mesh and the choices that are not the defaults, as flags."""
     plain = {field.name: field.default for field in dataclasses.fields(Recipe)}
     axes = [f"--mesh.{axis} {size}" for axis, size in dataclasses.asdict(recipe.mesh).items() if size != 1]
-    chosen = [(name, getattr(recipe, name)) for name in (*CHOICES, "accumulate")]
+    chosen = [(name, getattr(recipe, name)) for name in (*PLAN_CHOICES, "accumulate")]
     return " ".join(axes + [f"--{name.replace('_', '-')} {value}" for name, value in chosen if value != plain[name]])
 
 

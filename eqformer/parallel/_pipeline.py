@@ -10,10 +10,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, PyTree
 
 from .._shapes import Array
+from ..nn._dtype import at_least_float32
 from ._axes import PIPE
 from ._pipeline_plan import route, Routes, Turn
 from ._schedule import IDLE, Schedule
-from ._stash import add, add_rows, at_least_float32, get, put, zeros
+from ._stash import add, add_rows, get, put, zeros
 from ._vary import vary, vary_like, varying_axes
 from ._weight_gradients import is_differentiated, split_gradients, tapped, taps, watched, weight_gradients
 

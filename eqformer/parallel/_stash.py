@@ -49,8 +49,3 @@ def add_rows(sums: PyTree, start: Int[Array, ""], more: PyTree) -> PyTree:
         return jax.lax.dynamic_update_slice_in_dim(x, rows, start, 0)
 
     return jax.tree.map(one, sums, more, is_leaf=lambda x: x is None)
-
-
-def at_least_float32(dtype: Any) -> Any:
-    """The dtype of sums: float32 for narrower floating-point dtypes, and any wider one itself."""
-    return dtype if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype("float32")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .. import nn
-from ..nn._dtype import at_least_float32
+from ..nn._embedding import unembed
 from ._axes import TENSOR
 from ._vary import vary
 
@@ -63,12 +63,6 @@ class FeatureEmbedding(eqx.Module):
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """This device's logits."""
         return unembed(x, self.rows)
-
-
-def unembed(x: Float[Array, "*batch embed"], rows: Float[Array, "vocab embed"]) -> Float[Array, "*batch vocab"]:
-    """`x W^T`, summed in float32 at least."""
-    dtype = at_least_float32(x.dtype)
-    return jnp.einsum("...e,ve->...v", x, rows.astype(x.dtype), preferred_element_type=dtype)
 
 
 class HeadInput(eqx.Module):

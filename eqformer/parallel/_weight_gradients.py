@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import nn
+from ..nn._dtype import at_least_float32
 from ._axes import FSDP
 from ._fully_sharded import Gathered, scatter
-from ._stash import at_least_float32
 from ._vary import vary, vary_like, varying_axes
 
 

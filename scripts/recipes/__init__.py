@@ -8,6 +8,7 @@ from ._recipe import (
     Execution as Execution,
     Mesh as Mesh,
     Optimization as Optimization,
+    PLAN_CHOICES as PLAN_CHOICES,
     Recipe as Recipe,
     Sinks as Sinks,
     Text as Text,

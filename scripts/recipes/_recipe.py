@@ -142,10 +142,13 @@ class Recipe:
     """What those samples begin with."""
 
 
+# Fields that are a plan's choices, by the same names.
+PLAN_CHOICES = ("zero", "residual", "overlap", "context_method", "schedule", "microbatches", "chunks", "edges")
+
 # Fields that may change between a run and its continuation, since they leave its past as it was.
 CHANGEABLE = frozenset(
     ("steps", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
     + ("sample_every", "prompt", "sinks", "execution")
     # The mesh decides where numbers are computed, never which.
-    + ("mesh", "zero", "residual", "overlap", "context_method", "schedule", "microbatches", "chunks", "edges")
+    + ("mesh", *PLAN_CHOICES)
 )

@@ -72,8 +72,8 @@ def test_choices_that_are_none_or_do_not_go_together(name):
 
 
 def test_a_choice_that_meets_no_axis_is_no_error():
-    plan({"fsdp": 2}, overlap="ring", residual="replicated")
-    plan({"fsdp": 2}, schedule="looping", microbatches=1, chunks=4)
+    assert plan({"fsdp": 2}, overlap="ring", residual="replicated").overlap == "ring"
+    assert plan({"fsdp": 2}, schedule="looping", microbatches=1, chunks=4).chunks == 4
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
+from eqformer.parallel import vary
 from eqformer.planning import bytes_sent, communication, communication_table, Transfer
 
 
@@ -20,9 +21,10 @@ def mesh():
 
 def compiled(fn, *more):
     """`fn` of each device's `(8, 3)` piece of float32, compiled."""
+    axes = ("other", "axis")
     specs = (P(), *(P() for _ in more))
-    each = lambda *args: fn(*args)[None, None]
-    run = jax.shard_map(each, mesh=mesh(), in_specs=specs, out_specs=P("other", "axis"), check_vma=False)
+    each = lambda x, *args: vary(fn(vary(x, axes), *args), axes)[None, None]
+    run = jax.shard_map(each, mesh=mesh(), in_specs=specs, out_specs=P(*axes), check_vma=True)
     return jax.jit(run).lower(np.zeros((8, 3), np.float32), *more).compile()
 
 
@@ -58,7 +60,7 @@ def test_each_collective_alone():
 def test_loops_are_multiplied_out_and_the_dearest_branch_is_counted():
     def loops(x, bound):
         step = lambda i, y: jax.lax.ppermute(2 * y, "axis", RING)
-        x, _ = jax.lax.scan(lambda y, _: (jax.lax.psum(y * y, "axis"), None), x, None, length=5)
+        x, _ = jax.lax.scan(lambda y, _: (vary(jax.lax.psum(y * y, "axis"), ["axis"]), None), x, None, length=5)
         x, _ = jax.lax.scan(lambda y, _: (jax.lax.fori_loop(0, 3, step, y), None), x, None, length=6)
         many = lambda y: jax.lax.all_gather(y, "axis", tiled=True)[:8]
         few = lambda y: jnp.tile(jax.lax.psum_scatter(y, "axis", tiled=True), (4, 1))
