@@ -14,13 +14,24 @@ def check_schedule(schedule: Schedule) -> None:
     a later tick than the backward of the part after it. The last part's backward may share the tick of its forward,
     a weight entry that of its backward. The ValueError names tick, stage, microbatch, chunk and rule.
     """
+    checked_ticks(schedule)
+
+
+def checked_ticks(schedule: Schedule) -> tuple[Int[np.ndarray, "parts microbatches"], ...]:
+    """When each part of the model has its forward, backward and weight entry, of a schedule that obeys the rules.
+
+    The weight entries of a schedule that is not split are its backward ones.
+    """
     forward, backward = _ticks(schedule, "forward"), _ticks(schedule, "backward")
     _in_order(schedule, forward[1:], forward[:-1], "forward", "forward of the part before it", first=1)
     _in_order(schedule, backward[:-1], backward[1:], "backward", "backward of the part after it")
     last = len(forward) - 1
     _in_order(schedule, backward[-1:], forward[-1:], "backward", "forward of the last part", first=last, same=True)
-    if schedule.is_split:
-        _in_order(schedule, _ticks(schedule, "weight"), backward, "weight entry", "backward of its part", same=True)
+    if not schedule.is_split:
+        return forward, backward, backward
+    weight = _ticks(schedule, "weight")
+    _in_order(schedule, weight, backward, "weight entry", "backward of its part", same=True)
+    return forward, backward, weight
 
 
 def _ticks(schedule: Schedule, kind: str) -> Int[np.ndarray, "parts microbatches"]:

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 from ..nn import BlockwiseCore, DotProductCore, Mask, ReferenceCore, Tokens
 from ..nn._blockwise import Rules, with_sinks
 from ._axes import CONTEXT
-from ._ring_attention import Ring, ring_attend
+from ._ring import Ring
+from ._ring_attention import ring_attend
 from ._vary import vary
 
 
@@ -74,7 +75,7 @@ class ContextCore(eqx.Module):
     def _ring(self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict) -> Array:
         block, softcap = _ring_rules(self.inner)
         rules = Rules(given["mask"], given["scale"], softcap, block, is_aligned=False)
-        output, logsum = ring_attend(rules, Ring(CONTEXT, self.is_branched), query, key, value, tokens)
+        output, logsum = ring_attend(rules, Ring(CONTEXT, is_branched=self.is_branched), query, key, value, tokens)
         return output if sinks is None else with_sinks(output, logsum, sinks)
 
     def _gather(

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from .._shapes import Array
+from ._check_schedule import checked_ticks
 from ._schedule import IDLE, Schedule
 
 
@@ -47,10 +48,8 @@ class Routes:
 
 
 def route(schedule: Schedule) -> Routes:
-    """The routes of a schedule; a `ValueError` where an entry is missing, repeated, or comes before what it needs."""
-    forward, backward = (_when(schedule, kind) for kind in ("forward", "backward"))
-    weight = _when(schedule, "weight") if schedule.is_split else backward
-    _check_order(schedule, forward, backward, weight)
+    """The routes of a schedule; a `ValueError` where it breaks a rule of `check_schedule`."""
+    forward, backward, weight = checked_ticks(schedule)
     first, last = np.zeros_like(forward[:1]), np.zeros_like(forward[:1])
     # A moment is a tick's third: forward, backward, then weight and arrivals. A slot is free again at its end.
     arrival = np.concatenate([3 * forward[:1], 3 * forward[:-1] + 2])
@@ -78,43 +77,6 @@ def route(schedule: Schedule) -> Routes:
         any_cotangent=np.broadcast_to(arriving_cotangent.max(1, keepdims=True), arriving_input.shape),
     )
     return Routes(Turn(*(table.astype(np.int32) for table in turns)), inputs, cotangents, products)
-
-
-def _when(schedule: Schedule, kind: str) -> Int[np.ndarray, "parts microbatches"]:
-    """The tick of each part's entry for each microbatch."""
-    table = getattr(schedule, kind)
-    when = np.full((schedule.chunks * schedule.stages, schedule.microbatches), IDLE)
-    for tick, stage in np.argwhere(table != IDLE):
-        chunk, microbatch = divmod(int(table[tick, stage]), schedule.microbatches)
-        part = chunk * schedule.stages + stage
-        if not 0 <= chunk < schedule.chunks or when[part, microbatch] != IDLE:
-            raise ValueError(
-                f"pipeline_gradients(schedule={schedule.name!r}): entry {table[tick, stage]} of {kind} at tick {tick}, "
-                f"stage {stage} is repeated or beyond {schedule.chunks} chunks of {schedule.microbatches} microbatches."
-            )
-        when[part, microbatch] = tick
-    if (when == IDLE).any():
-        part, microbatch = np.argwhere(when == IDLE)[0]
-        raise ValueError(
-            f"pipeline_gradients(schedule={schedule.name!r}): part {part} has no {kind} entry for microbatch "
-            f"{microbatch}; a table holds one for every part and microbatch."
-        )
-    return when
-
-
-def _check_order(schedule: Schedule, forward: np.ndarray, backward: np.ndarray, weight: np.ndarray) -> None:
-    """Messages take a tick; within a tick, forward comes before backward and backward before weight."""
-    rules = {
-        "the forward of part {part} runs before its input has arrived": forward[1:] <= forward[:-1],
-        "the backward of part {part} runs before its cotangent has arrived": backward[:-1] <= backward[1:],
-        "the backward of part {part} runs before its forward": backward < forward,
-        "the weight entry of part {part} runs before its backward": weight < backward,
-    }
-    for number, (rule, broken) in enumerate(rules.items()):
-        if broken.any():
-            part, microbatch = np.argwhere(broken)[0]
-            text = rule.format(part=part + 1 if number == 0 else part)
-            raise ValueError(f"pipeline_gradients(schedule={schedule.name!r}): microbatch {microbatch}: {text}.")
 
 
 def _slots(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> tuple[int, Int[np.ndarray, "parts microbatches"]]:

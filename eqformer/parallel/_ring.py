@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..nn._dtype import at_least_float32
+from ._shift import pass_on
 from ._vary import vary, vary_like
 
 
@@ -16,7 +17,7 @@ Parts = tuple[Float[Array, "..."], ...]
 
 
 class Ring(NamedTuple):
-    """How pieces go round `axis`: upwards, or in halves both ways round; `is_branched` as in `all_gather_matmul`."""
+    """How pieces go round `axis`: upwards, or in halves both ways round; `is_branched` as for `shift`."""
 
     axis: str
     bidirectional: bool = False
@@ -58,7 +59,7 @@ def circulate(
 
     def one_turn(turn: Int[Array, ""], state: tuple[Carry, Parts]) -> tuple[Carry, Parts]:
         carry, parts = state
-        coming = shift(ring, parts, dim)
+        coming = _sent(ring, parts, dim)
         return visit_all(carry, parts, turn), coming
 
     parts = tuple(jax.lax.slice_in_dim(piece, offset, offset + size, axis=dim) for _, offset, size in halves)
@@ -84,57 +85,12 @@ def collect(
         return tuple(produce(start, length).astype(exact) for start, (_, _, length) in zip(starts, halves))
 
     def one_turn(turn: Int[Array, ""], sums: Parts) -> Parts:
-        coming = shift(ring, sums, dim)
+        coming = _sent(ring, sums, dim)
         return tuple((x.astype(exact) + y).astype(dtype) for x, y in zip(coming, shares(turn + 1)))
 
     sums = tuple(x.astype(dtype) for x in shares(0))
     return jnp.concatenate(jax.lax.fori_loop(0, ring.devices - 1, one_turn, sums), axis=dim)
 
 
-def shift(ring: Ring, parts: Parts, dim: int) -> Parts:
-    """Send the first part to the next device and the second, where there is one, to the previous device."""
-    if not ring.is_branched:
-        return _permuted(ring, parts)
-    swapped = _swapped if ring.devices % 2 == 0 else _picked
-    return jax.lax.platform_dependent(
-        parts, cpu=lambda parts: swapped(ring, parts, dim), default=lambda parts: _permuted(ring, parts)
-    )
-
-
-def _permuted(ring: Ring, parts: Parts) -> Parts:
-    size = ring.devices
-    routes = [[(i, (i + step) % size) for i in range(size)] for step in (1, -1)]
-    return tuple(jax.lax.ppermute(part, ring.axis, route) for part, route in zip(parts, routes))
-
-
-def _picked(ring: Ring, parts: Parts, dim: int) -> Parts:
-    """`_permuted` by a gather from which one piece is kept."""
-    del dim
-    index = jax.lax.axis_index(ring.axis)
-    pick = lambda x, step: jax.lax.all_gather(x, ring.axis)[(index - step) % ring.devices]
-    return tuple(pick(part, step) for part, step in zip(parts, (1, -1)))
-
-
-def _swapped(ring: Ring, parts: Parts, dim: int) -> Parts:
-    """`_permuted` by swaps of neighbours: even devices with the next one, then odd devices with the next one."""
-    devices, index = ring.devices, jax.lax.axis_index(ring.axis)
-    evens = tuple((i, i + 1) for i in range(0, devices, 2))
-    is_even = index % 2 == 0
-    if devices == 2:  # the next device is the previous one
-        return tuple(_swap(part, ring.axis, evens, is_even) for part in parts)
-    odds = tuple((i, (i + 1) % devices) for i in range(1, devices, 2))
-    up, down = parts if len(parts) == 2 else (parts[0], jnp.zeros_like(parts[0]))
-    length = down.shape[dim]
-    widths = [(0, 0)] * down.ndim
-    widths[dim] = (0, up.shape[dim] - length)
-    down = vary_like(jnp.pad(down, widths), up)
-    first = _swap(jnp.where(is_even, up, down), ring.axis, evens, is_even)
-    second = _swap(jnp.where(is_even, down, up), ring.axis, odds, ~is_even)
-    up, down = jnp.where(is_even, second, first), jnp.where(is_even, first, second)
-    return (up, jax.lax.slice_in_dim(down, 0, length, axis=dim))[: len(parts)]
-
-
-def _swap(x: Float[Array, "..."], axis: str, pairs: tuple[tuple[int, int], ...], is_left: Array) -> Float[Array, "..."]:
-    """The partner's `x`; `is_left` where this device is the first of its pair."""
-    both = jax.lax.all_to_all(jnp.stack([x, x]), axis, 0, 0, axis_index_groups=pairs, tiled=True)
-    return jnp.where(is_left, both[1], both[0])
+def _sent(ring: Ring, parts: Parts, dim: int) -> Parts:
+    return pass_on(parts, ring.axis, dim, is_branched=ring.is_branched)

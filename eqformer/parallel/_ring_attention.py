@@ -1,7 +1,5 @@
 """Attention over a sequence that is split over the devices of an axis: the keys and values go round."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -12,15 +10,9 @@ from ..nn._blocks import grouped, ungrouped
 from ..nn._blockwise import attend_backward, attend_forward, Rules
 from ..nn._core import lowest
 from ..nn._dtype import at_least_float32
+from ._ring import Ring
 from ._shift import shift
 from ._vary import vary, vary_like
-
-
-class Ring(NamedTuple):
-    """Where the pieces travel; see `shift`."""
-
-    axis: str
-    is_branched: bool = False
 
 
 def ring_attend(
@@ -63,7 +55,7 @@ def _ring_plainly(
     zero = jnp.zeros_like(query, at_least_float32(query.dtype), shape=())
     rows = query.shape[:-1]
     empty = jnp.full((*rows, value.shape[-1]), zero), jnp.full(rows, zero + lowest(zero.dtype))
-    (result, held), _ = jax.lax.scan(step, (empty, held), length=jax.lax.axis_size(ring.axis) - 1)
+    (result, held), _ = jax.lax.scan(step, (empty, held), length=ring.devices - 1)
     output, logsum = attended(result, held)
     return output.astype(query.dtype), logsum
 
@@ -93,7 +85,7 @@ def _ring_backward(rules: Rules, ring: Ring, saved: tuple, gradients: tuple[Arra
 
     # The device's own piece first, while the next one arrives. The gradients due to a piece that came by follow it at
     # one step's distance, so that they too travel during the computation, and reach home with the last step.
-    held, size = (key, value, places), jax.lax.axis_size(ring.axis)
+    held, size = (key, value, places), ring.devices
     if size == 1:
         to_query, own = parts(held)
         return to_query.astype(query.dtype), *own, None

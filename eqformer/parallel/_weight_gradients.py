@@ -30,22 +30,30 @@ class Notes:
         self.calls: list[tuple] = []
 
 
-class _Seen(nn.Linear):
-    """A Linear, for all who look for one, that notes what it is called on."""
+class _Seen(eqx.Module):
+    """Stands for a Linear and notes what it is called on."""
 
-    notes: Notes = eqx.field(static=True)  # type: ignore[misc]  # no field has a default
+    outputs: tuple[str, ...] = eqx.field(static=True)
+    inputs: tuple[str, ...] = eqx.field(static=True)
+    weight: Float[Array, "..."]
+    bias: Float[Array, "..."] | None
+    notes: Notes = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        y = _like_linear(self, self.weight, None)(x)
+        y = _holding(self, self.weight, None)(x)
         self.notes.calls.append((self.weight.shape, *_typed(vary_like(x, self.weight)), *_typed(y)))
         return y if self.bias is None else y + self.bias.astype(y.dtype)
 
 
-class _Tapped(nn.Linear):
-    """A Linear whose weight gets no gradient; those of `into` and `out` are its input and its output's cotangent."""
+class _Tapped(eqx.Module):
+    """Stands for a Linear whose weight gets no gradient: those of `into` and `out` are its input and its cotangent."""
 
-    into: Float[Array, "..."]  # type: ignore[misc]  # no field has a default
-    out: Float[Array, "..."]  # type: ignore[misc]
+    outputs: tuple[str, ...] = eqx.field(static=True)
+    inputs: tuple[str, ...] = eqx.field(static=True)
+    weight: Float[Array, "..."]
+    bias: Float[Array, "..."] | None
+    into: Float[Array, "..."]
+    out: Float[Array, "..."]
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         # Typed alike before the product: the sums over axes that the input does not vary over are this line's.
@@ -75,7 +83,7 @@ def watched(blocks: PyTree) -> tuple[PyTree, dict[int, Notes]]:
     """The blocks with every Linear noting its calls, for one trace; and the notes by number."""
     linears = _linears(blocks)
     notes = {number: Notes() for number in linears}
-    seen = {n: _like_linear(x, x.weight, x.bias, _Seen, notes=notes[n]) for n, x in linears.items()}
+    seen = {n: _holding(x, x.weight, x.bias, _Seen, notes=notes[n]) for n, x in linears.items()}
     return _replaced(blocks, seen), notes
 
 
@@ -83,11 +91,11 @@ def tapped(blocks: PyTree, wanted: dict[int, tuple]) -> PyTree:
     """The blocks with taps in place of the Linears `wanted`."""
     linears = _linears(blocks)
 
-    def tap(linear: nn.Linear, into: Any, into_axes: frozenset, out: Any, out_axes: frozenset) -> nn.Linear:
+    def tap(linear: nn.Linear, into: Any, into_axes: frozenset, out: Any, out_axes: frozenset) -> _Tapped:
         layers = linear.weight.shape[:1]
         zeros = lambda like, axes: vary(jnp.zeros((*layers, *like.shape), like.dtype), axes)
         both = {"into": zeros(into, into_axes), "out": zeros(out, out_axes)}
-        return _like_linear(linear, linear.weight, linear.bias, _Tapped, **both)
+        return _holding(linear, linear.weight, linear.bias, _Tapped, **both)
 
     new = _replaced(blocks, {number: tap(linears[number], *shapes) for number, shapes in wanted.items()})
     return _each_gathered(_not_gathering_taps, new, blocks)
@@ -109,7 +117,7 @@ def split_gradients(
     """From gradients of tapped blocks: those of plain blocks, None for tapped weights; and the taps' pairs."""
     taken = {number: node for number, node in _linears(gradients).items() if number in wanted}
     products = {number: (node.into, node.out) for number, node in taken.items()}
-    plain = {number: _like_linear(node, None, node.bias) for number, node in taken.items()}
+    plain = {number: _holding(node, None, node.bias) for number, node in taken.items()}
     restored = lambda new, old: Gathered(new.inner, old.dims, old.dtypes, old.keeps)
     return _each_gathered(restored, _replaced(gradients, plain), blocks), products
 
@@ -128,7 +136,7 @@ def weight_gradients(blocks: PyTree, products: dict[int, tuple[Array, Array]]) -
         exact = at_least_float32(into.dtype)
         product = jnp.einsum("lni,lno->loi", into, out, preferred_element_type=exact)
         product = product.reshape(_whole_shape(linear, dim))
-        return _like_linear(linear, product if dim is None else scatter(product, dim + 1), None)
+        return _holding(linear, product if dim is None else scatter(product, dim + 1), None)
 
     nothing = jax.tree.map(lambda _: None, blocks)
     return _replaced(nothing, {number: multiply(*sites[number], *pair) for number, pair in products.items()})
@@ -162,8 +170,8 @@ def _typed(x: Array) -> tuple[jax.ShapeDtypeStruct, frozenset[str]]:
     return jax.ShapeDtypeStruct(x.shape, x.dtype), varying_axes(x)
 
 
-def _like_linear(node: Any, weight: Any, bias: Any, kind: type = nn.Linear, **more: Any) -> nn.Linear:
-    """A Linear of the node's dims that holds what it is given, checked by nobody: shapes, gradients or None."""
+def _holding(node: Any, weight: Any, bias: Any, kind: type = nn.Linear, **more: Any) -> Any:
+    """A `kind` of the node's dims that holds what it is given, checked by nobody: shapes, gradients or None."""
     linear = object.__new__(kind)
     fields = {"outputs": node.outputs, "inputs": node.inputs, "weight": weight, "bias": bias}
     for name, value in (fields | more).items():
@@ -172,13 +180,13 @@ def _like_linear(node: Any, weight: Any, bias: Any, kind: type = nn.Linear, **mo
 
 
 def _is_linear(node: Any) -> bool:
-    return isinstance(node, nn.Linear)
+    return isinstance(node, nn.Linear | _Seen | _Tapped)
 
 
 def _sites(blocks: PyTree) -> list[tuple[nn.Linear, int | None]]:
     """The Linears in the tree's order, each with the dim of a layer's weight that is gathered for its use, or None."""
     found = []
-    for node in jax.tree.leaves(blocks, is_leaf=lambda node: isinstance(node, nn.Linear | Gathered)):
+    for node in jax.tree.leaves(blocks, is_leaf=lambda node: _is_linear(node) or isinstance(node, Gathered)):
         if isinstance(node, Gathered):
             for linear, dims in zip(_nodes(node), _by_node(node, node.dims)):
                 found += [(linear, dims[0])] if _is_linear(linear) else []

@@ -215,11 +215,11 @@ def test_controls_a_wrong_ring_gives_wrong_numbers(monkeypatch):
         return errors(jax.jit(filter_shard_map(fn, mesh, *specs))(x, weight), x @ weight.T)[0]
 
     assert error() < 1e-6
-    right = _ring.shift
-    monkeypatch.setattr(_ring, "shift", lambda ring, parts, dim: parts)
+    right = _ring.pass_on
+    monkeypatch.setattr(_ring, "pass_on", lambda parts, axis, dim, is_branched: parts)
     assert error() > 0.1  # nothing passed on
-    backwards = lambda ring, parts, dim: right(ring, (parts[0], *parts), dim)[1:]
-    monkeypatch.setattr(_ring, "shift", backwards)
+    backwards = lambda parts, *rest, **how: right((parts[0], *parts), *rest, **how)[1:]
+    monkeypatch.setattr(_ring, "pass_on", backwards)
     assert error() > 0.1  # the other way round
 
 

@@ -81,12 +81,12 @@ CONTROLS: dict[str, Control] = {
     "bias added once": Control(control.bias_before, ROWS, every_run=True),
     "gather of tokens before maps": Control(without("_tensor", all_gather=own_piece), SEQUENCE),
     "sum and scatter over tokens": Control(without("_tensor", psum_scatter=own_part), SEQUENCE, every_run=True),
-    "messages of ringed maps": Control(without("_ring", ppermute=permuted_nowhere), RINGED),
+    "messages of ringed maps": Control(without("_shift", ppermute=permuted_nowhere), RINGED),
     "messages of ringed maps of features": Control(
-        without("_ring", ppermute=permuted_nowhere), FEATURE._replace(choices=FEATURE.choices | {"overlap": "ring"})
+        without("_shift", ppermute=permuted_nowhere), FEATURE._replace(choices=FEATURE.choices | {"overlap": "ring"})
     ),
     "swaps of ringed maps in stages": Control(
-        without("_ring", all_to_all=lambda x, *_, **__: x),
+        without("_shift", all_to_all=lambda x, *_, **__: x),
         Case("llama", {"pipe": 2, "tensor": 2}, {**RINGED.choices, "schedule": "1f1b", "microbatches": 2}),
     ),
     "own key head of several": Control(without("_tensor", axis_index=control.same_place), SHARED),
