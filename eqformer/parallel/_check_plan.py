@@ -1,27 +1,39 @@
 """What a plan asks of a model and of its rows, said before anything is compiled."""
 
+import dataclasses
 import math
+from types import NoneType
 from typing import Any
 
+import equinox as eqx
 import jax
+from jax.sharding import AxisType
 from jaxtyping import PyTree
 
 from .. import nn
-from ._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
+from ._axes import AXES, BATCH_AXES, CONTEXT, PIPE, TENSOR
 from ._collective_matmul import OVERLAPS
 from ._context import check_context, CONTEXT_METHODS
 from ._layout import axes_of, is_spec
 from ._pipeline import check_depth
+from ._schedules import SCHEDULES
 from ._tensor import RESIDUALS, TENSOR_MODULES
 
 
 def check_choices(plan: Any) -> None:
     """Raise a `ValueError` for a choice that is none, or for two that do not go together."""
+    axes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_types))
+    if axes != dict.fromkeys(AXES, AxisType.Auto):
+        raise ValueError(
+            f"Plan(mesh): a mesh has the axes {', '.join(AXES)}, all of type Auto; this one has "
+            f"{', '.join(f'{axis} ({kind.name})' for axis, kind in axes.items())}; make it by make_mesh."
+        )
     for name, value, known in (
         ("zero", plan.zero, (0, 1, 2, 3)),
         ("residual", plan.residual, RESIDUALS),
         ("overlap", plan.overlap, OVERLAPS),
         ("context_method", plan.context_method, CONTEXT_METHODS),
+        ("schedule", plan.schedule, tuple(SCHEDULES)),
         ("edges", plan.edges, ("ends", "spread")),
     ):
         if value not in known:
@@ -119,24 +131,42 @@ def _check_attention(plan: Any, path: str, module: nn.Attention | nn.LatentAtten
 def _check_tensor(plan: Any, model: nn.Transformer, specs: PyTree) -> None:
     known = (*TENSOR_MODULES, nn.Embedding, nn.LearnedPositions, nn.RMSNorm, nn.LayerNorm)
     is_known = lambda node: isinstance(node, known)
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_known)
-    parts = jax.tree.leaves(jax.tree.map(lambda _, part: _Part(part), model, specs, is_leaf=is_known))
-    for (path, node), part in zip(nodes, parts, strict=True):
+    headless = lambda tree: eqx.tree_at(lambda m: m.head, tree, None, is_leaf=lambda node: node is None)
+    nodes = jax.tree_util.tree_leaves_with_path(headless(model), is_leaf=is_known)
+    parts = jax.tree.map(lambda _, part: _Part(part), headless(model), headless(specs), is_leaf=is_known)
+    for (path, node), part in zip(nodes, jax.tree.leaves(parts), strict=True):
         is_split = any(TENSOR in axes_of(spec) for spec in jax.tree.leaves(part.specs, is_leaf=is_spec))
-        if is_split and not is_known(node) and node is not _weight(model) and node is not _bias(model):
+        if is_split and not is_known(node):
             raise ValueError(
                 f"Plan over tensor={plan.size(TENSOR)}: {nn.path_name(path)} would be split by the names of its dims, "
                 "but no transform knows how to run the module that it is in on a slice; name its dims otherwise, or "
                 "build it of attentions and feed-forward layers of eqformer.nn."
             )
-        if plan.residual == "feature" and isinstance(node, nn.Attention) and node.key_norm is not None:
-            shares = _first(node.key) % plan.size(TENSOR) != 0
-            if shares and "kv_heads" in getattr(node.key_norm, "dims", ()):
+        if plan.residual == "feature":
+            _check_feature(plan, nn.path_name(path), node)
+    if plan.residual == "feature":
+        parts = [("norm", model.norm)]
+        for path, block in _modules(model, (nn.Block,)):
+            fields = [field.name for field in dataclasses.fields(block) if not field.metadata.get("static")]
+            parts += [(f"{path}.{name}", getattr(block, name)) for name in fields]
+        for path, part in parts:
+            if not isinstance(part, (*known, nn.Dropout, NoneType)):
                 raise ValueError(
-                    f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {nn.path_name(path)} normalises "
-                    "all its key heads together and has fewer than the axis has devices; take residual='replicated' or "
-                    "'sequence', or a smaller axis."
+                    f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} is a {type(part).__name__}, "
+                    "which would be given a slice of each token's features and take it for all; take "
+                    "residual='replicated' or 'sequence', or a layer or norm of eqformer.nn."
                 )
+
+
+def _check_feature(plan: Any, path: str, node: Any) -> None:
+    if not isinstance(node, nn.Attention) or node.key_norm is None:
+        return
+    shares = _first(node.key) % plan.size(TENSOR) != 0
+    if shares and "kv_heads" in getattr(node.key_norm, "dims", ()):
+        raise ValueError(
+            f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} normalises all its key heads together "
+            "and has fewer than the axis has devices; take residual='replicated' or 'sequence', or a smaller axis."
+        )
 
 
 class _Part:
@@ -144,14 +174,6 @@ class _Part:
 
     def __init__(self, specs: PyTree):
         self.specs = specs
-
-
-def _weight(model: nn.Transformer) -> Any:
-    return None if model.head is None else model.head.weight
-
-
-def _bias(model: nn.Transformer) -> Any:
-    return None if model.head is None else model.head.bias
 
 
 def _first(linear: nn.Linear) -> int:

@@ -206,8 +206,6 @@ def _in_reading_order(x: Array, back: int) -> Array:
     """
     dim = x.ndim - back
     pieces = jax.lax.all_gather(x, CONTEXT)
-    if x.shape[dim] % 2:
-        return jnp.concatenate(list(pieces), axis=dim)
     early, late = jnp.split(pieces, 2, axis=dim + 1)
     both = jnp.concatenate([early, late[::-1]])
     moved = jnp.moveaxis(both, 0, dim)

@@ -27,10 +27,7 @@ class Gathered(eqx.Module):
     def __call__(self, *args: Any) -> Any:
         """The block's own call."""
         arrays, rest = eqx.partition(self.inner, eqx.is_array)
-
-        def run(arrays: PyTree, args: tuple) -> Any:
-            return eqx.combine(self._whole(arrays), rest)(*args)
-
+        run = lambda arrays, args: eqx.combine(self._whole(arrays), rest)(*args)
         if not self.keeps:
             run = jax.checkpoint(run, policy=_all_but_gathered, prevent_cse=False)
         return run(arrays, args)
@@ -45,6 +42,32 @@ class Gathered(eqx.Module):
         return jax.tree.unflatten(
             structure, [gather(*each) for each in zip(leaves, self.dims, self.dtypes, strict=True)]
         )
+
+
+class Scattered(eqx.Module):
+    """A block that every device holds whole while its gradients are split: each layer's as soon as it is made (ZeRO-2).
+
+    `values` are the block's arrays, `inner` the block with slices in the place of those whose gradients are split;
+    `dims` as for `Gathered`.
+    """
+
+    inner: PyTree
+    values: tuple[Array, ...]
+    dims: tuple[int | None, ...] = eqx.field(static=True)
+
+    def __call__(self, *args: Any) -> Any:
+        """The block's own call."""
+        return self._whole()(*args)
+
+    def init_cache(self, *args: Any) -> PyTree:
+        """The block's own empty cache."""
+        return self._whole().init_cache(*args)
+
+    def _whole(self) -> PyTree:
+        arrays, rest = eqx.partition(self.inner, eqx.is_array)
+        leaves, structure = jax.tree.flatten(arrays)
+        whole = [routed(*each) for each in zip(self.values, leaves, self.dims, strict=True)]
+        return eqx.combine(jax.tree.unflatten(structure, whole), rest)
 
 
 def gather(leaf: Array, dim: int | None, dtype: str) -> Array:
@@ -69,10 +92,7 @@ def scatter(gradient: Array, dim: int) -> Array:
 
 
 def routed(whole: Array, shard: Array, dim: int | None) -> Array:
-    """The values of `whole` with the gradient of `shard`, summed and scattered along `dim` as soon as it is made.
-
-    For arrays that every device holds whole while their gradients are split (ZeRO-2).
-    """
+    """The values of `whole` with the gradient of `shard`, summed and scattered along `dim` where it is made."""
     return shard if dim is None else _route(dim, vary_like(whole, shard), shard)
 
 
@@ -81,4 +101,6 @@ _route.defvjp(lambda dim, whole, shard: (whole, None), lambda dim, _, gradient: 
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    return not (primitive.name.startswith("all_gather") and parameters.get("axis_name") == (FSDP,))
+    # Nor another shape or dtype of what was gathered; to make these again costs nothing.
+    is_gather = primitive.name.startswith("all_gather") and parameters.get("axis_name") == (FSDP,)
+    return not is_gather and primitive.name not in ("reshape", "convert_element_type", "transpose")

@@ -1,6 +1,7 @@
 """One entry for all transforms: a mesh and choices, and how a plain model is laid out, wrapped and differentiated."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +17,7 @@ from ._axes import BATCH_AXES, CONTEXT, FSDP, PIPE, TENSOR
 from ._check_plan import check_choices, check_model, check_rows
 from ._context import context_order
 from ._feature import FEATURE_DIMS
-from ._fully_sharded import gather, Gathered, routed, scatter
+from ._fully_sharded import gather, Gathered, routed, scatter, Scattered
 from ._layout import axes_of, Layout, partition_specs
 from ._leaves import Leaf, leaves_of
 from ._mesh import axis_sizes
@@ -25,7 +26,7 @@ from ._pipelined_stack import PipelinedStack
 from ._schedule import Schedule
 from ._schedules import make_schedule
 from ._tensor import HEAD_DIMS
-from ._vary import vary
+from ._vary import vary, vary_like
 from ._vocabulary import SplitVocabulary
 from ._wrap import split_over_context, split_over_tensor
 
@@ -91,6 +92,11 @@ class Plan:
     def is_pipelined(self) -> bool:
         """Whether layers are split over the axis `pipe`."""
         return self.size(PIPE) > 1
+
+    @property
+    def scatters_layers(self) -> bool:
+        """Whether the gradient of each layer is split as soon as it is made; a pipeline splits them after its last."""
+        return self.zero == 2 and not self.is_pipelined
 
     @property
     def spreads_edges(self) -> bool:
@@ -162,9 +168,11 @@ class Plan:
 
     def wrap(self, parameters: PyTree, model: nn.Transformer, leaves: PyTree, shapes: PyTree) -> nn.Transformer:
         """The model on this device, of its own values and with the gradients of `parameters`."""
+        whole, model = model, parameters
         if self.zero == 2:
-            parameters = jax.tree.map(lambda leaf, x, shard: routed(x, shard, leaf.spread), leaves, model, parameters)
-        model = parameters
+            model = jax.tree.map(lambda leaf, x, shard: routed(x, shard, leaf.spread), leaves, whole, parameters)
+            if self.scatters_layers:
+                model = eqx.tree_at(lambda m: m.stacks, model, parameters.stacks)
         if self.zero == 3:
             model = _gathered_outside_stacks(model, leaves)
         if self.size(TENSOR) > 1:
@@ -173,7 +181,9 @@ class Plan:
         if self.size(CONTEXT) > 1:
             model = split_over_context(model, self.context_method, self.is_pipelined)
         if self.zero == 3:
-            model = _gathered_blocks(model, leaves)
+            model = _with_blocks(model, leaves, _gathered)
+        if self.scatters_layers:
+            model = _with_blocks(model, leaves, _scattered, whole.stacks)
         if self.spreads_edges:
             stacks = tuple(PipelinedStack(stack, self.microbatches, splits_rows=True) for stack in model.stacks)
             model = eqx.tree_at(lambda m: m.stacks, model, stacks)
@@ -221,11 +231,23 @@ def _gathered_outside_stacks(model: nn.Transformer, leaves: PyTree) -> nn.Transf
     return eqx.tree_at(lambda m: m.stacks, whole, model.stacks)
 
 
-def _gathered_blocks(model: nn.Transformer, leaves: PyTree) -> nn.Transformer:
-    def wrapped(stack: nn.Stack, of_stack: PyTree) -> nn.Stack:
+def _with_blocks(
+    model: nn.Transformer, leaves: PyTree, wrap: Callable[..., Any], *stacks: tuple[nn.Stack, ...]
+) -> nn.Transformer:
+    def wrapped(stack: nn.Stack, of_stack: PyTree, *others: nn.Stack) -> nn.Stack:
         arrays = [leaf for leaf in jax.tree.leaves(of_stack.blocks) if leaf.spec is not None]
         dims = tuple(None if leaf.spread is None else leaf.spread - 1 for leaf in arrays)  # a block has no `layers`
-        blocks = Gathered(stack.blocks, dims, tuple(leaf.dtype for leaf in arrays), stack.remat != "none")
-        return eqx.tree_at(lambda s: s.blocks, stack, blocks)
+        return eqx.tree_at(lambda s: s.blocks, stack, wrap(stack, arrays, dims, *others))
 
-    return eqx.tree_at(lambda m: m.stacks, model, tuple(map(wrapped, model.stacks, leaves.stacks)))
+    return eqx.tree_at(lambda m: m.stacks, model, tuple(map(wrapped, model.stacks, leaves.stacks, *stacks)))
+
+
+def _gathered(stack: nn.Stack, arrays: list[Leaf], dims: tuple[int | None, ...]) -> Gathered:
+    return Gathered(stack.blocks, dims, tuple(leaf.dtype for leaf in arrays), stack.remat != "none")
+
+
+def _scattered(stack: nn.Stack, arrays: list[Leaf], dims: tuple[int | None, ...], whole: nn.Stack) -> Scattered:
+    arrays_of = lambda stack: jax.tree.leaves(eqx.filter(stack.blocks, eqx.is_array))
+    # Said to vary here, once: as a step of each layer it would make a copy of each layer's arrays to be kept.
+    values = tuple(map(vary_like, arrays_of(whole), arrays_of(stack)))
+    return Scattered(stack.blocks, values, dims)

@@ -13,9 +13,10 @@ Parts = tuple[Shaped[Array, "..."], ...]
 def shift(tree: PyTree, axis: str, *, is_branched: bool = False) -> PyTree:
     """Each array of the device before this one along `axis`, the last device's on the first.
 
-    `is_branched` says that the call stands in a branch that not all devices take, such as a pipeline's. XLA's CPU
-    devices meet all at once for a permute, whatever its pairs, and would wait for ever for those that did not take the
-    branch. There, and only on such devices, neighbours swap what they hold, in two rounds.
+    `is_branched` says that the call stands in a branch that not all devices take, such as a pipeline's. For a permute
+    XLA's CPU devices meet all at once, whatever its pairs, and would wait for ever for those that did not take the
+    branch; its GPU devices form one group of all, too. There, on all but TPUs, neighbours swap what they hold, in two
+    rounds.
     """
     return jax.tree.map(lambda x: pass_on((x,), axis, 0, is_branched=is_branched)[0], tree)
 
@@ -28,8 +29,8 @@ def pass_on(parts: Parts, axis: str, dim: int, *, is_branched: bool) -> Parts:
     if not is_branched:
         return _permuted(parts, axis)
     swapped = _swapped if jax.lax.axis_size(axis) % 2 == 0 else _picked
-    on_cpu = lambda parts: swapped(parts, axis, dim)
-    return jax.lax.platform_dependent(parts, cpu=on_cpu, default=lambda parts: _permuted(parts, axis))
+    permuted = lambda parts: _permuted(parts, axis)
+    return jax.lax.platform_dependent(parts, tpu=permuted, default=lambda parts: swapped(parts, axis, dim))
 
 
 def _permuted(parts: Parts, axis: str) -> Parts:

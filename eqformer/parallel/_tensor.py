@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, PyTree
 from .. import nn
 from ._axes import TENSOR
 from ._collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from ._taps import is_map, Map
 from ._vary import vary
 
 
@@ -56,7 +57,7 @@ class Tensor(eqx.Module):
             tokens = nn.positions_like((*x.shape[:-2], x.shape[-2] * jax.lax.axis_size(TENSOR)))
         return tokens, cache
 
-    def _read(self, x: Float[Array, "*batch seq embed"], linears: list[nn.Linear]) -> list["_Given"]:
+    def _read(self, x: Float[Array, "*batch seq embed"], linears: list[Map]) -> list["_Given"]:
         if self.residual == "replicated":
             x = vary(x, [TENSOR])  # its gradient is summed over the axis here, once for all maps
             return [_Given(linear(x)) for linear in linears]
@@ -88,7 +89,7 @@ class _Given(eqx.Module):
 class _Row(eqx.Module):
     """A map back into the stream, of which this device holds a slice of the inputs."""
 
-    linear: nn.Linear
+    linear: Map
     residual: str = eqx.field(static=True)
     overlap: str = eqx.field(static=True)
     is_branched: bool = eqx.field(static=True)
@@ -125,18 +126,17 @@ def own_kv_head(module: PyTree) -> PyTree:
     return jax.tree.unflatten(structure, own)
 
 
-def stream_maps(module: PyTree, side: str) -> list[nn.Linear]:
+def stream_maps(module: PyTree, side: str) -> list[Map]:
     """The maps out of the residual stream (`side="inputs"`) or back into it (`"outputs"`)."""
-    is_map = lambda node: isinstance(node, nn.Linear)
     nodes = jax.tree.leaves(module, is_leaf=is_map)
     return [node for node in nodes if is_map(node) and getattr(node, side) == ("embed",)]
 
 
-def _as_matrix(linear: nn.Linear, dtype: jnp.dtype) -> Float[Array, "outputs inputs"]:
+def _as_matrix(linear: Map, dtype: jnp.dtype) -> Float[Array, "outputs inputs"]:
     outputs = math.prod(linear.weight.shape[: len(linear.outputs)])
     return linear.weight.reshape(outputs, -1).astype(dtype)
 
 
-def _with_bias(linear: nn.Linear, y: Float[Array, "*batch outputs"]) -> Float[Array, "..."]:
+def _with_bias(linear: Map, y: Float[Array, "*batch outputs"]) -> Float[Array, "..."]:
     y = y.reshape(*y.shape[:-1], *linear.weight.shape[: len(linear.outputs)])
     return y if linear.bias is None else y + linear.bias.astype(y.dtype)

@@ -10,56 +10,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import einops
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from .. import nn
 from ..nn._dtype import at_least_float32
 from ._axes import FSDP
 from ._fully_sharded import Gathered, scatter
-from ._vary import vary, vary_like, varying_axes
-
-
-class Notes:
-    """What happened to one Linear in a trace: the shapes of each call."""
-
-    def __init__(self):
-        self.calls: list[tuple] = []
-
-
-class _Seen(eqx.Module):
-    """Stands for a Linear and notes what it is called on."""
-
-    outputs: tuple[str, ...] = eqx.field(static=True)
-    inputs: tuple[str, ...] = eqx.field(static=True)
-    weight: Float[Array, "..."]
-    bias: Float[Array, "..."] | None
-    notes: Notes = eqx.field(static=True)
-
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        y = _holding(self, self.weight, None)(x)
-        self.notes.calls.append((self.weight.shape, *_typed(vary_like(x, self.weight)), *_typed(y)))
-        return y if self.bias is None else y + self.bias.astype(y.dtype)
-
-
-class _Tapped(eqx.Module):
-    """Stands for a Linear whose weight gets no gradient: those of `into` and `out` are its input and its cotangent."""
-
-    outputs: tuple[str, ...] = eqx.field(static=True)
-    inputs: tuple[str, ...] = eqx.field(static=True)
-    weight: Float[Array, "..."]
-    bias: Float[Array, "..."] | None
-    into: Float[Array, "..."]
-    out: Float[Array, "..."]
-
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        # Typed alike before the product: the sums over axes that the input does not vary over are this line's.
-        x = vary_like(x, self.weight)
-        y = _product((self.outputs, self.inputs), x, self.weight.astype(x.dtype), self.into, self.out)
-        return y if self.bias is None else y + self.bias.astype(y.dtype)
+from ._taps import holding, is_map, Notes, Seen, Tapped
+from ._vary import vary
 
 
 def taps(blocks: PyTree, notes: dict[int, Notes], tokens: int) -> dict[int, tuple]:
@@ -83,7 +44,7 @@ def watched(blocks: PyTree) -> tuple[PyTree, dict[int, Notes]]:
     """The blocks with every Linear noting its calls, for one trace; and the notes by number."""
     linears = _linears(blocks)
     notes = {number: Notes() for number in linears}
-    seen = {n: _holding(x, x.weight, x.bias, _Seen, notes=notes[n]) for n, x in linears.items()}
+    seen = {n: holding(x, x.weight, x.bias, Seen, notes=notes[n]) for n, x in linears.items()}
     return _replaced(blocks, seen), notes
 
 
@@ -91,11 +52,11 @@ def tapped(blocks: PyTree, wanted: dict[int, tuple]) -> PyTree:
     """The blocks with taps in place of the Linears `wanted`."""
     linears = _linears(blocks)
 
-    def tap(linear: nn.Linear, into: Any, into_axes: frozenset, out: Any, out_axes: frozenset) -> _Tapped:
+    def tap(linear: nn.Linear, into: Any, into_axes: frozenset, out: Any, out_axes: frozenset) -> Tapped:
         layers = linear.weight.shape[:1]
         zeros = lambda like, axes: vary(jnp.zeros((*layers, *like.shape), like.dtype), axes)
         both = {"into": zeros(into, into_axes), "out": zeros(out, out_axes)}
-        return _holding(linear, linear.weight, linear.bias, _Tapped, **both)
+        return holding(linear, linear.weight, linear.bias, Tapped, **both)
 
     new = _replaced(blocks, {number: tap(linears[number], *shapes) for number, shapes in wanted.items()})
     return _each_gathered(_not_gathering_taps, new, blocks)
@@ -106,9 +67,9 @@ def is_differentiated(blocks: PyTree) -> PyTree:
 
     def flags(node: PyTree) -> PyTree:
         kept = jax.tree.map(eqx.is_inexact_array, node)
-        return eqx.tree_at(lambda n: n.weight, kept, False) if isinstance(node, _Tapped) else kept
+        return eqx.tree_at(lambda n: n.weight, kept, False) if isinstance(node, Tapped) else kept
 
-    return jax.tree.map(flags, blocks, is_leaf=lambda node: isinstance(node, _Tapped))
+    return jax.tree.map(flags, blocks, is_leaf=lambda node: isinstance(node, Tapped))
 
 
 def split_gradients(
@@ -117,7 +78,7 @@ def split_gradients(
     """From gradients of tapped blocks: those of plain blocks, None for tapped weights; and the taps' pairs."""
     taken = {number: node for number, node in _linears(gradients).items() if number in wanted}
     products = {number: (node.into, node.out) for number, node in taken.items()}
-    plain = {number: _holding(node, None, node.bias) for number, node in taken.items()}
+    plain = {number: holding(node, None, node.bias) for number, node in taken.items()}
     restored = lambda new, old: Gathered(new.inner, old.dims, old.dtypes, old.keeps)
     return _each_gathered(restored, _replaced(gradients, plain), blocks), products
 
@@ -136,72 +97,31 @@ def weight_gradients(blocks: PyTree, products: dict[int, tuple[Array, Array]]) -
         exact = at_least_float32(into.dtype)
         product = jnp.einsum("lni,lno->loi", into, out, preferred_element_type=exact)
         product = product.reshape(_whole_shape(linear, dim))
-        return _holding(linear, product if dim is None else scatter(product, dim + 1), None)
+        return holding(linear, product if dim is None else scatter(product, dim + 1), None)
 
     nothing = jax.tree.map(lambda _: None, blocks)
     return _replaced(nothing, {number: multiply(*sites[number], *pair) for number, pair in products.items()})
 
 
-def _contract(dims: tuple, x: Array, weight: Array) -> Array:
-    outputs, inputs = (" ".join(names) for names in dims)
-    return einops.einsum(x, weight, f"... {inputs}, {outputs} {inputs} -> ... {outputs}")
-
-
-def _product_of(dims: tuple, x: Array, weight: Array, into: Array, out: Array) -> Array:
-    return _contract(dims, x, weight)
-
-
-def _forward(dims: tuple, x: Array, weight: Array, into: Array, out: Array) -> tuple[Array, tuple]:
-    return _contract(dims, x, weight), (x, weight)
-
-
-def _backward(dims: tuple, kept: tuple, cotangent: Array) -> tuple:
-    x, weight = kept
-    outputs, inputs = (" ".join(names) for names in dims)
-    to_x = einops.einsum(cotangent, weight, f"... {outputs}, {outputs} {inputs} -> ... {inputs}")
-    return to_x, None, x, cotangent
-
-
-_product = jax.custom_vjp(_product_of, nondiff_argnums=(0,))
-_product.defvjp(_forward, _backward)
-
-
-def _typed(x: Array) -> tuple[jax.ShapeDtypeStruct, frozenset[str]]:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype), varying_axes(x)
-
-
-def _holding(node: Any, weight: Any, bias: Any, kind: type = nn.Linear, **more: Any) -> Any:
-    """A `kind` of the node's dims that holds what it is given, checked by nobody: shapes, gradients or None."""
-    linear = object.__new__(kind)
-    fields = {"outputs": node.outputs, "inputs": node.inputs, "weight": weight, "bias": bias}
-    for name, value in (fields | more).items():
-        object.__setattr__(linear, name, value)
-    return linear
-
-
-def _is_linear(node: Any) -> bool:
-    return isinstance(node, nn.Linear | _Seen | _Tapped)
-
-
 def _sites(blocks: PyTree) -> list[tuple[nn.Linear, int | None]]:
     """The Linears in the tree's order, each with the dim of a layer's weight that is gathered for its use, or None."""
     found = []
-    for node in jax.tree.leaves(blocks, is_leaf=lambda node: _is_linear(node) or isinstance(node, Gathered)):
+    for node in jax.tree.leaves(blocks, is_leaf=lambda node: is_map(node) or isinstance(node, Gathered)):
         if isinstance(node, Gathered):
             for linear, dims in zip(_nodes(node), _by_node(node, node.dims)):
-                found += [(linear, dims[0])] if _is_linear(linear) else []
-        elif _is_linear(node):
+                found += [(linear, dims[0])] if is_map(linear) else []
+        elif is_map(node):
             found.append((node, None))
     return found
 
 
 def _linears(blocks: PyTree) -> dict[int, Any]:
-    return dict(enumerate(filter(_is_linear, jax.tree.leaves(blocks, is_leaf=_is_linear))))
+    return dict(enumerate(filter(is_map, jax.tree.leaves(blocks, is_leaf=is_map))))
 
 
 def _replaced(blocks: PyTree, new: dict[int, Any]) -> PyTree:
-    nodes, structure = jax.tree.flatten(blocks, is_leaf=_is_linear)
-    places = [place for place, node in enumerate(nodes) if _is_linear(node)]
+    nodes, structure = jax.tree.flatten(blocks, is_leaf=is_map)
+    places = [place for place, node in enumerate(nodes) if is_map(node)]
     for number, node in new.items():
         nodes[places[number]] = node
     return structure.unflatten(nodes)
@@ -231,7 +151,7 @@ def _not_gathering_taps(new: Gathered, old: Gathered) -> Gathered:
 
 
 def _nodes(gathered: Gathered) -> list:
-    return jax.tree.leaves(gathered.inner, is_leaf=_is_linear)
+    return jax.tree.leaves(gathered.inner, is_leaf=is_map)
 
 
 def _by_node(gathered: Gathered, values: tuple) -> list[tuple]:

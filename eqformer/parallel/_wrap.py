@@ -93,7 +93,8 @@ class FeatureDropout(eqx.Module):
         if keys is None or self.inner.rate == 0:
             return x
         whole = jnp.ones((*x.shape[:-1], x.shape[-1] * jax.lax.axis_size(TENSOR)), x.dtype)
-        return x * own_tokens(self.inner(whole, keys), x.ndim - 1)
+        is_kept = own_tokens(self.inner(whole, keys), x.ndim - 1) != 0
+        return jnp.where(is_kept, x / (1 - self.inner.rate), jnp.zeros_like(x))
 
 
 class TokensPositions(eqx.Module):

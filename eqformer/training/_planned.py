@@ -14,6 +14,7 @@ from ..parallel import filter_shard_map, pipeline_gradients, Plan, shardings
 from ._loss import batch_tokens, evaluation_sums
 from ._optimizer import Optimizer, trainable
 from ._step import accumulated_gradients, Gradients, GradientsOf, LossFn, make_step, Step, TrainState
+from ._wide import at_least_float32
 
 
 def planned_gradients(plan: Plan) -> GradientsOf:
@@ -30,6 +31,7 @@ def planned_gradients(plan: Plan) -> GradientsOf:
         in_pieces = dataclasses.replace(plan, microbatches=pieces_of_rows)
 
         def of_batch(model: PyTree, batch: PyTree, key: Any) -> tuple[Any, Any, PyTree]:
+            in_pieces.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1])
             leaves, shapes = plan.leaves(model), eqx.filter_eval_shape(lambda: model)
             local = _Local(in_pieces, loss_fn, 1 if plan.is_pipelined else pieces_of_rows, leaves, shapes)
             pieces = plan.arrange(batch, batch_tokens(batch, key))
@@ -45,9 +47,11 @@ def planned_gradients(plan: Plan) -> GradientsOf:
 
 def planned_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
     """`evaluation_sums` for a plan; jitted."""
+    in_pieces = plan if plan.is_pipelined else dataclasses.replace(plan, microbatches=1)
 
     @eqx.filter_jit
     def of_batch(model: PyTree, batch: Batch) -> dict[str, Float[Array, ""]]:
+        in_pieces.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1])
         leaves, shapes = plan.leaves(model), eqx.filter_eval_shape(lambda: model)
 
         def per_device(model: PyTree, pieces: PyTree) -> dict[str, Array]:
@@ -122,7 +126,9 @@ class _Local:
 
     def _pipelined(self, model: PyTree, parameters: PyTree, pieces: PyTree) -> tuple[Any, Any, PyTree]:
         """The same by a schedule: what is gathered or exchanged outside the layers is so once, before and after."""
-        wrapped, pull = eqx.filter_vjp(lambda parameters: self._wrapped(parameters, model), parameters)
+        wrapped = self._wrapped(parameters, model)
+        # At wide parameters, so that sums over microbatches stay wide on their way back.
+        like, pull = eqx.filter_vjp(lambda wide: self._wrapped(wide, _wide(model)), _wide(parameters))
         edges = eqx.tree_at(lambda m: m.stacks, wrapped, None)
 
         def first(edges: PyTree, piece: PyTree) -> Array:
@@ -144,7 +150,7 @@ class _Local:
             self.plan.in_microbatches(pieces),
         )
         gradients = _with_stacks(of_edges, (of_stack,))
-        like = eqx.filter(wrapped, eqx.is_inexact_array)
+        like = eqx.filter(like, eqx.is_inexact_array)
         (of_parameters,) = pull(jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, like))
         return total, count, of_parameters
 
@@ -156,6 +162,11 @@ class _Done(eqx.Module):
 
     def __call__(self, *_: Any) -> tuple[Float[Array, "*batch seq embed"], None]:
         return self.value, None
+
+
+def _wide(model: PyTree) -> PyTree:
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    return eqx.combine(at_least_float32(arrays), rest)
 
 
 def _with_stacks(edges: PyTree, stacks: PyTree) -> PyTree:

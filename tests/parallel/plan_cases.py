@@ -40,6 +40,7 @@ EVERY_RUN = [
         {"zero": 1, "schedule": "zb-h1", "microbatches": 2, "context_method": "gather"},
     ),
     Case("llama", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "looping", "microbatches": 2, "chunks": 2}),
+    Case("side by side", {"pipe": 2, "tensor": 2}, {"schedule": "zb-h1", "microbatches": 2, "residual": "sequence"}),
 ]
 EVERY_STEP = [
     Case(

@@ -2,11 +2,13 @@
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
-from plan_models import attention, EMBED, HEAD_DIM, MLP, model_of, norm, of_blocks
+from jax.sharding import AxisType
+from plan_models import attention, batch_of, EMBED, HEAD_DIM, MLP, model_of, norm, of_blocks
 
-from eqformer import nn
-from eqformer.parallel import make_mesh, Plan
+from eqformer import nn, training
+from eqformer.parallel import AXES, make_mesh, Plan
 
 
 def plan(mesh: dict[str, int], **choices) -> Plan:
@@ -49,7 +51,7 @@ CHOICES = {
         {"overlap": "ring"},
         r"overlap='ring', residual='replicated'.*take residual=",
     ),
-    "schedule": ({"pipe": 2}, {"schedule": "fifo"}, r"no schedule 'fifo'; choose one of gpipe, 1f1b"),
+    "schedule": ({"fsdp": 2}, {"schedule": "fifo"}, r"Plan\(schedule='fifo'\): the choices are gpipe, 1f1b"),
     "chunks of a schedule with none": ({"pipe": 2}, {"chunks": 2}, r"1f1b has one chunk a stage, but chunks=2"),
     "too few to loop": (
         {"pipe": 4},
@@ -141,7 +143,25 @@ def key_norms(kv_heads: int) -> nn.Transformer:
     return built(kv_heads=kv_heads, key_norm=key_norm)
 
 
+def bare(x):
+    """A norm that is no module of `nn`."""
+    return x / (1 + jnp.mean(jnp.square(x), axis=-1, keepdims=True))
+
+
+def bare_norm() -> nn.Transformer:
+    """A model with that norm."""
+    mlp = lambda key: nn.GatedMLP(embed=EMBED, mlp=MLP, key=key)
+    return shapes(lambda: of_blocks(lambda key: nn.Block(attention(key), mlp(key), norm(), bare)))
+
+
 MODELS = {
+    "nothing: a norm of one's own": (bare_norm, {"tensor": 2}, {"residual": "sequence"}, None),
+    "a norm of one's own that would see slices": (
+        bare_norm,
+        {"tensor": 2},
+        {"residual": "feature"},
+        r"feature'\) over tensor=2: .*feed_forward_norm is a function, which would be given a slice",
+    ),
     "a dim that an axis does not divide": (
         built,
         {"tensor": 3},
@@ -218,6 +238,27 @@ def test_models_that_a_mesh_cannot_split(name):
         return
     with pytest.raises(ValueError, match=message):
         over.check(make(), rows=24, seq=48)
+
+
+def test_axes_of_a_mesh_that_a_plan_does_not_know():
+    with pytest.raises(ValueError, match=r"has the axes replica, .* this one has data \(Auto\); make it by make_mesh"):
+        Plan(jax.make_mesh((8,), ("data",), (AxisType.Auto,)))
+    with pytest.raises(ValueError, match=r"all of type Auto; this one has replica \(Explicit\)"):
+        Plan(jax.make_mesh((8, 1, 1, 1, 1, 1), AXES))
+
+
+def test_what_is_not_checked_beforehand_is_checked_by_the_step():
+    model, optimizer = model_of("llama"), training.optimizer("adamw", model_of("llama"), schedule=1e-3)
+    state = shapes(lambda: training.init_state(model, optimizer))
+
+    def step(over, accumulate=1):
+        run = training.planned_step(training.next_token_loss, optimizer, over, accumulate=accumulate)
+        run.lower(state, batch_of(model))
+
+    with pytest.raises(ValueError, match=r"8 rows do not fall into 2 x 6 equal pieces"):
+        step(plan({"fsdp": 2, "pipe": 2}, microbatches=2), accumulate=3)
+    with pytest.raises(ValueError, match=r"but .* has (48|8) of it and the axis 3"):
+        step(plan({"tensor": 3}))
 
 
 def test_a_mesh_larger_than_the_devices():

@@ -85,6 +85,18 @@ def test_mixed_precision_agrees_to_its_own_rounding(case):
     assert differences(got, exact, 1e-5)  # the comparison can tell
 
 
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_sums_over_microbatches_of_narrow_parameters_are_wide(pipe):
+    case = Case("llama", {"pipe": pipe}, {"microbatches": 4}, dtypes=("bfloat16", "bfloat16"))
+    exact = jax.tree.leaves(of_one_device(case._replace(dtypes=("float32", "float32"))).gradients.stacks)
+    got = jax.tree.leaves(of_plan(case).gradients.stacks)
+    assert {str(x.dtype) for x in got} == {"float32"}
+    for found, expected in zip(got, exact, strict=True):
+        assert np.linalg.norm(found - expected) < 0.06 * np.linalg.norm(expected)
+        rounded = np.asarray(found.astype(jnp.bfloat16), np.float32)
+        assert np.any(rounded != found)  # sums of narrow numbers that are not narrow themselves
+
+
 def test_every_run_holds_every_choice():
     cases = EVERY_RUN + EVERY_STEP
     assert {axis for case in cases for axis in case.mesh} == set(AXES)
