@@ -44,7 +44,8 @@ def plan_over(recipe: Recipe, mesh: Any) -> parallel.Plan:
 
 def check_plan(recipe: Recipe, plan: parallel.Plan, model: Any) -> None:
     """Raise a `ValueError`, with the flags in front, where model (or shapes) or rows do not fit the plan."""
-    in_flags(recipe, lambda: plan.check(model, rows=recipe.batch, seq=recipe.seq))
+    told = f"--batch {recipe.batch} --seq {recipe.seq} --execution.core {recipe.execution.core}"
+    in_flags(recipe, lambda: plan.check(model, rows=recipe.batch, seq=recipe.seq), told)
 
 
 def check_sizes(recipe: Recipe) -> dict[str, int]:
@@ -64,19 +65,22 @@ def flags(recipe: Recipe) -> str:
     return " ".join(axes + [f"--{name.replace('_', '-')} {value}" for name, value in chosen if value != plain[name]])
 
 
-def in_flags(recipe: Recipe, call: Callable[[], Any]) -> Any:
+def in_flags(recipe: Recipe, call: Callable[[], Any], *told: str) -> Any:
     """What `call` gives; a `ValueError` of it with the flags in front."""
     try:
         return call()
     except ValueError as error:
-        raise ValueError(f"{flags(recipe)}: {error}" if flags(recipe) else str(error)) from error
+        given = " ".join(filter(None, (flags(recipe), *told)))
+        raise ValueError(f"{given}: {error}" if given else str(error)) from error
 
 
 def mesh_line(plan: parallel.Plan) -> str:
     """The mesh and what is done on it, in one line."""
     number, sizes = plan.mesh.size, parallel.axis_sizes(plan.mesh)
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "no axis is split"
-    parts = [f"{number} device{'s' * (number > 1)}: {axes}", f"zero {plan.zero}"]
+    parts = [f"{number} device{'s' * (number > 1)}: {axes}"]
+    if sizes["fsdp"] > 1:
+        parts.append(f"zero {plan.zero}")
     if sizes["tensor"] > 1:
         parts.append(f"{plan.residual} stream" + (f", overlap {plan.overlap}" if plan.overlap != "none" else ""))
     if sizes["context"] > 1:

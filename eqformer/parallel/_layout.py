@@ -74,6 +74,10 @@ def dim_over(spec: PartitionSpec | None, axis: str) -> int | None:
     return places[0] if places else None
 
 
+def _divisors(size: int) -> str:
+    return ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
+
+
 def _spec(layout: Layout, sizes: dict[str, int], path: str, names: list[str], shape: tuple[int, ...]) -> PartitionSpec:
     entries: list[str | None] = [None] * len(shape)
     taken: set[str] = set()
@@ -86,7 +90,7 @@ def _spec(layout: Layout, sizes: dict[str, int], path: str, names: list[str], sh
                 continue
             raise ValueError(
                 f"the layout splits dim {names[place]!r} over axis {axis!r}, but {path} has {shape[place]} of it and "
-                f"the axis {sizes[axis]} devices; choose sizes of which the second divides the first."
+                f"the axis {sizes[axis]} devices; take an axis that divides the dim: {_divisors(shape[place])}."
             )
         entries[place] = axis
         taken.add(axis)

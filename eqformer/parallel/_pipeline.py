@@ -66,9 +66,11 @@ def check_depth(layers: int, stages: int, chunks: int = 1) -> None:
     if layers < parts or layers % parts:
         below, above = layers // parts * parts, (layers // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
+        wrong = f"{layers % parts} would be left over" if below else "there are more parts than layers"
         raise ValueError(
             f"check_depth(layers={layers}, stages={stages}, chunks={chunks}): each of the {parts} parts holds equally "
-            f"many layers, but {layers % parts} would be left over; take {nearest} layers, or other stages or chunks."
+            f"many layers of the stack (a period or block of several counts once), but {wrong}; take {nearest} layers, "
+            "or other stages or chunks."
         )
 
 

@@ -103,15 +103,15 @@ class Recipe:
     batch: int = 16
     """Rows a step."""
     accumulate: int = 1
-    """Pieces that a step's rows are computed in, one after another."""
+    """Pieces that a step's rows are computed in, one after another: less memory, the same numbers."""
     text: Text = Text()
     optimizer: Optimization = Optimization()
     precision: Precision = Precision()
     execution: Execution = Execution()
     sinks: Sinks = Sinks()
     mesh: Mesh = Mesh()
-    zero: Literal[0, 1, 2, 3] = 0
-    """What is split over --mesh.fsdp: 1 the optimizer's state, 2 also gradients, 3 also parameters."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """What is split over --mesh.fsdp: 0 only rows, 1 the optimizer's state, 2 also gradients, 3 also parameters."""
     residual: Literal["replicated", "sequence", "feature"] = "replicated"
     """The stream between layers over --mesh.tensor: whole, or split by tokens or by features."""
     overlap: Literal["none", "ring", "bidirectional"] = "none"
@@ -121,7 +121,7 @@ class Recipe:
     schedule: Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1"] = "1f1b"
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
-    """Pieces of a step's rows that are in a pipeline at once; without one, as --accumulate (they multiply)."""
+    """Pieces that a step's rows go through a pipeline in; the same as --accumulate, with which it is multiplied."""
     chunks: int = 1
     """Parts of the model that a stage holds, with --schedule interleaved or looping."""
     edges: Literal["ends", "spread"] = "ends"
@@ -149,6 +149,6 @@ PLAN_CHOICES = ("zero", "residual", "overlap", "context_method", "schedule", "mi
 CHANGEABLE = frozenset(
     ("steps", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
     + ("sample_every", "prompt", "sinks", "execution")
-    # The mesh decides where numbers are computed, never which.
-    + ("mesh", *PLAN_CHOICES)
+    # The mesh and the pieces decide where and when numbers are computed, never which.
+    + ("mesh", "accumulate", *PLAN_CHOICES)
 )

@@ -170,7 +170,7 @@ MODELS = {
     ),
     "unlike stacks in a pipeline": (two_stacks, {"pipe": 2}, {}, r"pipe=2: the model has 2 stacks of unlike layers"),
     "layers left over": (built, {"pipe": 3}, {}, r"layers=4, stages=3.*take 3 or 6 layers"),
-    "more stages than layers": (built, {"pipe": 8}, {}, r"layers=4, stages=8.*take 8 layers"),
+    "more stages than layers": (built, {"pipe": 8}, {}, r"layers=4, stages=8.*more parts than layers; take 8 layers"),
     "more chunks than layers": (
         built,
         {"pipe": 2},
