@@ -10,6 +10,14 @@ from ._activation import (
     silu as silu,
 )
 from ._attention import Attention as Attention
+from ._balance import (
+    BalanceLoss as BalanceLoss,
+    Importance as Importance,
+    LoadBalance as LoadBalance,
+    NoisyLoad as NoisyLoad,
+    RouterZ as RouterZ,
+    updated_selection_bias as updated_selection_bias,
+)
 from ._block import Block as Block, Mixer as Mixer, Period as Period
 from ._blockwise import BlockwiseCore as BlockwiseCore
 from ._cache import KVCache as KVCache, LatentCache as LatentCache
@@ -26,11 +34,13 @@ from ._dims import (
 )
 from ._dropout import Dropout as Dropout
 from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions
+from ._expert_choice import ExpertChoiceRouter as ExpertChoiceRouter
 from ._latent_attention import LatentAttention as LatentAttention
 from ._linear import Linear as Linear
 from ._mask import causal as causal, chunked as chunked, full as full, Mask as Mask, sliding_window as sliding_window
 from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import GatedMLP as GatedMLP, MLP as MLP
+from ._noisy_routers import NoisyTopKRouter as NoisyTopKRouter, RandomSecondRouter as RandomSecondRouter
 from ._norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from ._precision import cast as cast, Precision as Precision
 from ._rotary import Rotary as Rotary
@@ -43,6 +53,8 @@ from ._rotary_scaling import (
     yarn_magnitude as yarn_magnitude,
     YarnScaling as YarnScaling,
 )
+from ._router import Router as Router, TopKRouter as TopKRouter
+from ._routing import Routing as Routing, Slots as Slots
 from ._stack import REMAT as REMAT, Stack as Stack
 from ._tokens import positions_like as positions_like, token_keys as token_keys, Tokens as Tokens
 from ._transformer import Transformer as Transformer

@@ -1,0 +1,54 @@
+"""Routers with noise, tokens, and one scoring of a token in float64, for the tests of routers."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from nn_reference import drawn, normal, wide
+
+from eqformer import nn
+
+
+KEY = jax.random.key(0)
+EMBED, BATCH, SEQ = 5, 4, 16
+softplus = lambda x: np.log1p(np.exp(x))
+SCORES = {
+    "softmax": lambda x: np.exp(x) / np.exp(x).sum(),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "sqrt_softplus": lambda x: np.sqrt(softplus(x)),
+}
+NOISY = {
+    "jitter": drawn(nn.TopKRouter, embed=EMBED, experts=6, top_k=2, jitter=0.3, key=KEY),
+    "noisy": drawn(nn.NoisyTopKRouter, embed=EMBED, experts=6, top_k=2, key=KEY),
+    "second": drawn(nn.RandomSecondRouter, embed=EMBED, experts=6, key=KEY),
+}
+call = eqx.filter_jit(lambda router, x, tokens: router(x, tokens))
+run: Any = lambda router, x, tokens: jax.tree.map(np.asarray, call(router, x, tokens))
+
+
+X = normal(1, BATCH, SEQ, EMBED)
+
+
+def each(draw, keys):
+    """`draw(key)` of every key."""
+    return jax.jit(jax.vmap(jax.vmap(draw)))(keys)
+
+
+def normals(keys):
+    """Six normal numbers of each key."""
+    return wide(each(lambda key: jax.random.normal(key, (6,)), keys))
+
+
+def tokens_of(batch=BATCH, seq=SEQ, keys=False, padding=0, key=KEY):
+    """Rows numbered from 0; the last row ends in `padding` tokens that are none."""
+    positions = np.broadcast_to(np.arange(seq, dtype=np.int32), (batch, seq)).copy()
+    drawn_from = jax.jit(nn.token_keys)(key, np.arange(batch), positions) if keys else None
+    positions[-1, seq - padding :] = -1
+    return nn.Tokens(jnp.asarray(positions), keys=drawn_from)
+
+
+def best(values, count, among=None):
+    """The places of the highest values, the highest first and of equal ones the lowest place first."""
+    return sorted(range(len(values)) if among is None else among, key=lambda place: -values[place])[:count]
