@@ -38,10 +38,12 @@ def keys_of(recipe: Recipe) -> Keys:
 
 def check(recipe: Recipe) -> None:
     """Raise a `ValueError` for what cannot work, before anything is written."""
-    counts = "steps seq batch accumulate log_every checkpoint_every keep validate_every validation_batches sample_every"
+    counts = "steps seq batch accumulate log_every checkpoint_every keep validate_every validation_batches"
     for name in counts.split():
         if (value := getattr(recipe, name)) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: it counts, so give at least 1.")
+    if recipe.sample_every < 0:
+        raise ValueError(f"--sample-every {recipe.sample_every}: give the steps between samples, or 0 for none at all.")
     if recipe.batch % recipe.accumulate:
         raise ValueError(
             f"--batch {recipe.batch} --accumulate {recipe.accumulate}: the rows of a step are computed in that many "

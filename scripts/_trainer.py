@@ -140,7 +140,7 @@ class Trainer:
             if done % recipe.checkpoint_every == 0 or done == recipe.steps or stopping:
                 training.check_finite(before)
                 self._save(checkpointer, state, done)
-            if done % recipe.sample_every == 0 or done == recipe.steps:
+            if recipe.sample_every and (done % recipe.sample_every == 0 or done == recipe.steps):
                 self._sample(state.model, done)
             if stopping:
                 break

@@ -137,7 +137,7 @@ class Recipe:
     validation_batches: int = 16
     """Batches a validation reads, spread evenly over the validation text."""
     sample_every: int = 200
-    """Steps between samples of the model's writing."""
+    """Steps between samples of the model's writing; 0 writes none, also not at the end."""
     prompt: str = "def "
     """What those samples begin with."""
 

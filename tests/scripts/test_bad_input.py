@@ -44,6 +44,7 @@ def refused(capsys):
         ("--batch 16 --accumulate 3", ["--batch 16", "--accumulate 3", "divide"]),
         ("--recipe gpt2 --seq 1024", ["--seq 1024", "512 learned positions"]),
         ("--steps 0", ["--steps 0", "at least 1"]),
+        ("--sample-every -1", ["--sample-every -1", "0 for none"]),
         ("--optimizer.learning-rate -1", ["peak=-1", "positive"]),
         ("--precision.compute int8", ["int8", "floating-point"]),
         ("--data no/such/folder", ["no/such/folder"]),

@@ -6,6 +6,7 @@ import signal
 import equinox as eqx
 import jax
 import numpy as np
+import pretrain
 import pytest
 from script_helpers import LLAMA, rows, run, start_until, TINY, write_corpus
 
@@ -62,6 +63,14 @@ def test_the_last_lines_hold_the_command_that_samples(trained):
     last = done.stdout.strip().splitlines()[-5:]
     assert [line.split()[0] for line in last] == ["trained", "loss", "checkpoint", "look", "sample"]
     assert f'scripts/sample.py --run-dir {run_dir} --prompt "def " --tokens 300' in last[-1]
+
+
+def test_samples_can_be_turned_off(corpus, tmp_path, capsys):
+    arguments = ["--run-dir", tmp_path, "--data", corpus, *TINY, *LLAMA, "--steps", 1, "--sample-every", 0]
+    pretrain.main([str(argument) for argument in [*arguments, "--simulate", 1]])
+    lines = capsys.readouterr().out
+    assert f"look at    {tmp_path}/loss.png, {tmp_path}/metrics.jsonl\n" in lines and "it writes" not in lines
+    assert not (tmp_path / "samples.txt").exists()
 
 
 def test_a_finished_run_says_so_and_changes_nothing(trained, corpus):
