@@ -1,14 +1,16 @@
 """One run by several processes: how they find each other, and what only the first of them does."""
 
 import dataclasses
+import hashlib
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from _screen import warn
 from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
 Result = TypeVar("Result")
@@ -65,6 +67,12 @@ def join(machine: Machine) -> None:
             jax.distributed.initialize()
     except RuntimeError as error:
         raise ValueError(f"the processes of this run did not meet: {error}") from error
+    numbers = Counter(device.process_index for device in jax.devices())
+    if len(set(numbers.values())) > 1:
+        raise ValueError(
+            f"processes {', '.join(map(str, numbers))} have {', '.join(map(str, numbers.values()))} devices; give each "
+            "process of a run as many (--simulate on a CPU, CUDA_VISIBLE_DEVICES on GPUs)."
+        )
 
 
 def devices_of(machine: Machine) -> list[Any]:
@@ -88,57 +96,60 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def first(action: Callable[[], Result]) -> Result | None:
-    """What `action` gives, run by the first process alone; the others wait and get None. All fail where it fails."""
+def together(action: Callable[[], Result]) -> Result:
+    """What `action` gives, run by every process; none goes on before all are done, and all fail where one fails."""
     if jax.process_count() == 1:
         return action()
-    result, failure = None, None
-    if is_first():
-        try:
-            result = action()
-        except Exception as error:
-            failure = error
-    failed = bool(multihost_utils.broadcast_one_to_all(np.array(failure is not None)))
+    result: Any = None
+    failure = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    failed = np.flatnonzero(multihost_utils.process_allgather(np.array(failure is not None)))
     if failure is not None:
         raise failure
-    if failed:
-        raise ValueError("process 0 could not go on, so neither can this one; its own message says why.")
+    if failed.size:
+        raise ValueError(f"process {failed[0]} could not go on, so neither can this one; its own message says why.")
     return result
 
 
-class Votes:
-    """Whether any process has asked to stop, known by all at the same step.
+def first(action: Callable[[], Result]) -> Result | None:
+    """What `action` gives, run by the first process alone; the others wait and get None. All fail where it fails."""
+    return together(lambda: action() if is_first() else None)
 
-    A step's votes are added up on the devices while the next step is set up, so that nobody waits for them: an
-    answer is one step old.
-    """
 
-    def __init__(self, mesh: Mesh | AbstractMesh):
-        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self._shape = (mesh.size,)
-        self._sum = jax.jit(lambda votes: votes.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))
-        self._pending: Any = None
-
-    def any(self, mine: bool) -> bool:
-        """Cast this process's vote; whether there was any at the step before (of one process: now)."""
-        if jax.process_count() == 1:
-            return mine
-        vote = np.full(self._shape, int(mine), np.int32)
-        pending, self._pending = (
-            self._pending,
-            self._sum(jax.make_array_from_callback(self._shape, self._sharding, vote.__getitem__)),
+def check_alike(values: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` in every process where one of them has other values than the first, by their `repr`s."""
+    digests = [list(hashlib.sha256(repr(value).encode()).digest()) for value in values.values()]
+    all_digests = multihost_utils.process_allgather(np.array(digests, np.uint8))  # [process, value, byte]
+    differs = (all_digests != all_digests[0]).any(-1)
+    if differs.any():
+        names = ", ".join(name for name, differ in zip(values, differs.any(0)) if differ)
+        raise ValueError(
+            f"process {np.flatnonzero(differs.any(1))[0]} differs from process 0 in {names}; start all processes of a "
+            "run with the same flags, in one folder that all of them see, on the same text."
         )
-        return pending is not None and int(pending) > 0
 
 
 def _in_cluster() -> bool:
     """Whether a launcher that JAX knows has started this process as one of several."""
-    # JAX tells only by trying, which would fail in a plain process; what it asks first can be asked alone.
-    from jax._src.clusters import ClusterEnv
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            # JAX tells only by trying, which would fail in a plain process; what it asks first can be asked alone.
+            from jax._src.clusters import ClusterEnv
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a package missing for Kubernetes, on any machine inside one
-        found = next(
-            (env for env in ClusterEnv._cluster_types if not env.opt_in_only_method and env.is_env_present()), None
-        )
-    return found is not None and found.get_process_count() > 1
+            kinds = (kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method)
+            found = next((kind for kind in kinds if kind.is_env_present()), None)
+            several = found is not None and found.get_process_count() > 1
+        except Exception as error:  # whatever a cluster's own library raises, or another version of JAX
+            several = False
+            warnings.warn(
+                f"no cluster could be looked for ({type(error).__name__}: {error}), so this process trains alone; "
+                "--coordinator, --processes and --process-id have it meet others.",
+                stacklevel=1,
+            )
+    for text in dict.fromkeys(str(warning.message) for warning in told):
+        warn(text)
+    return several

@@ -1,6 +1,8 @@
 """One run's folder: what is in it, and that it belongs to one recipe and one process."""
 
 import fcntl
+import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import IO
@@ -20,6 +22,7 @@ class RunDirectory:
         self.loss = path / "loss.png"
         self.samples = path / "samples.txt"
         self.data = path / "data"
+        self.lock = path / ".lock"
         self._lock: IO[str] | None = None
 
     def claim(self, name: str, recipe: Recipe) -> None:
@@ -31,7 +34,7 @@ class RunDirectory:
             raise ValueError(f"--run-dir {self.path}: this is a file; give a folder.")
         if self.recipe.exists():
             _check_same(self.path, self.recipe, name, recipe)
-        elif self.path.exists() and any(entry.name != ".lock" for entry in self.path.iterdir()):
+        elif self.path.exists() and any(entry != self.lock for entry in self.path.iterdir()):
             raise ValueError(
                 f"--run-dir {self.path}: this folder holds other things than a run; give a new or empty one."
             )
@@ -46,13 +49,24 @@ class RunDirectory:
             ) from error
 
     def _take(self) -> None:
-        self._lock = (self.path / ".lock").open("w")
+        self._lock = self.lock.open("a")  # which leaves a holder's token as it is
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
                 f"--run-dir {self.path}: another process is running here; wait for it, or give another folder."
             ) from None
+        self._lock.truncate(0)
+        self._lock.write(secrets.token_hex(16))
+        self._lock.flush()
+        os.fsync(self._lock.fileno())  # other hosts read it
+
+    def token(self) -> str:
+        """What tells this claim of the folder from any other, for who sees the folder; empty for who does not."""
+        try:
+            return self.lock.read_text()
+        except OSError:
+            return ""
 
     def __enter__(self) -> "RunDirectory":
         return self

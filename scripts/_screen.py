@@ -77,6 +77,11 @@ class _Eta(ProgressColumn):
         return Text(f"ETA {hours}:{minutes:02}:{seconds:02}" if hours else f"ETA {minutes}:{seconds:02}")
 
 
+def warn(text: str) -> None:
+    """Show a warning on standard error, where it does not mix with what a script prints."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 def fail(error: BaseException) -> None:
     """End the program with one clear message and exit code 2."""
     sys.stdout.flush()

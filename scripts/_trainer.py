@@ -1,45 +1,25 @@
 """The loop: batches in, steps, and what is written and shown on the way."""
 
-import dataclasses
-import signal
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, ExitStack
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
+from _clock import Clock
 from _mesh import mesh_line, Rows, State, step_of
 from _pictures import draw_losses
-from _processes import first, is_first, Votes
+from _processes import check_alike, first, together
 from _recipe_file import to_json
 from _report import add_sample, closing, opening, speed
 from _run_directory import RunDirectory
 from _screen import Screen
 from _setup import build_model, Keys, keys_of, loader_of, open_text, optimizer_of, source_of, tokenizer_of
+from _sinks import open_sinks, Write
+from _stopping import signals, Votes
 from recipes import Recipe
 
 from eqformer import data, generation, parallel, planning, training
-
-
-@dataclasses.dataclass
-class Clock:
-    """Seconds spent in steps alone, by starting and stopping a watch around everything else."""
-
-    spent: float = 0.0
-    since: float | None = None
-
-    def start(self) -> None:
-        """Go on counting."""
-        self.since = time.perf_counter()
-
-    def stop(self) -> float:
-        """Stop counting; what has been counted so far."""
-        if self.since is not None:
-            self.spent += time.perf_counter() - self.since
-            self.since = None
-        return self.spent
 
 
 class Trainer:
@@ -48,15 +28,17 @@ class Trainer:
     def __init__(self, name: str, recipe: Recipe, plan: parallel.Plan, directory: RunDirectory, screen: Screen):
         self.recipe, self.plan, self.directory, self.screen = recipe, plan, directory, screen
         self.name = name
-        source, self.tokenizer = source_of(recipe), tokenizer_of(recipe)
+        source, self.tokenizer = together(lambda: (source_of(recipe), tokenizer_of(recipe)))
         first(lambda: directory.claim(name, recipe))
+        check_alike({f"--run-dir {directory.path}": directory.token()})
         read = lambda: open_text(recipe, source, self.tokenizer, directory, screen)
-        text, validation_text = first(read) or read()
-        self.text = text
+        texts = first(read)  # alone, since it writes them into the folder where the others find them
+        self.text, validation_text = together(lambda: texts or read())
+        check_alike({"the text": [self.text.path.name, validation_text.path.name]})
         self.rows, self.votes = Rows(plan, recipe.batch), Votes(plan.mesh)
-        self.loader, self.validation = loader_of(recipe, text), loader_of(recipe, validation_text)
+        self.loader, self.validation = loader_of(recipe, self.text), loader_of(recipe, validation_text)
         self.keys: Keys = keys_of(recipe)
-        self.clock, self.stopping = Clock(), False
+        self.stopping = False
         shapes = eqx.filter_eval_shape(build_model, recipe)
         self.optimizer = optimizer_of(recipe, shapes)
         self.states = State(recipe, plan, self.optimizer)
@@ -69,7 +51,7 @@ class Trainer:
         """Train to the last step, or until a signal asks to stop."""
         recipe, screen = self.recipe, self.screen
         checkpointer = training.Checkpointer(self.directory.checkpoints, keep=recipe.keep)
-        with checkpointer, _signals(self._stop):
+        with checkpointer, signals(self._stop):
             state, start = self._state(checkpointer)
             sizes = self.parameters, len(self.text.tokens), len(self.validation.store.tokens)
             screen.note(opening(self.name, recipe, self.directory, start, *sizes))
@@ -78,15 +60,15 @@ class Trainer:
             if start >= recipe.steps:
                 screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
                 return
-            self.peak = _peak(recipe, self.plan)
+            clock = Clock(recipe, self.plan, self.flops_per_token)
             rows = self.rows.start, self.rows.stop
             with (
                 data.prefetch(self.loader, start, recipe.steps, rows=rows, transform=self.rows.place) as batches,
-                self._sinks(start) as write,
+                open_sinks(recipe, self.directory, start) as write,
                 screen.steps(recipe.steps, start) as show,
             ):
-                done, state = self._loop(state, start, batches, write, show, checkpointer)
-            checkpointer.wait()
+                done, state = self._loop(state, start, batches, write, show, checkpointer, clock)
+                checkpointer.wait()
             screen.note(closing(recipe, self.directory, done, int(state.skipped), self.last))
 
     def _state(self, checkpointer: training.Checkpointer) -> tuple[training.TrainState, int]:
@@ -106,37 +88,36 @@ class Trainer:
         state: training.TrainState,
         start: int,
         batches: Iterator,
-        write: Callable[[dict], None],
+        write: Write,
         show: Callable[[int, str], None],
         checkpointer: training.Checkpointer,
+        clock: Clock,
     ) -> tuple[int, training.TrainState]:
         recipe = self.recipe
         step, key = step_of(recipe, self.plan, self.optimizer), self.states.everywhere(self.keys.steps)
         batch = next(batches)
         # Compiled before the clock starts, so that the first rows tell the speed of training too.
         step = training.Step(step.lower(state, batch, key).compile())
-        before, figures, done, since = None, "", start, start
+        before, figures, done = None, "", start
         for done in range(start + 1, recipe.steps + 1):
-            self.clock.start()
+            clock.start()
             state, metrics = step(state, batch, key)
             if before is not None:
                 training.check_finite(before)  # one step behind, so that the device is never waited for
             before, batch = metrics, next(batches, None)
             if done % recipe.log_every == 0 or done == recipe.steps:
                 row = {name: _number(value) for name, value in metrics.items()}
-                seconds = self.clock.stop()
-                rate = self._rate(done - since, seconds)
+                clock.stop()
+                rate = clock.rate()
                 write({"step": done} | row | rate)
                 self.last.update(row | rate)
                 figures = f"loss {row['loss']:.3f}  {speed(rate)}"
-                self.clock, since = Clock(), done
-            self.clock.stop()
+            clock.stop()
             show(done, figures)
             stopping = self.votes.any(self.stopping)
             if done % recipe.validate_every == 0 or done == recipe.steps:
                 write({"step": done} | self._validate(state.model))
-                if is_first():
-                    draw_losses(self.directory.metrics, self.directory.loss, self.text.bytes_per_token)
+                first(lambda: draw_losses(self.directory.metrics, self.directory.loss, self.text.bytes_per_token))
             if done % recipe.checkpoint_every == 0 or done == recipe.steps or stopping:
                 training.check_finite(before)
                 self._save(checkpointer, state, done)
@@ -145,28 +126,6 @@ class Trainer:
             if stopping:
                 break
         return done, state
-
-    @contextmanager
-    def _sinks(self, start: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-        """One function that writes a row to every sink; rows of steps that will be run again are dropped."""
-        path, chosen = self.directory.path, self.recipe.sinks
-        if not is_first():
-            yield lambda row: None
-            return
-        with ExitStack() as stack:
-            sinks: list[training.Sink] = [training.JsonLines(self.directory.metrics, from_step=start + 1)]
-            if chosen.tensorboard:
-                sinks.append(training.TensorBoard(path / "tensorboard"))
-            if chosen.wandb is not None:
-                recipe = to_json(self.recipe)
-                sinks.append(training.WeightsAndBiases(chosen.wandb, folder=path, name=path.name, recipe=recipe))
-            for sink in sinks:
-                stack.callback(sink.close)
-            yield lambda row: _write_all(sinks, row)
-
-    def _rate(self, steps: int, seconds: float) -> dict[str, float]:
-        tokens = steps * self.recipe.batch * self.recipe.seq
-        return training.throughput(tokens, seconds, flops_per_token=self.flops_per_token, peak_flops=self.peak)
 
     def _validate(self, model: Any) -> dict[str, float]:
         totals = {"nats": 0.0, "correct": 0.0, "count": 0.0}
@@ -191,8 +150,9 @@ class Trainer:
 
     def _sample(self, model: Any, step: int) -> None:
         model = self.states.on_one_device(model)
-        if not is_first():
-            return
+        first(lambda: self._write_sample(model, step))
+
+    def _write_sample(self, model: Any, step: int) -> None:
         prompt = self.tokenizer.encode(self.recipe.prompt).tolist() or [self.tokenizer.end_of_text]
         written = generation.generate(
             model,
@@ -214,31 +174,3 @@ class Trainer:
 def _number(value: Any) -> float | int:
     number = np.asarray(value).item()
     return number if isinstance(number, int) else float(number)
-
-
-def _write_all(sinks: list[training.Sink], row: dict[str, Any]) -> None:
-    for sink in sinks:
-        sink.write(row)
-
-
-def _peak(recipe: Recipe, plan: parallel.Plan) -> float:
-    """What all devices reach together; those of a CPU share it."""
-    one = jax.local_devices()[0]
-    number = jax.process_count() if one.platform == "cpu" else plan.mesh.size
-    return number * planning.matmul_peak(recipe.precision.compute, device=one)
-
-
-@contextmanager
-def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C ask to stop after the step; a second one ends the program as usual."""
-
-    def ask(number: int, frame: Any) -> None:
-        signal.signal(number, old[number])
-        stop()
-
-    old: dict[int, Any] = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

@@ -15,7 +15,8 @@ import equinox as eqx
 import tyro
 from _command import parse
 from _mesh import check_plan, plan_of
-from _processes import check_machine, devices_of, is_first, join, Machine
+from _processes import check_alike, check_machine, devices_of, is_first, join, Machine
+from _recipe_file import to_json
 from _run_directory import RunDirectory
 from _screen import fail, Screen
 from _setup import build_model, check
@@ -43,8 +44,9 @@ def main(arguments: list[str]) -> None:
         command = parse(Command, arguments)
         recipe, machine = command.run, command.machine
         check_machine(machine)
-        check(recipe)
         join(machine)
+        check_alike({"--recipe": command.recipe} | {f"--{flag}": value for flag, value in to_json(recipe).items()})
+        check(recipe)
         plan = plan_of(recipe, devices_of(machine))
         check_plan(recipe, plan, eqx.filter_eval_shape(build_model, recipe))
         with RunDirectory(command.run_dir or Path("runs") / command.recipe) as directory:

@@ -63,8 +63,18 @@ def losses(run_dir: pathlib.Path) -> list[float]:
 
 def start(script: str, *arguments: object) -> subprocess.Popen:
     """A script in a process of its own, begun."""
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command(script, *arguments), stdout=pipe, stderr=subprocess.STDOUT, text=True, env=PLAIN)
+    return _start(command(script, *arguments))
+
+
+def start_code(code: str, *arguments: object) -> subprocess.Popen:
+    """Code that can import what scripts do, in a process of its own, begun."""
+    return _start(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\n{code}", *map(str, arguments)]
+    )
+
+
+def _start(arguments: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=PLAIN)
 
 
 def start_until(run_dir: pathlib.Path, step: int, script: str, *arguments: object) -> subprocess.Popen:

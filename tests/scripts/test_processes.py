@@ -1,12 +1,18 @@
-"""Two real processes train one model: they stop together, save together, and go on."""
+"""Two real processes train one model: they stop together, save together, go on, and refuse together."""
 
+import json
 import re
 import signal
 import socket
+import sys
 
 import pretrain
 import pytest
-from script_helpers import LLAMA, losses, start, TINY, wait_until, write_corpus
+from _command import parse
+from _processes import join, Machine
+from _run_directory import RunDirectory
+from jax._src.clusters import ClusterEnv
+from script_helpers import LLAMA, losses, start, start_code, TINY, wait_until, write_corpus
 
 from eqformer.training import Checkpointer
 
@@ -15,22 +21,77 @@ from eqformer.training import Checkpointer
 RUN = [*TINY, *LLAMA, "--batch", "8", "--optimizer.schedule", "constant", "--checkpoint-every", "100000"]
 RUN += ["--validate-every", "100000", "--sample-every", "100000"]
 MESH = "--mesh.fsdp 2 --mesh.replica 2 --mesh.tensor 2 --zero 3 --simulate 4".split()
+SMALL_MESH = "--mesh.fsdp 2 --mesh.tensor 2 --zero 3 --simulate 2".split()
+OTHER_RECIPE = "--seed 7 --mesh.fsdp 1 --mesh.replica 2".split()
+# Several command lines one after another, in processes that have met once: most of a short run is its beginning.
+SEVERAL = """
+import json, sys
+import _environment
+_environment.prepare(["--simulate", "2"])
+import pretrain
+from _processes import join, Machine
+from eqformer import planning
+
+planning.matmul_peak = lambda *_, **__: 1e9  # a second of each processor
+join(Machine(2, sys.argv[1], 2, int(sys.argv[2])))
+for command in json.loads(sys.argv[3]):
+    try:
+        pretrain.main(command)
+    except SystemExit as end:
+        assert end.code == 2
+"""
 
 
-def both(*arguments):
-    """Two processes of four simulated devices each, begun."""
+def coordinator():
+    """Where processes can meet."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    meet = ["--coordinator", f"localhost:{port}", "--processes", 2, "--process-id"]
-    return [start("pretrain.py", *arguments, *meet, number) for number in (0, 1)]
+        return f"localhost:{free.getsockname()[1]}"
 
 
-def outputs(processes):
-    """What they have printed, once they have ended well; lines of the library that connects them left out."""
-    texts = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(texts)
+def both(*arguments, more=()):
+    """Two processes begun; the second with some arguments more."""
+    meet = ["--coordinator", coordinator(), "--processes", 2, "--process-id"]
+    return [start("pretrain.py", *arguments, *own, *meet, number) for number, own in enumerate([(), more])]
+
+
+def outputs(processes, code=0):
+    """What they have printed, once both have ended with this code; lines of the library that connects them left out."""
+    try:
+        texts = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [code, code], "\n".join(texts)
     return ["".join(re.findall(r"^(?!\[Gloo\]).*\n", text, re.MULTILINE)) for text in texts]
+
+
+def test_two_processes_refuse_together_train_and_stop_together(tmp_path):
+    run = ["--data", write_corpus(tmp_path / "corpus"), *RUN, *SMALL_MESH, "--model.layers", 1, "--sample-every", 0]
+    run += ["--execution.core", "reference", "--execution.remat", "none", "--steps", 100_000]
+    mine, folders = ["--run-dir", tmp_path / "run", *run], [tmp_path / "run", tmp_path / "other"]
+    folders[1].mkdir()
+    (folders[1] / ".lock").write_text("an earlier run's")
+    commands = [
+        [[*mine, *own], [*run, "--run-dir", folder], ["--run-dir", tmp_path / "corpus", *run], mine]
+        for own, folder in zip([(), OTHER_RECIPE], folders)
+    ]
+    where = coordinator()
+    lines = [json.dumps([list(map(str, command)) for command in each]) for each in commands]
+    processes = [start_code(SEVERAL, where, number, line) for number, line in enumerate(lines)]
+    wait_until(tmp_path / "run", 3, processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    texts = outputs(processes)
+
+    (step,) = Checkpointer(tmp_path / "run" / "checkpoints").steps
+    assert f"stopped at step {step} of 100000; the checkpoint is saved" in texts[0]
+    assert len(losses(tmp_path / "run")) == step
+    for text, folder in zip(texts, folders):
+        assert text.count("error: ") == 3
+        assert "process 1 differs from process 0 in --seed, --mesh; start all" in text
+        assert f"process 1 differs from process 0 in --run-dir {folder}; start all" in text
+    assert "holds other things than a run" in texts[0] and "process 0 could not go on" in texts[1]
+    assert [path.name for path in folders[1].iterdir()] == [".lock"]
 
 
 @pytest.mark.grid
@@ -53,11 +114,54 @@ def test_two_processes_stop_together_and_go_on_as_one_process_would(tmp_path, ca
 
 
 @pytest.mark.grid
-def test_two_processes_refuse_together(tmp_path):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "thesis.tex").write_text("precious")
-    processes = both("--run-dir", tmp_path / "other", *RUN, *MESH)
-    texts = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
-    assert "holds other things than a run" in texts[0] and "process 0 could not go on" in texts[1]
-    assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.tex"]
+@pytest.mark.parametrize(
+    "more,word", [(OTHER_RECIPE, "in --seed, --mesh;"), (["--simulate", "4"], "processes 0, 1 have 2, 4 devices")]
+)
+def test_processes_that_differ_end_together_with_nothing_written(more, word, tmp_path):
+    texts = outputs(both("--run-dir", tmp_path / "run", *RUN, *SMALL_MESH, more=more), code=2)
+    assert all(text.count("error: ") == 1 and word in text for text in texts), texts
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("file", ["metrics.jsonl", "loss.part.png", "samples.part"])
+def test_what_the_first_process_cannot_write_ends_both(file, tmp_path):
+    """With a folder where the file should be, as nobody else writes it."""
+    run = ["--data", write_corpus(tmp_path / "corpus"), "--run-dir", tmp_path / "run", *RUN, *SMALL_MESH]
+    command = parse(pretrain.Command, list(map(str, run)))
+    with RunDirectory(tmp_path / "run") as directory:
+        directory.claim(command.recipe, command.run)
+    (tmp_path / "run" / file).mkdir()
+    first, second = outputs(both(*run), code=2)
+    assert "Is a directory" in first and "process 0 could not go on" in second
+
+
+@pytest.fixture
+def at_kubernetes(monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+
+
+def test_a_missing_package_for_kubernetes_is_told_once(at_kubernetes, capsys):
+    join(Machine())
+    error = capsys.readouterr().err
+    assert error.count("warning: ") == 1 and "pip install jax[k8s]" in error
+
+
+def test_a_cluster_that_cannot_be_asked_is_none(monkeypatch, capsys):
+    class Broken:
+        opt_in_only_method = False
+
+        def is_env_present(self):
+            raise OSError("no service account")
+
+    monkeypatch.setattr(ClusterEnv, "_cluster_types", [Broken()])
+    join(Machine())
+    error = capsys.readouterr().err
+    assert error.count("warning: ") == 1 and "OSError: no service account" in error and "--coordinator" in error
+
+
+def test_a_jax_that_has_its_clusters_elsewhere_has_none(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jax._src.clusters", None)
+    join(Machine())
+    assert "ModuleNotFoundError" in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""How fast a run trains."""
+
+import time
+
+import jax
+from recipes import Recipe
+
+from eqformer import parallel, planning, training
+
+
+class Clock:
+    """Seconds spent in steps alone, by starting and stopping a watch around everything else."""
+
+    def __init__(self, recipe: Recipe, plan: parallel.Plan, flops_per_token: float):
+        self._tokens_per_step, self._flops_per_token = recipe.batch * recipe.seq, flops_per_token
+        # What all devices reach together; those of a CPU share it.
+        one = jax.local_devices()[0]
+        number = jax.process_count() if one.platform == "cpu" else plan.mesh.size
+        self._peak = number * planning.matmul_peak(recipe.precision.compute, device=one)
+        self._steps, self._seconds = 0, 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._steps += 1
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """End the step, if it has not ended."""
+        if self._since is not None:
+            self._seconds += time.perf_counter() - self._since
+            self._since = None
+
+    def rate(self) -> dict[str, float]:
+        """The throughput of the steps since this was asked last."""
+        tokens, seconds = self._steps * self._tokens_per_step, self._seconds
+        self._steps, self._seconds = 0, 0.0
+        return training.throughput(tokens, seconds, flops_per_token=self._flops_per_token, peak_flops=self._peak)
