@@ -55,13 +55,20 @@ def both(*arguments, more=()):
     return [start("pretrain.py", *arguments, *own, *meet, number) for number, own in enumerate([(), more])]
 
 
-def outputs(processes, code=0):
-    """What they have printed, once both have ended with this code; lines of the library that connects them left out."""
+def outputs(processes, code=0, stop_in=None):
+    """What they have printed, once both have ended with this code; lines of the library that connects them left out.
+
+    With `stop_in`, a run's folder, the second is asked to stop when the run is there at step 3.
+    """
     try:
+        if stop_in is not None:
+            wait_until(stop_in, 3, processes[0])
+            processes[1].send_signal(signal.SIGTERM)
         texts = [process.communicate(timeout=240)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
     assert [process.returncode for process in processes] == [code, code], "\n".join(texts)
     return ["".join(re.findall(r"^(?!\[Gloo\]).*\n", text, re.MULTILINE)) for text in texts]
 
@@ -79,9 +86,7 @@ def test_two_processes_refuse_together_train_and_stop_together(tmp_path):
     where = coordinator()
     lines = [json.dumps([list(map(str, command)) for command in each]) for each in commands]
     processes = [start_code(SEVERAL, where, number, line) for number, line in enumerate(lines)]
-    wait_until(tmp_path / "run", 3, processes[0])
-    processes[1].send_signal(signal.SIGTERM)
-    texts = outputs(processes)
+    texts = outputs(processes, stop_in=tmp_path / "run")
 
     (step,) = Checkpointer(tmp_path / "run" / "checkpoints").steps
     assert f"stopped at step {step} of 100000; the checkpoint is saved" in texts[0]
@@ -99,9 +104,7 @@ def test_two_processes_stop_together_and_go_on_as_one_process_would(tmp_path, ca
     one, two = tmp_path / "one", tmp_path / "two"
     run = ["--data", write_corpus(tmp_path / "corpus"), *RUN]
     processes = both("--run-dir", two, *run, *MESH, "--steps", 100_000)
-    wait_until(two, 3, processes[0])
-    processes[1].send_signal(signal.SIGTERM)
-    first, second = outputs(processes)
+    first, second = outputs(processes, stop_in=two)
     (step,) = Checkpointer(two / "checkpoints").steps
     assert f"stopped at step {step} of 100000; the checkpoint is saved" in first and not second.strip()
     assert len(losses(two)) == step
