@@ -4,6 +4,7 @@ from ._bounds import (
     context_bytes as context_bytes,
     ffn_activation_bytes as ffn_activation_bytes,
     ffn_gradient_bytes as ffn_gradient_bytes,
+    gather_bytes as gather_bytes,
     gpipe_activations as gpipe_activations,
     gpipe_idle_share as gpipe_idle_share,
     pipeline_bytes as pipeline_bytes,

@@ -7,12 +7,18 @@ each sends `(n-1)/n S`; to all-reduce them, twice that. `communication` counts w
 Number = int | float
 
 
+def gather_bytes(size: Number, devices: int) -> Number:
+    """Bytes to gather `size` bytes, or to reduce and scatter them: `(n-1)/n S`; an all-reduce is twice that."""
+    return (devices - 1) / devices * size
+
+
 def sharded_state_bytes(
     parameters: Number,
     devices: int,
     *,
     zero: int,
     microbatches: int = 1,
+    gathers: int = 2,
     replicas: int = 1,
     weight_bytes: Number = 2,
     gradient_bytes: Number = 2,
@@ -21,8 +27,9 @@ def sharded_state_bytes(
 
     With `f = (n-1)/n`, `P` parameters and `G` microbatches, ZeRO (arXiv:1910.02054) sends `2 f P b_g` at stage 0 (plain
     data parallelism), `f P (b_g + b_w)` at 1, `f P (G b_g + b_w)` at 2, where each microbatch's gradients are
-    scattered, and `f P G (2 b_w + b_g)` at 3, where each microbatch gathers parameters in both passes. `replicas` of
-    the group (HSDP) add an all-reduce of each device's share of the gradients, once a step.
+    scattered, and `f P G (2 b_w + b_g)` at 3, where each microbatch gathers parameters in both passes; `gathers` is
+    how often, 3 in a pipeline, which runs a stage once more for its backward. `replicas` of the group (HSDP) add an
+    all-reduce of each device's share of the gradients, once a step.
     """
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"sharded_state_bytes(zero={zero}): the stages are 0, 1, 2 and 3.")
@@ -30,10 +37,10 @@ def sharded_state_bytes(
         0: 2 * gradient_bytes,
         1: gradient_bytes + weight_bytes,
         2: microbatches * gradient_bytes + weight_bytes,
-        3: microbatches * (2 * weight_bytes + gradient_bytes),
+        3: microbatches * (gathers * weight_bytes + gradient_bytes),
     }[zero]
     held = parameters if zero == 0 else parameters / devices
-    return _share(devices) * parameters * each + 2 * _share(replicas) * held * gradient_bytes
+    return gather_bytes(parameters * each, devices) + 2 * gather_bytes(held * gradient_bytes, replicas)
 
 
 def tensor_bytes(
@@ -45,11 +52,11 @@ def tensor_bytes(
     `regathered` is 10 in place of 8: the inputs are gathered again for the gradients of weights, not saved (Megatron's
     choice with sequence parallelism, arXiv:2205.05198, and that of the rings of `all_gather_matmul`).
     """
-    return (10 if regathered else 8) * _share(devices) * tokens * embed * activation_bytes
+    return gather_bytes((10 if regathered else 8) * tokens * embed * activation_bytes, devices)
 
 
 def pipeline_bytes(
-    tokens: Number, embed: int, microbatches: int, *, chunks: int = 1, tensor: int = 1, activation_bytes: Number = 2
+    tokens: Number, embed: int, microbatches: Number, *, chunks: int = 1, tensor: int = 1, activation_bytes: Number = 2
 ) -> Number:
     """Bytes a step of a pipeline's inner device: `2 m v T h a`, over `tensor` where each of those sends its slice."""
     return 2 * microbatches * chunks * tokens * embed * activation_bytes / tensor
@@ -77,10 +84,10 @@ def context_bytes(
     if method == "heads":
         if not embed:
             raise ValueError("context_bytes(method='heads'): queries are sent too; give embed, heads times head dim.")
-        return 2 * _share(devices) * tokens / devices * (2 * embed + 2 * kv_embed) * activation_bytes
+        return gather_bytes(2 * tokens / devices * (2 * embed + 2 * kv_embed) * activation_bytes, devices)
     if saved and method == "ring":
         raise ValueError("context_bytes(method='ring', saved=True): a ring holds no gathered keys; use 'gather'.")
-    return (4 if saved else 6) * _share(devices) * tokens * kv_embed * activation_bytes
+    return gather_bytes((4 if saved else 6) * tokens * kv_embed * activation_bytes, devices)
 
 
 def transfer_seconds(sent: Number, gigabits: Number, *, gigabit: int = 10**9) -> Number:
@@ -110,8 +117,3 @@ def gpipe_activations(batch: Number, layers: int, stages: int, microbatches: int
     """
     depth = layers / stages
     return batch + depth * batch / microbatches if recompute else batch * depth
-
-
-def _share(devices: int) -> float:
-    """The share of the whole that a device lacks."""
-    return (devices - 1) / devices

@@ -14,6 +14,7 @@ from eqformer.planning import (
     context_bytes,
     ffn_activation_bytes,
     ffn_gradient_bytes,
+    gather_bytes,
     gpipe_activations,
     gpipe_idle_share,
     pipeline_bytes,
@@ -43,12 +44,14 @@ def test_microbatches_and_replicas():
     assert sharded_state_bytes(100, 4, zero=1, **two) == 0.75 * 100 * 6
     assert sharded_state_bytes(100, 4, zero=2, **two) == 0.75 * 100 * 22
     assert sharded_state_bytes(100, 4, zero=3, **two) == 0.75 * 100 * 40
+    assert sharded_state_bytes(100, 4, zero=3, gathers=3, **two) == 0.75 * 100 * 50
     extra = sharded_state_bytes(100, 4, zero=3, replicas=2, **two) - sharded_state_bytes(100, 4, zero=3, **two)
     assert extra == 2 * 0.5 * 25 * 4
     assert sharded_state_bytes(100, 1, zero=3) == sharded_state_bytes(100, 1, zero=0) == 0
 
 
 def test_pipelines_and_contexts():
+    assert gather_bytes(80, 4) == 60 and gather_bytes(80, 1) == 0
     assert pipeline_bytes(1024, 64, 8) == 8 * 2 * 1024 * 64 * 2
     assert pipeline_bytes(1024, 64, 8, chunks=3, tensor=2) == 1.5 * pipeline_bytes(1024, 64, 8)
     ring = context_bytes(8192, 1024, 4, method="ring")
