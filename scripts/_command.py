@@ -1,5 +1,6 @@
 """From the command line to a recipe: flags change the fields of the recipe that `--recipe` names."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ def parse(kind: type[Command], arguments: Sequence[str]) -> Command:
         default=make(name, recipe_of(name)),
         args=arguments,
         config=(tyro.conf.AvoidSubcommands,),
-        description=f"{kind.__doc__}\n\nRecipes (or any preset of eqformer.models):\n{description}",
+        description=f"{inspect.getdoc(kind)}\n\nRecipes (or any preset of eqformer.models):\n{description}",
     )
 
 

@@ -23,22 +23,25 @@ if __name__ == "__main__":
     _environment.prepare(_devices(sys.argv))
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import equinox as eqx
 import jax
 import tyro
-from _budget import activation_bytes, batch_shapes, sent_bytes, state_bytes
+from _budget import activation_bytes, batch_shapes, state_bytes
 from _command import parse
 from _mesh import check_plan, check_sizes, mesh_line, plan_of, plan_over, State, step_of
 from _processes import check_machine, Machine
 from _screen import fail
+from _sent import sent_bytes
 from _setup import build_model, check, keys_of, optimizer_of
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from recipes import Recipe
 
 from eqformer import nn, parallel, planning
+from eqformer.parallel._axes import CONTEXT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Command:
     """Compile the step for simulated devices too, and count what the program holds and sends."""
     picture: Path | None = None
     """Draw the layout to this PNG, and a pipeline's timeline beside it as NAME-timeline.png."""
+    run_dir: Path | None = None
+    """Taken because pretrain.py takes it, and not looked at."""
 
 
 def report(command: Command) -> None:
@@ -83,30 +88,41 @@ def report(command: Command) -> None:
 
 def _print_bytes(recipe: Recipe, plan: parallel.Plan, states: State, model: Any) -> None:
     rows = [("bytes", "a device", "of", "share")]
-    held = state_bytes(recipe, plan, states)
+    held = state_bytes(plan, states)
     rows += [(name, f"{own:,}", f"{whole:,}", f"{own / max(whole, 1):.1%}") for name, (own, whole) in held.items()]
-    kept = activation_bytes(recipe, plan, model)
+    kept = activation_bytes(plan, model, batch_shapes(recipe))
     rows += [(f"activations: {name}", f"{size:,}", "", "") for name, size in kept.items()]
     total = sum(own for own, _ in held.values()) + sum(kept.values())
     rows.append(("sum", f"{total:,}", "", ""))
     pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
-    tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size('context')} tokens"
+    tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
     print(f"{nn.format_table(rows)}\na microbatch on a device is {tokens}\n")
 
 
 def _print_sent(recipe: Recipe, plan: parallel.Plan, model: Any) -> None:
-    sent = sent_bytes(recipe, plan, model)
+    sent = sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq)
     if not sent:
         print("nothing is sent between devices\n")
         return
-    rows = [("over", "what", "bytes sent a device and step, at least")]
+    rows = [("over", "what", "bytes sent a device and step")]
     rows += [(axis, what, f"{size:,.0f}") for axis, what, size in sent]
+    rows.append(("sum", "", f"{sum(size for *_, size in sent):,.0f}"))
     print(nn.format_table(rows), end="\n\n")
 
 
 def _print_compiled(recipe: Recipe, model: Any) -> None:
     """The step's own figures; devices are simulated, so this holds for a CPU's program."""
     plan = plan_of(recipe, jax.devices())
+    compiled = compiled_step(recipe, plan, model)
+    memory = compiled.memory_analysis()
+    if memory is not None:
+        held, more = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        print(f"compiled: {held:,} bytes of state and batch, {more:,} bytes of temporaries a device")
+    print(planning.communication_table(planning.communication(compiled, mesh=plan.mesh)), end="\n\n")
+
+
+def compiled_step(recipe: Recipe, plan: parallel.Plan, model: Any, **options: Any) -> Any:
+    """The recipe's step, compiled from shapes, with XLA's `options`."""
     optimizer = optimizer_of(recipe, model)
     states = State(recipe, plan, optimizer)
     rows = NamedSharding(plan.mesh, PartitionSpec(parallel.BATCH_AXES))
@@ -119,12 +135,7 @@ def _print_compiled(recipe: Recipe, model: Any) -> None:
         state, metrics = step(eqx.combine(arrays, rest), batch, key)
         return eqx.filter(state, eqx.is_array), metrics
 
-    compiled = jax.jit(run, donate_argnums=0).lower(arrays, batch, key).compile()
-    memory = compiled.memory_analysis()
-    if memory is not None:
-        held, more = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-        print(f"compiled: {held:,} bytes of state and batch, {more:,} bytes of temporaries a device")
-    print(planning.communication_table(planning.communication(compiled, mesh=plan.mesh)), end="\n\n")
+    return jax.jit(run, donate_argnums=0).lower(arrays, batch, key).compile(compiler_options=options)
 
 
 def _draw(path: Path, recipe: Recipe, model: Any) -> None:
@@ -139,11 +150,15 @@ def _draw(path: Path, recipe: Recipe, model: Any) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command; bad input ends it with one message and exit code 2."""
+    """Run the command; bad input ends it with one message and exit code 2, a closed pipe without any."""
     try:
         command = parse(Command, arguments)
         check_machine(command.machine)
         report(command)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left in the buffer would be written at exit, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, ImportError) as error:
         fail(error)
 

@@ -1,0 +1,232 @@
+"""What a device sends in a step of a plan, by cause: told from shapes, and counted in a compiled program."""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from eqformer import nn, parallel, planning
+from eqformer.parallel._axes import CONTEXT, FSDP, PIPE, TENSOR
+
+
+STATE = "state"  # parameters and gradients, over all axes along which they are copied or shared out
+ATTENTIONS = (nn.Attention, nn.LatentAttention)
+SUBLAYERS = (*ATTENTIONS, nn.MLP, nn.GatedMLP)
+
+
+class Sent(NamedTuple):
+    """Bytes that a device sends in a step, of one cause: `STATE`, or the axis whose split asks for them."""
+
+    cause: str
+    what: str
+    size: float
+
+
+def sent_bytes(plan: parallel.Plan, model: nn.Transformer, *, rows: int, seq: int) -> list[Sent]:
+    """By planning's formulas, for a batch of so many rows and tokens; `model` may be shapes.
+
+    What the backward pass computes again is sent again: by a pipeline, and as the model's `remat` says. Left out is
+    what is small beside the rest: the norms' sums, the positions that go with keys.
+    """
+    pieces = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
+    tokens = rows // pieces * seq // plan.size(CONTEXT)
+    found = [Sent(STATE, f"parameters and gradients, zero {plan.zero}", _of_state(plan, model))]
+    if plan.size(TENSOR) > 1:
+        layers = sum(_of_tensor(plan, model, stack, tokens) for stack in model.stacks)
+        at_ends = ", where they are computed" if plan.is_pipelined and not plan.spreads_edges else ""
+        found.append(Sent(TENSOR, f"layers with a {plan.residual} stream", layers))
+        found.append(Sent(TENSOR, f"embedding and loss{at_ends}", _of_vocabulary(plan, model, tokens)))
+    if plan.size(CONTEXT) > 1:
+        attended = sum(_of_context(plan, model, stack, tokens) for stack in model.stacks)
+        found.append(Sent(CONTEXT, f"attention by {plan.context_method}", attended))
+    if plan.is_pipelined:
+        found.append(Sent(PIPE, "activations and their gradients", _of_pipe(plan, model, tokens)))
+    return [sent for sent in found if sent.size]
+
+
+def by_cause(found: Iterable[Sent]) -> dict[str, float]:
+    """The bytes of each cause."""
+    total: dict[str, float] = {}
+    for cause, _, size in found:
+        total[cause] = total.get(cause, 0.0) + size
+    return total
+
+
+def counted_bytes(plan: parallel.Plan, transfers: Iterable[planning.Transfer]) -> dict[str, float]:
+    """What a program's collectives send, by the causes of `sent_bytes`.
+
+    In a pipeline each counts in the ticks in which it is done: entries are branches, and idle ones send nothing.
+    """
+
+    def sent(transfer: planning.Transfer) -> Sent:
+        cause, times = _cause(transfer), transfer.times or 0
+        is_in_ticks = plan.is_pipelined and times and times % _ticks(plan) == 0
+        share = _share_of_ticks(plan, cause) if is_in_ticks else 1.0
+        return Sent(cause, transfer.kind, share * times * transfer.sent)
+
+    return by_cause(map(sent, transfers))
+
+
+def _of_state(plan: parallel.Plan, model: nn.Transformer) -> float:
+    total = 0.0
+    # A pipeline's backward entry runs its layers forward once more, and gathers them for it; a single one it keeps.
+    is_deep = plan.spreads_edges or any(len(stack) > plan.size(PIPE) * plan.chunks for stack in model.stacks)
+    for leaf, number, weight, is_layers in _arrays(plan, model):
+        is_spread = leaf.spread is not None
+        once = plan.is_pipelined and not (plan.zero == 3 and is_layers)
+        total += planning.sharded_state_bytes(
+            number,
+            plan.size(FSDP) if is_spread else 1,
+            zero=plan.zero if is_spread else 0,
+            microbatches=1 if once else plan.microbatches,
+            gathers=2 + (plan.is_pipelined and is_deep) if is_layers else 1,  # what is no layer's, once for both passes
+            replicas=math.prod(map(plan.size, leaf.reduced)),
+            weight_bytes=jnp.dtype(leaf.dtype).itemsize if plan.zero == 3 else weight,
+            gradient_bytes=weight,
+        )
+        if plan.is_pipelined and not plan.spreads_edges and not is_layers:  # which all stages hold
+            total += 2 * planning.gather_bytes(number * max(weight, 4), plan.size(PIPE))
+    return total
+
+
+def _of_tensor(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
+    """By the numbers of a token that the stack's sublayers gather or scatter; an all-reduce does both."""
+    modules, embed = _modules(stack, SUBLAYERS), model.embedding.weight.shape[-1]
+    if plan.residual == "feature":
+        forward = sum(_outputs(plan, linear) for linear in _modules(stack, (nn.Linear,)))
+    else:
+        forward = 2 * len(modules) * embed
+    again = plan.is_pipelined * forward
+    if _recomputes(stack):  # all but the last output, which the next layer's input is kept for
+        again += forward - embed * (2 if plan.residual == "replicated" else 1)
+    elif plan.residual == "sequence" and (stack.remat != "none" or plan.overlap != "none"):
+        again += forward / 2  # what was gathered is not kept
+    sent = tokens * (2 * forward + again) * _width(model)
+    return _evaluations(plan, stack) * planning.gather_bytes(sent, plan.size(TENSOR))
+
+
+def _of_vocabulary(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float:
+    """Lookup and the loss's input in both passes, and three numbers of each token's loss."""
+    table = model.embedding.weight
+    embed, weight = table.shape[-1], table.dtype.itemsize
+    lookup = 0 if plan.residual == "feature" else 2 * embed * weight
+    rounds = plan.microbatches / (plan.size(PIPE) if plan.spreads_edges else 1)
+    sent = rounds * tokens * (lookup + 2 * embed * _width(model) + 2 * 3 * 4)
+    if plan.residual == "feature":  # the table, from slices of features to slices of ids, and its gradient back
+        swaps = 1 if plan.is_pipelined else plan.microbatches
+        sent += 2 * swaps * table.size / plan.size(TENSOR) * weight
+    return planning.gather_bytes(sent, plan.size(TENSOR))
+
+
+def _of_context(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
+    method, total = plan.context_method, 0.0
+    for module in _modules(stack, ATTENTIONS):
+        query, key, value, output = _channels(plan, module)
+        each = planning.context_bytes(
+            tokens * plan.size(CONTEXT),
+            (key + value) / 2,
+            plan.size(CONTEXT),
+            method=method,
+            embed=(query + output) / 2,
+            activation_bytes=_width(model),
+        )
+        forward = each / (2 if method == "heads" else 3)
+        total += each + forward * (plan.is_pipelined + _recomputes(stack))
+    return _evaluations(plan, stack) * total
+
+
+def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float:
+    """All devices send in each tick in which any has something to send."""
+    # With spread edges the first stage's next input goes round beside the stages' outputs, in all ticks.
+    rounds = 2 * _ticks(plan) if plan.spreads_edges else _sending_ticks(plan) / 2
+    slices = 1 if plan.residual == "replicated" else plan.size(TENSOR)
+    embed = model.embedding.weight.shape[-1]
+    return planning.pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_width(model))
+
+
+def _arrays(plan: parallel.Plan, model: nn.Transformer) -> Iterator[tuple[Any, int, int, bool]]:
+    """Of each trained array the plan's `Leaf`, numbers a device works with, bytes of one, and if it is a layer's."""
+    leaves = plan.leaves(model)
+    specs = parallel.partition_specs(model, plan.layout(spread=False), plan.mesh)
+    of_layers = {id(leaf) for leaf in jax.tree.leaves(leaves.stacks)}
+    structure = jax.tree.structure(model)
+    for x, leaf, spec in zip(*map(structure.flatten_up_to, (model, leaves, specs)), strict=True):
+        if spec is not None and jnp.issubdtype(x.dtype, jnp.floating):
+            number = math.prod(NamedSharding(plan.mesh, spec).shard_shape(x.shape))
+            yield leaf, number, x.dtype.itemsize, id(leaf) in of_layers
+
+
+def _channels(plan: parallel.Plan, module: Any) -> tuple[float, float, float, float]:
+    """Numbers a token of queries, keys, values and outputs on a device, which has at least one head of each."""
+    least = plan.size(CONTEXT) if plan.context_method == "heads" else 1
+
+    def of(linear: nn.Linear | None) -> float:
+        heads, width = (0, 0) if linear is None else _sizes(linear)
+        return max(heads / plan.size(TENSOR), least) * width
+
+    if isinstance(module, nn.Attention):
+        return of(module.query), of(module.key), of(module.value), of(module.query)
+    rotated, value = of(module.query_rope), of(module.value_up)
+    return of(module.query) + rotated, of(module.key_up) + rotated, value, value
+
+
+def _outputs(plan: parallel.Plan, linear: nn.Linear) -> int:
+    """Numbers a token that a map of the feature stream scatters; twice those that it has to sum whole."""
+    split = linear.outputs[0] in plan.layout(spread=False).dims and _sizes(linear)[0] % plan.size(TENSOR) == 0
+    return math.prod(_sizes(linear)) * (1 if split else 2)
+
+
+def _sizes(linear: nn.Linear) -> tuple[int, ...]:
+    """The output dims' sizes, whatever ensembles the map stands in."""
+    return linear.weight.shape[-len(linear.weight_dims) :][: len(linear.outputs)]
+
+
+def _modules(stack: nn.Stack, kinds: tuple[type, ...]) -> list[Any]:
+    nodes = jax.tree.leaves(stack, is_leaf=lambda node: isinstance(node, kinds))
+    return [node for node in nodes if isinstance(node, kinds)]
+
+
+def _evaluations(plan: parallel.Plan, stack: nn.Stack) -> float:
+    return len(stack) / plan.size(PIPE) * plan.microbatches
+
+
+def _recomputes(stack: nn.Stack) -> bool:
+    """Whether a layer's backward pass sends again what its forward pass sent."""
+    return stack.remat not in ("none", "products")
+
+
+def _width(model: nn.Transformer) -> int:
+    return jnp.dtype(model.compute_dtype).itemsize
+
+
+def _cause(transfer: planning.Transfer) -> str:
+    axes = set(transfer.axes or ())
+    if len(axes) != 1 or axes <= {*parallel.BATCH_AXES}:
+        return STATE
+    (axis,) = axes
+    return STATE if transfer.kind == "all-reduce" and axis != TENSOR else axis
+
+
+def _ticks(plan: parallel.Plan) -> int:
+    """How many turns the pipeline's loop takes."""
+    return plan.microbatches + plan.size(PIPE) - 1 if plan.spreads_edges else plan.timetable().ticks
+
+
+def _share_of_ticks(plan: parallel.Plan, cause: str) -> float:
+    if cause != PIPE:
+        return plan.microbatches * plan.chunks / _ticks(plan)
+    return 1.0 if plan.spreads_edges else _sending_ticks(plan) / (2 * _ticks(plan))
+
+
+def _sending_ticks(plan: parallel.Plan) -> int:
+    """In how many ticks any device sends an activation, and in how many a gradient, together."""
+    schedule = plan.timetable()
+    stage = np.arange(schedule.stages)
+    is_last = (stage == schedule.stages - 1) & (schedule.forward >= (schedule.chunks - 1) * schedule.microbatches)
+    is_first = (stage == 0) & (schedule.backward < schedule.microbatches)
+    sends = ((schedule.forward != parallel.IDLE) & ~is_last, (schedule.backward != parallel.IDLE) & ~is_first)
+    return sum(int(each.any(axis=1).sum()) for each in sends)
