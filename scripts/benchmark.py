@@ -42,6 +42,17 @@ class Command:
     """Where the JSON goes."""
 
 
+def check(command: Command, of_meshes: list[str]) -> None:
+    """Raise a `ValueError` for what cannot be measured, before anything is."""
+    if command.rounds < 1:
+        raise ValueError(f"--rounds {command.rounds}: give at least 1.")
+    if command.simulate is not None and command.simulate < 1:
+        raise ValueError(f"--simulate {command.simulate}: it counts devices, so give at least 1.")
+    number = command.simulate or len(jax.devices())
+    if of_meshes and number != 8:
+        raise ValueError(f"{', '.join(of_meshes)}: measured on 8 devices, but there are {number}; give --simulate 8.")
+
+
 def machine() -> dict[str, str]:
     """What the figures were measured on."""
     versions = training.versions(("jax", "equinox", "torch", "transformers"))
@@ -65,10 +76,13 @@ def show(rows: list[Row]) -> None:
 def main(arguments: list[str]) -> None:
     """Run the benchmarks asked for, telling what is under way."""
     command = tyro.cli(Command, args=arguments)
-    if command.rounds < 1:
-        fail(ValueError(f"--rounds {command.rounds}: give at least 1."))
+    names = command.only or [name for name in BENCHMARKS if (name in OF_MESHES) == (command.simulate is not None)]
+    try:
+        check(command, [name for name in names if name in OF_MESHES])
+    except ValueError as error:
+        fail(error)
     rows: list[Row] = []
-    for name in command.only or [name for name in BENCHMARKS if (name in OF_MESHES) == (command.simulate is not None)]:
+    for name in names:
         print(f"measuring {name}: {BENCHMARKS[name].__doc__}", file=sys.stderr, flush=True)
         rows += BENCHMARKS[name](command.rounds)
     show(rows)

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import benchmark
+import jax
 import layout
 import pretrain
 import pytest
@@ -102,6 +104,21 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(argument
         error = refused(*more, *arguments.split(), main=main)
         assert all(word in error for word in words), error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        ("--only layouts", ["layouts", "8 devices", "there are 1", "--simulate 8"]),
+        ("--simulate 4 --only train communication", ["communication", "there are 4"]),
+        ("--simulate 0", ["--simulate 0", "at least 1"]),
+        ("--rounds 0", ["--rounds 0", "at least 1"]),
+    ],
+)
+def test_a_benchmark_that_cannot_be_measured(arguments, words, refused, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [None])
+    error = refused(*arguments.split(), main=benchmark.main)
+    assert all(word in error for word in words), error
 
 
 def test_a_checkpoint_of_another_model(refused, corpus, tmp_path):
