@@ -34,7 +34,7 @@ def sent_bytes(plan: parallel.Plan, model: nn.Transformer, *, rows: int, seq: in
     """
     pieces = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
     tokens = rows // pieces * seq // plan.size(CONTEXT)
-    found = [Sent(STATE, f"parameters and gradients, zero {plan.zero}", _of_state(plan, model))]
+    found = list(_of_state(plan, model))
     if plan.size(TENSOR) > 1:
         layers = sum(_of_tensor(plan, model, stack, tokens) for stack in model.stacks)
         at_ends = ", where they are computed" if plan.is_pipelined and not plan.spreads_edges else ""
@@ -45,7 +45,11 @@ def sent_bytes(plan: parallel.Plan, model: nn.Transformer, *, rows: int, seq: in
         found.append(Sent(CONTEXT, f"attention by {plan.context_method}", attended))
     if plan.is_pipelined:
         found.append(Sent(PIPE, "activations and their gradients", _of_pipe(plan, model, tokens)))
-    return [sent for sent in found if sent.size]
+        found.append(Sent(STATE, "gradients of embedding and head, over stages", _of_edges(plan, model)))
+    lines: dict[tuple[str, str], float] = {}
+    for cause, what, size in found:
+        lines[cause, what] = lines.get((cause, what), 0.0) + size
+    return [Sent(cause, what, size) for (cause, what), size in lines.items() if size]
 
 
 def by_cause(found: Iterable[Sent]) -> dict[str, float]:
@@ -71,26 +75,38 @@ def counted_bytes(plan: parallel.Plan, transfers: Iterable[planning.Transfer]) -
     return by_cause(map(sent, transfers))
 
 
-def _of_state(plan: parallel.Plan, model: nn.Transformer) -> float:
-    total = 0.0
+def _of_state(plan: parallel.Plan, model: nn.Transformer) -> Iterator[Sent]:
+    what = f"parameters and gradients, zero {plan.zero}"
     # A pipeline's backward entry runs its layers forward once more, and gathers them for it; a single one it keeps.
     is_deep = plan.spreads_edges or any(len(stack) > plan.size(PIPE) * plan.chunks for stack in model.stacks)
     for leaf, number, weight, is_layers in _arrays(plan, model):
-        is_spread = leaf.spread is not None
+        pieces = plan.size(FSDP) if leaf.spread is not None else 1
         once = plan.is_pipelined and not (plan.zero == 3 and is_layers)
-        total += planning.sharded_state_bytes(
+        shared_out = planning.sharded_state_bytes(
             number,
-            plan.size(FSDP) if is_spread else 1,
-            zero=plan.zero if is_spread else 0,
+            pieces,
+            zero=plan.zero,
             microbatches=1 if once else plan.microbatches,
             gathers=2 + (plan.is_pipelined and is_deep) if is_layers else 1,  # what is no layer's, once for both passes
-            replicas=math.prod(map(plan.size, leaf.reduced)),
             weight_bytes=jnp.dtype(leaf.dtype).itemsize if plan.zero == 3 else weight,
             gradient_bytes=weight,
         )
-        if plan.is_pipelined and not plan.spreads_edges and not is_layers:  # which all stages hold
-            total += 2 * planning.gather_bytes(number * max(weight, 4), plan.size(PIPE))
-    return total
+        yield Sent(STATE, what, shared_out)
+        over = [axis for axis in leaf.reduced if plan.size(axis) > 1]
+        copies = math.prod(map(plan.size, over))
+        summed = planning.sharded_state_bytes(number / pieces, copies, zero=0, gradient_bytes=weight)
+        yield Sent(TENSOR, "gradients of what all hold", summed) if over == [TENSOR] else Sent(STATE, what, summed)
+
+
+def _of_edges(plan: parallel.Plan, model: nn.Transformer) -> float:
+    """All stages hold what stands outside of the layers, and sum its gradients; where edges are spread, as state."""
+    if plan.spreads_edges:
+        return 0.0
+    size = sum(number * max(weight, 4) for _, number, weight, is_layers in _arrays(plan, model) if not is_layers)
+    if plan.residual == "feature" and plan.size(TENSOR) > 1:  # the table by ids too
+        table = model.embedding.weight
+        size += table.size / plan.size(TENSOR) * max(table.dtype.itemsize, 4)
+    return 2 * planning.gather_bytes(size, plan.size(PIPE))
 
 
 def _of_tensor(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:

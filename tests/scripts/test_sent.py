@@ -17,8 +17,8 @@ from eqformer.parallel._axes import CONTEXT, PIPE, TENSOR
 
 
 HASTE = {"xla_backend_optimization_level": "0", "xla_cpu_use_fusion_emitters": False}
-TINY = "--model.embed 64 --model.layers 4 --model.heads 8 --model.mlp 160 --seq 32 --batch 16"
-LLAMA = "--model.kv-heads 4"
+TINY = "--model.embed 64 --model.heads 8 --model.mlp 160 --seq 32 --batch 16"
+LLAMA, JAXFORMER = "--model.layers 4 --model.kv-heads 4", "--model.blocks 2"
 MESHES = {
     "sequence": "--mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
     "feature": "--mesh.fsdp 2 --mesh.tensor 4 --residual feature",
@@ -61,7 +61,7 @@ WIDER = {
 
 
 def recipe_of(flags):
-    more = "" if "jaxformer" in flags else LLAMA
+    more = JAXFORMER if "jaxformer" in flags else LLAMA
     return parse(layout.Command, shlex.split(f"{TINY} {more} {flags}")).run
 
 
