@@ -88,8 +88,8 @@ def mesh_line(plan: parallel.Plan) -> str:
     if plan.is_pipelined:
         timing = parallel.simulate(plan.timetable()).lock_step
         chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
-        idle = f"idle {100 * timing.idle / timing.total:.0f} %"
-        parts.append(f"{plan.schedule}, {plan.microbatches} microbatches{chunks}, {idle}")
+        bubble = f"bubble {100 * timing.bubble:.1f} %"
+        parts.append(f"{plan.schedule}, {plan.microbatches} microbatches{chunks}, {bubble}")
     elif plan.microbatches > 1:
         parts.append(f"{plan.microbatches} microbatches one after another")
     return "; ".join(parts)
