@@ -6,15 +6,15 @@ from script_helpers import losses, rows, stop_at, write_corpus
 
 
 SMALL = (
-    "--model.embed 32 --model.layers 4 --seq 32 --batch 8 --steps 50 --log-every 1 --checkpoint-every 1000 "
+    "--model.embed 32 --seq 32 --batch 8 --steps 50 --log-every 1 --checkpoint-every 1000 "
     "--validate-every 25 --validation-batches 2 --sample-every 50 --optimizer.warmup 5"
 ).split()
-LLAMA = "--model.heads 4 --model.kv-heads 2 --model.mlp 64".split()
+LLAMA = "--model.layers 4 --model.heads 4 --model.kv-heads 2 --model.mlp 64".split()
 FAMILIES = {
     "default": LLAMA,
     "muon": LLAMA,
-    "gpt2": "--model.heads 4 --model.dropout 0.1 --text.packing documents".split(),
-    "jaxformer": "--model.heads 4 --model.latent 16 --model.rope-dim 8".split(),
+    "gpt2": "--model.layers 4 --model.heads 4 --model.dropout 0.1 --text.packing documents".split(),
+    "jaxformer": "--model.blocks 4 --model.heads 4 --model.latent 16 --model.rope-dim 8".split(),
 }
 MESHES = {
     "issue": "--mesh.fsdp 2 --mesh.tensor 2 --mesh.pipe 2 --schedule 1f1b --microbatches 4",
