@@ -2,6 +2,7 @@
 
 import equinox as eqx
 import jax
+import pytest
 from plan_models import batch_of
 
 from eqformer import models, training
@@ -30,15 +31,16 @@ def test_each_stage_of_zero_holds_less():
     assert three < two + 2 * STACK / 8
 
 
-def test_no_layer_keeps_what_it_gathered(monkeypatch):
-    streams = {
-        "sequence": {"residual": "sequence"},
-        "ring": {"residual": "sequence", "overlap": "ring"},
-        "feature": {"residual": "feature"},
-    }
-    held = lambda: {n: temporary({"fsdp": 4, "tensor": 2}, zero=3, **choices) for n, choices in streams.items()}
-    sizes = held()
-    assert max(sizes.values()) < 1.6 * min(sizes.values())
+@pytest.mark.parametrize(
+    "stream",
+    [
+        {"residual": "feature"},
+        pytest.param({"residual": "sequence"}, marks=pytest.mark.grid),
+        pytest.param({"residual": "sequence", "overlap": "ring"}, marks=pytest.mark.grid),
+    ],
+    ids=" ".join,
+)
+def test_no_layer_keeps_what_it_gathered(stream, monkeypatch):
+    held = temporary({"fsdp": 4, "tensor": 2}, zero=3, **stream)
     monkeypatch.setattr(_fully_sharded, "_all_but_gathered", jax.checkpoint_policies.everything_saveable)
-    for name, size in held().items():
-        assert size > sizes[name] + 0.5 * STACK / 2
+    assert temporary({"fsdp": 4, "tensor": 2}, zero=3, **stream) > held + 0.7 * STACK / 2

@@ -51,18 +51,18 @@ CONTROLS: dict[str, Control] = {
     # Sums over rows and tokens.
     "total of losses, unsummed": Control(control.total_of(0, nothing), DATA, "types", True),
     "total of losses": Control(control.total_of(0, of_first), DATA),
-    "total of counts, unsummed": Control(control.total_of(1, nothing), DATA, "types", True),
+    "total of counts, unsummed": Control(control.total_of(1, nothing), DATA, "types"),
     "total of counts": Control(control.total_of(1, of_first), DATA),
-    "gradients over fsdp, unsummed": Control(control.gradients_unsummed, DATA, "types", True),
+    "gradients over fsdp, unsummed": Control(control.gradients_unsummed, DATA, "types"),
     "gradients over fsdp": Control(control.of_first_over("fsdp"), DATA, every_run=True),
     "gradients over replica": Control(control.of_first_over("replica"), Case("llama", {"replica": 2})),
     "gradients over expert": Control(control.of_first_over("expert"), Case("llama", {"expert": 2})),
-    "gradients over context": Control(control.of_first_over("context"), ROUND, every_run=True),
+    "gradients over context": Control(control.of_first_over("context"), ROUND),
     "gradients over tensor, of what is whole in slices": Control(control.of_first_over("tensor"), SEQUENCE),
     "gradients over tensor, of key heads that devices share": Control(control.of_first_over("tensor"), SHARED),
     # Sharded state.
     "scatter of gradients in ZeRO 1": Control(
-        without("_fully_sharded", psum_scatter=own_part), DATA._replace(choices={"zero": 1}), every_run=True
+        without("_fully_sharded", psum_scatter=own_part), DATA._replace(choices={"zero": 1})
     ),
     "scatter of gradients in ZeRO 2": Control(
         without("_fully_sharded", psum_scatter=own_part), DATA._replace(choices={"zero": 2})
@@ -74,9 +74,9 @@ CONTROLS: dict[str, Control] = {
         without("_fully_sharded", all_gather=own_piece), DATA._replace(choices={"zero": 3})
     ),
     # Tensor parallelism.
-    "sum of row maps, unsummed": Control(without("_tensor", psum=nothing), ROWS, "types", True),
+    "sum of row maps, unsummed": Control(without("_tensor", psum=nothing), ROWS, "types"),
     "sum of row maps": Control(without("_tensor", psum=of_first), ROWS, every_run=True),
-    "sum of the entry's gradient": Control(control.unsummed_entry, ROWS, every_run=True),
+    "sum of the entry's gradient": Control(control.unsummed_entry, ROWS),
     "entry not said to vary": Control(control.untyped_entry, ROWS, "nothing"),
     "bias added once": Control(control.bias_before, ROWS, every_run=True),
     "gather of tokens before maps": Control(without("_tensor", all_gather=own_piece), SEQUENCE),
@@ -90,9 +90,7 @@ CONTROLS: dict[str, Control] = {
         Case("llama", {"pipe": 2, "tensor": 2}, {**RINGED.choices, "schedule": "1f1b", "microbatches": 2}),
     ),
     "own key head of several": Control(without("_tensor", axis_index=control.same_place), SHARED),
-    "sum and scatter over features": Control(
-        without("_collective_matmul", psum_scatter=own_part), FEATURE, every_run=True
-    ),
+    "sum and scatter over features": Control(without("_collective_matmul", psum_scatter=own_part), FEATURE),
     "sum of a map to no features, unsummed": Control(without("_feature", psum=nothing), LATENTS),
     "sum of a map to no features": Control(without("_feature", psum=of_first), LATENTS),
     "mean of means": Control(without("_norms", pmean=control.at_place(0, 2, "pmean", nothing)), FEATURE),
@@ -102,7 +100,7 @@ CONTROLS: dict[str, Control] = {
     "own tokens' positions": Control(control.first_tokens(_wrap.TokensPositions), SEQUENCE),
     "own features' dropout": Control(control.first_tokens(_wrap.FeatureDropout), FEATURE),
     "no array marked as meeting slices": Control(control.marks(False), SEQUENCE, "nothing"),
-    "every array marked as meeting slices": Control(control.marks(True), ROWS, "types", True),
+    "every array marked as meeting slices": Control(control.marks(True), ROWS, "types"),
     # Vocabulary.
     "sum of looked-up vectors, unsummed": Control(
         without("_vocabulary", psum=control.of_shape(3, "psum", nothing)), ROWS
@@ -132,18 +130,16 @@ CONTROLS: dict[str, Control] = {
     "tokens are gathered beside heads": Control(without("_context", all_gather=own_piece), EXCHANGED),
     "positions in the order of the ring": Control(control.in_reading_order("positions"), ROUND),
     "documents in the order of the ring": Control(control.in_reading_order("segments"), ROUND),
-    "keys of dropout in the order of the ring": Control(control.in_reading_order("keys"), DROPPED, every_run=True),
-    "lengths of rows beside their pieces": Control(
-        control.in_reading_order("lengths"), Case("long", {"context": 2}), every_run=True
-    ),
+    "keys of dropout in the order of the ring": Control(control.in_reading_order("keys"), DROPPED),
+    "lengths of rows beside their pieces": Control(control.in_reading_order("lengths"), Case("long", {"context": 2})),
     # Pipelines.
-    "sum of the edges' gradients, unsummed": Control(without("_pipeline", psum=nothing), STAGES, "types", True),
+    "sum of the edges' gradients, unsummed": Control(without("_pipeline", psum=nothing), STAGES, "types"),
     "sum of the edges' gradients": Control(without("_pipeline", psum=of_first), STAGES),
     "messages between stages": Control(without("_pipeline", ppermute=permuted_nowhere), STAGES, every_run=True),
     "gradients sent back between stages": Control(
         without("_pipeline", ppermute=control.at_place(1, 2, "ppermute", permuted_nowhere)), STAGES
     ),
-    "layers in the order of the ring": Control(control.in_order_read, CHUNKS, every_run=True),
+    "layers in the order of the ring": Control(control.in_order_read, CHUNKS),
 }
 
 
