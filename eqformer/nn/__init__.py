@@ -10,6 +10,7 @@ from ._activation import (
     silu as silu,
 )
 from ._attention import Attention as Attention
+from ._aux import Aux as Aux, aux_loss as aux_loss, aux_of as aux_of
 from ._balance import (
     BalanceLoss as BalanceLoss,
     Importance as Importance,
@@ -18,7 +19,7 @@ from ._balance import (
     RouterZ as RouterZ,
     updated_selection_bias as updated_selection_bias,
 )
-from ._block import Block as Block, Mixer as Mixer, Period as Period
+from ._block import Block as Block, Layer as Layer, Mixer as Mixer, Period as Period, Routed as Routed
 from ._blockwise import BlockwiseCore as BlockwiseCore
 from ._cache import KVCache as KVCache, LatentCache as LatentCache
 from ._core import DotProductCore as DotProductCore, ReferenceCore as ReferenceCore

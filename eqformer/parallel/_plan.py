@@ -104,6 +104,16 @@ class Plan:
         return self.is_pipelined and self.edges == "spread"
 
     @property
+    def runs_schedule(self) -> bool:
+        """Whether gradients are made by the schedule's table, embedding and loss at its ends."""
+        return self.is_pipelined and not self.spreads_edges
+
+    @property
+    def told_spec(self) -> PartitionSpec:
+        """Where what routed layers tell is: with the layers that a schedule runs, or else everywhere."""
+        return PartitionSpec(PIPE) if self.runs_schedule else PartitionSpec()
+
+    @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that rows are split over."""
         return (*BATCH_AXES, PIPE) if self.spreads_edges else BATCH_AXES
@@ -121,12 +131,19 @@ class Plan:
             return tree
 
         def ordered(names: Any, x: Any) -> Any:
-            if not nn.has_shape(x) or not names.startswith("layers"):
-                return x
-            order = layer_order(x.shape[0], self.size(PIPE), self.chunks)
-            return x[np.argsort(order) if back else order]
+            return self._moved(x, back) if nn.has_shape(x) and names.startswith("layers") else x
 
         return jax.tree.map(ordered, nn.dims(tree), tree)
+
+    def in_reading_order(self, told: PyTree) -> PyTree:
+        """What the layers of a schedule told, each array with a `layers` dim in front, back in reading order."""
+        return (
+            told if not self.runs_schedule or self.chunks == 1 else jax.tree.map(lambda x: self._moved(x, True), told)
+        )
+
+    def _moved(self, x: Any, back: bool) -> Any:
+        order = layer_order(x.shape[0], self.size(PIPE), self.chunks)
+        return x[np.argsort(order) if back else order]
 
     def in_microbatches(self, pieces: PyTree) -> PyTree:
         """This device's rows with a dim of microbatches in front."""
