@@ -45,10 +45,10 @@ class Capacity(eqx.Module):
     per: str = eqx.field(static=True, default="sequence")
 
     def __check_init__(self):
-        if not self.factor > 0:
+        if not 0 < self.factor < math.inf:
             raise ValueError(
                 f"Capacity(factor={self.factor}): experts have `factor` times the slots that even loads need; give a "
-                "positive number, such as 1.25."
+                "positive and finite number, such as 1.25."
             )
         if self.per not in ("sequence", "batch"):
             raise ValueError(f"Capacity(per={self.per!r}): slots are counted per 'sequence' or per 'batch'.")
@@ -115,9 +115,9 @@ take_rows.defvjp(
 
 
 def slots_of(factor: float, choices: int, experts: int) -> int:
-    """Slots an expert, in whole numbers: a factor of 1.1 is 11/10, and 100 choices of 10 experts make 11, not 12."""
+    """Slots an expert, at least one: a factor of 1.1 is 11/10, and 100 choices of 10 experts make 11, not 12."""
     exact = fractions.Fraction(factor).limit_denominator(1000)
-    return min(choices, math.ceil(exact * choices / experts))
+    return max(1, min(choices, math.ceil(exact * choices / experts)))
 
 
 def slot_of_choice(chosen: Int[Array, "tokens top_k"], experts: int, count: int) -> Int[Array, "tokens top_k"]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from ._dims import ensemble
+from ._dims import ensemble, path_name
 from ._grouped import grouped_product
 from ._linear import Linear
 
@@ -44,12 +44,26 @@ class Experts(eqx.Module):
         return eqx.filter_vmap(lambda mlp, x: mlp(x))(self.mlps, x)
 
     def sorted_rows(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
-        """The first `sizes[0]` rows by expert 0, the next `sizes[1]` by expert 1, and so on; zeros for rows behind."""
+        """The first `sizes[0]` rows by expert 0, the next `sizes[1]` by expert 1, and so on; zeros for rows behind.
+
+        Raises a `ValueError` for parameters that are not those of `Linear`s of one dim to one.
+        """
+        self._check_linears()
         owners = jnp.repeat(jnp.arange(len(self), dtype=jnp.int32), sizes, total_repeat_length=x.shape[0])
-        is_real = (jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(sizes))[:, None]
+        is_real = (jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32))[:, None]
         grouped = lambda linear: GroupedLinear(linear, sizes, owners)
         y = map_linears(grouped, self.mlps)(x)
         return jnp.where(is_real, y, 0)
+
+    def _check_linears(self) -> None:
+        is_grouped = lambda linear: len(linear.inputs) == len(linear.outputs) == 1
+        rest = map_linears(lambda linear: None if is_grouped(linear) else linear, self.mlps)
+        others = [path_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(rest) if eqx.is_array(leaf)]
+        if others:
+            raise ValueError(
+                f"Experts.sorted_rows: of an expert's parameters, {', '.join(others)} are not those of a Linear of one "
+                "dim to one, and rows sorted by expert need such; dispatch by Capacity, which runs any module."
+            )
 
 
 class GroupedLinear(eqx.Module):

@@ -81,7 +81,7 @@ class MoE(Routed):
         share = jax.lax.stop_gradient(routing.scores)
         share = share / jnp.maximum(jnp.sum(share, axis=-1, keepdims=True), 1e-18)
         entropy = jnp.where(real, -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1), 0)
-        load = jnp.sum(counts, axis=tuple(range(counts.ndim - 1)))
+        load = jnp.sum(counts, axis=tuple(range(counts.ndim - 1)), dtype=jnp.int32)
         return Aux(loss, load, dropped, jnp.sum(entropy), jnp.sum(real, dtype=jnp.int32))
 
 
