@@ -24,12 +24,14 @@ class Dropless(eqx.Module):
         self, experts: Experts, x: Float[Array, "*batch seq embed"], routing: Routing
     ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
         """The weighted sum of each token's experts, and how many choices had no place: none."""
-        rows, chosen = x.reshape(-1, x.shape[-1]), routing.experts.reshape(-1, routing.experts.shape[-1])
-        order, place, sizes = by_expert(chosen, len(experts))
-        y = experts.sorted_rows(take_rows(rows, order // chosen.shape[-1], place.reshape(chosen.shape)), sizes)
-        given = take_rows(y, place, order[:, None]).reshape(*chosen.shape, -1)
-        output = combine(given, routing.weights.reshape(chosen.shape))
-        return output.reshape(x.shape), jnp.zeros((), jnp.int32)
+        flat = (array.reshape(-1, array.shape[-1]) for array in (x, routing.experts, routing.weights))
+        return sum_of_experts(experts, *flat).reshape(x.shape), jnp.zeros((), jnp.int32)
+
+    def kept(
+        self, chosen: Int[Array, "*batch seq top_k"], experts: int
+    ) -> tuple[Int[Array, "*batch seq top_k"], Int[Array, ""]]:
+        """The choices that are computed, -1 for others, and how many are not: none."""
+        return chosen, jnp.zeros((), jnp.int32)
 
 
 class Capacity(eqx.Module):
@@ -57,10 +59,8 @@ class Capacity(eqx.Module):
         self, experts: Experts, x: Float[Array, "*batch seq embed"], routing: Routing
     ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
         """The weighted sum of each token's experts that had a slot, and how many choices had none."""
-        groups = math.prod(x.shape[:-2]) if self.per == "sequence" else 1
-        chosen = routing.experts.reshape(groups, -1, routing.experts.shape[-1])
-        count = slots_of(self.factor, chosen.shape[1] * chosen.shape[2], len(experts))
-        slot = jax.vmap(lambda chosen: slot_of_choice(chosen, len(experts), count))(chosen)
+        chosen, slot, count = self._slots(routing.experts, len(experts))
+        groups = chosen.shape[0]
         rows = x.reshape(groups, -1, x.shape[-1])
         token = jax.vmap(lambda slot: token_of_slot(slot, len(experts) * count))(slot)
         taken = jnp.take_along_axis(rows, jnp.maximum(token, 0)[..., None], axis=1)
@@ -73,6 +73,33 @@ class Capacity(eqx.Module):
         weights = jnp.where(has_slot, routing.weights.reshape(chosen.shape), 0)
         output = combine(given.reshape(*chosen.shape, -1), weights).reshape(x.shape)
         return output, jnp.sum((chosen >= 0) & ~has_slot, dtype=jnp.int32)
+
+    def kept(
+        self, chosen: Int[Array, "*batch seq top_k"], experts: int
+    ) -> tuple[Int[Array, "*batch seq top_k"], Int[Array, ""]]:
+        """The choices that have a slot, -1 for others, and how many have none."""
+        grouped, slot, _ = self._slots(chosen, experts)
+        dropped = (grouped >= 0) & (slot < 0)
+        return jnp.where(dropped, -1, grouped).reshape(chosen.shape), jnp.sum(dropped, dtype=jnp.int32)
+
+    def _slots(self, chosen: Int[Array, "*batch seq top_k"], experts: int) -> tuple[Array, Array, int]:
+        """Choices by group, the slot of each or -1, and slots an expert."""
+        groups = math.prod(chosen.shape[:-2]) if self.per == "sequence" else 1
+        chosen = chosen.reshape(groups, -1, chosen.shape[-1])
+        count = slots_of(self.factor, chosen.shape[1] * chosen.shape[2], experts)
+        return chosen, jax.vmap(lambda chosen: slot_of_choice(chosen, experts, count))(chosen), count
+
+
+def sum_of_experts(
+    experts: Experts,
+    x: Float[Array, "tokens embed"],
+    chosen: Int[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+) -> Float[Array, "tokens embed"]:
+    """Each token's weighted sum of the experts it has chosen; a choice of -1 adds nothing."""
+    order, place, sizes = by_expert(chosen, len(experts))
+    y = experts.sorted_rows(take_rows(x, order // chosen.shape[-1], place.reshape(chosen.shape)), sizes)
+    return combine(take_rows(y, place, order[:, None]).reshape(*chosen.shape, -1), weights)
 
 
 def run_slots(experts: Experts, x: Float[Array, "*batch seq embed"], slots: Slots) -> Float[Array, "*batch seq embed"]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from ._aux import Aux
 from ._balance import alone, BalanceLoss, Total
@@ -23,8 +23,7 @@ class MoE(Routed):
     """`shared(x) + sum_k w_k experts[i_k](x)`, the experts `i` and weights `w` of each token chosen by the router.
 
     `dispatch` is how tokens come to experts: `Dropless()` or `Capacity(factor)`; experts that choose their tokens
-    (`ExpertChoiceRouter`) bring slots of their own. `shared` sees every token. `losses` are summed into `Aux.loss`;
-    `total` and `row_total` are what they sum counts with, see `BalanceLoss`.
+    (`ExpertChoiceRouter`) bring slots of their own. `shared` sees every token. `losses` are summed into `Aux.loss`.
     """
 
     router: Router | ExpertChoiceRouter
@@ -32,8 +31,6 @@ class MoE(Routed):
     dispatch: Dropless | Capacity
     shared: Callable[[Array], Array] | None
     losses: tuple[BalanceLoss, ...]
-    total: Total = eqx.field(static=True)
-    row_total: Total = eqx.field(static=True)
 
     def __init__(
         self,
@@ -58,14 +55,13 @@ class MoE(Routed):
             )
         self.router, self.experts, self.shared, self.losses = router, experts, shared, losses
         self.dispatch = Dropless() if dispatch is None else dispatch
-        self.total = self.row_total = alone
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], Aux]:
         """The sum of each token's experts, and what routing did and costs."""
         tokens = tokens_or_default(tokens, x.shape[:-1], None)
-        routing = self.router(x, tokens.fold_in(_ROUTER))
+        routing = self.router(x, tokens.fold_in(ROUTER))
         if isinstance(routing, Slots):
             y, aux = run_slots(self.experts, x, routing), aux_of_slots(routing, tokens, x)
         else:
@@ -73,10 +69,17 @@ class MoE(Routed):
             aux = self.told(routing, tokens, dropped)
         return (y if self.shared is None else y + self.shared(x)), aux
 
-    def told(self, routing: Routing, tokens: Tokens, dropped: Array) -> Aux:
-        """The losses of a routing, and its counts."""
+    def told(
+        self,
+        routing: Routing,
+        tokens: Tokens,
+        dropped: Int[Array, ""],
+        total: Total = alone,
+        row_total: Total = alone,
+    ) -> Aux:
+        """The losses of a routing, and its counts; `total` and `row_total` as for `BalanceLoss`."""
         zero = jnp.zeros_like(routing.scores, shape=())
-        loss = sum((loss(routing, tokens, self.total, self.row_total) for loss in self.losses), start=zero)
+        loss = sum((loss(routing, tokens, total, row_total) for loss in self.losses), start=zero)
         counts, real = routing.counts(), is_real(tokens, routing.scores.shape[:-1])
         share = jax.lax.stop_gradient(routing.scores)
         share = share / jnp.maximum(jnp.sum(share, axis=-1, keepdims=True), 1e-18)
@@ -113,4 +116,4 @@ def _candidates(router: Router) -> int:
     return next(node for node in linears if isinstance(node, Linear)).weight.shape[0]
 
 
-_ROUTER = 2  # folded into tokens' keys, where a block's dropouts fold 0 and 1
+ROUTER = 2  # folded into tokens' keys, where a block's dropouts fold 0 and 1
