@@ -96,7 +96,7 @@ def build_jaxformer(
 
     def layer(rotary: Rotary | None, key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
-        is_mixture = rotary is None and numbers.experts is not None
+        experts = numbers.experts if rotary is None else None
         return Block(
             attention=LatentAttention(
                 embed=embed,
@@ -110,7 +110,7 @@ def build_jaxformer(
                 core=core,
                 key=attention,
             ),
-            feed_forward=mixture(numbers.experts, feed_forward) if is_mixture else dense(feed_forward),
+            feed_forward=dense(feed_forward) if experts is None else mixture(experts, feed_forward),
             attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
             dropout=dropout,
