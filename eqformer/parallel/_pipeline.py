@@ -219,7 +219,8 @@ class _Run:
         of_edges = jax.lax.cond(is_first, lambda g: self._beginning(g, dx, piece), lambda g: g, of_edges)
         of_blocks = self._add_chunk(sums.blocks, of_chunk, turn.backward)
         loss = loss[0] + extra.astype(loss[0].dtype), *loss[1:]
-        told = self._add_chunk(sums.told, vary_like(told, sums.told), turn.backward)
+        told = jax.tree.map(lambda x, total: vary(x, varying_axes(total)), told, sums.told)
+        told = self._add_chunk(sums.told, told, turn.backward)
         return _Sums(loss, told, of_edges, of_blocks, put(sums.products, turn.backward_products, products)), dx
 
     def _ending(self, loss: tuple, of_edges: PyTree, y: PyTree, piece: PyTree) -> tuple[tuple, PyTree, PyTree]:
