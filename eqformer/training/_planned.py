@@ -72,7 +72,13 @@ def planned_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[
 
 
 def planned_step(
-    loss_fn: LossFn, optimizer: Optimizer, plan: Plan, *, accumulate: int = 1, clip: float | None = 1.0
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    plan: Plan,
+    *,
+    accumulate: int = 1,
+    clip: float | None = 1.0,
+    balance_rate: float = 0.0,
 ) -> Step:
     """`make_step` for a plan: the same numbers, from and to a state that is laid out by `state_shardings`."""
 
@@ -85,6 +91,7 @@ def planned_step(
         optimizer,
         accumulate=accumulate,
         clip=clip,
+        balance_rate=balance_rate,
         gradients_of=planned_gradients(plan),
         place=place,
     )

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ..parallel import vary, varying_axes
 from ._optimizer import global_norm, Optimizer, trainable
-from ._tally import count_of, routing_metrics
+from ._rebalance import rebalanced
+from ._tally import count_of, routing_metrics, Tally
 from ._wide import at_least_float32
 
 
@@ -57,6 +58,7 @@ def make_step(
     *,
     accumulate: int = 1,
     clip: float | None = 1.0,
+    balance_rate: float = 0.0,
     gradients_of: GradientsOf | None = None,
     gradient_norm: Callable[[PyTree], Float[Array, ""]] = global_norm,
     place: Callable[[TrainState], TrainState] = lambda state: state,
@@ -66,6 +68,8 @@ def make_step(
     Gradients are those of the sum over all microbatches, divided by the count over all of them; then scaled by
     `min(1, clip / norm)`. Where loss or norm is not finite, the model and the optimizer's state come back bit for bit
     as they were and the step is counted as skipped. A batch that counts no token is such a step too.
+
+    `balance_rate` is how far the selection biases of routers move in a step, see `rebalanced`.
 
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
     (so far), `skipped_in_a_row`, and those of `routing_metrics`. `gradients_of(loss_fn, accumulate)`, `gradient_norm`
@@ -92,7 +96,9 @@ def make_step(
 
         def take(parameters: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
             scaled = jax.tree.map(lambda x: x * scale.astype(x.dtype), gradients)
-            return optimizer.update(scaled, memory, parameters, learning_rate)
+            parameters, memory = optimizer.update(scaled, memory, parameters, learning_rate)
+            told = tally.told if balance_rate and isinstance(tally, Tally) else ()
+            return (rebalanced(parameters, told, balance_rate) if told else parameters), memory
 
         # A branch, not a selection of each entry: four times as fast on a CPU, where a selection keeps the update
         # from being one pass.
