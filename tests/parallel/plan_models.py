@@ -139,7 +139,7 @@ def mixture(key: Any, *losses: nn.BalanceLoss, **options: Any) -> nn.Block:
 
 
 def shared_mixture(key: Any) -> nn.Period:
-    """Like DeepSeek: dense and routed layers in turn, sigmoid scores in groups, a bias, a shared expert, spare slots."""
+    """Like DeepSeek: dense and routed layers in turn, sigmoid scores in groups, a bias, a shared expert, slots."""
     one, two, three, four = jax.random.split(key, 4)
     router = nn.TopKRouter(
         embed=EMBED, experts=8, top_k=2, score="sigmoid", normalise=True, scale=1.5, groups=4, kept_groups=2, key=one
