@@ -137,7 +137,7 @@ def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1) -> Callable[...,
     """
     with_gradients = eqx.filter_value_and_grad(loss_fn, has_aux=True)
 
-    def of_batch(model: PyTree, batch: PyTree, key: Any) -> tuple[Array, Array, PyTree]:
+    def of_batch(model: PyTree, batch: PyTree, key: Any) -> tuple[Array, PyTree, PyTree]:
         if accumulate == 1:
             (total, count), gradients = with_gradients(model, batch, key)
             return total, count, gradients
