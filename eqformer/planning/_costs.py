@@ -21,7 +21,8 @@ from ..nn import (
 def parameter_count(model: PyTree, *, embeddings: bool = True, active: bool = False) -> int:
     """How many numbers are trained; without `embeddings`, those outside tables of tokens, positions and logits.
 
-    With `active`, of experts as many as a token takes on average. Takes a model or its shapes (`equinox.filter_eval_shape`), so that one of any size can be counted.
+    With `active`, of experts as many as a token takes on average. Takes a model or its shapes
+    (`equinox.filter_eval_shape`), so that one of any size can be counted.
     """
     marks = jax.tree.leaves(matrices(model), is_leaf=lambda x: x is None)
     leaves = jax.tree.leaves(model, is_leaf=lambda x: x is None)
