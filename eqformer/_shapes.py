@@ -8,6 +8,7 @@
     kv_heads   key and value heads             q_latent   compressed queries (MLA)
     head_dim   channels of a head              rope_dim   rotated channels of the decoupled key (MLA)
     mlp        hidden features of a layer      v_dim      value channels of a head (MLA)
+    top_k      experts that a token takes      candidates experts that a router chooses among
 
 A parameter's dims are stored out first (`heads head_dim embed`), as published checkpoints have them. `dim` is a
 tensor's; an `axis` is a mesh's.
@@ -32,6 +33,7 @@ LEGEND = {
     "max_seq": "learned positions",
     "layers": "blocks of a stack",
     "experts": "experts of a mixture",
+    "candidates": "experts that a router chooses among, all on every device",
     "latent": "compressed keys and values",
     "q_latent": "compressed queries",
     "rope_dim": "rotated channels of the decoupled key",

@@ -83,6 +83,8 @@ def mesh_line(plan: parallel.Plan) -> str:
         parts.append(f"zero {plan.zero}")
     if sizes["tensor"] > 1:
         parts.append(f"{plan.residual} stream" + (f", overlap {plan.overlap}" if plan.overlap != "none" else ""))
+    if sizes["expert"] > 1:
+        parts.append(f"experts by {plan.expert_method}")
     if sizes["context"] > 1:
         parts.append(f"context by {plan.context_method}")
     if plan.is_pipelined:
@@ -101,7 +103,9 @@ def step_of(recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer) 
     def loss(model: Any, batch: Batch, key: Any, **views: Any) -> tuple[Any, Any]:
         return training.next_token_loss(model, batch, key, z_loss=recipe.optimizer.z_loss, **views)
 
-    return training.planned_step(loss, optimizer, plan, clip=recipe.optimizer.clip)
+    return training.planned_step(
+        loss, optimizer, plan, clip=recipe.optimizer.clip, balance_rate=recipe.optimizer.balance_rate
+    )
 
 
 class Rows:

@@ -38,6 +38,27 @@ def draw_losses(metrics: Path, target: Path, bytes_per_token: float) -> None:
     part.replace(target)
 
 
+def draw_loads(metrics: Path, target: Path) -> None:
+    """Draw how the experts' shares of their layers' choices went, a panel a layer; nothing without experts."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    told = [(row["step"], row["expert_load"]) for row in rows if "expert_load" in row]
+    if not told:
+        return
+    steps, loads = [step for step, _ in told], np.asarray([load for _, load in told])  # steps layers experts
+    layers, experts = loads.shape[1:]
+    figure = Figure(figsize=(8, 0.6 + 1.1 * layers), dpi=110, layout="constrained")
+    panels = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
+    for number, axes in enumerate(panels):
+        shares = experts * loads[:, number].T
+        image = axes.pcolormesh(steps, range(experts), shares, cmap="RdBu_r", vmin=0, vmax=2, shading="nearest")
+        axes.set(ylabel=f"layer {number}", yticks=[0, experts - 1])
+    panels[-1].set_xlabel("step")
+    figure.colorbar(image, ax=list(panels), label="load over an even share")
+    part = target.with_suffix(".part.png")
+    figure.savefig(part)
+    part.replace(target)
+
+
 def _smoothed(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """Means over a window around each point, narrower at the ends, so that the line does not lag behind."""
     reach = max(1, len(points) // 40)

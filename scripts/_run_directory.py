@@ -20,6 +20,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.loss = path / "loss.png"
+        self.loads = path / "load.png"
         self.samples = path / "samples.txt"
         self.data = path / "data"
         self.lock = path / ".lock"

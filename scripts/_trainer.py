@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from _clock import Clock
 from _mesh import mesh_line, Rows, State, step_of
-from _pictures import draw_losses
+from _pictures import draw_loads, draw_losses
 from _processes import check_alike, first, together
 from _recipe_file import to_json
 from _report import add_sample, closing, opening, speed
@@ -117,7 +117,7 @@ class Trainer:
             stopping = self.votes.any(self.stopping)
             if done % recipe.validate_every == 0 or done == recipe.steps:
                 write({"step": done} | self._validate(state.model))
-                first(lambda: draw_losses(self.directory.metrics, self.directory.loss, self.text.bytes_per_token))
+                first(self._draw)
             if done % recipe.checkpoint_every == 0 or done == recipe.steps or stopping:
                 training.check_finite(before)
                 self._save(checkpointer, state, done)
@@ -141,6 +141,10 @@ class Trainer:
         }
         self.last.update(row)
         return row
+
+    def _draw(self) -> None:
+        draw_losses(self.directory.metrics, self.directory.loss, self.text.bytes_per_token)
+        draw_loads(self.directory.metrics, self.directory.loads)
 
     def _save(self, checkpointer: training.Checkpointer, state: training.TrainState, step: int) -> None:
         place = {"text": self.text.path.name, "example": step * self.recipe.batch}
@@ -171,6 +175,9 @@ class Trainer:
         self.screen.note("stopping after this step; once more to stop at once")
 
 
-def _number(value: Any) -> float | int:
-    number = np.asarray(value).item()
+def _number(value: Any) -> Any:
+    array = np.asarray(value)
+    if array.ndim:
+        return array.round(6).tolist()
+    number = array.item()
     return number if isinstance(number, int) else float(number)

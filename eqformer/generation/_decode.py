@@ -58,7 +58,7 @@ def prefill(
     tokens = Tokens(jnp.where(places < lengths[:, None], places, -1))
     cache = model.init_cache(batch, sizes.capacity)
     if sizes.chunk is None:
-        hidden, cache = model.encode(ids, tokens, cache)
+        hidden, cache, _ = model.encode(ids, tokens, cache)
         last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]
     else:
         last, cache = _prefill_in_chunks(model, ids, tokens, lengths, cache, sizes.chunk)
@@ -85,7 +85,7 @@ def advance(model: Transformer, rows: Rows, draws: Draws, until: Int[Array, ""])
         place = rows.lengths[:, None] - 1
         # A finished row's token is padding: the cache does not keep it.
         tokens = Tokens(jnp.where(rows.done[:, None], -1, place))
-        hidden, cache = model.encode(jnp.take_along_axis(rows.ids, place, axis=1), tokens, rows.cache)
+        hidden, cache, _ = model.encode(jnp.take_along_axis(rows.ids, place, axis=1), tokens, rows.cache)
         return _drawn(rows, model.unembed(hidden[:, 0]), cache, draws)
 
     return jax.lax.while_loop(unfinished, step, rows)
@@ -139,7 +139,7 @@ def _prefill_in_chunks(
         last, cache = carry
         first = number * chunk
         piece, positions = (jax.lax.dynamic_slice_in_dim(x, first, chunk, axis=1) for x in (ids, tokens.positions))
-        hidden, cache = model.encode(piece, Tokens(positions), cache)
+        hidden, cache, _ = model.encode(piece, Tokens(positions), cache)
         place = lengths - 1 - first
         found = jnp.take_along_axis(hidden, jnp.clip(place, 0, chunk - 1)[:, None, None], axis=1)[:, 0]
         return jnp.where(((place >= 0) & (place < chunk))[:, None], found, last), cache

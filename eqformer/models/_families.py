@@ -11,9 +11,11 @@ from ..nn import Transformer
 from ._gpt2 import build_gpt2, GPT2, GPT2_PRESETS
 from ._jaxformer import build_jaxformer, JAXformer, JAXFORMER_PRESETS
 from ._llama import build_llama, Llama, LLAMA_PRESETS
+from ._mixtral import build_mixtral, Mixtral, MIXTRAL_PRESETS
+from ._switch import build_switch, GShard, GSHARD_PRESETS, Switch, SWITCH_PRESETS
 
 
-Numbers = GPT2 | JAXformer | Llama
+Numbers = GPT2 | GShard | JAXformer | Llama | Mixtral | Switch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +29,11 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(GPT2, build_gpt2, GPT2_PRESETS),
+    "gshard": Family(GShard, build_switch, GSHARD_PRESETS),
     "jaxformer": Family(JAXformer, build_jaxformer, JAXFORMER_PRESETS),
     "llama": Family(Llama, build_llama, LLAMA_PRESETS),
+    "mixtral": Family(Mixtral, build_mixtral, MIXTRAL_PRESETS),
+    "switch": Family(Switch, build_switch, SWITCH_PRESETS),
 }
 
 

@@ -1,7 +1,9 @@
 """JAXformer (Makkar, Makkar and Jindal 2025): latent attention in blocks of several layers, tied embedding.
 
 Numbers, norms, biases, dropout and the order of layers follow the published program: RMSNorm with a shift, a GELU MLP,
-biases in every linear map, and blocks whose last layer has no rotary position. Latent attention is the paper's
+biases in every linear map, and blocks whose last layer has no rotary position and, with `experts`, a mixture of them:
+sigmoid scores, shared experts beside the chosen ones (which the program computes and leaves out of its sum), and slots
+for `capacity` times even loads. Latent attention is the paper's
 (DeepSeek-V2): the program takes its rotary key from the joint latent and turns queries by frequencies that differ from
 head to head, so that scores there depend on more than relative position; ours do not.
 """
@@ -14,15 +16,20 @@ from jaxtyping import Array, Key
 
 from ..nn import (
     Block,
+    Capacity,
     Dropout,
     Embedding,
+    Experts,
     gelu_tanh,
     LatentAttention,
+    LoadBalance,
     MLP,
+    MoE,
     Period,
     RMSNorm,
     Rotary,
     Stack,
+    TopKRouter,
     Transformer,
 )
 
@@ -42,6 +49,11 @@ class JAXformer:
     theta: float = 10_000.0
     eps: float = 1e-6
     dropout: float = 0.0
+    experts: int | None = None  # None: dense layers throughout
+    top_k: int = 2
+    shared: int = 2  # experts that see every token, as one of that many times the width
+    capacity: float = 1.5
+    balance: float = 0.01
 
 
 def build_jaxformer(
@@ -59,8 +71,32 @@ def build_jaxformer(
     damping = (2 * numbers.blocks * numbers.layers_per_block) ** -0.5
     dropout = Dropout(numbers.dropout) if numbers.dropout else None
 
+    def dense(key: Key[Array, ""], times: int = 1) -> MLP:
+        width = times * mlp
+        output_std = damping * width**-0.5
+        return MLP(embed=embed, mlp=width, activation=gelu_tanh, bias=True, output_std=output_std, key=key)
+
+    def mixture(experts: int, key: Key[Array, ""]) -> MoE:
+        router, routed, shared = jax.random.split(key, 3)
+        return MoE(
+            TopKRouter(
+                embed=embed,
+                experts=experts,
+                top_k=numbers.top_k,
+                score="sigmoid",
+                normalise=True,
+                bias=True,
+                key=router,
+            ),
+            Experts(dense, experts, key=routed),
+            dispatch=Capacity(numbers.capacity),
+            shared=dense(shared, numbers.shared) if numbers.shared else None,
+            losses=(LoadBalance(numbers.balance, normalise=True),),
+        )
+
     def layer(rotary: Rotary | None, key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
+        experts = numbers.experts if rotary is None else None
         return Block(
             attention=LatentAttention(
                 embed=embed,
@@ -74,14 +110,7 @@ def build_jaxformer(
                 core=core,
                 key=attention,
             ),
-            feed_forward=MLP(
-                embed=embed,
-                mlp=mlp,
-                activation=gelu_tanh,
-                bias=True,
-                output_std=damping * mlp**-0.5,
-                key=feed_forward,
-            ),
+            feed_forward=dense(feed_forward) if experts is None else mixture(experts, feed_forward),
             attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
             dropout=dropout,
@@ -105,8 +134,22 @@ JAXFORMER_PRESETS = {
     "jaxformer-byte-7m": JAXformer(
         vocab=256, embed=256, blocks=4, layers_per_block=2, heads=8, latent=64, rope_dim=16, dropout=0.1
     ),
-    # The published 8 blocks of 6 layers with a dense feed-forward in every layer.
+    "jaxformer-byte-4m": JAXformer(
+        vocab=256, embed=128, blocks=2, layers_per_block=2, heads=8, latent=64, rope_dim=16, experts=16
+    ),
+    # The published 8 blocks of 6 layers, without its experts and with them.
     "jaxformer-dense": JAXformer(
         vocab=100_277, embed=768, blocks=8, layers_per_block=6, heads=12, latent=128, rope_dim=64, dropout=0.1
+    ),
+    "jaxformer": JAXformer(
+        vocab=100_277,
+        embed=768,
+        blocks=8,
+        layers_per_block=6,
+        heads=12,
+        latent=128,
+        rope_dim=64,
+        dropout=0.1,
+        experts=16,
     ),
 }

@@ -10,6 +10,7 @@ from ._activation import (
     silu as silu,
 )
 from ._attention import Attention as Attention
+from ._aux import Aux as Aux, aux_loss as aux_loss, aux_of as aux_of
 from ._balance import (
     BalanceLoss as BalanceLoss,
     Importance as Importance,
@@ -18,7 +19,7 @@ from ._balance import (
     RouterZ as RouterZ,
     updated_selection_bias as updated_selection_bias,
 )
-from ._block import Block as Block, Mixer as Mixer, Period as Period
+from ._block import Block as Block, Layer as Layer, Mixer as Mixer, Period as Period, Routed as Routed
 from ._blockwise import BlockwiseCore as BlockwiseCore
 from ._cache import KVCache as KVCache, LatentCache as LatentCache
 from ._core import DotProductCore as DotProductCore, ReferenceCore as ReferenceCore
@@ -32,14 +33,18 @@ from ._dims import (
     named_by as named_by,
     path_name as path_name,
 )
+from ._dispatch import Capacity as Capacity, Dropless as Dropless
 from ._dropout import Dropout as Dropout
 from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions
 from ._expert_choice import ExpertChoiceRouter as ExpertChoiceRouter
+from ._experts import Experts as Experts
+from ._grouped import grouped_product as grouped_product
 from ._latent_attention import LatentAttention as LatentAttention
 from ._linear import Linear as Linear
 from ._mask import causal as causal, chunked as chunked, full as full, Mask as Mask, sliding_window as sliding_window
 from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import GatedMLP as GatedMLP, MLP as MLP
+from ._moe import GatedShared as GatedShared, MoE as MoE
 from ._noisy_routers import NoisyTopKRouter as NoisyTopKRouter, RandomSecondRouter as RandomSecondRouter
 from ._norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from ._precision import cast as cast, Precision as Precision

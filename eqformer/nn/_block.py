@@ -1,7 +1,8 @@
 """A transformer block: attention, then a feed-forward layer, each beside the residual stream."""
 
+import abc
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 from jaxtyping import Array, Float, PyTree
@@ -16,7 +17,7 @@ Norm = RMSNorm | LayerNorm | Callable[[Array], Array]
 
 @runtime_checkable
 class Mixer(Protocol):
-    """What mixes tokens and can remember them: an attention, a block, or a period of blocks."""
+    """What mixes tokens and can remember them: an attention."""
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
@@ -29,6 +30,31 @@ class Mixer(Protocol):
         ...
 
 
+@runtime_checkable
+class Layer(Protocol):
+    """What a stack repeats: a block, or a period of blocks."""
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Map the tokens of `x`, extending the cache where one is given; third, what routed layers tell, or None."""
+        ...
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """An empty cache for `batch` rows of up to `capacity` tokens."""
+        ...
+
+
+class Routed(eqx.Module):
+    """A feed-forward layer that routes tokens, and so reads more of them than their vectors and tells what it did."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
+        """The layer's output and an `Aux`."""
+
+
 class Block(eqx.Module):
     """Two sublayers around a residual stream; which norms are given decides the arrangement.
 
@@ -39,7 +65,7 @@ class Block(eqx.Module):
     """
 
     attention: Mixer
-    feed_forward: Callable[[Array], Array]
+    feed_forward: Callable[..., Any]  # an array to one of its shape, or `Routed`
     attention_norm: Norm | None = None
     feed_forward_norm: Norm | None = None
     attention_output_norm: Norm | None = None
@@ -58,8 +84,8 @@ class Block(eqx.Module):
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
-    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """Run both sublayers; the cache is the attention's."""
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Run both sublayers; the cache is the attention's, and the `Aux` a routed feed-forward layer's, or None."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         normed = _apply(self.attention_norm, x)
         attended, cache = self.attention(normed, tokens, cache)
@@ -70,8 +96,12 @@ class Block(eqx.Module):
         else:
             after = _apply(self.attention_sum_norm, x + attended)
             given = _apply(self.feed_forward_norm, after)
-        fed = self._drop(_apply(self.feed_forward_output_norm, self.feed_forward(given)), tokens, 1)
-        return _apply(self.feed_forward_sum_norm, after + fed), cache
+        if isinstance(self.feed_forward, Routed):
+            fed, aux = self.feed_forward(given, tokens)
+        else:
+            fed, aux = self.feed_forward(given), None
+        fed = self._drop(_apply(self.feed_forward_output_norm, fed), tokens, 1)
+        return _apply(self.feed_forward_sum_norm, after + fed), cache, aux
 
     def _drop(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens, sublayer: int
@@ -86,19 +116,20 @@ class Block(eqx.Module):
 class Period(eqx.Module):
     """Unlike blocks that repeat together as one block of a stack: Gemma's local and global layers, say."""
 
-    blocks: tuple[Mixer, ...]
+    blocks: tuple[Layer, ...]
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
-    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """Run the blocks in turn; the cache is a tuple of theirs."""
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Run the blocks in turn; the cache, and what routed layers tell, are tuples of theirs."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         caches = (None,) * len(self.blocks) if cache is None else cache
-        after = []
+        after, told = [], []
         for number, (block, given) in enumerate(zip(self.blocks, caches, strict=True)):
-            x, kept = block(x, tokens.fold_in(number), given)
+            x, kept, aux = block(x, tokens.fold_in(number), given)
             after.append(kept)
-        return x, None if cache is None else tuple(after)
+            told.append(aux)
+        return x, None if cache is None else tuple(after), tuple(told)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """A tuple of the blocks' empty caches."""

@@ -49,7 +49,7 @@ class ExpertChoiceRouter(eqx.Module):
             )
         if per not in ("sequence", "batch"):
             raise ValueError(f"ExpertChoiceRouter(per={per!r}): experts choose among each 'sequence' or the 'batch'.")
-        self.linear = Linear("embed -> experts", embed=embed, experts=experts, std=std, key=key)
+        self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=key)
         self.factor, self.per = factor, per
 
     def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Slots:

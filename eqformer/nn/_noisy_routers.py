@@ -27,8 +27,8 @@ class NoisyTopKRouter(Router):
         """Draw both maps; by default they are zero, as in the paper: all experts are equal, and noise decides."""
         check_top_k("NoisyTopKRouter", top_k, experts)
         first, second = jax.random.split(key)
-        self.linear = Linear("embed -> experts", embed=embed, experts=experts, std=std, key=first)
-        self.noise = Linear("embed -> experts", embed=embed, experts=experts, std=std, key=second)
+        self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=first)
+        self.noise = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=second)
         self.top_k = top_k
 
     def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Routing:
@@ -71,7 +71,7 @@ class RandomSecondRouter(Router):
     def __init__(self, *, embed: int, experts: int, std: float | None = None, key: Key[Array, ""]):
         """Draw the map."""
         check_top_k("RandomSecondRouter", 2, experts)
-        self.linear = Linear("embed -> experts", embed=embed, experts=experts, std=std, key=key)
+        self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=key)
 
     @property
     def top_k(self) -> int:

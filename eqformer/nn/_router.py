@@ -47,7 +47,7 @@ class TopKRouter(Router):
     """
 
     linear: Linear
-    selection_bias: Float[Array, "experts"] | None
+    selection_bias: Float[Array, "candidates"] | None
     top_k: int = eqx.field(static=True)
     score: str = eqx.field(static=True)
     normalise: bool = eqx.field(static=True)
@@ -82,7 +82,7 @@ class TopKRouter(Router):
             raise ValueError(f"TopKRouter(score={score!r}): the scores are {', '.join(SCORES)}.")
         if not 0 <= jitter < 1:
             raise ValueError(f"TopKRouter(jitter={jitter}): factors lie in 1 -+ jitter; give a number in [0, 1).")
-        self.linear = Linear("embed -> experts", embed=embed, experts=experts, bias=bias, std=std, key=key)
+        self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, bias=bias, std=std, key=key)
         self.selection_bias = jnp.zeros(experts, jnp.float32) if balanced else None
         self.top_k, self.score, self.normalise, self.scale = top_k, score, normalise, scale
         self.groups, self.kept_groups, self.group_score, self.jitter = groups, kept_groups, group_score, jitter

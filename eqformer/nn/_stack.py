@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from ._block import Mixer
+from ._block import Layer
 from ._dims import ensemble
 from ._tokens import Tokens, tokens_or_default
 
@@ -23,11 +23,11 @@ class Stack(eqx.Module):
     numbers: Int[Array, "layers"]
     remat: str = eqx.field(static=True)
     unroll: int = eqx.field(static=True)
-    blocks: Mixer = ensemble("layers")
+    blocks: Layer = ensemble("layers")
 
     def __init__(
         self,
-        make: Callable[[Key[Array, ""]], Mixer],
+        make: Callable[[Key[Array, ""]], Layer],
         layers: int,
         *,
         remat: str = "none",
@@ -47,7 +47,7 @@ class Stack(eqx.Module):
     def __len__(self) -> int:
         return self.numbers.shape[0]
 
-    def __getitem__(self, place: int | slice) -> "Mixer | Stack":
+    def __getitem__(self, place: int | slice) -> "Layer | Stack":
         if isinstance(place, int) and not -len(self) <= place < len(self):
             raise IndexError(f"stack[{place}]: the stack has {len(self)} layers.")
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
@@ -60,24 +60,25 @@ class Stack(eqx.Module):
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
-    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """Run the layers in turn; the cache has a `layers` dim in front of each array."""
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Run the layers in turn; the cache, and what routed layers tell, have a `layers` dim in front."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
 
-        def layer(carry: tuple, given: tuple) -> tuple[tuple, None]:
+        def layer(carry: tuple, given: tuple) -> tuple[tuple, PyTree]:
             # The cache is carried and written in place; scanned over, it would be copied whole by every call.
             (x, caches), (weights, number, place) = carry, given
             cache = jax.tree.map(lambda memory: jax.lax.dynamic_index_in_dim(memory, place, 0, False), caches)
-            x, kept = eqx.combine(weights, static)(x, tokens.fold_in(number), cache)
+            x, kept, aux = eqx.combine(weights, static)(x, tokens.fold_in(number), cache)
             write = lambda memory, new: jax.lax.dynamic_update_index_in_dim(memory, new, place, 0)
-            return (x, jax.tree.map(write, caches, kept)), None
+            return (x, jax.tree.map(write, caches, kept)), aux
 
         policy = REMAT[self.remat]
         if policy is not None:
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         places = jnp.arange(len(self), dtype=jnp.int32)
-        return jax.lax.scan(layer, (x, cache), (arrays, self.numbers, places), unroll=self.unroll)[0]
+        (x, cache), aux = jax.lax.scan(layer, (x, cache), (arrays, self.numbers, places), unroll=self.unroll)
+        return x, cache, aux
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The blocks' empty caches, stacked over `layers`."""

@@ -42,24 +42,26 @@ class Transformer(eqx.Module):
         self, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq vocab"], PyTree]:
         """Logits of the next token after each token, and the cache with these tokens stored."""
-        hidden, cache = self.encode(ids, tokens, cache)
+        hidden, cache, _ = self.encode(ids, tokens, cache)
         return self.unembed(hidden), cache
 
     def encode(
         self, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None, cache: PyTree = None
-    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """The final norm's output. The cache is a tuple of one a stack; positions count on from what it holds.
 
+        Third, what routed layers tell: for each stack a tree of `Aux` with a `layers` dim in front, None for others.
         Where there is a cache, `tokens` must be given: only the caller knows how far each row has come.
         """
         tokens = tokens_or_default(tokens, ids.shape, cache)
         x = self.embed(ids, tokens)
         caches = (None,) * len(self.stacks) if cache is None else cache
-        after = []
+        after, told = [], []
         for number, (stack, given) in enumerate(zip(self.stacks, caches, strict=True)):
-            x, kept = stack(x, tokens.fold_in(number), given)
+            x, kept, aux = stack(x, tokens.fold_in(number), given)
             after.append(kept)
-        return self.norm(x), None if cache is None else tuple(after)
+            told.append(aux)
+        return self.norm(x), None if cache is None else tuple(after), tuple(told)
 
     def embed(self, ids: Int[Array, "*batch seq"], tokens: Tokens) -> Float[Array, "*batch _ embed"]:
         """What the first stack is given: the tokens' vectors and, where learned, their positions'."""

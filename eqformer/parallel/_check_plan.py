@@ -15,6 +15,7 @@ from ._axes import AXES, BATCH_AXES, CONTEXT, PIPE, TENSOR
 from ._collective_matmul import OVERLAPS
 from ._context import check_context, CONTEXT_METHODS
 from ._layout import axes_of, is_spec
+from ._mixture import EXPERT_METHODS
 from ._pipeline import check_depth
 from ._schedules import SCHEDULES
 from ._tensor import RESIDUALS, TENSOR_MODULES
@@ -33,11 +34,17 @@ def check_choices(plan: Any) -> None:
         ("residual", plan.residual, RESIDUALS),
         ("overlap", plan.overlap, OVERLAPS),
         ("context_method", plan.context_method, CONTEXT_METHODS),
+        ("expert_method", plan.expert_method, EXPERT_METHODS),
         ("schedule", plan.schedule, tuple(SCHEDULES)),
         ("edges", plan.edges, ("ends", "spread")),
     ):
         if value not in known:
             raise ValueError(f"Plan({name}={value!r}): the choices are {', '.join(map(str, known))}.")
+    if not plan.expert_factor > 0:
+        raise ValueError(
+            f"Plan(expert_factor={plan.expert_factor}): a pair of devices has that many times the slots that even "
+            "loads need; give a positive number, such as 2.0."
+        )
     for name, value in (("microbatches", plan.microbatches), ("chunks", plan.chunks)):
         if value < 1:
             raise ValueError(f"Plan({name}={value}): it counts, so give at least 1.")
@@ -129,7 +136,7 @@ def _check_attention(plan: Any, path: str, module: nn.Attention | nn.LatentAtten
 
 
 def _check_tensor(plan: Any, model: nn.Transformer, specs: PyTree) -> None:
-    known = (*TENSOR_MODULES, nn.Embedding, nn.LearnedPositions, nn.RMSNorm, nn.LayerNorm)
+    known = (*TENSOR_MODULES, nn.MoE, nn.Embedding, nn.LearnedPositions, nn.RMSNorm, nn.LayerNorm)
     is_known = lambda node: isinstance(node, known)
     headless = lambda tree: eqx.tree_at(lambda m: m.head, tree, None, is_leaf=lambda node: node is None)
     nodes = jax.tree_util.tree_leaves_with_path(headless(model), is_leaf=is_known)

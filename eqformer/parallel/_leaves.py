@@ -72,9 +72,17 @@ def _in_slices(model: nn.Transformer, residual: str | None) -> PyTree:
     def mark(node: Any) -> Any:
         if not isinstance(node, kinds):
             return False
+        if isinstance(node, nn.GatedShared):
+            unmarked = jax.tree.map(lambda _: False, node)
+            return eqx.tree_at(lambda m: m.layer, unmarked, jax.tree.map(mark, node.layer, is_leaf=is_kind))
+        if isinstance(node, nn.Router):
+            return jax.tree.map(lambda _: False, node)
         marks = everywhere(node)
+        if isinstance(node, nn.Experts | nn.ExpertChoiceRouter):
+            return marks
         biases = lambda m: [linear.bias for linear in stream_maps(m, "outputs") if linear.bias is not None]
         return eqx.tree_at(biases, marks, [False] * len(biases(marks)))
 
-    kinds = (*TENSOR_MODULES, nn.Embedding, nn.Linear)
-    return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, kinds))
+    is_kind = lambda node: isinstance(node, kinds)
+    kinds = (*TENSOR_MODULES, nn.GatedShared, nn.Experts, nn.Router, nn.ExpertChoiceRouter, nn.Embedding, nn.Linear)
+    return jax.tree.map(mark, model, is_leaf=is_kind)

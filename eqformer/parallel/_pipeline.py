@@ -7,8 +7,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int, PyTree
+from jaxtyping import Bool, Int, PyTree
 
+from .. import nn
 from .._shapes import Array
 from ..nn._dtype import at_least_float32
 from ._axes import PIPE
@@ -26,7 +27,9 @@ def pipeline_gradients(
     last: Callable[..., Any],
     parameters: tuple[PyTree, PyTree],
     data: PyTree,
-) -> tuple[Float[Array, ""], Float[Array, ""], tuple[PyTree, PyTree]]:
+    *,
+    tells: bool = False,
+) -> tuple[Any, ...]:
     """Loss sum, count and gradients of the sum over all microbatches, run as the schedule says; inside `shard_map`.
 
     The model is `last(edges, stage(blocks, ... first(edges, piece)), piece) -> (sum, count)` with one `stage` a part:
@@ -41,8 +44,11 @@ def pipeline_gradients(
 
     Sum and count are reduced over `pipe`, and so are the gradients of `edges`; over axes that the data vary over, all
     three are this device's part, to be reduced once by the caller. Gradients are summed in float32 at least, None for
-    what is not floating-point. Where the schedule is split, the weights of `nn.Linear`s in `blocks` get theirs in the
-    weight entries from kept products (see `_weight_gradients`); all other gradients come with the backward entries.
+    what is not floating-point. With `tells`, a stage gives `(x, told)`: trees of `nn.Aux`, a `layers` dim in front of
+    each array. Their losses are added to the loss sum, and their sums over microbatches come third, before the
+    gradients, those of this device's layers. Where the schedule is split, the weights of `nn.Linear`s in `blocks` get
+    theirs in the weight entries from kept products (see `_weight_gradients`); all other gradients come with the
+    backward entries.
     """
     if (there := jax.lax.axis_size(PIPE)) != schedule.stages:
         raise ValueError(
@@ -52,12 +58,13 @@ def pipeline_gradients(
     data = vary(data, [PIPE])
     # Varying like the data, parameters get this device's gradients: nothing is reduced within the loop.
     parameters = vary_like(parameters, data)
-    run = _Run(schedule, route(schedule), (first, stage, last), parameters, data)
+    telling = stage if tells else lambda *given: (stage(*given), None)
+    run = _Run(schedule, route(schedule), (first, telling, last), parameters, data)
     turns = jax.tree.map(lambda table: jnp.asarray(table)[:, run.rank], run.routes.turns)
     sums = jax.lax.scan(lambda state, turn: (run.tick(state, turn), None), run.start(), turns)[0].sums
     # The ring has every device's part of the sums; blocks are nobody else's.
     (total, count), of_edges = _over_ring((sums.loss, sums.edges))
-    return total, count, (of_edges, sums.blocks)
+    return (total, count, *((sums.told,) if tells else ()), (of_edges, sums.blocks))
 
 
 def check_depth(layers: int, stages: int, chunks: int = 1) -> None:
@@ -85,9 +92,10 @@ def layer_order(layers: int, stages: int, chunks: int = 1) -> Int[np.ndarray, "l
 
 
 class _Sums(eqx.Module):
-    """What entries change: loss sum and count, gradients, and by slot what weight entries will multiply."""
+    """What entries change: loss sum and count, what layers told, gradients, and by slot what weights will multiply."""
 
     loss: tuple[Array, ...]
+    told: PyTree
     edges: PyTree
     blocks: PyTree
     products: PyTree
@@ -110,7 +118,7 @@ class _Run:
         self.edges, self.blocks = parameters
         self.rank = jax.lax.axis_index(PIPE)
         self.layers = _check_shapes(schedule, self.blocks, data)
-        self.axes, self.x, self.loss, self.taps = self._trace()
+        self.axes, self.x, self.loss, self.told, self.taps = self._trace()
 
     def _trace(self) -> tuple:
         """Shapes and axes of the stream between parts, of sum and count, and of what is tapped; nothing is run."""
@@ -122,11 +130,11 @@ class _Run:
             nonlocal notes
             blocks, notes = watched(chunk) if self.schedule.is_split else (chunk, {})
             x = vary(self.first(self.edges, piece), axes)
-            y = self.stage(blocks, x, piece)
-            return x, y, self.last(self.edges, vary(y, axes), piece)
+            y, told = self.stage(blocks, x, piece)
+            return x, y, told, self.last(self.edges, vary(y, axes), piece), nn.aux_loss(told)
 
         while True:
-            x, y, sums = jax.eval_shape(lambda axes=axes: program(axes))
+            x, y, told, sums, extra = jax.eval_shape(lambda axes=axes: program(axes))
             grown = axes.union({PIPE}, *map(varying_axes, jax.tree.leaves((x, y))))
             if grown == axes:
                 break
@@ -137,7 +145,8 @@ class _Run:
                 f"in and {theirs} comes out; let first give what stages give."
             )
         tokens = min(leaf.size // leaf.shape[-1] for leaf in jax.tree.leaves(x) if leaf.ndim)
-        return axes, x, sums, taps(chunk, notes, tokens) if self.schedule.is_split else {}
+        loss = [(x, varying_axes(x) | varying_axes(extra) | {PIPE}) for x in sums]
+        return axes, x, loss, told, taps(chunk, notes, tokens) if self.schedule.is_split else {}
 
     def start(self) -> _State:
         """Empty stashes and sums of zero, typed as what will be added."""
@@ -145,14 +154,16 @@ class _Run:
         layers = self.layers // self.schedule.chunks
         slots = self.routes.products, layers
         products = {n: (zeros(t[0], t[1], *slots), zeros(t[2], t[3], *slots)) for n, t in self.taps.items()}
-        loss = tuple(zeros(x, varying_axes(x) | {PIPE}) for x in self.loss)
+        loss = tuple(zeros(x, axes) for x, axes in self.loss)
+        rows = lambda x: jax.ShapeDtypeStruct((x.shape[0] * self.schedule.chunks, *x.shape[1:]), x.dtype)
+        told = jax.tree.map(lambda x: zeros(rows(x), varying_axes(x) | {PIPE}), self.told)
 
         def wide(x: Any) -> Any:
             start = jnp.zeros_like(x, at_least_float32(x.dtype)) if eqx.is_inexact_array(x) else None
             return start if start is None else vary_like(start, x)
 
         of_edges, of_blocks = jax.tree.map(wide, (self.edges, self.blocks))
-        sums = _Sums(loss, of_edges, of_blocks, products)
+        sums = _Sums(loss, told, of_edges, of_blocks, products)
         return _State(stash(self.routes.inputs), stash(self.routes.cotangents), sums)
 
     def tick(self, state: _State, turn: Turn) -> _State:
@@ -181,7 +192,7 @@ class _Run:
         piece, chunk = self._piece(turn.forward), self._chunk(turn.forward)
         first = lambda: vary(self.first(self.edges, piece), self.axes)
         x = jax.lax.cond(self._is_first(turn.forward), first, lambda: x)
-        run = lambda: vary(self.stage(chunk, x, piece), self.axes)
+        run = lambda: vary(self.stage(chunk, x, piece)[0], self.axes)
         return x, jax.lax.cond(self._is_last(turn.forward), lambda: x, run)
 
     def _backward(self, sums: _Sums, x: PyTree, cotangent: PyTree, turn: Turn) -> tuple[_Sums, PyTree]:
@@ -189,8 +200,12 @@ class _Run:
         piece, chunk = self._piece(turn.backward), self._chunk(turn.backward)
         run = tapped(chunk, self.taps)
         wanted, rest = eqx.partition(run, is_differentiated(run))
-        stage = lambda wanted, x: vary(self.stage(eqx.combine(wanted, rest), x, piece), self.axes)
-        y, pull = jax.vjp(stage, wanted, x)
+
+        def stage(wanted: PyTree, x: PyTree) -> tuple[tuple, PyTree]:
+            y, told = self.stage(eqx.combine(wanted, rest), x, piece)
+            return (vary(y, self.axes), vary(nn.aux_loss(told), self.loss[0][1])), told
+
+        (y, extra), pull, told = jax.vjp(stage, wanted, x, has_aux=True)
         loss, of_edges, cotangent = jax.lax.cond(
             self._is_last(turn.backward),
             lambda loss, of_edges: self._ending(loss, of_edges, y, piece),
@@ -198,12 +213,15 @@ class _Run:
             sums.loss,
             sums.edges,
         )
-        of_chunk, dx = pull(cotangent)
+        of_chunk, dx = pull((cotangent, jnp.ones_like(extra)))
         of_chunk, products = split_gradients(of_chunk, self.taps, chunk)
         is_first = self._is_first(turn.backward)
         of_edges = jax.lax.cond(is_first, lambda g: self._beginning(g, dx, piece), lambda g: g, of_edges)
         of_blocks = self._add_chunk(sums.blocks, of_chunk, turn.backward)
-        return _Sums(loss, of_edges, of_blocks, put(sums.products, turn.backward_products, products)), dx
+        loss = loss[0] + extra.astype(loss[0].dtype), *loss[1:]
+        told = jax.tree.map(lambda x, total: vary(x, varying_axes(total)), told, sums.told)
+        told = self._add_chunk(sums.told, told, turn.backward)
+        return _Sums(loss, told, of_edges, of_blocks, put(sums.products, turn.backward_products, products)), dx
 
     def _ending(self, loss: tuple, of_edges: PyTree, y: PyTree, piece: PyTree) -> tuple[tuple, PyTree, PyTree]:
         """What follows the last part: loss sum and count, and the gradients of both arguments of `last`."""

@@ -38,8 +38,11 @@ class PipelinedStack(eqx.Module):
 
     def __call__(
         self, x: Float[Array, "batch *dims embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
-    ) -> tuple[Float[Array, "batch *dims embed"], PyTree]:
-        """The whole stack's output, and the cache of this device's layers."""
+    ) -> tuple[Float[Array, "batch *dims embed"], PyTree, PyTree]:
+        """The whole stack's output, the cache of this device's layers, and what all layers told.
+
+        Of the latter each device has that of its own layers, and zeros for others: their sum over `pipe` is the whole.
+        """
         stages, rank = jax.lax.axis_size(PIPE), jax.lax.axis_index(PIPE)
         pieces = self._split(x, self._local_pieces(x.shape[0], stages))
         tokens = self._tokens(x, tokens, cache, stages)
@@ -47,33 +50,37 @@ class PipelinedStack(eqx.Module):
         rows = pieces.shape[1]
 
         @jax.checkpoint
-        def run(arrays: PyTree, x: Array, tokens: nn.Tokens, memory: PyTree, is_live: Array) -> tuple[Array, PyTree]:
-            def work() -> tuple[Array, PyTree]:
-                return _typed_like(eqx.combine(arrays, rest)(x, tokens, memory), (x, memory))
+        def run(arrays: PyTree, x: Array, tokens: nn.Tokens, memory: PyTree, is_live: Array) -> tuple:
+            def work() -> tuple:
+                return _typed_like(eqx.combine(arrays, rest)(x, tokens, memory), (x, memory, nothing))
 
-            return jax.lax.cond(is_live, work, lambda: (jnp.zeros_like(x), memory))
+            return jax.lax.cond(is_live, work, lambda: (jnp.zeros_like(x), memory, nothing))
 
         def tick(carry: tuple, turn: Int[Array, ""]) -> tuple[tuple, None]:
-            incoming, stream, cache = carry
+            incoming, stream, cache, told = carry
             number = turn - rank
             is_live = (number >= 0) & (number < self.microbatches)
             place = jnp.clip(number, 0, self.microbatches - 1)
             given = jnp.where(rank == 0, _piece(stream, self._slot(turn, stream)), incoming)
             memory = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place * rows, rows, 1), cache)
-            y, memory = run(arrays, given, jax.tree.map(lambda x: _piece(x, place), tokens), memory, is_live)
+            y, memory, more = run(arrays, given, jax.tree.map(lambda x: _piece(x, place), tokens), memory, is_live)
             write = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, place * rows, 1)
             cache = jax.tree.map(write, cache, memory)
-            return (_sent(y, 1, stages), self._after(stream, y, turn, stages, rank), cache), None
+            told = jax.tree.map(jnp.add, told, more)
+            return (_sent(y, 1, stages), self._after(stream, y, turn, stages, rank), cache, told), None
 
         one = jax.tree.map(lambda x: x[0], (pieces, tokens))
         few = jax.tree.map(lambda x: x[:, :rows], cache)
         call = lambda given: eqx.combine(arrays, rest)(given[0], one[1], given[1])
-        axes, memory = _settled(call, (vary(one[0], [PIPE]), few))
+        axes, memory = _settled(lambda given: call(given)[:2], (vary(one[0], [PIPE]), few))
+        shapes = jax.eval_shape(lambda: call((axes, memory))[2])
+        nothing = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x) | {PIPE}), shapes)
         stream = vary(pieces, varying_axes(axes))
-        start = (jnp.zeros_like(stream[0]), stream, _typed_like(cache, memory))
+        start = (jnp.zeros_like(stream[0]), stream, _typed_like(cache, memory), nothing)
         turns = jnp.arange(self.microbatches + stages - 1, dtype=jnp.int32)
-        (_, stream, cache), _ = jax.lax.scan(tick, start, turns)
-        return self._result(stream, stages, rank).reshape(x.shape), cache
+        (_, stream, cache, told), _ = jax.lax.scan(tick, start, turns)
+        told = jax.tree.map(lambda x: _among_all(x, rank, stages), told)
+        return self._result(stream, stages, rank).reshape(x.shape), cache, told
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """An empty cache of this device's layers."""
@@ -127,6 +134,12 @@ class PipelinedStack(eqx.Module):
         if self.splits_rows:
             return jnp.roll(stream, -(stages - 1), 0)
         return jax.lax.psum(jnp.where(rank == stages - 1, stream, jnp.zeros_like(stream)), PIPE)
+
+
+def _among_all(x: Array, rank: Array, stages: int) -> Array:
+    """The rows of this device's layers among those of all, which are zero."""
+    whole = vary(jnp.zeros((stages * x.shape[0], *x.shape[1:]), x.dtype), varying_axes(x))
+    return jax.lax.dynamic_update_slice_in_dim(whole, x, rank * x.shape[0], 0)
 
 
 def _piece(x: Array, number: Array) -> Array:

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from .. import nn
 from .._shapes import Batch
-from ._axes import BATCH_AXES, CONTEXT, FSDP, PIPE, TENSOR
+from ._axes import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._check_plan import check_choices, check_model, check_rows
 from ._context import context_order
 from ._feature import FEATURE_DIMS
@@ -28,7 +28,7 @@ from ._schedules import make_schedule
 from ._tensor import HEAD_DIMS
 from ._vary import vary, vary_like
 from ._vocabulary import SplitVocabulary
-from ._wrap import split_over_context, split_over_tensor
+from ._wrap import split_mixtures, split_over_context, split_over_tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Plan:
     - `residual`, `overlap`: the stream between layers over the axis `tensor`, see `Tensor`, `FeatureLinear`, and how
       its gathers overlap with products.
     - `context_method`: how attention works over rows that the axis `context` splits, see `ContextCore`.
+    - `expert_method`, `expert_factor`: how tokens come to experts that the axis `expert` splits, see `SplitMoE`.
     - `schedule`, `microbatches`, `chunks`: the pipeline over the axis `pipe`, see `make_schedule`. `edges`: whether
       embedding and loss are computed at its `"ends"` or, under GPipe, `"spread"` over all stages.
     - `smallest`: arrays of fewer entries are not split over `fsdp`.
@@ -52,6 +53,8 @@ class Plan:
     residual: str = "replicated"
     overlap: str = "none"
     context_method: str = "ring"
+    expert_method: str = "gather"
+    expert_factor: float = 2.0
     schedule: str = "1f1b"
     microbatches: int = 1
     chunks: int = 1
@@ -73,7 +76,7 @@ class Plan:
     def layout(self, *, spread: bool) -> Layout:
         """The layout of parameters or, with `spread`, of what else is split over the axis `fsdp`."""
         split = FEATURE_DIMS if self.residual == "feature" else HEAD_DIMS
-        dims = {"layers": PIPE, **dict.fromkeys((*split, "vocab"), TENSOR)}
+        dims = {"layers": PIPE, "experts": EXPERT, **dict.fromkeys((*split, "vocab"), TENSOR)}
         return Layout(dims, frozenset({"kv_heads", "vocab"}), FSDP if spread else None, self.smallest)
 
     def parameter_specs(self, model: PyTree) -> PyTree:
@@ -104,6 +107,16 @@ class Plan:
         return self.is_pipelined and self.edges == "spread"
 
     @property
+    def runs_schedule(self) -> bool:
+        """Whether gradients are made by the schedule's table, embedding and loss at its ends."""
+        return self.is_pipelined and not self.spreads_edges
+
+    @property
+    def told_spec(self) -> PartitionSpec:
+        """Where what routed layers tell is: with the layers that a schedule runs, or else everywhere."""
+        return PartitionSpec(PIPE) if self.runs_schedule else PartitionSpec()
+
+    @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that rows are split over."""
         return (*BATCH_AXES, PIPE) if self.spreads_edges else BATCH_AXES
@@ -121,12 +134,19 @@ class Plan:
             return tree
 
         def ordered(names: Any, x: Any) -> Any:
-            if not nn.has_shape(x) or not names.startswith("layers"):
-                return x
-            order = layer_order(x.shape[0], self.size(PIPE), self.chunks)
-            return x[np.argsort(order) if back else order]
+            return self._moved(x, back) if nn.has_shape(x) and names.startswith("layers") else x
 
         return jax.tree.map(ordered, nn.dims(tree), tree)
+
+    def in_reading_order(self, told: PyTree) -> PyTree:
+        """What the layers of a schedule told, each array with a `layers` dim in front, back in reading order."""
+        return (
+            told if not self.runs_schedule or self.chunks == 1 else jax.tree.map(lambda x: self._moved(x, True), told)
+        )
+
+    def _moved(self, x: Any, back: bool) -> Any:
+        order = layer_order(x.shape[0], self.size(PIPE), self.chunks)
+        return x[np.argsort(order) if back else order]
 
     def in_microbatches(self, pieces: PyTree) -> PyTree:
         """This device's rows with a dim of microbatches in front."""
@@ -178,6 +198,9 @@ class Plan:
         if self.size(TENSOR) > 1:
             specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
             model = split_over_tensor(model, specs, shapes, self.residual, self.overlap, self.is_pipelined)
+        if self.mesh.size > 1:
+            residual = self.residual if self.size(TENSOR) > 1 else None
+            model = split_mixtures(model, self.expert_method, self.expert_factor, residual)
         if self.size(CONTEXT) > 1:
             model = split_over_context(model, self.context_method, self.is_pipelined)
         if self.zero == 3:

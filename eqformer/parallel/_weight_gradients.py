@@ -103,10 +103,15 @@ def weight_gradients(blocks: PyTree, products: dict[int, tuple[Array, Array]]) -
     return _replaced(nothing, {number: multiply(*sites[number], *pair) for number, pair in products.items()})
 
 
+def _is_node(node: Any) -> bool:
+    # Experts are taken as one: their maps run many matrices at once.
+    return is_map(node) or isinstance(node, nn.Experts)
+
+
 def _sites(blocks: PyTree) -> list[tuple[nn.Linear, int | None]]:
     """The Linears in the tree's order, each with the dim of a layer's weight that is gathered for its use, or None."""
     found = []
-    for node in jax.tree.leaves(blocks, is_leaf=lambda node: is_map(node) or isinstance(node, Gathered)):
+    for node in jax.tree.leaves(blocks, is_leaf=lambda node: _is_node(node) or isinstance(node, Gathered)):
         if isinstance(node, Gathered):
             for linear, dims in zip(_nodes(node), _by_node(node, node.dims)):
                 found += [(linear, dims[0])] if is_map(linear) else []
@@ -116,11 +121,11 @@ def _sites(blocks: PyTree) -> list[tuple[nn.Linear, int | None]]:
 
 
 def _linears(blocks: PyTree) -> dict[int, Any]:
-    return dict(enumerate(filter(is_map, jax.tree.leaves(blocks, is_leaf=is_map))))
+    return dict(enumerate(filter(is_map, jax.tree.leaves(blocks, is_leaf=_is_node))))
 
 
 def _replaced(blocks: PyTree, new: dict[int, Any]) -> PyTree:
-    nodes, structure = jax.tree.flatten(blocks, is_leaf=is_map)
+    nodes, structure = jax.tree.flatten(blocks, is_leaf=_is_node)
     places = [place for place, node in enumerate(nodes) if is_map(node)]
     for number, node in new.items():
         nodes[places[number]] = node
@@ -151,7 +156,7 @@ def _not_gathering_taps(new: Gathered, old: Gathered) -> Gathered:
 
 
 def _nodes(gathered: Gathered) -> list:
-    return jax.tree.leaves(gathered.inner, is_leaf=is_map)
+    return jax.tree.leaves(gathered.inner, is_leaf=_is_node)
 
 
 def _by_node(gathered: Gathered, values: tuple) -> list[tuple]:

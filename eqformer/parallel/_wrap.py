@@ -14,6 +14,7 @@ from ._axes import TENSOR
 from ._context import ContextCore
 from ._feature import FEATURE_DIMS, FeatureKeyHead, FeatureLinear
 from ._layout import axes_of
+from ._mixture import SplitMoE
 from ._norms import SplitNorm
 from ._tensor import HEAD_DIMS, Tensor, TENSOR_MODULES
 from ._vocabulary import FeatureEmbedding, HeadInput, own_rows, rows_of_features, SplitEmbedding
@@ -33,17 +34,23 @@ def split_over_tensor(
     `specs` and `shapes` are those of the whole model. The arrays of the stacks stay what and where they were.
     """
     norms = (nn.RMSNorm, nn.LayerNorm)
+    kinds = (*TENSOR_MODULES, *norms, nn.MoE)
 
     def wrap(module: PyTree, spec: PyTree, shape: PyTree) -> PyTree:
         if isinstance(module, norms):
             return _split_norm(module, residual)
+        if isinstance(module, nn.MoE):
+            shared = replace(module.shared, kinds, wrap, spec.shared, shape.shared)
+            if residual == "feature" and isinstance(shared, nn.GatedShared):
+                shared = eqx.tree_at(lambda m: m.gate, shared, FeatureLinear(shared.gate, False))
+            return eqx.tree_at(lambda m: m.shared, module, shared, is_leaf=_is_none)
         if residual == "feature":
             return _feature_module(module, shape, overlap, is_branched)
         inner = replace(module, norms, lambda norm: _split_norm(norm, residual))
         return Tensor(inner, residual, overlap, is_branched, shares_kv_heads(module, spec))
 
     whole = model
-    model = replace(model, (*TENSOR_MODULES, *norms), wrap, specs, shapes)
+    model = replace(model, kinds, wrap, specs, shapes)
     if residual == "feature":
         model = replace(model, nn.Dropout, FeatureDropout)
     if residual == "sequence":
@@ -67,6 +74,11 @@ def split_over_context(model: PyTree, method: str, is_branched: bool) -> PyTree:
         return eqx.tree_at(lambda m: m.core, module, ContextCore(module.core, method, is_branched))
 
     return replace(model, (nn.Attention, nn.LatentAttention), split)
+
+
+def split_mixtures(model: PyTree, method: str, factor: float, residual: str | None) -> PyTree:
+    """The model with every mixture of experts replaced by one for the experts, and tokens, that this device holds."""
+    return replace(model, nn.MoE, lambda moe: SplitMoE(moe, method, factor, residual))
 
 
 class TokensDropout(eqx.Module):
@@ -161,3 +173,7 @@ def _split_vocabulary(
         return FeatureEmbedding(embedding, looked_up), head
     table = rows(embedding.weight, specs.embedding.weight)
     return SplitEmbedding(table, embedding.scale, vocab, residual), head
+
+
+def _is_none(node: Any) -> bool:
+    return node is None

@@ -5,13 +5,24 @@ import math
 import jax
 from jaxtyping import PyTree
 
-from ..nn import Attention, is_trainable, LatentAttention, Linear, Mask, matrices, Transformer
+from ..nn import (
+    Attention,
+    ExpertChoiceRouter,
+    is_trainable,
+    LatentAttention,
+    Linear,
+    Mask,
+    matrices,
+    MoE,
+    Transformer,
+)
 
 
-def parameter_count(model: PyTree, *, embeddings: bool = True) -> int:
+def parameter_count(model: PyTree, *, embeddings: bool = True, active: bool = False) -> int:
     """How many numbers are trained; without `embeddings`, those outside tables of tokens, positions and logits.
 
-    Takes a model or its shapes (`equinox.filter_eval_shape`), so that one of any size can be counted.
+    With `active`, of experts as many as a token takes on average. Takes a model or its shapes
+    (`equinox.filter_eval_shape`), so that one of any size can be counted.
     """
     marks = jax.tree.leaves(matrices(model), is_leaf=lambda x: x is None)
     leaves = jax.tree.leaves(model, is_leaf=lambda x: x is None)
@@ -19,7 +30,7 @@ def parameter_count(model: PyTree, *, embeddings: bool = True) -> int:
     for leaf, mark in zip(leaves, marks, strict=True):
         if is_trainable(leaf) and (embeddings or mark is None or not mark.table):
             total += math.prod(leaf.shape)
-    return total
+    return total - round(sum(_idle(moe, False) for moe in _mixtures(model))) if active else total
 
 
 def flops_per_token(model: Transformer, seq: int, *, attention: str = "half", backward: bool = True) -> float:
@@ -28,7 +39,7 @@ def flops_per_token(model: Transformer, seq: int, *, attention: str = "half", ba
     Counted are products of matrices: every linear map, scores and weighted sums of attention, and the logits.
     `attention="half"` counts the keys that a mask leaves visible, on average over a row (Megatron's custom for causal
     masks); `"full"` counts all `seq` keys (the custom of PaLM's and most published MFU figures). The backward pass
-    costs twice the forward pass; what is recomputed is not counted.
+    costs twice the forward pass; what is recomputed is not counted. Of experts, as many are counted as a token takes.
     """
     if attention not in ("half", "full"):
         raise ValueError(f"flops_per_token(attention={attention!r}): give 'half' (visible keys) or 'full' (all keys).")
@@ -41,6 +52,7 @@ def flops_per_token(model: Transformer, seq: int, *, attention: str = "half", ba
             forward += sum(2 * math.prod(linear.weight.shape) for linear in linears)
             keys = seq if attention == "full" else visible_keys(module.mask, seq)
             forward += 2 * keys * _score_channels(module)
+    forward -= sum(2 * _idle(moe, True) for moe in _mixtures(model))
     if model.head is None:
         forward += 2 * math.prod(model.embedding.weight.shape)
     return forward * (3 if backward else 1)
@@ -65,6 +77,21 @@ def _score_channels(module: Attention | LatentAttention) -> int:
         return 2 * query
     rotated = 0 if module.query_rope is None else math.prod(module.query_rope.weight.shape[:-1])
     return query + rotated + math.prod(module.value_up.weight.shape[:-1])
+
+
+def _mixtures(model: PyTree) -> list[MoE]:
+    is_mixture = lambda node: isinstance(node, MoE)
+    return [node for node in jax.tree.leaves(model, is_leaf=is_mixture) if is_mixture(node)]
+
+
+def _idle(moe: MoE, weights_only: bool) -> float:
+    """Numbers of the experts that a token does not take, on average: all of them, or those of linear maps' weights."""
+    maps = [node for node in jax.tree.leaves(moe.experts, is_leaf=_is_linear) if isinstance(node, Linear)]
+    arrays = [linear.weight for linear in maps] if weights_only else jax.tree.leaves(moe.experts)
+    taken = moe.router.factor if isinstance(moe.router, ExpertChoiceRouter) else moe.router.top_k
+    scored = [node for node in jax.tree.leaves(moe.router, is_leaf=_is_linear) if isinstance(node, Linear)]
+    experts = scored[0].weight.shape[-2]
+    return sum(math.prod(x.shape) for x in arrays if is_trainable(x)) * (1 - taken / experts)
 
 
 def _is_linear(node: object) -> bool:

@@ -30,6 +30,7 @@ from ._planned import (
     planned_step as planned_step,
     state_shardings as state_shardings,
 )
+from ._rebalance import rebalanced as rebalanced
 from ._run_metadata import run_metadata as run_metadata, saved_key as saved_key, versions as versions
 from ._schedule import (
     constant as constant,
@@ -54,3 +55,4 @@ from ._step import (
     Step as Step,
     TrainState as TrainState,
 )
+from ._tally import count_of as count_of, routing_metrics as routing_metrics, Tally as Tally

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from .._shapes import Batch
-from ..nn import token_keys, Tokens
+from ..nn import aux_loss, aux_of, token_keys, Tokens
 from ..parallel import vary, varying_axes
+from ._tally import Tally
 from ._wide import at_least_float32
 
 
@@ -108,18 +109,24 @@ def next_token_loss(
     z_loss: float = 0.0,
     tokens: Tokens | None = None,
     vocabulary: Vocabulary | None = None,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
+) -> tuple[Float[Array, ""], Any]:
     """Sum over a batch's tokens of the nats of each next token, and the weight of those tokens.
 
-    `model` has `encode(ids, tokens) -> (hidden, cache)` and `unembed(hidden) -> logits`. `key=None` is inference: no
-    dropout. Pass `tokens` to make them yourself, as where a mesh splits the rows, and `vocabulary` where it splits
-    the logits.
+    The losses of routed layers, such as those that balance a mixture of experts, are added to the sum, and what the
+    layers tell comes with the weight, as a `Tally`.
+
+    `model` has `encode(ids, tokens) -> (hidden, cache, told)` and `unembed(hidden) -> logits`. `key=None` is
+    inference: no dropout. Pass `tokens` to make them yourself, as where a mesh splits the rows, and `vocabulary` where
+    it splits the logits.
     """
     tokens = batch_tokens(batch, key) if tokens is None else tokens
-    hidden, _ = model.encode(jnp.asarray(batch.ids), tokens)
+    hidden, _, told = model.encode(jnp.asarray(batch.ids), tokens)
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
     nats = token_nats if vocabulary is None else vocabulary.nats
-    return cross_entropy(model.unembed, hidden, targets, weights, chunk=chunk, z_loss=z_loss, nats=nats)
+    total, count = cross_entropy(model.unembed, hidden, targets, weights, chunk=chunk, z_loss=z_loss, nats=nats)
+    if not aux_of(told):
+        return total, count
+    return total + aux_loss(told).astype(total.dtype), Tally(count, told)
 
 
 def evaluation_sums(
@@ -132,7 +139,7 @@ def evaluation_sums(
 ) -> dict[str, Float[Array, ""]]:
     """`nats`, `correct` (first choices that are the target) and `count`, each summed over a batch without dropout."""
     tokens = batch_tokens(batch) if tokens is None else tokens
-    hidden, _ = model.encode(jnp.asarray(batch.ids), tokens)
+    hidden, _, _ = model.encode(jnp.asarray(batch.ids), tokens)
     flat = (hidden.reshape(-1, hidden.shape[-1]), *(jnp.asarray(x).reshape(-1) for x in (batch.targets, batch.weights)))
     vocab = jax.eval_shape(model.unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
 

@@ -10,10 +10,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from .._shapes import Batch
+from ..nn import aux_of
 from ..parallel import filter_shard_map, pipeline_gradients, Plan, shardings
 from ._loss import batch_tokens, evaluation_sums
 from ._optimizer import Optimizer, trainable
 from ._step import accumulated_gradients, Gradients, GradientsOf, LossFn, make_step, Step, TrainState
+from ._tally import Tally
 from ._wide import at_least_float32
 
 
@@ -37,8 +39,11 @@ def planned_gradients(plan: Plan) -> GradientsOf:
             pieces = plan.arrange(batch, batch_tokens(batch, key))
             whole = PartitionSpec()
             specs = plan.parameter_specs(model), plan.batch_specs(pieces)
-            mapped = filter_shard_map(local.gradients, plan.mesh, specs, (whole, whole, plan.state_specs(model)))
-            return mapped(model, pieces)
+            out = whole, (whole, plan.told_spec), plan.state_specs(model)
+            mapped = filter_shard_map(local.gradients, plan.mesh, specs, out)
+            total, (count, told), gradients = mapped(model, pieces)
+            told = plan.in_reading_order(told)
+            return total, Tally(count, told) if aux_of(told) else count, gradients
 
         return of_batch
 
@@ -67,7 +72,13 @@ def planned_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[
 
 
 def planned_step(
-    loss_fn: LossFn, optimizer: Optimizer, plan: Plan, *, accumulate: int = 1, clip: float | None = 1.0
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    plan: Plan,
+    *,
+    accumulate: int = 1,
+    clip: float | None = 1.0,
+    balance_rate: float = 0.0,
 ) -> Step:
     """`make_step` for a plan: the same numbers, from and to a state that is laid out by `state_shardings`."""
 
@@ -80,6 +91,7 @@ def planned_step(
         optimizer,
         accumulate=accumulate,
         clip=clip,
+        balance_rate=balance_rate,
         gradients_of=planned_gradients(plan),
         place=place,
     )
@@ -107,10 +119,11 @@ class _Local:
     def gradients(self, model: PyTree, pieces: PyTree) -> tuple[Any, Any, PyTree]:
         """Sum, count and gradients of all devices' pieces, from this device's."""
         parameters = self.plan.parameters(model, self.leaves)
-        runs_schedule = self.plan.is_pipelined and not self.plan.spreads_edges
-        of_pieces = self._pipelined if runs_schedule else self._accumulated
-        total, count, gradients = of_pieces(model, parameters, pieces)
-        return self.plan.total(total), self.plan.total(count), self.plan.reduce(gradients, self.leaves)
+        of_pieces = self._pipelined if self.plan.runs_schedule else self._accumulated
+        total, tally, gradients = of_pieces(model, parameters, pieces)
+        count, told = (tally.count, tally.told) if isinstance(tally, Tally) else (tally, None)
+        told = jax.tree.map(self.plan.total, told)
+        return self.plan.total(total), (self.plan.total(count), told), self.plan.reduce(gradients, self.leaves)
 
     def _wrapped(self, parameters: PyTree, model: PyTree) -> PyTree:
         return self.plan.wrap(parameters, model, self.leaves, self.shapes)
@@ -135,24 +148,26 @@ class _Local:
             batch, tokens = piece
             return edges.embed(batch.ids, tokens)
 
-        def stage(stack: PyTree, x: Array, piece: PyTree) -> Array:
-            return stack(x, piece[1].fold_in(0))[0]
+        def stage(stack: PyTree, x: Array, piece: PyTree) -> tuple[Array, PyTree]:
+            x, _, told = stack(x, piece[1].fold_in(0))
+            return x, told
 
         def last(edges: PyTree, x: Array, piece: PyTree) -> tuple[Any, Any]:
             return self._loss(_with_stacks(edges, (_Done(x),)), piece)
 
-        total, count, (of_edges, of_stack) = pipeline_gradients(
+        total, count, told, (of_edges, of_stack) = pipeline_gradients(
             self.plan.timetable(),
             first,
             stage,
             last,
             (edges, wrapped.stacks[0]),
             self.plan.in_microbatches(pieces),
+            tells=True,
         )
         gradients = _with_stacks(of_edges, (of_stack,))
         like = eqx.filter(like, eqx.is_inexact_array)
         (of_parameters,) = pull(jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, like))
-        return total, count, of_parameters
+        return total, Tally(count, (told,)), of_parameters
 
 
 class _Done(eqx.Module):
@@ -160,8 +175,8 @@ class _Done(eqx.Module):
 
     value: Float[Array, "*batch seq embed"]
 
-    def __call__(self, *_: Any) -> tuple[Float[Array, "*batch seq embed"], None]:
-        return self.value, None
+    def __call__(self, *_: Any) -> tuple[Float[Array, "*batch seq embed"], None, None]:
+        return self.value, None, None
 
 
 def _wide(model: PyTree) -> PyTree:

@@ -10,11 +10,13 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ..parallel import vary, varying_axes
 from ._optimizer import global_norm, Optimizer, trainable
+from ._rebalance import rebalanced
+from ._tally import count_of, routing_metrics, Tally
 from ._wide import at_least_float32
 
 
-LossFn = Callable[..., Any]  # (model, batch, key) -> (sum, count)
-Gradients = Callable[..., Any]  # (model, batch, key) -> (sum, count, gradients of sum)
+LossFn = Callable[..., Any]  # (model, batch, key) -> (sum, count or Tally)
+Gradients = Callable[..., Any]  # (model, batch, key) -> (sum, count or Tally, gradients of sum)
 GradientsOf = Callable[..., Gradients]  # (loss_fn, accumulate) -> gradients
 
 
@@ -56,6 +58,7 @@ def make_step(
     *,
     accumulate: int = 1,
     clip: float | None = 1.0,
+    balance_rate: float = 0.0,
     gradients_of: GradientsOf | None = None,
     gradient_norm: Callable[[PyTree], Float[Array, ""]] = global_norm,
     place: Callable[[TrainState], TrainState] = lambda state: state,
@@ -66,9 +69,11 @@ def make_step(
     `min(1, clip / norm)`. Where loss or norm is not finite, the model and the optimizer's state come back bit for bit
     as they were and the step is counted as skipped. A batch that counts no token is such a step too.
 
+    `balance_rate` is how far the selection biases of routers move in a step, see `rebalanced`.
+
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
-    (so far), `skipped_in_a_row`. `gradients_of(loss_fn, accumulate)`, `gradient_norm` and `place`, which is given the
-    new state, are seams for meshes. Every buffer but the batch's is donated.
+    (so far), `skipped_in_a_row`, and those of `routing_metrics`. `gradients_of(loss_fn, accumulate)`, `gradient_norm`
+    and `place`, which is given the new state, are seams for meshes. Every buffer but the batch's is donated.
     """
     if accumulate < 1:
         raise ValueError(f"make_step(accumulate={accumulate}): a step has at least one microbatch.")
@@ -80,7 +85,8 @@ def make_step(
     def run(data: tuple[PyTree, Any], state: TrainState) -> tuple[TrainState, dict[str, Array]]:
         batch, key = data
         key = None if key is None else jax.random.fold_in(key, state.step)
-        total, count, gradients = of_batch(state.model, batch, key)
+        total, tally, gradients = of_batch(state.model, batch, key)
+        count = count_of(tally)
         loss, norm = total / count.astype(total.dtype), gradient_norm(gradients)
         norm = norm / count.astype(norm.dtype)
         clipping = 1.0 if clip is None else jnp.where(norm > clip, clip / norm, jnp.ones_like(norm))
@@ -90,7 +96,9 @@ def make_step(
 
         def take(parameters: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
             scaled = jax.tree.map(lambda x: x * scale.astype(x.dtype), gradients)
-            return optimizer.update(scaled, memory, parameters, learning_rate)
+            parameters, memory = optimizer.update(scaled, memory, parameters, learning_rate)
+            told = tally.told if balance_rate and isinstance(tally, Tally) else ()
+            return (rebalanced(parameters, told, balance_rate) if told else parameters), memory
 
         # A branch, not a selection of each entry: four times as fast on a CPU, where a selection keeps the update
         # from being one pass.
@@ -113,6 +121,7 @@ def make_step(
         )
         state = place(state)
         metrics = {"loss": loss, "count": count, "grad_norm": norm, "learning_rate": learning_rate}
+        metrics |= routing_metrics(tally)
         # Copies, since the state's own counts are consumed by the next step.
         return state, metrics | {"skipped": state.skipped + 0, "skipped_in_a_row": state.skipped_in_a_row + 0}
 
@@ -128,7 +137,7 @@ def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1) -> Callable[...,
     """
     with_gradients = eqx.filter_value_and_grad(loss_fn, has_aux=True)
 
-    def of_batch(model: PyTree, batch: PyTree, key: Any) -> tuple[Array, Array, PyTree]:
+    def of_batch(model: PyTree, batch: PyTree, key: Any) -> tuple[Array, PyTree, PyTree]:
         if accumulate == 1:
             (total, count), gradients = with_gradients(model, batch, key)
             return total, count, gradients
@@ -138,11 +147,11 @@ def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1) -> Callable[...,
         def add(sums: tuple, piece: PyTree) -> tuple[tuple, None]:
             (total, count), gradients = with_gradients(model, piece, key)
             wide = jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums[2], gradients)
-            return (sums[0] + total, sums[1] + count, wide), None
+            return (*jax.tree.map(jnp.add, sums[:2], (total, count)), wide), None
 
         first = jax.tree.map(lambda x: x[0], pieces)
         like = eqx.filter_eval_shape(loss_fn, model, first, key)
-        zeros = [vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)) for x in like]
+        zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), like)
         return jax.lax.scan(add, (zeros[0], zeros[1], start), pieces)[0]
 
     return of_batch

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ._default import default as default, gpt2 as gpt2, jaxformer as jaxformer, muon as muon
+from ._default import default as default, gpt2 as gpt2, jaxformer as jaxformer, moe as moe, muon as muon
 from ._recipe import (
     CHANGEABLE as CHANGEABLE,
     Execution as Execution,
@@ -15,4 +15,10 @@ from ._recipe import (
 )
 
 
-RECIPES: dict[str, Callable[[], Recipe]] = {"default": default, "gpt2": gpt2, "jaxformer": jaxformer, "muon": muon}
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "default": default,
+    "gpt2": gpt2,
+    "jaxformer": jaxformer,
+    "moe": moe,
+    "muon": muon,
+}

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from eqformer.models import GPT2, JAXformer, Llama
+from eqformer.models import GPT2, GShard, JAXformer, Llama, Mixtral, Switch
 from eqformer.nn import Precision
 
 
@@ -44,6 +44,8 @@ class Optimization:
     """The largest global gradient norm; longer gradients are scaled down to it."""
     z_loss: float = 0.0
     """Weight of the squared log-normaliser in the loss."""
+    balance_rate: float = 0.001
+    """How far a step moves the selection biases of routers that have them, towards an even load."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Mesh:
 class Recipe:
     """A model, its text, and how it learns."""
 
-    model: Llama | GPT2 | JAXformer
+    model: Llama | GPT2 | JAXformer | Mixtral | Switch | GShard
     """The family and its numbers."""
     steps: int = 800
     """How many optimizer steps the run takes."""
@@ -118,6 +120,10 @@ class Recipe:
     """How a split stream is gathered and scattered: at once, or in rings hidden behind the products."""
     context_method: Literal["ring", "gather", "heads"] = "ring"
     """How attention reaches tokens of other devices: keys go round, are gathered, or heads are exchanged."""
+    expert_method: Literal["gather", "exchange"] = "gather"
+    """How tokens reach experts over --mesh.expert: all are gathered (exact), or each choice is sent there and back."""
+    expert_factor: float = 2.0
+    """Slots that --expert-method exchange has for a pair of devices, over what even loads need."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1"] = "1f1b"
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
@@ -143,7 +149,8 @@ class Recipe:
 
 
 # Fields that are a plan's choices, by the same names.
-PLAN_CHOICES = ("zero", "residual", "overlap", "context_method", "schedule", "microbatches", "chunks", "edges")
+PLAN_CHOICES = ("zero", "residual", "overlap", "context_method", "expert_method", "expert_factor")
+PLAN_CHOICES += ("schedule", "microbatches", "chunks", "edges")
 
 # Fields that may change between a run and its continuation, since they leave its past as it was.
 CHANGEABLE = frozenset(

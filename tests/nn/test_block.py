@@ -93,18 +93,18 @@ def test_a_period_runs_its_blocks_in_turn_with_caches_and_keys_of_their_own():
     one, two = block(dropout=nn.Dropout(0.3)), block((2, 3), dropout=nn.Dropout(0.3))
     period, x = nn.Period((one, two)), normal(1, 2, 3, EMBED)
     tokens = keyed(x)
-    y, cache = period(x, tokens)
-    h, _ = one(x, tokens.fold_in(0))
+    y, cache, _ = period(x, tokens)
+    h, _, _ = one(x, tokens.fold_in(0))
     assert cache is None and close(y, two(h, tokens.fold_in(1))[0], 1e-6)
     assert not close(y, two(h, tokens.fold_in(0))[0], 1e-3)
     empty = period.init_cache((2,), 5)
     assert [part.keys.shape for part in empty] == [(2, 5, 2, 2)] * 2
-    _, filled = period(x, nn.positions_like((2, 3)), empty)
+    _, filled, _ = period(x, nn.positions_like((2, 3)), empty)
     assert not np.array_equal(filled[0].keys, filled[1].keys) and filled[1].positions[:, :3].tolist() == [[0, 1, 2]] * 2
 
 
 def test_a_blocks_cache_is_its_attentions():
     module = block()
     cache = module.init_cache((2,), 5)
-    y, cache = module(normal(1, 2, 3, EMBED), nn.positions_like((2, 3)), cache)
+    y, cache, _ = module(normal(1, 2, 3, EMBED), nn.positions_like((2, 3)), cache)
     assert close(y, module(normal(1, 2, 3, EMBED))[0], 1e-6) and cache.positions[:, :3].tolist() == [[0, 1, 2]] * 2

@@ -55,24 +55,24 @@ def test_one_trace_builds_any_depth():
 
 
 def test_each_layer_is_what_its_own_key_makes():
-    make = lambda key: nn.Attention(embed=EMBED, heads=2, head_dim=2, key=key)
+    make: Any = lambda key: nn.Block(nn.Attention(embed=EMBED, heads=2, head_dim=2, key=key), jnp.zeros_like)
     built: Any = eqx.filter_jit(lambda: nn.Stack(make, 3, key=KEY))()
-    weights = [eqx.filter_jit(make)(key).output.weight for key in jax.random.split(KEY, 3)]
+    weights = [eqx.filter_jit(make)(key).attention.output.weight for key in jax.random.split(KEY, 3)]
     for number, weight in enumerate(weights):
-        assert np.array_equal(built[number].output.weight, weight)
+        assert np.array_equal(built[number].attention.output.weight, weight)
     assert not np.array_equal(weights[0], weights[1])
 
 
 def loop(stack, x, tokens, numbers):
     for place, number in enumerate(numbers):
-        x, _ = run(stack[place], x, tokens.fold_in(number))
+        x, _, _ = run(stack[place], x, tokens.fold_in(number))
     return x
 
 
 def test_the_scan_equals_a_loop_over_layers(stack):
     x = normal(1, 2, 3, EMBED)
     tokens = tokens_for(x)
-    y, cache = run(stack, x, tokens)
+    y, cache, _ = run(stack, x, tokens)
     assert cache is None and close(y, loop(stack, x, tokens, range(4)), 1e-5)
     assert not close(y, loop(stack, x, tokens, [3, 2, 1, 0]), 1e-3)  # other keys for the dropout
     assert not close(y, loop(stack[::-1], x, tokens, range(4)), 1e-3)
@@ -186,16 +186,16 @@ def test_a_stack_of_periods():
 
     built = drawn(nn.Stack, period, 2, key=KEY)
     x = normal(1, 2, 6, EMBED)
-    y, _ = run(built, x)
+    y, _, _ = run(built, x)
     h = x
     for layer in range(2):
         for number in range(2):
-            h, _ = run(built[layer].blocks[number], h)
+            h, _, _ = run(built[layer].blocks[number], h)
     assert close(y, h, 1e-5)
     cache = built.init_cache((2,), 8)
     assert cache[0].keys.shape == (2, 2, 2, 1, 4) and cache[1].keys.shape == (2, 2, 8, 2, 2)
-    first, cache = run(built, x[:, :3], nn.Tokens(jnp.tile(jnp.arange(3), (2, 1))), cache)
-    rest, cache = run(built, x[:, 3:], nn.Tokens(jnp.tile(jnp.arange(3, 6), (2, 1))), cache)
+    first, cache, _ = run(built, x[:, :3], nn.Tokens(jnp.tile(jnp.arange(3), (2, 1))), cache)
+    rest, cache, _ = run(built, x[:, 3:], nn.Tokens(jnp.tile(jnp.arange(3, 6), (2, 1))), cache)
     assert close(jnp.concatenate([first, rest], axis=1), y, 1e-5)
 
 

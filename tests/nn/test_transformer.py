@@ -75,7 +75,7 @@ def test_one_row_without_a_batch(tied):
 
 def test_mixed_precision_keeps_parameters_and_logits_in_float32(tied):
     model = nn.Precision(compute="bfloat16").apply(tied)
-    hidden, _ = eqx.filter_jit(model.encode)(IDS)
+    hidden, _, _ = eqx.filter_jit(model.encode)(IDS)
     logits, _ = run(model, IDS)
     assert hidden.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))} == {jnp.dtype("float32")}

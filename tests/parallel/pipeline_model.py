@@ -51,7 +51,7 @@ class PlainBlock(eqx.Module):
         """The layer's output."""
         if self.counted:
             jax.debug.callback(lambda _: counts.append(1), x.ravel()[0])  # of x, or it would move out of loops
-        return x + jnp.tanh(self.linear(x)), cache
+        return x + jnp.tanh(self.linear(x)), cache, None
 
     def init_cache(self, batch, capacity, dtype="float32"):
         """Nothing to remember."""

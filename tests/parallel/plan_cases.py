@@ -41,6 +41,12 @@ EVERY_RUN = [
     ),
     Case("llama", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "looping", "microbatches": 2, "chunks": 2}),
     Case("side by side", {"pipe": 2, "tensor": 2}, {"schedule": "zb-h1", "microbatches": 2, "residual": "sequence"}),
+    Case("batch mixture", {"fsdp": 2, "expert": 2, "tensor": 2}, {"zero": 3, "residual": "sequence"}),
+    Case(
+        "shared mixture",
+        {"expert": 2, "pipe": 2, "tensor": 2},
+        {"expert_method": "exchange", "expert_factor": 4.0, "schedule": "1f1b", "microbatches": 2},
+    ),
 ]
 EVERY_STEP = [
     Case(
@@ -176,4 +182,41 @@ def _others() -> Iterator[Case]:
     yield Case("few full norms", {"tensor": 4}, {"residual": "replicated"})
     yield Case("few full norms", {"fsdp": 2, "tensor": 4}, {"residual": "sequence", "zero": 3})
     yield Case("tied", {"tensor": 8}, {"residual": "replicated"})
+    yield from _mixtures()
     yield Case("side by side", {"tensor": 4}, {"residual": "feature"})
+
+
+def _mixtures() -> Iterator[Case]:
+    """Experts over their axis alone and beside each other one."""
+    ways: list[dict[str, Any]] = [
+        {"expert_method": "gather"},
+        {"expert_method": "exchange", "expert_factor": 8.0},
+    ]
+    layouts: list[tuple[dict[str, int], dict[str, Any]]] = [
+        ({"expert": 8}, {}),
+        ({"expert": 2, "fsdp": 4}, {"zero": 1}),
+        ({"expert": 4, "fsdp": 2}, {"zero": 2}),
+        ({"expert": 2, "replica": 2, "fsdp": 2}, {"zero": 3}),
+        ({"expert": 2, "tensor": 4}, {"residual": "replicated"}),
+        ({"expert": 2, "tensor": 2}, {"residual": "sequence", "overlap": "ring"}),
+        ({"expert": 2, "tensor": 2}, {"residual": "feature"}),
+        ({"tensor": 4}, {"residual": "feature"}),
+        ({"context": 2, "expert": 4}, {"context_method": "ring"}),
+        ({"context": 2, "tensor": 2}, {"context_method": "gather", "residual": "sequence"}),
+    ]
+    stages: list[tuple[dict[str, int], dict[str, Any]]] = [
+        ({"expert": 2, "pipe": 2}, {"schedule": "1f1b", "microbatches": 2}),
+        ({"expert": 2, "pipe": 2, "fsdp": 2}, {"schedule": "zb-h1", "microbatches": 2, "zero": 3}),
+        ({"expert": 2, "pipe": 2}, {"schedule": "interleaved", "microbatches": 2, "chunks": 2}),
+        ({"expert": 2, "pipe": 2, "tensor": 2}, {"schedule": "gpipe", "microbatches": 2, "edges": "spread"}),
+        ({"expert": 2, "pipe": 2, "context": 2}, {"schedule": "looping", "microbatches": 2, "chunks": 2}),
+    ]
+    for model in ("mixture", "shared mixture"):
+        for (mesh, choices), way, remat in zip(
+            layouts + stages, itertools.cycle(ways), itertools.cycle(("none", "products", "full"))
+        ):
+            yield Case(model, mesh, choices | way, remat)
+    for mesh, choices in layouts:
+        yield Case("batch mixture", mesh, choices)
+        if "context" not in mesh:
+            yield Case("choosing experts", mesh, choices)

@@ -128,6 +128,43 @@ def latents(key: Any) -> nn.Block:
     return nn.Block(mixer, nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm(1.0), norm(1.0))
 
 
+def mixture(key: Any, *losses: nn.BalanceLoss, **options: Any) -> nn.Block:
+    """Eight experts of which a token takes two, with biases, balanced row by row."""
+    one, two, three = jax.random.split(key, 3)
+    options = {"router": nn.TopKRouter(embed=EMBED, experts=8, top_k=2, normalise=True, jitter=0.1, key=two), **options}
+    make = lambda key: nn.GatedMLP(embed=EMBED, mlp=16, bias=True, key=key)
+    losses = losses or (nn.LoadBalance(0.5, per="sequence"), nn.RouterZ(0.1))
+    moe = nn.MoE(options.pop("router"), nn.Experts(make, 8, key=three), losses=losses, **options)
+    return nn.Block(attention(one), moe, norm(), norm())
+
+
+def shared_mixture(key: Any) -> nn.Period:
+    """Like DeepSeek: dense and routed layers in turn, sigmoid scores in groups, a bias, a shared expert, slots."""
+    one, two, three, four = jax.random.split(key, 4)
+    router = nn.TopKRouter(
+        embed=EMBED, experts=8, top_k=2, score="sigmoid", normalise=True, scale=1.5, groups=4, kept_groups=2, key=one
+    )
+    router = eqx.tree_at(lambda r: r.selection_bias, router, jnp.linspace(-0.2, 0.2, 8), is_leaf=lambda x: x is None)
+    shared = nn.GatedShared(nn.GatedMLP(embed=EMBED, mlp=16, bias=True, key=two), embed=EMBED, key=two)
+    balance = nn.LoadBalance(0.5, per="sequence", normalise=True)
+    routed = mixture(three, balance, router=router, shared=shared, dispatch=nn.Capacity(8.0))
+    return nn.Period((full_norms(four), routed))
+
+
+def batch_mixture(key: Any) -> nn.Block:
+    """Balanced over all the rows of a batch; noise in the choice, and losses that are not sums over tokens."""
+    router = nn.NoisyTopKRouter(embed=EMBED, experts=8, top_k=2, std=0.2, key=key)
+    return mixture(key, nn.LoadBalance(0.5), nn.Importance(0.3), nn.NoisyLoad(0.3), router=router)
+
+
+def choosing_experts(key: Any) -> nn.Block:
+    """Experts that choose their tokens."""
+    one, two, three = jax.random.split(key, 3)
+    router = nn.ExpertChoiceRouter(embed=EMBED, experts=8, factor=2.0, key=two)
+    experts = nn.Experts(lambda key: nn.MLP(embed=EMBED, mlp=16, bias=True, key=key), 8, key=three)
+    return nn.Block(attention(one), nn.MoE(router, experts), norm(), norm())
+
+
 Make = Callable[[Any], Any]
 BLOCKS: dict[str, tuple[Make, ...]] = {
     "windows": (windows,),
@@ -137,6 +174,10 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "side by side": (side_by_side,),
     "latents": (latents,),
     "unlike stacks": (latents, side_by_side),
+    "mixture": (mixture,),
+    "shared mixture": (shared_mixture,),
+    "batch mixture": (batch_mixture,),
+    "choosing experts": (choosing_experts,),
 }
 
 

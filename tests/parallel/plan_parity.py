@@ -12,6 +12,7 @@ from eqformer import nn, training
 from eqformer.parallel import init_sharded, make_mesh, Plan, shardings
 from eqformer.training import next_token_loss, planned_gradients
 from eqformer.training._step import accumulated_gradients
+from eqformer.training._tally import count_of, Tally
 
 
 KEY = 7
@@ -35,7 +36,7 @@ class Case(NamedTuple):
     def name(self) -> str:
         """What tells the case from others."""
         mesh = ".".join(f"{axis}{size}" for axis, size in self.mesh.items())
-        numbers = {name: f"{name}{value}" for name, value in self.choices.items() if isinstance(value, int)}
+        numbers = {name: f"{name}{value}" for name, value in self.choices.items() if isinstance(value, int | float)}
         words = [self.model, mesh, *(numbers.get(name, value) for name, value in self.choices.items())]
         words += [self.remat] * (self.remat != "none") + [f"accumulate{self.accumulate}"] * (self.accumulate > 1)
         return " ".join(words)
@@ -53,6 +54,7 @@ class Outcome(NamedTuple):
     total: Any
     count: Any
     gradients: Any
+    told: tuple[nn.Aux, ...] = ()
 
 
 def of_one_device(case: Case) -> Outcome:
@@ -84,7 +86,9 @@ def place(model: nn.Transformer, plan: Plan) -> nn.Transformer:
 
 def compiled(gradients: Any, model: nn.Transformer, batch: Any) -> Outcome:
     """Run `(model, batch, key) -> (sum, count, gradients)`, compiled in haste."""
-    return Outcome(*hastily(gradients, model, batch, jax.random.key(KEY))(model, batch, jax.random.key(KEY)))
+    total, tally, found = hastily(gradients, model, batch, jax.random.key(KEY))(model, batch, jax.random.key(KEY))
+    told = tuple(nn.aux_of(tally.told)) if isinstance(tally, Tally) else ()
+    return Outcome(total, count_of(tally), found, told)
 
 
 def hastily(function: Any, *args: Any) -> Any:
@@ -116,6 +120,11 @@ def differences(got: Outcome, want: Outcome, tolerance: float) -> dict[str, floa
         found, expected = float(getattr(got, name)), float(getattr(want, name))
         if not abs(found - expected) <= tolerance * abs(expected):
             wrong[name] = abs(found - expected) / abs(expected)
+    for number, (found, expected) in enumerate(zip(got.told, want.told, strict=True)):
+        for name in ("load", "dropped", "tokens", "loss", "entropy"):
+            error = np.linalg.norm(np.subtract(getattr(found, name), getattr(expected, name)))
+            if not error <= tolerance * np.linalg.norm(getattr(expected, name)):
+                wrong[f"{name} of mixture {number}"] = float(error)
     eps = np.finfo(jax.tree.leaves(want.gradients)[0].dtype).eps
     return wrong | leaf_differences(got.gradients, want.gradients, tolerance, rounding=max(100 * eps, tolerance / 10))
 

@@ -45,6 +45,8 @@ CHOICES = {
         r"Plan\(context_method='zag'\): the choices are ring, gather",
     ),
     "microbatches": ({"pipe": 2}, {"microbatches": 0}, r"Plan\(microbatches=0\): .* at least 1"),
+    "expert method": ({"expert": 2}, {"expert_method": "send"}, r"expert_method='send'\): the choices are gather, ex"),
+    "expert factor": ({"expert": 2}, {"expert_factor": 0.0}, r"Plan\(expert_factor=0.0\): .* give a positive number"),
     "chunks": ({"pipe": 2}, {"chunks": -1}, r"Plan\(chunks=-1\): .* at least 1"),
     "nothing to overlap": (
         {"tensor": 2},
@@ -161,6 +163,12 @@ MODELS = {
         {"tensor": 2},
         {"residual": "feature"},
         r"feature'\) over tensor=2: .*feed_forward_norm is a function, which would be given a slice",
+    ),
+    "experts that an axis does not divide": (
+        lambda: shapes(lambda: model_of("mixture")),
+        {"expert": 3},
+        {},
+        r"splits dim 'experts' over axis 'expert', but .* has 8 of it and the axis 3 devices; take .*: 1, 2, 4, 8",
     ),
     "a dim that an axis does not divide": (
         built,

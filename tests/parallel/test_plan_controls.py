@@ -36,6 +36,10 @@ STAGES = Case("llama", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2})
 CHUNKS = Case("llama", {"pipe": 2}, {"schedule": "looping", "microbatches": 2, "chunks": 2})
 SHARED = Case("llama", {"tensor": 4})
 FULL_NORMS = Case("full norms", {"tensor": 2})
+EXPERTS = Case("mixture", {"expert": 2}, {"expert_method": "gather"})
+SENT = Case("mixture", {"expert": 2}, {"expert_method": "exchange", "expert_factor": 2.0})
+SLICES = Case("mixture", {"tensor": 2}, {"residual": "sequence"})
+FEATURES = Case("mixture", {"tensor": 2}, {"residual": "feature"})
 
 
 class Control(NamedTuple):
@@ -120,6 +124,20 @@ CONTROLS: dict[str, Control] = {
     "own rows of a whole table": Control(
         without("_vocabulary", axis_index=control.same_place), Case("gpt2", {"tensor": 4})
     ),
+    # Mixtures of experts.
+    "gather of tokens for experts": Control(without("_mixture", all_gather=own_piece), EXPERTS),
+    "sum and scatter of what experts give": Control(
+        without("_mixture", psum_scatter=own_part), EXPERTS, every_run=True
+    ),
+    "choices sent to their experts, and back": Control(without("_mixture", all_to_all=control.kept_all), SENT),
+    "own experts of all": Control(without("_mixture", axis_index=control.same_place), EXPERTS),
+    "counts of all devices for the balance": Control(
+        without("_mixture", psum=nothing), Case("batch mixture", {"fsdp": 2}), every_run=True
+    ),
+    "sum over slices of hidden features": Control(without("_mixture", psum_scatter=own_part), SLICES),
+    "sum over slices, whole": Control(without("_mixture", psum=of_first), SLICES._replace(choices={})),
+    "bias of a sum added once": Control(without("_mixture", axis_index=control.same_place), SLICES),
+    "features exchanged for tokens": Control(without("_mixture", all_to_all=own_exchange), FEATURES),
     # Context.
     "keys go round": Control(control.still, ROUND, every_run=True),
     "keys are gathered": Control(without("_context", all_gather=own_piece), GATHERED),

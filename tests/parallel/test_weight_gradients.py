@@ -39,7 +39,7 @@ class Odd(eqx.Module):
         x = x + jax.lax.map(self.looped, x)
         sliced = eqx.tree_at(lambda m: m.weight, self.sliced, self.sliced.weight[:3])
         x = x + jnp.concatenate([jnp.cos(sliced(x))] * 2, -1)
-        return x + jnp.einsum("...i,oi->...o", x, self.never.weight), cache
+        return x + jnp.einsum("...i,oi->...o", x, self.never.weight), cache, None
 
     def init_cache(self, batch, capacity, dtype="float32"):
         return None

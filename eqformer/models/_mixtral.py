@@ -1,0 +1,107 @@
+"""Mixtral (Jiang et al. 2024, arXiv:2401.04088): a Mistral whose feed-forward layers are mixtures of gated experts."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, Key
+
+from ..nn import (
+    Attention,
+    Block,
+    Capacity,
+    causal,
+    Dropless,
+    Embedding,
+    Experts,
+    GatedMLP,
+    Linear,
+    LoadBalance,
+    MoE,
+    RMSNorm,
+    Rotary,
+    sliding_window,
+    Stack,
+    TopKRouter,
+    Transformer,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixtral:
+    """The numbers of a Mixtral; `mlp` is one expert's. `capacity` limits the experts' slots (None: nothing dropped)."""
+
+    vocab: int
+    embed: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    experts: int = 8
+    top_k: int = 2
+    head_dim: int | None = None  # embed / heads by default
+    theta: float = 1_000_000.0
+    eps: float = 1e-5
+    window: int | None = None
+    balance: float = 0.02  # of `LoadBalance`, over the batch
+    capacity: float | None = None
+    tied: bool = False
+
+
+def build_mixtral(
+    numbers: Mixtral,
+    *,
+    core: Callable[..., Array] | None = None,
+    remat: str = "none",
+    unroll: int = 1,
+    key: Key[Array, ""],
+) -> Transformer:
+    """A Mixtral with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+    embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
+    damping = (2 * numbers.layers) ** -0.5
+    mask = causal() if numbers.window is None else sliding_window(numbers.window)
+
+    def mixture(key: Key[Array, ""]) -> MoE:
+        router, experts = jax.random.split(key)
+        expert = lambda key: GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=key)
+        return MoE(
+            TopKRouter(embed=embed, experts=numbers.experts, top_k=numbers.top_k, normalise=True, key=router),
+            Experts(expert, numbers.experts, key=experts),
+            dispatch=Dropless() if numbers.capacity is None else Capacity(numbers.capacity),
+            losses=(LoadBalance(numbers.balance),) if numbers.balance else (),
+        )
+
+    def block(key: Key[Array, ""]) -> Block:
+        attention, feed_forward = jax.random.split(key)
+        return Block(
+            attention=Attention(
+                embed=embed,
+                heads=numbers.heads,
+                kv_heads=numbers.kv_heads,
+                head_dim=head_dim,
+                output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                rotary=Rotary(head_dim, numbers.theta),
+                mask=mask,
+                core=core,
+                key=attention,
+            ),
+            feed_forward=mixture(feed_forward),
+            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+        )
+
+    embedding, stack, head = jax.random.split(key, 3)
+    return Transformer(
+        embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
+        stacks=(Stack(block, numbers.layers, remat=remat, unroll=unroll, key=stack),),
+        norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+        head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
+    )
+
+
+MIXTRAL_PRESETS = {
+    # Two of eight experts of half the width: at work, as many parameters as llama-byte-1m.
+    "mixtral-byte-3m": Mixtral(vocab=256, embed=128, layers=4, heads=8, kv_heads=4, mlp=192, theta=10_000.0, tied=True),
+    "mixtral-8x7b": Mixtral(vocab=32_000, embed=4096, layers=32, heads=32, kv_heads=8, mlp=14_336),
+    "mixtral-8x22b": Mixtral(vocab=32_768, embed=6144, layers=56, heads=48, kv_heads=8, mlp=16_384),
+}

@@ -1,0 +1,34 @@
+"""What routed layers tell beside their output."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+
+class Aux(eqx.Module):
+    """A mixture of experts' losses and counts, each a sum over the tokens of a call, padding left out.
+
+    A stack puts a `layers` dim in front. `loss` is to be added to the sum of the tokens' losses; `load` counts the
+    choices of each expert, dropped ones among them; `entropy` sums, in nats, that of each token's scores over experts.
+    """
+
+    loss: Float[Array, "*layers"]
+    load: Int[Array, "*layers experts"]
+    dropped: Int[Array, "*layers"]
+    entropy: Float[Array, "*layers"]
+    tokens: Int[Array, "*layers"]
+
+
+def aux_of(told: PyTree) -> list[Aux]:
+    """Every `Aux` in what a model or a part of one tells, in the order of its layers."""
+    return [node for node in jax.tree.leaves(told, is_leaf=_is_aux) if _is_aux(node)]
+
+
+def aux_loss(told: PyTree) -> Float[Array, ""]:
+    """The sum of all losses of routed layers; zero where there are none."""
+    return sum((jnp.sum(aux.loss) for aux in aux_of(told)), start=jnp.zeros((), jnp.float32))
+
+
+def _is_aux(node: PyTree) -> bool:
+    return isinstance(node, Aux)

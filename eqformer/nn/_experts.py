@@ -1,0 +1,85 @@
+"""Feed-forward layers of one kind, held as a vmapped ensemble and run on rows that are sorted by expert."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from ._dims import ensemble, path_name
+from ._grouped import grouped_product
+from ._linear import Linear
+
+
+class Experts(eqx.Module):
+    """`experts` feed-forward layers, each array with an `experts` dim in front.
+
+    `mlps` may be any module that maps the last dim of an array; `sorted_rows` asks that its parameters be those of
+    `Linear`s. An expert is plain indexing: `experts[2]` is a layer.
+    """
+
+    mlps: Callable[[Array], Array] = ensemble("experts")
+
+    def __init__(
+        self, make: Callable[[Key[Array, ""]], Callable[[Array], Array]], experts: int, *, key: Key[Array, ""]
+    ):
+        """Build `make(key)` for `experts` keys, in one trace."""
+        if experts < 1:
+            raise ValueError(f"Experts(experts={experts}): a mixture has at least one expert.")
+        self.mlps = eqx.filter_vmap(make)(jax.random.split(key, experts))
+
+    def __len__(self) -> int:
+        return jax.tree.leaves(eqx.filter(self.mlps, eqx.is_array))[0].shape[0]
+
+    def __getitem__(self, place: int) -> Callable[[Array], Array]:
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"experts[{place}]: there are {len(self)} experts.")
+        arrays, rest = eqx.partition(self.mlps, eqx.is_array)
+        return eqx.combine(jax.tree.map(lambda x: x[place], arrays), rest)
+
+    def slots(self, x: Float[Array, "experts slots embed"]) -> Float[Array, "experts slots embed"]:
+        """Each expert on its own rows, of which all have equally many."""
+        return eqx.filter_vmap(lambda mlp, x: mlp(x))(self.mlps, x)
+
+    def sorted_rows(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
+        """The first `sizes[0]` rows by expert 0, the next `sizes[1]` by expert 1, and so on; zeros for rows behind.
+
+        Raises a `ValueError` for parameters that are not those of `Linear`s of one dim to one.
+        """
+        self._check_linears()
+        owners = jnp.repeat(jnp.arange(len(self), dtype=jnp.int32), sizes, total_repeat_length=x.shape[0])
+        is_real = (jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32))[:, None]
+        grouped = lambda linear: GroupedLinear(linear, sizes, owners)
+        y = map_linears(grouped, self.mlps)(x)
+        return jnp.where(is_real, y, 0)
+
+    def _check_linears(self) -> None:
+        is_grouped = lambda linear: len(linear.inputs) == len(linear.outputs) == 1
+        rest = map_linears(lambda linear: None if is_grouped(linear) else linear, self.mlps)
+        others = [path_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(rest) if eqx.is_array(leaf)]
+        if others:
+            raise ValueError(
+                f"Experts.sorted_rows: of an expert's parameters, {', '.join(others)} are not those of a Linear of one "
+                "dim to one, and rows sorted by expert need such; dispatch by Capacity, which runs any module."
+            )
+
+
+class GroupedLinear(eqx.Module):
+    """A Linear whose arrays have an `experts` dim in front, on rows sorted by expert."""
+
+    linear: Linear
+    sizes: Int[Array, "experts"]
+    owners: Int[Array, "rows"]
+
+    def __call__(self, x: Float[Array, "rows inputs"]) -> Float[Array, "rows outputs"]:
+        """Each row by its expert's map."""
+        y = grouped_product(x, self.linear.weight, self.sizes)
+        return y if self.linear.bias is None else y + self.linear.bias.astype(y.dtype)[self.owners]
+
+
+def map_linears(change: Callable[[Linear], Any], module: Any) -> Any:
+    """The module with each `Linear` changed."""
+    is_linear = lambda node: isinstance(node, Linear)
+    return jax.tree.map(lambda node: change(node) if is_linear(node) else node, module, is_leaf=is_linear)

@@ -1,0 +1,189 @@
+"""Experts spread over devices: tokens go to where their experts are, or all tokens to all, and results come back."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int, PyTree
+
+from .. import nn
+from ..nn._dispatch import (
+    by_expert,
+    combine,
+    run_slots,
+    slot_of_choice,
+    slots_of,
+    sum_of_experts,
+    take_rows,
+    token_of_slot,
+)
+from ..nn._experts import map_linears
+from ..nn._moe import aux_of_slots, ROUTER
+from ..nn._routing import Routing, Slots
+from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
+from ._vary import vary
+
+
+EXPERT_METHODS = ("gather", "exchange")
+
+
+class SplitMoE(nn.Routed):
+    """A mixture of which this device holds some experts, and of each a slice of its hidden features.
+
+    `method="gather"`: the tokens of all devices of the axis `expert` are gathered, each device computes what its own
+    experts add, and the sums are scattered back; exact. `"exchange"`: each choice goes to its expert's device and back
+    by two all-to-alls, with `factor` times the slots for a pair of devices that even loads need; what finds no slot is
+    dropped and counted. It sends less where a token has fewer choices than the axis has devices (DeepSpeed-MoE,
+    arXiv:2201.05596). Each token is routed once, on one device. `residual` is the stream over the axis `tensor`, None
+    where that has one device: split tokens or features are put together for the experts.
+    """
+
+    inner: nn.MoE
+    method: str = eqx.field(static=True)
+    factor: float = eqx.field(static=True)
+    residual: str | None = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], nn.Aux]:
+        """The layer's output for this device's tokens, and what routing did to them."""
+        tokens = nn.positions_like(self._whole_rows(x).shape[:-1]) if tokens is None else tokens
+        given = _tokens_of_features(x) if self.residual == "feature" else x
+        router = _with_whole_features(self.inner.router) if self.residual == "feature" else self.inner.router
+        if isinstance(router, nn.ExpertChoiceRouter):
+            y, aux = self._taken(router, given, tokens.fold_in(ROUTER))
+        else:
+            own = self._own(tokens, given.shape[-2])
+            routing = router(given, own.fold_in(ROUTER))
+            y, dropped = self._chosen(given, routing)
+            aux = self.inner.told(routing, own, dropped, self._total, self._row_total)
+            if self._splits_tokens:
+                aux = eqx.tree_at(lambda a: a.dropped, jax.tree.map(lambda leaf: _sum(leaf, (TENSOR,)), aux), dropped)
+        y = checkpoint_name(_features_of_tokens(y) if self.residual == "feature" else y, "product")
+        return (y if self.inner.shared is None else y + self.inner.shared(x)), aux
+
+    @property
+    def _splits_tokens(self) -> bool:
+        return self.residual in ("sequence", "feature")
+
+    def _total(self, x: Array) -> Array:
+        return _sum(x, (*BATCH_AXES, CONTEXT, *(TENSOR,) * self._splits_tokens))
+
+    def _row_total(self, x: Array) -> Array:
+        return _sum(x, (CONTEXT, *(TENSOR,) * self._splits_tokens))
+
+    def _own(self, tokens: nn.Tokens, size: int) -> nn.Tokens:
+        """Tokens of those that this device routes."""
+        if not self._splits_tokens:
+            return tokens
+        start = jax.lax.axis_index(TENSOR) * size
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1)
+        positions, segments, keys = jax.tree.map(cut, (tokens.positions, tokens.segments, tokens.keys))
+        return nn.Tokens(positions, segments, keys, tokens.lengths)
+
+    def _whole_rows(self, x: Float[Array, "*batch seq dim"]) -> Float[Array, "*batch full_seq dim"]:
+        """All tokens of this device's rows, on every device of `tensor`."""
+        if self.residual == "replicated":
+            return vary(x, [TENSOR])
+        return jax.lax.all_gather(x, TENSOR, axis=x.ndim - 2, tiled=True) if self._splits_tokens else x
+
+    def _reduced(self, y: Float[Array, "*batch full_seq embed"]) -> Float[Array, "*batch seq embed"]:
+        """The sum over slices of hidden features, of the tokens that `_whole_rows` was given."""
+        if self.residual == "replicated":
+            return jax.lax.psum(y, TENSOR)
+        scatter = lambda y: jax.lax.psum_scatter(y, TENSOR, scatter_dimension=y.ndim - 2, tiled=True)
+        return scatter(y) if self._splits_tokens else y
+
+    def _chosen(self, x: Float[Array, "*batch seq embed"], routing: Routing) -> tuple[Array, Int[Array, ""]]:
+        """What the chosen experts add to each token, and how many choices were dropped."""
+        number = routing.scores.shape[-1]
+        x, choices, weights = (self._whole_rows(array) for array in (x, routing.experts, routing.weights))
+        choices, dropped = self.inner.dispatch.kept(choices, number)
+        flat = (array.reshape(-1, array.shape[-1]) for array in (x, choices, weights))
+        if jax.lax.axis_size(EXPERT) == 1:
+            y, more = sum_of_experts(self._experts(), *flat), jnp.zeros((), jnp.int32)
+        else:
+            y, more = (self._gathered if self.method == "gather" else self._exchanged)(*flat)
+        dropped = dropped + more
+        dropped = dropped if self.residual is None else jax.lax.pmax(vary(dropped, [TENSOR]), TENSOR)
+        return self._reduced(y.reshape(x.shape)), dropped
+
+    def _gathered(self, x: Array, choices: Array, weights: Array) -> tuple[Array, Array]:
+        experts = self._experts()
+        x, choices, weights = (jax.lax.all_gather(array, EXPERT, tiled=True) for array in (x, choices, weights))
+        own = choices - jax.lax.axis_index(EXPERT) * len(experts)
+        own = jnp.where((own >= 0) & (own < len(experts)) & (choices >= 0), own, -1)
+        y = sum_of_experts(experts, x, own, weights)
+        return jax.lax.psum_scatter(y, EXPERT, tiled=True), jnp.zeros((), jnp.int32)
+
+    def _exchanged(self, x: Array, choices: Array, weights: Array) -> tuple[Array, Array]:
+        experts, devices = self._experts(), jax.lax.axis_size(EXPERT)
+        count = slots_of(self.factor, choices.size, devices)
+        slot = slot_of_choice(jnp.where(choices < 0, -1, choices // len(experts)), devices, count)
+        has_slot, spare = slot >= 0, devices * count
+        token = token_of_slot(slot, spare)
+        expert = jnp.full(spare + 1, -1, jnp.int32).at[jnp.where(has_slot, slot, spare)].set(choices % len(experts))
+        swap = lambda array: jax.lax.all_to_all(array, EXPERT, 0, 0, tiled=True)
+        sent = jnp.where((token >= 0)[:, None], x[jnp.maximum(token, 0)], 0)
+        order, place, sizes = by_expert(swap(expert[:spare])[:, None], len(experts))
+        y = experts.sorted_rows(take_rows(swap(sent), order, place[:, None]), sizes)
+        back = swap(take_rows(y, place, order[:, None]))
+        given = back[jnp.maximum(slot, 0)]
+        y = combine(given, jnp.where(has_slot, weights, 0))
+        return y, jnp.sum((choices >= 0) & ~has_slot, dtype=jnp.int32)
+
+    def _taken(self, router: nn.ExpertChoiceRouter, x: Array, tokens: nn.Tokens) -> tuple[Array, nn.Aux]:
+        """What experts that choose their tokens add, and what they took; they choose among whole rows."""
+        x = self._whole_rows(x)
+        slots, experts = router(x, tokens), self._experts()
+        aux = aux_of_slots(slots, tokens, x)
+        if self.residual is not None:  # the same on all devices of the axis
+            aux = jax.tree.map(lambda leaf: jax.lax.pmax(vary(leaf, [TENSOR]), TENSOR), aux)
+        if jax.lax.axis_size(EXPERT) == 1:
+            return self._reduced(run_slots(experts, x, slots)), aux
+        rows, slots = jax.tree.map(lambda array: jax.lax.all_gather(array, EXPERT, tiled=True), (x, slots))
+        start = jax.lax.axis_index(EXPERT) * len(experts)
+        own = lambda array: jax.lax.dynamic_slice_in_dim(array, start, len(experts), 1)
+        y = run_slots(experts, rows, Slots(own(slots.token), own(slots.weight)))
+        return self._reduced(jax.lax.psum_scatter(y, EXPERT, tiled=True)), aux
+
+    def _experts(self) -> nn.Experts:
+        """This device's experts, so that the sum over the axis `tensor` is theirs: biases of sums are added once."""
+        if self.residual is None:
+            return self.inner.experts
+        is_first = jax.lax.axis_index(TENSOR) == 0
+
+        def own(linear: nn.Linear) -> nn.Linear:
+            weight, bias = linear.weight, linear.bias
+            if self.residual == "feature" and linear.inputs == ("embed",):  # from a slice of embed to one of mlp
+                weight = jax.lax.all_to_all(weight, TENSOR, weight.ndim - 2, weight.ndim - 1, tiled=True)
+            if bias is not None and linear.outputs == ("embed",):
+                whole = self.residual == "feature"
+                bias = jax.lax.all_gather(bias, TENSOR, axis=bias.ndim - 1, tiled=True) if whole else bias
+                bias = jnp.where(is_first, bias, 0)
+            parts = lambda m: (m.weight, m.bias)
+            return eqx.tree_at(parts, linear, (weight, bias), is_leaf=lambda leaf: leaf is None)
+
+        return map_linears(own, self.inner.experts)
+
+
+def _sum(x: Array, axes: tuple[str, ...]) -> Array:
+    return jax.lax.psum(vary(x, axes), axes)
+
+
+def _tokens_of_features(x: Float[Array, "*batch full_seq part"]) -> Float[Array, "*batch seq embed"]:
+    return jax.lax.all_to_all(x, TENSOR, x.ndim - 2, x.ndim - 1, tiled=True)
+
+
+def _features_of_tokens(x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch full_seq part"]:
+    return jax.lax.all_to_all(x, TENSOR, x.ndim - 1, x.ndim - 2, tiled=True)
+
+
+def _with_whole_features(router: PyTree) -> Any:
+    def whole(linear: nn.Linear) -> nn.Linear:
+        weight = jax.lax.all_gather(linear.weight, TENSOR, axis=linear.weight.ndim - 1, tiled=True)
+        return eqx.tree_at(lambda m: m.weight, linear, weight)
+
+    return map_linears(whole, router)

@@ -1,0 +1,47 @@
+"""What a loss counts beside its sum, and the metrics that are made of it."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from ..nn import aux_loss, aux_of
+
+
+class Tally(eqx.Module):
+    """The weight of a loss's tokens and what routed layers told of theirs; both add up over pieces of a batch."""
+
+    count: Float[Array, ""]
+    told: PyTree = None
+
+
+def count_of(tally: Any) -> Float[Array, ""]:
+    """The weight of the tokens, of a loss that gives it alone or in a `Tally`."""
+    return tally.count if isinstance(tally, Tally) else tally
+
+
+def routing_metrics(tally: Any) -> dict[str, Array]:
+    """What routed layers did in a step; nothing of a model without such layers.
+
+    `balance_loss`: their part of the loss per token. `dropped_share`: of all choices, those without a place.
+    `router_entropy`: nats a token, the mean over layers. `load_violation`: how many times its fair share, less one, the
+    expert with the most tokens has, in the worst layer (MaxVio of arXiv:2408.15664). `expert_load`: each expert's share
+    of its layer's choices, layer by layer, `routed_layers experts`; layers of fewer experts than others end in zeros.
+    """
+    told = aux_of(tally.told) if isinstance(tally, Tally) else []
+    if not told:
+        return {}
+    count = tally.count.astype(jnp.float32)
+    rows = lambda name: jnp.concatenate([getattr(aux, name).reshape(-1) for aux in told]).astype(jnp.float32)
+    loads = [aux.load.reshape(-1, aux.load.shape[-1]).astype(jnp.float32) for aux in told]
+    chosen = [jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1) for load in loads]
+    shares = [load / total for load, total in zip(loads, chosen)]
+    most = max(share.shape[-1] for share in shares)
+    return {
+        "balance_loss": aux_loss(told) / count,
+        "dropped_share": jnp.sum(rows("dropped")) / jnp.sum(jnp.concatenate(chosen)),
+        "router_entropy": jnp.mean(rows("entropy") / jnp.maximum(rows("tokens"), 1)),
+        "load_violation": jnp.max(jnp.stack([jnp.max(share) * share.shape[-1] for share in shares])) - 1,
+        "expert_load": jnp.concatenate([jnp.pad(share, ((0, 0), (0, most - share.shape[-1]))) for share in shares]),
+    }

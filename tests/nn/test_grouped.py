@@ -1,0 +1,178 @@
+"""Products of rows with one matrix a group, against a loop over rows in float64; what each platform compiles."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nn_reference import close, normal, wide
+
+from eqformer import nn
+from eqformer.nn._grouped import block_size
+
+
+ROWS, INPUTS, OUTPUTS, GROUPS = 160, 5, 3, 4
+SIZES = {
+    "even": [40, 40, 40, 40],
+    "empty groups": [0, 70, 0, 90],
+    "one takes all": [0, 0, 160, 0],
+    "the last takes all": [0, 0, 0, 160],
+    "rows behind": [30, 0, 20, 10],
+    "nobody": [0, 0, 0, 0],
+    "whole blocks": [32, 64, 32, 32],
+    "one row off whole blocks": [31, 65, 33, 31],
+    "one row each": [1, 127, 1, 1],
+}
+
+
+def product(x, weight, sizes):
+    """Each row by its group's matrix; zeros behind the last group."""
+    y, ends = np.zeros((len(x), weight.shape[1])), np.cumsum(sizes)
+    for row in range(ends[-1]):
+        y[row] = weight[np.sum(ends <= row)] @ x[row]
+    return y
+
+
+def gradients(direction, x, weight, sizes):
+    """Of `sum(direction * product)`, for `x` and `weight`."""
+    to_x, to_weight, ends = np.zeros(x.shape), np.zeros(weight.shape), np.cumsum(sizes)
+    for row in range(ends[-1]):
+        group = np.sum(ends <= row)
+        to_x[row] = weight[group].T @ direction[row]
+        to_weight[group] += np.outer(direction[row], x[row])
+    return to_x, to_weight
+
+
+def with_gradients(direction, x, weight, sizes):
+    """The product, and the gradients of its sum weighted by `direction`."""
+    y, pull = jax.vjp(lambda x, weight: nn.grouped_product(x, weight, sizes), x, weight)
+    return y, *pull(direction.astype(y.dtype))
+
+
+run = jax.jit(with_gradients)
+
+
+def given(rows=ROWS, groups=GROUPS):
+    return normal(1, rows, OUTPUTS), normal(2, rows, INPUTS), normal(3, groups, OUTPUTS, INPUTS)
+
+
+def wanted(arrays, sizes):
+    direction, x, weight = map(wide, arrays)
+    return product(x, weight, sizes), *gradients(direction, x, weight, sizes)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_products_and_gradients_are_those_of_a_loop(name):
+    assert block_size(ROWS, GROUPS) == 32
+    arrays, sizes = given(), SIZES[name]
+    found, expected = jax.tree.map(np.asarray, run(*arrays, np.array(sizes))), wanted(arrays, sizes)
+    for one, other in zip(found, expected, strict=True):
+        assert close(one, other, 1e-6)
+    y, to_x, to_weight = found
+    assert not np.any(y[sum(sizes) :]) and not np.any(to_x[sum(sizes) :])
+    assert not np.any(to_weight[np.array(sizes) == 0])
+    if sum(sizes) == 0:
+        return
+    # The controls: a border that is one row off, and the groups in another order.
+    big, other = int(np.argmax(sizes)), (int(np.argmax(sizes)) + 1) % GROUPS
+    moved = np.array(sizes)
+    moved[big], moved[other] = moved[big] - 1, moved[other] + 1
+    for wrong in (moved, np.roll(sizes, 1)):
+        for one, other in zip(found, wanted(arrays, list(wrong)), strict=True):
+            assert list(wrong) == sizes or not close(one, other, 1e-3)
+
+
+@pytest.mark.parametrize("rows,sizes,block", [(1100, [257, 800], 256), (7, [3, 2], 32)])
+def test_blocks_of_other_sizes(rows, sizes, block):
+    assert block_size(rows, 2) == block
+    arrays = given(rows, 2)
+    for one, other in zip(run(*arrays, np.array(sizes)), wanted(arrays, sizes), strict=True):
+        assert close(one, other, 2e-6)
+
+
+def test_no_rows_and_many_groups():
+    arrays = given(0, 3)
+    y, to_x, to_weight = run(*arrays, np.zeros(3, np.int32))
+    assert y.shape == (0, OUTPUTS) and to_x.shape == (0, INPUTS) and not np.any(to_weight)
+    sizes = np.random.default_rng(0).integers(0, 4, 50)
+    arrays = given(130, 50)
+    for one, other in zip(run(*arrays, sizes), wanted(arrays, list(sizes)), strict=True):
+        assert close(one, other, 1e-6)
+
+
+def test_what_rows_behind_hold_is_not_read():
+    """NaN behind the last group, as memory that nobody wrote may hold, spoils no result and no row's gradient."""
+    (direction, x, weight), sizes = given(), SIZES["rows behind"]
+    y, to_x, _ = run(direction, x.at[60:].set(jnp.nan), weight, np.array(sizes))
+    expected = wanted((direction, x, weight), sizes)
+    assert close(y, expected[0], 1e-6) and close(to_x, expected[1], 1e-6)
+
+
+def test_narrow_and_wide_numbers():
+    (direction, x, weight), sizes = given(), SIZES["one row off whole blocks"]
+    half = x.astype("bfloat16")
+    y, to_x, to_weight = run(direction, half, weight, np.array(sizes))
+    assert (str(y.dtype), str(to_x.dtype), str(to_weight.dtype)) == ("bfloat16", "bfloat16", "float32")
+    coarse = (direction.astype("bfloat16"), half, weight.astype("bfloat16"))
+    # One rounding to 8 bits of sums that are wider: 65 rows summed in bfloat16 would be off by far more.
+    for one, other in zip((y, to_x, to_weight), wanted(coarse, sizes), strict=True):
+        assert np.all(np.abs(wide(one) - other) <= 2.0**-8 * np.abs(other) + 1e-5 * np.abs(other).max())
+    with jax.enable_x64(True):
+        double = [jnp.asarray(wide(array)) for array in (direction, x, weight)]
+        found = run(*double, np.array(sizes))  # of int64
+        assert {str(array.dtype) for array in found} == {"float64"}
+        for one, other in zip(found, wanted(double, sizes), strict=True):
+            assert close(one, other, 1e-14)
+
+
+def test_in_a_scan_and_recomputed():
+    """Three layers with groups of their own, their gradients against a dense product over all groups."""
+    x, weights = normal(1, 48, INPUTS), normal(2, 3, GROUPS, INPUTS, INPUTS)
+    sizes = jnp.asarray([[10, 0, 30, 8], [48, 0, 0, 0], [1, 2, 3, 4]])
+    owners = np.array([np.repeat(range(GROUPS + 1), [*row, 48 - row.sum()]) for row in np.asarray(sizes)])
+    is_mine = jnp.asarray(owners[..., None] == np.arange(GROUPS), jnp.float32)
+
+    def grouped(x, weights, remat):
+        def layer(x, given):
+            return x + jnp.tanh(nn.grouped_product(x, *given)), None
+
+        return jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, (weights, sizes))[0]
+
+    def dense(x, weights):
+        for weight, mine in zip(weights, is_mine):
+            x = x + jnp.tanh(jnp.einsum("ng,goi,ni->no", mine, weight, x))
+        return x
+
+    kinds = (dense, lambda x, weights: grouped(x, weights, False), lambda x, weights: grouped(x, weights, True))
+    ends = [jax.value_and_grad(lambda *given, kind=kind: jnp.sum(kind(*given) ** 2), (0, 1)) for kind in kinds]
+    expected, *found = jax.jit(lambda *given: [jax.tree.leaves(end(*given)) for end in ends])(x, weights)
+    for one in found:
+        assert all(close(*pair, 1e-5) for pair in zip(one, expected, strict=True))
+
+
+def operations(platform):
+    """What the products and gradients lower to, by name."""
+    traced = jax.jit(with_gradients).trace(*given(), np.array(SIZES["even"]))
+    return re.findall(r"\b(?:stable|c)hlo\.(\w+)\"?(?!<)", traced.lower(lowering_platforms=(platform,)).as_text())
+
+
+def test_accelerators_get_ragged_products_and_cpus_a_loop_over_blocks():
+    for platform in ("cuda", "tpu"):
+        found = operations(platform)
+        assert found.count("ragged_dot") == 3 and not {"while", "dot_general"} & set(found), platform
+    found = operations("cpu")
+    assert "ragged_dot" not in found and found.count("while") >= 3
+
+
+def test_the_loop_does_not_grow_with_the_groups():
+    """Neither the program nor its work: as many blocks as rows fill, not groups times rows."""
+
+    def compiled(groups):
+        arrays = (*given(512, groups), np.full(groups, 512 // groups))
+        return jax.jit(nn.grouped_product).lower(*arrays[1:]).compile()
+
+    few, many = compiled(4), compiled(16)
+    assert str(few.as_text()).count("\n") == pytest.approx(str(many.as_text()).count("\n"), rel=0.02)
+    memory = lambda program: program.memory_analysis().temp_size_in_bytes
+    assert memory(many) < 1.2 * memory(few)
