@@ -24,6 +24,7 @@ from ._context import (
     zigzag as zigzag,
     zigzag_inverse as zigzag_inverse,
 )
+from ._depth import check_depth as check_depth, layer_order as layer_order
 from ._draw_layout import draw_array as draw_array, layout_table as layout_table
 from ._feature import FeatureLinear as FeatureLinear
 from ._fully_sharded import Gathered as Gathered
@@ -35,8 +36,6 @@ from ._pack import pack_schedule as pack_schedule
 from ._per_rank import PerRank as PerRank
 from ._picture_layout import picture_layout as picture_layout
 from ._pipeline import (
-    check_depth as check_depth,
-    layer_order as layer_order,
     pipeline_gradients as pipeline_gradients,
 )
 from ._pipelined_stack import PipelinedStack as PipelinedStack

@@ -14,9 +14,9 @@ from .. import nn
 from ._axes import AXES, BATCH_AXES, CONTEXT, PIPE, TENSOR
 from ._collective_matmul import OVERLAPS
 from ._context import check_context, CONTEXT_METHODS
+from ._depth import check_depth
 from ._layout import axes_of, is_spec
 from ._mixture import EXPERT_METHODS
-from ._pipeline import check_depth
 from ._schedules import SCHEDULES
 from ._tensor import RESIDUALS, TENSOR_MODULES
 

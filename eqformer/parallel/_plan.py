@@ -16,12 +16,12 @@ from .._shapes import Batch
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._check_plan import check_choices, check_model, check_rows
 from ._context import context_order
+from ._depth import layer_order
 from ._feature import FEATURE_DIMS
 from ._fully_sharded import gather, Gathered, routed, scatter, Scattered
 from ._layout import axes_of, Layout, partition_specs
 from ._leaves import Leaf, leaves_of
 from ._mesh import axis_sizes
-from ._pipeline import layer_order
 from ._pipelined_stack import PipelinedStack
 from ._schedule import Schedule
 from ._schedules import make_schedule
