@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from .. import nn
 from ..nn._dispatch import (
@@ -83,7 +83,7 @@ class SplitMoE(nn.Routed):
         positions, segments, keys = jax.tree.map(cut, (tokens.positions, tokens.segments, tokens.keys))
         return nn.Tokens(positions, segments, keys, tokens.lengths)
 
-    def _whole_rows(self, x: Float[Array, "*batch seq dim"]) -> Float[Array, "*batch full_seq dim"]:
+    def _whole_rows(self, x: Shaped[Array, "*batch seq dim"]) -> Shaped[Array, "*batch full_seq dim"]:
         """All tokens of this device's rows, on every device of `tensor`."""
         if self.residual == "replicated":
             return vary(x, [TENSOR])
