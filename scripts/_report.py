@@ -26,7 +26,6 @@ def closing(recipe: Recipe, directory: RunDirectory, done: int, skipped: int, la
     if done < recipe.steps:
         return f"stopped at step {done} of {recipe.steps}; the checkpoint is saved, the same command goes on"
     tokens = done * recipe.batch * recipe.seq
-    files = [path for path in (directory.loss, directory.samples, directory.metrics) if path.exists()]
     sample = f"--run-dir {directory.path} --prompt {json.dumps(recipe.prompt)} --tokens 300 --temperature 0.8 --seed 0"
     return "\n".join(
         (
@@ -34,7 +33,7 @@ def closing(recipe: Recipe, directory: RunDirectory, done: int, skipped: int, la
             f"loss       {last['loss']:.3f} nats a token in training; validation {last['validation_loss']:.3f} nats, "
             f"{last['validation_bits_per_byte']:.3f} bits a byte, {last['validation_accuracy']:.0%} of tokens right",
             f"checkpoint {directory.checkpoints / str(done)}",
-            f"look at    {', '.join(map(str, files))}",
+            f"look at    {', '.join(map(str, directory.to_look_at()))}",
             f"sample     python scripts/sample.py {sample}",
         )
     )

@@ -21,6 +21,8 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.loss = path / "loss.png"
         self.loads = path / "load.png"
+        self.experts = path / "experts.png"
+        self.experts_page = path / "experts.html"
         self.samples = path / "samples.txt"
         self.data = path / "data"
         self.lock = path / ".lock"
@@ -61,6 +63,11 @@ class RunDirectory:
         self._lock.write(secrets.token_hex(16))
         self._lock.flush()
         os.fsync(self._lock.fileno())  # other hosts read it
+
+    def to_look_at(self) -> list[Path]:
+        """What of the folder is for people, as far as it is there."""
+        files = self.loss, self.loads, self.experts, self.experts_page, self.samples, self.metrics
+        return [path for path in files if path.exists()]
 
     def token(self) -> str:
         """What tells this claim of the folder from any other, for who sees the folder; empty for who does not."""

@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from eqformer import nn, parallel, planning
-from eqformer.parallel._axes import CONTEXT, FSDP, PIPE, TENSOR
+from eqformer.nn._dispatch import slots_of
+from eqformer.parallel._axes import CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 
 
 STATE = "state"  # parameters and gradients, over all axes along which they are copied or shared out
@@ -43,6 +44,9 @@ def sent_bytes(plan: parallel.Plan, model: nn.Transformer, *, rows: int, seq: in
     if plan.size(CONTEXT) > 1:
         attended = sum(_of_context(plan, model, stack, tokens) for stack in model.stacks)
         found.append(Sent(CONTEXT, f"attention by {plan.context_method}", attended))
+    if plan.size(EXPERT) > 1:
+        chosen = sum(_of_experts(plan, model, stack, tokens) for stack in model.stacks)
+        found.append(Sent(EXPERT, f"experts by {plan.expert_method}", chosen))
     if plan.is_pipelined:
         found.append(Sent(PIPE, "activations and their gradients", _of_pipe(plan, model, tokens)))
         found.append(Sent(STATE, "gradients of embedding and head, over stages", _of_edges(plan, model)))
@@ -155,6 +159,26 @@ def _of_context(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
     return _evaluations(plan, stack) * total
 
 
+def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
+    """Tokens, their choices and weights to the experts, the results back, and the gradients of both."""
+    devices, width, total = plan.size(EXPERT), _width(model), 0.0
+    tokens /= plan.size(TENSOR) if plan.residual == "none" else 1
+    for moe in _modules(stack, (nn.MoE,)):
+        embed, top_k = model.embedding.weight.shape[-1], getattr(moe.router, "top_k", 0)
+        if plan.expert_method == "exchange" and top_k:
+            slots = devices * slots_of(plan.expert_factor, int(tokens) * top_k, devices)
+            there, back, choices = slots * embed * width, slots * embed * width, slots * 4
+        else:
+            there = back = devices * tokens * embed * width
+            choices = devices * tokens * top_k * (4 + 4)
+        forward = there + back + choices
+        again = (plan.is_pipelined or stack.remat != "none") * (there + choices) + plan.is_pipelined * back
+        again += _recomputes(stack) * 0
+        weights = 0 if plan.expert_method == "exchange" else choices / 2
+        total += planning.gather_bytes(forward + there + back + weights + again, devices)
+    return _evaluations(plan, stack) * total
+
+
 def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float:
     """All devices send in each tick in which any has something to send."""
     # With spread edges the first stage's next input goes round beside the stages' outputs, in all ticks.
@@ -221,7 +245,7 @@ def _width(model: nn.Transformer) -> int:
 
 def _cause(transfer: planning.Transfer) -> str:
     axes = set(transfer.axes or ())
-    if len(axes) != 1 or axes <= {*parallel.BATCH_AXES}:
+    if len(axes) != 1 or axes <= {*parallel.BATCH_AXES} - {EXPERT}:
         return STATE
     (axis,) = axes
     return STATE if transfer.kind == "all-reduce" and axis != TENSOR else axis

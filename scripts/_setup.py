@@ -71,6 +71,15 @@ def build_model(recipe: Recipe) -> nn.Transformer:
     return recipe.precision.apply(model)
 
 
+def latest_model(directory: RunDirectory, recipe: Recipe) -> nn.Transformer:
+    """The model of a run's latest checkpoint; raises a `ValueError` where there is none yet."""
+    with training.Checkpointer(directory.checkpoints) as checkpointer:
+        if checkpointer.latest_step is None:
+            raise ValueError(f"--run-dir {directory.path}: the run has no checkpoint yet; let it train on.")
+        saved, _ = checkpointer.restore({"model": eqx.filter_eval_shape(build_model, recipe)}, partial=True)
+    return saved["model"]
+
+
 def optimizer_of(recipe: Recipe, model: nn.Transformer) -> training.Optimizer:
     """The recipe's optimizer with its schedule."""
     chosen = recipe.optimizer

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import numpy as np
 from _clock import Clock
+from _colored_text import color, has_choices
 from _mesh import mesh_line, Rows, State, step_of
 from _pictures import draw_loads, draw_losses
 from _processes import check_alike, first, together
@@ -168,6 +169,8 @@ class Trainer:
         )
         text = self.tokenizer.decode(np.asarray(prompt + written.new_ids()[0]))
         add_sample(self.directory.samples, step, text)
+        if has_choices(model):
+            color(self.directory, model, self.tokenizer, self.tokenizer.encode(text))
         self.screen.note(f"--- after {step} steps it writes\n{text}\n---")
 
     def _stop(self) -> None:

@@ -32,7 +32,9 @@ from eqformer import training
 class Command:
     """Print a table of benchmarks and write it as JSON."""
 
-    only: tuple[Literal["train", "decode", "compile", "memory", "layouts", "schedules", "communication"], ...] = ()
+    only: tuple[
+        Literal["train", "decode", "compile", "memory", "mixtures", "layouts", "schedules", "communication"], ...
+    ] = ()
     """The benchmarks to run; by default all of one device or, with --simulate 8, all of meshes."""
     simulate: int | None = None
     """Let the CPU act as so many devices."""

@@ -10,12 +10,11 @@ _environment.prepare()
 import dataclasses
 from pathlib import Path
 
-import equinox as eqx
 import jax
 import tyro
 from _run_directory import RunDirectory
 from _screen import fail
-from _setup import build_model, tokenizer_of
+from _setup import latest_model, tokenizer_of
 
 from eqformer import data, generation, training
 
@@ -49,13 +48,10 @@ def write(command: Command) -> None:
     directory = RunDirectory(command.run_dir)
     _, recipe = directory.open()
     tokenizer = tokenizer_of(recipe)
-    with training.Checkpointer(directory.checkpoints) as checkpointer:
-        if checkpointer.latest_step is None:
-            raise ValueError(f"--run-dir {command.run_dir}: the run has no checkpoint yet; let it train on.")
-        saved, _ = checkpointer.restore({"model": eqx.filter_eval_shape(build_model, recipe)}, partial=True)
+    model = latest_model(directory, recipe)
     prompt = tokenizer.encode(command.prompt).tolist() or [tokenizer.end_of_text]
     ids = generation.stream(
-        saved["model"],
+        model,
         prompt,
         max_new_tokens=command.tokens,
         transforms=generation.sampling(

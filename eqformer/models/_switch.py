@@ -124,5 +124,11 @@ def build_switch(
     )
 
 
-GSHARD_PRESETS = {"gshard-byte-4m": GShard(vocab=256, embed=128, layers=4, heads=8, mlp=512, experts=16)}
-SWITCH_PRESETS = {"switch-byte-4m": Switch(vocab=256, embed=128, layers=4, heads=8, mlp=512, experts=16)}
+GSHARD_PRESETS = {
+    "gshard-byte-400k": GShard(vocab=256, embed=64, layers=4, heads=4, mlp=128, experts=8),
+    "gshard-byte-4m": GShard(vocab=256, embed=128, layers=4, heads=8, mlp=512, experts=16),
+}
+SWITCH_PRESETS = {
+    "switch-byte-400k": Switch(vocab=256, embed=64, layers=4, heads=4, mlp=128, experts=8),
+    "switch-byte-4m": Switch(vocab=256, embed=128, layers=4, heads=8, mlp=512, experts=16),
+}

@@ -38,6 +38,7 @@ from ._dropout import Dropout as Dropout
 from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions
 from ._expert_choice import ExpertChoiceRouter as ExpertChoiceRouter
 from ._experts import Experts as Experts
+from ._first_experts import first_experts as first_experts
 from ._grouped import grouped_product as grouped_product
 from ._latent_attention import LatentAttention as LatentAttention
 from ._linear import Linear as Linear

@@ -2,6 +2,7 @@
 
 from ._bounds import (
     context_bytes as context_bytes,
+    expert_bytes as expert_bytes,
     ffn_activation_bytes as ffn_activation_bytes,
     ffn_gradient_bytes as ffn_gradient_bytes,
     gather_bytes as gather_bytes,

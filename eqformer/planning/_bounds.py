@@ -90,6 +90,28 @@ def context_bytes(
     return gather_bytes((4 if saved else 6) * tokens * kv_embed * activation_bytes, devices)
 
 
+def expert_bytes(
+    tokens: Number,
+    embed: int,
+    devices: int,
+    *,
+    top_k: int,
+    method: str,
+    factor: Number = 1,
+    activation_bytes: Number = 2,
+) -> Number:
+    """Bytes a layer and microbatch of experts split over `devices`, each with so many tokens of its own.
+
+    `"exchange"`: each choice goes to its expert and back, in both passes: `4 f k (n-1)/n T h a`, where `f` is how many
+    slots there are for a choice (GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596). `"gather"`: all tokens go
+    to all devices and their sums come back: `4 (n-1) T h a`, which is less where `f k >= n`.
+    """
+    if method not in ("exchange", "gather"):
+        raise ValueError(f"expert_bytes(method={method!r}): choose 'exchange' or 'gather'.")
+    times = factor * top_k if method == "exchange" else devices
+    return gather_bytes(4 * times * tokens * embed * activation_bytes, devices)
+
+
 def transfer_seconds(sent: Number, gigabits: Number, *, gigabit: int = 10**9) -> Number:
     """How long `sent` bytes take on a wire of so many gigabits a second (networks' are of 10^9 bits; some say 2^30)."""
     return 8 * sent / (gigabits * gigabit)

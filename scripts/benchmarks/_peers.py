@@ -62,6 +62,31 @@ def train_step(numbers: Llama, ids: np.ndarray, targets: np.ndarray, *, compiled
     return step
 
 
+def mixtral_layer(x: np.ndarray, *, mlp: int, experts: int, kind: str) -> Callable[[], None]:
+    """transformers' mixture, two experts a token, forward and backward; `kind` is how it runs its experts."""
+    import torch  # pyright: ignore[reportMissingImports]  # an extra
+    from transformers import MixtralConfig  # pyright: ignore[reportMissingImports]  # an extra
+    from transformers.models.mixtral.modeling_mixtral import (  # pyright: ignore[reportMissingImports]  # an extra
+        MixtralSparseMoeBlock,
+    )
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.manual_seed(0)
+    config = MixtralConfig(hidden_size=x.shape[-1], intermediate_size=mlp, num_local_experts=experts)
+    config._experts_implementation = kind
+    layer = MixtralSparseMoeBlock(config)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    inputs = torch.tensor(x, requires_grad=True)
+
+    def run() -> None:
+        layer.zero_grad(set_to_none=True)
+        inputs.grad = None
+        layer(inputs).square().sum().backward()
+
+    return run
+
+
 def decode(numbers: Llama, ids: np.ndarray, new: int) -> Callable[[], Any]:
     """Greedy `generate` with the static cache."""
     import torch  # pyright: ignore[reportMissingImports]  # an extra

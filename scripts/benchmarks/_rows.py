@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from benchmarks import _layouts, _ours, _peers
+from benchmarks import _layouts, _mixtures, _ours, _peers
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import models, nn, planning
 
@@ -111,5 +111,6 @@ BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "decode": decode,
     "compile": compilation,
     "memory": memory,
+    "mixtures": _mixtures.mixtures,
     **OF_MESHES,
 }

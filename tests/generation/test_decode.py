@@ -92,7 +92,7 @@ def layer_by_layer(model, ids):
     x, places = model.embedding(ids), jnp.arange(count, dtype=jnp.int32)
     positions = jnp.where(places <= places[:, None], places, -1)
     for number in range(len(stack)):
-        after, _ = stack[number](jnp.broadcast_to(x, (count, *x.shape)), nn.Tokens(positions))
+        after = stack[number](jnp.broadcast_to(x, (count, *x.shape)), nn.Tokens(positions))[0]
         x = after[places, places]
     return model.unembed(model.norm(x))
 

@@ -148,14 +148,10 @@ def test_gradients_are_those_of_the_dense_sum():
         kept = [kept_by(dispatch, chosen) for dispatch in dispatches]
         assert sum(np.array_equal(one, chosen) for one in kept) == 1
 
-        @jax.jit
-        def every(*given):
-            routed = lambda dispatch: lambda experts, x, w: dispatch(experts, x, routing_of(chosen, w))[0]
-            summed = lambda kept: lambda experts, x, w: dense(experts, x, kept, w)
-            found = [with_gradients(routed(dispatch), *given) for dispatch in dispatches]
-            return found, [with_gradients(summed(jnp.asarray(one)), *given) for one in kept]
-
-        found, expected = every(*given)
+        routed = lambda dispatch: lambda experts, x, w: dispatch(experts, x, routing_of(chosen, w))[0]
+        found = jax.jit(lambda *given: [with_gradients(routed(one), *given) for one in dispatches])(*given)
+        summed = lambda kept, *given: with_gradients(lambda experts, x, w: dense(experts, x, kept, w), *given)
+        expected = list(map(jax.jit(summed), map(jnp.asarray, kept), *([one] * 2 for one in given)))
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         for place, pair in enumerate(zip(one, other, strict=True)):
             assert pair[0].dtype == np.float64 and close(*pair, 1e-12), (number, place)

@@ -20,7 +20,6 @@ FEW = DISPATCHES[2:3]
 ROUTERS = {
     "softmax": (router_of(normalise=True), DISPATCHES),
     "sigmoid": (router_of(score="sigmoid", scale=2.5, balanced=True), FEW),
-    "dense": (router_of(top_k=EXPERTS), FEW),
     "random second": (drawn(nn.RandomSecondRouter, embed=EMBED, experts=EXPERTS, key=KEY), FEW),
 }
 SOFTMAX = ROUTERS["softmax"][0]

@@ -184,6 +184,28 @@ def test_a_step_s_metrics():
         assert close(metrics[name], value, 1e-6) and np.any(value > 0.01), name
 
 
+def test_the_first_expert_of_each_token_in_every_mixture(model):
+    ids = jnp.asarray([[3, 1, 4, 1, 5, 2], [6, 0, 6, 5, 3, 1]])
+    found = eqx.filter_jit(nn.first_experts)(model, ids, TOKENS)
+    blocks = [block for place in range(2) for block in model.stacks[0][place].blocks]
+    blocks += [model.stacks[1][0], model.stacks[2][0]]
+    x, wanted = model.embedding(ids), []
+    for layer in blocks:
+        given = layer.feed_forward_norm(x)
+        if isinstance(layer.feed_forward, nn.MoE):
+            logits = np.asarray(given) @ np.asarray(layer.feed_forward.router.linear.weight).T
+            wanted.append(np.where(PLACES >= 0, logits.argmax(-1), -1))
+        x = layer(x, TOKENS)[0]
+    assert found.shape == (3, BATCH, SEQ) and np.array_equal(found, wanted)
+    assert not np.array_equal(found[0], found[1]) and found[2].max() >= EXPERTS  # layers differ, and so do stacks
+    with pytest.raises(ValueError, match="no mixture of experts"):
+        nn.first_experts(eqx.tree_at(lambda m: m.stacks, model, model.stacks[2:]), ids)
+    router = nn.ExpertChoiceRouter(embed=EMBED, experts=EXPERTS, factor=1.0, key=KEY)
+    taking = eqx.tree_at(lambda m: m.stacks[1].blocks.feed_forward.router, model, router)
+    with pytest.raises(ValueError, match="experts choose their tokens"):
+        nn.first_experts(taking, ids)
+
+
 def test_cached_calls_equal_the_uncached_pass():
     """Without dropping, a token's experts are its own choice, whatever comes before, beside or after it."""
     ids, other = jnp.asarray([[[3, 1, 4, 1, 5, 2], [6, 0, 6, 5, 3, 1]], [[3, 1, 4, 6, 2, 0], [6, 0, 6, 0, 4, 4]]])

@@ -41,11 +41,15 @@ EVERY_RUN = [
     ),
     Case("llama", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "looping", "microbatches": 2, "chunks": 2}),
     Case("side by side", {"pipe": 2, "tensor": 2}, {"schedule": "zb-h1", "microbatches": 2, "residual": "sequence"}),
-    Case("batch mixture", {"fsdp": 2, "expert": 2, "tensor": 2}, {"zero": 3, "residual": "sequence"}),
+    Case(
+        "batch mixture",
+        {"fsdp": 2, "expert": 2, "tensor": 2},
+        {"zero": 3, "residual": "sequence"} | {"expert_method": "gather"},
+    ),
     Case(
         "shared mixture",
         {"expert": 2, "pipe": 2, "tensor": 2},
-        {"expert_method": "exchange", "expert_factor": 4.0, "schedule": "1f1b", "microbatches": 2},
+        {"expert_method": "exchange", "expert_factor": 8.0, "schedule": "1f1b", "microbatches": 2},
     ),
 ]
 EVERY_STEP = [

@@ -70,7 +70,7 @@ def of_first(x: Any, axes: Any, **_: Any) -> Any:
     return jax.tree.map(lambda x: part(vary(x, names)), x)
 
 
-def own_part(x: Any, axis: str, *, scatter_dimension: int, **_: Any) -> Any:
+def own_part(x: Any, axis: str, *, scatter_dimension: int = 0, **_: Any) -> Any:
     """This device's slice of its own part, as if a scatter did not sum."""
     size = x.shape[scatter_dimension] // jax.lax.axis_size(axis)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, scatter_dimension)

@@ -38,7 +38,7 @@ def refused(capsys):
 @pytest.mark.parametrize(
     "arguments,words",
     [
-        ("--recipe defualt", ["--recipe defualt", "default, gpt2, jaxformer, muon"]),
+        ("--recipe defualt", ["--recipe defualt", "default, gpt2, jaxformer, moe, muon"]),
         ("--model.embd 64", ["model.embd", "--model.embed"]),
         ("--steps many", ["steps", "many"]),
         ("--model.heads 8 --model.kv-heads 3", ["heads=8, kv_heads=3", "[1, 2, 4, 8]"]),

@@ -1,0 +1,108 @@
+"""Rows about mixtures of experts: one layer, forward and backward, against a dense one and other programs."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from benchmarks import _peers
+from benchmarks._measure import rate_rows, Row, seconds_in_turn
+from eqformer import nn
+
+
+EMBED, MLP, TOP_K, ROWS, SEQ = 256, 512, 2, 8, 512
+TOKENS = ROWS * SEQ
+
+
+class OneHotMoE(eqx.Module):
+    """Dispatch and combination as products with one-hot arrays of floats (GShard, arXiv:2006.16668, algorithm 2).
+
+    Tokens are taken in groups of so many; in each, every expert has `factor` times the slots that even loads need.
+    """
+
+    moe: nn.MoE
+    group: int = eqx.field(static=True)
+    factor: float = eqx.field(static=True, default=1.25)
+
+    def __call__(self, x: Float[Array, "rows seq embed"]) -> tuple[Float[Array, "rows seq embed"], None]:
+        """The layer without its statistics."""
+        experts = len(self.moe.experts)
+        slots = int(self.factor * TOP_K * self.group / experts)
+        routing = self.moe.router(x, nn.positions_like(x.shape[:-1]))
+        groups = x.reshape(-1, self.group, EMBED)
+        chosen = jax.nn.one_hot(routing.experts.reshape(-1, self.group, TOP_K), experts)  # group token choice expert
+        turns = jnp.swapaxes(chosen, 1, 2).reshape(len(groups), -1, experts)  # first choices go first
+        place = jnp.swapaxes((jnp.cumsum(turns, 1) - turns).reshape(len(groups), TOP_K, -1, experts), 1, 2)
+        kept = chosen * (place < slots)
+        slot = jax.nn.one_hot(jnp.sum(place * kept, -1).astype(jnp.int32), slots)  # group token choice slot
+        weights = routing.weights.reshape(-1, self.group, TOP_K)
+        combine = jnp.einsum("gtke,gtks,gtk->gtes", kept, slot, weights)
+        dispatch = (combine > 0).astype(x.dtype)
+        rows = jnp.einsum("gtes,gtd->egsd", dispatch, groups)
+        y = self.moe.experts.slots(rows.reshape(experts, -1, EMBED)).reshape(rows.shape)
+        return jnp.einsum("gtes,egsd->gtd", combine, y).reshape(x.shape), None
+
+
+def mixtures(rounds: int) -> Iterator[Row]:
+    """Tokens a second of a layer of 8 experts, two a token, forward and backward, and of others of equal work."""
+    x = jax.random.normal(jax.random.key(1), (ROWS, SEQ, EMBED))
+    layers: dict[str, Callable[..., Any]] = {
+        "eqformer, dropless": moe(8),
+        "eqformer, capacity 1.25": moe(8, nn.Capacity(1.25)),
+        "dense layer of equal work": Dense(nn.GatedMLP(embed=EMBED, mlp=TOP_K * MLP, key=jax.random.key(2))),
+        "one-hot products, 1.25, groups of a row": OneHotMoE(moe(8), SEQ),
+        "one-hot products, 1.25, one group": OneHotMoE(moe(8), TOKENS),
+    }
+    programs = {name: Gradients(layer, x) for name, layer in layers.items()}
+    contenders: dict[str, Callable[[], Any]] = {**programs}
+    if _peers.are_installed():
+        for kind in ("eager", "grouped_mm"):
+            contenders[f"transformers, {kind}"] = _peers.mixtral_layer(np.asarray(x), mlp=MLP, experts=8, kind=kind)
+    for row in rate_rows("mixture", "tokens/s", TOKENS, seconds_in_turn(contenders, rounds)):
+        memory = f"; {programs[row.name].temporary / 2**20:.0f} MiB" if row.name in programs else ""
+        yield Row(row.group, row.name, row.value, row.unit, row.ratio, row.note + memory)
+    more = {f"{number} experts": Gradients(moe(number), x) for number in (8, 16, 32, 64)}
+    yield from rate_rows("number of experts", "tokens/s", TOKENS, seconds_in_turn(more, rounds))
+
+
+class Dense(eqx.Module):
+    """A dense layer that is called as a mixture is."""
+
+    mlp: nn.GatedMLP
+
+    def __call__(self, x: Float[Array, "rows seq embed"]) -> tuple[Float[Array, "rows seq embed"], None]:
+        """The layer, and nothing to tell."""
+        return self.mlp(x), None
+
+
+def moe(experts: int, dispatch: nn.Dropless | nn.Capacity | None = None) -> nn.MoE:
+    """A mixture of gated experts, two a token."""
+    router, each = jax.random.split(jax.random.key(0))
+    return nn.MoE(
+        nn.TopKRouter(embed=EMBED, experts=experts, top_k=TOP_K, normalise=True, key=router),
+        nn.Experts(lambda key: nn.GatedMLP(embed=EMBED, mlp=MLP, key=key), experts, key=each),
+        dispatch=dispatch,
+    )
+
+
+class Gradients:
+    """A compiled layer's gradients, of parameters and input, ready to be called."""
+
+    def __init__(self, layer: Callable[..., Any], x: Array):
+        arrays, rest = eqx.partition(layer, eqx.is_array)
+        loss = lambda arrays, x: jnp.sum(jnp.square(eqx.combine(arrays, rest)(x)[0]))
+        self.program = jax.jit(jax.grad(loss, (0, 1))).lower(arrays, x).compile()
+        self.args = arrays, x
+
+    @property
+    def temporary(self) -> int:
+        """Bytes of temporary memory."""
+        return self.program.memory_analysis().temp_size_in_bytes
+
+    def __call__(self) -> None:
+        """Once, to the end."""
+        jax.block_until_ready(self.program(*self.args))

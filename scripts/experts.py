@@ -1,0 +1,69 @@
+"""Colour a text by the experts its tokens take: `python scripts/experts.py --run-dir runs/moe`."""
+
+import sys
+
+import _environment
+
+
+_environment.prepare()
+
+import dataclasses
+from pathlib import Path
+
+import tyro
+from _colored_text import color
+from _run_directory import RunDirectory
+from _screen import fail
+from _setup import latest_model, tokenizer_of
+
+from eqformer import training
+
+
+EXAMPLE = '''def load(path, encoding="utf-8"):
+    """Read a file and return its lines without their ends."""
+    with open(path, encoding=encoding) as file:
+        return [line.rstrip("\\n") for line in file]
+'''
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Write a page and a picture of a text, each token in the colour of the expert that it takes first."""
+
+    run_dir: Path = Path("runs/moe")
+    """The folder of a run with a mixture of experts; experts.html and experts.png are written into it."""
+    text: str | None = None
+    """The text; by default a few lines of Python."""
+    file: Path | None = None
+    """A file with the text, of which the first --tokens are read."""
+    tokens: int = 2048
+    """The most tokens that are read."""
+
+
+def write(command: Command) -> None:
+    """Write both files."""
+    directory = RunDirectory(command.run_dir)
+    _, recipe = directory.open()
+    if command.text is not None and command.file is not None:
+        raise ValueError(f"--text ... --file {command.file}: one text is coloured; leave one out.")
+    if command.tokens < 1:
+        raise ValueError(f"--tokens {command.tokens}: it counts, so give at least 1.")
+    text = command.file.read_text(encoding="utf-8") if command.file is not None else command.text or EXAMPLE
+    tokenizer = tokenizer_of(recipe)
+    ids = tokenizer.encode(text)[: command.tokens]
+    if not len(ids):
+        raise ValueError("--text '': there is nothing to colour; give some text.")
+    color(directory, latest_model(directory, recipe), tokenizer, ids)
+    sys.stdout.write(f"look at {directory.experts_page}, {directory.experts}\n")
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command; bad input ends it with one message and exit code 2."""
+    try:
+        write(tyro.cli(Command, args=arguments))
+    except (ValueError, OSError, training.CheckpointError) as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
