@@ -13,11 +13,13 @@ import numpy as np
 from _run_directory import RunDirectory
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
 
 from eqformer import data, nn
 
 
 matplotlib.use("agg")
+FONT = "DejaVu Sans Mono"  # which matplotlib brings
 WIDTH = 96  # characters a line of the picture
 
 
@@ -78,7 +80,7 @@ def draw(target: Path, pieces: Sequence[str], chosen: np.ndarray, title: str, li
             image[line, column] = palette[chosen[layer, piece]]
         axes.imshow(image, aspect="auto", interpolation="nearest")
         for line, column, letter in letters:
-            axes.text(column, line, letter, family="monospace", fontsize=8, ha="center", va="center", parse_math=False)
+            axes.text(column, line, letter, family=FONT, fontsize=8, ha="center", va="center", parse_math=False)
         axes.set_title(f"mixture {layer}", fontsize=8, loc="left")
         axes.set_axis_off()
     part = target.with_suffix(".part.png")
@@ -88,6 +90,7 @@ def draw(target: Path, pieces: Sequence[str], chosen: np.ndarray, title: str, li
 
 def _laid_out(pieces: Sequence[str], lines: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, str]]]:
     """Line, column and piece of each cell that has a colour, and line, column and letter of what is seen."""
+    glyphs = get_font(findfont(FONT)).get_charmap()
     places, letters, line, column = [], [], 0, 0
     for number, piece in enumerate(pieces):
         for letter in piece:
@@ -96,6 +99,7 @@ def _laid_out(pieces: Sequence[str], lines: int) -> tuple[list[tuple[int, int, i
             if line == lines:
                 return places, letters
             places.append((line, column, number))
-            letters += [(line, column, letter)] * letter.isprintable()
+            if not letter.isspace():
+                letters.append((line, column, letter if ord(letter) in glyphs else "\N{WHITE SQUARE}"))
             line, column = (line + 1, 0) if letter == "\n" else (line, column + 1)
     return places, letters

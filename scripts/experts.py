@@ -48,11 +48,12 @@ def write(command: Command) -> None:
         raise ValueError(f"--text ... --file {command.file}: one text is coloured; leave one out.")
     if command.tokens < 1:
         raise ValueError(f"--tokens {command.tokens}: it counts, so give at least 1.")
-    text = command.file.read_text(encoding="utf-8") if command.file is not None else command.text or EXAMPLE
+    text = command.file.read_text(encoding="utf-8") if command.file is not None else command.text
+    text = EXAMPLE if text is None else text
     tokenizer = tokenizer_of(recipe)
     ids = tokenizer.encode(text)[: command.tokens]
     if not len(ids):
-        raise ValueError("--text '': there is nothing to colour; give some text.")
+        raise ValueError("the text is empty: there is nothing to colour; give some by --text or --file.")
     color(directory, latest_model(directory, recipe), tokenizer, ids)
     sys.stdout.write(f"look at {directory.experts_page}, {directory.experts}\n")
 

@@ -33,6 +33,7 @@ class OneHotMoE(eqx.Module):
         experts = len(self.moe.experts)
         slots = int(self.factor * TOP_K * self.group / experts)
         routing = self.moe.router(x, nn.positions_like(x.shape[:-1]))
+        assert isinstance(routing, nn.Routing)
         groups = x.reshape(-1, self.group, EMBED)
         chosen = jax.nn.one_hot(routing.experts.reshape(-1, self.group, TOP_K), experts)  # group token choice expert
         turns = jnp.swapaxes(chosen, 1, 2).reshape(len(groups), -1, experts)  # first choices go first
@@ -101,7 +102,9 @@ class Gradients:
     @property
     def temporary(self) -> int:
         """Bytes of temporary memory."""
-        return self.program.memory_analysis().temp_size_in_bytes
+        found = self.program.memory_analysis()
+        assert found is not None
+        return found.temp_size_in_bytes
 
     def __call__(self) -> None:
         """Once, to the end."""

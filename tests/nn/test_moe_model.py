@@ -187,20 +187,22 @@ def test_a_step_s_metrics():
 def test_the_first_expert_of_each_token_in_every_mixture(model):
     ids = jnp.asarray([[3, 1, 4, 1, 5, 2], [6, 0, 6, 5, 3, 1]])
     found = eqx.filter_jit(nn.first_experts)(model, ids, TOKENS)
-    blocks = [block for place in range(2) for block in model.stacks[0][place].blocks]
-    blocks += [model.stacks[1][0], model.stacks[2][0]]
-    x, wanted = model.embedding(ids), []
-    for layer in blocks:
-        given = layer.feed_forward_norm(x)
-        if isinstance(layer.feed_forward, nn.MoE):
-            logits = np.asarray(given) @ np.asarray(layer.feed_forward.router.linear.weight).T
-            wanted.append(np.where(PLACES >= 0, logits.argmax(-1), -1))
-        x = layer(x, TOKENS)[0]
+
+    def layer_by_layer(model, x):
+        blocks = [block for place in range(2) for block in model.stacks[0][place].blocks]
+        for layer in (*blocks, model.stacks[1][0], model.stacks[2][0]):
+            if isinstance(layer.feed_forward, nn.MoE):
+                yield layer.feed_forward_norm(x) @ layer.feed_forward.router.linear.weight.T
+            x = layer(x, TOKENS)[0]
+
+    all_logits = lambda model: list(layer_by_layer(model, model.embedding(ids)))
+    wanted = [np.where(PLACES >= 0, np.argmax(logits, -1), -1) for logits in eqx.filter_jit(all_logits)(model)]
     assert found.shape == (3, BATCH, SEQ) and np.array_equal(found, wanted)
     assert not np.array_equal(found[0], found[1]) and found[2].max() >= EXPERTS  # layers differ, and so do stacks
     with pytest.raises(ValueError, match="no mixture of experts"):
         nn.first_experts(eqx.tree_at(lambda m: m.stacks, model, model.stacks[2:]), ids)
     router = nn.ExpertChoiceRouter(embed=EMBED, experts=EXPERTS, factor=1.0, key=KEY)
+    router = jax.tree.map(lambda x: x[None], router)  # of one layer
     taking = eqx.tree_at(lambda m: m.stacks[1].blocks.feed_forward.router, model, router)
     with pytest.raises(ValueError, match="experts choose their tokens"):
         nn.first_experts(taking, ids)

@@ -132,7 +132,7 @@ CONTROLS: dict[str, Control] = {
     "choices sent to their experts, and back": Control(without("_mixture", all_to_all=control.kept_all), SENT),
     "own experts of all": Control(without("_mixture", axis_index=control.same_place), EXPERTS),
     "counts of all devices for the balance": Control(
-        without("_mixture", psum=nothing), Case("batch mixture", {"fsdp": 2}), every_run=True
+        without("_mixture", psum=nothing), Case("batch mixture", {"fsdp": 2})
     ),
     "sum over slices of hidden features": Control(without("_mixture", psum_scatter=own_part), SLICES),
     "sum over slices, whole": Control(without("_mixture", psum=of_first), SLICES._replace(choices={})),

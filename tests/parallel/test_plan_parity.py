@@ -57,7 +57,7 @@ FLOAT64 = [
 ]
 
 
-@pytest.mark.parametrize("case", wide(FLOAT64[:1], FLOAT64[1:]))
+@pytest.mark.parametrize("case", wide([], FLOAT64))
 def test_in_float64_the_difference_is_rounding(case):
     with jax.enable_x64(True):
         case = case._replace(dtypes=("float64", "float64"))
@@ -85,7 +85,7 @@ def test_mixed_precision_agrees_to_its_own_rounding(case):
     assert differences(got, exact, 1e-5)  # the comparison can tell
 
 
-@pytest.mark.parametrize("pipe", [1, 2])
+@pytest.mark.parametrize("pipe", [pytest.param(1, marks=pytest.mark.grid), 2])
 def test_sums_over_microbatches_of_narrow_parameters_are_wide(pipe):
     case = Case("llama", {"pipe": pipe}, {"microbatches": 4}, dtypes=("bfloat16", "bfloat16"))
     exact = jax.tree.leaves(of_one_device(case._replace(dtypes=("float32", "float32"))).gradients.stacks)
