@@ -63,7 +63,6 @@ def recovery() -> None:
         found = np.asarray(shares(losses, rate))
         axes.stackplot(np.arange(STEPS), found.T, colors=plt.cm.tab20c(np.linspace(0, 1, EXPERTS)), edgecolor="white")
         axes.set(title=name, xlabel="step", xlim=(0, STEPS - 1), ylim=(0, 1))
-        print(f"{name}: the busiest expert's share goes from {found[0].max():.2f} to {found[-1].max():.2f}")
     panels[0].set_ylabel("share of the tokens")
     figure.savefig(FOLDER / "recovery.png")
 
@@ -80,7 +79,6 @@ def curves(runs: pathlib.Path) -> None:
             axes.plot(steps, bits, color=colour, linewidth=0.7, alpha=0.6)
             found.append(bits)
         axes.plot(steps, np.mean(found, axis=0), color=colour, linewidth=2, label=f"{name}, {len(found)} seeds")
-        print(name, [f"{bits[-1]:.3f}" for bits in found])
     axes.set(xlabel="step", ylabel="validation, bits a byte", ylim=(None, 3.2))
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)

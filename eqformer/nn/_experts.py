@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
 from ._dims import ensemble, path_name
@@ -75,7 +76,7 @@ class GroupedLinear(eqx.Module):
 
     def __call__(self, x: Float[Array, "rows inputs"]) -> Float[Array, "rows outputs"]:
         """Each row by its expert's map."""
-        y = grouped_product(x, self.linear.weight, self.sizes)
+        y = checkpoint_name(grouped_product(x, self.linear.weight, self.sizes), "product")
         return y if self.linear.bias is None else y + self.linear.bias.astype(y.dtype)[self.owners]
 
 

@@ -2,13 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ._dtype import at_least_float32
+
+
+THERE, BACK = "ni,oi->no", "no,oi->ni"  # rows by a matrix of outputs x inputs, or gradients of outputs by it
 
 
 def grouped_product(
@@ -25,7 +28,7 @@ def grouped_product(
 
 @jax.custom_vjp
 def _grouped(x: Array, weight: Array, sizes: Array) -> Array:
-    return _on_platform(_blocked_product, _ragged_product)(x, weight, sizes)
+    return _product(x, weight, sizes, THERE)
 
 
 def _forward(x: Array, weight: Array, sizes: Array) -> tuple[Array, tuple]:
@@ -34,7 +37,7 @@ def _forward(x: Array, weight: Array, sizes: Array) -> tuple[Array, tuple]:
 
 def _backward(saved: tuple, gradient: Array) -> tuple[Array, Array, None]:
     x, weight, sizes = saved
-    to_x = _on_platform(_blocked_product, _ragged_product)(gradient, jnp.swapaxes(weight, 1, 2), sizes)
+    to_x = _product(gradient, weight, sizes, BACK)
     to_weight = _on_platform(_blocked_gradient, _ragged_gradient)(gradient, x, sizes)
     return to_x, to_weight, None
 
@@ -42,13 +45,18 @@ def _backward(saved: tuple, gradient: Array) -> tuple[Array, Array, None]:
 _grouped.defvjp(_forward, _backward)
 
 
+def _product(x: Array, weight: Array, sizes: Array, spec: str) -> Array:
+    blocked, ragged = (functools.partial(one, spec=spec) for one in (_blocked_product, _ragged_product))
+    return _on_platform(blocked, ragged)(x, weight, sizes)
+
+
 def _on_platform(blocked: Callable[..., Array], ragged: Callable[..., Array]) -> Callable[..., Any]:
     return functools.partial(jax.lax.platform_dependent, cpu=blocked, default=ragged)
 
 
-def _ragged_product(x: Array, weight: Array, sizes: Array) -> Array:
-    exact = at_least_float32(x.dtype)
-    return jax.lax.ragged_dot(x, jnp.swapaxes(weight, 1, 2), sizes, preferred_element_type=exact).astype(x.dtype)
+def _ragged_product(x: Array, weight: Array, sizes: Array, spec: str) -> Array:
+    exact, weight = at_least_float32(x.dtype), weight if spec == BACK else jnp.swapaxes(weight, 1, 2)
+    return jax.lax.ragged_dot(x, weight, sizes, preferred_element_type=exact).astype(x.dtype)
 
 
 def _ragged_gradient(gradient: Array, x: Array, sizes: Array) -> Array:
@@ -57,67 +65,77 @@ def _ragged_gradient(gradient: Array, x: Array, sizes: Array) -> Array:
     return jax.lax.ragged_dot_general(gradient, x, sizes, dims, preferred_element_type=exact).astype(x.dtype)
 
 
-class _Blocks(NamedTuple):
-    """Blocks of rows that cover the groups in turn: each one's group, first row and the row where its group ends."""
-
-    group: Int[Array, "blocks"]
-    start: Int[Array, "blocks"]
-    end: Int[Array, "blocks"]
-    count: Int[Array, ""]
+def block_sizes(rows: int, groups: int) -> tuple[int, int]:
+    """Rows of a large block and of a small one: a group is cut into large blocks, and what is left into small ones."""
+    even = 2 ** max(0, (rows // groups).bit_length() - 1)
+    return min(rows, max(32, min(256, even))), min(rows, 32)
 
 
-def _blocks(rows: int, sizes: Array, block: int) -> _Blocks:
-    groups = sizes.shape[0]
+def _blocked_product(x: Array, weight: Array, sizes: Array, spec: str) -> Array:
+    if not x.shape[0]:
+        return jnp.zeros((0, _columns(weight, spec)), x.dtype)
     ends = jnp.cumsum(sizes)
-    blocks = (sizes + (block - 1)) // block
-    last = jnp.cumsum(blocks)
-    number = jnp.arange(rows // block + groups, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(last, number, side="right").astype(jnp.int32), groups - 1)
-    start = (ends - sizes)[group] + (number - (last - blocks)[group]) * block
-    return _Blocks(group, start, ends[group], last[-1])
 
+    def group(number: Array, y: Array) -> Array:
+        matrix = jax.lax.dynamic_index_in_dim(weight, number, keepdims=False)
 
-def block_size(rows: int, groups: int) -> int:
-    """Rows a block: few enough that groups of average size leave little of their last block empty."""
-    return min(256, max(32, 2 ** ((rows // groups).bit_length() - 2)))
+        def block(start: Array, size: int, is_own: Array | None, y: Array) -> Array:
+            piece = jax.lax.dynamic_slice_in_dim(x, start, size)
+            found = jnp.einsum(spec, piece, matrix, preferred_element_type=at_least_float32(x.dtype)).astype(x.dtype)
+            if is_own is not None:
+                found = jnp.where(is_own, found, jax.lax.dynamic_slice_in_dim(y, start, size))
+            return jax.lax.dynamic_update_slice_in_dim(y, found, start, 0)
 
+        return _over_blocks(block, y, ends[number] - sizes[number], ends[number], len(x), len(sizes))
 
-def _blocked_product(x: Array, weight: Array, sizes: Array) -> Array:
-    # Blocks are written in the order of their rows: what the last block of a group has too much, the next overwrites.
-    rows, block = x.shape[0], block_size(x.shape[0], weight.shape[0])
-    blocks, padded = _blocks(rows, sizes, block), jnp.pad(x, ((0, block), (0, 0)))
-
-    def one(number: Array, y: Array) -> Array:
-        start, end = blocks.start[number], blocks.end[number]
-        piece = jax.lax.dynamic_slice_in_dim(padded, start, block)
-        matrix = jax.lax.dynamic_index_in_dim(weight, blocks.group[number], keepdims=False)
-        result = jnp.where(_is_before(end, start, block), piece @ matrix.T, 0)
-        return jax.lax.dynamic_update_slice_in_dim(y, result, start, 0)
-
-    empty = jnp.full((rows + block, weight.shape[1]), _zero(x, weight, sizes))
-    return jax.lax.fori_loop(0, blocks.count, one, empty)[:rows]
+    empty = jnp.full((x.shape[0], _columns(weight, spec)), _zero(x, weight, sizes))
+    return jax.lax.fori_loop(0, len(sizes), group, empty)
 
 
 def _blocked_gradient(gradient: Array, x: Array, sizes: Array) -> Array:
-    rows, block, exact = x.shape[0], block_size(x.shape[0], sizes.shape[0]), at_least_float32(x.dtype)
-    blocks = _blocks(rows, sizes, block)
-    gradient, x = (jnp.pad(array, ((0, block), (0, 0))) for array in (gradient, x))
+    exact, ends = at_least_float32(x.dtype), jnp.cumsum(sizes)
+    empty = jnp.full((gradient.shape[1], x.shape[1]), _zero(gradient, x, sizes).astype(exact))
 
-    def one(number: Array, sums: Array) -> Array:
-        start, end, group = blocks.start[number], blocks.end[number], blocks.group[number]
-        left, right = (jax.lax.dynamic_slice_in_dim(array, start, block) for array in (gradient, x))
-        left = jnp.where(_is_before(end, start, block), left, 0)
-        more = jnp.einsum("no,ni->oi", left, right, preferred_element_type=exact)
-        old = jax.lax.dynamic_index_in_dim(sums, group, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(sums, old + more, group, 0)
+    def group(_: None, given: tuple[Array, Array]) -> tuple[None, Array]:
+        def block(start: Array, size: int, is_own: Array | None, total: Array) -> Array:
+            left, right = (jax.lax.dynamic_slice_in_dim(array, start, size) for array in (gradient, x))
+            if is_own is not None:
+                left, right = jnp.where(is_own, left, 0), jnp.where(is_own, right, 0)
+            return total + jnp.einsum("no,ni->oi", left, right, preferred_element_type=exact)
 
-    zero = _zero(gradient, x, sizes).astype(exact)
-    empty = jnp.full((sizes.shape[0], gradient.shape[1], x.shape[1]), zero)
-    return jax.lax.fori_loop(0, blocks.count, one, empty).astype(x.dtype)
+        end, size = given
+        return None, _over_blocks(block, empty, end - size, end, len(x), len(sizes)).astype(x.dtype)
+
+    if not x.shape[0]:
+        return jnp.zeros((len(sizes), *empty.shape), x.dtype)
+    return jax.lax.scan(group, None, (ends, sizes))[1]
 
 
-def _is_before(end: Array, start: Array, block: int) -> Array:
-    return (start + jnp.arange(block, dtype=jnp.int32) < end)[:, None]
+def _over_blocks(
+    step: Callable[[Array, int, Array | None, Array], Array],
+    carry: Array,
+    start: Array,
+    end: Array,
+    rows: int,
+    groups: int,
+) -> Array:
+    """`step(start, size, is_own, carry)` for each block of a group; `is_own` marks its rows where others are beside."""
+    large, small = block_sizes(rows, groups)
+    number = (end - start) // large
+    carry = jax.lax.fori_loop(0, number, lambda n, carry: step(start + n * large, large, None, carry), carry)
+    left = start + number * large
+
+    def rest(n: Array, carry: Array) -> Array:
+        first = left + n * small
+        begin = jnp.minimum(first, rows - small)  # the last block of all may begin within the one before
+        place = begin + jnp.arange(small, dtype=jnp.int32)
+        return step(begin, small, ((place >= first) & (place < end))[:, None], carry)
+
+    return jax.lax.fori_loop(0, (end - left + (small - 1)) // small, rest, carry)
+
+
+def _columns(weight: Array, spec: str) -> int:
+    return weight.shape[2 if spec == BACK else 1]
 
 
 def _zero(*arrays: Array) -> Array:
