@@ -47,9 +47,10 @@ def shares(losses: tuple[nn.BalanceLoss, ...], rate: float) -> Float[Array, "ste
             return total / (ROWS * SEQ), jnp.sum(routing.counts(), axis=0)
 
         slope, counts = eqx.filter_grad(cost, has_aux=True)(router)
-        router = jax.tree.map(lambda leaf, slope: leaf - 0.3 * slope, router, slope)
+        pace = 1 - number.astype(jnp.float32) / STEPS
+        router = jax.tree.map(lambda leaf, slope: leaf - 0.1 * pace * slope, router, slope)
         if rate:
-            bias = nn.updated_selection_bias(router.selection_bias, counts, rate)
+            bias = nn.updated_selection_bias(router.selection_bias, counts, rate * pace)
             router = eqx.tree_at(lambda r: r.selection_bias, router, bias)
         return router, counts / jnp.sum(counts)
 
@@ -61,7 +62,7 @@ def recovery() -> None:
     figure, panels = plt.subplots(1, len(WAYS), figsize=(9, 2.6), dpi=130, sharey=True, layout="constrained")
     for axes, (name, (losses, rate)) in zip(panels, WAYS.items()):
         found = np.asarray(shares(losses, rate))
-        axes.stackplot(np.arange(STEPS), found.T, colors=plt.cm.tab20c(np.linspace(0, 1, EXPERTS)), edgecolor="white")
+        axes.stackplot(np.arange(STEPS), found.T, colors=plt.cm.tab20c(np.linspace(0, 1, EXPERTS)))
         axes.set(title=name, xlabel="step", xlim=(0, STEPS - 1), ylim=(0, 1))
     panels[0].set_ylabel("share of the tokens")
     figure.savefig(FOLDER / "recovery.png")
