@@ -8,6 +8,7 @@ from pathlib import Path
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from _run_directory import RunDirectory
@@ -31,7 +32,7 @@ def has_choices(model: nn.Transformer) -> bool:
 
 def color(directory: RunDirectory, model: nn.Transformer, tokenizer: data.Tokenizer, ids: np.ndarray) -> None:
     """Write experts.html and experts.png of a text; a `ValueError` where tokens choose no experts."""
-    chosen = np.asarray(eqx.filter_jit(nn.first_experts)(model, np.asarray(ids, np.int32)))
+    chosen = np.asarray(eqx.filter_jit(nn.first_experts)(model, jnp.asarray(ids, jnp.int32)))
     text = data.TextStream(tokenizer)
     pieces = [text.push(int(number)) for number in ids]
     pieces[-1] += text.finish()

@@ -39,7 +39,6 @@ from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPosit
 from ._expert_choice import ExpertChoiceRouter as ExpertChoiceRouter
 from ._experts import Experts as Experts
 from ._first_experts import first_experts as first_experts
-from ._grouped import grouped_product as grouped_product
 from ._latent_attention import LatentAttention as LatentAttention
 from ._linear import Linear as Linear
 from ._mask import causal as causal, chunked as chunked, full as full, Mask as Mask, sliding_window as sliding_window

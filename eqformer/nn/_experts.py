@@ -1,17 +1,13 @@
 """Feed-forward layers of one kind, held as a vmapped ensemble and run on rows that are sorted by expert."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
 from ._dims import ensemble, path_name
-from ._grouped import grouped_product
-from ._linear import Linear
+from ._grouped import grouped, map_linears
 
 
 class Experts(eqx.Module):
@@ -50,11 +46,7 @@ class Experts(eqx.Module):
         Raises a `ValueError` for parameters that are not those of `Linear`s of one dim to one.
         """
         self._check_linears()
-        owners = jnp.repeat(jnp.arange(len(self), dtype=jnp.int32), sizes, total_repeat_length=x.shape[0])
-        is_real = (jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32))[:, None]
-        grouped = lambda linear: GroupedLinear(linear, sizes, owners)
-        y = map_linears(grouped, self.mlps)(x)
-        return jnp.where(is_real, y, 0)
+        return grouped(self.mlps, x, sizes)
 
     def _check_linears(self) -> None:
         is_grouped = lambda linear: len(linear.inputs) == len(linear.outputs) == 1
@@ -65,22 +57,3 @@ class Experts(eqx.Module):
                 f"Experts.sorted_rows: of an expert's parameters, {', '.join(others)} are not those of a Linear of one "
                 "dim to one, and rows sorted by expert need such; dispatch by Capacity, which runs any module."
             )
-
-
-class GroupedLinear(eqx.Module):
-    """A Linear whose arrays have an `experts` dim in front, on rows sorted by expert."""
-
-    linear: Linear
-    sizes: Int[Array, "experts"]
-    owners: Int[Array, "rows"]
-
-    def __call__(self, x: Float[Array, "rows inputs"]) -> Float[Array, "rows outputs"]:
-        """Each row by its expert's map."""
-        y = checkpoint_name(grouped_product(x, self.linear.weight, self.sizes), "product")
-        return y if self.linear.bias is None else y + self.linear.bias.astype(y.dtype)[self.owners]
-
-
-def map_linears(change: Callable[[Linear], Any], module: Any) -> Any:
-    """The module with each `Linear` changed."""
-    is_linear = lambda node: isinstance(node, Linear)
-    return jax.tree.map(lambda node: change(node) if is_linear(node) else node, module, is_leaf=is_linear)

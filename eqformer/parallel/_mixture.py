@@ -19,7 +19,7 @@ from ..nn._dispatch import (
     take_rows,
     token_of_slot,
 )
-from ..nn._experts import map_linears
+from ..nn._grouped import map_linears
 from ..nn._moe import aux_of_slots, ROUTER
 from ..nn._routing import Routing, Slots
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR

@@ -1,15 +1,18 @@
-"""Products of rows with one matrix a group, against a loop over rows in float64; what each platform compiles."""
+"""Rows by the map or module of their group, against a loop over rows in float64; what each platform compiles."""
 
 import re
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, normal, wide
+from nn_reference import close, drawn, normal, wide
 
 from eqformer import nn
-from eqformer.nn._grouped import block_sizes
+from eqformer.nn import _grouped
+from eqformer.nn._grouped import block_sizes, grouped
 
 
 ROWS, INPUTS, OUTPUTS, GROUPS = 160, 5, 3, 4
@@ -20,10 +23,16 @@ SIZES = {
     "the last takes all": [0, 0, 0, 160],
     "rows behind": [30, 0, 20, 10],
     "nobody": [0, 0, 0, 0],
-    "whole blocks": [32, 64, 32, 32],
-    "one row off whole blocks": [31, 65, 33, 31],
+    "whole blocks": [64, 0, 64, 32],
+    "one row off whole blocks": [63, 1, 65, 31],
     "one row each": [1, 127, 1, 1],
 }
+
+
+def grouped_product(x, weight, sizes):
+    """Linear maps alone: of any sizes, with `groups` in front of their weights."""
+    linear = eqx.filter_eval_shape(nn.Linear, "inputs -> outputs", inputs=1, outputs=1, key=jax.random.key(0))
+    return grouped(eqx.tree_at(lambda m: m.weight, linear, weight), x, sizes)
 
 
 def product(x, weight, sizes):
@@ -46,7 +55,7 @@ def gradients(direction, x, weight, sizes):
 
 def with_gradients(direction, x, weight, sizes):
     """The product, and the gradients of its sum weighted by `direction`."""
-    y, pull = jax.vjp(lambda x, weight: nn.grouped_product(x, weight, sizes), x, weight)
+    y, pull = jax.vjp(lambda x, weight: grouped_product(x, weight, sizes), x, weight)
     return y, *pull(direction.astype(y.dtype))
 
 
@@ -64,7 +73,7 @@ def wanted(arrays, sizes):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_products_and_gradients_are_those_of_a_loop(name):
-    assert block_sizes(ROWS, GROUPS) == (32, 32)
+    assert block_sizes(ROWS, GROUPS) == (64, 64)
     arrays, sizes = given(), SIZES[name]
     found, expected = jax.tree.map(np.asarray, run(*arrays, np.array(sizes))), wanted(arrays, sizes)
     for one, other in zip(found, expected, strict=True):
@@ -83,7 +92,7 @@ def test_products_and_gradients_are_those_of_a_loop(name):
             assert list(wrong) == sizes or not close(one, other, 1e-3)
 
 
-@pytest.mark.parametrize("rows,sizes,blocks", [(1100, [257, 800], (256, 32)), (7, [3, 2], (7, 7))])
+@pytest.mark.parametrize("rows,sizes,blocks", [(1100, [257, 800], (256, 64)), (7, [3, 2], (7, 7))])
 def test_blocks_of_other_sizes(rows, sizes, blocks):
     assert block_sizes(rows, 2) == blocks
     arrays = given(rows, 2)
@@ -136,7 +145,7 @@ def test_in_a_scan_and_recomputed():
     def grouped(x, weights):
         @jax.checkpoint
         def layer(x, given):
-            return x + jnp.tanh(nn.grouped_product(x, *given)), None
+            return x + jnp.tanh(grouped_product(x, *given)), None
 
         return jax.lax.scan(layer, x, (weights, sizes))[0]
 
@@ -148,6 +157,55 @@ def test_in_a_scan_and_recomputed():
     ends = [jax.value_and_grad(lambda *x, kind=kind: jnp.sum(kind(*x) ** 2), (0, 1)) for kind in (grouped, dense)]
     found, expected = jax.jit(lambda *given: [jax.tree.leaves(end(*given)) for end in ends])(x, weights)
     assert all(close(*pair, 1e-5) for pair in zip(found, expected, strict=True))
+
+
+class Odd(eqx.Module):
+    """Calls one map twice, and ends in none."""
+
+    wide: nn.Linear
+    narrow: nn.Linear
+
+    def __init__(self, key):
+        self.wide = nn.Linear("embed -> mlp", embed=INPUTS, mlp=INPUTS, bias=True, key=key)
+        self.narrow = nn.Linear("mlp -> embed", embed=INPUTS, mlp=INPUTS, key=key)
+
+    def __call__(self, x):
+        return jnp.tanh(self.narrow(jnp.sin(self.wide(self.wide(x)))))
+
+
+KINDS = {"odd": Odd, "gated": lambda key: nn.GatedMLP(embed=INPUTS, mlp=7, bias=True, limit=0.5, key=key)}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_modules_in_blocks_and_in_ragged_products_are_those_of_a_loop(name):
+    """Both ways, whatever the platform, with the gradients of what they keep; biases too."""
+    experts = drawn(nn.Experts, KINDS[name], GROUPS, key=jax.random.key(0))
+    arrays, static = eqx.partition(experts, eqx.is_array)
+    x, direction, sizes = normal(1, 90, INPUTS), normal(2, 90, INPUTS), [30, 0, 47, 3]
+
+    def loop(arrays, x):
+        experts, (*pieces, rest) = eqx.combine(arrays, static), jnp.split(x, np.cumsum(sizes))
+        own = [experts[number](piece) for number, piece in enumerate(pieces)]
+        return jnp.concatenate([*own, jnp.zeros_like(rest)])
+
+    def by_hand(arrays, x):
+        y, pull = jax.vjp(loop, arrays, x)
+        return y, pull(direction)
+
+    def both_ways(arrays, x, sizes):
+        for way in ("blocked", "ragged"):
+            y, kept = getattr(_grouped, f"_{way}_forward")(static.mlps, arrays.mlps, x, sizes)
+            given = (arrays.mlps, x, sizes, (*kept, y), direction)
+            to_arrays, to_x = getattr(_grouped, f"_{way}_backward")(static.mlps, *given)
+            yield y, (eqx.tree_at(lambda e: e.mlps, arrays, to_arrays), to_x)
+
+    expected = jax.jit(by_hand)(arrays, x)
+    run_both: Any = jax.jit(lambda *given: list(both_ways(*given)))
+    for found in run_both(arrays, x, np.array(sizes, np.int32)):
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert close(one, other, 2e-6)
+        shifted = jax.tree.map(lambda a: jnp.roll(a, 1, 0), found[1][0])
+        assert not any(close(*pair, 1e-3) for pair in zip(jax.tree.leaves(shifted), jax.tree.leaves(expected[1][0])))
 
 
 def operations(platform):
@@ -169,7 +227,7 @@ def test_the_loop_does_not_grow_with_the_groups():
 
     def compiled(groups):
         arrays = (*given(512, groups), np.full(groups, 512 // groups))
-        return jax.jit(nn.grouped_product).lower(*arrays[1:]).compile()
+        return jax.jit(grouped_product).lower(*arrays[1:]).compile()
 
     few, many = compiled(4), compiled(16)
     assert str(few.as_text()).count("\n") == pytest.approx(str(many.as_text()).count("\n"), rel=0.02)

@@ -189,10 +189,12 @@ def test_the_first_expert_of_each_token_in_every_mixture(model):
     found = eqx.filter_jit(nn.first_experts)(model, ids, TOKENS)
 
     def layer_by_layer(model, x):
-        blocks = [block for place in range(2) for block in model.stacks[0][place].blocks]
-        for layer in (*blocks, model.stacks[1][0], model.stacks[2][0]):
+        blocks: list[Any] = [block for place in range(2) for block in model.stacks[0][place].blocks]
+        blocks += [model.stacks[1][0], model.stacks[2][0]]
+        for layer in blocks:
             if isinstance(layer.feed_forward, nn.MoE):
-                yield layer.feed_forward_norm(x) @ layer.feed_forward.router.linear.weight.T
+                router: Any = layer.feed_forward.router
+                yield layer.feed_forward_norm(x) @ router.linear.weight.T
             x = layer(x, TOKENS)[0]
 
     all_logits = lambda model: list(layer_by_layer(model, model.embedding(ids)))
