@@ -160,22 +160,22 @@ def _of_context(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
 
 
 def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
-    """Tokens, their choices and weights to the experts, the results back, and the gradients of both."""
-    devices, width, total = plan.size(EXPERT), _width(model), 0.0
-    tokens /= plan.size(TENSOR) if plan.residual == "none" else 1
+    """Tokens, choices and weights to the experts, results back, and gradients of all but the choices."""
+    devices, total = plan.size(EXPERT), 0.0
     for moe in _modules(stack, (nn.MoE,)):
-        embed, top_k = model.embedding.weight.shape[-1], getattr(moe.router, "top_k", 0)
+        top_k, vector = getattr(moe.router, "top_k", 0), model.embedding.weight.shape[-1] * _width(model)
         if plan.expert_method == "exchange" and top_k:
             slots = devices * slots_of(plan.expert_factor, int(tokens) * top_k, devices)
-            there, back, choices = slots * embed * width, slots * embed * width, slots * 4
+            vectors, choices, weights = slots * vector, slots * 4, 0.0
         else:
-            there = back = devices * tokens * embed * width
-            choices = devices * tokens * top_k * (4 + 4)
-        forward = there + back + choices
-        again = (plan.is_pipelined or stack.remat != "none") * (there + choices) + plan.is_pipelined * back
-        again += _recomputes(stack) * 0
-        weights = 0 if plan.expert_method == "exchange" else choices / 2
-        total += planning.gather_bytes(forward + there + back + weights + again, devices)
+            vectors, choices = devices * tokens * vector, devices * tokens * top_k * 4
+            weights = choices
+        # What policies do not keep is what the experts are given and, but for `products`, what choices give back; a
+        # pipeline runs its layers forward once more.
+        again = (stack.remat != "none") * (vectors + choices + weights)
+        again += (_recomputes(stack) and not weights) * vectors
+        again += plan.is_pipelined * (2 * vectors + choices + weights)
+        total += planning.gather_bytes(4 * vectors + choices + 2 * weights + again, devices)
     return _evaluations(plan, stack) * total
 
 

@@ -129,7 +129,7 @@ class SplitMoE(nn.Routed):
         sent = jnp.where((token >= 0)[:, None], x[jnp.maximum(token, 0)], 0)
         order, place, sizes = by_expert(swap(expert[:spare])[:, None], len(experts))
         y = experts.sorted_rows(take_rows(swap(sent), order, place[:, None]), sizes)
-        back = swap(take_rows(y, place, order[:, None]))
+        back = checkpoint_name(swap(take_rows(y, place, order[:, None])), "product")
         given = back[jnp.maximum(slot, 0)]
         y = combine(given, jnp.where(has_slot, weights, 0))
         return y, jnp.sum((choices >= 0) & ~has_slot, dtype=jnp.int32)

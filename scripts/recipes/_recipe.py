@@ -79,7 +79,7 @@ class Mesh:
     fsdp: int = 1
     """The batch is split, and of the training state what --zero says."""
     expert: int = 1
-    """The batch is split, and so will be the experts of a mixture."""
+    """The batch is split, and so are the experts of a mixture."""
     pipe: int = 1
     """The layers are split into the stages of a pipeline."""
     context: int = 1

@@ -12,6 +12,7 @@ from eqformer.planning import (
     bytes_sent,
     communication,
     context_bytes,
+    expert_bytes,
     ffn_activation_bytes,
     ffn_gradient_bytes,
     gather_bytes,
@@ -54,6 +55,11 @@ def test_pipelines_and_contexts():
     assert gather_bytes(80, 4) == 60 and gather_bytes(80, 1) == 0
     assert pipeline_bytes(1024, 64, 8) == 8 * 2 * 1024 * 64 * 2
     assert pipeline_bytes(1024, 64, 8, chunks=3, tensor=2) == 1.5 * pipeline_bytes(1024, 64, 8)
+    sent = expert_bytes(4096, 2048, 8, top_k=6, method="exchange")  # a layer's, of 16-bit numbers
+    assert sent == 4 * 6 * 7 / 8 * 4096 * 2048 * 2
+    assert expert_bytes(4096, 2048, 8, top_k=6, method="exchange", factor=1.25) == 1.25 * sent
+    assert expert_bytes(4096, 2048, 8, top_k=6, method="gather") == 4 * 7 * 4096 * 2048 * 2
+    assert expert_bytes(4096, 2048, 1, top_k=6, method="gather") == 0
     ring = context_bytes(8192, 1024, 4, method="ring")
     assert ring == context_bytes(8192, 1024, 4, method="gather") == 6 * 0.75 * 8192 * 1024 * 2
     assert context_bytes(8192, 1024, 4, method="gather", saved=True) == pytest.approx(ring * 4 / 6)
@@ -79,6 +85,8 @@ def test_gpipe():
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="stages are 0, 1, 2 and 3"):
         sharded_state_bytes(100, 4, zero=4)
+    with pytest.raises(ValueError, match="choose 'exchange' or 'gather'"):
+        expert_bytes(1, 1, 2, top_k=1, method="ring")
     with pytest.raises(ValueError, match="choose 'ring', 'gather' or 'heads'"):
         context_bytes(8, 8, 2, method="zigzag")
     with pytest.raises(ValueError, match="give embed"):

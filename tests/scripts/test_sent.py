@@ -13,7 +13,7 @@ from _setup import build_model
 from jax.sharding import AbstractMesh, AxisType
 
 from eqformer import planning
-from eqformer.parallel._axes import CONTEXT, PIPE, TENSOR
+from eqformer.parallel._axes import CONTEXT, EXPERT, PIPE, TENSOR
 
 
 HASTE = {"xla_backend_optimization_level": "0", "xla_cpu_use_fusion_emitters": False}
@@ -23,9 +23,19 @@ MESHES = {
     "sequence": "--mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
     "feature": "--mesh.fsdp 2 --mesh.tensor 4 --residual feature",
     "context heads": "--mesh.fsdp 2 --mesh.context 4 --context-method heads",
+    "experts": "--recipe moe --mesh.expert 4 --mesh.fsdp 2",
     "pipe and zero": "--mesh.fsdp 4 --mesh.pipe 2 --microbatches 2 --zero 3",
 }
 WIDER = {
+    "experts, exchange": "--recipe moe --mesh.expert 4 --mesh.fsdp 2 --expert-method exchange --expert-factor 1.5",
+    "experts, exchange, all kept": "--recipe moe --mesh.expert 8 --expert-method exchange --execution.remat none",
+    "experts, exchange, all again": "--recipe moe --mesh.expert 4 --expert-method exchange --execution.remat full "
+    "--mesh.replica 2",
+    "experts, all again": "--recipe moe --mesh.expert 2 --mesh.replica 4 --execution.remat full",
+    "experts and zero 3": "--recipe moe --mesh.expert 2 --mesh.fsdp 4 --zero 3",
+    "experts and pipe": "--recipe moe --mesh.expert 2 --mesh.pipe 2 --mesh.fsdp 2 --microbatches 2",
+    "experts and context": "--recipe moe --mesh.expert 4 --mesh.context 2",
+    "experts and replicated": "--recipe moe --mesh.expert 2 --mesh.tensor 4",
     "copies": "--mesh.replica 8",
     "zero 1": "--mesh.replica 2 --mesh.fsdp 4 --zero 1",
     "zero 2": "--mesh.fsdp 8 --zero 2",
@@ -98,6 +108,17 @@ def test_told_bytes_are_the_closed_formulas():
         sent = told_of(f"--mesh.fsdp 2 --mesh.tensor 4 --residual {stream}")
         assert sent[TENSOR] == pytest.approx(4 * numbers * share + edges + loss)
     assert told_of("--mesh.fsdp 2 --mesh.context 4")[CONTEXT] == 4 * 6 * kv_embed * share
+
+
+def test_told_bytes_of_experts_are_the_closed_formulas():
+    tokens, embed, top_k = 16 // 8 * 32, 64, 2
+    layers, ways = 4, {"gather": {}, "exchange": {"factor": 1.5}}
+    for method, more in ways.items():
+        flags = f"--recipe moe --mesh.expert 4 --mesh.fsdp 2 --execution.remat none --expert-method {method}"
+        told = told_of(f"{flags} --expert-factor 1.5")[EXPERT]
+        form = planning.expert_bytes(tokens, embed, 4, top_k=top_k, method=method, activation_bytes=4, **more)
+        beside = 3 * tokens * top_k * 3 * 4 if method == "gather" else 3 / 4 * 1.5 * tokens * top_k * 4
+        assert told == layers * (form + beside)  # choices and weights are sent too
 
 
 def test_a_pipeline_gathers_three_times():
