@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from ._dtype import at_least_float32
-from ._linear import Linear
 from ._tokens import Tokens
 
 
@@ -74,7 +73,9 @@ def is_real(tokens: Tokens, shape: tuple[int, ...]) -> Bool[Array, "*batch seq"]
     return jnp.broadcast_to(tokens.positions >= 0, shape)
 
 
-def router_logits(linear: Linear, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq experts"]:
+def router_logits(
+    linear: Callable[[Array], Array], x: Float[Array, "*batch seq embed"]
+) -> Float[Array, "*batch seq experts"]:
     """The map in float32 at least, and in full on every platform: small differences decide who goes where."""
     with jax.default_matmul_precision("highest"):
         return linear(x.astype(at_least_float32(x.dtype)))
