@@ -8,11 +8,12 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from ..nn import Transformer
-from ._gpt2 import build_gpt2, GPT2, GPT2_PRESETS
+from ._gpt2 import build_gpt2, GPT2, GPT2_PRESETS, GPT2_PUBLISHED
 from ._jaxformer import build_jaxformer, JAXformer, JAXFORMER_PRESETS
-from ._llama import build_llama, Llama, LLAMA_PRESETS
-from ._mixtral import build_mixtral, Mixtral, MIXTRAL_PRESETS
+from ._llama import build_llama, Llama, LLAMA_PRESETS, LLAMA_PUBLISHED
+from ._mixtral import build_mixtral, Mixtral, MIXTRAL_PRESETS, MIXTRAL_PUBLISHED
 from ._switch import build_switch, GShard, GSHARD_PRESETS, Switch, SWITCH_PRESETS
+from ._weights import Published
 
 
 Numbers = GPT2 | GShard | JAXformer | Llama | Mixtral | Switch
@@ -25,14 +26,15 @@ class Family:
     numbers: type
     build: Callable[..., Transformer]
     presets: Mapping[str, Any]
+    published: Published | None = None
 
 
 FAMILIES: dict[str, Family] = {
-    "gpt2": Family(GPT2, build_gpt2, GPT2_PRESETS),
+    "gpt2": Family(GPT2, build_gpt2, GPT2_PRESETS, GPT2_PUBLISHED),
     "gshard": Family(GShard, build_switch, GSHARD_PRESETS),
     "jaxformer": Family(JAXformer, build_jaxformer, JAXFORMER_PRESETS),
-    "llama": Family(Llama, build_llama, LLAMA_PRESETS),
-    "mixtral": Family(Mixtral, build_mixtral, MIXTRAL_PRESETS),
+    "llama": Family(Llama, build_llama, LLAMA_PRESETS, LLAMA_PUBLISHED),
+    "mixtral": Family(Mixtral, build_mixtral, MIXTRAL_PRESETS, MIXTRAL_PUBLISHED),
     "switch": Family(Switch, build_switch, SWITCH_PRESETS),
 }
 

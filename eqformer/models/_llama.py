@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -19,6 +20,9 @@ from ..nn import (
     Stack,
     Transformer,
 )
+from ._common import block_weights, common_attributes, common_numbers, edge_weights, gated_weights
+from ._config import Config
+from ._weights import Published, Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Llama:
     eps: float = 1e-5
     bias: bool = False  # of the attention's four projections
     tied: bool = False
+    max_seq: int = 8192  # the longest rows it was trained on; it changes nothing
 
 
 def build_llama(
@@ -115,3 +120,22 @@ LLAMA_PRESETS = {
     "llama-3.2-1b": _llama3(2048, 16, 32, 8192, factor=32.0, tied=True),
     "llama-3.2-3b": _llama3(3072, 28, 24, 8192, factor=32.0, tied=True),
 }
+
+
+def _read(config: Config) -> Llama:
+    config.expect("hidden_act", "silu")
+    config.expect("mlp_bias", False)
+    return Llama(**common_numbers(config), bias=config.take("attention_bias", False))
+
+
+def _write(numbers: Llama) -> dict[str, Any]:
+    return common_attributes(numbers) | {"hidden_act": "silu", "mlp_bias": False, "attention_bias": numbers.bias}
+
+
+def _weights(numbers: Llama) -> list[Weight]:
+    blocks, layers = lambda m: m.stacks[0].blocks, range(numbers.layers)
+    feed_forward = gated_weights(lambda m: blocks(m).feed_forward, layers)
+    return [*edge_weights(numbers.tied), *block_weights(blocks, layers, bias=numbers.bias), *feed_forward]
+
+
+LLAMA_PUBLISHED = Published("LlamaForCausalLM", "llama", _read, _write, _weights, ("rotary_emb.inv_freq",))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -20,11 +21,15 @@ from ..nn import (
     MoE,
     RMSNorm,
     Rotary,
+    RotaryScaling,
     sliding_window,
     Stack,
     TopKRouter,
     Transformer,
 )
+from ._common import block_weights, common_attributes, common_numbers, edge_weights, gated_weights
+from ._config import Config
+from ._weights import Published, Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +51,9 @@ class Mixtral:
     balance: float = 0.02  # of `LoadBalance`, over the batch
     capacity: float | None = None
     tied: bool = False
+    max_seq: int = 32_768  # the longest rows it was trained on; it changes nothing
+    scaling: RotaryScaling | None = None
+    jitter: float = 0.0
 
 
 def build_mixtral(
@@ -65,7 +73,14 @@ def build_mixtral(
         router, experts = jax.random.split(key)
         expert = lambda key: GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=key)
         return MoE(
-            TopKRouter(embed=embed, experts=numbers.experts, top_k=numbers.top_k, normalise=True, key=router),
+            TopKRouter(
+                embed=embed,
+                experts=numbers.experts,
+                top_k=numbers.top_k,
+                normalise=True,
+                jitter=numbers.jitter,
+                key=router,
+            ),
             Experts(expert, numbers.experts, key=experts),
             dispatch=Dropless() if numbers.capacity is None else Capacity(numbers.capacity),
             losses=(LoadBalance(numbers.balance),) if numbers.balance else (),
@@ -80,7 +95,7 @@ def build_mixtral(
                 kv_heads=numbers.kv_heads,
                 head_dim=head_dim,
                 output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                rotary=Rotary(head_dim, numbers.theta),
+                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
                 mask=mask,
                 core=core,
                 key=attention,
@@ -106,3 +121,41 @@ MIXTRAL_PRESETS = {
     "mixtral-8x7b": Mixtral(vocab=32_000, embed=4096, layers=32, heads=32, kv_heads=8, mlp=14_336),
     "mixtral-8x22b": Mixtral(vocab=32_768, embed=6144, layers=56, heads=48, kv_heads=8, mlp=16_384),
 }
+
+
+def _read(config: Config) -> Mixtral:
+    config.expect("hidden_act", "silu")
+    return Mixtral(
+        **common_numbers(config),
+        experts=config.take("num_local_experts", 8),
+        top_k=config.take("num_experts_per_tok", 2),
+        window=config.take("sliding_window", None),
+        balance=config.take("router_aux_loss_coef", 0.001),
+        jitter=config.take("router_jitter_noise", 0.0),
+    )
+
+
+def _write(numbers: Mixtral) -> dict[str, Any]:
+    return common_attributes(numbers) | {
+        "hidden_act": "silu",
+        "num_local_experts": numbers.experts,
+        "num_experts_per_tok": numbers.top_k,
+        "sliding_window": numbers.window,
+        "router_aux_loss_coef": numbers.balance,
+        "router_jitter_noise": numbers.jitter,
+    }
+
+
+def _weights(numbers: Mixtral) -> list[Weight]:
+    blocks, layers = lambda m: m.stacks[0].blocks, range(numbers.layers)
+    moe = "model.layers.{layer}.block_sparse_moe."
+    experts, names = lambda m: blocks(m).feed_forward.experts.mlps, ("w1", "w3", "w2")
+    return [
+        *edge_weights(numbers.tied),
+        *block_weights(blocks, layers),
+        Weight(f"{moe}gate.weight", lambda m: blocks(m).feed_forward.router.linear.weight, "", layers),
+        *gated_weights(experts, layers, prefix=moe + "experts.{expert}.", names=names),
+    ]
+
+
+MIXTRAL_PUBLISHED = Published("MixtralForCausalLM", "mixtral", _read, _write, _weights)

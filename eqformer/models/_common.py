@@ -1,0 +1,110 @@
+"""What most published decoders share: attributes of configurations, and names of arrays."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._config import Config, rotary_attributes
+from ._weights import Weight
+
+
+_ATTRIBUTES = {
+    "vocab": "vocab_size",
+    "embed": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "mlp": "intermediate_size",
+}
+
+
+def common_numbers(config: Config) -> dict[str, Any]:
+    """Sizes, rotary positions, norms' eps, and whether the head is tied, under our names."""
+    found: dict[str, Any] = {name: config.take(attribute) for name, attribute in _ATTRIBUTES.items()}
+    found["theta"], found["scaling"] = config.rotary()
+    found["kv_heads"] = config.take("num_key_value_heads", found["heads"])
+    found["head_dim"] = config.take("head_dim", None)
+    found["eps"] = config.take("rms_norm_eps", 1e-6)
+    found["tied"] = config.take("tie_word_embeddings", False)
+    found["max_seq"] = config.take("max_position_embeddings", 2048)
+    return found
+
+
+def common_attributes(numbers: Any) -> dict[str, Any]:
+    """The same the other way."""
+    return {
+        **{attribute: getattr(numbers, name) for name, attribute in _ATTRIBUTES.items()},
+        "num_key_value_heads": numbers.kv_heads,
+        "head_dim": numbers.head_dim,
+        "rms_norm_eps": numbers.eps,
+        "tie_word_embeddings": numbers.tied,
+        "max_position_embeddings": numbers.max_seq,
+        **rotary_attributes(numbers.theta, numbers.scaling),
+    }
+
+
+def edge_weights(tied: bool) -> list[Weight]:
+    """The embedding, the last norm and, where it is not tied, the head."""
+    head = [] if tied else [Weight("lm_head.weight", lambda m: m.head.weight)]
+    table = Weight("model.embed_tokens.weight", lambda m: m.embedding.weight)
+    return [table, Weight("model.norm.weight", lambda m: m.norm.weight), *head]
+
+
+def block_weights(
+    where: Callable[[Any], Any],
+    layers: Sequence[int],
+    *,
+    bias: bool = False,
+    output_bias: bool | None = None,
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+) -> list[Weight]:
+    """Of a pre-norm block: the attention's projections and both norms."""
+    names = zip(("attention_norm", "feed_forward_norm"), norms, strict=True)
+    projections = attention_weights(lambda m: where(m).attention, layers, bias=bias, output_bias=output_bias)
+    return projections + [
+        Weight(f"model.layers.{{layer}}.{published}.weight", _attribute(where, f"{name}.weight"), "", layers)
+        for name, published in names
+    ]
+
+
+def attention_weights(
+    where: Callable[[Any], Any],
+    layers: Sequence[int],
+    *,
+    prefix: str = "model.layers.{layer}.self_attn.",
+    bias: bool = False,
+    output_bias: bool | None = None,
+) -> list[Weight]:
+    """An `Attention`'s projections, published as `q_proj`, `k_proj`, `v_proj` and `o_proj`."""
+    found = []
+    for name, published in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o")):
+        is_output = name == "output"
+        pattern = "embed (heads head_dim) -> embed heads head_dim" if is_output else _HEADS
+        found.append(Weight(f"{prefix}{published}_proj.weight", _attribute(where, f"{name}.weight"), pattern, layers))
+        if bias if not is_output or output_bias is None else output_bias:
+            pattern = "" if is_output else "(heads head_dim) -> heads head_dim"
+            found.append(Weight(f"{prefix}{published}_proj.bias", _attribute(where, f"{name}.bias"), pattern, layers))
+    return found
+
+
+def gated_weights(
+    where: Callable[[Any], Any],
+    layers: Sequence[int],
+    *,
+    prefix: str = "model.layers.{layer}.mlp.",
+    names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Weight]:
+    """A `GatedMLP`'s maps."""
+    pairs = zip(("gate", "up", "down"), names, strict=True)
+    return [Weight(f"{prefix}{its}.weight", _attribute(where, f"{name}.weight"), "", layers) for name, its in pairs]
+
+
+_HEADS = "(heads head_dim) embed -> heads head_dim embed"
+
+
+def _attribute(where: Callable[[Any], Any], path: str) -> Callable[[Any], Any]:
+    def find(model: Any) -> Any:
+        found = where(model)
+        for name in path.split("."):
+            found = getattr(found, name)
+        return found
+
+    return find

@@ -1,0 +1,145 @@
+"""Folders of safetensors as they are published: one file, or several and an index; read slowly trusting nothing."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  # lets numpy know bfloat16
+import numpy as np
+from safetensors import safe_open, SafetensorError
+from safetensors.numpy import save_file
+
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class Folder:
+    """The arrays of a published model by name, memory-mapped; each is read when it is asked for.
+
+    Raises a `ValueError` for a folder that is not what it says: an index that names files elsewhere or arrays that its
+    files do not hold, arrays that are in two files, files whose headers do not fit them, numbers that are no floats.
+    """
+
+    def __init__(self, path: str | Path):
+        """Open every file of the folder and compare it with the index."""
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise ValueError(f"load({str(path)!r}): there is no such folder.")
+        index = self.path / INDEX
+        self._files: dict[str, Any] = {}
+        if index.exists():
+            self._file_of = self._indexed(read_json(index))
+        elif (self.path / SINGLE).exists():
+            self._file_of = dict.fromkeys(self._open(SINGLE), SINGLE)
+        else:
+            raise ValueError(
+                f"load({str(path)!r}): the folder has no {SINGLE} and no {INDEX}. Pickled weights (.bin, .pt) are "
+                "never read, since they can run programs; convert them to safetensors where you trust them."
+            )
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every array's name."""
+        return frozenset(self._file_of)
+
+    def config(self) -> dict[str, Any]:
+        """The contents of `config.json`."""
+        return read_json(self.path / "config.json")
+
+    def dtype(self, name: str) -> str:
+        """An array's dtype as JAX calls it."""
+        return {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}[self._slice(name).get_dtype()]
+
+    def read(self, name: str) -> np.ndarray:
+        """A whole array."""
+        return self._files[self._file_of[name]].get_tensor(name)
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._file_of[name]].get_slice(name)
+
+    def _indexed(self, index: dict[str, Any]) -> dict[str, str]:
+        file_of = index.get("weight_map")
+        if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
+            raise ValueError(f"{self.path / INDEX}: it has no weight_map of names to files.")
+        for file in sorted(set(file_of.values())):
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise ValueError(
+                    f"{self.path / INDEX}: it names {file!r}, which is no safetensors file of this folder."
+                )
+            held, told = set(self._open(file)), {name for name, its in file_of.items() if its == file}
+            if held != told:
+                raise ValueError(
+                    f"{self.path / file}: the index and the file disagree on {_few(held ^ told)}; the index must give "
+                    "each array's file, once."
+                )
+        return file_of
+
+    def _open(self, file: str) -> list[str]:
+        if not (self.path / file).is_file():
+            raise ValueError(f"{self.path / file}: the file is missing.")
+        try:
+            opened = safe_open(self.path / file, framework="np")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(f"{self.path / file}: it is no whole safetensors file ({error}).") from None
+        self._files[file] = opened
+        names = list(opened.keys())
+        for name in names:
+            if (dtype := opened.get_slice(name).get_dtype()) not in FLOATS:
+                raise ValueError(f"{self.path / file}: {name} is of {dtype}; weights are {', '.join(FLOATS)}.")
+        return names
+
+
+def write_folder(
+    path: Path, arrays: Iterator[tuple[str, np.ndarray]], config: Mapping[str, Any], shard_bytes: int
+) -> None:
+    """Write `config.json` and the arrays, in as many files as need be; only the arrays of one file are held at once."""
+    file_of: dict[str, int] = {}
+    part: dict[str, np.ndarray] = {}
+    number, held, total = 0, 0, 0
+
+    def flush() -> None:
+        nonlocal number, held
+        save_file(part, path / f"part-{number}.safetensors", metadata={"format": "pt"})
+        number, held = number + 1, 0
+        part.clear()
+
+    for name, array in arrays:
+        if part and held + array.nbytes > shard_bytes:
+            flush()
+        part[name], file_of[name] = np.ascontiguousarray(array), number
+        held, total = held + array.nbytes, total + array.nbytes
+    flush()
+    names = [f"model-{i + 1:05}-of-{number:05}.safetensors" if number > 1 else SINGLE for i in range(number)]
+    for i, name in enumerate(names):
+        (path / f"part-{i}.safetensors").rename(path / name)
+    if number > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for name, i in file_of.items()}}
+        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (path / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object of JSON; a `ValueError` for anything else, a name that comes twice among it."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"it has {_few(twice)} twice")
+        return dict(pairs)
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: the file is missing.") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: it is no JSON that can be read ({error}).") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: it holds no JSON object.")
+    return found
+
+
+def _few(names: set[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
