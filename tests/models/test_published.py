@@ -11,6 +11,7 @@ from family_weights import ids_of, LENGTH, weight
 from safetensors.numpy import load_file, save_file
 
 from eqformer import models, nn
+from eqformer.parallel import make_mesh, Plan, shardings
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -62,3 +63,28 @@ def test_cached_decoding_gives_its_logits(name, logits, tmp_path):
         one, cache = step(model, ids[:, place : place + 1], jnp.full((2, 1), place, jnp.int32), cache)
         found.append(one)
     assert close(jnp.concatenate(found, axis=1), logits[name])
+
+
+def test_each_device_reads_its_own_part(tmp_path):
+    """Straight onto a mesh: the arrays are those of one device, where a plan wants them."""
+    write(tmp_path, "mixtral plain")
+    plan = Plan(make_mesh(pipe=3, tensor=2, devices=jax.devices()[:6]))
+    where = lambda shapes: shardings(plan.parameter_specs(shapes), plan.mesh)
+    whole, split = models.load(tmp_path), models.load(tmp_path, shardings=where)
+    specs = jax.tree.leaves(where(eqx.filter(whole, eqx.is_array)))
+    for one, other, sharding in zip(*(jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (whole, split)), specs):
+        assert other.sharding == sharding and np.array_equal(one, other)
+    experts = split.stacks[0].blocks.feed_forward.experts.mlps.up.weight
+    assert experts.addressable_shards[0].data.shape == (1, 5, 10, 24)  # of 3 layers and 20 hidden features
+
+
+def test_parameters_keep_their_dtype_or_get_another(tmp_path):
+    arrays = {name: array.astype("bfloat16") for name, array in write(tmp_path, "llama tied").items()}
+    save_file(arrays, tmp_path / "model.safetensors")
+    half, wide = models.load(tmp_path), models.load(tmp_path, dtype="float32")
+    assert half.compute_dtype == "bfloat16" and wide.compute_dtype == "float32"
+    for model, dtype in ((half, "bfloat16"), (wide, "float32")):
+        assert {str(x.dtype) for x in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))} == {dtype}
+    models.save(half, models.read_numbers(tmp_path), tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(back[name].dtype == array.dtype and np.array_equal(back[name], array) for name, array in arrays.items())

@@ -1,0 +1,186 @@
+"""Folders that are not what they say are refused in one message, before anything of them is used."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from test_published import TOLD, write
+
+from eqformer import models
+from eqformer.models._folder import Folder, INDEX, SINGLE
+
+
+NAME = "llama plain"
+ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+MORE = {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}
+
+
+def raw(header: object, data: bytes = bytes(8), length: int | None = None) -> bytes:
+    """A file of this header, which says of itself how long it is, or something else."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+FILES = {
+    "nothing": b"",
+    "seven bytes": bytes(7),
+    "no header": struct.pack("<Q", 0),
+    "a header longer than the file": raw({"a": ONE}, length=10**6),
+    "a header of 2^63 bytes": raw({"a": ONE}, length=2**63),
+    "a header of 2^64 - 1 bytes": raw({"a": ONE}, length=2**64 - 1),
+    "a header that is no JSON": raw(b"{'a': 1}"),
+    "a header that is no UTF-8": raw(b'{"\xff": 1}'),
+    "a header that is a list": raw([ONE]),
+    "a header cut short": raw(json.dumps({"a": ONE}).encode()[:-2]),
+    "no dtype": raw({"a": {"shape": [2], "data_offsets": [0, 8]}}),
+    "no shape": raw({"a": {"dtype": "F32", "data_offsets": [0, 8]}}),
+    "no offsets": raw({"a": {"dtype": "F32", "shape": [2]}}),
+    "an unknown dtype": raw({"a": ONE | {"dtype": "F99"}}),
+    "integers": raw({"a": ONE | {"dtype": "I32"}}),
+    "truths": raw({"a": {"dtype": "BOOL", "shape": [8], "data_offsets": [0, 8]}}),
+    "another dtype's size": raw({"a": ONE | {"dtype": "F64"}}),
+    "offsets behind the end": raw({"a": ONE | {"data_offsets": [8, 16]}}),
+    "offsets far behind the end": raw({"a": ONE | {"data_offsets": [2**60, 2**60 + 8]}}),
+    "offsets in reverse": raw({"a": ONE | {"data_offsets": [8, 0]}}),
+    "negative offsets": raw({"a": ONE | {"data_offsets": [-8, 0]}}),
+    "three offsets": raw({"a": ONE | {"data_offsets": [0, 4, 8]}}),
+    "offsets that are no numbers": raw({"a": ONE | {"data_offsets": ["0", "8"]}}),
+    "overlapping offsets": raw({"a": ONE, "b": MORE | {"data_offsets": [4, 12]}}, bytes(12)),
+    "the same bytes twice": raw({"a": ONE, "b": ONE}),
+    "a hole between arrays": raw({"a": ONE, "b": MORE | {"data_offsets": [12, 20]}}, bytes(20)),
+    "bytes that are nobody's": raw({"a": ONE}, bytes(16)),
+    "a byte too few": raw({"a": ONE}, bytes(7)),
+    "a shape of another size": raw({"a": ONE | {"shape": [3]}}),
+    "a negative shape": raw({"a": ONE | {"shape": [-2]}}),
+    "a shape that is no number": raw(b'{"a": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 8]}}'),
+    "a shape that is text": raw({"a": ONE | {"shape": ["2"]}}),
+    "a shape beyond all sizes": raw({"a": ONE | {"shape": [2**62, 2**62]}}),
+    "a name that comes twice": raw(
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
+        b'"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}',
+        bytes(16),
+    ),
+    "metadata that is no text": raw({"a": ONE, "__metadata__": {"format": 1}}),
+    "a pickle": b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94.",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_not_what_it_says(name, tmp_path):
+    (tmp_path / SINGLE).write_bytes(FILES[name])
+    with pytest.raises(ValueError, match=rf"{SINGLE}: "):
+        Folder(tmp_path)
+
+
+def test_the_same_file_unharmed_is_read(tmp_path):
+    (tmp_path / SINGLE).write_bytes(raw({"a": ONE, "b": MORE}, np.arange(4, dtype=np.float32).tobytes()))
+    folder = Folder(tmp_path)
+    assert folder.names == {"a", "b"} and folder.read("b").tolist() == [2, 3] and folder.dtype("a") == "float32"
+
+
+def two_files(folder: Path) -> dict[str, str]:
+    """Two files and their index's map, not yet written."""
+    for number in (1, 2):
+        save_file({f"array {number}": np.ones(2, np.float32)}, folder / f"model-{number}.safetensors")
+    return {f"array {number}": f"model-{number}.safetensors" for number in (1, 2)}
+
+
+INDICES = {
+    "a file outside": (lambda m: {"weight_map": m | {"array 1": "../model-1.safetensors"}}, "no safetensors file of"),
+    "a path from the root": (lambda m: {"weight_map": m | {"array 1": "/etc/passwd"}}, "no safetensors file of"),
+    "a file in a folder": (lambda m: {"weight_map": m | {"array 1": "sub/model-1.safetensors"}}, "no safetensors file"),
+    "a pickle": (lambda m: {"weight_map": m | {"array 1": "pytorch_model.bin"}}, "no safetensors file of"),
+    "a file that is not there": (lambda m: {"weight_map": m | {"array 1": "model-3.safetensors"}}, "is missing"),
+    "an array that no file has": (lambda m: {"weight_map": m | {"array 3": "model-1.safetensors"}}, "array 3"),
+    "an array in the other file": (lambda m: {"weight_map": m | {"array 1": "model-2.safetensors"}}, "array 1"),
+    "no map": (lambda m: {}, "no weight_map"),
+    "a map that is a list": (lambda m: {"weight_map": list(m)}, "no weight_map"),
+    "a file that is a number": (lambda m: {"weight_map": m | {"array 1": 1}}, "no weight_map"),
+    "a list": (lambda m: [m], "no JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_that_is_not_what_it_says(name, tmp_path):
+    index, words = INDICES[name]
+    (tmp_path / INDEX).write_text(json.dumps(index(two_files(tmp_path))))
+    with pytest.raises(ValueError, match=words):
+        Folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ('{"weight_map": {"array 1": "model-1.safetensors", "array 1": "model-2.safetensors"}}', "array 1 twice"),
+        ('{"weight_map": ', "no JSON that can be read"),
+        ("[" * 100_000, "no JSON that can be read"),
+        ("\xff", "no JSON that can be read"),
+    ],
+)
+def test_an_index_that_cannot_be_read(text, words, tmp_path):
+    two_files(tmp_path)
+    (tmp_path / INDEX).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"{INDEX}: .*{words}"):
+        Folder(tmp_path)
+
+
+def test_an_array_in_two_files(tmp_path):
+    file_of = two_files(tmp_path)
+    save_file({name: np.ones(2, np.float32) for name in file_of}, tmp_path / "model-2.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": file_of}))
+    with pytest.raises(ValueError, match=r"model-2.safetensors: .* disagree on array 1"):
+        Folder(tmp_path)
+
+
+def test_folders_without_weights(tmp_path):
+    with pytest.raises(ValueError, match="no such folder"):
+        models.load(tmp_path / "nowhere")
+    (tmp_path / "pytorch_model.bin").write_bytes(FILES["a pickle"])
+    with pytest.raises(ValueError, match=r"no model.safetensors .*Pickled weights .* never read"):
+        models.load(tmp_path)
+
+
+def changed(**attributes):
+    """A configuration with some attributes changed, those of None left out."""
+    given = TOLD[NAME]["config"] | attributes
+    return {name: value for name, value in given.items() if value is not None}
+
+
+CONFIGS = {
+    "another family": (changed(model_type="lama"), "model_type='lama' is not known; the families are .*llama"),
+    "no family": (changed(model_type=None), "no 'model_type'"),
+    "an attribute missing": (changed(hidden_size=None), "no 'hidden_size'"),
+    "an attribute that nobody knows": (changed(window_of_doom=3), "does not know: window_of_doom=3"),
+    "an attribute that is not supported": (changed(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
+    "a kind of rotary positions": (changed(rope_parameters={"rope_type": "helix"}), "rope_type='helix'"),
+    "a rotary attribute": (changed(rope_parameters={"rope_type": "linear", "factor": 2.0, "twist": 1}), "twist"),
+    "another size": (changed(intermediate_size=30), r"mlp.*: it has shape \(\d+, \d+\), and the model's is"),
+    "more layers": (changed(num_hidden_layers=4), r"not in the folder: model.layers.3"),
+    "fewer layers": (changed(num_hidden_layers=2), r"in no rule: model.layers.2"),
+    "a head that the folder has not": (changed(tie_word_embeddings=True), "in no rule: lm_head.weight"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_that_does_not_fit(name, tmp_path):
+    config, words = CONFIGS[name]
+    write(tmp_path, NAME)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=words):
+        models.load(tmp_path)
+
+
+def test_what_cannot_be_saved_leaves_nothing(tmp_path):
+    write(tmp_path, NAME)
+    model, numbers = models.load(tmp_path), models.read_numbers(tmp_path)
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(ValueError, match="something is there already"):
+        models.save(model, numbers, tmp_path / "taken")
+    with pytest.raises(ValueError, match="not one of these numbers"):
+        models.save(model, models.preset("llama-byte-1m"), tmp_path / "out")
+    with pytest.raises(ValueError, match="in no common format"):
+        models.save(model, models.preset("jaxformer-byte-1m"), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", SINGLE, "taken"]
