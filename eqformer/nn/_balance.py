@@ -23,7 +23,9 @@ def alone(x: Array) -> Array:
 class BalanceLoss(eqx.Module):
     """What a routing costs: `coefficient` times a sum over this call's real tokens, so that sums over devices add up.
 
-    The model's loss is divided by the number of tokens in the end. `total` sums an array over all devices that share
+    The model's loss is divided by its tokens' weights in the end, their number where all count; where few do, the
+    coefficient has to be as much smaller. "Batch" is the rows of a call: of a microbatch, where there are several.
+    `total` sums an array over all devices that share
     the batch; `row_total` over those that hold parts of the same rows (context parallelism). On one device both are
     the identity.
     """

@@ -2,6 +2,7 @@
 
 import fractions
 import math
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -13,18 +14,22 @@ from ._experts import Experts
 from ._routing import Routing, Slots
 
 
+Count = TypeVar("Count", int, jax.Array)
+
+
 class Dropless(eqx.Module):
     """Every choice is computed: choices are sorted by expert and each product is one over groups (MegaBlocks).
 
     Results are combined token by token, in float32 at least and in the order of the choices, so that they do not
-    depend on where experts are.
+    depend on where experts are. There is one derivative, in reverse mode: no `jax.jvp`, no gradient of a gradient.
     """
 
     def __call__(
         self, experts: Experts, x: Float[Array, "*batch seq embed"], routing: Routing
     ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
         """The weighted sum of each token's experts, and how many choices had no place: none."""
-        flat = (array.reshape(-1, array.shape[-1]) for array in (x, routing.experts, routing.weights))
+        number = math.prod(x.shape[:-1])
+        flat = (array.reshape(number, array.shape[-1]) for array in (x, routing.experts, routing.weights))
         return sum_of_experts(experts, *flat).reshape(x.shape), jnp.zeros((), jnp.int32)
 
     def kept(
@@ -36,6 +41,8 @@ class Dropless(eqx.Module):
 
 class Capacity(eqx.Module):
     """Each expert has `ceil(factor * choices / experts)` slots a group; a choice that finds them full is dropped.
+
+    Padding chooses nobody and is not counted, so that rows may be padded to any length.
 
     Groups are rows (`per="sequence"`, so that neither the batch nor a mesh that splits it changes who is dropped) or
     all rows of a call (`"batch"`). First choices go before second ones, and earlier tokens before later ones (GShard,
@@ -61,17 +68,18 @@ class Capacity(eqx.Module):
         """The weighted sum of each token's experts that had a slot, and how many choices had none."""
         chosen, slot, count = self._slots(routing.experts, len(experts))
         groups = chosen.shape[0]
-        rows = x.reshape(groups, -1, x.shape[-1])
+        rows = x.reshape(*chosen.shape[:2], x.shape[-1])
         token = jax.vmap(lambda slot: token_of_slot(slot, len(experts) * count))(slot)
         taken = jnp.take_along_axis(rows, jnp.maximum(token, 0)[..., None], axis=1)
         taken = jnp.where((token >= 0)[..., None], taken, 0)
-        by_expert = jnp.swapaxes(taken.reshape(groups, len(experts), count, -1), 0, 1)
-        y = experts.slots(by_expert.reshape(len(experts), groups * count, -1))
-        y = jnp.swapaxes(y.reshape(len(experts), groups, count, -1), 0, 1).reshape(groups, len(experts) * count, -1)
+        number, embed = len(experts), x.shape[-1]
+        by_expert = jnp.swapaxes(taken.reshape(groups, number, count, embed), 0, 1)
+        y = experts.slots(by_expert.reshape(number, groups * count, embed)).reshape(number, groups, count, embed)
+        y = jnp.swapaxes(y, 0, 1).reshape(groups, number * count, embed)
         has_slot = slot >= 0
-        given = jnp.take_along_axis(y, jnp.maximum(slot, 0).reshape(groups, -1, 1), axis=1)
+        given = jnp.take_along_axis(y, jnp.maximum(slot, 0).reshape(groups, math.prod(slot.shape[1:]), 1), axis=1)
         weights = jnp.where(has_slot, routing.weights.reshape(chosen.shape), 0)
-        output = combine(given.reshape(*chosen.shape, -1), weights).reshape(x.shape)
+        output = combine(given.reshape(*chosen.shape, embed), weights).reshape(x.shape)
         return output, jnp.sum((chosen >= 0) & ~has_slot, dtype=jnp.int32)
 
     def kept(
@@ -84,10 +92,14 @@ class Capacity(eqx.Module):
 
     def _slots(self, chosen: Int[Array, "*batch seq top_k"], experts: int) -> tuple[Array, Array, int]:
         """Choices by group, the slot of each or -1, and slots an expert."""
+        tokens, top_k = math.prod(chosen.shape[:-1]), chosen.shape[-1]
         groups = math.prod(chosen.shape[:-2]) if self.per == "sequence" else 1
-        chosen = chosen.reshape(groups, -1, chosen.shape[-1])
-        count = slots_of(self.factor, chosen.shape[1] * chosen.shape[2], experts)
-        return chosen, jax.vmap(lambda chosen: slot_of_choice(chosen, experts, count))(chosen), count
+        chosen = chosen.reshape(groups, tokens // max(groups, 1), top_k)
+        count = slots_of(self.factor, chosen.shape[1] * top_k, experts)
+        real = jnp.sum(jnp.any(chosen >= 0, axis=-1), axis=-1, dtype=jnp.int32)  # padding chooses nobody
+        limit = jnp.minimum(count, jnp.maximum(1, _even_share(self.factor, real * top_k, experts)))
+        slots = jax.vmap(lambda chosen, limit: slot_of_choice(chosen, experts, count, limit))(chosen, limit)
+        return chosen, slots, count
 
 
 def sum_of_experts(
@@ -99,7 +111,7 @@ def sum_of_experts(
     """Each token's weighted sum of the experts it has chosen; a choice of -1 adds nothing."""
     order, place, sizes = by_expert(chosen, len(experts))
     y = experts.sorted_rows(take_rows(x, order // chosen.shape[-1], place.reshape(chosen.shape)), sizes)
-    return combine(take_rows(y, place, order[:, None]).reshape(*chosen.shape, -1), weights)
+    return combine(take_rows(y, place, order[:, None]).reshape(*chosen.shape, x.shape[-1]), weights)
 
 
 def run_slots(experts: Experts, x: Float[Array, "*batch seq embed"], slots: Slots) -> Float[Array, "*batch seq embed"]:
@@ -143,17 +155,23 @@ take_rows.defvjp(
 
 def slots_of(factor: float, choices: int, experts: int) -> int:
     """Slots an expert, at least one: a factor of 1.1 is 11/10, and 100 choices of 10 experts make 11, not 12."""
+    return max(1, min(choices, _even_share(factor, choices, experts)))
+
+
+def _even_share(factor: float, choices: Count, experts: int) -> Count:
     exact = fractions.Fraction(factor).limit_denominator(1000)
-    return max(1, min(choices, math.ceil(exact * choices / experts)))
+    return -(-exact.numerator * choices // (exact.denominator * experts))
 
 
-def slot_of_choice(chosen: Int[Array, "tokens top_k"], experts: int, count: int) -> Int[Array, "tokens top_k"]:
-    """Each choice's slot, `count` an expert, or -1 where its expert has none left."""
+def slot_of_choice(
+    chosen: Int[Array, "tokens top_k"], experts: int, count: int, limit: Int[Array, ""] | None = None
+) -> Int[Array, "tokens top_k"]:
+    """Each choice's slot, of `count` an expert, or -1 where its expert has none left of the first `limit`."""
     turns = chosen.T  # all first choices, then all second ones
     order, place, sizes = by_expert(turns, experts)
     starts = jnp.cumsum(sizes) - sizes
     rank = place.reshape(turns.shape) - starts[jnp.maximum(turns, 0)]
-    return jnp.where((turns >= 0) & (rank < count), turns * count + rank, -1).T
+    return jnp.where((turns >= 0) & (rank < (count if limit is None else limit)), turns * count + rank, -1).T
 
 
 def token_of_slot(slot: Int[Array, "tokens top_k"], number: int) -> Int[Array, "slots"]:

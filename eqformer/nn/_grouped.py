@@ -21,13 +21,17 @@ def grouped(
 
     `modules` is an ensemble over groups whose parameters are all of `Linear`s of one dim to one; it maps rows one by
     one. Rows behind the last group give zeros. On CPUs this is a loop over blocks of rows of one group each, as in
-    MegaBlocks (arXiv:2211.15841); on GPUs and TPUs each `Linear` is a `jax.lax.ragged_dot`, which a CPU would compute
-    for every group and row. The backward pass keeps what the `Linear`s gave and computes the rest again. Weights are
-    cast to the dtype of `x`; sums are float32 at least.
+    MegaBlocks (arXiv:2211.15841); on GPUs and TPUs each `Linear` is a `jax.lax.ragged_dot`, which a CPU, and a GPU
+    without a kernel for it, computes for every group and row. The backward pass keeps what the `Linear`s gave and
+    computes the rest again; it has no derivative of its own, and there is no forward mode. Weights are cast to the
+    dtype of `x`; sums are float32 at least.
     """
     arrays, static = eqx.partition(modules, eqx.is_array)
-    # Sizes are passed on as arrays: a function with a gradient of its own may not close over them.
-    return _make(static)(arrays, x, sizes.astype(jnp.int32))
+    leaves, structure = jax.tree.flatten(static)
+    # Within a shard_map of the caller's, gradients of what does not vary are summed by these additions' transposes.
+    zero = _zero(arrays, x, sizes)
+    arrays, x = jax.tree.map(lambda a: _typed_like(a, zero), (arrays, x))
+    return _make(structure, tuple(leaves))(arrays, x, sizes.astype(jnp.int32))
 
 
 def map_linears(change: Callable[[Linear], Any], module: Any) -> Any:
@@ -46,9 +50,13 @@ class Maps(NamedTuple):
     backward: Callable[[Parameters, Array, Array], tuple[Parameters, Array]]
 
 
-def _make(static: PyTree) -> Callable[[PyTree, Array, Array], Array]:
+@functools.lru_cache(maxsize=256)
+def _make(structure: Any, leaves: tuple) -> Callable[[PyTree, Array, Array], Array]:
+    """The function with its gradient; the same for the same modules, so that eager calls compile once."""
+    static = jax.tree.unflatten(structure, leaves)
     ways = {"cpu": (_blocked_forward, _blocked_backward), "default": (_ragged_forward, _ragged_backward)}
 
+    @functools.partial(jax.jit, static_argnums=0)
     def on_platform(which: int, *args: Any) -> Any:
         found = {name: functools.partial(way[which], static) for name, way in ways.items()}
         return jax.lax.platform_dependent(*args, **found)
@@ -133,7 +141,9 @@ def _blocked_forward(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> 
 
         return _over_blocks(block, results, ends[number] - sizes[number], ends[number], len(x), len(sizes))
 
-    return jax.lax.fori_loop(0, len(sizes), group, results)
+    # Who has no rows is passed over: in decoding, most.
+    one = lambda number, results: jax.lax.cond(sizes[number] > 0, group, lambda _, same: same, number, results)
+    return jax.lax.fori_loop(0, len(sizes), one, results)
 
 
 def _blocked_backward(
@@ -143,6 +153,8 @@ def _blocked_backward(
     to_x = jnp.full(x.shape, zero)
     if not len(x):
         return jax.tree.map(lambda a: jnp.full(a.shape, zero.astype(a.dtype)), arrays), to_x
+
+    empty = lambda a: jnp.full(a.shape[1:], zero.astype(a.dtype))
 
     def group(to_x: Array, number: Array) -> tuple[Array, PyTree]:
         own = jax.tree.map(lambda a: a.astype(at_least_float32(a.dtype)), _of_group(arrays, number))
@@ -159,7 +171,11 @@ def _blocked_backward(
         to_x, totals = _over_blocks(block, (to_x, totals), start, end, len(x), len(sizes))
         return to_x, jax.tree.map(lambda total, a: total.astype(a.dtype), totals, arrays)
 
-    to_x, to_arrays = jax.lax.scan(group, to_x, jnp.arange(len(sizes), dtype=jnp.int32))
+    def one(to_x: Array, number: Array) -> tuple[Array, PyTree]:
+        nothing = lambda to_x, _: (to_x, jax.tree.map(empty, arrays))
+        return jax.lax.cond(sizes[number] > 0, group, nothing, to_x, number)
+
+    to_x, to_arrays = jax.lax.scan(one, to_x, jnp.arange(len(sizes), dtype=jnp.int32))
     return to_arrays, to_x
 
 
@@ -205,6 +221,11 @@ def _zero(tree: PyTree, *more: Array) -> Array:
     return zero
 
 
+def _typed_like(array: Array, zero: Array) -> Array:
+    axes = lambda x: jax.typeof(x).manual_axis_type.varying
+    return array if axes(array) >= axes(zero) else array + zero.astype(array.dtype)
+
+
 # On GPUs and TPUs: all rows at once, a ragged product for each `Linear`.
 
 
@@ -241,7 +262,8 @@ def _ragged_backward(
 ) -> tuple[PyTree, Array]:
     maps, gradient = _ragged_maps(sizes, len(x)), jnp.where(_is_real(x, sizes), gradient, 0)
     again = lambda arrays, x: _replayed(eqx.combine(arrays, static), x, maps, kept)
-    return jax.vjp(again, arrays, x)[1](gradient)
+    to_arrays, to_x = jax.vjp(again, arrays, x)[1](gradient)
+    return to_arrays, jnp.where(_is_real(x, sizes), to_x, 0)
 
 
 def _is_real(x: Array, sizes: Array) -> Array:

@@ -42,7 +42,8 @@ class MoE(Routed):
         losses: tuple[BalanceLoss, ...] = (),
     ):
         """Put the parts together. Raises a `ValueError` where they do not fit, or `losses` have nothing to read."""
-        scored = router.linear.weight.shape[0] if isinstance(router, ExpertChoiceRouter) else _candidates(router)
+        choosing = isinstance(router, ExpertChoiceRouter)
+        scored = router.linear.weight.shape[0] if choosing else _candidates(router, len(experts))
         if scored != len(experts):
             raise ValueError(
                 f"MoE(router, experts): the router chooses among {scored} experts and there are {len(experts)}; "
@@ -111,9 +112,11 @@ def aux_of_slots(slots: Slots, tokens: Tokens, x: Float[Array, "*batch seq embed
     return Aux(zero, load, jnp.zeros((), jnp.int32), zero, real)
 
 
-def _candidates(router: Router) -> int:
-    linears = jax.tree.leaves(router, is_leaf=lambda node: isinstance(node, Linear))
-    return next(node for node in linears if isinstance(node, Linear)).weight.shape[0]
+def _candidates(router: Router, otherwise: int) -> int:
+    """How many experts the router scores, by its map to `candidates`; unknown of one without such a map."""
+    nodes = jax.tree.leaves(router, is_leaf=lambda node: isinstance(node, Linear))
+    scoring = [node for node in nodes if isinstance(node, Linear) and node.outputs == ("candidates",)]
+    return scoring[0].weight.shape[0] if scoring else otherwise
 
 
 ROUTER = 2  # folded into tokens' keys, where a block's dropouts fold 0 and 1

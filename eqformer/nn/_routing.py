@@ -31,7 +31,8 @@ class Routing(eqx.Module):
         """How many tokens of each row took each expert, by their first `choices` (all by default)."""
         *batch, _, experts = self.scores.shape
         rows = math.prod(batch)
-        chosen = self.experts[..., :choices].reshape(rows, -1)
+        chosen = self.experts[..., :choices]
+        chosen = chosen.reshape(rows, math.prod(chosen.shape[-2:]))
         place = (jnp.arange(rows, dtype=jnp.int32)[:, None], jnp.maximum(chosen, 0))
         counts = jnp.zeros((rows, experts), jnp.int32).at[place].add((chosen >= 0).astype(jnp.int32))
         return counts.reshape(*batch, experts)

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from .. import nn
 from ._axes import AXES, BATCH_AXES, CONTEXT, PIPE, TENSOR
+from ._check_mixture import check_mixture
 from ._collective_matmul import OVERLAPS
 from ._context import check_context, CONTEXT_METHODS
 from ._depth import check_depth
@@ -40,10 +41,10 @@ def check_choices(plan: Any) -> None:
     ):
         if value not in known:
             raise ValueError(f"Plan({name}={value!r}): the choices are {', '.join(map(str, known))}.")
-    if not plan.expert_factor > 0:
+    if not 0 < plan.expert_factor < math.inf:
         raise ValueError(
             f"Plan(expert_factor={plan.expert_factor}): a pair of devices has that many times the slots that even "
-            "loads need; give a positive number, such as 2.0."
+            "loads need; give a positive and finite number, such as 2.0, or, to drop nothing, the axis' size."
         )
     for name, value in (("microbatches", plan.microbatches), ("chunks", plan.chunks)):
         if value < 1:
@@ -83,6 +84,8 @@ def check_model(plan: Any, model: nn.Transformer) -> None:
     plan.state_specs(model)
     if plan.size(TENSOR) > 1:
         _check_tensor(plan, model, specs)
+    for path, moe in _modules(model, (nn.MoE,)):
+        check_mixture(plan, path, moe)
 
 
 def check_rows(plan: Any, model: nn.Transformer, rows: int, seq: int) -> None:
@@ -101,10 +104,12 @@ def check_rows(plan: Any, model: nn.Transformer, rows: int, seq: int) -> None:
             f"Plan over context={size} by {plan.context_method!r}: rows of {seq} tokens are cut into {pieces} equal "
             f"pieces; take a multiple of {pieces} tokens."
         )
-    if plan.residual == "sequence" and (seq // size) % plan.size(TENSOR):
+    routes = plan.residual == "feature" and bool(_modules(model, (nn.MoE,)))
+    if (plan.residual == "sequence" or routes) and (seq // size) % plan.size(TENSOR):
+        who = "are split over the axis" if plan.residual == "sequence" else "are split over the axis where they choose"
         raise ValueError(
-            f"Plan(residual='sequence') over tensor={plan.size(TENSOR)}: the {seq // size} tokens that a device of "
-            f"context={size} holds are split over the axis; take a multiple of {size * plan.size(TENSOR)} tokens."
+            f"Plan(residual={plan.residual!r}) over tensor={plan.size(TENSOR)}: the {seq // size} tokens that a device "
+            f"of context={size} holds {who}; take a multiple of {size * plan.size(TENSOR)} tokens."
         )
     for path, module in _modules(model, (nn.Attention, nn.LatentAttention)):
         _check_attention(plan, path, module, seq)

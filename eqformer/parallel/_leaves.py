@@ -44,17 +44,24 @@ def leaves_of(
     structure = jax.tree.structure(model)
     marks = structure.flatten_up_to(_in_slices(model, residual))
     matrices = structure.flatten_up_to(nn.matrices(model))
+    routers = structure.flatten_up_to(_in_routers(model))
 
-    def leaf(x: Any, spec: Any, state_spec: Any, in_slices: bool, matrix: Any) -> Leaf:
+    def leaf(x: Any, spec: Any, state_spec: Any, in_slices: bool, matrix: Any, in_router: bool) -> Leaf:
         if spec is None:
             return Leaf(None, None, (), "")
         over = axes + (TENSOR,) * in_slices
-        is_cast = matrix is not None and not matrix.table
+        is_cast = matrix is not None and not matrix.table and not in_router  # routers are computed in float32
         dtype = model.compute_dtype if is_cast else str(x.dtype)
         return Leaf(spec, state_spec, tuple(axis for axis in over if axis not in axes_of(spec)), dtype)
 
-    columns = jax.tree.leaves(model), *map(structure.flatten_up_to, (specs, state_specs)), marks, matrices
+    columns = jax.tree.leaves(model), *map(structure.flatten_up_to, (specs, state_specs)), marks, matrices, routers
     return jax.tree.unflatten(structure, [leaf(*row) for row in zip(*columns, strict=True)])
+
+
+def _in_routers(model: nn.Transformer) -> PyTree:
+    is_router = lambda node: isinstance(node, nn.Router | nn.ExpertChoiceRouter)
+    everywhere = lambda node: jax.tree.map(lambda _: is_router(node), node)
+    return jax.tree.map(everywhere, model, is_leaf=is_router)
 
 
 def _in_slices(model: nn.Transformer, residual: str | None) -> PyTree:

@@ -23,6 +23,7 @@ from ..nn._grouped import map_linears
 from ..nn._moe import aux_of_slots, ROUTER
 from ..nn._routing import Routing, Slots
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
+from ._taps import holding, is_map
 from ._vary import vary
 
 
@@ -35,9 +36,9 @@ class SplitMoE(nn.Routed):
     `method="gather"`: the tokens of all devices of the axis `expert` are gathered, each device computes what its own
     experts add, and the sums are scattered back; exact. `"exchange"`: each choice goes to its expert's device and back
     by two all-to-alls, with `factor` times the slots for a pair of devices that even loads need; what finds no slot is
-    dropped and counted. It sends less where a token has fewer choices than the axis has devices (DeepSpeed-MoE,
-    arXiv:2201.05596). Each token is routed once, on one device. `residual` is the stream over the axis `tensor`, None
-    where that has one device: split tokens or features are put together for the experts.
+    dropped and counted. It sends less where `factor` times a token's choices is less than the axis has devices
+    (DeepSpeed-MoE, arXiv:2201.05596). Each token is routed once, on one device. `residual` is the stream over the axis
+    `tensor`, None where that has one device: split tokens or features are put together for the experts.
     """
 
     inner: nn.MoE
@@ -98,6 +99,8 @@ class SplitMoE(nn.Routed):
 
     def _chosen(self, x: Float[Array, "*batch seq embed"], routing: Routing) -> tuple[Array, Int[Array, ""]]:
         """What the chosen experts add to each token, and how many choices were dropped."""
+        if self.residual is None and jax.lax.axis_size(EXPERT) == 1:
+            return self.inner.dispatch(self.inner.experts, x, routing)
         number = routing.scores.shape[-1]
         x, choices, weights = (self._whole_rows(array) for array in (x, routing.experts, routing.weights))
         choices, dropped = self.inner.dispatch.kept(choices, number)
@@ -182,8 +185,8 @@ def _features_of_tokens(x: Float[Array, "*batch seq embed"]) -> Float[Array, "*b
 
 
 def _with_whole_features(router: PyTree) -> Any:
-    def whole(linear: nn.Linear) -> nn.Linear:
+    def whole(linear: Any) -> Any:
         weight = jax.lax.all_gather(linear.weight, TENSOR, axis=linear.weight.ndim - 1, tiled=True)
-        return eqx.tree_at(lambda m: m.weight, linear, weight)
+        return holding(linear, weight, linear.bias)  # a plain map: who watches it sees that it is not its own
 
-    return map_linears(whole, router)
+    return jax.tree.map(lambda node: whole(node) if is_map(node) else node, router, is_leaf=is_map)

@@ -138,20 +138,20 @@ class Plan:
 
         return jax.tree.map(ordered, nn.dims(tree), tree)
 
-    def in_reading_order(self, told: PyTree) -> PyTree:
-        """What the layers of a schedule told, each array with a `layers` dim in front, back in reading order."""
-        return (
-            told if not self.runs_schedule or self.chunks == 1 else jax.tree.map(lambda x: self._moved(x, True), told)
-        )
+    def in_reading_order(self, told: PyTree, *, back: bool = False) -> PyTree:
+        """What the ring's layers told, each array with a `layers` dim in front, in reading order, or `back`."""
+        if not self.runs_schedule or self.chunks == 1:
+            return told
+        return jax.tree.map(lambda x: self._moved(x, not back), told)
 
     def _moved(self, x: Any, back: bool) -> Any:
         order = layer_order(x.shape[0], self.size(PIPE), self.chunks)
         return x[np.argsort(order) if back else order]
 
     def in_microbatches(self, pieces: PyTree) -> PyTree:
-        """This device's rows with a dim of microbatches in front."""
-        number = self.microbatches
-        return jax.tree.map(lambda x: x.reshape(number, x.shape[0] // number, *x.shape[1:]), pieces)
+        """This device's rows with a dim of microbatches in front, cut as one device's `accumulate` cuts them."""
+        split = lambda x: x.reshape(x.shape[0] // self.microbatches, self.microbatches, *x.shape[1:])
+        return jax.tree.map(lambda x: split(x).swapaxes(0, 1), pieces)
 
     def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
         """The batch with each row's tokens in the order in which they are split over `context`.

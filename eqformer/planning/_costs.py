@@ -89,8 +89,7 @@ def _idle(moe: MoE, weights_only: bool) -> float:
     maps = [node for node in jax.tree.leaves(moe.experts, is_leaf=_is_linear) if isinstance(node, Linear)]
     arrays = [linear.weight for linear in maps] if weights_only else jax.tree.leaves(moe.experts)
     taken = moe.router.factor if isinstance(moe.router, ExpertChoiceRouter) else moe.router.top_k
-    scored = [node for node in jax.tree.leaves(moe.router, is_leaf=_is_linear) if isinstance(node, Linear)]
-    experts = scored[0].weight.shape[-2]
+    experts = maps[0].weight.shape[-len(maps[0].weight_dims) - 1]
     return sum(math.prod(x.shape) for x in arrays if is_trainable(x)) * (1 - taken / experts)
 
 

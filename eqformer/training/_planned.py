@@ -94,6 +94,7 @@ def planned_step(
         balance_rate=balance_rate,
         gradients_of=planned_gradients(plan),
         place=place,
+        as_held=lambda told: plan.in_reading_order(told, back=True),
     )
 
 

@@ -62,6 +62,7 @@ def make_step(
     gradients_of: GradientsOf | None = None,
     gradient_norm: Callable[[PyTree], Float[Array, ""]] = global_norm,
     place: Callable[[TrainState], TrainState] = lambda state: state,
+    as_held: Callable[[PyTree], PyTree] = lambda told: told,
 ) -> Step:
     """A jitted step that minimises `sum / count` of `loss_fn(model, batch, key) -> (sum, count)`.
 
@@ -72,8 +73,9 @@ def make_step(
     `balance_rate` is how far the selection biases of routers move in a step, see `rebalanced`.
 
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
-    (so far), `skipped_in_a_row`, and those of `routing_metrics`. `gradients_of(loss_fn, accumulate)`, `gradient_norm`
-    and `place`, which is given the new state, are seams for meshes. Every buffer but the batch's is donated.
+    (so far), `skipped_in_a_row`, and those of `routing_metrics`. `gradients_of(loss_fn, accumulate)`, `gradient_norm`,
+    `place`, which is given the new state, and `as_held`, which puts what layers told in the order in which the state
+    holds them, are seams for meshes. Every buffer but the batch's is donated.
     """
     if accumulate < 1:
         raise ValueError(f"make_step(accumulate={accumulate}): a step has at least one microbatch.")
@@ -98,7 +100,7 @@ def make_step(
             scaled = jax.tree.map(lambda x: x * scale.astype(x.dtype), gradients)
             parameters, memory = optimizer.update(scaled, memory, parameters, learning_rate)
             told = tally.told if balance_rate and isinstance(tally, Tally) else ()
-            return (rebalanced(parameters, told, balance_rate) if told else parameters), memory
+            return (rebalanced(parameters, as_held(told), balance_rate) if told else parameters), memory
 
         # A branch, not a selection of each entry: four times as fast on a CPU, where a selection keeps the update
         # from being one pass.
@@ -133,7 +135,8 @@ def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1) -> Callable[...,
 
     Microbatch `i` holds rows `i`, `i + accumulate`, ..., so that rows split over devices stay where they are. All get
     the same key: randomness follows the example's number, so the result is the whole batch's. Sums over microbatches
-    are float32 at least.
+    are float32 at least. What a loss computes of a whole batch (`LoadBalance(per="batch")`) it computes of each
+    microbatch.
     """
     with_gradients = eqx.filter_value_and_grad(loss_fn, has_aux=True)
 

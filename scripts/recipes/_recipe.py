@@ -127,7 +127,8 @@ class Recipe:
     schedule: Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1"] = "1f1b"
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
-    """Pieces that a step's rows go through a pipeline in; the same as --accumulate, with which it is multiplied."""
+    """Pieces that a step's rows go through a pipeline in; the same as --accumulate, with which it is multiplied. A
+    mixture's balance over the batch is over each piece."""
     chunks: int = 1
     """Parts of the model that a stage holds, with --schedule interleaved or looping."""
     edges: Literal["ends", "spread"] = "ends"

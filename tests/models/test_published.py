@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -74,7 +76,8 @@ def test_each_device_reads_its_own_part(tmp_path):
     specs = jax.tree.leaves(where(eqx.filter(whole, eqx.is_array)))
     for one, other, sharding in zip(*(jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (whole, split)), specs):
         assert other.sharding == sharding and np.array_equal(one, other)
-    experts = split.stacks[0].blocks.feed_forward.experts.mlps.up.weight
+    block: Any = split.stacks[0].blocks
+    experts = block.feed_forward.experts.mlps.up.weight
     assert experts.addressable_shards[0].data.shape == (1, 5, 10, 24)  # of 3 layers and 20 hidden features
 
 

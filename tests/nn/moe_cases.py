@@ -85,8 +85,9 @@ def kept_by(dispatch, chosen, number=EXPERTS, order="choices"):
     if isinstance(dispatch, nn.Dropless):
         return chosen
     groups = chosen if dispatch.per == "sequence" else chosen.reshape(1, -1, chosen.shape[-1])
-    exact = Fraction(str(dispatch.factor)) * groups[0].size / number
-    kept = [kept_of(group, number, math.ceil(exact), order) for group in groups]
+    share = Fraction(str(dispatch.factor)) * chosen.shape[-1] / number
+    counts = [max(1, math.ceil(share * int((group >= 0).any(axis=-1).sum()))) for group in groups]  # of real tokens
+    kept = [kept_of(group, number, count, order) for group, count in zip(groups, counts)]
     return np.array(kept).reshape(chosen.shape)
 
 

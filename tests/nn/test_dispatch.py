@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 from jaxtyping import Array, Float
-from moe_cases import EMBED, EXPERTS, experts_of, kept_by, kept_of, KEY, KINDS, mixture, routing_of, TOP_K
+from moe_cases import EMBED, EXPERTS, experts_of, kept_by, kept_of, KEY, KINDS, mixture, router_of, routing_of, TOP_K
 from nn_reference import close, drawn, normal, replaced, wide
 
 from eqformer import nn
@@ -198,3 +198,25 @@ def test_a_capacity_is_positive(factor):
 def test_slots_are_counted_per_sequence_or_batch():
     with pytest.raises(ValueError, match=r"Capacity\(per='row'\): slots are counted per 'sequence' or per 'batch'"):
         nn.Capacity(1.0, per="row")
+
+
+def test_padding_takes_no_slots_and_changes_nobodys():
+    (chosen,), x = draws(1), normal(1, 2, SEQ, EMBED)
+    weights, experts = jnp.abs(normal(2, *chosen.shape)), experts_of()
+
+    def run(more):
+        pad = lambda a, value: jnp.pad(a, ((0, 0), (0, more), (0, 0)), constant_values=value)
+        routing = routing_of(pad(chosen, -1), pad(weights, 0))
+        y, dropped = eqx.filter_jit(nn.Capacity(0.5))(experts, pad(x, 0), routing)
+        return y[:, :SEQ], dropped
+
+    (y, dropped), (padded, of_padded) = run(0), run(3 * SEQ)
+    assert dropped == of_padded > 0 and close(y, padded)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_no_tokens(shape):
+    for dispatch in DISPATCHES:
+        moe = nn.MoE(router_of(), experts_of(), dispatch=dispatch)
+        y, aux = eqx.filter_eval_shape(moe, jnp.zeros((*shape, EMBED)))
+        assert y.shape == (*shape, EMBED) and aux.load.shape == (EXPERTS,)

@@ -233,3 +233,22 @@ def test_the_loop_does_not_grow_with_the_groups():
     assert str(few.as_text()).count("\n") == pytest.approx(str(many.as_text()).count("\n"), rel=0.02)
     memory = lambda program: program.memory_analysis().temp_size_in_bytes
     assert memory(many) < 1.2 * memory(few)
+
+
+def test_in_a_shard_map_of_ones_own():
+    """Rows over two devices, the weights on both: their gradients are summed as those of any product are."""
+    (direction, x, weight), sizes = given(), np.array([[20, 30, 0, 30], [80, 0, 0, 0]])
+    mesh = jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+
+    def cost(weight, x, direction, sizes):
+        return jax.lax.psum(jnp.sum(grouped_product(x, weight, sizes[0]) * direction), "rows")
+
+    rows = jax.sharding.PartitionSpec("rows")
+    specs = jax.sharding.PartitionSpec(), rows, rows, rows
+    total = jax.shard_map(cost, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    found = jax.jit(jax.grad(total, (0, 1)))(weight, x, direction, sizes)
+    halves = [
+        wanted((direction[part], x[part], weight), list(s)) for part, s in zip((slice(80), slice(80, 160)), sizes)
+    ]
+    assert close(found[0], halves[0][2] + halves[1][2], 1e-6)
+    assert close(found[1], np.concatenate([half[1] for half in halves]), 1e-6)

@@ -193,3 +193,21 @@ def test_parts_that_do_not_fit():
         nn.TopKRouter(embed=EMBED, experts=EXPERTS, top_k=TOP_K, groups=3, key=KEY)
     with pytest.raises(TypeError, match="abstract"):
         nn.Routed()  # pyright: ignore[reportAbstractUsage]
+
+
+class Hashed(nn.Router):
+    """Chooses by position, with no map: its experts are not counted."""
+
+    top_k: int = eqx.field(static=True, default=1)
+
+    def __call__(self, x, tokens):
+        chosen = (tokens.positions % EXPERTS)[..., None]
+        scores = jnp.zeros((*chosen.shape[:-1], EXPERTS))
+        return nn.Routing(chosen, jnp.ones(chosen.shape), scores, scores)
+
+
+def test_a_router_of_ones_own():
+    x = normal(1, 1, EXPERTS, EMBED)
+    y, aux = eqx.filter_jit(nn.MoE(Hashed(), experts_of()))(x)
+    assert close(y[0], [one_expert(experts_of(), place, wide(x[0, place])) for place in range(EXPERTS)])
+    assert aux.load.tolist() == [1] * EXPERTS

@@ -83,6 +83,12 @@ def step_grid() -> list[Case]:
         Case("gpt2", {"pipe": 4, "tensor": 2}, {"schedule": "gpipe", "microbatches": 4}),
         Case("windows", {"fsdp": 2, "context": 2, "tensor": 2}, {"zero": 1, "residual": "sequence"}),
         Case("full norms", {"fsdp": 2, "tensor": 4}, {"zero": 3}),
+        Case("shared mixture", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_factor": 8.0}),
+        Case(
+            "shared mixture",
+            {"expert": 2, "pipe": 2},
+            {"schedule": "interleaved", "microbatches": 2, "chunks": 2},
+        ),
     ]
     muon = [case._replace(optimizer="muon") for case in (cases[1], cases[5])]
     return cases + muon
@@ -219,7 +225,10 @@ def _mixtures() -> Iterator[Case]:
         for (mesh, choices), way, remat in zip(
             layouts + stages, itertools.cycle(ways), itertools.cycle(("none", "products", "full"))
         ):
-            yield Case(model, mesh, choices | way, remat)
+            if model == "mixture" or "context" not in mesh:  # slots are counted in whole rows
+                yield Case(model, mesh, choices | way, remat)
+    for model in ("mixture", "choosing experts"):
+        yield Case(model, {"pipe": 2, "tensor": 2}, {"schedule": "zb-h1", "microbatches": 2, "residual": "feature"})
     for mesh, choices in layouts:
         yield Case("batch mixture", mesh, choices)
         if "context" not in mesh:

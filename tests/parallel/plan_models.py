@@ -147,7 +147,7 @@ def shared_mixture(key: Any) -> nn.Period:
     router = eqx.tree_at(lambda r: r.selection_bias, router, jnp.linspace(-0.2, 0.2, 8), is_leaf=lambda x: x is None)
     shared = nn.GatedShared(nn.GatedMLP(embed=EMBED, mlp=16, bias=True, key=two), embed=EMBED, key=two)
     balance = nn.LoadBalance(0.5, per="sequence", normalise=True)
-    routed = mixture(three, balance, router=router, shared=shared, dispatch=nn.Capacity(8.0))
+    routed = mixture(three, balance, router=router, shared=shared, dispatch=nn.Capacity(0.75))
     return nn.Period((full_norms(four), routed))
 
 

@@ -18,7 +18,7 @@ from eqformer.training._tally import count_of, Tally
 KEY = 7
 FAST: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 HASTE = FAST | {"xla_cpu_use_fusion_emitters": False}
-STEPS = 3
+STEPS, BALANCE = 3, 0.01
 
 
 class Case(NamedTuple):
@@ -157,14 +157,19 @@ def trained_on_one_device(model: str, optimizer: str, dtypes: tuple[str, str]) -
     plain = model_of(model, dtypes=dtypes)
     rule = _optimizer(optimizer, plain)
     state = training.init_state(jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, plain), rule)
-    return _train(training.make_step(next_token_loss, rule), state, training.evaluation_sums, batch_of(plain))
+    return _train(
+        training.make_step(next_token_loss, rule, balance_rate=BALANCE),
+        state,
+        training.evaluation_sums,
+        batch_of(plain),
+    )
 
 
 def trained_by_plan(case: Case) -> Trained:
     """As many steps under the plan, from a state that is made where it is kept."""
     model, plan = model_of(case.model, case.remat, case.dtypes), case.plan
     rule = _optimizer(case.optimizer, model)
-    step = training.planned_step(next_token_loss, rule, plan, accumulate=case.accumulate)
+    step = training.planned_step(next_token_loss, rule, plan, accumulate=case.accumulate, balance_rate=BALANCE)
     make = lambda: training.init_state(plan.in_ring_order(model), rule)
     state = init_sharded(make, lambda shapes: training.state_shardings(plan, rule, shapes))
     got = _train(step, state, training.planned_evaluation(plan), batch_of(model))

@@ -1,10 +1,13 @@
 """What does not fit a mesh is said in one clear error each, from shapes alone: nothing is compiled or even made."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
+from jaxtyping import Array, Float
 from plan_models import attention, batch_of, EMBED, HEAD_DIM, MLP, model_of, norm, of_blocks
 
 from eqformer import nn, training
@@ -46,7 +49,8 @@ CHOICES = {
     ),
     "microbatches": ({"pipe": 2}, {"microbatches": 0}, r"Plan\(microbatches=0\): .* at least 1"),
     "expert method": ({"expert": 2}, {"expert_method": "send"}, r"expert_method='send'\): the choices are gather, ex"),
-    "expert factor": ({"expert": 2}, {"expert_factor": 0.0}, r"Plan\(expert_factor=0.0\): .* give a positive number"),
+    "expert factor": ({"expert": 2}, {"expert_factor": 0.0}, r"Plan\(expert_factor=0.0\): .* give a positive and fin"),
+    "no end of slots": ({"expert": 2}, {"expert_factor": float("inf")}, r"factor=inf\): .* the axis' size"),
     "chunks": ({"pipe": 2}, {"chunks": -1}, r"Plan\(chunks=-1\): .* at least 1"),
     "nothing to overlap": (
         {"tensor": 2},
@@ -110,6 +114,15 @@ def test_rows_and_tokens_that_do_not_fall_into_pieces(mesh, choices, rows, seq, 
         plan(mesh, **choices).check(model, rows=rows, seq=seq)
 
 
+def test_tokens_that_choose_in_a_stream_of_features_fall_into_pieces():
+    over = plan({"tensor": 2}, residual="feature")
+    over.check(shapes(lambda: model_of("llama")), rows=8, seq=15)
+    with pytest.raises(
+        ValueError, match=r"feature'\) over tensor=2: the 15 tokens .* where they choose; .*of 2 tokens"
+    ):
+        over.check(mixed()(), rows=8, seq=15)
+
+
 def two_stacks() -> nn.Transformer:
     """A model of unlike layers."""
     model = built()
@@ -156,7 +169,64 @@ def bare_norm() -> nn.Transformer:
     return shapes(lambda: of_blocks(lambda key: nn.Block(attention(key), mlp(key), norm(), bare)))
 
 
+def mixed(expert=None, router=None, **options):
+    """A model whose feed-forward layers are mixtures, of experts with two maps by default."""
+    expert = expert or (lambda key: nn.MLP(embed=EMBED, mlp=16, key=key))
+    router = router or (lambda key: nn.TopKRouter(embed=EMBED, experts=8, top_k=2, key=key))
+
+    def block(key):
+        return nn.Block(attention(key), nn.MoE(router(key), nn.Experts(expert, 8, key=key), **options), norm(), norm())
+
+    return lambda: shapes(lambda: of_blocks(block))
+
+
+class OwnNames(eqx.Module):
+    """An expert whose hidden dim has a name that no layout knows, and perhaps a parameter that is no map's."""
+
+    up: nn.Linear
+    down: nn.Linear
+    gain: Float[Array, "embed"] | None
+
+    def __init__(self, key, dim="hidden", gain=False):
+        sizes: dict[str, Any] = {"embed": EMBED, dim: 16}
+        self.up = nn.Linear(f"embed -> {dim}", **sizes, key=key)
+        self.down = nn.Linear(f"{dim} -> embed", **sizes, key=key)
+        self.gain = jnp.ones(EMBED) if gain else None
+
+    def __call__(self, x):
+        return self.down(self.up(x)) * (1 if self.gain is None else self.gain)
+
+
+def gained(key):
+    return OwnNames(key, "mlp", gain=True)
+
+
+def choosing(per):
+    return lambda key: nn.ExpertChoiceRouter(embed=EMBED, experts=8, factor=1.0, per=per, key=key)
+
+
+FEW, WHOLE_BATCH = nn.Capacity(3.9), nn.Capacity(1.0, per="batch")
 MODELS = {
+    "experts whose hidden dim stays whole": (mixed(OwnNames), {"tensor": 2}, {}, r"of which no dim .* name .* `mlp`"),
+    "nothing: the same over other axes": (mixed(OwnNames), {"fsdp": 2, "expert": 2}, {}, None),
+    "split experts that are more than maps": (mixed(gained, dispatch=FEW), {"expert": 2}, {}, r"not those of a Linear"),
+    "nothing: the same whole": (mixed(gained, dispatch=FEW), {"fsdp": 2, "pipe": 2}, {}, None),
+    "slots of pieces of rows": (mixed(dispatch=FEW), {"context": 2}, {}, r"slots of Capacity in whole rows"),
+    "nothing: slots for all": (mixed(dispatch=nn.Capacity(4.0)), {"context": 2}, {}, None),
+    "slots of a part of the batch": (mixed(dispatch=WHOLE_BATCH), {"fsdp": 2}, {}, r"of Capacity over the whole batch"),
+    "nothing: slots of the whole batch": (mixed(dispatch=WHOLE_BATCH), {"tensor": 2}, {}, None),
+    "experts that choose in pieces of rows": (
+        mixed(router=choosing("sequence")),
+        {"context": 2},
+        {},
+        r"of ExpertChoiceRouter in whole rows",
+    ),
+    "experts that choose in a part of the batch": (
+        mixed(router=choosing("batch")),
+        {"expert": 2},
+        {},
+        r"slots of ExpertChoiceRouter over the whole batch",
+    ),
     "nothing: a norm of one's own": (bare_norm, {"tensor": 2}, {"residual": "sequence"}, None),
     "a norm of one's own that would see slices": (
         bare_norm,

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from plan_cases import EVERY_RUN, EVERY_STEP, grid, step_grid
+from plan_models import batch_of, model_of
 from plan_parity import (
     Case,
+    compiled,
     differences,
     leaf_differences,
     of_one_device,
@@ -17,6 +19,8 @@ from plan_parity import (
 )
 
 from eqformer.parallel import AXES
+from eqformer.training import next_token_loss
+from eqformer.training._step import accumulated_gradients
 
 
 ROUNDING = 50 * float(np.finfo(np.float32).eps)
@@ -95,6 +99,17 @@ def test_sums_over_microbatches_of_narrow_parameters_are_wide(pipe):
         assert np.linalg.norm(found - expected) < 0.06 * np.linalg.norm(expected)
         rounded = np.asarray(found.astype(jnp.bfloat16), np.float32)
         assert np.any(rounded != found)  # sums of narrow numbers that are not narrow themselves
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"pipe": 2}])
+def test_balance_over_the_batch_is_over_each_microbatch_as_on_one_device(sizes):
+    """Which is another loss than the whole batch's: what a step's pieces are, pieces of any mesh are."""
+    case = Case("batch mixture", sizes, {"microbatches": 2, "schedule": "1f1b"})
+    plain = model_of(case.model)
+    want = compiled(accumulated_gradients(next_token_loss, 2), plain, batch_of(plain))
+    assert differences(of_plan(case), want, ROUNDING) == {}
+    assert "total" in differences(of_one_device(case), want, ROUNDING)
 
 
 def test_every_run_holds_every_choice():

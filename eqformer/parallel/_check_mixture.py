@@ -1,0 +1,65 @@
+"""What a plan asks of a model's mixtures of experts."""
+
+import math
+from typing import Any
+
+import jax
+
+from .. import nn
+from ..nn._grouped import map_linears
+from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
+
+
+def check_mixture(plan: Any, path: str, moe: nn.MoE) -> None:
+    """Raise a `ValueError` where slots would be counted on pieces of what they are counted on by one device.
+
+    Also where experts cannot be split: those that are not of `Linear`s, or whose hidden dim the layout leaves whole.
+    """
+    _check_counting(plan, path, moe)
+    linears: list[nn.Linear] = []
+    rest = map_linears(linears.append, moe.experts)
+    splits = plan.size(EXPERT) > 1 or plan.size(TENSOR) > 1
+    if splits and not isinstance(moe.router, nn.ExpertChoiceRouter) and any(map(nn.has_shape, jax.tree.leaves(rest))):
+        raise ValueError(
+            f"Plan over expert={plan.size(EXPERT)}, tensor={plan.size(TENSOR)}: {path} has experts with parameters "
+            "that are not those of a Linear, and choices are brought to split experts as rows sorted by expert; leave "
+            "both axes at 1, or build the experts of Linears."
+        )
+    if plan.size(TENSOR) > 1:
+        split = plan.layout(spread=False).dims
+        for linear in linears:
+            hidden = (*linear.inputs, *linear.outputs)
+            if "embed" in hidden and not any(split.get(dim) == TENSOR for dim in hidden if dim != "embed"):
+                raise ValueError(
+                    f"Plan over tensor={plan.size(TENSOR)}: {path} has experts with a map from {linear.inputs} to "
+                    f"{linear.outputs}, of which no dim is split over the axis, so that each device would compute all "
+                    "of it and their sum be too much; name the hidden dim `mlp`."
+                )
+
+
+def _check_counting(plan: Any, path: str, moe: nn.MoE) -> None:
+    context, rows = plan.size(CONTEXT), math.prod(map(plan.size, BATCH_AXES))
+    if isinstance(moe.router, nn.ExpertChoiceRouter):
+        what, counts, per = "ExpertChoiceRouter", True, moe.router.per
+    elif isinstance(moe.dispatch, nn.Capacity):
+        # A token takes an expert once: with as many slots as tokens, none is dropped wherever they are counted.
+        what, counts, per = "Capacity", moe.dispatch.factor * moe.router.top_k < _experts(moe), moe.dispatch.per
+    else:
+        return
+    if counts and context > 1:
+        raise ValueError(
+            f"Plan over context={context}: {path} counts the slots of {what} in whole rows, and a device has pieces of "
+            "them; take Dropless, a factor of experts / top_k, which drops nothing, or another axis."
+        )
+    if counts and per == "batch" and rows > 1:
+        raise ValueError(
+            f"Plan over {rows} pieces of the batch: {path} counts the slots of {what} over the whole batch, and a "
+            "device has some of its rows; take per='sequence'."
+        )
+
+
+def _experts(moe: nn.MoE) -> int:
+    linears: list[nn.Linear] = []
+    map_linears(linears.append, moe.router)
+    scoring = [linear for linear in linears if linear.outputs == ("candidates",)]
+    return scoring[0].weight.shape[-2] if scoring else 0
