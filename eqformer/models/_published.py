@@ -74,8 +74,7 @@ def save(model: Transformer, numbers: Numbers, path: str | Path, *, shard_bytes:
         raise ValueError(f"save({str(path)!r}): something is there already; give a new folder.")
     published = _published_of(numbers)
     shapes = eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))
-    unlike = jax.tree.structure(eqx.filter(shapes, _is_shape)) != jax.tree.structure(eqx.filter(model, eqx.is_array))
-    if unlike:
+    if _named_shapes(eqx.filter(model, eqx.is_array)) != _named_shapes(eqx.filter(shapes, _is_shape)):
         raise ValueError(
             f"save(model, {numbers}): the model is not one of these numbers; give those it was built from."
         )
@@ -170,6 +169,10 @@ def _not_published(
     left = [leaf for leaf in jax.tree.leaves(shapes) if id(leaf) not in arrays]
     found = zip(left, jax.tree.leaves(made), strict=True)
     return {id(leaf): jax.device_put(array, sharding_of[id(leaf)]) for leaf, array in found}
+
+
+def _named_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    return {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
 
 
 def _as(leaf: Any, dtype: str) -> Any:
