@@ -1,9 +1,17 @@
 """Families: numbers, straight-line constructor calls, presets. One file a family."""
 
 from ._families import build as build, FAMILIES as FAMILIES, Family as Family, preset as preset, presets as presets
+from ._gemma import build_gemma as build_gemma, Gemma as Gemma
+from ._gemma2 import build_gemma2 as build_gemma2, Gemma2 as Gemma2
+from ._gemma3 import build_gemma3 as build_gemma3, Gemma3 as Gemma3
 from ._gpt2 import build_gpt2 as build_gpt2, GPT2 as GPT2
+from ._granite import build_granite as build_granite, Granite as Granite
 from ._jaxformer import build_jaxformer as build_jaxformer, JAXformer as JAXformer
 from ._llama import build_llama as build_llama, Llama as Llama
+from ._mistral import build_mistral as build_mistral, Mistral as Mistral
 from ._mixtral import build_mixtral as build_mixtral, Mixtral as Mixtral
 from ._published import load as load, read_numbers as read_numbers, save as save
+from ._qwen2 import build_qwen2 as build_qwen2, Qwen2 as Qwen2
+from ._qwen3 import build_qwen3 as build_qwen3, Qwen3 as Qwen3
+from ._smollm3 import build_smollm3 as build_smollm3, SmolLM3 as SmolLM3
 from ._switch import build_switch as build_switch, GShard as GShard, Switch as Switch

@@ -16,14 +16,24 @@ _ATTRIBUTES = {
 }
 
 
-def common_numbers(config: Config) -> dict[str, Any]:
-    """Sizes, rotary positions, norms' eps, and whether the head is tied, under our names."""
+def common_numbers(
+    config: Config,
+    *,
+    head_dim: int | None = None,
+    tied: bool = False,
+    theta: float = 10_000.0,
+    layer_type: str | None = None,
+) -> dict[str, Any]:
+    """Sizes, rotary positions, norms' eps, and whether the head is tied, under our names.
+
+    Those given are the family's defaults, and `layer_type` the layers whose rotary positions these are.
+    """
     found: dict[str, Any] = {name: config.take(attribute) for name, attribute in _ATTRIBUTES.items()}
-    found["theta"], found["scaling"] = config.rotary()
+    found["theta"], found["scaling"] = config.rotary(theta, layer_type)
     found["kv_heads"] = config.take("num_key_value_heads", found["heads"])
-    found["head_dim"] = config.take("head_dim", None)
+    found["head_dim"] = config.take("head_dim", head_dim)
     found["eps"] = config.take("rms_norm_eps", 1e-6)
-    found["tied"] = config.take("tie_word_embeddings", False)
+    found["tied"] = config.take("tie_word_embeddings", tied)
     found["max_seq"] = config.take("max_position_embeddings", 2048)
     return found
 
@@ -33,7 +43,7 @@ def common_attributes(numbers: Any) -> dict[str, Any]:
     return {
         **{attribute: getattr(numbers, name) for name, attribute in _ATTRIBUTES.items()},
         "num_key_value_heads": numbers.kv_heads,
-        "head_dim": numbers.head_dim,
+        **({} if numbers.head_dim is None else {"head_dim": numbers.head_dim}),
         "rms_norm_eps": numbers.eps,
         "tie_word_embeddings": numbers.tied,
         "max_position_embeddings": numbers.max_seq,
@@ -83,6 +93,28 @@ def attention_weights(
             pattern = "" if is_output else "(heads head_dim) -> heads head_dim"
             found.append(Weight(f"{prefix}{published}_proj.bias", _attribute(where, f"{name}.bias"), pattern, layers))
     return found
+
+
+def four_norm_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
+    """The norms before and after both sublayers, under the names of Gemma 2."""
+    names = {
+        "attention_norm": "input_layernorm",
+        "attention_output_norm": "post_attention_layernorm",
+        "feed_forward_norm": "pre_feedforward_layernorm",
+        "feed_forward_output_norm": "post_feedforward_layernorm",
+    }
+    layer = "model.layers.{layer}."
+    return [
+        Weight(f"{layer}{its}.weight", _attribute(where, f"{name}.weight"), "", layers) for name, its in names.items()
+    ]
+
+
+def head_norm_weights(
+    where: Callable[[Any], Any], layers: Sequence[int], *, prefix: str = "model.layers.{layer}.self_attn."
+) -> list[Weight]:
+    """The norms of an `Attention`'s queries and keys, published as `q_norm` and `k_norm`."""
+    names = (("query_norm", "q_norm"), ("key_norm", "k_norm"))
+    return [Weight(f"{prefix}{its}.weight", _attribute(where, f"{name}.weight"), "", layers) for name, its in names]
 
 
 def gated_weights(

@@ -1,6 +1,6 @@
 """A published configuration, of which every attribute must be read or known to change nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from ..nn import (
@@ -15,6 +15,7 @@ from ..nn import (
 
 
 _REQUIRED: Any = object()
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 # What says how a model was trained, stored or is to be sampled from, and nothing of what it computes.
 _WITHOUT_EFFECT = frozenset(
     "_name_or_path architectures attention_dropout attn_pdrop auto_map bos_token_id dtype embd_pdrop eos_token_id "
@@ -39,6 +40,22 @@ class Config:
         value = self._values.get(name, default)
         return default if value is None and default is not _REQUIRED else value
 
+    def nullable(self, name: str, missing: Any) -> Any:
+        """The attribute's value; None where it is null, which says that there is no such thing, and not `missing`."""
+        return self.take(name) if name in self._values else self.take(name, missing)
+
+    def windowed(self, layers: int, window: int | None, default: Iterable[int]) -> tuple[int, ...]:
+        """The numbers of the layers that `layer_types` calls sliding, by default these; none without a window."""
+        types = self.take("layer_types", None)
+        types = layer_types(layers, () if window is None else tuple(default)) if types is None else types
+        if len(types) != layers or set(types) - {_FULL, _SLIDING}:
+            raise ValueError(
+                f"{self._source}: layer_types={types} must name {layers} layers, each {_FULL!r} or {_SLIDING!r}."
+            )
+        if _SLIDING in types and window is None:
+            raise ValueError(f"{self._source}: layer_types={types} has sliding layers, and no window is in use.")
+        return tuple(number for number, name in enumerate(types) if name == _SLIDING)
+
     def expect(self, name: str, *allowed: Any) -> None:
         """Refuse any value but these; the first is the default."""
         if (value := self.take(name, allowed[0])) not in allowed:
@@ -56,12 +73,21 @@ class Config:
             listed = ", ".join(f"{name}={value!r}" for name, value in left.items())
             raise ValueError(f"{self._source}: attributes that this family does not know: {listed}.")
 
-    def rotary(self, default_theta: float = 10_000.0) -> tuple[float, RotaryScaling | None]:
-        """Base and scaling of the rotary positions, of the older attributes or of `rope_parameters`."""
-        given = dict(self.take("rope_parameters", None) or {})
-        theta = self.take("rope_theta", None)
-        older = dict(self.take("rope_scaling", None) or {})
-        given = given or older
+    def rotary(
+        self,
+        default_theta: float = 10_000.0,
+        layer_type: str | None = None,
+        older: tuple[str, str | None] = ("rope_theta", "rope_scaling"),
+    ) -> tuple[float, RotaryScaling | None]:
+        """Base and scaling of the rotary positions, of the `older` attributes or of `rope_parameters`.
+
+        `layer_type` is for families whose `rope_parameters` say both for each type of layer. A type whose scaling has
+        no older name is refused where it has one.
+        """
+        given = self.take("rope_parameters", None) or {}
+        given = dict(given if layer_type is None else given.get(layer_type) or {})
+        theta = self.take(older[0], None)
+        given = given or dict(older[1] and self.take(older[1], None) or {})
         theta = given.pop("rope_theta", None) or theta or default_theta
         kind = given.pop("rope_type", given.pop("type", "default"))
         longest = self.take("max_position_embeddings", None)
@@ -69,6 +95,8 @@ class Config:
             "original_max_position_embeddings", longest
         )
         scaling = _scaling(self._source, kind, given, original, longest)
+        if scaling is not None and older[1] is None:
+            raise ValueError(f"{self._source}: rope_parameters: {layer_type} has {kind!r}, and this family no scaling.")
         return float(theta), scaling
 
 
@@ -98,6 +126,11 @@ def _scaling(source: str, kind: str, given: dict[str, Any], original: int, longe
     if given:
         raise ValueError(f"{source}: rope_type={kind!r} has attributes that are not known: {given}.")
     return scaling
+
+
+def layer_types(layers: int, windowed: Container[int]) -> list[str]:
+    """What `Config.windowed` reads."""
+    return [_SLIDING if number in windowed else _FULL for number in range(layers)]
 
 
 def rotary_attributes(theta: float, scaling: RotaryScaling | None) -> dict[str, Any]:

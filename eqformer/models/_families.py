@@ -8,15 +8,38 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from ..nn import Transformer
+from ._gemma import build_gemma, Gemma, GEMMA_PRESETS, GEMMA_PUBLISHED
+from ._gemma2 import build_gemma2, Gemma2, GEMMA2_PRESETS, GEMMA2_PUBLISHED
+from ._gemma3 import build_gemma3, Gemma3, GEMMA3_PRESETS, GEMMA3_PUBLISHED
 from ._gpt2 import build_gpt2, GPT2, GPT2_PRESETS, GPT2_PUBLISHED
+from ._granite import build_granite, Granite, GRANITE_PRESETS, GRANITE_PUBLISHED
 from ._jaxformer import build_jaxformer, JAXformer, JAXFORMER_PRESETS
 from ._llama import build_llama, Llama, LLAMA_PRESETS, LLAMA_PUBLISHED
+from ._mistral import build_mistral, Mistral, MISTRAL_PRESETS, MISTRAL_PUBLISHED
 from ._mixtral import build_mixtral, Mixtral, MIXTRAL_PRESETS, MIXTRAL_PUBLISHED
+from ._qwen2 import build_qwen2, Qwen2, QWEN2_PRESETS, QWEN2_PUBLISHED
+from ._qwen3 import build_qwen3, Qwen3, QWEN3_PRESETS, QWEN3_PUBLISHED
+from ._smollm3 import build_smollm3, SmolLM3, SMOLLM3_PRESETS, SMOLLM3_PUBLISHED
 from ._switch import build_switch, GShard, GSHARD_PRESETS, Switch, SWITCH_PRESETS
 from ._weights import Published
 
 
-Numbers = GPT2 | GShard | JAXformer | Llama | Mixtral | Switch
+Numbers = (
+    Gemma
+    | Gemma2
+    | Gemma3
+    | GPT2
+    | Granite
+    | GShard
+    | JAXformer
+    | Llama
+    | Mistral
+    | Mixtral
+    | Qwen2
+    | Qwen3
+    | SmolLM3
+    | Switch
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +53,19 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "gemma": Family(Gemma, build_gemma, GEMMA_PRESETS, GEMMA_PUBLISHED),
+    "gemma2": Family(Gemma2, build_gemma2, GEMMA2_PRESETS, GEMMA2_PUBLISHED),
+    "gemma3": Family(Gemma3, build_gemma3, GEMMA3_PRESETS, GEMMA3_PUBLISHED),
     "gpt2": Family(GPT2, build_gpt2, GPT2_PRESETS, GPT2_PUBLISHED),
+    "granite": Family(Granite, build_granite, GRANITE_PRESETS, GRANITE_PUBLISHED),
     "gshard": Family(GShard, build_switch, GSHARD_PRESETS),
     "jaxformer": Family(JAXformer, build_jaxformer, JAXFORMER_PRESETS),
     "llama": Family(Llama, build_llama, LLAMA_PRESETS, LLAMA_PUBLISHED),
+    "mistral": Family(Mistral, build_mistral, MISTRAL_PRESETS, MISTRAL_PUBLISHED),
     "mixtral": Family(Mixtral, build_mixtral, MIXTRAL_PRESETS, MIXTRAL_PUBLISHED),
+    "qwen2": Family(Qwen2, build_qwen2, QWEN2_PRESETS, QWEN2_PUBLISHED),
+    "qwen3": Family(Qwen3, build_qwen3, QWEN3_PRESETS, QWEN3_PUBLISHED),
+    "smollm3": Family(SmolLM3, build_smollm3, SMOLLM3_PRESETS, SMOLLM3_PUBLISHED),
     "switch": Family(Switch, build_switch, SWITCH_PRESETS),
 }
 

@@ -61,7 +61,8 @@ class Block(eqx.Module):
     Each sublayer computes `x + output_norm(layer(norm(x)))`. With `attention_norm` and `feed_forward_norm` alone it is
     pre-norm (GPT-2, Llama), with the `output` norms alone OLMo 2's, with both the sandwich of Gemma 2. The `sum` norms
     come after the addition: post-norm (Vaswani 2017). A `parallel` block adds both layers to the same input (GPT-J,
-    PaLM); there, a missing `feed_forward_norm` means that the two share the attention's.
+    PaLM); there, a missing `feed_forward_norm` means that the two share the attention's. `residual_scale` multiplies
+    what each sublayer adds (Granite).
     """
 
     attention: Mixer
@@ -74,6 +75,7 @@ class Block(eqx.Module):
     feed_forward_sum_norm: Norm | None = None
     dropout: Dropout | None = None
     parallel: bool = eqx.field(static=True, default=False)
+    residual_scale: float | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         if self.parallel and self.attention_sum_norm is not None:
@@ -89,7 +91,7 @@ class Block(eqx.Module):
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         normed = _apply(self.attention_norm, x)
         attended, cache = self.attention(normed, tokens, cache)
-        attended = self._drop(_apply(self.attention_output_norm, attended), tokens, 0)
+        attended = self._added(_apply(self.attention_output_norm, attended), tokens, 0)
         if self.parallel:
             given = normed if self.feed_forward_norm is None else self.feed_forward_norm(x)
             after = x + attended
@@ -100,12 +102,13 @@ class Block(eqx.Module):
             fed, aux = self.feed_forward(given, tokens)
         else:
             fed, aux = self.feed_forward(given), None
-        fed = self._drop(_apply(self.feed_forward_output_norm, fed), tokens, 1)
+        fed = self._added(_apply(self.feed_forward_output_norm, fed), tokens, 1)
         return _apply(self.feed_forward_sum_norm, after + fed), cache, aux
 
-    def _drop(
+    def _added(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens, sublayer: int
     ) -> Float[Array, "*batch seq embed"]:
+        x = x if self.residual_scale is None else x * self.residual_scale
         return x if self.dropout is None else self.dropout(x, tokens.fold_in(sublayer).keys)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:

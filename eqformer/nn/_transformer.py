@@ -6,6 +6,7 @@ import equinox as eqx
 from jaxtyping import Array, Float, Int, PyTree
 
 from ._block import Norm
+from ._core import soft_capped
 from ._dropout import Dropout
 from ._embedding import Embedding, LearnedPositions, unembed
 from ._linear import Linear
@@ -17,7 +18,8 @@ class Transformer(eqx.Module):
     """A decoder of tokens, in parts that are passed built; without a `head` the embedding's table gives the logits.
 
     The residual stream is of `compute_dtype`; parameters keep their own dtype and are cast where they are used, and
-    norms, softmax and logits are computed in float32 at least.
+    norms, softmax and logits are computed in float32 at least. Logits are multiplied by `logit_scale` (Granite, Cohere)
+    and then bounded by `logit_softcap`, `softcap * tanh(logits / softcap)` (Gemma 2).
     """
 
     embedding: Embedding
@@ -27,6 +29,8 @@ class Transformer(eqx.Module):
     positions: LearnedPositions | None = None
     dropout: Dropout | None = None
     compute_dtype: str = eqx.field(static=True, default="float32")
+    logit_scale: float | None = eqx.field(static=True, default=None)
+    logit_softcap: float | None = eqx.field(static=True, default=None)
 
     @property
     def vocab(self) -> int:
@@ -73,9 +77,12 @@ class Transformer(eqx.Module):
     def unembed(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Logits, in float32 at least, of what `encode` gave."""
         if self.head is None:
-            return self.embedding.unembed(hidden)
-        logits = unembed(hidden, self.head.weight)
-        return logits if self.head.bias is None else logits + self.head.bias.astype(logits.dtype)
+            logits = self.embedding.unembed(hidden)
+        else:
+            logits = unembed(hidden, self.head.weight)
+        if self.head is not None and self.head.bias is not None:
+            logits = logits + self.head.bias.astype(logits.dtype)
+        return soft_capped(logits if self.logit_scale is None else logits * self.logit_scale, self.logit_softcap)
 
     def init_cache(self, batch: int | Sequence[int], capacity: int, dtype: str | None = None) -> PyTree:
         """An empty cache for `batch` rows of up to `capacity` tokens, by default in the compute dtype."""

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, drawn, normal, randomised
+from nn_reference import close, drawn, normal, randomised, wide
 
 from eqformer import nn
 
@@ -82,6 +82,16 @@ def test_dropout_acts_on_both_sublayers_with_masks_of_their_own():
     same = h + dropout(module.feed_forward(module.feed_forward_norm(h)), tokens.fold_in(0).keys)
     assert not close(module(x, tokens)[0], same, 1e-3)
     assert close(module(x)[0], block()(x)[0], 1e-6)  # without keys nothing is dropped
+
+
+def test_a_residual_scale_multiplies_what_each_sublayer_adds():
+    x, module = normal(1, 2, 3, EMBED), block((0, 1, 2, 3), residual_scale=0.22)
+    n = [lambda x, place=place: wide(norm(place)(x)) for place in range(4)]
+    narrow = lambda x: jnp.asarray(x, jnp.float32)
+    h = wide(x) + 0.22 * n[2](module.attention(narrow(n[0](x)))[0])
+    expected = h + 0.22 * n[3](module.feed_forward(narrow(n[1](narrow(h)))))
+    assert close(module(x)[0], expected, 1e-6)
+    assert not close(block((0, 1, 2, 3))(x)[0], expected, 1e-2)
 
 
 def test_a_parallel_block_has_one_sum():

@@ -69,6 +69,16 @@ def test_embed_run_normalise_unembed(tied, untied):
     assert (tied.vocab, tied.depth) == (7, 3)
 
 
+@pytest.mark.parametrize("scale,softcap", [(0.125, None), (None, 0.5), (3.0, 0.5)])
+def test_logits_are_scaled_and_then_capped(tied, untied, scale, softcap):
+    for model in (tied, untied):
+        plain = by_parts(model, IDS)
+        expected = plain if scale is None else plain * scale
+        expected = expected if softcap is None else softcap * np.tanh(expected / softcap)
+        found = run(replaced(model, logit_scale=scale, logit_softcap=softcap), IDS)[0]
+        assert close(found, expected) and not close(found, plain, 1e-2)
+
+
 def test_one_row_without_a_batch(tied):
     assert np.allclose(run(tied, IDS[1])[0], run(tied, IDS)[0][1], atol=1e-6)
 

@@ -1,0 +1,92 @@
+"""Layers of several kinds in a row, held as stacks of periods: each kind once for each place that it repeats at."""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Key
+
+from ..nn import Layer, Period, Stack
+
+
+class Run(NamedTuple):
+    """Layers from number `first` on: `periods` times these kinds."""
+
+    kinds: tuple[Any, ...]
+    periods: int
+    first: int
+
+
+@functools.cache
+def runs(kinds: tuple[Hashable, ...]) -> tuple[Run, ...]:
+    """The layers cut into runs that trace the fewest blocks together, and of those the fewest runs.
+
+    26 layers of which each sixth is unlike the others are four periods of six and two periods of one.
+    """
+    best: dict[int, tuple[int, int, tuple[Run, ...]]] = {len(kinds): (0, 0, ())}
+    for first in reversed(range(len(kinds))):
+        found = []
+        for size in range(1, len(kinds) - first + 1):
+            period, periods = kinds[first : first + size], 1
+            while kinds[first + periods * size : first + (periods + 1) * size] == period:
+                periods += 1
+            traced, number, rest = best[first + periods * size]
+            found.append((traced + size, number + 1, (Run(period, periods, first), *rest)))
+        best[first] = min(found, key=lambda cut: cut[:2])
+    return best[0][2]
+
+
+def stacks_of(
+    block: Callable[[Any, Key[Array, ""]], Layer],
+    kinds: Sequence[Hashable],
+    *,
+    remat: str,
+    unroll: int,
+    key: Key[Array, ""],
+) -> tuple[Stack, ...]:
+    """Stacks of `block(kind, key)` for these kinds of layers."""
+    cut = runs(tuple(kinds))
+    keys = jax.random.split(key, len(cut))
+    return tuple(
+        Stack(functools.partial(_period, block, run.kinds), run.periods, remat=remat, unroll=unroll, key=key)
+        for run, key in zip(cut, keys, strict=True)
+    )
+
+
+def places(kinds: Sequence[Hashable]) -> list[tuple[Callable[[Any], Any], range]]:
+    """For each place of each period of `stacks_of`: where its blocks are in a model, and their layers' numbers."""
+    found = []
+    for stack, run in enumerate(runs(tuple(kinds))):
+        size = len(run.kinds)
+        for place in range(size):
+            layers = range(run.first + place, run.first + size * run.periods, size)
+            found.append((functools.partial(_block_at, stack, None if size == 1 else place), layers))
+    return found
+
+
+def windows_of(numbers: Any) -> list[int | None]:
+    """Of each layer its window: that of the numbers for the layers that they call windowed."""
+    return [numbers.window if layer in numbers.windowed else None for layer in range(numbers.layers)]
+
+
+def every(period: int, layers: int) -> tuple[int, ...]:
+    """The numbers of each `period`-th of so many layers."""
+    return tuple(range(period - 1, layers, period))
+
+
+def all_but_every(period: int, layers: int) -> tuple[int, ...]:
+    """The numbers of the others."""
+    return tuple(number for number in range(layers) if (number + 1) % period)
+
+
+def _period(block: Callable[..., Layer], kinds: tuple[Any, ...], key: Key[Array, ""]) -> Layer:
+    if len(kinds) == 1:
+        return block(kinds[0], key)
+    keys = jax.random.split(key, len(kinds))
+    return Period(tuple(block(kind, key) for kind, key in zip(kinds, keys, strict=True)))
+
+
+def _block_at(stack: int, place: int | None, model: Any) -> Any:
+    blocks = model.stacks[stack].blocks
+    return blocks if place is None else blocks.blocks[place]
