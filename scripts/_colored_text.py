@@ -36,7 +36,7 @@ def color(directory: RunDirectory, model: nn.Transformer, tokenizer: data.Tokeni
     text = data.TextStream(tokenizer)
     pieces = [text.push(int(number)) for number in ids]
     pieces[-1] += text.finish()
-    title = f"{directory.path}: first experts"
+    title = f"{directory.path.name}: the expert that each token takes first"
     write_page(directory.experts_page, pieces, chosen, title)
     draw(directory.experts, pieces, chosen, title)
 
