@@ -16,10 +16,10 @@ _ATTRIBUTES = {
 }
 
 
-def common_numbers(config: Config) -> dict[str, Any]:
+def common_numbers(config: Config, default_theta: float = 10_000.0, layer_type: str | None = None) -> dict[str, Any]:
     """Sizes, rotary positions, norms' eps, and whether the head is tied, under our names."""
     found: dict[str, Any] = {name: config.take(attribute) for name, attribute in _ATTRIBUTES.items()}
-    found["theta"], found["scaling"] = config.rotary()
+    found["theta"], found["scaling"] = config.rotary(default_theta, layer_type)
     found["kv_heads"] = config.take("num_key_value_heads", found["heads"])
     found["head_dim"] = config.take("head_dim", None)
     found["eps"] = config.take("rms_norm_eps", 1e-6)

@@ -56,12 +56,25 @@ class Config:
             listed = ", ".join(f"{name}={value!r}" for name, value in left.items())
             raise ValueError(f"{self._source}: attributes that this family does not know: {listed}.")
 
-    def rotary(self, default_theta: float = 10_000.0) -> tuple[float, RotaryScaling | None]:
-        """Base and scaling of the rotary positions, of the older attributes or of `rope_parameters`."""
+    def partial_rotary(self, default: float = 1.0) -> float:
+        """Which part of a head's channels turns; a family that does not ask for it has whole heads."""
+        given = self.take("rope_parameters", None) or self.take("rope_scaling", None) or {}
+        return given.get("partial_rotary_factor") or self.take("partial_rotary_factor", default)
+
+    def rotary(
+        self, default_theta: float = 10_000.0, layer_type: str | None = None
+    ) -> tuple[float, RotaryScaling | None]:
+        """Base and scaling of the rotary positions, of the older attributes or of `rope_parameters`.
+
+        Where these are given for each type of layers, `layer_type` says of which.
+        """
         given = dict(self.take("rope_parameters", None) or {})
+        given = dict(given[layer_type]) if layer_type in given else given
         theta = self.take("rope_theta", None)
         older = dict(self.take("rope_scaling", None) or {})
         given = given or older
+        if "partial_rotary_factor" in self._taken:
+            given.pop("partial_rotary_factor", None)
         theta = given.pop("rope_theta", None) or theta or default_theta
         kind = given.pop("rope_type", given.pop("type", "default"))
         longest = self.take("max_position_embeddings", None)

@@ -16,6 +16,8 @@ from ._tokens import Tokens, tokens_or_default
 class Transformer(eqx.Module):
     """A decoder of tokens, in parts that are passed built; without a `head` the embedding's table gives the logits.
 
+    `logit_scale` multiplies the logits (Cohere).
+
     The residual stream is of `compute_dtype`; parameters keep their own dtype and are cast where they are used, and
     norms, softmax and logits are computed in float32 at least.
     """
@@ -27,6 +29,7 @@ class Transformer(eqx.Module):
     positions: LearnedPositions | None = None
     dropout: Dropout | None = None
     compute_dtype: str = eqx.field(static=True, default="float32")
+    logit_scale: float = eqx.field(static=True, default=1.0)
 
     @property
     def vocab(self) -> int:
@@ -73,9 +76,11 @@ class Transformer(eqx.Module):
     def unembed(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Logits, in float32 at least, of what `encode` gave."""
         if self.head is None:
-            return self.embedding.unembed(hidden)
-        logits = unembed(hidden, self.head.weight)
-        return logits if self.head.bias is None else logits + self.head.bias.astype(logits.dtype)
+            logits = self.embedding.unembed(hidden)
+        else:
+            logits = unembed(hidden, self.head.weight)
+            logits = logits if self.head.bias is None else logits + self.head.bias.astype(logits.dtype)
+        return logits if self.logit_scale == 1 else logits * self.logit_scale
 
     def init_cache(self, batch: int | Sequence[int], capacity: int, dtype: str | None = None) -> PyTree:
         """An empty cache for `batch` rows of up to `capacity` tokens, by default in the compute dtype."""
