@@ -1,5 +1,7 @@
 """Families: numbers, straight-line constructor calls, presets. One file a family."""
 
+from ._deepseek_v2 import build_deepseek_v2 as build_deepseek_v2, DeepSeekV2 as DeepSeekV2
+from ._deepseek_v3 import build_deepseek_v3 as build_deepseek_v3, DeepSeekV3 as DeepSeekV3
 from ._families import build as build, FAMILIES as FAMILIES, Family as Family, preset as preset, presets as presets
 from ._gemma import build_gemma as build_gemma, Gemma as Gemma
 from ._gemma2 import build_gemma2 as build_gemma2, Gemma2 as Gemma2
@@ -10,8 +12,13 @@ from ._jaxformer import build_jaxformer as build_jaxformer, JAXformer as JAXform
 from ._llama import build_llama as build_llama, Llama as Llama
 from ._mistral import build_mistral as build_mistral, Mistral as Mistral
 from ._mixtral import build_mixtral as build_mixtral, Mixtral as Mixtral
+from ._olmo2 import build_olmo2 as build_olmo2, Olmo2 as Olmo2
+from ._olmo3 import build_olmo3 as build_olmo3, Olmo3 as Olmo3
+from ._olmoe import build_olmoe as build_olmoe, OLMoE as OLMoE
 from ._published import load as load, read_numbers as read_numbers, save as save
 from ._qwen2 import build_qwen2 as build_qwen2, Qwen2 as Qwen2
+from ._qwen2_moe import build_qwen2_moe as build_qwen2_moe, Qwen2MoE as Qwen2MoE
 from ._qwen3 import build_qwen3 as build_qwen3, Qwen3 as Qwen3
+from ._qwen3_moe import build_qwen3_moe as build_qwen3_moe, Qwen3MoE as Qwen3MoE
 from ._smollm3 import build_smollm3 as build_smollm3, SmolLM3 as SmolLM3
 from ._switch import build_switch as build_switch, GShard as GShard, Switch as Switch

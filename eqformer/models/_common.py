@@ -18,11 +18,11 @@ _ATTRIBUTES = {
 
 def common_numbers(
     config: Config,
+    theta: float = 10_000.0,
+    layer_type: str | None = None,
     *,
     head_dim: int | None = None,
     tied: bool = False,
-    theta: float = 10_000.0,
-    layer_type: str | None = None,
 ) -> dict[str, Any]:
     """Sizes, rotary positions, norms' eps, and whether the head is tied, under our names.
 

@@ -73,6 +73,11 @@ class Config:
             listed = ", ".join(f"{name}={value!r}" for name, value in left.items())
             raise ValueError(f"{self._source}: attributes that this family does not know: {listed}.")
 
+    def partial_rotary(self, default: float = 1.0) -> float:
+        """Which part of a head's channels turns; a family that does not ask for it has whole heads."""
+        given = self.take("rope_parameters", None) or self.take("rope_scaling", None) or {}
+        return given.get("partial_rotary_factor") or self.take("partial_rotary_factor", default)
+
     def rotary(
         self,
         default_theta: float = 10_000.0,
@@ -85,9 +90,13 @@ class Config:
         no older name is refused where it has one.
         """
         given = self.take("rope_parameters", None) or {}
-        given = dict(given if layer_type is None else given.get(layer_type) or {})
+        by_type = any(isinstance(value, dict) for value in given.values())
+        given = dict(given.get(layer_type) or {} if by_type and layer_type else given)
         theta = self.take(older[0], None)
-        given = given or dict(older[1] and self.take(older[1], None) or {})
+        scaling = older[1] and self.take(older[1], None)
+        given = given or dict(scaling or {})
+        if "partial_rotary_factor" in self._taken:
+            given.pop("partial_rotary_factor", None)
         theta = given.pop("rope_theta", None) or theta or default_theta
         kind = given.pop("rope_type", given.pop("type", "default"))
         longest = self.take("max_position_embeddings", None)

@@ -8,6 +8,8 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from ..nn import Transformer
+from ._deepseek_v2 import build_deepseek_v2, DEEPSEEK_V2_PRESETS, DEEPSEEK_V2_PUBLISHED, DeepSeekV2
+from ._deepseek_v3 import build_deepseek_v3, DEEPSEEK_V3_PRESETS, DEEPSEEK_V3_PUBLISHED, DeepSeekV3
 from ._gemma import build_gemma, Gemma, GEMMA_PRESETS, GEMMA_PUBLISHED
 from ._gemma2 import build_gemma2, Gemma2, GEMMA2_PRESETS, GEMMA2_PUBLISHED
 from ._gemma3 import build_gemma3, Gemma3, GEMMA3_PRESETS, GEMMA3_PUBLISHED
@@ -17,15 +19,22 @@ from ._jaxformer import build_jaxformer, JAXformer, JAXFORMER_PRESETS
 from ._llama import build_llama, Llama, LLAMA_PRESETS, LLAMA_PUBLISHED
 from ._mistral import build_mistral, Mistral, MISTRAL_PRESETS, MISTRAL_PUBLISHED
 from ._mixtral import build_mixtral, Mixtral, MIXTRAL_PRESETS, MIXTRAL_PUBLISHED
+from ._olmo2 import build_olmo2, Olmo2, OLMO2_PRESETS, OLMO2_PUBLISHED
+from ._olmo3 import build_olmo3, Olmo3, OLMO3_PRESETS, OLMO3_PUBLISHED
+from ._olmoe import build_olmoe, OLMoE, OLMOE_PRESETS, OLMOE_PUBLISHED
 from ._qwen2 import build_qwen2, Qwen2, QWEN2_PRESETS, QWEN2_PUBLISHED
+from ._qwen2_moe import build_qwen2_moe, QWEN2_MOE_PRESETS, QWEN2_MOE_PUBLISHED, Qwen2MoE
 from ._qwen3 import build_qwen3, Qwen3, QWEN3_PRESETS, QWEN3_PUBLISHED
+from ._qwen3_moe import build_qwen3_moe, QWEN3_MOE_PRESETS, QWEN3_MOE_PUBLISHED, Qwen3MoE
 from ._smollm3 import build_smollm3, SmolLM3, SMOLLM3_PRESETS, SMOLLM3_PUBLISHED
 from ._switch import build_switch, GShard, GSHARD_PRESETS, Switch, SWITCH_PRESETS
 from ._weights import Published
 
 
 Numbers = (
-    Gemma
+    DeepSeekV2
+    | DeepSeekV3
+    | Gemma
     | Gemma2
     | Gemma3
     | GPT2
@@ -35,8 +44,13 @@ Numbers = (
     | Llama
     | Mistral
     | Mixtral
+    | Olmo2
+    | Olmo3
+    | OLMoE
     | Qwen2
+    | Qwen2MoE
     | Qwen3
+    | Qwen3MoE
     | SmolLM3
     | Switch
 )
@@ -53,6 +67,8 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family(DeepSeekV2, build_deepseek_v2, DEEPSEEK_V2_PRESETS, DEEPSEEK_V2_PUBLISHED),
+    "deepseek_v3": Family(DeepSeekV3, build_deepseek_v3, DEEPSEEK_V3_PRESETS, DEEPSEEK_V3_PUBLISHED),
     "gemma": Family(Gemma, build_gemma, GEMMA_PRESETS, GEMMA_PUBLISHED),
     "gemma2": Family(Gemma2, build_gemma2, GEMMA2_PRESETS, GEMMA2_PUBLISHED),
     "gemma3": Family(Gemma3, build_gemma3, GEMMA3_PRESETS, GEMMA3_PUBLISHED),
@@ -63,8 +79,13 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(Llama, build_llama, LLAMA_PRESETS, LLAMA_PUBLISHED),
     "mistral": Family(Mistral, build_mistral, MISTRAL_PRESETS, MISTRAL_PUBLISHED),
     "mixtral": Family(Mixtral, build_mixtral, MIXTRAL_PRESETS, MIXTRAL_PUBLISHED),
+    "olmo2": Family(Olmo2, build_olmo2, OLMO2_PRESETS, OLMO2_PUBLISHED),
+    "olmo3": Family(Olmo3, build_olmo3, OLMO3_PRESETS, OLMO3_PUBLISHED),
+    "olmoe": Family(OLMoE, build_olmoe, OLMOE_PRESETS, OLMOE_PUBLISHED),
     "qwen2": Family(Qwen2, build_qwen2, QWEN2_PRESETS, QWEN2_PUBLISHED),
+    "qwen2_moe": Family(Qwen2MoE, build_qwen2_moe, QWEN2_MOE_PRESETS, QWEN2_MOE_PUBLISHED),
     "qwen3": Family(Qwen3, build_qwen3, QWEN3_PRESETS, QWEN3_PUBLISHED),
+    "qwen3_moe": Family(Qwen3MoE, build_qwen3_moe, QWEN3_MOE_PRESETS, QWEN3_MOE_PUBLISHED),
     "smollm3": Family(SmolLM3, build_smollm3, SMOLLM3_PRESETS, SMOLLM3_PUBLISHED),
     "switch": Family(Switch, build_switch, SWITCH_PRESETS),
 }

@@ -129,7 +129,7 @@ def _check_names(folder: Folder, published: Published, rules: list[Weight], shap
     named = jax.tree_util.tree_leaves_with_path(shapes)
     empty = [jax.tree_util.keystr(path) for path, leaf in named if id(leaf) not in filled and _is_float(leaf)]
     missing, spare = wanted - folder.names, folder.names - wanted
-    spare = {name for name in spare if not name.endswith(published.ignored)}
+    spare = {name for name in spare if not name.endswith(published.ignored) and not name.startswith(published.unused)}
     if missing or spare or empty:
         parts = (("not in the folder", missing), ("in no rule", spare), ("filled by no array", set(empty)))
         told = "; ".join(f"{what}: {', '.join(sorted(names)[:8])} ({len(names)})" for what, names in parts if names)

@@ -20,7 +20,8 @@ class Weight:
     `name` may hold `{layer}` and `{expert}`, which count the first dims of the leaf that `where` gives: its layer `i`
     is published as number `layers[i]`. `pattern` is einops', from the published dims to the leaf's own (those after
     layers and experts); without one they are the same. Where `where` gives a tuple of leaves, they are published as one
-    array, one after another along its dim `axis`, or taking turns there (`interleaved`).
+    array, one after another along its dim `axis`, or taking turns there: each of `groups` (say, heads) has a part of
+    every leaf, or every leaf one number (`interleaved`).
     """
 
     name: str
@@ -29,6 +30,7 @@ class Weight:
     layers: Sequence[int] = ()
     axis: int = 0
     interleaved: bool = False
+    groups: int = 1
 
     def leaves(self, model: Any) -> tuple[Any, ...]:
         """The model's leaves, in the order in which they are published."""
@@ -53,23 +55,28 @@ class Weight:
         wanted[self.axis : self.axis + 1] = [sum(part[self.axis] for part in parts)] if wanted else []
         if whole.shape != tuple(wanted):
             raise ValueError(f"it has shape {whole.shape}, and the model's is {tuple(wanted)}")
-        before, own = (slice(None),) * self.axis, leaves[number].shape[self.outer :]
-        if self.interleaved:
-            whole = whole[*before, slice(number, None, len(leaves))]
-        elif len(leaves) > 1:
-            start = sum(part[self.axis] for part in parts[:number])
-            whole = whole[*before, slice(start, start + parts[number][self.axis])]
+        own = leaves[number].shape[self.outer :]
+        if len(leaves) > 1:
+            groups = self._groups(parts[0])
+            start = sum(part[self.axis] for part in parts[:number]) // groups
+            stop = start + parts[number][self.axis] // groups
+            split = whole.reshape(*wanted[: self.axis], groups, -1, *wanted[self.axis + 1 :])
+            whole = split[*(slice(None),) * (self.axis + 1), start:stop].reshape(parts[number])
         return einops.rearrange(whole, self.pattern, **self._sizes(own)) if self.pattern else whole
 
     def to_published(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """The published array of what the leaves hold for one place."""
         back = " -> ".join(reversed(self.pattern.split(" -> ")))
         turned = [einops.rearrange(part, back, **self._sizes(part.shape)) if back else part for part in parts]
-        if not self.interleaved:
-            return turned[0] if len(turned) == 1 else np.concatenate(turned, axis=self.axis)
-        shape = list(turned[0].shape)
-        shape[self.axis] *= len(turned)
-        return np.stack(turned, axis=self.axis + 1).reshape(shape)
+        if len(turned) == 1:
+            return turned[0]
+        groups, shape = self._groups(turned[0].shape), turned[0].shape
+        before, after = shape[: self.axis], shape[self.axis + 1 :]
+        split = [part.reshape(*before, groups, -1, *after) for part in turned]
+        return np.concatenate(split, axis=self.axis + 1).reshape(*before, -1, *after)
+
+    def _groups(self, published: Sequence[int]) -> int:
+        return published[self.axis] if self.interleaved else self.groups
 
     def _sizes(self, own: Sequence[int]) -> dict[str, int]:
         return dict(zip(self.pattern.split(" -> ")[1].split(), own, strict=True))
@@ -93,3 +100,4 @@ class Published:
     weights: Callable[[Any], list[Weight]]  # numbers to rules
     ignored: tuple[str, ...] = ()  # ends of names of arrays that say nothing: buffers, tied copies
     prefix: str = ""  # which all names may have or lack
+    unused: tuple[str, ...] = ()  # starts of names of arrays of parts that are not ours: predictors of further tokens

@@ -43,6 +43,7 @@ class GatedMLP(eqx.Module):
     """`W_down (act(W_gate x) * W_up x)` (Shazeer 2020): SwiGLU with silu, GeGLU with gelu.
 
     `limit` clamps the gate from above and the other factor on both sides before they meet, against runaway activations.
+    `offset` is added to the other factor (gpt-oss: 1).
     """
 
     gate: Linear
@@ -50,6 +51,7 @@ class GatedMLP(eqx.Module):
     down: Linear
     activation: Callable[[Array], Array] = eqx.field(static=True)
     limit: float | None = eqx.field(static=True)
+    offset: float = eqx.field(static=True)
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class GatedMLP(eqx.Module):
         activation: Callable[[Array], Array] = silu,
         bias: bool = False,
         limit: float | None = None,
+        offset: float = 0.0,
         output_std: float | None = None,
         key: Key[Array, ""],
     ):
@@ -67,13 +70,14 @@ class GatedMLP(eqx.Module):
         self.gate = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=gate)
         self.up = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=up)
         self.down = Linear("mlp -> embed", embed=embed, mlp=mlp, bias=bias, std=output_std, key=down)
-        self.activation, self.limit = activation, limit
+        self.activation, self.limit, self.offset = activation, limit, offset
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Map each token by itself."""
         gate, up = self.gate(x), self.up(x)
         if self.limit is not None:
             gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        up = up + self.offset if self.offset else up
         return self.down(_recomputed(lambda gate, up: self.activation(gate) * up)(gate, up))
 
 

@@ -1,0 +1,46 @@
+"""What published mixtures share: attributes of Qwen's configurations, and names of arrays."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._common import gated_weights
+from ._config import Config
+from ._weights import Weight
+
+
+def mixture_numbers(config: Config, experts: int, top_k: int) -> dict[str, Any]:
+    """Experts, their width, how they are chosen, and which layers have them, as Qwen's configurations say it."""
+    return {
+        "expert_mlp": config.take("moe_intermediate_size"),
+        "experts": config.take("num_experts", config.take("num_local_experts", experts)),
+        "top_k": config.take("num_experts_per_tok", top_k),
+        "normalise": config.take("norm_topk_prob", False),
+        "dense": tuple(config.take("mlp_only_layers", None) or ()),
+        "every": config.take("decoder_sparse_step", 1),
+        "balance": config.take("router_aux_loss_coef", 0.001),
+    }
+
+
+def mixture_attributes(numbers: Any) -> dict[str, Any]:
+    """The same the other way."""
+    return {
+        "moe_intermediate_size": numbers.expert_mlp,
+        "num_experts": numbers.experts,
+        "num_experts_per_tok": numbers.top_k,
+        "norm_topk_prob": numbers.normalise,
+        "mlp_only_layers": list(numbers.dense),
+        "decoder_sparse_step": numbers.every,
+        "router_aux_loss_coef": numbers.balance,
+    }
+
+
+def which_are_mixtures(numbers: Any) -> tuple[bool, ...]:
+    """Which layers have experts: every so many, but those that are named."""
+    return tuple(layer not in numbers.dense and (layer + 1) % numbers.every == 0 for layer in range(numbers.layers))
+
+
+def mixture_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
+    """Of a `MoE`: its router's map, and its gated experts."""
+    prefix = "model.layers.{layer}.mlp."
+    experts = gated_weights(lambda m: where(m).experts.mlps, layers, prefix=prefix + "experts.{expert}.")
+    return [Weight(f"{prefix}gate.weight", lambda m: where(m).router.linear.weight, "", layers), *experts]
