@@ -102,7 +102,7 @@ def _scaling(source: str, kind: str, given: dict[str, Any], original: int, longe
             magnitude = yarn_magnitude(factor, over) / yarn_magnitude(factor, under)
         fast, slow = take("beta_fast", None) or 32.0, take("beta_slow", None) or 1.0
         scaling = YarnScaling(factor, original, fast, slow, magnitude, take("truncate", True))
-    elif kind == "longrope":
+    elif kind in ("longrope", "su"):
         short, long = tuple(take("short_factor")), tuple(take("long_factor"))
         factor, magnitude = take("factor", None) or longest / original, take("attention_factor", None)
         scaling = LongRopeScaling(short, long, original, factor, magnitude=magnitude)

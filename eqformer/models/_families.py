@@ -8,15 +8,19 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from ..nn import Transformer
+from ._cohere import build_cohere, Cohere, COHERE_PRESETS, COHERE_PUBLISHED
 from ._deepseek_v2 import build_deepseek_v2, DEEPSEEK_V2_PRESETS, DEEPSEEK_V2_PUBLISHED, DeepSeekV2
 from ._deepseek_v3 import build_deepseek_v3, DEEPSEEK_V3_PRESETS, DEEPSEEK_V3_PUBLISHED, DeepSeekV3
+from ._glm4 import build_glm4, GLM4, GLM4_PRESETS, GLM4_PUBLISHED
 from ._gpt2 import build_gpt2, GPT2, GPT2_PRESETS, GPT2_PUBLISHED
+from ._gpt_oss import build_gpt_oss, GPT_OSS_PRESETS, GPT_OSS_PUBLISHED, GPTOSS
 from ._jaxformer import build_jaxformer, JAXformer, JAXFORMER_PRESETS
 from ._llama import build_llama, Llama, LLAMA_PRESETS, LLAMA_PUBLISHED
 from ._mixtral import build_mixtral, Mixtral, MIXTRAL_PRESETS, MIXTRAL_PUBLISHED
 from ._olmo2 import build_olmo2, Olmo2, OLMO2_PRESETS, OLMO2_PUBLISHED
 from ._olmo3 import build_olmo3, Olmo3, OLMO3_PRESETS, OLMO3_PUBLISHED
 from ._olmoe import build_olmoe, OLMoE, OLMOE_PRESETS, OLMOE_PUBLISHED
+from ._phi3 import build_phi3, Phi3, PHI3_PRESETS, PHI3_PUBLISHED
 from ._qwen2_moe import build_qwen2_moe, QWEN2_MOE_PRESETS, QWEN2_MOE_PUBLISHED, Qwen2MoE
 from ._qwen3_moe import build_qwen3_moe, QWEN3_MOE_PRESETS, QWEN3_MOE_PUBLISHED, Qwen3MoE
 from ._switch import build_switch, GShard, GSHARD_PRESETS, Switch, SWITCH_PRESETS
@@ -24,9 +28,12 @@ from ._weights import Published
 
 
 Numbers = (
-    DeepSeekV3
+    Cohere
     | DeepSeekV2
+    | DeepSeekV3
+    | GLM4
     | GPT2
+    | GPTOSS
     | GShard
     | JAXformer
     | Llama
@@ -34,6 +41,7 @@ Numbers = (
     | Olmo2
     | Olmo3
     | OLMoE
+    | Phi3
     | Qwen2MoE
     | Qwen3MoE
     | Switch
@@ -51,9 +59,12 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "cohere": Family(Cohere, build_cohere, COHERE_PRESETS, COHERE_PUBLISHED),
     "deepseek_v2": Family(DeepSeekV2, build_deepseek_v2, DEEPSEEK_V2_PRESETS, DEEPSEEK_V2_PUBLISHED),
     "deepseek_v3": Family(DeepSeekV3, build_deepseek_v3, DEEPSEEK_V3_PRESETS, DEEPSEEK_V3_PUBLISHED),
+    "glm4": Family(GLM4, build_glm4, GLM4_PRESETS, GLM4_PUBLISHED),
     "gpt2": Family(GPT2, build_gpt2, GPT2_PRESETS, GPT2_PUBLISHED),
+    "gpt_oss": Family(GPTOSS, build_gpt_oss, GPT_OSS_PRESETS, GPT_OSS_PUBLISHED),
     "gshard": Family(GShard, build_switch, GSHARD_PRESETS),
     "jaxformer": Family(JAXformer, build_jaxformer, JAXFORMER_PRESETS),
     "llama": Family(Llama, build_llama, LLAMA_PRESETS, LLAMA_PUBLISHED),
@@ -61,6 +72,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(Olmo2, build_olmo2, OLMO2_PRESETS, OLMO2_PUBLISHED),
     "olmo3": Family(Olmo3, build_olmo3, OLMO3_PRESETS, OLMO3_PUBLISHED),
     "olmoe": Family(OLMoE, build_olmoe, OLMOE_PRESETS, OLMOE_PUBLISHED),
+    "phi3": Family(Phi3, build_phi3, PHI3_PRESETS, PHI3_PUBLISHED),
     "qwen2_moe": Family(Qwen2MoE, build_qwen2_moe, QWEN2_MOE_PRESETS, QWEN2_MOE_PUBLISHED),
     "qwen3_moe": Family(Qwen3MoE, build_qwen3_moe, QWEN3_MOE_PRESETS, QWEN3_MOE_PUBLISHED),
     "switch": Family(Switch, build_switch, SWITCH_PRESETS),
