@@ -59,7 +59,8 @@ class Config:
     def partial_rotary(self, default: float = 1.0) -> float:
         """Which part of a head's channels turns; a family that does not ask for it has whole heads."""
         given = self.take("rope_parameters", None) or self.take("rope_scaling", None) or {}
-        return given.get("partial_rotary_factor") or self.take("partial_rotary_factor", default)
+        own = self.take("partial_rotary_factor", default)
+        return given.get("partial_rotary_factor") or own
 
     def rotary(
         self, default_theta: float = 10_000.0, layer_type: str | None = None

@@ -10,6 +10,7 @@ from jaxtyping import Array, Key
 from ..nn import (
     Attention,
     Block,
+    BlockwiseCore,
     causal,
     Embedding,
     Experts,
@@ -29,6 +30,7 @@ from ..nn import (
 from ._common import block_weights, common_attributes, common_numbers, edge_weights
 from ._config import Config
 from ._layers import layer_type_names, layer_types, layer_weights, stacks_of
+from ._mixtures import stacked_mixture_weights
 from ._weights import Published, Weight
 
 
@@ -79,25 +81,15 @@ def build_gpt_oss(
     damping = (2 * numbers.layers) ** -0.5
 
     def expert(key: Key[Array, ""]) -> GatedMLP:
-        return GatedMLP(
-            embed=embed,
-            mlp=numbers.mlp,
-            activation=quick_gelu,
-            bias=True,
-            limit=numbers.limit,
-            offset=1.0,
-            output_std=damping * numbers.mlp**-0.5,
-            key=key,
-        )
+        options = {"bias": True, "activation": quick_gelu, "limit": numbers.limit, "offset": 1.0}
+        return GatedMLP(embed=embed, mlp=numbers.mlp, **options, output_std=damping * numbers.mlp**-0.5, key=key)
 
     def mixture(key: Key[Array, ""]) -> MoE:
         choose, experts = jax.random.split(key)
+        losses = (LoadBalance(numbers.balance),) if numbers.balance else ()
         sizes = {"embed": embed, "experts": numbers.experts, "top_k": numbers.top_k}
-        return MoE(
-            TopKRouter(**sizes, normalise=True, bias=True, key=choose),
-            Experts(expert, numbers.experts, key=experts),
-            losses=(LoadBalance(numbers.balance),) if numbers.balance else (),
-        )
+        router = TopKRouter(**sizes, normalise=True, bias=True, key=choose)
+        return MoE(router, Experts(expert, numbers.experts, key=experts), losses=losses)
 
     def block(has_window: bool, key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
@@ -112,7 +104,7 @@ def build_gpt_oss(
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
                 sinks=True,
                 mask=sliding_window(numbers.window) if has_window else causal(),
-                core=core,
+                core=BlockwiseCore() if core is None else core,  # which has sinks
                 key=attention,
             ),
             feed_forward=mixture(feed_forward),
@@ -139,8 +131,7 @@ GPT_OSS_PRESETS = {
 def _read(config: Config) -> GPTOSS:
     config.expect("hidden_act", "silu")
     config.expect("swiglu_alpha", 1.702)
-    for name in ("experts_per_token", "initial_context_length"):  # said elsewhere too
-        config.take(name, None)
+    config.take("experts_per_token", None), config.take("initial_context_length", None)  # said elsewhere too
     found = common_numbers(config, 150_000.0)
     windowed = layer_types(config, found["layers"], _has_window)
     return GPTOSS(
@@ -163,27 +154,15 @@ def _write(numbers: GPTOSS) -> dict[str, Any]:
         "layer_types": layer_type_names(numbers.kinds),
         "sliding_window": numbers.window,
         "swiglu_limit": numbers.limit,
-        "attention_bias": numbers.bias,
-        "router_aux_loss_coef": numbers.balance,
+        **{"attention_bias": numbers.bias, "router_aux_loss_coef": numbers.balance},
     }
 
 
 def _weights(numbers: GPTOSS) -> list[Weight]:
     def rules(_: bool, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
-        router, experts = lambda m: where(m).feed_forward.router.linear, lambda m: where(m).feed_forward.experts.mlps
-        mlp, turned = "model.layers.{layer}.mlp.", "experts inputs outputs -> experts outputs inputs"
-        ups = lambda m: (experts(m).gate.weight, experts(m).up.weight)
-        biases = lambda m: (experts(m).gate.bias, experts(m).up.bias)
-        return [
-            *block_weights(where, layers, bias=numbers.bias),
-            Weight("model.layers.{layer}.self_attn.sinks", lambda m: where(m).attention.sinks, "", layers),
-            Weight(f"{mlp}router.weight", lambda m: router(m).weight, "", layers),
-            Weight(f"{mlp}router.bias", lambda m: router(m).bias, "", layers),
-            Weight(f"{mlp}experts.gate_up_proj", ups, turned, layers, axis=2, interleaved=True),
-            Weight(f"{mlp}experts.gate_up_proj_bias", biases, "", layers, axis=1, interleaved=True),
-            Weight(f"{mlp}experts.down_proj", lambda m: experts(m).down.weight, turned, layers),
-            Weight(f"{mlp}experts.down_proj_bias", lambda m: experts(m).down.bias, "", layers),
-        ]
+        sinks = Weight("model.layers.{layer}.self_attn.sinks", lambda m: where(m).attention.sinks, "", layers)
+        experts = stacked_mixture_weights(lambda m: where(m).feed_forward, layers)
+        return [*block_weights(where, layers, bias=numbers.bias), sinks, *experts]
 
     return [*edge_weights(numbers.tied), *layer_weights(numbers.kinds, rules)]
 

@@ -69,6 +69,12 @@ def test_embed_run_normalise_unembed(tied, untied):
     assert (tied.vocab, tied.depth) == (7, 3)
 
 
+def test_logits_are_scaled(tied, untied):
+    for model in (tied, untied):
+        scaled = replaced(model, logit_scale=0.3)
+        assert close(run(scaled, IDS)[0], 0.3 * by_parts(model, IDS))
+
+
 def test_one_row_without_a_batch(tied):
     assert np.allclose(run(tied, IDS[1])[0], run(tied, IDS)[0][1], atol=1e-6)
 
