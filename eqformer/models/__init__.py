@@ -1,12 +1,15 @@
 """Families: numbers, straight-line constructor calls, presets. One file a family."""
 
+from ._cohere import build_cohere as build_cohere, Cohere as Cohere
 from ._deepseek_v2 import build_deepseek_v2 as build_deepseek_v2, DeepSeekV2 as DeepSeekV2
 from ._deepseek_v3 import build_deepseek_v3 as build_deepseek_v3, DeepSeekV3 as DeepSeekV3
 from ._families import build as build, FAMILIES as FAMILIES, Family as Family, preset as preset, presets as presets
 from ._gemma import build_gemma as build_gemma, Gemma as Gemma
 from ._gemma2 import build_gemma2 as build_gemma2, Gemma2 as Gemma2
 from ._gemma3 import build_gemma3 as build_gemma3, Gemma3 as Gemma3
+from ._glm4 import build_glm4 as build_glm4, GLM4 as GLM4
 from ._gpt2 import build_gpt2 as build_gpt2, GPT2 as GPT2
+from ._gpt_oss import build_gpt_oss as build_gpt_oss, GPTOSS as GPTOSS
 from ._granite import build_granite as build_granite, Granite as Granite
 from ._jaxformer import build_jaxformer as build_jaxformer, JAXformer as JAXformer
 from ._llama import build_llama as build_llama, Llama as Llama
@@ -15,6 +18,7 @@ from ._mixtral import build_mixtral as build_mixtral, Mixtral as Mixtral
 from ._olmo2 import build_olmo2 as build_olmo2, Olmo2 as Olmo2
 from ._olmo3 import build_olmo3 as build_olmo3, Olmo3 as Olmo3
 from ._olmoe import build_olmoe as build_olmoe, OLMoE as OLMoE
+from ._phi3 import build_phi3 as build_phi3, Phi3 as Phi3
 from ._published import load as load, read_numbers as read_numbers, save as save
 from ._qwen2 import build_qwen2 as build_qwen2, Qwen2 as Qwen2
 from ._qwen2_moe import build_qwen2_moe as build_qwen2_moe, Qwen2MoE as Qwen2MoE

@@ -76,7 +76,8 @@ class Config:
     def partial_rotary(self, default: float = 1.0) -> float:
         """Which part of a head's channels turns; a family that does not ask for it has whole heads."""
         given = self.take("rope_parameters", None) or self.take("rope_scaling", None) or {}
-        return given.get("partial_rotary_factor") or self.take("partial_rotary_factor", default)
+        own = self.take("partial_rotary_factor", default)
+        return given.get("partial_rotary_factor") or own
 
     def rotary(
         self,
@@ -126,7 +127,7 @@ def _scaling(source: str, kind: str, given: dict[str, Any], original: int, longe
             magnitude = yarn_magnitude(factor, over) / yarn_magnitude(factor, under)
         fast, slow = take("beta_fast", None) or 32.0, take("beta_slow", None) or 1.0
         scaling = YarnScaling(factor, original, fast, slow, magnitude, take("truncate", True))
-    elif kind == "longrope":
+    elif kind in ("longrope", "su"):
         short, long = tuple(take("short_factor")), tuple(take("long_factor"))
         factor, magnitude = take("factor", None) or longest / original, take("attention_factor", None)
         scaling = LongRopeScaling(short, long, original, factor, magnitude=magnitude)

@@ -15,7 +15,6 @@ from ..nn import (
     MoE,
     RMSNorm,
     Rotary,
-    RotaryScaling,
     TopKRouter,
     yarn_magnitude,
     YarnScaling,
@@ -93,8 +92,7 @@ def latent_block(
 ) -> Block:
     """Latent attention, whose scores YaRN sharpens by `temperature` too, and a gated layer or a mixture."""
     embed, damping = numbers.embed, (2 * numbers.layers) ** -0.5
-    scaling: RotaryScaling | None = numbers.scaling
-    sharper = 1.0
+    scaling, sharper = numbers.scaling, 1.0
     if numbers.temperature and isinstance(scaling, YarnScaling):
         sharper = yarn_magnitude(scaling.factor, numbers.temperature) ** 2
 

@@ -8,12 +8,15 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from ..nn import Transformer
+from ._cohere import build_cohere, Cohere, COHERE_PRESETS, COHERE_PUBLISHED
 from ._deepseek_v2 import build_deepseek_v2, DEEPSEEK_V2_PRESETS, DEEPSEEK_V2_PUBLISHED, DeepSeekV2
 from ._deepseek_v3 import build_deepseek_v3, DEEPSEEK_V3_PRESETS, DEEPSEEK_V3_PUBLISHED, DeepSeekV3
 from ._gemma import build_gemma, Gemma, GEMMA_PRESETS, GEMMA_PUBLISHED
 from ._gemma2 import build_gemma2, Gemma2, GEMMA2_PRESETS, GEMMA2_PUBLISHED
 from ._gemma3 import build_gemma3, Gemma3, GEMMA3_PRESETS, GEMMA3_PUBLISHED
+from ._glm4 import build_glm4, GLM4, GLM4_PRESETS, GLM4_PUBLISHED
 from ._gpt2 import build_gpt2, GPT2, GPT2_PRESETS, GPT2_PUBLISHED
+from ._gpt_oss import build_gpt_oss, GPT_OSS_PRESETS, GPT_OSS_PUBLISHED, GPTOSS
 from ._granite import build_granite, Granite, GRANITE_PRESETS, GRANITE_PUBLISHED
 from ._jaxformer import build_jaxformer, JAXformer, JAXFORMER_PRESETS
 from ._llama import build_llama, Llama, LLAMA_PRESETS, LLAMA_PUBLISHED
@@ -22,6 +25,7 @@ from ._mixtral import build_mixtral, Mixtral, MIXTRAL_PRESETS, MIXTRAL_PUBLISHED
 from ._olmo2 import build_olmo2, Olmo2, OLMO2_PRESETS, OLMO2_PUBLISHED
 from ._olmo3 import build_olmo3, Olmo3, OLMO3_PRESETS, OLMO3_PUBLISHED
 from ._olmoe import build_olmoe, OLMoE, OLMOE_PRESETS, OLMOE_PUBLISHED
+from ._phi3 import build_phi3, Phi3, PHI3_PRESETS, PHI3_PUBLISHED
 from ._qwen2 import build_qwen2, Qwen2, QWEN2_PRESETS, QWEN2_PUBLISHED
 from ._qwen2_moe import build_qwen2_moe, QWEN2_MOE_PRESETS, QWEN2_MOE_PUBLISHED, Qwen2MoE
 from ._qwen3 import build_qwen3, Qwen3, QWEN3_PRESETS, QWEN3_PUBLISHED
@@ -32,12 +36,15 @@ from ._weights import Published
 
 
 Numbers = (
-    DeepSeekV2
+    Cohere
+    | DeepSeekV2
     | DeepSeekV3
     | Gemma
     | Gemma2
     | Gemma3
+    | GLM4
     | GPT2
+    | GPTOSS
     | Granite
     | GShard
     | JAXformer
@@ -47,6 +54,7 @@ Numbers = (
     | Olmo2
     | Olmo3
     | OLMoE
+    | Phi3
     | Qwen2
     | Qwen2MoE
     | Qwen3
@@ -67,12 +75,15 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "cohere": Family(Cohere, build_cohere, COHERE_PRESETS, COHERE_PUBLISHED),
     "deepseek_v2": Family(DeepSeekV2, build_deepseek_v2, DEEPSEEK_V2_PRESETS, DEEPSEEK_V2_PUBLISHED),
     "deepseek_v3": Family(DeepSeekV3, build_deepseek_v3, DEEPSEEK_V3_PRESETS, DEEPSEEK_V3_PUBLISHED),
     "gemma": Family(Gemma, build_gemma, GEMMA_PRESETS, GEMMA_PUBLISHED),
     "gemma2": Family(Gemma2, build_gemma2, GEMMA2_PRESETS, GEMMA2_PUBLISHED),
     "gemma3": Family(Gemma3, build_gemma3, GEMMA3_PRESETS, GEMMA3_PUBLISHED),
+    "glm4": Family(GLM4, build_glm4, GLM4_PRESETS, GLM4_PUBLISHED),
     "gpt2": Family(GPT2, build_gpt2, GPT2_PRESETS, GPT2_PUBLISHED),
+    "gpt_oss": Family(GPTOSS, build_gpt_oss, GPT_OSS_PRESETS, GPT_OSS_PUBLISHED),
     "granite": Family(Granite, build_granite, GRANITE_PRESETS, GRANITE_PUBLISHED),
     "gshard": Family(GShard, build_switch, GSHARD_PRESETS),
     "jaxformer": Family(JAXformer, build_jaxformer, JAXFORMER_PRESETS),
@@ -82,6 +93,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(Olmo2, build_olmo2, OLMO2_PRESETS, OLMO2_PUBLISHED),
     "olmo3": Family(Olmo3, build_olmo3, OLMO3_PRESETS, OLMO3_PUBLISHED),
     "olmoe": Family(OLMoE, build_olmoe, OLMOE_PRESETS, OLMOE_PUBLISHED),
+    "phi3": Family(Phi3, build_phi3, PHI3_PRESETS, PHI3_PUBLISHED),
     "qwen2": Family(Qwen2, build_qwen2, QWEN2_PRESETS, QWEN2_PUBLISHED),
     "qwen2_moe": Family(Qwen2MoE, build_qwen2_moe, QWEN2_MOE_PRESETS, QWEN2_MOE_PUBLISHED),
     "qwen3": Family(Qwen3, build_qwen3, QWEN3_PRESETS, QWEN3_PUBLISHED),

@@ -102,6 +102,14 @@ def query_key_norm_weights(where: Callable[[Any], Any], layers: Sequence[int], p
     return found
 
 
+def joined_gated_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
+    """Of a block's `GatedMLP`, whose first two maps are published as one."""
+    fed, prefix = lambda m: where(m).feed_forward, "model.layers.{layer}.mlp."
+    ups = lambda m: (fed(m).gate.weight, fed(m).up.weight)
+    down = Weight(f"{prefix}down_proj.weight", lambda m: fed(m).down.weight, "", layers)
+    return [Weight(f"{prefix}gate_up_proj.weight", ups, "", layers), down]
+
+
 def layer_types(config: Any, layers: int, default: Callable[[int], bool]) -> tuple[bool, ...]:
     """Which layers have a window, of `layer_types` or, where it is missing, by `default`."""
     names = config.take("layer_types", None)

@@ -44,3 +44,19 @@ def mixture_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[
     prefix = "model.layers.{layer}.mlp."
     experts = gated_weights(lambda m: where(m).experts.mlps, layers, prefix=prefix + "experts.{expert}.")
     return [Weight(f"{prefix}gate.weight", lambda m: where(m).router.linear.weight, "", layers), *experts]
+
+
+def stacked_mixture_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
+    """Of a `MoE` with biases whose experts are published as one array, inputs first, gates and ups taking turns."""
+    router, experts = lambda m: where(m).router.linear, lambda m: where(m).experts.mlps
+    mlp, turned = "model.layers.{layer}.mlp.", "experts inputs outputs -> experts outputs inputs"
+    ups = lambda m: (experts(m).gate.weight, experts(m).up.weight)
+    biases = lambda m: (experts(m).gate.bias, experts(m).up.bias)
+    return [
+        Weight(f"{mlp}router.weight", lambda m: router(m).weight, "", layers),
+        Weight(f"{mlp}router.bias", lambda m: router(m).bias, "", layers),
+        Weight(f"{mlp}experts.gate_up_proj", ups, turned, layers, axis=2, interleaved=True),
+        Weight(f"{mlp}experts.gate_up_proj_bias", biases, "", layers, axis=1, interleaved=True),
+        Weight(f"{mlp}experts.down_proj", lambda m: experts(m).down.weight, turned, layers),
+        Weight(f"{mlp}experts.down_proj_bias", lambda m: experts(m).down.bias, "", layers),
+    ]

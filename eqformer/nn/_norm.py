@@ -51,22 +51,40 @@ class RMSNorm(eqx.Module):
 
 
 class LayerNorm(eqx.Module):
-    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over named dims (Ba, Kiros and Hinton 2016)."""
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over named dims (Ba, Kiros and Hinton 2016).
+
+    With `over`, the last of the dims, mean and variance are over these alone: `LayerNorm("heads head_dim",
+    over="head_dim", ...)` normalises each head by itself and scales it by its own weights (Command R+).
+    """
 
     dims: tuple[str, ...] = eqx.field(static=True)
+    over: int = eqx.field(static=True)
     eps: float = eqx.field(static=True)
     weight: Float[Array, "..."] | None = named_by("dims")
     bias: Float[Array, "..."] | None = named_by("dims")
 
-    def __init__(self, dims: str, *, eps: float = 1e-5, scale: bool = True, bias: bool = True, **sizes: int):
+    def __init__(
+        self,
+        dims: str,
+        *,
+        eps: float = 1e-5,
+        scale: bool = True,
+        bias: bool = True,
+        over: str | None = None,
+        **sizes: int,
+    ):
         self.dims, shape = _named_shape("LayerNorm", dims, sizes)
+        reduced = self.dims if over is None else tuple(over.split())
+        if not reduced or self.dims[-len(reduced) :] != reduced:
+            raise ValueError(f"LayerNorm({dims!r}, over={over!r}): over names the last of the dims.")
+        self.over = len(reduced)
         self.eps = eps
         self.weight = jnp.ones(shape, jnp.float32) if scale else None
         self.bias = jnp.zeros(shape, jnp.float32) if bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalise the trailing dims of `x`; the result has the dtype of `x`."""
-        axes = _check_sizes("LayerNorm", self.dims, self.weight, x)
+        axes = _check_sizes("LayerNorm", self.dims, self.weight, x)[-self.over :]
         wide = x.astype(at_least_float32(x.dtype))
         centred = wide - jnp.mean(wide, axes, keepdims=True)
         y = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axes, keepdims=True) + self.eps)

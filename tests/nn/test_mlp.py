@@ -49,6 +49,14 @@ def test_mlp(name, bias):
     assert (module.up.bias is not None) == bias
 
 
+def test_an_offset_is_added_to_the_factor_that_the_gate_meets():
+    module = drawn(nn.GatedMLP, embed=3, mlp=5, limit=0.4, offset=1.0, activation=nn.quick_gelu, bias=True, key=KEY)
+    x = 2 * normal(1, 2, 4, 3)
+    gate, up = np.minimum(linear(wide(x), module.gate), 0.4), np.clip(linear(wide(x), module.up), -0.4, 0.4)
+    assert close(module(x), linear(FORMULAS["quick_gelu"](gate) * (up + 1), module.down))
+    assert not close(module(x), linear(FORMULAS["quick_gelu"](gate) * up, module.down), 1e-3)
+
+
 @pytest.mark.parametrize("limit", [None, 0.4])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gated_mlp(bias, limit):

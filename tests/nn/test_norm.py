@@ -40,6 +40,16 @@ def test_layer_norm(options):
     assert not close(module(x), rms(wide(x), nn.RMSNorm("embed", embed=6)), 1e-2)
 
 
+def test_layer_norm_over_fewer_dims_than_it_scales():
+    module = randomised(nn.LayerNorm("heads head_dim", over="head_dim", heads=3, head_dim=4, eps=0.1))
+    x = normal(1, 2, 5, 3, 4) * jnp.array([1.0, 10.0, 100.0])[:, None]
+    centred = wide(x) - wide(x).mean(-1, keepdims=True)
+    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 0.1)
+    assert close(module(x), expected * wide(module.weight) + wide(module.bias))
+    with pytest.raises(ValueError, match="over names the last of the dims"):
+        nn.LayerNorm("heads head_dim", over="heads", heads=3, head_dim=4)
+
+
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_a_fresh_norm_scales_by_one(offset):
     module = nn.RMSNorm("embed", embed=6, offset=offset, shift=True)

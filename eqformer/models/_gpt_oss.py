@@ -1,0 +1,170 @@
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925): sinks, biases everywhere, clamped experts, windows in every second layer."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ..nn import (
+    Attention,
+    Block,
+    BlockwiseCore,
+    causal,
+    Embedding,
+    Experts,
+    GatedMLP,
+    Linear,
+    LoadBalance,
+    MoE,
+    quick_gelu,
+    RMSNorm,
+    Rotary,
+    RotaryScaling,
+    sliding_window,
+    TopKRouter,
+    Transformer,
+    YarnScaling,
+)
+from ._common import block_weights, common_attributes, common_numbers, edge_weights
+from ._config import Config
+from ._layers import layer_type_names, layer_types, layer_weights, stacks_of
+from ._mixtures import stacked_mixture_weights
+from ._weights import Published, Weight
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTOSS:
+    """The numbers of a gpt-oss; `mlp` is one expert's."""
+
+    vocab: int
+    embed: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    experts: int = 32
+    top_k: int = 4
+    windowed: tuple[bool, ...] | None = None  # by layer; by default every second, from the first
+    window: int = 128
+    limit: float = 7.0
+    head_dim: int | None = 64
+    theta: float = 150_000.0
+    scaling: RotaryScaling | None = YarnScaling(32.0, 4096, truncate=False)
+    eps: float = 1e-5
+    bias: bool = True  # of the attention's four projections
+    balance: float = 0.001  # of `LoadBalance`, over the batch
+    tied: bool = False
+    max_seq: int = 131_072  # the longest rows it was trained on; it changes nothing
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Which layers have a window."""
+        return tuple(map(_has_window, range(self.layers))) if self.windowed is None else self.windowed
+
+
+def _has_window(layer: int) -> bool:
+    return layer % 2 == 0
+
+
+def build_gpt_oss(
+    numbers: GPTOSS,
+    *,
+    core: Callable[..., Array] | None = None,
+    remat: str = "none",
+    unroll: int = 1,
+    key: Key[Array, ""],
+) -> Transformer:
+    """A gpt-oss with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+    embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
+    damping = (2 * numbers.layers) ** -0.5
+
+    def expert(key: Key[Array, ""]) -> GatedMLP:
+        options = {"bias": True, "activation": quick_gelu, "limit": numbers.limit, "offset": 1.0}
+        return GatedMLP(embed=embed, mlp=numbers.mlp, **options, output_std=damping * numbers.mlp**-0.5, key=key)
+
+    def mixture(key: Key[Array, ""]) -> MoE:
+        choose, experts = jax.random.split(key)
+        losses = (LoadBalance(numbers.balance),) if numbers.balance else ()
+        sizes = {"embed": embed, "experts": numbers.experts, "top_k": numbers.top_k}
+        router = TopKRouter(**sizes, normalise=True, bias=True, key=choose)
+        return MoE(router, Experts(expert, numbers.experts, key=experts), losses=losses)
+
+    def block(has_window: bool, key: Key[Array, ""]) -> Block:
+        attention, feed_forward = jax.random.split(key)
+        return Block(
+            attention=Attention(
+                embed=embed,
+                heads=numbers.heads,
+                kv_heads=numbers.kv_heads,
+                head_dim=head_dim,
+                bias=numbers.bias,
+                output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
+                sinks=True,
+                mask=sliding_window(numbers.window) if has_window else causal(),
+                core=BlockwiseCore() if core is None else core,  # which has sinks
+                key=attention,
+            ),
+            feed_forward=mixture(feed_forward),
+            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+        )
+
+    embedding, stack, head = jax.random.split(key, 3)
+    return Transformer(
+        embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
+        stacks=stacks_of(numbers.kinds, block, remat=remat, unroll=unroll, key=stack),
+        norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+        head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
+    )
+
+
+GPT_OSS_PRESETS = {
+    "gpt-oss-byte-500k": GPTOSS(256, 64, 4, 4, 2, 32, 12, window=64, head_dim=16, theta=1e4, scaling=None, tied=True),
+    "gpt-oss-20b": GPTOSS(201_088, 2880, 24, 64, 8, 2880),
+    "gpt-oss-120b": GPTOSS(201_088, 2880, 36, 64, 8, 2880, experts=128),
+}
+
+
+def _read(config: Config) -> GPTOSS:
+    config.expect("hidden_act", "silu")
+    config.expect("swiglu_alpha", 1.702)
+    config.take("experts_per_token", None), config.take("initial_context_length", None)  # said elsewhere too
+    found = common_numbers(config, 150_000.0)
+    windowed = layer_types(config, found["layers"], _has_window)
+    return GPTOSS(
+        **found,
+        experts=config.take("num_local_experts", 128),
+        top_k=config.take("num_experts_per_tok", 4),
+        windowed=None if windowed == tuple(map(_has_window, range(found["layers"]))) else windowed,
+        window=config.take("sliding_window", 128),
+        limit=config.take("swiglu_limit", 7.0),
+        bias=config.take("attention_bias", True),
+        balance=config.take("router_aux_loss_coef", 0.001),
+    )
+
+
+def _write(numbers: GPTOSS) -> dict[str, Any]:
+    return common_attributes(numbers) | {
+        "hidden_act": "silu",
+        "num_local_experts": numbers.experts,
+        "num_experts_per_tok": numbers.top_k,
+        "layer_types": layer_type_names(numbers.kinds),
+        "sliding_window": numbers.window,
+        "swiglu_limit": numbers.limit,
+        **{"attention_bias": numbers.bias, "router_aux_loss_coef": numbers.balance},
+    }
+
+
+def _weights(numbers: GPTOSS) -> list[Weight]:
+    def rules(_: bool, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
+        sinks = Weight("model.layers.{layer}.self_attn.sinks", lambda m: where(m).attention.sinks, "", layers)
+        experts = stacked_mixture_weights(lambda m: where(m).feed_forward, layers)
+        return [*block_weights(where, layers, bias=numbers.bias), sinks, *experts]
+
+    return [*edge_weights(numbers.tied), *layer_weights(numbers.kinds, rules)]
+
+
+GPT_OSS_PUBLISHED = Published("GptOssForCausalLM", "gpt_oss", _read, _write, _weights)
