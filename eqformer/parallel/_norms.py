@@ -21,7 +21,7 @@ class SplitNorm(eqx.Module):
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalise the trailing dims of the whole, of which `x` is a slice."""
         norm = self.inner
-        dims = tuple(range(-len(norm.dims), 0))
+        dims = tuple(range(-len(reduced_dims(norm)), 0))
         wide = x.astype(at_least_float32(x.dtype))
         if isinstance(norm, nn.LayerNorm):
             wide = wide - jax.lax.pmean(jnp.mean(wide, dims, keepdims=True), self.axis)
@@ -31,3 +31,8 @@ class SplitNorm(eqx.Module):
             y = y * (offset + norm.weight.astype(y.dtype))
         shift = norm.shift if isinstance(norm, nn.RMSNorm) else norm.bias
         return (y if shift is None else y + shift.astype(y.dtype)).astype(x.dtype)
+
+
+def reduced_dims(norm: nn.RMSNorm | nn.LayerNorm) -> tuple[str, ...]:
+    """The names of the dims that a norm takes its mean over: all that it scales, or the last of them."""
+    return norm.dims[-norm.over :] if isinstance(norm, nn.LayerNorm) else norm.dims

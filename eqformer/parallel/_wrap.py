@@ -15,7 +15,7 @@ from ._context import ContextCore
 from ._feature import FEATURE_DIMS, FeatureKeyHead, FeatureLinear
 from ._layout import axes_of
 from ._mixture import SplitMoE
-from ._norms import SplitNorm
+from ._norms import reduced_dims, SplitNorm
 from ._tensor import HEAD_DIMS, Tensor, TENSOR_MODULES
 from ._vocabulary import FeatureEmbedding, HeadInput, own_rows, rows_of_features, SplitEmbedding
 
@@ -129,7 +129,7 @@ def _split_norm(norm: nn.RMSNorm | nn.LayerNorm, residual: str) -> PyTree:
     # By the names of its dims, since a norm need not have an array to lay out. Key heads that devices share are each
     # held by equally many, so that there too the mean of the devices' means is the mean.
     split = FEATURE_DIMS if residual == "feature" else HEAD_DIMS
-    return SplitNorm(norm, TENSOR) if set(norm.dims) & set(split) else norm
+    return SplitNorm(norm, TENSOR) if set(reduced_dims(norm)) & set(split) else norm
 
 
 def _feature_module(module: PyTree, shapes: PyTree, overlap: str, is_branched: bool) -> PyTree:
