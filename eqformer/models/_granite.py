@@ -122,7 +122,7 @@ def _read(config: Config) -> Granite:
     config.expect("hidden_act", "silu")
     config.expect("attention_bias", False)
     config.expect("mlp_bias", False)
-    multipliers = {name: float(config.take(its, 1.0)) for name, its in _MULTIPLIERS.items()}
+    multipliers: dict[str, Any] = {name: float(config.take(its, 1.0)) for name, its in _MULTIPLIERS.items()}
     return Granite(**common_numbers(config), **multipliers)
 
 
