@@ -3,7 +3,14 @@
 from ._cohere import build_cohere as build_cohere, Cohere as Cohere
 from ._deepseek_v2 import build_deepseek_v2 as build_deepseek_v2, DeepSeekV2 as DeepSeekV2
 from ._deepseek_v3 import build_deepseek_v3 as build_deepseek_v3, DeepSeekV3 as DeepSeekV3
-from ._families import build as build, FAMILIES as FAMILIES, Family as Family, preset as preset, presets as presets
+from ._families import (
+    build as build,
+    FAMILIES as FAMILIES,
+    Family as Family,
+    Numbers as Numbers,
+    preset as preset,
+    presets as presets,
+)
 from ._gemma import build_gemma as build_gemma, Gemma as Gemma
 from ._gemma2 import build_gemma2 as build_gemma2, Gemma2 as Gemma2
 from ._gemma3 import build_gemma3 as build_gemma3, Gemma3 as Gemma3

@@ -58,7 +58,7 @@ def build_cohere(
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
     damping = (2 * numbers.layers) ** -0.5
 
-    def norm(**sizes: int) -> LayerNorm | None:
+    def norm(**sizes: Any) -> LayerNorm | None:
         if not numbers.normed:
             return None
         return LayerNorm(" ".join(sizes), over="head_dim", bias=False, eps=numbers.eps, **sizes)

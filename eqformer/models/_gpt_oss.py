@@ -81,13 +81,13 @@ def build_gpt_oss(
     damping = (2 * numbers.layers) ** -0.5
 
     def expert(key: Key[Array, ""]) -> GatedMLP:
-        options = {"bias": True, "activation": quick_gelu, "limit": numbers.limit, "offset": 1.0}
+        options: dict[str, Any] = {"bias": True, "activation": quick_gelu, "limit": numbers.limit, "offset": 1.0}
         return GatedMLP(embed=embed, mlp=numbers.mlp, **options, output_std=damping * numbers.mlp**-0.5, key=key)
 
     def mixture(key: Key[Array, ""]) -> MoE:
         choose, experts = jax.random.split(key)
         losses = (LoadBalance(numbers.balance),) if numbers.balance else ()
-        sizes = {"embed": embed, "experts": numbers.experts, "top_k": numbers.top_k}
+        sizes: dict[str, Any] = {"embed": embed, "experts": numbers.experts, "top_k": numbers.top_k}
         router = TopKRouter(**sizes, normalise=True, bias=True, key=choose)
         return MoE(router, Experts(expert, numbers.experts, key=experts), losses=losses)
 
@@ -131,7 +131,8 @@ GPT_OSS_PRESETS = {
 def _read(config: Config) -> GPTOSS:
     config.expect("hidden_act", "silu")
     config.expect("swiglu_alpha", 1.702)
-    config.take("experts_per_token", None), config.take("initial_context_length", None)  # said elsewhere too
+    for name in ("experts_per_token", "initial_context_length"):  # said elsewhere too
+        config.take(name, None)
     found = common_numbers(config, 150_000.0)
     windowed = layer_types(config, found["layers"], _has_window)
     return GPTOSS(

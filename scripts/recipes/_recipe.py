@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from eqformer.models import GPT2, GShard, JAXformer, Llama, Mixtral, Switch
+from eqformer.models import Numbers
 from eqformer.nn import Precision
 
 
@@ -92,7 +92,7 @@ class Mesh:
 class Recipe:
     """A model, its text, and how it learns."""
 
-    model: Llama | GPT2 | JAXformer | Mixtral | Switch | GShard
+    model: Numbers
     """The family and its numbers."""
     steps: int = 800
     """How many optimizer steps the run takes."""

@@ -164,7 +164,10 @@ def test_what_is_no_array_has_no_spec_and_the_tree_is_the_models(mesh):
     assert placed.spec == P("tensor", None) and placed.mesh == mesh
 
 
-@pytest.mark.parametrize("name", models.presets())
+PUBLISHED = ["gpt2-xl", "gpt2-large", "llama-2-7b", "llama-3.1-405b", "mixtral-8x22b", "jaxformer", "qwen3-8b"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes_are_laid_out_from_shapes_alone(mesh, name):
     alive = len(jax.live_arrays())
     shapes = shapes_of(name)
