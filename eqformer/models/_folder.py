@@ -7,8 +7,8 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401  # lets numpy know bfloat16
 import numpy as np
-from safetensors import safe_open, SafetensorError
-from safetensors.numpy import save_file
+
+from .._extra import load_extra
 
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -79,9 +79,10 @@ class Folder:
     def _open(self, file: str) -> list[str]:
         if not (self.path / file).is_file():
             raise ValueError(f"{self.path / file}: the file is missing.")
+        safetensors = load_extra("safetensors", extra="train", call="load(path)")
         try:
-            opened = safe_open(self.path / file, framework="np")
-        except (SafetensorError, OSError, ValueError) as error:
+            opened = safetensors.safe_open(self.path / file, framework="np")
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"{self.path / file}: it is no whole safetensors file ({error}).") from None
         self._files[file] = opened
         names = list(opened.keys())
@@ -95,6 +96,7 @@ def write_folder(
     path: Path, arrays: Iterator[tuple[str, np.ndarray]], config: Mapping[str, Any], shard_bytes: int
 ) -> None:
     """Write `config.json` and the arrays, in as many files as need be; only the arrays of one file are held at once."""
+    save_file = load_extra("safetensors.numpy", extra="train", call="save(model, numbers, path)").save_file
     file_of: dict[str, int] = {}
     part: dict[str, np.ndarray] = {}
     number, held, total = 0, 0, 0
