@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 from plan_parity import compiled, differences, place
 
 
-ROUNDING = 50 * float(np.finfo(np.float32).eps)
+ROUNDING = 2e-5  # as of the logits: fourteen layers of random weights magnify it
 pytestmark = pytest.mark.grid
 
 
@@ -38,7 +38,8 @@ def test_over_data_and_heads(name, tmp_path):
     write(tmp_path, name)
     model = models.load(tmp_path)
     batch = batch_of(TOLD[name]["config"]["vocab_size"])
-    heads = TOLD[name]["config"].get("num_key_value_heads", 2)
+    config = TOLD[name]["config"]
+    heads = config.get("num_key_value_heads", config.get("n_head"))
     sizes = (
         {"fsdp": 2, "tensor": 2} if heads == 1 or heads % 2 == 0 else {"fsdp": 4}
     )  # three heads do not split over two
@@ -46,3 +47,4 @@ def test_over_data_and_heads(name, tmp_path):
     want = compiled(accumulated_gradients(next_token_loss), model, batch)
     got = compiled(planned_gradients(plan)(next_token_loss, 1), place(model, plan), batch)
     assert differences(got, want, ROUNDING) == {}
+    assert differences(got._replace(total=got.total * (1 + 1e-4)), want, ROUNDING)  # the comparison can tell
