@@ -19,9 +19,16 @@ from ..nn import (
     Stack,
     Transformer,
 )
-from ._common import attention_weights, common_attributes, common_numbers, edge_weights, gated_weights
+from ._common import (
+    attention_weights,
+    common_attributes,
+    common_numbers,
+    edge_weights,
+    gated_weights,
+    norm_weights,
+    query_key_norm_weights,
+)
 from ._config import Config
-from ._layers import norm_weights, query_key_norm_weights
 from ._weights import Published, Weight
 
 
@@ -123,7 +130,7 @@ def _weights(numbers: Cohere) -> list[Weight]:
     return [
         *edge_weights(numbers.tied),
         *attention_weights(lambda m: blocks(m).attention, layers, bias=numbers.bias),
-        *(query_key_norm_weights(blocks, layers) if numbers.normed else ()),
+        *(query_key_norm_weights(lambda m: blocks(m).attention, layers) if numbers.normed else ()),
         *gated_weights(lambda m: blocks(m).feed_forward, layers),
         *norm_weights(blocks, layers, {"attention_norm": "input_layernorm"}),
     ]

@@ -1,6 +1,6 @@
 """What most published decoders share: attributes of configurations, and names of arrays."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ._config import Config, rotary_attributes
@@ -67,12 +67,9 @@ def block_weights(
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
 ) -> list[Weight]:
     """Of a pre-norm block: the attention's projections and both norms."""
-    names = zip(("attention_norm", "feed_forward_norm"), norms, strict=True)
+    names = {"attention_norm": norms[0], "feed_forward_norm": norms[1]}
     projections = attention_weights(lambda m: where(m).attention, layers, bias=bias, output_bias=output_bias)
-    return projections + [
-        Weight(f"model.layers.{{layer}}.{published}.weight", _attribute(where, f"{name}.weight"), "", layers)
-        for name, published in names
-    ]
+    return projections + norm_weights(where, layers, names)
 
 
 def attention_weights(
@@ -95,6 +92,21 @@ def attention_weights(
     return found
 
 
+def norm_weights(
+    where: Callable[[Any], Any],
+    layers: Sequence[int],
+    names: Mapping[str, str],
+    *,
+    prefix: str = "model.layers.{layer}.",
+    pattern: str = "",
+) -> list[Weight]:
+    """Scales of norms: by our attribute the name published."""
+    return [
+        Weight(f"{prefix}{its}.weight", _attribute(where, f"{own}.weight"), pattern, layers)
+        for own, its in names.items()
+    ]
+
+
 def four_norm_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
     """The norms before and after both sublayers, under the names of Gemma 2."""
     names = {
@@ -103,18 +115,13 @@ def four_norm_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> lis
         "feed_forward_norm": "pre_feedforward_layernorm",
         "feed_forward_output_norm": "post_feedforward_layernorm",
     }
-    layer = "model.layers.{layer}."
-    return [
-        Weight(f"{layer}{its}.weight", _attribute(where, f"{name}.weight"), "", layers) for name, its in names.items()
-    ]
+    return norm_weights(where, layers, names)
 
 
-def head_norm_weights(
-    where: Callable[[Any], Any], layers: Sequence[int], *, prefix: str = "model.layers.{layer}.self_attn."
-) -> list[Weight]:
-    """The norms of an `Attention`'s queries and keys, published as `q_norm` and `k_norm`."""
-    names = (("query_norm", "q_norm"), ("key_norm", "k_norm"))
-    return [Weight(f"{prefix}{its}.weight", _attribute(where, f"{name}.weight"), "", layers) for name, its in names]
+def query_key_norm_weights(where: Callable[[Any], Any], layers: Sequence[int], pattern: str = "") -> list[Weight]:
+    """Of an `Attention`'s norms of queries and keys, published as `q_norm` and `k_norm`."""
+    names = {"query_norm": "q_norm", "key_norm": "k_norm"}
+    return norm_weights(where, layers, names, prefix="model.layers.{layer}.self_attn.", pattern=pattern)
 
 
 def gated_weights(
@@ -127,6 +134,13 @@ def gated_weights(
     """A `GatedMLP`'s maps."""
     pairs = zip(("gate", "up", "down"), names, strict=True)
     return [Weight(f"{prefix}{its}.weight", _attribute(where, f"{name}.weight"), "", layers) for name, its in pairs]
+
+
+def joined_gated_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
+    """Of a `GatedMLP` whose first two maps are published as one."""
+    prefix, ups = "model.layers.{layer}.mlp.", lambda m: (where(m).gate.weight, where(m).up.weight)
+    down = Weight(f"{prefix}down_proj.weight", _attribute(where, "down.weight"), "", layers)
+    return [Weight(f"{prefix}gate_up_proj.weight", ups, "", layers), down]
 
 
 _HEADS = "(heads head_dim) embed -> heads head_dim embed"

@@ -19,9 +19,8 @@ from ..nn import (
     yarn_magnitude,
     YarnScaling,
 )
-from ._common import common_numbers, gated_weights
+from ._common import common_numbers, gated_weights, norm_weights
 from ._config import Config, rotary_attributes
-from ._layers import norm_weights
 from ._mixtures import mixture_weights
 from ._weights import Weight
 

@@ -20,7 +20,7 @@ from ..nn import (
 from ._common import edge_weights
 from ._config import Config
 from ._deepseek import first_dense, latent_attributes, latent_block, latent_block_weights, latent_numbers
-from ._layers import layer_weights, stacks_of
+from ._pattern import layer_weights, stacks_of
 from ._weights import Published, Weight
 
 
@@ -96,7 +96,7 @@ def build_deepseek_v3(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=stacks_of(first_dense(numbers), block, remat=remat, unroll=unroll, key=stack),
+        stacks=stacks_of(block, first_dense(numbers), remat=remat, unroll=unroll, key=stack),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
     )

@@ -1,7 +1,7 @@
 """Gemma 2 (Riviere et al. 2024, arXiv:2408.00118): four norms a layer, softcaps, and a window in every other layer."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from ._common import (
     gated_weights,
 )
 from ._config import Config, layer_types
-from ._pattern import all_but_every, places, stacks_of, windows_of
+from ._pattern import all_but_every, layer_weights, stacks_of, windows_of
 from ._weights import Published, Weight
 
 
@@ -155,12 +155,12 @@ def _write(numbers: Gemma2) -> dict[str, Any]:
 
 
 def _weights(numbers: Gemma2) -> list[Weight]:
-    found = edge_weights(numbers.tied)
-    for blocks, layers in places(windows_of(numbers)):
-        found += attention_weights(lambda m, blocks=blocks: blocks(m).attention, layers)
-        found += gated_weights(lambda m, blocks=blocks: blocks(m).feed_forward, layers)
-        found += four_norm_weights(blocks, layers)
-    return found
+    def rules(_: Any, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
+        attention = attention_weights(lambda m: where(m).attention, layers)
+        feed_forward = gated_weights(lambda m: where(m).feed_forward, layers)
+        return [*attention, *feed_forward, *four_norm_weights(where, layers)]
+
+    return [*edge_weights(numbers.tied), *layer_weights(windows_of(numbers), rules)]
 
 
 GEMMA2_PUBLISHED = Published(

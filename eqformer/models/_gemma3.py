@@ -1,7 +1,7 @@
 """Gemma 3, its text models (Kamath et al. 2025, arXiv:2503.19786): five local layers to a global one, normed heads."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,10 +29,10 @@ from ._common import (
     edge_weights,
     four_norm_weights,
     gated_weights,
-    head_norm_weights,
+    query_key_norm_weights,
 )
 from ._config import Config, layer_types
-from ._pattern import all_but_every, places, stacks_of, windows_of
+from ._pattern import all_but_every, layer_weights, stacks_of, windows_of
 from ._weights import Published, Weight
 
 
@@ -154,13 +154,13 @@ def _write(numbers: Gemma3) -> dict[str, Any]:
 
 
 def _weights(numbers: Gemma3) -> list[Weight]:
-    found = edge_weights(numbers.tied)
-    for blocks, layers in places(windows_of(numbers)):
-        found += attention_weights(lambda m, blocks=blocks: blocks(m).attention, layers)
-        found += gated_weights(lambda m, blocks=blocks: blocks(m).feed_forward, layers)
-        found += head_norm_weights(lambda m, blocks=blocks: blocks(m).attention, layers)
-        found += four_norm_weights(blocks, layers)
-    return found
+    def rules(_: Any, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
+        attention = attention_weights(lambda m: where(m).attention, layers)
+        head_norms = query_key_norm_weights(lambda m: where(m).attention, layers)
+        feed_forward = gated_weights(lambda m: where(m).feed_forward, layers)
+        return [*attention, *head_norms, *feed_forward, *four_norm_weights(where, layers)]
+
+    return [*edge_weights(numbers.tied), *layer_weights(windows_of(numbers), rules)]
 
 
 GEMMA3_PUBLISHED = Published(

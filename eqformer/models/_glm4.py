@@ -19,9 +19,15 @@ from ..nn import (
     Stack,
     Transformer,
 )
-from ._common import attention_weights, common_attributes, common_numbers, edge_weights
+from ._common import (
+    attention_weights,
+    common_attributes,
+    common_numbers,
+    edge_weights,
+    joined_gated_weights,
+    norm_weights,
+)
 from ._config import Config
-from ._layers import joined_gated_weights, norm_weights
 from ._weights import Published, Weight
 
 
@@ -112,7 +118,7 @@ def _weights(numbers: GLM4) -> list[Weight]:
     return [
         *edge_weights(numbers.tied),
         *attention_weights(lambda m: blocks(m).attention, layers, bias=numbers.bias, output_bias=False),
-        *joined_gated_weights(blocks, layers),
+        *joined_gated_weights(lambda m: blocks(m).feed_forward, layers),
         *norm_weights(blocks, layers, _NORMS),
     ]
 

@@ -28,9 +28,9 @@ from ..nn import (
     YarnScaling,
 )
 from ._common import block_weights, common_attributes, common_numbers, edge_weights
-from ._config import Config
-from ._layers import layer_type_names, layer_types, layer_weights, stacks_of
+from ._config import Config, layer_types
 from ._mixtures import stacked_mixture_weights
+from ._pattern import layer_weights, stacks_of
 from ._weights import Published, Weight
 
 
@@ -46,7 +46,7 @@ class GPTOSS:
     mlp: int
     experts: int = 32
     top_k: int = 4
-    windowed: tuple[bool, ...] | None = None  # by layer; by default every second, from the first
+    windowed: tuple[int, ...] | None = None  # their numbers; by default every second, from the first
     window: int = 128
     limit: float = 7.0
     head_dim: int | None = 64
@@ -61,11 +61,12 @@ class GPTOSS:
     @property
     def kinds(self) -> tuple[bool, ...]:
         """Which layers have a window."""
-        return tuple(map(_has_window, range(self.layers))) if self.windowed is None else self.windowed
+        windowed = _windowed(self.layers) if self.windowed is None else self.windowed
+        return tuple(layer in windowed for layer in range(self.layers))
 
 
-def _has_window(layer: int) -> bool:
-    return layer % 2 == 0
+def _windowed(layers: int) -> tuple[int, ...]:
+    return tuple(range(0, layers, 2))
 
 
 def build_gpt_oss(
@@ -115,7 +116,7 @@ def build_gpt_oss(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=stacks_of(numbers.kinds, block, remat=remat, unroll=unroll, key=stack),
+        stacks=stacks_of(block, numbers.kinds, remat=remat, unroll=unroll, key=stack),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
     )
@@ -134,13 +135,14 @@ def _read(config: Config) -> GPTOSS:
     for name in ("experts_per_token", "initial_context_length"):  # said elsewhere too
         config.take(name, None)
     found = common_numbers(config, 150_000.0)
-    windowed = layer_types(config, found["layers"], _has_window)
+    window = config.take("sliding_window", 128)
+    windowed = config.windowed(found["layers"], window, default := _windowed(found["layers"]))
     return GPTOSS(
         **found,
         experts=config.take("num_local_experts", 128),
         top_k=config.take("num_experts_per_tok", 4),
-        windowed=None if windowed == tuple(map(_has_window, range(found["layers"]))) else windowed,
-        window=config.take("sliding_window", 128),
+        windowed=None if windowed == default else windowed,
+        window=window,
         limit=config.take("swiglu_limit", 7.0),
         bias=config.take("attention_bias", True),
         balance=config.take("router_aux_loss_coef", 0.001),
@@ -152,7 +154,7 @@ def _write(numbers: GPTOSS) -> dict[str, Any]:
         "hidden_act": "silu",
         "num_local_experts": numbers.experts,
         "num_experts_per_tok": numbers.top_k,
-        "layer_types": layer_type_names(numbers.kinds),
+        "layer_types": layer_types(numbers.layers, [layer for layer, windowed in enumerate(numbers.kinds) if windowed]),
         "sliding_window": numbers.window,
         "swiglu_limit": numbers.limit,
         **{"attention_bias": numbers.bias, "router_aux_loss_coef": numbers.balance},

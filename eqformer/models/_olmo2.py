@@ -8,9 +8,16 @@ import jax
 from jaxtyping import Array, Key
 
 from ..nn import Attention, Block, Embedding, GatedMLP, Linear, RMSNorm, Rotary, RotaryScaling, Stack, Transformer
-from ._common import attention_weights, common_attributes, common_numbers, edge_weights, gated_weights
+from ._common import (
+    attention_weights,
+    common_attributes,
+    common_numbers,
+    edge_weights,
+    gated_weights,
+    norm_weights,
+    query_key_norm_weights,
+)
 from ._config import Config
-from ._layers import norm_weights, query_key_norm_weights
 from ._weights import Published, Weight
 
 
@@ -104,7 +111,7 @@ def olmo_weights(where: Callable[[Any], Any], layers: range, bias: bool) -> list
     }
     return [
         *attention_weights(lambda m: where(m).attention, layers, bias=bias),
-        *query_key_norm_weights(where, layers, "(heads head_dim) -> heads head_dim"),
+        *query_key_norm_weights(lambda m: where(m).attention, layers, "(heads head_dim) -> heads head_dim"),
         *gated_weights(lambda m: where(m).feed_forward, layers),
         *norm_weights(where, layers, norms),
     ]

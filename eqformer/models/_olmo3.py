@@ -22,9 +22,9 @@ from ..nn import (
     YarnScaling,
 )
 from ._common import common_attributes, common_numbers, edge_weights
-from ._config import Config
-from ._layers import layer_type_names, layer_types, layer_weights, stacks_of
+from ._config import Config, layer_types
 from ._olmo2 import olmo_weights
+from ._pattern import all_but_every, layer_weights, stacks_of
 from ._weights import Published, Weight
 
 
@@ -38,7 +38,7 @@ class Olmo3:
     heads: int
     kv_heads: int
     mlp: int
-    windowed: tuple[bool, ...] | None = None  # by layer; by default three of four
+    windowed: tuple[int, ...] | None = None  # their numbers; by default three of four
     window: int = 4096
     head_dim: int | None = None  # embed / heads by default
     theta: float = 500_000.0
@@ -51,11 +51,12 @@ class Olmo3:
     @property
     def kinds(self) -> tuple[bool, ...]:
         """Which layers have a window."""
-        return tuple(map(_has_window, range(self.layers))) if self.windowed is None else self.windowed
+        windowed = _windowed(self.layers) if self.windowed is None else self.windowed
+        return tuple(layer in windowed for layer in range(self.layers))
 
 
-def _has_window(layer: int) -> bool:
-    return (layer + 1) % 4 != 0
+def _windowed(layers: int) -> tuple[int, ...]:
+    return all_but_every(4, layers)
 
 
 def build_olmo3(
@@ -93,7 +94,7 @@ def build_olmo3(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=stacks_of(numbers.kinds, block, remat=remat, unroll=unroll, key=stack),
+        stacks=stacks_of(block, numbers.kinds, remat=remat, unroll=unroll, key=stack),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
     )
@@ -113,11 +114,12 @@ def _read(config: Config) -> Olmo3:
     given = config.take("rope_parameters", None) or {}
     if "sliding_attention" in given and config.rotary(500_000.0, "sliding_attention") != (found["theta"], None):
         raise ValueError(f"rope_parameters={given}: only the layers without a window may have a scaling of their own.")
-    windowed = layer_types(config, found["layers"], _has_window)
+    window = config.take("sliding_window", 4096)
+    windowed = config.windowed(found["layers"], window, default := _windowed(found["layers"]))
     return Olmo3(
         **found,
-        windowed=None if windowed == tuple(map(_has_window, range(found["layers"]))) else windowed,
-        window=config.take("sliding_window", 4096),
+        windowed=None if windowed == default else windowed,
+        window=window,
         bias=config.take("attention_bias", False),
     )
 
@@ -130,7 +132,7 @@ def _write(numbers: Olmo3) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": numbers.bias,
         "sliding_window": numbers.window,
-        "layer_types": layer_type_names(numbers.kinds),
+        "layer_types": layer_types(numbers.layers, [layer for layer, windowed in enumerate(numbers.kinds) if windowed]),
         "rope_parameters": both,  # newer transformers take the base of layers with windows from here alone
     }
 

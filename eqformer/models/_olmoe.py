@@ -23,9 +23,8 @@ from ..nn import (
     TopKRouter,
     Transformer,
 )
-from ._common import block_weights, common_attributes, common_numbers, edge_weights
+from ._common import block_weights, common_attributes, common_numbers, edge_weights, query_key_norm_weights
 from ._config import Config
-from ._layers import query_key_norm_weights
 from ._mixtures import mixture_weights
 from ._weights import Published, Weight
 
@@ -147,7 +146,7 @@ def _weights(numbers: OLMoE) -> list[Weight]:
     return [
         *edge_weights(numbers.tied),
         *block_weights(blocks, layers, bias=numbers.bias),
-        *query_key_norm_weights(blocks, layers, "(heads head_dim) -> heads head_dim"),
+        *query_key_norm_weights(lambda m: blocks(m).attention, layers, "(heads head_dim) -> heads head_dim"),
         *mixture_weights(lambda m: blocks(m).feed_forward, layers),
     ]
 

@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ..nn import Layer, Period, Stack
+from ._weights import Weight
 
 
 class Run(NamedTuple):
@@ -27,12 +28,12 @@ def runs(kinds: tuple[Hashable, ...]) -> tuple[Run, ...]:
     best: dict[int, tuple[int, int, tuple[Run, ...]]] = {len(kinds): (0, 0, ())}
     for first in reversed(range(len(kinds))):
         found = []
-        for size in range(1, len(kinds) - first + 1):
-            period, periods = kinds[first : first + size], 1
-            while kinds[first + periods * size : first + (periods + 1) * size] == period:
-                periods += 1
-            traced, number, rest = best[first + periods * size]
-            found.append((traced + size, number + 1, (Run(period, periods, first), *rest)))
+        for size in reversed(range(1, len(kinds) - first + 1)):  # of equal cuts the one that starts with a period
+            period, end, periods = kinds[first : first + size], first, 0
+            while kinds[end : end + size] == period:
+                end, periods = end + size, periods + 1
+                traced, number, rest = best[end]
+                found.append((traced + size, number + 1, (Run(period, periods, first), *rest)))
         best[first] = min(found, key=lambda cut: cut[:2])
     return best[0][2]
 
@@ -63,6 +64,13 @@ def places(kinds: Sequence[Hashable]) -> list[tuple[Callable[[Any], Any], range]
             layers = range(run.first + place, run.first + size * run.periods, size)
             found.append((functools.partial(_block_at, stack, None if size == 1 else place), layers))
     return found
+
+
+def layer_weights(
+    kinds: Sequence[Any], rules: Callable[[Any, Callable[[Any], Any], Sequence[int]], list[Weight]]
+) -> list[Weight]:
+    """The rules of all layers: `rules(kind, where, layers)` for each place."""
+    return [rule for where, layers in places(kinds) for rule in rules(kinds[layers[0]], where, layers)]
 
 
 def windows_of(numbers: Any) -> list[int | None]:

@@ -22,9 +22,8 @@ from ..nn import (
     Stack,
     Transformer,
 )
-from ._common import common_attributes, common_numbers, edge_weights
+from ._common import common_attributes, common_numbers, edge_weights, joined_gated_weights, norm_weights
 from ._config import Config
-from ._layers import joined_gated_weights, norm_weights
 from ._weights import Published, Weight
 
 
@@ -127,7 +126,7 @@ def _weights(numbers: Phi3) -> list[Weight]:
         *edge_weights(numbers.tied),
         Weight(f"{prefix}qkv_proj.weight", joined, into, layers),
         Weight(f"{prefix}o_proj.weight", lambda m: attention(m).output.weight, out, layers),
-        *joined_gated_weights(blocks, layers),
+        *joined_gated_weights(lambda m: blocks(m).feed_forward, layers),
         *norm_weights(blocks, layers, norms),
     ]
 

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv:2407.10671, 2412.15115): a Llama with biased queries, keys and values."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from ..nn import (
 )
 from ._common import block_weights, common_attributes, common_numbers, edge_weights, gated_weights
 from ._config import Config, layer_types
-from ._pattern import places, stacks_of, windows_of
+from ._pattern import layer_weights, stacks_of, windows_of
 from ._weights import Published, Weight
 
 
@@ -128,11 +128,11 @@ def _write(numbers: Qwen2) -> dict[str, Any]:
 
 
 def _weights(numbers: Qwen2) -> list[Weight]:
-    found = edge_weights(numbers.tied)
-    for blocks, layers in places(windows_of(numbers)):
-        found += block_weights(blocks, layers, bias=True, output_bias=False)
-        found += gated_weights(lambda m, blocks=blocks: blocks(m).feed_forward, layers)
-    return found
+    def rules(_: Any, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
+        block = block_weights(where, layers, bias=True, output_bias=False)
+        return [*block, *gated_weights(lambda m: where(m).feed_forward, layers)]
+
+    return [*edge_weights(numbers.tied), *layer_weights(windows_of(numbers), rules)]
 
 
 QWEN2_PUBLISHED = Published(

@@ -25,8 +25,8 @@ from ..nn import (
 )
 from ._common import block_weights, common_attributes, common_numbers, edge_weights, gated_weights
 from ._config import Config
-from ._layers import layer_weights, stacks_of
 from ._mixtures import mixture_attributes, mixture_numbers, mixture_weights, which_are_mixtures
+from ._pattern import layer_weights, stacks_of
 from ._weights import Published, Weight
 
 
@@ -110,7 +110,7 @@ def build_qwen2_moe(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=stacks_of(which_are_mixtures(numbers), block, remat=remat, unroll=unroll, key=stack),
+        stacks=stacks_of(block, which_are_mixtures(numbers), remat=remat, unroll=unroll, key=stack),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
     )

@@ -1,7 +1,7 @@
 """Qwen3 (Yang et al. 2025, arXiv:2505.09388): a Llama whose queries and keys are normalised, head by head."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,10 +26,10 @@ from ._common import (
     common_numbers,
     edge_weights,
     gated_weights,
-    head_norm_weights,
+    query_key_norm_weights,
 )
 from ._config import Config, layer_types
-from ._pattern import places, stacks_of, windows_of
+from ._pattern import layer_weights, stacks_of, windows_of
 from ._weights import Published, Weight
 
 
@@ -135,12 +135,12 @@ def _write(numbers: Qwen3) -> dict[str, Any]:
 
 
 def _weights(numbers: Qwen3) -> list[Weight]:
-    found = edge_weights(numbers.tied)
-    for blocks, layers in places(windows_of(numbers)):
-        found += block_weights(blocks, layers, bias=numbers.bias)
-        found += head_norm_weights(lambda m, blocks=blocks: blocks(m).attention, layers)
-        found += gated_weights(lambda m, blocks=blocks: blocks(m).feed_forward, layers)
-    return found
+    def rules(_: Any, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
+        block = block_weights(where, layers, bias=numbers.bias)
+        head_norms = query_key_norm_weights(lambda m: where(m).attention, layers)
+        return [*block, *head_norms, *gated_weights(lambda m: where(m).feed_forward, layers)]
+
+    return [*edge_weights(numbers.tied), *layer_weights(windows_of(numbers), rules)]
 
 
 QWEN3_PUBLISHED = Published(

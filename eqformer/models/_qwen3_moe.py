@@ -22,10 +22,17 @@ from ..nn import (
     TopKRouter,
     Transformer,
 )
-from ._common import block_weights, common_attributes, common_numbers, edge_weights, gated_weights
+from ._common import (
+    block_weights,
+    common_attributes,
+    common_numbers,
+    edge_weights,
+    gated_weights,
+    query_key_norm_weights,
+)
 from ._config import Config
-from ._layers import layer_weights, query_key_norm_weights, stacks_of
 from ._mixtures import mixture_attributes, mixture_numbers, mixture_weights, which_are_mixtures
+from ._pattern import layer_weights, stacks_of
 from ._weights import Published, Weight
 
 
@@ -108,7 +115,7 @@ def build_qwen3_moe(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=stacks_of(which_are_mixtures(numbers), block, remat=remat, unroll=unroll, key=stack),
+        stacks=stacks_of(block, which_are_mixtures(numbers), remat=remat, unroll=unroll, key=stack),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
     )
@@ -142,7 +149,7 @@ def _weights(numbers: Qwen3MoE) -> list[Weight]:
         fed = lambda m: where(m).feed_forward
         feed_forward = mixture_weights(fed, layers) if is_mixture else gated_weights(fed, layers)
         projections = block_weights(where, layers, bias=numbers.bias)
-        return [*projections, *query_key_norm_weights(where, layers), *feed_forward]
+        return [*projections, *query_key_norm_weights(lambda m: where(m).attention, layers), *feed_forward]
 
     return [*edge_weights(numbers.tied), *layer_weights(which_are_mixtures(numbers), rules)]
 

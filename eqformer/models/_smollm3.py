@@ -1,7 +1,7 @@
 """SmolLM3 (Bakouch et al. 2025): a Llama of which each fourth layer has no rotary positions (arXiv:2501.18795)."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from ..nn import (
 )
 from ._common import block_weights, common_attributes, common_numbers, edge_weights, gated_weights
 from ._config import Config, layer_types
-from ._pattern import every, places, stacks_of
+from ._pattern import every, layer_weights, stacks_of
 from ._weights import Published, Weight
 
 
@@ -132,11 +132,10 @@ def _write(numbers: SmolLM3) -> dict[str, Any]:
 
 
 def _weights(numbers: SmolLM3) -> list[Weight]:
-    found = edge_weights(numbers.tied)
-    for blocks, layers in places(_kinds(numbers)):
-        found += block_weights(blocks, layers)
-        found += gated_weights(lambda m, blocks=blocks: blocks(m).feed_forward, layers)
-    return found
+    def rules(_: Any, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
+        return [*block_weights(where, layers), *gated_weights(lambda m: where(m).feed_forward, layers)]
+
+    return [*edge_weights(numbers.tied), *layer_weights(_kinds(numbers), rules)]
 
 
 SMOLLM3_PUBLISHED = Published(
