@@ -11,8 +11,8 @@ import numpy as np
 from .._extra import load_extra
 
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-FLOATS = ("F64", "F32", "F16", "BF16")
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class Folder:
@@ -28,7 +28,8 @@ class Folder:
         if not self.path.is_dir():
             raise ValueError(f"load({str(path)!r}): there is no such folder.")
         index = self.path / INDEX
-        self._files: dict[str, Any] = {}
+        self._maps: dict[str, np.ndarray] = {}
+        self._placed: dict[str, tuple[str, list[int], int, int]] = {}  # dtype, shape, first and last byte
         if index.exists():
             self._file_of = self._indexed(read_json(index))
         elif (self.path / SINGLE).exists():
@@ -44,20 +45,14 @@ class Folder:
         """Every array's name."""
         return frozenset(self._file_of)
 
-    def config(self) -> dict[str, Any]:
-        """The contents of `config.json`."""
-        return read_json(self.path / "config.json")
-
     def dtype(self, name: str) -> str:
         """An array's dtype as JAX calls it."""
-        return {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}[self._slice(name).get_dtype()]
+        return self._placed[name][0]
 
     def read(self, name: str) -> np.ndarray:
-        """A whole array."""
-        return self._files[self._file_of[name]].get_tensor(name)
-
-    def _slice(self, name: str) -> Any:
-        return self._files[self._file_of[name]].get_slice(name)
+        """An array as it lies in its file, mapped into memory: nothing is read before it is used."""
+        dtype, shape, start, stop = self._placed[name]
+        return self._maps[self._file_of[name]][start:stop].view(dtype).reshape(shape)
 
     def _indexed(self, index: dict[str, Any]) -> dict[str, str]:
         file_of = index.get("weight_map")
@@ -81,15 +76,20 @@ class Folder:
             raise ValueError(f"{self.path / file}: the file is missing.")
         safetensors = load_extra("safetensors", extra="train", call="load(path)")
         try:
-            opened = safetensors.safe_open(self.path / file, framework="np")
+            with safetensors.safe_open(self.path / file, framework="np"):  # it compares header and size, byte by byte
+                whole = np.memmap(self.path / file, np.uint8, "r")
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"{self.path / file}: it is no whole safetensors file ({error}).") from None
-        self._files[file] = opened
-        names = list(opened.keys())
-        for name in names:
-            if (dtype := opened.get_slice(name).get_dtype()) not in FLOATS:
-                raise ValueError(f"{self.path / file}: {name} is of {dtype}; weights are {', '.join(FLOATS)}.")
-        return names
+        data = 8 + int.from_bytes(whole[:8].tobytes(), "little")
+        header = json.loads(whole[8:data].tobytes())
+        header.pop("__metadata__", None)
+        for name, its in header.items():
+            if its["dtype"] not in FLOATS:
+                raise ValueError(f"{self.path / file}: {name} is of {its['dtype']}; weights are {', '.join(FLOATS)}.")
+            start, stop = (data + offset for offset in its["data_offsets"])
+            self._placed[name] = FLOATS[its["dtype"]], its["shape"], start, stop
+        self._maps[file] = whole
+        return list(header)
 
 
 def write_folder(
@@ -119,7 +119,7 @@ def write_folder(
     if number > 1:
         index = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for name, i in file_of.items()}}
         (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    (path / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+    (path / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

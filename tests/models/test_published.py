@@ -46,7 +46,7 @@ def test_a_published_model_gives_its_logits_and_goes_back_out(name, logits, tmp_
     found = run(model, ids)
     assert close(found, logits[name]) and not close(found, logits[name][:, ::-1], 1e-2)
     numbers = models.read_numbers(tmp_path)
-    models.save(model, numbers, tmp_path / "back", shard_bytes=20_000)
+    models.save(model, tmp_path / "back", numbers=numbers, shard_bytes=20_000)
     assert models.read_numbers(tmp_path / "back") == numbers
     files = sorted((tmp_path / "back").glob("*.safetensors"))
     back = {key: array for file in files for key, array in load_file(file).items()}
@@ -72,7 +72,7 @@ def test_each_device_reads_its_own_part(tmp_path):
     write(tmp_path, "mixtral plain")
     plan = Plan(make_mesh(pipe=3, tensor=2, devices=jax.devices()[:6]))
     where = lambda shapes: shardings(plan.parameter_specs(shapes), plan.mesh)
-    whole, split = models.load(tmp_path), models.load(tmp_path, shardings=where)
+    whole, split = models.load(tmp_path), models.load(tmp_path, plan=plan)
     specs = jax.tree.leaves(where(eqx.filter(whole, eqx.is_array)))
     for one, other, sharding in zip(*(jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (whole, split)), specs):
         assert other.sharding == sharding and np.array_equal(one, other)
@@ -88,6 +88,6 @@ def test_parameters_keep_their_dtype_or_get_another(tmp_path):
     assert half.compute_dtype == "bfloat16" and wide.compute_dtype == "float32"
     for model, dtype in ((half, "bfloat16"), (wide, "float32")):
         assert {str(x.dtype) for x in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))} == {dtype}
-    models.save(half, models.read_numbers(tmp_path), tmp_path / "back")
+    models.save(half, tmp_path / "back", numbers=models.read_numbers(tmp_path))
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert all(back[name].dtype == array.dtype and np.array_equal(back[name], array) for name, array in arrays.items())

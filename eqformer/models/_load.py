@@ -1,0 +1,179 @@
+"""Published models read: a folder into a model, on one device or straight onto a mesh."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+from jaxtyping import Array
+
+from .. import nn
+from ..parallel import Plan, shardings
+from ._families import build, Numbers
+from ._folder import Folder
+from ._published import numbers_of, rules_of
+from ._weights import Published, Weight
+
+
+def read_numbers(path: str | Path) -> Numbers:
+    """The numbers of the model published in a folder."""
+    return numbers_of(Path(path))[1]
+
+
+def load(
+    path: str | Path,
+    mesh: Mesh | None = None,
+    plan: Plan | None = None,
+    *,
+    dtype: str | None = None,
+    core: Callable[..., Array] | None = None,
+    remat: str = "none",
+    unroll: int = 1,
+) -> nn.Transformer:
+    """The model published in a folder, on the first device or, in parts, where a plan keeps its parameters.
+
+    A `mesh` alone is the plan that splits all it can, `Plan(mesh, zero=3)`. Each array of the folder is mapped into
+    memory, read once, and copied into the parts of it that this process's devices hold; beside the parts of one leaf
+    (the same array of all layers, or those published joined to it) nothing is held. Parameters have the published
+    dtype, or `dtype`, and the model computes in it. `core`, `remat`, `unroll` are `build`'s.
+
+    Raises a `ValueError` for a folder that is not what it says, and one that lists what is left over: arrays of the
+    folder that no rule reads, leaves that no array fills, attributes of `config.json` that the family does not know.
+    """
+    plan = _plan(path, mesh, plan)
+    folder = Folder(path)
+    published, numbers = numbers_of(folder.path)
+    rules = rules_of(folder, published, numbers)
+    shapes = eqx.filter_eval_shape(lambda: build(numbers, core=core, remat=remat, unroll=unroll, key=jax.random.key(0)))
+    _check_names(folder, published, rules, shapes)
+    kept = dtype or folder.dtype(next(rules[0].places(rules[0].leaves(shapes)[0]))[1])
+    arrays, rest = eqx.partition(shapes, _is_shape)
+    places = _places(plan, jax.tree.map(lambda leaf: _as(leaf, kept), arrays))
+    sharding_of = dict(zip(map(id, jax.tree.leaves(arrays)), jax.tree.leaves(places), strict=True))
+    made: dict[int, Array] = {}
+    for rule in rules:
+        leaves = rule.leaves(shapes)
+        made |= zip(map(id, leaves), _read(folder, rule, leaves, [sharding_of[id(leaf)] for leaf in leaves], kept))
+    made |= _not_published(numbers, shapes, made, sharding_of)
+    model = eqx.combine(jax.tree.map(lambda leaf: made[id(leaf)], arrays), rest)
+    return dataclasses.replace(model, compute_dtype=kept)
+
+
+def _plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan | None:
+    if mesh is None or plan is None:
+        return plan if mesh is None else Plan(mesh, zero=3)
+    if plan.mesh != mesh:
+        raise ValueError(f"load({str(path)!r}, mesh, plan): the plan is for another mesh, {plan.mesh}; give the plan.")
+    return plan
+
+
+def _places(plan: Plan | None, shapes: Any) -> Any:
+    if plan is None:
+        first = SingleDeviceSharding(jax.local_devices()[0])
+        return jax.tree.map(lambda _: first, shapes)
+    return shardings(plan.parameter_specs(shapes), plan.mesh)
+
+
+def _check_names(folder: Folder, published: Published, rules: list[Weight], shapes: nn.Transformer) -> None:
+    filled, wanted = set[int](), set[str]()
+    for rule in rules:
+        leaves = rule.leaves(shapes)
+        filled.update(map(id, leaves))
+        wanted.update(name for _, name in rule.places(leaves[0]))
+    named = jax.tree_util.tree_leaves_with_path(shapes)
+    empty = [jax.tree_util.keystr(path) for path, leaf in named if id(leaf) not in filled and _is_float(leaf)]
+    missing, spare = wanted - folder.names, folder.names - wanted
+    spare = {name for name in spare if not name.endswith(published.ignored) and not name.startswith(published.unused)}
+    if missing or spare or empty:
+        parts = (("not in the folder", missing), ("in no rule", spare), ("filled by no array", set(empty)))
+        told = "; ".join(f"{what}: {', '.join(sorted(names)[:8])} ({len(names)})" for what, names in parts if names)
+        raise ValueError(f"load({str(folder.path)!r}): {told}.")
+
+
+class _Part(NamedTuple):
+    """What of a leaf a device holds: from where to where in each dim, and the values."""
+
+    bounds: tuple[tuple[int, int], ...]
+    values: np.ndarray
+
+    def holds(self, place: tuple[int, ...]) -> bool:
+        return all(start <= at < stop for at, (start, stop) in zip(place, self.bounds))
+
+    def fill(self, place: tuple[int, ...], own: np.ndarray) -> None:
+        at = tuple(one - start for one, (start, _) in zip(place, self.bounds))
+        self.values[at] = own[tuple(slice(*bound) for bound in self.bounds[len(place) :])]
+
+
+def _read(folder: Folder, rule: Weight, leaves: tuple, places: list[Any], dtype: str) -> list[Array]:
+    """The leaves that one rule fills; each published array is looked at once, and copied to whom it belongs."""
+    parts = [_parts(leaf, place, dtype) for leaf, place in zip(leaves, places, strict=True)]
+    distinct = [{part.bounds: part for part in its.values()}.values() for its in parts]
+    for place, name in rule.places(leaves[0]):
+        for number, its in enumerate(distinct):
+            if holding := [part for part in its if part.holds(place)]:
+                try:
+                    own = rule.to_own(folder.read(name), leaves, number)
+                except ValueError as error:
+                    raise ValueError(f"load({str(folder.path)!r}): {name}: {error}.") from None
+                for part in holding:
+                    part.fill(place, own)
+    made = ([jax.device_put(part.values, device) for device, part in its.items()] for its in parts)
+    return [
+        jax.make_array_from_single_device_arrays(leaf.shape, place, pieces)
+        for leaf, place, pieces in zip(leaves, places, made)
+    ]
+
+
+def _parts(leaf: Any, sharding: Any, dtype: str) -> dict[Any, _Part]:
+    """By device its part, not yet filled; devices that hold the same have one together."""
+    made: dict[tuple, _Part] = {}
+    found = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
+        if bounds not in made:
+            made[bounds] = _Part(bounds, _aligned([stop - start for start, stop in bounds], dtype))
+        found[device] = made[bounds]
+    return found
+
+
+def _aligned(shape: list[int], dtype: str) -> np.ndarray:
+    """An empty array at an address that JAX takes over on CPUs without a copy."""
+    size = math.prod(shape) * jnp.dtype(dtype).itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(jnp.dtype(dtype)).reshape(shape)
+
+
+_ALIGNMENT = 64
+
+
+def _not_published(
+    numbers: Numbers, shapes: nn.Transformer, made: dict[int, Array], sharding_of: dict[int, Any]
+) -> dict[int, Array]:
+    """The arrays that are no parameters: layers' numbers."""
+    found = eqx.filter_jit(lambda: eqx.filter(build(numbers, key=jax.random.key(0)), _is_integer))()
+    left = [leaf for leaf in jax.tree.leaves(eqx.filter(shapes, _is_shape)) if id(leaf) not in made]
+    pairs = zip(left, jax.tree.leaves(found), strict=True)
+    return {id(leaf): jax.device_put(array, sharding_of[id(leaf)]) for leaf, array in pairs}
+
+
+def _as(leaf: Any, dtype: str) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, dtype) if _is_float(leaf) else leaf
+
+
+def _is_shape(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _is_float(leaf: Any) -> bool:
+    return _is_shape(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _is_integer(leaf: Any) -> bool:
+    return eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
