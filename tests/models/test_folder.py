@@ -171,18 +171,3 @@ def test_a_configuration_that_does_not_fit(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=words):
         models.load(tmp_path)
-
-
-def test_what_cannot_be_saved_leaves_nothing(tmp_path):
-    write(tmp_path, NAME)
-    model, numbers = models.load(tmp_path), models.read_numbers(tmp_path)
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(ValueError, match="something is there already"):
-        models.save(model, tmp_path / "taken", numbers=numbers)
-    with pytest.raises(ValueError, match="give either the folder that the model is like=, or the numbers="):
-        models.save(model, tmp_path / "out")
-    with pytest.raises(ValueError, match=r"the model is not one of Llama\(.*stacks.*, not \(4, .*was built from"):
-        models.save(model, tmp_path / "out", numbers=models.preset("llama-byte-1m"))
-    with pytest.raises(ValueError, match="in no common format"):
-        models.save(model, tmp_path / "out", numbers=models.preset("jaxformer-byte-1m"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", SINGLE, "taken"]

@@ -1,0 +1,72 @@
+"""Loading onto meshes: what of a folder is held where, and for how long."""
+
+import tracemalloc
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from eqformer import models
+from eqformer.models._load import _parts
+from eqformer.parallel import make_mesh, Plan
+
+
+def tiny(seed=0, **changes):
+    """A model whose arrays are large beside what loading makes otherwise: 30 of 256 KiB among them."""
+    numbers = models.Llama(vocab=512, embed=128, layers=8, heads=4, kv_heads=2, mlp=512, **changes)
+    return numbers, models.build(numbers, key=jax.random.key(seed))
+
+
+def arrays_of(model):
+    return jax.tree.leaves(eqx.filter(model, eqx.is_array))
+
+
+def test_a_mesh_alone_splits_all_it_can(tmp_path):
+    numbers, model = tiny()
+    models.save(model, tmp_path / "published", numbers=numbers)
+    mesh = make_mesh(fsdp=8)
+    split = models.load(tmp_path / "published", mesh)
+    assert all(np.array_equal(one, other) for one, other in zip(arrays_of(model), arrays_of(split), strict=True))
+    shares = [x.nbytes // x.addressable_shards[0].data.nbytes for x in arrays_of(split) if x.size >= 1024]
+    assert set(shares) == {8}
+    again = models.load(tmp_path / "published", mesh, Plan(mesh))
+    assert all(x.is_fully_replicated for x in arrays_of(again))
+    with pytest.raises(ValueError, match="the plan is for another mesh"):
+        models.load(tmp_path / "published", make_mesh(tensor=8), Plan(mesh))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 8}, {"fsdp": 2, "pipe": 2, "tensor": 2}])
+def test_beside_the_parts_little_is_held(sizes, tmp_path):
+    """The most memory that arrays of the host take: the model's own, since the devices are here, and one array more."""
+    numbers, model = tiny(tied=True)
+    models.save(model, tmp_path / "published", numbers=numbers)
+    own = sum(x.nbytes for x in arrays_of(model))
+    largest = 512 * 128 * 4
+    plan = Plan(make_mesh(**sizes), zero=3, smallest=1) if sizes else None
+    models.load(tmp_path / "published", plan=plan)  # which compiles what there is to compile
+    tracemalloc.start()
+    kept = models.load(tmp_path / "published", plan=plan)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    copies = sum(shard.data.nbytes for x in arrays_of(kept) for shard in x.addressable_shards) / own
+    assert copies < (1.02 if not sizes or sizes == {"fsdp": 8} else 1.3)  # beside norms over `tensor`
+    assert own < peak < own + 2 * largest  # half of a copy of the model would be 5 times the largest
+
+
+class OneOfEight:
+    """A sharding as a process sees it that has the first of eight devices."""
+
+    def __init__(self, sharding):
+        self.addressable_devices_indices_map = lambda shape: dict([*sharding.devices_indices_map(shape).items()][:1])
+
+
+def test_a_process_makes_the_parts_of_its_own_devices_alone():
+    leaf, sharding = jax.ShapeDtypeStruct((8, 512, 128), "float32"), NamedSharding(make_mesh(fsdp=8), P(None, "fsdp"))
+    parts = _parts(leaf, OneOfEight(sharding), "float32")
+    assert [part.values.shape for part in parts.values()] == [(8, 64, 128)]
+    everyone = _parts(leaf, sharding, "float32").values()
+    assert len({id(part) for part in everyone}) == 8 and all(part.holds((3,)) for part in everyone)
+    whole = _parts(leaf, NamedSharding(make_mesh(fsdp=8), P()), "float32").values()
+    assert len(whole) == 8 and len({id(part) for part in whole}) == 1

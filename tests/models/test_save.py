@@ -1,0 +1,50 @@
+"""Saving as published: what goes out beside the weights, and what is refused before anything is written."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from test_published import write
+
+from eqformer import models
+
+
+NAME = "llama plain"
+
+
+def test_a_folder_goes_back_out_with_all_it_came_with(tmp_path):
+    write(tmp_path, NAME)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": [7, 9], "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("a tokenizer")
+    (tmp_path / "chat_template.jinja").write_text("a template")
+    (tmp_path / "notes.md").write_text("nothing to do with it")
+    out = tmp_path / "out"
+    models.save(models.load(tmp_path), out, like=tmp_path, attributes={"bos_token_id": 5}, files={"README.md": "mine"})
+    config.pop("dtype")  # the newer name of the same
+    assert json.loads((out / "config.json").read_text()) == config | {"torch_dtype": "float32", "bos_token_id": 5}
+    told = {path.name: path.read_text() for path in out.iterdir() if path.suffix not in (".safetensors", ".json")}
+    assert told == {"chat_template.jinja": "a template", "README.md": "mine"}
+    assert (out / "tokenizer.json").read_text() == "a tokenizer"
+    assert models.read_numbers(out) == models.read_numbers(tmp_path)
+    again = jax.tree.leaves(models.load(out)), jax.tree.leaves(models.load(tmp_path))
+    assert all(np.array_equal(one, other) for one, other in zip(*again, strict=True))
+
+
+def test_what_cannot_be_saved_leaves_nothing(tmp_path):
+    write(tmp_path, NAME)
+    model, numbers, out = models.load(tmp_path), models.read_numbers(tmp_path), tmp_path / "out"
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(ValueError, match="something is there already"):
+        models.save(model, tmp_path / "taken", numbers=numbers)
+    for given in ({}, {"like": tmp_path, "numbers": numbers}):
+        with pytest.raises(ValueError, match="give either the folder that the model is like=, or the numbers="):
+            models.save(model, out, **given)
+    with pytest.raises(ValueError, match=r"the model is not one of Llama\(.*: \(.*\), not \(.*was built from"):
+        models.save(model, out, numbers=models.preset("llama-byte-1m"))
+    with pytest.raises(ValueError, match="in no common format"):
+        models.save(model, out, numbers=models.preset("jaxformer-byte-1m"))
+    with pytest.raises(TypeError):  # in the middle of writing
+        models.save(model, out, numbers=numbers, files={"a": 3})  # pyright: ignore[reportArgumentType]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "taken"]
