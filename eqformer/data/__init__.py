@@ -1,5 +1,6 @@
 """Documents to batches: sources, tokenizers, a cache on disk, packing, an order that resumes exactly, prefetching."""
 
+from ._chat import ChatTemplate as ChatTemplate, has_chat_template as has_chat_template
 from ._documents import (
     Document as Document,
     hub as hub,

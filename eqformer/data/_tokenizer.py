@@ -117,15 +117,15 @@ _END_OF_TEXT = (
 class FileTokenizer:
     """A `tokenizer.json`, run by the package `tokenizers`.
 
-    `end_of_text` is the name of a token; without it, the special token of one of the usual names, or the only special
-    token there is. Texts are only text: the name of a special token in them is spelled out in ordinary tokens, nothing
-    is put in front, and the file's truncation and padding are switched off.
+    `end_of_text` is the name of a token, or its id; without it, the special token of one of the usual names, or the
+    only special token there is. Texts are only text: the name of a special token in them is spelled out in ordinary
+    tokens, nothing is put in front, and the file's truncation and padding are switched off.
 
     **Raises:** `ValueError` where the file is absent or unreadable or the end of text cannot be told; `ImportError`
     where `tokenizers` is absent.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, end_of_text: str | None = None):
+    def __init__(self, path: str | os.PathLike[str], *, end_of_text: str | int | None = None):
         call = f"FileTokenizer({str(path)!r}, end_of_text={end_of_text!r})"
         tokenizers = load_extra("tokenizers", extra="train", call=call)
         if not Path(path).is_file():
@@ -145,7 +145,9 @@ class FileTokenizer:
         self.end_of_text: int = self._find(end_of_text, call)
         self.fingerprint = f"tokenizer.json {digest((written,))}, end of text {self.end_of_text}"
 
-    def _find(self, name: str | None, call: str) -> int:
+    def _find(self, name: str | int | None, call: str) -> int:
+        if isinstance(name, int) and 0 <= name < self.vocab:
+            return name
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: number for number, token in sorted(added.items()) if token.special}
         if name is None:
@@ -153,7 +155,7 @@ class FileTokenizer:
             if len(special) == 1 or names != list(special):
                 return special[names[0]]
         else:
-            number = self._tokenizer.token_to_id(name)
+            number = self._tokenizer.token_to_id(str(name))
             if number is not None:
                 return number
         raise ValueError(
@@ -165,6 +167,18 @@ class FileTokenizer:
     def encode(self, text: str) -> UInt[np.ndarray, "seq"]:
         """The ids of the text."""
         return self.encode_each([text])[0]
+
+    def encode_prompt(self, text: str, *, whole: bool = False) -> UInt[np.ndarray, "seq"]:
+        """The ids of a prompt: special tokens named in the text are themselves, and the file's own go around it.
+
+        Those are, say, a beginning of text; a `whole` text has them already, as what a `ChatTemplate` renders.
+        """
+        self._tokenizer.encode_special_tokens = False
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=not whole).ids
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return np.asarray(ids, dtype=np.uint32)
 
     def encode_each(self, texts: Sequence[str]) -> list[UInt[np.ndarray, "_"]]:
         """`encode` of every text, on all cores."""

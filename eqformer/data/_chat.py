@@ -1,0 +1,110 @@
+"""Conversations as text: the template that a model was published with."""
+
+import datetime
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .._extra import load_extra
+
+
+class ChatTemplate:
+    """The chat template of a published tokenizer, a Jinja program, run where it can reach nothing but its arguments.
+
+    `folder` holds it as `chat_template.jinja` or in `tokenizer_config.json`, beside the names of special tokens that it
+    may use. **Raises:** `ValueError` where there is none or it is no template; `ImportError` where `jinja2` is absent.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        call = f"ChatTemplate({str(folder)!r})"
+        settings = _settings(Path(folder))
+        source = _source(Path(folder), settings)
+        if source is None:
+            raise ValueError(
+                f"{call}: the folder has no chat_template.jinja, and its tokenizer_config.json no chat_template; give "
+                "the prompt as plain text."
+            )
+        sandbox = load_extra("jinja2.sandbox", extra="train", call=call)
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation(call)]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {
+            "raise_exception": _refuse,
+            "strftime_now": lambda format: datetime.datetime.now().strftime(format),
+        }
+        try:
+            self._template = environment.from_string(source)
+        except Exception as error:  # of the package's own kinds, which are imported only here
+            raise ValueError(f"{call}: the template cannot be read ({error}); fetch it again.") from error
+        self._names = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
+        self._call = call
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True, **options: Any) -> str:
+        """The conversation as one text; with `answer`, up to where the model's next message begins.
+
+        Each message has a `role` (`system`, `user`, `assistant`) and a `content`. `options` are the template's own
+        (`enable_thinking=False`). The text has its special tokens by name: `FileTokenizer.encode_prompt` reads them.
+        Raises a `ValueError` where the template refuses the conversation.
+        """
+        given = {"messages": [dict(message) for message in messages], "add_generation_prompt": answer}
+        try:
+            return self._template.render({**self._names, "tools": None, "documents": None, **given, **options})
+        except Exception as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ValueError(f"{self._call}: the template refuses messages of {roles} ({error}).") from error
+
+
+def has_chat_template(folder: str | os.PathLike[str]) -> bool:
+    """Whether a published tokenizer comes with a chat template."""
+    return _source(Path(folder), _settings(Path(folder))) is not None
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    file = folder / "tokenizer_config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file}: it is no JSON that can be read ({error}).") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _source(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """The template's text; where there are several by name, the default one."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        found = {its["name"]: its["template"] for its in found}.get("default")
+    return found
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
+
+
+def _generation(call: str) -> Any:
+    """Templates mark with `{% generation %}` what the model is to be trained on; read, it is what it holds."""
+    ext = load_extra("jinja2.ext", extra="train", call=call)
+    nodes = load_extra("jinja2.nodes", extra="train", call=call)
+
+    class Generation(ext.Extension):
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    return Generation

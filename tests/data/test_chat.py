@@ -1,0 +1,108 @@
+import json
+
+import pytest
+
+from eqformer.data import ChatTemplate, FileTokenizer, has_chat_template
+
+
+# In the ways in which published templates are written: blocks on lines of their own, loops that are left, marks of what
+# is trained on, refusals, tools as JSON, dates.
+MARKED = """{{ bos_token }}
+{%- for message in messages %}
+    {% if message.role == "system" and not loop.first %}
+        {{- raise_exception("a system message comes first") }}
+    {% endif %}
+    {% if message.role == "assistant" %}
+<|assistant|>{% generation %}{{ message.content | trim }}{{ eos_token }}{% endgeneration %}
+
+    {% else %}
+<|{{ message.role }}|>{{ message.content }}
+    {% endif %}
+    {% if message.content == "stop" %}{% break %}{% endif %}
+{% endfor %}
+{% if tools %}{{ tools | tojson(indent=1) }}{% endif %}
+{% if add_generation_prompt %}
+<|assistant|>{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
+{% endif %}"""
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hé <b>?"},
+    {"role": "assistant", "content": " Yes. "},
+    {"role": "user", "content": "Go on"},
+]
+SETTINGS = {"bos_token": {"content": "<s>", "special": True}, "eos_token": "</s>"}
+
+
+def folder_of(path, template, **settings):
+    (path / "tokenizer_config.json").write_text(json.dumps(SETTINGS | settings))
+    if template is not None:
+        (path / "chat_template.jinja").write_text(template)
+    return path
+
+
+def test_a_conversation_is_rendered(tmp_path):
+    template = ChatTemplate(folder_of(tmp_path, MARKED))
+    said = "<s><|system|>Be brief.\n<|user|>Hé <b>?\n<|assistant|>Yes.</s>\n<|user|>Go on\n"
+    assert template.render(TALK, answer=False) == said
+    assert template.render(TALK) == said + "<|assistant|>"
+    assert template.render(TALK, enable_thinking=False) == said + "<|assistant|><think></think>"
+    assert template.render([TALK[1], {"role": "user", "content": "stop"}, TALK[1]]).count("<|user|>") == 2
+    assert template.render(TALK[:1], answer=False, tools=["é"]).endswith('[\n "é"\n]')
+
+
+def test_templates_in_the_settings(tmp_path):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    folder = folder_of(tmp_path, None, chat_template=named)
+    assert has_chat_template(folder) and ChatTemplate(folder).render(TALK) == "Be brief."
+    folder_of(tmp_path, None, chat_template="{{ strftime_now('%Y') | int > 2000 }}")
+    assert ChatTemplate(folder).render(TALK) == "True"
+
+
+@pytest.mark.parametrize(
+    "template,words",
+    [
+        (None, "no chat_template.jinja, and its tokenizer_config.json no chat_template"),
+        ("{% for %}", "cannot be read"),
+        (MARKED, "refuses messages of user, system .a system message comes first"),
+        ("{{ messages.append(3) }}", "refuses .*"),  # nothing can be changed
+        ("{{ ''.__class__.__mro__ }}", "refuses .*unsafe"),
+        ("{{ messages[0].text.strip() }}", "refuses .*has no attribute"),
+    ],
+)
+def test_bad_templates(tmp_path, template, words):
+    with pytest.raises(ValueError, match=words):
+        ChatTemplate(folder_of(tmp_path, template)).render([TALK[1], TALK[0]])
+
+
+def test_prompts_have_special_tokens(tokenizer_json, tmp_path):
+    tokenizer = FileTokenizer(tokenizer_json)
+    text = "one<|endoftext|>two"
+    ids = tokenizer.encode_prompt(text, whole=True).tolist()
+    assert ids.count(tokenizer.end_of_text) == 1
+    assert ids == [*tokenizer.encode("one"), tokenizer.end_of_text, *tokenizer.encode("two")]
+    assert tokenizer.end_of_text not in tokenizer.encode(text)  # as before: in documents they are only text
+    assert FileTokenizer(tokenizer_json, end_of_text=3).end_of_text == 3
+    file = json.loads(tokenizer_json.read_text())
+    first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    known = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [tokenizer.end_of_text], "tokens": ["<|endoftext|>"]}}
+    file["post_processor"] = {"type": "TemplateProcessing", "single": first, "pair": first, "special_tokens": known}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    begun = FileTokenizer(tmp_path / "tokenizer.json")
+    assert begun.encode_prompt("one").tolist() == [begun.end_of_text, *tokenizer.encode("one")]
+    assert begun.encode_prompt("one", whole=True).tolist() == begun.encode("one").tolist()
+
+
+@pytest.mark.hf
+@pytest.mark.filterwarnings("default")
+def test_as_transformers_renders(tmp_path, tokenizer_json):
+    transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer_json), bos_token="<s>", eos_token="</s>", chat_template=MARKED
+    )
+    theirs.save_pretrained(tmp_path)
+    ours, tokenizer = ChatTemplate(tmp_path), FileTokenizer(tmp_path / "tokenizer.json", end_of_text="</s>")
+    for answer in (True, False):
+        expected = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=answer)
+        assert ours.render(TALK, answer=answer) == expected
+        ids = theirs(expected, add_special_tokens=False)["input_ids"]
+        assert tokenizer.encode_prompt(expected, whole=True).tolist() == ids
