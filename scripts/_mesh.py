@@ -8,7 +8,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from _setup import build_model, first_state, optimizer_of
+from _screen import Screen
+from _setup import build_model, first_state, load_model, optimizer_of
 from jax.sharding import NamedSharding, PartitionSpec
 from recipes import PLAN_CHOICES, Recipe
 
@@ -144,8 +145,10 @@ class State:
     def __init__(self, recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer):
         self.recipe, self.plan, self.optimizer = recipe, plan, optimizer
 
-    def first(self) -> training.TrainState:
+    def first(self, screen: Screen) -> training.TrainState:
         """The state before the first step."""
+        if self.recipe.published is not None:
+            return self.of(load_model(self.recipe, self.plan, screen))
 
         def make() -> training.TrainState:
             model = self.plan.in_ring_order(build_model(self.recipe))
@@ -153,10 +156,21 @@ class State:
 
         return parallel.init_sharded(make, self._shardings)
 
+    def of(self, model: Any) -> training.TrainState:
+        """The state before the first step of a model that is there already, whose arrays it takes over."""
+        arrays, rest = eqx.partition(model, eqx.is_array)
+
+        def make(arrays: Any) -> training.TrainState:
+            return training.init_state(self.plan.in_ring_order(eqx.combine(arrays, rest)), self.optimizer)
+
+        shapes, others = eqx.partition(eqx.filter_eval_shape(make, arrays), _is_shape)
+        run = jax.jit(lambda x: eqx.filter(make(x), eqx.is_array), out_shardings=self._shardings(shapes))
+        return eqx.combine(run(arrays), others)
+
     def shapes(self) -> training.TrainState:
         """What a checkpoint is restored to: shapes in reading order, each where the plan keeps it."""
         shapes = eqx.filter_eval_shape(first_state, self.recipe)
-        arrays, rest = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+        arrays, rest = eqx.partition(shapes, _is_shape)
         placed = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             arrays,
@@ -195,3 +209,7 @@ class State:
 
     def _shardings(self, shapes: Any) -> Any:
         return training.state_shardings(self.plan, self.optimizer, shapes)
+
+
+def _is_shape(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)

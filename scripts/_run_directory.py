@@ -1,5 +1,6 @@
 """One run's folder: what is in it, and that it belongs to one recipe and one process."""
 
+import dataclasses
 import fcntl
 import os
 import secrets
@@ -9,6 +10,10 @@ from typing import IO
 
 from _recipe_file import differences, read_recipe, write_recipe
 from recipes import CHANGEABLE, Recipe
+
+
+# All that a model which was brought here leaves open, until it is trained.
+EVERYTHING_ELSE = frozenset(field.name for field in dataclasses.fields(Recipe)) - {"model", "published"}
 
 
 class RunDirectory:
@@ -25,6 +30,7 @@ class RunDirectory:
         self.experts_page = path / "experts.html"
         self.samples = path / "samples.txt"
         self.data = path / "data"
+        self.published = path / "published"
         self.lock = path / ".lock"
         self._lock: IO[str] | None = None
 
@@ -94,13 +100,19 @@ class RunDirectory:
 
 def _check_same(path: Path, file: Path, name: str, recipe: Recipe) -> None:
     old_name, old = read_recipe(file)
-    changed = differences(old, recipe, CHANGEABLE)
+    changed = differences(old, recipe, EVERYTHING_ELSE if _is_new(path) else CHANGEABLE)
     if changed:
         raise ValueError(
             f"--run-dir {path}: it holds a run of recipe {old_name!r}, and this command's {name!r} differs in\n  "
             + "\n  ".join(changed)
             + "\nGive the same values to continue that run, or another --run-dir to begin a new one."
         )
+
+
+def _is_new(path: Path) -> bool:
+    """Whether a model was brought here, and nothing trained yet."""
+    checkpoints = path / "checkpoints"
+    return checkpoints.is_dir() and [step.name for step in checkpoints.iterdir()] == ["0"]
 
 
 def _free(path: Path) -> str:

@@ -13,9 +13,12 @@ from rich.text import Text
 class Screen:
     """Notes and progress on standard output; errors on standard error."""
 
-    def __init__(self, *, silent: bool = False):
-        """A `silent` one, of a process that does not speak for the run, shows errors alone."""
-        self.console = Console(highlight=False, soft_wrap=True, quiet=silent)
+    def __init__(self, *, silent: bool = False, errors: bool = False):
+        """A `silent` one, of a process that does not speak for the run, shows errors alone.
+
+        One on standard `errors` does not mix with what a script prints.
+        """
+        self.console = Console(highlight=False, soft_wrap=True, quiet=silent, stderr=errors)
 
     def note(self, text: str) -> None:
         """A line, above the bar if there is one."""

@@ -11,7 +11,7 @@ from _screen import Screen
 from jaxtyping import Array, Key
 from recipes import Recipe
 
-from eqformer import data, models, nn, training
+from eqformer import data, models, nn, parallel, training
 
 
 CORES: dict[str, Callable[[], Callable[..., Any]]] = {
@@ -58,6 +58,23 @@ def check(recipe: Recipe) -> None:
     optimizer_of(recipe, shapes)
 
 
+def load_model(recipe: Recipe, plan: parallel.Plan | None, screen: Screen) -> nn.Transformer:
+    """The model that the recipe starts from, as it was published, where the plan keeps it."""
+    assert recipe.published is not None
+    execution = recipe.execution
+    with screen.bytes(f"reading {recipe.published}") as progress:
+        model = models.load(
+            recipe.published,
+            plan=plan,
+            dtype=recipe.precision.parameters,
+            core=CORES[execution.core](),
+            remat=execution.remat,
+            unroll=execution.unroll,
+            progress=progress,
+        )
+    return recipe.precision.apply(model)
+
+
 def build_model(recipe: Recipe) -> nn.Transformer:
     """The recipe's model with its first weights."""
     execution = recipe.execution
@@ -93,13 +110,6 @@ def first_state(recipe: Recipe) -> training.TrainState:
     """The state before the first step."""
     model = build_model(recipe)
     return training.init_state(model, optimizer_of(recipe, model))
-
-
-def tokenizer_of(recipe: Recipe) -> data.Tokenizer:
-    """The recipe's tokenizer."""
-    if recipe.text.tokenizer is None:
-        return data.ByteTokenizer()
-    return data.FileTokenizer(recipe.text.tokenizer, end_of_text=recipe.text.end_of_text)
 
 
 def source_of(recipe: Recipe) -> data.Source:

@@ -11,11 +11,12 @@ from _colored_text import color, has_choices
 from _mesh import mesh_line, Rows, State, step_of
 from _pictures import draw_loads, draw_losses
 from _processes import check_alike, first, together
+from _published import keep_companions, tokenizer_of
 from _recipe_file import to_json
 from _report import add_sample, closing, opening, speed
 from _run_directory import RunDirectory
 from _screen import Screen
-from _setup import build_model, Keys, keys_of, loader_of, open_text, optimizer_of, source_of, tokenizer_of
+from _setup import build_model, Keys, keys_of, loader_of, open_text, optimizer_of, source_of
 from _sinks import open_sinks, Write
 from _stopping import signals, Votes
 from recipes import Recipe
@@ -29,8 +30,8 @@ class Trainer:
     def __init__(self, name: str, recipe: Recipe, plan: parallel.Plan, directory: RunDirectory, screen: Screen):
         self.recipe, self.plan, self.directory, self.screen = recipe, plan, directory, screen
         self.name = name
-        source, self.tokenizer = together(lambda: (source_of(recipe), tokenizer_of(recipe)))
-        first(lambda: directory.claim(name, recipe))
+        source, self.tokenizer = together(lambda: (source_of(recipe), tokenizer_of(recipe, directory)))
+        first(lambda: (directory.claim(name, recipe), keep_companions(recipe, directory)))
         check_alike({f"--run-dir {directory.path}": directory.token()})
         read = lambda: open_text(recipe, source, self.tokenizer, directory, screen)
         texts = first(read)  # alone, since it writes them into the folder where the others find them
@@ -75,7 +76,10 @@ class Trainer:
     def _state(self, checkpointer: training.Checkpointer) -> tuple[training.TrainState, int]:
         """The state to go on from: the latest checkpoint's or the first."""
         if checkpointer.latest_step is None:
-            return self.states.first(), 0
+            return self.states.first(self.screen), 0
+        if checkpointer.latest_step == 0:  # of a model that was brought here, and nothing else
+            saved, _ = checkpointer.restore({"model": self.states.shapes().model})
+            return self.states.of(saved["model"]), 0
         state, metadata = checkpointer.restore(self.states.shapes())
         if (text := metadata["data"]["text"]) != self.text.path.name:
             raise ValueError(

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import tyro
 from _colored_text import color
+from _published import tokenizer_of
 from _run_directory import RunDirectory
 from _screen import fail
-from _setup import latest_model, tokenizer_of
+from _setup import latest_model
 
 from eqformer import training
 
@@ -50,7 +51,7 @@ def write(command: Command) -> None:
         raise ValueError(f"--tokens {command.tokens}: it counts, so give at least 1.")
     text = command.file.read_text(encoding="utf-8") if command.file is not None else command.text
     text = EXAMPLE if text is None else text
-    tokenizer = tokenizer_of(recipe)
+    tokenizer = tokenizer_of(recipe, directory)
     ids = tokenizer.encode(text)[: command.tokens]
     if not len(ids):
         raise ValueError("the text is empty: there is nothing to colour; give some by --text or --file.")

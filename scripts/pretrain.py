@@ -16,6 +16,7 @@ import tyro
 from _command import parse
 from _mesh import check_plan, plan_of
 from _processes import check_alike, check_machine, devices_of, is_first, join, Machine
+from _published import check_published
 from _recipe_file import to_json
 from _run_directory import RunDirectory
 from _screen import fail, Screen
@@ -47,6 +48,7 @@ def main(arguments: list[str]) -> None:
         join(machine)
         check_alike({"--recipe": command.recipe} | {f"--{flag}": value for flag, value in to_json(recipe).items()})
         check(recipe)
+        check_published(recipe)
         plan = plan_of(recipe, devices_of(machine))
         check_plan(recipe, plan, eqx.filter_eval_shape(build_model, recipe))
         with RunDirectory(command.run_dir or Path("runs") / command.recipe) as directory:

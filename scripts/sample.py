@@ -1,4 +1,4 @@
-"""Write text with a trained model: `python scripts/sample.py --run-dir runs/default --prompt "def "`."""
+"""Write text with a trained or a published model: `python scripts/sample.py --run-dir runs/default --prompt "def "`."""
 
 import sys
 
@@ -9,24 +9,32 @@ _environment.prepare()
 
 import dataclasses
 from pathlib import Path
+from typing import Annotated, Literal
 
 import jax
 import tyro
+from _published import ends_of, published_tokenizer, tokenizer_of
 from _run_directory import RunDirectory
-from _screen import fail
-from _setup import latest_model, tokenizer_of
+from _screen import fail, Screen
+from _setup import latest_model
 
-from eqformer import data, generation, training
+from eqformer import data, generation, models, nn, training
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """Write on from a prompt with the latest checkpoint of a run."""
+    """Write on from a prompt, or answer it, with the latest checkpoint of a run or with a published model."""
 
     run_dir: Path = Path("runs/default")
     """The folder of the run."""
+    model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """A folder as published (safetensors, config.json, tokenizer.json), in place of a run."""
     prompt: str = "def "
-    """What the text begins with."""
+    """What the text begins with; a question, where the model has a chat template."""
+    chat: Literal["auto", "yes", "no"] = "auto"
+    """Whether to ask in the model's chat template; auto asks so where it has one."""
+    system: str | None = None
+    """What a chat is told before the prompt."""
     tokens: int = 300
     """How many tokens to write; fewer if the model ends the text."""
     temperature: float = 0.8
@@ -41,17 +49,64 @@ class Command:
     """Above 1: make tokens that are already in the text less likely."""
     seed: int = 0
     """The same seed writes the same text."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """What a published model is kept and computed in; by default what it is published in."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Writer:
+    """A model, and how text goes in and comes out."""
+
+    model: nn.Transformer
+    tokenizer: data.Tokenizer
+    ends: list[int]
+    folder: Path
+    """Where the chat template is, if there is one."""
+
+
+def writer_of(command: Command) -> Writer:
+    """What the command names."""
+    if command.model is not None:
+        tokenizer = published_tokenizer(command.model)
+        with Screen(errors=True).bytes(f"reading {command.model}") as progress:
+            model = models.load(command.model, dtype=command.dtype, progress=progress)
+        return Writer(model, tokenizer, ends_of(command.model) or [tokenizer.end_of_text], command.model)
+    directory = RunDirectory(command.run_dir)
+    _, recipe = directory.open()
+    tokenizer = tokenizer_of(recipe, directory)
+    ends = sorted({tokenizer.end_of_text, *ends_of(directory.published)})
+    return Writer(latest_model(directory, recipe), tokenizer, ends, directory.published)
+
+
+def prompt_of(command: Command, writer: Writer) -> tuple[str, list[int]]:
+    """What is shown of the prompt, and its ids."""
+    chat = command.chat == "yes" or (command.chat == "auto" and data.has_chat_template(writer.folder))
+    if not chat and command.system is not None:
+        raise ValueError(
+            f"--system {command.system!r}: only a chat is told something first; leave it out, or --chat yes."
+        )
+    tokenizer = writer.tokenizer
+    if chat:
+        told = [] if command.system is None else [{"role": "system", "content": command.system}]
+        text = data.ChatTemplate(writer.folder).render([*told, {"role": "user", "content": command.prompt}])
+        return "", _prompt(tokenizer, text, whole=True)
+    ids = _prompt(tokenizer, command.prompt) if command.model is not None else tokenizer.encode(command.prompt).tolist()
+    return command.prompt, ids or [tokenizer.end_of_text]
+
+
+def _prompt(tokenizer: data.Tokenizer, text: str, *, whole: bool = False) -> list[int]:
+    """As the tokenizer's file has it, if it is of a file."""
+    if isinstance(tokenizer, data.FileTokenizer):
+        return tokenizer.encode_prompt(text, whole=whole).tolist()
+    return tokenizer.encode(text).tolist()
 
 
 def write(command: Command) -> None:
     """Stream the text to standard output."""
-    directory = RunDirectory(command.run_dir)
-    _, recipe = directory.open()
-    tokenizer = tokenizer_of(recipe)
-    model = latest_model(directory, recipe)
-    prompt = tokenizer.encode(command.prompt).tolist() or [tokenizer.end_of_text]
+    writer = writer_of(command)
+    shown, prompt = prompt_of(command, writer)
     ids = generation.stream(
-        model,
+        writer.model,
         prompt,
         max_new_tokens=command.tokens,
         transforms=generation.sampling(
@@ -61,11 +116,11 @@ def write(command: Command) -> None:
             min_p=command.min_p,
             repetition_penalty=command.repetition_penalty,
         ),
-        end_of_text=tokenizer.end_of_text,
+        end_of_text=writer.ends,
         key=jax.random.key(command.seed),
     )
-    text = data.TextStream(tokenizer)
-    sys.stdout.write(command.prompt)
+    text = data.TextStream(writer.tokenizer)
+    sys.stdout.write(shown)
     for number in ids:
         sys.stdout.write(text.push(number))
         sys.stdout.flush()
@@ -76,7 +131,7 @@ def main(arguments: list[str]) -> None:
     """Run the command; bad input ends it with one message and exit code 2."""
     try:
         write(tyro.cli(Command, args=arguments))
-    except (ValueError, OSError, training.CheckpointError) as error:
+    except (ValueError, OSError, ImportError, training.CheckpointError) as error:
         fail(error)
 
 

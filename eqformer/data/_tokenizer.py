@@ -1,5 +1,6 @@
 """Text to token ids and back: bytes, or a `tokenizer.json`."""
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,6 +100,24 @@ class ByteTokenizer:
                 f"{array.max()}; use the tokenizer that the model was trained with."
             )
         return array[array != self.end_of_text].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def to_json(self) -> str:
+        """The same as a `tokenizer.json`, for what reads such files; the end of text is `<|endoftext|>` there."""
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the others are shown by letters from U+0100
+        moved = {byte: chr(256 + number) for number, byte in enumerate(sorted({*range(256)} - {*printable}))}
+        vocab = {_END_OF_TEXT[0]: 0} | {moved.get(byte, chr(byte)): byte for byte in range(1, 256)}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        return json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [{"id": 0, "content": _END_OF_TEXT[0], "special": True, **flags}],
+                "pre_tokenizer": bytes_of,
+                "decoder": bytes_of,
+                "model": {"type": "BPE", "vocab": vocab, "merges": []},
+            },
+            ensure_ascii=False,
+        )
 
 
 # As published tokenizers spell it, the more telling first.

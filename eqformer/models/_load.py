@@ -35,13 +35,15 @@ def load(
     core: Callable[..., Array] | None = None,
     remat: str = "none",
     unroll: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> nn.Transformer:
     """The model published in a folder, on the first device or, in parts, where a plan keeps its parameters.
 
     A `mesh` alone is the plan that splits all it can, `Plan(mesh, zero=3)`. Each array of the folder is mapped into
     memory, read once, and copied into the parts of it that this process's devices hold; beside the parts of one leaf
     (the same array of all layers, or those published joined to it) nothing is held. Parameters have the published
-    dtype, or `dtype`, and the model computes in it. `core`, `remat`, `unroll` are `build`'s.
+    dtype, or `dtype`, and the model computes in it. `core`, `remat`, `unroll` are `build`'s; `progress` is told the
+    bytes that are done, and of how many.
 
     Raises a `ValueError` for a folder that is not what it says, and one that lists what is left over: arrays of the
     folder that no rule reads, leaves that no array fills, attributes of `config.json` that the family does not know.
@@ -57,9 +59,12 @@ def load(
     places = _places(plan, jax.tree.map(lambda leaf: _as(leaf, kept), arrays))
     sharding_of = dict(zip(map(id, jax.tree.leaves(arrays)), jax.tree.leaves(places), strict=True))
     made: dict[int, Array] = {}
+    total, done = sum(x.size for x in jax.tree.leaves(arrays) if _is_float(x)), 0
     for rule in rules:
         leaves = rule.leaves(shapes)
         made |= zip(map(id, leaves), _read(folder, rule, leaves, [sharding_of[id(leaf)] for leaf in leaves], kept))
+        done += sum(leaf.size for leaf in leaves)
+        progress(done * jnp.dtype(kept).itemsize, total * jnp.dtype(kept).itemsize)
     made |= _not_published(numbers, shapes, made, sharding_of)
     model = eqx.combine(jax.tree.map(lambda leaf: made[id(leaf)], arrays), rest)
     return dataclasses.replace(model, compute_dtype=kept)

@@ -2,7 +2,9 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from eqformer.models import Numbers
 from eqformer.nn import Precision
@@ -94,6 +96,8 @@ class Recipe:
 
     model: Numbers
     """The family and its numbers."""
+    published: Annotated[Path | None, tyro.conf.arg(name="model", metavar="FOLDER")] = None
+    """A folder of safetensors and config.json, as published, whose model, weights and tokenizer the run starts from."""
     steps: int = 800
     """How many optimizer steps the run takes."""
     seed: int = 0

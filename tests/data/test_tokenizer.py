@@ -37,6 +37,15 @@ def test_bytes_that_are_no_text_stream_as_they_decode():
     assert tokenizer.decode([104, 0, 105, 0]) == "hi" and tokenizer.decode([]) == ""
 
 
+def test_bytes_as_a_file(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(ByteTokenizer().to_json(), encoding="utf-8")
+    file, text = FileTokenizer(tmp_path / "tokenizer.json"), _any_text(9) + "\r\n \t don't"
+    assert (file.vocab, file.end_of_text) == (256, 0)
+    assert file.encode(text).tolist() == ByteTokenizer().encode(text).tolist()
+    assert file.decode(file.encode(text)) == text
+    assert file.encode_prompt("a<|endoftext|>").tolist() == [97, 0]
+
+
 def test_bytes_refuse_nul_and_foreign_ids():
     with pytest.raises(ValueError, match=r"no NUL.*character 2 is one.*UTF-16"):
         ByteTokenizer().encode("ab\0c")

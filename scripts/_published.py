@@ -1,0 +1,88 @@
+"""Published models as the scripts meet them: where a run starts from one, and what goes out with a run's model."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from _recipe_file import differences
+from _run_directory import EVERYTHING_ELSE, RunDirectory
+from recipes import Optimization, Recipe
+
+from eqformer import data, models
+
+
+def recipe_of_folder(folder: Path) -> Recipe:
+    """The recipe that trains a published model on: gently, since it knows something already."""
+    folder = folder.absolute()
+    return Recipe(model=models.read_numbers(folder), published=folder, optimizer=Optimization(learning_rate=1e-4))
+
+
+def check_published(recipe: Recipe) -> None:
+    """Raise a `ValueError` where flags ask for another model than the one that is published."""
+    if recipe.published is None:
+        return
+    told = differences(recipe_of_folder(recipe.published), recipe, EVERYTHING_ELSE)
+    if told:
+        raise ValueError(
+            f"--model {recipe.published}: the model is as it was published; leave out\n  " + "\n  ".join(told)
+        )
+
+
+def tokenizer_of(recipe: Recipe, directory: RunDirectory | None = None) -> data.Tokenizer:
+    """The recipe's tokenizer: a file's, or that of the model it starts from, of which the run has a copy."""
+    if recipe.text.tokenizer is not None:
+        return data.FileTokenizer(recipe.text.tokenizer, end_of_text=recipe.text.end_of_text)
+    if recipe.published is None:
+        return data.ByteTokenizer()
+    copied = directory is not None and directory.published.exists()
+    return published_tokenizer(directory.published if directory is not None and copied else recipe.published)
+
+
+def published_tokenizer(folder: Path) -> data.Tokenizer:
+    """The tokenizer that a published folder comes with; bytes for a model of 256 ids that comes with none."""
+    file, ends = folder / "tokenizer.json", ends_of(folder)
+    if file.exists():
+        return data.FileTokenizer(file, end_of_text=ends[0] if ends else None)
+    if models.read_numbers(folder).vocab == data.ByteTokenizer.vocab:
+        return data.ByteTokenizer()
+    raise ValueError(f"--model {folder}: the folder has no tokenizer.json; put the model's own there.")
+
+
+def ends_of(folder: Path) -> list[int]:
+    """The ids that end what a published model writes, the most telling first; none where the folder does not say."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
+        if found is not None:
+            return found if isinstance(found, list) else [found]
+    return []
+
+
+def keep_companions(recipe: Recipe, directory: RunDirectory) -> None:
+    """Copy into the run what its model was published with beside the weights, whole or not at all."""
+    if recipe.published is None or directory.published.exists():
+        return
+    part = directory.published.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    for name in ("config.json", *models.COMPANIONS):
+        if (recipe.published / name).exists():
+            shutil.copyfile(recipe.published / name, part / name)
+    part.rename(directory.published)
+
+
+def to_publish(recipe: Recipe, directory: RunDirectory) -> dict[str, Any]:
+    """What `eqformer.models.save` needs beside the model of a run."""
+    if directory.published.exists():
+        return {"like": directory.published}
+    tokenizer, file = tokenizer_of(recipe), recipe.text.tokenizer
+    written = data.ByteTokenizer().to_json() if file is None else file.read_text(encoding="utf-8")
+    added = {token["id"]: token["content"] for token in json.loads(written).get("added_tokens", [])}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": recipe.seq}
+    settings |= {"eos_token": added[tokenizer.end_of_text]} if tokenizer.end_of_text in added else {}
+    return {
+        "numbers": recipe.model,
+        "attributes": {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None},
+        "files": {"tokenizer.json": written, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"},
+    }

@@ -1,0 +1,88 @@
+"""From a published model to a run and back: `python scripts/convert.py runs/default exported`."""
+
+import sys
+
+import _environment
+
+
+_environment.prepare()
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from _published import keep_companions, recipe_of_folder, to_publish
+from _recipe_file import to_json
+from _run_directory import RunDirectory
+from _screen import fail, Screen
+from _setup import check, keys_of, latest_model, load_model
+from recipes import Recipe
+
+from eqformer import models, training
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Write the model of one folder as another: a run as a published folder, or a published folder as a run.
+
+    A published folder holds safetensors, config.json and tokenizer files, as transformers reads and writes them. A run
+    is what scripts/pretrain.py writes, and goes on from.
+    """
+
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+    """A run's folder, of which the latest checkpoint is read, or a published folder."""
+    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
+    """The folder to make; there must be nothing yet."""
+
+
+def convert(command: Command, screen: Screen) -> None:
+    """Write the target."""
+    source = RunDirectory(command.source)
+    if command.target.exists():
+        raise ValueError(f"TARGET {command.target}: something is there already; give a new folder.")
+    if source.recipe.exists():
+        _publish(source, command.target, screen)
+    elif (command.source / "config.json").exists():
+        _bring(recipe_of_folder(command.source), RunDirectory(command.target), screen)
+    else:
+        raise ValueError(
+            f"SOURCE {command.source}: it is neither a run (recipe.json) nor a published model (config.json); give one."
+        )
+
+
+def _publish(source: RunDirectory, target: Path, screen: Screen) -> None:
+    _, recipe = source.open()
+    models.save(latest_model(source, recipe), target, **to_publish(recipe, source))
+    screen.note(f"{target} holds the model as published\nsample     python scripts/sample.py --model {target}")
+
+
+def _bring(recipe: Recipe, target: RunDirectory, screen: Screen) -> None:
+    check(recipe)
+    assert recipe.published is not None
+    name, model = recipe.published.name, load_model(recipe, None, screen)
+    with target:
+        target.claim(name, recipe)
+        keep_companions(recipe, target)
+        metadata = training.run_metadata(
+            recipe={"name": name, "recipe": to_json(recipe)}, step=0, data={}, key=keys_of(recipe).steps
+        )
+        with training.Checkpointer(target.checkpoints) as checkpointer:
+            checkpointer.save({"model": model}, 0, metadata)
+    screen.note(
+        f"{target.path} holds the model as a run\n"
+        f"sample     python scripts/sample.py --run-dir {target.path}\n"
+        f"train      python scripts/pretrain.py --model {recipe.published} --run-dir {target.path}"
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command; bad input ends it with one message and exit code 2."""
+    try:
+        convert(tyro.cli(Command, args=arguments), Screen())
+    except (ValueError, OSError, ImportError, training.CheckpointError) as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

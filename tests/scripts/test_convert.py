@@ -1,0 +1,71 @@
+"""From a run to a published folder, to a run again, on over a mesh, and out: at each place the same text."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from script_helpers import run, TINY, write_corpus
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A small run, published."""
+    folder = tmp_path_factory.mktemp("models")
+    flags = [*TINY, "--model.kv-heads", "2", "--model.mlp", "64", "--data", write_corpus(folder / "corpus")]
+    made = run("pretrain.py", "--run-dir", folder / "first", *flags, "--sample-every", 0)
+    assert made.returncode == 0, made.stderr
+    made = run("convert.py", folder / "first", folder / "published")
+    assert made.returncode == 0 and "sample.py --model" in made.stdout, made.stderr
+    return folder
+
+
+def text(*flags):
+    made = run("sample.py", *flags, "--prompt", "line 3", "--tokens", 24, "--temperature", 0)
+    assert made.returncode == 0, made.stderr
+    return made.stdout
+
+
+def test_a_run_goes_out_and_comes_back(place):
+    assert {path.name for path in (place / "published").iterdir()} == {
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+    }
+    written = text("--model", place / "published")
+    made = run("convert.py", place / "published", place / "second")
+    assert made.returncode == 0 and "--model" in made.stdout, made.stderr
+    assert text("--run-dir", place / "second") == written
+    # Asked in a chat template, it answers without what it was asked.
+    (place / "second" / "published" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert text("--run-dir", place / "second") == written.removeprefix("line 3")
+    # On over a mesh, with other rows than a run of its own would have; what was published beside the weights stays.
+    flags = "--steps 2 --seq 32 --batch 4 --sample-every 0 --simulate 4 --mesh.fsdp 2 --mesh.tensor 2 --zero 3".split()
+    where = ["--model", place / "published", "--data", place / "corpus"]
+    made = run("pretrain.py", *where, "--run-dir", place / "second", *flags)
+    assert made.returncode == 0, made.stderr
+    made = run("pretrain.py", *where, "--run-dir", place / "third", *flags)
+    assert made.returncode == 0 and "published: a Llama" in made.stdout, made.stderr
+    assert run("convert.py", place / "second", place / "again").returncode == 0
+    assert run("convert.py", place / "third", place / "other").returncode == 0
+    first, again, other = (load_file(place / name / "model.safetensors") for name in ("published", "again", "other"))
+    assert all(np.array_equal(again[name], array) for name, array in other.items())  # brought first, or read at once
+    moved = {name: np.max(np.abs(again[name] - array)) for name, array in first.items()}
+    assert all(0 < distance < 1e-3 for distance in moved.values())  # from where it was, by two small steps
+    assert (place / "again" / "chat_template.jinja").exists()
+    config = json.loads((place / "again" / "config.json").read_text())
+    assert config == json.loads((place / "published" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "script,flags,words",
+    [
+        ("convert.py", "{first} {published}", "something is there already"),
+        ("convert.py", "{corpus} {new}", "neither a run (recipe.json) nor a published model (config.json)"),
+        ("sample.py", "--model {published} --chat yes", "no chat_template.jinja"),
+        ("pretrain.py", "--model {published} --run-dir {new} --model.layers 3", "layers: 2 -> 3"),
+    ],
+)
+def test_bad_input(place, script, flags, words):
+    names = {name: place / name for name in ("first", "published", "corpus", "new")}
+    failed = run(script, *flags.format_map(names).split())
+    assert failed.returncode == 2 and words in failed.stderr, failed.stderr
+    assert not (place / "new").exists()
