@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +120,9 @@ def _read(folder: Folder, rule: Weight, leaves: tuple, places: list[Any], dtype:
     """The leaves that one rule fills; each published array is looked at once, and copied to whom it belongs."""
     parts = [_parts(leaf, place, dtype) for leaf, place in zip(leaves, places, strict=True)]
     distinct = [{part.bounds: part for part in its.values()}.values() for its in parts]
-    for place, name in rule.places(leaves[0]):
+
+    def copy(task: tuple[tuple[int, ...], str]) -> None:
+        place, name = task
         for number, its in enumerate(distinct):
             if holding := [part for part in its if part.holds(place)]:
                 try:
@@ -128,6 +131,9 @@ def _read(folder: Folder, rule: Weight, leaves: tuple, places: list[Any], dtype:
                     raise ValueError(f"load({str(folder.path)!r}): {name}: {error}.") from None
                 for part in holding:
                     part.fill(place, own)
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        list(threads.map(copy, rule.places(leaves[0])))
     made = ([jax.device_put(part.values, device) for device, part in its.items()] for its in parts)
     return [
         jax.make_array_from_single_device_arrays(leaf.shape, place, pieces)
@@ -155,7 +161,7 @@ def _aligned(shape: list[int], dtype: str) -> np.ndarray:
     return raw[start : start + size].view(jnp.dtype(dtype)).reshape(shape)
 
 
-_ALIGNMENT = 64
+_ALIGNMENT, _THREADS = 64, 4
 
 
 def _not_published(

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,3 +107,32 @@ def decode(numbers: Llama, ids: np.ndarray, new: int) -> Callable[[], Any]:
             )
 
     return run
+
+
+def read(folder: Path) -> Any:
+    """A published folder, loaded by transformers."""
+    import torch  # pyright: ignore[reportMissingImports]  # an extra
+    import transformers  # pyright: ignore[reportMissingImports]  # an extra
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def forward(folder: Path, ids: np.ndarray) -> tuple[Callable[[], np.ndarray], Callable[[], Any]]:
+    """Of a published folder the logits of all rows, and the first token after one."""
+    import torch  # pyright: ignore[reportMissingImports]  # an extra
+
+    model, inputs = read(folder), torch.tensor(ids).long()
+
+    def logits() -> np.ndarray:
+        with torch.no_grad():
+            return model(inputs, use_cache=False).logits.numpy()
+
+    def first() -> Any:
+        with torch.no_grad():
+            whole = torch.ones_like(inputs[:1])
+            return model.generate(inputs[:1], attention_mask=whole, max_new_tokens=1, do_sample=False, pad_token_id=0)
+
+    return logits, first
