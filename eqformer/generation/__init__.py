@@ -1,6 +1,7 @@
 """Sampling: what turns a model's distributions over the next token into text."""
 
 from ._generate import generate as generate, Generation as Generation, stream as stream
+from ._model import Model as Model
 from ._transforms import (
     Chain as Chain,
     chain as chain,

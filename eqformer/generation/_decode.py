@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from ..nn import token_keys, Tokens, Transformer
+from ..nn import token_keys, Tokens
+from ._model import Model
 from ._transforms import Chain, History
 
 
@@ -41,7 +42,7 @@ class Rows(eqx.Module):
 
 
 def prefill(
-    model: Transformer,
+    model: Model,
     ids: Int[Array, "batch prompt"],
     lengths: Int[Array, "batch"],
     draws: Draws,
@@ -75,7 +76,7 @@ def prefill(
     return _drawn(rows, model.unembed(last), cache, draws)
 
 
-def advance(model: Transformer, rows: Rows, draws: Draws, until: Int[Array, ""]) -> Rows:
+def advance(model: Model, rows: Rows, draws: Draws, until: Int[Array, ""]) -> Rows:
     """Draw on until each row has `until` new tokens or has met the end of its text; rows that have are left alone."""
 
     def unfinished(rows: Rows) -> Array:
@@ -124,7 +125,7 @@ def _drawn(rows: Rows, logits: Float[Array, "batch vocab"], cache: PyTree, draws
 
 
 def _prefill_in_chunks(
-    model: Transformer,
+    model: Model,
     ids: Int[Array, "batch prompt"],
     tokens: Tokens,
     lengths: Int[Array, "batch"],
@@ -144,5 +145,6 @@ def _prefill_in_chunks(
         found = jnp.take_along_axis(hidden, jnp.clip(place, 0, chunk - 1)[:, None, None], axis=1)[:, 0]
         return jnp.where(((place >= 0) & (place < chunk))[:, None], found, last), cache
 
-    nothing = jnp.zeros((batch, model.embedding.weight.shape[1]), model.compute_dtype)
+    shapes = eqx.filter_eval_shape(lambda: model.encode(ids[:, :1], Tokens(tokens.positions[:, :1]), cache)[0])
+    nothing = jnp.zeros((batch, shapes.shape[-1]), shapes.dtype)
     return jax.lax.fori_loop(0, (jnp.max(lengths) + chunk - 1) // chunk, read, (nothing, cache))

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Float, Int, Key
 
 from .._shapes import Array
-from ..nn import Transformer
 from ._decode import advance, Draws, prefill, Rows, Sizes
+from ._model import Model
 from ._prompts import prepare, Prompts
 from ._transforms import chain, Transform
 
@@ -35,7 +35,7 @@ class Generation(eqx.Module):
 
 
 def generate(
-    model: Transformer,
+    model: Model,
     prompts: Sequence[Any] | Int[Array, "batch seq"],
     *,
     max_new_tokens: int,
@@ -77,7 +77,7 @@ def generate(
 
 
 def stream(
-    model: Transformer,
+    model: Model,
     prompt: Sequence[int] | Int[Array, "seq"],
     *,
     max_new_tokens: int,
@@ -100,7 +100,7 @@ def stream(
     return _stream(model, prepared, draws, max_new_tokens, stride)
 
 
-def _stream(model: Transformer, prepared: Prompts, draws: Draws, max_new_tokens: int, stride: int) -> Iterator[int]:
+def _stream(model: Model, prepared: Prompts, draws: Draws, max_new_tokens: int, stride: int) -> Iterator[int]:
     rows, fresh = _begin(
         model, prepared.ids, prepared.lengths, draws, _count(min(stride, max_new_tokens)), stride, prepared.sizes
     )
@@ -119,7 +119,7 @@ def _stream(model: Transformer, prepared: Prompts, draws: Draws, max_new_tokens:
 
 @eqx.filter_jit
 def _whole(
-    model: Transformer,
+    model: Model,
     ids: Int[jax.Array, "batch prompt"],
     lengths: Int[jax.Array, "batch"],
     draws: Draws,
@@ -134,7 +134,7 @@ def _whole(
 
 @eqx.filter_jit
 def _begin(
-    model: Transformer,
+    model: Model,
     ids: Int[jax.Array, "batch prompt"],
     lengths: Int[jax.Array, "batch"],
     draws: Draws,
@@ -147,7 +147,7 @@ def _begin(
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _go_on(fixed: tuple[Transformer, Draws, Int[jax.Array, ""], int], rows: Rows) -> tuple[Rows, tuple]:
+def _go_on(fixed: tuple[Model, Draws, Int[jax.Array, ""], int], rows: Rows) -> tuple[Rows, tuple]:
     model, draws, until, stride = fixed
     return _with_fresh(advance(model, rows, draws, until), rows.lengths[0], stride)
 
@@ -160,7 +160,7 @@ def _with_fresh(rows: Rows, before: Int[jax.Array, ""], stride: int) -> tuple[Ro
 
 
 def _draws(
-    model: Transformer,
+    model: Model,
     batch: int,
     transforms: Sequence[Transform] | Transform,
     end_of_text: int | Sequence[int] | None,

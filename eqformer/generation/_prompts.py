@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Int
 
 from .._shapes import Array
-from ..nn import Transformer
 from ._decode import Sizes
+from ._model import Model
 
 
 BUCKET = 64  # sizes are rounded up to multiples of it, so that one program serves many prompts
@@ -25,7 +25,7 @@ class Prompts(NamedTuple):
 
 
 def prepare(
-    model: Transformer,
+    model: Model,
     prompts: Sequence[Any] | Int[Array, "batch seq"],
     lengths: Sequence[int] | Int[Array, "batch"] | None,
     max_new_tokens: int,

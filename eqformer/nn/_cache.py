@@ -1,5 +1,6 @@
 """Preallocated memories of past tokens: keys and values, or latents; whole or a rolling window."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -15,13 +16,16 @@ class KVCache(eqx.Module):
     """Keys and values of past tokens. A token's slot is its position (modulo the capacity where `rolling`).
 
     Rows fill at their own pace: a slot's position tells whether anything is in it (-1: nothing). A token beyond the
-    capacity of a cache that is not rolling turns its row's output to NaN rather than being forgotten silently.
+    capacity of a cache that is not rolling turns its row's output to NaN rather than being forgotten silently. A piece
+    of a cache holds of its `capacity` slots those from `first` on; the pieces together see what the whole would.
     """
 
     keys: Float[Array, "*batch kv_seq kv_heads head_dim"]
     values: Float[Array, "*batch kv_seq kv_heads v_dim"]
     positions: Int[Array, "*batch kv_seq"]
     rolling: bool = eqx.field(static=True, default=False)
+    first: Int[Array, "*batch"] | None = None
+    capacity: int | None = eqx.field(static=True, default=None)
 
     def update(
         self,
@@ -32,8 +36,9 @@ class KVCache(eqx.Module):
         "KVCache", Float[Array, "*batch all kv_heads head_dim"], Float[Array, "*batch all kv_heads v_dim"], Tokens
     ]:
         """Store new tokens; return the cache and all keys and values, with their tokens, that the new ones may see."""
-        (k, v, positions), seen = _store((self.keys, self.values), self.positions, (keys, values), tokens, self.rolling)
-        return KVCache(k, v, positions, self.rolling), seen[0], seen[1], Tokens(seen[2])
+        (k, v, positions), seen = _store((self.keys, self.values), self, (keys, values), tokens)
+        kept = dataclasses.replace(self, keys=k, values=v, positions=positions)
+        return kept, seen[0], seen[1], Tokens(seen[2])
 
 
 class LatentCache(eqx.Module):
@@ -43,6 +48,8 @@ class LatentCache(eqx.Module):
     rotary_keys: Float[Array, "*batch kv_seq rope_dim"]
     positions: Int[Array, "*batch kv_seq"]
     rolling: bool = eqx.field(static=True, default=False)
+    first: Int[Array, "*batch"] | None = None
+    capacity: int | None = eqx.field(static=True, default=None)
 
     def update(
         self,
@@ -52,8 +59,9 @@ class LatentCache(eqx.Module):
     ) -> tuple["LatentCache", Float[Array, "*batch all latent"], Float[Array, "*batch all rope_dim"], Tokens]:
         """Store new tokens; return the cache and all that the new ones may see."""
         new = (latents, rotary_keys)
-        (c, r, positions), seen = _store((self.latents, self.rotary_keys), self.positions, new, tokens, self.rolling)
-        return LatentCache(c, r, positions, self.rolling), seen[0], seen[1], Tokens(seen[2])
+        (c, r, positions), seen = _store((self.latents, self.rotary_keys), self, new, tokens)
+        kept = dataclasses.replace(self, latents=c, rotary_keys=r, positions=positions)
+        return kept, seen[0], seen[1], Tokens(seen[2])
 
 
 def empty_slots(batch: Sequence[int], capacity: int) -> Int[Array, "*batch kv_seq"]:
@@ -61,16 +69,18 @@ def empty_slots(batch: Sequence[int], capacity: int) -> Int[Array, "*batch kv_se
     return jnp.full((*batch, capacity), -1, jnp.int32)
 
 
-def _store(old: tuple, old_positions: Array, new: tuple, tokens: Tokens, rolling: bool) -> tuple[tuple, tuple]:
+def _store(old: tuple, cache: KVCache | LatentCache, new: tuple, tokens: Tokens) -> tuple[tuple, tuple]:
     """The memories with the new tokens in their slots, and the memories that those tokens may see."""
     if tokens.segments is not None:
         raise ValueError(
             "cache.update(tokens): a cache keeps one document a row, but the tokens have segments; pass "
             "Tokens(positions) without them, and a row of its own for each document."
         )
-    capacity, seq = old_positions.shape[-1], tokens.positions.shape[-1]
+    old_positions = cache.positions
+    size, seq = old_positions.shape[-1], tokens.positions.shape[-1]
+    capacity = size if cache.capacity is None else cache.capacity
     positions = tokens.positions.astype(jnp.int32)
-    if rolling:
+    if cache.rolling:
         # Of the new tokens only the last `capacity` of a row find room; a slot is never written twice in one call.
         last = jnp.max(positions, axis=-1, keepdims=True)
         kept = (positions >= 0) & (positions > last - capacity)
@@ -80,11 +90,17 @@ def _store(old: tuple, old_positions: Array, new: tuple, tokens: Tokens, rolling
         slots = jnp.minimum(positions, capacity - 1)
         beyond = positions >= capacity
         new = tuple(jnp.where(_like(beyond, x), jnp.nan, x) for x in new)
-    slots = jnp.where(kept, slots, capacity)
+    if cache.first is not None:
+        slots = slots - cache.first[..., None]
+        kept = kept & (slots >= 0) & (slots < size)
+    slots = jnp.where(kept, slots, size)
     pairs = zip((*old, old_positions), (*new, positions))
     stored = tuple(_write(memory, slots, x.astype(memory.dtype)) for memory, x in pairs)
-    if rolling and seq > 1:
+    if cache.rolling and seq > 1:
         # Earlier new tokens see slots that later ones overwrite, so they look at the old memory and at each other.
+        # Of the pieces of a cache one alone shows them the latter.
+        if cache.first is not None:
+            positions = jnp.where(cache.first[..., None] == 0, positions, -1)
         news = (*new, positions)
         along = old_positions.ndim - 1
         seen = tuple(jnp.concatenate([m, x.astype(m.dtype)], axis=along) for m, x in zip((*old, old_positions), news))

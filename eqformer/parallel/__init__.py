@@ -40,6 +40,7 @@ from ._pipeline import (
 )
 from ._pipelined_stack import PipelinedStack as PipelinedStack
 from ._plan import Plan as Plan
+from ._planned import CacheCore as CacheCore, Planned as Planned
 from ._schedule import IDLE as IDLE, Schedule as Schedule
 from ._schedules import (
     gpipe as gpipe,

@@ -49,7 +49,7 @@ class ContextCore(eqx.Module):
         if self.method not in CONTEXT_METHODS:
             raise ValueError(f"ContextCore(method={self.method!r}): the methods are {', '.join(CONTEXT_METHODS)}.")
         if self.method == "ring":
-            _ring_rules(self.inner)
+            ring_rules(self.inner)
 
     def __call__(
         self,
@@ -73,7 +73,7 @@ class ContextCore(eqx.Module):
         return attend(query, key, value, tokens, sinks, {"mask": mask, "scale": scale})
 
     def _ring(self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict) -> Array:
-        block, softcap = _ring_rules(self.inner)
+        block, softcap = ring_rules(self.inner)
         rules = Rules(given["mask"], given["scale"], softcap, block, is_aligned=False)
         output, logsum = ring_attend(rules, Ring(CONTEXT, is_branched=self.is_branched), query, key, value, tokens)
         return output if sinks is None else with_sinks(output, logsum, sinks)
@@ -163,7 +163,7 @@ def check_context(
         )
 
 
-def _ring_rules(core: Any) -> tuple[int, float | None]:
+def ring_rules(core: Any) -> tuple[int, float | None]:
     """The block and the softcap with which the ring computes what `core` would."""
     if isinstance(core, BlockwiseCore):
         return core.block, core.softcap

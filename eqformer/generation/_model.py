@@ -1,0 +1,26 @@
+"""What generation asks of a model."""
+
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Array, Float, Int, PyTree
+
+from ..nn import LearnedPositions, Tokens
+
+
+@runtime_checkable
+class Model(Protocol):
+    """An `nn.Transformer`, or what stands for one: tokens and a cache in, hidden vectors and the cache out; logits."""
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def positions(self) -> LearnedPositions | None: ...
+
+    def encode(
+        self, ids: Int[Array, "batch seq"], tokens: Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch seq embed"], PyTree, Any]: ...
+
+    def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]: ...
+
+    def init_cache(self, batch: int, capacity: int) -> PyTree: ...

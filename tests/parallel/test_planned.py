@@ -1,0 +1,91 @@
+"""Text under a plan: the ids and their probabilities are one device's, for the same seed, whatever the mesh."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqformer import generation, models
+from eqformer.parallel import _planned as module, make_mesh, Plan, Planned, shardings
+
+
+PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 1], [2]]
+NEW = 40  # beyond the windows of these presets
+
+
+def written(model, rows, **options):
+    return generation.generate(
+        model,
+        PROMPTS[:rows],
+        max_new_tokens=NEW,
+        transforms=generation.sampling(temperature=0.8),
+        log_probabilities=True,
+        key=jax.random.key(1),
+        **options,
+    )
+
+
+def planned(model, plan):
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    return Planned(eqx.combine(jax.device_put(arrays, shardings(plan.parameter_specs(arrays), plan.mesh)), rest), plan)
+
+
+def plan_of(sizes, **options):
+    return Plan(make_mesh(**sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))]), **options)
+
+
+def built(name):
+    """With weights so large that the text is not always the same."""
+    model = eqx.filter_jit(lambda: models.build(name, key=jax.random.key(0)))()
+    return jax.tree.map(lambda x: 2 * x if eqx.is_inexact_array(x) and x.ndim > 2 else x, model)
+
+
+def same(one, other):
+    close = jnp.allclose(one.log_probabilities, other.log_probabilities, atol=2e-5)
+    return one.ids.shape == other.ids.shape and bool(np.array_equal(one.ids, other.ids) and close)
+
+
+def test_text_is_one_devices(monkeypatch):
+    """One row over a pipeline, heads and a cache in pieces; two rows over data that split all weights; in chunks."""
+    model = built("llama-byte-1m")
+    alone = written(model, 3)
+    assert len(set(alone.ids[0].tolist())) > 10
+    cut = planned(model, plan_of({"pipe": 2, "context": 2, "tensor": 2}))
+    assert same(written(cut, 3), alone)
+    assert same(written(planned(model, plan_of({"fsdp": 4}, zero=3)), 3, prefill_chunk=32), alone)
+    keys = cut.init_cache(3, 64)[0].keys
+    assert keys.addressable_shards[0].data.size * 8 == keys.size == 4 * 3 * 64 * 4 * 16
+    # Controls: parts of the attention that are not weighed, and pieces that do not know where they begin.
+    jax.clear_caches()
+    with monkeypatch.context() as patched:
+        patched.setattr(module.jnp, "exp", lambda x: jnp.ones_like(x))
+        assert not same(written(planned(model, plan_of({"context": 2})), 3), alone)
+    jax.clear_caches()
+    monkeypatch.setattr(module, "_piece", lambda cache, pieces: cache)
+    assert not same(written(planned(model, plan_of({"context": 2})), 3), alone)
+
+
+MESHES = {
+    "data": {"fsdp": 2, "replica": 2},
+    "tensor": {"tensor": 2},
+    "shared key heads": {"tensor": 4},
+    "pipe": {"pipe": 2},
+    "context": {"context": 4},
+    "expert": {"expert": 4, "fsdp": 2},
+    "all": {"pipe": 2, "context": 2, "tensor": 2},
+}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_families(family, mesh):
+    name = min((name for name in models.FAMILIES[family].presets if "byte" in name), key=len)
+    sizes, model = MESHES[mesh], built(name)
+    plan = plan_of(sizes)
+    try:
+        whole = planned(model, plan)
+    except ValueError as error:  # as training would: what the mesh cannot split
+        pytest.skip(str(error))
+    assert same(written(whole, 3), written(model, 3))
