@@ -92,6 +92,10 @@ class Config:
         """
         given = self.take("rope_parameters", None) or {}
         by_type = any(isinstance(value, dict) for value in given.values())
+        if by_type and layer_type and (others := {name for name in given if name not in (_FULL, _SLIDING)}):
+            raise ValueError(
+                f"{self._source}: rope_parameters are by type of layer, and {sorted(others)} are no types."
+            )
         given = dict(given.get(layer_type) or {} if by_type and layer_type else given)
         theta = self.take(older[0], None)
         scaling = older[1] and self.take(older[1], None)
