@@ -104,7 +104,10 @@ class Config:
             given.pop("partial_rotary_factor", None)
         theta = given.pop("rope_theta", None) or theta or default_theta
         kind = given.pop("rope_type", given.pop("type", "default"))
-        longest = self.take("max_position_embeddings", None)
+        if kind == "default":
+            longest = self.take("max_position_embeddings", 0)  # which says nothing here
+        else:
+            longest = self.take("max_position_embeddings")
         original = given.pop("original_max_position_embeddings", None) or self.take(
             "original_max_position_embeddings", longest
         )

@@ -112,7 +112,7 @@ def _read(config: Config) -> SmolLM3:
     config.expect("hidden_act", "silu")
     config.expect("attention_bias", False)
     config.expect("mlp_bias", False)
-    found = common_numbers(config, tied=True, theta=2_000_000.0)
+    found = common_numbers(config, kv_heads=4, tied=True, theta=2_000_000.0)
     layers, interval = range(found["layers"]), config.take("no_rope_layer_interval", 4)
     rotated = config.take("no_rope_layers", [(layer + 1) % interval for layer in layers])
     if len(rotated) != len(layers):

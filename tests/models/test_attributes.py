@@ -1,5 +1,6 @@
 """Attributes of configurations: each that transformers writes is refused or changes the numbers when it changes."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -91,6 +92,17 @@ def test_an_activation_that_the_family_has_not_is_refused(family):
     name = {"gpt2": "activation_function"}.get(family, "hidden_activation" if "gemma" in family else "hidden_act")
     with pytest.raises(ValueError, match=rf"config.json: {name}='relu' is not supported for this family, which has '"):
         numbers_of(config | {name: "relu"})
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_presets_say_all_their_numbers(family):
+    """What is written of any preset reads as the same numbers."""
+    its = next(its for its in models.FAMILIES.values() if its.published and its.published.model_type == family)
+    for numbers in its.presets.values():
+        said = {"model_type": family} | PUBLISHED[family].write(numbers)
+        assert numbers_of(said) == numbers
+        vocab = dataclasses.replace(numbers, vocab=numbers.vocab + 1)
+        assert numbers_of({"model_type": family} | PUBLISHED[family].write(vocab)) != numbers
 
 
 def test_rotary_positions_of_an_unknown_type_of_layer_are_refused():

@@ -1,5 +1,7 @@
 """Published families to transformers and back, where it is installed: fresh weights, logits, decoding, state dicts."""
 
+import contextlib
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from family_weights import ids_of, weight
 from safetensors.numpy import save_file
+from test_attributes import numbers_of, PUBLISHED
 from test_published import close, decoded, run, TOLD
 
 from eqformer import models
@@ -60,6 +63,24 @@ def test_from_transformers_and_back(name, tmp_path):
     keep_padding(tmp_path / "theirs", tmp_path / "back")
     back = opened(tmp_path / "back")
     assert unlike(theirs, back) == set() and (logits_of(back, ids) == want).all()
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
+    chosen = {"num_experts_per_tok": 2} if family == "deepseek_v2" else {}  # which has no default of use
+    said = transformers.AutoConfig.for_model(family, **chosen).to_dict() | {"model_type": family}
+    want, unlike = meaning(numbers_of(said)), set()
+    for name in said.keys() - {"model_type", "max_position_embeddings"}:  # the longest rows change nothing
+        with contextlib.suppress(ValueError):  # of attributes that must be said
+            if meaning(numbers_of({key: value for key, value in said.items() if key != name})) != want:
+                unlike.add(name)
+    assert unlike == set()
+
+
+def meaning(numbers):
+    """The numbers, with the width of a head where it is left to follow from others."""
+    found = dataclasses.asdict(numbers)
+    return found | {"head_dim": found.get("head_dim") or numbers.embed // numbers.heads}
 
 
 def keep_padding(source: Path, target: Path) -> None:
