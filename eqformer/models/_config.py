@@ -22,7 +22,7 @@ _WITHOUT_EFFECT = frozenset(
     "hidden_dropout initializer_range keys_to_ignore_at_inference max_position_embeddings model_type output_attentions "
     "output_hidden_states pad_token_id resid_pdrop return_dict torch_dtype transformers_version use_cache "
     "_attn_implementation chunk_size_feed_forward id2label label2id is_encoder_decoder problem_type "
-    "output_router_logits pretraining_tp unk_token_id".split()
+    "output_router_logits pretraining_tp transformers.js_config unk_token_id".split()
 )
 
 
@@ -135,7 +135,7 @@ def _scaling(source: str, kind: str, given: dict[str, Any], original: int, longe
         fast, slow = take("beta_fast", None) or 32.0, take("beta_slow", None) or 1.0
         scaling = YarnScaling(factor, original, fast, slow, magnitude, take("truncate", True))
     elif kind in ("longrope", "su"):
-        short, long = tuple(take("short_factor")), tuple(take("long_factor"))
+        short, long = (tuple(map(float, take(f"{name}_factor"))) for name in ("short", "long"))
         factor, magnitude = take("factor", None) or longest / original, take("attention_factor", None)
         scaling = LongRopeScaling(short, long, original, factor, magnitude=magnitude)
     else:

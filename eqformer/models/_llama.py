@@ -127,6 +127,7 @@ LLAMA_PRESETS = {
 def _read(config: Config) -> Llama:
     config.expect("hidden_act", "silu")
     config.expect("mlp_bias", False)
+    config.take("is_llama_config", None)  # SmolLM2 says what it is
     return Llama(**common_numbers(config), bias=config.take("attention_bias", False))
 
 

@@ -94,6 +94,9 @@ PUBLISHED = {
     "command-r-plus": 103_810_674_688,
 }
 
+# Of unlike layers, or of periods and layers left over: docs/families.md says of these that no pipeline carries them.
+SEVERAL_STACKS = ("deepseek-", "gemma3-1b", "gemma3-4b", "gemma3-27b")
+
 
 def shapes_of(name_or_numbers):
     return eqx.filter_eval_shape(lambda key: build(name_or_numbers, key=key), jax.random.key(0))
@@ -101,7 +104,9 @@ def shapes_of(name_or_numbers):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_the_published_number_of_parameters(name):
-    assert parameter_count(shapes_of(name)) == PUBLISHED[name]
+    shapes = shapes_of(name)
+    assert parameter_count(shapes) == PUBLISHED[name]
+    assert (len(shapes.stacks) > 1) == name.startswith(SEVERAL_STACKS)
 
 
 def test_one_row_of_a_table_less_is_counted():

@@ -9,7 +9,8 @@ from family_weights import ids_of, sketch
 from test_published import FIXTURES, TOLD, write
 
 from eqformer import models, nn
-from eqformer.models._published import _published_arrays, _published_of
+from eqformer.models._published import published_of
+from eqformer.models._save import _arrays
 
 
 with np.load(FIXTURES / "families64.npz") as file:
@@ -43,8 +44,8 @@ def test_logits_and_gradients_in_float64(name, tmp_path, record_property):
         (_, logits), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))(model, ids)
         logits = np.asarray(logits)[..., ::8]
         expected = want.pop("logits")
-        rules = _published_of(numbers).weights(numbers)
-        found = {key: sketch(key, array) for key, array in _published_arrays(rules, gradient)}
+        rules = published_of(numbers).weights(numbers)
+        found = {key: sketch(key, array) for key, array in _arrays(rules, gradient)}
     difference = np.max(np.abs(logits - expected)) / np.std(expected)
     record_property("exact", float(difference))
     assert difference <= 1e-10 < np.max(np.abs(logits.astype(np.float32) - expected)) / np.std(expected)

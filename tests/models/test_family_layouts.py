@@ -47,7 +47,7 @@ def model_of(name: str, changes: Changes = ()) -> nn.Transformer:
 
 @functools.cache
 def of_one_device(name: str, changes: Changes, microbatches: int) -> Outcome:
-    """Its loss and gradients; balance losses are over a microbatch, so that those of mixtures depend on their number."""
+    """Its loss and gradients; balance losses are over a microbatch, so that a mixture's depend on their number."""
     model = model_of(name, changes)
     return compiled(accumulated_gradients(next_token_loss, microbatches), model, batch_of(model, ROWS, SEQ))
 
