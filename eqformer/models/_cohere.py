@@ -112,8 +112,7 @@ COHERE_PRESETS = {
 
 def _read(config: Config) -> Cohere:
     config.expect("hidden_act", "silu")
-    found = common_numbers(config, 500_000.0)
-    found["eps"], found["tied"] = config.take("layer_norm_eps", 1e-5), config.take("tie_word_embeddings", True)
+    found = common_numbers(config, 500_000.0, eps="layer_norm_eps", tied=True)
     bias, scale = config.take("attention_bias", False), config.take("logit_scale", 0.0625)
     return Cohere(**found, bias=bias, normed=config.take("use_qk_norm", False), logit_scale=scale)
 

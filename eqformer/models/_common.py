@@ -22,17 +22,20 @@ def common_numbers(
     layer_type: str | None = None,
     *,
     head_dim: int | None = None,
+    kv_heads: int | None = None,
+    eps: str = "rms_norm_eps",
     tied: bool = False,
 ) -> dict[str, Any]:
     """Sizes, rotary positions, norms' eps, and whether the head is tied, under our names.
 
-    Those given are the family's defaults, and `layer_type` the layers whose rotary positions these are.
+    Those given are the family's defaults, `layer_type` the layers whose rotary positions these are, and `eps` the
+    attribute that says it.
     """
     found: dict[str, Any] = {name: config.take(attribute) for name, attribute in _ATTRIBUTES.items()}
     found["theta"], found["scaling"] = config.rotary(theta, layer_type)
-    found["kv_heads"] = config.take("num_key_value_heads", found["heads"])
+    found["kv_heads"] = config.nullable("num_key_value_heads", kv_heads) or found["heads"]
     found["head_dim"] = config.take("head_dim", head_dim)
-    found["eps"] = config.take("rms_norm_eps", 1e-6)
+    found["eps"] = config.take(eps)
     found["tied"] = config.take("tie_word_embeddings", tied)
     found["max_seq"] = config.take("max_position_embeddings", 2048)
     return found

@@ -22,7 +22,7 @@ _WITHOUT_EFFECT = frozenset(
     "hidden_dropout initializer_range keys_to_ignore_at_inference max_position_embeddings model_type output_attentions "
     "output_hidden_states pad_token_id resid_pdrop return_dict torch_dtype transformers_version use_cache "
     "_attn_implementation chunk_size_feed_forward id2label label2id is_encoder_decoder problem_type "
-    "output_router_logits pretraining_tp unk_token_id".split()
+    "output_router_logits pretraining_tp transformers.js_config unk_token_id".split()
 )
 
 
@@ -92,6 +92,10 @@ class Config:
         """
         given = self.take("rope_parameters", None) or {}
         by_type = any(isinstance(value, dict) for value in given.values())
+        if by_type and layer_type and (others := {name for name in given if name not in (_FULL, _SLIDING)}):
+            raise ValueError(
+                f"{self._source}: rope_parameters are by type of layer, and {sorted(others)} are no types."
+            )
         given = dict(given.get(layer_type) or {} if by_type and layer_type else given)
         theta = self.take(older[0], None)
         scaling = older[1] and self.take(older[1], None)
@@ -100,7 +104,10 @@ class Config:
             given.pop("partial_rotary_factor", None)
         theta = given.pop("rope_theta", None) or theta or default_theta
         kind = given.pop("rope_type", given.pop("type", "default"))
-        longest = self.take("max_position_embeddings", None)
+        if kind == "default":
+            longest = self.take("max_position_embeddings", 0)  # which says nothing here
+        else:
+            longest = self.take("max_position_embeddings")
         original = given.pop("original_max_position_embeddings", None) or self.take(
             "original_max_position_embeddings", longest
         )
@@ -128,7 +135,7 @@ def _scaling(source: str, kind: str, given: dict[str, Any], original: int, longe
         fast, slow = take("beta_fast", None) or 32.0, take("beta_slow", None) or 1.0
         scaling = YarnScaling(factor, original, fast, slow, magnitude, take("truncate", True))
     elif kind in ("longrope", "su"):
-        short, long = tuple(take("short_factor")), tuple(take("long_factor"))
+        short, long = (tuple(map(float, take(f"{name}_factor"))) for name in ("short", "long"))
         factor, magnitude = take("factor", None) or longest / original, take("attention_factor", None)
         scaling = LongRopeScaling(short, long, original, factor, magnitude=magnitude)
     else:

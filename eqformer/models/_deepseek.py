@@ -64,7 +64,7 @@ def latent_numbers(config: Config) -> dict[str, Any]:
     given = config.take("rope_parameters", None) or config.take("rope_scaling", None) or {}
     found["temperature"] = float(given.get("mscale_all_dim") or 0.0) if found["scaling"] is not None else 0.0
     for name in _ATTRIBUTES.keys() - found.keys() | {"head_dim"}:
-        found[name] = config.take(_ATTRIBUTES[name], None if name in ("q_latent", "groups", "kept_groups") else 0)
+        found[name] = config.take(_ATTRIBUTES[name])
     found["groups"], found["kept_groups"] = found["groups"] or 1, found["kept_groups"] or 1
     return found
 

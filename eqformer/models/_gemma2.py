@@ -132,7 +132,7 @@ def _read(config: Config) -> Gemma2:
     config.expect("use_bidirectional_attention", False)
     for name in ("hidden_act", "cache_implementation"):  # which nothing reads
         config.take(name, None)
-    found, window = common_numbers(config, head_dim=256, tied=True), config.take("sliding_window", 4096)
+    found, window = common_numbers(config, head_dim=256, kv_heads=4, tied=True), config.take("sliding_window", 4096)
     return Gemma2(
         **found,
         windowed=config.windowed(found["layers"], window, all_but_every(2, found["layers"])),

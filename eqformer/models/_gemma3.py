@@ -129,7 +129,7 @@ def _read(config: Config) -> Gemma3:
     for name in ("hidden_act", "cache_implementation", "attn_logit_softcapping"):  # which nothing reads
         config.take(name, None)
     local_theta, _ = config.rotary(10_000.0, "sliding_attention", ("rope_local_base_freq", None))
-    found = common_numbers(config, head_dim=256, tied=True, theta=1e6, layer_type="full_attention")
+    found = common_numbers(config, 1e6, "full_attention", head_dim=256, kv_heads=4, tied=True)
     window, pattern = config.take("sliding_window", 4096), config.take("_sliding_window_pattern", 6)
     pattern = config.take("sliding_window_pattern", pattern)
     return Gemma3(

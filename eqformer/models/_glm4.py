@@ -96,7 +96,7 @@ def build_glm4(
 
 
 GLM4_PRESETS = {
-    "glm4-byte-500k": GLM4(256, 96, 4, 6, 2, 256, bias=True),
+    "glm4-byte-500k": GLM4(256, 96, 4, 6, 2, 256, head_dim=16, bias=True),
     "glm4-9b": GLM4(151_552, 4096, 40, 32, 2, 13_696, head_dim=128, bias=True),
     "glm4-32b": GLM4(151_552, 6144, 61, 48, 2, 23_040, head_dim=128),
 }
@@ -105,7 +105,9 @@ GLM4_PRESETS = {
 def _read(config: Config) -> GLM4:
     config.expect("hidden_act", "silu")
     turning = config.partial_rotary(0.5)
-    return GLM4(**common_numbers(config), turning=turning, bias=config.take("attention_bias", True))
+    return GLM4(
+        **common_numbers(config, head_dim=128, kv_heads=2), turning=turning, bias=config.take("attention_bias", True)
+    )
 
 
 def _write(numbers: GLM4) -> dict[str, Any]:

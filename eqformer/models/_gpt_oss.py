@@ -49,7 +49,7 @@ class GPTOSS:
     windowed: tuple[int, ...] | None = None  # their numbers; by default every second, from the first
     window: int = 128
     limit: float = 7.0
-    head_dim: int | None = 64
+    head_dim: int = 64
     theta: float = 150_000.0
     scaling: RotaryScaling | None = YarnScaling(32.0, 4096, truncate=False)
     eps: float = 1e-5
@@ -78,7 +78,7 @@ def build_gpt_oss(
     key: Key[Array, ""],
 ) -> Transformer:
     """A gpt-oss with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
-    embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
+    embed, head_dim = numbers.embed, numbers.head_dim
     damping = (2 * numbers.layers) ** -0.5
 
     def expert(key: Key[Array, ""]) -> GatedMLP:
@@ -124,8 +124,8 @@ def build_gpt_oss(
 
 GPT_OSS_PRESETS = {
     "gpt-oss-byte-500k": GPTOSS(256, 64, 4, 4, 2, 32, 12, window=64, head_dim=16, theta=1e4, scaling=None, tied=True),
-    "gpt-oss-20b": GPTOSS(201_088, 2880, 24, 64, 8, 2880),
-    "gpt-oss-120b": GPTOSS(201_088, 2880, 36, 64, 8, 2880, experts=128),
+    "gpt-oss-20b": GPTOSS(201_088, 2880, 24, 64, 8, 2880, balance=0.9),
+    "gpt-oss-120b": GPTOSS(201_088, 2880, 36, 64, 8, 2880, experts=128, balance=0.9),
 }
 
 
@@ -134,7 +134,9 @@ def _read(config: Config) -> GPTOSS:
     config.expect("swiglu_alpha", 1.702)
     for name in ("experts_per_token", "initial_context_length"):  # said elsewhere too
         config.take(name, None)
-    found = common_numbers(config, 150_000.0)
+    if not (config.take("rope_parameters", None) or config.take("rope_scaling", None)):
+        config.take("rope_parameters")  # transformers would stretch positions by default
+    found = common_numbers(config, 150_000.0, head_dim=64, kv_heads=8)
     window = config.take("sliding_window", 128)
     windowed = config.windowed(found["layers"], window, default := _windowed(found["layers"]))
     return GPTOSS(
@@ -150,7 +152,9 @@ def _read(config: Config) -> GPTOSS:
 
 
 def _write(numbers: GPTOSS) -> dict[str, Any]:
+    unscaled = {} if numbers.scaling else {"rope_scaling": {"rope_type": "default"}}
     return common_attributes(numbers) | {
+        **unscaled,
         "hidden_act": "silu",
         "num_local_experts": numbers.experts,
         "num_experts_per_tok": numbers.top_k,

@@ -87,8 +87,9 @@ def build_llama(
 
 
 def _llama3(embed: int, layers: int, heads: int, mlp: int, factor: float | None = None, tied: bool = False) -> Llama:
-    scaling = None
+    scaling, max_seq = None, 8192
     if factor is not None:
+        max_seq = 131_072
         scaling = Llama3Scaling(
             factor=factor, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192
         )
@@ -102,6 +103,7 @@ def _llama3(embed: int, layers: int, heads: int, mlp: int, factor: float | None 
         theta=500_000.0,
         scaling=scaling,
         tied=tied,
+        max_seq=max_seq,
     )
 
 
@@ -109,9 +111,9 @@ LLAMA_PRESETS = {
     "llama-byte-1m": Llama(vocab=256, embed=128, layers=4, heads=8, kv_heads=4, mlp=384, tied=True),
     "llama-byte-8m": Llama(vocab=256, embed=256, layers=8, heads=8, kv_heads=4, mlp=1024),
     "llama-byte-34m": Llama(vocab=256, embed=512, layers=12, heads=8, kv_heads=4, mlp=1536),
-    "llama-2-7b": Llama(vocab=32_000, embed=4096, layers=32, heads=32, kv_heads=32, mlp=11_008),
-    "llama-2-13b": Llama(vocab=32_000, embed=5120, layers=40, heads=40, kv_heads=40, mlp=13_824),
-    "llama-2-70b": Llama(vocab=32_000, embed=8192, layers=80, heads=64, kv_heads=8, mlp=28_672),
+    "llama-2-7b": Llama(vocab=32_000, embed=4096, layers=32, heads=32, kv_heads=32, mlp=11_008, max_seq=4096),
+    "llama-2-13b": Llama(vocab=32_000, embed=5120, layers=40, heads=40, kv_heads=40, mlp=13_824, max_seq=4096),
+    "llama-2-70b": Llama(vocab=32_000, embed=8192, layers=80, heads=64, kv_heads=8, mlp=28_672, max_seq=4096),
     "llama-3-8b": _llama3(4096, 32, 32, 14_336),
     "llama-3-70b": _llama3(8192, 80, 64, 28_672),
     "llama-3.1-8b": _llama3(4096, 32, 32, 14_336, factor=8.0),
@@ -125,6 +127,7 @@ LLAMA_PRESETS = {
 def _read(config: Config) -> Llama:
     config.expect("hidden_act", "silu")
     config.expect("mlp_bias", False)
+    config.take("is_llama_config", None)  # SmolLM2 says what it is
     return Llama(**common_numbers(config), bias=config.take("attention_bias", False))
 
 

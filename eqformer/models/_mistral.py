@@ -102,7 +102,7 @@ MISTRAL_PRESETS = {
 
 def _read(config: Config) -> Mistral:
     config.expect("hidden_act", "silu")
-    return Mistral(**common_numbers(config), window=config.nullable("sliding_window", 4096))
+    return Mistral(**common_numbers(config, kv_heads=8), window=config.nullable("sliding_window", 4096))
 
 
 def _write(numbers: Mistral) -> dict[str, Any]:

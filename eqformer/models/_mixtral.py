@@ -119,14 +119,14 @@ MIXTRAL_PRESETS = {
     "mixtral-byte-3m": Mixtral(vocab=256, embed=128, layers=4, heads=8, kv_heads=4, mlp=192, theta=10_000.0, tied=True),
     "mixtral-byte-500k": Mixtral(vocab=256, embed=64, layers=4, heads=4, kv_heads=2, mlp=64, theta=10_000.0, tied=True),
     "mixtral-8x7b": Mixtral(vocab=32_000, embed=4096, layers=32, heads=32, kv_heads=8, mlp=14_336),
-    "mixtral-8x22b": Mixtral(vocab=32_768, embed=6144, layers=56, heads=48, kv_heads=8, mlp=16_384),
+    "mixtral-8x22b": Mixtral(vocab=32_768, embed=6144, layers=56, heads=48, kv_heads=8, mlp=16_384, max_seq=65_536),
 }
 
 
 def _read(config: Config) -> Mixtral:
     config.expect("hidden_act", "silu")
     return Mixtral(
-        **common_numbers(config),
+        **common_numbers(config, 1e6, kv_heads=8),
         experts=config.take("num_local_experts", 8),
         top_k=config.take("num_experts_per_tok", 2),
         window=config.take("sliding_window", None),

@@ -24,6 +24,7 @@ from ..nn import (
 )
 from ._common import common_attributes, common_numbers, edge_weights, joined_gated_weights, norm_weights
 from ._config import Config
+from ._phi3_divisors import PHI3_MINI, PHI4_MINI, PHI35_MINI
 from ._weights import Published, Weight
 
 
@@ -90,8 +91,23 @@ def build_phi3(
 PHI3_PRESETS = {
     "phi3-byte-500k": Phi3(256, 96, 4, 6, 2, 256, window=64),
     "phi3-mini-4k": Phi3(32_064, 3072, 32, 32, 32, 8192, window=2047),
+    "phi3-mini-128k": Phi3(32_064, 3072, 32, 32, 32, 8192, scaling=PHI3_MINI, window=262_144, max_seq=131_072),
+    "phi3.5-mini": Phi3(32_064, 3072, 32, 32, 32, 8192, scaling=PHI35_MINI, window=262_144, max_seq=131_072),
     "phi3-medium-4k": Phi3(32_064, 5120, 40, 40, 10, 17_920, window=2047),
     "phi4": Phi3(100_352, 5120, 40, 40, 10, 17_920, theta=250_000.0, max_seq=16_384),
+    "phi4-mini": Phi3(
+        200_064,
+        3072,
+        32,
+        24,
+        8,
+        8192,
+        turning=0.75,
+        scaling=PHI4_MINI,
+        window=262_144,
+        tied=True,
+        max_seq=131_072,
+    ),  # fmt: skip
 }
 
 

@@ -130,10 +130,12 @@ QWEN2_MOE_PRESETS = {
 def _read(config: Config) -> Qwen2MoE:
     config.expect("hidden_act", "silu")
     config.expect("use_sliding_window", False)
-    for name in ("sliding_window", "max_window_layers", "layer_types"):  # which say nothing without windows
+    for name in ("sliding_window", "max_window_layers"):  # which say nothing without windows
         config.take(name, None)
+    found = common_numbers(config) | mixture_numbers(config, 60, 4)
+    config.windowed(found["layers"], None, ())
     bias, shared = config.take("qkv_bias", True), config.take("shared_expert_intermediate_size")
-    return Qwen2MoE(**common_numbers(config), **mixture_numbers(config, 60, 4), shared_mlp=shared, bias=bias)
+    return Qwen2MoE(**found, shared_mlp=shared, bias=bias)
 
 
 def _write(numbers: Qwen2MoE) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def _read(config: Config) -> Qwen3MoE:
     config.take("sliding_window", None)
     config.take("max_window_layers", None)
     bias = config.take("attention_bias", False)
-    return Qwen3MoE(**common_numbers(config), **mixture_numbers(config, 128, 8), bias=bias)
+    return Qwen3MoE(**common_numbers(config, kv_heads=4), **mixture_numbers(config, 128, 8), bias=bias)
 
 
 def _write(numbers: Qwen3MoE) -> dict[str, Any]:

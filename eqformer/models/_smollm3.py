@@ -112,9 +112,11 @@ def _read(config: Config) -> SmolLM3:
     config.expect("hidden_act", "silu")
     config.expect("attention_bias", False)
     config.expect("mlp_bias", False)
-    found = common_numbers(config, tied=True, theta=2_000_000.0)
+    found = common_numbers(config, kv_heads=4, tied=True, theta=2_000_000.0)
     layers, interval = range(found["layers"]), config.take("no_rope_layer_interval", 4)
     rotated = config.take("no_rope_layers", [(layer + 1) % interval for layer in layers])
+    if len(rotated) != len(layers):
+        raise ValueError(f"no_rope_layers={rotated} must say of {len(layers)} layers, the model's, whether they turn.")
     unrotated = tuple(layer for layer in layers if not rotated[layer])
     window, is_used = config.take("sliding_window", None), config.take("use_sliding_window", False)
     windowed = config.windowed(len(layers), window if is_used else None, unrotated)

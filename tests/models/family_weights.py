@@ -18,3 +18,10 @@ def weight(name: str, shape: Sequence[int]) -> np.ndarray:
 def ids_of(vocab: int) -> np.ndarray:
     """Two rows of tokens, longer than the cases' windows and original lengths."""
     return np.random.default_rng(0).integers(1, vocab, (2, LENGTH))
+
+
+def sketch(name: str, array: np.ndarray) -> np.ndarray:
+    """An array's norm, and eight sums of its numbers times others drawn from its name, which see where each stands."""
+    wide = np.asarray(array, np.float64).ravel()
+    drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal((8, wide.size))
+    return np.array([np.linalg.norm(wide), *(drawn @ wide)])

@@ -52,9 +52,50 @@ PUBLISHED = {
     "gemma2-27b": 27_227_128_320,
     "gemma3-270m": 268_098_176,
     "gemma3-1b": 999_885_952,
+    # Of the text models alone; 64 rows of the table, for images, are not in the counts of 3_880_099_328 and so on.
+    "gemma3-4b": 3_880_099_328 + 64 * 2560,
+    "gemma3-12b": 11_765_788_416 + 64 * 3840,
+    "gemma3-27b": 27_009_002_240 + 64 * 5376,
     "granite-3.0-2b": 2_533_531_648,
     "granite-3.0-8b": 8_170_848_256,
+    "granite-3.1-2b": 2_533_531_648,
+    "granite-3.1-8b": 8_170_848_256,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo2-32b": 32_234_279_936,
+    "olmo3-7b": 7_298_011_136,
+    "olmo3-32b": 32_233_522_176,
+    "olmoe-1b-7b": 6_919_161_856,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen2-57b-a14b": 57_408_658_944,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_419_200,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "glm4-9b": 9_400_279_040,
+    "glm4-32b": 32_566_081_536,
+    "phi3-mini-4k": 3_821_079_552,
+    "phi3-mini-128k": 3_821_079_552,
+    "phi3.5-mini": 3_821_079_552,
+    "phi3-medium-4k": 13_960_238_080,
+    "phi4": 14_659_507_200,
+    "phi4-mini": 3_836_021_760,
+    "command-r": 34_980_831_232,
+    "command-r-plus": 103_810_674_688,
 }
+
+# Of unlike layers, or of periods and layers left over: docs/families.md says of these that no pipeline carries them.
+SEVERAL_STACKS = ("deepseek-", "gemma3-1b", "gemma3-4b", "gemma3-27b")
 
 
 def shapes_of(name_or_numbers):
@@ -63,14 +104,24 @@ def shapes_of(name_or_numbers):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_the_published_number_of_parameters(name):
-    assert parameter_count(shapes_of(name)) == PUBLISHED[name]
-    smaller = dataclasses.replace(preset(name), vocab=preset(name).vocab - 1)
-    assert parameter_count(shapes_of(smaller)) != PUBLISHED[name]
+    shapes = shapes_of(name)
+    assert parameter_count(shapes) == PUBLISHED[name]
+    assert (len(shapes.stacks) > 1) == name.startswith(SEVERAL_STACKS)
+
+
+def test_one_row_of_a_table_less_is_counted():
+    smaller = dataclasses.replace(preset("llama-3-8b"), vocab=preset("llama-3-8b").vocab - 1)
+    assert parameter_count(shapes_of(smaller)) == PUBLISHED["llama-3-8b"] - 2 * 4096
+
+
+def test_every_large_preset_is_counted():
+    published = {family: names for family, its in FAMILIES.items() if its.published for names in [its.presets]}
+    assert {name for names in published.values() for name in names if "-byte-" not in name} == set(PUBLISHED)
 
 
 def test_every_family_has_a_preset_under_one_million_parameters():
     for family in FAMILIES.values():
-        assert min(parameter_count(shapes_of(name)) for name in family.presets) < 1_000_000
+        assert any(parameter_count(shapes_of(name)) < 1_000_000 for name in family.presets if "-byte-" in name)
 
 
 def test_preset_names_are_unique_and_found():

@@ -1,16 +1,18 @@
 """Published families over devices: loss and gradients of each tiny configuration equal one device's, leaf by leaf."""
 
+import dataclasses
+import functools
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from family_weights import ids_of
 from test_published import TOLD, write
 
-from eqformer import Batch, models
+from eqformer import models, nn
 from eqformer.parallel import make_mesh, Plan
 from eqformer.training import next_token_loss, planned_gradients
 from eqformer.training._step import accumulated_gradients
@@ -18,33 +20,81 @@ from eqformer.training._step import accumulated_gradients
 
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 
-from plan_parity import compiled, differences, place
+from plan_models import batch_of, filled
+from plan_parity import compiled, differences, Outcome, place
 
 
-ROUNDING = 2e-5  # as of the logits: fourteen layers of random weights magnify it
+ROUNDING = 4e-5  # twice the logits': fourteen layers of random weights magnify it
+ROWS, SEQ = 4, 24
+EIGHT = (("experts", 8),)  # the cases' odd numbers of experts do not split
+DEEPER = {"gemma3_text capped": (("layers", 4), ("windowed", (0, 2)))}  # its family's cases hold one period each
+COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
+MIXTURES = [name for name, told in TOLD.items() if COUNTS & set(told["config"])]
+Changes = tuple[tuple[str, Any], ...]
 pytestmark = pytest.mark.grid
 
 
-def batch_of(vocab: int) -> Batch:
-    ids = np.tile(ids_of(vocab), (2, 1)).astype(np.int32)
-    places = np.broadcast_to(np.arange(ids.shape[1] - 1, dtype=np.int32), (4, ids.shape[1] - 1))
-    cut = lambda x: jnp.asarray(x[:, :22])
-    weights, segments = jnp.ones((4, 22), jnp.float32), jnp.zeros((4, 22), jnp.int32)
-    return Batch(cut(ids[:, :-1]), cut(ids[:, 1:]), weights, cut(places), segments, jnp.arange(4, dtype=jnp.int32))
+@functools.cache
+def model_of(name: str, changes: Changes = ()) -> nn.Transformer:
+    """A case's model; one of changed numbers has weights of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), name)
+        if not changes:
+            return models.load(folder)
+        numbers: Any = dataclasses.replace(models.read_numbers(folder), **dict(changes))
+    return filled(lambda: models.build(numbers, key=jax.random.key(0)))
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_over_data_and_heads(name, tmp_path):
-    write(tmp_path, name)
-    model = models.load(tmp_path)
-    batch = batch_of(TOLD[name]["config"]["vocab_size"])
-    config = TOLD[name]["config"]
-    heads = config.get("num_key_value_heads", config.get("n_head"))
-    sizes = (
-        {"fsdp": 2, "tensor": 2} if heads == 1 or heads % 2 == 0 else {"fsdp": 4}
-    )  # three heads do not split over two
-    plan = Plan(make_mesh(**sizes, devices=jax.devices()[:4]), zero=1)
-    want = compiled(accumulated_gradients(next_token_loss), model, batch)
+@functools.cache
+def of_one_device(name: str, changes: Changes, microbatches: int) -> Outcome:
+    """Its loss and gradients; balance losses are over a microbatch, so that a mixture's depend on their number."""
+    model = model_of(name, changes)
+    return compiled(accumulated_gradients(next_token_loss, microbatches), model, batch_of(model, ROWS, SEQ))
+
+
+def assert_same(plan: Plan, name: str, changes: Changes = ()) -> None:
+    """The plan's loss and gradients are those of one device."""
+    model, microbatches = model_of(name, changes), plan.microbatches if name in MIXTURES else 1
+    want = of_one_device(name, changes, microbatches)
+    batch = batch_of(model, ROWS, SEQ)
+    plan.check(model, rows=ROWS, seq=SEQ)
     got = compiled(planned_gradients(plan)(next_token_loss, 1), place(model, plan), batch)
     assert differences(got, want, ROUNDING) == {}
     assert differences(got._replace(total=got.total * (1 + 1e-4)), want, ROUNDING)  # the comparison can tell
+
+
+def plan_over(sizes: dict[str, int], **choices: Any) -> Plan:
+    return Plan(make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))]), zero=1, **choices)
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_over_data_and_heads(name, record_property):
+    config = TOLD[name]["config"]
+    heads = config.get("num_key_value_heads", config.get("n_head"))
+    if heads == 1 or heads % 2 == 0:
+        assert_same(plan_over({"fsdp": 2, "tensor": 2}), name)
+        record_property("layout", "fsdp x tensor")
+    else:  # three heads do not split over two
+        assert_same(plan_over({"fsdp": 4}), name)
+        record_property("layout", "fsdp")
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_over_data_and_stages(name, record_property):
+    """A pipeline carries one stack whose depth its stages divide, and refuses all others."""
+    changes = DEEPER.get(name, ())
+    model = model_of(name, changes)
+    stages = next((size for size in (2, 3) if len(model.stacks[0]) % size == 0), 2)
+    plan = plan_over({"fsdp": 2, "pipe": stages}, microbatches=2)
+    if len(model.stacks) == 1 < len(model.stacks[0]):
+        assert_same(plan, name, changes)
+        record_property("layout", "fsdp x pipe")
+    else:
+        with pytest.raises(ValueError, match=r"stacks of unlike layers|more parts than layers"):
+            plan.check(model, rows=ROWS, seq=SEQ)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_over_data_and_experts(name, record_property):
+    assert_same(plan_over({"fsdp": 2, "expert": 2}), name, EIGHT)
+    record_property("layout", "fsdp x expert")

@@ -1,0 +1,135 @@
+"""Attributes of configurations: each that transformers writes is refused or changes the numbers when it changes."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from test_published import TOLD, write
+
+from eqformer import models
+from eqformer.models._config import Config
+
+
+PUBLISHED = {family.published.model_type: family.published for family in models.FAMILIES.values() if family.published}
+# How a model was trained, is stored, or is to be sampled from.
+HARMLESS = {
+    *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "output_router_logits"),
+    *("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop", "initializer_range"),
+    *("pretraining_tp", "keys_to_ignore_at_inference", "model_type"),
+}
+SUPERSEDED = {"max_window_layers", "no_rope_layer_interval"}  # by lists of all layers, which transformers writes too
+# What a family's code in transformers does not use in a causal model, or computes from other attributes.
+UNUSED = {
+    "deepseek_v2": {"head_dim", "qk_head_dim"},
+    "deepseek_v3": {"head_dim", "qk_head_dim", "num_nextn_predict_layers"},
+    "gemma3_text": {"_sliding_window_pattern", "attn_logit_softcapping"},
+    "gpt2": {f"summary_{name}" for name in ("type", "first_dropout", "activation", "use_proj", "proj_to_labels")},
+    "qwen2_moe": {"sliding_window"},
+    "qwen3_moe": {"sliding_window"},
+}
+
+
+def numbers_of(config: dict[str, Any]) -> Any:
+    """The numbers of a configuration, as of a folder's."""
+    given = Config(config, "config.json")
+    found = PUBLISHED[given.take("model_type")].read(given)
+    given.finish()
+    return found
+
+
+def other(value: Any) -> Any:
+    """A value of the same kind that the attribute might have and has not."""
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return value + 1
+        case str():
+            return f"{value} or not"
+        case list():
+            return [*value, value[0]] if value else [1]
+        case dict():
+            return value | {"rope_type": "helix"}
+    return 3
+
+
+def tells(config: dict[str, Any], name: str) -> bool:
+    """Whether another value of the attribute is refused, or changes the numbers."""
+    try:
+        return numbers_of(config | {name: other(config[name])}) != numbers_of(config)
+    except ValueError:
+        return True
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_no_attribute_is_ignored(family):
+    configs = [told["config"] for name, told in TOLD.items() if name.split()[0] == family]
+    assert configs
+    names = {name for config in configs for name in config} - HARMLESS - SUPERSEDED
+    silent = {name for name in names if not any(tells(config, name) for config in configs if name in config)}
+    assert silent == UNUSED.get(family, set())
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_an_attribute_that_nobody_knows_is_refused_unless_it_says_nothing(family):
+    config = next(told["config"] for name, told in TOLD.items() if name.split()[0] == family)
+    for value in (3, 0.5, "three", [0], {"three": 3}, True):
+        with pytest.raises(ValueError, match=r"config.json: attributes that this family does not know: .*doom="):
+            numbers_of(config | {"doom": value})
+    with pytest.raises(ValueError, match=r"does not know: doom=3, gloom='dark'\."):
+        numbers_of(config | {"gloom": "dark", "doom": 3})
+    for value in (None, False, 0, "", [], {}):
+        assert numbers_of(config | {"doom": value}) == numbers_of(config)
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_an_activation_that_the_family_has_not_is_refused(family):
+    config = next(told["config"] for name, told in TOLD.items() if name.split()[0] == family)
+    name = {"gpt2": "activation_function"}.get(family, "hidden_activation" if "gemma" in family else "hidden_act")
+    with pytest.raises(ValueError, match=rf"config.json: {name}='relu' is not supported for this family, which has '"):
+        numbers_of(config | {name: "relu"})
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_presets_say_all_their_numbers(family):
+    """What is written of any preset reads as the same numbers."""
+    its = next(its for its in models.FAMILIES.values() if its.published and its.published.model_type == family)
+    for numbers in its.presets.values():
+        said = {"model_type": family} | PUBLISHED[family].write(numbers)
+        assert numbers_of(said) == numbers
+        vocab = dataclasses.replace(numbers, vocab=numbers.vocab + 1)
+        assert numbers_of({"model_type": family} | PUBLISHED[family].write(vocab)) != numbers
+
+
+def test_rotary_positions_of_an_unknown_type_of_layer_are_refused():
+    config = TOLD["gemma3_text linear"]["config"]
+    with pytest.raises(ValueError, match=r"by type of layer, and \['chunked_attention'\] are no types"):
+        numbers_of(config | {"rope_parameters": config["rope_parameters"] | {"chunked_attention": {"factor": 2.0}}})
+
+
+def test_the_first_name_of_longrope():
+    """Phi-3's first configurations call it `su`, and say what scales in `rope_scaling`."""
+    config = {name: value for name, value in TOLD["phi3 short"]["config"].items() if name != "rope_parameters"}
+    given = TOLD["phi3 short"]["config"]["rope_parameters"]
+    older = {"type": "su", "short_factor": given["short_factor"], "long_factor": given["long_factor"]}
+    older = config | {"rope_theta": given["rope_theta"], "partial_rotary_factor": 0.75, "rope_scaling": older}
+    assert numbers_of(older) == numbers_of(TOLD["phi3 short"]["config"])
+    older["rope_scaling"] = older["rope_scaling"] | {"type": "us"}
+    with pytest.raises(ValueError, match="rope_type='us' is not known"):
+        numbers_of(older)
+
+
+def test_arrays_of_further_predictors_are_left_where_they_are(tmp_path):
+    """DeepSeek-V3's layer 61 predicts one more token; another layer than that is no such thing."""
+    arrays = write(tmp_path, "deepseek_v3 plain")
+    want = models.load(tmp_path)
+    extra = {"model.layers.61.eh_proj.weight": np.ones((24, 48), np.float32)}
+    save_file(arrays | extra, tmp_path / "model.safetensors")
+    assert eqx.tree_equal(models.load(tmp_path), want)
+    save_file(arrays | {"model.layers.60.eh_proj.weight": extra.popitem()[1]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"in no rule: model.layers.60.eh_proj.weight \(1\)"):
+        models.load(tmp_path)

@@ -1,0 +1,63 @@
+"""Published families in float64: logits and the gradients of one loss equal those of transformers to rounding."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from family_weights import ids_of, sketch
+from test_published import FIXTURES, TOLD, write
+
+from eqformer import models, nn
+from eqformer.models._published import published_of
+from eqformer.models._save import _arrays
+
+
+with np.load(FIXTURES / "families64.npz") as file:
+    ALL = dict(file)
+NAMES = sorted({name.split("/")[0] for name in ALL})
+EVERY_RUN = ("gemma2 alternating", "gpt2 plain", "llama llama3", "mixtral window")
+
+
+def loss(model, ids):
+    logits = model(ids)[0]
+    chances = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+    return -jnp.mean(jnp.take_along_axis(chances, ids[:, 1:, None], axis=-1)), logits
+
+
+def with_exact_cores(model):
+    """The model without jax's own attention, which computes in float32 in places."""
+    is_jaxs = lambda x: isinstance(x, nn.DotProductCore)
+    return jax.tree.map(lambda x: nn.ReferenceCore() if is_jaxs(x) else x, model, is_leaf=is_jaxs)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in EVERY_RUN else pytest.param(name, marks=pytest.mark.grid) for name in NAMES]
+)
+def test_logits_and_gradients_in_float64(name, tmp_path, record_property):
+    expected, names = ALL[f"{name}/logits"], sorted(TOLD[name]["shapes"])
+    want = dict(zip(names, ALL[f"{name}/gradients"], strict=True))
+    write(tmp_path, name)
+    numbers = models.read_numbers(tmp_path)
+    with jax.enable_x64(True):
+        model = with_exact_cores(models.load(tmp_path, dtype="float64"))
+        ids = jnp.asarray(ids_of(numbers.vocab), jnp.int32)
+        (_, logits), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))(model, ids)
+        logits = np.asarray(logits)[..., ::8]
+        rules = published_of(numbers).weights(numbers)
+        found = {key: sketch(key, array) for key, array in _arrays(rules, gradient)}
+    difference = np.max(np.abs(logits - expected)) / np.std(expected)
+    record_property("exact", float(difference))
+    assert difference <= 1e-10 < np.max(np.abs(logits.astype(np.float32) - expected)) / np.std(expected)
+    assert found.keys() == want.keys()
+    assert wrong(found, want) == set()
+    # Under another array's signs, or in float32, the same gradient is seen to differ.
+    key = max(want, key=lambda key: want[key][0])
+    assert wrong(found | {key: found[key][::-1]}, want) == {key}
+    assert wrong({key: np.float32(told) for key, told in found.items()}, want)
+
+
+def wrong(found, want):
+    """Names whose gradients are not the same to rounding, which is of the largest."""
+    rounding = 1e-12 * max(told[0] for told in want.values())
+    return {key for key in want if not np.all(np.abs(found[key] - want[key]) <= 1e-10 * want[key][0] + rounding)}

@@ -1,0 +1,47 @@
+"""The table of families is what the tests found, of every case, and what they found is good enough."""
+
+import json
+import sys
+from pathlib import Path
+
+from test_published import FIXTURES, TOLD
+
+
+sys.path.append(str(FIXTURES))
+
+from family_cases import CASES, COVERS, EXACT
+from table import BETWEEN, FOUND, gathered, PAGE, table
+
+
+WAS_FOUND = json.loads(FOUND.read_text())
+
+
+def test_the_page_has_the_table_of_what_was_found():
+    (written,) = BETWEEN.findall(PAGE.read_text())
+    assert written == table(WAS_FOUND, COVERS)
+    assert written != table(WAS_FOUND | {"llama plain": WAS_FOUND["llama plain"] | {"difference": 1e-3}}, COVERS)
+
+
+def test_every_case_of_every_family_was_run_and_passed():
+    assert {f"{family} {case}" for family, cases in CASES.items() for case in cases} == TOLD.keys() == WAS_FOUND.keys()
+    assert COVERS.keys() == CASES.keys()
+    for case, told in WAS_FOUND.items():
+        assert told["import"] and told["decoding"] and told["export"], case
+        assert 0 <= told["difference"] <= 2e-5, case
+        assert ("exact" in told) == (case in EXACT) and told.get("exact", 0.0) <= 1e-10, case
+        assert {"fsdp", "fsdp x tensor"} & {*told["layouts"]}, case
+    for family, cases in CASES.items():
+        layouts = {layout for case in cases for layout in WAS_FOUND[f"{family} {case}"]["layouts"]}
+        assert "fsdp x pipe" in layouts, family
+        has_experts = any("experts" in name for name in TOLD[f"{family} {next(iter(cases))}"]["config"])
+        assert ("fsdp x expert" in layouts) == has_experts, family
+
+
+def test_what_failed_is_not_found(tmp_path: Path):
+    test = '<testcase name="test_over_data_and_heads[llama tied]"><properties><property name="layout" value="fsdp"/>{}'
+    run = lambda what: tmp_path / f"{what}.xml"
+    for what, body in (("passed", ""), ("failed", "<failure/>")):
+        run(what).write_text(f"<testsuite>{test.format('</properties>' + body)}</testcase></testsuite>")
+    found = gathered([str(run("passed"))], {})
+    assert found == {"llama tied": {"layouts": ["fsdp"]}}
+    assert gathered([str(run("failed"))], found)["llama tied"]["layouts"] == []

@@ -1,0 +1,75 @@
+"""Presets are what the published `config.json` of their models reads as."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from test_attributes import numbers_of
+
+from eqformer import models
+
+
+# What is published, but for how it was trained and is sampled from.
+PUBLISHED = {
+    "llama-3.2-1b": """{"attention_bias": false, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+        "tie_word_embeddings": true, "torch_dtype": "bfloat16", "vocab_size": 128256}""",
+    "qwen2.5-7b": """{"hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,
+        "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "sliding_window": 131072, "tie_word_embeddings": false, "use_mrope": false, "use_sliding_window": false,
+        "vocab_size": 152064}""",
+    "qwen2-57b-a14b": """{"decoder_sparse_step": 1, "hidden_act": "silu", "hidden_size": 3584,
+        "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28,
+        "model_type": "qwen2_moe", "moe_intermediate_size": 2560, "norm_topk_prob": false, "num_attention_heads": 28,
+        "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 28, "num_key_value_heads": 4,
+        "output_router_logits": false, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 20480, "sliding_window": 131072, "tie_word_embeddings": false,
+        "use_sliding_window": false, "vocab_size": 151936}""",
+    "gpt-oss-20b": """{"attention_bias": true, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880, "layer_types": ["LAYERS"],
+        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+        "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0,
+        "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false},
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": false, "vocab_size": 201088}""",
+    "phi4-mini": """{"attention_bias": false, "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072,
+        "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": false, "max_position_embeddings": 131072,
+        "mlp_bias": false, "model_type": "phi3", "num_attention_heads": 24, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+        "rms_norm_eps": 1e-05, "rope_scaling": {"long_factor": [1, 1.118320672, 1.250641126, 1.398617824, 1.564103225,
+        1.74916897, 1.956131817, 2.187582649, 2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687,
+        4.279200023, 4.785517845, 5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372,
+        10.4687158, 11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105,
+        25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97,
+        33.28, 33.49, 33.5, 44.16, 47.77], "short_factor": ["ONES"], "type": "longrope"}, "rope_theta": 10000.0,
+        "sliding_window": 262144, "tie_word_embeddings": true, "vocab_size": 200064}""",
+}
+SHORTENED: dict[str, list] = {"ONES": [1.0] * 48, "LAYERS": ["sliding_attention", "full_attention"] * 12}
+
+
+def published(name: str) -> dict[str, Any]:
+    """The configuration with its lists of one thing, which are shortened above."""
+    text = PUBLISHED[name]
+    for word, values in SHORTENED.items():
+        text = text.replace(f'["{word}"]', json.dumps(values))
+    return json.loads(text)
+
+
+def meaning(numbers: Any) -> dict[str, Any]:
+    """The numbers without the longest rows, which change nothing, and with the width of a head where it follows."""
+    found = dataclasses.asdict(numbers)
+    found["head_dim"] = found.get("head_dim") or numbers.embed // numbers.heads
+    return {name: value for name, value in found.items() if name != "max_seq"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_is_its_preset(name):
+    assert meaning(numbers_of(published(name))) == meaning(models.preset(name))
+    other = published(name) | {"rope_theta": 12_345.0}
+    assert meaning(numbers_of(other)) != meaning(models.preset(name))
