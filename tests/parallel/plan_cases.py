@@ -193,6 +193,9 @@ def _others() -> Iterator[Case]:
     yield Case("few full norms", {"fsdp": 2, "tensor": 4}, {"residual": "sequence", "zero": 3})
     yield Case("tied", {"tensor": 8}, {"residual": "replicated"})
     yield from _mixtures()
+    for (mesh, choices), remat in zip(layouts, itertools.cycle(("none", "products", "full"))):
+        for model in ("llama lora", "latents lora", "shared mixture lora"):
+            yield Case(model, mesh, choices, remat)
     yield Case("side by side", {"tensor": 4}, {"residual": "feature"})
 
 
