@@ -93,11 +93,11 @@ def with_lora(
     scale = 1.0 if alpha is None else alpha / (rank**0.5 if rank_stabilised else rank)
     keys = dict(zip(chosen, jax.random.split(key, len(chosen))))
 
-    def beside(path: tuple, node: Any) -> Any:
+    def one(path: tuple, node: Any) -> Any:
         name = path_name(path)
-        return LoRA(node, *_factors(node, rank, keys[name]), scale) if name in keys else node
+        return beside(node, rank, scale, key=keys[name]) if name in keys else node
 
-    return jax.tree_util.tree_map_with_path(beside, model, is_leaf=_is_map)
+    return jax.tree_util.tree_map_with_path(one, model, is_leaf=_is_map)
 
 
 def merge_lora(model: PyTree) -> PyTree:
@@ -138,8 +138,8 @@ def weight_of(linear: Linear | LoRA) -> Float[Array, "..."]:
     return (linear.weight.astype(wide) + linear.scale * change).astype(linear.weight.dtype)
 
 
-def _factors(linear: Linear, rank: int, key: Key[Array, ""]) -> tuple[Linear, Linear]:
-    """A and B, with the dims in front that the `Linear`'s ensembles have."""
+def beside(linear: Linear, rank: int, scale: float, *, key: Key[Array, ""]) -> LoRA:
+    """A `Linear` with fresh factors, which have the dims in front that its ensembles have."""
     outer = linear.weight.ndim - len(linear.weight_dims)
     sizes = dict(zip(linear.weight_dims, linear.weight.shape[outer:]))
     pick = lambda names: {name: sizes[name] for name in names}
@@ -151,7 +151,7 @@ def _factors(linear: Linear, rank: int, key: Key[Array, ""]) -> tuple[Linear, Li
 
     for _ in range(outer):
         make = eqx.filter_vmap(make)
-    return make(jax.random.split(key, linear.weight.shape[:outer]) if outer else key)
+    return LoRA(linear, *make(jax.random.split(key, linear.weight.shape[:outer]) if outer else key), scale)
 
 
 def _wanted(model: PyTree, where: Where) -> Callable[[str, Any], bool]:

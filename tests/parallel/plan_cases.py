@@ -194,7 +194,8 @@ def _others() -> Iterator[Case]:
     yield Case("tied", {"tensor": 8}, {"residual": "replicated"})
     yield from _mixtures()
     for (mesh, choices), remat in zip(layouts, itertools.cycle(("none", "products", "full"))):
-        for model in ("llama lora", "latents lora", "shared mixture lora"):
+        # Experts with few slots count them in whole rows.
+        for model in ("llama lora", "latents lora", *(["shared mixture lora"] if "context" not in mesh else [])):
             yield Case(model, mesh, choices, remat)
     yield Case("side by side", {"tensor": 4}, {"residual": "feature"})
 
