@@ -61,9 +61,7 @@ class Folder:
             raise ValueError(f"{index}: it has no weight_map of names to files.")
         for file in sorted(set(file_of.values())):
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ValueError(
-                    f"{index}: it names {file!r}, which is no safetensors file of this folder."
-                )
+                raise ValueError(f"{index}: it names {file!r}, which is no safetensors file of this folder.")
             held, told = set(self._open(file)), {name for name, its in file_of.items() if its == file}
             if held != told:
                 raise ValueError(

@@ -114,9 +114,7 @@ def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
 class _Local:
     """The constants of one call; its methods run on one device."""
 
-    def __init__(
-        self, plan: Plan, loss_fn: LossFn, accumulate: int, trained: Trained, leaves: PyTree, shapes: PyTree
-    ):
+    def __init__(self, plan: Plan, loss_fn: LossFn, accumulate: int, trained: Trained, leaves: PyTree, shapes: PyTree):
         self.plan, self.loss_fn, self.accumulate, self.trained = plan, loss_fn, accumulate, trained
         self.leaves, self.shapes = leaves, shapes
         self.vocabulary = plan.vocabulary(shapes)

@@ -73,7 +73,6 @@ def transformer(make):
 
 
 BLOCKS = {
-    "attention": block(attention),
     "latents": block(latents),
     "sorted experts": block(attention, mixture(nn.Dropless())),
     "experts' slots": block(attention, mixture(nn.Capacity(1.0))),
@@ -135,7 +134,7 @@ def test_layers_and_experts_have_factors_of_their_own():
     ],
 )
 def test_where(where, expected):
-    model = nn.with_lora(transformer(BLOCKS["attention"]), where, rank=2, key=KEY)
+    model = nn.with_lora(transformer(block(attention)), where, rank=2, key=KEY)
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_lora)
     found = {nn.path_name(path).removeprefix("stacks[0].blocks.") for path, node in nodes if is_lora(node)}
     assert found == expected
@@ -148,13 +147,13 @@ def test_scales():
 
 
 def test_factors_are_marked_alone():
-    model = nn.with_lora(transformer(BLOCKS["attention"]), ["query"], rank=2, key=KEY)
+    model = nn.with_lora(transformer(block(attention)), ["query"], rank=2, key=KEY)
     query = model.stacks[0].blocks.attention.query
     assert list(map(id, jax.tree.leaves(nn.lora_factors(model)))) == list(map(id, factors_of(query)))
 
 
 def test_refusals():
-    model = transformer(BLOCKS["attention"])
+    model = transformer(block(attention))
     with pytest.raises(ValueError, match=r"no Linear is chosen; the model's are stacks\[0\].blocks.attention.query, "):
         nn.with_lora(model, ["q_proj"], rank=2, key=KEY)
     with pytest.raises(ValueError, match=r"stacks\[0\].blocks.attention.query has a LoRA already; merge_lora first"):
