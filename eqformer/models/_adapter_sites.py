@@ -1,7 +1,7 @@
 """How the factors of a `LoRA` are published, derived from how its weight is.
 
-A factor's dims are some of its weight's, so a family's rule for the weight says it all: A has the weight's inputs, B its
-outputs, whatever their order, how they are merged, and what else is published beside them.
+A factor's dims are some of its weight's, so a family's rule for the weight says it all: A has the weight's inputs, B
+its outputs, whatever their order, how they are merged, and what else is published beside them.
 """
 
 import dataclasses
@@ -148,7 +148,7 @@ def _empty(linear: Linear | LoRA, outer: int, rank: int) -> tuple[np.ndarray, np
     return down, np.zeros((*shape[:count], rank), np.float32)
 
 
-def _beside(linear: Linear, down: np.ndarray, up: np.ndarray, scale: float) -> LoRA:
+def _beside(linear: Any, down: np.ndarray, up: np.ndarray, scale: float) -> LoRA:
     rank = up.shape[-1]
     shapes = eqx.filter_eval_shape(lambda: beside(linear, rank, scale, key=jax.random.key(0)))
     parts = linear, jnp.asarray(down), jnp.asarray(up)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from .._extra import load_extra
-from ..nn import has_shape, Linear, LoRA, path_name, Transformer
+from ..nn import has_shape, LoRA, path_name, Transformer
 from ._adapter_config import AdapterConfig, read_adapter_config, write_adapter_config
 from ._adapter_sites import is_map, maps, Site, sites_of
 from ._families import build, Numbers

@@ -122,7 +122,8 @@ def lora_factors(model: PyTree) -> PyTree:
         nothing = jax.tree.map(lambda _: None, node)
         if not isinstance(node, LoRA):
             return nothing
-        return LoRA(nothing.linear, *eqx.filter((node.down, node.up), is_trainable), node.scale)
+        down, up = eqx.filter((node.down, node.up), is_trainable)
+        return LoRA(nothing.linear, down, up, node.scale)
 
     return jax.tree.map(factors, model, is_leaf=is_lora)
 
@@ -142,12 +143,13 @@ def beside(linear: Linear, rank: int, scale: float, *, key: Key[Array, ""]) -> L
     """A `Linear` with fresh factors, which have the dims in front that its ensembles have."""
     outer = linear.weight.ndim - len(linear.weight_dims)
     sizes = dict(zip(linear.weight_dims, linear.weight.shape[outer:]))
-    pick = lambda names: {name: sizes[name] for name in names}
+    into: Any = {name: sizes[name] for name in linear.inputs}
+    out: Any = {name: sizes[name] for name in linear.outputs}
     inputs, outputs = " ".join(linear.inputs), " ".join(linear.outputs)
 
     def make(key: Key[Array, ""]) -> tuple[Linear, Linear]:
-        down = Linear(f"{inputs} -> rank", rank=rank, key=key, **pick(linear.inputs))
-        return down, Linear(f"rank -> {outputs}", rank=rank, std=0.0, key=key, **pick(linear.outputs))
+        down = Linear(f"{inputs} -> rank", rank=rank, key=key, **into)
+        return down, Linear(f"rank -> {outputs}", rank=rank, std=0.0, key=key, **out)
 
     for _ in range(outer):
         make = eqx.filter_vmap(make)

@@ -55,7 +55,7 @@ def based(name: str) -> tuple[Any, Any, dict[str, np.ndarray]]:
 def product(name: str, module: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
     """`scale * B A` by the file and the configuration, in float64; inputs first where peft says so."""
     config = TOLD[name]["config"]
-    a, b = (np.float64(arrays[f"base_model.model.{module}.lora_{factor}.weight"]) for factor in "AB")
+    a, b = (arrays[f"base_model.model.{module}.lora_{factor}.weight"].astype(np.float64) for factor in "AB")
     alphas = [alpha for end, alpha in config["alpha_pattern"].items() if module.endswith(end)]
     scale = (alphas or [config["lora_alpha"]])[0] / len(a) ** (0.5 if config["use_rslora"] else 1)
     return scale * (b @ a).T if config["fan_in_fan_out"] else scale * b @ a
@@ -149,7 +149,7 @@ def test_ranks_and_scales_of_one_model_may_differ(tmp_path):
     assert config["target_modules"] == [f"{x}_proj" for x in ("mlp.up", "self_attn.k", "self_attn.q", "self_attn.v")]
     assert (config["r"], config["lora_alpha"], config["rank_pattern"]) == (2, 3, {r"mlp\.up_proj": 3})
     assert config["alpha_pattern"] == {r"mlp\.up_proj": pytest.approx(5 * 3**0.5)}
-    again = models.load_adapter(model, numbers, tmp_path / "out", dtype="bfloat16")
+    again: Any = models.load_adapter(model, numbers, tmp_path / "out", dtype="bfloat16")
     assert again.stacks[0].blocks.feed_forward.up.scale == pytest.approx(5 / 3**0.5)
     assert {str(x.dtype) for x in jax.tree.leaves(nn.lora_factors(again))} == {"bfloat16"}
 

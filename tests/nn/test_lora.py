@@ -1,5 +1,7 @@
 """LoRA against its formula in float64, in every place where a Linear stands."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -160,7 +162,8 @@ def test_refusals():
         nn.with_lora(nn.with_lora(model, ["query"], rank=2, key=KEY), ["query", "key"], rank=2, key=KEY)
     with pytest.raises(ValueError, match="rank=0"):
         nn.with_lora(model, ["query"], rank=0, key=KEY)
-    for where in ("query", nn.Attention):
+    several: list[Any] = ["query", nn.Attention]
+    for where in several:
         with pytest.raises(ValueError, match="names and types come in a list"):
             nn.with_lora(model, where, rank=2, key=KEY)
     with pytest.raises(ValueError, match="the model has no LoRA"):
