@@ -19,23 +19,33 @@ from ._adapter_config import AdapterConfig, read_adapter_config, write_adapter_c
 from ._adapter_sites import is_map, maps, Site, sites_of
 from ._families import build, Numbers
 from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, read_json
-from ._published import published_of
+from ._published import numbers_of, published_of
+from ._weights import Published
 
 
-def load_adapter(model: Transformer, numbers: Numbers, path: str | Path, *, dtype: str | None = None) -> Transformer:
-    """The model with the `LoRA`s of a folder that peft wrote; `numbers` are the model's, as for `save`.
+def load_adapter(
+    model: Transformer,
+    path: str | Path,
+    *,
+    like: str | Path | None = None,
+    numbers: Numbers | None = None,
+    dtype: str | None = None,
+) -> Transformer:
+    """The model with the `LoRA`s of a folder that peft wrote.
 
-    Factors have the file's dtype, or `dtype`. Maps that are published as one share A, and each has its rows of B.
-    Layers without factors get zeros, which add nothing and learn nothing. `lora_dropout` is passed over: a `LoRA` has
-    none. Raises a `ValueError` for options that are no plain LoRA's, and one that lists what is left over: arrays that
-    are no factors of a Linear, modules that the configuration names and that no array fills.
+    `like` is the published folder that the model came from; one that came from none has `numbers`. Factors have the
+    file's dtype, or `dtype`. Maps that are published as one share A, and each has its rows of B. Layers without factors
+    get zeros, which add nothing and learn nothing. `lora_dropout` is passed over: a `LoRA` has none. Raises a
+    `ValueError` for options that are no plain LoRA's, and one that lists what is left over: arrays that are no factors
+    of a Linear, modules that the configuration names and that no array fills.
     """
     folder, call = Folder(path, ADAPTER), f"load_adapter({str(path)!r})"
+    published, numbers = _family(like, numbers, call)
     config = read_adapter_config(read_json(folder.path / CONFIG), str(folder.path / CONFIG))
     if any(isinstance(node, LoRA) for node in maps(model)):
         raise ValueError(f"{call}: the model has LoRAs already; merge_lora them first.")
-    sites = _sites(model, numbers, call)
-    prefix = published_of(numbers).prefix
+    sites = _sites(model, published, numbers, call)
+    prefix = published.prefix
     if not any(name.startswith(f"base_model.model.{prefix}") for name in folder.names):
         sites = [site.without(prefix) for site in sites]  # of a model without its head's class
     _check_names(folder, config, sites, call)
@@ -54,17 +64,27 @@ def load_adapter(model: Transformer, numbers: Numbers, path: str | Path, *, dtyp
     return jax.tree.map(lambda node: found.get(id(node.weight), node) if is_map(node) else node, model, is_leaf=is_map)
 
 
-def save_adapter(model: Transformer, numbers: Numbers, path: str | Path, *, base: str | None = None) -> None:
+def save_adapter(
+    model: Transformer,
+    path: str | Path,
+    *,
+    like: str | Path | None = None,
+    numbers: Numbers | None = None,
+    base: str | None = None,
+) -> None:
     """Write a model's `LoRA`s as a folder that peft loads; it appears whole or not at all, and replaces nothing.
 
-    `numbers` are the model's, `base` the name or place of the published model beneath. Maps that are published as one
-    and have one A are written so; others as blocks of a wider pair, of the ranks' sum, which computes the same. Raises
-    a `ValueError` for a model without a `LoRA`, and for one on a map that is not published as a module.
+    `like` or `numbers` as for `load_adapter`; `base` is the published model's name, by default `like`. Maps that are
+    published as one and have one A are written so; others as blocks of a wider pair, of the ranks' sum, which computes
+    the same. Raises a `ValueError` for a model without a `LoRA`, and for one on a map that is not published as a
+    module.
     """
     call, target = f"save_adapter({str(path)!r})", Path(path)
     if target.exists():
         raise ValueError(f"{call}: something is there already; give a new folder.")
-    sites = _sites(model, numbers, call)
+    published, numbers = _family(like, numbers, call)
+    sites = _sites(model, published, numbers, call)
+    base = str(like) if base is None and like is not None else base
     adapted = [site for site in sites if site.loras]
     held = {id(lora) for site in adapted for lora in site.loras}
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_map)
@@ -81,11 +101,19 @@ def save_adapter(model: Transformer, numbers: Numbers, path: str | Path, *, base
     _write(target, arrays, write_adapter_config(told, modules, base))
 
 
-def _sites(model: Transformer, numbers: Numbers, call: str) -> list[Site]:
+def _family(like: str | Path | None, numbers: Numbers | None, call: str) -> tuple[Published, Numbers]:
+    if like is not None and numbers is None:
+        return numbers_of(Path(like))
+    if numbers is not None and like is None:
+        return published_of(numbers), numbers
+    raise ValueError(f"{call}: give either the folder that the model is like=, or the numbers= it was built from.")
+
+
+def _sites(model: Transformer, published: Published, numbers: Numbers, call: str) -> list[Site]:
     plain = jax.tree.map(lambda node: node.linear if isinstance(node, LoRA) else node, model, is_leaf=is_map)
     if _shapes(plain) != _shapes(eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))):
         raise ValueError(f"{call}: the model is not one of {numbers}; give those it was built from.")
-    return sites_of(published_of(numbers).weights(numbers), model)
+    return sites_of(published.weights(numbers), model)
 
 
 def _check_names(folder: Folder, config: AdapterConfig, sites: list[Site], call: str) -> None:

@@ -65,8 +65,8 @@ def product(name: str, module: str, arrays: dict[str, np.ndarray]) -> np.ndarray
 def test_the_merged_model_is_published_with_the_products_added(name, tmp_path):
     model, numbers, before = based(name)
     arrays = adapter(tmp_path / "adapter", name)
-    adapted = models.load_adapter(model, numbers, tmp_path / "adapter")
-    models.save(nn.merge_lora(adapted), numbers, tmp_path / "merged")
+    adapted = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
+    models.save(nn.merge_lora(adapted), tmp_path / "merged", numbers=numbers)
     after = load_file(tmp_path / "merged" / "model.safetensors")
     wanted = {key.split(".model.", 1)[1].rsplit(".", 2)[0] for key in arrays}
     changed = {key.removesuffix(".weight") for key in before if not np.array_equal(before[key], after[key])}
@@ -82,7 +82,7 @@ def test_an_adapter_gives_pefts_logits(name, logits, tmp_path):
     model, numbers, _ = based(name)
     ids = jnp.asarray(ids_of(model.vocab), jnp.int32)
     adapter(tmp_path / "adapter", name)
-    adapted = models.load_adapter(model, numbers, tmp_path / "adapter")
+    adapted = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
     assert close(run(adapted, ids), logits[name])
     assert not close(run(model, ids), logits[name], 1e-2)
 
@@ -91,9 +91,9 @@ def test_an_adapter_gives_pefts_logits(name, logits, tmp_path):
 def test_an_adapter_goes_back_out(name, tmp_path):
     model, numbers, _ = based(name)
     arrays = adapter(tmp_path / "adapter", name)
-    adapted = models.load_adapter(model, numbers, tmp_path / "adapter")
-    models.save_adapter(adapted, numbers, tmp_path / "back", base="somewhere")
-    again = models.load_adapter(model, numbers, tmp_path / "back")
+    adapted = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
+    models.save_adapter(adapted, tmp_path / "back", numbers=numbers, base="somewhere")
+    again = models.load_adapter(model, tmp_path / "back", numbers=numbers)
     assert eqx.tree_equal(nn.lora_factors(again), nn.lora_factors(adapted), rtol=1e-6)
     back = load_file(tmp_path / "back" / ARRAYS)
     # Layers without factors come back as zeros, and factors narrower than other layers' as wide as those.
@@ -128,13 +128,13 @@ def test_maps_published_as_one_are_written_as_blocks(name, where, fused, tmp_pat
     """Each has an A of its own: what is read back, with one wider A for all, computes the same."""
     model, numbers, _ = based(name)
     adapted = with_factors(model, where, rank=2, alpha=3.0)
-    models.save_adapter(adapted, numbers, tmp_path / "out")
+    models.save_adapter(adapted, tmp_path / "out", numbers=numbers)
     config = json.loads((tmp_path / "out" / CONFIG).read_text())
     arrays = load_file(tmp_path / "out" / ARRAYS)
     rows = {len(array) for key, array in arrays.items() if f"{fused}.lora_A" in key}
     assert rows == {{"phi3 window": 4, "gpt2 plain": 6, "deepseek_v3 plain": 2}[name]}
     assert config["r"] == 2 or config["rank_pattern"]
-    again = models.load_adapter(model, numbers, tmp_path / "out")
+    again = models.load_adapter(model, tmp_path / "out", numbers=numbers)
     merged, wanted = (eqx.filter(nn.merge_lora(each), eqx.is_array) for each in (again, adapted))
     assert eqx.tree_equal(merged, wanted, rtol=1e-5, atol=1e-5)
     assert not eqx.tree_equal(eqx.filter(model, eqx.is_array), wanted, rtol=1e-2, atol=1e-2)
@@ -144,12 +144,14 @@ def test_ranks_and_scales_of_one_model_may_differ(tmp_path):
     model, numbers, _ = based("llama plain")
     adapted = with_factors(model, ["query", "key", "value"], rank=2, alpha=3.0)
     adapted = nn.with_lora(adapted, ["feed_forward.up"], rank=3, alpha=5.0, rank_stabilised=True, key=jax.random.key(2))
-    models.save_adapter(adapted, numbers, tmp_path / "out")
+    write(tmp_path, "llama plain")
+    models.save_adapter(adapted, tmp_path / "out", like=tmp_path)
     config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path)
     assert config["target_modules"] == [f"{x}_proj" for x in ("mlp.up", "self_attn.k", "self_attn.q", "self_attn.v")]
     assert (config["r"], config["lora_alpha"], config["rank_pattern"]) == (2, 3, {r"mlp\.up_proj": 3})
     assert config["alpha_pattern"] == {r"mlp\.up_proj": pytest.approx(5 * 3**0.5)}
-    again: Any = models.load_adapter(model, numbers, tmp_path / "out", dtype="bfloat16")
+    again: Any = models.load_adapter(model, tmp_path / "out", numbers=numbers, dtype="bfloat16")
     assert again.stacks[0].blocks.feed_forward.up.scale == pytest.approx(5 / 3**0.5)
     assert {str(x.dtype) for x in jax.tree.leaves(nn.lora_factors(again))} == {"bfloat16"}
 
@@ -178,7 +180,7 @@ def test_what_is_no_plain_lora_is_refused(changes, words, tmp_path):
     model, numbers, _ = based("phi3 window")
     adapter(tmp_path / "adapter", "phi3 window", **changes)
     with pytest.raises(ValueError, match=words):
-        models.load_adapter(model, numbers, tmp_path / "adapter")
+        models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
 
 
 def test_what_cannot_be_is_refused(tmp_path):
@@ -188,17 +190,19 @@ def test_what_cannot_be_is_refused(tmp_path):
     pickled.mkdir()
     (pickled / "adapter_model.bin").write_bytes(b"anything")
     with pytest.raises(ValueError, match="no adapter_model.safetensors .* Pickled weights .* are never read"):
-        models.load_adapter(model, numbers, pickled)
-    models.save_adapter(adapted, numbers, tmp_path / "out")
+        models.load_adapter(model, pickled, numbers=numbers)
+    models.save_adapter(adapted, tmp_path / "out", numbers=numbers)
     for call in (models.save_adapter, models.load_adapter):
         with pytest.raises(ValueError, match="something is there already|has LoRAs already"):
-            call(adapted, numbers, tmp_path / "out")
+            call(adapted, tmp_path / "out", numbers=numbers)
+        with pytest.raises(ValueError, match="give either the folder that the model is like=, or the numbers="):
+            call(adapted, tmp_path / "out" / "side") if call is models.save_adapter else call(model, tmp_path / "out")
     with pytest.raises(ValueError, match="the model is not one of"):
-        models.load_adapter(model, models.preset("llama-byte-1m"), tmp_path / "out")
+        models.load_adapter(model, tmp_path / "out", numbers=models.preset("llama-byte-1m"))
     with pytest.raises(ValueError, match="the model has no LoRA"):
-        models.save_adapter(model, numbers, tmp_path / "none")
+        models.save_adapter(model, tmp_path / "none", numbers=numbers)
     experts, of_experts, _ = based("gpt_oss plain")
     with pytest.raises(ValueError, match=r"mlps.up are published as no module of their own"):
-        models.save_adapter(with_factors(experts, ["mlps.up"], rank=2), of_experts, tmp_path / "none")
+        models.save_adapter(with_factors(experts, ["mlps.up"], rank=2), tmp_path / "none", numbers=of_experts)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [CONFIG, ARRAYS]
     assert not (tmp_path / "none").exists()

@@ -33,9 +33,9 @@ def test_peft_gives_our_logits(name, tmp_path):
     base = tmp_path / "base"
     base.mkdir()
     write(base, name)
-    model, numbers, _ = based(name)
+    model, _, _ = based(name)
     adapted = with_factors(model, CASES[name], rank=2, alpha=3.0)
-    models.save_adapter(adapted, numbers, tmp_path / "adapter", base=str(base))
+    models.save_adapter(adapted, tmp_path / "adapter", like=base)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     ids = ids_of(model.vocab)
