@@ -86,7 +86,7 @@ def step_grid() -> list[Case]:
         Case("full norms", {"fsdp": 2, "tensor": 4}, {"zero": 3}),
         Case("llama lora", {"fsdp": 2, "pipe": 2}, {"zero": 2, "microbatches": 2}, optimizer="muon of factors"),
         Case("latents lora", {"fsdp": 2, "context": 2}, {"zero": 2}, accumulate=2, optimizer="adamw of factors"),
-        Case("shared mixture lora", {"expert": 2, "tensor": 2}, {"zero": 1}, optimizer="sgd of factors"),
+        Case("shared mixture lora", {"expert": 2, "tensor": 2}, {"zero": 1}, optimizer="adamw of factors"),
         Case("shared mixture", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_factor": 8.0}),
         Case(
             "shared mixture",
