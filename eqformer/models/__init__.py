@@ -1,5 +1,6 @@
 """Families: numbers, straight-line constructor calls, presets. One file a family."""
 
+from ._adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from ._cohere import build_cohere as build_cohere, Cohere as Cohere
 from ._deepseek_v2 import build_deepseek_v2 as build_deepseek_v2, DeepSeekV2 as DeepSeekV2
 from ._deepseek_v3 import build_deepseek_v3 as build_deepseek_v3, DeepSeekV3 as DeepSeekV3

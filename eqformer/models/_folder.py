@@ -12,31 +12,32 @@ from .._extra import load_extra
 
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class Folder:
-    """The arrays of a published model by name, memory-mapped; each is read when it is asked for.
+    """The arrays of a published model, or of another `single` file, by name, memory-mapped; read when asked for.
 
     Raises a `ValueError` for a folder that is not what it says: an index that names files elsewhere or arrays that its
     files do not hold, arrays that are in two files, files whose headers do not fit them, numbers that are no floats.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, single: str = SINGLE):
         """Open every file of the folder and compare it with the index."""
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(f"load({str(path)!r}): there is no such folder.")
-        index = self.path / INDEX
+        index = self.path / f"{single}.index.json"
         self._maps: dict[str, np.ndarray] = {}
         self._placed: dict[str, tuple[str, list[int], int, int]] = {}  # dtype, shape, first and last byte
         if index.exists():
-            self._file_of = self._indexed(read_json(index))
-        elif (self.path / SINGLE).exists():
-            self._file_of = dict.fromkeys(self._open(SINGLE), SINGLE)
+            self._file_of = self._indexed(index)
+        elif (self.path / single).exists():
+            self._file_of = dict.fromkeys(self._open(single), single)
         else:
             raise ValueError(
-                f"load({str(path)!r}): the folder has no {SINGLE} and no {INDEX}. Pickled weights (.bin, .pt) are "
+                f"load({str(path)!r}): the folder has no {single} and no {index.name}. Pickled weights (.bin, .pt) are "
                 "never read, since they can run programs; convert them to safetensors where you trust them."
             )
 
@@ -54,15 +55,13 @@ class Folder:
         dtype, shape, start, stop = self._placed[name]
         return self._maps[self._file_of[name]][start:stop].view(dtype).reshape(shape)
 
-    def _indexed(self, index: dict[str, Any]) -> dict[str, str]:
-        file_of = index.get("weight_map")
+    def _indexed(self, index: Path) -> dict[str, str]:
+        file_of = read_json(index).get("weight_map")
         if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
-            raise ValueError(f"{self.path / INDEX}: it has no weight_map of names to files.")
+            raise ValueError(f"{index}: it has no weight_map of names to files.")
         for file in sorted(set(file_of.values())):
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ValueError(
-                    f"{self.path / INDEX}: it names {file!r}, which is no safetensors file of this folder."
-                )
+                raise ValueError(f"{index}: it names {file!r}, which is no safetensors file of this folder.")
             held, told = set(self._open(file)), {name for name, its in file_of.items() if its == file}
             if held != told:
                 raise ValueError(

@@ -41,6 +41,12 @@ from ._experts import Experts as Experts
 from ._first_experts import first_experts as first_experts
 from ._latent_attention import LatentAttention as LatentAttention
 from ._linear import Linear as Linear
+from ._lora import (
+    LoRA as LoRA,
+    lora_factors as lora_factors,
+    merge_lora as merge_lora,
+    with_lora as with_lora,
+)
 from ._mask import causal as causal, chunked as chunked, full as full, Mask as Mask, sliding_window as sliding_window
 from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import GatedMLP as GatedMLP, MLP as MLP

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Key
 from ._cache import empty_slots, LatentCache
 from ._core import DotProductCore
 from ._linear import Linear
+from ._lora import weight_of
 from ._mask import causal, Mask
 from ._norm import RMSNorm
 from ._rotary import Rotary
@@ -116,7 +117,7 @@ class LatentAttention(eqx.Module):
         absorbed = cache is not None and x.shape[-2] == 1
         if absorbed:
             # The bias of key_up adds the same to a query's every score, which the softmax does not see.
-            query = einops.einsum(query, self.key_up.weight.astype(x.dtype), "... h d, h d latent -> ... h latent")
+            query = einops.einsum(query, weight_of(self.key_up).astype(x.dtype), "... h d, h d latent -> ... h latent")
             key = value = latents[..., None, :]
         else:
             key, value = self.key_up(latents), self.value_up(latents)
@@ -127,7 +128,7 @@ class LatentAttention(eqx.Module):
         attended = self.core(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens, scale=self.scale)
         if absorbed:
             up = self.value_up
-            attended = einops.einsum(attended, up.weight.astype(x.dtype), "... h latent, h v latent -> ... h v")
+            attended = einops.einsum(attended, weight_of(up).astype(x.dtype), "... h latent, h v latent -> ... h v")
             attended = attended if up.bias is None else attended + up.bias.astype(x.dtype)
         return self.output(attended), cache
 

@@ -10,6 +10,7 @@ from ._core import soft_capped
 from ._dropout import Dropout
 from ._embedding import Embedding, LearnedPositions, unembed
 from ._linear import Linear
+from ._lora import LoRA
 from ._stack import Stack
 from ._tokens import Tokens, tokens_or_default
 
@@ -25,7 +26,7 @@ class Transformer(eqx.Module):
     embedding: Embedding
     stacks: tuple[Stack, ...]
     norm: Norm
-    head: Linear | None = None
+    head: Linear | LoRA | None = None
     positions: LearnedPositions | None = None
     dropout: Dropout | None = None
     compute_dtype: str = eqx.field(static=True, default="float32")
@@ -80,6 +81,8 @@ class Transformer(eqx.Module):
             logits = self.embedding.unembed(hidden)
         else:
             logits = unembed(hidden, self.head.weight)
+            if isinstance(self.head, LoRA):
+                logits = logits + self.head.added(hidden).astype(logits.dtype)
         if self.head is not None and self.head.bias is not None:
             logits = logits + self.head.bias.astype(logits.dtype)
         return soft_capped(logits if self.logit_scale is None else logits * self.logit_scale, self.logit_softcap)

@@ -29,6 +29,8 @@ def check_mixture(plan: Any, path: str, moe: nn.MoE) -> None:
         split = plan.layout(spread=False).dims
         for linear in linears:
             hidden = (*linear.inputs, *linear.outputs)
+            if "rank" in hidden:  # of a LoRA, whose other factor or place beside a Linear sees to it
+                continue
             if "embed" in hidden and not any(split.get(dim) == TENSOR for dim in hidden if dim != "embed"):
                 raise ValueError(
                     f"Plan over tensor={plan.size(TENSOR)}: {path} has experts with a map from {linear.inputs} to "

@@ -188,7 +188,7 @@ class _Part:
         self.specs = specs
 
 
-def _first(linear: nn.Linear) -> int:
+def _first(linear: nn.Linear | nn.LoRA) -> int:
     """The size of a map's first output dim, ensembles left out."""
     return linear.weight.shape[linear.weight.ndim - len(linear.weight_dims)]
 

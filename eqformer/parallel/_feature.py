@@ -24,7 +24,7 @@ FEATURE_DIMS = ("embed", "heads", "kv_heads", "mlp", "latent", "q_latent")
 class FeatureLinear(eqx.Module):
     """A map of which this device holds a slice of the inputs; it gives a slice of the outputs' first dim, or all."""
 
-    inner: nn.Linear
+    inner: nn.Linear | nn.LoRA
     scatters: bool = eqx.field(static=True)
     overlap: str = eqx.field(static=True, default="none")
     is_branched: bool = eqx.field(static=True, default=False)

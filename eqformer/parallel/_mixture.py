@@ -160,7 +160,10 @@ class SplitMoE(nn.Routed):
 
         def own(linear: nn.Linear) -> nn.Linear:
             weight, bias = linear.weight, linear.bias
-            if self.residual == "feature" and linear.inputs == ("embed",):  # from a slice of embed to one of mlp
+            if self.residual == "feature" and "rank" in linear.weight_dims and "embed" in linear.weight_dims:
+                dim = weight.ndim - (1 if linear.inputs == ("embed",) else 2)
+                weight = jax.lax.all_gather(weight, TENSOR, axis=dim, tiled=True)
+            elif self.residual == "feature" and linear.inputs == ("embed",):  # from a slice of embed to one of mlp
                 weight = jax.lax.all_to_all(weight, TENSOR, weight.ndim - 2, weight.ndim - 1, tiled=True)
             if bias is not None and linear.outputs == ("embed",):
                 whole = self.residual == "feature"
@@ -189,4 +192,5 @@ def _with_whole_features(router: PyTree) -> Any:
         weight = jax.lax.all_gather(linear.weight, TENSOR, axis=linear.weight.ndim - 1, tiled=True)
         return holding(linear, weight, linear.bias)  # a plain map: who watches it sees that it is not its own
 
-    return jax.tree.map(lambda node: whole(node) if is_map(node) else node, router, is_leaf=is_map)
+    is_split = lambda node: is_map(node) and node.inputs == ("embed",)
+    return jax.tree.map(lambda node: whole(node) if is_split(node) else node, router, is_leaf=is_map)

@@ -13,7 +13,7 @@ from .. import nn
 from ._axes import TENSOR
 from ._context import ContextCore
 from ._feature import FEATURE_DIMS, FeatureKeyHead, FeatureLinear
-from ._layout import axes_of
+from ._layout import axes_of, dim_over
 from ._mixture import SplitMoE
 from ._norms import reduced_dims, SplitNorm
 from ._tensor import HEAD_DIMS, Tensor, TENSOR_MODULES
@@ -138,10 +138,15 @@ def _feature_module(module: PyTree, shapes: PyTree, overlap: str, is_branched: b
     def feature(part: PyTree, shape: PyTree) -> PyTree:
         if not isinstance(part, nn.Linear):
             return _split_norm(part, "feature")
+        if part.inputs == ("rank",):  # whole on each device, which has the outputs' slice
+            return part
         return FeatureLinear(part, _scatters(shape), overlap, is_branched)
 
     module = replace(module, (nn.Linear, nn.RMSNorm, nn.LayerNorm), feature, shapes)
-    if not isinstance(module, nn.Attention) or module.key.scatters:  # type: ignore[attr-defined]
+    if not isinstance(module, nn.Attention):
+        return module
+    key = module.key.linear if isinstance(module.key, nn.LoRA) else module.key
+    if key.scatters:  # type: ignore[attr-defined]
         return module
     heads = FeatureKeyHead(module.key), FeatureKeyHead(module.value)
     return eqx.tree_at(lambda m: (m.key, m.value), module, heads)
@@ -154,20 +159,29 @@ def _scatters(linear: nn.Linear) -> bool:
 
 def _split_vocabulary(
     model: nn.Transformer, specs: PyTree, residual: str, vocab: int
-) -> tuple[SplitEmbedding | FeatureEmbedding, nn.Linear | None]:
+) -> tuple[SplitEmbedding | FeatureEmbedding, nn.Linear | nn.LoRA | None]:
     """The embedding and the head of which each device holds the rows of its own ids."""
     embedding, head = model.embedding, model.head
 
     def rows(table: Array, spec: PartitionSpec) -> Array:
-        if residual == "feature":
+        if dim_over(spec, TENSOR) == 1:
             return rows_of_features(table)
         return table if TENSOR in axes_of(spec) else own_rows(table)
 
-    if head is not None:
-        own = rows(head.weight, specs.head.weight)
-        head = eqx.tree_at(lambda m: m.weight, head, own)
-        if head.bias is not None and TENSOR not in axes_of(specs.head.bias):
-            head = eqx.tree_at(lambda m: m.bias, head, own_rows(head.bias))
+    def of_own_ids(linear: nn.Linear, specs: PyTree) -> nn.Linear:
+        linear = eqx.tree_at(lambda m: m.weight, linear, rows(linear.weight, specs.weight))
+        if linear.bias is None or TENSOR in axes_of(specs.bias):
+            return linear
+        return eqx.tree_at(lambda m: m.bias, linear, own_rows(linear.bias))
+
+    if isinstance(head, nn.LoRA):
+        down, is_split = head.down, TENSOR in axes_of(specs.head.down.weight)
+        if is_split:  # the head is given whole features
+            down = eqx.tree_at(lambda m: m.weight, down, jax.lax.all_gather(down.weight, TENSOR, axis=1, tiled=True))
+        own = of_own_ids(head.linear, specs.head.linear), down, of_own_ids(head.up, specs.head.up)
+        head = eqx.tree_at(lambda m: (m.linear, m.down, m.up), head, own)
+    elif head is not None:
+        head = of_own_ids(head, specs.head)
     if residual == "feature":
         looked_up = rows(embedding.weight, specs.embedding.weight) if head is None else embedding.weight
         return FeatureEmbedding(embedding, looked_up), head

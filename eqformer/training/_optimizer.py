@@ -16,8 +16,25 @@ from ._schedule import constant, Schedule
 from ._wide import at_least_float32
 
 
+def trainable(model: PyTree) -> PyTree:
+    """The floating-point arrays of a model; None stands for everything else, which training leaves as it is."""
+    return eqx.filter(model, nn.is_trainable)
+
+
+Trained = Callable[[PyTree], PyTree]  # a model to what of it moves, with None in the place of all else
+
+
+def divided(model: PyTree, trained: Trained) -> tuple[PyTree, PyTree]:
+    """What of a model moves, and the rest; `equinox.combine` puts them together."""
+    moving = trained(model)
+    is_none = lambda node: node is None
+    return moving, jax.tree.map(lambda one, x: x if one is None else None, moving, model, is_leaf=is_none)
+
+
 class Optimizer(eqx.Module):
     """An optax transformation made for a learning rate of 1, and the schedule that scales what it gives.
+
+    `trained` says what moves: of all else there are no gradients and nothing is remembered.
 
     The rate is a function of the run's step, not of a counter in the state: a step that is skipped for a gradient
     that is not finite moves the schedule on and leaves the state as it was. Everything the state holds of a parameter
@@ -26,10 +43,11 @@ class Optimizer(eqx.Module):
 
     transform: optax.GradientTransformation = eqx.field(static=True)
     schedule: Schedule = eqx.field(static=True)
+    trained: Trained = eqx.field(static=True, default=trainable)
 
     def init(self, model: PyTree) -> PyTree:
-        """The state before the first step, for the trainable leaves of `model`."""
-        return self.transform.init(at_least_float32(trainable(model)))
+        """The state before the first step, for what of `model` is trained."""
+        return self.transform.init(at_least_float32(self.trained(model)))
 
     def update(
         self, gradients: PyTree, state: PyTree, parameters: PyTree, learning_rate: Float[Array, ""]
@@ -56,11 +74,6 @@ class Optimizer(eqx.Module):
         )
 
 
-def trainable(model: PyTree) -> PyTree:
-    """The floating-point arrays of a model; None stands for everything else, which training leaves as it is."""
-    return eqx.filter(model, nn.is_trainable)
-
-
 def adamw(
     model: PyTree,
     *,
@@ -71,14 +84,17 @@ def adamw(
     weight_decay: float = 0.1,
     decay_tables: bool = True,
     matrices: PyTree = None,
+    trained: Trained = trainable,
 ) -> Optimizer:
     """AdamW (arXiv 1711.05101): decay is not part of the moments and is multiplied by the learning rate.
 
     `model` gives the structure alone. `matrices` (`None`: `nn.matrices(model)`) marks the weights that decay; biases,
-    norms and other vectors never do, embeddings and heads with `decay_tables`.
+    norms and other vectors never do, embeddings and heads with `decay_tables`. `trained` picks what moves, say
+    `nn.lora_factors`.
     """
-    decays = _decay_mask(model, matrices, decay_tables)
-    return Optimizer(optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays), schedule)
+    decays = _decay_mask(_marks(model, matrices, trained), decay_tables)
+    rule = optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays)
+    return Optimizer(rule, schedule, trained)
 
 
 def muon(
@@ -94,6 +110,7 @@ def muon(
     weight_decay: float = 0.1,
     decay_tables: bool = True,
     matrices: PyTree = None,
+    trained: Trained = trainable,
 ) -> Optimizer:
     """Muon for hidden matrices: Nesterov momentum, orthogonalised by Newton-Schulz; Adam for the rest; both decayed.
 
@@ -102,7 +119,7 @@ def muon(
     `rms`, as AdamW's is, and one learning rate serves both (arXiv 2502.16982). Embeddings, heads and vectors are
     Adam's, with `b1` and `b2`.
     """
-    marks = _marks(model, matrices)
+    marks = _marks(model, matrices, trained)
     is_hidden = jax.tree.map(lambda mark: isinstance(mark, nn.Matrix) and not mark.table, marks, is_leaf=_is_mark)
     labels = jax.tree.map(lambda hidden: "muon" if hidden else "adam", is_hidden)
 
@@ -115,8 +132,8 @@ def muon(
         optax.scale(-1.0),
     )
     by_kind = optax.partition({"muon": hidden, "adam": optax.adam(1.0, b1=b1, b2=b2, eps=eps)}, lambda _: labels)
-    decay = optax.add_decayed_weights(-weight_decay, _decay_mask(model, matrices, decay_tables))
-    return Optimizer(optax.chain(by_kind, decay), schedule)
+    decay = optax.add_decayed_weights(-weight_decay, _decay_mask(marks, decay_tables))
+    return Optimizer(optax.chain(by_kind, decay), schedule, trained)
 
 
 def sgd(
@@ -128,11 +145,12 @@ def sgd(
     weight_decay: float = 0.0,
     decay_tables: bool = True,
     matrices: PyTree = None,
+    trained: Trained = trainable,
 ) -> Optimizer:
     """Gradient descent, with `momentum` if given and decay beside it, as in AdamW, not in it."""
     step = optax.sgd(1.0, momentum=momentum, nesterov=nesterov)
-    decay = optax.add_decayed_weights(-weight_decay, _decay_mask(model, matrices, decay_tables))
-    return Optimizer(optax.chain(step, decay), schedule)
+    decay = optax.add_decayed_weights(-weight_decay, _decay_mask(_marks(model, matrices, trained), decay_tables))
+    return Optimizer(optax.chain(step, decay), schedule, trained)
 
 
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType({"adamw": adamw, "muon": muon, "sgd": sgd})
@@ -158,17 +176,21 @@ def _is_mark(node: Any) -> bool:
     return node is None or isinstance(node, nn.Matrix)
 
 
-def _marks(model: PyTree, matrices: PyTree) -> PyTree:
-    """A tree like the trainable parameters with a `Matrix` or False for each; holds no arrays."""
+def _marks(model: PyTree, matrices: PyTree, trained: Trained) -> PyTree:
+    """A tree like the trained parameters with a `Matrix` or False for each; holds no arrays."""
     marks = nn.matrices(model) if matrices is None else matrices
-    return jax.tree.map(lambda _, mark: False if mark is None else mark, trainable(model), marks)
+
+    def mark(parameter: Any, mark: Any) -> Any:
+        return None if parameter is None else False if mark is None else mark
+
+    return jax.tree.map(mark, trained(model), marks, is_leaf=lambda node: node is None)
 
 
-def _decay_mask(model: PyTree, matrices: PyTree, decay_tables: bool) -> Callable[..., PyTree]:
+def _decay_mask(marks: PyTree, decay_tables: bool) -> Callable[..., PyTree]:
     def decays(mark: Any) -> bool:
         return isinstance(mark, nn.Matrix) and (decay_tables or not mark.table)
 
-    mask = jax.tree.map(decays, _marks(model, matrices), is_leaf=_is_mark)
+    mask = jax.tree.map(decays, marks, is_leaf=_is_mark)
     return lambda _: mask  # a function, since optax would call a tree that is a callable module
 
 

@@ -13,7 +13,7 @@ from .._shapes import Batch
 from ..nn import aux_of
 from ..parallel import filter_shard_map, pipeline_gradients, Plan, shardings
 from ._loss import batch_tokens, evaluation_sums
-from ._optimizer import Optimizer, trainable
+from ._optimizer import Optimizer, trainable, Trained
 from ._step import accumulated_gradients, Gradients, GradientsOf, LossFn, make_step, Step, TrainState
 from ._tally import Tally
 from ._wide import at_least_float32
@@ -28,14 +28,15 @@ def planned_gradients(plan: Plan) -> GradientsOf:
     the pieces of the rows go through the pipeline or, without one, are computed one after another.
     """
 
-    def gradients_of(loss_fn: LossFn, accumulate: int) -> Gradients:
+    def gradients_of(loss_fn: LossFn, accumulate: int, trained: Trained = trainable) -> Gradients:
         pieces_of_rows = accumulate * plan.microbatches
         in_pieces = dataclasses.replace(plan, microbatches=pieces_of_rows)
 
         def of_batch(model: PyTree, batch: PyTree, key: Any) -> tuple[Any, Any, PyTree]:
             in_pieces.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1])
             leaves, shapes = plan.leaves(model), eqx.filter_eval_shape(lambda: model)
-            local = _Local(in_pieces, loss_fn, 1 if plan.is_pipelined else pieces_of_rows, leaves, shapes)
+            scanned = 1 if plan.is_pipelined else pieces_of_rows
+            local = _Local(in_pieces, loss_fn, scanned, trained, leaves, shapes)
             pieces = plan.arrange(batch, batch_tokens(batch, key))
             whole = PartitionSpec()
             specs = plan.parameter_specs(model), plan.batch_specs(pieces)
@@ -101,7 +102,7 @@ def planned_step(
 def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
     """A tree like a `TrainState` (of arrays or shapes) with the sharding of each array; None for all else."""
     whole = PartitionSpec()
-    of_parameters = plan.state_specs(trainable(state.model))
+    of_parameters = plan.state_specs(optimizer.trained(state.model))
     memory = optimizer.map_state(lambda _, spec: spec, state.optimizer_state, of_parameters, other=whole)
     parts = plan.parameter_specs(state.model), memory, whole, whole, whole
     specs = eqx.tree_at(
@@ -113,8 +114,9 @@ def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
 class _Local:
     """The constants of one call; its methods run on one device."""
 
-    def __init__(self, plan: Plan, loss_fn: LossFn, accumulate: int, leaves: PyTree, shapes: PyTree):
-        self.plan, self.loss_fn, self.accumulate, self.leaves, self.shapes = plan, loss_fn, accumulate, leaves, shapes
+    def __init__(self, plan: Plan, loss_fn: LossFn, accumulate: int, trained: Trained, leaves: PyTree, shapes: PyTree):
+        self.plan, self.loss_fn, self.accumulate, self.trained = plan, loss_fn, accumulate, trained
+        self.leaves, self.shapes = leaves, shapes
         self.vocabulary = plan.vocabulary(shapes)
 
     def gradients(self, model: PyTree, pieces: PyTree) -> tuple[Any, Any, PyTree]:
@@ -136,7 +138,7 @@ class _Local:
         def loss(parameters: PyTree, pieces: PyTree, key: None) -> tuple[Any, Any]:
             return self._loss(self._wrapped(parameters, model), pieces)
 
-        return accumulated_gradients(loss, self.accumulate)(parameters, pieces, None)
+        return accumulated_gradients(loss, self.accumulate, self.trained)(parameters, pieces, None)
 
     def _pipelined(self, model: PyTree, parameters: PyTree, pieces: PyTree) -> tuple[Any, Any, PyTree]:
         """The same by a schedule: what is gathered or exchanged outside the layers is so once, before and after."""
@@ -168,7 +170,7 @@ class _Local:
         gradients = _with_stacks(of_edges, (of_stack,))
         like = eqx.filter(like, eqx.is_inexact_array)
         (of_parameters,) = pull(jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, like))
-        return total, Tally(count, (told,)), of_parameters
+        return total, Tally(count, (told,)), self.trained(of_parameters)
 
 
 class _Done(eqx.Module):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ..parallel import vary, varying_axes
-from ._optimizer import global_norm, Optimizer, trainable
+from ._optimizer import divided, global_norm, Optimizer, trainable, Trained
 from ._rebalance import rebalanced
 from ._tally import count_of, routing_metrics, Tally
 from ._wide import at_least_float32
@@ -17,7 +17,7 @@ from ._wide import at_least_float32
 
 LossFn = Callable[..., Any]  # (model, batch, key) -> (sum, count or Tally)
 Gradients = Callable[..., Any]  # (model, batch, key) -> (sum, count or Tally, gradients of sum)
-GradientsOf = Callable[..., Gradients]  # (loss_fn, accumulate) -> gradients
+GradientsOf = Callable[..., Gradients]  # (loss_fn, accumulate, trained) -> gradients
 
 
 class TrainState(eqx.Module):
@@ -66,6 +66,7 @@ def make_step(
 ) -> Step:
     """A jitted step that minimises `sum / count` of `loss_fn(model, batch, key) -> (sum, count)`.
 
+    It moves what `optimizer.trained` picks, and computes no other gradients.
     Gradients are those of the sum over all microbatches, divided by the count over all of them; then scaled by
     `min(1, clip / norm)`. Where loss or norm is not finite, the model and the optimizer's state come back bit for bit
     as they were and the step is counted as skipped. A batch that counts no token is such a step too.
@@ -73,15 +74,15 @@ def make_step(
     `balance_rate` is how far the selection biases of routers move in a step, see `rebalanced`.
 
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
-    (so far), `skipped_in_a_row`, and those of `routing_metrics`. `gradients_of(loss_fn, accumulate)`, `gradient_norm`,
-    `place`, which is given the new state, and `as_held`, which puts what layers told in the order in which the state
-    holds them, are seams for meshes. Every buffer but the batch's is donated.
+    (so far), `skipped_in_a_row`, and those of `routing_metrics`. `gradients_of(loss_fn, accumulate, trained)`,
+    `gradient_norm`, `place`, which is given the new state, and `as_held`, which puts what layers told in the order in
+    which the state holds them, are seams for meshes. Every buffer but the batch's is donated.
     """
     if accumulate < 1:
         raise ValueError(f"make_step(accumulate={accumulate}): a step has at least one microbatch.")
     if clip is not None and not clip > 0:
         raise ValueError(f"make_step(clip={clip}): the largest norm is positive; pass None for no clipping.")
-    of_batch = (accumulated_gradients if gradients_of is None else gradients_of)(loss_fn, accumulate)
+    of_batch = (accumulated_gradients if gradients_of is None else gradients_of)(loss_fn, accumulate, optimizer.trained)
 
     @eqx.filter_jit(donate="all-except-first")
     def run(data: tuple[PyTree, Any], state: TrainState) -> tuple[TrainState, dict[str, Array]]:
@@ -104,7 +105,7 @@ def make_step(
 
         # A branch, not a selection of each entry: four times as fast on a CPU, where a selection keeps the update
         # from being one pass.
-        parameters, rest = eqx.partition(state.model, eqx.is_inexact_array)
+        parameters, rest = divided(state.model, optimizer.trained)
         memory, memory_rest = eqx.partition(state.optimizer_state, eqx.is_array)
         parameters, memory = jax.lax.cond(
             is_finite,
@@ -130,25 +131,29 @@ def make_step(
     return Step(run)
 
 
-def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1) -> Callable[..., Any]:
+def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1, trained: Trained = trainable) -> Callable[..., Any]:
     """`(model, batch, key) -> (sum, count, gradients of sum)`, by a scan over `accumulate` microbatches.
+
+    Gradients are those of what `trained` picks of the model, and None for all else.
 
     Microbatch `i` holds rows `i`, `i + accumulate`, ..., so that rows split over devices stay where they are. All get
     the same key: randomness follows the example's number, so the result is the whole batch's. Sums over microbatches
     are float32 at least. What a loss computes of a whole batch (`LoadBalance(per="batch")`) it computes of each
     microbatch.
     """
-    with_gradients = eqx.filter_value_and_grad(loss_fn, has_aux=True)
 
     def of_batch(model: PyTree, batch: PyTree, key: Any) -> tuple[Array, PyTree, PyTree]:
+        moving, rest = divided(model, trained)
+        of_moving = lambda moving, batch, key: loss_fn(eqx.combine(moving, rest), batch, key)
+        with_gradients = eqx.filter_value_and_grad(of_moving, has_aux=True)
         if accumulate == 1:
-            (total, count), gradients = with_gradients(model, batch, key)
+            (total, count), gradients = with_gradients(moving, batch, key)
             return total, count, gradients
         pieces = jax.tree.map(lambda x: _microbatches(x, accumulate), batch)
-        start = jax.tree.map(jnp.zeros_like, at_least_float32(trainable(model)))
+        start = jax.tree.map(jnp.zeros_like, at_least_float32(moving))
 
         def add(sums: tuple, piece: PyTree) -> tuple[tuple, None]:
-            (total, count), gradients = with_gradients(model, piece, key)
+            (total, count), gradients = with_gradients(moving, piece, key)
             wide = jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums[2], gradients)
             return (*jax.tree.map(jnp.add, sums[:2], (total, count)), wide), None
 

@@ -53,6 +53,7 @@ EVERY_RUN = [
     ),
 ]
 EVERY_STEP = [
+    Case("llama lora", {"fsdp": 2, "tensor": 2}, {"zero": 3}, optimizer="adamw of factors"),
     Case(
         "llama",
         {"fsdp": 2, "pipe": 2, "tensor": 2},
@@ -83,6 +84,9 @@ def step_grid() -> list[Case]:
         Case("gpt2", {"pipe": 4, "tensor": 2}, {"schedule": "gpipe", "microbatches": 4}),
         Case("windows", {"fsdp": 2, "context": 2, "tensor": 2}, {"zero": 1, "residual": "sequence"}),
         Case("full norms", {"fsdp": 2, "tensor": 4}, {"zero": 3}),
+        Case("llama lora", {"fsdp": 2, "pipe": 2}, {"zero": 2, "microbatches": 2}, optimizer="muon of factors"),
+        Case("latents lora", {"fsdp": 2, "context": 2}, {"zero": 2}, accumulate=2, optimizer="adamw of factors"),
+        Case("shared mixture lora", {"expert": 2, "tensor": 2}, {"zero": 1}, optimizer="adamw of factors"),
         Case("shared mixture", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_factor": 8.0}),
         Case(
             "shared mixture",
@@ -193,6 +197,11 @@ def _others() -> Iterator[Case]:
     yield Case("few full norms", {"fsdp": 2, "tensor": 4}, {"residual": "sequence", "zero": 3})
     yield Case("tied", {"tensor": 8}, {"residual": "replicated"})
     yield from _mixtures()
+    for (mesh, choices), remat in zip(layouts, itertools.cycle(("none", "products", "full"))):
+        # Experts with few slots count them in whole rows.
+        for model in ("llama lora", "latents lora", *(["shared mixture lora"] if "context" not in mesh else [])):
+            yield Case(model, mesh, choices, remat)
+    yield Case("llama lora", {"fsdp": 2, "tensor": 2}, {"zero": 2, "residual": "feature", "smallest": 1})
     yield Case("side by side", {"tensor": 4}, {"residual": "feature"})
 
 

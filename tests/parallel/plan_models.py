@@ -212,12 +212,18 @@ def filled(build: Callable[[], Any], seed: int = 0) -> Any:
 
 @functools.cache
 def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32", "float32")) -> nn.Transformer:
-    """A small model by its name, filled; `dtypes` are those of parameters and of computation."""
+    """A small model by its name, filled; `dtypes` are those of parameters and of computation.
+
+    Of a name that ends in `lora` every Linear has one.
+    """
+    plain = name.removesuffix(" lora")
 
     def build() -> nn.Transformer:
-        if name in BLOCKS:
-            return of_blocks(*BLOCKS[name], remat=remat)
-        return models.build(FAMILIES[name], core=CORE, remat=remat, key=jax.random.key(0))
+        if plain in BLOCKS:
+            model = of_blocks(*BLOCKS[plain], remat=remat)
+        else:
+            model = models.build(FAMILIES[plain], core=CORE, remat=remat, key=jax.random.key(0))
+        return model if plain == name else nn.with_lora(model, [nn.Linear], rank=3, alpha=0.3, key=jax.random.key(1))
 
     with jax.ensure_compile_time_eval():
         return nn.Precision(*dtypes).apply(filled(build))

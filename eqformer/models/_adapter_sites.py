@@ -1,0 +1,159 @@
+"""How the factors of a `LoRA` are published, derived from how its weight is.
+
+A factor's dims are some of its weight's, so a family's rule for the weight says it all: A has the weight's inputs, B
+its outputs, whatever their order, how they are merged, and what else is published beside them.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..nn import Linear, LoRA, Transformer
+from ..nn._lora import beside
+from ._weights import Weight
+
+
+Told = tuple[int, float]  # a module's rank and scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """The Linears whose weights are published as one array, and how that array's factors are published."""
+
+    rule: Weight  # of the weights
+    down: Weight  # of each Linear's A
+    up: Weight  # of all their B
+    linears: tuple[Linear | LoRA, ...]
+
+    @property
+    def short(self) -> str:
+        """The module's name within its layer and expert."""
+        return self.rule.name.removesuffix(".weight").rsplit("}.", 1)[-1]
+
+    @property
+    def loras(self) -> list[LoRA]:
+        """Those of the Linears that have factors."""
+        return [linear for linear in self.linears if isinstance(linear, LoRA)]
+
+    def without(self, prefix: str) -> "Site":
+        """The same, of names without a prefix."""
+        return dataclasses.replace(self, rule=dataclasses.replace(self.rule, name=self.rule.name.removeprefix(prefix)))
+
+    def modules(self) -> Iterator[tuple[tuple[int, ...], str]]:
+        """The places of layers and experts, and the name of each one's module."""
+        for place, name in self.rule.places(self.linears[0].weight):
+            yield place, name.removesuffix(".weight")
+
+    def read(self, pair: Callable[[str], tuple[np.ndarray, np.ndarray] | None], told: Callable[[str], Told]) -> list:
+        """The `LoRA`s of these Linears, with what `pair` gives for each module, A and B, or None for none.
+
+        All layers have the widest rank; zeros fill the others up. `told` gives a module's rank and scale.
+        """
+        given = [(place, module, found) for place, module in self.modules() if (found := pair(module)) is not None]
+        if not given:
+            return []
+        rank, scale = max(told(module)[0] for _, module, _ in given), told(given[0][1])[1]
+        downs, ups = zip(*(_empty(linear, self.rule.outer, rank) for linear in self.linears))
+        for place, module, (a, b) in given:
+            own, its = told(module)
+            if a.shape[0] != own or b.shape[-1] != own:
+                raise ValueError(f"{module}: A has shape {a.shape} and B {b.shape}; the rank told is {own}")
+            a, b = np.pad(a, ((0, rank - own), (0, 0))), np.pad(b, ((0, 0), (0, rank - own)))
+            b = b if its == scale else b * (its / scale)
+            for number, (down, up) in enumerate(zip(downs, ups)):
+                try:
+                    down[place] = self.down.to_own(a, (down,), 0)
+                    up[place] = self.up.to_own(b, ups, number)
+                except ValueError as error:
+                    raise ValueError(f"{module}: a factor does not fit: {error}") from None
+        return [_beside(*each, scale) for each in zip(self.linears, downs, ups)]
+
+    def written(self) -> Iterator[tuple[str, np.ndarray, np.ndarray, Told]]:
+        """Each module's name, its A and B, and its rank and scale.
+
+        Linears with one A share it; those with several get a block each of a wider pair, of the ranks' sum.
+        """
+        loras, scale = self.loras, self.loras[0].scale
+        downs = [np.asarray(lora.down.weight) for lora in loras]
+        ups = [_scaled(np.asarray(lora.up.weight), lora.scale, scale) for lora in loras]
+        shared = len(loras) == len(self.linears) and all(np.array_equal(downs[0], down) for down in downs)
+        ranks = [down.shape[self.rule.outer] for down in downs]
+        total, starts = (ranks[0], [0] * len(ranks)) if shared else (sum(ranks), np.cumsum([0, *ranks]).tolist())
+        for place, module in self.modules():
+            blocks = {id(lora): (start, up[place]) for lora, start, up in zip(loras, starts, ups)}
+            parts = []
+            for linear in self.linears:
+                outputs = linear.weight.shape[self.rule.outer :][: len(linear.outputs)]
+                parts.append(np.zeros((*outputs, total), downs[0].dtype))
+                if id(linear) in blocks:
+                    start, up = blocks[id(linear)]
+                    parts[-1][..., start : start + up.shape[-1]] = up
+            a = [self.down.to_published([down[place]]) for down in (downs[:1] if shared else downs)]
+            yield module, np.concatenate(a), self.up.to_published(parts), (total, scale)
+
+
+def sites_of(rules: Sequence[Weight], model: Transformer) -> list[Site]:
+    """Every published module that is one Linear of the model, or several side by side."""
+    of_weight = {id(node.weight): node for node in maps(model)}
+    found = []
+    for rule in rules:
+        leaves = rule.leaves(model)
+        linears = tuple(of_weight[id(leaf)] for leaf in leaves if id(leaf) in of_weight)
+        if rule.name.endswith(".weight") and len(linears) == len(leaves):
+            patterns = _patterns(rule, linears)
+            if patterns is not None:
+                down, up = (dataclasses.replace(rule, pattern=pattern, axis=0) for pattern in patterns)
+                found.append(Site(rule, down, up, linears))
+    return found
+
+
+def maps(model: Any) -> list[Linear | LoRA]:
+    """Every Linear of a model, with its factors if it has some."""
+    return [node for node in jax.tree.leaves(model, is_leaf=is_map) if is_map(node)]
+
+
+def is_map(node: Any) -> bool:
+    """Whether a node is a Linear, or one with factors."""
+    return isinstance(node, Linear | LoRA)
+
+
+def _patterns(rule: Weight, linears: Sequence[Linear | LoRA]) -> tuple[str, str] | None:
+    """A rule's patterns for A and B; None where what is published is no matrix from the inputs to the outputs."""
+    count = len(linears[0].outputs)
+    if rule.pattern:
+        before, after = rule.pattern.split(" -> ")
+        names = after.split()
+        groups = [(merged or alone).split() for merged, alone in re.findall(r"\(([^)]*)\)|(\S+)", before)]
+    else:
+        names = list(linears[0].weight_dims)
+        groups = [[name] for name in names]
+    outputs, inputs = names[:count], names[count:]
+    sides = ["B" if set(group) <= set(outputs) else "A" if set(group) <= set(inputs) else "" for group in groups]
+    # Parts side by side along the inputs would have a B in common, and no A.
+    if sorted(sides) != ["A", "B"] or (len(linears) > 1 and sides[rule.axis] != "B"):
+        return None
+    own_a, own_b = " ".join(groups[sides.index("A")]), " ".join(groups[sides.index("B")])
+    return f"rank ({own_a}) -> rank {' '.join(inputs)}", f"({own_b}) rank -> {' '.join(outputs)} rank"
+
+
+def _empty(linear: Linear | LoRA, outer: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    shape, count = linear.weight.shape, outer + len(linear.outputs)
+    down = np.zeros((*shape[:outer], rank, *shape[count:]), np.float32)
+    return down, np.zeros((*shape[:count], rank), np.float32)
+
+
+def _beside(linear: Any, down: np.ndarray, up: np.ndarray, scale: float) -> LoRA:
+    rank = up.shape[-1]
+    shapes = eqx.filter_eval_shape(lambda: beside(linear, rank, scale, key=jax.random.key(0)))
+    parts = linear, jnp.asarray(down), jnp.asarray(up)
+    return eqx.tree_at(lambda m: (m.linear, m.down.weight, m.up.weight), shapes, parts)
+
+
+def _scaled(up: np.ndarray, own: float, scale: float) -> np.ndarray:
+    return up if own == scale else (up * (own / scale)).astype(up.dtype)

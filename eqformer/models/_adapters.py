@@ -1,0 +1,157 @@
+"""Adapters in the files of peft: read into a model's `LoRA`s, and written from them."""
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from .._extra import load_extra
+from ..nn import has_shape, LoRA, path_name, Transformer
+from ._adapter_config import AdapterConfig, read_adapter_config, write_adapter_config
+from ._adapter_sites import is_map, maps, Site, sites_of
+from ._families import build, Numbers
+from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, read_json
+from ._published import numbers_of, published_of
+from ._weights import Published
+
+
+def load_adapter(
+    model: Transformer,
+    path: str | Path,
+    *,
+    like: str | Path | None = None,
+    numbers: Numbers | None = None,
+    dtype: str | None = None,
+) -> Transformer:
+    """The model with the `LoRA`s of a folder that peft wrote.
+
+    `like` is the published folder that the model came from; one that came from none has `numbers`. Factors have the
+    file's dtype, or `dtype`. Maps that are published as one share A, and each has its rows of B. Layers without factors
+    get zeros, which add nothing and learn nothing. `lora_dropout` is passed over: a `LoRA` has none. Raises a
+    `ValueError` for options that are no plain LoRA's, and one that lists what is left over: arrays that are no factors
+    of a Linear, modules that the configuration names and that no array fills.
+    """
+    folder, call = Folder(path, ADAPTER), f"load_adapter({str(path)!r})"
+    published, numbers = _family(like, numbers, call)
+    config = read_adapter_config(read_json(folder.path / CONFIG), str(folder.path / CONFIG))
+    if any(isinstance(node, LoRA) for node in maps(model)):
+        raise ValueError(f"{call}: the model has LoRAs already; merge_lora them first.")
+    sites = _sites(model, published, numbers, call)
+    prefix = published.prefix
+    if not any(name.startswith(f"base_model.model.{prefix}") for name in folder.names):
+        sites = [site.without(prefix) for site in sites]  # of a model without its head's class
+    _check_names(folder, config, sites, call)
+    kept = dtype or folder.dtype(min(folder.names))
+
+    def pair(module: str) -> tuple[np.ndarray, np.ndarray] | None:
+        a, b = _names(module)
+        return (folder.read(a).astype(np.float32), folder.read(b).astype(np.float32)) if a in folder.names else None
+
+    try:
+        loras = [lora for site in sites for lora in site.read(pair, lambda m: (config.rank_of(m), config.scale_of(m)))]
+    except ValueError as error:
+        raise ValueError(f"{call}: {error}.") from None
+    cast = lambda lora: eqx.tree_at(_weights, lora, [weight.astype(kept) for weight in _weights(lora)])
+    found = {id(lora.weight): cast(lora) for lora in loras}
+    return jax.tree.map(lambda node: found.get(id(node.weight), node) if is_map(node) else node, model, is_leaf=is_map)
+
+
+def save_adapter(
+    model: Transformer,
+    path: str | Path,
+    *,
+    like: str | Path | None = None,
+    numbers: Numbers | None = None,
+    base: str | None = None,
+) -> None:
+    """Write a model's `LoRA`s as a folder that peft loads; it appears whole or not at all, and replaces nothing.
+
+    `like` or `numbers` as for `load_adapter`; `base` is the published model's name, by default `like`. Maps that are
+    published as one and have one A are written so; others as blocks of a wider pair, of the ranks' sum, which computes
+    the same. Raises a `ValueError` for a model without a `LoRA`, and for one on a map that is not published as a
+    module.
+    """
+    call, target = f"save_adapter({str(path)!r})", Path(path)
+    if target.exists():
+        raise ValueError(f"{call}: something is there already; give a new folder.")
+    published, numbers = _family(like, numbers, call)
+    sites = _sites(model, published, numbers, call)
+    base = str(like) if base is None and like is not None else base
+    adapted = [site for site in sites if site.loras]
+    held = {id(lora) for site in adapted for lora in site.loras}
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_map)
+    if left := [path_name(at) for at, node in nodes if isinstance(node, LoRA) and id(node) not in held]:
+        raise ValueError(f"{call}: {', '.join(left)} are published as no module of their own; merge_lora before.")
+    if not adapted:
+        raise ValueError(f"{call}: the model has no LoRA; give it some by nn.with_lora.")
+    arrays, told = dict[str, np.ndarray](), dict[str, tuple[int, float]]()
+    for site in adapted:
+        for module, a, b, its in site.written():
+            arrays |= dict(zip(_names(module), (a, b)))
+            told[module] = its
+    modules = {module: site.short for site in sites for _, module in site.modules()}
+    _write(target, arrays, write_adapter_config(told, modules, base))
+
+
+def _family(like: str | Path | None, numbers: Numbers | None, call: str) -> tuple[Published, Numbers]:
+    if like is not None and numbers is None:
+        return numbers_of(Path(like))
+    if numbers is not None and like is None:
+        return published_of(numbers), numbers
+    raise ValueError(f"{call}: give either the folder that the model is like=, or the numbers= it was built from.")
+
+
+def _sites(model: Transformer, published: Published, numbers: Numbers, call: str) -> list[Site]:
+    plain = jax.tree.map(lambda node: node.linear if isinstance(node, LoRA) else node, model, is_leaf=is_map)
+    if _shapes(plain) != _shapes(eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))):
+        raise ValueError(f"{call}: the model is not one of {numbers}; give those it was built from.")
+    return sites_of(published.weights(numbers), model)
+
+
+def _check_names(folder: Folder, config: AdapterConfig, sites: list[Site], call: str) -> None:
+    try:
+        wanted = {name for site in sites for _, m in site.modules() if config.has(m) for name in _names(m)}
+    except re.error as error:
+        raise ValueError(f"{folder.path / CONFIG}: a pattern for modules cannot be read ({error}).") from None
+    missing, spare = wanted - folder.names, folder.names - wanted
+    if missing or spare or not wanted:
+        parts = (("in the configuration and not in the file", missing), ("factors of no Linear that it names", spare))
+        told = "; ".join(f"{what}: {', '.join(sorted(names)[:8])} ({len(names)})" for what, names in parts if names)
+        raise ValueError(f"{call}: {told or 'its configuration names no module of the model'}.")
+
+
+def _write(target: Path, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
+    save_file = load_extra("safetensors.numpy", extra="train", call="save_adapter(model, numbers, path)").save_file
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.parent / f".{target.name}.{secrets.token_hex(4)}"
+    part.mkdir()
+    try:
+        packed = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        save_file(packed, part / ADAPTER, metadata={"format": "pt"})
+        (part / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
+        os.rename(part, target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _names(module: str) -> tuple[str, str]:
+    """What A and B of a module are called in the file."""
+    return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
+
+
+def _weights(lora: LoRA) -> list[Any]:
+    return [lora.down.weight, lora.up.weight]
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    return {path_name(path): leaf.shape for path, leaf in leaves if has_shape(leaf)}

@@ -1,0 +1,208 @@
+"""Adapters of peft: they load into each family with peft's logits, and go back out as they were."""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from family_weights import ids_of, weight
+from safetensors.numpy import load_file, save_file
+from test_published import close, run, write
+
+from eqformer import models, nn
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+TOLD = json.loads((FIXTURES / "adapters.json").read_text())
+CONFIG, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
+EVERY_RUN = ("gemma narrow heads", "gpt2 plain", "phi3 window")
+
+
+def wide(*more: str) -> list:
+    """The cases, all but a few for the grid alone."""
+    return [pytest.param(n, marks=() if n in (*EVERY_RUN, *more) else pytest.mark.grid) for n in TOLD]
+
+
+@pytest.fixture(scope="module")
+def logits():
+    with np.load(FIXTURES / "adapters.npz") as file:
+        return dict(file)
+
+
+def adapter(folder: Path, name: str, **changes: Any) -> dict[str, np.ndarray]:
+    """The case's adapter, as peft writes it but for `changes` of its configuration."""
+    arrays = {key: weight(key, shape) for key, shape in TOLD[name]["shapes"].items()}
+    folder.mkdir()
+    save_file(arrays, folder / ARRAYS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(TOLD[name]["config"] | changes))
+    return arrays
+
+
+@functools.cache
+def based(name: str) -> tuple[Any, Any, dict[str, np.ndarray]]:
+    """The case's model without the adapter, its numbers, and its arrays as they are published."""
+    with tempfile.TemporaryDirectory() as folder:
+        arrays = write(Path(folder), name)
+        return models.load(folder), models.read_numbers(folder), arrays
+
+
+def product(name: str, module: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """`scale * B A` by the file and the configuration, in float64; inputs first where peft says so."""
+    config = TOLD[name]["config"]
+    a, b = (arrays[f"base_model.model.{module}.lora_{factor}.weight"].astype(np.float64) for factor in "AB")
+    alphas = [alpha for end, alpha in config["alpha_pattern"].items() if module.endswith(end)]
+    scale = (alphas or [config["lora_alpha"]])[0] / len(a) ** (0.5 if config["use_rslora"] else 1)
+    return scale * (b @ a).T if config["fan_in_fan_out"] else scale * b @ a
+
+
+@pytest.mark.parametrize("name", wide("llama llama3", "deepseek_v3 plain"))
+def test_the_merged_model_is_published_with_the_products_added(name, tmp_path):
+    model, numbers, before = based(name)
+    arrays = adapter(tmp_path / "adapter", name)
+    adapted = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
+    models.save(nn.merge_lora(adapted), tmp_path / "merged", numbers=numbers)
+    after = load_file(tmp_path / "merged" / "model.safetensors")
+    wanted = {key.split(".model.", 1)[1].rsplit(".", 2)[0] for key in arrays}
+    changed = {key.removesuffix(".weight") for key in before if not np.array_equal(before[key], after[key])}
+    assert changed == wanted
+    for module in wanted:
+        change = after[f"{module}.weight"] - np.float64(before[f"{module}.weight"])
+        expected = product(name, module, arrays)
+        assert np.allclose(change, expected, 0, 1e-5) and not np.allclose(change, np.flip(expected), 0, 1e-2)
+
+
+@pytest.mark.parametrize("name", wide())
+def test_an_adapter_gives_pefts_logits(name, logits, tmp_path):
+    model, numbers, _ = based(name)
+    ids = jnp.asarray(ids_of(model.vocab), jnp.int32)
+    adapter(tmp_path / "adapter", name)
+    adapted = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
+    assert close(run(adapted, ids), logits[name])
+    assert not close(run(model, ids), logits[name], 1e-2)
+
+
+@pytest.mark.parametrize("name", wide())
+def test_an_adapter_goes_back_out(name, tmp_path):
+    model, numbers, _ = based(name)
+    arrays = adapter(tmp_path / "adapter", name)
+    adapted = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
+    models.save_adapter(adapted, tmp_path / "back", numbers=numbers, base="somewhere")
+    again = models.load_adapter(model, tmp_path / "back", numbers=numbers)
+    assert eqx.tree_equal(nn.lora_factors(again), nn.lora_factors(adapted), rtol=1e-6)
+    back = load_file(tmp_path / "back" / ARRAYS)
+    # Layers without factors come back as zeros, and factors narrower than other layers' as wide as those.
+    assert set(arrays) <= set(back) and not any(back[key].any() for key in set(back) - set(arrays))
+    same = [key for key, array in arrays.items() if array.shape == back[key].shape and "lora_A" in key]
+    assert same and all(np.array_equal(back[key], arrays[key]) for key in same)
+    assert json.loads((tmp_path / "back" / CONFIG).read_text())["base_model_name_or_path"] == "somewhere"
+
+
+def with_factors(model: Any, where: Any, **options: Any) -> Any:
+    """The model with random factors, B's too."""
+    adapted = nn.with_lora(model, where, **options, key=jax.random.key(1))
+    draw = np.random.default_rng(0)
+    new = jax.tree.map(lambda x: jnp.asarray(0.3 * draw.normal(size=x.shape), x.dtype), nn.lora_factors(adapted))
+    return eqx.combine(new, adapted)
+
+
+@pytest.mark.parametrize(
+    "name, where, fused",
+    [
+        ("phi3 window", ["query", "value", "down"], "self_attn.qkv_proj"),
+        ("gpt2 plain", [nn.Attention], "attn.c_attn"),
+        pytest.param(
+            "deepseek_v3 plain",
+            ["value_up", "query_rope", "latent_down"],
+            "self_attn.kv_b_proj",
+            marks=pytest.mark.grid,
+        ),
+    ],
+)
+def test_maps_published_as_one_are_written_as_blocks(name, where, fused, tmp_path):
+    """Each has an A of its own: what is read back, with one wider A for all, computes the same."""
+    model, numbers, _ = based(name)
+    adapted = with_factors(model, where, rank=2, alpha=3.0)
+    models.save_adapter(adapted, tmp_path / "out", numbers=numbers)
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    arrays = load_file(tmp_path / "out" / ARRAYS)
+    rows = {len(array) for key, array in arrays.items() if f"{fused}.lora_A" in key}
+    assert rows == {{"phi3 window": 4, "gpt2 plain": 6, "deepseek_v3 plain": 2}[name]}
+    assert config["r"] == 2 or config["rank_pattern"]
+    again = models.load_adapter(model, tmp_path / "out", numbers=numbers)
+    merged, wanted = (eqx.filter(nn.merge_lora(each), eqx.is_array) for each in (again, adapted))
+    assert eqx.tree_equal(merged, wanted, rtol=1e-5, atol=1e-5)
+    assert not eqx.tree_equal(eqx.filter(model, eqx.is_array), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_ranks_and_scales_of_one_model_may_differ(tmp_path):
+    model, numbers, _ = based("llama plain")
+    adapted = with_factors(model, ["query", "key", "value"], rank=2, alpha=3.0)
+    adapted = nn.with_lora(adapted, ["feed_forward.up"], rank=3, alpha=5.0, rank_stabilised=True, key=jax.random.key(2))
+    write(tmp_path, "llama plain")
+    models.save_adapter(adapted, tmp_path / "out", like=tmp_path)
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path)
+    assert config["target_modules"] == [f"{x}_proj" for x in ("mlp.up", "self_attn.k", "self_attn.q", "self_attn.v")]
+    assert (config["r"], config["lora_alpha"], config["rank_pattern"]) == (2, 3, {r"mlp\.up_proj": 3})
+    assert config["alpha_pattern"] == {r"mlp\.up_proj": pytest.approx(5 * 3**0.5)}
+    again: Any = models.load_adapter(model, tmp_path / "out", numbers=numbers, dtype="bfloat16")
+    assert again.stacks[0].blocks.feed_forward.up.scale == pytest.approx(5 / 3**0.5)
+    assert {str(x.dtype) for x in jax.tree.leaves(nn.lora_factors(again))} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"use_dora": True}, "use_dora=True; a plain LoRA has none"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+        ({"bias": "all"}, "bias='all' is not supported; it must be one of 'none'"),
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"r": "many"}, "r='many' is not supported; it must be a positive number"),
+        ({"target_modules": None}, r"target_modules=\(\); list the modules"),
+        ({"target_modules": "all-linear"}, "target_modules='all-linear'"),
+        ({"target_modules": "(q_proj"}, "a pattern for modules cannot be read"),
+        ({"r": 5}, r"0.self_attn.qkv_proj: A has shape \(4, 24\) and B \(48, 4\); the rank told is 5"),
+        ({"target_modules": ["qkv_proj"]}, r"factors of no Linear that it names: base_model\.model\..*\(12\)"),
+        ({"exclude_modules": ["o_proj"]}, r"factors of no Linear that it names: .*o_proj.*\(6\)"),
+        ({"target_modules": ["nothing"]}, "factors of no Linear"),
+        ({"layers_to_transform": [0, 1]}, r"factors of no Linear that it names: .*layers\.2.*\(6\)"),
+        ({"target_modules": ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]}, "not in the file: .*down_proj"),
+    ],
+)
+def test_what_is_no_plain_lora_is_refused(changes, words, tmp_path):
+    model, numbers, _ = based("phi3 window")
+    adapter(tmp_path / "adapter", "phi3 window", **changes)
+    with pytest.raises(ValueError, match=words):
+        models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    model, numbers, _ = based("llama tied")
+    adapted = with_factors(model, ["query"], rank=2)
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "adapter_model.bin").write_bytes(b"anything")
+    with pytest.raises(ValueError, match="no adapter_model.safetensors .* Pickled weights .* are never read"):
+        models.load_adapter(model, pickled, numbers=numbers)
+    models.save_adapter(adapted, tmp_path / "out", numbers=numbers)
+    for call in (models.save_adapter, models.load_adapter):
+        with pytest.raises(ValueError, match="something is there already|has LoRAs already"):
+            call(adapted, tmp_path / "out", numbers=numbers)
+        with pytest.raises(ValueError, match="give either the folder that the model is like=, or the numbers="):
+            call(adapted, tmp_path / "out" / "side") if call is models.save_adapter else call(model, tmp_path / "out")
+    with pytest.raises(ValueError, match="the model is not one of"):
+        models.load_adapter(model, tmp_path / "out", numbers=models.preset("llama-byte-1m"))
+    with pytest.raises(ValueError, match="the model has no LoRA"):
+        models.save_adapter(model, tmp_path / "none", numbers=numbers)
+    experts, of_experts, _ = based("gpt_oss plain")
+    with pytest.raises(ValueError, match=r"mlps.up are published as no module of their own"):
+        models.save_adapter(with_factors(experts, ["mlps.up"], rank=2), tmp_path / "none", numbers=of_experts)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [CONFIG, ARRAYS]
+    assert not (tmp_path / "none").exists()

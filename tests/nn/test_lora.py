@@ -1,0 +1,170 @@
+"""LoRA against its formula in float64, in every place where a Linear stands."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nn_reference import close, normal, randomised, wide
+
+from eqformer import nn
+from eqformer.nn._lora import weight_of
+
+
+KEY = jax.random.key(0)
+SIZES = {"embed": 6, "heads": 2, "head_dim": 4, "mlp": 5}
+SPECS = {  # spec -> numpy's letters of W, of A and of B
+    "embed -> mlp": ("...e,me->...m", "...e,re->...r", "...r,mr->...m"),
+    "embed -> heads head_dim": ("...e,hde->...hd", "...e,re->...r", "...r,hdr->...hd"),
+    "heads head_dim -> embed": ("...hd,ehd->...e", "...hd,rhd->...r", "...r,er->...e"),
+}
+factors_of = lambda lora: (lora.down.weight, lora.up.weight)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_each_form_of_spec(spec):
+    sizes = {name: SIZES[name] for name in spec.replace("->", " ").split()}
+    linear = randomised(nn.Linear(spec, **sizes, bias=True, key=KEY))
+    fresh = nn.with_lora(linear, [nn.Linear], rank=3, alpha=6.0, key=KEY)
+    x = normal(1, 2, 7, *(SIZES[name] for name in linear.inputs))
+    assert np.array_equal(fresh(x), linear(x))  # B is zero
+    lora = randomised(fresh)
+    of_w, of_a, of_b = SPECS[spec]
+    a, b = map(wide, factors_of(lora))
+    plain = np.einsum(of_w, wide(x), wide(lora.weight)) + wide(lora.bias)
+    expected = plain + 6.0 / 3 * np.einsum(of_b, np.einsum(of_a, wide(x), a), b)
+    assert close(lora(x), expected) and not close(lora(x), plain)
+    merged = nn.merge_lora(lora)
+    assert isinstance(merged, nn.Linear) and close(merged(x), expected)
+    assert np.array_equal(merged.weight, weight_of(lora)) and weight_of(merged) is merged.weight
+
+
+def attention(key):
+    return nn.Attention(embed=6, heads=2, head_dim=4, rotary=nn.Rotary(4, 1e4), key=key)
+
+
+def latents(key):
+    return nn.LatentAttention(embed=6, heads=2, head_dim=4, latent=5, rotary=nn.Rotary(2, 1e4), key=key)
+
+
+def block(attention, feed_forward=None):
+    def make(key):
+        one, two = jax.random.split(key)
+        fed = nn.GatedMLP(embed=6, mlp=5, key=two) if feed_forward is None else feed_forward(two)
+        return nn.Block(attention(one), fed, nn.RMSNorm("embed", embed=6), nn.RMSNorm("embed", embed=6))
+
+    return make
+
+
+def mixture(dispatch):
+    def make(key):
+        one, two = jax.random.split(key)
+        experts = nn.Experts(lambda key: nn.GatedMLP(embed=6, mlp=5, key=key), 3, key=two)
+        return nn.MoE(nn.TopKRouter(embed=6, experts=3, top_k=2, key=one), experts, dispatch=dispatch)
+
+    return make
+
+
+def transformer(make):
+    one, two, three = jax.random.split(KEY, 3)
+    head = nn.Linear("embed -> vocab", embed=6, vocab=11, bias=True, key=three)
+    stack = nn.Stack(make, 2, key=two)
+    return nn.Transformer(nn.Embedding(vocab=11, embed=6, key=one), (stack,), nn.RMSNorm("embed", embed=6), head)
+
+
+BLOCKS = {
+    "latents": block(latents),
+    "sorted experts": block(attention, mixture(nn.Dropless())),
+    "experts' slots": block(attention, mixture(nn.Capacity(1.0))),
+}
+IDS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 7)), jnp.int32)
+run = eqx.filter_jit(lambda model, ids: model(ids)[0])
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_model_with_loras_everywhere_is_the_merged_model(name):
+    """Router and head among them; the router's own choice must not hang on rounding, so its factors stay small."""
+    model = transformer(BLOCKS[name])
+    fresh = nn.with_lora(model, [nn.Linear], rank=2, key=KEY)
+    assert np.array_equal(run(fresh, IDS), run(model, IDS))
+    adapted = randomised(fresh)
+    merged = nn.merge_lora(adapted)
+    assert jax.tree.structure(merged) == jax.tree.structure(model)
+    assert close(run(adapted, IDS), wide(run(merged, IDS)), 1e-4)
+    without = jax.tree.map(lambda node: node.linear if isinstance(node, nn.LoRA) else node, adapted, is_leaf=is_lora)
+    assert not close(run(adapted, IDS), wide(run(without, IDS)), 1e-2)
+
+
+def is_lora(node):
+    return isinstance(node, nn.LoRA)
+
+
+def test_cached_decoding_sees_the_change_of_absorbed_weights():
+    """A LatentAttention contracts key_up and value_up with what is on either side of them."""
+    model = randomised(nn.with_lora(transformer(BLOCKS["latents"]), ["key_up", "value_up"], rank=2, key=KEY))
+    step = eqx.filter_jit(lambda model, ids, places, cache: model(ids, nn.Tokens(places), cache))
+    cache, found = model.init_cache(2, 7), []
+    for place in range(7):
+        one, cache = step(model, IDS[:, place : place + 1], jnp.full((2, 1), place, jnp.int32), cache)
+        found.append(one)
+    whole = wide(run(model, IDS))
+    assert close(jnp.concatenate(found, 1), whole, 1e-4) and not close(found[-1], whole[:, :1], 1e-2)
+
+
+def test_layers_and_experts_have_factors_of_their_own():
+    model = nn.with_lora(transformer(BLOCKS["sorted experts"]), ["gate", "query"], rank=2, key=KEY)
+    gate = model.stacks[0].blocks.feed_forward.experts.mlps.gate
+    assert gate.down.weight.shape == (2, 3, 2, 6) and gate.up.weight.shape == (2, 3, 5, 2)
+    assert len(np.unique(gate.down.weight)) == gate.down.weight.size
+    query = nn.dims(model).stacks[0].blocks.attention.query
+    assert (query.down.weight, query.up.weight) == ("layers rank embed", "layers heads head_dim rank")
+    assert abs(float(jnp.std(gate.down.weight)) * 6**0.5 - 1) < 0.2 and not gate.up.weight.any()
+    marks = nn.matrices(model).stacks[0].blocks.attention.query
+    assert marks.up.weight == nn.Matrix(1, 2, 1, False) and marks.down.weight == nn.Matrix(1, 1, 1, False)
+
+
+@pytest.mark.parametrize(
+    "where, expected",
+    [
+        (["query", "value"], {"attention.query", "attention.value"}),
+        (["feed_forward.up"], {"feed_forward.up"}),
+        ([nn.GatedMLP], {"feed_forward.gate", "feed_forward.up", "feed_forward.down"}),
+        (lambda path, linear: linear.inputs == ("mlp",), {"feed_forward.down"}),
+        (lambda path, linear: "blocks.attention.o" in path, {"attention.output"}),
+    ],
+)
+def test_where(where, expected):
+    model = nn.with_lora(transformer(block(attention)), where, rank=2, key=KEY)
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_lora)
+    found = {nn.path_name(path).removeprefix("stacks[0].blocks.") for path, node in nodes if is_lora(node)}
+    assert found == expected
+
+
+def test_scales():
+    linear = nn.Linear("embed -> mlp", embed=4, mlp=4, key=KEY)
+    scale = lambda **options: nn.with_lora(linear, [nn.Linear], rank=4, **options, key=KEY).scale
+    assert (scale(), scale(alpha=8.0), scale(alpha=8.0, rank_stabilised=True)) == (1.0, 2.0, 4.0)
+
+
+def test_factors_are_marked_alone():
+    model = nn.with_lora(transformer(block(attention)), ["query"], rank=2, key=KEY)
+    query = model.stacks[0].blocks.attention.query
+    assert list(map(id, jax.tree.leaves(nn.lora_factors(model)))) == list(map(id, factors_of(query)))
+
+
+def test_refusals():
+    model = transformer(block(attention))
+    with pytest.raises(ValueError, match=r"no Linear is chosen; the model's are stacks\[0\].blocks.attention.query, "):
+        nn.with_lora(model, ["q_proj"], rank=2, key=KEY)
+    with pytest.raises(ValueError, match=r"stacks\[0\].blocks.attention.query has a LoRA already; merge_lora first"):
+        nn.with_lora(nn.with_lora(model, ["query"], rank=2, key=KEY), ["query", "key"], rank=2, key=KEY)
+    with pytest.raises(ValueError, match="rank=0"):
+        nn.with_lora(model, ["query"], rank=0, key=KEY)
+    several: list[Any] = ["query", nn.Attention]
+    for where in several:
+        with pytest.raises(ValueError, match="names and types come in a list"):
+            nn.with_lora(model, where, rank=2, key=KEY)
+    with pytest.raises(ValueError, match="the model has no LoRA"):
+        nn.lora_factors(model)
