@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import numpy as np
 from _screen import Screen
-from _setup import build_model, first_state, load_model, optimizer_of
+from _setup import build_model, first_state, is_shape, load_model, optimizer_of, placed
 from jax.sharding import NamedSharding, PartitionSpec
 from recipes import PLAN_CHOICES, Recipe
 
@@ -163,20 +163,14 @@ class State:
         def make(arrays: Any) -> training.TrainState:
             return training.init_state(self.plan.in_ring_order(eqx.combine(arrays, rest)), self.optimizer)
 
-        shapes, others = eqx.partition(eqx.filter_eval_shape(make, arrays), _is_shape)
+        shapes, others = eqx.partition(eqx.filter_eval_shape(make, arrays), is_shape)
         run = jax.jit(lambda x: eqx.filter(make(x), eqx.is_array), out_shardings=self._shardings(shapes))
         return eqx.combine(run(arrays), others)
 
     def shapes(self) -> training.TrainState:
         """What a checkpoint is restored to: shapes in reading order, each where the plan keeps it."""
         shapes = eqx.filter_eval_shape(first_state, self.recipe)
-        arrays, rest = eqx.partition(shapes, _is_shape)
-        placed = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            arrays,
-            self._shardings(arrays),
-        )
-        return eqx.combine(placed, rest)
+        return placed(shapes, self._shardings(eqx.filter(shapes, is_shape)))
 
     def in_ring_order(self, state: training.TrainState, *, back: bool = False) -> training.TrainState:
         """The state in the order of the ring, or `back` in reading order."""
@@ -209,7 +203,3 @@ class State:
 
     def _shardings(self, shapes: Any) -> Any:
         return training.state_shardings(self.plan, self.optimizer, shapes)
-
-
-def _is_shape(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)

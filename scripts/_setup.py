@@ -88,13 +88,32 @@ def build_model(recipe: Recipe) -> nn.Transformer:
     return recipe.precision.apply(model)
 
 
-def latest_model(directory: RunDirectory, recipe: Recipe) -> nn.Transformer:
-    """The model of a run's latest checkpoint; raises a `ValueError` where there is none yet."""
+def latest_model(directory: RunDirectory, recipe: Recipe, plan: parallel.Plan | None = None) -> nn.Transformer:
+    """The model of a run's latest checkpoint, where a plan keeps it; raises a `ValueError` where there is none yet."""
+    shapes = eqx.filter_eval_shape(build_model, recipe)
+    if plan is not None:
+        shapes = placed(shapes, parallel.shardings(plan.parameter_specs(shapes), plan.mesh))
     with training.Checkpointer(directory.checkpoints) as checkpointer:
         if checkpointer.latest_step is None:
             raise ValueError(f"--run-dir {directory.path}: the run has no checkpoint yet; let it train on.")
-        saved, _ = checkpointer.restore({"model": eqx.filter_eval_shape(build_model, recipe)}, partial=True)
+        saved, _ = checkpointer.restore({"model": shapes}, partial=True)
     return saved["model"]
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """A tree of shapes, each with where it is to be."""
+    arrays, rest = eqx.partition(shapes, is_shape)
+    with_place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return eqx.combine(jax.tree.map(with_place, arrays, eqx.filter(shardings, _is_sharding)), rest)
+
+
+def is_shape(leaf: Any) -> bool:
+    """Whether a leaf is the shape of an array."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _is_sharding(leaf: Any) -> bool:
+    return isinstance(leaf, jax.sharding.Sharding)
 
 
 def optimizer_of(recipe: Recipe, model: nn.Transformer) -> training.Optimizer:

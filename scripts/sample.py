@@ -5,20 +5,24 @@ import sys
 import _environment
 
 
-_environment.prepare()
+_environment.prepare(sys.argv)
 
 import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal
 
+import equinox as eqx
 import jax
 import tyro
-from _published import ends_of, published_tokenizer, tokenizer_of
+from _mesh import plan_of
+from _processes import devices_of, Machine
+from _published import ends_of, published_tokenizer, recipe_of_folder, tokenizer_of
 from _run_directory import RunDirectory
 from _screen import fail, Screen
-from _setup import latest_model
+from _setup import build_model, latest_model
+from recipes import Mesh, Recipe
 
-from eqformer import data, generation, models, nn, training
+from eqformer import data, generation, models, parallel, training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +55,18 @@ class Command:
     """The same seed writes the same text."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """What a published model is kept and computed in; by default what it is published in."""
+    mesh: Mesh = Mesh()
+    zero: Literal[0, 3] = 0
+    """What is split over --mesh.fsdp: nothing, or (3) all weights, gathered when their layer's turn comes."""
+    simulate: int | None = None
+    """Have the CPU act as so many devices."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Writer:
     """A model, and how text goes in and comes out."""
 
-    model: nn.Transformer
+    model: generation.Model
     tokenizer: data.Tokenizer
     ends: list[int]
     folder: Path
@@ -65,17 +74,30 @@ class Writer:
 
 
 def writer_of(command: Command) -> Writer:
-    """What the command names."""
+    """What the command names, over its mesh: the text is the same on any."""
     if command.model is not None:
-        tokenizer = published_tokenizer(command.model)
+        plan, tokenizer = plan_over(command, recipe_of_folder(command.model)), published_tokenizer(command.model)
         with Screen(errors=True).bytes(f"reading {command.model}") as progress:
-            model = models.load(command.model, dtype=command.dtype, progress=progress)
-        return Writer(model, tokenizer, ends_of(command.model) or [tokenizer.end_of_text], command.model)
-    directory = RunDirectory(command.run_dir)
-    _, recipe = directory.open()
-    tokenizer = tokenizer_of(recipe, directory)
-    ends = sorted({tokenizer.end_of_text, *ends_of(directory.published)})
-    return Writer(latest_model(directory, recipe), tokenizer, ends, directory.published)
+            model = models.load(command.model, plan=plan, dtype=command.dtype, progress=progress)
+        folder, ends = command.model, ends_of(command.model) or [tokenizer.end_of_text]
+    else:
+        directory = RunDirectory(command.run_dir)
+        _, recipe = directory.open()
+        plan, tokenizer = plan_over(command, recipe), tokenizer_of(recipe, directory)
+        model, folder = latest_model(directory, recipe, plan), directory.published
+        ends = sorted({tokenizer.end_of_text, *ends_of(folder)})
+    return Writer(model if plan is None else parallel.Planned(model, plan), tokenizer, ends, folder)
+
+
+def plan_over(command: Command, recipe: Recipe) -> parallel.Plan | None:
+    """The plan of the command's mesh; None where that is one device. Raises a `ValueError` where the model has none."""
+    if command.mesh == Mesh() and command.simulate is None:
+        return None
+    plan = plan_of(
+        Recipe(recipe.model, mesh=command.mesh, zero=command.zero), devices_of(Machine(simulate=command.simulate))
+    )
+    parallel.Planned(eqx.filter_eval_shape(build_model, recipe), plan)
+    return plan
 
 
 def prompt_of(command: Command, writer: Writer) -> tuple[str, list[int]]:

@@ -31,6 +31,8 @@ def test_a_run_goes_out_and_comes_back(place):
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     }
     written = text("--model", place / "published")
+    mesh = "--simulate 8 --mesh.pipe 2 --mesh.tensor 2 --mesh.context 2".split()
+    assert text("--run-dir", place / "first", *mesh) == written
     made = run("convert.py", place / "published", place / "second")
     assert made.returncode == 0 and "--model" in made.stdout, made.stderr
     assert text("--run-dir", place / "second") == written
@@ -60,7 +62,7 @@ def test_a_run_goes_out_and_comes_back(place):
     [
         ("convert.py", "{first} {published}", "something is there already"),
         ("convert.py", "{corpus} {new}", "neither a run (recipe.json) nor a published model (config.json)"),
-        ("sample.py", "--model {published} --chat yes", "no chat_template.jinja"),
+        ("sample.py", "--model {published} --chat yes --simulate 3 --mesh.tensor 3", "take an axis that divides"),
         ("pretrain.py", "--model {published} --run-dir {new} --model.layers 3", "layers: 2 -> 3"),
     ],
 )
