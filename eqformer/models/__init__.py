@@ -21,6 +21,7 @@ from ._gpt_oss import build_gpt_oss as build_gpt_oss, GPTOSS as GPTOSS
 from ._granite import build_granite as build_granite, Granite as Granite
 from ._jaxformer import build_jaxformer as build_jaxformer, JAXformer as JAXformer
 from ._llama import build_llama as build_llama, Llama as Llama
+from ._llama4 import build_llama4 as build_llama4, Llama4 as Llama4
 from ._load import load as load, read_numbers as read_numbers
 from ._mistral import build_mistral as build_mistral, Mistral as Mistral
 from ._mixtral import build_mixtral as build_mixtral, Mixtral as Mixtral

@@ -20,6 +20,7 @@ from ._gpt_oss import build_gpt_oss, GPT_OSS_PRESETS, GPT_OSS_PUBLISHED, GPTOSS
 from ._granite import build_granite, Granite, GRANITE_PRESETS, GRANITE_PUBLISHED
 from ._jaxformer import build_jaxformer, JAXformer, JAXFORMER_PRESETS
 from ._llama import build_llama, Llama, LLAMA_PRESETS, LLAMA_PUBLISHED
+from ._llama4 import build_llama4, Llama4, LLAMA4_PRESETS, LLAMA4_PUBLISHED
 from ._mistral import build_mistral, Mistral, MISTRAL_PRESETS, MISTRAL_PUBLISHED
 from ._mixtral import build_mixtral, Mixtral, MIXTRAL_PRESETS, MIXTRAL_PUBLISHED
 from ._olmo2 import build_olmo2, Olmo2, OLMO2_PRESETS, OLMO2_PUBLISHED
@@ -49,6 +50,7 @@ Numbers = (
     | GShard
     | JAXformer
     | Llama
+    | Llama4
     | Mistral
     | Mixtral
     | Olmo2
@@ -88,6 +90,7 @@ FAMILIES: dict[str, Family] = {
     "gshard": Family(GShard, build_switch, GSHARD_PRESETS),
     "jaxformer": Family(JAXformer, build_jaxformer, JAXFORMER_PRESETS),
     "llama": Family(Llama, build_llama, LLAMA_PRESETS, LLAMA_PUBLISHED),
+    "llama4": Family(Llama4, build_llama4, LLAMA4_PRESETS, LLAMA4_PUBLISHED),
     "mistral": Family(Mistral, build_mistral, MISTRAL_PRESETS, MISTRAL_PUBLISHED),
     "mixtral": Family(Mixtral, build_mixtral, MIXTRAL_PRESETS, MIXTRAL_PUBLISHED),
     "olmo2": Family(Olmo2, build_olmo2, OLMO2_PRESETS, OLMO2_PUBLISHED),

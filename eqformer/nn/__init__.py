@@ -67,5 +67,6 @@ from ._rotary_scaling import (
 from ._router import Router as Router, TopKRouter as TopKRouter
 from ._routing import Routing as Routing, Slots as Slots
 from ._stack import REMAT as REMAT, Stack as Stack
+from ._temperature import LogTemperature as LogTemperature
 from ._tokens import positions_like as positions_like, token_keys as token_keys, Tokens as Tokens
 from ._transformer import Transformer as Transformer

@@ -34,6 +34,7 @@ KINDS = {
     "window": lambda: attention(mask=nn.sliding_window(3)),
     "window of one": lambda: attention(mask=nn.sliding_window(1)),
     "window beyond capacity": lambda: attention(mask=nn.sliding_window(100)),
+    "temperature": lambda: attention(rotary=None, temperature=nn.LogTemperature(3, 0.5)),
     "chunks": lambda: attention(mask=nn.chunked(4)),
     "dynamic rotary": lambda: attention(rotary=nn.Rotary(4, 100.0, scaling=DYNAMIC)),
     "longrope in a window": lambda: attention(rotary=nn.Rotary(4, 100.0, scaling=LONG), mask=nn.sliding_window(3)),
