@@ -31,6 +31,7 @@ from ._qwen2 import build_qwen2, Qwen2, QWEN2_PRESETS, QWEN2_PUBLISHED
 from ._qwen2_moe import build_qwen2_moe, QWEN2_MOE_PRESETS, QWEN2_MOE_PUBLISHED, Qwen2MoE
 from ._qwen3 import build_qwen3, Qwen3, QWEN3_PRESETS, QWEN3_PUBLISHED
 from ._qwen3_moe import build_qwen3_moe, QWEN3_MOE_PRESETS, QWEN3_MOE_PUBLISHED, Qwen3MoE
+from ._qwen3_next import build_qwen3_next, QWEN3_NEXT_PRESETS, QWEN3_NEXT_PUBLISHED, Qwen3Next
 from ._smollm3 import build_smollm3, SmolLM3, SMOLLM3_PRESETS, SMOLLM3_PUBLISHED
 from ._switch import build_switch, GShard, GSHARD_PRESETS, Switch, SWITCH_PRESETS
 from ._weights import Published
@@ -61,6 +62,7 @@ Numbers = (
     | Qwen2MoE
     | Qwen3
     | Qwen3MoE
+    | Qwen3Next
     | SmolLM3
     | Switch
 )
@@ -101,6 +103,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(Qwen2MoE, build_qwen2_moe, QWEN2_MOE_PRESETS, QWEN2_MOE_PUBLISHED),
     "qwen3": Family(Qwen3, build_qwen3, QWEN3_PRESETS, QWEN3_PUBLISHED),
     "qwen3_moe": Family(Qwen3MoE, build_qwen3_moe, QWEN3_MOE_PRESETS, QWEN3_MOE_PUBLISHED),
+    "qwen3_next": Family(Qwen3Next, build_qwen3_next, QWEN3_NEXT_PRESETS, QWEN3_NEXT_PUBLISHED),
     "smollm3": Family(SmolLM3, build_smollm3, SMOLLM3_PRESETS, SMOLLM3_PUBLISHED),
     "switch": Family(Switch, build_switch, SWITCH_PRESETS),
 }

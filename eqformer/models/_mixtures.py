@@ -46,6 +46,16 @@ def mixture_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[
     return [Weight(f"{prefix}gate.weight", lambda m: where(m).router.linear.weight, "", layers), *experts]
 
 
+def shared_mixture_weights(where: Callable[[Any], Any], layers: Sequence[int], is_mixture: bool = True) -> list[Weight]:
+    """Of a `MoE` with a `GatedShared` expert or, of layers without experts, of a `GatedMLP`."""
+    if not is_mixture:
+        return gated_weights(where, layers)
+    prefix = "model.layers.{layer}.mlp.shared_expert"
+    shared = gated_weights(lambda m: where(m).shared.layer, layers, prefix=f"{prefix}.")
+    gate = Weight(f"{prefix}_gate.weight", lambda m: where(m).shared.gate.weight, "", layers)
+    return [*mixture_weights(where, layers), *shared, gate]
+
+
 def stacked_mixture_weights(
     where: Callable[[Any], Any],
     layers: Sequence[int],

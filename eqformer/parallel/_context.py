@@ -163,6 +163,14 @@ def check_context(
         )
 
 
+def refuse_recurrence(size: int, path: str) -> None:
+    """Raise a `ValueError` for a recurrence over rows in pieces, each of which would wait for the one before it."""
+    raise ValueError(
+        f"Plan over context={size}: {path} has a GatedDeltaNet, which reads a row's tokens one after another, and a "
+        "device has pieces of rows; give the devices to another axis, such as tensor, which splits its heads."
+    )
+
+
 def ring_rules(core: Any) -> tuple[int, float | None]:
     """The block and the softcap with which the ring computes what `core` would."""
     if isinstance(core, BlockwiseCore):

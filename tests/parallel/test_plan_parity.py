@@ -58,6 +58,7 @@ FLOAT64 = [
     Case("windows", {"fsdp": 2, "context": 2, "tensor": 2}, {"zero": 1, "residual": "replicated"}),
     Case("full norms", {"fsdp": 2, "tensor": 4}, {"zero": 3, "residual": "sequence"}),
     Case("latents", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}),
+    Case("recurrence", {"fsdp": 2, "tensor": 4}, {"zero": 3, "residual": "sequence", "overlap": "ring"}),
 ]
 
 
