@@ -196,12 +196,6 @@ def _others() -> Iterator[Case]:
     yield Case("few full norms", {"tensor": 4}, {"residual": "replicated"})
     yield Case("few full norms", {"fsdp": 2, "tensor": 4}, {"residual": "sequence", "zero": 3})
     yield Case("tied", {"tensor": 8}, {"residual": "replicated"})
-    for (mesh, choices), remat in zip(layouts, itertools.cycle(("none", "products", "full"))):
-        if "context" not in mesh:  # rows are read token by token
-            yield Case("recurrence", mesh, choices, remat)
-    yield Case("recurrence", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "1f1b", "microbatches": 2})
-    for choices in TENSOR[:2]:
-        yield Case("few recurrence", {"fsdp": 2, "tensor": 4}, choices)
     yield from _mixtures()
     for (mesh, choices), remat in zip(layouts, itertools.cycle(("none", "products", "full"))):
         # Experts with few slots count them in whole rows.
