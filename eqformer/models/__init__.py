@@ -33,7 +33,7 @@ from ._qwen2 import build_qwen2 as build_qwen2, Qwen2 as Qwen2
 from ._qwen2_moe import build_qwen2_moe as build_qwen2_moe, Qwen2MoE as Qwen2MoE
 from ._qwen3 import build_qwen3 as build_qwen3, Qwen3 as Qwen3
 from ._qwen3_moe import build_qwen3_moe as build_qwen3_moe, Qwen3MoE as Qwen3MoE
-from ._save import COMPANIONS as COMPANIONS, save as save
 from ._qwen3_next import build_qwen3_next as build_qwen3_next, Qwen3Next as Qwen3Next
+from ._save import COMPANIONS as COMPANIONS, save as save
 from ._smollm3 import build_smollm3 as build_smollm3, SmolLM3 as SmolLM3
 from ._switch import build_switch as build_switch, GShard as GShard, Switch as Switch
