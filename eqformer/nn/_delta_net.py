@@ -1,6 +1,7 @@
 """A recurrence in the place of attention: a memory of fixed size that each token corrects."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -69,7 +70,8 @@ class GatedDeltaNet(eqx.Module):
         if chunk < 1:
             raise ValueError(f"GatedDeltaNet(chunk={chunk}): chunk counts tokens and must be at least 1.")
         keys = jax.random.split(key, 11)
-        few, many = {"kv_heads": kv_heads, "head_dim": head_dim}, {"heads": heads, "v_dim": v_dim}
+        few: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim}
+        many: dict[str, Any] = {"heads": heads, "v_dim": v_dim}
         self.query = Linear("embed -> kv_heads head_dim", embed=embed, **few, key=keys[0])
         self.key = Linear("embed -> kv_heads head_dim", embed=embed, **few, key=keys[1])
         self.value = Linear("embed -> heads v_dim", embed=embed, **many, key=keys[2])
@@ -110,10 +112,11 @@ class GatedDeltaNet(eqx.Module):
         attended, state = delta_rule(query, key, value, rate, decay, documents, state, chunk=self.chunk)
         if cache is not None:
             count = jnp.sum(is_real, axis=-1, dtype=jnp.int32)
-            triples = zip(convs, inputs, before, strict=True)
-            past = (conv.after(y, documents, was, count) for conv, y, was in triples if was is not None)
+            triples = zip(convs, inputs, (cache.queries, cache.keys, cache.values), strict=True)
+            queries, keys, values = (conv.after(y, documents, was, count) for conv, y, was in triples)
             last = jnp.max(jnp.broadcast_to(tokens.positions, shape), axis=-1).astype(jnp.int32) + 1
-            cache = DeltaCache(state.astype(cache.state.dtype), *past, jnp.where(count > 0, last, cache.lengths))
+            lengths = jnp.where(count > 0, last, cache.lengths)
+            cache = DeltaCache(state.astype(cache.state.dtype), queries, keys, values, lengths)
         attended = self.norm(attended.astype(x.dtype))
         gated = attended.astype(exact) * jax.nn.silu(self.gate(x).astype(exact))
         return self.output(gated.astype(x.dtype)), cache

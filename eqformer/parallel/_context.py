@@ -3,7 +3,7 @@
 Only attention mixes tokens, so only the attention core has to know; everything else runs on the tokens it is given.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -163,7 +163,7 @@ def check_context(
         )
 
 
-def refuse_recurrence(size: int, path: str) -> None:
+def refuse_recurrence(size: int, path: str) -> NoReturn:
     """Raise a `ValueError` for a recurrence over rows in pieces, each of which would wait for the one before it."""
     raise ValueError(
         f"Plan over context={size}: {path} has a GatedDeltaNet, which reads a row's tokens one after another, and a "
