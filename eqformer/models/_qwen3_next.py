@@ -79,7 +79,7 @@ def build_qwen3_next(
     """A Qwen3-Next with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
     embed, head_dim, damping = numbers.embed, numbers.head_dim, (2 * numbers.layers) ** -0.5
 
-    def norm(dim: str, size: int) -> RMSNorm:
+    def norm(dim: str, size: Any) -> RMSNorm:
         return RMSNorm(dim, eps=numbers.eps, offset=1.0, **{dim: size})
 
     def gated(mlp: int, key: Key[Array, ""]) -> GatedMLP:
