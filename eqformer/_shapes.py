@@ -10,6 +10,7 @@
     mlp        hidden features of a layer      v_dim      value channels of a head (MLA)
     top_k      experts that a token takes      candidates experts that a router chooses among
     rank       between the factors of a low-rank change (LoRA)
+    taps       tokens that a convolution reads
 
 A parameter's dims are stored out first (`heads head_dim embed`), as published checkpoints have them. `dim` is a
 tensor's; an `axis` is a mesh's.
@@ -40,6 +41,7 @@ LEGEND = {
     "rope_dim": "rotated channels of the decoupled key",
     "v_dim": "value channels of a head",
     "rank": "between the factors of a low-rank change",
+    "taps": "tokens that a convolution reads",
 }
 
 ENSEMBLE_DIMS = ("layers", "experts")  # put in front of a leaf's own dims by a vmapped ensemble

@@ -21,6 +21,7 @@ from ._gpt_oss import build_gpt_oss as build_gpt_oss, GPTOSS as GPTOSS
 from ._granite import build_granite as build_granite, Granite as Granite
 from ._jaxformer import build_jaxformer as build_jaxformer, JAXformer as JAXformer
 from ._llama import build_llama as build_llama, Llama as Llama
+from ._llama4 import build_llama4 as build_llama4, Llama4 as Llama4
 from ._load import load as load, read_numbers as read_numbers
 from ._mistral import build_mistral as build_mistral, Mistral as Mistral
 from ._mixtral import build_mixtral as build_mixtral, Mixtral as Mixtral
@@ -32,6 +33,7 @@ from ._qwen2 import build_qwen2 as build_qwen2, Qwen2 as Qwen2
 from ._qwen2_moe import build_qwen2_moe as build_qwen2_moe, Qwen2MoE as Qwen2MoE
 from ._qwen3 import build_qwen3 as build_qwen3, Qwen3 as Qwen3
 from ._qwen3_moe import build_qwen3_moe as build_qwen3_moe, Qwen3MoE as Qwen3MoE
+from ._qwen3_next import build_qwen3_next as build_qwen3_next, Qwen3Next as Qwen3Next
 from ._save import COMPANIONS as COMPANIONS, save as save
 from ._smollm3 import build_smollm3 as build_smollm3, SmolLM3 as SmolLM3
 from ._switch import build_switch as build_switch, GShard as GShard, Switch as Switch

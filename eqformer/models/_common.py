@@ -67,11 +67,13 @@ def block_weights(
     *,
     bias: bool = False,
     output_bias: bool | None = None,
+    gated: int = 0,
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
 ) -> list[Weight]:
     """Of a pre-norm block: the attention's projections and both norms."""
     names = {"attention_norm": norms[0], "feed_forward_norm": norms[1]}
-    projections = attention_weights(lambda m: where(m).attention, layers, bias=bias, output_bias=output_bias)
+    options: dict[str, Any] = {"bias": bias, "output_bias": output_bias, "gated": gated}
+    projections = attention_weights(lambda m: where(m).attention, layers, **options)
     return projections + norm_weights(where, layers, names)
 
 
@@ -82,13 +84,20 @@ def attention_weights(
     prefix: str = "model.layers.{layer}.self_attn.",
     bias: bool = False,
     output_bias: bool | None = None,
+    gated: int = 0,
 ) -> list[Weight]:
-    """An `Attention`'s projections, published as `q_proj`, `k_proj`, `v_proj` and `o_proj`."""
+    """An `Attention`'s projections, published as `q_proj`, `k_proj`, `v_proj` and `o_proj`.
+
+    Of so many `gated` heads, each head's gate is published behind its query.
+    """
     found = []
     for name, published in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o")):
         is_output = name == "output"
         pattern = "embed (heads head_dim) -> embed heads head_dim" if is_output else _HEADS
-        found.append(Weight(f"{prefix}{published}_proj.weight", _attribute(where, f"{name}.weight"), pattern, layers))
+        find, groups = _attribute(where, f"{name}.weight"), 1
+        if name == "query" and gated:
+            find, groups = lambda m: (where(m).query.weight, where(m).gate.weight), gated
+        found.append(Weight(f"{prefix}{published}_proj.weight", find, pattern, layers, groups=groups))
         if bias if not is_output or output_bias is None else output_bias:
             pattern = "" if is_output else "(heads head_dim) -> heads head_dim"
             found.append(Weight(f"{prefix}{published}_proj.bias", _attribute(where, f"{name}.bias"), pattern, layers))

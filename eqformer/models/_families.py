@@ -20,6 +20,7 @@ from ._gpt_oss import build_gpt_oss, GPT_OSS_PRESETS, GPT_OSS_PUBLISHED, GPTOSS
 from ._granite import build_granite, Granite, GRANITE_PRESETS, GRANITE_PUBLISHED
 from ._jaxformer import build_jaxformer, JAXformer, JAXFORMER_PRESETS
 from ._llama import build_llama, Llama, LLAMA_PRESETS, LLAMA_PUBLISHED
+from ._llama4 import build_llama4, Llama4, LLAMA4_PRESETS, LLAMA4_PUBLISHED
 from ._mistral import build_mistral, Mistral, MISTRAL_PRESETS, MISTRAL_PUBLISHED
 from ._mixtral import build_mixtral, Mixtral, MIXTRAL_PRESETS, MIXTRAL_PUBLISHED
 from ._olmo2 import build_olmo2, Olmo2, OLMO2_PRESETS, OLMO2_PUBLISHED
@@ -30,6 +31,7 @@ from ._qwen2 import build_qwen2, Qwen2, QWEN2_PRESETS, QWEN2_PUBLISHED
 from ._qwen2_moe import build_qwen2_moe, QWEN2_MOE_PRESETS, QWEN2_MOE_PUBLISHED, Qwen2MoE
 from ._qwen3 import build_qwen3, Qwen3, QWEN3_PRESETS, QWEN3_PUBLISHED
 from ._qwen3_moe import build_qwen3_moe, QWEN3_MOE_PRESETS, QWEN3_MOE_PUBLISHED, Qwen3MoE
+from ._qwen3_next import build_qwen3_next, QWEN3_NEXT_PRESETS, QWEN3_NEXT_PUBLISHED, Qwen3Next
 from ._smollm3 import build_smollm3, SmolLM3, SMOLLM3_PRESETS, SMOLLM3_PUBLISHED
 from ._switch import build_switch, GShard, GSHARD_PRESETS, Switch, SWITCH_PRESETS
 from ._weights import Published
@@ -49,6 +51,7 @@ Numbers = (
     | GShard
     | JAXformer
     | Llama
+    | Llama4
     | Mistral
     | Mixtral
     | Olmo2
@@ -59,6 +62,7 @@ Numbers = (
     | Qwen2MoE
     | Qwen3
     | Qwen3MoE
+    | Qwen3Next
     | SmolLM3
     | Switch
 )
@@ -88,6 +92,7 @@ FAMILIES: dict[str, Family] = {
     "gshard": Family(GShard, build_switch, GSHARD_PRESETS),
     "jaxformer": Family(JAXformer, build_jaxformer, JAXFORMER_PRESETS),
     "llama": Family(Llama, build_llama, LLAMA_PRESETS, LLAMA_PUBLISHED),
+    "llama4": Family(Llama4, build_llama4, LLAMA4_PRESETS, LLAMA4_PUBLISHED),
     "mistral": Family(Mistral, build_mistral, MISTRAL_PRESETS, MISTRAL_PUBLISHED),
     "mixtral": Family(Mixtral, build_mixtral, MIXTRAL_PRESETS, MIXTRAL_PUBLISHED),
     "olmo2": Family(Olmo2, build_olmo2, OLMO2_PRESETS, OLMO2_PUBLISHED),
@@ -98,6 +103,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(Qwen2MoE, build_qwen2_moe, QWEN2_MOE_PRESETS, QWEN2_MOE_PUBLISHED),
     "qwen3": Family(Qwen3, build_qwen3, QWEN3_PRESETS, QWEN3_PUBLISHED),
     "qwen3_moe": Family(Qwen3MoE, build_qwen3_moe, QWEN3_MOE_PRESETS, QWEN3_MOE_PUBLISHED),
+    "qwen3_next": Family(Qwen3Next, build_qwen3_next, QWEN3_NEXT_PRESETS, QWEN3_NEXT_PUBLISHED),
     "smollm3": Family(SmolLM3, build_smollm3, SMOLLM3_PRESETS, SMOLLM3_PUBLISHED),
     "switch": Family(Switch, build_switch, SWITCH_PRESETS),
 }

@@ -12,10 +12,8 @@ from ..nn import (
     Block,
     BlockwiseCore,
     causal,
-    Embedding,
     Experts,
     GatedMLP,
-    Linear,
     LoadBalance,
     MoE,
     quick_gelu,
@@ -30,7 +28,7 @@ from ..nn import (
 from ._common import block_weights, common_attributes, common_numbers, edge_weights
 from ._config import Config, layer_types
 from ._mixtures import stacked_mixture_weights
-from ._pattern import layer_weights, stacks_of
+from ._pattern import decoder, layer_weights
 from ._weights import Published, Weight
 
 
@@ -113,13 +111,7 @@ def build_gpt_oss(
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    embedding, stack, head = jax.random.split(key, 3)
-    return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=stacks_of(block, numbers.kinds, remat=remat, unroll=unroll, key=stack),
-        norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-        head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
-    )
+    return decoder(numbers, block, remat=remat, unroll=unroll, key=key)
 
 
 GPT_OSS_PRESETS = {

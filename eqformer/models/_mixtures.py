@@ -46,17 +46,38 @@ def mixture_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[
     return [Weight(f"{prefix}gate.weight", lambda m: where(m).router.linear.weight, "", layers), *experts]
 
 
-def stacked_mixture_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
-    """Of a `MoE` with biases whose experts are published as one array, inputs first, gates and ups taking turns."""
+def shared_mixture_weights(where: Callable[[Any], Any], layers: Sequence[int], is_mixture: bool = True) -> list[Weight]:
+    """Of a `MoE` with a `GatedShared` expert or, of layers without experts, of a `GatedMLP`."""
+    if not is_mixture:
+        return gated_weights(where, layers)
+    prefix = "model.layers.{layer}.mlp.shared_expert"
+    shared = gated_weights(lambda m: where(m).shared.layer, layers, prefix=f"{prefix}.")
+    gate = Weight(f"{prefix}_gate.weight", lambda m: where(m).shared.gate.weight, "", layers)
+    return [*mixture_weights(where, layers), *shared, gate]
+
+
+def stacked_mixture_weights(
+    where: Callable[[Any], Any],
+    layers: Sequence[int],
+    *,
+    prefix: str = "model.layers.{layer}.mlp.",
+    bias: bool = True,
+    interleaved: bool = True,
+) -> list[Weight]:
+    """Of a `MoE` whose experts are published as one array, inputs first, gates and ups in turns or in halves."""
     router, experts = lambda m: where(m).router.linear, lambda m: where(m).experts.mlps
-    mlp, turned = "model.layers.{layer}.mlp.", "experts inputs outputs -> experts outputs inputs"
+    turned = "experts inputs outputs -> experts outputs inputs"
     ups = lambda m: (experts(m).gate.weight, experts(m).up.weight)
     biases = lambda m: (experts(m).gate.bias, experts(m).up.bias)
-    return [
-        Weight(f"{mlp}router.weight", lambda m: router(m).weight, "", layers),
-        Weight(f"{mlp}router.bias", lambda m: router(m).bias, "", layers),
-        Weight(f"{mlp}experts.gate_up_proj", ups, turned, layers, axis=2, interleaved=True),
-        Weight(f"{mlp}experts.gate_up_proj_bias", biases, "", layers, axis=1, interleaved=True),
-        Weight(f"{mlp}experts.down_proj", lambda m: experts(m).down.weight, turned, layers),
-        Weight(f"{mlp}experts.down_proj_bias", lambda m: experts(m).down.bias, "", layers),
+    found = [
+        Weight(f"{prefix}router.weight", lambda m: router(m).weight, "", layers),
+        Weight(f"{prefix}experts.gate_up_proj", ups, turned, layers, axis=2, interleaved=interleaved),
+        Weight(f"{prefix}experts.down_proj", lambda m: experts(m).down.weight, turned, layers),
     ]
+    if bias:
+        found += [
+            Weight(f"{prefix}router.bias", lambda m: router(m).bias, "", layers),
+            Weight(f"{prefix}experts.gate_up_proj_bias", biases, "", layers, axis=1, interleaved=interleaved),
+            Weight(f"{prefix}experts.down_proj_bias", lambda m: experts(m).down.bias, "", layers),
+        ]
+    return found

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Key
 
-from ..nn import Layer, Period, Stack
+from ..nn import Embedding, Layer, Linear, Period, RMSNorm, Stack, Transformer
 from ._weights import Weight
 
 
@@ -52,6 +52,25 @@ def stacks_of(
     return tuple(
         Stack(functools.partial(_period, block, run.kinds), run.periods, remat=remat, unroll=unroll, key=key)
         for run, key in zip(cut, keys, strict=True)
+    )
+
+
+def decoder(
+    numbers: Any,
+    block: Callable[[Any, Key[Array, ""]], Layer],
+    *,
+    offset: float = 0.0,
+    remat: str,
+    unroll: int,
+    key: Key[Array, ""],
+) -> Transformer:
+    """Stacks of `block(kind, key)` for the numbers' kinds, between a table and an RMSNorm and, if not tied, a head."""
+    embedding, stacks, head = jax.random.split(key, 3)
+    return Transformer(
+        embedding=Embedding(vocab=numbers.vocab, embed=numbers.embed, key=embedding),
+        stacks=stacks_of(block, numbers.kinds, remat=remat, unroll=unroll, key=stacks),
+        norm=RMSNorm("embed", embed=numbers.embed, eps=numbers.eps, offset=offset),
+        head=None if numbers.tied else Linear("embed -> vocab", embed=numbers.embed, vocab=numbers.vocab, key=head),
     )
 
 

@@ -23,9 +23,9 @@ from ..nn import (
     TopKRouter,
     Transformer,
 )
-from ._common import block_weights, common_attributes, common_numbers, edge_weights, gated_weights
+from ._common import block_weights, common_attributes, common_numbers, edge_weights
 from ._config import Config
-from ._mixtures import mixture_attributes, mixture_numbers, mixture_weights, which_are_mixtures
+from ._mixtures import mixture_attributes, mixture_numbers, shared_mixture_weights, which_are_mixtures
 from ._pattern import layer_weights, stacks_of
 from ._weights import Published, Weight
 
@@ -146,14 +146,8 @@ def _write(numbers: Qwen2MoE) -> dict[str, Any]:
 
 def _weights(numbers: Qwen2MoE) -> list[Weight]:
     def rules(is_mixture: bool, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
-        fed = lambda m: where(m).feed_forward
         found = block_weights(where, layers, bias=numbers.bias, output_bias=False)
-        if not is_mixture:
-            return [*found, *gated_weights(fed, layers)]
-        prefix = "model.layers.{layer}.mlp.shared_expert"
-        gate = Weight(f"{prefix}_gate.weight", lambda m: fed(m).shared.gate.weight, "", layers)
-        shared = gated_weights(lambda m: fed(m).shared.layer, layers, prefix=f"{prefix}.")
-        return [*found, *mixture_weights(fed, layers), *shared, gate]
+        return [*found, *shared_mixture_weights(lambda m: where(m).feed_forward, layers, is_mixture)]
 
     return [*edge_weights(numbers.tied), *layer_weights(which_are_mixtures(numbers), rules)]
 

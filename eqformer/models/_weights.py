@@ -86,7 +86,7 @@ class Weight:
             return tuple(own)
         sizes = self._sizes(own)
         dims = re.findall(r"\(([^)]*)\)|(\S+)", self.pattern.split(" -> ")[0])
-        return tuple(math.prod(sizes[name] for name in (merged or alone).split()) for merged, alone in dims)
+        return tuple(math.prod(sizes.get(name, 1) for name in (merged or alone).split()) for merged, alone in dims)
 
 
 @dataclasses.dataclass(frozen=True)

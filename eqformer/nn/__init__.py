@@ -21,8 +21,10 @@ from ._balance import (
 )
 from ._block import Block as Block, Layer as Layer, Mixer as Mixer, Period as Period, Routed as Routed
 from ._blockwise import BlockwiseCore as BlockwiseCore
-from ._cache import KVCache as KVCache, LatentCache as LatentCache
+from ._cache import DeltaCache as DeltaCache, KVCache as KVCache, LatentCache as LatentCache
+from ._conv import CausalConv as CausalConv
 from ._core import DotProductCore as DotProductCore, ReferenceCore as ReferenceCore
+from ._delta_net import GatedDeltaNet as GatedDeltaNet
 from ._dims import (
     dims as dims,
     dims_table as dims_table,
@@ -67,5 +69,6 @@ from ._rotary_scaling import (
 from ._router import Router as Router, TopKRouter as TopKRouter
 from ._routing import Routing as Routing, Slots as Slots
 from ._stack import REMAT as REMAT, Stack as Stack
+from ._temperature import LogTemperature as LogTemperature
 from ._tokens import positions_like as positions_like, token_keys as token_keys, Tokens as Tokens
 from ._transformer import Transformer as Transformer

@@ -9,10 +9,12 @@ from jaxtyping import Array, Float, Key
 
 from ._cache import empty_slots, KVCache
 from ._core import DotProductCore
+from ._dtype import at_least_float32
 from ._linear import Linear
 from ._mask import causal, Mask
 from ._norm import LayerNorm, RMSNorm
 from ._rotary import Rotary
+from ._temperature import LogTemperature
 from ._tokens import row_lengths, Tokens, tokens_or_default
 
 
@@ -20,8 +22,9 @@ class Attention(eqx.Module):
     """Attention of `heads` queries over `kv_heads` keys and values (Vaswani 2017; Shazeer 2019; Ainslie et al. 2023).
 
     `kv_heads == heads` is multi-head, `kv_heads == 1` multi-query, and what lies between grouped-query attention: query
-    head `h` reads key head `h // (heads / kv_heads)`. The order is project, normalise queries and keys, rotate, attend,
-    gate, project back. Head counts are read off the weights, so the module runs on a slice of its heads.
+    head `h` reads key head `h // (heads / kv_heads)`. The order is project, normalise queries and keys, rotate, sharpen
+    queries by their `temperature`, attend, gate, project back. Head counts are read off the weights, so the module runs
+    on a slice of its heads.
     """
 
     query: Linear
@@ -31,6 +34,7 @@ class Attention(eqx.Module):
     query_norm: RMSNorm | LayerNorm | None
     key_norm: RMSNorm | LayerNorm | None
     rotary: Rotary | None
+    temperature: LogTemperature | None
     gate: Linear | None
     sinks: Float[Array, "heads"] | None
     mask: Mask
@@ -50,6 +54,7 @@ class Attention(eqx.Module):
         query_norm: RMSNorm | LayerNorm | None = None,
         key_norm: RMSNorm | LayerNorm | None = None,
         rotary: Rotary | None = None,
+        temperature: LogTemperature | None = None,
         gate: bool = False,
         sinks: bool = False,
         mask: Mask | None = None,
@@ -57,7 +62,7 @@ class Attention(eqx.Module):
         scale: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the projections; parts that are modules (norms, rotary, mask, core) are passed built.
+        """Draw the projections; parts that are modules (norms, rotary, temperature, mask, core) are passed built.
 
         `scale` multiplies the scores, by default `head_dim^-0.5`. `bias` is for queries, keys and values, `output_bias`
         (by default as `bias`) for the output. `gate` multiplies each head's output by a sigmoid of the input;
@@ -78,7 +83,8 @@ class Attention(eqx.Module):
         self.output = Linear(
             "heads head_dim -> embed", heads=heads, bias=output_bias, std=output_std, key=keys[3], **sizes
         )
-        self.query_norm, self.key_norm, self.rotary = query_norm, key_norm, rotary
+        self.query_norm, self.key_norm = query_norm, key_norm
+        self.rotary, self.temperature = rotary, temperature
         self.gate = Linear("embed -> heads head_dim", heads=heads, bias=False, key=keys[4], **sizes) if gate else None
         self.sinks = jnp.zeros(heads, jnp.float32) if sinks else None
         self.mask = causal() if mask is None else mask
@@ -105,6 +111,9 @@ class Attention(eqx.Module):
             places = tokens.positions if kv_tokens is None else kv_tokens.positions
             length = row_lengths(tokens, kv_tokens)
             query, key = self.rotary(query, tokens.positions, length), self.rotary(key, places, length)
+        if self.temperature is not None:
+            factor = self.temperature(tokens.positions)[..., None, None]
+            query = (query.astype(at_least_float32(query.dtype)) * factor).astype(query.dtype)
         attended = self.core(
             query,
             key,

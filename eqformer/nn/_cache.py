@@ -64,18 +64,37 @@ class LatentCache(eqx.Module):
         return kept, seen[0], seen[1], Tokens(seen[2])
 
 
+class DeltaCache(eqx.Module):
+    """What a gated delta net remembers of its rows, of one size however long they are.
+
+    `state` holds what the recurrence does, in float32 at least, `queries`, `keys` and `values` the last tokens before
+    their convolutions, and `lengths` the position that each row's next token has.
+    """
+
+    state: Float[Array, "*batch heads head_dim v_dim"]
+    queries: Float[Array, "*batch kept kv_heads head_dim"]
+    keys: Float[Array, "*batch kept kv_heads head_dim"]
+    values: Float[Array, "*batch kept heads v_dim"]
+    lengths: Int[Array, "*batch"]
+
+
 def empty_slots(batch: Sequence[int], capacity: int) -> Int[Array, "*batch kv_seq"]:
     """Positions of slots with nothing in them."""
     return jnp.full((*batch, capacity), -1, jnp.int32)
 
 
-def _store(old: tuple, cache: KVCache | LatentCache, new: tuple, tokens: Tokens) -> tuple[tuple, tuple]:
-    """The memories with the new tokens in their slots, and the memories that those tokens may see."""
+def check_one_document(tokens: Tokens) -> None:
+    """Raise a `ValueError` for tokens of packed rows, of which no cache keeps more than one document."""
     if tokens.segments is not None:
         raise ValueError(
             "cache.update(tokens): a cache keeps one document a row, but the tokens have segments; pass "
             "Tokens(positions) without them, and a row of its own for each document."
         )
+
+
+def _store(old: tuple, cache: KVCache | LatentCache, new: tuple, tokens: Tokens) -> tuple[tuple, tuple]:
+    """The memories with the new tokens in their slots, and the memories that those tokens may see."""
+    check_one_document(tokens)
     old_positions = cache.positions
     size, seq = old_positions.shape[-1], tokens.positions.shape[-1]
     capacity = size if cache.capacity is None else cache.capacity

@@ -25,12 +25,18 @@ class Dropless(eqx.Module):
     """
 
     def __call__(
-        self, experts: Experts, x: Float[Array, "*batch seq embed"], routing: Routing
+        self,
+        experts: Experts,
+        x: Float[Array, "*batch seq embed"],
+        routing: Routing,
+        *,
+        weighs_inputs: bool = False,
     ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
         """The weighted sum of each token's experts, and how many choices had no place: none."""
         number = math.prod(x.shape[:-1])
         flat = (array.reshape(number, array.shape[-1]) for array in (x, routing.experts, routing.weights))
-        return sum_of_experts(experts, *flat).reshape(x.shape), jnp.zeros((), jnp.int32)
+        y = sum_of_experts(experts, *flat, weighs_inputs=weighs_inputs)
+        return y.reshape(x.shape), jnp.zeros((), jnp.int32)
 
     def kept(
         self, chosen: Int[Array, "*batch seq top_k"], experts: int
@@ -63,7 +69,12 @@ class Capacity(eqx.Module):
             raise ValueError(f"Capacity(per={self.per!r}): slots are counted per 'sequence' or per 'batch'.")
 
     def __call__(
-        self, experts: Experts, x: Float[Array, "*batch seq embed"], routing: Routing
+        self,
+        experts: Experts,
+        x: Float[Array, "*batch seq embed"],
+        routing: Routing,
+        *,
+        weighs_inputs: bool = False,
     ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
         """The weighted sum of each token's experts that had a slot, and how many choices had none."""
         chosen, slot, count = self._slots(routing.experts, len(experts))
@@ -72,13 +83,16 @@ class Capacity(eqx.Module):
         token = jax.vmap(lambda slot: token_of_slot(slot, len(experts) * count))(slot)
         taken = jnp.take_along_axis(rows, jnp.maximum(token, 0)[..., None], axis=1)
         taken = jnp.where((token >= 0)[..., None], taken, 0)
+        weights = jnp.where(slot >= 0, routing.weights.reshape(chosen.shape), 0)
+        if weighs_inputs:
+            of_slots = jax.vmap(lambda slot, weights: weight_of_slot(slot, weights, len(experts) * count))
+            taken, weights = scaled(taken, of_slots(slot, weights)), (slot >= 0).astype(weights.dtype)
         number, embed = len(experts), x.shape[-1]
         by_expert = jnp.swapaxes(taken.reshape(groups, number, count, embed), 0, 1)
         y = experts.slots(by_expert.reshape(number, groups * count, embed)).reshape(number, groups, count, embed)
         y = jnp.swapaxes(y, 0, 1).reshape(groups, number * count, embed)
         has_slot = slot >= 0
         given = jnp.take_along_axis(y, jnp.maximum(slot, 0).reshape(groups, math.prod(slot.shape[1:]), 1), axis=1)
-        weights = jnp.where(has_slot, routing.weights.reshape(chosen.shape), 0)
         output = combine(given.reshape(*chosen.shape, embed), weights).reshape(x.shape)
         return output, jnp.sum((chosen >= 0) & ~has_slot, dtype=jnp.int32)
 
@@ -107,10 +121,18 @@ def sum_of_experts(
     x: Float[Array, "tokens embed"],
     chosen: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
+    *,
+    weighs_inputs: bool = False,
 ) -> Float[Array, "tokens embed"]:
-    """Each token's weighted sum of the experts it has chosen; a choice of -1 adds nothing."""
+    """Each token's weighted sum of the experts it has chosen; a choice of -1 adds nothing.
+
+    With `weighs_inputs` it is the sum of what the experts make of the weighted token.
+    """
     order, place, sizes = by_expert(chosen, len(experts))
-    y = experts.sorted_rows(take_rows(x, order // chosen.shape[-1], place.reshape(chosen.shape)), sizes)
+    rows = take_rows(x, order // chosen.shape[-1], place.reshape(chosen.shape))
+    if weighs_inputs:
+        rows, weights = scaled(rows, weights.reshape(-1)[order]), (chosen >= 0).astype(weights.dtype)
+    y = experts.sorted_rows(rows, sizes)
     return combine(take_rows(y, place, order[:, None]).reshape(*chosen.shape, x.shape[-1]), weights)
 
 
@@ -178,6 +200,19 @@ def token_of_slot(slot: Int[Array, "tokens top_k"], number: int) -> Int[Array, "
     """The token in each of `number` slots, -1 for an empty one."""
     token = jnp.broadcast_to(jnp.arange(slot.shape[0], dtype=jnp.int32)[:, None], slot.shape)
     return jnp.full(number + 1, -1, jnp.int32).at[jnp.where(slot < 0, number, slot)].set(token)[:number]
+
+
+def weight_of_slot(
+    slot: Int[Array, "tokens top_k"], weights: Float[Array, "tokens top_k"], number: int
+) -> Float[Array, "slots"]:
+    """The weight of the choice in each of `number` slots, 0 for an empty one."""
+    return jnp.zeros(number + 1, weights.dtype).at[jnp.where(slot < 0, number, slot)].set(weights)[:number]
+
+
+def scaled(x: Float[Array, "*rows embed"], weights: Float[Array, "*rows"]) -> Float[Array, "*rows embed"]:
+    """Each row times its weight, multiplied in float32 at least."""
+    exact = at_least_float32(x.dtype)
+    return (x.astype(exact) * weights[..., None].astype(exact)).astype(x.dtype)
 
 
 def combine(

@@ -24,6 +24,7 @@ class MoE(Routed):
 
     `dispatch` is how tokens come to experts: `Dropless()` or `Capacity(factor)`; experts that choose their tokens
     (`ExpertChoiceRouter`) bring slots of their own. `shared` sees every token. `losses` are summed into `Aux.loss`.
+    With `weighs_inputs` it is `shared(x) + sum_k experts[i_k](w_k x)` (Llama 4).
     """
 
     router: Router | ExpertChoiceRouter
@@ -31,6 +32,7 @@ class MoE(Routed):
     dispatch: Dropless | Capacity
     shared: Callable[[Array], Array] | None
     losses: tuple[BalanceLoss, ...]
+    weighs_inputs: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class MoE(Routed):
         dispatch: Dropless | Capacity | None = None,
         shared: Callable[[Array], Array] | None = None,
         losses: tuple[BalanceLoss, ...] = (),
+        weighs_inputs: bool = False,
     ):
         """Put the parts together. Raises a `ValueError` where they do not fit, or `losses` have nothing to read."""
         choosing = isinstance(router, ExpertChoiceRouter)
@@ -54,6 +57,12 @@ class MoE(Routed):
                 f"MoE(ExpertChoiceRouter, losses={losses}): experts that choose their tokens are equally busy by "
                 "construction; pass no losses."
             )
+        if weighs_inputs and choosing:
+            raise ValueError(
+                "MoE(ExpertChoiceRouter, weighs_inputs=True): experts that choose their tokens weigh what they give; "
+                "leave weighs_inputs out, or take a router by which tokens choose."
+            )
+        self.weighs_inputs = weighs_inputs
         self.router, self.experts, self.shared, self.losses = router, experts, shared, losses
         self.dispatch = Dropless() if dispatch is None else dispatch
 
@@ -66,7 +75,7 @@ class MoE(Routed):
         if isinstance(routing, Slots):
             y, aux = run_slots(self.experts, x, routing), aux_of_slots(routing, tokens, x)
         else:
-            y, dropped = self.dispatch(self.experts, x, routing)
+            y, dropped = self.dispatch(self.experts, x, routing, weighs_inputs=self.weighs_inputs)
             aux = self.told(routing, tokens, dropped)
         return (y if self.shared is None else y + self.shared(x)), aux
 

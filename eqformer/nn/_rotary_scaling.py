@@ -75,7 +75,9 @@ class Llama3Scaling(RotaryScaling):
         base = base_frequencies(dim, theta)
         turns = self.original_length * base / (2 * math.pi)
         span = self.high_frequency_factor - self.low_frequency_factor
-        keep = np.clip((turns - self.low_frequency_factor) / span, 0.0, 1.0)
+        above = turns - self.low_frequency_factor
+        # Without a ramp (Llama 4 Scout), each wave is on one side or the other.
+        keep = np.clip(above / span, 0.0, 1.0) if span else (above >= 0).astype(base.dtype)
         return keep * base + (1 - keep) * base / self.factor, 1.0
 
 

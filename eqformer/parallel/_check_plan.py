@@ -14,12 +14,12 @@ from .. import nn
 from ._axes import AXES, BATCH_AXES, CONTEXT, PIPE, TENSOR
 from ._check_mixture import check_mixture
 from ._collective_matmul import OVERLAPS
-from ._context import check_context, CONTEXT_METHODS
+from ._context import check_context, CONTEXT_METHODS, refuse_recurrence
 from ._depth import check_depth
 from ._layout import axes_of, is_spec
 from ._mixture import EXPERT_METHODS
 from ._schedules import SCHEDULES
-from ._tensor import RESIDUALS, TENSOR_MODULES
+from ._tensor import MIXERS, RESIDUALS, TENSOR_MODULES
 
 
 def check_choices(plan: Any) -> None:
@@ -111,19 +111,21 @@ def check_rows(plan: Any, model: nn.Transformer, rows: int, seq: int) -> None:
             f"Plan(residual={plan.residual!r}) over tensor={plan.size(TENSOR)}: the {seq // size} tokens that a device "
             f"of context={size} holds {who}; take a multiple of {size * plan.size(TENSOR)} tokens."
         )
-    for path, module in _modules(model, (nn.Attention, nn.LatentAttention)):
-        _check_attention(plan, path, module, seq)
+    for path, module in _modules(model, MIXERS):
+        _check_mixer(plan, path, module, seq)
 
 
-def _check_attention(plan: Any, path: str, module: nn.Attention | nn.LatentAttention, seq: int) -> None:
+def _check_mixer(plan: Any, path: str, module: Any, seq: int) -> None:
     size, tensor = plan.size(CONTEXT), plan.size(TENSOR)
     heads = _first(module.query)
-    kv_heads = _first(module.key) if isinstance(module, nn.Attention) else heads
+    kv_heads = heads if isinstance(module, nn.LatentAttention) else _first(module.key)
     if tensor > 1 and kv_heads % tensor and tensor % kv_heads:
         raise ValueError(
             f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, which neither split over {tensor} devices "
             "nor are shared by equal groups of them; take an axis that divides them, or that they divide."
         )
+    if size > 1 and isinstance(module, nn.GatedDeltaNet):
+        refuse_recurrence(size, path)
     if size > 1:
         sinks = isinstance(module, nn.Attention) and module.sinks is not None
         try:
@@ -171,10 +173,15 @@ def _check_tensor(plan: Any, model: nn.Transformer, specs: PyTree) -> None:
 
 
 def _check_feature(plan: Any, path: str, node: Any) -> None:
-    if not isinstance(node, nn.Attention) or node.key_norm is None:
+    if not isinstance(node, nn.Attention | nn.GatedDeltaNet):
         return
     shares = _first(node.key) % plan.size(TENSOR) != 0
-    if shares and "kv_heads" in getattr(node.key_norm, "dims", ()):
+    if shares and isinstance(node, nn.GatedDeltaNet):
+        raise ValueError(
+            f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} convolves {_first(node.key)} key heads, "
+            "fewer than the axis has devices; take residual='replicated' or 'sequence', or a smaller axis."
+        )
+    if shares and isinstance(node, nn.Attention) and "kv_heads" in getattr(node.key_norm, "dims", ()):
         raise ValueError(
             f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} normalises all its key heads together "
             "and has fewer than the axis has devices; take residual='replicated' or 'sequence', or a smaller axis."

@@ -3,7 +3,7 @@
 Only attention mixes tokens, so only the attention core has to know; everything else runs on the tokens it is given.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -161,6 +161,14 @@ def check_context(
             f"check_context({method!r}, core=DotProductCore()): jax.nn.dot_product_attention has no place for sinks; "
             "take core=BlockwiseCore(), or method='ring', which computes by blocks itself."
         )
+
+
+def refuse_recurrence(size: int, path: str) -> NoReturn:
+    """Raise a `ValueError` for a recurrence over rows in pieces, each of which would wait for the one before it."""
+    raise ValueError(
+        f"Plan over context={size}: {path} has a GatedDeltaNet, which reads a row's tokens one after another, and a "
+        "device has pieces of rows; give the devices to another axis, such as tensor, which splits its heads."
+    )
 
 
 def ring_rules(core: Any) -> tuple[int, float | None]:

@@ -13,11 +13,13 @@ from ..nn._dispatch import (
     by_expert,
     combine,
     run_slots,
+    scaled,
     slot_of_choice,
     slots_of,
     sum_of_experts,
     take_rows,
     token_of_slot,
+    weight_of_slot,
 )
 from ..nn._grouped import map_linears
 from ..nn._moe import aux_of_slots, ROUTER
@@ -100,13 +102,13 @@ class SplitMoE(nn.Routed):
     def _chosen(self, x: Float[Array, "*batch seq embed"], routing: Routing) -> tuple[Array, Int[Array, ""]]:
         """What the chosen experts add to each token, and how many choices were dropped."""
         if self.residual is None and jax.lax.axis_size(EXPERT) == 1:
-            return self.inner.dispatch(self.inner.experts, x, routing)
+            return self.inner.dispatch(self.inner.experts, x, routing, weighs_inputs=self.inner.weighs_inputs)
         number = routing.scores.shape[-1]
         x, choices, weights = (self._whole_rows(array) for array in (x, routing.experts, routing.weights))
         choices, dropped = self.inner.dispatch.kept(choices, number)
         flat = (array.reshape(-1, array.shape[-1]) for array in (x, choices, weights))
         if jax.lax.axis_size(EXPERT) == 1:
-            y, more = sum_of_experts(self._experts(), *flat), jnp.zeros((), jnp.int32)
+            y, more = self._sum(self._experts(), *flat), jnp.zeros((), jnp.int32)
         else:
             y, more = (self._gathered if self.method == "gather" else self._exchanged)(*flat)
         dropped = dropped + more
@@ -118,8 +120,11 @@ class SplitMoE(nn.Routed):
         x, choices, weights = (jax.lax.all_gather(array, EXPERT, tiled=True) for array in (x, choices, weights))
         own = choices - jax.lax.axis_index(EXPERT) * len(experts)
         own = jnp.where((own >= 0) & (own < len(experts)) & (choices >= 0), own, -1)
-        y = sum_of_experts(experts, x, own, weights)
+        y = self._sum(experts, x, own, weights)
         return jax.lax.psum_scatter(y, EXPERT, tiled=True), jnp.zeros((), jnp.int32)
+
+    def _sum(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
+        return sum_of_experts(experts, x, choices, weights, weighs_inputs=self.inner.weighs_inputs)
 
     def _exchanged(self, x: Array, choices: Array, weights: Array) -> tuple[Array, Array]:
         experts, devices = self._experts(), jax.lax.axis_size(EXPERT)
@@ -130,12 +135,15 @@ class SplitMoE(nn.Routed):
         expert = jnp.full(spare + 1, -1, jnp.int32).at[jnp.where(has_slot, slot, spare)].set(choices % len(experts))
         swap = lambda array: jax.lax.all_to_all(array, EXPERT, 0, 0, tiled=True)
         sent = jnp.where((token >= 0)[:, None], x[jnp.maximum(token, 0)], 0)
+        weights = jnp.where(has_slot, weights, 0)
+        if self.inner.weighs_inputs:
+            sent = scaled(sent, weight_of_slot(slot, weights, spare))
+            weights = has_slot.astype(weights.dtype)
         order, place, sizes = by_expert(swap(expert[:spare])[:, None], len(experts))
         y = experts.sorted_rows(take_rows(swap(sent), order, place[:, None]), sizes)
         back = checkpoint_name(swap(take_rows(y, place, order[:, None])), "product")
         given = back[jnp.maximum(slot, 0)]
-        y = combine(given, jnp.where(has_slot, weights, 0))
-        return y, jnp.sum((choices >= 0) & ~has_slot, dtype=jnp.int32)
+        return combine(given, weights), jnp.sum((choices >= 0) & ~has_slot, dtype=jnp.int32)
 
     def _taken(self, router: nn.ExpertChoiceRouter, x: Array, tokens: nn.Tokens) -> tuple[Array, nn.Aux]:
         """What experts that choose their tokens add, and what they took; they choose among whole rows."""

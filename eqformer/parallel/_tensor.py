@@ -23,7 +23,8 @@ from ._vary import vary
 
 RESIDUALS = ("replicated", "sequence", "feature")
 HEAD_DIMS = ("heads", "kv_heads", "mlp")  # which are split where the stream between layers keeps its features whole
-TENSOR_MODULES = (nn.Attention, nn.LatentAttention, nn.MLP, nn.GatedMLP)
+MIXERS = (nn.Attention, nn.LatentAttention, nn.GatedDeltaNet)
+TENSOR_MODULES = (*MIXERS, nn.MLP, nn.GatedMLP)
 
 
 class Tensor(eqx.Module):
@@ -49,8 +50,8 @@ class Tensor(eqx.Module):
         return eqx.tree_at(lambda m: stream_maps(m, "outputs"), inner, rows)(x, *self._with_tokens(x, rest))
 
     def _with_tokens(self, x: Float[Array, "*batch seq embed"], rest: tuple) -> tuple:
-        # An attention that is told nothing of its tokens would count those of `x`, but it attends to all devices'.
-        if self.residual != "sequence" or not isinstance(self.inner, nn.Attention | nn.LatentAttention):
+        # A mixer that is told nothing of its tokens would count those of `x`, but it is given all devices'.
+        if self.residual != "sequence" or not isinstance(self.inner, MIXERS):
             return rest
         tokens, cache = (*rest, None, None)[:2]
         if tokens is None and cache is None:
@@ -111,9 +112,9 @@ class _Row(eqx.Module):
 
 
 def own_kv_head(module: PyTree) -> PyTree:
-    """The attention with the one key head that this device's query heads share, out of all that it holds.
+    """The mixer with the one key head that this device's other heads share, out of all that it holds.
 
-    Where there are fewer key heads than devices, so that each key head serves the queries of several.
+    Where there are fewer key heads than devices, so that each key head serves the heads of several.
     """
     kv_heads = module.key.weight.shape[0]
     first = jax.lax.axis_index(TENSOR) * kv_heads // jax.lax.axis_size(TENSOR)

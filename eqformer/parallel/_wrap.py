@@ -10,13 +10,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from .. import nn
-from ._axes import TENSOR
-from ._context import ContextCore
+from ._axes import CONTEXT, TENSOR
+from ._context import ContextCore, refuse_recurrence
 from ._feature import FEATURE_DIMS, FeatureKeyHead, FeatureLinear
 from ._layout import axes_of, dim_over
 from ._mixture import SplitMoE
 from ._norms import reduced_dims, SplitNorm
-from ._tensor import HEAD_DIMS, Tensor, TENSOR_MODULES
+from ._tensor import HEAD_DIMS, MIXERS, Tensor, TENSOR_MODULES
 from ._vocabulary import FeatureEmbedding, HeadInput, own_rows, rows_of_features, SplitEmbedding
 
 
@@ -63,17 +63,19 @@ def split_over_tensor(
 
 
 def shares_kv_heads(module: PyTree, specs: PyTree) -> bool:
-    """Whether an attention's key heads are held whole while its query heads are split."""
-    return isinstance(module, nn.Attention) and TENSOR not in axes_of(specs.key.weight)
+    """Whether a mixer's key heads are held whole while its other heads are split."""
+    return isinstance(module, nn.Attention | nn.GatedDeltaNet) and TENSOR not in axes_of(specs.key.weight)
 
 
 def split_over_context(model: PyTree, method: str, is_branched: bool) -> PyTree:
-    """The model with every attention's core replaced by one for pieces of rows."""
+    """The model with every attention's core replaced by one for pieces of rows; refuses recurrences over them."""
 
     def split(module: PyTree) -> PyTree:
+        if isinstance(module, nn.GatedDeltaNet):
+            refuse_recurrence(jax.lax.axis_size(CONTEXT), "the model")
         return eqx.tree_at(lambda m: m.core, module, ContextCore(module.core, method, is_branched))
 
-    return replace(model, (nn.Attention, nn.LatentAttention), split)
+    return replace(model, MIXERS, split)
 
 
 def split_mixtures(model: PyTree, method: str, factor: float, residual: str | None) -> PyTree:

@@ -8,6 +8,7 @@ from jaxtyping import PyTree
 from ..nn import (
     Attention,
     ExpertChoiceRouter,
+    GatedDeltaNet,
     is_trainable,
     LatentAttention,
     Linear,
@@ -36,10 +37,11 @@ def parameter_count(model: PyTree, *, embeddings: bool = True, active: bool = Fa
 def flops_per_token(model: Transformer, seq: int, *, attention: str = "half", backward: bool = True) -> float:
     """Operations a token of a training step over rows of `seq` tokens, a multiplication and an addition counted as two.
 
-    Counted are products of matrices: every linear map, scores and weighted sums of attention, and the logits.
-    `attention="half"` counts the keys that a mask leaves visible, on average over a row (Megatron's custom for causal
-    masks); `"full"` counts all `seq` keys (the custom of PaLM's and most published MFU figures). The backward pass
-    costs twice the forward pass; what is recomputed is not counted. Of experts, as many are counted as a token takes.
+    Counted are products of matrices: every linear map, scores and weighted sums of attention, a recurrence's products
+    with its states, and the logits. `attention="half"` counts the keys that a mask leaves visible, on average over a
+    row (Megatron's custom for causal masks); `"full"` counts all `seq` keys (the custom of PaLM's and most published
+    MFU figures). The backward pass costs twice the forward pass; what is recomputed is not counted. Of experts, as many
+    are counted as a token takes.
     """
     if attention not in ("half", "full"):
         raise ValueError(f"flops_per_token(attention={attention!r}): give 'half' (visible keys) or 'full' (all keys).")
@@ -47,9 +49,12 @@ def flops_per_token(model: Transformer, seq: int, *, attention: str = "half", ba
     for module in jax.tree.leaves(model, is_leaf=_is_counted):
         if isinstance(module, Linear):
             forward += 2 * math.prod(module.weight.shape)
-        elif isinstance(module, Attention | LatentAttention):
+        elif isinstance(module, Attention | LatentAttention | GatedDeltaNet):
             linears = (part for part in jax.tree.leaves(module, is_leaf=_is_linear) if isinstance(part, Linear))
             forward += sum(2 * math.prod(linear.weight.shape) for linear in linears)
+            if isinstance(module, GatedDeltaNet):  # its state is read by the key, corrected, and read by the query
+                forward += 3 * 2 * math.prod(module.value.weight.shape[:-1]) * module.query.weight.shape[-2]
+                continue
             keys = seq if attention == "full" else visible_keys(module.mask, seq)
             forward += 2 * keys * _score_channels(module)
     forward -= sum(2 * _idle(moe, True) for moe in _mixtures(model))
@@ -98,4 +103,4 @@ def _is_linear(node: object) -> bool:
 
 
 def _is_counted(node: object) -> bool:
-    return isinstance(node, Linear | Attention | LatentAttention)
+    return isinstance(node, Linear | Attention | LatentAttention | GatedDeltaNet)

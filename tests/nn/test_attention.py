@@ -1,5 +1,6 @@
 """Attention against loops in float64, in every corner."""
 
+import math
 from typing import Any
 
 import equinox as eqx
@@ -52,12 +53,20 @@ CORNERS = {
     "input biases alone": lambda: make(bias=True, output_bias=False),
     "scale": lambda: make(scale=1.3),
     "gate": lambda: make(gate=True),
+    "temperature": lambda: make(temperature=nn.LogTemperature(2, 0.7)),
     "sinks": lambda: make(sinks=True, core=nn.ReferenceCore()),
     "softcap": lambda: make(core=nn.ReferenceCore(softcap=0.7)),
     "window": lambda: make(mask=nn.sliding_window(2)),
     "chunks": lambda: make(mask=nn.chunked(2)),
     "both ways": lambda: make(mask=nn.full()),
-    "all at once": lambda: make(bias=True, gate=True, sinks=True, core=nn.ReferenceCore(softcap=0.2), **head_norms()),
+    "all at once": lambda: make(
+        bias=True,
+        gate=True,
+        sinks=True,
+        core=nn.ReferenceCore(softcap=0.2),
+        temperature=nn.LogTemperature(3, 0.9),
+        **head_norms(),
+    ),
 }
 
 
@@ -70,6 +79,10 @@ def literal(module, x, places, visible):
         dim, theta, interleaved = module.rotary.dim, module.rotary.theta, module.rotary.interleaved
         turns = np.array([theta ** (-2 * i / dim) for i in range(dim // 2)])
         query, key = (rotate(z, places, turns, interleaved) for z in (query, key))
+    if module.temperature is not None:
+        every, strength = module.temperature.every, module.temperature.strength
+        for place in np.ndindex(places.shape):
+            query[place] *= 1 + strength * math.log(1 + (places[place] + 1) // every)
     sinks = None if module.sinks is None else wide(module.sinks)
     softcap = module.core.softcap if isinstance(module.core, nn.ReferenceCore) else None
     y = attend(query, key, value, visible, module.scale, sinks, softcap)
@@ -102,7 +115,14 @@ def test_the_corners_differ():
     """Each option changes the output, so that the loops above do test it."""
     module, x = CORNERS["all at once"](), normal(1, 2, SEQ, EMBED)
     y = run(module, x)
-    without = ({"gate": None}, {"sinks": None}, {"query_norm": None}, {"key_norm": None}, {"rotary": None})
+    without = (
+        {"gate": None},
+        {"sinks": None},
+        {"query_norm": None},
+        {"key_norm": None},
+        {"rotary": None},
+        {"temperature": None},
+    )
     for change in (*without, {"scale": 0.4}, {"core": nn.ReferenceCore()}, {"mask": nn.full()}):
         assert not close(run(replaced(module, **change), x), y, 1e-3), change
 

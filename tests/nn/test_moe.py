@@ -211,3 +211,34 @@ def test_a_router_of_ones_own():
     y, aux = eqx.filter_jit(nn.MoE(Hashed(), experts_of()))(x)
     assert close(y[0], [one_expert(experts_of(), place, wide(x[0, place])) for place in range(EXPERTS)])
     assert aux.load.tolist() == [1] * EXPERTS
+
+
+@eqx.filter_jit
+def _weighing_inputs(router, experts, x, tokens):
+    def total(experts, x, dispatch, weighs):
+        y, aux = nn.MoE(router, experts, dispatch=dispatch, weighs_inputs=weighs)(x, tokens)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))), (y, aux)
+
+    both = eqx.filter_value_and_grad(lambda given, *rest: total(*given, *rest), has_aux=True)
+    found = [both((experts, x), dispatch, True) for dispatch in DISPATCHES]
+    return router(x, tokens), found, total(experts, x, DISPATCHES[0], False)[1][0]
+
+
+def test_weights_can_multiply_what_experts_are_given():
+    router, experts = router_of(score="sigmoid"), experts_of("gated")
+    routing, found, outside = as_numpy(_weighing_inputs(router, experts, X, tokens_of()))
+    for dispatch, ((_, (y, aux)), _) in zip(DISPATCHES, found, strict=True):
+        kept, expected = kept_by(dispatch, routing.experts), np.zeros(X.shape)
+        for place in np.argwhere(kept >= 0):
+            row, choice = tuple(place[:2]), tuple(place)
+            expected[row] += one_expert(experts, kept[choice], routing.weights[choice] * wide(X[row]))
+        assert close(y, expected, 1e-5) and not close(y, outside, 1e-2)
+        assert aux.dropped == np.sum((routing.experts >= 0) & (kept < 0))
+    # Both that drop nothing have one gradient, though one sorts choices and the other has slots.
+    assert all_close(found[0][1], found[1][1]) and not all_close(found[0][1], found[2][1])
+
+
+def test_experts_that_choose_their_tokens_weigh_no_inputs():
+    router = drawn(nn.ExpertChoiceRouter, embed=EMBED, experts=EXPERTS, factor=1.0, key=KEY)
+    with pytest.raises(ValueError, match="experts that choose their tokens weigh what they give"):
+        nn.MoE(router, experts_of(), weighs_inputs=True)

@@ -75,6 +75,18 @@ def test_the_fixture_holds_every_kind_and_both_sides_of_the_length():
     assert at("longrope-64") == at("longrope-1") != at("longrope-65") == at("longrope-200")
 
 
+def test_without_a_ramp_each_wave_stays_or_grows():
+    """Llama 4 Scout's two factors are equal: nothing is divided by their difference."""
+    kept, grown = (nn.Llama3Scaling(8.0, factor, factor, 64) for factor in (1e-6, 1e6))
+    base = 100.0 ** (-np.arange(0, 8, 2) / 8)
+    turns = 64 * base / (2 * np.pi)
+    assert turns.min() < 1 < turns.max()
+    found = nn.Llama3Scaling(8.0, 1.0, 1.0, 64).frequencies(8, 100.0, jnp.array([[9]]))[0]
+    assert np.allclose(found, np.where(turns > 1, base, base / 8), rtol=1e-6)
+    assert np.allclose(kept.frequencies(8, 100.0, jnp.array([[9]]))[0], base, rtol=1e-6)
+    assert np.allclose(grown.frequencies(8, 100.0, jnp.array([[9]]))[0], base / 8, rtol=1e-6)
+
+
 def test_only_some_depend_on_the_length():
     depends = {case["name"]: scaling_of(case["parameters"]) for case in CASES.values()}
     found = {name for name, scaling in depends.items() if nn.Rotary(4, 10.0, scaling=scaling).depends_on_length}

@@ -236,6 +236,8 @@ def _mixtures() -> Iterator[Case]:
         ):
             if model == "mixture" or "context" not in mesh:  # slots are counted in whole rows
                 yield Case(model, mesh, choices | way, remat)
+    for (mesh, choices), way in zip(layouts + stages[1:2], itertools.cycle(ways)):
+        yield Case("weighed inputs", mesh, choices | way)
     for model in ("mixture", "choosing experts"):
         yield Case(model, {"pipe": 2, "tensor": 2}, {"schedule": "zb-h1", "microbatches": 2, "residual": "feature"})
     for mesh, choices in layouts:

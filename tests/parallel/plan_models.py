@@ -134,8 +134,19 @@ def mixture(key: Any, *losses: nn.BalanceLoss, **options: Any) -> nn.Block:
     options = {"router": nn.TopKRouter(embed=EMBED, experts=8, top_k=2, normalise=True, jitter=0.1, key=two), **options}
     make = lambda key: nn.GatedMLP(embed=EMBED, mlp=16, bias=True, key=key)
     losses = losses or (nn.LoadBalance(0.5, per="sequence"), nn.RouterZ(0.1))
+    mixer = options.pop("mixer", attention(one))
     moe = nn.MoE(options.pop("router"), nn.Experts(make, 8, key=three), losses=losses, **options)
-    return nn.Block(attention(one), moe, norm(), norm())
+    return nn.Block(mixer, moe, norm(), norm())
+
+
+def weighed_inputs(key: Any) -> nn.Period:
+    """Like Llama 4: chunks of rows and whole ones in turn, the latter sharpened, and sigmoids that weigh inputs."""
+    one, two = jax.random.split(key)
+    router = nn.TopKRouter(embed=EMBED, experts=8, top_k=2, score="sigmoid", key=two)
+    mixers = attention(one, mask=nn.chunked(5)), attention(one, rotary=None, temperature=nn.LogTemperature(3, 0.5))
+    balance = nn.LoadBalance(0.5, per="sequence", normalise=True)
+    options = {"router": router, "weighs_inputs": True}
+    return nn.Period(tuple(mixture(two, balance, mixer=mixer, **options) for mixer in mixers))
 
 
 def shared_mixture(key: Any) -> nn.Period:
@@ -165,6 +176,16 @@ def choosing_experts(key: Any) -> nn.Block:
     return nn.Block(attention(one), nn.MoE(router, experts), norm(), norm())
 
 
+def recurrence(key: Any, kv_heads: int = 4) -> nn.Period:
+    """Like Qwen3-Next: a gated delta net, and an attention whose heads have gates, under norms that count from one."""
+    one, two = jax.random.split(key)
+    sizes = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": HEAD_DIM, "v_dim": 6}
+    net = nn.GatedDeltaNet(embed=EMBED, **sizes, chunk=5, key=one)
+    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
+    mixers = net, attention(two, kv_heads=kv_heads, gate=True)
+    return nn.Period(tuple(nn.Block(mixer, mlp, norm(1.0), norm(1.0), dropout=nn.Dropout(0.1)) for mixer in mixers))
+
+
 Make = Callable[[Any], Any]
 BLOCKS: dict[str, tuple[Make, ...]] = {
     "windows": (windows,),
@@ -176,8 +197,11 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "unlike stacks": (latents, side_by_side),
     "mixture": (mixture,),
     "shared mixture": (shared_mixture,),
+    "weighed inputs": (weighed_inputs,),
     "batch mixture": (batch_mixture,),
     "choosing experts": (choosing_experts,),
+    "recurrence": (recurrence,),
+    "few recurrence": (functools.partial(recurrence, kv_heads=2),),
 }
 
 

@@ -201,6 +201,10 @@ def gained(key):
     return OwnNames(key, "mlp", gain=True)
 
 
+def recurrent():
+    return shapes(lambda: model_of("few recurrence"))
+
+
 def choosing(per):
     return lambda key: nn.ExpertChoiceRouter(embed=EMBED, experts=8, factor=1.0, per=per, key=key)
 
@@ -227,6 +231,14 @@ MODELS = {
         {},
         r"slots of ExpertChoiceRouter over the whole batch",
     ),
+    "a recurrence over pieces of rows": (
+        recurrent,
+        {"context": 2},
+        {},
+        r"blocks\.blocks\[0\].attention has a GatedDelta",
+    ),
+    "nothing: a recurrence over heads": (recurrent, {"fsdp": 2, "tensor": 4}, {}, None),
+    "few key heads to convolve": (recurrent, {"tensor": 4}, {"residual": "feature"}, r"convolves 2 key heads"),
     "nothing: a norm of one's own": (bare_norm, {"tensor": 2}, {"residual": "sequence"}, None),
     "a norm of one's own that would see slices": (
         bare_norm,

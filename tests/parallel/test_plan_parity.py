@@ -58,6 +58,14 @@ FLOAT64 = [
     Case("windows", {"fsdp": 2, "context": 2, "tensor": 2}, {"zero": 1, "residual": "replicated"}),
     Case("full norms", {"fsdp": 2, "tensor": 4}, {"zero": 3, "residual": "sequence"}),
     Case("latents", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}),
+    # Queries and keys of four channels are scaled to length 1, which magnifies float32's rounding.
+    Case("recurrence", {"fsdp": 4, "tensor": 2}, {"zero": 3, "residual": "replicated"}),
+    Case("recurrence", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "sequence", "overlap": "ring"}, "products"),
+    Case("recurrence", {"fsdp": 4, "tensor": 2}, {"zero": 2, "residual": "feature"}, "full"),
+    Case("recurrence", {"pipe": 2, "tensor": 2}, {"schedule": "zb-h1", "microbatches": 2, "residual": "replicated"}),
+    Case("recurrence", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "1f1b", "microbatches": 2}),
+    Case("few recurrence", {"fsdp": 2, "tensor": 4}, {"residual": "replicated"}),
+    Case("few recurrence", {"fsdp": 2, "tensor": 4}, {"residual": "sequence"}),
 ]
 
 

@@ -1,0 +1,93 @@
+"""The gated delta rule: a matrix a head that forgets, corrects what it holds for a key, and answers queries."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+State = Float[Array, "*batch heads head_dim v_dim"]
+
+
+def delta_rule(
+    query: Float[Array, "*batch seq heads head_dim"],
+    key: Float[Array, "*batch seq heads head_dim"],
+    value: Float[Array, "*batch seq heads v_dim"],
+    rate: Float[Array, "*batch seq heads"],
+    decay: Float[Array, "*batch seq heads"],
+    documents: Int[Array, "*batch seq"],
+    state: State,
+    *,
+    chunk: int,
+) -> tuple[Float[Array, "*batch seq heads v_dim"], State]:
+    """Each token's answer `S_t^T q_t`, and the last state (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, eq. 10).
+
+    `S_t = e^decay_t S_(t-1) + rate_t k_t (v_t - e^decay_t S_(t-1)^T k_t)^T`: what the state holds for a key is moved
+    towards its value. `state` is of document 0, and each further document begins with zeros. A token of rate and decay
+    0 changes nothing. One token is one step; more are computed by chunks, in products of `chunk x chunk` (section 3.3
+    there), one chunk after another, so that time and memory grow with `seq * chunk`. All arrays are of one dtype.
+    """
+    if query.shape[-3] == 1:
+        return _step(query, key, value, rate, decay, documents, state)
+    batch, (seq, heads) = query.shape[:-3], query.shape[-3:-1]
+    size = min(chunk, seq)
+    by_heads = lambda x: jnp.swapaxes(_cut(x.reshape(-1, *x.shape[len(batch) :]), size), 2, 3)
+    query, key, value, rate, decay = map(by_heads, (query, key, value, rate, decay))
+    # What fills the last chunk is of the document before it, with rate and decay 0.
+    owners = _cut(documents.reshape(-1, seq), size, mode="edge")
+    within, passing, ending, kept = _fading(decay, owners)
+    weighed = rate[..., None] * key
+    system = jnp.tril(_product("nbhid,nbhjd->nbhij", weighed, key) * within, -1)
+    sides = jnp.concatenate([rate[..., None] * value, weighed * passing[..., None]], axis=-1)
+    solved = jax.lax.linalg.triangular_solve(system, sides, left_side=True, lower=True, unit_diagonal=True)
+    added, corrected = jnp.split(solved, [value.shape[-1]], axis=-1)
+    scores = _product("nbhid,nbhjd->nbhij", query, key) * within
+    asked, stored = query * passing[..., None], key * ending[..., None]
+
+    def one_chunk(state: Array, given: tuple) -> tuple[Array, Array]:
+        added, corrected, scores, asked, stored, kept = given
+        news = added - _product("bhid,bhdv->bhiv", corrected, state)
+        output = _product("bhid,bhdv->bhiv", asked, state) + _product("bhij,bhjv->bhiv", scores, news)
+        return state * kept[..., None, None] + _product("bhjd,bhjv->bhdv", stored, news), output
+
+    # Typed as what comes of it, under `shard_map` too.
+    start = state.reshape(-1, *state.shape[len(batch) :]) + jnp.zeros_like(solved, shape=())
+    last, output = jax.lax.scan(one_chunk, start, (added, corrected, scores, asked, stored, kept))
+    output = jnp.moveaxis(jnp.swapaxes(output, 2, 3), 0, 1).reshape(*batch, -1, heads, value.shape[-1])
+    return jax.lax.slice_in_dim(output, 0, seq, axis=len(batch)), last.reshape(state.shape)
+
+
+def _step(
+    query: Array, key: Array, value: Array, rate: Array, decay: Array, documents: Array, state: Array
+) -> tuple[Array, Array]:
+    query, key, value = (x[..., 0, :, :] for x in (query, key, value))
+    rate, decay = rate[..., 0, :], decay[..., 0, :]
+    goes_on = documents[..., 0, None, None, None] == 0
+    state = jnp.where(goes_on, state * jnp.exp(decay)[..., None, None], 0)
+    news = rate[..., None] * (value - _product("...hd,...hdv->...hv", key, state))
+    state = state + key[..., :, None] * news[..., None, :]
+    return _product("...hd,...hdv->...hv", query, state)[..., None, :, :], state
+
+
+def _fading(decay: Float[Array, "n batch heads chunk"], owners: Int[Array, "n batch chunk"]) -> tuple[Array, ...]:
+    """What is left of a token at a later one of its chunk, of the state before it at each token, of each token at its
+    end, and of the state there; nothing across documents.
+    """
+    total = jnp.cumsum(decay, axis=-1)
+    earlier = jnp.tril(jnp.ones((decay.shape[-1],) * 2, bool))
+    visible = (earlier & (owners[..., :, None] == owners[..., None, :]))[:, :, None]
+    # Of what is hidden the exponential may be infinite, and its gradient no number.
+    within = jnp.where(visible, jnp.exp(jnp.where(visible, total[..., :, None] - total[..., None, :], 0)), 0)
+    before = jnp.concatenate([jnp.zeros_like(owners[:1, :, -1]), owners[:-1, :, -1]])
+    goes_on = (owners == before[..., None])[:, :, None]
+    passing = jnp.where(goes_on, jnp.exp(total), 0)
+    return within, passing, within[..., -1, :], passing[..., -1]
+
+
+def _cut(x: Array, size: int, mode: str = "constant") -> Array:
+    """Chunks of tokens, counted by a new first dim."""
+    filled = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+    return jnp.moveaxis(filled.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
+
+
+def _product(pattern: str, one: Array, other: Array) -> Array:
+    return jnp.einsum(pattern, one, other, preferred_element_type=one.dtype)

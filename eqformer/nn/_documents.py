@@ -1,0 +1,20 @@
+"""Which document of its row a token is of, for layers that read tokens in their order: convolutions and recurrences."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from ._tokens import Tokens
+
+
+def documents_of(tokens: Tokens, shape: tuple[int, ...]) -> Int[Array, "*batch seq"]:
+    """The documents of each row, numbered in their order; 0 is the one that a cache holds the beginning of.
+
+    A document begins at position 0 and where the segment is another than the token's before. Padding belongs to the
+    document before it.
+    """
+    positions = jnp.broadcast_to(tokens.positions, shape)
+    begins = positions == 0
+    if tokens.segments is not None:
+        segments = jnp.broadcast_to(tokens.segments, shape)
+        begins |= jnp.pad(segments[..., 1:] != segments[..., :-1], [(0, 0)] * (len(shape) - 1) + [(1, 0)])
+    return jnp.cumsum(begins & (positions >= 0), axis=-1, dtype=jnp.int32)

@@ -1,0 +1,25 @@
+"""Attention that sharpens with the position of the query, for rows longer than those of training."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class LogTemperature(eqx.Module):
+    """`1 + strength * log(1 + floor((position + 1) / every))`, which multiplies a query (Llama 4).
+
+    Over longer rows a softmax spreads its weight over more keys; scores that grow with the logarithm of their number
+    keep it where it was (Nakanishi 2025, arXiv:2501.19399). Below position `every - 1` nothing changes.
+    """
+
+    every: int = eqx.field(static=True)
+    strength: float = eqx.field(static=True)
+
+    def __check_init__(self):
+        if self.every < 1:
+            raise ValueError(f"LogTemperature(every={self.every}): every counts tokens and must be at least 1.")
+
+    def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq"]:
+        """The factor of each token's query, in float32."""
+        steps = (positions + 1) // self.every
+        return 1 + self.strength * jnp.log1p(steps.astype(jnp.float32))

@@ -1,0 +1,91 @@
+"""The gated delta rule by chunks against its recurrence, token by token, in float64; gradients too."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nn_reference import close
+
+from eqformer.nn._delta_rule import delta_rule
+
+
+BATCH, HEADS, HEAD_DIM, V_DIM = 2, 3, 4, 5
+
+
+def given(seq, dtype) -> Any:
+    """Queries, keys of length 1, values, rates, decays, and a state to begin with."""
+    draw = np.random.default_rng(seq)
+    query, key, value = (draw.normal(size=(BATCH, seq, HEADS, dim)) for dim in (HEAD_DIM, HEAD_DIM, V_DIM))
+    rate, decay = draw.uniform(0, 1, (BATCH, seq, HEADS)), -draw.exponential(1.0, (BATCH, seq, HEADS))
+    state = draw.normal(size=(BATCH, HEADS, HEAD_DIM, V_DIM))
+    key = key / np.linalg.norm(key, axis=-1, keepdims=True)
+    return [jnp.asarray(x, dtype) for x in (query, key, value, rate, decay, state)]
+
+
+def documents(seq):
+    """The first row goes on from what was and has further documents; the second begins with one."""
+    rows = [np.cumsum(np.arange(seq) % 5 == 3), 1 + np.cumsum(np.arange(seq) == 7)]
+    return jnp.asarray(np.stack(rows), jnp.int32)
+
+
+def literal(arrays, owners):
+    """One token after another, one row and head after another."""
+    query, key, value, rate, decay, state = arrays
+    xp = np if isinstance(query, np.ndarray) else jnp
+    outputs, states = [], []
+    for row, head in itertools.product(range(BATCH), range(HEADS)):
+        memory, answers, owner = state[row, head], [], 0
+        for place in range(query.shape[1]):
+            at = (row, place, head)
+            memory = memory * 0 if owners[row, place] != owner else memory
+            owner = owners[row, place]
+            memory = memory * xp.exp(decay[at])
+            memory = memory + rate[at] * xp.outer(key[at], value[at] - memory.T @ key[at])
+            answers.append(memory.T @ query[at])
+        outputs.append(xp.stack(answers))
+        states.append(memory)
+    output = xp.stack(outputs).reshape(BATCH, HEADS, -1, V_DIM)
+    return xp.swapaxes(output, 1, 2), xp.stack(states).reshape(state.shape)
+
+
+def ruled(arrays, owners, chunk):
+    query, key, value, rate, decay, state = arrays
+    return delta_rule(query, key, value, rate, decay, owners, state, chunk=chunk)
+
+
+@pytest.mark.parametrize(("seq", "chunk"), [(1, 4), (3, 64), (8, 4), (13, 4)])
+def test_chunks_are_the_recurrence(seq, chunk):
+    arrays, owners = given(seq, jnp.float32), documents(seq)
+    expected = literal([np.asarray(x, np.float64) for x in arrays], np.asarray(owners))
+    found = jax.jit(functools.partial(ruled, chunk=chunk))(arrays, owners)
+    assert all(close(*pair, 1e-5) for pair in zip(found, expected, strict=True))
+    others = literal([np.asarray(x, np.float64) for x in arrays], np.asarray(owners) + 1)
+    assert not close(found[0], others[0], 1e-2)
+
+
+@pytest.mark.parametrize(("seq", "chunk"), [(1, 4), (7, 3)])
+def test_so_are_their_gradients(seq, chunk):
+    with jax.enable_x64(True):
+        arrays, owners = given(seq, jnp.float64), np.asarray(documents(seq))
+
+        def total(rule, arrays):
+            output, state = rule(arrays, owners)
+            return jnp.sum(jnp.sin(output)) + jnp.sum(jnp.cos(state))
+
+        chunks = lambda arrays, owners: ruled(arrays, jnp.asarray(owners), chunk)
+        grads = [jax.jit(jax.grad(functools.partial(total, rule)))(arrays) for rule in (literal, chunks)]
+        for want, got in zip(*grads, strict=True):
+            assert close(got, np.asarray(want), 1e-11)
+        assert not close(grads[1][0] * 1.001, np.asarray(grads[0][0]), 1e-5)
+
+
+def test_decays_without_bound_have_finite_gradients():
+    """A token that forgets all: what lies behind it is multiplied by 0, and never divided by it."""
+    arrays = given(6, jnp.float32)
+    arrays[4] = arrays[4].at[:, 2].set(-1e4)
+    total = lambda arrays: jnp.sum(ruled(arrays, jnp.zeros((BATCH, 6), jnp.int32), 4)[0])
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(jax.jit(jax.grad(total))(arrays)))
