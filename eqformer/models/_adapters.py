@@ -1,10 +1,6 @@
 """Adapters in the files of peft: read into a model's `LoRA`s, and written from them."""
 
-import json
-import os
 import re
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +10,12 @@ import jax
 import numpy as np
 
 from .._extra import load_extra
-from ..nn import has_shape, LoRA, path_name, Transformer
+from ..nn import LoRA, path_name, Transformer
 from ._adapter_config import AdapterConfig, read_adapter_config, write_adapter_config
 from ._adapter_sites import is_map, maps, Site, sites_of
-from ._families import build, Numbers
-from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, read_json
-from ._published import numbers_of, published_of
+from ._families import Numbers
+from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, new_folder, read_json, write_json
+from ._published import check_shapes, format_of
 from ._weights import Published
 
 
@@ -40,7 +36,7 @@ def load_adapter(
     of a Linear, modules that the configuration names and that no array fills.
     """
     folder, call = Folder(path, ADAPTER), f"load_adapter({str(path)!r})"
-    published, numbers = _family(like, numbers, call)
+    published, numbers = format_of(call, like, numbers)
     config = read_adapter_config(read_json(folder.path / CONFIG), str(folder.path / CONFIG))
     if any(isinstance(node, LoRA) for node in maps(model)):
         raise ValueError(f"{call}: the model has LoRAs already; merge_lora them first.")
@@ -82,7 +78,7 @@ def save_adapter(
     call, target = f"save_adapter({str(path)!r})", Path(path)
     if target.exists():
         raise ValueError(f"{call}: something is there already; give a new folder.")
-    published, numbers = _family(like, numbers, call)
+    published, numbers = format_of(call, like, numbers)
     sites = _sites(model, published, numbers, call)
     base = str(like) if base is None and like is not None else base
     adapted = [site for site in sites if site.loras]
@@ -101,18 +97,9 @@ def save_adapter(
     _write(target, arrays, write_adapter_config(told, modules, base))
 
 
-def _family(like: str | Path | None, numbers: Numbers | None, call: str) -> tuple[Published, Numbers]:
-    if like is not None and numbers is None:
-        return numbers_of(Path(like))
-    if numbers is not None and like is None:
-        return published_of(numbers), numbers
-    raise ValueError(f"{call}: give either the folder that the model is like=, or the numbers= it was built from.")
-
-
 def _sites(model: Transformer, published: Published, numbers: Numbers, call: str) -> list[Site]:
     plain = jax.tree.map(lambda node: node.linear if isinstance(node, LoRA) else node, model, is_leaf=is_map)
-    if _shapes(plain) != _shapes(eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))):
-        raise ValueError(f"{call}: the model is not one of {numbers}; give those it was built from.")
+    check_shapes(call, plain, numbers)
     return sites_of(published.weights(numbers), model)
 
 
@@ -130,17 +117,10 @@ def _check_names(folder: Folder, config: AdapterConfig, sites: list[Site], call:
 
 def _write(target: Path, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
     save_file = load_extra("safetensors.numpy", extra="train", call="save_adapter(model, numbers, path)").save_file
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.parent / f".{target.name}.{secrets.token_hex(4)}"
-    part.mkdir()
-    try:
-        packed = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    packed = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    with new_folder(target) as part:
         save_file(packed, part / ADAPTER, metadata={"format": "pt"})
-        (part / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
-        os.rename(part, target)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+        write_json(part / CONFIG, config)
 
 
 def _names(module: str) -> tuple[str, str]:
@@ -150,8 +130,3 @@ def _names(module: str) -> tuple[str, str]:
 
 def _weights(lora: LoRA) -> list[Any]:
     return [lora.down.weight, lora.up.weight]
-
-
-def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(model)
-    return {path_name(path): leaf.shape for path, leaf in leaves if has_shape(leaf)}

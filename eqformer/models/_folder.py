@@ -1,6 +1,10 @@
 """Folders of safetensors as they are published: one file, or several and an index; read slowly trusting nothing."""
 
+import contextlib
 import json
+import os
+import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,6 +95,25 @@ class Folder:
         return list(header)
 
 
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write in, which becomes `target` when all is written, and nothing where that fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.parent / f".{target.name}.{secrets.token_hex(4)}"
+    part.mkdir()
+    try:
+        yield part
+        os.rename(part, target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write an object, to be read by people too."""
+    path.write_text(json.dumps(dict(content), indent=2) + "\n")
+
+
 def write_folder(
     path: Path, arrays: Iterator[tuple[str, np.ndarray]], config: Mapping[str, Any], shard_bytes: int
 ) -> None:
@@ -117,8 +140,8 @@ def write_folder(
         (path / f"part-{i}.safetensors").rename(path / name)
     if number > 1:
         index = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for name, i in file_of.items()}}
-        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    (path / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
+        write_json(path / INDEX, index)
+    write_json(path / CONFIG, config)
 
 
 def read_json(path: Path) -> dict[str, Any]:

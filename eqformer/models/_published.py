@@ -2,9 +2,14 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
+import equinox as eqx
+import jax
+
+from ..nn import has_shape, path_name, Transformer
 from ._config import Config
-from ._families import FAMILIES, Numbers
+from ._families import build, FAMILIES, Numbers
 from ._folder import CONFIG, Folder, read_json
 from ._weights import Published, Weight
 
@@ -36,3 +41,26 @@ def published_of(numbers: Numbers) -> Published:
         if isinstance(numbers, family.numbers) and family.published is not None:
             return family.published
     raise ValueError(f"save(numbers={type(numbers).__name__}(...)): this family is published in no common format.")
+
+
+def format_of(call: str, like: str | Path | None, numbers: Numbers | None) -> tuple[Published, Numbers]:
+    """The format and the numbers of a model that came from a folder, or was built from numbers."""
+    if like is not None and numbers is None:
+        return numbers_of(Path(like))
+    if numbers is not None and like is None:
+        return published_of(numbers), numbers
+    raise ValueError(f"{call}: give either the folder that the model is like=, or the numbers= it was built from.")
+
+
+def check_shapes(call: str, model: Transformer, numbers: Numbers) -> None:
+    """Raise a `ValueError` that names arrays where a model is not one of these numbers."""
+    wanted = eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))
+    own, its = _shapes(model), _shapes(wanted)
+    if differing := [name for name in sorted(own.keys() | its.keys()) if own.get(name) != its.get(name)]:
+        told = "; ".join(f"{name}: {own.get(name)}, not {its.get(name)}" for name in differing[:4])
+        raise ValueError(f"{call}: the model is not one of {numbers} ({told}); give those it was built from.")
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    return {path_name(path): leaf.shape for path, leaf in leaves if has_shape(leaf)}

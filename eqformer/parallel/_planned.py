@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int, PyTree
 from .. import nn
 from ..nn._blockwise import attend, Rules, with_sinks
 from ._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
-from ._check_plan import check_model
 from ._context import ContextCore, ring_rules
 from ._plan import Plan
 from ._shard_map import filter_shard_map
@@ -48,7 +47,7 @@ class Planned(eqx.Module):
             smallest=plan.smallest,
         )
         self.model = model
-        check_model(self.plan, model)
+        self.plan.check(model, rows=self._rows(1), seq=2 * self.plan.size(CONTEXT))
 
     @property
     def vocab(self) -> int:
@@ -105,7 +104,7 @@ class Planned(eqx.Module):
             return tuple(sizes.values())
 
         def empty(spec: PartitionSpec, names: str, x: Any) -> Array:
-            value = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
+            value = -1 if _dims(names)[-1] == "kv_seq" else 0  # of a slot's position: nothing is in it
             made = jnp.full(resized(names, x), value, x.dtype)
             return jax.lax.with_sharding_constraint(made, NamedSharding(self.plan.mesh, spec))
 
