@@ -9,9 +9,9 @@ import equinox as eqx
 import jax
 import numpy as np
 from _screen import Screen
-from _setup import build_model, first_state, is_shape, load_model, optimizer_of, placed
+from _setup import adapted, build_model, first_state, is_shape, load_model, optimizer_of, placed
 from jax.sharding import NamedSharding, PartitionSpec
-from recipes import PLAN_CHOICES, Recipe
+from recipes import Lora, PLAN_CHOICES, Recipe
 
 from eqformer import Batch, parallel, training
 
@@ -155,6 +155,17 @@ class State:
             return training.init_state(model, optimizer_of(self.recipe, model))
 
         return parallel.init_sharded(make, self._shardings)
+
+    def brought(self, checkpointer: training.Checkpointer) -> training.TrainState:
+        """The state before the first step of a model that a checkpoint holds and nothing else."""
+        plain = State(dataclasses.replace(self.recipe, lora=Lora()), self.plan, self.optimizer)
+        saved, _ = checkpointer.restore({"model": plain.model_shapes()})
+        return self.of(adapted(self.recipe, saved["model"]))
+
+    def model_shapes(self) -> Any:
+        """The model's shapes in reading order, each where the plan keeps it."""
+        shapes = eqx.filter_eval_shape(build_model, self.recipe)
+        return placed(shapes, parallel.shardings(self.plan.parameter_specs(shapes), self.plan.mesh))
 
     def of(self, model: Any) -> training.TrainState:
         """The state before the first step of a model that is there already, whose arrays it takes over."""

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recipes import Execution, Mesh, Optimization, Recipe, Sinks, Text
+from recipes import Execution, Lora, Mesh, Optimization, Recipe, Sinks, Text
 
 from eqformer import models, nn
 
@@ -13,7 +13,7 @@ from eqformer import models, nn
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Recipe, Text, Optimization, Execution, Sinks, Mesh, nn.Precision),
+        *(Recipe, Text, Optimization, Lora, Execution, Sinks, Mesh, nn.Precision),
         *(family.numbers for family in models.FAMILIES.values()),
         *(nn.LinearScaling, nn.DynamicScaling, nn.YarnScaling, nn.Llama3Scaling, nn.LongRopeScaling),
     )

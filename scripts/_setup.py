@@ -72,7 +72,7 @@ def load_model(recipe: Recipe, plan: parallel.Plan | None, screen: Screen) -> nn
             unroll=execution.unroll,
             progress=progress,
         )
-    return recipe.precision.apply(model)
+    return adapted(recipe, recipe.precision.apply(model))
 
 
 def build_model(recipe: Recipe) -> nn.Transformer:
@@ -85,7 +85,18 @@ def build_model(recipe: Recipe) -> nn.Transformer:
         unroll=execution.unroll,
         key=keys_of(recipe).init,
     )
-    return recipe.precision.apply(model)
+    return adapted(recipe, recipe.precision.apply(model))
+
+
+def adapted(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
+    """The model with the recipe's low-rank changes, which begin as none."""
+    if not recipe.lora.rank:
+        return model
+    key = jax.random.fold_in(keys_of(recipe).init, 1)
+    try:
+        return nn.with_lora(model, list(recipe.lora.maps), rank=recipe.lora.rank, alpha=recipe.lora.alpha, key=key)
+    except ValueError as error:
+        raise ValueError(f"--lora.rank {recipe.lora.rank} --lora.maps {' '.join(recipe.lora.maps)}: {error}") from error
 
 
 def latest_model(directory: RunDirectory, recipe: Recipe, plan: parallel.Plan | None = None) -> nn.Transformer:
@@ -122,7 +133,8 @@ def optimizer_of(recipe: Recipe, model: nn.Transformer) -> training.Optimizer:
     schedule = training.schedule(
         chosen.schedule, peak=chosen.learning_rate, steps=recipe.steps, warmup=min(chosen.warmup, recipe.steps - 1)
     )
-    return training.optimizer(chosen.name, model, schedule=schedule, weight_decay=chosen.weight_decay)
+    kind = {"trained": nn.lora_factors} if recipe.lora.rank else {}
+    return training.optimizer(chosen.name, model, schedule=schedule, weight_decay=chosen.weight_decay, **kind)
 
 
 def first_state(recipe: Recipe) -> training.TrainState:

@@ -78,8 +78,7 @@ class Trainer:
         if checkpointer.latest_step is None:
             return self.states.first(self.screen), 0
         if checkpointer.latest_step == 0:  # of a model that was brought here, and nothing else
-            saved, _ = checkpointer.restore({"model": self.states.shapes().model})
-            return self.states.of(saved["model"]), 0
+            return self.states.brought(checkpointer), 0
         state, metadata = checkpointer.restore(self.states.shapes())
         if (text := metadata["data"]["text"]) != self.text.path.name:
             raise ValueError(

@@ -19,7 +19,7 @@ from _screen import fail, Screen
 from _setup import check, keys_of, latest_model, load_model
 from recipes import Recipe
 
-from eqformer import models, training
+from eqformer import models, nn, training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Command:
     """A run's folder, of which the latest checkpoint is read, or a published folder."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """The folder to make; there must be nothing yet."""
+    adapter: bool = False
+    """Of a run with --lora.rank, write the low-rank changes alone, as peft does; else they are merged into the rest."""
 
 
 def convert(command: Command, screen: Screen) -> None:
@@ -42,7 +44,7 @@ def convert(command: Command, screen: Screen) -> None:
     if command.target.exists():
         raise ValueError(f"TARGET {command.target}: something is there already; give a new folder.")
     if source.recipe.exists():
-        _publish(source, command.target, screen)
+        _publish(source, command.target, command.adapter, screen)
     elif (command.source / "config.json").exists():
         _bring(recipe_of_folder(command.source), RunDirectory(command.target), screen)
     else:
@@ -51,9 +53,15 @@ def convert(command: Command, screen: Screen) -> None:
         )
 
 
-def _publish(source: RunDirectory, target: Path, screen: Screen) -> None:
+def _publish(source: RunDirectory, target: Path, adapter: bool, screen: Screen) -> None:
     _, recipe = source.open()
-    models.save(latest_model(source, recipe), target, **to_publish(recipe, source))
+    model = latest_model(source, recipe)
+    if adapter:
+        base = str(recipe.published) if recipe.published is not None else None
+        models.save_adapter(model, target, numbers=recipe.model, base=base)
+        screen.note(f"{target} holds the low-rank changes, for peft")
+        return
+    models.save(nn.merge_lora(model), target, **to_publish(recipe, source))
     screen.note(f"{target} holds the model as published\nsample     python scripts/sample.py --model {target}")
 
 

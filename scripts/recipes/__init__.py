@@ -6,6 +6,7 @@ from ._default import default as default, gpt2 as gpt2, jaxformer as jaxformer, 
 from ._recipe import (
     CHANGEABLE as CHANGEABLE,
     Execution as Execution,
+    Lora as Lora,
     Mesh as Mesh,
     Optimization as Optimization,
     PLAN_CHOICES as PLAN_CHOICES,

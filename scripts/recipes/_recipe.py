@@ -51,6 +51,18 @@ class Optimization:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank changes that are trained in place of the weights."""
+
+    rank: int = 0
+    """Their rank; 0 trains all weights."""
+    alpha: float = 16.0
+    """What they are multiplied by, times the rank."""
+    maps: tuple[str, ...] = ("query", "key", "value", "output")
+    """The maps that have one, by the ends of their names, as eqformer.nn.with_lora takes them."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Execution:
     """How the model runs; none of it changes what is computed."""
 
@@ -112,6 +124,7 @@ class Recipe:
     """Pieces that a step's rows are computed in, one after another: less memory, the same numbers."""
     text: Text = Text()
     optimizer: Optimization = Optimization()
+    lora: Lora = Lora()
     precision: Precision = Precision()
     execution: Execution = Execution()
     sinks: Sinks = Sinks()

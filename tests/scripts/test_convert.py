@@ -57,6 +57,22 @@ def test_a_run_goes_out_and_comes_back(place):
     assert config == json.loads((place / "published" / "config.json").read_text())
 
 
+def test_low_rank_changes_are_trained_alone(place):
+    """Of a model that was brought: merged, what has no change stays bit by bit; alone, they are an adapter's."""
+    assert run("convert.py", place / "published", place / "brought").returncode == 0
+    flags = "--steps 3 --seq 32 --batch 4 --sample-every 0 --lora.rank 2 --lora.maps query value".split()
+    where = ["--model", place / "published", "--data", place / "corpus", "--run-dir", place / "brought"]
+    made = run("pretrain.py", *where, *flags)
+    assert made.returncode == 0, made.stderr
+    assert run("convert.py", place / "brought", place / "merged").returncode == 0
+    assert run("convert.py", place / "brought", place / "adapter", "--adapter").returncode == 0
+    before, after = (load_file(place / name / "model.safetensors") for name in ("published", "merged"))
+    changed = {name for name, array in before.items() if not np.array_equal(after[name], array)}
+    assert changed == {name for name in before if "q_proj" in name or "v_proj" in name}
+    factors = load_file(place / "adapter" / "adapter_model.safetensors")
+    assert len(factors) == 2 * len(changed) and all(2 in array.shape for array in factors.values())
+
+
 @pytest.mark.parametrize(
     "script,flags,words",
     [
@@ -64,6 +80,7 @@ def test_a_run_goes_out_and_comes_back(place):
         ("convert.py", "{corpus} {new}", "neither a run (recipe.json) nor a published model (config.json)"),
         ("sample.py", "--model {published} --chat yes --simulate 3 --mesh.tensor 3", "take an axis that divides"),
         ("pretrain.py", "--model {published} --run-dir {new} --model.layers 3", "layers: 2 -> 3"),
+        ("convert.py", "{first} {new} --adapter", "the model has no LoRA"),
     ],
 )
 def test_bad_input(place, script, flags, words):
