@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
+from _pictures import save_whole
 from _run_directory import RunDirectory
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -26,8 +26,7 @@ WIDTH = 96  # characters a line of the picture
 
 def has_choices(model: nn.Transformer) -> bool:
     """Whether the model has a mixture whose tokens choose their experts."""
-    nodes = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, nn.MoE))
-    return any(isinstance(node, nn.MoE) and isinstance(node.router, nn.Router) for node in nodes)
+    return any(isinstance(moe.router, nn.Router) for moe in nn.modules(model, nn.MoE))
 
 
 def color(directory: RunDirectory, model: nn.Transformer, tokenizer: data.Tokenizer, ids: np.ndarray) -> None:
@@ -84,9 +83,7 @@ def draw(target: Path, pieces: Sequence[str], chosen: np.ndarray, title: str, li
             axes.text(column, line, letter, family=FONT, fontsize=8, ha="center", va="center", parse_math=False)
         axes.set_title(f"mixture {layer}", fontsize=8, loc="left")
         axes.set_axis_off()
-    part = target.with_suffix(".part.png")
-    figure.savefig(part)
-    part.replace(target)
+    save_whole(figure, target)
 
 
 def _laid_out(pieces: Sequence[str], lines: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, str]]]:

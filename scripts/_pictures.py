@@ -33,6 +33,11 @@ def draw_losses(metrics: Path, target: Path, bytes_per_token: float) -> None:
     nats = math.log(2) * bytes_per_token
     right = axes.secondary_yaxis("right", functions=(lambda x: np.divide(x, nats), lambda x: np.multiply(x, nats)))
     right.set_ylabel("bits a byte")
+    save_whole(figure, target)
+
+
+def save_whole(figure: Figure, target: Path) -> None:
+    """Write the picture, whole or not at all."""
     part = target.with_suffix(".part.png")
     figure.savefig(part)
     part.replace(target)
@@ -54,9 +59,7 @@ def draw_loads(metrics: Path, target: Path) -> None:
         axes.set(ylabel=f"layer {number}", yticks=[0, experts - 1])
     panels[-1].set_xlabel("step")
     figure.colorbar(image, ax=list(panels), label="load over an even share")
-    part = target.with_suffix(".part.png")
-    figure.savefig(part)
-    part.replace(target)
+    save_whole(figure, target)
 
 
 def _smoothed(points: list[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -115,9 +115,9 @@ def _of_edges(plan: parallel.Plan, model: nn.Transformer) -> float:
 
 def _of_tensor(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
     """By the numbers of a token that the stack's sublayers gather or scatter; an all-reduce does both."""
-    modules, embed = _modules(stack, SUBLAYERS), model.embedding.weight.shape[-1]
+    modules, embed = nn.modules(stack, SUBLAYERS), model.embedding.weight.shape[-1]
     if plan.residual == "feature":
-        forward = sum(_outputs(plan, linear) for linear in _modules(stack, (nn.Linear,)))
+        forward = sum(_outputs(plan, linear) for linear in nn.modules(stack, (nn.Linear,)))
     else:
         forward = 2 * len(modules) * embed
     again = plan.is_pipelined * forward
@@ -144,7 +144,7 @@ def _of_vocabulary(plan: parallel.Plan, model: nn.Transformer, tokens: float) ->
 
 def _of_context(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
     method, total = plan.context_method, 0.0
-    for module in _modules(stack, ATTENTIONS):
+    for module in nn.modules(stack, ATTENTIONS):
         query, key, value, output = _channels(plan, module)
         each = planning.context_bytes(
             tokens * plan.size(CONTEXT),
@@ -162,7 +162,7 @@ def _of_context(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
 def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
     """Tokens, choices and weights to the experts, results back, and gradients of all but the choices."""
     devices, total = plan.size(EXPERT), 0.0
-    for moe in _modules(stack, (nn.MoE,)):
+    for moe in nn.modules(stack, (nn.MoE,)):
         top_k, vector = getattr(moe.router, "top_k", 0), model.embedding.weight.shape[-1] * _width(model)
         if plan.expert_method == "exchange" and top_k:
             slots = devices * slots_of(plan.expert_factor, int(tokens) * top_k, devices)
@@ -223,11 +223,6 @@ def _outputs(plan: parallel.Plan, linear: nn.Linear) -> int:
 def _sizes(linear: nn.Linear) -> tuple[int, ...]:
     """The output dims' sizes, whatever ensembles the map stands in."""
     return linear.weight.shape[-len(linear.weight_dims) :][: len(linear.outputs)]
-
-
-def _modules(stack: nn.Stack, kinds: tuple[type, ...]) -> list[Any]:
-    nodes = jax.tree.leaves(stack, is_leaf=lambda node: isinstance(node, kinds))
-    return [node for node in nodes if isinstance(node, kinds)]
 
 
 def _evaluations(plan: parallel.Plan, stack: nn.Stack) -> float:

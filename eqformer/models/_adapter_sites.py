@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..nn import Linear, LoRA, Transformer
+from ..nn import Linear, LoRA, modules, Transformer
 from ..nn._lora import beside
 from ._weights import Weight
 
@@ -115,7 +115,7 @@ def sites_of(rules: Sequence[Weight], model: Transformer) -> list[Site]:
 
 def maps(model: Any) -> list[Linear | LoRA]:
     """Every Linear of a model, with its factors if it has some."""
-    return [node for node in jax.tree.leaves(model, is_leaf=is_map) if is_map(node)]
+    return modules(model, (Linear, LoRA))
 
 
 def is_map(node: Any) -> bool:

@@ -141,7 +141,7 @@ def _read(config: Config) -> Qwen3Next:
     config.expect("hidden_act", "silu")
     config.expect("attention_bias", False)
     turning = config.partial_rotary(0.25)
-    found = common_numbers(config, head_dim=256) | mixture_numbers(config, 512, 10)
+    found = common_numbers(config, head_dim=256, kv_heads=2) | mixture_numbers(config, 512, 10)
     found |= {"normalise": config.take("norm_topk_prob", True), "turning": turning}
     shared = config.take("shared_expert_intermediate_size", 512)
     return Qwen3Next(**found, **net_numbers(config, found["layers"]), shared_mlp=shared)

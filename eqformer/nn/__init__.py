@@ -32,7 +32,9 @@ from ._dims import (
     format_table as format_table,
     has_shape as has_shape,
     is_trainable as is_trainable,
+    modules as modules,
     named_by as named_by,
+    named_modules as named_modules,
     path_name as path_name,
 )
 from ._dispatch import Capacity as Capacity, Dropless as Dropless

@@ -1,9 +1,10 @@
 """What routed layers tell beside their output."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
+
+from ._dims import modules
 
 
 class Aux(eqx.Module):
@@ -22,13 +23,9 @@ class Aux(eqx.Module):
 
 def aux_of(told: PyTree) -> list[Aux]:
     """Every `Aux` in what a model or a part of one tells, in the order of its layers."""
-    return [node for node in jax.tree.leaves(told, is_leaf=_is_aux) if _is_aux(node)]
+    return modules(told, Aux)
 
 
 def aux_loss(told: PyTree) -> Float[Array, ""]:
     """The sum of all losses of routed layers; zero where there are none."""
     return sum((jnp.sum(aux.loss) for aux in aux_of(told)), start=jnp.zeros((), jnp.float32))
-
-
-def _is_aux(node: PyTree) -> bool:
-    return isinstance(node, Aux)

@@ -33,6 +33,18 @@ def dims(model: PyTree) -> PyTree:
     return jax.tree_util.tree_unflatten(structure, [_dims_at(model, path, leaf) for path, leaf in leaves])
 
 
+def modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[Any]:
+    """Every module of some kinds in a tree, in order; not those within another of them."""
+    return [module for _, module in named_modules(tree, kinds)]
+
+
+def named_modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[str, Any]]:
+    """The same, each with its path as `path_name` writes it."""
+    is_kind = lambda node: isinstance(node, kinds)
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kind)
+    return [(path_name(path), node) for path, node in nodes if is_kind(node)]
+
+
 def path_name(path: tuple) -> str:
     """A leaf's path as one writes it in Python: `stacks[0].blocks.attention.query.weight`."""
     return jax.tree_util.keystr(path).lstrip(".")

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Key
 from ._aux import Aux
 from ._balance import alone, BalanceLoss, Total
 from ._block import Routed
+from ._dims import modules
 from ._dispatch import Capacity, Dropless, run_slots
 from ._expert_choice import ExpertChoiceRouter
 from ._experts import Experts
@@ -46,7 +47,7 @@ class MoE(Routed):
     ):
         """Put the parts together. Raises a `ValueError` where they do not fit, or `losses` have nothing to read."""
         choosing = isinstance(router, ExpertChoiceRouter)
-        scored = router.linear.weight.shape[0] if choosing else _candidates(router, len(experts))
+        scored = router.linear.weight.shape[0] if choosing else candidates(router, len(experts))
         if scored != len(experts):
             raise ValueError(
                 f"MoE(router, experts): the router chooses among {scored} experts and there are {len(experts)}; "
@@ -121,11 +122,10 @@ def aux_of_slots(slots: Slots, tokens: Tokens, x: Float[Array, "*batch seq embed
     return Aux(zero, load, jnp.zeros((), jnp.int32), zero, real)
 
 
-def _candidates(router: Router, otherwise: int) -> int:
+def candidates(router: Router, otherwise: int) -> int:
     """How many experts the router scores, by its map to `candidates`; unknown of one without such a map."""
-    nodes = jax.tree.leaves(router, is_leaf=lambda node: isinstance(node, Linear))
-    scoring = [node for node in nodes if isinstance(node, Linear) and node.outputs == ("candidates",)]
-    return scoring[0].weight.shape[0] if scoring else otherwise
+    scoring = [linear for linear in modules(router, Linear) if linear.outputs == ("candidates",)]
+    return scoring[0].weight.shape[-2] if scoring else otherwise
 
 
 ROUTER = 2  # folded into tokens' keys, where a block's dropouts fold 0 and 1

@@ -7,6 +7,7 @@ import jax
 
 from .. import nn
 from ..nn._grouped import map_linears
+from ..nn._moe import candidates
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 
 
@@ -45,7 +46,8 @@ def _check_counting(plan: Any, path: str, moe: nn.MoE) -> None:
         what, counts, per = "ExpertChoiceRouter", True, moe.router.per
     elif isinstance(moe.dispatch, nn.Capacity):
         # A token takes an expert once: with as many slots as tokens, none is dropped wherever they are counted.
-        what, counts, per = "Capacity", moe.dispatch.factor * moe.router.top_k < _experts(moe), moe.dispatch.per
+        counts = moe.dispatch.factor * moe.router.top_k < candidates(moe.router, 0)
+        what, per = "Capacity", moe.dispatch.per
     else:
         return
     if counts and context > 1:
@@ -58,10 +60,3 @@ def _check_counting(plan: Any, path: str, moe: nn.MoE) -> None:
             f"Plan over {rows} pieces of the batch: {path} counts the slots of {what} over the whole batch, and a "
             "device has some of its rows; take per='sequence'."
         )
-
-
-def _experts(moe: nn.MoE) -> int:
-    linears: list[nn.Linear] = []
-    map_linears(linears.append, moe.router)
-    scoring = [linear for linear in linears if linear.outputs == ("candidates",)]
-    return scoring[0].weight.shape[-2] if scoring else 0

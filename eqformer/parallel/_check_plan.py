@@ -84,7 +84,7 @@ def check_model(plan: Any, model: nn.Transformer) -> None:
     plan.state_specs(model)
     if plan.size(TENSOR) > 1:
         _check_tensor(plan, model, specs)
-    for path, moe in _modules(model, (nn.MoE,)):
+    for path, moe in nn.named_modules(model, (nn.MoE,)):
         check_mixture(plan, path, moe)
 
 
@@ -104,14 +104,14 @@ def check_rows(plan: Any, model: nn.Transformer, rows: int, seq: int) -> None:
             f"Plan over context={size} by {plan.context_method!r}: rows of {seq} tokens are cut into {pieces} equal "
             f"pieces; take a multiple of {pieces} tokens."
         )
-    routes = plan.residual == "feature" and bool(_modules(model, (nn.MoE,)))
+    routes = plan.residual == "feature" and bool(nn.named_modules(model, (nn.MoE,)))
     if (plan.residual == "sequence" or routes) and (seq // size) % plan.size(TENSOR):
         who = "are split over the axis" if plan.residual == "sequence" else "are split over the axis where they choose"
         raise ValueError(
             f"Plan(residual={plan.residual!r}) over tensor={plan.size(TENSOR)}: the {seq // size} tokens that a device "
             f"of context={size} holds {who}; take a multiple of {size * plan.size(TENSOR)} tokens."
         )
-    for path, module in _modules(model, MIXERS):
+    for path, module in nn.named_modules(model, MIXERS):
         _check_mixer(plan, path, module, seq)
 
 
@@ -160,7 +160,7 @@ def _check_tensor(plan: Any, model: nn.Transformer, specs: PyTree) -> None:
             _check_feature(plan, nn.path_name(path), node)
     if plan.residual == "feature":
         parts = [("norm", model.norm)]
-        for path, block in _modules(model, (nn.Block,)):
+        for path, block in nn.named_modules(model, (nn.Block,)):
             fields = [field.name for field in dataclasses.fields(block) if not field.metadata.get("static")]
             parts += [(f"{path}.{name}", getattr(block, name)) for name in fields]
         for path, part in parts:
@@ -198,9 +198,3 @@ class _Part:
 def _first(linear: nn.Linear | nn.LoRA) -> int:
     """The size of a map's first output dim, ensembles left out."""
     return linear.weight.shape[linear.weight.ndim - len(linear.weight_dims)]
-
-
-def _modules(model: PyTree, kinds: tuple[type, ...]) -> list[tuple[str, Any]]:
-    is_kind = lambda node: isinstance(node, kinds)
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_kind)
-    return [(nn.path_name(path), node) for path, node in nodes if is_kind(node)]

@@ -14,6 +14,7 @@ from ..nn import (
     Linear,
     Mask,
     matrices,
+    modules,
     MoE,
     Transformer,
 )
@@ -31,7 +32,7 @@ def parameter_count(model: PyTree, *, embeddings: bool = True, active: bool = Fa
     for leaf, mark in zip(leaves, marks, strict=True):
         if is_trainable(leaf) and (embeddings or mark is None or not mark.table):
             total += math.prod(leaf.shape)
-    return total - round(sum(_idle(moe, False) for moe in _mixtures(model))) if active else total
+    return total - round(sum(_idle(moe, False) for moe in modules(model, MoE))) if active else total
 
 
 def flops_per_token(model: Transformer, seq: int, *, attention: str = "half", backward: bool = True) -> float:
@@ -57,7 +58,7 @@ def flops_per_token(model: Transformer, seq: int, *, attention: str = "half", ba
                 continue
             keys = seq if attention == "full" else visible_keys(module.mask, seq)
             forward += 2 * keys * _score_channels(module)
-    forward -= sum(2 * _idle(moe, True) for moe in _mixtures(model))
+    forward -= sum(2 * _idle(moe, True) for moe in modules(model, MoE))
     if model.head is None:
         forward += 2 * math.prod(model.embedding.weight.shape)
     return forward * (3 if backward else 1)
@@ -84,14 +85,9 @@ def _score_channels(module: Attention | LatentAttention) -> int:
     return query + rotated + math.prod(module.value_up.weight.shape[:-1])
 
 
-def _mixtures(model: PyTree) -> list[MoE]:
-    is_mixture = lambda node: isinstance(node, MoE)
-    return [node for node in jax.tree.leaves(model, is_leaf=is_mixture) if is_mixture(node)]
-
-
 def _idle(moe: MoE, weights_only: bool) -> float:
     """Numbers of the experts that a token does not take, on average: all of them, or those of linear maps' weights."""
-    maps = [node for node in jax.tree.leaves(moe.experts, is_leaf=_is_linear) if isinstance(node, Linear)]
+    maps = modules(moe.experts, Linear)
     arrays = [linear.weight for linear in maps] if weights_only else jax.tree.leaves(moe.experts)
     taken = moe.router.factor if isinstance(moe.router, ExpertChoiceRouter) else moe.router.top_k
     experts = maps[0].weight.shape[-len(maps[0].weight_dims) - 1]

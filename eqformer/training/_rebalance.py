@@ -3,10 +3,9 @@
 from typing import Any
 
 import equinox as eqx
-import jax
 from jaxtyping import PyTree
 
-from ..nn import aux_of, MoE, TopKRouter, updated_selection_bias
+from ..nn import aux_of, modules, MoE, TopKRouter, updated_selection_bias
 
 
 def rebalanced(model: PyTree, told: PyTree, rate: float) -> PyTree:
@@ -14,18 +13,13 @@ def rebalanced(model: PyTree, told: PyTree, rate: float) -> PyTree:
 
     `told` is what its layers told of the whole batch. DeepSeek-V3's rule (arXiv:2408.15664), after each step.
     """
-    places = [number for number, moe in enumerate(_mixtures(model)) if _bias(moe) is not None]
+    places = [number for number, moe in enumerate(modules(model, MoE)) if _bias(moe) is not None]
     if not places:
         return model
     loads = [aux.load for aux in aux_of(told)]
-    biases = lambda model: [_bias(_mixtures(model)[number]) for number in places]
+    biases = lambda model: [_bias(modules(model, MoE)[number]) for number in places]
     new = [updated_selection_bias(bias, loads[number], rate) for number, bias in zip(places, biases(model))]
     return eqx.tree_at(biases, model, new)
-
-
-def _mixtures(model: PyTree) -> list[MoE]:
-    is_mixture = lambda node: isinstance(node, MoE)
-    return [node for node in jax.tree.leaves(model, is_leaf=is_mixture) if is_mixture(node)]
 
 
 def _bias(moe: MoE) -> Any:
