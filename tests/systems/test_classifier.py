@@ -68,9 +68,9 @@ def test_a_schedule_gives_the_gradients_of_plain_jax(schedule, model, gradients)
 @pytest.mark.parametrize("way", ["plain", "gpipe", "looping", "1f1b", "accumulated", "bfloat16", "remat"])
 def test_seventeen_steps_learn_the_batch(way):
     options = {"accumulated": {"accumulate": 4}, "bfloat16": {"dtype": "bfloat16"}, "remat": {"remat": "full"}}
-    options = options.get(way, {} if way == "plain" else {"plan": plan(way)})
-    trained, losses = classifier.train(**options)
+    options |= {"plain": {}} | {name: {"plan": plan(name)} for name in ("gpipe", "looping", "1f1b")}
+    trained, losses = classifier.train(**options[way])
     reached = classifier.evaluate(trained, make_mesh(replica=2, pipe=4))
     print(way, losses[-1], reached)
     assert reached["accuracy"] == 1.0 and reached["loss"] < losses[-1]
-    assert losses[-1] == pytest.approx(0.000205, rel=0.2 if way == "bfloat16" else 0.01)
+    assert losses[-1] == pytest.approx(0.000153, rel=0.2 if way == "bfloat16" else 0.01)
