@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqformer import nn
-from eqformer.parallel import filter_shard_map, make_mesh, vary
+from eqformer.parallel import filter_shard_map, gpipe, make_mesh, pipeline_gradients, vary
 
 
 SIZES, ROWS = (48, 64, 64, 64, 8), 32
@@ -145,6 +145,32 @@ def fully_sharded_tensor(network, batch):
     return filter_shard_map(loss, make_mesh(fsdp=4, tensor=2), (specs, P("fsdp", "tensor")), P())(network, batch)
 
 
+def pipelined(network, batch, order=(1, 2)):
+    """Two stages of one inner map each, four microbatches; the outer maps at the ends: loss and gradients."""
+    inner = [network.maps[place] for place in order]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inner)
+    edges = (network.maps[0], network.maps[-1])
+    pieces = jax.tree.map(lambda x: x.reshape(4, -1, x.shape[-1]), batch)
+
+    def stage(maps, x, _):
+        return jax.lax.scan(lambda x, one: (jax.nn.relu(one(x)), None), x, maps)[0]
+
+    def last(edges, x, piece):
+        errors = squared_error(edges[1](x), piece[1])
+        return jnp.sum(errors), jnp.asarray(errors.size, errors.dtype)
+
+    def per_device(edges, maps, pieces):
+        first = lambda edges, piece: jax.nn.relu(edges[0](piece[0]))
+        total, count, gradients = pipeline_gradients(gpipe(2, 4), first, stage, last, (edges, maps), pieces)
+        return total / count, jax.tree.map(lambda x: x / count, gradients)
+
+    mesh = make_mesh(pipe=2, devices=jax.devices()[:2])
+    run = filter_shard_map(per_device, mesh, (P(), P("pipe"), P()), (P(), (P(), P("pipe"))))
+    loss, ((into, out), maps) = run(edges, stacked, pieces)
+    of_inner = [jax.tree.map(lambda x, place=place: x[place], maps) for place in range(len(order))]
+    return loss, Network((into, *of_inner, out))
+
+
 def worst(found, reference):
     """The largest relative error of the loss and of any gradient."""
     loss, gradients = found
@@ -160,6 +186,11 @@ LOSSES = {"data": data, "fully sharded": fully_sharded, "tensor": tensor, "both"
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_the_tutorials_network_equals_the_reference(loss, network, batch, reference):
     assert worst(eqx.filter_jit(eqx.filter_value_and_grad(loss))(network, batch), reference) < 1e-5
+
+
+def test_the_pipelined_network_equals_the_reference(network, batch, reference):
+    assert worst(eqx.filter_jit(pipelined)(network, batch), reference) < 1e-5
+    assert worst(eqx.filter_jit(pipelined)(network, batch, (2, 1)), reference) > 0.1
 
 
 def test_without_a_reduction_the_comparison_fails(network, batch, reference):
