@@ -28,6 +28,7 @@ UNUSED = {
     "deepseek_v3": {"head_dim", "qk_head_dim", "num_nextn_predict_layers"},
     "gemma3_text": {"_sliding_window_pattern", "attn_logit_softcapping"},
     "gpt2": {f"summary_{name}" for name in ("type", "first_dropout", "activation", "use_proj", "proj_to_labels")},
+    "llama4_text": {"interleave_moe_layer_step"},  # said again by moe_layers
     "qwen2_moe": {"sliding_window"},
     "qwen3_moe": {"sliding_window"},
 }

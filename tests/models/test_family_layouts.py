@@ -27,7 +27,11 @@ from plan_parity import compiled, differences, Outcome, place
 ROUNDING = 4e-5  # twice the logits': fourteen layers of random weights magnify it
 ROWS, SEQ = 4, 24
 EIGHT = (("experts", 8),)  # the cases' odd numbers of experts do not split
-DEEPER = {"gemma3_text capped": (("layers", 4), ("windowed", (0, 2)))}  # its family's cases hold one period each
+DEEPER = {  # of families whose cases hold one period each
+    "gemma3_text capped": (("layers", 4), ("windowed", (0, 2))),
+    "llama4_text plain": (("unrotated", (1, 3)), ("whole", (1, 3))),
+    "qwen3_next plain": (("layers", 4), ("attending", (1, 3))),
+}
 COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 MIXTURES = [name for name, told in TOLD.items() if COUNTS & set(told["config"])]
 Changes = tuple[tuple[str, Any], ...]
