@@ -58,3 +58,4 @@ from ._tensor import RESIDUALS as RESIDUALS, Tensor as Tensor
 from ._timeline import draw_timeline as draw_timeline, picture_timeline as picture_timeline
 from ._vary import vary as vary, vary_like as vary_like, varying_axes as varying_axes
 from ._vocabulary import SplitEmbedding as SplitEmbedding, SplitVocabulary as SplitVocabulary
+from ._weight_stationary import WeightStationary as WeightStationary

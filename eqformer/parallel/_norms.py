@@ -12,11 +12,11 @@ from ..nn._dtype import at_least_float32
 class SplitNorm(eqx.Module):
     """A norm over dims of which this device holds a slice: the sums of squares (and of values) are taken over `axis`.
 
-    Equal slices, so the mean of the devices' means is the mean.
+    `axis` may be several. Equal slices, so the mean of the devices' means is the mean.
     """
 
     inner: nn.RMSNorm | nn.LayerNorm
-    axis: str = eqx.field(static=True)
+    axis: str | tuple[str, ...] = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalise the trailing dims of the whole, of which `x` is a slice."""

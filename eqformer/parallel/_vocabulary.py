@@ -17,7 +17,7 @@ class SplitEmbedding(eqx.Module):
     """Lookup in a table of which this device holds `rows`, padded at the end where the axis does not divide `total`.
 
     Each device looks up the ids that it has; the sum over devices is the whole lookup, kept whole or scattered over
-    tokens. `unembed` gives this device's part of the logits.
+    tokens or features. `unembed` gives this device's part of the logits.
     """
 
     weight: Float[Array, "vocab embed"]
@@ -26,7 +26,7 @@ class SplitEmbedding(eqx.Module):
     residual: str = eqx.field(static=True)
 
     def __call__(self, ids: Int[Array, "*batch full_seq"]) -> Float[Array, "*batch seq embed"]:
-        """One vector a token, of all tokens (`replicated`) or this device's (`sequence`)."""
+        """One vector a token: of all tokens (`replicated`), of this device's (`sequence`), or its part (`feature`)."""
         count = self.weight.shape[0]
         own = ids - jax.lax.axis_index(TENSOR) * count
         is_here = (own >= 0) & (own < count)
@@ -34,8 +34,9 @@ class SplitEmbedding(eqx.Module):
         x = jnp.where(is_here[..., None], found, jnp.zeros_like(found))
         # As in the whole table, an id outside it gives NaN.
         x = jnp.where(((ids >= 0) & (ids < self.total))[..., None], x, jnp.full_like(x, jnp.nan))
-        if self.residual == "sequence":
-            x = jax.lax.psum_scatter(x, TENSOR, scatter_dimension=x.ndim - 2, tiled=True)
+        if self.residual != "replicated":
+            dim = x.ndim - (2 if self.residual == "sequence" else 1)
+            x = jax.lax.psum_scatter(x, TENSOR, scatter_dimension=dim, tiled=True)
         else:
             x = jax.lax.psum(x, TENSOR)
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
