@@ -1,7 +1,7 @@
 """Layers whose weights are split on both of their dims, for text: "Efficiently Scaling Transformer Inference".
 
-The 2-D weight-stationary layout of Pope et al. (2022, arXiv:2211.05102): `embed` over the axis `fsdp` (theirs: X), heads
-and hidden features over `tensor` (YZ), and the stream between layers over both. No weight is ever sent; with more
+The 2-D weight-stationary layout of Pope et al. (2022, arXiv:2211.05102): `embed` over the axis `fsdp` (theirs: X),
+heads and hidden features over `tensor` (YZ), and the stream between layers over both. No weight is ever sent; with more
 devices each sends less, since what is gathered or reduced over one axis is split over the other.
 """
 
@@ -26,7 +26,7 @@ from ._vocabulary import SplitEmbedding
 STREAM = (FSDP, TENSOR)  # a device's features: its part, over `tensor`, of its part over `fsdp`
 HEADS = (TENSOR, FSDP)  # its heads and hidden features once they are whole, its rows, its ids: the other way about
 
-Pairs = list[tuple[Float[Array, "*batch seq _"], Float[Array, "embed _"]]]
+Pairs = list[tuple[Float[Array, "batch seq _"], Float[Array, "full_embed _"]]]
 
 
 class TwoDimBlock(eqx.Module):
@@ -71,7 +71,8 @@ class TwoDimBlock(eqx.Module):
         wide, narrow = self._read(x, [*([attention.query] if attends else []), *ups], keys)
         pairs, outputs = [], []
         if attends:
-            attended, cache = self._attend(wide.pop(0), *narrow, tokens, cache)
+            key, value = narrow
+            attended, cache = self._attend(wide.pop(0), key, value, tokens, cache)
             pairs.append((attended, _matrix(attention.output, x.dtype)))
             outputs.append(attention.output)
         if mlp is not None:
@@ -200,15 +201,13 @@ def gathered_products(
     return sums[: len(weights)], sums[len(weights) :]
 
 
-def scattered_sum(pairs: Pairs, overlap: str) -> Float[Array, "*batch seq embed"]:
+def scattered_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq embed"]:
     """The sum of `gather(y) @ weight.T` over pairs, gathered over `fsdp`, summed over `tensor` and scattered there."""
     whole = [(jax.lax.all_gather(y, FSDP, axis=y.ndim - 1, tiled=True), weight) for y, weight in pairs]
     (y, weight), dim = pairs[0], pairs[0][0].ndim - 1
 
     def share(start: int | Array, length: int) -> Array:
-        return sum(
-            _product(y, jax.lax.dynamic_slice_in_dim(weight, start, length, 0)) for y, weight in whole
-        )  # type: ignore[return-value]
+        return sum(_product(y, jax.lax.dynamic_slice_in_dim(weight, start, length, 0)) for y, weight in whole)  # type: ignore[return-value]
 
     if overlap == "none":
         total = share(0, len(weight)).astype(y.dtype)
@@ -232,7 +231,9 @@ def _columns(weight: Float[Array, "outputs inputs"], start: Array, length: int) 
     return jax.lax.dynamic_slice_in_dim(weight, start, length, 1)
 
 
-def _product(x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "*batch outputs"]:
+def _product(
+    x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"]
+) -> Float[Array, "*batch outputs"]:
     return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=at_least_float32(x.dtype))
 
 

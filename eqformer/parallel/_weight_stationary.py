@@ -44,9 +44,7 @@ class WeightStationary(eqx.Module):
     def __init__(self, model: nn.Transformer, mesh: Mesh, *, attention: str = "rows", overlap: str = "none"):
         for name, value, known in (("attention", attention, ATTENTIONS), ("overlap", overlap, OVERLAPS)):
             if value not in known:
-                raise ValueError(
-                    f"WeightStationary({name}={value!r}): choose one of {', '.join(map(repr, known))}."
-                )
+                raise ValueError(f"WeightStationary({name}={value!r}): choose one of {', '.join(map(repr, known))}.")
         self.model, self.mesh, self.attention, self.overlap = model, mesh, attention, overlap
         _check(self)
 
@@ -152,7 +150,7 @@ def _check(layout: WeightStationary) -> None:
         raise ValueError(f"{told}: the head is a {type(model.head).__name__}; merge it into a Linear.")
     _divides(told, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
     for stack in model.stacks:
-        block = stack.blocks
+        block: Any = stack.blocks
         if not isinstance(block, nn.Block):
             raise ValueError(f"{told}: a stack repeats {type(block).__name__}; it is made for stacks of nn.Block.")
         _check_block(told, block)
@@ -177,7 +175,9 @@ def _check_block(told: str, block: Any) -> None:
         raise ValueError(f"{told}: an attention has a gate or sinks, which the layout does not split; use Planned.")
     for norm in (attention.query_norm, attention.key_norm):
         if norm is not None and norm.dims != ("head_dim",):
-            raise ValueError(f"{told}: a norm of queries or keys is over {norm.dims}; one over head_dim alone would do.")
+            raise ValueError(
+                f"{told}: a norm of queries or keys is over {norm.dims}; one over head_dim alone would do."
+            )
     norms = (nn.RMSNorm, nn.LayerNorm)
     if not isinstance(block.attention_norm, norms) or not (
         isinstance(block.feed_forward_norm, norms) or (block.parallel and block.feed_forward_norm is None)

@@ -20,4 +20,11 @@ from ._communication import (
     Transfer as Transfer,
 )
 from ._costs import flops_per_token as flops_per_token, parameter_count as parameter_count, visible_keys as visible_keys
+from ._inference import (
+    attention_exchange_bytes as attention_exchange_bytes,
+    best_embed_devices as best_embed_devices,
+    best_gathered as best_gathered,
+    weight_gathered_bytes as weight_gathered_bytes,
+    weight_stationary_bytes as weight_stationary_bytes,
+)
 from ._peak import matmul_peak as matmul_peak

@@ -1,0 +1,159 @@
+"""Weights that stay, on one dim or both, and weights that are gathered: text and logits are one device's."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from weight_stationary_cases import gathered, logits, palm, PROMPT, ROWS, serial, stationary, VOCAB
+
+from eqformer import generation, nn
+from eqformer.parallel import _two_dim, _weight_stationary, make_mesh, WeightStationary
+from eqformer.parallel._norms import SplitNorm
+
+
+PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 1], [2]]
+IDS = jax.random.randint(jax.random.key(1), (ROWS, PROMPT + 1), 0, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Each model with its logits after a prompt and after one more token, on one device."""
+    made = {make.__name__: eqx.filter_jit(make)() for make in (palm, serial)}
+    return {name: (model, logits(model, IDS)) for name, model in made.items()}
+
+
+def error(got, want) -> float:
+    return float(jnp.max(jnp.abs(got - want)) / jnp.max(jnp.abs(want)))
+
+
+CASES = [(2, 4, "rows", "none"), (1, 8, "heads", "bidirectional")]
+ALL = [
+    (x, 8 // x, attention, overlap)
+    for x in (1, 2, 4, 8)
+    for attention in ("rows", "heads")
+    for overlap in ("none", "ring", "bidirectional")
+]
+
+
+@pytest.mark.parametrize("x,y,attention,overlap", CASES + [pytest.param(*c, marks=pytest.mark.grid) for c in ALL])
+def test_logits_are_one_devices(models, x, y, attention, overlap):
+    """Of the prompt's next token and of the one after it, out of the cache."""
+    model, want = models["palm"]
+    assert error(logits(stationary(model, x, y, attention=attention, overlap=overlap), IDS), want) < 2e-6
+
+
+@pytest.mark.parametrize("x", [2, pytest.param(1, marks=pytest.mark.grid), pytest.param(8, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("overlap", ["ring", pytest.param("none", marks=pytest.mark.grid)])
+def test_blocks_whose_layers_follow_each_other(models, x, overlap):
+    """With biases, grouped keys, norms of queries, a window, learned positions, a scaled sum and a head of its own."""
+    model, want = models["serial"]
+    assert error(logits(stationary(model, x, 8 // x, overlap=overlap), IDS), want) < 2e-6
+
+
+@pytest.mark.grid
+def test_two_norms_side_by_side(models):
+    """A parallel block whose layers read norms of their own shares no gather."""
+    model, _ = models["serial"]
+    model = eqx.tree_at(lambda m: m.stacks[0].blocks, model, as_parallel(model.stacks[0].blocks))
+    assert error(logits(stationary(model, 4, 2), IDS), logits(model, IDS)) < 2e-6
+
+
+def as_parallel(block):
+    return nn.Block(
+        block.attention,
+        block.feed_forward,
+        block.attention_norm,
+        block.feed_forward_norm,
+        parallel=True,
+        residual_scale=0.7,
+    )
+
+
+def test_text_is_one_devices(models):
+    """Three rows of unequal lengths: where rows are split they are filled up, and finished ones are left alone."""
+    model, _ = models["palm"]
+    options = {"max_new_tokens": 12, "log_probabilities": True, "key": jax.random.key(1), "end_of_text": 5}
+    write = lambda model: generation.generate(model, PROMPTS, **options)
+    alone = write(model)
+    assert alone.log_probabilities is not None and len(set(alone.ids[0].tolist())) > 8
+    for split in (stationary(model, 2, 4), gathered(model, 2, 4)):
+        text = write(split)
+        assert np.array_equal(text.ids, alone.ids) and np.array_equal(text.lengths, alone.lengths)
+        np.testing.assert_allclose(text.log_probabilities, alone.log_probabilities, atol=2e-5)  # type: ignore
+
+
+def test_each_device_keeps_its_share(models):
+    """A fraction of every matrix, but for key and value, which one axis splits; keys of its own rows, or one head's."""
+    model, _ = models["palm"]
+    mesh = make_mesh(fsdp=2, tensor=4)
+    specs = WeightStationary.parameter_specs(model, mesh)
+    blocks = specs.stacks[0].blocks
+    assert tuple(blocks.attention.query.weight) == (None, "tensor", None, "fsdp")
+    assert tuple(blocks.attention.key.weight) == (None, None, None, "fsdp")
+    assert tuple(blocks.attention.output.weight) == (None, "fsdp", "tensor", None)
+    assert tuple(blocks.feed_forward.down.weight) == (None, "fsdp", "tensor")
+    for attention, share in ("rows", 8), ("heads", 1):
+        keys = stationary(model, 2, 4, attention=attention).init_cache(ROWS, 16)[0].keys
+        assert keys.addressable_shards[0].data.size * share == 5 * ROWS * 16 * 8
+
+
+WHAT = [
+    "order of heads",
+    *(pytest.param(what, marks=pytest.mark.grid) for what in ("sum over fsdp", "norm over fsdp", "own parts")),
+]
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_controls(models, monkeypatch, what):
+    """Without any one of these the comparison fails."""
+    if what == "sum over fsdp":
+        unsummed = lambda x, weight, axis, **_: _two_dim.own_part(_two_dim._product(x, weight), axis, -1)
+        monkeypatch.setattr(_two_dim, "matmul_reduce_scatter", unsummed)
+    elif what == "norm over fsdp":
+        monkeypatch.setattr(_weight_stationary, "SplitNorm", lambda norm, axes: SplitNorm(norm, "tensor"))
+    elif what == "order of heads":
+        monkeypatch.setattr(_two_dim, "HEADS", _two_dim.STREAM)
+    else:
+        first = lambda x, axis, dim: jax.lax.slice_in_dim(x, 0, x.shape[dim] // jax.lax.axis_size(axis), axis=dim)
+        monkeypatch.setattr(_two_dim, "own_part", first)
+    model, want = models["serial"]
+    jax.clear_caches()
+    assert error(logits(stationary(model, 2, 4), IDS), want) > 1e-3
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    "make,message",
+    [
+        (lambda m: stationary(m, 2, 4, attention="keys"), r"attention='keys'\): choose one of 'rows', 'heads'"),
+        (lambda m: stationary(m, 2, 4, overlap="both"), r"overlap='both'\): choose one of 'none'"),
+        (lambda m: WeightStationary(m, make_mesh(replica=2, tensor=4)), r"make \{'replica': 2\} of size 1"),
+        (
+            lambda m: stationary(eqx.tree_at(lambda m: m.embedding.weight, m, jnp.ones((63, 64))), 2, 4),
+            "vocab=63, which 8 devices do not split evenly",
+        ),
+        (
+            lambda m: stationary(
+                eqx.tree_at(lambda m: m.stacks[0].blocks.attention_norm, m, None, is_leaf=lambda x: x is None), 2, 4
+            ),
+            "reads its input through an RMSNorm or LayerNorm",
+        ),
+        (
+            lambda m: stationary(
+                eqx.tree_at(lambda m: m.stacks[0].blocks.attention.sinks, m, jnp.ones(8), is_leaf=lambda x: x is None),
+                2,
+                4,
+            ),
+            "a gate or sinks",
+        ),
+    ],
+)
+def test_what_does_not_fit(models, make, message):
+    with pytest.raises(ValueError, match=message):
+        make(models["palm"][0])
+
+
+def test_one_key_head_alone_is_held_whole(models):
+    with pytest.raises(ValueError, match="there are 2; take attention='rows'"):
+        stationary(models["serial"][0], 2, 4, attention="heads")

@@ -1,0 +1,113 @@
+"""Small models, layouts and steps for the tests of layouts for text."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from eqformer import nn, planning
+from eqformer.parallel import make_mesh, Plan, Planned, WeightStationary
+
+
+EMBED, HEADS, HEAD_DIM, MLP, VOCAB, LAYERS = 64, 8, 8, 128, 64, 5
+ROWS, PROMPT = 8, 6
+
+
+def palm():
+    """Attention of one key head beside a gated feed-forward layer, after one norm."""
+
+    def block(key):
+        attention, mlp = jax.random.split(key)
+        return nn.Block(
+            attention=nn.Attention(
+                embed=EMBED,
+                heads=HEADS,
+                kv_heads=1,
+                head_dim=HEAD_DIM,
+                rotary=nn.Rotary(HEAD_DIM, 10_000.0),
+                key=attention,
+            ),
+            feed_forward=nn.GatedMLP(embed=EMBED, mlp=MLP, key=mlp),
+            attention_norm=nn.LayerNorm("embed", embed=EMBED, bias=False),
+            parallel=True,
+        )
+
+    embedding, stack = jax.random.split(jax.random.key(0))
+    return nn.Transformer(
+        embedding=nn.Embedding(vocab=VOCAB, embed=EMBED, std=0.2, key=embedding),
+        stacks=(nn.Stack(block, LAYERS, key=stack),),
+        norm=nn.LayerNorm("embed", embed=EMBED, bias=False),
+    )
+
+
+def serial():
+    """Attention of two key heads, then a plain feed-forward layer; biases, learned positions and a head of its own."""
+
+    def block(key):
+        attention, mlp = jax.random.split(key)
+        return nn.Block(
+            attention=nn.Attention(
+                embed=EMBED,
+                heads=HEADS,
+                kv_heads=2,
+                head_dim=HEAD_DIM,
+                bias=True,
+                query_norm=nn.RMSNorm("head_dim", head_dim=HEAD_DIM),
+                mask=nn.sliding_window(4),
+                key=attention,
+            ),
+            feed_forward=nn.MLP(embed=EMBED, mlp=MLP, bias=True, key=mlp),
+            attention_norm=nn.RMSNorm("embed", embed=EMBED),
+            feed_forward_norm=nn.LayerNorm("embed", embed=EMBED),
+            residual_scale=0.7,
+        )
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    model = nn.Transformer(
+        embedding=nn.Embedding(vocab=VOCAB, embed=EMBED, scale=2.0, key=keys[0]),
+        stacks=(nn.Stack(block, LAYERS, key=keys[1]),),
+        norm=nn.LayerNorm("embed", embed=EMBED),
+        head=nn.Linear("embed -> vocab", embed=EMBED, vocab=VOCAB, bias=True, key=keys[2]),
+        positions=nn.LearnedPositions(max_seq=32, embed=EMBED, key=keys[3]),
+        logit_softcap=5.0,
+    )
+    drawn = lambda x: x + 0.1 * jax.random.normal(keys[4], x.shape) if eqx.is_inexact_array(x) and x.ndim < 4 else x
+    return jax.tree.map(drawn, model)  # so that no bias is 0 and no norm's weight 1
+
+
+def stationary(model, embed_devices, feature_devices, **options):
+    return WeightStationary(model, make_mesh(fsdp=embed_devices, tensor=feature_devices), **options)
+
+
+def gathered(model, devices, stationary):
+    return Planned(model, Plan(make_mesh(fsdp=devices, tensor=stationary), zero=3, smallest=1))
+
+
+def prefill(model, ids):
+    return model.encode(ids, nn.positions_like(ids.shape), model.init_cache(len(ids), 16))[:2]
+
+
+def decode(model, ids, cache, place=PROMPT):
+    places = jnp.full(ids.shape, place, jnp.int32)
+    return model.encode(ids, nn.Tokens(places), cache)[:2]
+
+
+@eqx.filter_jit
+def logits(model, ids):
+    """Of the token after a prompt, and of that after one more."""
+    hidden, cache = prefill(model, ids[:, :PROMPT])
+    after, _ = decode(model, ids[:, PROMPT:], cache)
+    return jnp.stack([model.unembed(hidden[:, -1]), model.unembed(after[:, 0])])
+
+
+def sent(model, mesh, seq):
+    """Bytes that a device sends in a step of `seq` tokens a row: by a layer, and outside of the layers."""
+    ids = jnp.zeros((ROWS, seq), jnp.int32)
+    step = (
+        (lambda m, ids: prefill(m, ids)[0]) if seq > 1 else (lambda m, ids: decode(m, ids, m.init_cache(ROWS, 16))[0])
+    )
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    compiled = jax.jit(lambda arrays, ids: step(eqx.combine(arrays, rest), ids)).lower(arrays, ids).compile()
+    transfers = planning.communication(compiled, mesh=mesh)
+    inside = [one for one in transfers if (one.times or 0) % LAYERS == 0]
+    outside = [one for one in transfers if one not in inside]
+    return planning.bytes_sent(inside) / LAYERS, planning.bytes_sent(outside), transfers
