@@ -150,11 +150,10 @@ def _check(layout: WeightStationary) -> None:
         raise ValueError(f"{told}: the head is a {type(model.head).__name__}; merge it into a Linear.")
     _divides(told, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
     for stack in model.stacks:
-        block: Any = stack.blocks
+        block = stack.blocks
         if not isinstance(block, nn.Block):
             raise ValueError(f"{told}: a stack repeats {type(block).__name__}; it is made for stacks of nn.Block.")
-        _check_block(told, block)
-        attention, mlp = block.attention, block.feed_forward
+        attention, mlp = _checked(told, block)
         _divides(told, count, "each layer", heads=attention.query.weight.shape[1], mlp=mlp.up.weight.shape[1])
         if layout.attention == "heads" and (kv_heads := attention.key.weight.shape[1]) != 1:
             raise ValueError(
@@ -163,7 +162,7 @@ def _check(layout: WeightStationary) -> None:
             )
 
 
-def _check_block(told: str, block: Any) -> None:
+def _checked(told: str, block: nn.Block) -> tuple[nn.Attention, nn.MLP | nn.GatedMLP]:
     attention, mlp = block.attention, block.feed_forward
     if not isinstance(attention, nn.Attention) or not isinstance(mlp, nn.MLP | nn.GatedMLP):
         kinds = f"{type(attention).__name__} and {type(mlp).__name__}"
@@ -186,6 +185,7 @@ def _check_block(told: str, block: Any) -> None:
     later = ("attention_output_norm", "feed_forward_output_norm", "attention_sum_norm", "feed_forward_sum_norm")
     if found := [name for name in later if getattr(block, name) is not None]:
         raise ValueError(f"{told}: a block has {found[0]}; it is made for blocks that normalise before their layers.")
+    return attention, mlp
 
 
 def _divides(told: str, count: int, what: str, **sizes: int) -> None:

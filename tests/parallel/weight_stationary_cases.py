@@ -91,22 +91,24 @@ def decode(model, ids, cache, place=PROMPT):
     return model.encode(ids, nn.Tokens(places), cache)[:2]
 
 
-@eqx.filter_jit
-def logits(model, ids):
+def step(model, ids):
     """Of the token after a prompt, and of that after one more."""
     hidden, cache = prefill(model, ids[:, :PROMPT])
     after, _ = decode(model, ids[:, PROMPT:], cache)
     return jnp.stack([model.unembed(hidden[:, -1]), model.unembed(after[:, 0])])
 
 
+logits = eqx.filter_jit(step)
+
+
 def sent(model, mesh, seq):
     """Bytes that a device sends in a step of `seq` tokens a row: by a layer, and outside of the layers."""
     ids = jnp.zeros((ROWS, seq), jnp.int32)
-    step = (
-        (lambda m, ids: prefill(m, ids)[0]) if seq > 1 else (lambda m, ids: decode(m, ids, m.init_cache(ROWS, 16))[0])
-    )
+    fresh = lambda m, ids: prefill(m, ids)[0]
+    later = lambda m, ids: decode(m, ids, m.init_cache(ROWS, 16))[0]
+    run = fresh if seq > 1 else later
     arrays, rest = eqx.partition(model, eqx.is_array)
-    compiled = jax.jit(lambda arrays, ids: step(eqx.combine(arrays, rest), ids)).lower(arrays, ids).compile()
+    compiled = jax.jit(lambda arrays, ids: run(eqx.combine(arrays, rest), ids)).lower(arrays, ids).compile()
     transfers = planning.communication(compiled, mesh=mesh)
     inside = [one for one in transfers if (one.times or 0) % LAYERS == 0]
     outside = [one for one in transfers if one not in inside]
