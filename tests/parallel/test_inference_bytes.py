@@ -51,6 +51,17 @@ def test_weights_that_stay(model, x, y, attention, overlap, seq):
     assert (("collective-permute", ("fsdp",)) in kinds) == (overlap != "none" and x > 1)
 
 
+def test_logits(model):
+    """Hidden vectors gathered over one axis, partial logits scattered over the other."""
+    split = stationary(model, 2, 4)
+    arrays, rest = eqx.partition(split, eqx.is_array)
+    run = jax.jit(lambda arrays, x: eqx.combine(arrays, rest).unembed(x))
+    program = run.lower(arrays, jax.ShapeDtypeStruct((ROWS, EMBED), "float32")).compile()
+    sent_in_all = planning.bytes_sent(planning.communication(program, mesh=split.mesh))
+    whole = planning.gather_bytes(ROWS * EMBED / 2 * 4, 4) + planning.gather_bytes(ROWS * VOCAB / 4 * 4, 2)
+    assert sent_in_all == pytest.approx(whole)
+
+
 @pytest.mark.parametrize("gathered_over,seq", [(8, DECODE), (8, PREFILL), (2, DECODE), (2, PREFILL)])
 def test_weights_that_are_gathered(model, gathered_over, seq):
     split, tokens = gathered(model, gathered_over, 8 // gathered_over), ROWS * seq
