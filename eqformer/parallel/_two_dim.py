@@ -48,12 +48,12 @@ class TwoDimBlock(eqx.Module):
         """The block's own call."""
         block = self.inner
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        both, shares = block.parallel, block.parallel and block.feed_forward_norm is None
+        shares = block.parallel and block.feed_forward_norm is None
         assert block.attention_norm is not None
         y, cache = self._added(block.attention_norm(x), block.feed_forward if shares else None, True, tokens, cache)
         if not shares:
             assert block.feed_forward_norm is not None
-            given = block.feed_forward_norm(x if both else x + y)
+            given = block.feed_forward_norm(x if block.parallel else x + y)
             y = y + self._added(given, block.feed_forward, False, tokens, None)[0]
         return x + y, cache, None
 
@@ -77,7 +77,7 @@ class TwoDimBlock(eqx.Module):
             outputs.append(attention.output)
         if mlp is not None:
             names = ("gate", "up") if isinstance(mlp, nn.GatedMLP) else ("up",)
-            stands = *map(_Given, wide), _Given(None)
+            stands = *map(_Given, wide), _Left()
             bent = eqx.tree_at(lambda m: [*(getattr(m, name) for name in names), m.down], mlp, stands)(wide[0])
             pairs.append((bent, _matrix(mlp.down, x.dtype)))
             outputs.append(mlp.down)
@@ -123,9 +123,9 @@ class TwoDimBlock(eqx.Module):
         if by_rows:
             query = jax.lax.all_to_all(query, HEADS, split_axis=0, concat_axis=2, tiled=True)
             tokens = jax.tree.map(lambda x: own_part(x, HEADS, 0), tokens)
-        stands = _Given(query), _Given(key), _Given(value), _Given(None)
+        stands = _Given(query), _Given(key), _Given(value), _Left()
         bare = eqx.tree_at(lambda m: (m.query, m.key, m.value, m.output), attention, stands)
-        y, cache = bare(_flat(query), tokens, cache)
+        y, cache = bare(_Left()(query), tokens, cache)
         if by_rows:
             y = jax.lax.all_to_all(y, HEADS, split_axis=2, concat_axis=0, tiled=True)
         return y, cache
@@ -160,14 +160,19 @@ class TwoDimVocabulary(eqx.Module):
 
 
 class _Given(eqx.Module):
-    """Stands for a map whose result is known, or (None) for one that someone else will apply to its input."""
+    """Stands for a map whose result is known."""
 
-    value: Float[Array, "..."] | None
+    value: Float[Array, "..."]
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        if self.value is not None:
-            return self.value
-        return _flat(x) if x.ndim == 4 else x
+        return self.value
+
+
+class _Left(eqx.Module):
+    """Stands for a map that is applied later: its input, all dims but rows and tokens as one."""
+
+    def __call__(self, x: Float[Array, "batch seq *features"]) -> Float[Array, "batch seq flat"]:
+        return x.reshape(*x.shape[:2], -1)
 
 
 def gathered_products(
@@ -221,10 +226,6 @@ def own_part(x: Array, axis: str | tuple[str, ...], dim: int) -> Array:
     dim = dim % x.ndim
     size = x.shape[dim] // jax.lax.axis_size(axis)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, dim)
-
-
-def _flat(x: Float[Array, "*batch seq heads head_dim"]) -> Float[Array, "*batch seq features"]:
-    return x.reshape(*x.shape[:-2], -1)
 
 
 def _columns(weight: Float[Array, "outputs inputs"], start: Array, length: int) -> Float[Array, "outputs _"]:
