@@ -24,8 +24,6 @@ def model():
     [
         (2, 4, "rows", "none", DECODE),
         (2, 4, "rows", "bidirectional", PREFILL),
-        (4, 2, "heads", "ring", DECODE),
-        (1, 8, "rows", "none", PREFILL),
         (1, 8, "heads", "ring", DECODE),
         *(
             pytest.param(x, 8 // x, attention, overlap, seq, marks=pytest.mark.grid)
@@ -62,7 +60,16 @@ def test_logits(model):
     assert sent_in_all == pytest.approx(whole)
 
 
-@pytest.mark.parametrize("gathered_over,seq", [(8, DECODE), (8, PREFILL), (2, DECODE), (2, PREFILL)])
+GATHERED = [
+    (8, DECODE),
+    (2, PREFILL),
+    pytest.param(8, PREFILL, marks=pytest.mark.grid),
+    pytest.param(2, DECODE, marks=pytest.mark.grid),
+    pytest.param(4, PREFILL, marks=pytest.mark.grid),
+]
+
+
+@pytest.mark.parametrize("gathered_over,seq", GATHERED)
 def test_weights_that_are_gathered(model, gathered_over, seq):
     split, tokens = gathered(model, gathered_over, 8 // gathered_over), ROWS * seq
     arrays = [x for x in jax.tree.leaves(model.stacks[0].blocks) if eqx.is_inexact_array(x)]
