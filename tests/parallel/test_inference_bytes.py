@@ -41,6 +41,9 @@ def test_weights_that_stay(model, x, y, attention, overlap, seq):
     layer += planning.attention_exchange_bytes(tokens, QUERIES, HEAD_DIM, over=attention, **devices)
     inside, outside, transfers = sent(split, split.mesh, seq)
     assert inside == pytest.approx(layer + tokens * STATISTICS)
+    devices = {"embed_devices": y, "feature_devices": x, "activation_bytes": 4}  # a control: the axes exchanged
+    other = planning.weight_stationary_bytes(tokens, EMBED, widened=WIDENED, narrowed=NARROWED, **devices)
+    assert inside != pytest.approx(other, rel=0.3)
     looked_up = planning.gather_bytes(tokens * EMBED / x * 4, y)
     assert outside == pytest.approx(looked_up + tokens * STATISTICS)
     # An overlapped ring in the place of a collective: over `tensor` at least, and where it has devices over `fsdp`.
