@@ -16,7 +16,7 @@ from eqformer.parallel import make_mesh, Plan
 def tiny(seed=0, **changes):
     """A model whose arrays are large beside what loading makes otherwise: 30 of 256 KiB among them."""
     numbers = models.Llama(vocab=512, embed=128, layers=8, heads=4, kv_heads=2, mlp=512, **changes)
-    return numbers, models.build(numbers, key=jax.random.key(seed))
+    return numbers, eqx.filter_jit(lambda: models.build(numbers, key=jax.random.key(seed)))()
 
 
 def arrays_of(model):

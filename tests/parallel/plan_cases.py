@@ -53,7 +53,6 @@ EVERY_RUN = [
     ),
 ]
 EVERY_STEP = [
-    Case("llama lora", {"fsdp": 2, "tensor": 2}, {"zero": 3}, optimizer="adamw of factors"),
     Case(
         "llama",
         {"fsdp": 2, "pipe": 2, "tensor": 2},
@@ -84,6 +83,7 @@ def step_grid() -> list[Case]:
         Case("gpt2", {"pipe": 4, "tensor": 2}, {"schedule": "gpipe", "microbatches": 4}),
         Case("windows", {"fsdp": 2, "context": 2, "tensor": 2}, {"zero": 1, "residual": "sequence"}),
         Case("full norms", {"fsdp": 2, "tensor": 4}, {"zero": 3}),
+        Case("llama lora", {"fsdp": 2, "tensor": 2}, {"zero": 3}, optimizer="adamw of factors"),
         Case("llama lora", {"fsdp": 2, "pipe": 2}, {"zero": 2, "microbatches": 2}, optimizer="muon of factors"),
         Case("latents lora", {"fsdp": 2, "context": 2}, {"zero": 2}, accumulate=2, optimizer="adamw of factors"),
         Case("shared mixture lora", {"expert": 2, "tensor": 2}, {"zero": 1}, optimizer="adamw of factors"),

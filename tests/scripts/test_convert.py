@@ -57,6 +57,7 @@ def test_a_run_goes_out_and_comes_back(place):
     assert config == json.loads((place / "published" / "config.json").read_text())
 
 
+@pytest.mark.grid
 def test_low_rank_changes_are_trained_alone(place):
     """Of a model that was brought: merged, what has no change stays bit by bit; alone, they are an adapter's."""
     assert run("convert.py", place / "published", place / "brought").returncode == 0
