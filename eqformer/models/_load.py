@@ -66,7 +66,7 @@ def load(
         made |= zip(map(id, leaves), _read(folder, rule, leaves, [sharding_of[id(leaf)] for leaf in leaves], kept))
         done += sum(leaf.size for leaf in leaves)
         progress(done * jnp.dtype(kept).itemsize, total * jnp.dtype(kept).itemsize)
-    made |= _not_published(numbers, shapes, made, sharding_of)
+    made |= _numbers_of_layers(shapes, sharding_of)
     model = eqx.combine(jax.tree.map(lambda leaf: made[id(leaf)], arrays), rest)
     return dataclasses.replace(model, compute_dtype=kept)
 
@@ -164,14 +164,10 @@ def _aligned(shape: list[int], dtype: str) -> np.ndarray:
 _ALIGNMENT, _THREADS = 64, 4
 
 
-def _not_published(
-    numbers: Numbers, shapes: nn.Transformer, made: dict[int, Array], sharding_of: dict[int, Any]
-) -> dict[int, Array]:
+def _numbers_of_layers(shapes: nn.Transformer, sharding_of: dict[int, Any]) -> dict[int, Array]:
     """The arrays that are no parameters: layers' numbers."""
-    found = eqx.filter_jit(lambda: eqx.filter(build(numbers, key=jax.random.key(0)), _is_integer))()
-    left = [leaf for leaf in jax.tree.leaves(eqx.filter(shapes, _is_shape)) if id(leaf) not in made]
-    pairs = zip(left, jax.tree.leaves(found), strict=True)
-    return {id(leaf): jax.device_put(array, sharding_of[id(leaf)]) for leaf, array in pairs}
+    leaves = [stack.numbers for stack in nn.modules(shapes, nn.Stack)]
+    return {id(leaf): jax.device_put(np.arange(leaf.size, dtype=leaf.dtype), sharding_of[id(leaf)]) for leaf in leaves}
 
 
 def _as(leaf: Any, dtype: str) -> Any:
@@ -184,7 +180,3 @@ def _is_shape(leaf: Any) -> bool:
 
 def _is_float(leaf: Any) -> bool:
     return _is_shape(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _is_integer(leaf: Any) -> bool:
-    return eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
