@@ -63,7 +63,19 @@ def difference(logits, references, first=0):
     )
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LENGTH_DEPENDENT])
+# What others of these hold too, one by one.
+FOR_THE_GRID = {
+    *("latent with biases", "latent, sliding window", "latent without rotary", "sinks, sliding window"),
+    *("latent, dynamic scaling", "longrope scaling"),
+}
+
+
+def wide(kinds):
+    """The kinds, some of them for the grid alone."""
+    return [pytest.param(kind, marks=pytest.mark.grid if kind in FOR_THE_GRID else ()) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", wide([kind for kind in KINDS if kind not in LENGTH_DEPENDENT]))
 def test_cached_logits_are_the_uncached_ones(kind):
     logits = quickly(every_way, make_model(kind))
     for way in ("whole", "chunks", "steps"):
@@ -112,7 +124,7 @@ def ways_by_length(model):
     )
 
 
-@pytest.mark.parametrize("kind", LENGTH_DEPENDENT)
+@pytest.mark.parametrize("kind", wide(LENGTH_DEPENDENT))
 def test_frequencies_that_depend_on_the_length(kind):
     logits = {way: np.asarray(x) for way, x in quickly(ways_by_length, make_model(kind)).items()}
     np.testing.assert_allclose(logits["whole"], logits["uncached"], atol=ROUNDING)

@@ -73,7 +73,7 @@ def test_a_row_alone_draws_what_it_draws_in_a_batch(model, drawn):
         assert alone[1].new_ids()[0] != drawn.new_ids()[number]
 
 
-@pytest.mark.parametrize("stride", [1, 5])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.grid), 5])
 def test_a_stream_is_the_text_of_generate(model, drawn, stride):
     transforms = generation.sampling(**SETTINGS)
     ids = generation.stream(
