@@ -4,14 +4,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jaxtyping import Array, Key
 
 from ..nn import (
-    Embedding,
-    Linear,
     LoadBalance,
-    RMSNorm,
     RotaryScaling,
     TopKRouter,
     Transformer,
@@ -20,7 +16,7 @@ from ..nn import (
 from ._common import edge_weights
 from ._config import Config
 from ._deepseek import first_dense, latent_attributes, latent_block, latent_block_weights, latent_numbers
-from ._pattern import layer_weights, stacks_of
+from ._pattern import decoder, layer_weights
 from ._weights import Published, Weight
 
 
@@ -93,13 +89,7 @@ def build_deepseek_v3(
     block = lambda is_mixture, key: latent_block(
         numbers, is_mixture, router=router, losses=losses, interleaved=turns, core=core, key=key
     )
-    embedding, stack, head = jax.random.split(key, 3)
-    return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=stacks_of(block, first_dense(numbers), remat=remat, unroll=unroll, key=stack),
-        norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-        head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
-    )
+    return decoder(numbers, block, first_dense(numbers), remat=remat, unroll=unroll, key=key)
 
 
 DEEPSEEK_V3_PRESETS = {

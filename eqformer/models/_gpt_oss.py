@@ -111,7 +111,7 @@ def build_gpt_oss(
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    return decoder(numbers, block, remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, numbers.kinds, remat=remat, unroll=unroll, key=key)
 
 
 GPT_OSS_PRESETS = {

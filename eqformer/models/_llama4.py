@@ -108,7 +108,7 @@ def build_llama4(
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=eps),
         )
 
-    return decoder(numbers, block, remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, numbers.kinds, remat=remat, unroll=unroll, key=key)
 
 
 _TYPES = ("chunked_attention", "full_attention")

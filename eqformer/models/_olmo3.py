@@ -11,9 +11,7 @@ from ..nn import (
     Attention,
     Block,
     causal,
-    Embedding,
     GatedMLP,
-    Linear,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -24,7 +22,7 @@ from ..nn import (
 from ._common import common_attributes, common_numbers, edge_weights
 from ._config import Config, layer_types
 from ._olmo2 import olmo_weights
-from ._pattern import all_but_every, layer_weights, stacks_of
+from ._pattern import all_but_every, decoder, layer_weights
 from ._weights import Published, Weight
 
 
@@ -91,13 +89,7 @@ def build_olmo3(
             feed_forward_output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    embedding, stack, head = jax.random.split(key, 3)
-    return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=stacks_of(block, numbers.kinds, remat=remat, unroll=unroll, key=stack),
-        norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-        head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
-    )
+    return decoder(numbers, block, numbers.kinds, remat=remat, unroll=unroll, key=key)
 
 
 _YARN = YarnScaling(8.0, 8192, magnitude=1.2079441541679836)

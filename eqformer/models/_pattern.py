@@ -58,17 +58,18 @@ def stacks_of(
 def decoder(
     numbers: Any,
     block: Callable[[Any, Key[Array, ""]], Layer],
+    kinds: Sequence[Hashable],
     *,
     offset: float = 0.0,
     remat: str,
     unroll: int,
     key: Key[Array, ""],
 ) -> Transformer:
-    """Stacks of `block(kind, key)` for the numbers' kinds, between a table and an RMSNorm and, if not tied, a head."""
+    """Stacks of `block(kind, key)` for these kinds, between a table and an RMSNorm and, if not tied, a head."""
     embedding, stacks, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=numbers.embed, key=embedding),
-        stacks=stacks_of(block, numbers.kinds, remat=remat, unroll=unroll, key=stacks),
+        stacks=stacks_of(block, kinds, remat=remat, unroll=unroll, key=stacks),
         norm=RMSNorm("embed", embed=numbers.embed, eps=numbers.eps, offset=offset),
         head=None if numbers.tied else Linear("embed -> vocab", embed=numbers.embed, vocab=numbers.vocab, key=head),
     )

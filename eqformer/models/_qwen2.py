@@ -11,9 +11,7 @@ from ..nn import (
     Attention,
     Block,
     causal,
-    Embedding,
     GatedMLP,
-    Linear,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -22,7 +20,7 @@ from ..nn import (
 )
 from ._common import block_weights, common_attributes, common_numbers, edge_weights, gated_weights
 from ._config import Config, layer_types
-from ._pattern import layer_weights, stacks_of, windows_of
+from ._pattern import decoder, layer_weights, windows_of
 from ._weights import Published, Weight
 
 
@@ -79,13 +77,7 @@ def build_qwen2(
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    embedding, stacks, head = jax.random.split(key, 3)
-    return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=stacks_of(block, windows_of(numbers), remat=remat, unroll=unroll, key=stacks),
-        norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-        head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
-    )
+    return decoder(numbers, block, windows_of(numbers), remat=remat, unroll=unroll, key=key)
 
 
 _QWEN2_05B = Qwen2(vocab=151_936, embed=896, layers=24, heads=14, kv_heads=2, mlp=4864, tied=True)

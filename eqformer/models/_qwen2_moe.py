@@ -10,11 +10,9 @@ from jaxtyping import Array, Key
 from ..nn import (
     Attention,
     Block,
-    Embedding,
     Experts,
     GatedMLP,
     GatedShared,
-    Linear,
     LoadBalance,
     MoE,
     RMSNorm,
@@ -26,7 +24,7 @@ from ..nn import (
 from ._common import block_weights, common_attributes, common_numbers, edge_weights
 from ._config import Config
 from ._mixtures import mixture_attributes, mixture_numbers, shared_mixture_weights, which_are_mixtures
-from ._pattern import layer_weights, stacks_of
+from ._pattern import decoder, layer_weights
 from ._weights import Published, Weight
 
 
@@ -107,13 +105,7 @@ def build_qwen2_moe(
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    embedding, stack, head = jax.random.split(key, 3)
-    return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=stacks_of(block, which_are_mixtures(numbers), remat=remat, unroll=unroll, key=stack),
-        norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-        head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
-    )
+    return decoder(numbers, block, which_are_mixtures(numbers), remat=remat, unroll=unroll, key=key)
 
 
 QWEN2_MOE_PRESETS = {

@@ -11,9 +11,7 @@ from ..nn import (
     Attention,
     Block,
     causal,
-    Embedding,
     GatedMLP,
-    Linear,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -29,7 +27,7 @@ from ._common import (
     query_key_norm_weights,
 )
 from ._config import Config, layer_types
-from ._pattern import layer_weights, stacks_of, windows_of
+from ._pattern import decoder, layer_weights, windows_of
 from ._weights import Published, Weight
 
 
@@ -88,13 +86,7 @@ def build_qwen3(
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    embedding, stacks, head = jax.random.split(key, 3)
-    return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=stacks_of(block, windows_of(numbers), remat=remat, unroll=unroll, key=stacks),
-        norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-        head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
-    )
+    return decoder(numbers, block, windows_of(numbers), remat=remat, unroll=unroll, key=key)
 
 
 def _qwen3(embed: int, layers: int, heads: int, mlp: int, tied: bool = False) -> Qwen3:

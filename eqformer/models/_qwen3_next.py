@@ -125,7 +125,7 @@ def build_qwen3_next(
             feed_forward_norm=norm("embed", embed),
         )
 
-    return decoder(numbers, block, offset=1.0, remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, numbers.kinds, offset=1.0, remat=remat, unroll=unroll, key=key)
 
 
 _BYTE: dict[str, Any] = {"net_heads": 4, "net_kv_heads": 2, "net_head_dim": 16, "net_v_dim": 16, "head_dim": 32}

@@ -11,9 +11,7 @@ from ..nn import (
     Attention,
     Block,
     causal,
-    Embedding,
     GatedMLP,
-    Linear,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -22,7 +20,7 @@ from ..nn import (
 )
 from ._common import block_weights, common_attributes, common_numbers, edge_weights, gated_weights
 from ._config import Config, layer_types
-from ._pattern import every, layer_weights, stacks_of
+from ._pattern import decoder, every, layer_weights
 from ._weights import Published, Weight
 
 
@@ -81,13 +79,7 @@ def build_smollm3(
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    embedding, stacks, head = jax.random.split(key, 3)
-    return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=stacks_of(block, _kinds(numbers), remat=remat, unroll=unroll, key=stacks),
-        norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-        head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
-    )
+    return decoder(numbers, block, _kinds(numbers), remat=remat, unroll=unroll, key=key)
 
 
 def _kinds(numbers: SmolLM3) -> list[tuple[bool, int | None]]:
