@@ -7,7 +7,8 @@ import jax
 from jaxtyping import Array, Float, Int, Key
 
 from ._dims import ensemble, path_name
-from ._grouped import grouped, map_linears
+from ._grouped import grouped
+from ._grouped_maps import map_linears
 
 
 class Experts(eqx.Module):

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from .. import nn
-from ..nn._grouped import map_linears
+from ..nn._grouped_maps import map_linears
 from ..nn._moe import candidates
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 

@@ -21,7 +21,7 @@ from ..nn._dispatch import (
     token_of_slot,
     weight_of_slot,
 )
-from ..nn._grouped import map_linears
+from ..nn._grouped_maps import map_linears
 from ..nn._moe import aux_of_slots, ROUTER
 from ..nn._routing import Routing, Slots
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR

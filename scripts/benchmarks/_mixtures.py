@@ -66,8 +66,11 @@ def mixtures(rounds: int) -> Iterator[Row]:
     for row in rate_rows("mixture", "tokens/s", TOKENS, seconds_in_turn(contenders, rounds)):
         memory = f"; {programs[row.name].temporary / 2**20:.0f} MiB" if row.name in programs else ""
         yield Row(row.group, row.name, row.value, row.unit, row.ratio, row.note + memory)
-    more = {f"{number} experts": Gradients(moe(number), x) for number in (8, 16, 32, 64)}
-    yield from rate_rows("number of experts", "tokens/s", TOKENS, seconds_in_turn(more, rounds))
+    numbers, choices = (8, 16, 32, 64), jnp.repeat(x.reshape(TOKENS, EMBED), TOP_K, axis=0)
+    more = {f"{number} experts": Gradients(moe(number), x) for number in numbers}
+    even = {f"{number} experts alone, even loads": Gradients(Even(moe(number).experts), choices) for number in numbers}
+    for some in (more, even):
+        yield from rate_rows("number of experts", "tokens/s", TOKENS, seconds_in_turn(some, rounds))
 
 
 class Dense(eqx.Module):
@@ -78,6 +81,17 @@ class Dense(eqx.Module):
     def __call__(self, x: Float[Array, "rows seq embed"]) -> tuple[Float[Array, "rows seq embed"], None]:
         """The layer, and nothing to tell."""
         return self.mlp(x), None
+
+
+class Even(eqx.Module):
+    """Experts on rows sorted by expert, of which all have equally many."""
+
+    experts: nn.Experts
+
+    def __call__(self, x: Float[Array, "rows embed"]) -> tuple[Float[Array, "rows embed"], None]:
+        """The rows' outputs, and nothing to tell."""
+        number = len(self.experts)
+        return self.experts.sorted_rows(x, jnp.full(number, len(x) // number, jnp.int32)), None
 
 
 def moe(experts: int, dispatch: nn.Dropless | nn.Capacity | None = None) -> nn.MoE:

@@ -101,7 +101,7 @@ def test_one_trace_builds_and_runs_any_number():
         experts = eqx.filter_eval_shape(nn.Experts, make, number, key=KEY)
         assert len(traces) == 1 and experts.mlps.up.weight.shape == (number, HIDDEN, EMBED)
         arrays, rest = eqx.partition(experts, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-        rows = (jnp.zeros((128, EMBED)), jnp.zeros(number, jnp.int32), jnp.zeros((number, 2, EMBED)))
+        rows = (jnp.zeros((2048, EMBED)), jnp.zeros(number, jnp.int32), jnp.zeros((number, 2, EMBED)))
 
         def both(arrays, x, sizes, slots, rest=rest):
             experts = eqx.combine(arrays, rest)

@@ -11,8 +11,8 @@ import pytest
 from nn_reference import close, drawn, normal, wide
 
 from eqformer import nn
-from eqformer.nn import _grouped
-from eqformer.nn._grouped import block_sizes, grouped
+from eqformer.nn import _grouped_blocks, _grouped_ragged
+from eqformer.nn._grouped import grouped
 
 
 ROWS, INPUTS, OUTPUTS, GROUPS = 160, 5, 3, 4
@@ -26,7 +26,11 @@ SIZES = {
     "whole blocks": [64, 0, 64, 32],
     "one row off whole blocks": [63, 1, 65, 31],
     "one row each": [1, 127, 1, 1],
+    "slots and blocks": [70, 45, 30, 15],
+    "rows behind slots": [41, 39, 40, 5],
 }
+# Who fills three of four slots; others go by blocks alone.
+FILL_SLOTS = {"even", "slots and blocks", "rows behind slots"}
 
 
 def grouped_product(x, weight, sizes):
@@ -73,8 +77,9 @@ def wanted(arrays, sizes):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_products_and_gradients_are_those_of_a_loop(name):
-    assert block_sizes(ROWS, GROUPS) == (64, 64)
     arrays, sizes = given(), SIZES[name]
+    slots = _grouped_blocks.Slots(jnp.array(sizes), ROWS)
+    assert slots.number == 40 and bool(slots.are_used) == (name in FILL_SLOTS)
     found, expected = jax.tree.map(np.asarray, run(*arrays, np.array(sizes))), wanted(arrays, sizes)
     for one, other in zip(found, expected, strict=True):
         assert close(one, other, 1e-6)
@@ -92,9 +97,9 @@ def test_products_and_gradients_are_those_of_a_loop(name):
             assert list(wrong) == sizes or not close(one, other, 1e-3)
 
 
-@pytest.mark.parametrize("rows,sizes,blocks", [(1100, [257, 800], (256, 64)), (7, [3, 2], (7, 7))])
-def test_blocks_of_other_sizes(rows, sizes, blocks):
-    assert block_sizes(rows, 2) == blocks
+@pytest.mark.parametrize("rows,sizes,slots", [(1100, [257, 800], 550), (1101, [3, 1090], 550), (7, [3, 2], 0)])
+def test_slots_large_blocks_and_small_ones(rows, sizes, slots):
+    assert _grouped_blocks.Slots(jnp.array(sizes), rows).number == slots
     arrays = given(rows, 2)
     for one, other in zip(run(*arrays, np.array(sizes)), wanted(arrays, sizes), strict=True):
         assert close(one, other, 2e-6)
@@ -193,10 +198,10 @@ def test_modules_in_blocks_and_in_ragged_products_are_those_of_a_loop(name):
         return y, pull(direction)
 
     def both_ways(arrays, x, sizes):
-        for way in ("blocked", "ragged"):
-            y, kept = getattr(_grouped, f"_{way}_forward")(static.mlps, arrays.mlps, x, sizes)
+        for way, place in (("blocked", _grouped_blocks), ("ragged", _grouped_ragged)):
+            y, kept = getattr(place, f"{way}_forward")(static.mlps, arrays.mlps, x, sizes)
             given = (arrays.mlps, x, sizes, (*kept, y), direction)
-            to_arrays, to_x = getattr(_grouped, f"_{way}_backward")(static.mlps, *given)
+            to_arrays, to_x = getattr(place, f"{way}_backward")(static.mlps, *given)
             yield y, (eqx.tree_at(lambda e: e.mlps, arrays, to_arrays), to_x)
 
     expected = jax.jit(by_hand)(arrays, x)
