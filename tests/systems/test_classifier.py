@@ -57,7 +57,7 @@ def distance(ours, theirs):
 
 @pytest.mark.parametrize("schedule", ["looping", *(pytest.param(s, marks=pytest.mark.grid) for s in ("gpipe", "1f1b"))])
 def test_a_schedule_gives_the_gradients_of_plain_jax(schedule, model, gradients):
-    run = eqx.filter_jit(classifier.pipelined(plan(schedule))(None, 1))
+    run = eqx.filter_jit(classifier.pipelined(plan(schedule))(None, 1, None))
     total, count, found = run(model, classifier.make_batch(), KEY)
     assert float(count) == classifier.ROWS
     assert distance((total, found), gradients) < 2e-5
