@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 
+REST = 0.25  # seconds; idle threads of a pool wait busily for a while, which would slow down whoever comes next
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One line of the table: what was measured, of whom, and how it compares with the first of its group."""
@@ -20,10 +23,11 @@ class Row:
 
 
 def seconds_in_turn(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, after one round that is not counted."""
+    """Seconds of each call, each after a rest, and after one round that is not counted."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, call in contenders.items():
+            time.sleep(REST)
             start = time.perf_counter()
             call()
             if number:
