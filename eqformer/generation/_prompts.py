@@ -81,6 +81,11 @@ def _rows(
         rows = [np.asarray(row) for row in prompts]
     else:
         table = np.asarray(prompts)
+        if table.ndim != 2:
+            raise ValueError(
+                f"generate(prompts of shape {table.shape}): an array of prompts has a row for each; give prompts[None] "
+                "for a single one."
+            )
         counts = [table.shape[1]] * len(table) if lengths is None else [int(n) for n in np.asarray(lengths)]
         if len(counts) != len(table) or any(not 0 <= n <= table.shape[1] for n in counts):
             raise ValueError(

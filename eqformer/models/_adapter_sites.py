@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..nn import Linear, LoRA, modules, Transformer
-from ..nn._lora import beside
+from ..nn import beside, Linear, LoRA, modules, Transformer
 from ._weights import Weight
 
 

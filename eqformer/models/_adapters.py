@@ -14,7 +14,7 @@ from ..nn import LoRA, path_name, Transformer
 from ._adapter_config import AdapterConfig, read_adapter_config, write_adapter_config
 from ._adapter_sites import is_map, maps, Site, sites_of
 from ._families import Numbers
-from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, new_folder, read_json, write_json
+from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, check_dtype, Folder, new_folder, read_json, write_json
 from ._published import check_shapes, format_of
 from ._weights import Published
 
@@ -35,7 +35,9 @@ def load_adapter(
     `ValueError` for options that are no plain LoRA's, and one that lists what is left over: arrays that are no factors
     of a Linear, modules that the configuration names and that no array fills.
     """
-    folder, call = Folder(path, ADAPTER), f"load_adapter({str(path)!r})"
+    folder = Folder(path, ADAPTER, "load_adapter")
+    call = folder.call
+    check_dtype(call, dtype)
     published, numbers = format_of(call, like, numbers)
     config = read_adapter_config(read_json(folder.path / CONFIG), str(folder.path / CONFIG))
     if any(isinstance(node, LoRA) for node in maps(model)):
@@ -44,17 +46,19 @@ def load_adapter(
     prefix = published.prefix
     if not any(name.startswith(f"base_model.model.{prefix}") for name in folder.names):
         sites = [site.without(prefix) for site in sites]  # of a model without its head's class
-    _check_names(folder, config, sites, call)
-    kept = dtype or folder.dtype(min(folder.names))
 
     def pair(module: str) -> tuple[np.ndarray, np.ndarray] | None:
         a, b = _names(module)
         return (folder.read(a).astype(np.float32), folder.read(b).astype(np.float32)) if a in folder.names else None
 
     try:
+        _check_names(folder, config, sites)
         loras = [lora for site in sites for lora in site.read(pair, lambda m: (config.rank_of(m), config.scale_of(m)))]
+    except re.error as error:
+        raise ValueError(f"{folder.path / CONFIG}: a pattern for modules cannot be read ({error}).") from None
     except ValueError as error:
         raise ValueError(f"{call}: {error}.") from None
+    kept = dtype or folder.dtype(min(folder.names))
     cast = lambda lora: eqx.tree_at(_weights, lora, [weight.astype(kept) for weight in _weights(lora)])
     found = {id(lora.weight): cast(lora) for lora in loras}
     return jax.tree.map(lambda node: found.get(id(node.weight), node) if is_map(node) else node, model, is_leaf=is_map)
@@ -103,16 +107,13 @@ def _sites(model: Transformer, published: Published, numbers: Numbers, call: str
     return sites_of(published.weights(numbers), model)
 
 
-def _check_names(folder: Folder, config: AdapterConfig, sites: list[Site], call: str) -> None:
-    try:
-        wanted = {name for site in sites for _, m in site.modules() if config.has(m) for name in _names(m)}
-    except re.error as error:
-        raise ValueError(f"{folder.path / CONFIG}: a pattern for modules cannot be read ({error}).") from None
+def _check_names(folder: Folder, config: AdapterConfig, sites: list[Site]) -> None:
+    wanted = {name for site in sites for _, m in site.modules() if config.has(m) for name in _names(m)}
     missing, spare = wanted - folder.names, folder.names - wanted
     if missing or spare or not wanted:
         parts = (("in the configuration and not in the file", missing), ("factors of no Linear that it names", spare))
         told = "; ".join(f"{what}: {', '.join(sorted(names)[:8])} ({len(names)})" for what, names in parts if names)
-        raise ValueError(f"{call}: {told or 'its configuration names no module of the model'}.")
+        raise ValueError(told or "its configuration names no module of the model")
 
 
 def _write(target: Path, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:

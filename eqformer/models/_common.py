@@ -1,9 +1,9 @@
 """What most published decoders share: attributes of configurations, and names of arrays."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ._config import Config, rotary_attributes
+from ._config import Config, layer_types, rotary_attributes
 from ._weights import Weight
 
 
@@ -31,7 +31,7 @@ def common_numbers(
     Those given are the family's defaults, `layer_type` the layers whose rotary positions these are, and `eps` the
     attribute that says it.
     """
-    found: dict[str, Any] = {name: config.take(attribute) for name, attribute in _ATTRIBUTES.items()}
+    found: dict[str, Any] = {name: config.count(attribute) for name, attribute in _ATTRIBUTES.items()}
     found["theta"], found["scaling"] = config.rotary(theta, layer_type)
     found["kv_heads"] = config.nullable("num_key_value_heads", kv_heads) or found["heads"]
     found["head_dim"] = config.take("head_dim", head_dim)
@@ -54,6 +54,23 @@ def common_attributes(numbers: Any) -> dict[str, Any]:
     }
 
 
+def switched_windows(config: Config, layers: int, window: int | None, default: Iterable[int]) -> dict[str, Any]:
+    """A window that `use_sliding_window` switches on, and the numbers of its layers; given are the defaults."""
+    window = config.nullable("sliding_window", window)
+    window = window if config.take("use_sliding_window", False) else None
+    windowed = config.windowed(layers, window, default)
+    return {"window": window if windowed else None, "windowed": windowed}
+
+
+def switched_window_attributes(numbers: Any) -> dict[str, Any]:
+    """The same the other way."""
+    return {
+        "use_sliding_window": numbers.window is not None,
+        "sliding_window": numbers.window,
+        "layer_types": layer_types(numbers.layers, numbers.windowed),
+    }
+
+
 def edge_weights(tied: bool) -> list[Weight]:
     """The embedding, the last norm and, where it is not tied, the head."""
     head = [] if tied else [Weight("lm_head.weight", lambda m: m.head.weight)]
@@ -68,13 +85,11 @@ def block_weights(
     bias: bool = False,
     output_bias: bool | None = None,
     gated: int = 0,
-    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
 ) -> list[Weight]:
     """Of a pre-norm block: the attention's projections and both norms."""
-    names = {"attention_norm": norms[0], "feed_forward_norm": norms[1]}
     options: dict[str, Any] = {"bias": bias, "output_bias": output_bias, "gated": gated}
     projections = attention_weights(lambda m: where(m).attention, layers, **options)
-    return projections + norm_weights(where, layers, names)
+    return projections + pre_norm_weights(where, layers)
 
 
 def attention_weights(
@@ -117,6 +132,12 @@ def norm_weights(
         Weight(f"{prefix}{its}.weight", _attribute(where, f"{own}.weight"), pattern, layers)
         for own, its in names.items()
     ]
+
+
+def pre_norm_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
+    """The norms before both sublayers, under the names of Llama."""
+    names = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
+    return norm_weights(where, layers, names)
 
 
 def four_norm_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:

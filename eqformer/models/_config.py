@@ -1,7 +1,7 @@
 """A published configuration, of which every attribute must be read or known to change nothing."""
 
-from collections.abc import Container, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, NoReturn
 
 from ..nn import (
     DynamicScaling,
@@ -36,9 +36,27 @@ class Config:
         """The attribute's value; None where it is null. Raises a `ValueError` where it is needed and missing."""
         self._taken.add(name)
         if name not in self._values and default is _REQUIRED:
-            raise ValueError(f"{self._source}: the configuration has no {name!r}, which this family needs.")
+            self.refuse(f"the configuration has no {name!r}, which this family needs.")
         value = self._values.get(name, default)
         return default if value is None and default is not _REQUIRED else value
+
+    def refuse(self, text: str) -> NoReturn:
+        """Raise a `ValueError` that names the file."""
+        raise ValueError(f"{self._source}: {text}")
+
+    def count(self, name: str, default: Any = _REQUIRED) -> int:
+        """The attribute's value, by which something is counted or divided: a whole number of at least 1."""
+        value = self.take(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.refuse(f"{name}={value!r}: it must be a whole number of at least 1.")
+        return value
+
+    def nested(self, name: str) -> dict[str, Any]:
+        """An attribute that has attributes of its own; none where it is missing."""
+        value = self.take(name, None) or {}
+        if not isinstance(value, dict):
+            self.refuse(f"{name}={value!r}: it must be an object.")
+        return value
 
     def nullable(self, name: str, missing: Any) -> Any:
         """The attribute's value; None where it is null, which says that there is no such thing, and not `missing`."""
@@ -49,18 +67,16 @@ class Config:
         types = self.take("layer_types", None)
         types = layer_types(layers, () if window is None else tuple(default)) if types is None else types
         if len(types) != layers or set(types) - {_FULL, _SLIDING}:
-            raise ValueError(
-                f"{self._source}: layer_types={types} must name {layers} layers, each {_FULL!r} or {_SLIDING!r}."
-            )
+            self.refuse(f"layer_types={types} must name {layers} layers, each {_FULL!r} or {_SLIDING!r}.")
         if _SLIDING in types and window is None:
-            raise ValueError(f"{self._source}: layer_types={types} has sliding layers, and no window is in use.")
+            self.refuse(f"layer_types={types} has sliding layers, and no window is in use.")
         return tuple(number for number, name in enumerate(types) if name == _SLIDING)
 
     def expect(self, name: str, *allowed: Any) -> None:
         """Refuse any value but these; the first is the default."""
         if (value := self.take(name, allowed[0])) not in allowed:
             known = ", ".join(map(repr, allowed))
-            raise ValueError(f"{self._source}: {name}={value!r} is not supported for this family, which has {known}.")
+            self.refuse(f"{name}={value!r} is not supported for this family, which has {known}.")
 
     def finish(self) -> None:
         """Raise a `ValueError` that lists every attribute that was not read and says something."""
@@ -71,11 +87,11 @@ class Config:
         }
         if left:
             listed = ", ".join(f"{name}={value!r}" for name, value in left.items())
-            raise ValueError(f"{self._source}: attributes that this family does not know: {listed}.")
+            self.refuse(f"attributes that this family does not know: {listed}.")
 
     def partial_rotary(self, default: float = 1.0) -> float:
         """Which part of a head's channels turns; a family that does not ask for it has whole heads."""
-        given = self.take("rope_parameters", None) or self.take("rope_scaling", None) or {}
+        given = self.nested("rope_parameters") or self.nested("rope_scaling")
         own = self.take("partial_rotary_factor", default)
         return given.get("partial_rotary_factor") or own
 
@@ -90,35 +106,36 @@ class Config:
         `layer_type` is for families whose `rope_parameters` say both for each type of layer. A type whose scaling has
         no older name is refused where it has one.
         """
-        given = self.take("rope_parameters", None) or {}
+        given = self.nested("rope_parameters")
         by_type = any(isinstance(value, dict) for value in given.values())
         if by_type and layer_type and (others := {name for name in given if name not in (_FULL, _SLIDING)}):
-            raise ValueError(
-                f"{self._source}: rope_parameters are by type of layer, and {sorted(others)} are no types."
-            )
+            self.refuse(f"rope_parameters are by type of layer, and {sorted(others)} are no types.")
         given = dict(given.get(layer_type) or {} if by_type and layer_type else given)
         theta = self.take(older[0], None)
-        scaling = older[1] and self.take(older[1], None)
-        given = given or dict(scaling or {})
-        if "partial_rotary_factor" in self._taken:
-            given.pop("partial_rotary_factor", None)
+        scaling = self.nested(older[1]) if older[1] else {}
+        given = given or dict(scaling)
+        if (part := given.pop("partial_rotary_factor", None)) is not None:
+            self._values["partial_rotary_factor"] = part  # `finish` refuses it of a family that never asks for it
         theta = given.pop("rope_theta", None) or theta or default_theta
         kind = given.pop("rope_type", given.pop("type", "default"))
-        if kind == "default":
-            longest = self.take("max_position_embeddings", 0)  # which says nothing here
-        else:
-            longest = self.take("max_position_embeddings")
-        original = given.pop("original_max_position_embeddings", None) or self.take(
-            "original_max_position_embeddings", longest
-        )
-        scaling = _scaling(self._source, kind, given, original, longest)
+        longest = 0 if kind == "default" else self.count("max_position_embeddings")
+        original = self.take("original_max_position_embeddings", None)
+        original = given.pop("original_max_position_embeddings", None) or original or longest
+        scaling = _scaling(self.refuse, kind, given, original, longest)
         if scaling is not None and older[1] is None:
-            raise ValueError(f"{self._source}: rope_parameters: {layer_type} has {kind!r}, and this family no scaling.")
+            self.refuse(f"rope_parameters: {layer_type} has {kind!r}, and this family no scaling.")
         return float(theta), scaling
 
 
-def _scaling(source: str, kind: str, given: dict[str, Any], original: int, longest: int) -> RotaryScaling | None:
-    take = given.pop
+def _scaling(
+    refuse: Callable[[str], NoReturn], kind: str, given: dict[str, Any], original: int, longest: int
+) -> RotaryScaling | None:
+    maybe = lambda name: given.pop(name, None)
+
+    def take(name: str) -> Any:
+        value = maybe(name)
+        return refuse(f"rope_type={kind!r} needs {name!r}, which is not said.") if value is None else value
+
     if kind == "default":
         scaling = None
     elif kind == "linear":
@@ -128,20 +145,20 @@ def _scaling(source: str, kind: str, given: dict[str, Any], original: int, longe
     elif kind == "llama3":
         scaling = Llama3Scaling(take("factor"), take("low_freq_factor"), take("high_freq_factor"), original)
     elif kind == "yarn":
-        factor, magnitude = take("factor"), take("attention_factor", None)
-        over, under = take("mscale", None), take("mscale_all_dim", None)
+        factor, magnitude = take("factor"), maybe("attention_factor")
+        over, under = maybe("mscale"), maybe("mscale_all_dim")
         if magnitude is None and over and under:
             magnitude = yarn_magnitude(factor, over) / yarn_magnitude(factor, under)
-        fast, slow = take("beta_fast", None) or 32.0, take("beta_slow", None) or 1.0
-        scaling = YarnScaling(factor, original, fast, slow, magnitude, take("truncate", True))
+        fast, slow = maybe("beta_fast") or 32.0, maybe("beta_slow") or 1.0
+        scaling = YarnScaling(factor, original, fast, slow, magnitude, given.pop("truncate", True))
     elif kind in ("longrope", "su"):
         short, long = (tuple(map(float, take(f"{name}_factor"))) for name in ("short", "long"))
-        factor, magnitude = take("factor", None) or longest / original, take("attention_factor", None)
+        factor, magnitude = maybe("factor") or longest / original, maybe("attention_factor")
         scaling = LongRopeScaling(short, long, original, factor, magnitude=magnitude)
     else:
-        raise ValueError(f"{source}: rope_type={kind!r} is not known.")
+        refuse(f"rope_type={kind!r} is not known.")
     if given:
-        raise ValueError(f"{source}: rope_type={kind!r} has attributes that are not known: {given}.")
+        refuse(f"rope_type={kind!r} has attributes that are not known: {given}.")
     return scaling
 
 

@@ -19,7 +19,7 @@ from ..nn import (
     yarn_magnitude,
     YarnScaling,
 )
-from ._common import common_numbers, gated_weights, norm_weights
+from ._common import common_numbers, gated_weights, pre_norm_weights
 from ._config import Config, rotary_attributes
 from ._mixtures import mixture_weights
 from ._weights import Weight
@@ -40,7 +40,7 @@ _ATTRIBUTES = {
     "experts": "n_routed_experts",
     "top_k": "num_experts_per_tok",
     "shared": "n_shared_experts",
-    "dense": "first_k_dense_replace",
+    "first_dense": "first_k_dense_replace",
     "scale": "routed_scaling_factor",
     "groups": "n_group",
     "kept_groups": "topk_group",
@@ -60,8 +60,8 @@ def latent_numbers(config: Config) -> dict[str, Any]:
         config.take(name, None)
     found = common_numbers(config)
     if (kv_heads := found.pop("kv_heads")) != found["heads"]:
-        raise ValueError(f"num_key_value_heads={kv_heads}: latent attention has as many as heads, {found['heads']}.")
-    given = config.take("rope_parameters", None) or config.take("rope_scaling", None) or {}
+        config.refuse(f"num_key_value_heads={kv_heads}: latent attention has as many as heads, {found['heads']}.")
+    given = config.nested("rope_parameters") or config.nested("rope_scaling")
     found["temperature"] = float(given.get("mscale_all_dim") or 0.0) if found["scaling"] is not None else 0.0
     for name in _ATTRIBUTES.keys() - found.keys() | {"head_dim"}:
         found[name] = config.take(_ATTRIBUTES[name])
@@ -145,7 +145,7 @@ def latent_block_weights(
         Weight(f"{prefix}kv_a_layernorm.weight", lambda m: attention(m).latent_norm.weight, "", layers),
         Weight(f"{prefix}kv_b_proj.weight", ups, split, layers, groups=heads),
         Weight(f"{prefix}o_proj.weight", lambda m: attention(m).output.weight, joined, layers),
-        *norm_weights(where, layers, _NORMS),
+        *pre_norm_weights(where, layers),
     ]
     if numbers.q_latent is None:
         found += [Weight(f"{prefix}q_proj.weight", queries, split, layers, groups=heads)]
@@ -160,9 +160,6 @@ def latent_block_weights(
     return [*found, *mixture_weights(fed, layers), *shared]
 
 
-def first_dense(numbers: Any) -> tuple[bool, ...]:
+def mixtures_after_dense(numbers: Any) -> tuple[bool, ...]:
     """Which layers have experts: all but the first."""
-    return tuple(layer >= numbers.dense for layer in range(numbers.layers))
-
-
-_NORMS = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
+    return tuple(layer >= numbers.first_dense for layer in range(numbers.layers))

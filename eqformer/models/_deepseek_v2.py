@@ -15,7 +15,7 @@ from ..nn import (
 )
 from ._common import edge_weights
 from ._config import Config
-from ._deepseek import first_dense, latent_attributes, latent_block, latent_block_weights, latent_numbers
+from ._deepseek import latent_attributes, latent_block, latent_block_weights, latent_numbers, mixtures_after_dense
 from ._pattern import decoder, layer_weights
 from ._weights import Published, Weight
 
@@ -24,9 +24,9 @@ from ._weights import Published, Weight
 class DeepSeekV2:
     """The numbers of a DeepSeek-V2.
 
-    `mlp` is a dense layer's width, `expert_mlp` an expert's; `shared` counts experts that see every token, `dense` the
-    first layers, which have no experts. `head_dim` channels of a head's key are not rotated. With a `temperature` (of
-    YaRN, `mscale_all_dim`), scores grow with its factor.
+    `mlp` is a dense layer's width, `expert_mlp` an expert's; `shared` counts experts that see every token. `head_dim`
+    channels of a head's key are not rotated. With a `temperature` (of YaRN, `mscale_all_dim`), scores grow with its
+    factor.
     """
 
     vocab: int
@@ -43,7 +43,7 @@ class DeepSeekV2:
     experts: int = 64
     top_k: int = 6
     shared: int = 2
-    dense: int = 1
+    first_dense: int = 1  # layers without experts
     groups: int = 1
     kept_groups: int = 1
     scale: float = 1.0
@@ -79,11 +79,10 @@ def build_deepseek_v2(
         )
 
     losses = (LoadBalance(numbers.balance, per="sequence"),) if numbers.balance else ()
-    turns = True
     block = lambda is_mixture, key: latent_block(
-        numbers, is_mixture, router=router, losses=losses, interleaved=turns, core=core, key=key
+        numbers, is_mixture, router=router, losses=losses, interleaved=True, core=core, key=key
     )
-    return decoder(numbers, block, first_dense(numbers), remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, mixtures_after_dense(numbers), remat=remat, unroll=unroll, key=key)
 
 
 _YARN = YarnScaling(40.0, 4096, magnitude=1.0)
@@ -139,7 +138,7 @@ def _write(numbers: DeepSeekV2) -> dict[str, Any]:
 
 def _weights(numbers: DeepSeekV2) -> list[Weight]:
     rules = lambda is_mixture, where, layers: latent_block_weights(numbers, is_mixture, where, layers)
-    return [*edge_weights(numbers.tied), *layer_weights(first_dense(numbers), rules)]
+    return [*edge_weights(numbers.tied), *layer_weights(mixtures_after_dense(numbers), rules)]
 
 
 DEEPSEEK_V2_PUBLISHED = Published("DeepseekV2ForCausalLM", "deepseek_v2", _read, _write, _weights)

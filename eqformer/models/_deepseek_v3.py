@@ -15,7 +15,7 @@ from ..nn import (
 )
 from ._common import edge_weights
 from ._config import Config
-from ._deepseek import first_dense, latent_attributes, latent_block, latent_block_weights, latent_numbers
+from ._deepseek import latent_attributes, latent_block, latent_block_weights, latent_numbers, mixtures_after_dense
 from ._pattern import decoder, layer_weights
 from ._weights import Published, Weight
 
@@ -24,9 +24,9 @@ from ._weights import Published, Weight
 class DeepSeekV3:
     """The numbers of a DeepSeek-V3.
 
-    `mlp` is a dense layer's width, `expert_mlp` an expert's; `shared` counts experts that see every token, `dense` the
-    first layers, which have no experts. `head_dim` channels of a head's key are not rotated. With a `temperature` (of
-    YaRN, `mscale_all_dim`), scores grow with its factor.
+    `mlp` is a dense layer's width, `expert_mlp` an expert's; `shared` counts experts that see every token. `head_dim`
+    channels of a head's key are not rotated. With a `temperature` (of YaRN, `mscale_all_dim`), scores grow with its
+    factor.
     """
 
     vocab: int
@@ -43,7 +43,7 @@ class DeepSeekV3:
     experts: int = 256
     top_k: int = 8
     shared: int = 1
-    dense: int = 3
+    first_dense: int = 3  # layers without experts
     groups: int = 8
     kept_groups: int = 4
     scale: float = 2.5
@@ -85,11 +85,10 @@ def build_deepseek_v3(
         )
 
     losses = (LoadBalance(numbers.balance, per="sequence", normalise=True),) if numbers.balance else ()
-    turns = numbers.interleaved
     block = lambda is_mixture, key: latent_block(
-        numbers, is_mixture, router=router, losses=losses, interleaved=turns, core=core, key=key
+        numbers, is_mixture, router=router, losses=losses, interleaved=numbers.interleaved, core=core, key=key
     )
-    return decoder(numbers, block, first_dense(numbers), remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, mixtures_after_dense(numbers), remat=remat, unroll=unroll, key=key)
 
 
 DEEPSEEK_V3_PRESETS = {
@@ -107,7 +106,7 @@ DEEPSEEK_V3_PRESETS = {
         v_dim=16,
         experts=16,
         top_k=4,
-        dense=1,
+        first_dense=1,
         groups=4,
         kept_groups=2,
         tied=True,
@@ -149,8 +148,10 @@ def _weights(numbers: DeepSeekV3) -> list[Weight]:
         name = "model.layers.{layer}.mlp.gate.e_score_correction_bias"
         return [*found, Weight(name, bias, "", layers)] if is_mixture else found
 
-    return [*edge_weights(numbers.tied), *layer_weights(first_dense(numbers), rules)]
+    return [*edge_weights(numbers.tied), *layer_weights(mixtures_after_dense(numbers), rules)]
 
 
 _MTP = ("model.layers.61.",)
-DEEPSEEK_V3_PUBLISHED = Published("DeepseekV3ForCausalLM", "deepseek_v3", _read, _write, _weights, unused=_MTP)
+DEEPSEEK_V3_PUBLISHED = Published(
+    "DeepseekV3ForCausalLM", "deepseek_v3", _read, _write, _weights, ignored_prefixes=_MTP
+)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._common import norm_weights
+from ._common import pre_norm_weights
 from ._config import Config
 from ._pattern import every
 from ._weights import Weight
@@ -22,10 +22,10 @@ _ATTRIBUTES = {
 def net_numbers(config: Config, layers: int) -> dict[str, Any]:
     """The nets' sizes, and the numbers of the layers that have an attention instead: by default each fourth."""
     found: dict[str, Any] = {name: config.take(*attribute) for name, attribute in _ATTRIBUTES.items()}
-    attending = every(config.take("full_attention_interval", 4), layers)
+    attending = every(config.count("full_attention_interval", 4), layers)
     types = config.take("layer_types", [_TYPES[layer in attending] for layer in range(layers)])
     if len(types) != layers or set(types) - set(_TYPES):
-        raise ValueError(f"layer_types={types} must name {layers} layers, each {' or '.join(map(repr, _TYPES))}.")
+        config.refuse(f"layer_types={types} must name {layers} layers, each {' or '.join(map(repr, _TYPES))}.")
     return found | {"attending": tuple(layer for layer, name in enumerate(types) if _TYPES.index(name))}
 
 
@@ -50,6 +50,5 @@ def net_block_weights(where: Callable[[Any], Any], layers: Sequence[int], kv_hea
         Weight(f"{prefix}dt_bias", lambda m: net(m).decay_bias, "", layers),
         Weight(f"{prefix}norm.weight", lambda m: net(m).norm.weight, "", layers),
         Weight(f"{prefix}out_proj.weight", lambda m: net(m).output.weight, output, layers),
-        *norm_weights(where, layers, {"attention_norm": "input_layernorm"}),
-        *norm_weights(where, layers, {"feed_forward_norm": "post_attention_layernorm"}),
+        *pre_norm_weights(where, layers),
     ]

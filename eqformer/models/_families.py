@@ -136,7 +136,13 @@ def build(
     Build under `equinox.filter_eval_shape` to get shapes alone, of a model of any size.
     """
     numbers = preset(model) if isinstance(model, str) else model
+    family = family_of(f"build({model!r})", numbers)
+    return family.build(numbers, core=core, remat=remat, unroll=unroll, key=key)
+
+
+def family_of(call: str, numbers: Numbers) -> Family:
+    """The family whose numbers these are; raises a `ValueError` for what are none's."""
     for family in FAMILIES.values():
         if isinstance(numbers, family.numbers):
-            return family.build(numbers, core=core, remat=remat, unroll=unroll, key=key)
-    raise ValueError(f"build({model!r}): no family has numbers of type {type(numbers).__name__}.")
+            return family
+    raise ValueError(f"{call}: no family has numbers of type {type(numbers).__name__}.")

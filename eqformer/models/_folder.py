@@ -27,11 +27,11 @@ class Folder:
     files do not hold, arrays that are in two files, files whose headers do not fit them, numbers that are no floats.
     """
 
-    def __init__(self, path: str | Path, single: str = SINGLE):
+    def __init__(self, path: str | Path, single: str = SINGLE, caller: str = "load"):
         """Open every file of the folder and compare it with the index."""
-        self.path = Path(path)
+        self.path, self.call = Path(path), f"{caller}({str(path)!r})"
         if not self.path.is_dir():
-            raise ValueError(f"load({str(path)!r}): there is no such folder.")
+            raise ValueError(f"{self.call}: there is no such folder.")
         index = self.path / f"{single}.index.json"
         self._maps: dict[str, np.ndarray] = {}
         self._placed: dict[str, tuple[str, list[int], int, int]] = {}  # dtype, shape, first and last byte
@@ -41,7 +41,7 @@ class Folder:
             self._file_of = dict.fromkeys(self._open(single), single)
         else:
             raise ValueError(
-                f"load({str(path)!r}): the folder has no {single} and no {index.name}. Pickled weights (.bin, .pt) are "
+                f"{self.call}: the folder has no {single} and no {index.name}. Pickled weights (.bin, .pt) are "
                 "never read, since they can run programs; convert them to safetensors where you trust them."
             )
 
@@ -77,7 +77,7 @@ class Folder:
     def _open(self, file: str) -> list[str]:
         if not (self.path / file).is_file():
             raise ValueError(f"{self.path / file}: the file is missing.")
-        safetensors = load_extra("safetensors", extra="train", call="load(path)")
+        safetensors = load_extra("safetensors", extra="train", call=self.call)
         try:
             with safetensors.safe_open(self.path / file, framework="np"):  # it compares header and size, byte by byte
                 whole = np.memmap(self.path / file, np.uint8, "r")
@@ -93,6 +93,12 @@ class Folder:
             self._placed[name] = FLOATS[its["dtype"]], its["shape"], start, stop
         self._maps[file] = whole
         return list(header)
+
+
+def check_dtype(call: str, dtype: str | None) -> None:
+    """Raise a `ValueError` for a dtype that no weights have."""
+    if dtype is not None and dtype not in FLOATS.values():
+        raise ValueError(f"{call}: dtype={dtype!r} is none that weights have; those are {', '.join(FLOATS.values())}.")
 
 
 @contextlib.contextmanager

@@ -114,6 +114,4 @@ def _weights(numbers: Gemma) -> list[Weight]:
     return [*edge_weights(numbers.tied), *block_weights(blocks, layers), *feed_forward]
 
 
-GEMMA_PUBLISHED = Published(
-    "GemmaForCausalLM", "gemma", _read, _write, _weights, ("rotary_emb.inv_freq", "lm_head.weight")
-)
+GEMMA_PUBLISHED = Published("GemmaForCausalLM", "gemma", _read, _write, _weights)

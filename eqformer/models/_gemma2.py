@@ -12,10 +12,8 @@ from ..nn import (
     Block,
     BlockwiseCore,
     causal,
-    Embedding,
     GatedMLP,
     gelu_tanh,
-    Linear,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -31,7 +29,7 @@ from ._common import (
     gated_weights,
 )
 from ._config import Config, layer_types
-from ._pattern import all_but_every, layer_weights, stacks_of, windows_of
+from ._pattern import all_but_every, decoder, layer_weights, windows_of
 from ._weights import Published, Weight
 
 
@@ -91,14 +89,8 @@ def build_gemma2(
             feed_forward_output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
         )
 
-    embedding, stacks, head = jax.random.split(key, 3)
-    return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=embed, scale=embed**0.5, key=embedding),
-        stacks=stacks_of(block, windows_of(numbers), remat=remat, unroll=unroll, key=stacks),
-        norm=RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
-        head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
-        logit_softcap=numbers.logit_softcap,
-    )
+    ends: dict[str, Any] = {"offset": 1.0, "embedding_scale": embed**0.5, "logit_softcap": numbers.logit_softcap}
+    return decoder(numbers, block, windows_of(numbers), **ends, remat=remat, unroll=unroll, key=key)
 
 
 def _capped(core: Any, softcap: float | None) -> Any:
@@ -163,6 +155,4 @@ def _weights(numbers: Gemma2) -> list[Weight]:
     return [*edge_weights(numbers.tied), *layer_weights(windows_of(numbers), rules)]
 
 
-GEMMA2_PUBLISHED = Published(
-    "Gemma2ForCausalLM", "gemma2", _read, _write, _weights, ("rotary_emb.inv_freq", "lm_head.weight")
-)
+GEMMA2_PUBLISHED = Published("Gemma2ForCausalLM", "gemma2", _read, _write, _weights)

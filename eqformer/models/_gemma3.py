@@ -11,10 +11,8 @@ from ..nn import (
     Attention,
     Block,
     causal,
-    Embedding,
     GatedMLP,
     gelu_tanh,
-    Linear,
     LinearScaling,
     RMSNorm,
     Rotary,
@@ -32,7 +30,7 @@ from ._common import (
     query_key_norm_weights,
 )
 from ._config import Config, layer_types
-from ._pattern import all_but_every, layer_weights, stacks_of, windows_of
+from ._pattern import all_but_every, decoder, layer_weights, windows_of
 from ._weights import Published, Weight
 
 
@@ -94,14 +92,8 @@ def build_gemma3(
             feed_forward_output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
         )
 
-    embedding, stacks, head = jax.random.split(key, 3)
-    return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=embed, scale=embed**0.5, key=embedding),
-        stacks=stacks_of(block, windows_of(numbers), remat=remat, unroll=unroll, key=stacks),
-        norm=RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
-        head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
-        logit_softcap=numbers.logit_softcap,
-    )
+    ends: dict[str, Any] = {"offset": 1.0, "embedding_scale": embed**0.5, "logit_softcap": numbers.logit_softcap}
+    return decoder(numbers, block, windows_of(numbers), **ends, remat=remat, unroll=unroll, key=key)
 
 
 def _gemma3(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> Gemma3:
@@ -130,8 +122,8 @@ def _read(config: Config) -> Gemma3:
         config.take(name, None)
     local_theta, _ = config.rotary(10_000.0, "sliding_attention", ("rope_local_base_freq", None))
     found = common_numbers(config, 1e6, "full_attention", head_dim=256, kv_heads=4, tied=True)
-    window, pattern = config.take("sliding_window", 4096), config.take("_sliding_window_pattern", 6)
-    pattern = config.take("sliding_window_pattern", pattern)
+    window, pattern = config.take("sliding_window", 4096), config.count("_sliding_window_pattern", 6)
+    pattern = config.count("sliding_window_pattern", pattern)
     return Gemma3(
         **found,
         windowed=config.windowed(found["layers"], window, all_but_every(pattern, found["layers"])),
@@ -163,6 +155,4 @@ def _weights(numbers: Gemma3) -> list[Weight]:
     return [*edge_weights(numbers.tied), *layer_weights(windows_of(numbers), rules)]
 
 
-GEMMA3_PUBLISHED = Published(
-    "Gemma3ForCausalLM", "gemma3_text", _read, _write, _weights, ("rotary_emb.inv_freq", "lm_head.weight")
-)
+GEMMA3_PUBLISHED = Published("Gemma3ForCausalLM", "gemma3_text", _read, _write, _weights)

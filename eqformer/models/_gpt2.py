@@ -157,6 +157,6 @@ GPT2_PUBLISHED = Published(
     _read,
     _write,
     _weights,
-    ignored=("lm_head.weight", ".attn.bias", ".attn.masked_bias"),
+    ignored_suffixes=(".attn.bias", ".attn.masked_bias"),
     prefix="transformer.",
 )

@@ -28,13 +28,13 @@ from ..nn import (
 from ._common import block_weights, common_attributes, common_numbers, edge_weights
 from ._config import Config, layer_types
 from ._mixtures import stacked_mixture_weights
-from ._pattern import decoder, layer_weights
+from ._pattern import all_but_every, decoder, layer_weights, windows_of
 from ._weights import Published, Weight
 
 
 @dataclasses.dataclass(frozen=True)
 class GPTOSS:
-    """The numbers of a gpt-oss; `mlp` is one expert's."""
+    """The numbers of a gpt-oss; `mlp` is one expert's, and the layers numbered in `windowed` see a `window`."""
 
     vocab: int
     embed: int
@@ -42,10 +42,10 @@ class GPTOSS:
     heads: int
     kv_heads: int
     mlp: int
+    windowed: tuple[int, ...]
+    window: int = 128
     experts: int = 32
     top_k: int = 4
-    windowed: tuple[int, ...] | None = None  # their numbers; by default every second, from the first
-    window: int = 128
     limit: float = 7.0
     head_dim: int = 64
     theta: float = 150_000.0
@@ -55,16 +55,6 @@ class GPTOSS:
     balance: float = 0.001  # of `LoadBalance`, over the batch
     tied: bool = False
     max_seq: int = 131_072  # the longest rows it was trained on; it changes nothing
-
-    @property
-    def kinds(self) -> tuple[bool, ...]:
-        """Which layers have a window."""
-        windowed = _windowed(self.layers) if self.windowed is None else self.windowed
-        return tuple(layer in windowed for layer in range(self.layers))
-
-
-def _windowed(layers: int) -> tuple[int, ...]:
-    return tuple(range(0, layers, 2))
 
 
 def build_gpt_oss(
@@ -90,7 +80,7 @@ def build_gpt_oss(
         router = TopKRouter(**sizes, normalise=True, bias=True, key=choose)
         return MoE(router, Experts(expert, numbers.experts, key=experts), losses=losses)
 
-    def block(has_window: bool, key: Key[Array, ""]) -> Block:
+    def block(window: int | None, key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
         return Block(
             attention=Attention(
@@ -102,7 +92,7 @@ def build_gpt_oss(
                 output_std=damping * (numbers.heads * head_dim) ** -0.5,
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
                 sinks=True,
-                mask=sliding_window(numbers.window) if has_window else causal(),
+                mask=causal() if window is None else sliding_window(window),
                 core=BlockwiseCore() if core is None else core,  # which has sinks
                 key=attention,
             ),
@@ -111,13 +101,15 @@ def build_gpt_oss(
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    return decoder(numbers, block, numbers.kinds, remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, windows_of(numbers), remat=remat, unroll=unroll, key=key)
 
 
 GPT_OSS_PRESETS = {
-    "gpt-oss-byte-500k": GPTOSS(256, 64, 4, 4, 2, 32, 12, window=64, head_dim=16, theta=1e4, scaling=None, tied=True),
-    "gpt-oss-20b": GPTOSS(201_088, 2880, 24, 64, 8, 2880, balance=0.9),
-    "gpt-oss-120b": GPTOSS(201_088, 2880, 36, 64, 8, 2880, experts=128, balance=0.9),
+    "gpt-oss-byte-500k": GPTOSS(
+        256, 64, 4, 4, 2, 32, (0, 2), window=64, experts=12, head_dim=16, theta=1e4, scaling=None, tied=True
+    ),
+    "gpt-oss-20b": GPTOSS(201_088, 2880, 24, 64, 8, 2880, all_but_every(2, 24), balance=0.9),
+    "gpt-oss-120b": GPTOSS(201_088, 2880, 36, 64, 8, 2880, all_but_every(2, 36), experts=128, balance=0.9),
 }
 
 
@@ -126,16 +118,15 @@ def _read(config: Config) -> GPTOSS:
     config.expect("swiglu_alpha", 1.702)
     for name in ("experts_per_token", "initial_context_length"):  # said elsewhere too
         config.take(name, None)
-    if not (config.take("rope_parameters", None) or config.take("rope_scaling", None)):
+    if not (config.nested("rope_parameters") or config.nested("rope_scaling")):
         config.take("rope_parameters")  # transformers would stretch positions by default
     found = common_numbers(config, 150_000.0, head_dim=64, kv_heads=8)
     window = config.take("sliding_window", 128)
-    windowed = config.windowed(found["layers"], window, default := _windowed(found["layers"]))
     return GPTOSS(
         **found,
         experts=config.take("num_local_experts", 128),
         top_k=config.take("num_experts_per_tok", 4),
-        windowed=None if windowed == default else windowed,
+        windowed=config.windowed(found["layers"], window, all_but_every(2, found["layers"])),
         window=window,
         limit=config.take("swiglu_limit", 7.0),
         bias=config.take("attention_bias", True),
@@ -150,7 +141,7 @@ def _write(numbers: GPTOSS) -> dict[str, Any]:
         "hidden_act": "silu",
         "num_local_experts": numbers.experts,
         "num_experts_per_tok": numbers.top_k,
-        "layer_types": layer_types(numbers.layers, [layer for layer, windowed in enumerate(numbers.kinds) if windowed]),
+        "layer_types": layer_types(numbers.layers, numbers.windowed),
         "sliding_window": numbers.window,
         "swiglu_limit": numbers.limit,
         **{"attention_bias": numbers.bias, "router_aux_loss_coef": numbers.balance},
@@ -158,12 +149,12 @@ def _write(numbers: GPTOSS) -> dict[str, Any]:
 
 
 def _weights(numbers: GPTOSS) -> list[Weight]:
-    def rules(_: bool, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
+    def rules(_: Any, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
         sinks = Weight("model.layers.{layer}.self_attn.sinks", lambda m: where(m).attention.sinks, "", layers)
         experts = stacked_mixture_weights(lambda m: where(m).feed_forward, layers)
         return [*block_weights(where, layers, bias=numbers.bias), sinks, *experts]
 
-    return [*edge_weights(numbers.tied), *layer_weights(numbers.kinds, rules)]
+    return [*edge_weights(numbers.tied), *layer_weights(windows_of(numbers), rules)]
 
 
 GPT_OSS_PUBLISHED = Published("GptOssForCausalLM", "gpt_oss", _read, _write, _weights)

@@ -137,6 +137,4 @@ def _weights(numbers: Granite) -> list[Weight]:
     return [*edge_weights(numbers.tied), *block_weights(blocks, layers), *feed_forward]
 
 
-GRANITE_PUBLISHED = Published(
-    "GraniteForCausalLM", "granite", _read, _write, _weights, ("rotary_emb.inv_freq", "lm_head.weight")
-)
+GRANITE_PUBLISHED = Published("GraniteForCausalLM", "granite", _read, _write, _weights)

@@ -141,4 +141,4 @@ def _weights(numbers: Llama) -> list[Weight]:
     return [*edge_weights(numbers.tied), *block_weights(blocks, layers, bias=numbers.bias), *feed_forward]
 
 
-LLAMA_PUBLISHED = Published("LlamaForCausalLM", "llama", _read, _write, _weights, ("rotary_emb.inv_freq",))
+LLAMA_PUBLISHED = Published("LlamaForCausalLM", "llama", _read, _write, _weights)

@@ -128,19 +128,19 @@ def _read(config: Config) -> Llama4:
     found = common_numbers(config, 500_000.0, head_dim=128, kv_heads=8)
     found |= {name: config.take(published, getattr(Llama4, name)) for name, published in _SAID.items()}
     if found["normed"] and not isinstance(found["scaling"], Llama3Scaling | None):
-        raise ValueError(f"use_qk_norm with {found['scaling']}: norms after a rotation are known of none and llama3's.")
-    layers, interval = range(found["layers"]), config.take("no_rope_layer_interval", 4)
+        config.refuse(f"use_qk_norm with {found['scaling']}: norms after a rotation are known of none and llama3's.")
+    layers, interval = range(found["layers"]), config.count("no_rope_layer_interval", 4)
     rotated = config.take("no_rope_layers", None) or [(layer + 1) % interval for layer in layers]
     types = config.take("layer_types", None) or [_TYPES[not rotated[layer]] for layer in layers]
     if {len(rotated), len(types)} != {len(layers)} or not set(types) <= set(_TYPES):
-        raise ValueError(f"no_rope_layers={rotated}, layer_types={types}: say of {len(layers)} layers, as {_TYPES}.")
+        config.refuse(f"no_rope_layers={rotated}, layer_types={types}: say of {len(layers)} layers, as {_TYPES}.")
     found["temperature"] *= bool(config.take("attn_temperature_tuning", True))
     return Llama4(
         **found,
         dense_mlp=config.take("intermediate_size_mlp", 16_384),
         chunk=config.nullable("attention_chunk_size", 8192),
         bias=config.take("attention_bias", False),
-        mixtures=tuple(config.take("moe_layers", every(config.take("interleave_moe_layer_step", 1), len(layers)))),
+        mixtures=tuple(config.take("moe_layers", every(config.count("interleave_moe_layer_step", 1), len(layers)))),
         unrotated=tuple(layer for layer in layers if not rotated[layer]),
         whole=tuple(layer for layer in layers if _TYPES.index(types[layer])),
     )

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from .. import nn
 from ..parallel import Plan, shardings
 from ._families import build, Numbers
-from ._folder import Folder
+from ._folder import check_dtype, Folder
 from ._published import numbers_of, rules_of
 from ._weights import Published, Weight
 
@@ -42,33 +42,36 @@ def load(
 
     A `mesh` alone is the plan that splits all it can, `Plan(mesh, zero=3)`. Each array of the folder is mapped into
     memory, read once, and copied into the parts of it that this process's devices hold; beside the parts of one leaf
-    (the same array of all layers, or those published joined to it) nothing is held. Parameters have the published
-    dtype, or `dtype`, and the model computes in it. `core`, `remat`, `unroll` are `build`'s; `progress` is told the
-    bytes that are done, and of how many.
+    (the same array of all layers, or those published joined to it) nothing is held. Each leaf has its published dtype,
+    one that holds those of all layers, or `dtype`; the model computes in its table's. `core`, `remat`, `unroll` are
+    `build`'s; `progress` is told the bytes that are done, and of how many.
 
     Raises a `ValueError` for a folder that is not what it says, and one that lists what is left over: arrays of the
-    folder that no rule reads, leaves that no array fills, attributes of `config.json` that the family does not know.
+    folder that no rule reads (but for a head that is stored beside its equal, the table to which it is tied), leaves
+    that no array fills, attributes of `config.json` that the family does not know.
     """
     plan = _plan(path, mesh, plan)
     folder = Folder(path)
+    check_dtype(folder.call, dtype)
     published, numbers = numbers_of(folder.path)
     rules = rules_of(folder, published, numbers)
     shapes = eqx.filter_eval_shape(lambda: build(numbers, core=core, remat=remat, unroll=unroll, key=jax.random.key(0)))
     _check_names(folder, published, rules, shapes)
-    kept = dtype or folder.dtype(next(rules[0].places(rules[0].leaves(shapes)[0]))[1])
+    kept = [dtype or _dtype(folder, rule, shapes) for rule in rules]
     arrays, rest = eqx.partition(shapes, _is_shape)
-    places = _places(plan, jax.tree.map(lambda leaf: _as(leaf, kept), arrays))
+    places = _places(plan, arrays)
     sharding_of = dict(zip(map(id, jax.tree.leaves(arrays)), jax.tree.leaves(places), strict=True))
     made: dict[int, Array] = {}
-    total, done = sum(x.size for x in jax.tree.leaves(arrays) if _is_float(x)), 0
-    for rule in rules:
+    size_of = lambda rule, its: sum(leaf.size for leaf in rule.leaves(shapes)) * jnp.dtype(its).itemsize
+    total, done = sum(map(size_of, rules, kept)), 0
+    for rule, its in zip(rules, kept, strict=True):
         leaves = rule.leaves(shapes)
-        made |= zip(map(id, leaves), _read(folder, rule, leaves, [sharding_of[id(leaf)] for leaf in leaves], kept))
-        done += sum(leaf.size for leaf in leaves)
-        progress(done * jnp.dtype(kept).itemsize, total * jnp.dtype(kept).itemsize)
+        made |= zip(map(id, leaves), _read(folder, rule, leaves, [sharding_of[id(leaf)] for leaf in leaves], its))
+        done += size_of(rule, its)
+        progress(done, total)
     made |= _numbers_of_layers(shapes, sharding_of)
     model = eqx.combine(jax.tree.map(lambda leaf: made[id(leaf)], arrays), rest)
-    return dataclasses.replace(model, compute_dtype=kept)
+    return dataclasses.replace(model, compute_dtype=kept[0])
 
 
 def _plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan | None:
@@ -95,11 +98,32 @@ def _check_names(folder: Folder, published: Published, rules: list[Weight], shap
     named = jax.tree_util.tree_leaves_with_path(shapes)
     empty = [jax.tree_util.keystr(path) for path, leaf in named if id(leaf) not in filled and _is_float(leaf)]
     missing, spare = wanted - folder.names, folder.names - wanted
-    spare = {name for name in spare if not name.endswith(published.ignored) and not name.startswith(published.unused)}
+    spare = {name for name in spare if not name.endswith(published.ignored_suffixes)}
+    spare = {name for name in spare if not name.startswith(published.ignored_prefixes)}
+    if is_stored := shapes.head is None and _HEAD in spare:
+        spare.remove(_HEAD)
     if missing or spare or empty:
         parts = (("not in the folder", missing), ("in no rule", spare), ("filled by no array", set(empty)))
         told = "; ".join(f"{what}: {', '.join(sorted(names)[:8])} ({len(names)})" for what, names in parts if names)
-        raise ValueError(f"load({str(folder.path)!r}): {told}.")
+        raise ValueError(f"{folder.call}: {told}.")
+    if is_stored:
+        _check_tied(folder, rules, shapes)
+
+
+def _check_tied(folder: Folder, rules: list[Weight], shapes: nn.Transformer) -> None:
+    own = next(rule for rule in rules if rule.leaves(shapes)[0] is shapes.embedding.weight)
+    _, name = next(own.places(shapes.embedding.weight))
+    table, head = np.asarray(folder.read(name)), np.asarray(folder.read(_HEAD))
+    if table.shape != head.shape or not all(map(np.array_equal, table, head)):  # row by row, in little memory
+        raise ValueError(
+            f"{folder.call}: the configuration ties the head to the table, and {_HEAD} is another array than {name}; "
+            "with tie_word_embeddings=false it would be read."
+        )
+
+
+def _dtype(folder: Folder, rule: Weight, shapes: nn.Transformer) -> str:
+    """The dtype in which no array that the rule reads loses anything."""
+    return str(np.result_type(*{folder.dtype(name) for _, name in rule.places(rule.leaves(shapes)[0])}))
 
 
 class _Part(NamedTuple):
@@ -128,7 +152,7 @@ def _read(folder: Folder, rule: Weight, leaves: tuple, places: list[Any], dtype:
                 try:
                     own = rule.to_own(folder.read(name), leaves, number)
                 except ValueError as error:
-                    raise ValueError(f"load({str(folder.path)!r}): {name}: {error}.") from None
+                    raise ValueError(f"{folder.call}: {name}: {error}.") from None
                 for part in holding:
                     part.fill(place, own)
 
@@ -161,17 +185,13 @@ def _aligned(shape: list[int], dtype: str) -> np.ndarray:
     return raw[start : start + size].view(jnp.dtype(dtype)).reshape(shape)
 
 
-_ALIGNMENT, _THREADS = 64, 4
+_ALIGNMENT, _THREADS, _HEAD = 64, 4, "lm_head.weight"
 
 
 def _numbers_of_layers(shapes: nn.Transformer, sharding_of: dict[int, Any]) -> dict[int, Array]:
     """The arrays that are no parameters: layers' numbers."""
     leaves = [stack.numbers for stack in nn.modules(shapes, nn.Stack)]
     return {id(leaf): jax.device_put(np.arange(leaf.size, dtype=leaf.dtype), sharding_of[id(leaf)]) for leaf in leaves}
-
-
-def _as(leaf: Any, dtype: str) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, dtype) if _is_float(leaf) else leaf
 
 
 def _is_shape(leaf: Any) -> bool:

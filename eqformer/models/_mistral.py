@@ -115,6 +115,4 @@ def _weights(numbers: Mistral) -> list[Weight]:
     return [*edge_weights(numbers.tied), *block_weights(blocks, layers), *feed_forward]
 
 
-MISTRAL_PUBLISHED = Published(
-    "MistralForCausalLM", "mistral", _read, _write, _weights, ("rotary_emb.inv_freq", "lm_head.weight")
-)
+MISTRAL_PUBLISHED = Published("MistralForCausalLM", "mistral", _read, _write, _weights)

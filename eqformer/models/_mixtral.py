@@ -136,6 +136,11 @@ def _read(config: Config) -> Mixtral:
 
 
 def _write(numbers: Mixtral) -> dict[str, Any]:
+    if numbers.capacity is not None:
+        raise ValueError(
+            f"save(numbers=Mixtral(capacity={numbers.capacity})): no configuration says a capacity, and without one no "
+            "token is dropped; say that this is meant by capacity=None."
+        )
     return common_attributes(numbers) | {
         "hidden_act": "silu",
         "num_local_experts": numbers.experts,

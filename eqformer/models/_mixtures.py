@@ -8,28 +8,42 @@ from ._config import Config
 from ._weights import Weight
 
 
-def mixture_numbers(config: Config, experts: int, top_k: int) -> dict[str, Any]:
+def mixture_numbers(config: Config, experts: int, top_k: int, *, normalise: bool = False) -> dict[str, Any]:
     """Experts, their width, how they are chosen, and which layers have them, as Qwen's configurations say it."""
-    return {
+    return choice_numbers(config, experts, top_k, normalise=normalise) | {
         "expert_mlp": config.take("moe_intermediate_size"),
-        "experts": config.take("num_experts", config.take("num_local_experts", experts)),
-        "top_k": config.take("num_experts_per_tok", top_k),
-        "normalise": config.take("norm_topk_prob", False),
         "dense": tuple(config.take("mlp_only_layers", None) or ()),
-        "every": config.take("decoder_sparse_step", 1),
-        "balance": config.take("router_aux_loss_coef", 0.001),
+        "every": config.count("decoder_sparse_step", 1),
     }
 
 
 def mixture_attributes(numbers: Any) -> dict[str, Any]:
     """The same the other way."""
-    return {
+    return choice_attributes(numbers) | {
         "moe_intermediate_size": numbers.expert_mlp,
+        "mlp_only_layers": list(numbers.dense),
+        "decoder_sparse_step": numbers.every,
+    }
+
+
+def choice_numbers(
+    config: Config, experts: int, top_k: int, *, normalise: bool = False, balance: float = 0.001
+) -> dict[str, Any]:
+    """Of these, how many experts there are, and how they are chosen; what is given are the family's defaults."""
+    return {
+        "experts": config.take("num_experts", config.take("num_local_experts", experts)),
+        "top_k": config.take("num_experts_per_tok", top_k),
+        "normalise": config.take("norm_topk_prob", normalise),
+        "balance": config.take("router_aux_loss_coef", balance),
+    }
+
+
+def choice_attributes(numbers: Any) -> dict[str, Any]:
+    """The same the other way."""
+    return {
         "num_experts": numbers.experts,
         "num_experts_per_tok": numbers.top_k,
         "norm_topk_prob": numbers.normalise,
-        "mlp_only_layers": list(numbers.dense),
-        "decoder_sparse_step": numbers.every,
         "router_aux_loss_coef": numbers.balance,
     }
 

@@ -22,13 +22,13 @@ from ..nn import (
 from ._common import common_attributes, common_numbers, edge_weights
 from ._config import Config, layer_types
 from ._olmo2 import olmo_weights
-from ._pattern import all_but_every, decoder, layer_weights
+from ._pattern import all_but_every, decoder, layer_weights, windows_of
 from ._weights import Published, Weight
 
 
 @dataclasses.dataclass(frozen=True)
 class Olmo3:
-    """The numbers of an OLMo 3; `scaling` is of the layers without a window."""
+    """The numbers of an OLMo 3; the layers numbered in `windowed` see a `window`, and `scaling` is of the others."""
 
     vocab: int
     embed: int
@@ -36,7 +36,7 @@ class Olmo3:
     heads: int
     kv_heads: int
     mlp: int
-    windowed: tuple[int, ...] | None = None  # their numbers; by default three of four
+    windowed: tuple[int, ...]
     window: int = 4096
     head_dim: int | None = None  # embed / heads by default
     theta: float = 500_000.0
@@ -45,16 +45,6 @@ class Olmo3:
     bias: bool = False  # of the attention's four projections
     tied: bool = False
     max_seq: int = 65_536  # the longest rows it was trained on; it changes nothing
-
-    @property
-    def kinds(self) -> tuple[bool, ...]:
-        """Which layers have a window."""
-        windowed = _windowed(self.layers) if self.windowed is None else self.windowed
-        return tuple(layer in windowed for layer in range(self.layers))
-
-
-def _windowed(layers: int) -> tuple[int, ...]:
-    return all_but_every(4, layers)
 
 
 def build_olmo3(
@@ -68,7 +58,7 @@ def build_olmo3(
     """An OLMo 3 with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
 
-    def block(has_window: bool, key: Key[Array, ""]) -> Block:
+    def block(window: int | None, key: Key[Array, ""]) -> Block:
         attention, mlp = jax.random.split(key)
         return Block(
             attention=Attention(
@@ -79,8 +69,8 @@ def build_olmo3(
                 bias=numbers.bias,
                 query_norm=RMSNorm("heads head_dim", heads=numbers.heads, head_dim=head_dim, eps=numbers.eps),
                 key_norm=RMSNorm("kv_heads head_dim", kv_heads=numbers.kv_heads, head_dim=head_dim, eps=numbers.eps),
-                rotary=Rotary(head_dim, numbers.theta, scaling=None if has_window else numbers.scaling),
-                mask=sliding_window(numbers.window) if has_window else causal(),
+                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling if window is None else None),
+                mask=causal() if window is None else sliding_window(window),
                 core=core,
                 key=attention,
             ),
@@ -89,31 +79,26 @@ def build_olmo3(
             feed_forward_output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    return decoder(numbers, block, numbers.kinds, remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, windows_of(numbers), remat=remat, unroll=unroll, key=key)
 
 
 _YARN = YarnScaling(8.0, 8192, magnitude=1.2079441541679836)
 OLMO3_PRESETS = {
-    "olmo3-byte-500k": Olmo3(256, 96, 4, heads=6, kv_heads=6, mlp=256, window=64, theta=10_000.0),
-    "olmo3-7b": Olmo3(100_278, 4096, 32, heads=32, kv_heads=32, mlp=11_008, scaling=_YARN),
-    "olmo3-32b": Olmo3(100_278, 5120, 64, heads=40, kv_heads=8, mlp=27_648, scaling=_YARN),
+    "olmo3-byte-500k": Olmo3(256, 96, 4, 6, 6, 256, all_but_every(4, 4), window=64, theta=10_000.0),
+    "olmo3-7b": Olmo3(100_278, 4096, 32, 32, 32, 11_008, all_but_every(4, 32), scaling=_YARN),
+    "olmo3-32b": Olmo3(100_278, 5120, 64, 40, 8, 27_648, all_but_every(4, 64), scaling=_YARN),
 }
 
 
 def _read(config: Config) -> Olmo3:
     config.expect("hidden_act", "silu")
     found = common_numbers(config, 500_000.0, "full_attention")
-    given = config.take("rope_parameters", None) or {}
+    given = config.nested("rope_parameters")
     if "sliding_attention" in given and config.rotary(500_000.0, "sliding_attention") != (found["theta"], None):
-        raise ValueError(f"rope_parameters={given}: only the layers without a window may have a scaling of their own.")
+        config.refuse(f"rope_parameters={given}: only the layers without a window may have a scaling of their own.")
     window = config.take("sliding_window", 4096)
-    windowed = config.windowed(found["layers"], window, default := _windowed(found["layers"]))
-    return Olmo3(
-        **found,
-        windowed=None if windowed == default else windowed,
-        window=window,
-        bias=config.take("attention_bias", False),
-    )
+    windowed = config.windowed(found["layers"], window, all_but_every(4, found["layers"]))
+    return Olmo3(**found, windowed=windowed, window=window, bias=config.take("attention_bias", False))
 
 
 def _write(numbers: Olmo3) -> dict[str, Any]:
@@ -124,14 +109,14 @@ def _write(numbers: Olmo3) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": numbers.bias,
         "sliding_window": numbers.window,
-        "layer_types": layer_types(numbers.layers, [layer for layer, windowed in enumerate(numbers.kinds) if windowed]),
+        "layer_types": layer_types(numbers.layers, numbers.windowed),
         "rope_parameters": both,  # newer transformers take the base of layers with windows from here alone
     }
 
 
 def _weights(numbers: Olmo3) -> list[Weight]:
     rules = lambda _, where, layers: olmo_weights(where, layers, numbers.bias)
-    return [*edge_weights(numbers.tied), *layer_weights(numbers.kinds, rules)]
+    return [*edge_weights(numbers.tied), *layer_weights(windows_of(numbers), rules)]
 
 
 OLMO3_PUBLISHED = Published("Olmo3ForCausalLM", "olmo3", _read, _write, _weights)

@@ -25,7 +25,7 @@ from ..nn import (
 )
 from ._common import block_weights, common_attributes, common_numbers, edge_weights, query_key_norm_weights
 from ._config import Config
-from ._mixtures import mixture_weights
+from ._mixtures import choice_attributes, choice_numbers, mixture_weights
 from ._weights import Published, Weight
 
 
@@ -122,23 +122,14 @@ def _read(config: Config) -> OLMoE:
     config.expect("clip_qkv", None)
     return OLMoE(
         **common_numbers(config),
-        experts=config.take("num_experts", config.take("num_local_experts", 64)),
-        top_k=config.take("num_experts_per_tok", 8),
-        normalise=config.take("norm_topk_prob", False),
+        **choice_numbers(config, 64, 8, balance=0.01),
         bias=config.take("attention_bias", False),
-        balance=config.take("router_aux_loss_coef", 0.01),
     )
 
 
 def _write(numbers: OLMoE) -> dict[str, Any]:
-    return common_attributes(numbers) | {
-        "hidden_act": "silu",
-        "num_experts": numbers.experts,
-        "num_experts_per_tok": numbers.top_k,
-        "norm_topk_prob": numbers.normalise,
-        "attention_bias": numbers.bias,
-        "router_aux_loss_coef": numbers.balance,
-    }
+    said = {"hidden_act": "silu", "attention_bias": numbers.bias}
+    return common_attributes(numbers) | choice_attributes(numbers) | said
 
 
 def _weights(numbers: OLMoE) -> list[Weight]:

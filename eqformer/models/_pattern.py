@@ -61,6 +61,8 @@ def decoder(
     kinds: Sequence[Hashable],
     *,
     offset: float = 0.0,
+    embedding_scale: float | None = None,
+    logit_softcap: float | None = None,
     remat: str,
     unroll: int,
     key: Key[Array, ""],
@@ -68,10 +70,11 @@ def decoder(
     """Stacks of `block(kind, key)` for these kinds, between a table and an RMSNorm and, if not tied, a head."""
     embedding, stacks, head = jax.random.split(key, 3)
     return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=numbers.embed, key=embedding),
+        embedding=Embedding(vocab=numbers.vocab, embed=numbers.embed, scale=embedding_scale, key=embedding),
         stacks=stacks_of(block, kinds, remat=remat, unroll=unroll, key=stacks),
         norm=RMSNorm("embed", embed=numbers.embed, eps=numbers.eps, offset=offset),
         head=None if numbers.tied else Linear("embed -> vocab", embed=numbers.embed, vocab=numbers.vocab, key=head),
+        logit_softcap=logit_softcap,
     )
 
 

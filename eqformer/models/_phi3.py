@@ -22,7 +22,7 @@ from ..nn import (
     Stack,
     Transformer,
 )
-from ._common import common_attributes, common_numbers, edge_weights, joined_gated_weights, norm_weights
+from ._common import common_attributes, common_numbers, edge_weights, joined_gated_weights, pre_norm_weights
 from ._config import Config
 from ._phi3_divisors import PHI3_MINI, PHI4_MINI, PHI35_MINI
 from ._weights import Published, Weight
@@ -120,7 +120,7 @@ def _read(config: Config) -> Phi3:
     # Where it is missing, transformers takes 4096, not the longest length.
     original = config.take("original_max_position_embeddings", 4096)
     if isinstance(found["scaling"], LongRopeScaling) and found["scaling"].original_length != original:
-        raise ValueError(f"original_max_position_embeddings={original}: rope_scaling says {found['scaling']}.")
+        config.refuse(f"original_max_position_embeddings={original}: rope_scaling says {found['scaling']}.")
     return Phi3(**found, turning=turning, window=config.take("sliding_window", None))
 
 
@@ -137,13 +137,12 @@ def _weights(numbers: Phi3) -> list[Weight]:
     joined = lambda m: (attention(m).query.weight, attention(m).key.weight, attention(m).value.weight)
     into, out = "(heads head_dim) embed -> heads head_dim embed", "embed (heads head_dim) -> embed heads head_dim"
     prefix = "model.layers.{layer}.self_attn."
-    norms = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
     return [
         *edge_weights(numbers.tied),
         Weight(f"{prefix}qkv_proj.weight", joined, into, layers),
         Weight(f"{prefix}o_proj.weight", lambda m: attention(m).output.weight, out, layers),
         *joined_gated_weights(lambda m: blocks(m).feed_forward, layers),
-        *norm_weights(blocks, layers, norms),
+        *pre_norm_weights(blocks, layers),
     ]
 
 

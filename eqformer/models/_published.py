@@ -9,7 +9,7 @@ import jax
 
 from ..nn import has_shape, path_name, Transformer
 from ._config import Config
-from ._families import build, FAMILIES, Numbers
+from ._families import build, FAMILIES, family_of, Numbers
 from ._folder import CONFIG, Folder, read_json
 from ._weights import Published, Weight
 
@@ -35,20 +35,15 @@ def rules_of(folder: Folder, published: Published, numbers: Numbers) -> list[Wei
     return [dataclasses.replace(rule, name=rule.name.removeprefix(prefix)) for rule in rules]
 
 
-def published_of(numbers: Numbers) -> Published:
-    """The format of a family by its numbers; raises a `ValueError` for a family that nobody publishes."""
-    for family in FAMILIES.values():
-        if isinstance(numbers, family.numbers) and family.published is not None:
-            return family.published
-    raise ValueError(f"save(numbers={type(numbers).__name__}(...)): this family is published in no common format.")
-
-
 def format_of(call: str, like: str | Path | None, numbers: Numbers | None) -> tuple[Published, Numbers]:
     """The format and the numbers of a model that came from a folder, or was built from numbers."""
     if like is not None and numbers is None:
         return numbers_of(Path(like))
     if numbers is not None and like is None:
-        return published_of(numbers), numbers
+        published = family_of(call, numbers).published
+        if published is None:
+            raise ValueError(f"{call}: {type(numbers).__name__} is a family that is published in no common format.")
+        return published, numbers
     raise ValueError(f"{call}: give either the folder that the model is like=, or the numbers= it was built from.")
 
 

@@ -18,8 +18,16 @@ from ..nn import (
     sliding_window,
     Transformer,
 )
-from ._common import block_weights, common_attributes, common_numbers, edge_weights, gated_weights
-from ._config import Config, layer_types
+from ._common import (
+    block_weights,
+    common_attributes,
+    common_numbers,
+    edge_weights,
+    gated_weights,
+    switched_window_attributes,
+    switched_windows,
+)
+from ._config import Config
 from ._pattern import decoder, layer_weights, windows_of
 from ._weights import Published, Weight
 
@@ -103,20 +111,13 @@ QWEN2_PRESETS = {
 def _read(config: Config) -> Qwen2:
     config.expect("hidden_act", "silu")
     found = common_numbers(config)
-    window, first = config.nullable("sliding_window", 4096), config.take("max_window_layers", 28)
-    window = window if config.take("use_sliding_window", False) else None
-    windowed = config.windowed(found["layers"], window, range(first, found["layers"]))
-    return Qwen2(**found, window=window if windowed else None, windowed=windowed)
+    later = range(config.take("max_window_layers", 28), found["layers"])
+    return Qwen2(**found, **switched_windows(config, found["layers"], 4096, later))
 
 
 def _write(numbers: Qwen2) -> dict[str, Any]:
-    return common_attributes(numbers) | {
-        "hidden_act": "silu",
-        "use_sliding_window": numbers.window is not None,
-        "sliding_window": numbers.window,
-        "max_window_layers": min(numbers.windowed, default=numbers.layers),
-        "layer_types": layer_types(numbers.layers, numbers.windowed),
-    }
+    said = {"hidden_act": "silu", "max_window_layers": min(numbers.windowed, default=numbers.layers)}
+    return common_attributes(numbers) | switched_window_attributes(numbers) | said
 
 
 def _weights(numbers: Qwen2) -> list[Weight]:
@@ -127,6 +128,4 @@ def _weights(numbers: Qwen2) -> list[Weight]:
     return [*edge_weights(numbers.tied), *layer_weights(windows_of(numbers), rules)]
 
 
-QWEN2_PUBLISHED = Published(
-    "Qwen2ForCausalLM", "qwen2", _read, _write, _weights, ("rotary_emb.inv_freq", "lm_head.weight")
-)
+QWEN2_PUBLISHED = Published("Qwen2ForCausalLM", "qwen2", _read, _write, _weights)

@@ -25,8 +25,10 @@ from ._common import (
     edge_weights,
     gated_weights,
     query_key_norm_weights,
+    switched_window_attributes,
+    switched_windows,
 )
-from ._config import Config, layer_types
+from ._config import Config
 from ._pattern import decoder, layer_weights, windows_of
 from ._weights import Published, Weight
 
@@ -109,21 +111,17 @@ QWEN3_PRESETS = {
 def _read(config: Config) -> Qwen3:
     config.expect("hidden_act", "silu")
     found = common_numbers(config, head_dim=128) | {"bias": config.take("attention_bias", False)}
-    window, first = config.nullable("sliding_window", 4096), config.take("max_window_layers", 28)
-    window = window if config.take("use_sliding_window", False) else None
-    windowed = config.windowed(found["layers"], window, range(first, found["layers"]))
-    return Qwen3(**found, window=window if windowed else None, windowed=windowed)
+    later = range(config.take("max_window_layers", 28), found["layers"])
+    return Qwen3(**found, **switched_windows(config, found["layers"], 4096, later))
 
 
 def _write(numbers: Qwen3) -> dict[str, Any]:
-    return common_attributes(numbers) | {
+    said = {
         "hidden_act": "silu",
         "attention_bias": numbers.bias,
-        "use_sliding_window": numbers.window is not None,
-        "sliding_window": numbers.window,
         "max_window_layers": min(numbers.windowed, default=numbers.layers),
-        "layer_types": layer_types(numbers.layers, numbers.windowed),
     }
+    return common_attributes(numbers) | switched_window_attributes(numbers) | said
 
 
 def _weights(numbers: Qwen3) -> list[Weight]:
@@ -135,6 +133,4 @@ def _weights(numbers: Qwen3) -> list[Weight]:
     return [*edge_weights(numbers.tied), *layer_weights(windows_of(numbers), rules)]
 
 
-QWEN3_PUBLISHED = Published(
-    "Qwen3ForCausalLM", "qwen3", _read, _write, _weights, ("rotary_emb.inv_freq", "lm_head.weight")
-)
+QWEN3_PUBLISHED = Published("Qwen3ForCausalLM", "qwen3", _read, _write, _weights)

@@ -141,10 +141,9 @@ def _read(config: Config) -> Qwen3Next:
     config.expect("hidden_act", "silu")
     config.expect("attention_bias", False)
     turning = config.partial_rotary(0.25)
-    found = common_numbers(config, head_dim=256, kv_heads=2) | mixture_numbers(config, 512, 10)
-    found |= {"normalise": config.take("norm_topk_prob", True), "turning": turning}
+    found = common_numbers(config, head_dim=256, kv_heads=2) | mixture_numbers(config, 512, 10, normalise=True)
     shared = config.take("shared_expert_intermediate_size", 512)
-    return Qwen3Next(**found, **net_numbers(config, found["layers"]), shared_mlp=shared)
+    return Qwen3Next(**found, **net_numbers(config, found["layers"]), turning=turning, shared_mlp=shared)
 
 
 def _write(numbers: Qwen3Next) -> dict[str, Any]:
@@ -165,4 +164,4 @@ def _weights(numbers: Qwen3Next) -> list[Weight]:
 
 
 _MTP = ("mtp.",)  # predicts further tokens
-QWEN3_NEXT_PUBLISHED = Published("Qwen3NextForCausalLM", "qwen3_next", _read, _write, _weights, unused=_MTP)
+QWEN3_NEXT_PUBLISHED = Published("Qwen3NextForCausalLM", "qwen3_next", _read, _write, _weights, ignored_prefixes=_MTP)

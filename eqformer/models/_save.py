@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..nn import Transformer
+from ..nn import LoRA, modules, Transformer
 from ._families import Numbers
 from ._folder import CONFIG, new_folder, read_json, write_folder
 from ._published import check_shapes, format_of
@@ -38,11 +38,14 @@ def save(
     `like` is the published folder that the model came from: its configuration is kept as it is, and its tokenizer,
     chat template and settings for sampling are copied. A model that came from none has `numbers`, those it was built
     from. `attributes` join the configuration (`eos_token_id`), and `files` the folder, by name. Raises a `ValueError`
-    before anything is written: where something is at `path`, and where the model is not one of these numbers.
+    before anything is written: where something is at `path`, where the model has `LoRA`s or is not one of these
+    numbers, and where no configuration says one of them.
     """
     target, call = Path(path), f"save(model, {str(path)!r})"
     if target.exists():
         raise ValueError(f"{call}: something is there already; give a new folder.")
+    if modules(model, LoRA):
+        raise ValueError(f"{call}: the model has LoRAs; nn.merge_lora it, or save_adapter.")
     published, of = format_of(call, like, numbers)
     if like is None:
         config = {"architectures": [published.architecture], "model_type": published.model_type} | published.write(of)
@@ -53,7 +56,7 @@ def save(
     rules = published.weights(of)
     config |= {_DTYPES[0]: str(rules[0].leaves(model)[0].dtype), **attributes}
     with new_folder(target) as part:
-        write_folder(part, _arrays(rules, model), config, shard_bytes)
+        write_folder(part, published_arrays(rules, model), config, shard_bytes)
         for name, content in files.items():
             (part / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -62,7 +65,8 @@ def _companions(path: Path) -> dict[str, bytes]:
     return {name: (path / name).read_bytes() for name in COMPANIONS if (path / name).exists()}
 
 
-def _arrays(rules: list[Weight], model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
+def published_arrays(rules: list[Weight], model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
+    """Each array that is published of a model, by its name there."""
     for rule in rules:
         leaves = rule.leaves(model)
         for place, name in rule.places(leaves[0]):

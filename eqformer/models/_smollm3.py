@@ -18,9 +18,17 @@ from ..nn import (
     sliding_window,
     Transformer,
 )
-from ._common import block_weights, common_attributes, common_numbers, edge_weights, gated_weights
-from ._config import Config, layer_types
-from ._pattern import decoder, every, layer_weights
+from ._common import (
+    block_weights,
+    common_attributes,
+    common_numbers,
+    edge_weights,
+    gated_weights,
+    switched_window_attributes,
+    switched_windows,
+)
+from ._config import Config
+from ._pattern import decoder, every, layer_weights, windows_of
 from ._weights import Published, Weight
 
 
@@ -84,10 +92,7 @@ def build_smollm3(
 
 def _kinds(numbers: SmolLM3) -> list[tuple[bool, int | None]]:
     """Of each layer whether it has rotary positions, and its window."""
-    return [
-        (layer not in numbers.unrotated, numbers.window if layer in numbers.windowed else None)
-        for layer in range(numbers.layers)
-    ]
+    return [(layer not in numbers.unrotated, window) for layer, window in enumerate(windows_of(numbers))]
 
 
 SMOLLM3_PRESETS = {
@@ -105,24 +110,17 @@ def _read(config: Config) -> SmolLM3:
     config.expect("attention_bias", False)
     config.expect("mlp_bias", False)
     found = common_numbers(config, kv_heads=4, tied=True, theta=2_000_000.0)
-    layers, interval = range(found["layers"]), config.take("no_rope_layer_interval", 4)
+    layers, interval = range(found["layers"]), config.count("no_rope_layer_interval", 4)
     rotated = config.take("no_rope_layers", [(layer + 1) % interval for layer in layers])
     if len(rotated) != len(layers):
-        raise ValueError(f"no_rope_layers={rotated} must say of {len(layers)} layers, the model's, whether they turn.")
+        config.refuse(f"no_rope_layers={rotated} must say of {len(layers)} layers, the model's, whether they turn.")
     unrotated = tuple(layer for layer in layers if not rotated[layer])
-    window, is_used = config.take("sliding_window", None), config.take("use_sliding_window", False)
-    windowed = config.windowed(len(layers), window if is_used else None, unrotated)
-    return SmolLM3(**found, unrotated=unrotated, window=window if windowed else None, windowed=windowed)
+    return SmolLM3(**found, unrotated=unrotated, **switched_windows(config, len(layers), None, unrotated))
 
 
 def _write(numbers: SmolLM3) -> dict[str, Any]:
-    return common_attributes(numbers) | {
-        "hidden_act": "silu",
-        "no_rope_layers": [int(rotated) for rotated, _ in _kinds(numbers)],
-        "use_sliding_window": numbers.window is not None,
-        "sliding_window": numbers.window,
-        "layer_types": layer_types(numbers.layers, numbers.windowed),
-    }
+    said = {"hidden_act": "silu", "no_rope_layers": [int(rotated) for rotated, _ in _kinds(numbers)]}
+    return common_attributes(numbers) | switched_window_attributes(numbers) | said
 
 
 def _weights(numbers: SmolLM3) -> list[Weight]:
@@ -132,6 +130,4 @@ def _weights(numbers: SmolLM3) -> list[Weight]:
     return [*edge_weights(numbers.tied), *layer_weights(_kinds(numbers), rules)]
 
 
-SMOLLM3_PUBLISHED = Published(
-    "SmolLM3ForCausalLM", "smollm3", _read, _write, _weights, ("rotary_emb.inv_freq", "lm_head.weight")
-)
+SMOLLM3_PUBLISHED = Published("SmolLM3ForCausalLM", "smollm3", _read, _write, _weights)

@@ -98,6 +98,6 @@ class Published:
     read: Callable[[Config], Any]  # a configuration to numbers
     write: Callable[[Any], dict[str, Any]]  # numbers to a configuration
     weights: Callable[[Any], list[Weight]]  # numbers to rules
-    ignored: tuple[str, ...] = ()  # ends of names of arrays that say nothing: buffers, tied copies
+    ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)  # of names of buffers, which say nothing
+    ignored_prefixes: tuple[str, ...] = ()  # of names in parts that are not ours: predictors of further tokens
     prefix: str = ""  # which all names may have or lack
-    unused: tuple[str, ...] = ()  # starts of names of arrays of parts that are not ours: predictors of further tokens

@@ -20,8 +20,18 @@ from ._balance import (
     updated_selection_bias as updated_selection_bias,
 )
 from ._block import Block as Block, Layer as Layer, Mixer as Mixer, Period as Period, Routed as Routed
-from ._blockwise import BlockwiseCore as BlockwiseCore
-from ._cache import DeltaCache as DeltaCache, KVCache as KVCache, LatentCache as LatentCache
+from ._blockwise import (
+    attend as attend,
+    BlockwiseCore as BlockwiseCore,
+    Rules as Rules,
+    with_sinks as with_sinks,
+)
+from ._cache import (
+    check_one_document as check_one_document,
+    DeltaCache as DeltaCache,
+    KVCache as KVCache,
+    LatentCache as LatentCache,
+)
 from ._conv import CausalConv as CausalConv
 from ._core import DotProductCore as DotProductCore, ReferenceCore as ReferenceCore
 from ._delta_net import GatedDeltaNet as GatedDeltaNet
@@ -39,6 +49,7 @@ from ._dims import (
 )
 from ._dispatch import Capacity as Capacity, Dropless as Dropless
 from ._dropout import Dropout as Dropout
+from ._dtype import at_least_float32 as at_least_float32
 from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions
 from ._expert_choice import ExpertChoiceRouter as ExpertChoiceRouter
 from ._experts import Experts as Experts
@@ -46,6 +57,7 @@ from ._first_experts import first_experts as first_experts
 from ._latent_attention import LatentAttention as LatentAttention
 from ._linear import Linear as Linear
 from ._lora import (
+    beside as beside,
     LoRA as LoRA,
     lora_factors as lora_factors,
     merge_lora as merge_lora,
@@ -72,5 +84,10 @@ from ._router import Router as Router, TopKRouter as TopKRouter
 from ._routing import Routing as Routing, Slots as Slots
 from ._stack import REMAT as REMAT, Stack as Stack
 from ._temperature import LogTemperature as LogTemperature
-from ._tokens import positions_like as positions_like, token_keys as token_keys, Tokens as Tokens
+from ._tokens import (
+    positions_like as positions_like,
+    token_keys as token_keys,
+    Tokens as Tokens,
+    tokens_or_default as tokens_or_default,
+)
 from ._transformer import Transformer as Transformer

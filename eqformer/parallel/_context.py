@@ -12,8 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ..nn import BlockwiseCore, DotProductCore, Mask, ReferenceCore, Tokens
-from ..nn._blockwise import Rules, with_sinks
+from ..nn import BlockwiseCore, DotProductCore, Mask, ReferenceCore, Rules, Tokens, with_sinks
 from ._axes import CONTEXT
 from ._ring import Ring
 from ._ring_attention import ring_attend
@@ -66,7 +65,7 @@ class ContextCore(eqx.Module):
         if kv_tokens is not None:
             raise ValueError(
                 f"ContextCore(method={self.method!r}) was given kv_tokens of shape {kv_tokens.positions.shape}, those "
-                "of a cache: a cache keeps whole rows; decode on a mesh with context=1."
+                "of a cache: this core is for whole calls; wrap the model by Planned, which splits a cache's slots."
             )
         query, key, value, tokens = vary((query, key, value, _bare(tokens)), (CONTEXT,))
         attend = {"ring": self._ring, "gather": self._gather, "heads": self._heads}[self.method]

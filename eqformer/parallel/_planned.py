@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
-from ..nn._blockwise import attend, Rules, with_sinks
 from ._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
 from ._context import ContextCore, ring_rules
 from ._plan import Plan
+from ._served import filled, multiple, Served
 from ._shard_map import filter_shard_map
 from ._vary import vary, vary_like
 from ._wrap import replace
@@ -24,7 +24,7 @@ from ._wrap import replace
 _CACHES = nn.KVCache, nn.LatentCache
 
 
-class Planned(eqx.Module):
+class Planned(Served):
     """A model laid out by `plan`, that encodes tokens, keeps caches and gives logits as one device would.
 
     Arrays come and go global. Rows are split over the axes of the batch (filled up with padding where there are too
@@ -49,34 +49,19 @@ class Planned(eqx.Module):
         self.model = model
         self.plan.check(model, rows=self._rows(1), seq=2 * self.plan.size(CONTEXT))
 
-    @property
-    def vocab(self) -> int:
-        """How many token ids there are."""
-        return self.model.vocab
-
-    @property
-    def positions(self) -> nn.LearnedPositions | None:
-        """The model's learned positions."""
-        return self.model.positions
-
-    @property
-    def compute_dtype(self) -> str:
-        """The dtype of the residual stream."""
-        return self.model.compute_dtype
-
     def encode(
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch seq embed"], PyTree, None]:
         """The final norm's output, and the cache with these tokens stored."""
+        nn.check_one_document(tokens)
         rows = self._rows(ids.shape[0])
-        fill = lambda x, value: jnp.pad(x, [(0, rows - x.shape[0]), (0, 0)], constant_values=value)
-        places = fill(tokens.positions, -1)
+        ids, places, batch = filled(ids, rows, 0), filled(tokens.positions, rows, -1), ids.shape[0]
         run = self._run(rows, lambda model, ids, places, cache: _encode(model, self.plan, ids, places, cache))
         specs = PartitionSpec(BATCH_AXES), self._cache_specs(cache)
         x, cache = filter_shard_map(run, self.plan.mesh, (self._specs, specs[0], *specs), specs)(
-            self.model, fill(ids, 0), places, cache
+            self.model, ids, places, cache
         )
-        return x[: ids.shape[0]], cache, None
+        return x[:batch], cache, None
 
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
         """Logits, in float32 at least, of what `encode` gave."""
@@ -96,11 +81,11 @@ class Planned(eqx.Module):
         def resized(names: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
             sizes = dict(zip(_dims(names), x.shape, strict=True))
             if "kv_seq" in sizes:
-                sizes["kv_seq"] = -(-sizes["kv_seq"] // pieces) * pieces
+                sizes["kv_seq"] = multiple(sizes["kv_seq"], pieces)
             if "kv_heads" in sizes:
                 sizes["kv_heads"] = max(sizes["kv_heads"], tensor)  # key heads that devices share: each has its own
-            elif not jnp.issubdtype(x.dtype, jnp.integer) and "heads" not in sizes:
-                sizes["batch"] *= tensor  # what every device has whole, it has for itself
+            if _is_whole(names, x):
+                sizes["batch"] *= tensor
             return tuple(sizes.values())
 
         def empty(spec: PartitionSpec, names: str, x: Any) -> Array:
@@ -116,17 +101,15 @@ class Planned(eqx.Module):
 
     def _rows(self, batch: int) -> int:
         """So many rows, or a few more, of which each device of the batch's axes has as many."""
-        count = math.prod(self.plan.size(axis) for axis in BATCH_AXES)
-        return -(-batch // count) * count
+        return multiple(batch, math.prod(self.plan.size(axis) for axis in BATCH_AXES))
 
     def _cache_specs(self, cache: PyTree) -> PyTree:
         axis_of = {"layers": PIPE, "kv_seq": CONTEXT, "kv_heads": TENSOR, "heads": TENSOR}
         used = {name: axis for name, axis in axis_of.items() if self.plan.size(axis) > 1}
 
         def spec(names: str, x: Any) -> PartitionSpec:
-            dims = _dims(names)
-            axes: dict[str, Any] = {name: used.get(name) for name in dims} | {"batch": BATCH_AXES}
-            if "heads" in used and not jnp.issubdtype(x.dtype, jnp.integer) and not {"heads", "kv_heads"} & set(dims):
+            axes: dict[str, Any] = {name: used.get(name) for name in _dims(names)} | {"batch": BATCH_AXES}
+            if "heads" in used and _is_whole(names, x):
                 axes["batch"] = (*BATCH_AXES, TENSOR)
             return PartitionSpec(*axes.values())
 
@@ -152,7 +135,7 @@ class CacheCore(eqx.Module):
     """An attention core for caches whose slots are split over the axis `context`.
 
     Queries, on every device the same, attend to the keys that the device holds; the results are weighed by their shares
-    of all sums of exponentials (as for split keys in flash decoding), `3 + v_dim` numbers a query and head sent twice.
+    of all sums of exponentials (as for split keys in flash decoding): `2 + v_dim` numbers a query and head are reduced.
     """
 
     inner: Any
@@ -170,15 +153,15 @@ class CacheCore(eqx.Module):
         sinks: Float[Array, "heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
         block, softcap = ring_rules(self.inner)
-        rules = Rules(mask, scale, softcap, block, is_aligned=False)
+        rules = nn.Rules(mask, scale, softcap, block, is_aligned=False)
         bare = nn.Tokens(tokens.positions)
-        output, logsum = attend(rules, *vary((query, key, value, bare, kv_tokens), (CONTEXT,)))
+        output, logsum = nn.attend(rules, *vary((query, key, value, bare, kv_tokens), (CONTEXT,)))
         peak = jax.lax.pmax(logsum, CONTEXT)
         share = jnp.exp(logsum - peak)
         total = jax.lax.psum(share, CONTEXT)
         whole = jax.lax.psum(output.astype(share.dtype) * share[..., None], CONTEXT) / total[..., None]
         whole = whole.astype(output.dtype)
-        return whole if sinks is None else with_sinks(whole, jnp.log(total) + peak, sinks)
+        return whole if sinks is None else nn.with_sinks(whole, jnp.log(total) + peak, sinks)
 
 
 def _encode(
@@ -209,6 +192,11 @@ def _each_cache(tree: PyTree, change: Callable[[Any], Any]) -> PyTree:
 def _dims(names: str) -> list[str]:
     """The names of a cache's dims; in front are those of layers and of rows."""
     return ["layers", *names.split()[1:]]
+
+
+def _is_whole(names: str, x: Any) -> bool:
+    """Whether an array of a cache has no heads to split, so that each device of `tensor` has one of its own."""
+    return not jnp.issubdtype(x.dtype, jnp.integer) and not {"heads", "kv_heads"} & set(_dims(names))
 
 
 def _is_spec(node: Any) -> bool:

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
-from ..nn._dtype import at_least_float32
-from ..nn._tokens import tokens_or_default
 from ._axes import FSDP, TENSOR
 from ._collective_matmul import matmul_reduce_scatter
 from ._ring import circulate, collect, Ring
+from ._vary import own_part
 from ._vocabulary import SplitEmbedding
 
 
@@ -47,7 +46,7 @@ class TwoDimBlock(eqx.Module):
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """The block's own call."""
         block = self.inner
-        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
+        tokens = nn.tokens_or_default(tokens, x.shape[:-1], cache)
         shares = block.parallel and block.feed_forward_norm is None
         assert block.attention_norm is not None
         y, cache = self._added(block.attention_norm(x), block.feed_forward if shares else None, True, tokens, cache)
@@ -66,9 +65,9 @@ class TwoDimBlock(eqx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
         """What the layers that read `x` add to the stream: attention, a feed-forward layer or both."""
         attention: Any = self.inner.attention
-        ups = [] if mlp is None else [mlp.gate, mlp.up] if isinstance(mlp, nn.GatedMLP) else [mlp.up]
+        ups = {} if mlp is None else ups_of(mlp)
         keys = [attention.key, attention.value] if attends else []
-        wide, narrow = self._read(x, [*([attention.query] if attends else []), *ups], keys)
+        wide, narrow = self._read(x, [*([attention.query] if attends else []), *ups.values()], keys)
         pairs, outputs = [], []
         if attends:
             key, value = narrow
@@ -76,9 +75,8 @@ class TwoDimBlock(eqx.Module):
             pairs.append((attended, _matrix(attention.output, x.dtype)))
             outputs.append(attention.output)
         if mlp is not None:
-            names = ("gate", "up") if isinstance(mlp, nn.GatedMLP) else ("up",)
             stands = *map(_Given, wide), _Left()
-            bent = eqx.tree_at(lambda m: [*(getattr(m, name) for name in names), m.down], mlp, stands)(wide[0])
+            bent = eqx.tree_at(lambda m: [*(getattr(m, name) for name in ups), m.down], mlp, stands)(wide[0])
             pairs.append((bent, _matrix(mlp.down, x.dtype)))
             outputs.append(mlp.down)
         y = scattered_sum(pairs, self.overlap)
@@ -198,7 +196,7 @@ def gathered_products(
         columns = (_columns(w, start, piece.shape[2]) for w in (*weights, *narrow))
         return [total + _product(*pair) for total, *pair in zip(sums, parts, columns)]
 
-    exact = at_least_float32(x.dtype)
+    exact = nn.at_least_float32(x.dtype)
     empty = [jnp.zeros((*x.shape[:2], len(w)), exact) for w in weights]
     empty += [jnp.zeros((*own(x).shape[:2], len(w)), exact) for w in narrow]
     sums = circulate(Ring(TENSOR, overlap == "bidirectional"), x, 2, grow, empty)
@@ -221,11 +219,9 @@ def scattered_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq embed"]
     return collect(ring, len(weight) // ring.devices, dim, share, y.dtype)
 
 
-def own_part(x: Array, axis: str | tuple[str, ...], dim: int) -> Array:
-    """This device's share of a dim that every device of an axis, or of several, holds whole."""
-    dim = dim % x.ndim
-    size = x.shape[dim] // jax.lax.axis_size(axis)
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, dim)
+def ups_of(mlp: nn.MLP | nn.GatedMLP) -> dict[str, Any]:
+    """A feed-forward layer's maps to hidden features, by name."""
+    return {"gate": mlp.gate, "up": mlp.up} if isinstance(mlp, nn.GatedMLP) else {"up": mlp.up}
 
 
 def _columns(weight: Float[Array, "outputs inputs"], start: Array, length: int) -> Float[Array, "outputs _"]:
@@ -235,9 +231,10 @@ def _columns(weight: Float[Array, "outputs inputs"], start: Array, length: int) 
 def _product(
     x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"]
 ) -> Float[Array, "*batch outputs"]:
-    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=at_least_float32(x.dtype))
+    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=nn.at_least_float32(x.dtype))
 
 
 def _matrix(linear: nn.Linear, dtype: jnp.dtype) -> Float[Array, "outputs inputs"]:
+    assert isinstance(linear, nn.Linear), "what else computes more than its weight says"
     outputs = math.prod(linear.weight.shape[: len(linear.outputs)])
     return linear.weight.reshape(outputs, -1).astype(dtype)

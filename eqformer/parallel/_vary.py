@@ -1,11 +1,11 @@
-"""Over which axes a value differs from device to device, as `shard_map` tracks it."""
+"""Over which axes a value differs from device to device, as `shard_map` tracks it; parts of one that does not."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -34,3 +34,10 @@ def vary_like(tree: PyTree, *others: PyTree) -> PyTree:
     arrays = [x for x in jax.tree.leaves(others) if eqx.is_array(x)]
     axes = frozenset().union(*map(varying_axes, arrays)) if arrays else frozenset()
     return vary(tree, sorted(axes))
+
+
+def own_part(x: Array, axis: str | tuple[str, ...], dim: int) -> Array:
+    """This device's share of a dim that every device of an axis, or of several, holds whole."""
+    dim = dim % x.ndim
+    size = x.shape[dim] // jax.lax.axis_size(axis)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, dim)

@@ -15,9 +15,10 @@ from ._collective_matmul import OVERLAPS
 from ._layout import Layout, partition_specs
 from ._mesh import axis_sizes
 from ._norms import SplitNorm
+from ._served import filled, multiple, Served
 from ._shard_map import filter_shard_map
-from ._two_dim import HEADS, own_part, STREAM, TwoDimBlock, TwoDimVocabulary
-from ._vary import vary
+from ._two_dim import HEADS, STREAM, TwoDimBlock, TwoDimVocabulary, ups_of
+from ._vary import own_part, vary
 from ._vocabulary import SplitEmbedding
 from ._wrap import replace
 
@@ -26,7 +27,7 @@ ATTENTIONS = ("rows", "heads")
 LAYOUT = Layout({"heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR, "embed": FSDP})
 
 
-class WeightStationary(eqx.Module):
+class WeightStationary(Served):
     """A model whose weights stay where they are, split on both dims; it encodes, keeps caches and gives logits.
 
     Over `mesh`, `embed` is split over `fsdp`, heads, hidden features and ids over `tensor` (Pope et al. 2022, with X
@@ -48,21 +49,6 @@ class WeightStationary(eqx.Module):
         self.model, self.mesh, self.attention, self.overlap = model, mesh, attention, overlap
         _check(self)
 
-    @property
-    def vocab(self) -> int:
-        """How many token ids there are."""
-        return self.model.vocab
-
-    @property
-    def positions(self) -> nn.LearnedPositions | None:
-        """The model's learned positions."""
-        return self.model.positions
-
-    @property
-    def compute_dtype(self) -> str:
-        """The dtype of the residual stream."""
-        return self.model.compute_dtype
-
     @staticmethod
     def parameter_specs(model: PyTree, mesh: Mesh) -> PyTree:
         """Where the parameters of a model, or of its shapes, are kept."""
@@ -72,8 +58,8 @@ class WeightStationary(eqx.Module):
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch seq embed"], PyTree, None]:
         """The final norm's output, and the cache with these tokens stored."""
+        nn.check_one_document(tokens)
         rows = self._rows(ids.shape[0])
-        fill = lambda x, value: jnp.pad(x, [(0, rows - x.shape[0]), (0, 0)], constant_values=value)
 
         def per_device(model: nn.Transformer, ids: Array, places: Array, cache: PyTree) -> tuple[Array, PyTree]:
             x, cache, _ = self._wrapped(model).encode(ids, nn.Tokens(places), cache)
@@ -82,7 +68,7 @@ class WeightStationary(eqx.Module):
         whole, specs = PartitionSpec(), self._cache_specs(cache)
         given_back = PartitionSpec(None, None, STREAM), specs
         run = filter_shard_map(per_device, self.mesh, (self._specs, whole, whole, specs), given_back)
-        x, cache = run(self.model, fill(ids, 0), fill(tokens.positions, -1), cache)
+        x, cache = run(self.model, filled(ids, rows, 0), filled(tokens.positions, rows, -1), cache)
         return x[: ids.shape[0]], cache, None
 
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
@@ -108,7 +94,7 @@ class WeightStationary(eqx.Module):
         return self.parameter_specs(self.model, self.mesh)
 
     def _rows(self, batch: int) -> int:
-        return -(-batch // self.mesh.size) * self.mesh.size if self.attention == "rows" else batch
+        return multiple(batch, self.mesh.size) if self.attention == "rows" else batch
 
     def _cache_specs(self, cache: PyTree) -> PyTree:
         """Dims are of layers, rows, slots; a cache that every device has whole, each has for itself."""
@@ -167,7 +153,7 @@ def _checked(told: str, block: nn.Block) -> tuple[nn.Attention, nn.MLP | nn.Gate
     if not isinstance(attention, nn.Attention) or not isinstance(mlp, nn.MLP | nn.GatedMLP):
         kinds = f"{type(attention).__name__} and {type(mlp).__name__}"
         raise ValueError(f"{told}: a block holds {kinds}; it is made for Attention beside or before MLP or GatedMLP.")
-    maps = [attention.query, attention.key, attention.value, attention.output, mlp.up, mlp.down]
+    maps = [attention.query, attention.key, attention.value, attention.output, *ups_of(mlp).values(), mlp.down]
     if wrong := [type(one).__name__ for one in maps if not isinstance(one, nn.Linear)]:
         raise ValueError(f"{told}: a layer's map is a {wrong[0]}; merge it into a Linear.")
     if attention.gate is not None or attention.sinks is not None:

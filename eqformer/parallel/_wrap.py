@@ -17,6 +17,7 @@ from ._layout import axes_of, dim_over
 from ._mixture import SplitMoE
 from ._norms import reduced_dims, SplitNorm
 from ._tensor import HEAD_DIMS, MIXERS, Tensor, TENSOR_MODULES
+from ._vary import own_part
 from ._vocabulary import FeatureEmbedding, HeadInput, own_rows, rows_of_features, SplitEmbedding
 
 
@@ -92,7 +93,7 @@ class TokensDropout(eqx.Module):
         self, x: Float[Array, "*batch seq embed"], keys: Key[Array, "*batch full_seq"] | None
     ) -> Float[Array, "*batch seq embed"]:
         """Drop channels of this device's tokens."""
-        return self.inner(x, None if keys is None else own_tokens(keys, keys.ndim - 1))
+        return self.inner(x, None if keys is None else own_part(keys, TENSOR, -1))
 
 
 class FeatureDropout(eqx.Module):
@@ -107,7 +108,7 @@ class FeatureDropout(eqx.Module):
         if keys is None or self.inner.rate == 0:
             return x
         whole = jnp.ones((*x.shape[:-1], x.shape[-1] * jax.lax.axis_size(TENSOR)), x.dtype)
-        is_kept = own_tokens(self.inner(whole, keys), x.ndim - 1) != 0
+        is_kept = own_part(self.inner(whole, keys), TENSOR, -1) != 0
         return jnp.where(is_kept, x / (1 - self.inner.rate), jnp.zeros_like(x))
 
 
@@ -118,13 +119,7 @@ class TokensPositions(eqx.Module):
 
     def __call__(self, positions: Int[Array, "*batch full_seq"]) -> Float[Array, "*batch seq embed"]:
         """Look up the vectors of this device's tokens."""
-        return self.inner(own_tokens(positions, positions.ndim - 1))
-
-
-def own_tokens(x: Array, dim: int) -> Array:
-    """This device's share of a dim that every device of the axis `tensor` holds whole."""
-    size = x.shape[dim] // jax.lax.axis_size(TENSOR)
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) * size, size, dim)
+        return self.inner(own_part(positions, TENSOR, -1))
 
 
 def _split_norm(norm: nn.RMSNorm | nn.LayerNorm, residual: str) -> PyTree:

@@ -1,5 +1,7 @@
 """Bad prompts and settings: one message each, with the rule and both values, before anything is compiled."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from generation_reference import make_model
 
 from eqformer import generation
+from eqformer.generation import _prompts
 
 
 KEY = jax.random.key(0)
@@ -41,6 +44,14 @@ def test_bad_input_is_refused(model, prompts, given, message):
     given = dict(max_new_tokens=4) | given
     with pytest.raises(ValueError, match=message):
         generation.generate(model, prompts, **given, key=KEY)
+
+
+def test_an_array_of_one_prompt_is_refused():
+    """Where no shapes are checked, as they are in tests."""
+    rows = inspect.unwrap(_prompts._rows)
+    assert len(rows(np.ones((1, 3), int), None)) == 1
+    with pytest.raises(ValueError, match=r"prompts of shape \(3,\)\): .* give prompts\[None\] for a single one"):
+        rows(np.ones(3, int), None)
 
 
 def test_a_stream_refuses_when_it_is_called(model):

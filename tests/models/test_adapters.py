@@ -168,6 +168,7 @@ def test_ranks_and_scales_of_one_model_may_differ(tmp_path):
         ({"target_modules": None}, r"target_modules=\(\); list the modules"),
         ({"target_modules": "all-linear"}, "target_modules='all-linear'"),
         ({"target_modules": "(q_proj"}, "a pattern for modules cannot be read"),
+        ({"rank_pattern": {"[": 4}}, r"adapter_config.json: a pattern for modules cannot be read"),
         ({"r": 5}, r"0.self_attn.qkv_proj: A has shape \(4, 24\) and B \(48, 4\); the rank told is 5"),
         ({"target_modules": ["qkv_proj"]}, r"factors of no Linear that it names: base_model\.model\..*\(12\)"),
         ({"exclude_modules": ["o_proj"]}, r"factors of no Linear that it names: .*o_proj.*\(6\)"),
@@ -189,7 +190,9 @@ def test_what_cannot_be_is_refused(tmp_path):
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "adapter_model.bin").write_bytes(b"anything")
-    with pytest.raises(ValueError, match="no adapter_model.safetensors .* Pickled weights .* are never read"):
+    with pytest.raises(
+        ValueError, match=r"load_adapter\(.* no adapter_model.safetensors .* Pickled weights .* are never read"
+    ):
         models.load_adapter(model, pickled, numbers=numbers)
     models.save_adapter(adapted, tmp_path / "out", numbers=numbers)
     for call in (models.save_adapter, models.load_adapter):

@@ -134,3 +134,61 @@ def test_arrays_of_further_predictors_are_left_where_they_are(tmp_path):
     save_file(arrays | {"model.layers.60.eh_proj.weight": extra.popitem()[1]}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"in no rule: model.layers.60.eh_proj.weight \(1\)"):
         models.load(tmp_path)
+
+
+def case(family: str) -> dict[str, Any]:
+    """The family's first configuration."""
+    return next(told["config"] for name, told in TOLD.items() if name.split()[0] == family)
+
+
+@pytest.mark.parametrize(
+    "family, name",
+    [
+        ("qwen3_moe", "decoder_sparse_step"),
+        ("smollm3", "no_rope_layer_interval"),
+        ("llama4_text", "no_rope_layer_interval"),
+        ("llama4_text", "interleave_moe_layer_step"),
+        ("gemma3_text", "sliding_window_pattern"),
+        ("qwen3_next", "full_attention_interval"),
+    ],
+)
+def test_what_layers_are_counted_by_is_a_count(family, name):
+    """Without lists of layers, which say it too."""
+    lists = ("layer_types", "no_rope_layers", "moe_layers")
+    config = {key: value for key, value in case(family).items() if key not in lists}
+    numbers_of(config | {name: 1})
+    for value in (0, -1, 1.5, True, "2"):
+        with pytest.raises(ValueError, match=rf"^config.json: {name}={value!r}: it must be a whole number"):
+            numbers_of(config | {name: value})
+
+
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("smollm3", {"no_rope_layers": [1]}),
+        ("qwen3_next", {"layer_types": ["linear_attention"]}),
+        ("llama4_text", {"no_rope_layers": [1]}),
+        ("deepseek_v3", {"num_key_value_heads": 1}),
+        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}),
+    ],
+)
+def test_a_refusal_names_the_file(family, changes):
+    numbers_of(case(family))
+    with pytest.raises(ValueError, match=rf"^config.json: .*{next(iter(changes))}="):
+        numbers_of(case(family) | changes)
+
+
+def test_a_part_that_turns_is_read_whenever_it_is_asked_for():
+    for inside in (True, False):
+        said = {"partial_rotary_factor": 0.5}
+        config = Config({"rope_parameters": {"rope_theta": 1e4} | said} if inside else said, "config.json")
+        first, then = (config.partial_rotary, config.rotary) if inside else (config.rotary, config.partial_rotary)
+        assert {first(), then()} == {0.5, (10_000.0, None)}
+        config.finish()
+    config = Config({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "config.json")
+    assert config.rotary() == (10_000.0, None) and config.partial_rotary() == 0.5
+    config.finish()
+    config = Config({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "config.json")
+    config.rotary()
+    with pytest.raises(ValueError, match="does not know: partial_rotary_factor=0.5"):
+        config.finish()

@@ -9,8 +9,8 @@ from family_weights import ids_of, sketch
 from test_published import FIXTURES, TOLD, write
 
 from eqformer import models, nn
-from eqformer.models._published import published_of
-from eqformer.models._save import _arrays
+from eqformer.models._published import format_of
+from eqformer.models._save import published_arrays
 
 
 with np.load(FIXTURES / "families64.npz") as file:
@@ -44,8 +44,8 @@ def test_logits_and_gradients_in_float64(name, tmp_path, record_property):
         ids = jnp.asarray(ids_of(numbers.vocab), jnp.int32)
         (_, logits), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))(model, ids)
         logits = np.asarray(logits)[..., ::8]
-        rules = published_of(numbers).weights(numbers)
-        found = {key: sketch(key, array) for key, array in _arrays(rules, gradient)}
+        rules = format_of("test", None, numbers)[0].weights(numbers)
+        found = {key: sketch(key, array) for key, array in published_arrays(rules, gradient)}
     difference = np.max(np.abs(logits - expected)) / np.std(expected)
     record_property("exact", float(difference))
     assert difference <= 1e-10 < np.max(np.abs(logits.astype(np.float32) - expected)) / np.std(expected)

@@ -160,7 +160,17 @@ CONFIGS = {
     "another size": (changed(intermediate_size=30), r"mlp.*: it has shape \(\d+, \d+\), and the model's is"),
     "more layers": (changed(num_hidden_layers=4), r"not in the folder: model.layers.3"),
     "fewer layers": (changed(num_hidden_layers=2), r"in no rule: model.layers.2"),
-    "a head that the folder has not": (changed(tie_word_embeddings=True), "in no rule: lm_head.weight"),
+    "a head that the folder has not": (changed(tie_word_embeddings=True), "lm_head.weight is another array than"),
+    "a rotary number missing": (changed(rope_parameters={"rope_type": "linear"}), "config.json: .*'linear' needs 'fac"),
+    "rotary attributes that are text": (
+        changed(rope_parameters="linear"),
+        "config.json: .*='linear': it must be an obj",
+    ),
+    "heads that turn in part": (
+        changed(rope_parameters={"partial_rotary_factor": 0.5}),
+        "not know: partial_rotary_fac",
+    ),
+    "no layers": (changed(num_hidden_layers=0), "num_hidden_layers=0: it must be a whole number of at least 1"),
 }
 
 

@@ -103,3 +103,55 @@ def test_parameters_keep_their_dtype_or_get_another(tmp_path):
     models.save(half, tmp_path / "back", numbers=models.read_numbers(tmp_path))
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert all(back[name].dtype == array.dtype and np.array_equal(back[name], array) for name, array in arrays.items())
+
+
+def test_dtypes_of_one_folder_may_differ(tmp_path):
+    """As in DeepSeek-V3, whose biases of the choice of experts are wider than its weights."""
+    is_wide, arrays = lambda name: name.endswith("e_score_correction_bias"), write(tmp_path, "deepseek_v3 plain")
+    mixed = {name: array if is_wide(name) else array.astype("bfloat16") for name, array in arrays.items()}
+    save_file(mixed, tmp_path / "model.safetensors")
+    told = []
+    model = models.load(tmp_path, core=nn.ReferenceCore(), progress=lambda *bytes_of: told.append(bytes_of))
+    assert told[-1] == (sum(array.nbytes for array in mixed.values()),) * 2 and model.compute_dtype == "bfloat16"
+    assert eqx.filter_eval_shape(model, jnp.zeros((1, 4), jnp.int32))[0].dtype == "float32"
+    models.save(model, tmp_path / "back", numbers=models.read_numbers(tmp_path))
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(back[name].dtype == array.dtype and np.array_equal(back[name], array) for name, array in mixed.items())
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    narrow: Any = models.load(tmp_path, dtype="bfloat16")
+    models.save(narrow, tmp_path / "narrow", numbers=models.read_numbers(tmp_path))
+    lost = load_file(tmp_path / "narrow" / "model.safetensors")
+    assert {name for name in mixed if not np.array_equal(lost[name], mixed[name])} == set(filter(is_wide, mixed))
+
+
+def test_layers_of_unlike_dtypes_lose_nothing(tmp_path):
+    is_wide, arrays = lambda name: "layers.1." in name, write(tmp_path, "llama plain")
+    mixed = {name: array if is_wide(name) else array.astype("bfloat16") for name, array in arrays.items()}
+    save_file(mixed, tmp_path / "model.safetensors")
+    models.save(models.load(tmp_path), tmp_path / "back", numbers=models.read_numbers(tmp_path))
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(np.array_equal(back[name], array) for name, array in mixed.items())
+    assert {str(back[name].dtype) for name in mixed if "layers.2." in name} == {"float32"}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf16"])
+def test_a_dtype_that_no_weights_have_is_refused(dtype, tmp_path):
+    write(tmp_path, "llama tied")
+    with pytest.raises(ValueError, match=rf"load\(.*dtype='{dtype}' is none that weights have; those are .*bfloat16"):
+        models.load(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["llama tied", "gemma2 alternating"])
+def test_a_stored_head_of_a_tied_model_must_be_its_table(name, tmp_path):
+    arrays = write(tmp_path, name)
+    want, table = models.load(tmp_path), arrays["model.embed_tokens.weight"]
+    save_file(arrays | {"lm_head.weight": table.copy()}, tmp_path / "model.safetensors")
+    assert eqx.tree_equal(models.load(tmp_path), want)
+    other = table.copy()
+    other[-1, -1] += 1
+    for head in (other, table[:-1]):
+        save_file(arrays | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+        with pytest.raises(
+            ValueError, match="ties the head to the table, and lm_head.weight is another array than mod"
+        ):
+            models.load(tmp_path)

@@ -1,5 +1,6 @@
 """Saving as published: what goes out beside the weights, and what is refused before anything is written."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from test_published import write
 
-from eqformer import models
+from eqformer import models, nn
 
 
 NAME = "llama plain"
@@ -45,6 +46,16 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path):
         models.save(model, out, numbers=models.preset("llama-byte-1m"))
     with pytest.raises(ValueError, match="in no common format"):
         models.save(model, out, numbers=models.preset("jaxformer-byte-1m"))
+    adapted = nn.with_lora(model, ["query"], rank=2, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="the model has LoRAs; nn.merge_lora it, or save_adapter"):
+        models.save(adapted, out, numbers=numbers)
+    mixtral = models.preset("mixtral-byte-500k")
+    for limited, words in (
+        (dataclasses.replace(mixtral, capacity=1.25), "says a capacity"),
+        (mixtral, "is not one of"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            models.save(model, out, numbers=limited)
     with pytest.raises(TypeError):  # in the middle of writing
         models.save(model, out, numbers=numbers, files={"a": 3})  # pyright: ignore[reportArgumentType]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "taken"]

@@ -159,19 +159,19 @@ def bias_before(monkeypatch: Any) -> None:
 def first_tokens(kind: type) -> Callable[[Any], None]:
     """Each device draws for, or looks up, the first device's tokens in the place of its own."""
 
-    def take(x: Any, dim: int) -> Any:
-        size = x.shape[dim] // jax.lax.axis_size("tensor")
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tensor") * 0, size, dim)
+    def take(x: Any, axis: str, dim: int) -> Any:
+        size = x.shape[dim] // jax.lax.axis_size(axis)
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * 0, size, dim % x.ndim)
 
     def change(monkeypatch: Any) -> None:
-        own, call = _wrap.own_tokens, kind.__call__
+        own, call = _wrap.own_part, kind.__call__
 
         def swapped(self: Any, *args: Any) -> Any:
-            _wrap.own_tokens = take
+            _wrap.own_part = take
             try:
                 return call(self, *args)
             finally:
-                _wrap.own_tokens = own
+                _wrap.own_part = own
 
         monkeypatch.setattr(kind, "__call__", swapped)
 

@@ -1,5 +1,7 @@
 """Weights that stay, on one dim or both, and weights that are gathered: text and logits are one device's."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -146,11 +148,33 @@ def test_controls(models, monkeypatch, what):
             ),
             "a gate or sinks",
         ),
+        (lambda m: stationary(with_lora(m, "feed_forward.gate"), 2, 4), "a layer's map is a LoRA; merge it"),
+        (lambda m: stationary(with_lora(m, "feed_forward.up"), 2, 4), "a layer's map is a LoRA; merge it"),
     ],
 )
 def test_what_does_not_fit(models, make, message):
     with pytest.raises(ValueError, match=message):
         make(models["palm"][0])
+
+
+def with_lora(model, name):
+    return nn.with_lora(model, [name], rank=2, key=jax.random.key(2))
+
+
+def test_changes_that_are_merged_fit(models):
+    stationary(nn.merge_lora(with_lora(models["palm"][0], "feed_forward.gate")), 2, 4)
+
+
+def test_packed_rows_are_refused(models):
+    """As by one device's caches; without segments the same tokens are read."""
+    model, _ = models["palm"]
+    tokens = nn.positions_like(IDS.shape)
+    packed = dataclasses.replace(tokens, segments=jnp.zeros(IDS.shape, jnp.int32))
+    encode = lambda model, tokens: model.encode(IDS, tokens, model.init_cache(ROWS, 16))[0]
+    for split in (model, stationary(model, 2, 4), gathered(model, 2, 4)):
+        assert eqx.filter_eval_shape(encode, split, tokens).shape == (*IDS.shape, 64)
+        with pytest.raises(ValueError, match="a cache keeps one document a row"):
+            eqx.filter_eval_shape(encode, split, packed)
 
 
 def test_one_key_head_alone_is_held_whole(models):
