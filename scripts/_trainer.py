@@ -1,5 +1,6 @@
 """The loop: batches in, steps, and what is written and shown on the way."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -85,7 +86,8 @@ class Trainer:
                 f"--run-dir {self.directory.path}: its checkpoint was trained on {text}, but the text is now "
                 f"{self.text.path.name}; restore the files as they were, or begin a new run."
             )
-        return self.states.in_ring_order(state), int(metadata["step"])
+        self.keys = dataclasses.replace(self.keys, steps=training.saved_key(metadata))
+        return self.states.to_ring_order(state), int(metadata["step"])
 
     def _loop(
         self,
@@ -154,7 +156,7 @@ class Trainer:
         place = {"text": self.text.path.name, "example": step * self.recipe.batch}
         recipe = {"name": self.name, "recipe": to_json(self.recipe)}
         metadata = training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps)
-        checkpointer.save(self.states.in_ring_order(state, back=True), step, metadata)
+        checkpointer.save(self.states.to_reading_order(state), step, metadata)
 
     def _sample(self, model: Any, step: int) -> None:
         model = self.states.on_one_device(model)

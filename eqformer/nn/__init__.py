@@ -39,6 +39,7 @@ from ._dims import (
 )
 from ._dispatch import Capacity as Capacity, Dropless as Dropless
 from ._dropout import Dropout as Dropout
+from ._dtype import at_least_float32 as at_least_float32
 from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions
 from ._expert_choice import ExpertChoiceRouter as ExpertChoiceRouter
 from ._experts import Experts as Experts
@@ -72,5 +73,10 @@ from ._router import Router as Router, TopKRouter as TopKRouter
 from ._routing import Routing as Routing, Slots as Slots
 from ._stack import REMAT as REMAT, Stack as Stack
 from ._temperature import LogTemperature as LogTemperature
-from ._tokens import positions_like as positions_like, token_keys as token_keys, Tokens as Tokens
+from ._tokens import (
+    positions_like as positions_like,
+    token_keys as token_keys,
+    Tokens as Tokens,
+    tokens_or_default as tokens_or_default,
+)
 from ._transformer import Transformer as Transformer

@@ -27,7 +27,7 @@ def check_mixture(plan: Any, path: str, moe: nn.MoE) -> None:
             "both axes at 1, or build the experts of Linears."
         )
     if plan.size(TENSOR) > 1:
-        split = plan.layout(spread=False).dims
+        split = plan.layout(splits_fsdp=False).dims
         for linear in linears:
             hidden = (*linear.inputs, *linear.outputs)
             if "rank" in hidden:  # of a LoRA, whose other factor or place beside a Linear sees to it
