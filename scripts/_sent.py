@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from eqformer import nn, parallel, planning
-from eqformer.nn._dispatch import slots_of
-from eqformer.parallel._axes import CONTEXT, EXPERT, FSDP, PIPE, TENSOR
+from eqformer.parallel import CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 
 
 STATE = "state"  # parameters and gradients, over all axes along which they are copied or shared out
@@ -165,7 +164,7 @@ def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
     for moe in nn.modules(stack, (nn.MoE,)):
         top_k, vector = getattr(moe.router, "top_k", 0), model.embedding.weight.shape[-1] * _width(model)
         if plan.expert_method == "exchange" and top_k:
-            slots = devices * slots_of(plan.expert_factor, int(tokens) * top_k, devices)
+            slots = devices * nn.dispatch.slots_of(plan.expert_factor, int(tokens) * top_k, devices)
             vectors, choices, weights = slots * vector, slots * 4, 0.0
         else:
             vectors, choices = devices * tokens * vector, devices * tokens * top_k * 4

@@ -15,8 +15,19 @@ from _sent import by_cause, counted_bytes, sent_bytes
 from benchmarks import _ours
 from benchmarks._measure import Row, seconds_in_turn
 from eqformer import models, nn, planning, training
-from eqformer.parallel import init_sharded, make_mesh, make_schedule, Plan, shardings, simulate
-from eqformer.parallel._axes import CONTEXT, FSDP, PIPE, REPLICA, TENSOR
+from eqformer.parallel import (
+    CONTEXT,
+    FSDP,
+    init_sharded,
+    make_mesh,
+    make_schedule,
+    PIPE,
+    Plan,
+    REPLICA,
+    shardings,
+    simulate,
+    TENSOR,
+)
 
 
 ROWS, SEQ = 16, 256
