@@ -1,7 +1,7 @@
 """An Equinox-based, modular transformer zoo for JAX: one model, any mesh, the same numbers.
 
-Import the rooms: `eqformer.nn`, `eqformer.models`, `eqformer.data`, `eqformer.training`, `eqformer.generation`,
-`eqformer.planning`.
+Import the rooms: `eqformer.nn`, `eqformer.models`, `eqformer.data`, `eqformer.parallel`, `eqformer.training`,
+`eqformer.generation`, `eqformer.planning`.
 """
 
 from ._shapes import Batch as Batch, LEGEND as LEGEND

@@ -1,16 +1,4 @@
-"""The one vocabulary: every dim that a shape annotation, an einops pattern, a layout or a message may name.
-
-    batch      examples                        layers     blocks of a stack (a vmapped ensemble)
-    seq        tokens a call is given          experts    experts of a mixture (a vmapped ensemble)
-    kv_seq     tokens that may be attended     vocab      token ids
-    embed      the residual stream             max_seq    learned positions
-    heads      query heads                     latent     compressed keys and values (MLA)
-    kv_heads   key and value heads             q_latent   compressed queries (MLA)
-    head_dim   channels of a head              rope_dim   rotated channels of the decoupled key (MLA)
-    mlp        hidden features of a layer      v_dim      value channels of a head (MLA)
-    top_k      experts that a token takes      candidates experts that a router chooses among
-    rank       between the factors of a low-rank change (LoRA)
-    taps       tokens that a convolution reads
+"""The one vocabulary, `LEGEND`: every dim that a shape annotation, an einops pattern, a layout or a message may name.
 
 A parameter's dims are stored out first (`heads head_dim embed`), as published checkpoints have them. `dim` is a
 tensor's; an `axis` is a mesh's.
@@ -26,7 +14,7 @@ LEGEND = {
     "batch": "examples",
     "seq": "tokens a call is given",
     "kv_seq": "tokens that may be attended to",
-    "embed": "the residual stream",
+    "embed": "channels of the residual stream",
     "heads": "query heads",
     "kv_heads": "key and value heads",
     "head_dim": "channels of a head",
@@ -36,6 +24,8 @@ LEGEND = {
     "layers": "blocks of a stack",
     "experts": "experts of a mixture",
     "candidates": "experts that a router chooses among, all on every device",
+    "top_k": "experts that a token takes",
+    "gate": "the one number that a gated layer is multiplied by",
     "latent": "compressed keys and values",
     "q_latent": "compressed queries",
     "rope_dim": "rotated channels of the decoupled key",

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from recipes import Recipe
 
 from eqformer import Batch, nn, parallel, training
-from eqformer.parallel._axes import PIPE
+from eqformer.parallel import PIPE
 
 
 def state_bytes(plan: parallel.Plan, states: State) -> dict[str, tuple[int, int]]:

@@ -23,12 +23,18 @@ def parse(kind: type[Command], arguments: Sequence[str]) -> Command:
     name = name or ("default" if folder is None else Path(folder).absolute().name)
     make: Any = kind
     description = "\n".join(f"  {known}: {recipe.__doc__}" for known, recipe in RECIPES.items())
-    return tyro.cli(
+    command: Any = tyro.cli(
         make,
         default=make(name, recipe),
         args=arguments,
         config=(tyro.conf.AvoidSubcommands,),
         description=f"{inspect.getdoc(kind)}\n\nRecipes (or any preset of eqformer.models):\n{description}",
+    )
+    if command.run.published is None:
+        return command
+    # As `recipe_of_folder` has it, and so that the run goes on from any working directory.
+    return dataclasses.replace(
+        command, run=dataclasses.replace(command.run, published=command.run.published.absolute())
     )
 
 

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import numpy as np
 from _screen import Screen
-from _setup import adapted, build_model, first_state, is_shape, load_model, optimizer_of, placed
+from _setup import adapted, build_model, is_shape, load_model, placed
 from jax.sharding import NamedSharding, PartitionSpec
 from recipes import Lora, PLAN_CHOICES, Recipe
 
@@ -151,8 +151,7 @@ class State:
             return self.of(load_model(self.recipe, self.plan, screen))
 
         def make() -> training.TrainState:
-            model = self.plan.in_ring_order(build_model(self.recipe))
-            return training.init_state(model, optimizer_of(self.recipe, model))
+            return training.init_state(self.plan.to_ring_order(build_model(self.recipe)), self.optimizer)
 
         return parallel.init_sharded(make, self._shardings)
 
@@ -172,7 +171,7 @@ class State:
         arrays, rest = eqx.partition(model, eqx.is_array)
 
         def make(arrays: Any) -> training.TrainState:
-            return training.init_state(self.plan.in_ring_order(eqx.combine(arrays, rest)), self.optimizer)
+            return training.init_state(self.plan.to_ring_order(eqx.combine(arrays, rest)), self.optimizer)
 
         shapes, others = eqx.partition(eqx.filter_eval_shape(make, arrays), is_shape)
         run = jax.jit(lambda x: eqx.filter(make(x), eqx.is_array), out_shardings=self._shardings(shapes))
@@ -180,18 +179,25 @@ class State:
 
     def shapes(self) -> training.TrainState:
         """What a checkpoint is restored to: shapes in reading order, each where the plan keeps it."""
-        shapes = eqx.filter_eval_shape(first_state, self.recipe)
+        shapes = eqx.filter_eval_shape(lambda: training.init_state(build_model(self.recipe), self.optimizer))
         return placed(shapes, self._shardings(eqx.filter(shapes, is_shape)))
 
-    def in_ring_order(self, state: training.TrainState, *, back: bool = False) -> training.TrainState:
-        """The state in the order of the ring, or `back` in reading order."""
+    def to_ring_order(self, state: training.TrainState) -> training.TrainState:
+        """A state in reading order, in the order of the ring."""
+        return self._ordered(state, self.plan.to_ring_order)
+
+    def to_reading_order(self, state: training.TrainState) -> training.TrainState:
+        """A state in the order of the ring, in reading order."""
+        return self._ordered(state, self.plan.to_reading_order)
+
+    def _ordered(self, state: training.TrainState, order: Callable[[Any], Any]) -> training.TrainState:
         if not self.plan.is_pipelined or self.plan.chunks == 1:
             return state
         arrays, rest = eqx.partition(state, eqx.is_array)
 
         def ordered(arrays: Any) -> Any:
             parts = lambda s: (s.model, s.optimizer_state)
-            return eqx.tree_at(parts, arrays, tuple(self.plan.in_ring_order(x, back=back) for x in parts(arrays)))
+            return eqx.tree_at(parts, arrays, tuple(map(order, parts(arrays))))
 
         return eqx.combine(jax.jit(ordered, out_shardings=self._shardings(arrays))(arrays), rest)
 
@@ -199,17 +205,17 @@ class State:
         """A random key on all devices."""
         whole = NamedSharding(self.plan.mesh, PartitionSpec())
         raw = np.asarray(jax.random.key_data(key))
-        placed = jax.make_array_from_callback(raw.shape, whole, raw.__getitem__)
-        return jax.random.wrap_key_data(placed, impl=str(jax.random.key_impl(key)))
+        copies = jax.make_array_from_callback(raw.shape, whole, raw.__getitem__)
+        return jax.random.wrap_key_data(copies, impl=str(jax.random.key_impl(key)))
 
     def on_one_device(self, model: Any) -> Any:
         """A copy of the model in reading order on the first device of this process; all processes make one together."""
         arrays, rest = eqx.partition(model, eqx.is_array)
         if jax.process_count() == 1:
-            arrays = self.plan.in_ring_order(arrays, back=True)
+            arrays = self.plan.to_reading_order(arrays)
             return eqx.combine(jax.device_put(arrays, jax.local_devices()[0]), rest)
         whole = NamedSharding(self.plan.mesh, PartitionSpec())
-        copies = jax.jit(lambda arrays: self.plan.in_ring_order(arrays, back=True), out_shardings=whole)(arrays)
+        copies = jax.jit(self.plan.to_reading_order, out_shardings=whole)(arrays)
         return eqx.combine(jax.tree.map(lambda x: x.addressable_data(0), copies), rest)
 
     def _shardings(self, shapes: Any) -> Any:

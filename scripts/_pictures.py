@@ -1,4 +1,4 @@
-"""The loss curve of a run."""
+"""Pictures of a run: its losses, and the loads of its experts."""
 
 import json
 import math

@@ -77,6 +77,7 @@ def join(machine: Machine) -> None:
 
 def devices_of(machine: Machine) -> list[Any]:
     """All devices of the run, in order; of each process as many as are simulated."""
+    check_machine(machine)
     if machine.simulate is None:
         return jax.devices()
     chosen = []

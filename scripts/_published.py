@@ -31,29 +31,39 @@ def check_published(recipe: Recipe) -> None:
 
 def tokenizer_of(recipe: Recipe, directory: RunDirectory | None = None) -> data.Tokenizer:
     """The recipe's tokenizer: a file's, or that of the model it starts from, of which the run has a copy."""
+    end_of_text = recipe.text.end_of_text
     if recipe.text.tokenizer is not None:
-        return data.FileTokenizer(recipe.text.tokenizer, end_of_text=recipe.text.end_of_text)
+        return data.FileTokenizer(recipe.text.tokenizer, end_of_text=end_of_text)
     if recipe.published is None:
-        return data.ByteTokenizer()
+        return _bytes(end_of_text)
     copied = directory is not None and directory.published.exists()
-    return published_tokenizer(directory.published if directory is not None and copied else recipe.published)
+    folder = directory.published if directory is not None and copied else recipe.published
+    return published_tokenizer(folder, end_of_text)
 
 
-def published_tokenizer(folder: Path) -> data.Tokenizer:
+def published_tokenizer(folder: Path, end_of_text: str | None = None) -> data.Tokenizer:
     """The tokenizer that a published folder comes with; bytes for a model of 256 ids that comes with none."""
     file, ends = folder / "tokenizer.json", ends_of(folder)
     if file.exists():
-        return data.FileTokenizer(file, end_of_text=ends[0] if ends else None)
+        return data.FileTokenizer(file, end_of_text=end_of_text or (ends[0] if ends else None))
     if models.read_numbers(folder).vocab == data.ByteTokenizer.vocab:
-        return data.ByteTokenizer()
+        return _bytes(end_of_text)
     raise ValueError(f"--model {folder}: the folder has no tokenizer.json; put the model's own there.")
+
+
+def _bytes(end_of_text: str | None) -> data.Tokenizer:
+    if end_of_text is not None:
+        raise ValueError(
+            f"--text.end-of-text {end_of_text}: bytes end a text with 0; leave it out, or give --text.tokenizer."
+        )
+    return data.ByteTokenizer()
 
 
 def ends_of(folder: Path) -> list[int]:
     """The ids that end what a published model writes, the most telling first; none where the folder does not say."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
+        found = models.read_json(file).get("eos_token_id") if file.exists() else None
         if found is not None:
             return found if isinstance(found, list) else [found]
     return []

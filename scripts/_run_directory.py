@@ -11,9 +11,12 @@ from typing import IO
 from _recipe_file import differences, read_recipe, write_recipe
 from recipes import CHANGEABLE, Recipe
 
+from eqformer import training
 
+
+EVERYTHING = frozenset(field.name for field in dataclasses.fields(Recipe))
 # All that a model which was brought here leaves open, until it is trained.
-EVERYTHING_ELSE = frozenset(field.name for field in dataclasses.fields(Recipe)) - {"model", "published"}
+EVERYTHING_ELSE = EVERYTHING - {"model", "published"}
 
 
 class RunDirectory:
@@ -31,6 +34,7 @@ class RunDirectory:
         self.samples = path / "samples.txt"
         self.data = path / "data"
         self.published = path / "published"
+        self.identifier = path / "wandb-run"
         self.lock = path / ".lock"
         self._lock: IO[str] | None = None
 
@@ -42,7 +46,7 @@ class RunDirectory:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--run-dir {self.path}: this is a file; give a folder.")
         if self.recipe.exists():
-            _check_same(self.path, self.recipe, name, recipe)
+            self._check_same(name, recipe)
         elif self.path.exists() and any(entry != self.lock for entry in self.path.iterdir()):
             raise ValueError(
                 f"--run-dir {self.path}: this folder holds other things than a run; give a new or empty one."
@@ -56,6 +60,23 @@ class RunDirectory:
                 f"--run-dir {self.path}: the folder cannot be written ({error.strerror}; {_free(self.path)}); "
                 "free some space, or give another."
             ) from error
+
+    def _check_same(self, name: str, recipe: Recipe) -> None:
+        old_name, old = read_recipe(self.recipe)
+        changed = differences(old, recipe, self._may_differ())
+        if changed:
+            raise ValueError(
+                f"--run-dir {self.path}: it holds a run of recipe {old_name!r}, and this command's {name!r} differs in"
+                + "".join(f"\n  {line}" for line in changed)
+                + "\nGive the same values to continue that run, or another --run-dir to begin a new one."
+            )
+
+    def _may_differ(self) -> frozenset[str]:
+        """The fields that may differ from the recipe that is here: fewer once something of it is saved."""
+        steps = training.Checkpointer(self.checkpoints).steps
+        if steps:
+            return EVERYTHING_ELSE if steps == [0] else CHANGEABLE
+        return EVERYTHING - {"published"} if self.published.exists() else EVERYTHING  # which is a copy of that model's
 
     def _take(self) -> None:
         self._lock = self.lock.open("a")  # which leaves a holder's token as it is
@@ -96,23 +117,6 @@ class RunDirectory:
             hint = f"; runs beside it: {', '.join(near)}" if near else "; train one with scripts/pretrain.py"
             raise ValueError(f"--run-dir {self.path}: there is no run (no recipe.json){hint}.")
         return read_recipe(self.recipe)
-
-
-def _check_same(path: Path, file: Path, name: str, recipe: Recipe) -> None:
-    old_name, old = read_recipe(file)
-    changed = differences(old, recipe, EVERYTHING_ELSE if _is_new(path) else CHANGEABLE)
-    if changed:
-        raise ValueError(
-            f"--run-dir {path}: it holds a run of recipe {old_name!r}, and this command's {name!r} differs in\n  "
-            + "\n  ".join(changed)
-            + "\nGive the same values to continue that run, or another --run-dir to begin a new one."
-        )
-
-
-def _is_new(path: Path) -> bool:
-    """Whether a model was brought here, and nothing trained yet."""
-    checkpoints = path / "checkpoints"
-    return checkpoints.is_dir() and [step.name for step in checkpoints.iterdir()] == ["0"]
 
 
 def _free(path: Path) -> str:

@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from eqformer import nn, parallel, planning
-from eqformer.nn._dispatch import slots_of
-from eqformer.parallel._axes import CONTEXT, EXPERT, FSDP, PIPE, TENSOR
+from eqformer.parallel import CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 
 
 STATE = "state"  # parameters and gradients, over all axes along which they are copied or shared out
@@ -84,7 +83,7 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer) -> Iterator[Sent]:
     # A pipeline's backward entry runs its layers forward once more, and gathers them for it; a single one it keeps.
     is_deep = plan.spreads_edges or any(len(stack) > plan.size(PIPE) * plan.chunks for stack in model.stacks)
     for leaf, number, weight, is_layers in _arrays(plan, model):
-        pieces = plan.size(FSDP) if leaf.spread is not None else 1
+        pieces = plan.size(FSDP) if leaf.fsdp_dim is not None else 1
         once = plan.is_pipelined and not (plan.zero == 3 and is_layers)
         shared_out = planning.sharded_state_bytes(
             number,
@@ -165,7 +164,7 @@ def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
     for moe in nn.modules(stack, (nn.MoE,)):
         top_k, vector = getattr(moe.router, "top_k", 0), model.embedding.weight.shape[-1] * _width(model)
         if plan.expert_method == "exchange" and top_k:
-            slots = devices * slots_of(plan.expert_factor, int(tokens) * top_k, devices)
+            slots = devices * nn.dispatch.slots_of(plan.expert_factor, int(tokens) * top_k, devices)
             vectors, choices, weights = slots * vector, slots * 4, 0.0
         else:
             vectors, choices = devices * tokens * vector, devices * tokens * top_k * 4
@@ -191,7 +190,7 @@ def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float
 def _arrays(plan: parallel.Plan, model: nn.Transformer) -> Iterator[tuple[Any, int, int, bool]]:
     """Of each trained array the plan's `Leaf`, numbers a device works with, bytes of one, and if it is a layer's."""
     leaves = plan.leaves(model)
-    specs = parallel.partition_specs(model, plan.layout(spread=False), plan.mesh)
+    specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
     of_layers = {id(leaf) for leaf in jax.tree.leaves(leaves.stacks)}
     structure = jax.tree.structure(model)
     for x, leaf, spec in zip(*map(structure.flatten_up_to, (model, leaves, specs)), strict=True):
@@ -216,7 +215,7 @@ def _channels(plan: parallel.Plan, module: Any) -> tuple[float, float, float, fl
 
 def _outputs(plan: parallel.Plan, linear: nn.Linear) -> int:
     """Numbers a token that a map of the feature stream scatters; twice those that it has to sum whole."""
-    split = linear.outputs[0] in plan.layout(spread=False).dims and _sizes(linear)[0] % plan.size(TENSOR) == 0
+    split = linear.outputs[0] in plan.layout(splits_fsdp=False).dims and _sizes(linear)[0] % plan.size(TENSOR) == 0
     return math.prod(_sizes(linear)) * (1 if split else 2)
 
 

@@ -137,12 +137,6 @@ def optimizer_of(recipe: Recipe, model: nn.Transformer) -> training.Optimizer:
     return training.optimizer(chosen.name, model, schedule=schedule, weight_decay=chosen.weight_decay, **kind)
 
 
-def first_state(recipe: Recipe) -> training.TrainState:
-    """The state before the first step."""
-    model = build_model(recipe)
-    return training.init_state(model, optimizer_of(recipe, model))
-
-
 def source_of(recipe: Recipe) -> data.Source:
     """The recipe's documents."""
     if recipe.text.hub is not None and recipe.data is not None:

@@ -1,5 +1,6 @@
 """Where a run's rows of metrics go."""
 
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack
 from typing import Any
@@ -36,10 +37,18 @@ def _open(stack: ExitStack, recipe: Recipe, directory: RunDirectory, start: int)
     add(training.JsonLines(directory.metrics, from_step=start + 1))
     path, chosen = directory.path, recipe.sinks
     if chosen.tensorboard:
-        add(training.TensorBoard(path / "tensorboard"))
+        add(training.TensorBoard(path / "tensorboard", from_step=start + 1))
     if chosen.wandb is not None:
-        add(training.WeightsAndBiases(chosen.wandb, folder=path, name=path.name, recipe=to_json(recipe)))
+        identifier, told = _identifier(directory, start), to_json(recipe)
+        add(training.WeightsAndBiases(chosen.wandb, folder=path, name=path.name, identifier=identifier, recipe=told))
     return sinks
+
+
+def _identifier(directory: RunDirectory, start: int) -> str:
+    """What tells the run apart for good: kept in its folder, and new where it begins anew."""
+    if not start or not directory.identifier.exists():
+        directory.identifier.write_text(secrets.token_hex(8))
+    return directory.identifier.read_text()
 
 
 def _write(sinks: list[training.Sink], row: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The loop: batches in, steps, and what is written and shown on the way."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -85,7 +86,8 @@ class Trainer:
                 f"--run-dir {self.directory.path}: its checkpoint was trained on {text}, but the text is now "
                 f"{self.text.path.name}; restore the files as they were, or begin a new run."
             )
-        return self.states.in_ring_order(state), int(metadata["step"])
+        self.keys = dataclasses.replace(self.keys, steps=training.saved_key(metadata))
+        return self.states.to_ring_order(state), int(metadata["step"])
 
     def _loop(
         self,
@@ -102,13 +104,13 @@ class Trainer:
         batch = next(batches)
         # Compiled before the clock starts, so that the first rows tell the speed of training too.
         step = training.Step(step.lower(state, batch, key).compile())
-        before, figures, done = None, "", start
+        newest, figures, done = None, "", start
         for done in range(start + 1, recipe.steps + 1):
             clock.start()
             state, metrics = step(state, batch, key)
-            if before is not None:
-                training.check_finite(before)  # one step behind, so that the device is never waited for
-            before, batch = metrics, next(batches, None)
+            if newest is not None:
+                training.check_finite(newest)  # one step behind, so that the device is never waited for
+            newest, batch = metrics, next(batches, None)
             if done % recipe.log_every == 0 or done == recipe.steps:
                 row = {name: _number(value) for name, value in metrics.items()}
                 clock.stop()
@@ -123,7 +125,7 @@ class Trainer:
                 write({"step": done} | self._validate(state.model))
                 first(self._draw)
             if done % recipe.checkpoint_every == 0 or done == recipe.steps or stopping:
-                training.check_finite(before)
+                training.check_finite(newest)
                 self._save(checkpointer, state, done)
             if recipe.sample_every and (done % recipe.sample_every == 0 or done == recipe.steps):
                 self._sample(state.model, done)
@@ -154,26 +156,31 @@ class Trainer:
         place = {"text": self.text.path.name, "example": step * self.recipe.batch}
         recipe = {"name": self.name, "recipe": to_json(self.recipe)}
         metadata = training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps)
-        checkpointer.save(self.states.in_ring_order(state, back=True), step, metadata)
+        checkpointer.save(self.states.to_reading_order(state), step, metadata)
 
     def _sample(self, model: Any, step: int) -> None:
         model = self.states.on_one_device(model)
         first(lambda: self._write_sample(model, step))
 
     def _write_sample(self, model: Any, step: int) -> None:
-        prompt = self.tokenizer.encode(self.recipe.prompt).tolist() or [self.tokenizer.end_of_text]
+        known = None if model.positions is None else model.positions.weight.shape[0]
+        prompt, most = self.tokenizer.encode(self.recipe.prompt).tolist() or [self.tokenizer.end_of_text], 160
+        if known is not None:  # the last token is written and not read
+            prompt = prompt[-known:]
+            most = min(most, known + 1 - len(prompt))
         written = generation.generate(
             model,
             [prompt],
-            max_new_tokens=160,
+            max_new_tokens=most,
             transforms=generation.sampling(temperature=0.8),
             end_of_text=self.tokenizer.end_of_text,
             key=jax.random.fold_in(self.keys.samples, step),
         )
-        text = self.tokenizer.decode(np.asarray(prompt + written.new_ids()[0]))
+        ids = np.asarray(prompt + written.new_ids()[0])
+        text = self.tokenizer.decode(ids)
         add_sample(self.directory.samples, step, text)
         if has_choices(model):
-            color(self.directory, model, self.tokenizer, self.tokenizer.encode(text))
+            color(self.directory, model, self.tokenizer, ids[:known])
         self.screen.note(f"--- after {step} steps it writes\n{text}\n---")
 
     def _stop(self) -> None:

@@ -46,6 +46,8 @@ def convert(command: Command, screen: Screen) -> None:
     if source.recipe.exists():
         _publish(source, command.target, command.adapter, screen)
     elif (command.source / "config.json").exists():
+        if command.adapter:
+            raise ValueError("--adapter: only a run has low-rank changes to write; leave it out.")
         _bring(recipe_of_folder(command.source), RunDirectory(command.target), screen)
     else:
         raise ValueError(

@@ -41,7 +41,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from recipes import Recipe
 
 from eqformer import nn, parallel, planning
-from eqformer.parallel._axes import CONTEXT
+from eqformer.parallel import CONTEXT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import equinox as eqx
 import tyro
 from _command import parse
 from _mesh import check_plan, plan_of
-from _processes import check_alike, check_machine, devices_of, is_first, join, Machine
+from _processes import check_alike, devices_of, is_first, join, Machine
 from _published import check_published
 from _recipe_file import to_json
 from _run_directory import RunDirectory
@@ -44,7 +44,6 @@ def main(arguments: list[str]) -> None:
     try:
         command = parse(Command, arguments)
         recipe, machine = command.run, command.machine
-        check_machine(machine)
         join(machine)
         check_alike({"--recipe": command.recipe} | {f"--{flag}": value for flag, value in to_json(recipe).items()})
         check(recipe)

@@ -8,6 +8,7 @@ import _environment
 _environment.prepare(sys.argv)
 
 import dataclasses
+import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,7 +30,7 @@ from eqformer import data, generation, models, parallel, training
 class Command:
     """Write on from a prompt, or answer it, with the latest checkpoint of a run or with a published model."""
 
-    run_dir: Path = Path("runs/default")
+    run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/default)")] = None
     """The folder of the run."""
     model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A folder as published (safetensors, config.json, tokenizer.json), in place of a run."""
@@ -70,26 +71,35 @@ class Writer:
     tokenizer: data.Tokenizer
     ends: list[int]
     folder: Path
-    """Where the chat template is, if there is one."""
+    """What the model was published with, its chat template among it; it is not there for a run that began anew."""
 
 
 def writer_of(command: Command) -> Writer:
     """What the command names, over its mesh: the text is the same on any."""
     if command.model is not None:
-        plan, tokenizer = plan_over(command, recipe_of_folder(command.model)), published_tokenizer(command.model)
+        if command.run_dir is not None:
+            raise ValueError(
+                f"--model {command.model} --run-dir {command.run_dir}: one model writes; leave one of them out."
+            )
+        plan, tokenizer = plan_for(command, recipe_of_folder(command.model)), published_tokenizer(command.model)
         with Screen(errors=True).bytes(f"reading {command.model}") as progress:
             model = models.load(command.model, plan=plan, dtype=command.dtype, progress=progress)
-        folder, ends = command.model, ends_of(command.model) or [tokenizer.end_of_text]
+        folder = command.model
     else:
-        directory = RunDirectory(command.run_dir)
+        if command.dtype is not None:
+            raise ValueError(
+                f"--dtype {command.dtype}: a run's model is computed in what its recipe says; leave it out, or write "
+                "the model out (scripts/convert.py) and give --model."
+            )
+        directory = RunDirectory(command.run_dir or Path("runs/default"))
         _, recipe = directory.open()
-        plan, tokenizer = plan_over(command, recipe), tokenizer_of(recipe, directory)
+        plan, tokenizer = plan_for(command, recipe), tokenizer_of(recipe, directory)
         model, folder = latest_model(directory, recipe, plan), directory.published
-        ends = sorted({tokenizer.end_of_text, *ends_of(folder)})
+    ends = sorted({tokenizer.end_of_text, *ends_of(folder)})
     return Writer(model if plan is None else parallel.Planned(model, plan), tokenizer, ends, folder)
 
 
-def plan_over(command: Command, recipe: Recipe) -> parallel.Plan | None:
+def plan_for(command: Command, recipe: Recipe) -> parallel.Plan | None:
     """The plan of the command's mesh; None where that is one device. Raises a `ValueError` where the model has none."""
     if command.mesh == Mesh() and command.simulate is None:
         return None
@@ -110,9 +120,11 @@ def prompt_of(command: Command, writer: Writer) -> tuple[str, list[int]]:
     tokenizer = writer.tokenizer
     if chat:
         told = [] if command.system is None else [{"role": "system", "content": command.system}]
-        text = data.ChatTemplate(writer.folder).render([*told, {"role": "user", "content": command.prompt}])
+        template = data.ChatTemplate(writer.folder, now=datetime.datetime.now)
+        text = template.render([*told, {"role": "user", "content": command.prompt}])
         return "", _prompt(tokenizer, text, whole=True)
-    ids = _prompt(tokenizer, command.prompt) if command.model is not None else tokenizer.encode(command.prompt).tolist()
+    is_published = writer.folder.is_dir()
+    ids = _prompt(tokenizer, command.prompt) if is_published else tokenizer.encode(command.prompt).tolist()
     return command.prompt, ids or [tokenizer.end_of_text]
 
 

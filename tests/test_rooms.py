@@ -52,6 +52,18 @@ def rooms_imported(tree: ast.AST, room: str) -> set[str]:
     return (found & ROOMS.keys()) - {room}
 
 
+def private_files_imported(tree: ast.AST) -> list[str]:
+    """Files of another room that a file imports by their own names, and not by what the room lists."""
+    modules = [(node.level, node.module or "") for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    found = [name for level, name in modules if level == 2] + [
+        name.removeprefix("eqformer.")
+        for name in names + [name for level, name in modules if not level]
+        if name.startswith("eqformer.")
+    ]
+    return sorted(name for name in found if re.match(r"[a-z]+\._", name))
+
+
 def complaints(path: pathlib.Path, source: str) -> list[str]:
     """What a file of the package does that its room does not allow."""
     room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -62,6 +74,8 @@ def complaints(path: pathlib.Path, source: str) -> list[str]:
         found.append("a public file: only __init__.py is, and it lists the room's names")
     if foreign := rooms_imported(tree, room) - ROOMS.get(room, set(ROOMS)):
         found.append(f"imports from {sorted(foreign)}")
+    if private := private_files_imported(tree):
+        found.append(f"imports private files {private}: let their room list what they have")
     names = names_in(tree)
     if room != "parallel" and (used := names & COLLECTIVES):
         found.append(f"uses collectives {sorted(used)}")
@@ -90,6 +104,8 @@ def test_a_file_keeps_to_its_room(path):
         ("nn", "from ..models import build", "imports from ['models']"),
         ("data", "from eqformer.nn import Linear", "imports from ['nn']"),
         ("training", "from .. import generation", "imports from ['generation']"),
+        ("parallel", "from ..nn._dtype import at_least_float32", "private files ['nn._dtype']"),
+        ("models", "import eqformer.nn._lora", "private files ['nn._lora']"),
         ("nn", "import jax\njax.lax.psum(1, 'x')", "collectives ['psum']"),
         ("models", "from jax.sharding import PartitionSpec", "sharding"),
         ("nn", "print('hello')", "print"),
@@ -101,6 +117,12 @@ def test_a_file_keeps_to_its_room(path):
 )
 def test_the_architecture_test_can_fail(room, source, word):
     assert any(word in complaint for complaint in complaints(PACKAGE / room / "_example.py", source))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda path: path.name)
+def test_a_script_imports_what_rooms_list(path):
+    assert private_files_imported(ast.parse(path.read_text())) == []
+    assert private_files_imported(ast.parse("from eqformer.nn._dispatch import slots_of")) == ["nn._dispatch"]
 
 
 def test_the_top_level_holds_what_it_should_and_nothing_else():

@@ -3,7 +3,7 @@
 import datetime
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ class ChatTemplate:
     """The chat template of a published tokenizer, a Jinja program, run where it can reach nothing but its arguments.
 
     `folder` holds it as `chat_template.jinja` or in `tokenizer_config.json`, beside the names of special tokens that it
-    may use. **Raises:** `ValueError` where there is none or it is no template; `ImportError` where `jinja2` is absent.
+    may use. Some templates tell the date: `now` is asked for it, and without it they must do without. **Raises:**
+    `ValueError` where there is none or it is no template; `ImportError` where `jinja2` is absent.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]):
+    def __init__(self, folder: str | os.PathLike[str], *, now: Callable[[], datetime.datetime] | None = None):
         call = f"ChatTemplate({str(folder)!r})"
         settings = _settings(Path(folder))
         source = _source(Path(folder), settings)
@@ -31,10 +32,9 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation(call)]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {
-            "raise_exception": _refuse,
-            "strftime_now": lambda format: datetime.datetime.now().strftime(format),
-        }
+        environment.globals["raise_exception"] = _refuse
+        if now is not None:
+            environment.globals["strftime_now"] = lambda format: now().strftime(format)
         try:
             self._template = environment.from_string(source)
         except Exception as error:  # of the package's own kinds, which are imported only here

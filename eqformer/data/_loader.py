@@ -21,8 +21,7 @@ class Loader:
     from one epoch into the next, so no row is ever dropped. `packing` is `"windows"` (`Windows`) or `"documents"`
     (`Documents`).
 
-    **Raises:** `ValueError` where `batch` or `seq` is not positive, the data is too short for one row, or the packing
-    is unknown.
+    **Raises:** `ValueError` where `batch` is not positive, the packing is unknown, or `seq` breaks its rules.
     """
 
     def __init__(
@@ -37,11 +36,6 @@ class Loader:
         call = f"Loader(store, seq={seq}, batch={batch}, packing={packing!r})"
         if batch < 1:
             raise ValueError(f"{call}: a batch must have at least 1 row, but batch is {batch}; pass a positive number.")
-        if seq < 1 or seq + 1 > len(store.tokens):
-            raise ValueError(
-                f"{call}: a row takes seq + 1 tokens and seq is at least 1, but seq is {seq} and {store.path.name} has "
-                f"{len(store.tokens)} tokens; pass a seq from 1 to {len(store.tokens) - 1}, or more text."
-            )
         kinds = {"windows": Windows, "documents": Documents}
         if packing not in kinds:
             raise ValueError(f"{call}: packing must be one of {list(kinds)}, but is {packing!r}; pass one of them.")

@@ -22,8 +22,8 @@ class Windows:
         self._tokens = store.tokens
         if self.rows < 1:
             raise ValueError(
-                f"Windows(store, seq={seq}): a row takes seq + 1 tokens and seq is at least 1, but the store has "
-                f"{len(store.tokens)} tokens; pass a shorter seq or more text."
+                f"Windows(store, seq={seq}): a row takes seq + 1 tokens and seq is at least 1, but {store.path.name} "
+                f"has {len(store.tokens)} tokens; pass a seq from 1 to {len(store.tokens) - 1}, or more text."
             )
 
     def __call__(self, rows: Int[np.ndarray, "batch"]) -> Batch:

@@ -12,6 +12,7 @@ from ._families import (
     preset as preset,
     presets as presets,
 )
+from ._folder import read_json as read_json
 from ._gemma import build_gemma as build_gemma, Gemma as Gemma
 from ._gemma2 import build_gemma2 as build_gemma2, Gemma2 as Gemma2
 from ._gemma3 import build_gemma3 as build_gemma3, Gemma3 as Gemma3

@@ -1,5 +1,6 @@
 """Components: arrays and their named dims. Nothing here knows a family, a device or a training run."""
 
+from . import _blocks as blocks, _blockwise as blockwise, _dispatch as dispatch  # noqa: F401  # each with its names
 from ._activation import (
     ACTIVATIONS as ACTIVATIONS,
     gelu as gelu,
@@ -20,12 +21,7 @@ from ._balance import (
     updated_selection_bias as updated_selection_bias,
 )
 from ._block import Block as Block, Layer as Layer, Mixer as Mixer, Period as Period, Routed as Routed
-from ._blockwise import (
-    attend as attend,
-    BlockwiseCore as BlockwiseCore,
-    Rules as Rules,
-    with_sinks as with_sinks,
-)
+from ._blockwise import BlockwiseCore as BlockwiseCore
 from ._cache import (
     check_one_document as check_one_document,
     DeltaCache as DeltaCache,
@@ -33,7 +29,7 @@ from ._cache import (
     LatentCache as LatentCache,
 )
 from ._conv import CausalConv as CausalConv
-from ._core import DotProductCore as DotProductCore, ReferenceCore as ReferenceCore
+from ._core import DotProductCore as DotProductCore, lowest as lowest, ReferenceCore as ReferenceCore
 from ._delta_net import GatedDeltaNet as GatedDeltaNet
 from ._dims import (
     dims as dims,
@@ -50,10 +46,11 @@ from ._dims import (
 from ._dispatch import Capacity as Capacity, Dropless as Dropless
 from ._dropout import Dropout as Dropout
 from ._dtype import at_least_float32 as at_least_float32
-from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions
+from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions, unembed as unembed
 from ._expert_choice import ExpertChoiceRouter as ExpertChoiceRouter
 from ._experts import Experts as Experts
 from ._first_experts import first_experts as first_experts
+from ._grouped_maps import map_linears as map_linears
 from ._latent_attention import LatentAttention as LatentAttention
 from ._linear import Linear as Linear
 from ._lora import (
@@ -66,7 +63,13 @@ from ._lora import (
 from ._mask import causal as causal, chunked as chunked, full as full, Mask as Mask, sliding_window as sliding_window
 from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import GatedMLP as GatedMLP, MLP as MLP
-from ._moe import GatedShared as GatedShared, MoE as MoE
+from ._moe import (
+    aux_of_slots as aux_of_slots,
+    candidates as candidates,
+    GatedShared as GatedShared,
+    MoE as MoE,
+    ROUTER as ROUTER,
+)
 from ._noisy_routers import NoisyTopKRouter as NoisyTopKRouter, RandomSecondRouter as RandomSecondRouter
 from ._norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from ._precision import cast as cast, Precision as Precision

@@ -1,6 +1,15 @@
 """Mesh axes, layouts and transforms: one model over any number of devices."""
 
-from ._axes import AXES as AXES, BATCH_AXES as BATCH_AXES
+from ._axes import (
+    AXES as AXES,
+    BATCH_AXES as BATCH_AXES,
+    CONTEXT as CONTEXT,
+    EXPERT as EXPERT,
+    FSDP as FSDP,
+    PIPE as PIPE,
+    REPLICA as REPLICA,
+    TENSOR as TENSOR,
+)
 from ._check_schedule import check_schedule as check_schedule
 from ._collective_matmul import (
     all_gather_matmul as all_gather_matmul,

@@ -6,8 +6,6 @@ from typing import Any
 import jax
 
 from .. import nn
-from ..nn._grouped_maps import map_linears
-from ..nn._moe import candidates
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 
 
@@ -18,7 +16,7 @@ def check_mixture(plan: Any, path: str, moe: nn.MoE) -> None:
     """
     _check_counting(plan, path, moe)
     linears: list[nn.Linear] = []
-    rest = map_linears(linears.append, moe.experts)
+    rest = nn.map_linears(linears.append, moe.experts)
     splits = plan.size(EXPERT) > 1 or plan.size(TENSOR) > 1
     if splits and not isinstance(moe.router, nn.ExpertChoiceRouter) and any(map(nn.has_shape, jax.tree.leaves(rest))):
         raise ValueError(
@@ -27,7 +25,7 @@ def check_mixture(plan: Any, path: str, moe: nn.MoE) -> None:
             "both axes at 1, or build the experts of Linears."
         )
     if plan.size(TENSOR) > 1:
-        split = plan.layout(spread=False).dims
+        split = plan.layout(splits_fsdp=False).dims
         for linear in linears:
             hidden = (*linear.inputs, *linear.outputs)
             if "rank" in hidden:  # of a LoRA, whose other factor or place beside a Linear sees to it
@@ -46,7 +44,7 @@ def _check_counting(plan: Any, path: str, moe: nn.MoE) -> None:
         what, counts, per = "ExpertChoiceRouter", True, moe.router.per
     elif isinstance(moe.dispatch, nn.Capacity):
         # A token takes an expert once: with as many slots as tokens, none is dropped wherever they are counted.
-        counts = moe.dispatch.factor * moe.router.top_k < candidates(moe.router, 0)
+        counts = moe.dispatch.factor * moe.router.top_k < nn.candidates(moe.router, 0)
         what, per = "Capacity", moe.dispatch.per
     else:
         return

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..nn._dtype import at_least_float32
+from ..nn import at_least_float32
 from ._ring import circulate, collect, Ring
 from ._vary import vary, vary_like
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ..nn import BlockwiseCore, DotProductCore, Mask, ReferenceCore, Rules, Tokens, with_sinks
+from ..nn import blockwise, BlockwiseCore, DotProductCore, Mask, ReferenceCore, Tokens
 from ._axes import CONTEXT
 from ._ring import Ring
 from ._ring_attention import ring_attend
@@ -73,9 +73,9 @@ class ContextCore(eqx.Module):
 
     def _ring(self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict) -> Array:
         block, softcap = ring_rules(self.inner)
-        rules = Rules(given["mask"], given["scale"], softcap, block, is_aligned=False)
+        rules = blockwise.Rules(given["mask"], given["scale"], softcap, block, is_aligned=False)
         output, logsum = ring_attend(rules, Ring(CONTEXT, is_branched=self.is_branched), query, key, value, tokens)
-        return output if sinks is None else with_sinks(output, logsum, sinks)
+        return output if sinks is None else blockwise.with_sinks(output, logsum, sinks)
 
     def _gather(
         self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict

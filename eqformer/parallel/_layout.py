@@ -20,13 +20,13 @@ class Layout:
 
     An axis splits an array once: where several of its dims ask for one axis, the last takes it, which in a linear map
     (outputs, then inputs) is the side that it contracts. Dims in `lenient` stay whole where their axis does not divide
-    them; any other such dim is an error. `spread` is one more axis, over which every array of at least `smallest`
+    them; any other such dim is an error. `fsdp_axis` is one more axis, over which every array of at least `smallest`
     entries is split on its largest dim that is divisible and still whole, ensemble dims apart: fully sharded state.
     """
 
     dims: Mapping[str, str] = dataclasses.field(default_factory=dict)
     lenient: frozenset[str] = frozenset()
-    spread: str | None = None
+    fsdp_axis: str | None = None
     smallest: int = 1024
 
 
@@ -40,8 +40,10 @@ def partition_specs(model: PyTree, layout: Layout, mesh: Mesh | AbstractMesh) ->
     for name, axis in layout.dims.items():
         if axis not in sizes:
             raise ValueError(f"Layout({{{name!r}: {axis!r}}}): the mesh has no such axis; its axes are {list(sizes)}.")
-    if layout.spread not in (None, *sizes):
-        raise ValueError(f"Layout(spread={layout.spread!r}): the mesh has no such axis; its axes are {list(sizes)}.")
+    if layout.fsdp_axis not in (None, *sizes):
+        raise ValueError(
+            f"Layout(fsdp_axis={layout.fsdp_axis!r}): the mesh has no such axis; its axes are {list(sizes)}."
+        )
     leaves, structure = jax.tree_util.tree_flatten_with_path(model)
     names = jax.tree.leaves(nn.dims(model))
     specs = [
@@ -94,7 +96,7 @@ def _spec(layout: Layout, sizes: dict[str, int], path: str, names: list[str], sh
             )
         entries[place] = axis
         taken.add(axis)
-    number = 1 if layout.spread is None or layout.spread in taken else sizes[layout.spread]
+    number = 1 if layout.fsdp_axis is None or layout.fsdp_axis in taken else sizes[layout.fsdp_axis]
     if number > 1 and math.prod(shape) >= layout.smallest:
         free = [
             place
@@ -102,5 +104,5 @@ def _spec(layout: Layout, sizes: dict[str, int], path: str, names: list[str], sh
             if entries[place] is None and names[place] not in ENSEMBLE_DIMS and size % number == 0
         ]
         if free:
-            entries[max(free, key=lambda place: shape[place])] = layout.spread
+            entries[max(free, key=lambda place: shape[place])] = layout.fsdp_axis
     return PartitionSpec(*entries)

@@ -24,14 +24,14 @@ class Leaf:
     dtype: str  # in which it travels when it is gathered: that of its use
 
     @property
-    def spread(self) -> int | None:
+    def fsdp_dim(self) -> int | None:
         """The dim that the state, or also the array, is split on over the axis `fsdp`."""
         return dim_over(self.state_spec, FSDP)
 
     @property
     def reduced(self) -> tuple[str, ...]:
         """The axes of `partial` over which the gradient is summed where it is not also split."""
-        return tuple(axis for axis in self.partial if axis != FSDP or self.spread is None)
+        return tuple(axis for axis in self.partial if axis != FSDP or self.fsdp_dim is None)
 
 
 def leaves_of(

@@ -9,21 +9,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from .. import nn
-from ..nn._dispatch import (
-    by_expert,
-    combine,
-    run_slots,
-    scaled,
-    slot_of_choice,
-    slots_of,
-    sum_of_experts,
-    take_rows,
-    token_of_slot,
-    weight_of_slot,
-)
-from ..nn._grouped_maps import map_linears
-from ..nn._moe import aux_of_slots, ROUTER
-from ..nn._routing import Routing, Slots
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 from ._taps import holding, is_map
 from ._vary import vary
@@ -56,10 +41,10 @@ class SplitMoE(nn.Routed):
         given = _tokens_of_features(x) if self.residual == "feature" else x
         router = _with_whole_features(self.inner.router) if self.residual == "feature" else self.inner.router
         if isinstance(router, nn.ExpertChoiceRouter):
-            y, aux = self._taken(router, given, tokens.fold_in(ROUTER))
+            y, aux = self._taken(router, given, tokens.fold_in(nn.ROUTER))
         else:
             own = self._own(tokens, given.shape[-2])
-            routing = router(given, own.fold_in(ROUTER))
+            routing = router(given, own.fold_in(nn.ROUTER))
             y, dropped = self._chosen(given, routing)
             aux = self.inner.told(routing, own, dropped, self._total, self._row_total)
             if self._splits_tokens:
@@ -99,7 +84,7 @@ class SplitMoE(nn.Routed):
         scatter = lambda y: jax.lax.psum_scatter(y, TENSOR, scatter_dimension=y.ndim - 2, tiled=True)
         return scatter(y) if self._splits_tokens else y
 
-    def _chosen(self, x: Float[Array, "*batch seq embed"], routing: Routing) -> tuple[Array, Int[Array, ""]]:
+    def _chosen(self, x: Float[Array, "*batch seq embed"], routing: nn.Routing) -> tuple[Array, Int[Array, ""]]:
         """What the chosen experts add to each token, and how many choices were dropped."""
         if self.residual is None and jax.lax.axis_size(EXPERT) == 1:
             return self.inner.dispatch(self.inner.experts, x, routing, weighs_inputs=self.inner.weighs_inputs)
@@ -124,40 +109,40 @@ class SplitMoE(nn.Routed):
         return jax.lax.psum_scatter(y, EXPERT, tiled=True), jnp.zeros((), jnp.int32)
 
     def _sum(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
-        return sum_of_experts(experts, x, choices, weights, weighs_inputs=self.inner.weighs_inputs)
+        return nn.dispatch.sum_of_experts(experts, x, choices, weights, weighs_inputs=self.inner.weighs_inputs)
 
     def _exchanged(self, x: Array, choices: Array, weights: Array) -> tuple[Array, Array]:
         experts, devices = self._experts(), jax.lax.axis_size(EXPERT)
-        count = slots_of(self.factor, choices.size, devices)
-        slot = slot_of_choice(jnp.where(choices < 0, -1, choices // len(experts)), devices, count)
+        count = nn.dispatch.slots_of(self.factor, choices.size, devices)
+        slot = nn.dispatch.slot_of_choice(jnp.where(choices < 0, -1, choices // len(experts)), devices, count)
         has_slot, spare = slot >= 0, devices * count
-        token = token_of_slot(slot, spare)
+        token = nn.dispatch.token_of_slot(slot, spare)
         expert = jnp.full(spare + 1, -1, jnp.int32).at[jnp.where(has_slot, slot, spare)].set(choices % len(experts))
         swap = lambda array: jax.lax.all_to_all(array, EXPERT, 0, 0, tiled=True)
         sent = jnp.where((token >= 0)[:, None], x[jnp.maximum(token, 0)], 0)
         weights = jnp.where(has_slot, weights, 0)
         if self.inner.weighs_inputs:
-            sent = scaled(sent, weight_of_slot(slot, weights, spare))
+            sent = nn.dispatch.scaled(sent, nn.dispatch.weight_of_slot(slot, weights, spare))
             weights = has_slot.astype(weights.dtype)
-        order, place, sizes = by_expert(swap(expert[:spare])[:, None], len(experts))
-        y = experts.sorted_rows(take_rows(swap(sent), order, place[:, None]), sizes)
-        back = checkpoint_name(swap(take_rows(y, place, order[:, None])), "product")
+        order, place, sizes = nn.dispatch.by_expert(swap(expert[:spare])[:, None], len(experts))
+        y = experts.sorted_rows(nn.dispatch.take_rows(swap(sent), order, place[:, None]), sizes)
+        back = checkpoint_name(swap(nn.dispatch.take_rows(y, place, order[:, None])), "product")
         given = back[jnp.maximum(slot, 0)]
-        return combine(given, weights), jnp.sum((choices >= 0) & ~has_slot, dtype=jnp.int32)
+        return nn.dispatch.combine(given, weights), jnp.sum((choices >= 0) & ~has_slot, dtype=jnp.int32)
 
     def _taken(self, router: nn.ExpertChoiceRouter, x: Array, tokens: nn.Tokens) -> tuple[Array, nn.Aux]:
         """What experts that choose their tokens add, and what they took; they choose among whole rows."""
         x = self._whole_rows(x)
         slots, experts = router(x, tokens), self._experts()
-        aux = aux_of_slots(slots, tokens, x)
+        aux = nn.aux_of_slots(slots, tokens, x)
         if self.residual is not None:  # the same on all devices of the axis
             aux = jax.tree.map(lambda leaf: jax.lax.pmax(vary(leaf, [TENSOR]), TENSOR), aux)
         if jax.lax.axis_size(EXPERT) == 1:
-            return self._reduced(run_slots(experts, x, slots)), aux
+            return self._reduced(nn.dispatch.run_slots(experts, x, slots)), aux
         rows, slots = jax.tree.map(lambda array: jax.lax.all_gather(array, EXPERT, tiled=True), (x, slots))
         start = jax.lax.axis_index(EXPERT) * len(experts)
         own = lambda array: jax.lax.dynamic_slice_in_dim(array, start, len(experts), 1)
-        y = run_slots(experts, rows, Slots(own(slots.token), own(slots.weight)))
+        y = nn.dispatch.run_slots(experts, rows, nn.Slots(own(slots.token), own(slots.weight)))
         return self._reduced(jax.lax.psum_scatter(y, EXPERT, tiled=True)), aux
 
     def _experts(self) -> nn.Experts:
@@ -180,7 +165,7 @@ class SplitMoE(nn.Routed):
             parts = lambda m: (m.weight, m.bias)
             return eqx.tree_at(parts, linear, (weight, bias), is_leaf=lambda leaf: leaf is None)
 
-        return map_linears(own, self.inner.experts)
+        return nn.map_linears(own, self.inner.experts)
 
 
 def _sum(x: Array, axes: tuple[str, ...]) -> Array:

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .. import nn
-from ..nn._dtype import at_least_float32
 
 
 class SplitNorm(eqx.Module):
@@ -22,7 +21,7 @@ class SplitNorm(eqx.Module):
         """Normalise the trailing dims of the whole, of which `x` is a slice."""
         norm = self.inner
         dims = tuple(range(-len(reduced_dims(norm)), 0))
-        wide = x.astype(at_least_float32(x.dtype))
+        wide = x.astype(nn.at_least_float32(x.dtype))
         if isinstance(norm, nn.LayerNorm):
             wide = wide - jax.lax.pmean(jnp.mean(wide, dims, keepdims=True), self.axis)
         y = wide * jax.lax.rsqrt(jax.lax.pmean(jnp.mean(wide * wide, dims, keepdims=True), self.axis) + norm.eps)

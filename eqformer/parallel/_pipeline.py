@@ -10,7 +10,6 @@ from jaxtyping import Bool, Int, PyTree
 
 from .. import nn
 from .._shapes import Array
-from ..nn._dtype import at_least_float32
 from ._axes import PIPE
 from ._pipeline_plan import route, Routes, Turn
 from ._schedule import IDLE, Schedule
@@ -134,7 +133,7 @@ class _Run:
         told = jax.tree.map(lambda x: zeros(rows(x), varying_axes(x) | {PIPE}), self.told)
 
         def wide(x: Any) -> Any:
-            start = jnp.zeros_like(x, at_least_float32(x.dtype)) if eqx.is_inexact_array(x) else None
+            start = jnp.zeros_like(x, nn.at_least_float32(x.dtype)) if eqx.is_inexact_array(x) else None
             return start if start is None else vary_like(start, x)
 
         of_edges, of_blocks = jax.tree.map(wide, (self.edges, self.blocks))

@@ -50,12 +50,12 @@ class Routes:
 def route(schedule: Schedule) -> Routes:
     """The routes of a schedule; a `ValueError` where it breaks a rule of `check_schedule`."""
     forward, backward, weight = checked_ticks(schedule)
-    first, last = np.zeros_like(forward[:1]), np.zeros_like(forward[:1])
+    never = np.zeros_like(forward[:1])  # of the last part: no other sends it a cotangent
     # A moment is a tick's third: forward, backward, then weight and arrivals. A slot is free again at its end.
     arrival = np.concatenate([3 * forward[:1], 3 * forward[:-1] + 2])
     inputs, input_slots = _slots(schedule, arrival, 3 * backward + 1)
-    start = np.concatenate([3 * backward[1:] + 2, last])
-    end = np.concatenate([3 * backward[:-1] + 1, first])
+    start = np.concatenate([3 * backward[1:] + 2, never])
+    end = np.concatenate([3 * backward[:-1] + 1, never])
     cotangents, cotangent_slots = _slots(schedule, start, end)
     products, product_slots = _slots(schedule, 3 * backward + 1, 3 * weight + 2) if schedule.is_split else (0, None)
     none = np.full_like(forward, IDLE)

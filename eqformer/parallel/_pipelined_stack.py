@@ -106,12 +106,7 @@ class PipelinedStack(eqx.Module):
 
     def _tokens(self, x: Array, tokens: nn.Tokens | None, cache: PyTree, stages: int) -> nn.Tokens:
         """Tokens of all microbatches: every stage needs them, and they are small."""
-        if tokens is None and cache is not None:
-            raise ValueError(
-                f"PipelinedStack on tokens of shape {x.shape[:-1]} has a cache and tokens=None: with a cache, only the "
-                "caller knows how far each row has come; pass Tokens(positions), with -1 for padding."
-            )
-        tokens = nn.positions_like(x.shape[:-1]) if tokens is None else tokens
+        tokens = nn.tokens_or_default(tokens, x.shape[:-1], cache)
         whole = jax.tree.map(_gathered, tokens) if self.splits_rows and stages > 1 else tokens
         return vary(jax.tree.map(lambda x: self._split(x, self.microbatches), whole), [PIPE])
 

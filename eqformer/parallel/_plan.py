@@ -73,19 +73,19 @@ class Plan:
         """How many devices an axis has."""
         return axis_sizes(self.mesh)[axis]
 
-    def layout(self, *, spread: bool) -> Layout:
-        """The layout of parameters or, with `spread`, of what else is split over the axis `fsdp`."""
+    def layout(self, *, splits_fsdp: bool) -> Layout:
+        """The layout of parameters or, with `splits_fsdp`, of what else is split over the axis `fsdp`."""
         split = FEATURE_DIMS if self.residual == "feature" else HEAD_DIMS
         dims = {"layers": PIPE, "experts": EXPERT, **dict.fromkeys((*split, "vocab"), TENSOR)}
-        return Layout(dims, frozenset({"kv_heads", "vocab"}), FSDP if spread else None, self.smallest)
+        return Layout(dims, frozenset({"kv_heads", "vocab"}), FSDP if splits_fsdp else None, self.smallest)
 
     def parameter_specs(self, model: PyTree) -> PyTree:
         """Where the parameters are kept."""
-        return partition_specs(model, self.layout(spread=self.zero == 3), self.mesh)
+        return partition_specs(model, self.layout(splits_fsdp=self.zero == 3), self.mesh)
 
     def state_specs(self, model: PyTree) -> PyTree:
         """Where gradients, and what the optimizer remembers of the parameters, are kept."""
-        return partition_specs(model, self.layout(spread=self.zero >= 1), self.mesh)
+        return partition_specs(model, self.layout(splits_fsdp=self.zero >= 1), self.mesh)
 
     def batch_specs(self, batch: PyTree) -> PyTree:
         """Rows over the axes that split the batch, tokens over `context`."""
@@ -125,33 +125,37 @@ class Plan:
         """What each stage of the pipeline does when."""
         return make_schedule(self.schedule, stages=self.size(PIPE), microbatches=self.microbatches, chunks=self.chunks)
 
-    def in_ring_order(self, tree: PyTree, *, back: bool = False) -> PyTree:
-        """A model, or a tree of such, with its layers in the order in which the ring of stages holds them, or `back`.
+    def to_ring_order(self, tree: PyTree) -> PyTree:
+        """A model, or a tree of such, with its layers in the order in which the ring of stages holds them.
 
-        They differ where devices hold several chunks. Such a model trains in ring order and is saved in reading order.
+        That is another than reading order where devices hold several chunks. Such a model trains in ring order and is
+        saved in reading order.
         """
+        return self._with_layers(tree, self._to_ring)
+
+    def to_reading_order(self, tree: PyTree) -> PyTree:
+        """What `to_ring_order` gave, with its layers in the order in which the model is read."""
+        return self._with_layers(tree, self._to_reading)
+
+    def told_to_ring_order(self, told: PyTree) -> PyTree:
+        """What layers told in reading order, each array with a `layers` dim in front, in the order of a schedule's."""
+        return jax.tree.map(self._to_ring, told) if self.runs_schedule else told
+
+    def told_to_reading_order(self, told: PyTree) -> PyTree:
+        """What a schedule's layers told, each array with a `layers` dim in front, in reading order."""
+        return jax.tree.map(self._to_reading, told) if self.runs_schedule else told
+
+    def _with_layers(self, tree: PyTree, move: Callable[[Any], Any]) -> PyTree:
         if not self.is_pipelined or self.chunks == 1:
             return tree
+        is_layers = lambda names, x: nn.has_shape(x) and names.startswith("layers")
+        return jax.tree.map(lambda names, x: move(x) if is_layers(names, x) else x, nn.dims(tree), tree)
 
-        def ordered(names: Any, x: Any) -> Any:
-            return self._moved(x, back) if nn.has_shape(x) and names.startswith("layers") else x
+    def _to_ring(self, x: Any) -> Any:
+        return x if self.chunks == 1 else x[layer_order(x.shape[0], self.size(PIPE), self.chunks)]
 
-        return jax.tree.map(ordered, nn.dims(tree), tree)
-
-    def in_reading_order(self, told: PyTree, *, back: bool = False) -> PyTree:
-        """What the ring's layers told, each array with a `layers` dim in front, in reading order, or `back`."""
-        if not self.runs_schedule or self.chunks == 1:
-            return told
-        return jax.tree.map(lambda x: self._moved(x, not back), told)
-
-    def _moved(self, x: Any, back: bool) -> Any:
-        order = layer_order(x.shape[0], self.size(PIPE), self.chunks)
-        return x[np.argsort(order) if back else order]
-
-    def in_microbatches(self, pieces: PyTree) -> PyTree:
-        """This device's rows with a dim of microbatches in front, cut as one device's `accumulate` cuts them."""
-        split = lambda x: x.reshape(x.shape[0] // self.microbatches, self.microbatches, *x.shape[1:])
-        return jax.tree.map(lambda x: split(x).swapaxes(0, 1), pieces)
+    def _to_reading(self, x: Any) -> Any:
+        return x if self.chunks == 1 else x[np.argsort(layer_order(x.shape[0], self.size(PIPE), self.chunks))]
 
     def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
         """The batch with each row's tokens in the order in which they are split over `context`.
@@ -179,8 +183,8 @@ class Plan:
         """
 
         def own(leaf: Leaf, x: Any) -> Any:
-            if self.zero == 2 and leaf.spread is not None:
-                shape = [size // (self.size(FSDP) if i == leaf.spread else 1) for i, size in enumerate(x.shape)]
+            if self.zero == 2 and leaf.fsdp_dim is not None:
+                shape = [size // (self.size(FSDP) if i == leaf.fsdp_dim else 1) for i, size in enumerate(x.shape)]
                 return vary(jnp.zeros(shape, x.dtype), {*leaf.partial, *axes_of(leaf.state_spec)})
             return vary(x, leaf.partial)
 
@@ -190,7 +194,7 @@ class Plan:
         """The model on this device, of its own values and with the gradients of `parameters`."""
         whole, model = model, parameters
         if self.zero == 2:
-            model = jax.tree.map(lambda leaf, x, shard: routed(x, shard, leaf.spread), leaves, whole, parameters)
+            model = jax.tree.map(lambda leaf, x, shard: routed(x, shard, leaf.fsdp_dim), leaves, whole, parameters)
             if self.scatters_layers:
                 model = eqx.tree_at(lambda m: m.stacks, model, parameters.stacks)
         if self.zero == 3:
@@ -228,8 +232,8 @@ class Plan:
         def one(leaf: Leaf, gradient: Any) -> Any:
             if gradient is None:
                 return None
-            if self.zero == 1 and leaf.spread is not None:
-                gradient = scatter(vary(gradient, [FSDP]), leaf.spread)
+            if self.zero == 1 and leaf.fsdp_dim is not None:
+                gradient = scatter(vary(gradient, [FSDP]), leaf.fsdp_dim)
             return self.total(gradient, leaf.reduced)
 
         return jax.tree.map(one, leaves, gradients)
@@ -247,7 +251,7 @@ class Plan:
 def _gathered_outside_stacks(model: nn.Transformer, leaves: PyTree) -> nn.Transformer:
     # Gathered once: they are used at both ends, and the backward pass needs none of them.
     def one(leaf: Leaf, x: Any) -> Any:
-        return x if leaf.spec is None else gather(x, leaf.spread, leaf.dtype)
+        return x if leaf.spec is None else gather(x, leaf.fsdp_dim, leaf.dtype)
 
     without = lambda tree: eqx.tree_at(lambda m: m.stacks, tree, ())
     whole = jax.tree.map(one, without(leaves), without(model))
@@ -259,7 +263,7 @@ def _with_blocks(
 ) -> nn.Transformer:
     def wrapped(stack: nn.Stack, of_stack: PyTree, *others: nn.Stack) -> nn.Stack:
         arrays = [leaf for leaf in jax.tree.leaves(of_stack.blocks) if leaf.spec is not None]
-        dims = tuple(None if leaf.spread is None else leaf.spread - 1 for leaf in arrays)  # a block has no `layers`
+        dims = tuple(None if leaf.fsdp_dim is None else leaf.fsdp_dim - 1 for leaf in arrays)  # a block has no `layers`
         return eqx.tree_at(lambda s: s.blocks, stack, wrap(stack, arrays, dims, *others))
 
     return eqx.tree_at(lambda m: m.stacks, model, tuple(map(wrapped, model.stacks, leaves.stacks, *stacks)))

@@ -153,15 +153,15 @@ class CacheCore(eqx.Module):
         sinks: Float[Array, "heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
         block, softcap = ring_rules(self.inner)
-        rules = nn.Rules(mask, scale, softcap, block, is_aligned=False)
+        rules = nn.blockwise.Rules(mask, scale, softcap, block, is_aligned=False)
         bare = nn.Tokens(tokens.positions)
-        output, logsum = nn.attend(rules, *vary((query, key, value, bare, kv_tokens), (CONTEXT,)))
+        output, logsum = nn.blockwise.attend(rules, *vary((query, key, value, bare, kv_tokens), (CONTEXT,)))
         peak = jax.lax.pmax(logsum, CONTEXT)
         share = jnp.exp(logsum - peak)
         total = jax.lax.psum(share, CONTEXT)
         whole = jax.lax.psum(output.astype(share.dtype) * share[..., None], CONTEXT) / total[..., None]
         whole = whole.astype(output.dtype)
-        return whole if sinks is None else nn.with_sinks(whole, jnp.log(total) + peak, sinks)
+        return whole if sinks is None else nn.blockwise.with_sinks(whole, jnp.log(total) + peak, sinks)
 
 
 def _encode(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..nn._dtype import at_least_float32
+from ..nn import at_least_float32
 from ._shift import pass_on
 from ._vary import vary, vary_like
 

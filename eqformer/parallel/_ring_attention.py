@@ -5,18 +5,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from ..nn import Tokens
-from ..nn._blocks import grouped, ungrouped
-from ..nn._blockwise import attend_backward, attend_forward, Rules
-from ..nn._core import lowest
-from ..nn._dtype import at_least_float32
+from ..nn import at_least_float32, blocks, blockwise, lowest, Tokens
 from ._ring import Ring
 from ._shift import shift
 from ._vary import vary, vary_like
 
 
 def ring_attend(
-    rules: Rules,
+    rules: blockwise.Rules,
     ring: Ring,
     query: Float[Array, "*batch seq heads head_dim"],
     key: Float[Array, "*batch seq kv_heads head_dim"],
@@ -30,19 +26,19 @@ def ring_attend(
     due to them along, which arrive at home with the last step; the probabilities are made again from the logarithm
     of the whole sum. Keys and values travel `size - 1` steps in each pass, gradients as many, in the arrays' dtype.
     """
-    arrays = grouped(query, key, value, tokens, None)
+    arrays = blocks.grouped(query, key, value, tokens, None)
     arrays = vary(vary_like(arrays, arrays), (ring.axis,))
     output, logsum = _ring(rules, ring, *arrays[:4])
     batch = query.shape[:-3]
-    return ungrouped(output, batch), ungrouped(logsum[..., None], batch)[..., 0]
+    return blocks.ungrouped(output, batch), blocks.ungrouped(logsum[..., None], batch)[..., 0]
 
 
 def _ring_plainly(
-    rules: Rules, ring: Ring, query: Array, key: Array, value: Array, places: Tokens
+    rules: blockwise.Rules, ring: Ring, query: Array, key: Array, value: Array, places: Tokens
 ) -> tuple[Array, Array]:
     def attended(result: tuple[Array, Array], held: tuple) -> tuple[Array, Array]:
         (output, logsum), (key, value, kv_places) = result, held
-        part, part_logsum = attend_forward(rules, query, key, value, places, kv_places)
+        part, part_logsum = blockwise.attend_forward(rules, query, key, value, places, kv_places)
         share = jax.nn.sigmoid(part_logsum - logsum)[..., None]
         return output + share * (part.astype(output.dtype) - output), jnp.logaddexp(logsum, part_logsum)
 
@@ -63,18 +59,20 @@ def _ring_plainly(
 _ring = jax.custom_vjp(_ring_plainly, nondiff_argnums=(0, 1))
 
 
-def _ring_forward(rules: Rules, ring: Ring, query: Array, key: Array, value: Array, places: Tokens):
+def _ring_forward(rules: blockwise.Rules, ring: Ring, query: Array, key: Array, value: Array, places: Tokens):
     results = _ring(rules, ring, query, key, value, places)
     output, logsum = (checkpoint_name(x, "attended") for x in results)  # for remat policies that keep it
     return (output, logsum), (query, key, value, places, output, logsum)
 
 
-def _ring_backward(rules: Rules, ring: Ring, saved: tuple, gradients: tuple[Array, Array]):
+def _ring_backward(rules: blockwise.Rules, ring: Ring, saved: tuple, gradients: tuple[Array, Array]):
     query, key, value, places, output, logsum = saved
     exact = at_least_float32(query.dtype)
 
     def parts(held: tuple) -> tuple[Array, tuple[Array, ...]]:
-        to_query, *to_held = attend_backward(rules, (query, *held[:2], places, held[2], output, logsum), gradients)
+        to_query, *to_held = blockwise.attend_backward(
+            rules, (query, *held[:2], places, held[2], output, logsum), gradients
+        )
         return to_query.astype(exact), tuple(to_held)
 
     def step(carry: tuple, _) -> tuple[tuple, None]:

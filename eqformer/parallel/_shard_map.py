@@ -43,13 +43,13 @@ def filter_shard_map(
             )
         arrays, rest = eqx.partition(args, _is_array)
         leaves, structure = jax.tree.flatten(arrays)
-        specs = [spec for path, leaf, spec in _spread(in_specs, args, "in_specs") if _fits(path, leaf, spec, sizes)]
+        specs = [spec for path, leaf, spec in _by_leaf(in_specs, args, "in_specs") if _fits(path, leaf, spec, sizes)]
         result_rest: list[Any] = []
 
         def per_device(*leaves: Any) -> PyTree:
             result = fn(*eqx.combine(jax.tree.unflatten(structure, leaves), rest))
             result, others = eqx.partition(result, _is_array)
-            for path, leaf, spec in _spread(out_specs, result, "out_specs"):
+            for path, leaf, spec in _by_leaf(out_specs, result, "out_specs"):
                 _check_result(path, leaf, spec, sizes)
             result_rest[:] = [others]
             return result
@@ -68,7 +68,7 @@ def _is_spec(node: Any) -> bool:
     return node is None or is_spec(node)
 
 
-def _spread(specs: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any, Any]]:
+def _by_leaf(specs: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any, Any]]:
     """Path, leaf and spec of each leaf, from a tree of specs in which one may stand for a whole subtree."""
     found: list[tuple[str, Any, Any]] = []
 

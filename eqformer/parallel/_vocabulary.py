@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .. import nn
-from ..nn._embedding import unembed
 from ._axes import TENSOR
 from ._vary import vary
 
@@ -43,7 +42,7 @@ class SplitEmbedding(eqx.Module):
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """This device's logits."""
-        return unembed(x, self.weight)
+        return nn.unembed(x, self.weight)
 
 
 class FeatureEmbedding(eqx.Module):
@@ -63,7 +62,7 @@ class FeatureEmbedding(eqx.Module):
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """This device's logits."""
-        return unembed(x, self.rows)
+        return nn.unembed(x, self.rows)
 
 
 class HeadInput(eqx.Module):

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .. import nn
-from ..nn._dtype import at_least_float32
 from ._axes import FSDP
 from ._fully_sharded import Gathered, scatter
 from ._taps import holding, is_map, Notes, Seen, Tapped
@@ -94,7 +93,7 @@ def weight_gradients(blocks: PyTree, products: dict[int, tuple[Array, Array]]) -
         layers = linear.weight.shape[0]
         into = into.reshape(layers, -1, math.prod(into.shape[into.ndim - len(linear.inputs) :]))
         out = out.reshape(layers, -1, math.prod(out.shape[out.ndim - len(linear.outputs) :]))
-        exact = at_least_float32(into.dtype)
+        exact = nn.at_least_float32(into.dtype)
         product = jnp.einsum("lni,lno->loi", into, out, preferred_element_type=exact)
         product = product.reshape(_whole_shape(linear, dim))
         return holding(linear, product if dim is None else scatter(product, dim + 1), None)

@@ -1,4 +1,4 @@
-"""Training: a loss, a gradient, a step, a checkpoint. Nothing here knows a mesh, a file format of data or a screen."""
+"""Training: a loss, a gradient, a step, a checkpoint. Of a mesh it knows a `Plan`; of corpora and screens, nothing."""
 
 from ._checkpoint import (
     Checkpointer as Checkpointer,

@@ -7,7 +7,7 @@ import threading
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -272,10 +272,9 @@ def _check_leaves(folder: Path, saved: dict[str, list], wanted: dict[str, Any]) 
 
 def _refuse(
     folder: Path, faults: list[str], fix: str = "Restore another step by its number, or delete this one."
-) -> None:
-    if faults:
-        listed = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
-        raise CheckpointError(f"{folder}: the checkpoint exists but cannot be restored: {listed}. {fix}")
+) -> NoReturn:
+    listed = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
+    raise CheckpointError(f"{folder}: the checkpoint exists but cannot be restored: {listed}. {fix}")
 
 
 def _checksum(manifest: dict[str, Any]) -> int:

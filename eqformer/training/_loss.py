@@ -12,7 +12,7 @@ from .._shapes import Batch
 from ..nn import aux_loss, aux_of, token_keys, Tokens
 from ..parallel import vary, varying_axes
 from ._tally import Tally
-from ._wide import at_least_float32
+from ._wide import widened
 
 
 TokenNats = Callable[..., Any]
@@ -67,26 +67,26 @@ def cross_entropy(
     `z_loss` as in arXiv 2204.02311.
     """
     unembed, tables, vocab = _with_tables(unembed, hidden)
-    tokens = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), jax.lax.stop_gradient(weights.reshape(-1)))
-    sizes = _chunks(tokens[1].shape[0], vocab, chunk)
+    flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), jax.lax.stop_gradient(weights.reshape(-1)))
+    sizes = _chunks(flat[1].shape[0], vocab, chunk)
 
     def of_chunk(tables: list, hidden: Array, targets: Array, weights: Array) -> Array:
-        logits = at_least_float32(unembed(hidden, *tables))
+        logits = widened(unembed(hidden, *tables))
         each, log_normaliser = nats(logits, targets)
         if z_loss:
             each = each + z_loss * jnp.square(log_normaliser)
         return jnp.sum(each * weights.astype(each.dtype))
 
-    def of_all(tables, tokens):
-        return _sum_over_chunks(lambda piece: (of_chunk(tables, *piece), None), tokens, sizes)[0]
+    def of_all(tables, flat):
+        return _sum_over_chunks(lambda piece: (of_chunk(tables, *piece), None), flat, sizes)[0]
 
-    def forward(tables, tokens):
+    def forward(tables, flat):
         def with_gradients(piece):
             total, pull = jax.vjp(lambda tables, hidden: of_chunk(tables, hidden, *piece[1:]), tables, piece[0])
             of_tables, of_hidden = pull(vary(jnp.ones_like(total), varying_axes(total)))
-            return (total, [at_least_float32(x) for x in of_tables]), of_hidden
+            return (total, [widened(x) for x in of_tables]), of_hidden
 
-        (total, of_tables), of_hidden = _sum_over_chunks(with_gradients, tokens, sizes)
+        (total, of_tables), of_hidden = _sum_over_chunks(with_gradients, flat, sizes)
         return total, (of_tables, of_hidden)
 
     def backward(gradients, scale):
@@ -96,8 +96,8 @@ def cross_entropy(
 
     differentiable = jax.custom_vjp(of_all)
     differentiable.defvjp(forward, backward)
-    total = differentiable(tables, tokens)
-    return total, jnp.sum(tokens[2].astype(total.dtype))
+    total = differentiable(tables, flat)
+    return total, jnp.sum(flat[2].astype(total.dtype))
 
 
 def next_token_loss(
@@ -144,7 +144,7 @@ def evaluation_sums(
     vocab = jax.eval_shape(model.unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
 
     def of_chunk(piece):
-        logits = at_least_float32(model.unembed(piece[0]))
+        logits = widened(model.unembed(piece[0]))
         weights = piece[2].astype(logits.dtype)
         nats, _ = (token_nats if vocabulary is None else vocabulary.nats)(logits, piece[1])
         is_first = (_is_first if vocabulary is None else vocabulary.is_first)(logits, piece[1])
@@ -185,18 +185,21 @@ def _chunks(num_tokens: int, vocab: int, chunk: int | None) -> tuple[int, int]:
     return number, -(-num_tokens // number)
 
 
-def _sum_over_chunks(of_chunk: Callable, tokens: tuple, sizes: tuple[int, int]) -> tuple:
-    """Sums the first result of `of_chunk` over chunks and joins the second, one entry a token; padding has weight 0."""
-    (number, size), num_tokens = sizes, tokens[1].shape[0]
+def _sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int]) -> tuple:
+    """Sums the first result of `of_chunk` over chunks and joins the second, one entry a token; padding has weight 0.
+
+    `flat` are hidden states, targets and weights of all tokens, one after another.
+    """
+    (number, size), num_tokens = sizes, flat[1].shape[0]
     if number == 1:
-        return of_chunk(tokens)
+        return of_chunk(flat)
     spare = number * size - num_tokens
 
     def split(x: Array) -> Array:
         padded = jnp.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1)) if spare else x
         return padded.reshape(number, size, *x.shape[1:])
 
-    pieces = jax.tree.map(split, tokens)
+    pieces = jax.tree.map(split, flat)
     shapes = jax.eval_shape(lambda piece: of_chunk(piece)[0], jax.tree.map(lambda x: x[0], pieces))
     start = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), shapes)
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import nn
 from ._schedule import constant, Schedule
-from ._wide import at_least_float32
+from ._wide import widened
 
 
 def trainable(model: PyTree) -> PyTree:
@@ -47,15 +47,15 @@ class Optimizer(eqx.Module):
 
     def init(self, model: PyTree) -> PyTree:
         """The state before the first step, for what of `model` is trained."""
-        return self.transform.init(at_least_float32(self.trained(model)))
+        return self.transform.init(widened(self.trained(model)))
 
     def update(
         self, gradients: PyTree, state: PyTree, parameters: PyTree, learning_rate: Float[Array, ""]
     ) -> tuple[PyTree, PyTree]:
         """`parameters + learning_rate * transform(gradients)`, computed in float32 at least, and the new state."""
-        wide = at_least_float32(parameters)
+        wide = widened(parameters)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of integer counts
-            updates, state = self.transform.update(at_least_float32(gradients), state, wide)
+            updates, state = self.transform.update(widened(gradients), state, wide)
 
         def move(parameter: Array, value: Array, update: Array) -> Array:
             return (value + learning_rate.astype(value.dtype) * update).astype(parameter.dtype)
@@ -166,7 +166,7 @@ def optimizer(name: str, model: PyTree, *, schedule: Schedule | float, **options
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:
     """The root of the sum of the squares of every entry of every leaf, accumulated in float32 at least."""
-    leaves = jax.tree.leaves(at_least_float32(tree))
+    leaves = jax.tree.leaves(widened(tree))
     widest = jnp.result_type(*(leaf.dtype for leaf in leaves)) if leaves else jnp.float32
     squares = (jnp.sum(jnp.square(leaf)).astype(widest) for leaf in leaves)
     return jnp.sqrt(sum(squares, start=jnp.zeros((), widest)))

@@ -14,9 +14,9 @@ from ..nn import aux_of
 from ..parallel import filter_shard_map, pipeline_gradients, Plan, shardings
 from ._loss import batch_tokens, evaluation_sums
 from ._optimizer import Optimizer, trainable, Trained
-from ._step import accumulated_gradients, Gradients, GradientsOf, LossFn, make_step, Step, TrainState
+from ._step import accumulated_gradients, Gradients, GradientsOf, in_microbatches, LossFn, make_step, Step, TrainState
 from ._tally import Tally
-from ._wide import at_least_float32
+from ._wide import widened
 
 
 def planned_gradients(plan: Plan) -> GradientsOf:
@@ -43,7 +43,7 @@ def planned_gradients(plan: Plan) -> GradientsOf:
             out = whole, (whole, plan.told_spec), plan.state_specs(model)
             mapped = filter_shard_map(local.gradients, plan.mesh, specs, out)
             total, (count, told), gradients = mapped(model, pieces)
-            told = plan.in_reading_order(told)
+            told = plan.told_to_reading_order(told)
             return total, Tally(count, told) if aux_of(told) else count, gradients
 
         return of_batch
@@ -95,7 +95,7 @@ def planned_step(
         balance_rate=balance_rate,
         gradients_of=planned_gradients(plan),
         place=place,
-        as_held=lambda told: plan.in_reading_order(told, back=True),
+        as_held=plan.told_to_ring_order,
     )
 
 
@@ -164,7 +164,7 @@ class _Local:
             stage,
             last,
             (edges, wrapped.stacks[0]),
-            self.plan.in_microbatches(pieces),
+            in_microbatches(pieces, self.plan.microbatches),
             tells=True,
         )
         gradients = _with_stacks(of_edges, (of_stack,))
@@ -184,7 +184,7 @@ class _Done(eqx.Module):
 
 def _wide(model: PyTree) -> PyTree:
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
-    return eqx.combine(at_least_float32(arrays), rest)
+    return eqx.combine(widened(arrays), rest)
 
 
 def _with_stacks(edges: PyTree, stacks: PyTree) -> PyTree:

@@ -14,7 +14,7 @@ class Sink(Protocol):
     """Takes rows of metrics, each with its `step`, until it is closed."""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Takes one row; values are numbers, zero-dimensional arrays or text."""
+        """Takes one row; values are numbers, zero-dimensional arrays, text, or lists of numbers."""
         ...
 
     def close(self) -> None:
@@ -70,14 +70,19 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard in a folder, by `tensorboardX` (the extra `sinks`)."""
+    """Scalars for TensorBoard in a folder, by `tensorboardX` (the extra `sinks`).
 
-    def __init__(self, folder: str | Path):
+    What the folder holds is continued. `from_step` is the first step that will be run again: what earlier files have
+    from it on is left out by TensorBoard.
+    """
+
+    def __init__(self, folder: str | Path, *, from_step: int | None = None):
         """Opens a new event file in `folder`."""
-        self._writer = load_extra("tensorboardX", extra="sinks", call="TensorBoard(folder)").SummaryWriter(str(folder))
+        package = load_extra("tensorboardX", extra="sinks", call="TensorBoard(folder)")
+        self._writer = package.SummaryWriter(str(folder), purge_step=from_step)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Adds each number of the row at the row's step; text is left out."""
+        """Adds each number of the row at the row's step; text and lists are left out."""
         for name, value in _numbers(row).items():
             self._writer.add_scalar(name, value, int(row["step"]))
         self._writer.flush()

@@ -6,13 +6,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Int, Key, PyTree
 
 from ..parallel import vary, varying_axes
 from ._optimizer import divided, global_norm, Optimizer, trainable, Trained
 from ._rebalance import rebalanced
 from ._tally import count_of, routing_metrics, Tally
-from ._wide import at_least_float32
+from ._wide import widened
 
 
 LossFn = Callable[..., Any]  # (model, batch, key) -> (sum, count or Tally)
@@ -60,7 +60,6 @@ def make_step(
     clip: float | None = 1.0,
     balance_rate: float = 0.0,
     gradients_of: GradientsOf | None = None,
-    gradient_norm: Callable[[PyTree], Float[Array, ""]] = global_norm,
     place: Callable[[TrainState], TrainState] = lambda state: state,
     as_held: Callable[[PyTree], PyTree] = lambda told: told,
 ) -> Step:
@@ -75,8 +74,8 @@ def make_step(
 
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
     (so far), `skipped_in_a_row`, and those of `routing_metrics`. `gradients_of(loss_fn, accumulate, trained)`,
-    `gradient_norm`, `place`, which is given the new state, and `as_held`, which puts what layers told in the order in
-    which the state holds them, are seams for meshes. Every buffer but the batch's is donated.
+    `place`, which is given the new state, and `as_held`, which puts what layers told in the order in which the state
+    holds them, are seams for meshes. Every buffer but the batch's is donated.
     """
     if accumulate < 1:
         raise ValueError(f"make_step(accumulate={accumulate}): a step has at least one microbatch.")
@@ -90,7 +89,7 @@ def make_step(
         key = None if key is None else jax.random.fold_in(key, state.step)
         total, tally, gradients = of_batch(state.model, batch, key)
         count = count_of(tally)
-        loss, norm = total / count.astype(total.dtype), gradient_norm(gradients)
+        loss, norm = total / count.astype(total.dtype), global_norm(gradients)
         norm = norm / count.astype(norm.dtype)
         clipping = 1.0 if clip is None else jnp.where(norm > clip, clip / norm, jnp.ones_like(norm))
         scale = clipping / count.astype(norm.dtype)
@@ -149,8 +148,8 @@ def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1, trained: Trained
         if accumulate == 1:
             (total, count), gradients = with_gradients(moving, batch, key)
             return total, count, gradients
-        pieces = jax.tree.map(lambda x: _microbatches(x, accumulate), batch)
-        start = jax.tree.map(jnp.zeros_like, at_least_float32(moving))
+        pieces = in_microbatches(batch, accumulate)
+        start = jax.tree.map(jnp.zeros_like, widened(moving))
 
         def add(sums: tuple, piece: PyTree) -> tuple[tuple, None]:
             (total, count), gradients = with_gradients(moving, piece, key)
@@ -163,6 +162,20 @@ def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1, trained: Trained
         return jax.lax.scan(add, (zeros[0], zeros[1], start), pieces)[0]
 
     return of_batch
+
+
+def in_microbatches(batch: PyTree, number: int) -> PyTree:
+    """The rows with a dim of microbatches in front: microbatch `i` holds rows `i`, `i + number`, and so on."""
+
+    def cut(x: Array) -> Array:
+        if x.shape[0] % number:
+            raise ValueError(
+                f"make_step(accumulate={number}): the batch of {x.shape[0]} rows must divide into as many "
+                f"microbatches, but {x.shape[0] % number} rows would be left; change one of them."
+            )
+        return jnp.asarray(x).reshape(x.shape[0] // number, number, *x.shape[1:]).swapaxes(0, 1)
+
+    return jax.tree.map(cut, batch)
 
 
 class DivergedError(RuntimeError):
@@ -190,15 +203,6 @@ def _each_its_own_buffer(tree: PyTree) -> PyTree:
         return leaf if is_first or not eqx.is_array(leaf) else leaf.copy()
 
     return jax.tree.map(own, tree)
-
-
-def _microbatches(x: Array, accumulate: int) -> Array:
-    if x.shape[0] % accumulate:
-        raise ValueError(
-            f"make_step(accumulate={accumulate}): the batch of {x.shape[0]} rows must divide into as many "
-            f"microbatches, but {x.shape[0] % accumulate} rows would be left; change one of them."
-        )
-    return jnp.asarray(x).reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:]).swapaxes(0, 1)
 
 
 def _arrays_of(pair: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:

@@ -5,6 +5,6 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 
-def at_least_float32(tree: PyTree) -> PyTree:
+def widened(tree: PyTree) -> PyTree:
     """The tree with its bfloat16 and float16 arrays cast to float32; wider ones stay."""
     return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x, tree)

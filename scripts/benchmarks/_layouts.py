@@ -15,8 +15,19 @@ from _sent import by_cause, counted_bytes, sent_bytes
 from benchmarks import _ours
 from benchmarks._measure import Row, seconds_in_turn
 from eqformer import models, nn, planning, training
-from eqformer.parallel import init_sharded, make_mesh, make_schedule, Plan, shardings, simulate
-from eqformer.parallel._axes import CONTEXT, FSDP, PIPE, REPLICA, TENSOR
+from eqformer.parallel import (
+    CONTEXT,
+    FSDP,
+    init_sharded,
+    make_mesh,
+    make_schedule,
+    PIPE,
+    Plan,
+    REPLICA,
+    shardings,
+    simulate,
+    TENSOR,
+)
 
 
 ROWS, SEQ = 16, 256
@@ -59,7 +70,7 @@ class Run:
     def __init__(self, plan: Plan, numbers: models.Llama = NUMBERS, rows: int = ROWS, **how: Any):
         make = lambda: models.build(numbers, **_AS_RECIPES | how, key=jax.random.key(0))
         optimizer = training.optimizer("adamw", eqx.filter_eval_shape(make), schedule=1e-3)
-        first = lambda: training.init_state(plan.in_ring_order(make()), optimizer)
+        first = lambda: training.init_state(plan.to_ring_order(make()), optimizer)
         self.state = init_sharded(first, lambda shapes: training.state_shardings(plan, optimizer, shapes))
         batch = _ours.random_batch(numbers.vocab, rows, SEQ)
         self.batch = jax.device_put(batch, shardings(plan.batch_specs(batch), plan.mesh))

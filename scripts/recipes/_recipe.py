@@ -57,7 +57,7 @@ class Lora:
     rank: int = 0
     """Their rank; 0 trains all weights."""
     alpha: float = 16.0
-    """What they are multiplied by, times the rank."""
+    """They are multiplied by this over the rank."""
     maps: tuple[str, ...] = ("query", "key", "value", "output")
     """The maps that have one, by the ends of their names, as eqformer.nn.with_lora takes them."""
 
@@ -121,7 +121,8 @@ class Recipe:
     batch: int = 16
     """Rows a step."""
     accumulate: int = 1
-    """Pieces that a step's rows are computed in, one after another: less memory, the same numbers."""
+    """Pieces that a step's rows are computed in, one after another: less memory, the same numbers. A mixture's balance
+    over the batch is over each piece."""
     text: Text = Text()
     optimizer: Optimization = Optimization()
     lora: Lora = Lora()
@@ -138,14 +139,14 @@ class Recipe:
     context_method: Literal["ring", "gather", "heads"] = "ring"
     """How attention reaches tokens of other devices: keys go round, are gathered, or heads are exchanged."""
     expert_method: Literal["gather", "exchange"] = "gather"
-    """How tokens reach experts over --mesh.expert: all are gathered (exact), or each choice is sent there and back."""
+    """How tokens reach experts over --mesh.expert: all are gathered (exact), or each choice is sent there and back, and
+    left out where no slot is free."""
     expert_factor: float = 2.0
     """Slots that --expert-method exchange has for a pair of devices, over what even loads need."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1"] = "1f1b"
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
-    """Pieces that a step's rows go through a pipeline in; the same as --accumulate, with which it is multiplied. A
-    mixture's balance over the batch is over each piece."""
+    """Pieces that a step's rows go through a pipeline in; the same as --accumulate, with which it is multiplied."""
     chunks: int = 1
     """Parts of the model that a stage holds, with --schedule interleaved or looping."""
     edges: Literal["ends", "spread"] = "ends"
@@ -174,6 +175,7 @@ PLAN_CHOICES += ("schedule", "microbatches", "chunks", "edges")
 CHANGEABLE = frozenset(
     ("steps", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
     + ("sample_every", "prompt", "sinks", "execution")
-    # The mesh and the pieces decide where and when numbers are computed, never which.
+    # The mesh and the pieces decide where and when numbers are computed, not which. Mixtures alone differ a little: a
+    # balance over the batch is over each piece of it, and --expert-method exchange may leave choices out.
     + ("mesh", "accumulate", *PLAN_CHOICES)
 )

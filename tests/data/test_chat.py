@@ -1,3 +1,4 @@
+import datetime
 import json
 
 import pytest
@@ -54,8 +55,9 @@ def test_templates_in_the_settings(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}"}]
     folder = folder_of(tmp_path, None, chat_template=named)
     assert has_chat_template(folder) and ChatTemplate(folder).render(TALK) == "Be brief."
-    folder_of(tmp_path, None, chat_template="{{ strftime_now('%Y') | int > 2000 }}")
-    assert ChatTemplate(folder).render(TALK) == "True"
+    folder_of(tmp_path, None, chat_template="{{ strftime_now('%d %Y') if strftime_now is defined else 'no clock' }}")
+    assert ChatTemplate(folder).render(TALK) == "no clock"
+    assert ChatTemplate(folder, now=lambda: datetime.datetime(1999, 12, 31)).render(TALK) == "31 1999"
 
 
 @pytest.mark.parametrize(

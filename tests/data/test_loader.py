@@ -132,15 +132,22 @@ def test_a_batch_larger_than_the_data_runs_through_it_several_times(tmp_path):
     "changes, message",
     [
         ({"batch": 0}, r"at least 1 row, but batch is 0"),
-        ({"seq": 0}, r"seq is 0"),
-        ({"seq": 10**6}, r"seq is 1000000 and .* has \d+ tokens; pass a seq from 1 to \d+"),
-        ({"seq": 10**6, "packing": "documents"}, r"seq is 1000000 and"),
+        ({"seq": 0}, r"Windows\(store, seq=0\): .*seq is at least 1"),
+        ({"seq": 10**6}, r"Windows\(store, seq=1000000\): .* has \d+ tokens; pass a seq from 1 to \d+"),
+        ({"seq": 1, "packing": "documents"}, r"Documents\(store, seq=1\): .*at least 2"),
     ],
 )
 def test_bad_sizes_are_told(store, changes, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message):
         Loader(store, **{"seq": 16, "batch": 4, "seed": 0, **changes})
-    assert str(caught.value).startswith("Loader(store, seq=")
+
+
+def test_documents_are_packed_into_rows_longer_than_the_text(tmp_path):
+    store = open_store(texts({"a": "0123", "b": "45678"}), ByteTokenizer(), tmp_path, validation=0.0)
+    batch = Loader(store, seq=64, batch=1, seed=0, packing="documents").batch(0)
+    assert batch.weights.sum() == 9 and sorted(set(batch.segments[0])) == [-1, 0, 1]
+    with pytest.raises(ValueError, match="has 11 tokens"):
+        Loader(store, seq=64, batch=1, seed=0)
 
 
 @pytest.mark.parametrize("step, start, stop", [(-1, 0, 4), (0, 2, 2), (0, -1, 2), (0, 0, 5)])

@@ -202,7 +202,8 @@ def marks(value: bool) -> Callable[[Any], None]:
 
 def in_order_read(monkeypatch: Any) -> None:
     """Layers left in reading order where devices hold several chunks."""
-    monkeypatch.setattr(Plan, "in_ring_order", lambda self, tree, back=False: tree)
+    for move in ("to_ring_order", "to_reading_order"):
+        monkeypatch.setattr(Plan, move, lambda self, tree: tree)
 
 
 def still(monkeypatch: Any) -> None:

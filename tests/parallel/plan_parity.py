@@ -73,9 +73,9 @@ def of_plan(case: Case) -> Outcome:
     model, plan = model_of(case.model, case.remat, case.dtypes), case.plan
     batch = batch_of(model)
     plan.check(model, rows=len(batch.ids), seq=batch.ids.shape[1])
-    placed = place(plan.in_ring_order(model), plan)
+    placed = place(plan.to_ring_order(model), plan)
     got = compiled(planned_gradients(plan)(next_token_loss, case.accumulate), placed, batch)
-    return got._replace(gradients=plan.in_ring_order(got.gradients, back=True))
+    return got._replace(gradients=plan.to_reading_order(got.gradients))
 
 
 def place(model: nn.Transformer, plan: Plan) -> nn.Transformer:
@@ -170,10 +170,10 @@ def trained_by_plan(case: Case) -> Trained:
     model, plan = model_of(case.model, case.remat, case.dtypes), case.plan
     rule = _optimizer(case.optimizer, model)
     step = training.planned_step(next_token_loss, rule, plan, accumulate=case.accumulate, balance_rate=BALANCE)
-    make = lambda: training.init_state(plan.in_ring_order(model), rule)
+    make = lambda: training.init_state(plan.to_ring_order(model), rule)
     state = init_sharded(make, lambda shapes: training.state_shardings(plan, rule, shapes))
     got = _train(step, state, training.planned_evaluation(plan), batch_of(model))
-    ordered = lambda tree: plan.in_ring_order(tree, back=True)
+    ordered = lambda tree: plan.to_reading_order(tree)
     return got._replace(model=ordered(got.model), memory=ordered(got.memory))
 
 

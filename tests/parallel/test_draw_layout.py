@@ -67,7 +67,7 @@ def test_a_table_of_one_device_and_of_values():
     mesh = make_mesh(devices=jax.devices()[:1])
     model = nn.Linear("embed -> mlp", embed=4, mlp=4, bias=True, key=jax.random.key(0))
     tree = {"linear": model, "text": "kept", "key": jax.random.key(0)}
-    text = layout_table(tree, partition_specs(tree, Plan(mesh).layout(spread=False), mesh), mesh)
+    text = layout_table(tree, partition_specs(tree, Plan(mesh).layout(splits_fsdp=False), mesh), mesh)
     assert "mesh: 1 device\n" in text and "scalar" in text and "100.0%" in text
     assert "whole on every device (80 bytes): ['key'], ['linear'].weight, ['linear'].bias" in text
 

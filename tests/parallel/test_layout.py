@@ -75,25 +75,25 @@ def test_a_lenient_dim_stays_whole_and_any_other_is_an_error(mesh):
     assert [word for word in words if word not in str(error.value)] == []
 
 
-def test_spread_takes_the_largest_dim_that_is_divisible_and_whole(mesh):
-    spread = lambda names, shape, **more: of(names, shape, mesh, spread="fsdp", smallest=1, **more)
-    assert spread("mlp embed", dict(mlp=8, embed=4)) == P("fsdp", None)
-    assert spread("mlp embed", dict(mlp=9, embed=4)) == P(None, "fsdp")
-    assert spread("mlp embed", dict(mlp=9, embed=3)) == P(None, None)
-    assert spread("mlp embed", dict(mlp=8, embed=4), dims={"mlp": "tensor"}) == P("tensor", "fsdp")
-    assert spread("mlp embed", dict(mlp=8, embed=4), dims={"mlp": "fsdp"}) == P("fsdp", None)  # once
-    assert of("mlp embed", dict(mlp=8, embed=4), mesh, spread="fsdp", smallest=33) == P(None, None)
-    assert of("mlp embed", dict(mlp=8, embed=4), mesh, spread="fsdp", smallest=32) == P("fsdp", None)
-    assert of("mlp embed", dict(mlp=8, embed=4), mesh, spread="replica", smallest=1) == P(None, None)
+def test_the_fsdp_axis_takes_the_largest_dim_that_is_divisible_and_whole(mesh):
+    split = lambda names, shape, **more: of(names, shape, mesh, fsdp_axis="fsdp", smallest=1, **more)
+    assert split("mlp embed", dict(mlp=8, embed=4)) == P("fsdp", None)
+    assert split("mlp embed", dict(mlp=9, embed=4)) == P(None, "fsdp")
+    assert split("mlp embed", dict(mlp=9, embed=3)) == P(None, None)
+    assert split("mlp embed", dict(mlp=8, embed=4), dims={"mlp": "tensor"}) == P("tensor", "fsdp")
+    assert split("mlp embed", dict(mlp=8, embed=4), dims={"mlp": "fsdp"}) == P("fsdp", None)  # once
+    assert of("mlp embed", dict(mlp=8, embed=4), mesh, fsdp_axis="fsdp", smallest=33) == P(None, None)
+    assert of("mlp embed", dict(mlp=8, embed=4), mesh, fsdp_axis="fsdp", smallest=32) == P("fsdp", None)
+    assert of("mlp embed", dict(mlp=8, embed=4), mesh, fsdp_axis="replica", smallest=1) == P(None, None)
 
 
-def test_ensemble_dims_are_not_spread(mesh):
+def test_ensemble_dims_are_not_split_over_it(mesh):
     stack = shapes_of(dataclasses.replace(LLAMA, layers=256)).stacks[0]
-    specs = partition_specs(stack, Layout(spread="fsdp"), mesh)
+    specs = partition_specs(stack, Layout(fsdp_axis="fsdp"), mesh)
     assert specs.blocks.attention_norm.weight == P(None, "fsdp") and specs.numbers == P(None)
 
 
-@pytest.mark.parametrize("layout", [Layout({"heads": "rows"}), Layout(spread="rows")])
+@pytest.mark.parametrize("layout", [Layout({"heads": "rows"}), Layout(fsdp_axis="rows")])
 def test_an_axis_that_the_mesh_has_not_is_refused(mesh, layout):
     with pytest.raises(ValueError, match="'rows'.*no such axis.*'tensor'"):
         partition_specs(shapes_of(LLAMA), layout, mesh)
@@ -103,7 +103,7 @@ def test_an_axis_that_the_mesh_has_not_is_refused(mesh, layout):
 
 
 def test_a_llama_under_a_plan_in_full(mesh):
-    specs = specs_of(LLAMA, Plan(mesh, zero=3, smallest=64).layout(spread=True), mesh)
+    specs = specs_of(LLAMA, Plan(mesh, zero=3, smallest=64).layout(splits_fsdp=True), mesh)
     block = "stacks[0].blocks."
     assert specs == {
         "embedding.weight": P("tensor", "fsdp"),
@@ -129,7 +129,7 @@ def test_a_llama_under_a_plan_in_full(mesh):
 @pytest.mark.parametrize("numbers", [LLAMA, GPT2, JAXFORMER], ids=lambda numbers: type(numbers).__name__)
 def test_every_array_of_every_family_obeys_the_rules(mesh, numbers):
     shapes = shapes_of(numbers)
-    layout = Plan(mesh, zero=3, smallest=64).layout(spread=True)
+    layout = Plan(mesh, zero=3, smallest=64).layout(splits_fsdp=True)
     specs, names = by_path(partition_specs(shapes, layout, mesh)), by_path(nn.dims(shapes))
     axes_seen = set()
     for path, leaf in by_path(shapes).items():
@@ -171,7 +171,7 @@ PUBLISHED = ["gpt2-xl", "gpt2-large", "llama-2-7b", "llama-3.1-405b", "mixtral-8
 def test_published_sizes_are_laid_out_from_shapes_alone(mesh, name):
     alive = len(jax.live_arrays())
     shapes = shapes_of(name)
-    layout = Plan(mesh, zero=3).layout(spread=True)
+    layout = Plan(mesh, zero=3).layout(splits_fsdp=True)
     if name == "gpt2-xl":
         with pytest.raises(ValueError, match="'heads' over axis 'tensor'.* has 25 of it and the axis 2 devices"):
             partition_specs(shapes, layout, mesh)
@@ -195,7 +195,7 @@ def test_what_an_optimizer_remembers_is_laid_out_like_the_parameters(mesh, name)
     model = shapes_of(LLAMA)
     optimizer = training.optimizer(name, model, schedule=0.1, **({"momentum": 0.9} if name == "sgd" else {}))
     state = eqx.filter_eval_shape(optimizer.init, model)
-    specs = partition_specs(training.trainable(model), Plan(mesh, zero=1, smallest=64).layout(spread=True), mesh)
+    specs = partition_specs(training.trainable(model), Plan(mesh, zero=1, smallest=64).layout(splits_fsdp=True), mesh)
     laid_out = optimizer.map_state(lambda _, spec: spec, state, specs, other=P())
     shapes, found = by_path(state), by_path(laid_out)
     assert shapes.keys() == found.keys()

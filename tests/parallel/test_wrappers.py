@@ -155,7 +155,7 @@ def test_a_vocabulary_that_is_split(mesh, vocab):
 @pytest.mark.parametrize("keeps", [False, True])
 def test_parameters_gathered_for_the_moment_of_their_use(mesh, keeps):
     module = mlp()
-    specs = partition_specs(module, Layout(spread="fsdp", smallest=32), mesh)
+    specs = partition_specs(module, Layout(fsdp_axis="fsdp", smallest=32), mesh)
     dims = tuple(next((i for i, entry in enumerate(spec) if entry), None) for spec in jax.tree.leaves(specs))
     assert dims == (0, None, 1, None)  # two matrices on their larger dims; biases are too small
 

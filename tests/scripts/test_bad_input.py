@@ -159,6 +159,7 @@ def test_a_folder_of_another_recipe_and_a_folder_that_is_no_run(refused, corpus,
     assert "holds other things than a run" in error
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.tex"]
     refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--model.vocab", 64)  # leaves its recipe
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)  # without a step the folder would be open to another
     recipe = (tmp_path / "run" / "recipe.json").read_text()
     error = refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--model.embed", 64)
     assert "model.embed: 32 -> 64" in error and "model.vocab: 64 -> 256" in error

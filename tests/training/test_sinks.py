@@ -58,8 +58,8 @@ def test_tensorboard_gets_every_number_at_its_step(tmp_path, monkeypatch):
     calls = []
 
     class SummaryWriter:
-        def __init__(self, folder):
-            calls.append(("open", folder))
+        def __init__(self, folder, purge_step=None):
+            calls.append(("open", folder, purge_step))
 
         def add_scalar(self, *arguments):
             calls.append(arguments)
@@ -73,10 +73,10 @@ def test_tensorboard_gets_every_number_at_its_step(tmp_path, monkeypatch):
     module = ModuleType("tensorboardX")
     module.__dict__["SummaryWriter"] = SummaryWriter
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    sink = training.TensorBoard(tmp_path)
+    sink = training.TensorBoard(tmp_path, from_step=7)
     sink.write({"step": 7, "loss": jnp.float32(2.0), "sample": "text"})
     sink.close()
-    assert calls == [("open", str(tmp_path)), ("loss", 2.0, 7), "flush", "close"]
+    assert calls == [("open", str(tmp_path), 7), ("loss", 2.0, 7), "flush", "close"]
 
 
 def test_weights_and_biases_gets_rows_and_works_offline(tmp_path, monkeypatch):

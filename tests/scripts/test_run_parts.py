@@ -1,0 +1,181 @@
+"""What the scripts decide before and beside training, in parts that need no run."""
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import _trainer
+import convert
+import equinox as eqx
+import pretrain
+import pytest
+import sample
+from _command import parse, recipe_of
+from _published import check_published, ends_of, tokenizer_of
+from _run_directory import RunDirectory
+from _screen import Screen
+from _setup import build_model, keys_of
+from _sinks import open_sinks
+from recipes import Recipe, Sinks, Text
+
+from eqformer import data, models
+from eqformer.generation._prompts import prepare
+
+
+CONFIG = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-5}
+CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "tie_word_embeddings": True}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A published folder but for its weights, which begins each prompt with a token of its own."""
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "config.json").write_text(json.dumps(CONFIG | {"eos_token_id": 10}))
+    file = json.loads(data.ByteTokenizer().to_json())
+    first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    known = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}
+    file["post_processor"] = {"type": "TemplateProcessing", "single": first, "pair": first, "special_tokens": known}
+    (tmp_path / "published" / "tokenizer.json").write_text(json.dumps(file))
+    return tmp_path / "published"
+
+
+def recipe(**changes):
+    return Recipe(**{"model": models.preset("llama-byte-1m"), **changes})
+
+
+def refusal(main, capsys, *arguments):
+    with pytest.raises(SystemExit) as exit:
+        main([str(argument) for argument in arguments])
+    assert exit.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_published_folder_is_found_from_where_one_stands(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    run = parse(pretrain.Command, ["--model", folder.name]).run
+    assert run.published == folder
+    check_published(run)
+    with pytest.raises(ValueError, match="published: .* -> 'published'"):
+        check_published(dataclasses.replace(run, published=Path(folder.name)))
+
+
+def test_a_folder_is_a_recipes_once_something_is_saved(tmp_path):
+    def claim(**changes):
+        with RunDirectory(tmp_path / "run") as directory:
+            directory.claim("name", recipe(**changes))
+        return directory.open()[1]
+
+    def saved(step):
+        (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
+
+    other = models.preset("gpt2")
+    claim()
+    assert claim(seq=64, model=other) == recipe(seq=64, model=other)  # nothing of the first was trained
+    (tmp_path / "run" / "published").mkdir()
+    with pytest.raises(ValueError, match="published: None -> 'elsewhere'"):
+        claim(published=Path("elsewhere"))
+    claim()
+    saved(0)
+    assert claim(seq=64).seq == 64
+    with pytest.raises(ValueError, match="differs in\n  model: "):
+        claim(model=other)
+    saved(3)
+    assert claim(seq=64, steps=9).steps == 9
+    with pytest.raises(ValueError, match="differs in\n  seq: 64 -> 256\nGive"):
+        claim()
+
+
+def test_the_end_of_text_is_asked_of_what_can_have_another(folder):
+    of = lambda end, **more: tokenizer_of(recipe(text=Text(end_of_text=end), **more))
+    assert (of(None).end_of_text, of("A", published=folder).end_of_text, of(None, published=folder).end_of_text) == (
+        *(0, 65, 10),
+    )
+    (folder / "tokenizer.json").unlink()
+    for more in ({}, {"published": folder}):
+        with pytest.raises(ValueError, match="--text.end-of-text A: bytes end a text with 0"):
+            of("A", **more)
+
+
+@pytest.mark.parametrize("text", ["", "[]"])
+def test_a_broken_configuration_is_named(text, folder):
+    assert ends_of(folder) == [10]
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match="generation_config.json: it"):
+        ends_of(folder)
+
+
+def test_prompts_begin_alike_for_a_published_model_and_a_run_of_it(folder):
+    tokenizer = data.FileTokenizer(folder / "tokenizer.json")
+
+    model: Any = None
+
+    def ids(where, **flags):
+        command = sample.Command(prompt="ab", **flags)
+        return sample.prompt_of(command, sample.Writer(model, tokenizer, [0], where))[1]
+
+    assert ids(folder, model=folder) == ids(folder) == [0, 97, 98]
+    assert ids(folder / "absent") == [97, 98]
+
+
+@pytest.mark.parametrize(
+    "flags,words",
+    [
+        ("--model {folder} --run-dir runs/a", "--model {folder} --run-dir runs/a: one model writes"),
+        ("--run-dir runs/a --dtype bfloat16", "--dtype bfloat16: a run's model"),
+        ("--model {folder} --simulate 0", "--simulate 0: it counts devices"),
+    ],
+)
+def test_flags_of_sample_that_do_not_fit(flags, words, folder, capsys):
+    found = refusal(sample.main, capsys, *flags.format(folder=folder).split())
+    assert words.format(folder=folder) in re.sub(r"\s+", " ", found)
+
+
+def test_an_adapter_is_of_a_run(folder, capsys):
+    words = refusal(convert.main, capsys, folder, folder.parent / "new", "--adapter")
+    assert "--adapter: only a run" in words and not (folder.parent / "new").exists()
+
+
+@pytest.mark.parametrize("prompt,read,written", [("def f(x): return", 16, 5), ("d" * 30, 20, 1), ("", 1, 20)])
+def test_samples_stay_within_learned_positions_and_colours_are_of_their_ids(
+    prompt, read, written, tmp_path, monkeypatch
+):
+    numbers = dataclasses.replace(recipe_of("gpt2").model, max_seq=20)
+    asked, coloured = [], []
+
+    def generate(model, prompts, *, max_new_tokens, **_):
+        prepare(model, prompts, None, max_new_tokens, None)
+        with pytest.raises(ValueError, match="20 learned positions"):
+            prepare(model, prompts, None, max_new_tokens + 1, None)
+        asked.append((len(prompts[0]), max_new_tokens))
+        return SimpleNamespace(new_ids=lambda: [[255] * max_new_tokens])  # no UTF-8
+
+    monkeypatch.setattr(_trainer.generation, "generate", generate)
+    monkeypatch.setattr(_trainer, "has_choices", lambda model: True)
+    monkeypatch.setattr(_trainer, "color", lambda directory, model, tokenizer, ids: coloured.append(ids.tolist()))
+    run = recipe(model=numbers, prompt=prompt)
+    parts = {"recipe": run, "keys": keys_of(run), "tokenizer": data.ByteTokenizer(), "screen": Screen(silent=True)}
+    trainer: Any = SimpleNamespace(**parts, directory=RunDirectory(tmp_path))
+    _trainer.Trainer._write_sample(trainer, eqx.filter_eval_shape(build_model, run), 1)
+    assert asked == [(read, written)]
+    ids = (list(prompt.encode()) or [0])[:read] + [255] * written
+    assert coloured == [ids[:20]]
+    assert "\ufffd" in (tmp_path / "samples.txt").read_text()
+
+
+def test_a_run_that_goes_on_is_one_run_where_it_is_looked_at(tmp_path, monkeypatch):
+    opened = []
+    board, bias = ModuleType("tensorboardX"), ModuleType("wandb")
+    nothing = SimpleNamespace(close=lambda: None, finish=lambda: None)
+    board.__dict__["SummaryWriter"] = lambda folder, purge_step: opened.append(purge_step) or nothing
+    bias.__dict__["init"] = lambda **options: opened.append(options["id"]) or nothing
+    monkeypatch.setitem(sys.modules, "tensorboardX", board)
+    monkeypatch.setitem(sys.modules, "wandb", bias)
+    for start in (0, 7, 0):
+        with open_sinks(recipe(sinks=Sinks(tensorboard=True, wandb="p")), RunDirectory(tmp_path), start):
+            pass
+    steps, (first, again, anew) = opened[::2], opened[1::2]
+    assert steps == [1, 8, 1] and first == again != anew
