@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from script_helpers import run, TINY, write_corpus
+from script_helpers import run_here as run, TINY, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -13,15 +13,16 @@ def place(tmp_path_factory):
     """A small run, published."""
     folder = tmp_path_factory.mktemp("models")
     flags = [*TINY, "--model.kv-heads", "2", "--model.mlp", "64", "--data", write_corpus(folder / "corpus")]
-    made = run("pretrain.py", "--run-dir", folder / "first", *flags, "--sample-every", 0)
+    made = run("pretrain.py", "--run-dir", folder / "first", *flags, "--sample-every", 0, "--simulate", 1)
     assert made.returncode == 0, made.stderr
     made = run("convert.py", folder / "first", folder / "published")
     assert made.returncode == 0 and "sample.py --model" in made.stdout, made.stderr
     return folder
 
 
-def text(*flags):
-    made = run("sample.py", *flags, "--prompt", "line 3", "--tokens", 24, "--temperature", 0)
+def text(*flags, devices=1):
+    devices = ["--simulate", devices]
+    made = run("sample.py", *flags, "--prompt", "line 3", "--tokens", 24, "--temperature", 0, *devices)
     assert made.returncode == 0, made.stderr
     return made.stdout
 
@@ -31,8 +32,8 @@ def test_a_run_goes_out_and_comes_back(place):
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     }
     written = text("--model", place / "published")
-    mesh = "--simulate 8 --mesh.pipe 2 --mesh.tensor 2 --mesh.context 2".split()
-    assert text("--run-dir", place / "first", *mesh) == written
+    mesh = "--mesh.pipe 2 --mesh.tensor 2 --mesh.context 2".split()
+    assert text("--run-dir", place / "first", *mesh, devices=8) == written
     made = run("convert.py", place / "published", place / "second")
     assert made.returncode == 0 and "--model" in made.stdout, made.stderr
     assert text("--run-dir", place / "second") == written
@@ -61,7 +62,7 @@ def test_a_run_goes_out_and_comes_back(place):
 def test_low_rank_changes_are_trained_alone(place):
     """Of a model that was brought: merged, what has no change stays bit by bit; alone, they are an adapter's."""
     assert run("convert.py", place / "published", place / "brought").returncode == 0
-    flags = "--steps 3 --seq 32 --batch 4 --sample-every 0 --lora.rank 2 --lora.maps query value".split()
+    flags = "--simulate 1 --steps 3 --seq 32 --batch 4 --sample-every 0 --lora.rank 2 --lora.maps query value".split()
     where = ["--model", place / "published", "--data", place / "corpus", "--run-dir", place / "brought"]
     made = run("pretrain.py", *where, *flags)
     assert made.returncode == 0, made.stderr

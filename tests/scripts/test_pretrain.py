@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pretrain
 import pytest
-from script_helpers import LLAMA, rows, run, start_until, TINY, write_corpus
+from script_helpers import LLAMA, rows, run, run_here, start_until, TINY, write_corpus
 
 from eqformer.training import Checkpointer
 
@@ -36,7 +36,7 @@ def saved_arrays(run_dir, step):
     leaves = json.loads((run_dir / "checkpoints" / str(step) / "manifest.json").read_text())["manifest"]["leaves"]
     like = {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (dtype, shape) in leaves.items()}
     # A flat dictionary has the same names as the tree that was saved, so it restores any of them.
-    return checkpointer.restore(like)[0]
+    return checkpointer.restore(like, step)[0]
 
 
 def test_a_run_leaves_what_it_promises(trained):
@@ -76,14 +76,15 @@ def test_samples_can_be_turned_off(corpus, tmp_path, capsys):
 def test_a_finished_run_says_so_and_changes_nothing(trained, corpus):
     run_dir, _ = trained
     before = (run_dir / "metrics.jsonl").read_text()
-    again = run("pretrain.py", "--run-dir", run_dir, "--data", corpus, *TINY, *LLAMA)
+    again = run_here("pretrain.py", "--run-dir", run_dir, "--data", corpus, *TINY, *LLAMA, "--simulate", 1)
     assert again.returncode == 0 and "the run has its 6 steps already" in again.stdout
     assert (run_dir / "metrics.jsonl").read_text() == before
 
 
 def test_sampling_is_seeded_and_starts_with_the_prompt(trained):
     def text(seed):
-        done = run("sample.py", "--run-dir", trained[0], "--prompt", "line 3 ", "--tokens", "40", "--seed", seed)
+        flags = "--prompt", "line 3 ", "--tokens", 40, "--seed", seed, "--simulate", 1
+        done = run_here("sample.py", "--run-dir", trained[0], *flags)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -112,14 +113,12 @@ def test_a_killed_run_goes_on_bit_for_bit(corpus, tmp_path):
     assert samples[0] == samples[1] and samples[0].count("--- step ") == 3
     ours, theirs = saved_arrays(killed, 14), saved_arrays(whole, 14)
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs) and len(ours) == len(theirs) > 20
-    # The comparison can fail: other numbers come of another seed.
-    other = run("pretrain.py", "--run-dir", tmp_path / "other", "--data", corpus, *KILLED, "--seed", "1")
-    assert other.returncode == 0
-    assert [row["loss"] for row in rows(tmp_path / "other")] != [row["loss"] for row in rows(whole)]
-    assert not eqx.tree_equal(saved_arrays(tmp_path / "other", 14), theirs)
+    # The comparison can fail: two steps before, numbers were others.
+    assert not eqx.tree_equal(saved_arrays(whole, 12), theirs)
+    assert rows(killed)[-1]["loss"] != rows(whole)[-3]["loss"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.grid)])
 def test_a_signal_saves_and_ends_cleanly(number, corpus, tmp_path):
     arguments = ["--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--steps", "100000"]
     process = start_until(tmp_path / "run", 2, "pretrain.py", *arguments, "--checkpoint-every", "100000")
