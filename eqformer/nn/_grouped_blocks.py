@@ -13,7 +13,6 @@ from ._grouped_maps import Maps, Parameters, recorded, replayed, zero_of
 
 
 LEAST = 16  # rows a group by even loads, from which on groups are computed together
-LARGE, SMALL = 256, 32  # rows of a block
 
 
 def blocked_forward(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> tuple[Array, list[Array]]:
@@ -37,7 +36,7 @@ def blocked_forward(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> t
         def block(start: Array, size: int, is_own: Array | None, y: Array) -> Array:
             return _written(y, module(jax.lax.dynamic_slice_in_dim(x, start, size)), start, is_own)
 
-        return _over_blocks(block, y, *slots.rest(number), len(x))
+        return _over_blocks(block, y, *slots.rest(number), len(x), len(sizes))
 
     return slots.over_rests(group, y), kept
 
@@ -69,7 +68,7 @@ def blocked_backward(
             totals = jax.tree.map(lambda total, more: _added(total, more, number), totals, more)
             return totals, _written(to_x, to_piece, start, is_own)
 
-        return _over_blocks(block, carry, *slots.rest(number), len(x))
+        return _over_blocks(block, carry, *slots.rest(number), len(x), len(sizes))
 
     found = jax.lax.cond(slots.are_used, together, lambda: nothing) if slots.number else nothing
     to_arrays, to_x = slots.over_rests(group, found) if len(x) else found
@@ -146,10 +145,10 @@ _WHOLE = Maps(lambda linear, x: linear(x), _whole_backward)
 
 
 def _over_blocks(
-    step: Callable[[Array, int, Array | None, Any], Any], carry: Any, start: Array, end: Array, rows: int
+    step: Callable[[Array, int, Array | None, Any], Any], carry: Any, start: Array, end: Array, rows: int, groups: int
 ) -> Any:
     """`step(start, size, is_own, carry)` for each block of these rows; `is_own` marks them where others are beside."""
-    large, small = min(rows, LARGE), min(rows, SMALL)
+    large, small = (min(rows, size) for size in (256, 64 if rows >= 256 * groups else 32))
     number = (end - start) // large
     carry = jax.lax.fori_loop(0, number, lambda n, carry: step(start + n * large, large, None, carry), carry)
     left = start + number * large

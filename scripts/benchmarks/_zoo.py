@@ -58,14 +58,20 @@ def _forward(folder: Path, name: str, numbers: models.Numbers, rounds: int) -> I
     model = models.load(folder, core=nn.BlockwiseCore())
     ids = np.random.default_rng(0).integers(1, SHAPE["vocab"], (ROWS, SEQ), dtype=np.int32)
     run = eqx.filter_jit(lambda model, ids: model(ids)[0])
-    first = _first_token(model, ids)
-    forward: dict[str, Callable[[], Any]] = {"eqformer": lambda: run(model, jnp.asarray(ids)).block_until_ready()}
-    latency: dict[str, Callable[[], Any]] = {"eqformer": first}
+    apart = generation.unstacked(model)
+    forward: dict[str, Callable[[], Any]] = {
+        "eqformer": lambda: run(model, jnp.asarray(ids)).block_until_ready(),
+        "eqformer, layers apart": lambda: run(apart, jnp.asarray(ids)).block_until_ready(),
+    }
+    latency: dict[str, Callable[[], Any]] = {
+        "eqformer": _first_token(model, ids),
+        "eqformer, layers apart": _first_token(apart, ids),
+    }
     if _peers.are_installed():
         theirs, their_first = _peers.forward(folder, ids)
         forward["transformers"], latency["transformers"] = theirs, their_first
-        apart = np.max(np.abs(np.asarray(run(model, jnp.asarray(ids))) - theirs()))
-        assert apart < 1e-3, f"{name}: logits differ by {apart}"
+        distance = np.max(np.abs(np.asarray(run(model, jnp.asarray(ids))) - theirs()))
+        assert distance < 1e-3, f"{name}: logits differ by {distance}"
     yield from rate_rows(f"forward, {name}", "tokens/s", ROWS * SEQ, seconds_in_turn(forward, rounds))
     yield from rate_rows(f"first token, {name}", "a second", 1, seconds_in_turn(latency, rounds))
 
