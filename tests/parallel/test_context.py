@@ -106,7 +106,7 @@ def test_a_ring_that_does_not_turn_or_rows_out_of_order_are_found_out(monkeypatc
         ("grouped", "ring"),
         pytest.param("grouped", "gather", marks=grid),
         pytest.param("grouped", "heads", marks=grid),
-        ("latent", "ring"),
+        pytest.param("latent", "ring", marks=grid),
     ],
 )
 def test_whole_modules_and_their_weights(kind, method):

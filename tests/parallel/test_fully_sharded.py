@@ -34,8 +34,8 @@ def test_each_stage_of_zero_holds_less():
 @pytest.mark.parametrize(
     "stream",
     [
-        {"residual": "feature"},
-        pytest.param({"residual": "sequence"}, marks=pytest.mark.grid),
+        pytest.param({"residual": "feature"}, marks=pytest.mark.grid),
+        {"residual": "sequence"},
         pytest.param({"residual": "sequence", "overlap": "ring"}, marks=pytest.mark.grid),
     ],
     ids=" ".join,

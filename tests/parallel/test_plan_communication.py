@@ -46,6 +46,7 @@ def share(devices: int) -> float:
     return (devices - 1) / devices
 
 
+@pytest.mark.grid
 def test_replicated_state_sends_each_gradient_once():
     plan = Plan(make_mesh(fsdp=8))
     sent = sent_by_gradients(plan)

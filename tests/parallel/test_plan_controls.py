@@ -84,7 +84,7 @@ CONTROLS: dict[str, Control] = {
     "entry not said to vary": Control(control.untyped_entry, ROWS, "nothing"),
     "bias added once": Control(control.bias_before, ROWS, every_run=True),
     "gather of tokens before maps": Control(without("_tensor", all_gather=own_piece), SEQUENCE),
-    "sum and scatter over tokens": Control(without("_tensor", psum_scatter=own_part), SEQUENCE, every_run=True),
+    "sum and scatter over tokens": Control(without("_tensor", psum_scatter=own_part), SEQUENCE),
     "messages of ringed maps": Control(without("_shift", ppermute=permuted_nowhere), RINGED),
     "messages of ringed maps of features": Control(
         without("_shift", ppermute=permuted_nowhere), FEATURE._replace(choices=FEATURE.choices | {"overlap": "ring"})
@@ -99,7 +99,7 @@ CONTROLS: dict[str, Control] = {
     "sum of a map to no features": Control(without("_feature", psum=of_first), LATENTS),
     "mean of means": Control(without("_norms", pmean=control.at_place(0, 2, "pmean", nothing)), FEATURE),
     "mean of squares": Control(without("_norms", pmean=control.at_place(1, 2, "pmean", nothing)), FEATURE),
-    "mean of squares over all heads": Control(without("_norms", pmean=nothing), FULL_NORMS, every_run=True),
+    "mean of squares over all heads": Control(without("_norms", pmean=nothing), FULL_NORMS),
     "own tokens' dropout": Control(control.first_tokens(_wrap.TokensDropout), SEQUENCE),
     "own tokens' positions": Control(control.first_tokens(_wrap.TokensPositions), SEQUENCE),
     "own features' dropout": Control(control.first_tokens(_wrap.FeatureDropout), FEATURE),
@@ -126,9 +126,7 @@ CONTROLS: dict[str, Control] = {
     ),
     # Mixtures of experts.
     "gather of tokens for experts": Control(without("_mixture", all_gather=own_piece), EXPERTS),
-    "sum and scatter of what experts give": Control(
-        without("_mixture", psum_scatter=own_part), EXPERTS, every_run=True
-    ),
+    "sum and scatter of what experts give": Control(without("_mixture", psum_scatter=own_part), EXPERTS),
     "choices sent to their experts, and back": Control(without("_mixture", all_to_all=control.kept_all), SENT),
     "own experts of all": Control(without("_mixture", axis_index=control.same_place), EXPERTS),
     "counts of all devices for the balance": Control(

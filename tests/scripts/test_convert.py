@@ -34,13 +34,19 @@ def test_a_run_goes_out_and_comes_back(place):
     written = text("--model", place / "published")
     mesh = "--mesh.pipe 2 --mesh.tensor 2 --mesh.context 2".split()
     assert text("--run-dir", place / "first", *mesh, devices=8) == written
-    made = run("convert.py", place / "published", place / "second")
+    made = run("convert.py", place / "published", place / "back")
     assert made.returncode == 0 and "--model" in made.stdout, made.stderr
-    assert text("--run-dir", place / "second") == written
+    assert text("--run-dir", place / "back") == written
     # Asked in a chat template, it answers without what it was asked.
+    (place / "back" / "published" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert text("--run-dir", place / "back") == written.removeprefix("line 3")
+
+
+@pytest.mark.grid
+def test_what_was_brought_goes_on_over_a_mesh(place):
+    """With other rows than a run of its own would have; what was published beside the weights stays."""
+    assert run("convert.py", place / "published", place / "second").returncode == 0
     (place / "second" / "published" / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert text("--run-dir", place / "second") == written.removeprefix("line 3")
-    # On over a mesh, with other rows than a run of its own would have; what was published beside the weights stays.
     flags = "--steps 2 --seq 32 --batch 4 --sample-every 0 --simulate 4 --mesh.fsdp 2 --mesh.tensor 2 --zero 3".split()
     where = ["--model", place / "published", "--data", place / "corpus"]
     made = run("pretrain.py", *where, "--run-dir", place / "second", *flags)

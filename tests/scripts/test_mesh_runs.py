@@ -72,16 +72,18 @@ def test_samples_are_one_devices_and_losses_shifted_by_a_step_are_not(run):
     assert steps[-1] < steps[0] - 1 and losses(ours)[1:] != pytest.approx(steps[:-1], rel=1e-5)  # it can fail
 
 
-def test_a_run_goes_on_on_another_mesh_and_on_one_device(run, corpus, tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "moved"
-    for step, mesh in ((17, "issue"), (34, "chunks")):
+@pytest.mark.parametrize("meshes", [["issue"], pytest.param(["issue", "chunks"], marks=pytest.mark.grid)], ids=" ".join)
+def test_a_run_goes_on_on_another_mesh_and_on_one_device(meshes, run, corpus, tmp_path, monkeypatch, capsys):
+    folder, step = tmp_path / "moved", 0
+    for mesh in meshes:
+        step += 17
         with monkeypatch.context() as patch:
             stop_at(patch, step)
             train(folder, corpus, "default", MESHES[mesh])
         assert f"stopped at step {step} of 50" in capsys.readouterr().out
         assert len(losses(folder)) == step
     train(folder, corpus, "default", "--simulate 1")
-    assert "goes on at step 34" in capsys.readouterr().out
+    assert f"goes on at step {step}" in capsys.readouterr().out
     same(folder, run("default"))
     assert (folder / "samples.txt").read_text() == (run("default") / "samples.txt").read_text()
 

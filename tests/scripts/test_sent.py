@@ -23,10 +23,10 @@ MESHES = {
     "sequence": "--mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
     "feature": "--mesh.fsdp 2 --mesh.tensor 4 --residual feature",
     "context heads": "--mesh.fsdp 2 --mesh.context 4 --context-method heads",
-    "experts": "--recipe moe --mesh.expert 4 --mesh.fsdp 2",
-    "pipe and zero": "--mesh.fsdp 4 --mesh.pipe 2 --microbatches 2 --zero 3",
 }
 WIDER = {
+    "experts": "--recipe moe --mesh.expert 4 --mesh.fsdp 2",
+    "pipe and zero": "--mesh.fsdp 4 --mesh.pipe 2 --microbatches 2 --zero 3",
     "experts, exchange": "--recipe moe --mesh.expert 4 --mesh.fsdp 2 --expert-method exchange --expert-factor 1.5",
     "experts, exchange, all kept": "--recipe moe --mesh.expert 8 --expert-method exchange --execution.remat none",
     "experts, exchange, all again": "--recipe moe --mesh.expert 4 --expert-method exchange --execution.remat full "

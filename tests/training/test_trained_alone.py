@@ -44,7 +44,9 @@ def trained(name, part, **options):
     return {path for path in before if not np.array_equal(before[path], after[path])}, losses, remembered
 
 
-@pytest.mark.parametrize("name, accumulate", [("adamw", 1), ("muon", 2), ("sgd", 1)])
+@pytest.mark.parametrize(
+    "name, accumulate", [pytest.param("adamw", 1, marks=pytest.mark.grid), ("muon", 2), ("sgd", 1)]
+)
 def test_factors_alone_change_and_are_remembered(name, accumulate):
     factors = set(by_path(nn.lora_factors(adapted())))
     changed, losses, remembered = trained(name, nn.lora_factors, accumulate=accumulate)
