@@ -59,7 +59,7 @@ def run_here(script: str, *arguments: object) -> subprocess.CompletedProcess:
         try:
             importlib.import_module(script.removesuffix(".py")).main([*map(str, arguments)])
         except SystemExit as end:
-            code = end.code
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
     return subprocess.CompletedProcess([script, *arguments], code, written.getvalue(), told.getvalue())
 
 
