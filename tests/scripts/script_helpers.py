@@ -60,7 +60,7 @@ def run_here(script: str, *arguments: object) -> subprocess.CompletedProcess:
             importlib.import_module(script.removesuffix(".py")).main([*map(str, arguments)])
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    return subprocess.CompletedProcess([script, *arguments], code, written.getvalue(), told.getvalue())
+    return subprocess.CompletedProcess([script, *map(str, arguments)], code, written.getvalue(), told.getvalue())
 
 
 def rows(run_dir: pathlib.Path, with_key: str = "loss") -> list[dict]:
