@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
-from ._grouped_blocks import blocked_backward, blocked_forward
+from ._grouped_blocks import blocked, blocked_backward, blocked_forward
 from ._grouped_maps import zero_of
-from ._grouped_ragged import ragged_backward, ragged_forward
+from ._grouped_ragged import ragged, ragged_backward, ragged_forward
 
 
 def grouped(
@@ -40,7 +40,10 @@ def grouped(
 def _make(structure: Any, leaves: tuple) -> Callable[[PyTree, Array, Array], Array]:
     """The function with its gradient; the same for the same modules, so that eager calls compile once."""
     static = jax.tree.unflatten(structure, leaves)
-    ways = {"cpu": (blocked_forward, blocked_backward), "default": (ragged_forward, ragged_backward)}
+    ways: dict[str, tuple[Callable[..., Any], ...]] = {
+        "cpu": (blocked, blocked_forward, blocked_backward),
+        "default": (ragged, ragged_forward, ragged_backward),
+    }
 
     @functools.partial(jax.jit, static_argnums=0)
     def on_platform(which: int, *args: Any) -> Any:
@@ -49,14 +52,14 @@ def _make(structure: Any, leaves: tuple) -> Callable[[PyTree, Array, Array], Arr
 
     @jax.custom_vjp
     def run(arrays: PyTree, x: Array, sizes: Array) -> Array:
-        return on_platform(0, arrays, x, sizes)[0]
+        return on_platform(0, arrays, x, sizes)
 
     def forward(arrays: PyTree, x: Array, sizes: Array) -> tuple[Array, tuple]:
-        y, kept = jax.tree.map(lambda y: checkpoint_name(y, "product"), on_platform(0, arrays, x, sizes))
+        y, kept = jax.tree.map(lambda y: checkpoint_name(y, "product"), on_platform(1, arrays, x, sizes))
         return y, (arrays, x, sizes, (*kept, y))
 
     def backward(saved: tuple, gradient: Array) -> tuple[PyTree, Array, None]:
-        return *on_platform(1, *saved, gradient), None
+        return *on_platform(2, *saved, gradient), None
 
     run.defvjp(forward, backward)
     return run

@@ -15,18 +15,30 @@ from ._grouped_maps import Maps, Parameters, recorded, replayed, zero_of
 LEAST = 16  # rows a group by even loads, from which on groups are computed together
 
 
+def blocked(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> Array:
+    """The rows' outputs. What nobody keeps may take more room: a quarter more slots, which few loads overflow."""
+    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), room=5 / 4))[0]
+
+
 def blocked_forward(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> tuple[Array, list[Array]]:
     """The rows' outputs, and what the modules' `Linear`s gave of the rows in slots, slot by slot."""
+    slots = Slots(sizes, len(x))
+    y, kept = _outputs(static, arrays, x, sizes, slots)
+    return y, list(map(slots.flat, kept)) if slots.number else kept
+
+
+def _outputs(static: PyTree, arrays: PyTree, x: Array, sizes: Array, slots: "Slots") -> tuple[Array, list[Array]]:
     of_rows = lambda arrays, x: recorded(eqx.combine(arrays, static), x, _WHOLE)
     shapes = jax.eval_shape(of_rows, jax.tree.map(lambda a: a[0], arrays), x[:1])
-    zero, slots = zero_of(arrays, x, sizes), Slots(sizes, len(x))
-    nothing = jax.tree.map(lambda s: jnp.full((len(x), *s.shape[1:]), zero.astype(s.dtype)), shapes)
+    zero, count = zero_of(arrays, x, sizes), (slots.groups, slots.number) if slots.number else (len(x),)
+    y, kept = jax.tree.map(lambda s: jnp.full((*count, *s.shape[1:]), zero.astype(s.dtype)), shapes)
+    nothing = jnp.full((len(x), *y.shape[len(count) :]), zero.astype(y.dtype)), kept
     if not len(x):
         return nothing
 
     def together() -> tuple[Array, list[Array]]:
         y, kept = jax.vmap(of_rows)(arrays, slots.filled(x))
-        return slots.rows(y), list(map(slots.flat, kept))
+        return slots.rows(y), kept
 
     y, kept = jax.lax.cond(slots.are_used, together, lambda: nothing) if slots.number else nothing
 
@@ -76,25 +88,25 @@ def blocked_backward(
 
 
 class Slots:
-    """As many slots for each group as even loads have rows, or none where that are few.
+    """As many slots for each group as even loads have rows, times `room`, or none where these rows are few.
 
     The first rows of a group are computed in its slots, all groups in one product, so that nothing copies their
-    parameters; the rest of a group is computed after that. Slots are not used where loads are so uneven that most
-    would be empty.
+    parameters; the rest of a group is computed after that. Slots are not used where loads are so uneven that a quarter
+    of the rows would find none.
     """
 
     number: int
     are_used: Bool[Array, ""]
 
-    def __init__(self, sizes: Int[Array, "groups"], rows: int):
+    def __init__(self, sizes: Int[Array, "groups"], rows: int, room: float = 1):
         even = rows // len(sizes)
-        self.number, self.groups, self.count = (even if even >= LEAST else 0), len(sizes), rows
+        self.number, self.groups, self.count = (int(even * room) if even >= LEAST else 0), len(sizes), rows
         self.ends = jnp.cumsum(sizes)
         self.starts = self.ends - sizes
         slot = jnp.arange(self.number, dtype=jnp.int32)
         self._row, self._is_full = self.starts[:, None] + slot, slot < sizes[:, None]
         taken = jnp.sum(self._is_full, dtype=jnp.int32)
-        self.are_used = 4 * taken >= 3 * self.groups * self.number
+        self.are_used = 4 * taken >= 3 * self.groups * even
         self._firsts = jnp.where(self.are_used, self.starts + self.number, self.starts)
 
     def filled(self, rows: Array) -> Array:
@@ -148,7 +160,8 @@ def _over_blocks(
     step: Callable[[Array, int, Array | None, Any], Any], carry: Any, start: Array, end: Array, rows: int, groups: int
 ) -> Any:
     """`step(start, size, is_own, carry)` for each block of these rows; `is_own` marks them where others are beside."""
-    large, small = (min(rows, size) for size in (256, 64 if rows >= 256 * groups else 32))
+    even = 2 ** max(0, (rows // groups).bit_length() - 1)
+    large, small = (min(rows, size) for size in (max(64, min(256, even)), 64 if even >= 256 else 32))
     number = (end - start) // large
     carry = jax.lax.fori_loop(0, number, lambda n, carry: step(start + n * large, large, None, carry), carry)
     left = start + number * large

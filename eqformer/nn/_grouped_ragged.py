@@ -12,6 +12,11 @@ from ._grouped_maps import Maps, Parameters, recorded, replayed
 from ._linear import Linear
 
 
+def ragged(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> Array:
+    """The rows' outputs."""
+    return ragged_forward(static, arrays, x, sizes)[0]
+
+
 def ragged_forward(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> tuple[Array, list[Array]]:
     """The rows' outputs, and what the modules' `Linear`s gave."""
     y, kept = recorded(eqx.combine(arrays, static), x, _maps(sizes, len(x)))

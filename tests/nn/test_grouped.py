@@ -64,6 +64,7 @@ def with_gradients(direction, x, weight, sizes):
 
 
 run = jax.jit(with_gradients)
+run_alone = jax.jit(grouped_product)
 
 
 def given(rows=ROWS, groups=GROUPS):
@@ -83,6 +84,7 @@ def test_products_and_gradients_are_those_of_a_loop(name):
     found, expected = jax.tree.map(np.asarray, run(*arrays, np.array(sizes))), wanted(arrays, sizes)
     for one, other in zip(found, expected, strict=True):
         assert close(one, other, 1e-6)
+    assert close(run_alone(*arrays[1:], np.array(sizes)), expected[0], 1e-6)  # with more slots
     y, to_x, to_weight = found
     assert not np.any(y[sum(sizes) :]) and not np.any(to_x[sum(sizes) :])
     assert not np.any(to_weight[np.array(sizes) == 0])
@@ -101,8 +103,10 @@ def test_products_and_gradients_are_those_of_a_loop(name):
 def test_slots_large_blocks_and_small_ones(rows, sizes, slots):
     assert _grouped_blocks.Slots(jnp.array(sizes), rows).number == slots
     arrays = given(rows, 2)
-    for one, other in zip(run(*arrays, np.array(sizes)), wanted(arrays, sizes), strict=True):
+    expected = wanted(arrays, sizes)
+    for one, other in zip(run(*arrays, np.array(sizes)), expected, strict=True):
         assert close(one, other, 2e-6)
+    assert close(run_alone(*arrays[1:], np.array(sizes)), expected[0], 2e-6)
 
 
 def test_no_rows_and_many_groups_of_few():
