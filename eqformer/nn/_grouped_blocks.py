@@ -22,23 +22,20 @@ def blocked(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> Array:
 
 def blocked_forward(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> tuple[Array, list[Array]]:
     """The rows' outputs, and what the modules' `Linear`s gave of the rows in slots, slot by slot."""
-    slots = Slots(sizes, len(x))
-    y, kept = _outputs(static, arrays, x, sizes, slots)
-    return y, list(map(slots.flat, kept)) if slots.number else kept
+    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x)))
 
 
 def _outputs(static: PyTree, arrays: PyTree, x: Array, sizes: Array, slots: "Slots") -> tuple[Array, list[Array]]:
     of_rows = lambda arrays, x: recorded(eqx.combine(arrays, static), x, _WHOLE)
     shapes = jax.eval_shape(of_rows, jax.tree.map(lambda a: a[0], arrays), x[:1])
-    zero, count = zero_of(arrays, x, sizes), (slots.groups, slots.number) if slots.number else (len(x),)
-    y, kept = jax.tree.map(lambda s: jnp.full((*count, *s.shape[1:]), zero.astype(s.dtype)), shapes)
-    nothing = jnp.full((len(x), *y.shape[len(count) :]), zero.astype(y.dtype)), kept
+    zero = zero_of(arrays, x, sizes)
+    nothing = jax.tree.map(lambda s: jnp.full((len(x), *s.shape[1:]), zero.astype(s.dtype)), shapes)
     if not len(x):
         return nothing
 
     def together() -> tuple[Array, list[Array]]:
         y, kept = jax.vmap(of_rows)(arrays, slots.filled(x))
-        return slots.rows(y), kept
+        return slots.rows(y), list(map(slots.flat, kept))
 
     y, kept = jax.lax.cond(slots.are_used, together, lambda: nothing) if slots.number else nothing
 
@@ -124,8 +121,8 @@ class Slots:
         return jnp.where(has_one[:, None], flat[jnp.where(has_one, mine * self.number + slot, 0)], 0)
 
     def flat(self, slots: Array) -> Array:
-        """Slots as an array of as many rows as there are; a few are behind all slots."""
-        flat = slots.reshape(self.groups * self.number, -1)
+        """Slots as an array of as many rows as there are: a few are behind all slots, or cut off with `room`."""
+        flat = slots.reshape(self.groups * self.number, -1)[: self.count]
         return jnp.pad(flat, [(0, self.count - len(flat)), (0, 0)])
 
     def stacked(self, flat: Array) -> Array:

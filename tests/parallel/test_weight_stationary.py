@@ -162,7 +162,8 @@ def with_lora(model, name):
 
 
 def test_changes_that_are_merged_fit(models):
-    stationary(nn.merge_lora(with_lora(models["palm"][0], "feed_forward.gate")), 2, 4)
+    laid_out = stationary(nn.merge_lora(with_lora(models["palm"][0], "feed_forward.gate")), 2, 4)
+    assert laid_out.vocab == models["palm"][0].vocab and not nn.modules(laid_out.model, nn.LoRA)
 
 
 def test_packed_rows_are_refused(models):
