@@ -1,8 +1,10 @@
 """Eight simulated CPU devices and strict dtype promotion, set before JAX is first used.
 
-Programs are compiled in haste: the tests run thousands of small ones, each a few times.
+Programs are compiled in haste, and without the lines that they came from: the tests run thousands of small ones, each
+a few times.
 """
 
+import gc
 import os
 
 
@@ -10,12 +12,20 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 )
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+os.environ["JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS"] = "0"
 
 import jax
 import pytest
 
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_collection_finish():
+    """What was imported stays: collecting garbage need not go through it again and again."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eqformer import Batch, models, nn
+from eqformer.parallel import make_mesh, Plan
 
 
 CORE = nn.BlockwiseCore(block=8)
@@ -272,3 +273,16 @@ def batch_of(model: nn.Transformer, rows: int = 8, seq: int = 16, seed: int = 0)
         segments=segments.astype(np.int32),
         examples=np.arange(rows, dtype=np.int32),
     )
+
+
+def plan_over(mesh: dict[str, int], **choices) -> Plan:
+    """A plan over the first devices."""
+    size = 1
+    for number in mesh.values():
+        size *= number
+    return Plan(make_mesh(**mesh, devices=jax.devices()[:size]), **choices)
+
+
+def shapes(build) -> nn.Transformer:
+    """A model's shapes alone."""
+    return eqx.filter_eval_shape(build)

@@ -1,41 +1,12 @@
 """What does not fit a mesh is said in one clear error each, from shapes alone: nothing is compiled or even made."""
 
-from typing import Any
-
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
-from jaxtyping import Array, Float
-from plan_models import attention, batch_of, EMBED, HEAD_DIM, MLP, model_of, norm, of_blocks
+from plan_models import batch_of, model_of, plan_over, shapes
 
 from eqformer import nn, training
 from eqformer.parallel import AXES, make_mesh, Plan
-
-
-def plan(mesh: dict[str, int], **choices) -> Plan:
-    """A plan over the first devices."""
-    size = 1
-    for number in mesh.values():
-        size *= number
-    return Plan(make_mesh(**mesh, devices=jax.devices()[:size]), **choices)
-
-
-def shapes(build) -> nn.Transformer:
-    """A model's shapes alone."""
-    return eqx.filter_eval_shape(build)
-
-
-def built(**options) -> nn.Transformer:
-    """Four layers of an attention with these options and a feed-forward layer."""
-    options = {"core": nn.DotProductCore(), **options}
-
-    def block(key):
-        mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=key)
-        return nn.Block(attention(key, **options), mlp, norm(), norm())
-
-    return shapes(lambda: of_blocks(block))
 
 
 CHOICES = {
@@ -76,12 +47,12 @@ CHOICES = {
 def test_choices_that_are_none_or_do_not_go_together(name):
     mesh, choices, message = CHOICES[name]
     with pytest.raises(ValueError, match=message):
-        plan(mesh, **choices)
+        plan_over(mesh, **choices)
 
 
 def test_a_choice_that_meets_no_axis_is_no_error():
-    assert plan({"fsdp": 2}, overlap="ring", residual="replicated").overlap == "ring"
-    assert plan({"fsdp": 2}, schedule="looping", microbatches=1, chunks=4).chunks == 4
+    assert plan_over({"fsdp": 2}, overlap="ring", residual="replicated").overlap == "ring"
+    assert plan_over({"fsdp": 2}, schedule="looping", microbatches=1, chunks=4).chunks == 4
 
 
 @pytest.mark.parametrize(
@@ -109,225 +80,9 @@ def test_a_choice_that_meets_no_axis_is_no_error():
 )
 def test_rows_and_tokens_that_do_not_fall_into_pieces(mesh, choices, rows, seq, message):
     model = shapes(lambda: model_of("llama"))
-    plan(mesh, **choices).check(model, rows=24, seq=48)
+    plan_over(mesh, **choices).check(model, rows=24, seq=48)
     with pytest.raises(ValueError, match=message):
-        plan(mesh, **choices).check(model, rows=rows, seq=seq)
-
-
-def test_tokens_that_choose_in_a_stream_of_features_fall_into_pieces():
-    over = plan({"tensor": 2}, residual="feature")
-    over.check(shapes(lambda: model_of("llama")), rows=8, seq=15)
-    with pytest.raises(
-        ValueError, match=r"feature'\) over tensor=2: the 15 tokens .* where they choose; .*of 2 tokens"
-    ):
-        over.check(mixed()(), rows=8, seq=15)
-
-
-def two_stacks() -> nn.Transformer:
-    """A model of unlike layers."""
-    model = built()
-    return eqx.tree_at(lambda m: m.stacks, model, (*model.stacks, *built(kv_heads=2).stacks))
-
-
-class Mixture(eqx.Module):
-    """A layer of one's own whose weight's dims have names that are split."""
-
-    up: nn.Linear
-    down: nn.Linear
-
-    def __call__(self, x):
-        return self.down(self.up(x))
-
-
-def foreign() -> nn.Transformer:
-    """A model with that layer."""
-
-    def block(key):
-        up, down = (
-            nn.Linear("embed -> mlp", embed=EMBED, mlp=MLP, key=key),
-            nn.Linear("mlp -> embed", embed=EMBED, mlp=MLP, key=key),
-        )
-        return nn.Block(attention(key), Mixture(up, down), norm(), norm())
-
-    return shapes(lambda: of_blocks(block))
-
-
-def key_norms(kv_heads: int) -> nn.Transformer:
-    """A model that normalises all key heads together."""
-    key_norm = nn.RMSNorm("kv_heads head_dim", kv_heads=kv_heads, head_dim=HEAD_DIM)
-    return built(kv_heads=kv_heads, key_norm=key_norm)
-
-
-def bare(x):
-    """A norm that is no module of `nn`."""
-    return x / (1 + jnp.mean(jnp.square(x), axis=-1, keepdims=True))
-
-
-def bare_norm() -> nn.Transformer:
-    """A model with that norm."""
-    mlp = lambda key: nn.GatedMLP(embed=EMBED, mlp=MLP, key=key)
-    return shapes(lambda: of_blocks(lambda key: nn.Block(attention(key), mlp(key), norm(), bare)))
-
-
-def mixed(expert=None, router=None, **options):
-    """A model whose feed-forward layers are mixtures, of experts with two maps by default."""
-    expert = expert or (lambda key: nn.MLP(embed=EMBED, mlp=16, key=key))
-    router = router or (lambda key: nn.TopKRouter(embed=EMBED, experts=8, top_k=2, key=key))
-
-    def block(key):
-        return nn.Block(attention(key), nn.MoE(router(key), nn.Experts(expert, 8, key=key), **options), norm(), norm())
-
-    return lambda: shapes(lambda: of_blocks(block))
-
-
-class OwnNames(eqx.Module):
-    """An expert whose hidden dim has a name that no layout knows, and perhaps a parameter that is no map's."""
-
-    up: nn.Linear
-    down: nn.Linear
-    gain: Float[Array, "embed"] | None
-
-    def __init__(self, key, dim="hidden", gain=False):
-        sizes: dict[str, Any] = {"embed": EMBED, dim: 16}
-        self.up = nn.Linear(f"embed -> {dim}", **sizes, key=key)
-        self.down = nn.Linear(f"{dim} -> embed", **sizes, key=key)
-        self.gain = jnp.ones(EMBED) if gain else None
-
-    def __call__(self, x):
-        return self.down(self.up(x)) * (1 if self.gain is None else self.gain)
-
-
-def gained(key):
-    return OwnNames(key, "mlp", gain=True)
-
-
-def recurrent():
-    return shapes(lambda: model_of("few recurrence"))
-
-
-def choosing(per):
-    return lambda key: nn.ExpertChoiceRouter(embed=EMBED, experts=8, factor=1.0, per=per, key=key)
-
-
-FEW, WHOLE_BATCH = nn.Capacity(3.9), nn.Capacity(1.0, per="batch")
-MODELS = {
-    "experts whose hidden dim stays whole": (mixed(OwnNames), {"tensor": 2}, {}, r"of which no dim .* name .* `mlp`"),
-    "nothing: the same over other axes": (mixed(OwnNames), {"fsdp": 2, "expert": 2}, {}, None),
-    "split experts that are more than maps": (mixed(gained, dispatch=FEW), {"expert": 2}, {}, r"not those of a Linear"),
-    "nothing: the same whole": (mixed(gained, dispatch=FEW), {"fsdp": 2, "pipe": 2}, {}, None),
-    "slots of pieces of rows": (mixed(dispatch=FEW), {"context": 2}, {}, r"slots of Capacity in whole rows"),
-    "nothing: slots for all": (mixed(dispatch=nn.Capacity(4.0)), {"context": 2}, {}, None),
-    "slots of a part of the batch": (mixed(dispatch=WHOLE_BATCH), {"fsdp": 2}, {}, r"of Capacity over the whole batch"),
-    "nothing: slots of the whole batch": (mixed(dispatch=WHOLE_BATCH), {"tensor": 2}, {}, None),
-    "experts that choose in pieces of rows": (
-        mixed(router=choosing("sequence")),
-        {"context": 2},
-        {},
-        r"of ExpertChoiceRouter in whole rows",
-    ),
-    "experts that choose in a part of the batch": (
-        mixed(router=choosing("batch")),
-        {"expert": 2},
-        {},
-        r"slots of ExpertChoiceRouter over the whole batch",
-    ),
-    "a recurrence over pieces of rows": (
-        recurrent,
-        {"context": 2},
-        {},
-        r"blocks\.blocks\[0\].attention has a GatedDelta",
-    ),
-    "nothing: a recurrence over heads": (recurrent, {"fsdp": 2, "tensor": 4}, {}, None),
-    "few key heads to convolve": (recurrent, {"tensor": 4}, {"residual": "feature"}, r"convolves 2 key heads"),
-    "nothing: a norm of one's own": (bare_norm, {"tensor": 2}, {"residual": "sequence"}, None),
-    "a norm of one's own that would see slices": (
-        bare_norm,
-        {"tensor": 2},
-        {"residual": "feature"},
-        r"feature'\) over tensor=2: .*feed_forward_norm is a function, which would be given a slice",
-    ),
-    "experts that an axis does not divide": (
-        lambda: shapes(lambda: model_of("mixture")),
-        {"expert": 3},
-        {},
-        r"splits dim 'experts' over axis 'expert', but .* has 8 of it and the axis 3 devices; take .*: 1, 2, 4, 8",
-    ),
-    "a dim that an axis does not divide": (
-        built,
-        {"tensor": 3},
-        {},
-        r"splits dim '(mlp|heads)' over axis 'tensor', but .* has (48|8) of it and the axis 3",
-    ),
-    "unlike stacks in a pipeline": (two_stacks, {"pipe": 2}, {}, r"pipe=2: the model has 2 stacks of unlike layers"),
-    "layers left over": (built, {"pipe": 3}, {}, r"layers=4, stages=3.*take 3 or 6 layers"),
-    "more stages than layers": (built, {"pipe": 8}, {}, r"layers=4, stages=8.*more parts than layers; take 8 layers"),
-    "more chunks than layers": (
-        built,
-        {"pipe": 2},
-        {"schedule": "looping", "chunks": 4, "microbatches": 2},
-        r"layers=4, stages=2, chunks=4.*take 8 layers",
-    ),
-    "a module that no transform knows": (
-        foreign,
-        {"tensor": 2},
-        {},
-        r"tensor=2: .*feed_forward\.\w+.* would be split by the names of its dims, but no transform knows",
-    ),
-    "all few key heads normalised in a feature stream": (
-        lambda: key_norms(2),
-        {"tensor": 4},
-        {"residual": "feature"},
-        r"residual='feature'\) over tensor=4: .*attention.* normalises all its key heads together",
-    ),
-    "key heads that no group shares": (
-        lambda: shapes(lambda: of_blocks(three_of_six)),
-        {"tensor": 2},
-        {},
-        r"tensor=2: .*attention.* has 3 key heads, which neither split over 2 devices nor are shared",
-    ),
-    "nothing: heads that just split": (built, {"context": 4, "tensor": 2}, {"context_method": "heads"}, None),
-    "too few heads for context": (
-        lambda: shapes(lambda: of_blocks(three_of_six)),
-        {"context": 4},
-        {"context_method": "heads"},
-        r"context=4: .*attention.*: .*6 query heads on a device do not split over 4 devices",
-    ),
-    "key heads that fit no device": (
-        lambda: shapes(lambda: of_blocks(three_of_six)),
-        {"context": 2},
-        {"context_method": "heads"},
-        r"context=2: .*3 key heads on a device are neither a multiple nor a divisor",
-    ),
-    "a core that the ring does not know": (
-        lambda: built(core=nn.DotProductCore("cudnn")),
-        {"context": 2},
-        {},
-        r"context=2: .*method='ring'\): the ring combines",
-    ),
-    "sinks in a core without": (
-        lambda: built(sinks=True),
-        {"context": 2},
-        {"context_method": "gather"},
-        r"context=2: .*no place for sinks",
-    ),
-}
-
-
-def three_of_six(key):
-    """A layer with six heads and three key heads."""
-    mixer = nn.Attention(embed=EMBED, heads=6, kv_heads=3, head_dim=HEAD_DIM, core=nn.DotProductCore(), key=key)
-    return nn.Block(mixer, nn.GatedMLP(embed=EMBED, mlp=MLP, key=key), norm(), norm())
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_that_a_mesh_cannot_split(name):
-    make, mesh, choices, message = MODELS[name]
-    over = plan(mesh, **choices)
-    if message is None:  # the neighbour of a case that fails, and fits
-        over.check(make(), rows=24, seq=48)
-        return
-    with pytest.raises(ValueError, match=message):
-        over.check(make(), rows=24, seq=48)
+        plan_over(mesh, **choices).check(model, rows=rows, seq=seq)
 
 
 def test_axes_of_a_mesh_that_a_plan_does_not_know():
@@ -346,9 +101,9 @@ def test_what_is_not_checked_beforehand_is_checked_by_the_step():
         run.lower(state, batch_of(model))
 
     with pytest.raises(ValueError, match=r"8 rows do not fall into 2 x 6 equal pieces"):
-        step(plan({"fsdp": 2, "pipe": 2}, microbatches=2), accumulate=3)
+        step(plan_over({"fsdp": 2, "pipe": 2}, microbatches=2), accumulate=3)
     with pytest.raises(ValueError, match=r"but .* has (48|8) of it and the axis 3"):
-        step(plan({"tensor": 3}))
+        step(plan_over({"tensor": 3}))
 
 
 def test_a_mesh_larger_than_the_devices():
@@ -359,5 +114,5 @@ def test_a_mesh_larger_than_the_devices():
 def test_what_fits_is_checked_without_an_array():
     model = shapes(lambda: model_of("windows"))
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(model) if nn.has_shape(x))
-    everything = plan({"fsdp": 2, "context": 2, "tensor": 2}, zero=3, residual="sequence", overlap="bidirectional")
+    everything = plan_over({"fsdp": 2, "context": 2, "tensor": 2}, zero=3, residual="sequence", overlap="bidirectional")
     everything.check(model, rows=2, seq=16)
