@@ -38,7 +38,7 @@ def delta_rule(
     weighed = rate[..., None] * key
     system = jnp.tril(_product("nbhid,nbhjd->nbhij", weighed, key) * within, -1)
     sides = jnp.concatenate([rate[..., None] * value, weighed * passing[..., None]], axis=-1)
-    solved = jax.lax.linalg.triangular_solve(system, sides, left_side=True, lower=True, unit_diagonal=True)
+    solved = _solved(system, sides)
     added, corrected = jnp.split(solved, [value.shape[-1]], axis=-1)
     scores = _product("nbhid,nbhjd->nbhij", query, key) * within
     asked, stored = query * passing[..., None], key * ending[..., None]
@@ -66,6 +66,38 @@ def _step(
     news = rate[..., None] * (value - _product("...hd,...hdv->...hv", key, state))
     state = state + key[..., :, None] * news[..., None, :]
     return _product("...hd,...hdv->...hv", query, state)[..., None, :, :], state
+
+
+def _solved(system: Float[Array, "n b h chunk chunk"], sides: Float[Array, "n b h chunk d"]) -> Array:
+    """The solution `x` of `x + system x = sides`, where `system` has nothing on its diagonal or above.
+
+    By products alone, and by a tenth of the time that LAPACK takes. (Its solver for many systems has the threads of the
+    CPU's simulated devices wait for threads: where all of them do, for ever.)
+    """
+    inverse = jax.lax.stop_gradient(_inverse(system))
+    product = lambda one, other: jnp.matmul(one, other, precision="highest")
+    return jax.lax.custom_linear_solve(
+        lambda x: x + product(system, x),
+        sides + jnp.zeros_like(system, shape=()),  # typed as what comes of it, under `shard_map` too
+        lambda _, sides: product(inverse, sides),
+        lambda _, sides: product(inverse.mT, sides),
+    )
+
+
+def _inverse(system: Float[Array, "*n chunk chunk"]) -> Array:
+    """`(I + system)^-1`: the inverses of blocks on the diagonal, of one row, then of two, four and so on.
+
+    Of two neighbours with inverses `X` and `Y` and `A` below the first, the inverse has `-Y A X` there. That is as
+    exact as substitution, which the powers of `system` are not where keys are alike.
+    """
+    size = system.shape[-1]
+    inverse, rows = jnp.broadcast_to(jnp.eye(size, dtype=system.dtype), system.shape), 1
+    while rows < size:
+        block = jnp.arange(size) // rows
+        below = (block[:, None] % 2 == 1) & (block[:, None] - 1 == block)
+        step = jnp.matmul(jnp.where(below, system, 0), inverse, precision="highest")
+        inverse, rows = inverse - jnp.matmul(inverse, step, precision="highest"), 2 * rows
+    return inverse
 
 
 def _fading(decay: Float[Array, "n batch heads chunk"], owners: Int[Array, "n batch chunk"]) -> tuple[Array, ...]:

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from nn_reference import close
 
 from eqformer.nn._delta_rule import delta_rule
+from eqformer.parallel import make_mesh
 
 
 BATCH, HEADS, HEAD_DIM, V_DIM = 2, 3, 4, 5
@@ -81,6 +83,30 @@ def test_so_are_their_gradients(seq, chunk):
         for want, got in zip(*grads, strict=True):
             assert close(got, np.asarray(want), 1e-11)
         assert not close(grads[1][0] * 1.001, np.asarray(grads[0][0]), 1e-5)
+
+
+def test_keys_alike_are_solved_as_exactly():
+    """All keys of a chunk the same: powers of what binds them would grow to 1e18."""
+    seq, chunk = 64, 64
+    arrays, owners = given(seq, jnp.float32), jnp.zeros((BATCH, seq), jnp.int32)
+    arrays[1] = jnp.broadcast_to(arrays[1][:, :1], arrays[1].shape)
+    arrays[3], arrays[4] = jnp.full_like(arrays[3], 0.99), jnp.full_like(arrays[4], -1e-3)
+    expected = literal([np.asarray(x, np.float64) for x in arrays], np.asarray(owners))
+    found = jax.jit(functools.partial(ruled, chunk=chunk))(arrays, owners)
+    assert all(close(*pair, 1e-5) for pair in zip(found, expected, strict=True))
+
+
+def test_eight_devices_compute_at_once():
+    """No call of LAPACK, for whose threads they would wait, each holding one."""
+    arrays, owners = given(13, jnp.float32), documents(13)
+    every = [jnp.tile(x, (8 // BATCH, *[1] * (x.ndim - 1))) for x in (*arrays, owners)]
+    split, rule = PartitionSpec("fsdp"), lambda rows: ruled(rows[:-1], rows[-1], 4)
+    each = jax.shard_map(rule, mesh=make_mesh(fsdp=8), in_specs=split, out_specs=split)
+    compiled = jax.jit(each).lower(every).compile()
+    assert "lapack" not in str(compiled.as_text())
+    assert "lapack" in str(jax.jit(jnp.linalg.cholesky).lower(jnp.eye(3)).compile().as_text())  # the control
+    for found, expected in zip(compiled(every), rule((*arrays, owners)), strict=True):
+        assert close(found[-BATCH:], np.asarray(expected), 1e-5)
 
 
 def test_decays_without_bound_have_finite_gradients():

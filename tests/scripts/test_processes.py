@@ -56,7 +56,8 @@ def both(*arguments, more=()):
 
 
 def outputs(processes, code=0, stop_in=None):
-    """What they have printed, once both have ended with this code; lines of the library that connects them left out.
+    """What they have printed, once both have ended with this code; lines of the library that connects them left out,
+    and the numbers that two of them leave behind where they are written at once.
 
     With `stop_in`, a run's folder, the second is asked to stop when the run is there at step 3.
     """
@@ -70,7 +71,7 @@ def outputs(processes, code=0, stop_in=None):
             process.kill()
             process.communicate()
     assert [process.returncode for process in processes] == [code, code], "\n".join(texts)
-    return ["".join(re.findall(r"^(?!\[Gloo\]|.*peer ranks).*\n", text, re.MULTILINE)) for text in texts]
+    return ["".join(re.findall(r"^(?!\[Gloo\]|.*peer ranks|[\d ]*$).*\n", text, re.MULTILINE)) for text in texts]
 
 
 def test_two_processes_refuse_together_train_and_stop_together(tmp_path):
