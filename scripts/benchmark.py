@@ -33,7 +33,10 @@ class Command:
     """Print a table of benchmarks and write it as JSON."""
 
     only: tuple[
-        Literal["train", "decode", "compile", "memory", "mixtures", "zoo", "layouts", "schedules", "communication"], ...
+        Literal[
+            "train", "decode", "compile", "memory", "mixtures", "mixers", "zoo", "layouts", "schedules", "communication"
+        ],
+        ...,
     ] = ()
     """The benchmarks to run; by default all of one device or, with --simulate 8, all of meshes."""
     simulate: int | None = None

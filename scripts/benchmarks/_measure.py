@@ -6,6 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
 
 REST = 0.25  # seconds; idle threads of a pool wait busily for a while, which would slow down whoever comes next
 
@@ -45,3 +50,24 @@ def rate_rows(group: str, unit: str, amount: float, times: dict[str, list[float]
         value = amount / statistics.median(seconds)
         rows.append(Row(group, name, value, unit, None if seconds is first else ratio, spread))
     return rows
+
+
+class Gradients:
+    """The gradients, of parameters and input, of a layer that returns its output and more; compiled."""
+
+    def __init__(self, layer: Callable[..., Any], x: Array):
+        arrays, rest = eqx.partition(layer, eqx.is_array)
+        loss = lambda arrays, x: jnp.sum(jnp.square(eqx.combine(arrays, rest)(x)[0]))
+        self.program = jax.jit(jax.grad(loss, (0, 1))).lower(arrays, x).compile()
+        self.args = arrays, x
+
+    @property
+    def temporary(self) -> int:
+        """Bytes of temporary memory."""
+        found = self.program.memory_analysis()
+        assert found is not None
+        return found.temp_size_in_bytes
+
+    def __call__(self) -> None:
+        """Once, to the end."""
+        jax.block_until_ready(self.program(*self.args))

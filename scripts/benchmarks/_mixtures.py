@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from benchmarks import _peers
-from benchmarks._measure import rate_rows, Row, seconds_in_turn
+from benchmarks._measure import Gradients, rate_rows, Row, seconds_in_turn
 from eqformer import nn
 
 
@@ -102,24 +102,3 @@ def moe(experts: int, dispatch: nn.Dropless | nn.Capacity | None = None) -> nn.M
         nn.Experts(lambda key: nn.GatedMLP(embed=EMBED, mlp=MLP, key=key), experts, key=each),
         dispatch=dispatch,
     )
-
-
-class Gradients:
-    """A compiled layer's gradients, of parameters and input, ready to be called."""
-
-    def __init__(self, layer: Callable[..., Any], x: Array):
-        arrays, rest = eqx.partition(layer, eqx.is_array)
-        loss = lambda arrays, x: jnp.sum(jnp.square(eqx.combine(arrays, rest)(x)[0]))
-        self.program = jax.jit(jax.grad(loss, (0, 1))).lower(arrays, x).compile()
-        self.args = arrays, x
-
-    @property
-    def temporary(self) -> int:
-        """Bytes of temporary memory."""
-        found = self.program.memory_analysis()
-        assert found is not None
-        return found.temp_size_in_bytes
-
-    def __call__(self) -> None:
-        """Once, to the end."""
-        jax.block_until_ready(self.program(*self.args))

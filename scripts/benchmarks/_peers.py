@@ -88,6 +88,29 @@ def mixtral_layer(x: np.ndarray, *, mlp: int, experts: int, kind: str) -> Callab
     return run
 
 
+def delta_net(x: np.ndarray, *, heads: int, kv_heads: int, head_dim: int) -> Callable[[], None]:
+    """transformers' gated delta net, forward and backward."""
+    import torch  # pyright: ignore[reportMissingImports]  # an extra
+    from transformers import Qwen3NextConfig  # pyright: ignore[reportMissingImports]  # an extra
+    from transformers.models.qwen3_next.modeling_qwen3_next import (  # pyright: ignore[reportMissingImports]  # an extra
+        Qwen3NextGatedDeltaNet,
+    )
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.manual_seed(0)
+    sizes = {"linear_num_value_heads": heads, "linear_num_key_heads": kv_heads}
+    sizes |= {"linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim}
+    layer = Qwen3NextGatedDeltaNet(Qwen3NextConfig(hidden_size=x.shape[-1], **sizes), layer_idx=0)
+    inputs = torch.tensor(x, requires_grad=True)
+
+    def run() -> None:
+        layer.zero_grad(set_to_none=True)
+        inputs.grad = None
+        layer(inputs).square().sum().backward()
+
+    return run
+
+
 def decode(numbers: Llama, ids: np.ndarray, new: int) -> Callable[[], Any]:
     """Greedy `generate` with the static cache."""
     import torch  # pyright: ignore[reportMissingImports]  # an extra

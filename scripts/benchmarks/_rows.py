@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from benchmarks import _layouts, _mixtures, _ours, _peers, _zoo
+from benchmarks import _layouts, _mixers, _mixtures, _ours, _peers, _zoo
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import models, nn, planning
 
@@ -112,6 +112,7 @@ BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "compile": compilation,
     "memory": memory,
     "mixtures": _mixtures.mixtures,
+    "mixers": _mixers.mixers,
     "zoo": _zoo.zoo,
     **OF_MESHES,
 }

@@ -1,0 +1,34 @@
+"""Rows about a recurrence in the place of attention: one layer, forward and backward, against other programs."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import _peers
+from benchmarks._measure import Gradients, rate_rows, Row, seconds_in_turn
+from eqformer import nn
+
+
+EMBED, HEADS, HEAD_DIM, ROWS = 256, 8, 64, 2
+
+
+def mixers(rounds: int) -> Iterator[Row]:
+    """Tokens a second of a gated delta net and of causal attention with as many heads, forward and backward."""
+    delta = nn.GatedDeltaNet(
+        embed=EMBED, heads=HEADS, kv_heads=HEADS // 2, head_dim=HEAD_DIM, v_dim=HEAD_DIM, key=jax.random.key(0)
+    )
+    attention = nn.Attention(
+        embed=EMBED, heads=HEADS, kv_heads=HEADS // 2, head_dim=HEAD_DIM, core=nn.BlockwiseCore(), key=jax.random.key(0)
+    )
+    for seq in (512, 4096):
+        x = jax.random.normal(jax.random.key(1), (ROWS, seq, EMBED))
+        programs = {"gated delta net": Gradients(delta, x), "attention": Gradients(attention, x)}
+        contenders: dict[str, Callable[[], Any]] = {**programs}
+        if _peers.are_installed():
+            sizes = {"heads": HEADS, "kv_heads": HEADS // 2, "head_dim": HEAD_DIM}
+            contenders["gated delta net of transformers"] = _peers.delta_net(np.asarray(x), **sizes)
+        for row in rate_rows(f"mixer, {seq} tokens", "tokens/s", ROWS * seq, seconds_in_turn(contenders, rounds)):
+            memory = f"; {programs[row.name].temporary / 2**20:.0f} MiB" if row.name in programs else ""
+            yield Row(row.group, row.name, row.value, row.unit, row.ratio, row.note + memory)
