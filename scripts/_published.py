@@ -45,7 +45,7 @@ def published_tokenizer(folder: Path, end_of_text: str | None = None) -> data.To
     """The tokenizer that a published folder comes with; bytes for a model of 256 ids that comes with none."""
     file, ends = folder / "tokenizer.json", ends_of(folder)
     if file.exists():
-        return data.FileTokenizer(file, end_of_text=end_of_text or (ends[0] if ends else None))
+        return data.FileTokenizer(file, end_of_text=next(iter(ends), None) if end_of_text is None else end_of_text)
     if models.read_numbers(folder).vocab == data.ByteTokenizer.vocab:
         return _bytes(end_of_text)
     raise ValueError(f"--model {folder}: the folder has no tokenizer.json; put the model's own there.")

@@ -94,6 +94,8 @@ def test_the_end_of_text_is_asked_of_what_can_have_another(folder):
     assert (of(None).end_of_text, of("A", published=folder).end_of_text, of(None, published=folder).end_of_text) == (
         *(0, 65, 10),
     )
+    with pytest.raises(ValueError, match="end_of_text=''"):
+        of("", published=folder)  # a name like any other, and none that this tokenizer knows
     (folder / "tokenizer.json").unlink()
     for more in ({}, {"published": folder}):
         with pytest.raises(ValueError, match="--text.end-of-text A: bytes end a text with 0"):
