@@ -75,12 +75,11 @@ def _solved(system: Float[Array, "n b h chunk chunk"], sides: Float[Array, "n b 
     CPU's simulated devices wait for threads: where all of them do, for ever.)
     """
     inverse = jax.lax.stop_gradient(_inverse(system))
-    product = lambda one, other: jnp.matmul(one, other, precision="highest")
     return jax.lax.custom_linear_solve(
-        lambda x: x + product(system, x),
+        lambda x: x + _exact(system, x),
         sides + jnp.zeros_like(system, shape=()),  # typed as what comes of it, under `shard_map` too
-        lambda _, sides: product(inverse, sides),
-        lambda _, sides: product(inverse.mT, sides),
+        lambda _, sides: _exact(inverse, sides),
+        lambda _, sides: _exact(inverse.mT, sides),
     )
 
 
@@ -95,9 +94,13 @@ def _inverse(system: Float[Array, "*n chunk chunk"]) -> Array:
     while rows < size:
         block = jnp.arange(size) // rows
         below = (block[:, None] % 2 == 1) & (block[:, None] - 1 == block)
-        step = jnp.matmul(jnp.where(below, system, 0), inverse, precision="highest")
-        inverse, rows = inverse - jnp.matmul(inverse, step, precision="highest"), 2 * rows
+        inverse -= _exact(inverse, _exact(jnp.where(below, system, 0), inverse))
+        rows *= 2
     return inverse
+
+
+def _exact(one: Array, other: Array) -> Array:
+    return jnp.matmul(one, other, precision="highest")
 
 
 def _fading(decay: Float[Array, "n batch heads chunk"], owners: Int[Array, "n batch chunk"]) -> tuple[Array, ...]:

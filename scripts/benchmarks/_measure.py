@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -71,3 +71,11 @@ class Gradients:
     def __call__(self) -> None:
         """Once, to the end."""
         jax.block_until_ready(self.program(*self.args))
+
+
+def gradient_rows(group: str, amount: float, contenders: dict[str, Callable[[], Any]], rounds: int) -> Iterator[Row]:
+    """`rate_rows` of tokens a second, with the temporary memory of those that are `Gradients`."""
+    for row in rate_rows(group, "tokens/s", amount, seconds_in_turn(contenders, rounds)):
+        program = contenders[row.name]
+        memory = f"; {program.temporary / 2**20:.0f} MiB" if isinstance(program, Gradients) else ""
+        yield dataclasses.replace(row, note=row.note + memory)

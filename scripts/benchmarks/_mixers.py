@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from benchmarks import _peers
-from benchmarks._measure import Gradients, rate_rows, Row, seconds_in_turn
+from benchmarks._measure import gradient_rows, Gradients, Row
 from eqformer import nn
 
 
@@ -24,11 +24,11 @@ def mixers(rounds: int) -> Iterator[Row]:
     )
     for seq in (512, 4096):
         x = jax.random.normal(jax.random.key(1), (ROWS, seq, EMBED))
-        programs = {"gated delta net": Gradients(delta, x), "attention": Gradients(attention, x)}
-        contenders: dict[str, Callable[[], Any]] = {**programs}
+        contenders: dict[str, Callable[[], Any]] = {
+            "gated delta net": Gradients(delta, x),
+            "attention": Gradients(attention, x),
+        }
         if _peers.are_installed():
             sizes = {"heads": HEADS, "kv_heads": HEADS // 2, "head_dim": HEAD_DIM}
             contenders["gated delta net of transformers"] = _peers.delta_net(np.asarray(x), **sizes)
-        for row in rate_rows(f"mixer, {seq} tokens", "tokens/s", ROWS * seq, seconds_in_turn(contenders, rounds)):
-            memory = f"; {programs[row.name].temporary / 2**20:.0f} MiB" if row.name in programs else ""
-            yield Row(row.group, row.name, row.value, row.unit, row.ratio, row.note + memory)
+        yield from gradient_rows(f"mixer, {seq} tokens", ROWS * seq, contenders, rounds)

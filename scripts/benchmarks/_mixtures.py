@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from benchmarks import _peers
-from benchmarks._measure import Gradients, rate_rows, Row, seconds_in_turn
+from benchmarks._measure import gradient_rows, Gradients, rate_rows, Row, seconds_in_turn
 from eqformer import nn
 
 
@@ -58,14 +58,11 @@ def mixtures(rounds: int) -> Iterator[Row]:
         "one-hot products, 1.25, groups of a row": OneHotMoE(moe(8), SEQ),
         "one-hot products, 1.25, one group": OneHotMoE(moe(8), TOKENS),
     }
-    programs = {name: Gradients(layer, x) for name, layer in layers.items()}
-    contenders: dict[str, Callable[[], Any]] = {**programs}
+    contenders: dict[str, Callable[[], Any]] = {name: Gradients(layer, x) for name, layer in layers.items()}
     if _peers.are_installed():
         for kind in ("eager", "grouped_mm"):
             contenders[f"transformers, {kind}"] = _peers.mixtral_layer(np.asarray(x), mlp=MLP, experts=8, kind=kind)
-    for row in rate_rows("mixture", "tokens/s", TOKENS, seconds_in_turn(contenders, rounds)):
-        memory = f"; {programs[row.name].temporary / 2**20:.0f} MiB" if row.name in programs else ""
-        yield Row(row.group, row.name, row.value, row.unit, row.ratio, row.note + memory)
+    yield from gradient_rows("mixture", TOKENS, contenders, rounds)
     numbers, choices = (8, 16, 32, 64), jnp.repeat(x.reshape(TOKENS, EMBED), TOP_K, axis=0)
     more = {f"{number} experts": Gradients(moe(number), x) for number in numbers}
     even = {f"{number} experts alone, even loads": Gradients(Even(moe(number).experts), choices) for number in numbers}

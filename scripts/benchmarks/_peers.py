@@ -18,11 +18,9 @@ def are_installed() -> bool:
 
 def model_of(numbers: Llama, max_length: int) -> Any:
     """transformers' Llama of these numbers, with random weights in float32."""
-    import torch  # pyright: ignore[reportMissingImports]  # an extra
     import transformers  # pyright: ignore[reportMissingImports]  # an extra
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    torch.manual_seed(0)
+    _begin()
     transformers.logging.set_verbosity_error()
     config = transformers.LlamaConfig(
         vocab_size=numbers.vocab,
@@ -71,44 +69,27 @@ def mixtral_layer(x: np.ndarray, *, mlp: int, experts: int, kind: str) -> Callab
         MixtralSparseMoeBlock,
     )
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    torch.manual_seed(0)
+    _begin()
     config = MixtralConfig(hidden_size=x.shape[-1], intermediate_size=mlp, num_local_experts=experts)
     config._experts_implementation = kind
     layer = MixtralSparseMoeBlock(config)
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    inputs = torch.tensor(x, requires_grad=True)
-
-    def run() -> None:
-        layer.zero_grad(set_to_none=True)
-        inputs.grad = None
-        layer(inputs).square().sum().backward()
-
-    return run
+    return _gradients(layer, x)
 
 
 def delta_net(x: np.ndarray, *, heads: int, kv_heads: int, head_dim: int) -> Callable[[], None]:
     """transformers' gated delta net, forward and backward."""
-    import torch  # pyright: ignore[reportMissingImports]  # an extra
     from transformers import Qwen3NextConfig  # pyright: ignore[reportMissingImports]  # an extra
     from transformers.models.qwen3_next.modeling_qwen3_next import (  # pyright: ignore[reportMissingImports]  # an extra
         Qwen3NextGatedDeltaNet,
     )
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    torch.manual_seed(0)
+    _begin()
     sizes = {"linear_num_value_heads": heads, "linear_num_key_heads": kv_heads}
     sizes |= {"linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim}
     layer = Qwen3NextGatedDeltaNet(Qwen3NextConfig(hidden_size=x.shape[-1], **sizes), layer_idx=0)
-    inputs = torch.tensor(x, requires_grad=True)
-
-    def run() -> None:
-        layer.zero_grad(set_to_none=True)
-        inputs.grad = None
-        layer(inputs).square().sum().backward()
-
-    return run
+    return _gradients(layer, x)
 
 
 def decode(numbers: Llama, ids: np.ndarray, new: int) -> Callable[[], Any]:
@@ -159,3 +140,25 @@ def forward(folder: Path, ids: np.ndarray) -> tuple[Callable[[], np.ndarray], Ca
             return model.generate(inputs[:1], attention_mask=whole, max_new_tokens=1, do_sample=False, pad_token_id=0)
 
     return logits, first
+
+
+def _begin() -> None:
+    """All cores, and weights that are always the same."""
+    import torch  # pyright: ignore[reportMissingImports]  # an extra
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.manual_seed(0)
+
+
+def _gradients(layer: Any, x: np.ndarray) -> Callable[[], None]:
+    """A layer forward and backward, down to its parameters and input."""
+    import torch  # pyright: ignore[reportMissingImports]  # an extra
+
+    inputs = torch.tensor(x, requires_grad=True)
+
+    def run() -> None:
+        layer.zero_grad(set_to_none=True)
+        inputs.grad = None
+        layer(inputs).square().sum().backward()
+
+    return run

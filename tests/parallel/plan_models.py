@@ -1,6 +1,7 @@
 """Small models to lay out over meshes: three families, and what is in none of them, with numbers of numpy's drawing."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -277,10 +278,7 @@ def batch_of(model: nn.Transformer, rows: int = 8, seq: int = 16, seed: int = 0)
 
 def plan_over(mesh: dict[str, int], **choices) -> Plan:
     """A plan over the first devices."""
-    size = 1
-    for number in mesh.values():
-        size *= number
-    return Plan(make_mesh(**mesh, devices=jax.devices()[:size]), **choices)
+    return Plan(make_mesh(**mesh, devices=jax.devices()[: math.prod(mesh.values())]), **choices)
 
 
 def shapes(build) -> nn.Transformer:

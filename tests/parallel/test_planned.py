@@ -5,9 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plan_models import plan_over
 
 from eqformer import generation, models
-from eqformer.parallel import _planned as module, make_mesh, Plan, Planned, shardings
+from eqformer.parallel import _planned as module, Planned, shardings
 
 
 PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 1], [2]]
@@ -31,10 +32,6 @@ def planned(model, plan):
     return Planned(eqx.combine(jax.device_put(arrays, shardings(plan.parameter_specs(arrays), plan.mesh)), rest), plan)
 
 
-def plan_of(sizes, **options):
-    return Plan(make_mesh(**sizes, devices=jax.devices()[: int(np.prod([*sizes.values()]))]), **options)
-
-
 def built(name):
     """With weights so large that the text is not always the same."""
     model = eqx.filter_jit(lambda: models.build(name, key=jax.random.key(0)))()
@@ -51,22 +48,22 @@ def test_text_is_one_devices(monkeypatch):
     model = built("llama-byte-1m")
     alone = written(model, 3)
     assert len(set(alone.ids[0].tolist())) > 10
-    cut = planned(model, plan_of({"pipe": 2, "context": 2, "tensor": 2}))
+    cut = planned(model, plan_over({"pipe": 2, "context": 2, "tensor": 2}))
     assert same(written(cut, 3), alone)
     keys = cut.init_cache(3, 64)[0].keys
     assert keys.addressable_shards[0].data.size * 8 == keys.size == 4 * 3 * 64 * 4 * 16
     monkeypatch.setattr(module.jnp, "exp", lambda x: jnp.ones_like(x))  # parts of the softmax that are not weighed
-    assert not same(written(planned(model, plan_of({"context": 2})), 3), alone)
+    assert not same(written(planned(model, plan_over({"context": 2})), 3), alone)
 
 
 @pytest.mark.grid
 def test_weights_that_are_gathered_and_prompts_in_chunks(monkeypatch):
     model = built("llama-byte-1m")
     alone = written(model, 3)
-    assert same(written(planned(model, plan_of({"fsdp": 4}, zero=3)), 3, prefill_chunk=32), alone)
+    assert same(written(planned(model, plan_over({"fsdp": 4}, zero=3)), 3, prefill_chunk=32), alone)
     monkeypatch.setattr(module, "_piece", lambda cache, pieces: cache)
     with pytest.raises(ValueError, match="NaN"):  # tokens beyond a piece that takes itself for the whole
-        written(planned(model, plan_of({"context": 2}, smallest=2)), 3)
+        written(planned(model, plan_over({"context": 2}, smallest=2)), 3)
 
 
 MESHES = {
@@ -86,7 +83,7 @@ MESHES = {
 def test_families(family, mesh):
     name = min((name for name in models.FAMILIES[family].presets if "byte" in name), key=len)
     sizes, model = MESHES[mesh], built(name)
-    plan = plan_of(sizes)
+    plan = plan_over(sizes)
     try:
         whole = planned(model, plan)
     except ValueError as error:  # as training would: what the mesh cannot split

@@ -71,7 +71,7 @@ def outputs(processes, code=0, stop_in=None):
             process.kill()
             process.communicate()
     assert [process.returncode for process in processes] == [code, code], "\n".join(texts)
-    return ["".join(re.findall(r"^(?!\[Gloo\]|.*peer ranks|[\d ]*$).*\n", text, re.MULTILINE)) for text in texts]
+    return ["".join(re.findall(r"^(?!\[Gloo\]|.*peer ranks|\d+$).*\n", text, re.MULTILINE)) for text in texts]
 
 
 def test_two_processes_refuse_together_train_and_stop_together(tmp_path):

@@ -5,13 +5,9 @@ import json
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
+from same_bits import assert_same_bits
 
 from eqformer import training
-
-
-def arrays_of(tree):
-    return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, make_model, make_batch, key):
@@ -44,7 +40,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, make_model, ma
 
     state, saved_key, position = restored()
     again, metrics_again = run(state, batches[position:], saved_key)
-    jax.tree.map(np.testing.assert_array_equal, arrays_of(again), arrays_of(straight))
+    assert_same_bits(again, straight)
     assert {name: float(x) for name, x in metrics.items()} == {name: float(x) for name, x in metrics_again.items()}
 
     # The controls: each thing that is not carried over shows in the table.

@@ -7,21 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from same_bits import assert_same_bits, leaves
 
 from eqformer import training
 
 
 loss = partial(training.next_token_loss, chunk=16)
-
-
-def leaves(tree):
-    return [np.asarray(x).copy() for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
-
-
-def assert_same_bits(one, other):
-    for a, b in zip(leaves(one), leaves(other), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a.view(np.uint8) if a.ndim else a, b.view(np.uint8) if b.ndim else b)
 
 
 def test_microbatches_give_the_big_batch_s_gradient_with_dropout(make_model, make_batch, key):
