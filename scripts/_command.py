@@ -10,7 +10,7 @@ import tyro
 from _published import recipe_of_folder
 from recipes import Recipe, RECIPES
 
-from eqformer import models
+from eqformer import models, nn
 
 
 Command = TypeVar("Command")
@@ -18,6 +18,9 @@ Command = TypeVar("Command")
 
 def parse(kind: type[Command], arguments: Sequence[str]) -> Command:
     """The command, a dataclass with fields `recipe` (a name) and `run` (the recipe), that the flags make."""
+    for flag in ("--precision.parameters", "--precision.compute"):  # before the parser calls them something else
+        if (dtype := _value(flag, arguments)) is not None:
+            nn.float_dtype(dtype, f"{flag} {dtype}")
     name, folder = _value("--recipe", arguments), _value("--model", arguments)
     recipe = recipe_of(name or "default", None if folder is None else Path(folder))
     name = name or ("default" if folder is None else Path(folder).absolute().name)

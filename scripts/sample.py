@@ -23,7 +23,7 @@ from _screen import fail, Screen
 from _setup import build_model, latest_model
 from recipes import Mesh, Recipe
 
-from eqformer import data, generation, models, parallel, training
+from eqformer import data, generation, models, nn, parallel, training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,9 @@ class Command:
     """Above 1: make tokens that are already in the text less likely."""
     seed: int = 0
     """The same seed writes the same text."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """What a published model is kept and computed in; by default what it is published in."""
+    dtype: str | None = None
+    """What a published model is kept and computed in, as float32 (fp32), bfloat16 (bf16) or float16 (fp16); by default
+    what it is published in."""
     mesh: Mesh = Mesh()
     zero: Literal[0, 3] = 0
     """What is split over --mesh.fsdp: nothing, or (3) all weights, gathered when their layer's turn comes."""
@@ -76,6 +77,7 @@ class Writer:
 
 def writer_of(command: Command) -> Writer:
     """What the command names, over its mesh: the text is the same on any."""
+    dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
     if command.model is not None:
         if command.run_dir is not None:
             raise ValueError(
@@ -83,10 +85,10 @@ def writer_of(command: Command) -> Writer:
             )
         plan, tokenizer = plan_for(command, recipe_of_folder(command.model)), published_tokenizer(command.model)
         with Screen(errors=True).bytes(f"reading {command.model}") as progress:
-            model = models.load(command.model, plan=plan, dtype=command.dtype, progress=progress)
+            model = models.load(command.model, plan=plan, dtype=dtype, progress=progress)
         folder = command.model
     else:
-        if command.dtype is not None:
+        if dtype is not None:
             raise ValueError(
                 f"--dtype {command.dtype}: a run's model is computed in what its recipe says; leave it out, or write "
                 "the model out (scripts/convert.py) and give --model."

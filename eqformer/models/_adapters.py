@@ -8,13 +8,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from .._extra import load_extra
-from ..nn import LoRA, path_name, Transformer
+from ..nn import float_dtype, LoRA, path_name, Transformer
 from ._adapter_config import AdapterConfig, read_adapter_config, write_adapter_config
 from ._adapter_sites import is_map, maps, Site, sites_of
 from ._families import Numbers
-from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, check_dtype, Folder, new_folder, read_json, write_json
+from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, new_folder, read_json, write_json
 from ._published import check_shapes, format_of
 from ._weights import Published
 
@@ -25,7 +26,7 @@ def load_adapter(
     *,
     like: str | Path | None = None,
     numbers: Numbers | None = None,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Transformer:
     """The model with the `LoRA`s of a folder that peft wrote.
 
@@ -37,7 +38,7 @@ def load_adapter(
     """
     folder = Folder(path, ADAPTER, "load_adapter")
     call = folder.call
-    check_dtype(call, dtype)
+    dtype = None if dtype is None else float_dtype(dtype, f"{call}: dtype={dtype!r}")
     published, numbers = format_of(call, like, numbers)
     config = read_adapter_config(read_json(folder.path / CONFIG), str(folder.path / CONFIG))
     if any(isinstance(node, LoRA) for node in maps(model)):

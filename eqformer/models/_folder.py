@@ -95,12 +95,6 @@ class Folder:
         return list(header)
 
 
-def check_dtype(call: str, dtype: str | None) -> None:
-    """Raise a `ValueError` for a dtype that no weights have."""
-    if dtype is not None and dtype not in FLOATS.values():
-        raise ValueError(f"{call}: dtype={dtype!r} is none that weights have; those are {', '.join(FLOATS.values())}.")
-
-
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to write in, which becomes `target` when all is written, and nothing where that fails."""

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from .. import nn
+from ..nn import float_dtype
 from ..parallel import Plan, shardings
 from ._families import build, Numbers
-from ._folder import check_dtype, Folder
+from ._folder import Folder
 from ._published import numbers_of, rules_of
 from ._weights import Published, Weight
 
@@ -32,7 +34,7 @@ def load(
     mesh: Mesh | None = None,
     plan: Plan | None = None,
     *,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     core: Callable[..., Array] | None = None,
     remat: str = "none",
     unroll: int = 1,
@@ -43,8 +45,8 @@ def load(
     A `mesh` alone is the plan that splits all it can, `Plan(mesh, zero=3)`. Each array of the folder is mapped into
     memory, read once, and copied into the parts of it that this process's devices hold; beside the parts of one leaf
     (the same array of all layers, or those published joined to it) nothing is held. Each leaf has its published dtype,
-    one that holds those of all layers, or `dtype`; the model computes in its table's. `core`, `remat`, `unroll` are
-    `build`'s; `progress` is told the bytes that are done, and of how many.
+    one that holds those of all layers, or `dtype` (also `bf16`); the model computes in its table's. `core`, `remat`,
+    `unroll` are `build`'s; `progress` is told the bytes that are done, and of how many.
 
     Raises a `ValueError` for a folder that is not what it says, and one that lists what is left over: arrays of the
     folder that no rule reads (but for a head that is stored beside its equal, the table to which it is tied), leaves
@@ -52,7 +54,7 @@ def load(
     """
     plan = _plan(path, mesh, plan)
     folder = Folder(path)
-    check_dtype(folder.call, dtype)
+    dtype = None if dtype is None else float_dtype(dtype, f"{folder.call}: dtype={dtype!r}")
     published, numbers = numbers_of(folder.path)
     rules = rules_of(folder, published, numbers)
     shapes = eqx.filter_eval_shape(lambda: build(numbers, core=core, remat=remat, unroll=unroll, key=jax.random.key(0)))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Key
 
 from ._cache import empty_slots, KVCache
 from ._core import DotProductCore
-from ._dtype import at_least_float32
+from ._dtype import at_least_float32, float_dtype
 from ._linear import Linear
 from ._mask import causal, Mask
 from ._norm import LayerNorm, RMSNorm
@@ -130,6 +130,7 @@ class Attention(eqx.Module):
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
         """An empty cache for rows of up to `capacity` tokens, shorter and rolling where the mask forgets sooner."""
+        dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         reach = self.mask.reach(capacity)
         shape = (*batch, reach, *self.key.weight.shape[:2])
         keys, values = jnp.zeros(shape, dtype), jnp.zeros((*shape[:-1], self.value.weight.shape[1]), dtype)

@@ -12,7 +12,7 @@ from ._cache import check_one_document, DeltaCache
 from ._conv import CausalConv
 from ._delta_rule import delta_rule
 from ._documents import documents_of
-from ._dtype import at_least_float32
+from ._dtype import at_least_float32, float_dtype
 from ._linear import Linear
 from ._norm import RMSNorm
 from ._tokens import Tokens, tokens_or_default
@@ -141,6 +141,7 @@ class GatedDeltaNet(eqx.Module):
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> DeltaCache:
         """An empty cache; `capacity` does not matter."""
+        dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         kv_heads, head_dim = self.key.weight.shape[:2]
         heads, v_dim = self.value.weight.shape[:2]
         kept = (*batch, self.key_conv.weight.shape[-1] - 1)

@@ -1,5 +1,8 @@
-"""The dtype of reductions."""
+"""The dtype of reductions, and dtypes by their names."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -7,3 +10,35 @@ import numpy as np
 def at_least_float32(dtype: np.dtype) -> np.dtype:
     """float32 for narrower floating-point dtypes, and any wider one itself."""
     return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype("float32")
+
+
+def float_dtype(dtype: Any, call: str) -> str:
+    """The full name of a dtype that weights and computation can have, of a short one (`bf16`, `half`) or of a dtype.
+
+    Raises a `ValueError` that begins with `call` for any other, and for float64 where JAX has it switched off.
+    """
+    name = dtype.strip().lower().rpartition(".")[2] if isinstance(dtype, str) else _name(dtype)
+    full = next((full for full, short in _FLOATS.items() if name == full or name in short), None)
+    if full is None:
+        shown = repr(dtype) if isinstance(dtype, str) else name
+        known = ", ".join(f"{full} ({short[0]})" for full, short in _FLOATS.items())
+        raise ValueError(f"{call}: {shown} is no floating-point dtype of weights; give one of {known}.")
+    if full == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(f"{call}: JAX has float64 only where JAX_ENABLE_X64=1 is set before it starts; set it.")
+    return full
+
+
+def _name(dtype: Any) -> str:
+    try:
+        return "None" if dtype is None else jnp.dtype(dtype).name  # to NumPy None is float64
+    except TypeError:
+        return str(dtype)
+
+
+# By their full names, what else people call them; the first is told.
+_FLOATS = {
+    "float32": ("fp32", "f32", "float", "single"),
+    "bfloat16": ("bf16",),
+    "float16": ("fp16", "f16", "half"),
+    "float64": ("fp64", "f64", "double"),
+}

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from ._cache import empty_slots, LatentCache
 from ._core import DotProductCore
+from ._dtype import float_dtype
 from ._linear import Linear
 from ._lora import weight_of
 from ._mask import causal, Mask
@@ -147,6 +148,7 @@ class LatentAttention(eqx.Module):
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> LatentCache:
         """An empty cache for rows of up to `capacity` tokens, shorter and rolling where the mask forgets sooner."""
+        dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         reach = self.mask.reach(capacity)
         latents = jnp.zeros((*batch, reach, self.latent_down.weight.shape[0]), dtype)
         rotary_keys = jnp.zeros((*batch, reach, 0 if self.rotary is None else self.rotary.dim), dtype)

@@ -4,9 +4,9 @@ import dataclasses
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ._dtype import float_dtype
 from ._transformer import Transformer
 
 
@@ -16,6 +16,7 @@ class Precision:
 
     Reductions (norms, softmax, logits, losses) are in float32 at least whatever the policy. `Precision()` is float32
     throughout, `Precision(compute="bfloat16")` mixed precision, `Precision("bfloat16", "bfloat16")` for inference.
+    Dtypes go by their names, also short ones (`bf16`), which become the full ones.
     """
 
     parameters: str = "float32"
@@ -23,10 +24,7 @@ class Precision:
 
     def __post_init__(self):
         for name, dtype in (("parameters", self.parameters), ("compute", self.compute)):
-            if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-                raise ValueError(
-                    f"Precision({name}={dtype!r}): give a floating-point dtype, such as float32 or bfloat16."
-                )
+            object.__setattr__(self, name, float_dtype(dtype, f"Precision({name}={dtype!r})"))
 
     def apply(self, model: Transformer) -> Transformer:
         """The model with its parameters cast and its compute dtype set."""
@@ -35,4 +33,5 @@ class Precision:
 
 def cast(tree: PyTree, dtype: str) -> PyTree:
     """The tree with its floating-point arrays in `dtype`; other leaves stay."""
-    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
+    name = float_dtype(dtype, f"cast(dtype={dtype!r})")
+    return jax.tree.map(lambda x: x.astype(name) if eqx.is_inexact_array(x) else x, tree)

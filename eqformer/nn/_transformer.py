@@ -8,11 +8,16 @@ from jaxtyping import Array, Float, Int, PyTree
 from ._block import Norm
 from ._core import soft_capped
 from ._dropout import Dropout
+from ._dtype import float_dtype
 from ._embedding import Embedding, LearnedPositions, unembed
 from ._linear import Linear
 from ._lora import LoRA
 from ._stack import Stack
 from ._tokens import Tokens, tokens_or_default
+
+
+def _compute_dtype(dtype: str) -> str:
+    return float_dtype(dtype, f"Transformer(compute_dtype={dtype!r})")
 
 
 class Transformer(eqx.Module):
@@ -29,7 +34,7 @@ class Transformer(eqx.Module):
     head: Linear | LoRA | None = None
     positions: LearnedPositions | None = None
     dropout: Dropout | None = None
-    compute_dtype: str = eqx.field(static=True, default="float32")
+    compute_dtype: str = eqx.field(static=True, default="float32", converter=_compute_dtype)
     logit_scale: float | None = eqx.field(static=True, default=None)
     logit_softcap: float | None = eqx.field(static=True, default=None)
 

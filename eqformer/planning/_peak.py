@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..nn import float_dtype
+
 
 def matmul_peak(dtype: str = "float32", *, size: int | None = None, seconds: float = 0.5, device: Any = None) -> float:
     """Best FLOP/s of a `size x size` product over `seconds` of repeats on one device (`None`: JAX's first).
@@ -17,8 +19,7 @@ def matmul_peak(dtype: str = "float32", *, size: int | None = None, seconds: flo
     size = (2048 if device.platform == "cpu" else 8192) if size is None else size
     if size < 1 or not seconds > 0:
         raise ValueError(f"matmul_peak(size={size}, seconds={seconds}): both must be positive.")
-    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise ValueError(f"matmul_peak(dtype={dtype!r}): only floating-point products are counted.")
+    dtype = float_dtype(dtype, f"matmul_peak(dtype={dtype!r})")
     left = jax.device_put(jnp.full((size, size), 0.5, dtype), device)
     product = jax.jit(lambda x, y: x @ y)
     product(left, left).block_until_ready()

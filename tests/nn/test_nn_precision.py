@@ -17,9 +17,47 @@ def test_cast_touches_floating_point_arrays_alone():
 
 @pytest.mark.parametrize("field", ["parameters", "compute"])
 def test_dtypes_are_floating_point(field):
-    with pytest.raises(ValueError, match=rf"Precision\({field}='int32'\): give a floating-point dtype"):
+    with pytest.raises(
+        ValueError, match=rf"Precision\({field}='int32'\): 'int32' is no floating-point dtype of weights; give one"
+    ):
         nn.Precision(**{field: "int32"})
     assert nn.Precision() == nn.Precision("float32", "float32")
+
+
+def test_dtypes_go_by_the_names_that_people_type():
+    typed = {"float32": "float32 fp32 f32 float FP32 jnp.float32", "bfloat16": "bfloat16 bf16 torch.bfloat16"}
+    typed |= {"float16": "float16 fp16 f16 half"}
+    for full, names in typed.items():
+        assert {nn.float_dtype(name, "") for name in [*names.split(), jnp.dtype(full), jnp.dtype(full).type]} == {full}
+    assert nn.Precision("half", "bf16") == nn.Precision("float16", "bfloat16")
+    for refused in ("int8", "bf", "", "float8_e4m3fn", None, object()):
+        with pytest.raises(ValueError, match=r"^--dtype: .* give one of float32 \(fp32\), bfloat16 \(bf16\)"):
+            nn.float_dtype(refused, "--dtype")
+    for name in ("float64", "double"):
+        with pytest.raises(ValueError, match="JAX_ENABLE_X64=1"):
+            nn.float_dtype(name, "")
+    with jax.enable_x64(True):
+        assert nn.float_dtype("double", "") == "float64"
+
+
+def test_models_and_caches_take_short_names():
+    split = jax.random.split(jax.random.key(0), 3)
+    attention = lambda key: nn.Attention(embed=8, heads=2, head_dim=4, key=key)
+    norm = nn.RMSNorm("embed", embed=8)
+    block = lambda key: nn.Block(attention(key), nn.MLP(embed=8, mlp=8, key=key), norm, norm)
+    model = nn.Transformer(
+        nn.Embedding(vocab=8, embed=8, key=split[0]), (nn.Stack(block, 1, key=split[1]),), norm, compute_dtype="bf16"
+    )
+    assert model.compute_dtype == "bfloat16"
+    latent = nn.LatentAttention(embed=8, heads=2, latent=4, head_dim=4, v_dim=4, key=split[2])
+    for keeper in (model, attention(split[2]), latent):
+        caches = keeper.init_cache((1,), 4), keeper.init_cache((1,), 4, "half")
+        found = [
+            {x.dtype.name for x in jax.tree.leaves(cache) if jnp.issubdtype(x.dtype, jnp.floating)} for cache in caches
+        ]
+        assert found == [{"bfloat16" if keeper is model else "float32"}, {"float16"}]
+        with pytest.raises(ValueError, match=r"init_cache\(dtype='int4'\)"):
+            keeper.init_cache((1,), 4, "int4")
 
 
 def test_reductions_are_float32_at_least():

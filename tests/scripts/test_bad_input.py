@@ -48,7 +48,7 @@ def refused(capsys):
         ("--steps 0", ["--steps 0", "at least 1"]),
         ("--sample-every -1", ["--sample-every -1", "0 for none"]),
         ("--optimizer.learning-rate -1", ["peak=-1", "positive"]),
-        ("--precision.compute int8", ["int8", "floating-point"]),
+        ("--precision.compute int8", ["error: --precision.compute int8: ", "floating-point", "bfloat16 (bf16)"]),
         ("--data no/such/folder", ["no/such/folder"]),
         ("--text.tokenizer no/such.json", ["no/such.json"]),
         ("--data README.md --text.hub someone/texts", ["README.md", "someone/texts", "one of them"]),

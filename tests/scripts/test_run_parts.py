@@ -16,13 +16,14 @@ import pytest
 import sample
 from _command import parse, recipe_of
 from _published import check_published, ends_of, tokenizer_of
+from _recipe_file import to_json
 from _run_directory import RunDirectory
 from _screen import Screen
 from _setup import build_model, keys_of
 from _sinks import open_sinks
 from recipes import Recipe, Sinks, Text
 
-from eqformer import data, models
+from eqformer import data, models, nn
 from eqformer.generation._prompts import prepare
 
 
@@ -61,6 +62,12 @@ def test_a_published_folder_is_found_from_where_one_stands(folder, monkeypatch):
     check_published(run)
     with pytest.raises(ValueError, match="published: .* -> 'published'"):
         check_published(dataclasses.replace(run, published=Path(folder.name)))
+
+
+def test_dtypes_go_by_short_names():
+    run = parse(pretrain.Command, ["--precision.compute", "bf16", "--precision.parameters=half"]).run
+    assert run.precision == nn.Precision("float16", "bfloat16")
+    assert json.dumps(to_json(run)).count('"bfloat16"') == 1  # a run's file holds the full names
 
 
 def test_a_folder_is_a_recipes_once_something_is_saved(tmp_path):
@@ -128,6 +135,7 @@ def test_prompts_begin_alike_for_a_published_model_and_a_run_of_it(folder):
     [
         ("--model {folder} --run-dir runs/a", "--model {folder} --run-dir runs/a: one model writes"),
         ("--run-dir runs/a --dtype bfloat16", "--dtype bfloat16: a run's model"),
+        ("--model {folder} --dtype int8", "error: --dtype int8: 'int8' is no floating-point dtype"),
         ("--model {folder} --simulate 0", "--simulate 0: it counts devices"),
     ],
 )
