@@ -132,9 +132,19 @@ def _dot_product_attention(
     implementation: Literal["xla", "cudnn"] | None,
     **rules: Any,
 ) -> Float[Array, "batch seq heads head_dim"]:
+    def attend(query: Array, key: Array, value: Array) -> Array:
+        return jax.nn.dot_product_attention(query, key, value, implementation=implementation, **rules)
+
+    def in_float32(*arrays: Array) -> Array:
+        return attend(*(x.astype(jnp.float32) for x in arrays)).astype(query.dtype)
+
     # Asked for by name, jax never replaces cuDNN: it refuses here, or when it lowers for a platform without it.
     try:
-        return jax.nn.dot_product_attention(query, key, value, implementation=implementation, **rules)
+        if query.dtype == jnp.float16 and implementation != "cudnn":
+            # jax asks for float16 products with float32 sums by a name that only GPUs know. Which platform it is, is
+            # settled when it lowers, and a GPU gets the program that it had.
+            return jax.lax.platform_dependent(query, key, value, cpu=in_float32, tpu=in_float32, default=attend)
+        return attend(query, key, value)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         if implementation != "cudnn":
             raise

@@ -176,6 +176,32 @@ def test_bfloat16_in_and_out_with_float32_sums(core):
 
 
 @pytest.mark.parametrize("core", CORES)
+def test_float16_runs_on_a_cpu_that_has_no_such_products(core):
+    case = CASES["causal"]
+    arrays, tokens, _ = arrays_of(case)
+    half = {name: jnp.asarray(x, jnp.float16) for name, x in arrays.items()}
+    exact = literal(case, {name: np.asarray(x, np.float64) for name, x in half.items()}, tokens, None)
+    with jax.numpy_dtype_promotion("standard" if core == "dot_product" else "strict"):
+        got = attended(CORES[core](case), case, half, tokens, None)
+    assert all(x.dtype == jnp.float16 for x in got.values())
+    assert distance({name: np.asarray(x, np.float64) for name, x in got.items()}, exact, tokens) < 2e-3
+
+
+def test_a_gpu_s_program_in_float16_is_the_kernel_s_own():
+    half = jnp.ones((1, 4, 2, 8), jnp.float16)
+    ours = lambda x: DotProductCore()(x, x, x, mask=causal(), tokens=positions_like((1, 4)), scale=1.0)
+    plain = lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True, scale=1.0)
+
+    def products(call, platform: str) -> list[str]:
+        with jax.numpy_dtype_promotion("standard"):
+            text = jax.jit(call).trace(half).lower(lowering_platforms=(platform,)).as_text()
+        return [line.split("dot_general")[1].split(",", 2)[2] for line in text.splitlines() if "dot_general" in line]
+
+    assert products(ours, "cuda") == products(plain, "cuda") != products(ours, "cpu")
+    assert len(products(ours, "cpu")) == 2 and not any("f16" in line for line in products(ours, "cpu"))
+
+
+@pytest.mark.parametrize("core", CORES)
 def test_is_traced_once_for_any_positions(core):
     case, traces = CASES["window, packed"], 0
     arrays, tokens, _ = arrays_of(case)
