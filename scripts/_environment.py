@@ -4,7 +4,8 @@ import ctypes
 import os
 import platform
 from collections.abc import Sequence
-from importlib.metadata import version
+
+from _xla import as_flags, known
 
 
 def prepare(arguments: Sequence[str] = ()) -> None:
@@ -13,10 +14,8 @@ def prepare(arguments: Sequence[str] = ()) -> None:
     `--simulate N` among the arguments has the CPU act as N devices, for which JAX must be told before it starts.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
-    # XLA ends the process at a flag it does not know, so they are given to the versions they were measured with.
-    if version("jaxlib").startswith("0.10."):
-        given = {flag.partition("=")[0] for flag in flags}
-        flags += [f"{name}={value}" for name, value in _CPU_FLAGS.items() if name not in given]
+    given = {flag.partition("=")[0].lstrip("-") for flag in flags}
+    flags += as_flags(known({name: value for name, value in _CPU_FLAGS.items() if name not in given}))
     number = simulated(arguments)
     if number is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -45,7 +44,7 @@ def keep_pages(libc: ctypes.CDLL) -> None:
 
 # Products and reductions by XLA's own library of kernels, fused with what surrounds them.
 _CPU_FLAGS = {
-    "--xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE",
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE",
 }
 _DEVICES = "--xla_force_host_platform_device_count"
 

@@ -50,7 +50,7 @@ def draw_loads(metrics: Path, target: Path) -> None:
     if not told:
         return
     steps, loads = [step for step, _ in told], np.asarray([load for _, load in told])  # steps layers experts
-    layers, experts = loads.shape[1:]
+    layers, experts = np.shape(loads[0])
     figure = Figure(figsize=(8, 0.6 + 1.1 * layers), dpi=110, layout="constrained")
     panels = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
     for number, axes in enumerate(panels):

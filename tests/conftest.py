@@ -6,12 +6,17 @@ a few times.
 
 import gc
 import os
+import sys
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # importable, as it is for a script that runs
+
+from haste import FLAGS
 
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-)
+os.environ["XLA_FLAGS"] = " ".join(["--xla_force_host_platform_device_count=8", *FLAGS])
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 os.environ["JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS"] = "0"
 

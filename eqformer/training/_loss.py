@@ -221,7 +221,7 @@ def _with_tables(unembed: Callable, hidden: Array) -> tuple[Callable, list[Array
         return eqx.combine(jax.tree.unflatten(structure, leaves), rest)(row)
 
     # A bound method holds the whole model: gradients are kept for what the method reads of it.
-    program = jax.make_jaxpr(call)(leaves, row)
+    program, logits = jax.make_jaxpr(call, return_shape=True)(leaves, row)
     read = {id(variable) for equation in program.eqns for variable in equation.invars}
     is_read = [id(variable) in read for variable in program.jaxpr.invars[: len(leaves)]]
     # Inside `shard_map`, a whole table meets hidden states that differ from device to device. Saying so here, before
@@ -239,4 +239,4 @@ def _with_tables(unembed: Callable, hidden: Array) -> tuple[Callable, list[Array
             f"same axes as hidden, {sorted(varying_axes(row))}; pass a bound method of a module or a "
             "jax.tree_util.Partial."
         )
-    return converted, tables + list(closed_over), program.out_avals[0].shape[-1]
+    return converted, tables + list(closed_over), logits.shape[-1]

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haste import FAST
 
 from eqformer import nn
 
@@ -172,8 +173,7 @@ LITERAL = dict(repetition_penalty=repetition_penalty, temperature=temperature, t
 def quickly(function, model):
     """`function(model)` as one program, compiled with as little optimisation as there is: it runs once."""
     arrays, static = eqx.partition(model, eqx.is_array)
-    options = {"xla_backend_optimization_level": 0}
-    return jax.jit(lambda arrays: function(eqx.combine(arrays, static)), compiler_options=options)(arrays)
+    return jax.jit(lambda arrays: function(eqx.combine(arrays, static)), compiler_options=FAST)(arrays)
 
 
 @eqx.filter_jit

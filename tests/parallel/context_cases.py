@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haste import FAST
 
 from eqformer import nn
 
@@ -77,7 +78,7 @@ def compiled(fn, *args):
     """Compiled with little care for speed: only the numbers are looked at."""
     arrays, rest = eqx.partition(args, eqx.is_array)
     lowered = jax.jit(lambda arrays: fn(*eqx.combine(arrays, rest))).lower(arrays)
-    return lowered.compile(compiler_options={"xla_backend_optimization_level": "0"})(arrays)
+    return lowered.compile(compiler_options=FAST)(arrays)
 
 
 def distance(got, want) -> float:

@@ -1,11 +1,10 @@
 """A small decoder in three pieces, on one device and as a pipeline, and how far two trees of gradients are apart."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haste import FAST
 from jax.sharding import PartitionSpec as P
 
 from eqformer import nn
@@ -168,7 +167,7 @@ def compiled(fn, *args, level=0):
     """The function compiled for such arguments, quickly or well."""
     arrays, rest = eqx.partition(args, eqx.is_array)
     run = jax.jit(lambda arrays: fn(*eqx.combine(arrays, rest)))
-    options: Any = {"xla_backend_optimization_level": 0} if level == 0 else {}
+    options = FAST if level == 0 else {}
     return run.lower(arrays).compile(compiler_options=options), arrays
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import numpy as np
+from haste import HASTE
 from plan_models import batch_of, model_of
 
 from eqformer import nn, training
@@ -16,8 +17,6 @@ from eqformer.training._tally import count_of, Tally
 
 
 KEY = 7
-FAST: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
-HASTE = FAST | {"xla_cpu_use_fusion_emitters": False}
 STEPS, BALANCE = 3, 0.01
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import FAST
 from jax.sharding import PartitionSpec as P
 
 from eqformer.parallel import all_gather_matmul, matmul_reduce_scatter
@@ -16,7 +17,6 @@ from eqformer.parallel._vary import vary
 
 
 WAYS = (("none", False), ("ring", False), ("bidirectional", False), ("ring", True), ("bidirectional", True))
-FAST: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 BATCH, INPUTS = 4, 5
 SIZES = ((2, 6), (3, 6), (4, 12), (8, 8))  # devices and tokens: pieces of three rows, of two, and of one
 

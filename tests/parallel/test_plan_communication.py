@@ -3,7 +3,8 @@
 import equinox as eqx
 import jax
 import pytest
-from plan_parity import batch_of, FAST, model_of, place
+from haste import FAST
+from plan_parity import batch_of, model_of, place
 
 from eqformer import planning, training
 from eqformer.parallel import IDLE, init_sharded, make_mesh, Plan, shardings

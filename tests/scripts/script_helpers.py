@@ -13,6 +13,7 @@ import tempfile
 import time
 
 import pytest
+from haste import FLAGS
 
 
 SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
@@ -25,7 +26,7 @@ LLAMA = "--model.kv-heads 2 --model.mlp 64".split()
 # in haste too, and once for all runs.
 _CACHE = tempfile.TemporaryDirectory(prefix="compiled")
 PLAIN = os.environ | {
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
+    "XLA_FLAGS": " ".join(FLAGS),
     "JAX_COMPILATION_CACHE_DIR": _CACHE.name,
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -10,13 +10,13 @@ from _command import parse
 from _mesh import plan_of, plan_over
 from _sent import by_cause, counted_bytes, sent_bytes, STATE
 from _setup import build_model
+from haste import HASTE
 from jax.sharding import AbstractMesh, AxisType
 
 from eqformer import planning
 from eqformer.parallel._axes import CONTEXT, EXPERT, PIPE, TENSOR
 
 
-HASTE = {"xla_backend_optimization_level": "0", "xla_cpu_use_fusion_emitters": False}
 TINY = "--model.embed 64 --model.heads 8 --model.mlp 160 --seq 32 --batch 16"
 LLAMA, JAXFORMER = "--model.layers 4 --model.kv-heads 4", "--model.blocks 2"
 MESHES = {

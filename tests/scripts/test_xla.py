@@ -1,0 +1,67 @@
+"""Flags go to XLA only where it knows them: one that it does not would end the process."""
+
+import ast
+import logging
+import os
+import subprocess
+import sys
+
+import _environment
+import pytest
+from _xla import as_flags, known
+from script_helpers import SCRIPTS
+
+
+ROOT = SCRIPTS.parent
+GONE = {"xla_cpu_no_such_flag": "1", "xla_cpu_use_fusion_emitter": True}  # the second but for its last letter
+
+
+def test_those_that_xla_does_not_know_are_a_line_each(caplog):
+    with caplog.at_level(logging.WARNING, logger="eqformer"):
+        assert known(GONE | {"xla_backend_optimization_level": 0}) == {"xla_backend_optimization_level": 0}
+    assert len(caplog.records) == 2
+    assert all(name in record.getMessage() for name, record in zip(GONE, caplog.records))
+
+
+def test_xla_agrees():
+    """XLA starts with what is given to it, and with no other: the control is a flag that is gone."""
+    words = _environment._CPU_FLAGS | {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    assert _starts(as_flags(known(words | GONE)))
+    assert not _starts(as_flags(GONE))
+
+
+def _starts(flags: list[str]) -> bool:
+    environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
+    code = "from jaxlib import xla_client; xla_client.make_cpu_client()"
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0
+
+
+def test_a_flag_that_is_gone_ends_no_script(monkeypatch, caplog):
+    monkeypatch.setattr(_environment, "_CPU_FLAGS", GONE)
+    monkeypatch.setattr(_environment, "keep_pages", lambda libc: None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_of_the_user=1")
+    with caplog.at_level(logging.WARNING, logger="eqformer"):
+        _environment.prepare()
+    assert os.environ["XLA_FLAGS"].split() == ["--xla_of_the_user=1"]
+    assert len(caplog.records) == 2
+
+
+# Where names of flags may stand: where they are asked about, in what says how to simulate devices, and here.
+ASKED = {"scripts/_environment.py", "tests/haste.py", "tests/conftest.py", "tests/scripts/test_xla.py"}
+
+
+@pytest.mark.parametrize("folder", ["eqformer", "scripts", "tests"])
+def test_no_flag_is_given_unasked(folder):
+    names = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / folder).rglob("*.py")}
+    found = {name: _flags_in(path.read_text(encoding="utf-8")) for name, path in names.items() if name not in ASKED}
+    assert {name: flags for name, flags in found.items() if flags} == {}
+
+
+def test_a_flag_given_unasked_is_found():
+    unasked = 'jax.jit(f, compiler_options={"xla_of_today": 1}); flags += " --xla_too=1"'
+    assert set(_flags_in(unasked)) == {"xla_of_today", " --xla_too=1"}
+
+
+def _flags_in(source: str) -> list[str]:
+    words = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    return [word for word in words if isinstance(word, str) and word.strip(" -").startswith("xla_")]
