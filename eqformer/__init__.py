@@ -4,4 +4,5 @@ Import the rooms: `eqformer.nn`, `eqformer.models`, `eqformer.data`, `eqformer.p
 `eqformer.generation`, `eqformer.planning`.
 """
 
+from ._failures import reason_and_fix as reason_and_fix
 from ._shapes import Batch as Batch, LEGEND as LEGEND

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int, UInt
 
+from .._failures import reason_and_fix
 from ._cache import Damaged, read, remove, Unwritable, Writer, writing
 from ._documents import digest, Document, Source
 from ._tokenizer import Tokenizer
@@ -224,8 +225,8 @@ def _mapped(target: Path, *, verify: bool) -> TokenStore:
 
 def _unwritable(call: str, target: Path, error: OSError) -> ValueError:
     folder = next(place for place in (target.parent, *target.parents, Path(".")) if place.is_dir())
-    free = shutil.disk_usage(folder).free
+    free, (reason, fix) = shutil.disk_usage(folder).free, reason_and_fix(error)
     return ValueError(
-        f"{call}: the tokens must be written to {target.parent}, but the system says {error}; {free} bytes are free "
-        f"there, and nothing of the cache was left behind; free some space or pass another `cache_dir`."
+        f"{call}: the tokens must be written to {target.parent}, but the system says {reason}; {free} bytes are free "
+        f"there, and nothing of the cache was left behind; {fix or 'see why'}, or pass another `cache_dir`."
     )

@@ -1,23 +1,24 @@
 """Checkpoints: written in the background, committed by one rename, checked before they are read."""
 
 import json
-import os
-import shutil
 import threading
-import zlib
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from .._extra import load_extra
-from ._manifest import check_files, describe_files, sync_folder
+from .._failures import reason_and_fix
+from ._durable import make_folder, remove, sync_folder, sync_tree
+from ._manifest import check_files, describe_files, read_manifest, write_manifest
+from ._named_arrays import is_array, leaf_faults, named_arrays
 from ._quiet import quiet_orbax
 from ._run_metadata import versions
 
@@ -30,10 +31,14 @@ class Checkpointer:
     """Keeps the last `keep` checkpoints of a run in a local folder, one sub-folder a step.
 
     A save copies the arrays to the host and returns; orbax writes them to `<step>.unfinished`, a manifest with the
-    size and checksum of every file follows, all is synced, and one rename to `<step>` commits. So a folder whose name
-    is a number is a whole checkpoint, whenever the process was killed. An error in the background is raised by the
-    next call of `save`, `wait` or `close`. Restoring checks every file against the manifest and every leaf's shape and
-    dtype before anything is read, and never falls back to an older step by itself.
+    size and checksum of every file follows, every file and folder is synced, and one rename to `<step>` commits. Only
+    then do older steps go. So a folder whose name is a number is a whole checkpoint, whenever the process was killed or
+    the power failed. An error in the background is raised by the next call of `save`, `wait` or `close`; an older step
+    that cannot be deleted is a warning of theirs. Restoring checks every file against the manifest and every leaf's
+    shape and dtype before anything is read, and never falls back to an older step by itself.
+
+    A step may be moved elsewhere with a link left in its place: it is read there, and when its time is over the link
+    goes and what it leads to stays. A link that leads nowhere (a disk that is not mounted) is a `CheckpointError`.
 
     One run writes to a folder; any number may read. Nothing is created or deleted before the first `save`. Where a run
     has several processes, all call `save`, `restore`, `wait` and `close` at the same steps with the same tree of global
@@ -50,13 +55,24 @@ class Checkpointer:
         self._writer: Any = None  # orbax's, made by the first save
         self._thread: threading.Thread | None = None
         self._failure: tuple[int, BaseException] | None = None
+        self._left: list[str] = []  # what could not be deleted, to be told by the next call
 
     @property
     def steps(self) -> list[int]:
         """The steps with a committed checkpoint, in order."""
-        if not self._directory.is_dir():
-            return []
-        return sorted(int(path.name) for path in self._directory.iterdir() if _is_step(path))
+        lost = [path for path in self._entries() if path.name.isdecimal() and path.is_symlink() and not path.exists()]
+        if lost:
+            raise CheckpointError(
+                f"{lost[0]}: this checkpoint is a link to {lost[0].readlink()}, and nothing is there; mount that disk "
+                "or mend the link, or remove it to do without this step."
+            )
+        return self._committed()
+
+    def _committed(self) -> list[int]:
+        return sorted(int(path.name) for path in self._entries() if path.name.isdecimal() and path.is_dir())
+
+    def _entries(self) -> list[Path]:
+        return list(self._directory.iterdir()) if self._directory.is_dir() else []
 
     @property
     def latest_step(self) -> int | None:
@@ -77,19 +93,20 @@ class Checkpointer:
                 "save a later step or use another folder."
             )
         text = json.dumps(dict(metadata) | {"versions": versions()}, allow_nan=False)
-        leaves = _named_arrays(state)
+        leaves = named_arrays(state)
         if self._writer is None:
             ocp = _orbax()
-            self._writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+            self._writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), timeout_secs=_LONGEST_SAVE)
             self._clean()
             _all_agree(True)  # nobody begins a folder before the leftovers are gone
         folder = self._directory / f"{step}.unfinished"
         table = {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in leaves.items()}
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             self._writer.save(folder / "state", args=_orbax().args.StandardSave(leaves))
         except Exception as error:
-            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                remove(folder)
             raise self._could_not_save(step, error) from error
         self._thread = threading.Thread(target=self._commit, args=(step, folder, text, table), name="checkpoint")
         self._thread.start()
@@ -104,10 +121,11 @@ class Checkpointer:
         name, shape or dtype.
         """
         step, folder, manifest = self._manifest(step)
-        arrays, rest = eqx.partition(like, _is_array)
-        wanted = _named_arrays(arrays)
+        arrays, rest = eqx.partition(like, is_array)
+        wanted = named_arrays(arrays)
         saved = manifest["leaves"]
-        _check_leaves(folder, {n: x for n, x in saved.items() if n in wanted} if partial else saved, wanted)
+        if faults := leaf_faults({n: x for n, x in saved.items() if n in wanted} if partial else saved, wanted):
+            _refuse(folder, faults, "Restore into a model and an optimizer of the recipe that was saved.")
         # The files are read over once, by the first process, whatever the number of processes.
         faults = check_files(folder, manifest["files"]) if jax.process_index() == 0 else []
         if not _all_agree(not faults):
@@ -129,7 +147,7 @@ class Checkpointer:
         return self._manifest(step)[2]["metadata"]
 
     def wait(self) -> None:
-        """Returns when no save is under way; raises the error of one that failed."""
+        """Returns when no save is under way; raises the error of one that failed, and warns of what was left over."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -142,6 +160,9 @@ class Checkpointer:
         if self._failure is not None:
             (step, error), self._failure = self._failure, None
             raise self._could_not_save(step, error) from error
+        left, self._left = self._left, []
+        for text in left:
+            warnings.warn(text, stacklevel=2)
 
     def close(self) -> None:
         """Waits, and releases orbax's threads."""
@@ -169,36 +190,54 @@ class Checkpointer:
                 return
             manifest = {"step": step, "metadata": json.loads(metadata), "leaves": leaves}
             manifest["files"] = describe_files(folder)
-            _write(folder / _MANIFEST, json.dumps({"crc32": _checksum(manifest), "manifest": manifest}))
-            sync_folder(folder)
+            write_manifest(folder, manifest)
+            sync_tree(folder)
             folder.rename(self._directory / str(step))
             sync_folder(self._directory)
-            self._prune()
         except BaseException as error:
             self._failure = (step, error)
             if jax.process_index() == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):
+                    remove(folder)
+        else:
+            self._prune()
 
     def _prune(self) -> None:
-        for step in self.steps[: -self._keep] if self._keep else []:
-            # Renamed first, so that a half-deleted checkpoint never looks like a whole one.
-            discarded = (self._directory / str(step)).rename(self._directory / f"{step}.discarded")
-            shutil.rmtree(discarded)
+        for step in self._committed()[: -self._keep] if self._keep else []:
+            path = self._directory / str(step)
+            with self._telling(path):
+                if path.is_symlink():
+                    self._left.append(f"{path}: this link is deleted, and not the checkpoint in {path.readlink()}.")
+                # Renamed first, so that a half-deleted checkpoint never looks like a whole one.
+                remove(path.rename(self._directory / f"{step}.discarded"))
 
     def _clean(self) -> None:
         """Deletes what an earlier process left unfinished or half deleted."""
-        if self._directory.is_dir() and jax.process_index() == 0:
-            for path in self._directory.iterdir():
+        if jax.process_index() == 0:
+            for path in self._entries():
                 if path.suffix in (".unfinished", ".discarded") and path.stem.isdecimal():
-                    shutil.rmtree(path)
+                    with self._telling(path):
+                        remove(path)
+
+    @contextmanager
+    def _telling(self, path: Path) -> Iterator[None]:
+        """Has what cannot be deleted told by the next call: it takes room, and harms no checkpoint."""
+        try:
+            yield
+        except OSError as error:
+            reason, fix = reason_and_fix(error)
+            self._left.append(f"{path} could not be deleted: {reason}; {fix or 'see why'}, or delete it by hand.")
 
     def _could_not_save(self, step: int, error: BaseException) -> CheckpointError:
-        latest = self.latest_step
-        rest = "no checkpoint exists" if latest is None else f"the checkpoint of step {latest} is whole"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        held = self._committed()
+        rest = f"the checkpoint of step {held[-1]} is whole" if held else "no checkpoint exists"
+        kept = (
+            f"It is there, but a power cut may take it; {rest}" if step in held else f"Nothing of it was kept; {rest}"
+        )
+        reason, fix = reason_and_fix(error)
         return CheckpointError(
-            f"Checkpointer.save(step={step}) to {self._directory} failed: {reason[:300]}. Nothing of it was kept; "
-            f"{rest}. Free some space or choose another folder."
+            f"Checkpointer.save(step={step}) to {self._directory} failed: {reason.rstrip('.')}. {kept}. "
+            f"{fix[0].upper() + fix[1:] if fix else 'See why'}, or choose another folder."
         )
 
     def _manifest(self, step: int | None) -> tuple[int, Path, dict[str, Any]]:
@@ -207,19 +246,14 @@ class Checkpointer:
             held = ", ".join(map(str, self.steps)) or "none"
             raise CheckpointError(f"{self._directory}: no checkpoint of step {step}; the steps there are: {held}.")
         folder = self._directory / str(chosen)
-        try:
-            read = json.loads((folder / _MANIFEST).read_text())
-            manifest, is_whole = read["manifest"], read["crc32"] == _checksum(read["manifest"])
-        except FileNotFoundError:
-            _refuse(folder, [f"file {_MANIFEST} is missing"])
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            _refuse(folder, [f"file {_MANIFEST} cannot be read ({error})"])
-        if not is_whole:
-            _refuse(folder, [f"file {_MANIFEST} is damaged: its checksum is not the one that was saved"])
+        manifest = read_manifest(folder)
+        if isinstance(manifest, str):
+            _refuse(folder, [manifest])
         return chosen, folder, manifest
 
 
-_MANIFEST = "manifest.json"
+# Seconds. On a slow disk orbax's own twenty minutes are soon over; a save that hangs for good ends all the same.
+_LONGEST_SAVE = 24 * 60 * 60
 
 
 def _orbax() -> Any:
@@ -234,40 +268,9 @@ def _all_agree(mine: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.array(mine)).all())
 
 
-def _is_step(path: Path) -> bool:
-    return path.name.isdecimal() and path.is_dir()
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-
-
-def _named_arrays(tree: PyTree) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, _is_array))
-    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    assert len(named) == len(leaves)
-    for name, leaf in named.items():
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise ValueError(f"Checkpointer: leaf {name} is a random key; put `run_metadata(key=...)` in the metadata.")
-    return named
-
-
 def _sharding(leaf: Any) -> jax.sharding.Sharding:
     known = None if isinstance(leaf, np.ndarray) else leaf.sharding
     return jax.sharding.SingleDeviceSharding(jax.devices()[0]) if known is None else known
-
-
-def _check_leaves(folder: Path, saved: dict[str, list], wanted: dict[str, Any]) -> None:
-    faults = [f"leaf {name} is in the checkpoint and not in the model" for name in saved if name not in wanted]
-    for name, leaf in wanted.items():
-        if name not in saved:
-            faults.append(f"leaf {name} is in the model and not in the checkpoint")
-            continue
-        (dtype, shape), mine = saved[name], (str(leaf.dtype), list(leaf.shape))
-        if (dtype, shape) != mine:
-            faults.append(f"leaf {name} is {dtype}{shape} in the checkpoint and {mine[0]}{mine[1]} in the model")
-    if faults:
-        _refuse(folder, faults, "Restore into a model and an optimizer of the recipe that was saved.")
 
 
 def _refuse(
@@ -275,14 +278,3 @@ def _refuse(
 ) -> NoReturn:
     listed = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
     raise CheckpointError(f"{folder}: the checkpoint exists but cannot be restored: {listed}. {fix}")
-
-
-def _checksum(manifest: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -1,10 +1,36 @@
 """Size and checksum of every file of a folder, so that damage is told before anything is read."""
 
-import os
+import json
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+
+MANIFEST = "manifest.json"
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Writes a description of a folder into it, with a checksum of its own."""
+    content = {"crc32": _checksum(manifest), "manifest": manifest}
+    (folder / MANIFEST).write_text(json.dumps(content), encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | str:
+    """What `write_manifest` wrote or, where it is missing or damaged, what is wrong with it."""
+    try:
+        read = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest, is_whole = read["manifest"], read["crc32"] == _checksum(read["manifest"])
+    except FileNotFoundError:
+        return f"file {MANIFEST} is missing"
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        return f"file {MANIFEST} cannot be read ({error})"
+    return manifest if is_whole else f"file {MANIFEST} is damaged: its checksum is not the one that was saved"
+
+
+def _checksum(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def describe_files(folder: Path) -> dict[str, list[int]]:
@@ -19,15 +45,6 @@ def check_files(folder: Path, expected: Mapping[str, list[int]]) -> list[str]:
     with ThreadPoolExecutor() as pool:
         faults = pool.map(lambda item: _check(folder, *item), expected.items())
         return [fault for fault in faults if fault]
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable: a rename is only safe from a power cut after this."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _check(folder: Path, name: str, expected: list[int]) -> str | None:

@@ -211,9 +211,9 @@ def test_an_error_of_the_commit_surfaces_in_close(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     checkpointer = training.Checkpointer(tmp_path)
-    monkeypatch.setattr("eqformer.training._checkpoint.sync_folder", fail)
+    monkeypatch.setattr("eqformer.training._checkpoint.sync_tree", fail)
     checkpointer.save(make(), 1, {})
-    with pytest.raises(training.CheckpointError, match="No space left.*no checkpoint exists"):
+    with pytest.raises(training.CheckpointError, match="No space left.*no checkpoint exists. Free some space, or"):
         checkpointer.close()
     assert tree_of(tmp_path) == []
     with pytest.raises(ValueError, match="JSON"):
@@ -223,7 +223,6 @@ def test_an_error_of_the_commit_surfaces_in_close(tmp_path, monkeypatch):
 # Saves step 1, then dies in the save of step 2 at a named point. Forked before JAX starts any thread.
 KILLED = """
     import os, signal, sys, warnings
-    from pathlib import Path
 
     import jax.numpy as jnp, numpy as np
     from eqformer import training
@@ -242,14 +241,13 @@ KILLED = """
         if point == "describe":
             _checkpoint.describe_files = die
         elif point == "sync":
-            _checkpoint.sync_folder = die
+            _checkpoint.sync_tree = die
         elif point == "after rename":
-            sync = _checkpoint.sync_folder
-            _checkpoint.sync_folder = lambda path: die() if path == Path(folder) else sync(path)
+            _checkpoint.sync_folder = die
         elif point == "prune":
             training.Checkpointer._prune = die
         elif point == "delete":
-            _checkpoint.shutil.rmtree = die
+            _checkpoint.remove = die
         checkpointer.save(state(2), 2, {"at": 2})
         if point == "writing":
             die()

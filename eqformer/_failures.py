@@ -1,0 +1,71 @@
+"""What an error of the system was, and what to do about it: told by its kind and never guessed."""
+
+import errno
+import re
+from collections.abc import Iterator
+
+
+_LONGEST = 300  # characters of a foreign message
+
+# Numbers of the system's errors, the words that libraries without such numbers use, and what to do.
+_PEER = "another process of the run has ended or cannot be reached; its own message says why. Start all of them again"
+_KINDS = (
+    (
+        (errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE),
+        r"\bgloo\b|\bpeer\b|\bbarrier\b|\bheartbeat",
+        _PEER,
+    ),
+    ((), r"coordination (service|agent)|\bUNAVAILABLE\b|\bNCCL\b", _PEER),
+    ((errno.ENOSPC, errno.EDQUOT), "no space left|quota exceeded", "free some space"),
+    ((errno.EFBIG,), "file too large", "raise the largest size that a file may have (ulimit -f)"),
+    ((errno.EACCES, errno.EPERM, errno.EROFS), r"permission|read-only|\bPERMISSION_DENIED\b", "make it writable"),
+    ((errno.EMFILE, errno.ENFILE), "too many open files", "raise the number of files that may be open (ulimit -n)"),
+    ((errno.ETIMEDOUT,), r"timed? ?out|\bDEADLINE_EXCEEDED\b", "see why the storage takes so long"),
+    ((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO), "input/output error|stale file", "see to the disk"),
+)
+_NUMBER = re.compile(r"(?:os_error_code='|errno |OS error )(\d+)", re.IGNORECASE)
+
+
+def reason_and_fix(error: BaseException) -> tuple[str, str]:
+    """The error in one line, and what to do about it, in words that another fix may follow; "" where nobody knows.
+
+    The numbers that the system gave come first, of the error or of those that it came from; then the words of libraries
+    that hand on no numbers.
+    """
+    family = list(_family(error))
+    reason = next(filter(None, map(_line, family)), type(error).__name__)
+    numbers = {number for one in family for number in _numbers(one)}
+    for known, _, fix in _KINDS:
+        if numbers & set(known):
+            return reason, fix
+    words = " ".join(f"{type(one).__name__} {one}" for one in family)
+    fixes = (fix for _, pattern, fix in _KINDS if not numbers and re.search(pattern, words, re.IGNORECASE))
+    return reason, next(fixes, "")
+
+
+def _family(error: BaseException) -> Iterator[BaseException]:
+    """An error, those in its group, and those that it came from, each once."""
+    waiting, seen = [error], set()
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting += getattr(one, "exceptions", ())
+        waiting += [from_ for from_ in (one.__cause__, None if one.__suppress_context__ else one.__context__) if from_]
+
+
+def _numbers(error: BaseException) -> list[int]:
+    if isinstance(error, OSError) and error.errno is not None:
+        return [error.errno]
+    if isinstance(error, TimeoutError):
+        return [errno.ETIMEDOUT]
+    return [int(number) for number in _NUMBER.findall(str(error))]
+
+
+def _line(error: BaseException) -> str:
+    """The first line of a message; of a long one both ends, since what happened stands last."""
+    line = str(error).strip().partition("\n")[0]
+    half = _LONGEST // 2
+    return line if len(line) <= _LONGEST else f"{line[:half]} ... {line[-half:]}"
