@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 
@@ -17,6 +17,29 @@ _WITHOUT_EFFECT = frozenset(
 _KEEP_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 
+class _ByPattern:
+    """Numbers by patterns for the ends of modules' names, of which the first that fits counts.
+
+    Names that are no more than names are looked up, since there may be one for each of many modules.
+    """
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._named: dict[str, tuple[int, Any]] = {}
+        self._matched: list[tuple[int, Any, str]] = []
+        for number, (pattern, value) in enumerate(values.items()):
+            name = re.sub(r"\\(.)", r"\1", pattern)
+            if re.escape(name) == pattern:
+                self._named[name] = number, value
+            else:
+                self._matched.append((number, value, rf"(.*\.)?({pattern})$"))
+
+    def of(self, module: str, default: Any) -> Any:
+        """The module's number."""
+        found = [self._named[name] for name in self._named.keys() & _ends(module)]
+        found += [(number, value) for number, value, pattern in self._matched if re.match(pattern, module)]
+        return min(found, key=lambda its: its[0])[1] if found else default
+
+
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
     """What of a peft configuration says something about a plain LoRA."""
@@ -24,10 +47,10 @@ class AdapterConfig:
     rank: int
     alpha: float
     rank_stabilised: bool
-    targets: str | tuple[str, ...]
-    excluded: str | tuple[str, ...]
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    targets: str | frozenset[str]
+    excluded: str | frozenset[str]
+    ranks: _ByPattern
+    alphas: _ByPattern
     layers: tuple[int, ...]
     layers_pattern: tuple[str, ...]
 
@@ -43,12 +66,12 @@ class AdapterConfig:
 
     def rank_of(self, module: str) -> int:
         """The module's rank."""
-        return _by_pattern(self.ranks, module, self.rank)
+        return self.ranks.of(module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """What the product of the module's factors is multiplied by."""
         rank = self.rank_of(module)
-        return _by_pattern(self.alphas, module, self.alpha) / (rank**0.5 if self.rank_stabilised else rank)
+        return self.alphas.of(module, self.alpha) / (rank**0.5 if self.rank_stabilised else rank)
 
 
 def read_adapter_config(values: Mapping[str, Any], source: str) -> AdapterConfig:
@@ -70,28 +93,28 @@ def read_adapter_config(values: Mapping[str, Any], source: str) -> AdapterConfig
         found = take(name, [], _are_names, what)
         return found if isinstance(found, str) else tuple(found)
 
-    def by_pattern(name: str, fits: Callable[[Any], bool]) -> dict[str, Any]:
+    def by_pattern(name: str, fits: Callable[[Any], bool]) -> _ByPattern:
         fit = lambda value: isinstance(value, dict) and all(map(fits, value.values()))
-        return take(name, {}, fit, "numbers by names of modules")
+        return _ByPattern(take(name, {}, fit, "numbers by names of modules"))
 
     one_of("peft_type", "LORA")
     one_of("bias", "none")
     one_of("init_lora_weights", *_KEEP_THE_BASE)
     layers = take("layers_to_transform", [], lambda x: _is_count(x, 0) or _are(x, _is_count, 0), "a list of numbers")
-    patterns = names("layers_pattern")
+    targets, excluded, patterns = map(names, ("target_modules", "exclude_modules", "layers_pattern"))
     config = AdapterConfig(
         rank=take("r", 8, _is_count, "a positive number"),
         alpha=float(take("lora_alpha", 8, _is_number, "a number")),
         rank_stabilised=take("use_rslora", False, lambda x: isinstance(x, bool), "true or false"),
-        targets=names("target_modules"),
-        excluded=names("exclude_modules"),
+        targets=targets if isinstance(targets, str) else frozenset(targets),
+        excluded=excluded if isinstance(excluded, str) else frozenset(excluded),
         ranks=by_pattern("rank_pattern", _is_count),
-        alphas={name: float(alpha) for name, alpha in by_pattern("alpha_pattern", _is_number).items()},
+        alphas=by_pattern("alpha_pattern", _is_number),
         layers=tuple(layers) if isinstance(layers, list) else (layers,),
         layers_pattern=(patterns,) if isinstance(patterns, str) else patterns,
     )
     if not config.targets or config.targets == "all-linear":
-        raise ValueError(f"{source}: target_modules={config.targets!r}; list the modules that have factors.")
+        raise ValueError(f"{source}: target_modules={targets!r}; list the modules that have factors.")
     left = {name: value for name, value in sorted(values.items()) if name not in taken | _WITHOUT_EFFECT and value}
     if left:
         listed = ", ".join(f"{name}={value!r}" for name, value in left.items())
@@ -110,10 +133,12 @@ def write_adapter_config(
     (rank, _), *_ = Counter(rank for rank, _ in told.values()).most_common(1)
     (alpha, _), *_ = Counter(alphas.values()).most_common(1)
     targets, ranks, alpha_of = set[str](), dict[str, int](), dict[str, int | float]()
+    borne = {modules[module]: set[Any]() for module in told}  # by each name what all that bear it are told
+    for other in modules:
+        for name in borne.keys() & _ends(other):
+            borne[name].add((told[other][0], alphas[other]) if other in told else None)
     for module, (its, _) in told.items():
-        bearing = [other for other in modules if _is_among((modules[module],), other)]
-        alike = {(told[other][0], alphas[other]) if other in told else None for other in bearing}
-        name = modules[module] if len(alike) == 1 else module
+        name = modules[module] if len(borne[modules[module]]) == 1 else module
         targets.add(name)
         ranks |= {re.escape(name): its} if its != rank else {}
         alpha_of |= {re.escape(name): alphas[module]} if alphas[module] != alpha else {}
@@ -135,14 +160,16 @@ def write_adapter_config(
     }
 
 
-def _is_among(names: str | tuple[str, ...], module: str) -> bool:
+def _ends(module: str) -> set[str]:
+    """What a name ends in, with and without each of the names before it."""
+    parts = module.split(".")
+    return {".".join(parts[start:]) for start in range(len(parts))}
+
+
+def _is_among(names: str | Set[str], module: str) -> bool:
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
-    return module in names or module.endswith(tuple(f".{name}" for name in names))
-
-
-def _by_pattern(values: Mapping[str, Any], module: str, default: Any) -> Any:
-    return next((value for name, value in values.items() if re.match(rf"(.*\.)?({name})$", module)), default)
+    return not names.isdisjoint(_ends(module))
 
 
 def _whole(value: float) -> int | float:

@@ -49,22 +49,29 @@ class Site:
         for place, name in self.rule.places(self.linears[0].weight):
             yield place, name.removesuffix(".weight")
 
-    def read(self, pair: Callable[[str], tuple[np.ndarray, np.ndarray] | None], told: Callable[[str], Told]) -> list:
+    def read(
+        self,
+        pair: Callable[[str], tuple[np.ndarray, np.ndarray] | None],
+        told: Callable[[str], Told],
+        dtype: str | None = None,
+    ) -> list:
         """The `LoRA`s of these Linears, with what `pair` gives for each module, A and B, or None for none.
 
-        All layers have the widest rank; zeros fill the others up. `told` gives a module's rank and scale.
+        All layers have the widest rank, where zeros fill the others up, and the widest dtype of each factor, or
+        `dtype`. `told` gives a module's rank and scale.
         """
         given = [(place, module, found) for place, module in self.modules() if (found := pair(module)) is not None]
         if not given:
             return []
         rank, scale = max(told(module)[0] for _, module, _ in given), told(given[0][1])[1]
-        downs, ups = zip(*(_empty(linear, self.rule.outer, rank) for linear in self.linears))
+        dtypes = [np.dtype(dtype or np.result_type(*its)) for its in zip(*(found for _, _, found in given))]
+        downs, ups = zip(*(_empty(linear, self.rule.outer, rank, *dtypes) for linear in self.linears))
         for place, module, (a, b) in given:
             own, its = told(module)
             if a.shape[0] != own or b.shape[-1] != own:
                 raise ValueError(f"{module}: A has shape {a.shape} and B {b.shape}; the rank told is {own}")
             a, b = np.pad(a, ((0, rank - own), (0, 0))), np.pad(b, ((0, 0), (0, rank - own)))
-            b = b if its == scale else b * (its / scale)
+            b = b if its == scale else b.astype(np.result_type(b, np.float32)) * (its / scale)
             for number, (down, up) in enumerate(zip(downs, ups)):
                 try:
                     down[place] = self.down.to_own(a, (down,), 0)
@@ -89,7 +96,7 @@ class Site:
             parts = []
             for linear in self.linears:
                 outputs = linear.weight.shape[self.rule.outer :][: len(linear.outputs)]
-                parts.append(np.zeros((*outputs, total), downs[0].dtype))
+                parts.append(np.zeros((*outputs, total), np.result_type(*ups)))
                 if id(linear) in blocks:
                     start, up = blocks[id(linear)]
                     parts[-1][..., start : start + up.shape[-1]] = up
@@ -141,10 +148,11 @@ def _patterns(rule: Weight, linears: Sequence[Linear | LoRA]) -> tuple[str, str]
     return f"rank ({own_a}) -> rank {' '.join(inputs)}", f"({own_b}) rank -> {' '.join(outputs)} rank"
 
 
-def _empty(linear: Linear | LoRA, outer: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+def _empty(
+    linear: Linear | LoRA, outer: int, rank: int, of_down: np.dtype, of_up: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
     shape, count = linear.weight.shape, outer + len(linear.outputs)
-    down = np.zeros((*shape[:outer], rank, *shape[count:]), np.float32)
-    return down, np.zeros((*shape[:count], rank), np.float32)
+    return np.zeros((*shape[:outer], rank, *shape[count:]), of_down), np.zeros((*shape[:count], rank), of_up)
 
 
 def _beside(linear: Any, down: np.ndarray, up: np.ndarray, scale: float) -> LoRA:

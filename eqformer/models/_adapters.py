@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 from jax.typing import DTypeLike
@@ -30,11 +29,11 @@ def load_adapter(
 ) -> Transformer:
     """The model with the `LoRA`s of a folder that peft wrote.
 
-    `like` is the published folder that the model came from; one that came from none has `numbers`. Factors have the
-    file's dtype, or `dtype`. Maps that are published as one share A, and each has its rows of B. Layers without factors
-    get zeros, which add nothing and learn nothing. `lora_dropout` is passed over: a `LoRA` has none. Raises a
-    `ValueError` for options that are no plain LoRA's, and one that lists what is left over: arrays that are no factors
-    of a Linear, modules that the configuration names and that no array fills.
+    `like` is the published folder that the model came from; one that came from none has `numbers`. Each factor has the
+    file's dtype for it, one that holds those of all layers, or `dtype`. Maps that are published as one share A, and
+    each has its rows of B. Layers without factors get zeros, which add nothing and learn nothing. `lora_dropout` is
+    passed over: a `LoRA` has none. Raises a `ValueError` for options that are no plain LoRA's, and one that lists what
+    is left over: arrays that are no factors of a Linear, modules that the configuration names and that no array fills.
     """
     folder = Folder(path, ADAPTER, "load_adapter")
     call = folder.call
@@ -50,18 +49,17 @@ def load_adapter(
 
     def pair(module: str) -> tuple[np.ndarray, np.ndarray] | None:
         a, b = _names(module)
-        return (folder.read(a).astype(np.float32), folder.read(b).astype(np.float32)) if a in folder.names else None
+        return (folder.read(a), folder.read(b)) if a in folder.names else None
 
     try:
         _check_names(folder, config, sites)
-        loras = [lora for site in sites for lora in site.read(pair, lambda m: (config.rank_of(m), config.scale_of(m)))]
+        told = lambda module: (config.rank_of(module), config.scale_of(module))
+        loras = [lora for site in sites for lora in site.read(pair, told, dtype)]
     except re.error as error:
         raise ValueError(f"{folder.path / CONFIG}: a pattern for modules cannot be read ({error}).") from None
     except ValueError as error:
         raise ValueError(f"{call}: {error}.") from None
-    kept = dtype or folder.dtype(min(folder.names))
-    cast = lambda lora: eqx.tree_at(_weights, lora, [weight.astype(kept) for weight in _weights(lora)])
-    found = {id(lora.weight): cast(lora) for lora in loras}
+    found = {id(lora.weight): lora for lora in loras}
     return jax.tree.map(lambda node: found.get(id(node.weight), node) if is_map(node) else node, model, is_leaf=is_map)
 
 
@@ -128,7 +126,3 @@ def _write(target: Path, arrays: Mapping[str, np.ndarray], config: Mapping[str, 
 def _names(module: str) -> tuple[str, str]:
     """What A and B of a module are called in the file."""
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
-
-
-def _weights(lora: LoRA) -> list[Any]:
-    return [lora.down.weight, lora.up.weight]

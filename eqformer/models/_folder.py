@@ -5,7 +5,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class Folder:
     """The arrays of a published model, or of another `single` file, by name, memory-mapped; read when asked for.
 
     Raises a `ValueError` for a folder that is not what it says: an index that names files elsewhere or arrays that its
-    files do not hold, arrays that are in two files, files whose headers do not fit them, numbers that are no floats.
+    files do not hold, arrays that are in two files, files whose headers do not fit them.
     """
 
     def __init__(self, path: str | Path, single: str = SINGLE, caller: str = "load"):
@@ -34,7 +35,7 @@ class Folder:
             raise ValueError(f"{self.call}: there is no such folder.")
         index = self.path / f"{single}.index.json"
         self._maps: dict[str, np.ndarray] = {}
-        self._placed: dict[str, tuple[str, list[int], int, int]] = {}  # dtype, shape, first and last byte
+        self._placed: dict[str, tuple[str, list[int], int, int]] = {}  # the file's dtype, shape, first and last byte
         if index.exists():
             self._file_of = self._indexed(index)
         elif (self.path / single).exists():
@@ -46,28 +47,34 @@ class Folder:
             )
 
     @property
-    def names(self) -> frozenset[str]:
+    def names(self) -> Set[str]:
         """Every array's name."""
-        return frozenset(self._file_of)
+        return self._file_of.keys()
 
     def dtype(self, name: str) -> str:
-        """An array's dtype as JAX calls it."""
-        return self._placed[name][0]
+        """An array's dtype as JAX calls it; raises a `ValueError` for one that is no float, as only buffers are."""
+        dtype = self._placed[name][0]
+        if dtype not in FLOATS:
+            file = self.path / self._file_of[name]
+            raise ValueError(f"{file}: {name} is of {dtype}; weights are {', '.join(FLOATS)}.")
+        return FLOATS[dtype]
 
     def read(self, name: str) -> np.ndarray:
         """An array as it lies in its file, mapped into memory: nothing is read before it is used."""
-        dtype, shape, start, stop = self._placed[name]
-        return self._maps[self._file_of[name]][start:stop].view(dtype).reshape(shape)
+        _, shape, start, stop = self._placed[name]
+        return self._maps[self._file_of[name]][start:stop].view(self.dtype(name)).reshape(shape)
 
     def _indexed(self, index: Path) -> dict[str, str]:
         file_of = read_json(index).get("weight_map")
         if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
             raise ValueError(f"{index}: it has no weight_map of names to files.")
-        for file in sorted(set(file_of.values())):
+        told_of: dict[str, set[str]] = {}
+        for name, file in file_of.items():
+            told_of.setdefault(file, set()).add(name)
+        for file, told in sorted(told_of.items()):
             if Path(file).name != file or not file.endswith(".safetensors"):
                 raise ValueError(f"{index}: it names {file!r}, which is no safetensors file of this folder.")
-            held, told = set(self._open(file)), {name for name, its in file_of.items() if its == file}
-            if held != told:
+            if (held := set(self._open(file))) != told:
                 raise ValueError(
                     f"{self.path / file}: the index and the file disagree on {_few(held ^ told)}; the index must give "
                     "each array's file, once."
@@ -87,10 +94,8 @@ class Folder:
         header = json.loads(whole[8:data].tobytes())
         header.pop("__metadata__", None)
         for name, its in header.items():
-            if its["dtype"] not in FLOATS:
-                raise ValueError(f"{self.path / file}: {name} is of {its['dtype']}; weights are {', '.join(FLOATS)}.")
             start, stop = (data + offset for offset in its["data_offsets"])
-            self._placed[name] = FLOATS[its["dtype"]], its["shape"], start, stop
+            self._placed[name] = its["dtype"], its["shape"], start, stop
         self._maps[file] = whole
         return list(header)
 
@@ -148,10 +153,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """An object of JSON; a `ValueError` for anything else, a name that comes twice among it."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"it has {_few(twice)} twice")
-        return dict(pairs)
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            raise ValueError(f"it has {_few({name for name, count in counts.items() if count > 1})} twice")
+        return found
 
     try:
         found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)

@@ -156,6 +156,38 @@ def test_ranks_and_scales_of_one_model_may_differ(tmp_path):
     assert {str(x.dtype) for x in jax.tree.leaves(nn.lora_factors(again))} == {"bfloat16"}
 
 
+def test_each_factor_keeps_its_own_dtype(tmp_path):
+    """Of one that differs from layer to layer, one that holds them all."""
+    model, numbers, _ = based("gpt2 plain")
+    told: Any = TOLD["gpt2 plain"]["config"]
+    arrays = adapter(tmp_path / "adapter", "gpt2 plain")
+    is_wide = lambda name: "lora_B" in name or "h.1." in name or "c_attn" not in name
+    mixed = {name: array if is_wide(name) else array.astype("bfloat16") for name, array in arrays.items()}
+    narrow = {name: array for name, array in mixed.items() if array.dtype != np.float32}
+    assert min(mixed) in narrow and len(narrow) < len(mixed) / 2
+    save_file(mixed, tmp_path / "adapter" / ARRAYS)
+    adapted = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
+    assert {str(x.dtype) for x in jax.tree.leaves(nn.lora_factors(adapted))} == {"float32"}
+    models.save_adapter(adapted, tmp_path / "back", numbers=numbers)
+    back = load_file(tmp_path / "back" / ARRAYS)
+    same = [name for name, array in mixed.items() if array.shape == back[name].shape]
+    assert told["r"] and len(same) > len(mixed) / 2
+    assert all(np.array_equal(back[name], mixed[name].astype(np.float32)) for name in same)
+
+    halves = {name: array.astype("bfloat16" if "lora_A" in name else "float32") for name, array in arrays.items()}
+    save_file(halves, tmp_path / "adapter" / ARRAYS)
+    adapted: Any = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
+    query = adapted.stacks[0].blocks.attention.query
+    assert (str(query.down.weight.dtype), str(query.up.weight.dtype)) == ("bfloat16", "float32")
+    models.save_adapter(adapted, tmp_path / "halves", numbers=numbers)
+    back = load_file(tmp_path / "halves" / ARRAYS)
+    assert {name: str(array.dtype) for name, array in back.items() if name in halves} == {
+        name: str(array.dtype) for name, array in halves.items()
+    }
+    same = [name for name, array in halves.items() if array.shape == back[name].shape]
+    assert all(np.array_equal(back[name], halves[name]) for name in same)
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -165,7 +197,7 @@ def test_ranks_and_scales_of_one_model_may_differ(tmp_path):
         ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"r": "many"}, "r='many' is not supported; it must be a positive number"),
-        ({"target_modules": None}, r"target_modules=\(\); list the modules"),
+        ({"target_modules": []}, r"target_modules=\(\); list the modules"),
         ({"target_modules": "all-linear"}, "target_modules='all-linear'"),
         ({"target_modules": "(q_proj"}, "a pattern for modules cannot be read"),
         ({"rank_pattern": {"[": 4}}, r"adapter_config.json: a pattern for modules cannot be read"),

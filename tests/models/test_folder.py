@@ -4,6 +4,7 @@ import json
 import struct
 from pathlib import Path
 
+import equinox as eqx
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -39,8 +40,6 @@ FILES = {
     "no shape": raw({"a": {"dtype": "F32", "data_offsets": [0, 8]}}),
     "no offsets": raw({"a": {"dtype": "F32", "shape": [2]}}),
     "an unknown dtype": raw({"a": ONE | {"dtype": "F99"}}),
-    "integers": raw({"a": ONE | {"dtype": "I32"}}),
-    "truths": raw({"a": {"dtype": "BOOL", "shape": [8], "data_offsets": [0, 8]}}),
     "another dtype's size": raw({"a": ONE | {"dtype": "F64"}}),
     "offsets behind the end": raw({"a": ONE | {"data_offsets": [8, 16]}}),
     "offsets far behind the end": raw({"a": ONE | {"data_offsets": [2**60, 2**60 + 8]}}),
@@ -79,6 +78,36 @@ def test_the_same_file_unharmed_is_read(tmp_path):
     (tmp_path / SINGLE).write_bytes(raw({"a": ONE, "b": MORE}, np.arange(4, dtype=np.float32).tobytes()))
     folder = Folder(tmp_path)
     assert folder.names == {"a", "b"} and folder.read("b").tolist() == [2, 3] and folder.dtype("a") == "float32"
+
+
+@pytest.mark.parametrize("dtype, size", [("I32", 2), ("U8", 8), ("BOOL", 8)])
+def test_what_is_no_float_is_refused_when_it_is_asked_for(dtype, size, tmp_path):
+    header = {"mask": {"dtype": dtype, "shape": [size], "data_offsets": [0, 8]}, "b": MORE}
+    (tmp_path / SINGLE).write_bytes(raw(header, bytes(16)))
+    folder = Folder(tmp_path)
+    assert folder.names == {"mask", "b"} and folder.read("b").tolist() == [0, 0]
+    for ask in (folder.read, folder.dtype):
+        with pytest.raises(ValueError, match=rf"{SINGLE}: mask is of {dtype}; weights are F64, F32, F16, BF16"):
+            ask("mask")
+
+
+def test_masks_of_older_folders_are_passed_over_whatever_their_dtype(tmp_path):
+    """Old GPT-2s hold the causal mask of each layer, as bytes or truths, and what is put where it hides."""
+    arrays = write(tmp_path, "gpt2 plain")
+    want = models.load(tmp_path)
+    for dtype in (np.uint8, np.bool_, np.float32):
+        masks = {f"transformer.h.{layer}.attn.bias": np.tri(8, dtype=dtype)[None, None] for layer in range(2)}
+        masks |= {"transformer.h.0.attn.masked_bias": np.asarray(-10_000).astype(np.int32)}
+        save_file(arrays | masks, tmp_path / SINGLE)
+        assert eqx.tree_equal(models.load(tmp_path), want)
+    save_file(arrays | {"transformer.h.0.attn.mask": np.tri(8, dtype=np.uint8)}, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match=r"in no rule: transformer.h.0.attn.mask \(1\)"):
+        models.load(tmp_path)
+    name = "transformer.wpe.weight"
+    save_file(arrays | {name: arrays[name].astype(np.int32)}, tmp_path / SINGLE)
+    for dtype in (None, "float32"):
+        with pytest.raises(ValueError, match=rf"{name} is of I32; weights are"):
+            models.load(tmp_path, dtype=dtype)
 
 
 def two_files(folder: Path) -> dict[str, str]:
