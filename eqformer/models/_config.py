@@ -16,14 +16,34 @@ from ..nn import (
 
 _REQUIRED: Any = object()
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# What says how a model was trained, stored or is to be sampled from, and nothing of what it computes.
-_WITHOUT_EFFECT = frozenset(
-    "_name_or_path architectures attention_dropout attn_pdrop auto_map bos_token_id dtype embd_pdrop eos_token_id "
-    "hidden_dropout initializer_range keys_to_ignore_at_inference max_position_embeddings model_type output_attentions "
-    "output_hidden_states pad_token_id resid_pdrop return_dict torch_dtype transformers_version use_cache "
-    "_attn_implementation chunk_size_feed_forward id2label label2id is_encoder_decoder problem_type "
-    "output_router_logits pretraining_tp transformers.js_config unk_token_id".split()
+# What says how a model was trained, stored or is to be run, and nothing of what it computes.
+_OF_MODELS = (
+    "attention_dropout attn_pdrop auto_map embd_pdrop hidden_dropout initializer_range keys_to_ignore_at_inference "
+    "max_position_embeddings output_router_logits pretraining_tp resid_pdrop transformers.js_config unsloth_fixed "
+    "unsloth_version"
 )
+# What every configuration of transformers has or had, whatever its model. `add_cross_attention`, `is_decoder`,
+# `is_encoder_decoder`, `per_layer_config`, `pruned_heads` and `tie_encoder_decoder` are missing, since they change the
+# model where they say anything, and `tie_word_embeddings`, which the families read.
+_OF_EVERY_CONFIGURATION = (
+    "_attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash "
+    "_experts_implementation _experts_implementation_internal _flash_attn_2_enabled _name_or_path _output_attentions "
+    "architectures attn_implementation bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id "
+    "experts_implementation finetuning_task gradient_checkpointing id2label label2id model_type name_or_path "
+    "num_labels output_attentions output_hidden_states output_past pad_token_id prefix problem_type return_dict "
+    "sep_token_id task_specific_params tf_legacy_loss tokenizer_class torch_dtype torchscript transformers_version "
+    "unk_token_id use_bfloat16 use_cache xla_device"
+)
+# What transformers takes out of a configuration, since it says how to sample.
+_OF_GENERATION = (
+    "assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty "
+    "do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff "
+    "exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length "
+    "no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams "
+    "num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate "
+    "suppress_tokens target_lookbehind temperature top_k top_p typical_p"
+)
+_WITHOUT_EFFECT = frozenset(f"{_OF_MODELS} {_OF_EVERY_CONFIGURATION} {_OF_GENERATION}".split())
 
 
 class Config:

@@ -103,7 +103,7 @@ def _read(config: Config) -> GPT2:
     config.expect("reorder_and_upcast_attn", False)  # which changes rounding alone
     config.expect("add_cross_attention", False)
     config.expect("tie_word_embeddings", True)
-    for name in ("n_ctx", "task_specific_params", *(f"summary_{x}" for x in _OF_SUMMARIES)):
+    for name in ("n_ctx", *(f"summary_{x}" for x in _OF_SUMMARIES)):
         config.take(name, None)
     return GPT2(
         vocab=config.take("vocab_size", 50_257),

@@ -1,13 +1,14 @@
 """Attributes of configurations: each that transformers writes is refused or changes the numbers when it changes."""
 
 import dataclasses
+import json
 from typing import Any
 
 import equinox as eqx
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from test_published import TOLD, write
+from test_published import FIXTURES, TOLD, write
 
 from eqformer import models
 from eqformer.models._config import Config
@@ -20,6 +21,18 @@ HARMLESS = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache", "output_router_logits"),
     *("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop", "initializer_range"),
     *("pretraining_tp", "keys_to_ignore_at_inference", "model_type"),
+}
+# What transformers writes whatever the model is, by `tests/fixtures/make_generic.py`.
+GENERIC = json.loads((FIXTURES / "generic_attributes.json").read_text())
+TRAINED = {"unsloth_fixed": True, "_attn_implementation": "flash_attention_2"}
+ANOTHER_MODEL = {
+    "add_cross_attention": True,
+    "is_decoder_prefix_lm": True,
+    "is_encoder_decoder": True,
+    "per_layer_config": {"1": {"num_attention_heads": 1}},
+    "pruned_heads": {"0": [1]},
+    "quantization_config": {"quant_method": "fp8"},
+    "tie_encoder_decoder": True,
 }
 SUPERSEDED = {"max_window_layers", "no_rope_layer_interval"}  # by lists of all layers, which transformers writes too
 # What a family's code in transformers does not use in a causal model, or computes from other attributes.
@@ -85,6 +98,19 @@ def test_an_attribute_that_nobody_knows_is_refused_unless_it_says_nothing(family
         numbers_of(config | {"gloom": "dark", "doom": 3})
     for value in (None, False, 0, "", [], {}):
         assert numbers_of(config | {"doom": value}) == numbers_of(config)
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_what_every_configuration_of_transformers_has_is_passed_over(family):
+    config = case(family)
+    generic = GENERIC["own"] | GENERIC["older"] | GENERIC["generation"] | {"unsloth_version": "2026.1", **TRAINED}
+    assert len(generic) > 60
+    assert numbers_of(config | {name: its for name, its in generic.items() if name not in config}) == numbers_of(config)
+    # What would be another model is refused, unless it says that it is not.
+    for name, other_model in ANOTHER_MODEL.items():
+        assert numbers_of(config | {name: type(other_model)()}) == numbers_of(config)
+        with pytest.raises(ValueError, match=name):
+            numbers_of(config | generic | {name: other_model})
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
