@@ -2,12 +2,18 @@
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import tyro
-from _published import recipe_of_folder
+from _flags import check_names, flags_of, naming_flags
+from _help import short_help
+from _published import recipe_of_folder, tokenizer_of
 from recipes import Recipe, RECIPES
 
 from eqformer import models, nn
@@ -16,29 +22,64 @@ from eqformer import models, nn
 Command = TypeVar("Command")
 
 
-def parse(kind: type[Command], arguments: Sequence[str]) -> Command:
-    """The command, a dataclass with fields `recipe` (a name) and `run` (the recipe), that the flags make."""
-    for flag in ("--precision.parameters", "--precision.compute"):  # before the parser calls them something else
+def read(kind: type[Command], arguments: Sequence[str]) -> Command:
+    """The command, a dataclass whose `--help` fits on a screen, that the flags make."""
+    check_names(arguments, flags_of(kind))
+    return tyro.cli(kind, args=arguments)
+
+
+def parse(kind: type[Command], arguments: Sequence[str], own: Mapping[str, str] = MappingProxyType({})) -> Command:
+    """The command, a dataclass with fields `recipe` (a name) and `run` (the recipe), that the flags make.
+
+    `--help` shows the flags that most runs are made of and the command's `own`, with words for each; `--help-all` all.
+    """
+    default = _default(kind, arguments)
+    check_names(arguments, flags_of(default))
+    about = inspect.getdoc(kind) or ""
+    if {"-h", "--help"} & {*arguments}:
+        script = os.path.relpath(sys.argv[0])
+        print(short_help(script, about.partition("\n")[0], flags_of(default), own, ", ".join(RECIPES)))
+        raise SystemExit(0)
+    known = "\n".join(f"  {name}: {recipe.__doc__}" for name, recipe in RECIPES.items())
+    command: Any = tyro.cli(
+        kind,
+        default=default,
+        args=["--help" if argument == "--help-all" else argument for argument in arguments],
+        config=(tyro.conf.AvoidSubcommands,),
+        description=f"{about}\n\nRecipes (or any preset of eqformer.models):\n{known}",
+    )
+    run = command.run
+    if run.published is not None:  # as `recipe_of_folder` has it, and so that it goes on from any working directory
+        run = dataclasses.replace(run, published=run.published.absolute())
+    elif run.text.tokenizer is not None:
+        run = _with_vocabulary(run, _value("--model.vocab", arguments) is not None)
+    return dataclasses.replace(command, run=run)
+
+
+def _default(kind: Any, arguments: Sequence[str]) -> Any:
+    """The command with the recipe that the arguments name; raises for what the parser would not name by its flag."""
+    for flag in ("--precision.parameters", "--precision.compute"):
         if (dtype := _value(flag, arguments)) is not None:
             nn.float_dtype(dtype, f"{flag} {dtype}")
     name, folder = _value("--recipe", arguments), _value("--model", arguments)
     recipe = recipe_of(name or "default", None if folder is None else Path(folder))
-    name = name or ("default" if folder is None else Path(folder).absolute().name)
-    make: Any = kind
-    description = "\n".join(f"  {known}: {recipe.__doc__}" for known, recipe in RECIPES.items())
-    command: Any = tyro.cli(
-        make,
-        default=make(name, recipe),
-        args=arguments,
-        config=(tyro.conf.AvoidSubcommands,),
-        description=f"{inspect.getdoc(kind)}\n\nRecipes (or any preset of eqformer.models):\n{description}",
-    )
-    if command.run.published is None:
-        return command
-    # As `recipe_of_folder` has it, and so that the run goes on from any working directory.
-    return dataclasses.replace(
-        command, run=dataclasses.replace(command.run, published=command.run.published.absolute())
-    )
+    return kind(name or ("default" if folder is None else Path(folder).absolute().name), recipe)
+
+
+def _with_vocabulary(recipe: Recipe, is_given: bool) -> Recipe:
+    """The recipe whose model has the vocabulary of its tokenizer, rounded up; one that `is_given` must hold all ids."""
+    text, numbers = recipe.text, recipe.model
+    if text.round_vocab < 1:
+        raise ValueError(f"--text.round-vocab {text.round_vocab}: it counts ids, so give at least 1.")
+    with naming_flags(recipe):
+        known = tokenizer_of(recipe).vocab
+    if is_given and numbers.vocab < known:
+        raise ValueError(
+            f"--model.vocab {numbers.vocab} --text.tokenizer {text.tokenizer}: the tokenizer has {known} ids; leave "
+            f"--model.vocab out, or give at least {known}."
+        )
+    vocab = numbers.vocab if is_given else math.ceil(known / text.round_vocab) * text.round_vocab
+    return dataclasses.replace(recipe, model=dataclasses.replace(numbers, vocab=vocab))
 
 
 def _value(flag: str, arguments: Sequence[str]) -> str | None:

@@ -15,6 +15,11 @@ from eqformer import data, models
 def recipe_of_folder(folder: Path) -> Recipe:
     """The recipe that trains a published model on: gently, since it knows something already."""
     folder = folder.absolute()
+    if RunDirectory(folder).recipe.exists():
+        raise ValueError(
+            f"--model {folder}: this is a run, and a model is taken from a folder as published; write one of it with "
+            f"scripts/convert.py {folder} FOLDER and give that, or let the run itself go on with --run-dir {folder}."
+        )
     return Recipe(model=models.read_numbers(folder), published=folder, optimizer=Optimization(learning_rate=1e-4))
 
 

@@ -176,7 +176,9 @@ class Trainer:
             end_of_text=self.tokenizer.end_of_text,
             key=jax.random.fold_in(self.keys.samples, step),
         )
-        ids = np.asarray(prompt + written.new_ids()[0])
+        # A vocabulary that was rounded up has ids that are no tokens.
+        known_ids = [number for number in written.new_ids()[0] if number < self.tokenizer.vocab]
+        ids = np.asarray(prompt + known_ids)
         text = self.tokenizer.decode(ids)
         add_sample(self.directory.samples, step, text)
         if has_choices(model):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-import tyro
+from _command import read
 from _screen import fail
 from benchmarks._measure import Row
 from benchmarks._rows import BENCHMARKS, OF_MESHES
@@ -80,9 +80,9 @@ def show(rows: list[Row]) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the benchmarks asked for, telling what is under way."""
-    command = tyro.cli(Command, args=arguments)
-    names = command.only or [name for name in BENCHMARKS if (name in OF_MESHES) == (command.simulate is not None)]
     try:
+        command = read(Command, arguments)
+        names = command.only or [name for name in BENCHMARKS if (name in OF_MESHES) == (command.simulate is not None)]
         check(command, [name for name in names if name in OF_MESHES])
     except ValueError as error:
         fail(error)

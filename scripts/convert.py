@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from _command import read
 from _published import keep_companions, recipe_of_folder, to_publish
 from _recipe_file import to_json
 from _run_directory import RunDirectory
@@ -89,7 +90,7 @@ def _bring(recipe: Recipe, target: RunDirectory, screen: Screen) -> None:
 def main(arguments: list[str]) -> None:
     """Run the command; bad input ends it with one message and exit code 2."""
     try:
-        convert(tyro.cli(Command, args=arguments), Screen())
+        convert(read(Command, arguments), Screen())
     except (ValueError, OSError, ImportError, training.CheckpointError) as error:
         fail(error)
 

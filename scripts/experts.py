@@ -10,8 +10,8 @@ _environment.prepare()
 import dataclasses
 from pathlib import Path
 
-import tyro
 from _colored_text import color
+from _command import read
 from _published import tokenizer_of
 from _run_directory import RunDirectory
 from _screen import fail
@@ -62,7 +62,7 @@ def write(command: Command) -> None:
 def main(arguments: list[str]) -> None:
     """Run the command; bad input ends it with one message and exit code 2."""
     try:
-        write(tyro.cli(Command, args=arguments))
+        write(read(Command, arguments))
     except (ValueError, OSError, training.CheckpointError) as error:
         fail(error)
 

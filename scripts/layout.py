@@ -32,6 +32,7 @@ import jax
 import tyro
 from _budget import activation_bytes, batch_shapes, state_bytes
 from _command import parse
+from _flags import naming_flags
 from _mesh import check_plan, check_sizes, mesh_line, plan_of, plan_over, State, step_of
 from _processes import check_machine, Machine
 from _screen import fail
@@ -62,6 +63,13 @@ class Command:
     """Draw the layout to this PNG, and a pipeline's timeline beside it as NAME-timeline.png."""
     run_dir: Path | None = None
     """Taken because pretrain.py takes it, and not looked at."""
+
+
+# Of the command's flags, those that pretrain.py has not, in words for `--help`.
+OWN = {
+    "--compile": "compile the step too, and count what the program holds and sends",
+    "--picture FILE": "draw the layout to this PNG, and a pipeline's timeline beside it",
+}
 
 
 def report(command: Command) -> None:
@@ -152,9 +160,10 @@ def _draw(path: Path, recipe: Recipe, model: Any) -> None:
 def main(arguments: list[str]) -> None:
     """Run the command; bad input ends it with one message and exit code 2, a closed pipe without any."""
     try:
-        command = parse(Command, arguments)
+        command = parse(Command, arguments, OWN)
         check_machine(command.machine)
-        report(command)
+        with naming_flags(command):
+            report(command)
         sys.stdout.flush()
     except BrokenPipeError:
         # What is left in the buffer would be written at exit, and fail again.

@@ -1,4 +1,4 @@
-"""Train a language model: `python scripts/pretrain.py`. Every field of the recipe is a flag; `--help` lists them."""
+"""Train a language model: `python scripts/pretrain.py`. Each field of a recipe is a flag; `--help-all` lists them."""
 
 import sys
 
@@ -14,6 +14,7 @@ from typing import Annotated
 import equinox as eqx
 import tyro
 from _command import parse
+from _flags import naming_flags
 from _mesh import check_plan, plan_of
 from _processes import check_alike, devices_of, is_first, join, Machine
 from _published import check_published
@@ -39,19 +40,25 @@ class Command:
     """The folder of the run; everything is written there."""
 
 
+def train(command: Command) -> None:
+    """Train what the command says; all is checked before anything is written."""
+    recipe, machine = command.run, command.machine
+    join(machine)
+    check_alike({"--recipe": command.recipe} | {f"--{flag}": value for flag, value in to_json(recipe).items()})
+    check(recipe)
+    check_published(recipe)
+    plan = plan_of(recipe, devices_of(machine))
+    check_plan(recipe, plan, eqx.filter_eval_shape(build_model, recipe))
+    with RunDirectory(command.run_dir or Path("runs") / command.recipe) as directory:
+        Trainer(command.recipe, recipe, plan, directory, Screen(silent=not is_first())).run()
+
+
 def main(arguments: list[str]) -> None:
     """Run the command; bad input ends it with one message and exit code 2, before anything is overwritten."""
     try:
         command = parse(Command, arguments)
-        recipe, machine = command.run, command.machine
-        join(machine)
-        check_alike({"--recipe": command.recipe} | {f"--{flag}": value for flag, value in to_json(recipe).items()})
-        check(recipe)
-        check_published(recipe)
-        plan = plan_of(recipe, devices_of(machine))
-        check_plan(recipe, plan, eqx.filter_eval_shape(build_model, recipe))
-        with RunDirectory(command.run_dir or Path("runs") / command.recipe) as directory:
-            Trainer(command.recipe, recipe, plan, directory, Screen(silent=not is_first())).run()
+        with naming_flags(command):
+            train(command)
     except (ValueError, OSError, ImportError, CheckpointError, DivergedError) as error:
         fail(error)
 

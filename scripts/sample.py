@@ -15,6 +15,8 @@ from typing import Annotated, Literal
 import equinox as eqx
 import jax
 import tyro
+from _command import read
+from _flags import naming_flags
 from _mesh import plan_of
 from _processes import devices_of, Machine
 from _published import ends_of, published_tokenizer, recipe_of_folder, tokenizer_of
@@ -33,7 +35,7 @@ class Command:
     run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/default)")] = None
     """The folder of the run."""
     model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """A folder as published (safetensors, config.json, tokenizer.json), in place of a run."""
+    """A folder as published (safetensors, config.json, tokenizer.json), in place of a run; a run's does as well."""
     prompt: str = "def "
     """What the text begins with; a question, where the model has a chat template."""
     chat: Literal["auto", "yes", "no"] = "auto"
@@ -78,11 +80,12 @@ class Writer:
 def writer_of(command: Command) -> Writer:
     """What the command names, over its mesh: the text is the same on any."""
     dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
-    if command.model is not None:
-        if command.run_dir is not None:
-            raise ValueError(
-                f"--model {command.model} --run-dir {command.run_dir}: one model writes; leave one of them out."
-            )
+    if command.model is not None and command.run_dir is not None:
+        raise ValueError(
+            f"--model {command.model} --run-dir {command.run_dir}: one model writes; leave one of them out."
+        )
+    is_run = command.model is not None and RunDirectory(command.model).recipe.exists()
+    if command.model is not None and not is_run:
         plan, tokenizer = plan_for(command, recipe_of_folder(command.model)), published_tokenizer(command.model)
         with Screen(errors=True).bytes(f"reading {command.model}") as progress:
             model = models.load(command.model, plan=plan, dtype=dtype, progress=progress)
@@ -93,7 +96,7 @@ def writer_of(command: Command) -> Writer:
                 f"--dtype {command.dtype}: a run's model is computed in what its recipe says; leave it out, or write "
                 "the model out (scripts/convert.py) and give --model."
             )
-        directory = RunDirectory(command.run_dir or Path("runs/default"))
+        directory = RunDirectory(command.model or command.run_dir or Path("runs/default"))
         _, recipe = directory.open()
         plan, tokenizer = plan_for(command, recipe), tokenizer_of(recipe, directory)
         model, folder = latest_model(directory, recipe, plan), directory.published
@@ -158,6 +161,8 @@ def write(command: Command) -> None:
     text = data.TextStream(writer.tokenizer)
     sys.stdout.write(shown)
     for number in ids:
+        if number >= writer.tokenizer.vocab:  # of a vocabulary that was rounded up
+            continue
         sys.stdout.write(text.push(number))
         sys.stdout.flush()
     sys.stdout.write(text.finish() + "\n")
@@ -166,7 +171,9 @@ def write(command: Command) -> None:
 def main(arguments: list[str]) -> None:
     """Run the command; bad input ends it with one message and exit code 2."""
     try:
-        write(tyro.cli(Command, args=arguments))
+        command = read(Command, arguments)
+        with naming_flags(command):
+            write(command)
     except (ValueError, OSError, ImportError, training.CheckpointError) as error:
         fail(error)
 

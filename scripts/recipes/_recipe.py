@@ -17,7 +17,9 @@ class Text:
     hub: str | None = None
     """A Hugging Face dataset by name, in place of --data (extra `data`; needs the network)."""
     tokenizer: Path | None = None
-    """A tokenizer.json file; bytes (256 ids, 0 ends a text) by default."""
+    """A tokenizer.json file, whose vocabulary the model gets; bytes (256 ids, 0 ends a text) by default."""
+    round_vocab: int = 1
+    """The model's vocabulary is the tokenizer's, rounded up to a multiple of this: 128 suits tensor parallelism."""
     end_of_text: str | None = None
     """The tokenizer's token that ends a document, where it cannot be told from the file."""
     field: str = "text"
@@ -129,6 +131,20 @@ class Recipe:
     precision: Precision = Precision()
     execution: Execution = Execution()
     sinks: Sinks = Sinks()
+    log_every: int = 10
+    """Steps between rows of metrics.jsonl."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints."""
+    keep: int = 2
+    """How many checkpoints are kept."""
+    validate_every: int = 100
+    """Steps between validations."""
+    validation_batches: int = 16
+    """Batches a validation reads, spread evenly over the validation text."""
+    sample_every: int = 200
+    """Steps between samples of the model's writing; 0 writes none, also not at the end."""
+    prompt: str = "def "
+    """What those samples begin with."""
     mesh: Mesh = Mesh()
     zero: Literal[0, 1, 2, 3] = 1
     """What is split over --mesh.fsdp: 0 only rows, 1 the optimizer's state, 2 also gradients, 3 also parameters."""
@@ -151,20 +167,6 @@ class Recipe:
     """Parts of the model that a stage holds, with --schedule interleaved or looping."""
     edges: Literal["ends", "spread"] = "ends"
     """Where a pipeline embeds and computes the loss: at its ends or, with --schedule gpipe, spread over all stages."""
-    log_every: int = 10
-    """Steps between rows of metrics.jsonl."""
-    checkpoint_every: int = 200
-    """Steps between checkpoints."""
-    keep: int = 2
-    """How many checkpoints are kept."""
-    validate_every: int = 100
-    """Steps between validations."""
-    validation_batches: int = 16
-    """Batches a validation reads, spread evenly over the validation text."""
-    sample_every: int = 200
-    """Steps between samples of the model's writing; 0 writes none, also not at the end."""
-    prompt: str = "def "
-    """What those samples begin with."""
 
 
 # Fields that are a plan's choices, by the same names.

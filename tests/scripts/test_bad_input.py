@@ -12,6 +12,8 @@ import pytest
 import sample
 from script_helpers import command, LLAMA, PLAIN, TINY, write_corpus
 
+from eqformer import data
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
@@ -41,7 +43,18 @@ def refused(capsys):
         ("--recipe defualt", ["--recipe defualt", "default, gpt2, jaxformer, moe, muon"]),
         ("--model.embd 64", ["model.embd", "--model.embed"]),
         ("--steps many", ["steps", "many"]),
-        ("--model.heads 8 --model.kv-heads 3", ["heads=8, kv_heads=3", "[1, 2, 4, 8]"]),
+        ("--optimizer.lr 1e-3", ["--optimizer.lr: there is no such flag; it is --optimizer.learning-rate here"]),
+        ("--batch-size=8", ["--batch-size: there is no such flag; it is --batch here"]),
+        (
+            "--text.tokenizer {file} --model.vocab 255",
+            ["--model.vocab 255 --text", "tokenizer has 256 ids"],
+        ),
+        ("--text.tokenizer {file} --text.round-vocab 0", ["--text.round-vocab 0", "at least 1"]),
+        ("--model {run}", ["--model", "this is a run", "scripts/convert.py", "--run-dir"]),
+        (
+            "--model.heads 8 --model.kv-heads 3",
+            ["--model.heads 8 --model.kv-heads 3", "heads=8, kv_heads=3", "[1, 2, 4, 8]"],
+        ),
         ("--recipe gpt2 --model.embed 100", ["embed=100, heads=8", "divide"]),
         ("--batch 16 --accumulate 3", ["--batch 16", "--accumulate 3", "divide"]),
         ("--recipe gpt2 --seq 1024", ["--seq 1024", "512 learned positions"]),
@@ -55,8 +68,13 @@ def refused(capsys):
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(arguments, words, refused, tmp_path):
-    error = refused("--run-dir", tmp_path / "run", *arguments.split())
+    named = {"file": tmp_path / "tokenizer.json", "run": tmp_path / "old"}
+    named["file"].write_text(data.ByteTokenizer().to_json())
+    named["run"].mkdir()
+    (named["run"] / "recipe.json").write_text("{}")
+    error = refused("--run-dir", tmp_path / "run", *arguments.format(**named).split())
     assert all(word in error for word in words), error
+    assert error.startswith("error: --") or "For full helptext" in error  # the flags that it is about come first
     assert not (tmp_path / "run").exists()
 
 

@@ -82,14 +82,14 @@ def test_a_finished_run_says_so_and_changes_nothing(trained, corpus):
 
 
 def test_sampling_is_seeded_and_starts_with_the_prompt(trained):
-    def text(seed):
+    def text(seed, where="--run-dir"):
         flags = "--prompt", "line 3 ", "--tokens", 40, "--seed", seed, "--simulate", 1
-        done = run_here("sample.py", "--run-dir", trained[0], *flags)
+        done = run_here("sample.py", where, trained[0], *flags)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     first = text(1)
-    assert first == text(1) != text(2)
+    assert first == text(1) == text(1, "--model") != text(2)
     assert first.startswith("line 3 ")
 
 

@@ -161,7 +161,7 @@ def test_samples_stay_within_learned_positions_and_colours_are_of_their_ids(
         with pytest.raises(ValueError, match="20 learned positions"):
             prepare(model, prompts, None, max_new_tokens + 1, None)
         asked.append((len(prompts[0]), max_new_tokens))
-        return SimpleNamespace(new_ids=lambda: [[255] * max_new_tokens])  # no UTF-8
+        return SimpleNamespace(new_ids=lambda: [[255] * max_new_tokens + [256]])  # no UTF-8, and no id
 
     monkeypatch.setattr(_trainer.generation, "generate", generate)
     monkeypatch.setattr(_trainer, "has_choices", lambda model: True)

@@ -1,0 +1,67 @@
+"""The help that fits on a screen: the flags that most runs are made of."""
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+
+# Under each heading, flags and plain words; a flag that the command at hand does not have is left out.
+GROUPS = {
+    "model": {
+        "--recipe NAME": "{recipes}, or a preset's name",
+        "--model FOLDER": "a published model to train on (a folder)",
+        "--model.embed": "channels",
+        "--model.layers": "layers",
+        "--model.heads": "attention heads",
+        "--lora.rank": "train low-rank changes alone; 0 trains all",
+    },
+    "text": {
+        "--data PATH": "a file or folder; Python's own library",
+        "--text.hub NAME": "a Hugging Face dataset, in its place",
+        "--text.tokenizer FILE": "a tokenizer.json; bytes without one",
+        "--seq": "tokens in a row",
+    },
+    "training": {
+        "--steps": "optimizer steps",
+        "--batch": "rows a step",
+        "--accumulate": "pieces a step is computed in",
+        "--optimizer.name": "adamw, muon or sgd",
+        "--optimizer.learning-rate": "the highest learning rate",
+        "--precision.compute": "float32, or bfloat16 for mixed precision",
+        "--seed": "decides weights, order, samples",
+    },
+    "the run": {
+        "--run-dir FOLDER": "where all is written, and goes on from",
+        "--checkpoint-every": "steps between checkpoints",
+        "--validate-every": "steps between validations",
+        "--sample-every": "steps between samples; 0 for none",
+        "--prompt": "what samples begin with",
+    },
+    "devices": {
+        "--mesh.fsdp": "split rows and state (--zero) over so many",
+        "--mesh.tensor": "split heads and features over so many",
+        "--mesh.pipe": "split layers over so many",
+        "--zero": "1 optimizer state, 2 gradients, 3 all",
+        "--simulate N": "have the CPU act as so many devices",
+    },
+}
+WIDTH, INDENT = 80, 36
+
+
+def short_help(script: str, purpose: str, flags: Mapping[str, Any], own: Mapping[str, str], recipes: str) -> str:
+    """The page: what the script is for, the groups with the values that hold without the flag, and the script's own."""
+    lines = [f"usage: {script} [--flag value ...]", textwrap.fill(purpose, WIDTH)]
+    for heading, chosen in {**GROUPS, "this command": own}.items():
+        there = [(*named.partition(" ")[::2], words) for named, words in chosen.items() if named.split()[0] in flags]
+        if there:
+            lines.append(f"{heading}:")
+            lines += (_line(flag, flags[flag], of, words.format(recipes=recipes)) for flag, of, words in there)
+    lines.append("--help-all lists every flag.")
+    return "\n".join(lines)
+
+
+def _line(flag: str, value: Any, of: str, words: str) -> str:
+    """A flag with the value that holds without it, or with what it is `of` where there is none."""
+    known = of if value is None or isinstance(value, bool) else str(value)
+    head = f"  {f'{flag} {known}':<{INDENT - 3}} "
+    return textwrap.fill(words, WIDTH, initial_indent=head, subsequent_indent=" " * INDENT)

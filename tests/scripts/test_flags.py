@@ -1,0 +1,120 @@
+"""Flags: help that fits on a screen, names from elsewhere, and the library's errors said in flags."""
+
+import json
+import re
+
+import layout
+import pretrain
+import pytest
+import sample
+from _command import parse
+from _flags import flags_of, in_flags, USUAL_NAMES, WORDS
+from _help import GROUPS
+from recipes import RECIPES
+
+from eqformer import data, models
+
+
+def page(kind, capsys, *arguments):
+    with pytest.raises(SystemExit) as exit:
+        parse(kind, arguments, layout.OWN if kind is layout.Command else {})
+    assert exit.value.code == 0
+    return capsys.readouterr().out
+
+
+def of_recipe(kind, name="default"):
+    return flags_of(kind(name, RECIPES[name]()))
+
+
+@pytest.mark.parametrize("kind", [pretrain.Command, layout.Command])
+def test_help_fits_on_a_screen_and_help_all_has_every_flag(kind, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("sys.argv", ["scripts/pretrain.py"])
+    short, whole = page(kind, capsys, "--help"), page(kind, capsys, "--help-all")
+    lines, all_flags = short.splitlines(), {*re.findall(r"--[a-z][a-z0-9.-]*", whole)}
+    assert len(lines) <= 45 and max(map(len, lines)) <= 80
+    told = re.findall(r"^  (--[a-z.-]+)", short, re.MULTILINE)
+    chosen = [named.split()[0] for group in (*GROUPS.values(), layout.OWN) for named in group]
+    there = [flag for flag in chosen if flag in of_recipe(kind)]
+    assert told == there and len(there) >= 25
+    no_flags = {"--model.scaling"}  # a table of a published model
+    assert {*of_recipe(kind)} - no_flags <= all_flags and {*there} <= all_flags and len(there) < len(all_flags) / 2
+    order = [short.index(f"\n{heading}:\n") for heading in ("model", "text", "training", "devices")]
+    assert order == sorted(order)
+    assert whole.index("--model.embed") < whole.index("--text.packing") < whole.index("--mesh.fsdp")
+    assert f"--steps {RECIPES['default']().steps} " in short and page(kind, capsys, "--steps", "7", "-h") == short
+
+
+def test_help_knows_the_recipe_that_is_asked_for(capsys):
+    assert "--optimizer.name muon " in page(pretrain.Command, capsys, "--recipe", "muon", "--help")
+
+
+def test_names_from_elsewhere_are_of_flags_that_exist():
+    ours = [of_recipe(pretrain.Command, name) for name in RECIPES] + [flags_of(sample.Command)]
+    known = {flag for flags in ours for flag in flags}
+    assert {*USUAL_NAMES} <= known
+    names = [name for others in USUAL_NAMES.values() for name in others.split()]
+    assert not {name for name in names if names.count(name) > 1}
+    assert {flag for flags in WORDS.values() for flag in flags} <= known
+
+
+@pytest.mark.parametrize(
+    "given,ours",
+    [
+        ("--optimizer.lr", "--optimizer.learning-rate"),
+        ("--lr=3", "--optimizer.learning-rate"),
+        ("--learning_rate", "--optimizer.learning-rate"),  # a flag's own last part
+        ("--model.hidden_size", "--model.embed"),
+        ("--kv-heads", "--model.kv-heads"),
+        ("--max-steps", "--steps"),
+        ("--tp", "--mesh.tensor"),
+    ],
+)
+def test_a_flag_that_is_called_otherwise_elsewhere(given, ours):
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(given.partition('=')[0].replace('_', '-'))}: .* it is {ours} here"
+    ):
+        parse(pretrain.Command, [given, "1"])
+
+
+def test_flags_that_are_there_are_no_other_names():
+    for name in RECIPES:
+        flags = of_recipe(pretrain.Command, name)
+        assert not [flag for flag in flags if any(flag[2:] in others.split() for others in USUAL_NAMES.values())]
+    with pytest.raises(ValueError, match="--max-new-tokens: .* it is --tokens here"):
+        sample.read(sample.Command, ["--max-new-tokens", "3"])
+    assert sample.read(sample.Command, ["--tokens", "3", "--dtype", "bf16", "--prompt", "a --b"]).tokens == 3
+
+
+@pytest.mark.parametrize(
+    "message,flags",
+    [
+        ("Attention(heads=8, kv_heads=3): no", "--model.heads 8 --model.kv-heads 4: "),
+        ("warmup_cosine(peak=-1.0): no", "--optimizer.learning-rate 0.003: "),
+        ("check_vocab(store, vocab=64): no", "--model.vocab 256: "),
+        ("Loader(store, seq=1, batch=2, packing='windows'): no", "--seq 256 --batch 16 --text.packing windows: "),
+        ("make_step(accumulate=3): the batch of 16 rows", "--accumulate 1: "),
+        ("a message of another form: a=3", ""),
+        ("--batch 3: seq=4", ""),
+        ("FileTokenizer('x', end_of_text=None): no", ""),  # neither flag is set
+        ("TopP(3): no", ""),  # another command's
+    ],
+)
+def test_errors_of_the_library_name_flags(message, flags):
+    assert in_flags(message, of_recipe(pretrain.Command)) == flags + message
+
+
+def test_a_tokenizer_sets_the_vocabulary(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    written = json.loads(data.ByteTokenizer().to_json())
+    written["added_tokens"] += [{**written["added_tokens"][0], "id": 256, "content": "<more>"}]
+    file.write_text(json.dumps(written))
+    vocab = lambda *more: parse(pretrain.Command, ["--text.tokenizer", str(file), *more]).run.model.vocab
+    assert data.FileTokenizer(file).vocab == 257
+    assert (vocab(), vocab("--text.round-vocab=128"), vocab("--model.vocab", "1000")) == (257, 384, 1000)
+    assert vocab("--recipe", "gpt2") == 257
+    assert parse(pretrain.Command, []).run.model == models.preset("llama-byte-1m")
+    with pytest.raises(ValueError, match="--model.vocab 256 --text.tokenizer .* the tokenizer has 257 ids"):
+        vocab("--model.vocab", "256")
+    with pytest.raises(ValueError, match="^--text.tokenizer .*none.json: FileTokenizer"):
+        parse(pretrain.Command, ["--text.tokenizer", str(tmp_path / "none.json")])
