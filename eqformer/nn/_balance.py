@@ -74,9 +74,10 @@ class LoadBalance(BalanceLoss):
             counts, size = total(jnp.sum(counts, axis=tuple(range(counts.ndim - 1)))), total(jnp.sum(size))
         else:
             counts, size = row_total(counts), row_total(size)
-        assignments = jnp.maximum(size * routing.experts[..., : self.choices].shape[-1], 1)
         scores = normalised(routing.scores) if self.normalise else routing.scores
-        share = counts.astype(scores.dtype) / assignments[..., None].astype(scores.dtype)
+        # Multiplied as floats: the choices of a batch over all devices may be more than 32 bits count.
+        assignments = jnp.maximum(size, 1).astype(scores.dtype) * routing.experts[..., : self.choices].shape[-1]
+        share = counts.astype(scores.dtype) / assignments[..., None]
         costs = jnp.sum(share[..., None, :] * scores, axis=-1)
         return self.coefficient * counts.shape[-1] * jnp.sum(jnp.where(real, costs, 0))
 

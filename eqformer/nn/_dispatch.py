@@ -1,20 +1,16 @@
 """Two ways to bring tokens to their experts and the results back: dropping none, or to a fixed number of slots."""
 
-import fractions
 import math
-from typing import TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ._counting import check_indices, even_share
 from ._dtype import at_least_float32
 from ._experts import Experts
 from ._routing import Routing, Slots
-
-
-Count = TypeVar("Count", int, jax.Array)
 
 
 class Dropless(eqx.Module):
@@ -44,6 +40,10 @@ class Dropless(eqx.Module):
         """The choices that are computed, -1 for others, and how many are not: none."""
         return chosen, jnp.zeros((), jnp.int32)
 
+    def without_drops(self, experts: Experts, top_k: int) -> "Dropless":
+        """Itself."""
+        return self
+
 
 class Capacity(eqx.Module):
     """Each expert has `ceil(factor * choices / experts)` slots a group; a choice that finds them full is dropped.
@@ -54,6 +54,9 @@ class Capacity(eqx.Module):
     all rows of a call (`"batch"`). First choices go before second ones, and earlier tokens before later ones (GShard,
     arXiv:2006.16668, algorithm 1; Switch, arXiv:2101.03961, section 2.2). A dropped choice adds nothing: with all
     dropped, a token passes through the residual stream. Works with experts of any kind of module.
+
+    Slots are a means of training. A layer asks for `without_drops` elsewhere: who finds a slot depends on later tokens
+    (their first choices go before earlier tokens' second ones) and on how many tokens a call has.
     """
 
     factor: float = eqx.field(static=True)
@@ -104,6 +107,10 @@ class Capacity(eqx.Module):
         dropped = (grouped >= 0) & (slot < 0)
         return jnp.where(dropped, -1, grouped).reshape(chosen.shape), jnp.sum(dropped, dtype=jnp.int32)
 
+    def without_drops(self, experts: Experts, top_k: int) -> "Dropless | Capacity":
+        """What computes every choice: `Dropless`, or a slot for every token where experts are more than maps."""
+        return Capacity(len(experts) / top_k, self.per) if experts.more_than_maps() else Dropless()
+
     def _slots(self, chosen: Int[Array, "*batch seq top_k"], experts: int) -> tuple[Array, Array, int]:
         """Choices by group, the slot of each or -1, and slots an expert."""
         tokens, top_k = math.prod(chosen.shape[:-1]), chosen.shape[-1]
@@ -111,7 +118,7 @@ class Capacity(eqx.Module):
         chosen = chosen.reshape(groups, tokens // max(groups, 1), top_k)
         count = slots_of(self.factor, chosen.shape[1] * top_k, experts)
         real = jnp.sum(jnp.any(chosen >= 0, axis=-1), axis=-1, dtype=jnp.int32)  # padding chooses nobody
-        limit = jnp.minimum(count, jnp.maximum(1, _even_share(self.factor, real * top_k, experts)))
+        limit = jnp.minimum(count, jnp.maximum(1, even_share(self.factor, real * top_k, experts)))
         slots = jax.vmap(lambda chosen, limit: slot_of_choice(chosen, experts, count, limit))(chosen, limit)
         return chosen, slots, count
 
@@ -154,6 +161,7 @@ def by_expert(
     chosen: Int[Array, "tokens top_k"], experts: int
 ) -> tuple[Int[Array, "choices"], Int[Array, "choices"], Int[Array, "experts"]]:
     """Choices sorted by expert, the place of each in that order, and how many each expert has; -1 goes last."""
+    check_indices(f"a dispatch of {chosen.shape[0]} tokens", "choices", chosen.size)
     flat = jnp.where(chosen < 0, experts, chosen).reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32))
@@ -177,18 +185,14 @@ take_rows.defvjp(
 
 def slots_of(factor: float, choices: int, experts: int) -> int:
     """Slots an expert, at least one: a factor of 1.1 is 11/10, and 100 choices of 10 experts make 11, not 12."""
-    return max(1, min(choices, _even_share(factor, choices, experts)))
-
-
-def _even_share(factor: float, choices: Count, experts: int) -> Count:
-    exact = fractions.Fraction(factor).limit_denominator(1000)
-    return -(-exact.numerator * choices // (exact.denominator * experts))
+    return max(1, even_share(factor, choices, experts))
 
 
 def slot_of_choice(
     chosen: Int[Array, "tokens top_k"], experts: int, count: int, limit: Int[Array, ""] | None = None
 ) -> Int[Array, "tokens top_k"]:
     """Each choice's slot, of `count` an expert, or -1 where its expert has none left of the first `limit`."""
+    check_indices(f"a dispatch of {chosen.shape[0]} tokens", f"slots ({experts} experts x {count})", experts * count)
     turns = chosen.T  # all first choices, then all second ones
     order, place, sizes = by_expert(turns, experts)
     starts = jnp.cumsum(sizes) - sizes

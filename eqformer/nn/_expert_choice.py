@@ -1,20 +1,16 @@
 """A router with the roles exchanged: each expert takes its best tokens."""
 
-import fractions
 import math
-from typing import TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from ._counting import even_share
 from ._linear import Linear
 from ._routing import best_places, is_real, router_logits, Slots
 from ._tokens import Tokens
-
-
-Count = TypeVar("Count", int, jax.Array)
 
 
 class ExpertChoiceRouter(eqx.Module):
@@ -59,14 +55,9 @@ class ExpertChoiceRouter(eqx.Module):
         groups = math.prod(batch) if self.per == "sequence" else 1
         by_expert = jnp.swapaxes(scores.reshape(groups, -1, experts), 1, 2)
         real = is_real(tokens, (*batch, seq)).reshape(groups, 1, -1)
-        capacity = self._capacity(real.shape[-1], experts)
+        capacity = even_share(self.factor, real.shape[-1], experts)
         token = best_places(jnp.where(real, by_expert, -jnp.inf), capacity)
         weight = jnp.take_along_axis(by_expert, token, axis=-1)
         number = jnp.sum(real, axis=-1, keepdims=True, dtype=jnp.int32)
-        is_filled = jnp.arange(capacity, dtype=jnp.int32) < self._capacity(number, experts)
+        is_filled = jnp.arange(capacity, dtype=jnp.int32) < even_share(self.factor, number, experts)
         return Slots(jnp.where(is_filled, token, -1), jnp.where(is_filled, weight, 0))
-
-    def _capacity(self, number: Count, experts: int) -> Count:
-        # In whole numbers: a factor of 1.1 is 11/10, and 100 tokens for 10 experts make 11 slots, not 12.
-        factor = fractions.Fraction(self.factor).limit_denominator(100)
-        return -(-factor.numerator * number // (factor.denominator * experts))

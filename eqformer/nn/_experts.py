@@ -46,15 +46,15 @@ class Experts(eqx.Module):
 
         Raises a `ValueError` for parameters that are not those of `Linear`s of one dim to one.
         """
-        self._check_linears()
-        return grouped(self.mlps, x, sizes)
-
-    def _check_linears(self) -> None:
-        is_grouped = lambda linear: len(linear.inputs) == len(linear.outputs) == 1
-        rest = map_linears(lambda linear: None if is_grouped(linear) else linear, self.mlps)
-        others = [path_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(rest) if eqx.is_array(leaf)]
-        if others:
+        if others := self.more_than_maps():
             raise ValueError(
                 f"Experts.sorted_rows: of an expert's parameters, {', '.join(others)} are not those of a Linear of one "
                 "dim to one, and rows sorted by expert need such; dispatch by Capacity, which runs any module."
             )
+        return grouped(self.mlps, x, sizes)
+
+    def more_than_maps(self) -> list[str]:
+        """The paths of parameters that are not those of `Linear`s of one dim to one; of most experts there are none."""
+        is_grouped = lambda linear: len(linear.inputs) == len(linear.outputs) == 1
+        rest = map_linears(lambda linear: None if is_grouped(linear) else linear, self.mlps)
+        return [path_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(rest) if eqx.is_array(leaf)]

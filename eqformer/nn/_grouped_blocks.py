@@ -103,7 +103,7 @@ class Slots:
         slot = jnp.arange(self.number, dtype=jnp.int32)
         self._row, self._is_full = self.starts[:, None] + slot, slot < sizes[:, None]
         taken = jnp.sum(self._is_full, dtype=jnp.int32)
-        self.are_used = 4 * taken >= 3 * self.groups * even
+        self.are_used = taken >= -(-3 * self.groups * even // 4)
         self._firsts = jnp.where(self.are_used, self.starts + self.number, self.starts)
 
     def filled(self, rows: Array) -> Array:

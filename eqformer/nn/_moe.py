@@ -24,8 +24,10 @@ class MoE(Routed):
     """`shared(x) + sum_k w_k experts[i_k](x)`, the experts `i` and weights `w` of each token chosen by the router.
 
     `dispatch` is how tokens come to experts: `Dropless()` or `Capacity(factor)`; experts that choose their tokens
-    (`ExpertChoiceRouter`) bring slots of their own. `shared` sees every token. `losses` are summed into `Aux.loss`.
-    With `weighs_inputs` it is `shared(x) + sum_k experts[i_k](w_k x)` (Llama 4).
+    (`ExpertChoiceRouter`) bring slots of their own. Tokens without keys, those of evaluation and generation, lose no
+    choice by any dispatch, so that what one gets depends on no later one and not on the length of the call. `shared`
+    sees every token. `losses` are summed into `Aux.loss`. With `weighs_inputs` it is
+    `shared(x) + sum_k experts[i_k](w_k x)` (Llama 4).
     """
 
     router: Router | ExpertChoiceRouter
@@ -76,9 +78,15 @@ class MoE(Routed):
         if isinstance(routing, Slots):
             y, aux = run_slots(self.experts, x, routing), aux_of_slots(routing, tokens, x)
         else:
-            y, dropped = self.dispatch(self.experts, x, routing, weighs_inputs=self.weighs_inputs)
+            dispatch = self.dispatch_of(tokens, routing)
+            y, dropped = dispatch(self.experts, x, routing, weighs_inputs=self.weighs_inputs)
             aux = self.told(routing, tokens, dropped)
         return (y if self.shared is None else y + self.shared(x)), aux
+
+    def dispatch_of(self, tokens: Tokens, routing: Routing) -> Dropless | Capacity:
+        """How these tokens come to experts: by `dispatch` in training, by one that drops none elsewhere."""
+        top_k = routing.experts.shape[-1]
+        return self.dispatch if tokens.is_training else self.dispatch.without_drops(self.experts, top_k)
 
     def told(
         self,

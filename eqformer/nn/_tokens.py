@@ -12,16 +12,21 @@ class Tokens(eqx.Module):
     """Position, document and random key of each token, all of one shape and so split over a mesh like the tokens.
 
     `positions` count from 0 in each document; -1 marks padding, which is never attended to. `segments` number the
-    documents of a packed row (`None`: one document a row). `keys` hold one PRNG key a token (`None`: no randomness,
-    as in inference); layers fold their number into them. `lengths` are the rows' lengths, one more than the last
-    position of each, where the tokens here are only a part of their rows (`None`: told from `positions`); rotary
-    frequencies may depend on them.
+    documents of a packed row (`None`: one document a row). `keys` hold one PRNG key a token; layers fold their number
+    into them. Tokens with keys are trained on; `None` is inference: no randomness, and no choice of experts dropped.
+    `lengths` are the rows' lengths, one more than the last position of each, where the tokens here are only a part of
+    their rows (`None`: told from `positions`); rotary frequencies may depend on them.
     """
 
     positions: Int[Array, "*batch seq"]
     segments: Int[Array, "*batch seq"] | None = None
     keys: Key[Array, "*batch seq"] | None = None
     lengths: Int[Array, "*batch"] | None = None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether layers may do to these tokens what training alone asks for: noise, dropout, full experts."""
+        return self.keys is not None
 
     def fold_in(self, number: int | Int[Array, ""]) -> "Tokens":
         """The same tokens with `number` folded into every key, as each layer and sublayer does with its own."""

@@ -24,8 +24,9 @@ class SplitMoE(nn.Routed):
     experts add, and the sums are scattered back; exact. `"exchange"`: each choice goes to its expert's device and back
     by two all-to-alls, with `factor` times the slots for a pair of devices that even loads need; what finds no slot is
     dropped and counted. It sends less where `factor` times a token's choices is less than the axis has devices
-    (DeepSpeed-MoE, arXiv:2201.05596). Each token is routed once, on one device. `residual` is the stream over the axis
-    `tensor`, None where that has one device: split tokens or features are put together for the experts.
+    (DeepSpeed-MoE, arXiv:2201.05596). Outside of training, where nothing may be dropped, it gathers. Each token is
+    routed once, on one device. `residual` is the stream over the axis `tensor`, None where that has one device: split
+    tokens or features are put together for the experts.
     """
 
     inner: nn.MoE
@@ -45,7 +46,7 @@ class SplitMoE(nn.Routed):
         else:
             own = self._own(tokens, given.shape[-2])
             routing = router(given, own.fold_in(nn.ROUTER))
-            y, dropped = self._chosen(given, routing)
+            y, dropped = self._chosen(given, routing, own)
             aux = self.inner.told(routing, own, dropped, self._total, self._row_total)
             if self._splits_tokens:
                 aux = eqx.tree_at(lambda a: a.dropped, jax.tree.map(lambda leaf: _sum(leaf, (TENSOR,)), aux), dropped)
@@ -84,18 +85,22 @@ class SplitMoE(nn.Routed):
         scatter = lambda y: jax.lax.psum_scatter(y, TENSOR, scatter_dimension=y.ndim - 2, tiled=True)
         return scatter(y) if self._splits_tokens else y
 
-    def _chosen(self, x: Float[Array, "*batch seq embed"], routing: nn.Routing) -> tuple[Array, Int[Array, ""]]:
+    def _chosen(
+        self, x: Float[Array, "*batch seq embed"], routing: nn.Routing, tokens: nn.Tokens
+    ) -> tuple[Array, Int[Array, ""]]:
         """What the chosen experts add to each token, and how many choices were dropped."""
+        dispatch = self.inner.dispatch_of(tokens, routing)
         if self.residual is None and jax.lax.axis_size(EXPERT) == 1:
-            return self.inner.dispatch(self.inner.experts, x, routing, weighs_inputs=self.inner.weighs_inputs)
+            return dispatch(self.inner.experts, x, routing, weighs_inputs=self.inner.weighs_inputs)
         number = routing.scores.shape[-1]
         x, choices, weights = (self._whole_rows(array) for array in (x, routing.experts, routing.weights))
-        choices, dropped = self.inner.dispatch.kept(choices, number)
+        choices, dropped = dispatch.kept(choices, number)
         flat = (array.reshape(-1, array.shape[-1]) for array in (x, choices, weights))
         if jax.lax.axis_size(EXPERT) == 1:
             y, more = self._sum(self._experts(), *flat), jnp.zeros((), jnp.int32)
         else:
-            y, more = (self._gathered if self.method == "gather" else self._exchanged)(*flat)
+            exchanges = self.method == "exchange" and tokens.is_training
+            y, more = (self._exchanged if exchanges else self._gathered)(*flat)
         dropped = dropped + more
         dropped = dropped if self.residual is None else jax.lax.pmax(vary(dropped, [TENSOR]), TENSOR)
         return self._reduced(y.reshape(x.shape)), dropped
