@@ -156,7 +156,7 @@ class Recipe:
     """How attention reaches tokens of other devices: keys go round, are gathered, or heads are exchanged."""
     expert_method: Literal["gather", "exchange"] = "gather"
     """How tokens reach experts over --mesh.expert: all are gathered (exact), or each choice is sent there and back, and
-    left out where no slot is free."""
+    in training left out where no slot is free."""
     expert_factor: float = 2.0
     """Slots that --expert-method exchange has for a pair of devices, over what even loads need."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1"] = "1f1b"

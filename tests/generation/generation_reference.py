@@ -69,19 +69,30 @@ KINDS = {
     "dynamic scaling": (_attention(rotary=_rotary(_DYNAMIC), kv_heads=2),),
     "longrope scaling": (_attention(rotary=_rotary(_LONG), kv_heads=2),),
     "dynamic scaling, sliding window": (_attention(rotary=_rotary(_DYNAMIC), mask=nn.sliding_window(5)),),
+    "local and global, few slots": (
+        _attention(rotary=_rotary(), kv_heads=2, mask=nn.sliding_window(3)),
+        _attention(rotary=_rotary(), kv_heads=2),
+    ),
 }
 
 
 def make_model(
     kind: str = "grouped-query", *, layers: int = 2, seed: int = 0, max_seq: int = 40, sharpness: float = 1.0
 ) -> nn.Transformer:
-    """A Transformer of the named attention kind; `sharpness` scales its logits."""
+    """A Transformer of the named kind; `sharpness` scales its logits."""
     attentions = KINDS[kind]
+
+    def mlp(key):
+        return nn.GatedMLP(embed=EMBED, mlp=48, key=key)
+
+    def mixture(key):  # in training half of the choices would find no slot
+        router = nn.TopKRouter(embed=EMBED, experts=4, top_k=2, key=key)
+        return nn.MoE(router, nn.Experts(mlp, 4, key=key), dispatch=nn.Capacity(0.5))
 
     def block(attention, key):
         one, two = jax.random.split(key)
-        mlp = nn.GatedMLP(embed=EMBED, mlp=48, key=two)
-        return nn.Block(attention(one), mlp, _norm("embed", EMBED), _norm("embed", EMBED))
+        fed = (mixture if kind.endswith("few slots") else mlp)(two)
+        return nn.Block(attention(one), fed, _norm("embed", EMBED), _norm("embed", EMBED))
 
     def period(key):
         keys = jax.random.split(key, len(attentions))

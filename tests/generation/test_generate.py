@@ -20,7 +20,7 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def model():
-    return make_model("local and global", sharpness=2.0)
+    return make_model("local and global, few slots", sharpness=2.0)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_greedy_is_the_slow_loop(model):
     )
     wanted = [write_on(model, prompt, NEW, settings=dict(temperature=0))[0] for prompt in PROMPTS]
     assert found.new_ids() == wanted
-    other = make_model("local and global", sharpness=2.0, seed=1)
+    other = make_model("local and global, few slots", sharpness=2.0, seed=1)
     assert write_on(other, PROMPTS[0], NEW, settings=dict(temperature=0))[0] != wanted[0]
 
 

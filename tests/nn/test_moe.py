@@ -192,11 +192,11 @@ def test_outside_of_training_a_token_depends_on_itself_alone(top_k):
             }
             if keys is None:
                 assert not np.any(dropped) and not close(whole, changed, 1e-2)
-                assert all(close(*pair, 1e-5) for pair in same.values())
+                assert all(close(one, two, 1e-5) for one, two in same.values())
             else:  # the control: slots of training are another thing
                 assert np.all(dropped[2:] > 0) and not np.any(dropped[:2])
-                for name, pair in same.items():
-                    breaks[name] += not close(*pair, 1e-3)
+                for name, (one, two) in same.items():
+                    breaks[name] += not close(one, two, 1e-3)
     assert min(breaks.values()) > 0
 
 
