@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from .._extra import load_extra
+from ._settings import settings_of, special_tokens
 
 
 class ChatTemplate:
     """The chat template of a published tokenizer, a Jinja program, run where it can reach nothing but its arguments.
 
-    `folder` holds it as `chat_template.jinja` or in `tokenizer_config.json`, beside the names of special tokens that it
-    may use. Some templates tell the date: `now` is asked for it, and without it they must do without. **Raises:**
-    `ValueError` where there is none or it is no template; `ImportError` where `jinja2` is absent.
+    `folder` holds it as `chat_template.jinja` or in `tokenizer_config.json`, beside the special tokens that it may use
+    by name. As in transformers 5, a token that is null and what is null in a message are not there at all. Some
+    templates tell the date: `now` is asked for it, and without it they must do without. **Raises:** `ValueError` where
+    there is none or it is no template; `ImportError` where `jinja2` is absent.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, now: Callable[[], datetime.datetime] | None = None):
         call = f"ChatTemplate({str(folder)!r})"
-        settings = _settings(Path(folder))
+        settings = settings_of(Path(folder))
         source = _source(Path(folder), settings)
         if source is None:
             raise ValueError(
@@ -39,7 +41,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except Exception as error:  # of the package's own kinds, which are imported only here
             raise ValueError(f"{call}: the template cannot be read ({error}); fetch it again.") from error
-        self._names = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
+        self._names = special_tokens(settings)
         self._call = call
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True, **options: Any) -> str:
@@ -49,7 +51,8 @@ class ChatTemplate:
         (`enable_thinking=False`). The text has its special tokens by name: `FileTokenizer.encode_prompt` reads them.
         Raises a `ValueError` where the template refuses the conversation.
         """
-        given = {"messages": [dict(message) for message in messages], "add_generation_prompt": answer}
+        said = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        given = {"messages": said, "add_generation_prompt": answer}
         try:
             return self._template.render({**self._names, "tools": None, "documents": None, **given, **options})
         except Exception as error:
@@ -59,16 +62,7 @@ class ChatTemplate:
 
 def has_chat_template(folder: str | os.PathLike[str]) -> bool:
     """Whether a published tokenizer comes with a chat template."""
-    return _source(Path(folder), _settings(Path(folder))) is not None
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{file}: it is no JSON that can be read ({error}).") from None
-    return found if isinstance(found, dict) else {}
+    return _source(Path(folder), settings_of(Path(folder))) is not None
 
 
 def _source(folder: Path, settings: Mapping[str, Any]) -> str | None:
@@ -80,10 +74,6 @@ def _source(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if isinstance(found, list):
         found = {its["name"]: its["template"] for its in found}.get("default")
     return found
-
-
-def _content(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:

@@ -190,7 +190,9 @@ class FileTokenizer:
     def encode_prompt(self, text: str, *, whole: bool = False) -> UInt[np.ndarray, "seq"]:
         """The ids of a prompt: special tokens named in the text are themselves, and the file's own go around it.
 
-        Those are, say, a beginning of text; a `whole` text has them already, as what a `ChatTemplate` renders.
+        Those are, say, a beginning of text; a `whole` text has them already, as what a `ChatTemplate` renders. The file
+        alone says which: `add_bos_token` and `add_eos_token` of a `tokenizer_config.json` are passed over, as in
+        transformers 5 wherever there is a `tokenizer.json`.
         """
         self._tokenizer.encode_special_tokens = False
         try:

@@ -1,5 +1,6 @@
 import datetime
 import json
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,33 @@ def test_prompts_have_special_tokens(tokenizer_json, tmp_path):
     begun = FileTokenizer(tmp_path / "tokenizer.json")
     assert begun.encode_prompt("one").tolist() == [begun.end_of_text, *tokenizer.encode("one")]
     assert begun.encode_prompt("one", whole=True).tolist() == begun.encode("one").tolist()
+
+
+CHATS = json.loads((Path(__file__).parents[1] / "fixtures" / "chats.json").read_text())
+
+
+@pytest.mark.parametrize("name", CHATS["cases"])
+def test_settings_say_what_they_say_in_transformers(name, tmp_path):
+    """Which tokens a template finds, and which go around a prompt, by `tests/fixtures/make_chats.py`."""
+    told = CHATS["cases"][name]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(CHATS["tokenizer"] | {"post_processor": told["around"]}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told["config"]))
+    if told["older"] is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(told["older"]))
+    assert ChatTemplate(tmp_path).render(CHATS["messages"]) == told["text"]
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json", end_of_text="</s>")
+    assert tokenizer.encode_prompt(CHATS["prompt"]).tolist() == told["ids"]
+    plain = [4, 5, 1, 5]
+    assert tokenizer.encode_prompt(CHATS["prompt"], whole=True).tolist() == plain
+    assert tokenizer.encode(CHATS["prompt"]).tolist() == plain
+
+
+def test_the_settings_make_a_difference():
+    """A control of the test above: templates see the settings, and what goes around a prompt is by the file alone."""
+    cases = CHATS["cases"]
+    assert len({its["text"] for its in cases.values()}) == 5
+    assert all((its["ids"][0] == 1) == (its["around"] is not None) for its in cases.values())
+    assert {"first, bare", "not first, first", "around, bare"} < set(cases)
 
 
 @pytest.mark.hf

@@ -1,6 +1,7 @@
 import json
 import random
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,6 +121,31 @@ def test_streaming_keeps_the_spaces_that_a_decoder_strips_in_front(tmp_path):
         "".join(stream.push(token) for token in ids) + stream.finish() == tokenizer.decode(ids) == "the salt ocean the"
     )
     assert "".join(tokenizer.decode([token]) for token in ids) != tokenizer.decode(ids)  # negative control
+
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "clean-up": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    "no clean-up": {"type": "WordPiece", "prefix": "##", "cleanup": False},
+    "ends of words": {"type": "BPEDecoder", "suffix": "s"},
+    "repeats": {"type": "CTC", "pad_token": "a", "word_delimiter_token": ".", "cleanup": True},
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_what_a_decoder_tidies_up_streams_as_it_decodes(name, tmp_path):
+    """Clean-up takes away spaces before points and shortened words, which stand in another token than the space."""
+    words = ["[SEP]", *"a do not n ' t m s . , ? ! ##ing ##. ##' n't 'm 's 're ##s é".split(), "do not"]
+    model = {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+    written = {"version": "1.0", "added_tokens": _special(["[SEP]"], 0), "decoder": DECODERS[name]}
+    written["model"] = model | {"vocab": {word: number for number, word in enumerate(words)}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    tokenizer, draw, alone = FileTokenizer(tmp_path / "tokenizer.json"), random.Random(0), 0
+    for _ in range(300):
+        ids = [draw.randrange(len(words)) for _ in range(12)]
+        stream, whole = TextStream(tokenizer), tokenizer.decode(ids)
+        assert "".join(stream.push(token) for token in ids) + stream.finish() == whole
+        alone += "".join(tokenizer.decode([token]) for token in ids) == whole
+    assert alone < 300  # a control: tokens one by one would give other texts
 
 
 def test_fingerprint_changes_with_the_file_and_the_end_of_text(tokenizer_json, tmp_path):
