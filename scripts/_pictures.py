@@ -1,7 +1,6 @@
 """Pictures of a run: its losses, and the loads of its experts."""
 
 import json
-import math
 from pathlib import Path
 
 import matplotlib
@@ -12,8 +11,11 @@ from matplotlib.figure import Figure
 matplotlib.use("agg")
 
 
-def draw_losses(metrics: Path, target: Path, bytes_per_token: float) -> None:
-    """Draw training and validation loss in nats a token, with bits a byte on the right, whole or not at all."""
+def draw_losses(metrics: Path, target: Path) -> None:
+    """Draw training and validation loss in nats a token, whole or not at all.
+
+    On the right are bits a byte, of the validation text: its own ratio of the two, as its rows tell it.
+    """
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     trained = [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)]
     validated = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
@@ -30,9 +32,11 @@ def draw_losses(metrics: Path, target: Path, bytes_per_token: float) -> None:
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    nats = math.log(2) * bytes_per_token
-    right = axes.secondary_yaxis("right", functions=(lambda x: np.divide(x, nats), lambda x: np.multiply(x, nats)))
-    right.set_ylabel("bits a byte")
+    ratios = [row["validation_loss"] / row["validation_bits_per_byte"] for row in rows if "validation_loss" in row]
+    if ratios:
+        nats = ratios[-1]
+        right = axes.secondary_yaxis("right", functions=(lambda x: np.divide(x, nats), lambda x: np.multiply(x, nats)))
+        right.set_ylabel("bits a byte of the validation text")
     save_whole(figure, target)
 
 

@@ -11,14 +11,24 @@ from recipes import Recipe
 
 
 def opening(
-    name: str, recipe: Recipe, directory: RunDirectory, start: int, parameters: int, tokens: int, validation_tokens: int
+    name: str, recipe: Recipe, directory: RunDirectory, start: int, parameters: tuple[int, int], tokens: tuple[int, int]
 ) -> str:
-    """One line: what trains, how large it is, where it stands, on how much text."""
+    """One line: what trains, parameters (of which trained, and all), where it stands, tokens (training, validation)."""
     where = f"goes on at step {start}" if start else "starts"
+    trained, there = parameters
+    moving = "all trained" if trained == there else f"{trained:,} of them trained ({trained / there:.2%})"
     return (
-        f"{name}: a {type(recipe.model).__name__} of {parameters:,} parameters {where} in {directory.path}; "
-        f"{tokens:,} training tokens, {validation_tokens:,} for validation"
+        f"{name}: a {type(recipe.model).__name__} of {there:,} parameters, {moving}, {where} in {directory.path}; "
+        f"{tokens[0]:,} training tokens, {tokens[1]:,} for validation"
     )
+
+
+def figures(last: Mapping[str, Any]) -> str:
+    """What was measured last, in one line: losses, the learning rate and the speed; nothing before the first row."""
+    if "loss" not in last:
+        return ""
+    validation = f"  validation {last['validation_loss']:.3f}" if "validation_loss" in last else ""
+    return f"loss {last['loss']:.3f}{validation}  rate {last['learning_rate']:.2e}  {speed(last)}"
 
 
 def closing(recipe: Recipe, directory: RunDirectory, done: int, skipped: int, last: Mapping[str, Any]) -> str:

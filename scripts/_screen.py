@@ -1,5 +1,6 @@
 """What a person sees: one progress bar, notes above it, and plain lines where there is no terminal."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,10 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
+
+
+# Called with the steps done, a text of figures, and whether those are new, of this step.
+Show = Callable[[int, str, bool], None]
 
 
 class Screen:
@@ -25,13 +30,13 @@ class Screen:
         self.console.print(text, markup=False)
 
     @contextmanager
-    def steps(self, total: int, done: int) -> Iterator[Callable[[int, str], None]]:
-        """A bar over steps; call what it gives with the steps done and a text of figures."""
+    def steps(self, total: int, done: int) -> Iterator[Show]:
+        """A bar over steps, or lines where there is no terminal; call what it gives after each step."""
         if self.console.quiet:
-            yield lambda done, figures: None
+            yield lambda done, figures, is_new: None
             return
         if not self.console.is_terminal:
-            yield self._lines(total)
+            yield _lines(total)
             return
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -42,19 +47,7 @@ class Screen:
         )
         with Progress(*columns, console=self.console, refresh_per_second=4) as progress:
             task = progress.add_task("train", total=total, completed=done, figures="compiling the step ...")
-            yield lambda done, figures: progress.update(task, completed=done, figures=figures)
-
-    def _lines(self, total: int) -> Callable[[int, str], None]:
-        """Without a terminal a line at most every five seconds, and the last one."""
-        last = [0.0]
-
-        def line(done: int, figures: str) -> None:
-            now = time.monotonic()
-            if figures and (now - last[0] >= 5 or done == total):
-                last[0] = now
-                print(f"step {done}/{total}  {figures}", flush=True)
-
-        return line
+            yield lambda done, figures, is_new: progress.update(task, completed=done, figures=figures)
 
     @contextmanager
     def bytes(self, title: str) -> Iterator[Callable[[int, int], None]]:
@@ -72,12 +65,34 @@ class _Eta(ProgressColumn):
     """Time left, from the steps of this session alone."""
 
     def render(self, task: Task) -> Text:
-        left = task.time_remaining
-        if left is None:
-            return Text("ETA -:--")
-        minutes, seconds = divmod(int(left), 60)
-        hours, minutes = divmod(minutes, 60)
-        return Text(f"ETA {hours}:{minutes:02}:{seconds:02}" if hours else f"ETA {minutes}:{seconds:02}")
+        return Text(_eta(task.time_remaining))
+
+
+def _lines(total: int) -> Show:
+    """Without a terminal: a line of new figures at most every five seconds, and the last one."""
+    begun: list[tuple[float, int]] = []  # after the first step of this session, which compiled
+    last = [-math.inf]
+
+    def line(done: int, figures: str, is_new: bool) -> None:
+        now = time.monotonic()
+        if not begun:
+            begun.append((now, done))
+        since, first = begun[0]
+        if is_new and (now - last[0] >= 5 or done == total):
+            last[0] = now
+            left = (now - since) / (done - first) * (total - done) if done > first else None
+            print(f"step {done}/{total}  {figures}  {_eta(left)}", flush=True)
+
+    return line
+
+
+def _eta(left: float | None) -> str:
+    """Seconds that are left, as text."""
+    if left is None:
+        return "ETA -:--"
+    minutes, seconds = divmod(int(left), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"ETA {hours}:{minutes:02}:{seconds:02}" if hours else f"ETA {minutes}:{seconds:02}"
 
 
 def warn(text: str) -> None:

@@ -1,7 +1,8 @@
 """The loop: batches in, steps, and what is written and shown on the way."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -14,9 +15,9 @@ from _pictures import draw_loads, draw_losses
 from _processes import check_alike, first, together
 from _published import keep_companions, tokenizer_of
 from _recipe_file import to_json
-from _report import add_sample, closing, opening, speed
+from _report import add_sample, closing, figures, opening
 from _run_directory import RunDirectory
-from _screen import Screen
+from _screen import Screen, Show
 from _setup import build_model, Keys, keys_of, loader_of, open_text, optimizer_of, source_of
 from _sinks import open_sinks, Write
 from _stopping import signals, Votes
@@ -46,7 +47,7 @@ class Trainer:
         self.optimizer = optimizer_of(recipe, shapes)
         self.states = State(recipe, plan, self.optimizer)
         self.flops_per_token = planning.flops_per_token(shapes, recipe.seq)
-        self.parameters = planning.parameter_count(shapes)
+        self.parameters = parameters(recipe, shapes)
         self.evaluate = training.planned_evaluation(plan)
         self.last: dict[str, Any] = {}
 
@@ -56,8 +57,8 @@ class Trainer:
         checkpointer = training.Checkpointer(self.directory.checkpoints, keep=recipe.keep)
         with checkpointer, signals(self._stop):
             state, start = self._state(checkpointer)
-            sizes = self.parameters, len(self.text.tokens), len(self.validation.store.tokens)
-            screen.note(opening(self.name, recipe, self.directory, start, *sizes))
+            tokens = len(self.text.tokens), len(self.validation.store.tokens)
+            screen.note(opening(self.name, recipe, self.directory, start, self.parameters, tokens))
             if self.plan.mesh.size > 1:
                 screen.note(mesh_line(self.plan))
             if start >= recipe.steps:
@@ -95,7 +96,7 @@ class Trainer:
         start: int,
         batches: Iterator,
         write: Write,
-        show: Callable[[int, str], None],
+        show: Show,
         checkpointer: training.Checkpointer,
         clock: Clock,
     ) -> tuple[int, training.TrainState]:
@@ -104,7 +105,7 @@ class Trainer:
         batch = next(batches)
         # Compiled before the clock starts, so that the first rows tell the speed of training too.
         step = training.Step(step.lower(state, batch, key).compile())
-        newest, figures, done = None, "", start
+        newest, done = None, start
         for done in range(start + 1, recipe.steps + 1):
             clock.start()
             state, metrics = step(state, batch, key)
@@ -116,14 +117,13 @@ class Trainer:
                 clock.stop()
                 rate = clock.rate()
                 write({"step": done} | row | rate)
-                self.last.update(row | rate)
-                figures = f"loss {row['loss']:.3f}  {speed(rate)}"
+                self.last.update({"step": done} | row | rate)
             clock.stop()
-            show(done, figures)
             stopping = self.votes.any(self.stopping)
             if done % recipe.validate_every == 0 or done == recipe.steps:
                 write({"step": done} | self._validate(state.model))
                 first(self._draw)
+            show(done, figures(self.last), done == self.last.get("step"))
             if done % recipe.checkpoint_every == 0 or done == recipe.steps or stopping:
                 training.check_finite(newest)
                 self._save(checkpointer, state, done)
@@ -149,7 +149,7 @@ class Trainer:
         return row
 
     def _draw(self) -> None:
-        draw_losses(self.directory.metrics, self.directory.loss, self.text.bytes_per_token)
+        draw_losses(self.directory.metrics, self.directory.loss)
         draw_loads(self.directory.metrics, self.directory.loads)
 
     def _save(self, checkpointer: training.Checkpointer, state: training.TrainState, step: int) -> None:
@@ -188,6 +188,12 @@ class Trainer:
     def _stop(self) -> None:
         self.stopping = True
         self.screen.note("stopping after this step; once more to stop at once")
+
+
+def parameters(recipe: Recipe, shapes: Any) -> tuple[int, int]:
+    """How many of a model's parameters the recipe trains, and how many there are."""
+    trained = optimizer_of(recipe, shapes).trained(shapes)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)), planning.parameter_count(shapes)
 
 
 def _number(value: Any) -> Any:

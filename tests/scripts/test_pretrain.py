@@ -65,6 +65,19 @@ def test_the_last_lines_hold_the_command_that_samples(trained):
     assert f'scripts/sample.py --run-dir {run_dir} --prompt "def " --tokens 300' in last[-1]
 
 
+def test_lines_without_a_terminal_tell_what_was_measured(trained):
+    """The first line comes at the first row and the last at the last step; between are at least five seconds."""
+    run_dir, done = trained
+    opening, *lines = [line for line in done.stdout.splitlines() if line.startswith(("default: ", "step "))]
+    assert "of 26,784 parameters, all trained, starts in" in opening
+    first, last = rows(run_dir)[0], rows(run_dir)[-1]
+    assert lines[0].startswith(f"step 1/6  loss {first['loss']:.3f}  rate {first['learning_rate']:.2e}  ")
+    assert lines[0].endswith("ETA -:--")
+    validated = rows(run_dir, "validation_loss")[-1]["validation_loss"]
+    told = f"step 6/6  loss {last['loss']:.3f}  validation {validated:.3f}  rate {last['learning_rate']:.2e}  "
+    assert lines[-1].startswith(told) and lines[-1].endswith("ETA 0:00")
+
+
 def test_samples_can_be_turned_off(corpus, tmp_path, capsys):
     arguments = ["--run-dir", tmp_path, "--data", corpus, *TINY, *LLAMA, "--steps", 1, "--sample-every", 0]
     pretrain.main([str(argument) for argument in [*arguments, "--simulate", 1]])

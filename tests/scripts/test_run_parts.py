@@ -8,20 +8,24 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import _pictures
+import _screen
 import _trainer
 import convert
 import equinox as eqx
+import numpy as np
 import pretrain
 import pytest
 import sample
 from _command import parse, recipe_of
 from _published import check_published, ends_of, tokenizer_of
 from _recipe_file import to_json
+from _report import opening
 from _run_directory import RunDirectory
 from _screen import Screen
 from _setup import build_model, keys_of
 from _sinks import open_sinks
-from recipes import Recipe, Sinks, Text
+from recipes import Lora, Recipe, Sinks, Text
 
 from eqformer import data, models, nn
 from eqformer.generation._prompts import prepare
@@ -189,3 +193,51 @@ def test_a_run_that_goes_on_is_one_run_where_it_is_looked_at(tmp_path, monkeypat
             pass
     steps, (first, again, anew) = opened[::2], opened[1::2]
     assert steps == [1, 8, 1] and first == again != anew
+
+
+def test_lines_without_a_terminal_are_of_new_figures(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(_screen.time, "monotonic", lambda: clock[0])
+    with Screen().steps(100, 40) as show:
+        for done in range(41, 101):
+            show(done, f"loss of {done // 10 * 10}", done % 10 == 0)
+            clock[0] += 3
+    lines = capsys.readouterr().out.splitlines()
+    # A step takes three seconds; the line of a step has its own figures and the time that is left.
+    assert lines == [
+        f"step {done}/100  loss of {done}  ETA {3 * (100 - done) // 60}:{3 * (100 - done) % 60:02}"
+        for done in range(50, 101, 10)
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_opening_tells_trained_and_all_parameters(rank, tmp_path):
+    run = recipe(lora=Lora(rank=rank))
+    shapes = eqx.filter_eval_shape(build_model, run)
+    trained, there = _trainer.parameters(run, shapes)
+    factors = rank * 4 * (2 * (128 + 128) + 2 * (128 + 64))  # of four layers' queries, outputs, keys and values
+    assert there == 820352 + factors and trained == (factors or there)
+    told = opening("name", run, RunDirectory(tmp_path), 0, (trained, there), (7, 5))
+    assert f"of {there:,} parameters, " + (f"{factors:,} of them trained (" if rank else "all trained, ") in told
+
+
+def test_the_picture_has_the_bits_that_are_printed(tmp_path, monkeypatch):
+    """The validation text has other bytes a token than the training text."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(_pictures, "save_whole", lambda figure, target: drawn.append(figure))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps(row) + "\n"
+            for step in (1, 2)
+            for row in (
+                {"step": step, "loss": 5.0 / step},
+                {"step": step, "validation_loss": 4.0 / step, "validation_bits_per_byte": 2.654 / step},
+            )
+        )
+    )
+    _pictures.draw_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    (axes,) = drawn[0].axes
+    (right,) = axes.child_axes
+    drawn[0].draw_without_rendering()
+    assert np.divide(axes.get_ylim(), right.get_ylim()) == pytest.approx(4.0 / 2.654)
+    assert "validation" in right.get_ylabel()
