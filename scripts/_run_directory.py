@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import IO
 
+from _prolonged import stretches_of
 from _recipe_file import differences, read_recipe, write_recipe
 from recipes import CHANGEABLE, Recipe
 
@@ -41,12 +42,14 @@ class RunDirectory:
     def claim(self, name: str, recipe: Recipe) -> None:
         """Make the folder this recipe's, or check that it is; raises a `ValueError` before anything is written.
 
-        Refused are a folder that another recipe wrote, one that holds something else, and one that a process uses.
+        Refused are a folder that another recipe wrote, one that holds something else, one that a process uses, and a
+        run whose learning rate would jump.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--run-dir {self.path}: this is a file; give a folder.")
         if self.recipe.exists():
             self._check_same(name, recipe)
+            stretches_of(recipe, training.Checkpointer(self.checkpoints))
         elif self.path.exists() and any(entry != self.lock for entry in self.path.iterdir()):
             raise ValueError(
                 f"--run-dir {self.path}: this folder holds other things than a run; give a new or empty one."

@@ -1,11 +1,12 @@
 """From a recipe to its parts: tokenizer, text, model, optimizer."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
+from _prolonged import rates_of, Stretch, whole_run
 from _run_directory import RunDirectory
 from _screen import Screen
 from jaxtyping import Array, Key
@@ -34,28 +35,6 @@ class Keys:
 def keys_of(recipe: Recipe) -> Keys:
     """The keys that a recipe's seed gives."""
     return Keys(*jax.random.split(jax.random.key(recipe.seed), 3))
-
-
-def check(recipe: Recipe) -> None:
-    """Raise a `ValueError` for what cannot work, before anything is written."""
-    counts = "steps seq batch accumulate log_every checkpoint_every keep validate_every validation_batches"
-    for name in counts.split():
-        if (value := getattr(recipe, name)) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: it counts, so give at least 1.")
-    if recipe.sample_every < 0:
-        raise ValueError(f"--sample-every {recipe.sample_every}: give the steps between samples, or 0 for none at all.")
-    if recipe.batch % recipe.accumulate:
-        raise ValueError(
-            f"--batch {recipe.batch} --accumulate {recipe.accumulate}: the rows of a step are computed in that many "
-            "equal pieces, so accumulate must divide batch."
-        )
-    shapes = eqx.filter_eval_shape(build_model, recipe)
-    if shapes.positions is not None and recipe.seq > (longest := shapes.positions.weight.shape[0]):
-        raise ValueError(
-            f"--seq {recipe.seq}: the model has {longest} learned positions; give --model.max-seq {recipe.seq} or a "
-            f"--seq of at most {longest}."
-        )
-    optimizer_of(recipe, shapes)
 
 
 def load_model(recipe: Recipe, plan: parallel.Plan | None, screen: Screen) -> nn.Transformer:
@@ -127,12 +106,12 @@ def _is_sharding(leaf: Any) -> bool:
     return isinstance(leaf, jax.sharding.Sharding)
 
 
-def optimizer_of(recipe: Recipe, model: nn.Transformer) -> training.Optimizer:
-    """The recipe's optimizer with its schedule."""
+def optimizer_of(
+    recipe: Recipe, model: nn.Transformer, stretches: Sequence[Stretch] | None = None
+) -> training.Optimizer:
+    """The recipe's optimizer with its schedule: of a run from its beginning, or of one that these stretches make."""
     chosen = recipe.optimizer
-    schedule = training.schedule(
-        chosen.schedule, peak=chosen.learning_rate, steps=recipe.steps, warmup=min(chosen.warmup, recipe.steps - 1)
-    )
+    schedule = rates_of(chosen, whole_run(recipe) if stretches is None else stretches)
     kind = {"trained": nn.lora_factors} if recipe.lora.rank else {}
     return training.optimizer(chosen.name, model, schedule=schedule, weight_decay=chosen.weight_decay, **kind)
 

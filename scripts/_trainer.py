@@ -13,6 +13,7 @@ from _colored_text import color, has_choices
 from _mesh import mesh_line, Rows, State, step_of
 from _pictures import draw_loads, draw_losses
 from _processes import check_alike, first, together
+from _prolonged import stretches_of, to_metadata
 from _published import keep_companions, tokenizer_of
 from _recipe_file import to_json
 from _report import add_sample, closing, figures, opening
@@ -44,7 +45,10 @@ class Trainer:
         self.keys: Keys = keys_of(recipe)
         self.stopping = False
         shapes = eqx.filter_eval_shape(build_model, recipe)
-        self.optimizer = optimizer_of(recipe, shapes)
+        self.stretches, self.rates_told = together(
+            lambda: stretches_of(recipe, training.Checkpointer(directory.checkpoints))
+        )
+        self.optimizer = optimizer_of(recipe, shapes, self.stretches)
         self.states = State(recipe, plan, self.optimizer)
         self.flops_per_token = planning.flops_per_token(shapes, recipe.seq)
         self.parameters = parameters(recipe, shapes)
@@ -64,6 +68,8 @@ class Trainer:
             if start >= recipe.steps:
                 screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
                 return
+            if self.rates_told:
+                screen.note(self.rates_told)
             clock = Clock(recipe, self.plan, self.flops_per_token)
             rows = self.rows.start, self.rows.stop
             with (
@@ -154,9 +160,9 @@ class Trainer:
 
     def _save(self, checkpointer: training.Checkpointer, state: training.TrainState, step: int) -> None:
         place = {"text": self.text.path.name, "example": step * self.recipe.batch}
-        recipe = {"name": self.name, "recipe": to_json(self.recipe)}
-        metadata = training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps)
-        checkpointer.save(self.states.to_reading_order(state), step, metadata)
+        recipe, stretches = {"name": self.name, "recipe": to_json(self.recipe)}, to_metadata(self.stretches)
+        about = training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, schedule=stretches)
+        checkpointer.save(self.states.to_reading_order(state), step, about)
 
     def _sample(self, model: Any, step: int) -> None:
         model = self.states.on_one_device(model)

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from _check import check
 from _command import read
 from _published import keep_companions, recipe_of_folder, to_publish
 from _recipe_file import to_json
 from _run_directory import RunDirectory
 from _screen import fail, Screen
-from _setup import check, keys_of, latest_model, load_model
+from _setup import keys_of, latest_model, load_model
 from recipes import Recipe
 
 from eqformer import models, nn, training

@@ -31,13 +31,14 @@ import equinox as eqx
 import jax
 import tyro
 from _budget import activation_bytes, batch_shapes, state_bytes
+from _check import check
 from _command import parse
 from _flags import naming_flags
 from _mesh import check_plan, check_sizes, mesh_line, plan_of, plan_over, State, step_of
 from _processes import check_machine, Machine
 from _screen import fail
 from _sent import sent_bytes
-from _setup import build_model, check, keys_of, optimizer_of
+from _setup import build_model, keys_of, optimizer_of
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from recipes import Recipe
 

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import equinox as eqx
 import tyro
+from _check import check
 from _command import parse
 from _flags import naming_flags
 from _mesh import check_plan, plan_of
@@ -21,7 +22,7 @@ from _published import check_published
 from _recipe_file import to_json
 from _run_directory import RunDirectory
 from _screen import fail, Screen
-from _setup import build_model, check
+from _setup import build_model
 from _trainer import Trainer
 from recipes import Recipe
 

@@ -37,6 +37,7 @@ from ._schedule import (
     Schedule as Schedule,
     schedule as schedule,
     SCHEDULES as SCHEDULES,
+    switched as switched,
     warmup_cosine as warmup_cosine,
     warmup_stable_decay as warmup_stable_decay,
 )

@@ -70,6 +70,17 @@ def schedule(
     return SCHEDULES[name](peak, steps=steps, warmup=warmup, **given)
 
 
+def switched(first: Schedule, after: Schedule, *, at: int) -> Schedule:
+    """`first` before step `at` and `after` from it on, each of the same count of steps."""
+    if at < 1:
+        raise ValueError(f"switched(at={at}): nothing comes before that step; pass at least 1, or `after` alone.")
+
+    def rate(step: int | Int[Array, ""]) -> Float[Array, ""]:
+        return jnp.where(jnp.asarray(step) < at, first(step), after(step))
+
+    return rate
+
+
 def _after_warmup(after: optax.Schedule, peak: float, warmup: int) -> optax.Schedule:
     if warmup == 0:
         return after

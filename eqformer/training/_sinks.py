@@ -78,8 +78,12 @@ class TensorBoard:
 
     def __init__(self, folder: str | Path, *, from_step: int | None = None):
         """Opens a new event file in `folder`."""
-        package = load_extra("tensorboardX", extra="sinks", call="TensorBoard(folder)")
-        self._writer = package.SummaryWriter(str(folder), purge_step=from_step)
+        self._writer = self.package().SummaryWriter(str(folder), purge_step=from_step)
+
+    @staticmethod
+    def package() -> Any:
+        """The package `tensorboardX`; raises an `ImportError` where it is not installed."""
+        return load_extra("tensorboardX", extra="sinks", call="TensorBoard(folder)")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Adds each number of the row at the row's step; text and lists are left out."""
@@ -111,7 +115,7 @@ class WeightsAndBiases:
         """Starts or continues a run; offline files are kept in `folder`."""
         if mode not in ("online", "offline", "disabled"):
             raise ValueError(f"WeightsAndBiases(mode={mode!r}): the modes are online, offline, disabled.")
-        self._run = load_extra("wandb", extra="sinks", call="WeightsAndBiases(project)").init(
+        self._run = self.package().init(
             project=project,
             dir=str(folder),
             mode=mode,
@@ -120,6 +124,11 @@ class WeightsAndBiases:
             resume=None if identifier is None else "allow",
             config=dict(recipe or {}),
         )
+
+    @staticmethod
+    def package() -> Any:
+        """The package `wandb`; raises an `ImportError` where it is not installed."""
+        return load_extra("wandb", extra="sinks", call="WeightsAndBiases(project)")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Logs the numbers of the row at the row's step."""

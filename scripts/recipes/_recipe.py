@@ -10,6 +10,19 @@ from eqformer.models import Numbers
 from eqformer.nn import Precision
 
 
+def _number_or_none(words: list[str]) -> float | None:
+    return None if words[0].lower() == "none" else float(words[0])
+
+
+_NUMBER_OR_NONE = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="FLOAT|NONE",
+    instance_from_str=_number_or_none,
+    is_instance=lambda value: value is None or isinstance(value, int | float),
+    str_from_instance=lambda value: [str(value)],
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Text:
     """How documents become tokens, and tokens rows."""
@@ -40,12 +53,12 @@ class Optimization:
     """The peak learning rate."""
     schedule: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"
     """How the learning rate goes on from the warmup."""
-    warmup: int = 50
-    """Steps of linear warmup."""
+    warmup: int | None = None
+    """Steps of linear warmup; a tenth of the run's and at most 50 where nothing is given."""
     weight_decay: float = 0.1
     """Decay of matrices, times the learning rate; biases and norms never decay."""
-    clip: float = 1.0
-    """The largest global gradient norm; longer gradients are scaled down to it."""
+    clip: Annotated[float | None, _NUMBER_OR_NONE] = 1.0
+    """The largest global gradient norm; longer gradients are scaled down to it. None scales none."""
     z_loss: float = 0.0
     """Weight of the squared log-normaliser in the loss."""
     balance_rate: float = 0.001
@@ -114,6 +127,9 @@ class Recipe:
     """A folder of safetensors and config.json, as published, whose model, weights and tokenizer the run starts from."""
     steps: int = 800
     """How many optimizer steps the run takes."""
+    prolong: Literal["refuse", "hold", "rewarm", "reshape"] = "refuse"
+    """How a run goes on whose rate would jump with another --steps: at its last rate, by a schedule of the steps that
+    are left, or as if --steps had been that from the beginning."""
     seed: int = 0
     """Decides initial weights, the order of the data, dropout and samples."""
     data: Path | None = None
@@ -175,7 +191,7 @@ PLAN_CHOICES += ("schedule", "microbatches", "chunks", "edges")
 
 # Fields that may change between a run and its continuation, since they leave its past as it was.
 CHANGEABLE = frozenset(
-    ("steps", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
+    ("steps", "prolong", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
     + ("sample_every", "prompt", "sinks", "execution")
     # The mesh and the pieces decide where and when numbers are computed, not which. Mixtures alone differ a little: a
     # balance over the batch is over each piece of it, and --expert-method exchange may leave choices out.

@@ -80,6 +80,7 @@ def test_lines_without_a_terminal_tell_what_was_measured(trained):
 
 def test_samples_can_be_turned_off(corpus, tmp_path, capsys):
     arguments = ["--run-dir", tmp_path, "--data", corpus, *TINY, *LLAMA, "--steps", 1, "--sample-every", 0]
+    arguments += ["--optimizer.warmup", 0]
     pretrain.main([str(argument) for argument in [*arguments, "--simulate", 1]])
     lines = capsys.readouterr().out
     assert f"look at    {tmp_path}/loss.png, {tmp_path}/metrics.jsonl\n" in lines and "it writes" not in lines

@@ -18,6 +18,7 @@ import pretrain
 import pytest
 import sample
 from _command import parse, recipe_of
+from _prolonged import to_metadata, whole_run
 from _published import check_published, ends_of, tokenizer_of
 from _recipe_file import to_json
 from _report import opening
@@ -27,7 +28,7 @@ from _setup import build_model, keys_of
 from _sinks import open_sinks
 from recipes import Lora, Recipe, Sinks, Text
 
-from eqformer import data, models, nn
+from eqformer import data, models, nn, training
 from eqformer.generation._prompts import prepare
 
 
@@ -81,7 +82,9 @@ def test_a_folder_is_a_recipes_once_something_is_saved(tmp_path):
         return directory.open()[1]
 
     def saved(step):
-        (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
+        with training.Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
+            about = {"schedule": to_metadata(whole_run(recipe(steps=9)))}
+            checkpointer.save({"x": np.zeros(1)}, step, about)
 
     other = models.preset("gpt2")
     claim()

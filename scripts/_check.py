@@ -1,0 +1,67 @@
+"""What of a recipe cannot work is said before anything is written."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+from _flags import flags_of
+from _setup import build_model, optimizer_of
+from recipes import Recipe
+
+from eqformer import training
+
+
+_COUNTS = "--steps --seq --batch --accumulate --log-every --checkpoint-every --keep --validate-every".split()
+_COUNTS += "--validation-batches --execution.unroll".split()
+
+
+def check(recipe: Recipe) -> None:
+    """Raise a `ValueError` for what cannot work, before anything is written."""
+    for flag, value in flags_of(recipe).items():
+        _check_value(flag, value)
+    if not 0 < (share := recipe.text.validation) < 1:
+        raise ValueError(f"--text.validation {share}: a share of the documents lies between 0 and 1; 0.05 is usual.")
+    if not 0 <= recipe.seed < 2**32:
+        raise ValueError(f"--seed {recipe.seed}: give a number from 0 to 2**32 - 1.")
+    if recipe.sample_every < 0:
+        raise ValueError(f"--sample-every {recipe.sample_every}: give the steps between samples, or 0 for none at all.")
+    if recipe.batch % recipe.accumulate:
+        raise ValueError(
+            f"--batch {recipe.batch} --accumulate {recipe.accumulate}: the rows of a step are computed in that many "
+            "equal pieces, so accumulate must divide batch."
+        )
+    shapes = eqx.filter_eval_shape(build_model, recipe)
+    if shapes.positions is not None and recipe.seq > (longest := shapes.positions.weight.shape[0]):
+        raise ValueError(
+            f"--seq {recipe.seq}: the model has {longest} learned positions; give --model.max-seq {recipe.seq} or a "
+            f"--seq of at most {longest}."
+        )
+    chosen, optimizer = recipe.optimizer, optimizer_of(recipe, shapes)
+    if chosen.clip is not None and chosen.clip <= 0:
+        raise ValueError(f"--optimizer.clip {chosen.clip}: the largest norm is positive; none switches clipping off.")
+    for name in ("weight_decay", "z_loss", "balance_rate"):
+        if (value := getattr(chosen, name)) < 0:
+            raise ValueError(f"--optimizer.{name.replace('_', '-')} {value}: give 0, which is none, or more.")
+    assert training.make_step(training.next_token_loss, optimizer, clip=chosen.clip)
+    if recipe.sinks.tensorboard:
+        training.TensorBoard.package()
+    if recipe.sinks.wandb is not None:
+        training.WeightsAndBiases.package()
+
+
+def _check_value(flag: str, value: Any) -> None:
+    """Raise a `ValueError` for what no recipe.json can hold, and no run use."""
+    for part in value if isinstance(value, tuple) else ():
+        _check_value(flag, part)
+    if flag in _COUNTS and value < 1:
+        raise ValueError(f"{flag} {value}: it counts, so give at least 1.")
+    if isinstance(value, float) and not math.isfinite(value):
+        none = "; none switches clipping off" if flag == "--optimizer.clip" else ""
+        raise ValueError(f"{flag} {value}: give a finite number{none}.")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{flag} {value}: give a number of at most 64 bits.")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{flag} {ascii(value)}: this is no text in UTF-8; type it anew.") from error

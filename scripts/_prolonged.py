@@ -1,0 +1,132 @@
+"""Learning rates of a run whose number of steps changed on the way: what is to come is settled before anything is done.
+
+The rates of the steps so far are the run's past. Where another number of steps leaves the next one's rate as it was
+going to be (a constant rate, a plateau), the run goes on by the longer schedule. Where the rate would jump, the user
+says how to go on, and each checkpoint knows what was chosen.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from recipes import Optimization, Recipe
+
+from eqformer import training
+
+
+LONGEST_WARMUP = 50  # steps, where the user says nothing
+_WAYS = ("hold", "rewarm", "reshape")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """The steps of a run from `start` on, and the schedule that they follow.
+
+    To `reshape` follows the schedule of a run of `steps` steps, as if that had been the number from the beginning; to
+    `rewarm` follows one of the steps that are left, from its own beginning; to `hold` keeps the last rate.
+    """
+
+    start: int
+    steps: int
+    warmup: int
+    how: Literal["reshape", "rewarm", "hold"] = "reshape"
+
+
+def whole_run(recipe: Recipe) -> list[Stretch]:
+    """The one stretch of a run that begins with this recipe."""
+    return [Stretch(0, recipe.steps, _warmup(recipe.optimizer, recipe.steps))]
+
+
+def rates_of(chosen: Optimization, stretches: Sequence[Stretch]) -> training.Schedule:
+    """The learning rate of each step; raises a `ValueError`, in the spelling of flags, for what makes no schedule."""
+    made: training.Schedule | None = None
+    for stretch in stretches:
+        own = _rates_of(chosen, stretch, made)
+        made = own if made is None else training.switched(made, own, at=stretch.start)
+    assert made is not None
+    return made
+
+
+def stretches_of(recipe: Recipe, checkpointer: training.Checkpointer) -> tuple[list[Stretch], str]:
+    """The stretches of a run that goes on by a recipe, and a line on how its rates changed ("" where they did not).
+
+    Raises a `ValueError` where the rate would jump and the recipe does not say how to go on.
+    """
+    start = checkpointer.latest_step
+    if not start:
+        return whole_run(recipe), ""
+    so_far = _saved(checkpointer.metadata(), recipe.optimizer)
+    if recipe.steps in (so_far[-1].steps, start) or recipe.steps < start:
+        return so_far, ""
+    longer = [*so_far[:-1], dataclasses.replace(so_far[-1], steps=recipe.steps)]
+    before, after = rates_of(recipe.optimizer, so_far), rates_of(recipe.optimizer, longer)
+    tell = lambda rates: _told(rates, start, recipe.steps)
+    call = f"--steps {recipe.steps}: the run was trained as one of {so_far[-1].steps} steps, and the learning rate was "
+    call += f"{_rate(before, start - 1)} at step {start}"
+    if _is_same(before, after, start):
+        return longer, f"{call}; it will be {tell(after)}"
+    if recipe.prolong != "refuse":
+        chosen = [*so_far, _stretch(recipe.prolong, start, so_far[0], recipe)]
+        return chosen, f"{call}; by --prolong {recipe.prolong} it will be {tell(rates_of(recipe.optimizer, chosen))}"
+    listed = ""
+    for how in _WAYS:
+        with suppress(ValueError):  # a warmup that does not fit into the steps that are left
+            rates = rates_of(recipe.optimizer, [*so_far, _stretch(how, start, so_far[0], recipe)])
+            listed += f"\n  --prolong {how}: {tell(rates)}"
+    smooth = [step for step in checkpointer.steps if step >= so_far[-1].start and _is_same(before, after, step)]
+    other = f"\nThe checkpoint of step {smooth[-1]} goes on without a jump: move later ones away." if smooth else ""
+    raise ValueError(f"{call}; it would jump. Say how to go on, and it will be{listed}{other}")
+
+
+def to_metadata(stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
+    """The stretches as a checkpoint keeps them."""
+    return [dataclasses.asdict(stretch) for stretch in stretches]
+
+
+def _saved(metadata: Mapping[str, Any], chosen: Optimization) -> list[Stretch]:
+    if "schedule" in metadata:
+        return [Stretch(**stretch) for stretch in metadata["schedule"]]
+    steps = metadata["recipe"]["recipe"]["steps"]  # before runs kept their stretches
+    return [Stretch(0, steps, min(LONGEST_WARMUP if chosen.warmup is None else chosen.warmup, steps - 1))]
+
+
+def _stretch(how: Literal["reshape", "rewarm", "hold"], start: int, first: Stretch, recipe: Recipe) -> Stretch:
+    warmup = _warmup(recipe.optimizer, recipe.steps - start) if how == "rewarm" else first.warmup
+    return Stretch(start, recipe.steps, warmup, how)
+
+
+def _warmup(chosen: Optimization, steps: int) -> int:
+    return min(LONGEST_WARMUP, steps // 10) if chosen.warmup is None else chosen.warmup
+
+
+def _rates_of(chosen: Optimization, stretch: Stretch, before: training.Schedule | None) -> training.Schedule:
+    """The rates of one stretch, each by the run's step."""
+    if stretch.how == "hold":
+        assert before is not None
+        return training.constant(float(before(stretch.start - 1)))
+    shift = stretch.start if stretch.how == "rewarm" else 0
+    steps = stretch.steps - shift
+    try:
+        own = training.schedule(chosen.schedule, peak=chosen.learning_rate, steps=steps, warmup=stretch.warmup)
+    except ValueError as error:
+        flags = f"--optimizer.learning-rate {chosen.learning_rate} --optimizer.warmup {stretch.warmup} --steps {steps}"
+        raise ValueError(f"{flags}: {error}") from error
+    return (lambda step: own(step - shift)) if shift else own
+
+
+def _is_same(one: Callable, other: Callable, step: int) -> bool:
+    return math.isclose(float(one(step)), float(other(step)), rel_tol=1e-5)
+
+
+def _told(rates: training.Schedule, start: int, steps: int) -> str:
+    """The rates to come: the next, the highest where that is neither, the last."""
+    highest = start + int(jnp.argmax(jax.vmap(rates)(jnp.arange(start, steps))))
+    return ", ".join(f"{_rate(rates, step)} at step {step + 1}" for step in sorted({start, highest, steps - 1}))
+
+
+def _rate(rates: training.Schedule, step: int) -> str:
+    return f"{float(rates(step)):.3g}"

@@ -1,0 +1,141 @@
+"""A run with another number of steps than it was trained for: its learning rate never jumps unasked."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _check import check
+from _command import parse
+from _prolonged import rates_of, stretches_of, to_metadata, whole_run
+from _run_directory import RunDirectory
+from pretrain import Command
+from recipes import Optimization, Recipe
+from script_helpers import LLAMA, rows, run_here, TINY, write_corpus
+
+from eqformer import models, training
+
+
+def recipe(steps, schedule: Any = "warmup-cosine", *, prolong: Any = "refuse", warmup=None, **more):
+    chosen = Optimization(schedule=schedule, warmup=warmup, learning_rate=1e-2)
+    return Recipe(models.preset("llama-byte-1m"), steps=steps, prolong=prolong, optimizer=chosen, **more)
+
+
+def save(folder, at, stretches, keep=None):
+    with training.Checkpointer(folder, keep=keep) as checkpointer:
+        checkpointer.save({"x": jnp.zeros(1)}, at, {"schedule": to_metadata(stretches)})
+    return training.Checkpointer(folder)
+
+
+def rates(wanted, stretches):
+    made = rates_of(wanted.optimizer, stretches)
+    return np.array([float(made(step)) for step in range(wanted.steps)])
+
+
+def cosine(steps, warmup, at):
+    if at < warmup:
+        return 1e-2 * (at + 1) / (warmup + 1)
+    share = (at - warmup) / (steps - warmup)
+    return 1e-2 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * share)))
+
+
+def test_a_longer_cosine_is_refused_with_what_would_come_and_follows_what_is_asked(tmp_path):
+    saved = save(tmp_path, 100, whole_run(recipe(100)))
+    with pytest.raises(ValueError) as refused:
+        stretches_of(recipe(200), saved)
+    lines = str(refused.value).splitlines()
+    assert lines[0].startswith("--steps 200: the run was trained as one of 100 steps, and the learning rate was 0.001")
+    assert "at step 100" in lines[0] and len(lines) == 4
+    assert lines[1].strip() == "--prolong hold: 0.001 at step 101, 0.001 at step 200"
+    assert lines[2].strip() == "--prolong rewarm: 0.000909 at step 101, 0.01 at step 111, 0.001 at step 200"
+    assert lines[3].strip().startswith("--prolong reshape: 0.00") and lines[3].endswith("0.001 at step 200")
+
+    past = [cosine(100, 10, step) for step in range(100)]
+    last = past[-1]
+    future = {
+        "hold": [last] * 100,
+        "rewarm": [cosine(100, 10, step) for step in range(100)],
+        "reshape": [cosine(200, 10, step) for step in range(100, 200)],
+    }
+    for how, expected in future.items():
+        asked = recipe(200, prolong=how)
+        chosen, told = stretches_of(asked, saved)
+        np.testing.assert_allclose(rates(asked, chosen), past + expected, rtol=2e-5)
+        assert f"--prolong {how}" in told
+        later = save(tmp_path / how, 150, chosen)  # a checkpoint of the longer run knows what was chosen
+        assert stretches_of(recipe(200), later) == (chosen, "")
+    assert abs(last - future["reshape"][0]) > 1e-3  # the control: that one jumps
+
+
+@pytest.mark.parametrize("steps", [99, 100])
+def test_a_run_that_is_over_is_not_asked(steps, tmp_path):
+    saved = save(tmp_path, 100, whole_run(recipe(100)))
+    assert stretches_of(recipe(steps), saved) == (whole_run(recipe(100)), "")
+
+
+def test_a_constant_rate_goes_on_even_from_a_run_shorter_than_the_default_warmup(tmp_path):
+    short = recipe(20, "constant")
+    saved = save(tmp_path, 20, whole_run(short))
+    longer = recipe(800, "constant")
+    chosen, told = stretches_of(longer, saved)
+    np.testing.assert_allclose(rates(longer, chosen)[20:], 1e-2, rtol=1e-6)
+    assert "0.01 at step 20; it will be 0.01 at step 21, 0.01 at step 800" in told
+
+
+def test_a_plateau_goes_on_and_a_decay_that_began_is_refused_with_the_checkpoint_before_it(tmp_path):
+    first = recipe(100, "warmup-stable-decay")  # decays over its last fifth
+    folder = tmp_path / "run"
+    for at in (40, 70):
+        saved = save(folder, at, whole_run(first))
+    longer = recipe(200, "warmup-stable-decay")
+    chosen, told = stretches_of(longer, saved)
+    assert "0.01 at step 70; it will be 0.01 at step 71" in told
+    straight = rates(
+        longer, whole_run(dataclasses.replace(longer, optimizer=dataclasses.replace(longer.optimizer, warmup=10)))
+    )
+    np.testing.assert_array_equal(rates(longer, chosen), straight)  # bit for bit, as if asked from the beginning
+    saved = save(folder, 90, whole_run(first))
+    with pytest.raises(ValueError, match="it would jump(.|\n)*The checkpoint of step 70 goes on without a jump"):
+        stretches_of(longer, saved)
+    with pytest.raises(ValueError, match="it would jump"):  # a shorter run, too, is another shape
+        stretches_of(recipe(95, "warmup-stable-decay"), saved)
+
+
+def test_a_warmup_that_does_not_fit_is_refused_and_the_default_is_a_share():
+    with pytest.raises(ValueError, match="--optimizer.warmup 20 --steps 20: .*warmup must be shorter than the run"):
+        check(recipe(20, warmup=20))
+    assert [whole_run(recipe(steps))[0].warmup for steps in (1, 20, 400, 800, 10_000)] == [0, 2, 40, 50, 50]
+
+
+def test_the_folder_of_a_run_is_untouched_by_a_refusal(tmp_path):
+    with RunDirectory(tmp_path) as directory:
+        directory.claim("name", recipe(100))
+    save(tmp_path / "checkpoints", 100, whole_run(recipe(100)))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="it would jump"):
+        RunDirectory(tmp_path).claim("name", recipe(200))
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with RunDirectory(tmp_path) as directory:
+        directory.claim("name", recipe(200, prolong="hold"))
+        assert directory.open()[1].steps == 200
+
+
+def test_a_run_says_what_comes_before_it_goes_on(tmp_path):
+    run = ["--run-dir", tmp_path / "run", "--data", write_corpus(tmp_path / "corpus"), *TINY, *LLAMA, "--simulate", 1]
+    run += ["--sample-every", 0, "--validate-every", 100]
+    run_here("pretrain.py", *run, "--steps", 4)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    refused = run_here("pretrain.py", *run, "--steps", 8)
+    assert refused.returncode == 2 and "it would jump" in refused.stderr
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    done = run_here("pretrain.py", *run, "--steps", 8, "--prolong", "hold")
+    assert "by --prolong hold it will be" in done.stdout, done.stderr
+    told = [row["learning_rate"] for row in rows(tmp_path / "run")]
+    assert len(told) == 8 and told[3:] == pytest.approx([told[3]] * 5) and told[3] != told[2]
+
+
+def test_none_switches_clipping_off():
+    for word in ("none", "None"):
+        assert parse(Command, ["--optimizer.clip", word]).run.optimizer.clip is None
+    assert parse(Command, ["--optimizer.clip", "0.5"]).run.optimizer.clip == 0.5

@@ -1,0 +1,152 @@
+"""Every value that a recipe can hold survives a save, and what cannot work is refused before anything is written."""
+
+import dataclasses
+import json
+import random
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import jax
+import pretrain
+import pytest
+from _check import check
+from _recipe_file import from_json, read_recipe, to_json, write_recipe
+from recipes import Recipe
+from script_helpers import LLAMA, TINY, write_corpus
+
+from eqformer import models, training
+
+
+WORDS = ["", "def ", "\u00e9\u4e2d\U0001f600", "a\nb\t\"'\\", "None", "nan", "\x00\x7f"]
+FLOATS = [0.0, -0.0, 1.0, 1e-300, 5e-324, 1.7976931348623157e308, 0.1, 1 / 3, 2.0**70]
+INTS = [0, 1, -1, 7, 2**31, 2**63 - 1, -(2**63)]
+PATHS = [Path("."), Path("/a b/\u00e9"), Path("runs/x"), Path("/tmp/\udcff")]  # the last as a name that is not UTF-8
+
+
+def value_of(kind: Any, draw, old=None) -> Any:
+    """A value of a type of a recipe's field, drawn at random."""
+    origin = typing.get_origin(kind)
+    if origin is typing.Literal:
+        return draw.choice(typing.get_args(kind))
+    if origin in (typing.Union, types.UnionType):
+        kinds = typing.get_args(kind)
+        if any(dataclasses.is_dataclass(each) for each in kinds):
+            return old if dataclasses.is_dataclass(old) or old is None else value_of(draw.choice(kinds), draw)
+        return value_of(draw.choice(kinds), draw)
+    if origin is tuple:
+        inner, *rest = typing.get_args(kind)
+        if rest == [...]:
+            return tuple(value_of(inner, draw) for _ in range(draw.randrange(4)))
+        return tuple(value_of(each, draw) for each in (inner, *rest))
+    if dataclasses.is_dataclass(kind):
+        return changed(old if old is not None else kind(), draw)
+    known = {int: INTS, float: FLOATS, str: WORDS, bool: [True, False], Path: PATHS, type(None): [None]}
+    return draw.choice(known[kind])
+
+
+def changed(value, draw):
+    """A dataclass with each field drawn anew, as far as it takes what is drawn."""
+    hints = typing.get_type_hints(type(value))
+    for field in dataclasses.fields(value):
+        try:
+            new = value_of(hints[field.name], draw, getattr(value, field.name))
+            value = dataclasses.replace(value, **{field.name: new})
+        except ValueError:
+            continue  # refused where it is made: it is in no recipe
+    return value
+
+
+@pytest.mark.parametrize("preset", sorted(models.presets()))
+def test_every_recipe_is_the_same_after_a_save(preset, tmp_path):
+    draw, seen = random.Random(preset), set()
+    for number in range(4):
+        numbers = changed(models.preset(preset), draw)
+        recipe = dataclasses.replace(changed(Recipe(model=models.preset(preset)), draw), model=numbers)
+        write_recipe(tmp_path / "recipe.json", f"\u00e9{number}", recipe)
+        assert read_recipe(tmp_path / "recipe.json") == (f"\u00e9{number}", recipe)
+        text = json.dumps(training.run_metadata(recipe=to_json(recipe), step=1, data={}, key=_KEY), allow_nan=False)
+        assert from_json(json.loads(text)["recipe"]) == recipe
+        seen.add(repr(recipe))
+    assert len(seen) == 4
+
+
+_KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2**63, "a\udcff"])
+def test_what_no_file_can_hold_is_refused_in_every_field(value):
+    """In every field of a type that could hold it, under its flag."""
+    base, found = Recipe(model=models.preset("llama-byte-1m")), 0
+
+    def fields(part, flag):
+        hints = typing.get_type_hints(type(part))
+        for field in dataclasses.fields(part):
+            old, name = getattr(part, field.name), f"{flag}{field.name.replace('_', '-')}"
+            if dataclasses.is_dataclass(old):
+                yield from ((n, dataclasses.replace(part, **{field.name: new})) for n, new in fields(old, f"{name}."))
+                continue
+            kinds = {hints[field.name], *typing.get_args(hints[field.name])}
+            if type(value) in kinds and typing.get_origin(hints[field.name]) is not typing.Literal:
+                try:
+                    yield name, dataclasses.replace(part, **{field.name: value})
+                except (ValueError, TypeError):
+                    continue  # refused where it is made
+
+    for name, recipe in fields(base, ""):
+        with pytest.raises(ValueError, match=f"^--{name} ") as refused:
+            check(recipe)
+        assert str(refused.value).isprintable()
+        found += 1
+    assert found >= 2
+
+
+NEVER = {
+    "--steps": ["0", "-1", "9" * 30],
+    "--seed": ["-1", "9" * 30],
+    "--seq": ["0"],
+    "--batch": ["0", "-4"],
+    "--accumulate": ["0", "3"],
+    "--microbatches": ["0"],
+    "--chunks": ["0"],
+    "--expert-factor": ["0", "nan"],
+    "--log-every": ["0"],
+    "--checkpoint-every": ["0"],
+    "--keep": ["0"],
+    "--validate-every": ["0"],
+    "--validation-batches": ["0"],
+    "--sample-every": ["-1"],
+    "--prompt": ["\udcff"],
+    "--text.validation": ["0", "1", "-0.1", "nan"],
+    "--text.field": ["\udcff"],
+    "--optimizer.learning-rate": ["0", "-1", "nan", "inf"],
+    "--optimizer.warmup": ["-1", "6", "7"],
+    "--optimizer.weight-decay": ["-1", "nan", "inf"],
+    "--optimizer.clip": ["0", "-1", "nan", "inf"],
+    "--optimizer.z-loss": ["-1", "inf"],
+    "--optimizer.balance-rate": ["-1", "inf"],
+    "--lora.rank": ["-1"],
+    "--lora.alpha": ["nan", "inf"],
+    "--execution.unroll": ["0"],
+    "--model.rope-theta": ["nan"],
+}
+
+
+def test_every_refusal_of_a_recipe_leaves_the_folder_untouched(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = ["--run-dir", tmp_path / "run", "--data", write_corpus(tmp_path / "corpus"), *TINY, *LLAMA, "--simulate", 1]
+    cases = [(flag, value) for flag, values in NEVER.items() for value in values]
+    for more in [
+        *cases,
+        ("--sinks.tensorboard",),
+        ("--sinks.wandb", "project"),
+        ("--lora.rank", "2", "--lora.maps", "x"),
+    ]:
+        with pytest.raises(SystemExit) as end:
+            pretrain.main([str(each) for each in [*run, *more]])
+        told = capsys.readouterr().err
+        assert end.value.code == 2 and "Traceback" not in told, more
+        assert not (tmp_path / "run").exists(), (more, told)
