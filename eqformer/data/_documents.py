@@ -25,23 +25,30 @@ class Source:
     """A corpus that can be read any number of times, always in the same order.
 
     `fingerprint()` changes whenever the documents do; it is asked for before anything is tokenised, so it should be
-    cheaper than reading the documents. `size` is the sum of their sizes in bytes, 0 where nobody can know.
+    cheaper than reading the documents. `size` is the sum of their sizes in bytes, 0 where nobody can know. `check()`
+    raises what reading the documents would raise, before anything is done with the first, where that costs little.
     """
 
     name: str
     size: int
     fingerprint: Callable[[], str]
     documents: Callable[[], Iterator[Document]]
+    check: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[Document]:
         return self.documents()
+
+
+def to_bytes(text: str) -> bytes:
+    """The UTF-8 of a text, in which halves of surrogate pairs may stand, as JSON and names of files can have them."""
+    return text.encode("utf-8", errors="surrogatepass")
 
 
 def digest(parts: Iterable[str | bytes]) -> str:
     """32 hexadecimal digits that change when any part or any border between parts does."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part
+        data = to_bytes(part) if isinstance(part, str) else part
         state.update(len(data).to_bytes(8, "little"))
         state.update(data)
     return state.hexdigest()
@@ -49,7 +56,7 @@ def digest(parts: Iterable[str | bytes]) -> str:
 
 def texts(documents: Mapping[str, str], *, name: str = "texts") -> Source:
     """A source of texts at hand, given as name -> text."""
-    held = [Document(title, text, len(text.encode())) for title, text in documents.items()]
+    held = [Document(title, text, len(to_bytes(text))) for title, text in documents.items()]
     return Source(
         name=name,
         size=sum(document.size for document in held),
@@ -135,7 +142,7 @@ def hub(
         for number, row in enumerate(islice(rows, limit)):
             text = field_of(row, field, call=arguments, place=f"row {number}")
             if text:
-                yield Document(f"{split}#{number}", text, len(text.encode()))
+                yield Document(f"{split}#{number}", text, len(to_bytes(text)))
 
     return Source(
         name=name,

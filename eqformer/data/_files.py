@@ -1,7 +1,9 @@
 """Documents from files of .txt, .md, .py, .jsonl and .parquet."""
 
+import codecs
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +15,8 @@ from ._documents import digest, Document, field_of, Source
 
 _PLAIN = (".txt", ".md", ".py")
 _ROWS = (".jsonl", ".parquet")
+_LONGEST = 1 << 20  # characters of a plain file that are one document
+_BLOCK = 1 << 16  # bytes of it that are read at once
 
 
 def files(
@@ -20,11 +24,13 @@ def files(
 ) -> Source:
     """The documents of a file, a folder (with the folders in it), or several of either.
 
-    A .txt, .md or .py file is one document; `piece` cuts it into documents of at most that many characters, at blank
-    lines, line ends or spaces where there are any. A corpus that is one such file is cut in any case (into about 256
-    pieces of 1,024 to 65,536 characters), since a single document could not be split into train and validation. Each
-    line of a .jsonl file and each row of a .parquet file is a document, its text in `field`; empty and null ones are
-    left out. Texts are UTF-8; hidden files and folders are left out; the order is that of the sorted names.
+    A .txt, .md or .py file in a folder is one document, or one for each 2^20 characters. One that is given itself is
+    cut into pieces, of at most 1,024 characters at its beginning and 65,536 farther on, so that it alone can be split
+    into train and validation; `piece` cuts all of them into pieces of at most that many. Cuts are at blank lines, line
+    ends or spaces where there are any, and depend on nothing that follows, so what is added at a file's end moves no
+    text that was there before to another split. Each line of a .jsonl file and each row of a .parquet file is a
+    document, its text in `field`; empty and null ones are left out. Texts are UTF-8; hidden files and folders are left
+    out; the order is that of the sorted names. Of a plain file only a document is held at once.
 
     **Raises:** `ValueError`, here where a path does not exist or holds no file of these kinds or no text, and on
     reading where a file is not UTF-8, not JSON or Parquet, or has no such field; `ImportError` where .parquet needs
@@ -42,8 +48,6 @@ def files(
         raise ValueError(
             f"{call} must find some text, but all of its {len(found)} files are empty; pass files with text in them."
         )
-    if piece is None and len(found) == 1 and found[0].kind in _PLAIN:
-        piece = max(1024, min(65536, size // 256))
 
     def documents() -> Iterator[Document]:
         for entry in found:
@@ -55,16 +59,32 @@ def files(
                 yield from _from_text(entry, piece, call)
 
     def fingerprint() -> str:
-        options = [f"field={field} piece={piece}"]
-        return digest(options + [part for entry in found for part in (entry.name, _file_digest(entry.path))])
+        options = [f"field={field} piece={piece} cuts=2"]
+        parts = [(entry.name, f"given={entry.is_given}", _file_digest(entry.path)) for entry in found]
+        return digest(options + [part for its in parts for part in its])
 
-    return Source(name=roots[0].resolve().stem, size=size, fingerprint=fingerprint, documents=documents)
+    def check() -> None:
+        for _ in documents():
+            pass
+
+    return Source(_shown(roots[0].resolve().stem), size, fingerprint, documents, check)
 
 
 class _Entry(NamedTuple):
     name: str  # relative to the folder that was given, so that a corpus may move
     path: Path
     kind: str
+    is_given: bool  # itself, and not in a folder
+
+    @property
+    def place(self) -> str:
+        """The path as messages have it."""
+        return _shown(self.path)
+
+
+def _shown(path: str | os.PathLike[str]) -> str:
+    """A path as a text: bytes of it that are no UTF-8 are spelled out."""
+    return os.fsencode(path).decode("utf-8", errors="backslashreplace")
 
 
 def _entries(root: Path, call: str) -> list[_Entry]:
@@ -75,7 +95,7 @@ def _entries(root: Path, call: str) -> list[_Entry]:
             raise ValueError(
                 f"{call}: a file must be one of {kinds}, but {root} ends in {kind!r}; convert or rename it."
             )
-        return [_Entry(root.name, root, kind)]
+        return [_Entry(_shown(root.name), root, kind, True)]
     if not root.is_dir():
         raise ValueError(f"{call}: the path must exist, but there is no file or folder {root}; correct it.")
     found = []
@@ -87,7 +107,8 @@ def _entries(root: Path, call: str) -> list[_Entry]:
         raise ValueError(
             f"{call}: a folder must hold files of {kinds}, but there is none in {root}; pass another folder."
         )
-    return sorted(_Entry(path.relative_to(root).as_posix(), path, path.suffix.lower()) for path in found)
+    named = [(_shown(path.relative_to(root).as_posix()), path) for path in found]
+    return sorted(_Entry(name, path, path.suffix.lower(), False) for name, path in named)
 
 
 def _file_digest(path: Path) -> str:
@@ -95,44 +116,75 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _decode(data: bytes, *, call: str, place: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{call}: texts must be UTF-8, but byte {error.start} of {place} is 0x{data[error.start]:02x}; "
-            f"convert it (for example `iconv -f latin1 -t utf-8`) or leave it out."
-        ) from error
+def _no_utf8(error: UnicodeDecodeError, place: int, of: str, call: str) -> ValueError:
+    return ValueError(
+        f"{call}: texts must be UTF-8, but byte {place} of {of} is 0x{error.object[error.start]:02x}; "
+        f"convert it (for example `iconv -f latin1 -t utf-8`) or leave it out."
+    )
+
+
+def _blocks(entry: _Entry, call: str) -> Iterator[str]:
+    """A file's text, block by block."""
+    decoder, read = codecs.getincrementaldecoder("utf-8-sig")(), 0
+    with entry.path.open("rb") as file:
+        is_last = False
+        while not is_last:
+            block = file.read(_BLOCK)
+            read, is_last = read + len(block), not block
+            try:
+                yield decoder.decode(block, final=is_last)
+            except UnicodeDecodeError as error:
+                raise _no_utf8(error, read - len(error.object) + error.start, entry.place, call) from error
 
 
 def _from_text(entry: _Entry, piece: int | None, call: str) -> Iterator[Document]:
-    text = _decode(entry.path.read_bytes(), call=call, place=str(entry.path))
-    if piece is None or len(text) <= piece:
-        yield Document(entry.name, text, len(text.encode()))
-        return
-    start = number = 0
-    while start < len(text):
-        stop = _cut(text, start, start + piece)
-        yield Document(f"{entry.name}#{number}", text[start:stop], len(text[start:stop].encode()))
-        start, number = stop, number + 1
+    done = number = 0
+
+    def documents(text: str, is_all: bool) -> Iterator[Document]:
+        """Those that `text` begins with, of which nothing that may follow changes anything."""
+        nonlocal done, number
+        start = 0
+        while start < len(text):
+            size = piece or (max(1024, min(65536, done // 64)) if entry.is_given else _LONGEST)
+            if not is_all and len(text) - start < size:
+                break
+            stop = _cut(text, start, size)
+            own = text[start:stop]
+            yield Document(f"{entry.name}#{number}" if number else entry.name, own, len(own.encode()))
+            done, number, start = done + stop - start, number + 1, stop
+
+    held, length = list[str](), 0
+    for block in _blocks(entry, call):
+        held.append(block)
+        length += len(block)
+        if length >= (piece or _LONGEST):
+            whole, before = "".join(held), done
+            yield from documents(whole, False)
+            held = [whole[done - before :]]
+            length = len(held[0])
+    yield from documents("".join(held), True)
 
 
-def _cut(text: str, start: int, stop: int) -> int:
-    """The best place to cut in the second half of `text[start:stop]`, or `stop` where none is better."""
-    if stop >= len(text):
-        return len(text)
-    for border in ("\n\n", "\n", " "):
-        place = text.rfind(border, (start + stop) // 2, stop)
-        if place >= 0:
-            return place + len(border)
+def _cut(text: str, start: int, size: int) -> int:
+    """Where the document from `start` ends, of at most `size` characters: at the first border that comes late enough.
+
+    Better borders may come earlier. Whether a place is a cut depends on nothing behind it.
+    """
+    stop = min(start + size, len(text))
+    for border, least in (("\n\n", size / 2), ("\n", size * 3 / 4), (" ", size * 7 / 8)):
+        place = text.find(border, start + max(math.ceil(least) - len(border), 0), stop)
+        stop = stop if place < 0 else place + len(border)
     return stop
 
 
 def _from_lines(entry: _Entry, field: str, call: str) -> Iterator[Document]:
     with entry.path.open("rb") as file:
         for number, line in enumerate(file):
-            place = f"line {number + 1} of {entry.path}"
-            written = _decode(line, call=call, place=place)
+            place = f"line {number + 1} of {entry.place}"
+            try:
+                written = line.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise _no_utf8(error, error.start, place, call) from error
             if not written.strip():
                 continue
             try:
@@ -154,7 +206,7 @@ def _from_parquet(entry: _Entry, field: str, call: str) -> Iterator[Document]:
         names = file.schema_arrow.names
         if field not in names:
             raise ValueError(
-                f"{call}: {entry.path} has no field {field!r}; its fields are {sorted(names)}: "
+                f"{call}: {entry.place} has no field {field!r}; its fields are {sorted(names)}: "
                 f"pass one of them as `field`."
             )
         # A row stands for its share of the file, which is compressed, and not for the bytes of its text.
@@ -165,7 +217,7 @@ def _from_parquet(entry: _Entry, field: str, call: str) -> Iterator[Document]:
             if batch is None:
                 return
             for text in batch.column(0).to_pylist():
-                kept = field_of({field: text}, field, call=call, place=f"row {number} of {entry.path}")
+                kept = field_of({field: text}, field, call=call, place=f"row {number} of {entry.place}")
                 if kept:
                     yield Document(f"{entry.name}#{number}", kept, share)
                 number += 1
@@ -176,5 +228,5 @@ def _parquet_checked(read: Callable[[], Any], entry: _Entry, call: str) -> Any:
         return read()
     except (OSError, ValueError) as error:  # pyarrow's own errors are of these two
         raise ValueError(
-            f"{call}: {entry.path} must be a whole Parquet file, but {error}; fetch or write it again."
+            f"{call}: {entry.place} must be a whole Parquet file, but {error}; fetch or write it again."
         ) from error

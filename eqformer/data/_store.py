@@ -15,7 +15,7 @@ from jaxtyping import Int, UInt
 
 from .._failures import reason_and_fix
 from ._cache import Damaged, read, remove, Unwritable, Writer, writing
-from ._documents import digest, Document, Source
+from ._documents import digest, Document, Source, to_bytes
 from ._tokenizer import Tokenizer
 
 
@@ -24,6 +24,7 @@ Progress = Callable[[int, int], Any]
 
 _FORMAT = 1  # of the files below; a new number leaves old caches aside
 _GROUP = 1 << 20  # characters that are tokenised together
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def open_store(
     """The tokens of one split of a source, from the cache where they are already, else tokenised into it now.
 
     A document belongs to the validation split when the hash of its name falls under `validation`, a share of the
-    documents; that depends on nothing else, so it holds on any machine and however the corpus grows. `progress` is
+    documents; that depends on nothing else, so it holds on any machine and however the corpus grows. What of a source
+    cannot be read is told before anything is tokenised. U+FFFD stands for halves of surrogate pairs, which no text
+    has and JSON can spell, and a warning tells how many documents had some. `progress` is
     called with the bytes done and in all (0: nobody knows). `verify` compares the checksums of a cache that is found
     (about half a second a gigabyte), not only the sizes. A damaged cache is written anew, with a warning.
 
@@ -87,6 +90,7 @@ def open_store(
         except Damaged as damage:
             warnings.warn(f"{call}: the cache {target} is damaged: {damage}; it is written anew.", stacklevel=2)
     try:
+        source.check()
         if target.exists():
             remove(target)
         with writing(target) as writer:
@@ -103,7 +107,7 @@ def open_store(
 
 def is_validation(name: str, share: float) -> bool:
     """Whether a document of this name belongs to the validation split."""
-    value = hashlib.blake2b(f"eqformer:{name}".encode(), digest_size=8).digest()
+    value = hashlib.blake2b(to_bytes(f"eqformer:{name}"), digest_size=8).digest()
     return int.from_bytes(value, "big") < share * 2**64
 
 
@@ -130,11 +134,12 @@ def _tokenise(
     end = np.full(1, tokenizer.end_of_text, dtype)
     lengths: list[int] = []
     done = largest = text_bytes = others = 0
+    mended: list[str] = []
     for group in _groups(source):
         done += sum(document.size for document in group)
         chosen = [document for document in group if is_validation(document.name, validation) == (split == "validation")]
         others += len(group) - len(chosen)
-        chosen = [document for document in chosen if document.text]
+        chosen = [_mended(document, mended) for document in chosen if document.text]
         for document, ids in zip(chosen, _encoded(tokenizer, chosen, call), strict=True):
             if not len(ids):
                 continue
@@ -149,7 +154,14 @@ def _tokenise(
     if not lengths:
         raise ValueError(
             f"{call}: the {split} split must have a document with text, but it has none and the other split {others}; "
-            f"pass more documents, another `validation` share, or cut long files with files(path, piece=...)."
+            f"pass more documents, another `validation` share, or, of a folder of few long files, the files "
+            f"themselves, which are cut (as by files(folder, piece=...))."
+        )
+    if mended:
+        warnings.warn(
+            f"{call}: documents with halves of surrogate pairs, which are no characters: {len(mended)}, the first "
+            f"{mended[0]}; U+FFFD stands for each half.",
+            stacklevel=3,
         )
     writer.append("offsets.bin", np.cumsum([0, *lengths]).astype("<i8"))
     writer.finish(
@@ -170,6 +182,15 @@ def _tokenise(
     )
     if progress is not None:
         progress(source.size or done, source.size or done)
+
+
+def _mended(document: Document, mended: list[str]) -> Document:
+    """The document with U+FFFD for halves of surrogate pairs; where there were some, its name joins `mended`."""
+    if document.text.isascii() or not _HALF.search(document.text):
+        return document
+    mended.append(document.name)
+    wide = document.text.encode("utf-16-le", errors="surrogatepass")  # in which two halves side by side are a character
+    return document._replace(text=wide.decode("utf-16-le", errors="replace"))
 
 
 def _groups(source: Source) -> Iterator[list[Document]]:

@@ -202,8 +202,11 @@ class FileTokenizer:
         return np.asarray(ids, dtype=np.uint32)
 
     def encode_each(self, texts: Sequence[str]) -> list[UInt[np.ndarray, "_"]]:
-        """`encode` of every text, on all cores."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        """`encode` of every text, on all cores. Raises `ValueError` where the tokenizer cannot spell one."""
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the package raises nothing more precise
+            raise ValueError(f"FileTokenizer.encode_each(texts): the tokenizer refuses a text ({error}).") from error
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Ids) -> str:

@@ -1,9 +1,10 @@
 import json
+import os
 import sys
 
 import pytest
 
-from eqformer.data import ByteTokenizer, files, open_store
+from eqformer.data import ByteTokenizer, files, FileTokenizer, open_store, texts
 
 
 def _tree(root):
@@ -51,8 +52,8 @@ def test_pieces_put_together_are_the_text_and_end_at_borders(tmp_path):
     (tmp_path / "book.txt").write_text("\n\n".join(paragraphs))
     pieces = list(files(tmp_path, piece=200))
     assert "".join(piece.text for piece in pieces) == "\n\n".join(paragraphs)
-    assert [piece.name for piece in pieces] == [f"book.txt#{number}" for number in range(len(pieces))]
-    assert all(len(piece.text) <= 200 for piece in pieces) and all(len(piece.text) > 100 for piece in pieces[:-1])
+    assert [piece.name for piece in pieces] == ["book.txt", *(f"book.txt#{n}" for n in range(1, len(pieces)))]
+    assert all(len(piece.text) <= 200 for piece in pieces) and all(len(piece.text) >= 100 for piece in pieces[:-1])
     assert all(piece.text.endswith("\n\n") for piece in pieces[:-1])
 
     (tmp_path / "book.txt").write_text("abc def " * 50)
@@ -61,7 +62,7 @@ def test_pieces_put_together_are_the_text_and_end_at_borders(tmp_path):
     assert [len(piece.text) for piece in files(tmp_path, piece=30)] == [30, 30, 30, 5]
 
 
-def test_one_long_file_alone_can_be_split_and_two_are_left_whole(tmp_path):
+def test_a_file_that_is_given_itself_can_be_split_and_those_of_a_folder_are_left_whole(tmp_path):
     (tmp_path / "book.txt").write_text("A line of a long book.\n" * 20_000)
     source = files(tmp_path / "book.txt")
     assert 200 < len(list(source)) < 600
@@ -71,6 +72,71 @@ def test_one_long_file_alone_can_be_split_and_two_are_left_whole(tmp_path):
     assert 0.01 < validation.text_bytes / 460_000 < 0.12
     (tmp_path / "other.txt").write_text("x")
     assert len(list(files(tmp_path))) == 2
+    assert len({files(path).fingerprint() for path in (tmp_path, tmp_path / "book.txt", tmp_path / "other.txt")}) == 3
+
+
+class Counting(ByteTokenizer):
+    """Counts the texts that it is given."""
+
+    count = 0
+
+    def encode_each(self, texts):
+        Counting.count += len(texts)
+        return super().encode_each(texts)
+
+
+@pytest.mark.parametrize(
+    "name, data, words",
+    [
+        ("z.jsonl", b'{"text": "x"}\n{"text": \n', r"line 2 of .*z\.jsonl must be JSON"),
+        ("z.jsonl", b'{"text": "x"}\n{"body": "y"}\n', r"line 2 of .*z\.jsonl has no field 'text'"),
+        ("z.txt", "né".encode("latin1"), r"byte 1 of .*z\.txt is 0xe9"),
+    ],
+)
+def test_what_cannot_be_read_is_told_before_anything_is_tokenised(name, data, words, tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text("x" * 600_000)
+    source, count = files(tmp_path), Counting.count
+    open_store(source, Counting(), tmp_path / "cache", validation=0.0)
+    assert Counting.count == count + 5  # a control: it counts
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=words):
+        open_store(files(tmp_path), Counting(), tmp_path / "cache", validation=0.0)
+    assert Counting.count == count + 5
+
+
+def test_half_a_character_is_replaced_and_told(tokenizer_json, tmp_path):
+    rows = [r"one \ud83e\udd8b two", r"three \ud83e four \udd8b", "five", r"\udfff", r"\ud83e\\u0041"]
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{row}"}}\n' for row in rows))
+    wanted = ["one 🦋 two", "three \ufffd four \ufffd", "five", "\ufffd", "\ufffd\\u0041"]
+    for tokenizer in (ByteTokenizer(), FileTokenizer(tokenizer_json)):
+        with pytest.warns(
+            UserWarning, match=r"open_store\(.*halves of .* characters: 3, the first rows\.jsonl#1; U\+FFFD"
+        ):
+            store = open_store(files(tmp_path), tokenizer, tmp_path / "cache", validation=0.0)
+        borders = zip(store.offsets[:-1], store.offsets[1:] - 1)
+        assert [tokenizer.decode(store.tokens[start:stop]) for start, stop in borders] == wanted
+        assert store.text_bytes == sum(len(text.encode()) for text in wanted)
+    broken = {"a": "x\ud800", "b\ud800": "y"}
+    with pytest.warns(UserWarning, match=r"halves of .* characters: 1, the first a;"):
+        open_store(texts(broken), ByteTokenizer(), tmp_path / "cache", validation=0.0)
+
+
+def test_a_name_that_is_no_utf8_is_spelled_out(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    try:
+        folder.mkdir()
+        (folder / os.fsdecode(b"th\xe9.txt")).write_text("x")
+    except OSError:
+        pytest.skip("the file system has no such names")
+    (folder / "rows.jsonl").write_text('{"body": ""}')
+    source = files(folder, field="body")
+    assert source.name == "caf\\xe9" and [document.name for document in source] == ["th\\xe9.txt"]
+    store = open_store(source, ByteTokenizer(), tmp_path / "cache", validation=0.0)
+    assert store.documents == 1 and store.path.name.startswith("caf-xe9-train-")
+    with pytest.raises(ValueError, match=r"line 1 of .*caf\\xe9/rows\.jsonl has no field 'text'") as caught:
+        list(files(folder))
+    assert str(caught.value).encode("utf-8")
 
 
 @pytest.mark.parametrize(

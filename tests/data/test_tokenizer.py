@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eqformer.data import ByteTokenizer, FileTokenizer, TextStream, Tokenizer
+from eqformer.data import ByteTokenizer, FileTokenizer, open_store, texts, TextStream, Tokenizer
 
 
 def _any_text(seed, length=200):
@@ -146,6 +146,15 @@ def test_what_a_decoder_tidies_up_streams_as_it_decodes(name, tmp_path):
         assert "".join(stream.push(token) for token in ids) + stream.finish() == whole
         alone += "".join(tokenizer.decode([token]) for token in ids) == whole
     assert alone < 300  # a control: tokens one by one would give other texts
+
+
+def test_a_text_that_the_tokenizer_cannot_spell_is_told_with_its_document(tmp_path):
+    model = {"type": "WordLevel", "vocab": {"</s>": 0, "one": 1}, "unk_token": "<unk>"}
+    written = {"version": "1.0", "added_tokens": _special(["</s>"], 0), "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written | {"pre_tokenizer": {"type": "WhitespaceSplit"}}))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"open_store\(.*b cannot be tokenised: .*refuses a text \(.*Missing"):
+        open_store(texts({"a": "one one", "b": "one two"}), tokenizer, tmp_path, validation=0.0)
 
 
 def test_fingerprint_changes_with_the_file_and_the_end_of_text(tokenizer_json, tmp_path):
