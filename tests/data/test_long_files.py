@@ -38,12 +38,12 @@ WAYS = {
 def test_what_is_held_out_stays_so_however_the_corpus_grows(way, tmp_path, monkeypatch):
     """Text is added at a file's end, wherever it ended, and files beside it."""
     monkeypatch.setattr(_files, "_LONGEST", 400)
-    text, draw = _text(0, 3000), random.Random(1)
-    sizes = sorted(draw.sample(range(1, len(text)), 20))
+    text = _text(0, 60_000 if way == "a file" else 3000)
+    sizes = range(20, len(text), len(text) // 15) if way == "a file" else range(20, 2000, 29)
     before, others = {"book.txt": []}, 0
-    for size in [*sizes, len(text)]:
+    for place, size in enumerate([*sizes, len(text)]):
         (tmp_path / "book.txt").write_bytes(text[:size].encode())
-        if way != "a file" and size > sizes[10]:
+        if way != "a file" and place % 20 == 15:
             (tmp_path / f"other{others}.txt").write_bytes(_text(size, 200).encode())
             others += 1
         now = _split_of(WAYS[way](tmp_path, "book.txt"))
