@@ -1,4 +1,8 @@
-"""Changes to the logits before a token is drawn: temperature, truncations, penalties; each a module, in any order."""
+"""Changes to the logits before a token is drawn: temperature, truncations, penalties; each a module, in any order.
+
+All compute in float32 at least, and give that. Any setting that they take has its limit where floats end: what is
+beyond them is left to the likeliest, and nothing is ever NaN for logits that are not.
+"""
 
 from collections.abc import Callable
 
@@ -6,6 +10,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from ..nn import at_least_float32
 
 
 class History(eqx.Module):
@@ -33,14 +39,15 @@ class Temperature(eqx.Module):
             raise ValueError(
                 f"Temperature({temperature}): temperatures are finite and at least 0; pass 0 for the likeliest token."
             )
-        self.temperature, self.is_greedy = jnp.asarray(temperature, jnp.float32), temperature == 0
+        self.temperature, self.is_greedy = _as_float32(temperature), temperature == 0
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Flatten the distribution above 1, sharpen it below."""
+        logits = _widened(logits)
         if self.is_greedy:
             likeliest = jnp.argmax(logits, axis=-1, keepdims=True)
             return _only(jnp.arange(logits.shape[1]) == likeliest, logits)
-        return logits / self.temperature.astype(logits.dtype)
+        return _within_range(logits / self.temperature.astype(logits.dtype), logits)
 
 
 class TopK(eqx.Module):
@@ -54,6 +61,7 @@ class TopK(eqx.Module):
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Hide all but the first `top_k`."""
+        logits = _widened(logits)
         if self.top_k >= logits.shape[1]:
             return logits
         least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
@@ -68,10 +76,11 @@ class TopP(eqx.Module):
     def __init__(self, top_p: float | int):
         if not 0 < top_p <= 1:
             raise ValueError(f"TopP({top_p}): a probability above 0 and at most 1 must be kept; 1 keeps all.")
-        self.top_p = jnp.asarray(top_p, jnp.float32)
+        self.top_p = _as_float32(top_p)
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Hide every token before which the likelier ones already make up `top_p`; of equal ones lower ids go first."""
+        logits = _widened(logits)
         falling = -jnp.sort(-logits, axis=-1)
         share = jax.nn.softmax(falling, axis=-1)
         before = jnp.cumsum(share, axis=-1) - share
@@ -92,12 +101,13 @@ class MinP(eqx.Module):
             raise ValueError(
                 f"MinP({min_p}): a share of the likeliest token's probability is from 0 to 1; 0 keeps all."
             )
-        self.min_p = jnp.asarray(min_p, jnp.float32)
+        self.min_p = _as_float32(min_p)
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
-        """Hide what falls short, told by `logit >= peak + log(min_p)`."""
+        """Hide what falls short, told by `logit - peak >= log(min_p)`."""
+        logits = _widened(logits)
         peak = jnp.max(logits, axis=-1, keepdims=True)
-        return _only(logits >= peak + jnp.log(self.min_p).astype(logits.dtype), logits)
+        return _only((logits == peak) | (logits - peak >= jnp.log(self.min_p).astype(logits.dtype)), logits)
 
 
 class RepetitionPenalty(eqx.Module):
@@ -112,16 +122,20 @@ class RepetitionPenalty(eqx.Module):
     def __init__(self, penalty: float | int):
         if not 0 < penalty < float("inf"):
             raise ValueError(f"RepetitionPenalty({penalty}): a penalty must be finite and above 0; 1 changes nothing.")
-        self.penalty = jnp.asarray(penalty, jnp.float32)
+        self.penalty = _as_float32(penalty)
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Penalise what is in the history."""
+        logits = _widened(logits)
         batch, vocab = logits.shape
         held = jnp.arange(history.ids.shape[1]) < history.lengths[:, None]
         ids = jnp.where(held, history.ids, vocab)  # beyond the last token: dropped
         seen = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], ids].set(True, mode="drop")
         penalty = self.penalty.astype(logits.dtype)
-        return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+        changed = lambda logits: jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+        # Logits of half the size change to halves: where those of a row leave the range, small ones tell the likeliest.
+        size = jnp.max(jnp.where(jnp.isfinite(logits), jnp.abs(logits), 0), axis=-1, keepdims=True)
+        return _within_range(changed(logits), changed(logits / jnp.clip(size, 1, 2.0**126)))
 
 
 class Chain(eqx.Module):
@@ -136,6 +150,7 @@ class Chain(eqx.Module):
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Apply them from the first to the last."""
+        logits = _widened(logits)
         for transform in self.transforms:
             logits = transform(logits, history)
         return logits
@@ -166,6 +181,28 @@ def sampling(
         *(() if top_p is None else (TopP(top_p),)),
         *(() if min_p is None else (MinP(min_p),)),
     )
+
+
+def _as_float32(setting: float | int) -> Float[Array, ""]:
+    """The setting, moved into a range whose reciprocals, and they times a number below 4, are floats: 0 alone is 0."""
+    # Beyond 1e30 and 1e-30 nothing changes any more. XLA may divide by a product with the reciprocal.
+    return jnp.asarray(min(max(setting, 2.0**-100), 2.0**100) if setting else 0.0, jnp.float32)
+
+
+def _widened(logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+    return logits.astype(at_least_float32(logits.dtype))
+
+
+def _within_range(
+    changed: Float[Array, "batch vocab"], merit: Float[Array, "batch vocab"]
+) -> Float[Array, "batch vocab"]:
+    """Changed logits; of rows whose highest is beyond the range of floats the limit, which leaves the best `merit`.
+
+    Numbers of that size that differ do so by more than any softmax or noise tells apart.
+    """
+    highest, best = (jnp.max(x, axis=-1, keepdims=True) for x in (changed, merit))
+    limit = jnp.where(merit == best, jnp.zeros_like(merit), -jnp.inf)
+    return jnp.where(jnp.isinf(highest) & jnp.isfinite(best), limit, changed)
 
 
 def _only(kept: Bool[Array, "batch vocab"], logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:

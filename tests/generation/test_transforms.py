@@ -10,6 +10,7 @@ import pytest
 from generation_reference import LITERAL
 
 from eqformer import generation
+from eqformer.generation import _decode as decode
 
 
 VOCAB, ROWS = 23, 6
@@ -147,3 +148,84 @@ def test_nonsense_is_refused(name, value, rule):
         MAKE[name](value)
     with pytest.raises(ValueError, match=rule):
         generation.sampling(**{name: value})
+
+
+EXTREMES: dict[str, Any] = dict(
+    repetition_penalty=(5e-324, 1e-38, 1e-3, 1e3, 1e38, 1e300),
+    temperature=(0, 5e-324, 1e-46, 1e-38, 1e-30, 1e-3, 1e3, 1e38, 1e300),
+    top_k=(1, 2, 10**9),
+    top_p=(5e-324, 1e-38, 1e-9, 0.5, 1 - 1e-9, 1),
+    min_p=(0, 5e-324, 1e-38, 1e-9, 1 - 1e-9, 1),
+)
+
+
+def unusual_logits():
+    """Rows of usual and of huge size, all negative, masked but for one or two tokens, and with equal ones."""
+    draw = np.random.default_rng(1)
+    rows = [scale * draw.normal(size=VOCAB) for scale in (2, 2, 1e-3, 300, 1e4)]
+    rows += [-3 - np.abs(rows[0]), 5 + np.abs(rows[1]), np.where(np.arange(VOCAB) % 7, rows[0], -np.inf)]
+    rows += [np.where(np.arange(VOCAB) == 5, row, -np.inf) for row in rows[:2]] + [np.round(rows[1])]
+    return np.array(rows)
+
+
+def probabilities(logits):
+    """Of each row, in as wide a range as NumPy has."""
+    wide = np.asarray(logits).astype(np.longdouble)
+    weights = np.exp(wide - wide.max(axis=-1, keepdims=True))
+    return (weights / weights.sum(axis=-1, keepdims=True)).astype(np.float64)
+
+
+def history_of(rows):
+    """Every second row holds all tokens, the others some."""
+    ids = np.tile(np.arange(VOCAB, dtype=np.int32), (rows, 1))
+    return generation.History(jnp.asarray(ids), jnp.asarray(np.where(np.arange(rows) % 2, VOCAB, 6), jnp.int32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_extreme_settings_have_their_limits(dtype):
+    """Alone, and amid usual ones, against the formulas in a range that has no end here."""
+    logits = jnp.asarray(unusual_logits(), dtype)
+    usual: dict[str, Any] = dict(repetition_penalty=1.3, temperature=0.8, top_k=9, top_p=0.9, min_p=0.02)
+    past = history_of(len(logits))
+    for name, values in EXTREMES.items():
+        for value in values:
+            for settings in ({name: value}, usual | {name: value}):
+                found = np.asarray(eqx.filter_jit(generation.sampling(**settings))(logits, past))
+                wanted = []
+                for row, ids, length in zip(np.asarray(logits).astype(np.longdouble), past.ids, past.lengths):
+                    for part, transform in LITERAL.items():
+                        if part in settings:
+                            row = transform(row, np.asarray(ids)[:length].tolist(), settings[part])
+                    wanted.append(row)
+                assert found.dtype == np.float32 and not np.any(np.isnan(found)) and np.all(found < np.inf), settings
+                # What a large penalty or temperature has made equal may stand for each other.
+                compared = (lambda x: np.sort(x, axis=-1)) if value > 1e30 else np.asarray
+                one, other = compared(probabilities(found)), compared(probabilities(np.array(wanted)))
+                np.testing.assert_allclose(one, other, atol=2e-4, err_msg=str(settings))
+
+
+def test_no_extremes_together_give_nan():
+    """Drawn among all settings at once, one after another in any order."""
+    draw, logits = np.random.default_rng(2), jnp.asarray(unusual_logits(), jnp.float32)
+    past = history_of(len(logits))
+    apply = eqx.filter_jit(lambda transform, logits: transform(logits, past))
+    for _ in range(40):
+        parts = [MAKE[name](values[draw.integers(len(values))]) for name, values in EXTREMES.items()]
+        found = logits
+        for place in draw.permutation(len(parts)):
+            found = apply(parts[place], found)
+            found_by_row = np.asarray(found)
+            assert not np.any(np.isnan(found_by_row)) and np.all(found_by_row.max(axis=-1) > -np.inf), parts
+            assert np.all(np.isfinite(found_by_row.max(axis=-1))), parts
+
+
+def test_the_coldest_temperature_is_greedy():
+    """What is drawn, noise included."""
+    draws = lambda temperature: decode.Draws(
+        generation.sampling(temperature=temperature), jax.random.key(0), jnp.arange(ROWS), jnp.asarray([-1])
+    )
+    draw = eqx.filter_jit(decode.draw)
+    likeliest = np.argmax(LOGITS, axis=-1)
+    for temperature in (0, 5e-324, 1e-46, 1e-38, 1e-20):
+        assert np.array_equal(draw(jnp.asarray(LOGITS), history(), draws(temperature)), likeliest), temperature
+    assert not np.array_equal(draw(jnp.asarray(LOGITS), history(), draws(5.0)), likeliest)
