@@ -42,14 +42,22 @@ Array = jax.Array | np.ndarray
 class Batch(eqx.Module):
     """Rows of tokens with what the loss and the layers need to know of each; made by `eqformer.data`, numpy or jax.
 
-    `weights` is 1 where the target counts and 0 where it does not (padding, the end of a document). `positions` and
-    `segments` restart and change with each packed document. `examples` numbers the rows over the whole run, so that
-    randomness can follow the example instead of the device that happens to hold it.
+    `weights` is 1 where the target counts and 0 where it does not (padding, the end of a document). `examples` numbers
+    the rows over the whole run, so that randomness can follow the example instead of the device that happens to hold
+    it. `positions` and `segments` restart and change with each packed document; without them (`None`) each row is one
+    text from position 0 on and nothing of it is padding, which attention then knows before it is compiled.
     """
 
     ids: Int[Array, "batch seq"]
     targets: Int[Array, "batch seq"]
     weights: Float[Array, "batch seq"]
-    positions: Int[Array, "batch seq"]
-    segments: Int[Array, "batch seq"]
     examples: Int[Array, "batch"]
+    positions: Int[Array, "batch seq"] | None = None
+    segments: Int[Array, "batch seq"] | None = None
+
+    def __check_init__(self):
+        if self.positions is None and self.segments is not None:
+            raise ValueError(
+                "Batch(segments=..., positions=None): positions start anew in each document, so packed rows need both; "
+                "give positions, or leave out both where each row is one text."
+            )

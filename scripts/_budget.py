@@ -52,7 +52,8 @@ def batch_shapes(recipe: Recipe) -> Batch:
 
     def make() -> Batch:
         ids, weights, examples = jnp.zeros(row, jnp.int32), jnp.zeros(row), jnp.zeros(row[:1], jnp.int32)
-        return Batch(ids=ids, targets=ids, weights=weights, positions=ids, segments=ids, examples=examples)
+        packed = {"positions": ids, "segments": ids} if recipe.text.packing == "documents" else {}
+        return Batch(ids=ids, targets=ids, weights=weights, examples=examples, **packed)
 
     return eqx.filter_eval_shape(make)
 

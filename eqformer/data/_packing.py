@@ -27,7 +27,7 @@ class Windows:
             )
 
     def __call__(self, rows: Int[np.ndarray, "batch"]) -> Batch:
-        """The rows of these numbers, all of one segment."""
+        """The rows of these numbers, each one text without positions or segments of its own."""
         steps = np.arange(self.seq + 1)
         taken = self._tokens[(rows * self.seq)[:, None] + steps].astype(np.int32)
         shape = (len(rows), self.seq)
@@ -35,8 +35,6 @@ class Windows:
             ids=taken[:, :-1],
             targets=taken[:, 1:],
             weights=np.ones(shape, np.float32),
-            positions=np.tile(steps[:-1].astype(np.int32), (len(rows), 1)),
-            segments=np.zeros(shape, np.int32),
             examples=as_examples(rows),
         )
 

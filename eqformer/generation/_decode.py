@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from ..nn import token_keys, Tokens
+from ..nn import right_padded, token_keys, Tokens
 from ._model import Model
 from ._transforms import Chain, History
 
@@ -55,8 +55,7 @@ def prefill(
     Logits are made of each row's last token alone, never of the prompt.
     """
     batch, prompt = ids.shape
-    places = jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32), ids.shape)
-    tokens = Tokens(jnp.where(places < lengths[:, None], places, -1))
+    tokens = right_padded(lengths, prompt)
     cache = model.init_cache(batch, sizes.capacity)
     if sizes.chunk is None:
         hidden, cache, _ = model.encode(ids, tokens, cache)
@@ -140,7 +139,9 @@ def _prefill_in_chunks(
         last, cache = carry
         first = number * chunk
         piece, positions = (jax.lax.dynamic_slice_in_dim(x, first, chunk, axis=1) for x in (ids, tokens.positions))
-        hidden, cache, _ = model.encode(piece, Tokens(positions), cache)
+        # Rotary frequencies may depend on the whole prompt's length, which a chunk does not show.
+        of_prompt = jnp.broadcast_to(lengths[:, None], positions.shape)
+        hidden, cache, _ = model.encode(piece, Tokens(positions, lengths=of_prompt), cache)
         place = lengths - 1 - first
         found = jnp.take_along_axis(hidden, jnp.clip(place, 0, chunk - 1)[:, None, None], axis=1)[:, 0]
         return jnp.where(((place >= 0) & (place < chunk))[:, None], found, last), cache

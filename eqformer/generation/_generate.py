@@ -56,9 +56,10 @@ def generate(
     A row's draws depend on `key`, on its number in `examples` (by default 0, 1, ...) and on positions, not on the rows
     beside it. Prefill and decode are one compiled program. Sizes are rounded up to multiples of 64, so that other
     prompts, other counts of new tokens and other temperatures run the same program unless they cross such a multiple;
-    another number of rows needs another. `prefill_chunk` reads long prompts that many tokens at a time, with less
-    memory and equal results (but for rotary scalings that depend on the length). Raises `ValueError` for prompts that
-    are empty or hold unknown ids, for more tokens than learned positions, and where the model's logits are NaN.
+    another number of rows needs another. Prompts are read in equal chunks of at most 1,024 tokens, or `prefill_chunk`
+    ones, so that what is held beside the cache does not grow with the prompt; results are equal. Raises `ValueError`
+    for prompts that are empty or hold unknown ids, for more tokens than learned positions, and where the model's logits
+    are NaN.
     """
     prepared = prepare(model, prompts, lengths, max_new_tokens, prefill_chunk)
     draws = _draws(model, len(prepared.ids), transforms, end_of_text, examples, key)

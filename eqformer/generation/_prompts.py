@@ -14,6 +14,7 @@ from ._model import Model
 
 
 BUCKET = 64  # sizes are rounded up to multiples of it, so that one program serves many prompts
+PREFILL = 1024  # tokens of a prompt that are read at once at most: more are no faster a token and need more memory
 
 
 class Prompts(NamedTuple):
@@ -58,11 +59,18 @@ def prepare(
         capacity = min(capacity, known)
     # Padding is never stored, so that the prompt's array may be wider than the cache.
     padded = rounded_up(longest, BUCKET)
-    chunk = None if prefill_chunk is None or prefill_chunk >= padded else prefill_chunk
+    chunk = _even_chunk(padded) if prefill_chunk is None else prefill_chunk
+    chunk = None if chunk >= padded else chunk
     ids = np.zeros((len(rows), padded if chunk is None else rounded_up(padded, chunk)), np.int32)
     for row, given in zip(ids, rows):
         row[: len(given)] = given
     return Prompts(jnp.asarray(ids), jnp.asarray([len(row) for row in rows], jnp.int32), Sizes(width, capacity, chunk))
+
+
+def _even_chunk(padded: int) -> int:
+    """The tokens read at once where nobody says: at most `PREFILL`, and with little padding in the last chunk."""
+    count = -(-padded // PREFILL)
+    return rounded_up(-(-padded // count), BUCKET)
 
 
 def rounded_up(number: int, multiple: int) -> int:

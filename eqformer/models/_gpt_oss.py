@@ -10,7 +10,6 @@ from jaxtyping import Array, Key
 from ..nn import (
     Attention,
     Block,
-    BlockwiseCore,
     causal,
     Experts,
     GatedMLP,
@@ -93,7 +92,7 @@ def build_gpt_oss(
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
                 sinks=True,
                 mask=causal() if window is None else sliding_window(window),
-                core=BlockwiseCore() if core is None else core,  # which has sinks
+                core=core,
                 key=attention,
             ),
             feed_forward=mixture(feed_forward),

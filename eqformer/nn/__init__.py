@@ -23,7 +23,7 @@ from ._balance import (
 from ._block import Block as Block, Layer as Layer, Mixer as Mixer, Period as Period, Routed as Routed
 from ._blockwise import BlockwiseCore as BlockwiseCore
 from ._cache import (
-    check_one_document as check_one_document,
+    check_cached as check_cached,
     DeltaCache as DeltaCache,
     KVCache as KVCache,
     LatentCache as LatentCache,
@@ -88,7 +88,9 @@ from ._routing import Routing as Routing, Slots as Slots
 from ._stack import REMAT as REMAT, Stack as Stack
 from ._temperature import LogTemperature as LogTemperature
 from ._tokens import (
+    document_lengths as document_lengths,
     positions_like as positions_like,
+    right_padded as right_padded,
     token_keys as token_keys,
     Tokens as Tokens,
     tokens_or_default as tokens_or_default,

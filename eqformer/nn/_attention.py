@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from ._cache import empty_slots, KVCache
-from ._core import DotProductCore
+from ._blockwise import BlockwiseCore
+from ._cache import empty_slots, KVCache, without_room
 from ._dtype import at_least_float32, float_dtype
 from ._linear import Linear
 from ._mask import causal, Mask
 from ._norm import LayerNorm, RMSNorm
 from ._rotary import Rotary
 from ._temperature import LogTemperature
-from ._tokens import row_lengths, Tokens, tokens_or_default
+from ._tokens import document_lengths, Tokens, tokens_or_default
 
 
 class Attention(eqx.Module):
@@ -64,9 +64,10 @@ class Attention(eqx.Module):
     ):
         """Draw the projections; parts that are modules (norms, rotary, temperature, mask, core) are passed built.
 
-        `scale` multiplies the scores, by default `head_dim^-0.5`. `bias` is for queries, keys and values, `output_bias`
-        (by default as `bias`) for the output. `gate` multiplies each head's output by a sigmoid of the input;
-        `sinks` adds one learned logit a head to the softmax, which takes weight and gives nothing.
+        `scale` multiplies the scores, by default `head_dim^-0.5`. The default core is `BlockwiseCore()`: its
+        memory is linear in the sequence. `bias` is for queries, keys and values, `output_bias` (by default as `bias`)
+        for the output. `gate` multiplies each head's output by a sigmoid of the input; `sinks` adds one learned logit a
+        head to the softmax, which takes weight and gives nothing.
         """
         kv_heads = heads if kv_heads is None else kv_heads
         if heads % kv_heads:
@@ -88,7 +89,7 @@ class Attention(eqx.Module):
         self.gate = Linear("embed -> heads head_dim", heads=heads, bias=False, key=keys[4], **sizes) if gate else None
         self.sinks = jnp.zeros(heads, jnp.float32) if sinks else None
         self.mask = causal() if mask is None else mask
-        self.core = DotProductCore() if core is None else core
+        self.core = BlockwiseCore() if core is None else core
         self.scale = head_dim**-0.5 if scale is None else scale
 
     def __call__(
@@ -109,8 +110,8 @@ class Attention(eqx.Module):
             key, value = key.astype(x.dtype), value.astype(x.dtype)
         if self.rotary is not None and late:
             places = tokens.positions if kv_tokens is None else kv_tokens.positions
-            length = row_lengths(tokens, kv_tokens)
-            query, key = self.rotary(query, tokens.positions, length), self.rotary(key, places, length)
+            lengths = document_lengths(tokens, kv_tokens)
+            query, key = self.rotary(query, tokens.positions, lengths), self.rotary(key, places, lengths)
         if self.temperature is not None:
             factor = self.temperature(tokens.positions)[..., None, None]
             query = (query.astype(at_least_float32(query.dtype)) * factor).astype(query.dtype)
@@ -124,6 +125,8 @@ class Attention(eqx.Module):
             scale=self.scale,
             sinks=self.sinks,
         )
+        if cache is not None:
+            attended = without_room(attended, tokens, cache)
         if self.gate is not None:
             attended = attended * jax.nn.sigmoid(self.gate(x))
         return self.output(attended), cache

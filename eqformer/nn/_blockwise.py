@@ -10,8 +10,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
+from ._block_pairs import possible_pairs, spans
 from ._blocks import block_of, cut, grouped, joined, ungrouped
 from ._core import lowest, soft_capped
 from ._dtype import at_least_float32
@@ -47,7 +48,7 @@ class BlockwiseCore(eqx.Module):
         scale: float,
         sinks: Float[Array, "heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
-        rules = Rules(mask, scale, self.softcap, self.block, kv_tokens is None)
+        rules = Rules(mask, scale, self.softcap, self.block)
         output, logsum = attend(rules, query, key, value, tokens, kv_tokens)
         return output if sinks is None else with_sinks(output, logsum, sinks)
 
@@ -69,7 +70,6 @@ class Rules(NamedTuple):
     scale: float
     softcap: float | None
     block: int
-    is_aligned: bool  # the keys are the queries' own tokens, in reading order
 
 
 def attend(
@@ -133,7 +133,7 @@ def attend_forward(
         logsum = jnp.where(sighted, peak + jnp.log(total), lowest(zero.dtype))
         return None, ((output / total[..., None]).astype(query.dtype), logsum)
 
-    xs = (queries, here, *_bounds(_possible(rules, here, there)))
+    xs = (queries, here, *spans(possible_pairs(rules.mask, here, there)))
     _, (output, logsum) = jax.lax.scan(one_query_block, None, xs)
     return joined(output, 3, query.shape[3]), joined(logsum, 3, query.shape[3])
 
@@ -182,7 +182,7 @@ def attend_backward(
         to_query, to_key, to_value = jax.lax.fori_loop(first, stop, one_query_block, empty)
         return to_query, (to_key.astype(key.dtype), to_value.astype(value.dtype))
 
-    xs = (keys, there, *_bounds(_possible(rules, here, there).T))
+    xs = (keys, there, *spans(possible_pairs(rules.mask, here, there).T))
     to_query, (to_key, to_value) = jax.lax.scan(one_key_block, jnp.full(queries[0].shape, zero), xs)
     to_query = joined(to_query, 3, query.shape[3]).astype(query.dtype)
     return to_query, joined(to_key, 2, key.shape[2]), joined(to_value, 2, key.shape[2])
@@ -220,46 +220,3 @@ def _block_gradients(
     to_key = jnp.einsum("bkgqs,bkgqd->bksd", to_scores, query, preferred_element_type=exact)
     to_value = jnp.einsum("bkgqs,bkgqd->bksd", weights.astype(value.dtype), to_output, preferred_element_type=exact)
     return to_query * rules.scale, to_key * rules.scale, to_value
-
-
-def _possible(rules: Rules, queries: Tokens, keys: Tokens) -> Bool[Array, "_ _"]:
-    """Which pairs of a query block and a key block may hold a visible pair of tokens, told from the blocks' ranges.
-
-    The ranges of positions and segments are taken row by row, so that packed and shuffled rows are judged alike.
-    """
-    mask = rules.mask
-    (low, high), (kv_low, kv_high) = (_range(part.positions, part.positions) for part in (queries, keys))
-    low, high, kv_low, kv_high = low[:, None], high[:, None], kv_low[None], kv_high[None]
-    possible = (high >= 0) & (kv_high >= 0)
-    if mask.is_causal:
-        possible &= kv_low <= high
-    if mask.window is not None:
-        possible &= (low - kv_high < mask.window) & (kv_low - high < mask.window)
-    if mask.chunk is not None:
-        possible &= (low // mask.chunk <= kv_high // mask.chunk) & (kv_low // mask.chunk <= high // mask.chunk)
-    if queries.segments is not None and keys.segments is not None:
-        low, high = _range(queries.segments, queries.positions)
-        kv_low, kv_high = _range(keys.segments, keys.positions)
-        possible &= (low[:, None] <= kv_high[None]) & (kv_low[None] <= high[:, None])
-    possible = jnp.any(possible, axis=-1)
-    if rules.is_aligned:  # positions start anew in each document of a packed row, indices do not
-        count, block = possible.shape[0], queries.positions.shape[-1]
-        behind = block * (jnp.arange(count)[:, None] - jnp.arange(count)[None])
-        reach = min(mask.window or count * block, mask.chunk or count * block)
-        possible &= jnp.abs(behind) - block + 1 < reach
-        if mask.is_causal:
-            possible &= behind >= 0
-    return possible
-
-
-def _range(numbers: Int[Array, "_ batch _"], positions: Int[Array, "_ batch _"]) -> tuple[Array, Array]:
-    """The least and the greatest number of each block and row, padding left out."""
-    real, most = positions >= 0, jnp.iinfo(numbers.dtype).max // 2
-    return jnp.min(jnp.where(real, numbers, most), axis=-1), jnp.max(jnp.where(real, numbers, -most), axis=-1)
-
-
-def _bounds(possible: Bool[Array, "_ _"]) -> tuple[Int[Array, "_"], Int[Array, "_"]]:
-    """Each row's first possible column and the one after its last; equal where there is none."""
-    first = jnp.argmax(possible, axis=1)
-    stop = possible.shape[1] - jnp.argmax(possible[:, ::-1], axis=1)
-    return first, jnp.where(jnp.any(possible, axis=1), stop, first)

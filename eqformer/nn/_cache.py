@@ -3,11 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int, PyTree
 
 from ._tokens import Tokens
 
@@ -15,9 +18,10 @@ from ._tokens import Tokens
 class KVCache(eqx.Module):
     """Keys and values of past tokens. A token's slot is its position (modulo the capacity where `rolling`).
 
-    Rows fill at their own pace: a slot's position tells whether anything is in it (-1: nothing). A token beyond the
-    capacity of a cache that is not rolling turns its row's output to NaN rather than being forgotten silently. A piece
-    of a cache holds of its `capacity` slots those from `first` on; the pieces together see what the whole would.
+    Rows fill at their own pace: a slot's position tells whether anything is in it (-1: nothing). A cache that is not
+    rolling has no room for tokens beyond its capacity: they are not stored, and `without_room` makes what attention
+    gives for them NaN. A piece of a cache holds of its `capacity` slots those from `first` on; the pieces together see
+    what the whole would.
     """
 
     keys: Float[Array, "*batch kv_seq kv_heads head_dim"]
@@ -92,23 +96,56 @@ def check_one_document(tokens: Tokens) -> None:
         )
 
 
+def check_cached(tokens: Tokens, cache: PyTree) -> None:
+    """Raise a `ValueError` for packed rows and, where positions are known, for some beyond a cache that does not roll.
+
+    While a program is traced they are not known; what such a token comes to is then NaN (`without_room`).
+    """
+    check_one_document(tokens)
+    positions = tokens.positions
+    if isinstance(positions, Tracer) or not getattr(positions, "is_fully_addressable", True):
+        return
+    last = int(np.max(np.asarray(positions), initial=-1))
+    caches = jax.tree.leaves(cache, is_leaf=_has_slots)
+    slots = [_capacity(one) for one in caches if _has_slots(one) and not one.rolling]
+    if slots and last >= min(slots):
+        raise ValueError(
+            f"a call on tokens up to position {last} has a cache of capacity {min(slots)}, which holds the positions 0 "
+            f"to {min(slots) - 1}; make it by init_cache(..., capacity) with a capacity of at least {last + 1}."
+        )
+
+
+def without_room(
+    attended: Float[Array, "*batch seq heads v_dim"], tokens: Tokens, cache: KVCache | LatentCache
+) -> Float[Array, "*batch seq heads v_dim"]:
+    """What attention gave, NaN for the tokens beyond the cache's capacity, which it could not store."""
+    if cache.rolling:
+        return attended
+    beyond = tokens.positions >= _capacity(cache)
+    return jnp.where(_like(beyond, attended), jnp.nan, attended)
+
+
+def _has_slots(node: Any) -> bool:
+    return isinstance(node, KVCache | LatentCache)
+
+
+def _capacity(cache: KVCache | LatentCache) -> int:
+    return cache.positions.shape[-1] if cache.capacity is None else cache.capacity
+
+
 def _store(old: tuple, cache: KVCache | LatentCache, new: tuple, tokens: Tokens) -> tuple[tuple, tuple]:
     """The memories with the new tokens in their slots, and the memories that those tokens may see."""
-    check_one_document(tokens)
-    old_positions = cache.positions
+    check_cached(tokens, cache)
+    old_positions, capacity = cache.positions, _capacity(cache)
     size, seq = old_positions.shape[-1], tokens.positions.shape[-1]
-    capacity = size if cache.capacity is None else cache.capacity
     positions = tokens.positions.astype(jnp.int32)
     if cache.rolling:
         # Of the new tokens only the last `capacity` of a row find room; a slot is never written twice in one call.
         last = jnp.max(positions, axis=-1, keepdims=True)
         kept = (positions >= 0) & (positions > last - capacity)
-        slots = positions % capacity
     else:
-        kept = positions >= 0
-        slots = jnp.minimum(positions, capacity - 1)
-        beyond = positions >= capacity
-        new = tuple(jnp.where(_like(beyond, x), jnp.nan, x) for x in new)
+        kept = (positions >= 0) & (positions < capacity)
+    slots = positions % capacity
     if cache.first is not None:
         slots = slots - cache.first[..., None]
         kept = kept & (slots >= 0) & (slots < size)
@@ -117,7 +154,10 @@ def _store(old: tuple, cache: KVCache | LatentCache, new: tuple, tokens: Tokens)
     stored = tuple(_write(memory, slots, x.astype(memory.dtype)) for memory, x in pairs)
     if cache.rolling and seq > 1:
         # Earlier new tokens see slots that later ones overwrite, so they look at the old memory and at each other.
-        # Of the pieces of a cache one alone shows them the latter.
+        # What the old one holds of the new positions, after a step back, is overwritten.
+        begin = jnp.min(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max), axis=-1, keepdims=True)
+        old_positions = jnp.where(old_positions < begin, old_positions, -1)
+        # Of the pieces of a cache one alone shows the new tokens.
         if cache.first is not None:
             positions = jnp.where(cache.first[..., None] == 0, positions, -1)
         news = (*new, positions)

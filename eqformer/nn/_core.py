@@ -1,9 +1,8 @@
 """Attention cores: softmax(scale * query key^T) value under a mask, and nothing else.
 
-Every core is called alike. `kv_tokens=None` says that the keys are the queries' own tokens, in reading order, any
-padding last: within a document positions then count up by one, so a causal mask shows no key of a higher index and
-distances in position are distances in index. Otherwise the mask looks at positions alone. Query head `h` reads kv head
-`h // (heads // kv_heads)`. Rows of padding queries are finite and mean nothing.
+Every core is called alike. `kv_tokens=None` says that the keys are the queries' own tokens. What a query sees is told
+from positions and segments, wherever tokens stand; only where `tokens.are_whole_rows` are the rules also true of
+indices. Query head `h` reads kv head `h // (heads // kv_heads)`. Rows of padding queries are finite and mean nothing.
 """
 
 from typing import Any, Literal
@@ -66,8 +65,9 @@ class ReferenceCore(eqx.Module):
 class DotProductCore(eqx.Module):
     """Attention by `jax.nn.dot_product_attention`: XLA's own (`None`, `"xla"`) or cuDNN's fused kernel (`"cudnn"`).
 
-    Aligned causal and sliding-window calls without segments are told to the kernel by name, aligned calls without any
-    mask by each row's length; every other call hands over a mask array of `batch 1 seq kv_seq`. Raises `ValueError`
+    Causal and sliding-window calls on whole rows (`Tokens.are_whole_rows`) are told to the kernel by name, calls on
+    whole rows without any mask by each row's length; every other call hands over a mask array of `batch 1 seq kv_seq`,
+    which is what makes their memory quadratic with cuDNN too. Raises `ValueError`
     while tracing when cuDNN was asked for and cannot serve the call: there is no silent fall-back. Sinks and softcaps
     are beyond this kernel (`ReferenceCore`, `BlockwiseCore`). Unequal `head_dim` and `v_dim` are padded with zeros to
     the larger, at the cost of the products with the padding. For 16-bit arrays jax's own code needs its standard dtype
@@ -110,7 +110,7 @@ class DotProductCore(eqx.Module):
             rules["is_causal"] = True
             if mask.window is not None:
                 rules["local_window_size"] = (mask.window - 1, 0)
-        elif kv_tokens is None and tokens.segments is None and mask == Mask(is_causal=False):
+        elif kv_tokens is None and tokens.are_whole_rows and mask == Mask(is_causal=False):
             lengths = jnp.sum(jnp.broadcast_to(tokens.positions, (*batch, query.shape[-3])) >= 0, axis=-1)
             rules["key_value_seq_lengths"] = jnp.maximum(lengths, 1).reshape(-1).astype(jnp.int32)
         else:
@@ -163,8 +163,8 @@ def _widened(array: Array, width: int) -> Array:
 
 
 def is_structural(mask: Mask, tokens: Tokens, kv_tokens: Tokens | None) -> bool:
-    """Whether the mask of this call is a function of indices alone: aligned, causal, one document a row, no chunks."""
-    return kv_tokens is None and tokens.segments is None and mask.is_causal and mask.chunk is None
+    """Whether the mask of this call is known to be a function of indices alone: causal, on whole rows, no chunks."""
+    return kv_tokens is None and tokens.are_whole_rows and mask.is_causal and mask.chunk is None
 
 
 def check_heads(query: Array, key: Array) -> tuple[int, int]:

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from ._cache import empty_slots, LatentCache
-from ._core import DotProductCore
+from ._blockwise import BlockwiseCore
+from ._cache import empty_slots, LatentCache, without_room
 from ._dtype import float_dtype
 from ._linear import Linear
 from ._lora import weight_of
 from ._mask import causal, Mask
 from ._norm import RMSNorm
 from ._rotary import Rotary
-from ._tokens import row_lengths, Tokens, tokens_or_default
+from ._tokens import document_lengths, Tokens, tokens_or_default
 
 
 class LatentAttention(eqx.Module):
@@ -64,7 +64,8 @@ class LatentAttention(eqx.Module):
     ):
         """Draw the projections. `head_dim` counts a head's unrotated channels, `rotary.dim` its rotated ones.
 
-        `scale` multiplies the scores, by default `(head_dim + rope_dim)^-0.5`. `v_dim` is `head_dim` by default.
+        `scale` multiplies the scores, by default `(head_dim + rope_dim)^-0.5`. `v_dim` is `head_dim` by default;
+        the default core is `BlockwiseCore()`: its memory is linear in the sequence.
         """
         keys = jax.random.split(key, 8)
         rope_dim = 0 if rotary is None else rotary.dim
@@ -93,7 +94,7 @@ class LatentAttention(eqx.Module):
         )
         self.rotary = rotary
         self.mask = causal() if mask is None else mask
-        self.core = DotProductCore() if core is None else core
+        self.core = BlockwiseCore() if core is None else core
         self.scale = (head_dim + rope_dim) ** -0.5 if scale is None else scale
 
     def __call__(
@@ -108,13 +109,13 @@ class LatentAttention(eqx.Module):
         # Where frequencies depend on the length, keys are stored as they are and rotated when read.
         late = self.rotary is not None and self.rotary.depends_on_length
         key_rope = key_rope if late else self._rotate_key(key_rope, tokens, None)
-        kv_tokens = length = None
+        kv_tokens = lengths = None
         if cache is not None:
             cache, latents, key_rope, kv_tokens = cache.update(latents, key_rope, tokens)
             latents, key_rope = latents.astype(x.dtype), key_rope.astype(x.dtype)
         if late:
-            length = row_lengths(tokens, kv_tokens)
-            key_rope = self._rotate_key(key_rope, tokens if kv_tokens is None else kv_tokens, length)
+            lengths = document_lengths(tokens, kv_tokens)
+            key_rope = self._rotate_key(key_rope, tokens if kv_tokens is None else kv_tokens, lengths)
         absorbed = cache is not None and x.shape[-2] == 1
         if absorbed:
             # The bias of key_up adds the same to a query's every score, which the softmax does not see.
@@ -123,10 +124,12 @@ class LatentAttention(eqx.Module):
         else:
             key, value = self.key_up(latents), self.value_up(latents)
         if self.rotary is not None and query_rope is not None:
-            query_rope = self.rotary(query_rope, tokens.positions, length)
+            query_rope = self.rotary(query_rope, tokens.positions, lengths)
             shared = jnp.broadcast_to(key_rope[..., None, :], (*key.shape[:-1], key_rope.shape[-1]))
             query, key = jnp.concatenate([query, query_rope], -1), jnp.concatenate([key, shared], -1)
         attended = self.core(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens, scale=self.scale)
+        if cache is not None:
+            attended = without_room(attended, tokens, cache)
         if absorbed:
             up = self.value_up
             attended = einops.einsum(attended, weight_of(up).astype(x.dtype), "... h latent, h v latent -> ... h v")
@@ -142,9 +145,9 @@ class LatentAttention(eqx.Module):
         return self.query(source), None if self.query_rope is None else self.query_rope(source)
 
     def _rotate_key(
-        self, key: Float[Array, "*batch seq rope_dim"], tokens: Tokens, length: Int[Array, "*batch"] | None
+        self, key: Float[Array, "*batch seq rope_dim"], tokens: Tokens, lengths: Int[Array, "*batch #seq"] | None
     ) -> Float[Array, "*batch seq rope_dim"]:
-        return key if self.rotary is None else self.rotary(key[..., None, :], tokens.positions, length)[..., 0, :]
+        return key if self.rotary is None else self.rotary(key[..., None, :], tokens.positions, lengths)[..., 0, :]
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> LatentCache:
         """An empty cache for rows of up to `capacity` tokens, shorter and rolling where the mask forgets sooner."""

@@ -35,14 +35,14 @@ class Rotary(eqx.Module):
         self,
         x: Float[Array, "*batch seq heads head_dim"],
         positions: Int[Array, "*batch seq"],
-        length: Int[Array, "*batch"] | None = None,
+        lengths: Int[Array, "*batch #seq"] | None = None,
     ) -> Float[Array, "*batch seq heads head_dim"]:
-        """Rotate `x` to `positions`; `length` is the sequence's, by default one more than its last position."""
+        """Rotate `x` to `positions`; `lengths` are the documents', by default one more than a row's last position."""
         if x.shape[-1] < self.dim:
             raise ValueError(f"Rotary(dim={self.dim})(x): x has only {x.shape[-1]} channels; dim must not exceed them.")
-        if length is None:
-            length = jnp.max(positions, axis=-1) + 1
-        cosine, sine = self._angles(positions, length, at_least_float32(x.dtype))
+        if lengths is None:
+            lengths = jnp.max(positions, axis=-1, keepdims=True) + 1
+        cosine, sine = self._angles(positions, lengths, at_least_float32(x.dtype))
         turning, passing = x[..., : self.dim], x[..., self.dim :]
         wide = turning.astype(cosine.dtype)
         if self.interleaved:
@@ -56,15 +56,13 @@ class Rotary(eqx.Module):
         )
 
     def _angles(
-        self, positions: Int[Array, "*batch seq"], length: Int[Array, "*batch"], dtype: jnp.dtype
+        self, positions: Int[Array, "*batch seq"], lengths: Int[Array, "*batch #seq"], dtype: jnp.dtype
     ) -> tuple[Float[Array, "*batch seq 1 half"], Float[Array, "*batch seq 1 half"]]:
         frequencies, magnitude = base_frequencies(self.dim, self.theta), 1.0
         if self.scaling is not None:
-            frequencies, magnitude = self.scaling.frequencies(self.dim, self.theta, length[..., None])
+            frequencies, magnitude = self.scaling.frequencies(self.dim, self.theta, lengths[..., None])
         # Frequencies are rounded to float32 whatever the dtype, as every published model was trained.
         frequencies = jnp.asarray(frequencies, jnp.float32).astype(dtype)
-        if frequencies.ndim > 1:
-            frequencies = frequencies[..., None, :]
         angles = positions[..., None].astype(dtype) * frequencies
         magnitude = jnp.asarray(magnitude, dtype)
         return (jnp.cos(angles) * magnitude)[..., None, :], (jnp.sin(angles) * magnitude)[..., None, :]

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 
-Frequencies = Float[np.ndarray, "half"] | Float[Array, "*batch half"]
+Frequencies = Float[np.ndarray, "half"] | Float[Array, "*batch seq half"]
 
 
 def base_frequencies(dim: int, theta: float) -> Float[np.ndarray, "half"]:
@@ -25,9 +25,9 @@ class RotaryScaling(eqx.Module):
 
     @abc.abstractmethod
     def frequencies(
-        self, dim: int, theta: float, length: Int[Array, "*batch 1"]
+        self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
     ) -> tuple[Frequencies, float | Float[Array, ""]]:
-        """Frequencies of the `dim / 2` pairs, one set or one a row, and the factor."""
+        """Frequencies of the `dim / 2` pairs, one set or one a document, and the factor."""
 
 
 class LinearScaling(RotaryScaling):
@@ -37,7 +37,7 @@ class LinearScaling(RotaryScaling):
     factor: float = eqx.field(static=True)
 
     def frequencies(
-        self, dim: int, theta: float, length: Int[Array, "*batch 1"]
+        self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
     ) -> tuple[Frequencies, float | Float[Array, ""]]:
         """All frequencies by the same factor."""
         return base_frequencies(dim, theta) / self.factor, 1.0
@@ -51,9 +51,9 @@ class DynamicScaling(RotaryScaling):
     original_length: int = eqx.field(static=True)
 
     def frequencies(
-        self, dim: int, theta: float, length: Int[Array, "*batch 1"]
+        self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
     ) -> tuple[Frequencies, float | Float[Array, ""]]:
-        """`theta * (factor * length / original_length - factor + 1)^(dim / (dim - 2))`, by the length of each row."""
+        """`theta * (factor * length / original_length - factor + 1)^(dim / (dim - 2))`, by each document's length."""
         stretch = jnp.maximum(length, self.original_length).astype(jnp.float32) / self.original_length
         stretched = theta * (self.factor * stretch - (self.factor - 1)) ** (dim / (dim - 2))
         return stretched ** jnp.asarray(-np.arange(0, dim, 2) / dim, jnp.float32), 1.0
@@ -69,7 +69,7 @@ class Llama3Scaling(RotaryScaling):
     original_length: int = eqx.field(static=True)
 
     def frequencies(
-        self, dim: int, theta: float, length: Int[Array, "*batch 1"]
+        self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
     ) -> tuple[Frequencies, float | Float[Array, ""]]:
         """Waves shorter than `original_length / high` stay, longer than `original_length / low` grow by `factor`."""
         base = base_frequencies(dim, theta)
@@ -98,7 +98,7 @@ class YarnScaling(RotaryScaling):
     truncate: bool = eqx.field(static=True, default=True)
 
     def frequencies(
-        self, dim: int, theta: float, length: Int[Array, "*batch 1"]
+        self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
     ) -> tuple[Frequencies, float | Float[Array, ""]]:
         """A linear ramp over the pairs between the two turning counts."""
         base = base_frequencies(dim, theta)
@@ -131,9 +131,9 @@ class LongRopeScaling(RotaryScaling):
     magnitude: float | None = eqx.field(static=True, default=None)
 
     def frequencies(
-        self, dim: int, theta: float, length: Int[Array, "*batch 1"]
+        self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
     ) -> tuple[Frequencies, float | Float[Array, ""]]:
-        """The short or the long set, by the length of each row."""
+        """The short or the long set, by the length of each document."""
         for name, divisors in (("short", self.short_divisors), ("long", self.long_divisors)):
             if len(divisors) != dim // 2:
                 raise ValueError(

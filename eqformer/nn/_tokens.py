@@ -1,5 +1,6 @@
 """What a layer may read of each token beside its vector."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -14,14 +15,25 @@ class Tokens(eqx.Module):
     `positions` count from 0 in each document; -1 marks padding, which is never attended to. `segments` number the
     documents of a packed row (`None`: one document a row). `keys` hold one PRNG key a token; layers fold their number
     into them. Tokens with keys are trained on; `None` is inference: no randomness, and no choice of experts dropped.
-    `lengths` are the rows' lengths, one more than the last position of each, where the tokens here are only a part of
-    their rows (`None`: told from `positions`); rotary frequencies may depend on them.
+    `lengths` are those of the tokens' documents, one more than the last position of each, where the tokens here are
+    only a part of their rows (`None`: told from `positions`); rotary frequencies may depend on them.
+
+    `whole_rows` is how many tokens each row has, where it is known, before any number is, that the row is one document
+    at positions 0, 1, 2, ... with any padding after it. Attention is then told to a kernel by a rule, not by a mask of
+    `seq x seq`. Only what makes such positions says so (`positions_like`, `right_padded`); tokens made of other arrays
+    are masked by what these hold.
     """
 
     positions: Int[Array, "*batch seq"]
     segments: Int[Array, "*batch seq"] | None = None
     keys: Key[Array, "*batch seq"] | None = None
-    lengths: Int[Array, "*batch"] | None = None
+    lengths: Int[Array, "*batch seq"] | None = None
+    whole_rows: int | None = eqx.field(static=True, default=None)
+
+    @property
+    def are_whole_rows(self) -> bool:
+        """Whether `whole_rows` is said of these tokens themselves, and not of rows that they are a part of."""
+        return self.segments is None and self.whole_rows == self.positions.shape[-1]
 
     @property
     def is_training(self) -> bool:
@@ -32,12 +44,19 @@ class Tokens(eqx.Module):
         """The same tokens with `number` folded into every key, as each layer and sublayer does with its own."""
         if self.keys is None:
             return self
-        return Tokens(self.positions, self.segments, fold_in_each(self.keys, jnp.uint32(number)), self.lengths)
+        return dataclasses.replace(self, keys=fold_in_each(self.keys, jnp.uint32(number)))
 
 
 def positions_like(shape: Sequence[int]) -> Tokens:
     """Tokens of one document a row, at positions 0, 1, ..., for an array of shape `*batch seq`."""
-    return Tokens(jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), tuple(shape)))
+    positions = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), tuple(shape))
+    return Tokens(positions, whole_rows=shape[-1])
+
+
+def right_padded(lengths: Int[Array, "*batch"], seq: int) -> Tokens:
+    """Tokens of one document a row, of these lengths, with padding behind it up to `seq` tokens."""
+    places = jnp.arange(seq, dtype=jnp.int32)
+    return Tokens(jnp.where(places < lengths[..., None], places, -1), whole_rows=seq)
 
 
 def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree) -> Tokens:
@@ -52,11 +71,28 @@ def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree
     return positions_like(shape)
 
 
-def row_lengths(tokens: Tokens, kv_tokens: Tokens | None) -> Int[Array, "*batch"]:
-    """Each row's length: as the caller says it, or else one more than the last position that may be attended to."""
+def document_lengths(tokens: Tokens, kv_tokens: Tokens | None = None) -> Int[Array, "*batch #seq"]:
+    """The length of each token's document: as said, or else one more than its last position in the row.
+
+    A document is told by its segment, wherever its tokens stand; there is one number a row where a row is one document,
+    as those of a cache are, whose tokens are `kv_tokens`.
+    """
+    if kv_tokens is not None:
+        if tokens.lengths is not None:
+            return jnp.max(tokens.lengths, axis=-1, keepdims=True)
+        return jnp.max(kv_tokens.positions, axis=-1, keepdims=True) + 1
     if tokens.lengths is not None:
         return tokens.lengths
-    return jnp.max((tokens if kv_tokens is None else kv_tokens).positions, axis=-1) + 1
+    if tokens.segments is None:
+        return jnp.max(tokens.positions, axis=-1, keepdims=True) + 1
+
+    def of_row(positions: Int[Array, "seq"], segments: Int[Array, "seq"]) -> Int[Array, "seq"]:
+        number = jnp.searchsorted(jnp.sort(segments), segments)  # the same for all tokens of a document
+        return jnp.full_like(positions, -1).at[number].max(positions)[number] + 1
+
+    positions, segments = jnp.broadcast_arrays(tokens.positions, tokens.segments)
+    flat = (x.reshape(-1, x.shape[-1]) for x in (positions, segments))
+    return jax.vmap(of_row)(*flat).reshape(positions.shape)
 
 
 def fold_in_each(keys: Key[Array, "*shape"], number: UInt[Array, ""]) -> Key[Array, "*shape"]:

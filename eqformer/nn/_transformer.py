@@ -6,6 +6,7 @@ import equinox as eqx
 from jaxtyping import Array, Float, Int, PyTree
 
 from ._block import Norm
+from ._cache import check_cached
 from ._core import soft_capped
 from ._dropout import Dropout
 from ._dtype import float_dtype
@@ -64,6 +65,8 @@ class Transformer(eqx.Module):
         Where there is a cache, `tokens` must be given: only the caller knows how far each row has come.
         """
         tokens = tokens_or_default(tokens, ids.shape, cache)
+        if cache is not None:
+            check_cached(tokens, cache)
         x = self.embed(ids, tokens)
         caches = (None,) * len(self.stacks) if cache is None else cache
         after, told = [], []

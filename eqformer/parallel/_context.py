@@ -73,7 +73,7 @@ class ContextCore(eqx.Module):
 
     def _ring(self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict) -> Array:
         block, softcap = ring_rules(self.inner)
-        rules = blockwise.Rules(given["mask"], given["scale"], softcap, block, is_aligned=False)
+        rules = blockwise.Rules(given["mask"], given["scale"], softcap, block)
         output, logsum = ring_attend(rules, Ring(CONTEXT, is_branched=self.is_branched), query, key, value, tokens)
         return output if sinks is None else blockwise.with_sinks(output, logsum, sinks)
 
@@ -203,7 +203,7 @@ def _copies(size: int, heads: int, kv_heads: int, call: str) -> int:
 
 def _bare(tokens: Tokens) -> Tokens:
     """What cores read of tokens."""
-    return Tokens(tokens.positions, tokens.segments)
+    return Tokens(tokens.positions, tokens.segments, whole_rows=tokens.whole_rows)
 
 
 def _in_reading_order(x: Array, back: int) -> Array:

@@ -68,9 +68,7 @@ class SplitMoE(nn.Routed):
         if not self._splits_tokens:
             return tokens
         start = jax.lax.axis_index(TENSOR) * size
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1)
-        positions, segments, keys = jax.tree.map(cut, (tokens.positions, tokens.segments, tokens.keys))
-        return nn.Tokens(positions, segments, keys, tokens.lengths)
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), tokens)
 
     def _whole_rows(self, x: Shaped[Array, "*batch seq dim"]) -> Shaped[Array, "*batch full_seq dim"]:
         """All tokens of this device's rows, on every device of `tensor`."""

@@ -160,12 +160,15 @@ class Plan:
     def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
         """The batch with each row's tokens in the order in which they are split over `context`.
 
-        What of a row no piece of it can tell, its length, is said beside it.
+        What no piece of a row can tell, the lengths of its documents, is said beside it.
         """
         if self.size(CONTEXT) == 1:
             return batch, tokens
         order = context_order(self.context_method, batch.ids.shape[1], self.size(CONTEXT))
-        tokens = dataclasses.replace(tokens, lengths=jnp.max(tokens.positions, axis=-1) + 1)
+        lengths = jnp.broadcast_to(nn.document_lengths(tokens), batch.ids.shape)
+        is_in_order = bool(np.all(np.diff(order) == 1))
+        whole_rows = tokens.whole_rows if is_in_order else None
+        tokens = dataclasses.replace(tokens, lengths=lengths, whole_rows=whole_rows)
         return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))
 
     def leaves(self, model: nn.Transformer) -> PyTree:

@@ -15,7 +15,7 @@ from .. import nn
 from ._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
 from ._context import ContextCore, ring_rules
 from ._plan import Plan
-from ._served import filled, multiple, Served
+from ._served import filled, filled_tokens, multiple, Served
 from ._shard_map import filter_shard_map
 from ._vary import vary, vary_like
 from ._wrap import replace
@@ -53,13 +53,13 @@ class Planned(Served):
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch seq embed"], PyTree, None]:
         """The final norm's output, and the cache with these tokens stored."""
-        nn.check_one_document(tokens)
+        nn.check_cached(tokens, cache)
         rows = self._rows(ids.shape[0])
-        ids, places, batch = filled(ids, rows, 0), filled(tokens.positions, rows, -1), ids.shape[0]
-        run = self._run(rows, lambda model, ids, places, cache: _encode(model, self.plan, ids, places, cache))
+        ids, tokens, batch = filled(ids, rows, 0), filled_tokens(tokens, rows), ids.shape[0]
+        run = self._run(rows, lambda model, ids, tokens, cache: _encode(model, self.plan, ids, tokens, cache))
         specs = PartitionSpec(BATCH_AXES), self._cache_specs(cache)
         x, cache = filter_shard_map(run, self.plan.mesh, (self._specs, specs[0], *specs), specs)(
-            self.model, ids, places, cache
+            self.model, ids, tokens, cache
         )
         return x[:batch], cache, None
 
@@ -153,7 +153,7 @@ class CacheCore(eqx.Module):
         sinks: Float[Array, "heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
         block, softcap = ring_rules(self.inner)
-        rules = nn.blockwise.Rules(mask, scale, softcap, block, is_aligned=False)
+        rules = nn.blockwise.Rules(mask, scale, softcap, block)
         bare = nn.Tokens(tokens.positions)
         output, logsum = nn.blockwise.attend(rules, *vary((query, key, value, bare, kv_tokens), (CONTEXT,)))
         peak = jax.lax.pmax(logsum, CONTEXT)
@@ -165,14 +165,14 @@ class CacheCore(eqx.Module):
 
 
 def _encode(
-    model: nn.Transformer, plan: Plan, ids: Int[Array, "batch seq"], places: Int[Array, "batch seq"], cache: PyTree
+    model: nn.Transformer, plan: Plan, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
 ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
     if plan.size(TENSOR) > 1:  # the norm alone: what gives logits is told that it may differ
         model = eqx.tree_at(lambda m: m.norm, model, model.norm.inner)  # type: ignore[attr-defined]
-    tokens = nn.Tokens(places)
     pieces = plan.size(CONTEXT)
     if pieces > 1:
-        tokens = dataclasses.replace(tokens, lengths=jnp.max(places, axis=-1) + 1)  # which no piece could tell
+        lengths = jnp.broadcast_to(nn.document_lengths(tokens), ids.shape)  # which no piece could tell
+        tokens = dataclasses.replace(tokens, lengths=lengths)
         cache = _each_cache(cache, lambda one: _piece(one, pieces))
     x, cache, _ = model.encode(ids, tokens, cache)
     return x, _each_cache(cache, lambda one: dataclasses.replace(one, first=None, capacity=None))

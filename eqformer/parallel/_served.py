@@ -33,6 +33,12 @@ def filled(x: Int[Array, "batch seq"], rows: int, value: int) -> Int[Array, "ful
     return jnp.pad(x, [(0, rows - x.shape[0]), (0, 0)], constant_values=value)
 
 
+def filled_tokens(tokens: nn.Tokens, rows: int) -> nn.Tokens:
+    """What a call with a cache reads of its tokens, with rows of padding below them."""
+    lengths = None if tokens.lengths is None else filled(tokens.lengths, rows, 0)
+    return nn.Tokens(filled(tokens.positions, rows, -1), lengths=lengths)
+
+
 def multiple(number: int, of: int) -> int:
     """The least multiple that is not below the number."""
     return -(-number // of) * of

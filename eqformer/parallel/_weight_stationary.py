@@ -15,7 +15,7 @@ from ._collective_matmul import OVERLAPS
 from ._layout import Layout, partition_specs
 from ._mesh import axis_sizes
 from ._norms import SplitNorm
-from ._served import filled, multiple, Served
+from ._served import filled, filled_tokens, multiple, Served
 from ._shard_map import filter_shard_map
 from ._two_dim import HEADS, STREAM, TwoDimBlock, TwoDimVocabulary, ups_of
 from ._vary import own_part, vary
@@ -58,17 +58,17 @@ class WeightStationary(Served):
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch seq embed"], PyTree, None]:
         """The final norm's output, and the cache with these tokens stored."""
-        nn.check_one_document(tokens)
+        nn.check_cached(tokens, cache)
         rows = self._rows(ids.shape[0])
 
-        def per_device(model: nn.Transformer, ids: Array, places: Array, cache: PyTree) -> tuple[Array, PyTree]:
-            x, cache, _ = self._wrapped(model).encode(ids, nn.Tokens(places), cache)
+        def per_device(model: nn.Transformer, ids: Array, tokens: nn.Tokens, cache: PyTree) -> tuple[Array, PyTree]:
+            x, cache, _ = self._wrapped(model).encode(ids, tokens, cache)
             return x, cache
 
         whole, specs = PartitionSpec(), self._cache_specs(cache)
         given_back = PartitionSpec(None, None, STREAM), specs
         run = filter_shard_map(per_device, self.mesh, (self._specs, whole, whole, specs), given_back)
-        x, cache = run(self.model, filled(ids, rows, 0), filled(tokens.positions, rows, -1), cache)
+        x, cache = run(self.model, filled(ids, rows, 0), filled_tokens(tokens, rows), cache)
         return x[: ids.shape[0]], cache, None
 
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:

@@ -1,5 +1,6 @@
 """Cross-entropy over chunks of tokens: the logits of all tokens never exist at once, in either pass."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from .._shapes import Batch
-from ..nn import aux_loss, aux_of, token_keys, Tokens
+from ..nn import aux_loss, aux_of, positions_like, token_keys, Tokens
 from ..parallel import vary, varying_axes
 from ._tally import Tally
 from ._wide import widened
@@ -167,7 +168,10 @@ def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
     if key is not None:
         places = jnp.arange(batch.ids.shape[1], dtype=jnp.int32)
         keys = token_keys(key, jnp.asarray(batch.examples), jnp.broadcast_to(places, batch.ids.shape))
-    return Tokens(jnp.asarray(batch.positions), jnp.asarray(batch.segments), keys)
+    if batch.positions is None:
+        return dataclasses.replace(positions_like(batch.ids.shape), keys=keys)
+    segments = None if batch.segments is None else jnp.asarray(batch.segments)
+    return Tokens(jnp.asarray(batch.positions), segments, keys)
 
 
 def chunk_size(vocab: int) -> int:

@@ -15,13 +15,10 @@ from eqformer import Batch, generation, models, training
 def random_batch(vocab: int, rows: int, seq: int) -> Batch:
     """Rows of random tokens, each to be predicted from those before it."""
     tokens = np.random.default_rng(0).integers(0, vocab, (rows, seq + 1), dtype=np.int32)
-    places = np.broadcast_to(np.arange(seq, dtype=np.int32), (rows, seq))
     return Batch(
         ids=jnp.asarray(tokens[:, :-1]),
         targets=jnp.asarray(tokens[:, 1:]),
         weights=jnp.ones((rows, seq), jnp.float32),
-        positions=jnp.asarray(places),
-        segments=jnp.zeros((rows, seq), jnp.int32),
         examples=jnp.arange(rows, dtype=jnp.int32),
     )
 

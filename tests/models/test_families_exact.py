@@ -8,7 +8,7 @@ import pytest
 from family_weights import ids_of, sketch
 from test_published import FIXTURES, TOLD, write
 
-from eqformer import models, nn
+from eqformer import models
 from eqformer.models._published import format_of
 from eqformer.models._save import published_arrays
 
@@ -25,12 +25,6 @@ def loss(model, ids):
     return -jnp.mean(jnp.take_along_axis(chances, ids[:, 1:, None], axis=-1)), logits
 
 
-def with_exact_cores(model):
-    """The model without jax's own attention, which computes in float32 in places."""
-    is_jaxs = lambda x: isinstance(x, nn.DotProductCore)
-    return jax.tree.map(lambda x: nn.ReferenceCore() if is_jaxs(x) else x, model, is_leaf=is_jaxs)
-
-
 @pytest.mark.parametrize(
     "name", [name if name in EVERY_RUN else pytest.param(name, marks=pytest.mark.grid) for name in NAMES]
 )
@@ -40,7 +34,7 @@ def test_logits_and_gradients_in_float64(name, tmp_path, record_property):
     write(tmp_path, name)
     numbers = models.read_numbers(tmp_path)
     with jax.enable_x64(True):
-        model = with_exact_cores(models.load(tmp_path, dtype="float64"))
+        model = models.load(tmp_path, dtype="float64")
         ids = jnp.asarray(ids_of(numbers.vocab), jnp.int32)
         (_, logits), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))(model, ids)
         logits = np.asarray(logits)[..., ::8]

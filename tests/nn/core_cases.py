@@ -23,6 +23,7 @@ class Case(NamedTuple):
     kv_seq: int | None = None  # keys of their own: slots of a cache, in no order, some empty
     blind: bool = False  # nothing but padding in the last row's keys
     head_dim: int = 4
+    is_known: bool = True  # that rows are whole, before any number is, where they are
 
 
 CASES = {
@@ -74,4 +75,7 @@ def arrays_of(case: Case, dtype: str = "float32") -> tuple[dict, Tokens, Tokens 
             slots[-1] = -1
         kv_tokens = Tokens(jnp.asarray(slots.reshape(*case.batch, -1), jnp.int32))
     shaped = lambda x: jnp.asarray(x.reshape(*case.batch, case.seq), jnp.int32)
-    return arrays, Tokens(shaped(positions), shaped(segments) if case.segments else None), kv_tokens
+    is_whole = not case.segments and case.kv_seq is None
+    whole_rows = case.seq if is_whole and case.is_known else None
+    tokens = Tokens(shaped(positions), shaped(segments) if case.segments else None, whole_rows=whole_rows)
+    return arrays, tokens, kv_tokens

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from eqformer.nn._blockwise import _possible, attend, BlockwiseCore, Rules
+from eqformer.nn._blockwise import attend, BlockwiseCore, Rules
 from eqformer.nn._core import ReferenceCore
-from eqformer.nn._mask import causal, chunked, full, Mask, sliding_window
+from eqformer.nn._mask import causal, Mask, sliding_window
 from eqformer.nn._tokens import positions_like, Tokens
 
 
@@ -77,71 +77,13 @@ def test_hidden_blocks_are_not_computed(mask, poisoned, clean):
         assert [np.isfinite(x[:, clean]).all() for x in run(core)] == [skips, skips]
 
 
-def blocked(positions, segments=None, block: int = 4) -> Tokens:
-    """Rows of tokens as the core cuts them: blocks, rows, tokens."""
-    cut = lambda x: jnp.moveaxis(jnp.asarray(x).reshape(len(x), -1, block), 1, 0)
-    return Tokens(cut(positions), None if segments is None else cut(segments))
-
-
-def rules(mask: Mask, is_aligned: bool) -> Rules:
-    return Rules(mask, 1.0, None, 4, is_aligned)
-
-
-@pytest.mark.parametrize(
-    ("mask", "pairs"),
-    [
-        (full(), 64),
-        (causal(), 8 * 9 // 2),
-        (sliding_window(5), 8 + 7),
-        (sliding_window(6), 8 + 7 + 6),
-        (chunked(8), 4 * 3),
-        (Mask(is_causal=False, window=2), 8 + 7 + 7),
-    ],
-)
-@pytest.mark.parametrize("is_aligned", [True, False])
-def test_pairs_of_blocks_counted_by_hand(mask, pairs, is_aligned):
-    tokens = blocked(np.arange(32)[None])
-    assert int(_possible(rules(mask, is_aligned), tokens, tokens).sum()) == pairs
-
-
-def test_documents_and_padding_leave_out_blocks():
-    positions, segments = np.r_[0:8, 0:4, -np.ones(4)].astype(int)[None], np.r_[[0] * 8, [1] * 8][None]
-    tokens = blocked(positions, segments)
-    assert _possible(rules(causal(), True), tokens, tokens).astype(int).tolist() == [
-        [1, 0, 0, 0],
-        [1, 1, 0, 0],
-        [0, 0, 1, 0],
-        [0, 0, 0, 0],
-    ]
-
-
-@pytest.mark.parametrize("mask", [causal(), sliding_window(3), chunked(5), full(), Mask(is_causal=False, window=3)])
-def test_no_visible_pair_is_ever_left_out(mask):
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        cuts = np.sort(rng.choice(np.arange(1, 24), 3, replace=False))
-        segments = np.searchsorted(cuts, np.arange(24), side="right")
-        positions = np.arange(24) - np.r_[0, cuts][segments]
-        positions[24 - rng.integers(0, 6) :] = -1
-        order = rng.permutation(24)
-        for is_aligned, keys in ((True, slice(None)), (False, order)):
-            here = blocked(positions[None], segments[None])
-            there = blocked(positions[None, keys], segments[None, keys])
-            rows, columns = (jnp.asarray(np.stack([positions, segments])[:, part]) for part in (slice(None), keys))
-            visible = np.asarray(mask(Tokens(*rows), Tokens(*columns)))
-            needed = (visible & (positions >= 0)[None, :, None]).reshape(6, 4, 6, 4).any((1, 3))
-            if is_aligned and mask.is_causal:
-                needed &= np.tri(6, dtype=bool)
-            assert not np.any(needed & ~_possible(rules(mask, is_aligned), here, there))
-
-
 def test_calls_over_parts_of_the_keys_combine():
     query, key, value, direction = inputs(8, kv_seq=12)
     tokens, places = Tokens(jnp.arange(4, 12)[None]), jnp.arange(12)[None]
 
     def part(query, keys: slice):
         seen = key[:, keys], value[:, keys], tokens, Tokens(places[:, keys])
-        return attend(Rules(causal(), 0.5, None, 4, False), query, *seen)
+        return attend(Rules(causal(), 0.5, None, 4), query, *seen)
 
     def halves(query):
         (left, left_sum), (right, right_sum) = part(query, slice(0, 5)), part(query, slice(5, 12))

@@ -248,6 +248,8 @@ def test_what_the_fused_kernels_lack_is_refused():
     ("name", "told"),
     [
         ("causal", {"is_causal": True}),
+        ("causal, not known to be whole", None),
+        ("full with padding, not known to be whole", None),
         ("window, one document", {"is_causal": True, "local_window_size": (2, 0)}),
         ("full with padding", {"key_value_seq_lengths": [9, 6]}),
         ("chunk, packed", None),
@@ -255,7 +257,8 @@ def test_what_the_fused_kernels_lack_is_refused():
     ],
 )
 def test_kernels_are_told_the_rule_instead_of_a_mask(name, told, monkeypatch):
-    case, seen, kernel = CASES[name], {}, jax.nn.dot_product_attention
+    rows, _, is_unknown = name.partition(", not known")
+    case, seen, kernel = CASES[rows]._replace(is_known=not is_unknown), {}, jax.nn.dot_product_attention
 
     def spy(*arrays, scale, implementation, **rules):
         seen.update(rules)

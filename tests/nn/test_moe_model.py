@@ -114,7 +114,7 @@ def batch():
     draw = np.random.default_rng(0)
     ids, targets = draw.integers(0, VOCAB, (2, BATCH, SEQ)).astype(np.int32)
     weights = (draw.random((BATCH, SEQ)) < 0.7).astype(np.float32) * (PLACES >= 0)
-    return Batch(ids, targets, weights, PLACES, np.zeros_like(PLACES), np.arange(BATCH, dtype=np.int32))
+    return Batch(ids, targets, weights, np.arange(BATCH, dtype=np.int32), PLACES)
 
 
 def test_a_model_tells_stack_by_stack_and_the_loss_adds_it(model):

@@ -63,18 +63,68 @@ def test_several_new_tokens_see_what_they_push_out():
     assert memory.positions.tolist() == [[3, 4, 2], [0, 1, 2]]
 
 
-def test_a_token_beyond_the_capacity_is_nan_in_its_own_row_alone():
-    memory, keys, values, _ = put(cache(2), [[0, 1], [0, 1]])
-    memory, keys, values, _ = put(memory, [[2], [-1]])
-    assert bool(jnp.isnan(keys[0]).any()) and bool(jnp.isnan(values[0]).any())
-    assert not bool(jnp.isnan(keys[1]).any() | jnp.isnan(values[1]).any())
-    attention = drawn(nn.Attention, embed=2, heads=1, head_dim=2, key=jax.random.key(0))
-    x = normal(1, 2, 1, 2)
-    full = attention.init_cache((2,), 1)
-    y, full = attention(x, nn.Tokens(jnp.array([[0], [0]])), full)
-    assert bool(jnp.isfinite(y).all())
-    y, _ = attention(x, nn.Tokens(jnp.array([[0], [1]])), full)
-    assert bool(jnp.isfinite(y[0]).all()) and bool(jnp.isnan(y[1]).all())
+SIZES = dict(embed=6, heads=2, head_dim=4, rotary=nn.Rotary(4, 100.0), key=jax.random.key(0))
+MODULES = {
+    "grouped": lambda **more: drawn(nn.Attention, **SIZES, **more),
+    "latent": lambda **more: drawn(nn.LatentAttention, latent=5, **SIZES, **more),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_tokens_beyond_the_capacity_are_nan_and_spoil_nothing(kind):
+    """Whole calls beyond it and calls that begin within it; what has room is as without a cache, in each row."""
+    module, x = MODULES[kind](), normal(1, 2, 9, 6)
+    run = jax.jit(lambda x, places, cache: module(x, nn.Tokens(places), cache))
+    wanted = module(x)[0]
+    places = jnp.stack([jnp.arange(9), jnp.arange(9)])
+    for calls in ((9,), (5, 4), (3, 4, 2), (6, 1, 1, 1)):
+        memory, found, start = module.init_cache((2,), 6), [], 0
+        for count in calls:
+            part = slice(start, start + count)
+            y, memory = run(x[:, part], places[:, part], memory)
+            found, start = [*found, y], start + count
+        y = jnp.concatenate(found, axis=1)
+        np.testing.assert_allclose(y[:, :6], wanted[:, :6], atol=1e-6)
+        assert bool(jnp.isnan(y[:, 6:]).all())
+        assert memory.positions.tolist() == [list(range(6))] * 2
+        assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(memory))
+    ahead = jnp.stack([jnp.arange(9), jnp.where(jnp.arange(9) < 6, jnp.arange(9), -1)])
+    y, _ = run(x, ahead, module.init_cache((2,), 6))
+    assert bool(jnp.isnan(y[0, 6:]).all()) and bool(jnp.isfinite(y[1]).all())
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_tokens_known_to_lie_beyond_the_capacity_are_refused(kind):
+    module, x = MODULES[kind](), normal(1, 1, 4, 6)
+    with pytest.raises(ValueError, match=r"up to position 6 .* capacity 5.* at least 7"):
+        module(x, nn.Tokens(jnp.array([[3, 4, 5, 6]])), module.init_cache((1,), 5))
+    module(x, nn.Tokens(jnp.array([[3, 4, -1, -1]])), module.init_cache((1,), 5))
+    rolls = MODULES[kind](mask=nn.sliding_window(3))
+    rolls(x, nn.Tokens(jnp.array([[3, 4, 5, 6]])), rolls.init_cache((1,), 5))
+
+
+@pytest.mark.parametrize("mask", [nn.sliding_window(3), nn.chunked(3)])
+@pytest.mark.parametrize("kind", MODULES)
+def test_calls_longer_than_a_rolling_cache_are_the_uncached_pass(kind, mask):
+    """Early tokens of a call see what its later ones overwrite, and rows end at their own places."""
+    module, x = MODULES[kind](mask=mask), normal(1, 2, 14, 6)
+    places = jnp.stack([jnp.arange(14), jnp.where(jnp.arange(14) < 9, jnp.arange(14), -1)])
+    run = jax.jit(lambda x, places, cache: module(x, nn.Tokens(places), cache))
+    wanted, real = module(x)[0], np.asarray(places >= 0)
+    for calls in ((14,), (4, 10), (7, 1, 6)):
+        memory, found, start = module.init_cache((2,), 14), [], 0
+        assert memory.rolling and memory.positions.shape[-1] == 3
+        for count in calls:
+            part = slice(start, start + count)
+            y, memory = run(x[:, part], places[:, part], memory)
+            found, start = [*found, y], start + count
+        assert np.abs(jnp.concatenate(found, axis=1) - wanted)[real].max() < 1e-6
+
+
+def test_a_step_back_in_a_rolling_cache_writes_over_what_was_there():
+    memory, *_ = put(cache(4, rolling=True), [[0, 1, 2, 3], [0, 1, 2, -1]])
+    _, _, _, seen = put(memory, [[2, 3], [3, -1]])
+    assert seen.positions.tolist() == [[0, 1, -1, -1, 2, 3], [0, 1, 2, -1, 3, -1]]
 
 
 @pytest.mark.parametrize("batch", [(), (2, 3)])

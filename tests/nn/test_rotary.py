@@ -84,7 +84,7 @@ def test_lengths_of_rows_are_their_own():
     assert close(y[1], rotate(wide(x[1:]), places[1:], base / [2, 4], magnitude=magnitude)[0])
     assert not np.allclose(y[0, 1], y[1, 1], atol=1e-2)
     # A given length overrides the one read off the positions, as in decoding.
-    given = nn.Rotary(4, 100.0, scaling=scaling)(x, jnp.asarray(places), jnp.array([9, 8]))
+    given = nn.Rotary(4, 100.0, scaling=scaling)(x, jnp.asarray(places), jnp.array([[9], [8]]))
     assert np.allclose(given[0, :2], y[1, :2], atol=1e-6) and np.allclose(given[1, :2], y[0, :2], atol=1e-6)
 
 

@@ -49,7 +49,7 @@ def ours(case, scaling, length=None):
     dim = int(case["head_dim"] * case["parameters"].get("partial_rotary_factor", 1.0))
     rotary = nn.Rotary(dim, case["parameters"]["rope_theta"], scaling=scaling)
     x = jnp.zeros((1, 1, 1, dim)).at[..., : dim // 2].set(1.0)
-    length = jnp.array([1 if length is None else length])
+    length = jnp.array([[1 if length is None else length]])
     y = np.asarray(rotary(x, jnp.ones((1, 1), jnp.int32), length), np.float64)[0, 0, 0]
     cosine, sine = y[: dim // 2], y[dim // 2 :]
     return np.arctan2(sine, cosine), np.hypot(sine, cosine)

@@ -40,7 +40,7 @@ def test_fold_in_changes_keys_and_nothing_else():
     assert np.array_equal(data(folded.keys)[1, 2], data(jax.random.fold_in(keys[1, 2], 5)))
     assert np.array_equal(data(tokens.fold_in(jnp.int32(5)).keys), data(folded.keys))
     assert folded.positions is tokens.positions and folded.segments is tokens.segments
-    told = nn.Tokens(tokens.positions, None, keys, jnp.array([7, 9]))
+    told = nn.Tokens(tokens.positions, None, keys, jnp.full((2, 3), 7))
     assert told.fold_in(5).lengths is told.lengths and folded.lengths is None
     assert not np.array_equal(data(tokens.fold_in(6).keys), data(folded.keys))
     bare = nn.positions_like((2, 3))
@@ -57,13 +57,62 @@ def test_a_part_of_a_row_is_rotated_by_the_rows_length(kind):
     run = jax.jit(lambda x, tokens, cache: module(x, tokens, cache)[0])
     whole, part = run(x, nn.Tokens(places), None)[:, :4], (x[:, :4], places[:, :4])
     for cache in (None, module.init_cache((2,), 4)):
-        told = run(part[0], nn.Tokens(part[1], lengths=jnp.array([8, 6])), cache)
+        lengths = jnp.broadcast_to(jnp.array([[8], [6]]), part[1].shape)
+        told = run(part[0], nn.Tokens(part[1], lengths=lengths), cache)
         np.testing.assert_allclose(told, whole, atol=1e-6)
         assert np.abs(run(part[0], nn.Tokens(part[1]), cache) - whole).max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("kind", "scaling"),
+    [
+        ("grouped", nn.DynamicScaling(4.0, 6)),
+        ("latent", nn.LongRopeScaling((1.0, 1.5), (3.0, 8.0), original_length=6, factor=4.0)),
+    ],
+)
+def test_documents_of_a_packed_row_are_rotated_by_their_own_lengths(kind, scaling):
+    """Each document is what it would be alone in a row, one longer and one shorter than the original length."""
+    given = {"embed": 6, "heads": 2, "head_dim": 4, "rotary": nn.Rotary(4, 100.0, scaling=scaling), "key": KEY}
+    module = nn.Attention(**given) if kind == "grouped" else nn.LatentAttention(latent=5, **given)
+    module = jax.tree.map(lambda x: 3 * x, module)  # so that rotations show
+    x = jax.random.normal(KEY, (1, 15, 6))
+    places, segments = np.r_[0:10, 0:4, -1][None], np.r_[[3] * 10, [1] * 4, 9][None]
+    run = jax.jit(lambda x, tokens: module(x, tokens)[0])
+    packed = nn.Tokens(jnp.asarray(places), jnp.asarray(segments))
+    whole, both = run(x, packed), (slice(0, 10), slice(10, 14))
+    alone = [run(x[:, part], nn.positions_like(x[:, part].shape[:2])) for part in both]
+    apart = lambda y: max(np.abs(y[:, part] - one).max() / np.abs(one).max() for part, one in zip(both, alone))
+    assert apart(whole) < 1e-6
+    of_row = nn.Tokens(packed.positions, packed.segments, lengths=jnp.full((1, 15), 10))  # as if the row's were meant
+    assert apart(run(x, of_row)) > 1e-3
+
+
+def test_lengths_of_documents_wherever_their_tokens_stand():
+    places = jnp.array([[0, 1, 2, 0, 1, -1], [4, 0, 2, 3, 1, 0]])
+    segments = jnp.array([[5, 5, 5, 0, 0, 7], [2, 2, 2, 2, 2, 0]])
+    tokens = nn.Tokens(places, segments)
+    wanted = np.array([[3, 3, 3, 2, 2, 0], [5] * 5 + [1]])
+    assert np.array_equal(nn.document_lengths(tokens), wanted)
+    order = np.random.default_rng(0).permutation(6)
+    assert np.array_equal(nn.document_lengths(jax.tree.map(lambda x: x[:, order], tokens)), wanted[:, order])
+    assert nn.document_lengths(nn.Tokens(places)).tolist() == [[3], [5]]
+    told = nn.Tokens(places, lengths=jnp.full((2, 6), 9))
+    assert nn.document_lengths(told, nn.Tokens(places)).tolist() == [[9], [9]]
+
+
+def test_whole_rows_are_said_by_what_makes_them_and_not_of_their_parts():
+    made = nn.positions_like((2, 6)), nn.right_padded(jnp.array([6, 2]), 6)
+    assert made[1].positions.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, -1, -1, -1, -1]]
+    assert all(tokens.are_whole_rows and tokens.fold_in(3).are_whole_rows for tokens in made)
+    part = jax.tree.map(lambda x: x[:, 2:], made[0])
+    assert not part.are_whole_rows and jax.tree.map(lambda x: x[:1], made[0]).are_whole_rows
+    segments = jnp.zeros((2, 6), jnp.int32)
+    assert not nn.Tokens(made[0].positions).are_whole_rows
+    assert not nn.Tokens(made[0].positions, segments, whole_rows=6).are_whole_rows
+
+
 def test_keys_and_segments_have_the_positions_shape():
     with pytest.raises(TypeCheckError):
-        nn.Tokens(jnp.zeros((2, 3), jnp.int32), lengths=jnp.ones((3,), jnp.int32))
+        nn.Tokens(jnp.zeros((2, 3), jnp.int32), lengths=jnp.ones((2,), jnp.int32))
     with pytest.raises(TypeCheckError):
         nn.Tokens(jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 4), jnp.int32))

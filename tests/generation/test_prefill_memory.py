@@ -1,0 +1,51 @@
+"""What reading a prompt holds beside the model, told by the compiler: so much a token, however long the prompt."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+from eqformer import models, nn
+from eqformer.generation._decode import prefill
+from eqformer.generation._generate import _draws
+from eqformer.generation._prompts import prepare
+
+
+HEADS, SHORT, LONG = 4, 2048, 6144
+
+
+def held(prompt: int, prefill_chunk: int | None = None, **options) -> int:
+    """Bytes of temporaries of a prompt's prefill in a small model, compiled from shapes alone."""
+    numbers = models.Llama(vocab=64, embed=32, layers=2, heads=HEADS, kv_heads=2, mlp=64)
+    shapes = eqx.filter_eval_shape(lambda: models.build(numbers, **options, key=jax.random.key(0)))
+    arrays, rest = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    given = prepare(shapes, [np.zeros(prompt, int)], None, 8, prefill_chunk)
+    draws = _draws(shapes, 1, (), None, None, jax.random.key(0))
+
+    def run(arrays, ids, lengths, draws):
+        model = eqx.combine(arrays, rest)
+        return prefill(model, ids, lengths, draws, sizes=given.sizes, log_probabilities=False)
+
+    analysis = jax.jit(run).lower(arrays, given.ids, given.lengths, draws).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("prefill_chunk", [None, 2 * LONG], ids=["as by default", "at once"])
+def test_memory_grows_with_the_prompt_and_not_with_its_square(prefill_chunk):
+    short, long = held(SHORT, prefill_chunk), held(LONG, prefill_chunk)
+    assert long < 1.1 * LONG / SHORT * short
+    assert long < 4 * LONG**2  # one matrix of scores
+
+
+def test_a_core_that_holds_the_scores_is_found_out():
+    """The control: all heads' scores of a prompt that is read at once."""
+    at_once = held(SHORT, 2 * SHORT, core=nn.DotProductCore())
+    assert at_once > 4 * HEADS * SHORT**2
+
+
+def test_long_prompts_are_read_in_even_chunks():
+    model = eqx.filter_eval_shape(lambda: models.build("llama-byte-1m", key=jax.random.key(0)))
+    for length, width, chunk in ((3, 64, None), (1024, 1024, None), (1025, 1152, 576), (3000, 3072, 1024)):
+        given = prepare(model, [np.zeros(length, int)], None, 8, None)
+        assert (given.ids.shape[1], given.sizes.chunk) == (width, chunk)

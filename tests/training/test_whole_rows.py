@@ -1,0 +1,110 @@
+"""Rows of windows are known to be whole before anything is compiled: kernels are told a rule, and no mask is made."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from eqformer import Batch, nn, parallel, training
+from eqformer.training._loss import batch_tokens
+
+
+ROWS, SEQ, VOCAB = 4, 24, 37  # no other dim is 24
+
+
+def batch(**packed):
+    text = np.random.default_rng(0).integers(0, VOCAB, (ROWS, SEQ + 1), np.int32)
+    weights, examples = np.ones((ROWS, SEQ), np.float32), np.arange(ROWS, dtype=np.int32)
+    return Batch(text[:, :-1], text[:, 1:], weights, examples, **packed)
+
+
+def packed():
+    return batch(positions=np.tile(np.arange(SEQ, dtype=np.int32), (ROWS, 1)), segments=np.zeros((ROWS, SEQ), np.int32))
+
+
+def model():
+    def block(key):
+        one, two = jax.random.split(key)
+        given = {"embed": 8, "heads": 2, "head_dim": 4, "core": nn.DotProductCore(), "key": one}
+        norm = nn.RMSNorm("embed", embed=8)
+        return nn.Block(nn.Attention(**given), nn.GatedMLP(embed=8, mlp=12, key=two), norm, norm)
+
+    table, stack = jax.random.split(jax.random.key(0))
+    embedding = nn.Embedding(vocab=VOCAB, embed=8, key=table)
+    return nn.Transformer(embedding, (nn.Stack(block, 2, key=stack),), nn.RMSNorm("embed", embed=8))
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What the kernel is told; in its place stands something with no matrix of scores of its own."""
+    seen = []
+
+    def kernel(query, key, value, *, scale, implementation, **rules):
+        seen.append({name: x.shape if name == "mask" else x for name, x in rules.items()})
+        return query + key * scale + value
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    return seen
+
+
+def square_arrays(program):
+    """Arrays of a program, those of its parts included, that have two dims of a row's length."""
+    found = []
+    for equation in program.eqns:
+        shapes = [getattr(variable.aval, "shape", ()) for variable in equation.outvars]
+        found += [shape for shape in shapes if shape.count(SEQ) > 1]
+        for part in jaxprs_in_params(equation.params):
+            found += square_arrays(part)
+    return found
+
+
+def program_of(given):
+    shapes = eqx.filter_eval_shape(model)
+    arrays, rest = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    gradients = training.accumulated_gradients(training.next_token_loss, 1)
+    run = lambda arrays, batch, key: gradients(eqx.combine(arrays, rest), batch, key)
+    return jax.make_jaxpr(run)(arrays, given, jax.random.key(0)).jaxpr
+
+
+def test_a_step_over_windows_tells_the_kernel_a_rule_and_has_no_mask(told):
+    assert not square_arrays(program_of(batch()))
+    assert told and all(rules == {"is_causal": True} for rules in told)
+
+
+def test_packed_rows_are_masked(told):
+    """The control: that segments are all the same is known too late."""
+    assert square_arrays(program_of(packed()))
+    assert told and all(rules == {"mask": (ROWS, 1, SEQ, SEQ)} for rules in told)
+
+
+@pytest.mark.parametrize(("mesh", "method"), [({"replica": 2, "tensor": 2}, "ring"), ({"context": 2}, "heads")])
+def test_whole_rows_stay_known_over_devices(told, mesh, method):
+    count = int(np.prod(list(mesh.values())))
+    plan = parallel.Plan(parallel.make_mesh(**mesh, devices=jax.devices()[:count]), context_method=method)
+    run = training.planned_gradients(plan)(training.next_token_loss, 1)
+    eqx.filter_eval_shape(run, eqx.filter_eval_shape(model), batch(), jax.random.key(0))
+    assert told and all(rules == {"is_causal": True} for rules in told)
+
+
+def test_rows_in_another_order_are_no_longer_whole():
+    plan = parallel.Plan(parallel.make_mesh(context=2, devices=jax.devices()[:2]), context_method="gather")
+    given = batch()
+    assert batch_tokens(given).are_whole_rows
+    _, tokens = plan.arrange(given, batch_tokens(given))
+    assert not tokens.are_whole_rows and np.all(tokens.lengths == SEQ)
+
+
+def test_windows_give_the_loss_of_one_segment():
+    run = eqx.filter_jit(lambda model, given: training.next_token_loss(model, given)[0])
+    built = model()
+    assert np.isclose(run(built, batch()), run(built, packed()), rtol=1e-6)
+    positions = jnp.asarray(packed().positions)
+    two = batch(positions=positions % 12, segments=positions // 12)
+    assert not np.isclose(run(built, two), run(built, packed()), rtol=1e-4)
+
+
+def test_segments_need_positions():
+    with pytest.raises(ValueError, match="packed rows need both"):
+        batch(segments=np.zeros((ROWS, SEQ), np.int32))
