@@ -16,7 +16,7 @@ from eqformer import data, models, nn, parallel, training
 
 
 CORES: dict[str, Callable[[], Callable[..., Any]]] = {
-    "default": nn.DotProductCore,
+    "xla": nn.DotProductCore,
     "reference": nn.ReferenceCore,
     "blockwise": nn.BlockwiseCore,
     "cudnn": lambda: nn.DotProductCore("cudnn"),

@@ -24,7 +24,7 @@ def train(rounds: int) -> Iterator[Row]:
     batch = _ours.random_batch(numbers.vocab, ROWS, SEQ)
     contenders: dict[str, Callable[[], Any]] = {
         "eqformer": _ours.train_step(numbers, batch, **_AS_RECIPES),
-        "eqformer, jax.nn core, keep all": _ours.train_step(numbers, batch),
+        "eqformer, jax.nn core, keep all": _ours.train_step(numbers, batch, core=nn.DotProductCore()),
     }
     if _peers.are_installed():
         ids, targets = np.asarray(batch.ids), np.asarray(batch.targets)

@@ -81,7 +81,7 @@ class Lora:
 class Execution:
     """How the model runs; none of it changes what is computed."""
 
-    core: Literal["default", "reference", "blockwise", "cudnn"] = "blockwise"
+    core: Literal["xla", "reference", "blockwise", "cudnn"] = "blockwise"
     """The attention core."""
     remat: Literal["none", "full", "dots", "dots_no_batch", "products"] = "products"
     """What the backward pass recomputes instead of keeping it."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from plan_models import plan_over
 
-from eqformer import generation, models
+from eqformer import generation, models, nn
 from eqformer.parallel import _planned as module, Planned, shardings
 
 
@@ -54,6 +54,19 @@ def test_text_is_one_devices(monkeypatch):
     assert keys.addressable_shards[0].data.size * 8 == keys.size == 4 * 3 * 64 * 4 * 16
     monkeypatch.setattr(module.jnp, "exp", lambda x: jnp.ones_like(x))  # parts of the softmax that are not weighed
     assert not same(written(planned(model, plan_over({"context": 2})), 3), alone)
+
+
+def test_tokens_beyond_a_cache_in_pieces_are_refused_or_nan():
+    """Refused where positions are known, before anything is compiled; NaN where they are not, and the others right."""
+    numbers = models.Llama(vocab=16, embed=8, layers=1, heads=2, kv_heads=1, mlp=8)
+    model = eqx.filter_jit(lambda: models.build(numbers, key=jax.random.key(0)))()
+    cut, ids = planned(model, plan_over({"context": 2})), jnp.arange(9)[None]
+    cache, tokens = cut.init_cache(1, 6), nn.positions_like((1, 9))
+    with pytest.raises(ValueError, match="up to position 8 .* capacity 6"):
+        cut.encode(ids, tokens, cache)
+    hidden, cache, _ = eqx.filter_jit(lambda *given: cut.encode(*given))(ids, tokens, cache)
+    assert bool(jnp.isnan(hidden[:, 6:]).all()) and sorted(cache[0].positions.reshape(-1).tolist()) == list(range(6))
+    assert jnp.allclose(hidden[:, :6], model.encode(ids[:, :6])[0], atol=1e-5)
 
 
 @pytest.mark.grid
