@@ -118,6 +118,8 @@ def test_calls_longer_than_a_rolling_cache_are_the_uncached_pass(kind, mask):
             y, memory = run(x[:, part], places[:, part], memory)
             found, start = [*found, y], start + count
         assert np.abs(jnp.concatenate(found, axis=1) - wanted)[real].max() < 1e-6
+    forgetful, _ = run(x[:, part], places[:, part], module.init_cache((2,), 14))  # the control
+    assert np.abs(forgetful[0, 0] - wanted[0, part.start]).max() > 1e-3
 
 
 def test_a_step_back_in_a_rolling_cache_writes_over_what_was_there():

@@ -64,7 +64,7 @@ def test_tokens_beyond_a_cache_in_pieces_are_refused_or_nan():
     cache, tokens = cut.init_cache(1, 6), nn.positions_like((1, 9))
     with pytest.raises(ValueError, match="up to position 8 .* capacity 6"):
         cut.encode(ids, tokens, cache)
-    hidden, cache, _ = eqx.filter_jit(lambda *given: cut.encode(*given))(ids, tokens, cache)
+    hidden, cache, _ = eqx.filter_jit(lambda ids, tokens, cache: cut.encode(ids, tokens, cache))(ids, tokens, cache)
     assert bool(jnp.isnan(hidden[:, 6:]).all()) and sorted(cache[0].positions.reshape(-1).tolist()) == list(range(6))
     assert jnp.allclose(hidden[:, :6], model.encode(ids[:, :6])[0], atol=1e-5)
 
