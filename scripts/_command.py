@@ -25,7 +25,7 @@ Command = TypeVar("Command")
 def read(kind: type[Command], arguments: Sequence[str]) -> Command:
     """The command, a dataclass whose `--help` fits on a screen, that the flags make."""
     check_names(arguments, flags_of(kind))
-    return tyro.cli(kind, args=arguments)
+    return tyro.cli(kind, args=["--help" if argument == "--help-all" else argument for argument in arguments])
 
 
 def parse(kind: type[Command], arguments: Sequence[str], own: Mapping[str, str] = MappingProxyType({})) -> Command:

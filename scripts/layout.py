@@ -117,6 +117,8 @@ def _print_sent(recipe: Recipe, plan: parallel.Plan, model: Any) -> None:
     rows += [(axis, what, f"{size:,.0f}") for axis, what, size in sent]
     rows.append(("sum", "", f"{sum(size for *_, size in sent):,.0f}"))
     print(nn.format_table(rows), end="\n\n")
+    if recipe.optimizer.name == "muon":
+        print("Muon's products of whole matrices send more, as XLA parts them: --compile counts all\n")
 
 
 def _print_compiled(recipe: Recipe, model: Any) -> None:

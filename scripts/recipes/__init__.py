@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ._default import default as default, gpt2 as gpt2, jaxformer as jaxformer, moe as moe, muon as muon
+from ._default import adamw as adamw, default as default, gpt2 as gpt2, jaxformer as jaxformer, moe as moe
 from ._recipe import (
     CHANGEABLE as CHANGEABLE,
     Execution as Execution,
@@ -21,5 +21,5 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "gpt2": gpt2,
     "jaxformer": jaxformer,
     "moe": moe,
-    "muon": muon,
+    "adamw": adamw,
 }

@@ -19,7 +19,8 @@ from haste import FLAGS
 SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
 TINY = (
     "--model.embed 32 --model.layers 2 --model.heads 4 --seq 32 --batch 4 --steps 6 --log-every 1 "
-    "--checkpoint-every 3 --validate-every 3 --validation-batches 2 --sample-every 6 --optimizer.warmup 2"
+    "--checkpoint-every 3 --validate-every 3 --validation-batches 2 --sample-every 6 --optimizer.warmup 2 "
+    "--optimizer.name adamw --optimizer.learning-rate 3e-3"
 ).split()
 LLAMA = "--model.kv-heads 2 --model.mlp 64".split()
 # Without the eight devices of the tests' own process: a script has one, or those it simulates. Programs are compiled

@@ -40,7 +40,7 @@ def refused(capsys):
 @pytest.mark.parametrize(
     "arguments,words",
     [
-        ("--recipe defualt", ["--recipe defualt", "default, gpt2, jaxformer, moe, muon"]),
+        ("--recipe defualt", ["--recipe defualt", "default, gpt2, jaxformer, moe, adamw"]),
         ("--model.embd 64", ["model.embd", "--model.embed"]),
         ("--steps many", ["steps", "many"]),
         ("--optimizer.lr 1e-3", ["--optimizer.lr: there is no such flag; it is --optimizer.learning-rate here"]),

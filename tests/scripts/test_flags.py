@@ -46,7 +46,7 @@ def test_help_fits_on_a_screen_and_help_all_has_every_flag(kind, capsys, monkeyp
 
 
 def test_help_knows_the_recipe_that_is_asked_for(capsys):
-    assert "--optimizer.name muon " in page(pretrain.Command, capsys, "--recipe", "muon", "--help")
+    assert "--optimizer.name adamw " in page(pretrain.Command, capsys, "--recipe", "adamw", "--help")
 
 
 def test_names_from_elsewhere_are_of_flags_that_exist():
@@ -90,7 +90,7 @@ def test_flags_that_are_there_are_no_other_names():
     "message,flags",
     [
         ("Attention(heads=8, kv_heads=3): no", "--model.heads 8 --model.kv-heads 4: "),
-        ("warmup_cosine(peak=-1.0): no", "--optimizer.learning-rate 0.003: "),
+        ("warmup_cosine(peak=-1.0): no", "--optimizer.learning-rate 0.01: "),
         ("check_vocab(store, vocab=64): no", "--model.vocab 256: "),
         ("Loader(store, seq=1, batch=2, packing='windows'): no", "--seq 256 --batch 16 --text.packing windows: "),
         ("make_step(accumulate=3): the batch of 16 rows", "--accumulate 1: "),

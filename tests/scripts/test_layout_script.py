@@ -72,8 +72,15 @@ def test_spread_edges_are_told(told):
 def test_pretrains_flags_are_taken_and_help_reads_well(told, tmp_path, capsys):
     assert told(f"--run-dir {tmp_path}/run").startswith("1 device") and not (tmp_path / "run").exists()
     with pytest.raises(SystemExit):
-        layout.main(["--help"])
+        layout.main(["--help-all"])
     assert "\nPrints where each parameter lives" in capsys.readouterr().out
+
+
+def test_what_muon_sends_is_said_to_be_left_out(told):
+    left_out = "Muon's products of whole matrices send more"
+    assert left_out in told("--mesh.fsdp 2 --optimizer.name muon")
+    assert left_out not in told("--mesh.fsdp 2 --optimizer.name adamw")
+    assert left_out not in told("--optimizer.name muon")  # on one device
 
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly():

@@ -7,14 +7,15 @@ from script_helpers import losses, rows, stop_at, write_corpus
 
 SMALL = (
     "--model.embed 32 --seq 32 --batch 8 --steps 50 --log-every 1 --checkpoint-every 1000 "
-    "--validate-every 25 --validation-batches 2 --sample-every 50 --optimizer.warmup 5"
+    "--validate-every 25 --validation-batches 2 --sample-every 50 --optimizer.warmup 5 --optimizer.learning-rate 3e-3"
 ).split()
 LLAMA = "--model.layers 4 --model.heads 4 --model.kv-heads 2 --model.mlp 64".split()
+ADAMW = ["--optimizer.name", "adamw"]
 FAMILIES = {
     "default": LLAMA,
-    "muon": LLAMA,
-    "gpt2": "--model.layers 4 --model.heads 4 --model.dropout 0.1 --text.packing documents".split(),
-    "jaxformer": "--model.blocks 4 --model.heads 4 --model.latent 16 --model.rope-dim 8".split(),
+    "adamw": LLAMA,
+    "gpt2": "--model.layers 4 --model.heads 4 --model.dropout 0.1 --text.packing documents".split() + ADAMW,
+    "jaxformer": "--model.blocks 4 --model.heads 4 --model.latent 16 --model.rope-dim 8".split() + ADAMW,
 }
 MESHES = {
     "issue": "--mesh.fsdp 2 --mesh.tensor 2 --mesh.pipe 2 --schedule 1f1b --microbatches 4",

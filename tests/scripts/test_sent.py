@@ -17,7 +17,7 @@ from eqformer import planning
 from eqformer.parallel._axes import CONTEXT, EXPERT, PIPE, TENSOR
 
 
-TINY = "--model.embed 64 --model.heads 8 --model.mlp 160 --seq 32 --batch 16"
+TINY = "--model.embed 64 --model.heads 8 --model.mlp 160 --seq 32 --batch 16 --optimizer.name adamw"
 LLAMA, JAXFORMER = "--model.layers 4 --model.kv-heads 4", "--model.blocks 2"
 MESHES = {
     "sequence": "--mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
