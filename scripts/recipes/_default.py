@@ -34,4 +34,4 @@ def adamw() -> Recipe:
 
 def _small(name: str) -> Recipe:
     """The recipe for a preset of a small model."""
-    return Recipe(model=preset(name), steps=400, optimizer=Optimization(name="muon", learning_rate=1e-2))
+    return Recipe(model=preset(name), steps=320, optimizer=Optimization(name="muon", learning_rate=1e-2))
