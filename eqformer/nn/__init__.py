@@ -86,6 +86,12 @@ from ._rotary_scaling import (
 from ._router import Router as Router, TopKRouter as TopKRouter
 from ._routing import Routing as Routing, Slots as Slots
 from ._stack import REMAT as REMAT, Stack as Stack
+from ._sums import (
+    look_up as look_up,
+    spread as spread,
+    wide_product as wide_product,
+    wide_sum as wide_sum,
+)
 from ._temperature import LogTemperature as LogTemperature
 from ._tokens import (
     document_lengths as document_lengths,

@@ -9,11 +9,12 @@ from jaxtyping import Array, Float, Key
 
 from ._blockwise import BlockwiseCore
 from ._cache import empty_slots, KVCache, without_room
-from ._dtype import at_least_float32, float_dtype
+from ._dtype import float_dtype
 from ._linear import Linear
 from ._mask import causal, Mask
 from ._norm import LayerNorm, RMSNorm
 from ._rotary import Rotary
+from ._sums import wide_product
 from ._temperature import LogTemperature
 from ._tokens import document_lengths, Tokens, tokens_or_default
 
@@ -114,7 +115,7 @@ class Attention(eqx.Module):
             query, key = self.rotary(query, tokens.positions, lengths), self.rotary(key, places, lengths)
         if self.temperature is not None:
             factor = self.temperature(tokens.positions)[..., None, None]
-            query = (query.astype(at_least_float32(query.dtype)) * factor).astype(query.dtype)
+            query = wide_product(query, factor)
         attended = self.core(
             query,
             key,

@@ -17,6 +17,7 @@ from ._blocks import block_of, cut, grouped, joined, ungrouped
 from ._core import lowest, soft_capped
 from ._dtype import at_least_float32
 from ._mask import Mask
+from ._sums import wide_product
 from ._tokens import Tokens
 
 
@@ -60,7 +61,7 @@ def with_sinks(
 ) -> Float[Array, "*batch seq heads v_dim"]:
     """The softmax that sinks join: the one without them, times the share of the sum that the scores have."""
     share = jax.nn.sigmoid(logsum - sinks.astype(logsum.dtype))[..., None]
-    return (output.astype(share.dtype) * share).astype(output.dtype)
+    return wide_product(output, share)
 
 
 class Rules(NamedTuple):

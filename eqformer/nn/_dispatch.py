@@ -11,6 +11,7 @@ from ._counting import check_indices, even_share
 from ._dtype import at_least_float32
 from ._experts import Experts
 from ._routing import Routing, Slots
+from ._sums import look_up, wide_product
 
 
 class Dropless(eqx.Module):
@@ -84,7 +85,7 @@ class Capacity(eqx.Module):
         groups = chosen.shape[0]
         rows = x.reshape(*chosen.shape[:2], x.shape[-1])
         token = jax.vmap(lambda slot: token_of_slot(slot, len(experts) * count))(slot)
-        taken = jnp.take_along_axis(rows, jnp.maximum(token, 0)[..., None], axis=1)
+        taken = jax.vmap(look_up)(rows, jnp.maximum(token, 0))
         taken = jnp.where((token >= 0)[..., None], taken, 0)
         weights = jnp.where(slot >= 0, routing.weights.reshape(chosen.shape), 0)
         if weighs_inputs:
@@ -95,8 +96,8 @@ class Capacity(eqx.Module):
         y = experts.slots(by_expert.reshape(number, groups * count, embed)).reshape(number, groups, count, embed)
         y = jnp.swapaxes(y, 0, 1).reshape(groups, number * count, embed)
         has_slot = slot >= 0
-        given = jnp.take_along_axis(y, jnp.maximum(slot, 0).reshape(groups, math.prod(slot.shape[1:]), 1), axis=1)
-        output = combine(given.reshape(*chosen.shape, embed), weights).reshape(x.shape)
+        given = jax.vmap(look_up)(y, jnp.maximum(slot, 0))
+        output = combine(given, weights).reshape(x.shape)
         return output, jnp.sum((chosen >= 0) & ~has_slot, dtype=jnp.int32)
 
     def kept(
@@ -148,7 +149,7 @@ def run_slots(experts: Experts, x: Float[Array, "*batch seq embed"], slots: Slot
     groups, number, count = slots.token.shape
     rows = x.reshape(groups, -1, x.shape[-1])
     token = slots.token.reshape(groups, -1)
-    taken = jnp.take_along_axis(rows, jnp.maximum(token, 0)[..., None], axis=1).reshape(groups, number, count, -1)
+    taken = jax.vmap(look_up)(rows, jnp.maximum(token, 0)).reshape(groups, number, count, -1)
     y = experts.slots(jnp.swapaxes(taken, 0, 1).reshape(number, groups * count, -1))
     y = jnp.swapaxes(y.reshape(number, groups, count, -1), 0, 1).reshape(groups, number * count, -1)
     exact = at_least_float32(x.dtype)
@@ -179,8 +180,12 @@ def take_rows(
 
 take_rows.defvjp(
     lambda x, place, back: (x[place], back),
-    lambda back, gradient: (jnp.sum(gradient[back], axis=1, dtype=gradient.dtype), None, None),
+    lambda back, gradient: (_summed(gradient[back]), None, None),
 )
+
+
+def _summed(rows: Float[Array, "taken times embed"]) -> Float[Array, "taken embed"]:
+    return jnp.sum(rows, axis=1, dtype=at_least_float32(rows.dtype)).astype(rows.dtype)
 
 
 def slots_of(factor: float, choices: int, experts: int) -> int:
@@ -215,8 +220,7 @@ def weight_of_slot(
 
 def scaled(x: Float[Array, "*rows embed"], weights: Float[Array, "*rows"]) -> Float[Array, "*rows embed"]:
     """Each row times its weight, multiplied in float32 at least."""
-    exact = at_least_float32(x.dtype)
-    return (x.astype(exact) * weights[..., None].astype(exact)).astype(x.dtype)
+    return wide_product(x, weights[..., None])
 
 
 def combine(

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from ._dtype import at_least_float32
+from ._sums import look_up
 
 
 class Embedding(eqx.Module):
@@ -23,7 +24,7 @@ class Embedding(eqx.Module):
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
         """Look up one vector a token."""
-        x = _look_up(self.weight, ids)
+        x = look_up(self.weight, ids)
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
@@ -41,15 +42,10 @@ class LearnedPositions(eqx.Module):
 
     def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
         """Look up one vector a position; padding, at position -1, gets the first."""
-        return _look_up(self.weight, jnp.maximum(positions, 0))
+        return look_up(self.weight, jnp.maximum(positions, 0))
 
 
 def unembed(x: Float[Array, "*batch embed"], weight: Float[Array, "vocab embed"]) -> Float[Array, "*batch vocab"]:
     """`x W^T` with products in the dtype of `x` and sums, and so logits, in float32 at least."""
     dtype = at_least_float32(x.dtype)
     return jnp.einsum("...e,ve->...v", x, weight.astype(x.dtype), preferred_element_type=dtype)
-
-
-def _look_up(table: Float[Array, "rows embed"], ids: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
-    # Not jnp.take, which counts negative ids from the end: -1 would be a neighbour.
-    return table.at[ids].get(mode="fill", wrap_negative_indices=False)

@@ -10,6 +10,7 @@ from jaxtyping import Array, PyTree
 from ._dtype import at_least_float32
 from ._grouped_maps import Maps, Parameters, recorded, replayed
 from ._linear import Linear
+from ._sums import wide_sum
 
 
 def ragged(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> Array:
@@ -43,7 +44,7 @@ def _maps(sizes: Array, rows: int) -> Maps:
 
     def forward(linear: Linear, x: Array) -> Array:
         y = product(x, jnp.swapaxes(linear.weight, 1, 2))
-        return y if linear.bias is None else y + linear.bias.astype(y.dtype)[owners]
+        return wide_sum(y, None if linear.bias is None else linear.bias[owners])
 
     def backward(parameters: Parameters, x: Array, gradient: Array) -> tuple[Parameters, Array]:
         (weight, bias), exact = parameters, at_least_float32(x.dtype)

@@ -16,6 +16,7 @@ from ._lora import weight_of
 from ._mask import causal, Mask
 from ._norm import RMSNorm
 from ._rotary import Rotary
+from ._sums import spread, wide_sum
 from ._tokens import document_lengths, Tokens, tokens_or_default
 
 
@@ -125,7 +126,7 @@ class LatentAttention(eqx.Module):
             key, value = self.key_up(latents), self.value_up(latents)
         if self.rotary is not None and query_rope is not None:
             query_rope = self.rotary(query_rope, tokens.positions, lengths)
-            shared = jnp.broadcast_to(key_rope[..., None, :], (*key.shape[:-1], key_rope.shape[-1]))
+            shared = spread(key_rope[..., None, :], (*key.shape[:-1], key_rope.shape[-1]))
             query, key = jnp.concatenate([query, query_rope], -1), jnp.concatenate([key, shared], -1)
         attended = self.core(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens, scale=self.scale)
         if cache is not None:
@@ -133,7 +134,7 @@ class LatentAttention(eqx.Module):
         if absorbed:
             up = self.value_up
             attended = einops.einsum(attended, weight_of(up).astype(x.dtype), "... h latent, h v latent -> ... h v")
-            attended = attended if up.bias is None else attended + up.bias.astype(x.dtype)
+            attended = wide_sum(attended, up.bias)
         return self.output(attended), cache
 
     def _queries(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from ._dims import named_by
+from ._sums import wide_sum
 
 
 class Linear(eqx.Module):
@@ -53,7 +54,7 @@ class Linear(eqx.Module):
         inputs, outputs = " ".join(self.inputs), " ".join(self.outputs)
         pattern = f"... {inputs}, {outputs} {inputs} -> ... {outputs}"
         y = einops.einsum(x, self.weight.astype(x.dtype), pattern)
-        return y if self.bias is None else y + self.bias.astype(x.dtype)
+        return wide_sum(y, self.bias)
 
 
 def _parse(spec: str, sizes: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -17,6 +17,7 @@ from ._experts import Experts
 from ._linear import Linear
 from ._router import Router
 from ._routing import is_real, Routing, Slots
+from ._sums import wide_product
 from ._tokens import Tokens, tokens_or_default
 
 
@@ -119,7 +120,7 @@ class GatedShared(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Map each token by itself."""
-        return jax.nn.sigmoid(self.gate(x)) * self.layer(x)
+        return wide_product(self.layer(x), jax.nn.sigmoid(self.gate(x)))
 
 
 def aux_of_slots(slots: Slots, tokens: Tokens, x: Float[Array, "*batch seq embed"]) -> Aux:

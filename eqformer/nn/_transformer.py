@@ -14,6 +14,7 @@ from ._embedding import Embedding, LearnedPositions, unembed
 from ._linear import Linear
 from ._lora import LoRA
 from ._stack import Stack
+from ._sums import wide_sum
 from ._tokens import Tokens, tokens_or_default
 
 
@@ -80,7 +81,7 @@ class Transformer(eqx.Module):
         """What the first stack is given: the tokens' vectors and, where learned, their positions'."""
         x = self.embedding(ids).astype(self.compute_dtype)
         if self.positions is not None:
-            x = x + self.positions(tokens.positions).astype(x.dtype)
+            x = wide_sum(x, self.positions(tokens.positions))
         return x if self.dropout is None else self.dropout(x, tokens.fold_in(_EMBEDDING).keys)
 
     def unembed(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
@@ -91,8 +92,7 @@ class Transformer(eqx.Module):
             logits = unembed(hidden, self.head.weight)
             if isinstance(self.head, LoRA):
                 logits = logits + self.head.added(hidden).astype(logits.dtype)
-        if self.head is not None and self.head.bias is not None:
-            logits = logits + self.head.bias.astype(logits.dtype)
+            logits = wide_sum(logits, self.head.bias)
         return soft_capped(logits if self.logit_scale is None else logits * self.logit_scale, self.logit_softcap)
 
     def init_cache(self, batch: int | Sequence[int], capacity: int, dtype: str | None = None) -> PyTree:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ..nn import blockwise, BlockwiseCore, DotProductCore, Mask, ReferenceCore, Tokens
+from ..nn import blockwise, BlockwiseCore, DotProductCore, Mask, ReferenceCore, spread, Tokens
 from ._axes import CONTEXT
 from ._ring import Ring
 from ._ring_attention import ring_attend
@@ -98,7 +98,7 @@ class ContextCore(eqx.Module):
             # Named for remat policies that keep a map's results: these then stand for the maps', and travel once.
             return checkpoint_name(jax.lax.all_to_all(x, CONTEXT, head, seq, tiled=True), "product")
 
-        query, key, value = swap(query), *(swap(jnp.repeat(x, copies, axis=head)) for x in (key, value))
+        query, key, value = swap(query), *(swap(_copied(x, copies)) for x in (key, value))
         tokens = jax.tree.map(lambda x: jax.lax.all_gather(x, CONTEXT, axis=x.ndim - 1, tiled=True), tokens)
         if sinks is not None:
             first = jax.lax.axis_index(CONTEXT) * (heads // size)
@@ -199,6 +199,12 @@ def _copies(size: int, heads: int, kv_heads: int, call: str) -> int:
             "method='ring' or 'gather', which leave heads alone."
         )
     return 1 if kv_heads % size == 0 else size // kv_heads
+
+
+def _copied(x: Float[Array, "*batch seq kv_heads head_dim"], copies: int) -> Float[Array, "*batch seq heads head_dim"]:
+    """Each key head as often as it is sent."""
+    each = spread(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
+    return each.reshape(*x.shape[:-2], -1, x.shape[-1])
 
 
 def _bare(tokens: Tokens) -> Tokens:

@@ -43,7 +43,7 @@ class FeatureLinear(eqx.Module):
             y = matmul_reduce_scatter(flat, weight, TENSOR, **kind)
             y = y.reshape(*y.shape[:-1], -1, *outputs[1:])
         y = checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
-        return y if linear.bias is None else y + linear.bias.astype(y.dtype)
+        return nn.wide_sum(y, linear.bias)
 
 
 class FeatureKeyHead(eqx.Module):

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from .. import nn
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
+from ._gather import gather_parameter
 from ._taps import holding, is_map
 from ._vary import vary
 
@@ -122,7 +123,7 @@ class SplitMoE(nn.Routed):
         token = nn.dispatch.token_of_slot(slot, spare)
         expert = jnp.full(spare + 1, -1, jnp.int32).at[jnp.where(has_slot, slot, spare)].set(choices % len(experts))
         swap = lambda array: jax.lax.all_to_all(array, EXPERT, 0, 0, tiled=True)
-        sent = jnp.where((token >= 0)[:, None], x[jnp.maximum(token, 0)], 0)
+        sent = jnp.where((token >= 0)[:, None], nn.look_up(x, jnp.maximum(token, 0)), 0)
         weights = jnp.where(has_slot, weights, 0)
         if self.inner.weighs_inputs:
             sent = nn.dispatch.scaled(sent, nn.dispatch.weight_of_slot(slot, weights, spare))
@@ -130,7 +131,7 @@ class SplitMoE(nn.Routed):
         order, place, sizes = nn.dispatch.by_expert(swap(expert[:spare])[:, None], len(experts))
         y = experts.sorted_rows(nn.dispatch.take_rows(swap(sent), order, place[:, None]), sizes)
         back = checkpoint_name(swap(nn.dispatch.take_rows(y, place, order[:, None])), "product")
-        given = back[jnp.maximum(slot, 0)]
+        given = nn.look_up(back, jnp.maximum(slot, 0))
         return nn.dispatch.combine(given, weights), jnp.sum((choices >= 0) & ~has_slot, dtype=jnp.int32)
 
     def _taken(self, router: nn.ExpertChoiceRouter, x: Array, tokens: nn.Tokens) -> tuple[Array, nn.Aux]:
@@ -158,12 +159,12 @@ class SplitMoE(nn.Routed):
             weight, bias = linear.weight, linear.bias
             if self.residual == "feature" and "rank" in linear.weight_dims and "embed" in linear.weight_dims:
                 dim = weight.ndim - (1 if linear.inputs == ("embed",) else 2)
-                weight = jax.lax.all_gather(weight, TENSOR, axis=dim, tiled=True)
+                weight = gather_parameter(weight, TENSOR, dim)
             elif self.residual == "feature" and linear.inputs == ("embed",):  # from a slice of embed to one of mlp
                 weight = jax.lax.all_to_all(weight, TENSOR, weight.ndim - 2, weight.ndim - 1, tiled=True)
             if bias is not None and linear.outputs == ("embed",):
                 whole = self.residual == "feature"
-                bias = jax.lax.all_gather(bias, TENSOR, axis=bias.ndim - 1, tiled=True) if whole else bias
+                bias = gather_parameter(bias, TENSOR, -1) if whole else bias
                 bias = jnp.where(is_first, bias, 0)
             parts = lambda m: (m.weight, m.bias)
             return eqx.tree_at(parts, linear, (weight, bias), is_leaf=lambda leaf: leaf is None)
@@ -185,7 +186,7 @@ def _features_of_tokens(x: Float[Array, "*batch seq embed"]) -> Float[Array, "*b
 
 def _with_whole_features(router: PyTree) -> Any:
     def whole(linear: Any) -> Any:
-        weight = jax.lax.all_gather(linear.weight, TENSOR, axis=linear.weight.ndim - 1, tiled=True)
+        weight = gather_parameter(linear.weight, TENSOR, -1)
         return holding(linear, weight, linear.bias)  # a plain map: who watches it sees that it is not its own
 
     is_split = lambda node: is_map(node) and node.inputs == ("embed",)

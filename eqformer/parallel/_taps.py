@@ -36,7 +36,7 @@ class Seen(eqx.Module):
         """The map's own result."""
         y = holding(self, self.weight, None)(x)
         self.notes.calls.append((self.weight.shape, *_typed(vary_like(x, self.weight)), *_typed(y)))
-        return y if self.bias is None else y + self.bias.astype(y.dtype)
+        return nn.wide_sum(y, self.bias)
 
 
 class Tapped(eqx.Module):
@@ -59,7 +59,7 @@ class Tapped(eqx.Module):
         # Typed alike before the product: the sums over axes that the input does not vary over are this line's.
         x = vary_like(x, self.weight)
         y = _product((self.outputs, self.inputs), x, self.weight.astype(x.dtype), self.into, self.out)
-        return y if self.bias is None else y + self.bias.astype(y.dtype)
+        return nn.wide_sum(y, self.bias)
 
 
 Map = nn.Linear | Seen | Tapped

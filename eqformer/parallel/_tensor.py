@@ -108,7 +108,7 @@ class _Row(eqx.Module):
             kind = {"scatter": "seq", "overlap": self.overlap, "is_branched": self.is_branched}
             y = matmul_reduce_scatter(flat, weight, TENSOR, **kind)
         y = checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
-        return y if self.linear.bias is None else y + self.linear.bias.astype(y.dtype)
+        return nn.wide_sum(y, self.linear.bias)
 
 
 def own_kv_head(module: PyTree) -> PyTree:
@@ -140,4 +140,4 @@ def _as_matrix(linear: Map, dtype: jnp.dtype) -> Float[Array, "outputs inputs"]:
 
 def _with_bias(linear: Map, y: Float[Array, "*batch outputs"]) -> Float[Array, "..."]:
     y = y.reshape(*y.shape[:-1], *linear.weight.shape[: len(linear.outputs)])
-    return y if linear.bias is None else y + linear.bias.astype(y.dtype)
+    return nn.wide_sum(y, linear.bias)

@@ -81,7 +81,7 @@ class TwoDimBlock(eqx.Module):
             outputs.append(mlp.down)
         y = scattered_sum(pairs, self.overlap)
         for linear in outputs:
-            y = y if linear.bias is None else y + own_part(linear.bias, TENSOR, -1).astype(y.dtype)
+            y = _with_own(y, linear.bias, TENSOR, -1)
         scale = self.inner.residual_scale
         return y if scale is None else y * scale, cache
 
@@ -96,7 +96,7 @@ class TwoDimBlock(eqx.Module):
         outputs = []
         for linear, y in zip(wide, products, strict=True):
             y = y.reshape(*y.shape[:-1], -1, *linear.weight.shape[1 : len(linear.outputs)])
-            outputs.append(y if linear.bias is None else y + own_part(linear.bias, FSDP, 0).astype(y.dtype))
+            outputs.append(_with_own(y, linear.bias, FSDP, 0))
         keys = []
         for linear, y in zip(narrow, partial, strict=True):
             if by_rows:
@@ -104,7 +104,7 @@ class TwoDimBlock(eqx.Module):
             else:
                 y = jax.lax.psum(y, FSDP)
             y = y.reshape(*y.shape[:-1], *linear.weight.shape[: len(linear.outputs)])
-            keys.append(y if linear.bias is None else y + linear.bias.astype(y.dtype))
+            keys.append(nn.wide_sum(y, linear.bias))
         return outputs, keys
 
     def _attend(
@@ -154,7 +154,7 @@ class TwoDimVocabulary(eqx.Module):
         whole = jax.lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True)
         logits = _product(whole, self.rows.astype(x.dtype))
         logits = jax.lax.psum_scatter(logits, FSDP, scatter_dimension=x.ndim - 1, tiled=True)
-        return logits if self.bias is None else logits + own_part(self.bias, FSDP, 0).astype(logits.dtype)
+        return _with_own(logits, self.bias, FSDP, 0)
 
 
 class _Given(eqx.Module):
@@ -222,6 +222,10 @@ def scattered_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq embed"]
 def ups_of(mlp: nn.MLP | nn.GatedMLP) -> dict[str, Any]:
     """A feed-forward layer's maps to hidden features, by name."""
     return {"gate": mlp.gate, "up": mlp.up} if isinstance(mlp, nn.GatedMLP) else {"up": mlp.up}
+
+
+def _with_own(y: Float[Array, "..."], bias: Float[Array, "..."] | None, axis: str, dim: int) -> Float[Array, "..."]:
+    return nn.wide_sum(y, None if bias is None else own_part(bias, axis, dim))
 
 
 def _columns(weight: Float[Array, "outputs inputs"], start: Array, length: int) -> Float[Array, "outputs _"]:

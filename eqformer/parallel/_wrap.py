@@ -13,6 +13,7 @@ from .. import nn
 from ._axes import CONTEXT, TENSOR
 from ._context import ContextCore, refuse_recurrence
 from ._feature import FEATURE_DIMS, FeatureKeyHead, FeatureLinear
+from ._gather import gather_parameter
 from ._layout import axes_of, dim_over
 from ._mixture import SplitMoE
 from ._norms import reduced_dims, SplitNorm
@@ -174,7 +175,7 @@ def _split_vocabulary(
     if isinstance(head, nn.LoRA):
         down, is_split = head.down, TENSOR in axes_of(specs.head.down.weight)
         if is_split:  # the head is given whole features
-            down = eqx.tree_at(lambda m: m.weight, down, jax.lax.all_gather(down.weight, TENSOR, axis=1, tiled=True))
+            down = eqx.tree_at(lambda m: m.weight, down, gather_parameter(down.weight, TENSOR, 1))
         own = of_own_ids(head.linear, specs.head.linear), down, of_own_ids(head.up, specs.head.up)
         head = eqx.tree_at(lambda m: (m.linear, m.down, m.up), head, own)
     elif head is not None:

@@ -43,7 +43,9 @@ FAMILIES: dict[str, Any] = {
         mlp=MLP,
         scaling=nn.DynamicScaling(factor=4.0, original_length=6),
     ),
+    "rows of 256": models.GPT2(vocab=50, embed=EMBED, layers=2, heads=4, max_seq=256, mlp=MLP),
 }
+CORES = {"rows of 256": nn.ReferenceCore()}  # which takes no steps of eight tokens
 
 
 def attention(key: Any, **options: Any) -> nn.Attention:
@@ -248,7 +250,7 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
         if plain in BLOCKS:
             model = of_blocks(*BLOCKS[plain], remat=remat)
         else:
-            model = models.build(FAMILIES[plain], core=CORE, remat=remat, key=jax.random.key(0))
+            model = models.build(FAMILIES[plain], core=CORES.get(plain, CORE), remat=remat, key=jax.random.key(0))
         return model if plain == name else nn.with_lora(model, [nn.Linear], rank=3, alpha=0.3, key=jax.random.key(1))
 
     with jax.ensure_compile_time_eval():

@@ -30,6 +30,7 @@ class Case(NamedTuple):
     accumulate: int = 1
     dtypes: tuple[str, str] = ("float32", "float32")
     optimizer: str = "adamw"
+    shape: tuple[int, int] = (8, 16)  # rows and their tokens
 
     @property
     def name(self) -> str:
@@ -58,19 +59,19 @@ class Outcome(NamedTuple):
 
 def of_one_device(case: Case) -> Outcome:
     """The plain model's, on one device; the same for all cases of a model and its dtypes."""
-    return _of_one_device(case.model, case.dtypes)
+    return _of_one_device(case.model, case.dtypes, case.shape)
 
 
 @functools.cache
-def _of_one_device(model: str, dtypes: tuple[str, str]) -> Outcome:
+def _of_one_device(model: str, dtypes: tuple[str, str], shape: tuple[int, int]) -> Outcome:
     plain = model_of(model, dtypes=dtypes)
-    return compiled(accumulated_gradients(next_token_loss), plain, batch_of(plain))
+    return compiled(accumulated_gradients(next_token_loss), plain, batch_of(plain, *shape))
 
 
 def of_plan(case: Case) -> Outcome:
     """The same under the plan."""
     model, plan = model_of(case.model, case.remat, case.dtypes), case.plan
-    batch = batch_of(model)
+    batch = batch_of(model, *case.shape)
     plan.check(model, rows=len(batch.ids), seq=batch.ids.shape[1])
     placed = place(plan.to_ring_order(model), plan)
     got = compiled(planned_gradients(plan)(next_token_loss, case.accumulate), placed, batch)

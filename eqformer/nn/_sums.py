@@ -1,0 +1,57 @@
+"""The one rule of sums: those over tokens and over devices are in float32 at least, forward and backward.
+
+What is broadcast over tokens (a bias, a scale, a gate) has a gradient that is a sum over tokens, and JAX takes that sum
+in the dtype in which it was broadcast. A bfloat16 sum of thousands of numbers stops growing where what is added is less
+than half a step of the total; so these functions widen first, broadcast then, and round once.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ._dtype import at_least_float32
+
+
+def wide_sum(x: Float[Array, "..."], other: Float[Array, "..."] | None) -> Float[Array, "..."]:
+    """`x + other` in the dtype of `x`, of which either may be broadcast, as a bias is; `x` itself for None."""
+    if other is None:
+        return x
+    wide = at_least_float32(x.dtype)
+    return (x.astype(wide) + other.astype(wide)).astype(x.dtype)
+
+
+def wide_product(x: Float[Array, "..."], other: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x * other` in the dtype of `x`, of which either may be broadcast, as a gate is."""
+    wide = at_least_float32(x.dtype)
+    return (x.astype(wide) * other.astype(wide)).astype(x.dtype)
+
+
+def spread(x: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """`x` broadcast to `shape`."""
+    return jnp.broadcast_to(x.astype(at_least_float32(x.dtype)), shape).astype(x.dtype)
+
+
+@jax.custom_jvp
+def look_up(table: Float[Array, "rows embed"], ids: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
+    """`table[ids]`; NaN for an id outside the table, be it negative or too large.
+
+    The gradient of a token that comes a thousand times in a batch has a thousand addends. The table itself is not
+    widened; its gradient is, while it is made.
+    """
+    return _rows(table, ids)
+
+
+@look_up.defjvp
+def _look_up_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+    (table, ids), (change, _) = primals, tangents
+    wide = change.astype(at_least_float32(table.dtype))
+    return look_up(table, ids), _rows(wide, ids).astype(table.dtype)
+
+
+def _rows(table: Array, ids: Array) -> Array:
+    if not len(table):
+        return jnp.full((*ids.shape, table.shape[1]), jnp.nan, table.dtype)
+    # Not jnp.take, which counts negative ids from the end: -1 would be a neighbour.
+    return table.at[ids].get(mode="fill", wrap_negative_indices=False)
