@@ -45,8 +45,9 @@ def load(
     A `mesh` alone is the plan that splits all it can, `Plan(mesh, zero=3)`. Each array of the folder is mapped into
     memory, read once, and copied into the parts of it that this process's devices hold; beside the parts of one leaf
     (the same array of all layers, or those published joined to it) nothing is held. Each leaf has its published dtype,
-    one that holds those of all layers, or `dtype` (also `bf16`); the model computes in its table's. `core`, `remat`,
-    `unroll` are `build`'s; `progress` is told the bytes that are done, and of how many.
+    one that holds those of all layers, or `dtype` (also `bf16`), and `nn.float32_at_least` where a field says so; the
+    model computes in its table's. `core`, `remat`, `unroll` are `build`'s; `progress` is told the bytes that are done,
+    and of how many.
 
     Raises a `ValueError` for a folder that is not what it says, and one that lists what is left over: arrays of the
     folder that no rule reads (but for a head that is stored beside its equal, the table to which it is tied), leaves
@@ -59,7 +60,7 @@ def load(
     rules = rules_of(folder, published, numbers)
     shapes = eqx.filter_eval_shape(lambda: build(numbers, core=core, remat=remat, unroll=unroll, key=jax.random.key(0)))
     _check_names(folder, published, rules, shapes)
-    kept = [dtype or _dtype(folder, rule, shapes) for rule in rules]
+    kept = _dtypes(folder, rules, shapes, dtype)
     arrays, rest = eqx.partition(shapes, _is_shape)
     places = _places(plan, arrays)
     sharding_of = dict(zip(map(id, jax.tree.leaves(arrays)), jax.tree.leaves(places), strict=True))
@@ -121,6 +122,15 @@ def _check_tied(folder: Folder, rules: list[Weight], shapes: nn.Transformer) -> 
             f"{folder.call}: the configuration ties the head to the table, and {_HEAD} is another array than {name}; "
             "with tie_word_embeddings=false it would be read."
         )
+
+
+def _dtypes(folder: Folder, rules: list[Weight], shapes: nn.Transformer, dtype: str | None) -> list[str]:
+    """The dtype of what each rule fills: the one asked for or else its own, float32 at least where a field says so."""
+    flags = zip(jax.tree.leaves(shapes), jax.tree.leaves(nn.stays_wide(shapes)), strict=True)
+    wide = {id(leaf) for leaf, is_wide in flags if is_wide}
+    found = [dtype or _dtype(folder, rule, shapes) for rule in rules]
+    is_wide = [any(id(leaf) in wide for leaf in rule.leaves(shapes)) for rule in rules]
+    return [str(nn.at_least_float32(jnp.dtype(its))) if one else its for its, one in zip(found, is_wide)]
 
 
 def _dtype(folder: Folder, rule: Weight, shapes: nn.Transformer) -> str:

@@ -35,6 +35,7 @@ from ._dims import (
     dims as dims,
     dims_table as dims_table,
     ensemble as ensemble,
+    float32_at_least as float32_at_least,
     format_table as format_table,
     has_shape as has_shape,
     is_trainable as is_trainable,
@@ -42,6 +43,7 @@ from ._dims import (
     named_by as named_by,
     named_modules as named_modules,
     path_name as path_name,
+    stays_wide as stays_wide,
 )
 from ._dispatch import Capacity as Capacity, Dropless as Dropless
 from ._dropout import Dropout as Dropout

@@ -3,6 +3,7 @@
 import dataclasses
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -22,6 +23,11 @@ def ensemble(dim: str) -> Any:
     return eqx.field(metadata={"ensemble": dim})
 
 
+def float32_at_least() -> Any:
+    """A field whose array no cast to a narrower dtype changes, since rounding it would change what is chosen by it."""
+    return eqx.field(metadata={"float32_at_least": True})
+
+
 def dims(model: PyTree) -> PyTree:
     """A tree like `model` in which each array is replaced by the names of its dims: `"layers heads head_dim embed"`.
 
@@ -31,6 +37,16 @@ def dims(model: PyTree) -> PyTree:
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(model)
     return jax.tree_util.tree_unflatten(structure, [_dims_at(model, path, leaf) for path, leaf in leaves])
+
+
+def stays_wide(model: PyTree) -> PyTree:
+    """A tree like `model` of flags: which leaves are of a field that is `float32_at_least`."""
+
+    def is_wide(path: tuple, _: Any) -> bool:
+        fields = [field for _, field in _along(model, path)]
+        return bool(fields) and fields[-1] is not None and "float32_at_least" in fields[-1].metadata
+
+    return jax.tree_util.tree_map_with_path(is_wide, model)
 
 
 def modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[Any]:
@@ -94,21 +110,11 @@ def _is_figure(cell: str) -> bool:
 def _dims_at(model: PyTree, path: tuple, leaf: Any) -> Any:
     if not has_shape(leaf):
         return leaf
-    node, prefix, own = model, [], None
-    for entry in path:
-        own = None
-        if isinstance(entry, jax.tree_util.GetAttrKey):
-            field = _fields(node).get(entry.name)
-            if field is not None and "ensemble" in field.metadata:
-                prefix.append(field.metadata["ensemble"])
-            own = None if field is None else _own_dims(node, field)
-            node = getattr(node, entry.name)
-        elif isinstance(entry, jax.tree_util.SequenceKey):
-            node = node[entry.idx]
-        elif isinstance(entry, jax.tree_util.DictKey):
-            node = node[entry.key]
-        else:
-            break
+    prefix, own = [], None
+    for node, field in _along(model, path):
+        if field is not None and "ensemble" in field.metadata:
+            prefix.append(field.metadata["ensemble"])
+        own = None if field is None else _own_dims(node, field)
     names = _expand(own, leaf.ndim - len(prefix))
     if len(prefix) + len(names) != leaf.ndim:
         raise ValueError(
@@ -116,6 +122,23 @@ def _dims_at(model: PyTree, path: tuple, leaf: Any) -> Any:
             f"{' '.join(prefix + names)!r}; annotate the field with one name a dim."
         )
     return " ".join(prefix + names)
+
+
+def _along(model: PyTree, path: tuple) -> Iterator[tuple[Any, dataclasses.Field | None]]:
+    """Each node on the way to a leaf, with the field that leads on, or None where none does."""
+    node = model
+    for entry in path:
+        if isinstance(entry, jax.tree_util.GetAttrKey):
+            yield node, _fields(node).get(entry.name)
+            node = getattr(node, entry.name)
+            continue
+        yield node, None
+        if isinstance(entry, jax.tree_util.SequenceKey):
+            node = node[entry.idx]
+        elif isinstance(entry, jax.tree_util.DictKey):
+            node = node[entry.key]
+        else:
+            return
 
 
 def _fields(node: Any) -> dict[str, dataclasses.Field]:

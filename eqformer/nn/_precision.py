@@ -1,12 +1,15 @@
 """The dtypes of parameters and of computation."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ._dtype import float_dtype
+from ._dims import stays_wide
+from ._dtype import at_least_float32, float_dtype
 from ._transformer import Transformer
 
 
@@ -32,6 +35,11 @@ class Precision:
 
 
 def cast(tree: PyTree, dtype: str) -> PyTree:
-    """The tree with its floating-point arrays in `dtype`; other leaves stay."""
+    """The tree with its floating-point arrays in `dtype`, or in float32 those that are to be so at least."""
     name = float_dtype(dtype, f"cast(dtype={dtype!r})")
-    return jax.tree.map(lambda x: x.astype(name) if eqx.is_inexact_array(x) else x, tree)
+    wide = at_least_float32(jnp.dtype(name))
+
+    def one(x: Any, is_wide: bool) -> Any:
+        return x.astype(wide if is_wide else name) if eqx.is_inexact_array(x) else x
+
+    return jax.tree.map(one, tree, stays_wide(tree))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from ._dims import float32_at_least
 from ._dtype import at_least_float32
 from ._linear import Linear
 from ._routing import best_places, check_top_k, drawn_each, normalised, router_logits, Routing, routing_of
@@ -47,7 +48,6 @@ class TopKRouter(Router):
     """
 
     linear: Linear
-    selection_bias: Float[Array, "candidates"] | None
     top_k: int = eqx.field(static=True)
     score: str = eqx.field(static=True)
     normalise: bool = eqx.field(static=True)
@@ -56,6 +56,7 @@ class TopKRouter(Router):
     kept_groups: int = eqx.field(static=True)
     group_score: str = eqx.field(static=True)
     jitter: float = eqx.field(static=True)
+    selection_bias: Float[Array, "candidates"] | None = float32_at_least()
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from test_published import close, decoded, run, TOLD
 from test_published_configs import meaning
 
 from eqformer import models
+from eqformer.models._folder import Folder
 
 
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]
@@ -87,3 +88,15 @@ def test_a_changed_number_is_seen(tmp_path):
     changed = eqx.tree_at(lambda m: m.embedding.weight, ours, other)
     models.save(changed, tmp_path / "back", like=tmp_path / "theirs")
     assert unlike(theirs, opened(tmp_path / "back")) == {"model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_in_bfloat16_those_arrays_stay_float32_that_do_in_transformers(name, tmp_path):
+    made(tmp_path, name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)
+    kept = {name for name, x in theirs.state_dict().items() if x.dtype == torch.float32}
+    numbers, ours = models.read_numbers(tmp_path / "theirs"), models.load(tmp_path / "theirs", dtype="bfloat16")
+    models.save(ours, tmp_path / "ours", numbers=numbers)
+    folder = Folder(tmp_path / "ours")
+    assert {name for name in folder.names if folder.dtype(name) == "float32"} == kept
+    assert bool(kept) == (name.split()[0] == "deepseek_v3")

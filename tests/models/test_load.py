@@ -1,14 +1,16 @@
 """Loading onto meshes: what of a folder is held where, and for how long."""
 
 import tracemalloc
+from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from eqformer import models
+from eqformer import models, nn
 from eqformer.models._load import _parts
 from eqformer.parallel import make_mesh, Plan
 
@@ -53,6 +55,34 @@ def test_beside_the_parts_little_is_held(sizes, tmp_path):
     copies = sum(shard.data.nbytes for x in arrays_of(kept) for shard in x.addressable_shards) / own
     assert copies < (1.02 if not sizes or sizes == {"fsdp": 8} else 1.3)  # beside norms over `tensor`
     assert own < peak < own + 2 * largest  # half of a copy of the model would be 5 times the largest
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "expert": 2}])
+def test_the_biases_of_choice_of_deepseek_v3_are_never_rounded(sizes, tmp_path):
+    """Biases of 5 +- 0.02, which bfloat16 tells apart by 0.03: rounded, they would choose other experts."""
+    widths: dict[str, Any] = {
+        "vocab": 32,
+        "embed": 16,
+        "layers": 2,
+        "heads": 2,
+        "mlp": 16,
+        "expert_mlp": 8,
+        "q_latent": 8,
+    }
+    numbers = models.DeepSeekV3(**widths, latent=8, head_dim=4, rope_dim=4, v_dim=4, experts=16, first_dense=1, top_k=2)
+    model = eqx.filter_jit(lambda: models.build(numbers, key=jax.random.key(0)))()
+    bias_of = lambda model: nn.modules(model, nn.TopKRouter)[0].selection_bias
+    exact = 5 + 0.02 * np.random.default_rng(0).normal(size=bias_of(model).shape).astype(np.float32)
+    model = eqx.tree_at(bias_of, model, jnp.asarray(exact))
+    models.save(model, tmp_path / "wide", numbers=numbers)
+    mesh = make_mesh(**sizes, devices=jax.devices()[:4]) if sizes else None
+    narrow = models.load(tmp_path / "wide", mesh, dtype="bfloat16")
+    assert narrow.embedding.weight.dtype == jnp.bfloat16 and np.array_equal(bias_of(narrow), exact)
+    models.save(narrow, tmp_path / "narrow", numbers=numbers)
+    for again in (models.load(tmp_path / "narrow"), nn.Precision("bfloat16", "bfloat16").apply(model)):
+        assert again.embedding.weight.dtype == jnp.bfloat16 and np.array_equal(bias_of(again), exact)
+    rounded = exact.astype(jnp.bfloat16).astype(np.float32)
+    assert len(np.unique(rounded)) < 8  # of 16
 
 
 class OneOfEight:

@@ -1,8 +1,13 @@
 """Dtypes of parameters and computation."""
 
+from typing import Any
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jaxtyping import Array, Float
 
 from eqformer import nn
 from eqformer.nn._dtype import at_least_float32
@@ -13,6 +18,40 @@ def test_cast_touches_floating_point_arrays_alone():
     half = nn.cast(tree, "bfloat16")
     assert half["a"].dtype == jnp.bfloat16 and half["n"] is tree["n"] and half["key"] is tree["key"]
     assert half["f"] is jnp.sin and half["none"] is None and half["x"] == 1.5
+
+
+class Chooses(eqx.Module):
+    """A user's own module."""
+
+    wide: Float[Array, "n"] = nn.float32_at_least()
+    narrow: Float[Array, "n"]  # type: ignore[misc]  # no field has a default
+
+
+def test_a_field_that_says_so_stays_float32():
+    x = jnp.asarray([5.01, 5.02])
+    make: Any = lambda key: Chooses(x, x)
+    tree = {"many": [nn.Stack(make, 3, key=jax.random.key(0)), Chooses(x, x)], "wide": x}
+    flags = nn.stays_wide(tree)
+    assert flags["many"][0].blocks.wide and flags["many"][1].wide and not flags["wide"] and not flags["many"][1].narrow
+    for dtype in ("bfloat16", "float16"):
+        one, stacked = (nn.cast(tree, dtype)["many"][n] for n in (1, 0))
+        for module in (one, stacked.blocks):
+            assert module.wide.dtype == jnp.float32 and module.narrow.dtype == dtype
+        assert np.array_equal(one.wide, x) and not np.array_equal(one.narrow.astype(jnp.float32), x)
+    with jax.enable_x64(True):
+        assert nn.cast(tree, "float64")["many"][1].wide.dtype == jnp.float64
+
+
+def test_rounding_weights_changes_no_bias_by_which_experts_are_chosen():
+    router = nn.TopKRouter(embed=8, experts=16, top_k=1, score="sigmoid", balanced=True, key=jax.random.key(0))
+    bias = 5 + 0.02 * jax.random.normal(jax.random.key(1), (16,))
+    router = eqx.tree_at(lambda r: r.selection_bias, router, bias)
+    x, tokens = jax.random.normal(jax.random.key(2), (1, 256, 8)), nn.positions_like((1, 256))
+    rounded = eqx.tree_at(lambda r: r.selection_bias, router, bias.astype(jnp.bfloat16))
+    unlike = lambda other: float(np.mean(other(x, tokens).experts != router(x, tokens).experts))
+    weight = nn.cast(router, "bfloat16")
+    assert weight.linear.weight.dtype == jnp.bfloat16 and np.array_equal(weight.selection_bias, bias)
+    assert unlike(rounded) > 0.02 > unlike(weight)
 
 
 @pytest.mark.parametrize("field", ["parameters", "compute"])

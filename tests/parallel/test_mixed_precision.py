@@ -72,8 +72,10 @@ def test_one_devices_gradients_are_float32s_up_to_the_rounding_of_products():
     assert {str(x.dtype) for x in jax.tree.leaves(got.gradients)} == {"float32"}
     assert wrong(got, case) == {}
     assert leaf_differences(got.gradients, exact(case).gradients, 1e-3)  # the comparison can tell
-    norms = {nn.path_name(p): np.linalg.norm(x) for p, x in jax.tree_util.tree_leaves_with_path(exact(case).gradients)}
-    whole = np.linalg.norm(list(norms.values()))
+    norms = {
+        nn.path_name(p): float(np.linalg.norm(x)) for p, x in jax.tree_util.tree_leaves_with_path(exact(case).gradients)
+    }
+    whole = float(np.linalg.norm(np.asarray(list(norms.values()))))
     small = {path for path, norm in norms.items() if norm < tolerance(case) / 10 * whole}
     assert small == {"stacks[0].blocks.attention.key.bias"}  # all else is compared with its own size
 
