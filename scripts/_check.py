@@ -53,7 +53,7 @@ def _check_value(flag: str, value: Any) -> None:
     """Raise a `ValueError` for what no recipe.json can hold, and no run use."""
     for part in value if isinstance(value, tuple) else ():
         _check_value(flag, part)
-    if flag in _COUNTS and value < 1:
+    if flag in _COUNTS and isinstance(value, int) and value < 1:
         raise ValueError(f"{flag} {value}: it counts, so give at least 1.")
     if isinstance(value, float) and not math.isfinite(value):
         none = "; none switches clipping off" if flag == "--optimizer.clip" else ""

@@ -14,6 +14,7 @@ import tyro
 from _flags import check_names, flags_of, naming_flags
 from _help import short_help
 from _published import recipe_of_folder, tokenizer_of
+from _run_directory import RunDirectory
 from recipes import Recipe, RECIPES
 
 from eqformer import models, nn
@@ -62,8 +63,9 @@ def _default(kind: Any, arguments: Sequence[str]) -> Any:
         if (dtype := _value(flag, arguments)) is not None:
             nn.float_dtype(dtype, f"{flag} {dtype}")
     name, folder = _value("--recipe", arguments), _value("--model", arguments)
-    recipe = recipe_of(name or "default", None if folder is None else Path(folder))
-    return kind(name or ("default" if folder is None else Path(folder).absolute().name), recipe)
+    called = name or ("default" if folder is None else Path(folder).absolute().name)
+    run = RunDirectory(Path(_value("--run-dir", arguments) or Path("runs") / called))
+    return kind(called, recipe_of(name or "default", None if folder is None else Path(folder), run))
 
 
 def _with_vocabulary(recipe: Recipe, is_given: bool) -> Recipe:
@@ -90,14 +92,14 @@ def _value(flag: str, arguments: Sequence[str]) -> str | None:
     return found
 
 
-def recipe_of(name: str, folder: Path | None = None) -> Recipe:
+def recipe_of(name: str, folder: Path | None = None, run: RunDirectory | None = None) -> Recipe:
     """The recipe of that name, or the default one with the preset of that name for a model.
 
-    With the folder of a published model the recipe is made for that, and one of a name other than `default` keeps all
-    of its own but the model.
+    With the folder of a published model, or the `run` that began from it, the recipe is made for that, and one of a
+    name other than `default` keeps all of its own but the model.
     """
     if folder is not None:
-        made = recipe_of_folder(folder)
+        made = recipe_of_folder(folder, run)
         own = made if name == "default" else recipe_of(name)
         return dataclasses.replace(own, model=made.model, published=made.published)
     if name in RECIPES:

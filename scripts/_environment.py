@@ -1,8 +1,10 @@
 """What must be set before JAX is imported: import this module first."""
 
 import ctypes
+import io
 import os
 import platform
+import sys
 from collections.abc import Sequence
 
 from _xla import as_flags, known
@@ -13,6 +15,9 @@ def prepare(arguments: Sequence[str] = ()) -> None:
 
     `--simulate N` among the arguments has the CPU act as N devices, for which JAX must be told before it starts.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a letter is shown its number
+            stream.reconfigure(errors="backslashreplace")
     flags = os.environ.get("XLA_FLAGS", "").split()
     given = {flag.partition("=")[0].lstrip("-") for flag in flags}
     flags += as_flags(known({name: value for name, value in _CPU_FLAGS.items() if name not in given}))

@@ -144,6 +144,7 @@ class State:
 
     def __init__(self, recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer):
         self.recipe, self.plan, self.optimizer = recipe, plan, optimizer
+        self._movers: dict[Any, Callable] = {}  # one program a sharding, so that no save compiles what one before did
 
     def first(self, screen: Screen) -> training.TrainState:
         """The state before the first step."""
@@ -190,16 +191,24 @@ class State:
         """A state in the order of the ring, in reading order."""
         return self._ordered(state, self.plan.to_reading_order)
 
-    def _ordered(self, state: training.TrainState, order: Callable[[Any], Any]) -> training.TrainState:
+    def _ordered(self, state: training.TrainState, order: Callable[..., Any]) -> training.TrainState:
+        """The state with its layers in another order; consumes the one it is given, one array after another.
+
+        So there are never two of more than one array.
+        """
         if not self.plan.is_pipelined or self.plan.chunks == 1:
             return state
         arrays, rest = eqx.partition(state, eqx.is_array)
+        parts = lambda s: (s.model, s.optimizer_state)
+        moved = tuple(order(part, self._taken) for part in parts(arrays))
+        return eqx.combine(eqx.tree_at(parts, arrays, moved), rest)
 
-        def ordered(arrays: Any) -> Any:
-            parts = lambda s: (s.model, s.optimizer_state)
-            return eqx.tree_at(parts, arrays, tuple(map(order, parts(arrays))))
-
-        return eqx.combine(jax.jit(ordered, out_shardings=self._shardings(arrays))(arrays), rest)
+    def _taken(self, x: Any, order: np.ndarray) -> Any:
+        """The rows of an array in an order, where the array was, which is consumed."""
+        if x.sharding not in self._movers:
+            take = lambda x, order: x[order]
+            self._movers[x.sharding] = jax.jit(take, donate_argnums=0, out_shardings=x.sharding)
+        return self._movers[x.sharding](x, order)
 
     def everywhere(self, key: Any) -> Any:
         """A random key on all devices."""

@@ -16,7 +16,7 @@ def draw_losses(metrics: Path, target: Path) -> None:
 
     On the right are bits a byte, of the validation text: its own ratio of the two, as its rows tell it.
     """
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     trained = [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)]
     validated = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
     if not trained:
@@ -49,7 +49,7 @@ def save_whole(figure: Figure, target: Path) -> None:
 
 def draw_loads(metrics: Path, target: Path) -> None:
     """Draw how the experts' shares of their layers' choices went, a panel a layer; nothing without experts."""
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     told = [(row["step"], row["expert_load"]) for row in rows if "expert_load" in row]
     if not told:
         return

@@ -12,22 +12,28 @@ from recipes import Optimization, Recipe
 from eqformer import data, models
 
 
-def recipe_of_folder(folder: Path) -> Recipe:
-    """The recipe that trains a published model on: gently, since it knows something already."""
+def recipe_of_folder(folder: Path, run: RunDirectory | None = None) -> Recipe:
+    """The recipe that trains a published model on: gently, since it knows something already.
+
+    Where the folder is gone, what the `run` that began from it has copied tells as much.
+    """
     folder = folder.absolute()
     if RunDirectory(folder).recipe.exists():
         raise ValueError(
             f"--model {folder}: this is a run, and a model is taken from a folder as published; write one of it with "
             f"scripts/convert.py {folder} FOLDER and give that, or let the run itself go on with --run-dir {folder}."
         )
-    return Recipe(model=models.read_numbers(folder), published=folder, optimizer=Optimization(learning_rate=1e-4))
+    told = folder
+    if run is not None and not folder.exists() and run.began_from(folder):
+        told = run.published
+    return Recipe(model=models.read_numbers(told), published=folder, optimizer=Optimization(learning_rate=1e-4))
 
 
-def check_published(recipe: Recipe) -> None:
-    """Raise a `ValueError` where flags ask for another model than the one that is published."""
+def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
+    """Raise a `ValueError` where flags ask for another model than the one that is published, or was to the `run`."""
     if recipe.published is None:
         return
-    told = differences(recipe_of_folder(recipe.published), recipe, EVERYTHING_ELSE)
+    told = differences(recipe_of_folder(recipe.published, run), recipe, EVERYTHING_ELSE)
     if told:
         raise ValueError(
             f"--model {recipe.published}: the model is as it was published; leave out\n  " + "\n  ".join(told)

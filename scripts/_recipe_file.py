@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from _whole import write_whole
 from recipes import Execution, Lora, Mesh, Optimization, Recipe, Sinks, Text
 
 from eqformer import models, nn
@@ -52,7 +53,7 @@ def from_json(value: Any) -> Any:
 def read_recipe(path: Path) -> tuple[str, Recipe]:
     """The name and the recipe in a `recipe.json`."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         return content["name"], from_json(content["recipe"])
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: this is not a recipe that a run wrote ({type(error).__name__}: {error}).") from error
@@ -60,9 +61,7 @@ def read_recipe(path: Path) -> tuple[str, Recipe]:
 
 def write_recipe(path: Path, name: str, recipe: Recipe) -> None:
     """Write a `recipe.json`, whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({"name": name, "recipe": to_json(recipe)}, indent=2) + "\n")
-    part.replace(path)
+    write_whole(path, json.dumps({"name": name, "recipe": to_json(recipe)}, indent=2) + "\n")
 
 
 def differences(old: Recipe, new: Recipe, changeable: frozenset[str]) -> list[str]:

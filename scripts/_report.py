@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from _run_directory import RunDirectory
+from _whole import write_whole
 from recipes import Recipe
 
 
@@ -51,11 +52,11 @@ def closing(recipe: Recipe, directory: RunDirectory, done: int, skipped: int, la
 
 def add_sample(path: Path, step: int, text: str) -> None:
     """Write a sample under its step; those of this step or later are of a past that is run again, and go."""
-    _, *entries = re.split(r"^--- step (\d+)\n", path.read_text() if path.exists() else "", flags=re.MULTILINE)
+    _, *entries = re.split(
+        r"^--- step (\d+)\n", path.read_text(encoding="utf-8") if path.exists() else "", flags=re.MULTILINE
+    )
     kept = [f"--- step {number}\n{body}" for number, body in zip(entries[::2], entries[1::2]) if int(number) < step]
-    part = path.with_suffix(".part")
-    part.write_text("".join(kept) + f"--- step {step}\n{text}\n\n")
-    part.replace(path)
+    write_whole(path, "".join(kept) + f"--- step {step}\n{text}\n\n")
 
 
 def speed(rate: Mapping[str, float]) -> str:

@@ -10,9 +10,10 @@ from typing import IO
 
 from _prolonged import stretches_of
 from _recipe_file import differences, read_recipe, write_recipe
+from _whole import part_of
 from recipes import CHANGEABLE, Recipe
 
-from eqformer import training
+from eqformer import reason_and_fix, training
 
 
 EVERYTHING = frozenset(field.name for field in dataclasses.fields(Recipe))
@@ -37,6 +38,7 @@ class RunDirectory:
         self.published = path / "published"
         self.identifier = path / "wandb-run"
         self.lock = path / ".lock"
+        self._beginning = {self.lock, part_of(self.recipe)}  # all that is left where the disk was full from the first
         self._lock: IO[str] | None = None
 
     def claim(self, name: str, recipe: Recipe) -> None:
@@ -50,7 +52,7 @@ class RunDirectory:
         if self.recipe.exists():
             self._check_same(name, recipe)
             stretches_of(recipe, training.Checkpointer(self.checkpoints))
-        elif self.path.exists() and any(entry != self.lock for entry in self.path.iterdir()):
+        elif self.path.exists() and not self._beginning.issuperset(self.path.iterdir()):
             raise ValueError(
                 f"--run-dir {self.path}: this folder holds other things than a run; give a new or empty one."
             )
@@ -59,9 +61,10 @@ class RunDirectory:
             self._take()
             write_recipe(self.recipe, name, recipe)
         except OSError as error:
+            reason, fix = reason_and_fix(error)
             raise ValueError(
-                f"--run-dir {self.path}: the folder cannot be written ({error.strerror}; {_free(self.path)}); "
-                "free some space, or give another."
+                f"--run-dir {self.path}: the folder cannot be written ({reason}; {_free(self.path)}); "
+                f"{fix or 'see why'}, or give another."
             ) from error
 
     def _check_same(self, name: str, recipe: Recipe) -> None:
@@ -82,7 +85,7 @@ class RunDirectory:
         return EVERYTHING - {"published"} if self.published.exists() else EVERYTHING  # which is a copy of that model's
 
     def _take(self) -> None:
-        self._lock = self.lock.open("a")  # which leaves a holder's token as it is
+        self._lock = self.lock.open("a", encoding="utf-8")  # which leaves a holder's token as it is
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -99,10 +102,16 @@ class RunDirectory:
         files = self.loss, self.loads, self.experts, self.experts_page, self.samples, self.metrics
         return [path for path in files if path.exists()]
 
+    def began_from(self, published: Path) -> bool:
+        """Whether a run is here that began from that published folder, has copied what tells of it, and has trained."""
+        if not self.recipe.exists() or not (self.published / "config.json").exists():
+            return False
+        return self.read()[1].published == published and bool(training.Checkpointer(self.checkpoints).steps)
+
     def token(self) -> str:
         """What tells this claim of the folder from any other, for who sees the folder; empty for who does not."""
         try:
-            return self.lock.read_text()
+            return self.lock.read_text(encoding="utf-8")
         except OSError:
             return ""
 
@@ -113,7 +122,7 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()
 
-    def open(self) -> tuple[str, Recipe]:
+    def read(self) -> tuple[str, Recipe]:
         """The recipe of a run that exists, for who only reads; raises a `ValueError` where there is none."""
         if not self.recipe.exists():
             near = sorted(str(path.parent) for path in self.path.parent.glob("*/recipe.json"))

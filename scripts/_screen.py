@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from eqformer import reason_and_fix
+
 
 # Called with the steps done, a text of figures, and whether those are new, of this step.
 Show = Callable[[int, str, bool], None]
@@ -101,7 +103,9 @@ def warn(text: str) -> None:
 
 
 def fail(error: BaseException) -> None:
-    """End the program with one clear message and exit code 2."""
+    """End the program with one clear message and exit code 2; an error of the system with what to do about it."""
     sys.stdout.flush()
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    reason, fix = reason_and_fix(error)
+    is_foreign = isinstance(error, OSError | RuntimeError) or reason.startswith("UNKNOWN: ")
+    print(f"error: {reason}; {fix}." if is_foreign and fix else f"error: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2)

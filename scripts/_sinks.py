@@ -8,6 +8,7 @@ from typing import Any
 from _processes import first
 from _recipe_file import to_json
 from _run_directory import RunDirectory
+from _whole import write_whole
 from recipes import Recipe
 
 from eqformer import training
@@ -47,8 +48,8 @@ def _open(stack: ExitStack, recipe: Recipe, directory: RunDirectory, start: int)
 def _identifier(directory: RunDirectory, start: int) -> str:
     """What tells the run apart for good: kept in its folder, and new where it begins anew."""
     if not start or not directory.identifier.exists():
-        directory.identifier.write_text(secrets.token_hex(8))
-    return directory.identifier.read_text()
+        write_whole(directory.identifier, secrets.token_hex(8))
+    return directory.identifier.read_text(encoding="utf-8")
 
 
 def _write(sinks: list[training.Sink], row: dict[str, Any]) -> None:

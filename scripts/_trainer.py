@@ -132,7 +132,7 @@ class Trainer:
             show(done, figures(self.last), done == self.last.get("step"))
             if done % recipe.checkpoint_every == 0 or done == recipe.steps or stopping:
                 training.check_finite(newest)
-                self._save(checkpointer, state, done)
+                state = self._save(checkpointer, state, done)
             if recipe.sample_every and (done % recipe.sample_every == 0 or done == recipe.steps):
                 self._sample(state.model, done)
             if stopping:
@@ -158,11 +158,14 @@ class Trainer:
         draw_losses(self.directory.metrics, self.directory.loss)
         draw_loads(self.directory.metrics, self.directory.loads)
 
-    def _save(self, checkpointer: training.Checkpointer, state: training.TrainState, step: int) -> None:
+    def _save(self, checkpointer: training.Checkpointer, state: training.TrainState, step: int) -> training.TrainState:
+        """The state, which goes on once its arrays are copied."""
         place = {"text": self.text.path.name, "example": step * self.recipe.batch}
         recipe, stretches = {"name": self.name, "recipe": to_json(self.recipe)}, to_metadata(self.stretches)
         about = training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, schedule=stretches)
-        checkpointer.save(self.states.to_reading_order(state), step, about)
+        state = self.states.to_reading_order(state)  # in the place of the other: there is no room for two
+        checkpointer.save(state, step, about)
+        return self.states.to_ring_order(state)
 
     def _sample(self, model: Any, step: int) -> None:
         model = self.states.on_one_device(model)

@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> None:
     show(rows)
     command.output.parent.mkdir(parents=True, exist_ok=True)
     content = {"machine": machine(), "rows": [dataclasses.asdict(row) for row in rows]}
-    command.output.write_text(json.dumps(content, indent=2) + "\n")
+    command.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print(f"written to {command.output}")
 
 

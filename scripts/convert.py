@@ -58,7 +58,7 @@ def convert(command: Command, screen: Screen) -> None:
 
 
 def _publish(source: RunDirectory, target: Path, adapter: bool, screen: Screen) -> None:
-    _, recipe = source.open()
+    _, recipe = source.read()
     model = latest_model(source, recipe)
     if adapter:
         base = str(recipe.published) if recipe.published is not None else None

@@ -44,7 +44,7 @@ class Command:
 def write(command: Command) -> None:
     """Write both files."""
     directory = RunDirectory(command.run_dir)
-    _, recipe = directory.open()
+    _, recipe = directory.read()
     if command.text is not None and command.file is not None:
         raise ValueError(f"--text ... --file {command.file}: one text is coloured; leave one out.")
     if command.tokens < 1:

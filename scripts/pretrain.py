@@ -24,6 +24,7 @@ from _run_directory import RunDirectory
 from _screen import fail, Screen
 from _setup import build_model
 from _trainer import Trainer
+from jax.errors import JaxRuntimeError
 from recipes import Recipe
 
 from eqformer.training import CheckpointError, DivergedError
@@ -47,10 +48,11 @@ def train(command: Command) -> None:
     join(machine)
     check_alike({"--recipe": command.recipe} | {f"--{flag}": value for flag, value in to_json(recipe).items()})
     check(recipe)
-    check_published(recipe)
+    folder = command.run_dir or Path("runs") / command.recipe
+    check_published(recipe, RunDirectory(folder))
     plan = plan_of(recipe, devices_of(machine))
     check_plan(recipe, plan, eqx.filter_eval_shape(build_model, recipe))
-    with RunDirectory(command.run_dir or Path("runs") / command.recipe) as directory:
+    with RunDirectory(folder) as directory:
         Trainer(command.recipe, recipe, plan, directory, Screen(silent=not is_first())).run()
 
 
@@ -60,7 +62,7 @@ def main(arguments: list[str]) -> None:
         command = parse(Command, arguments)
         with naming_flags(command):
             train(command)
-    except (ValueError, OSError, ImportError, CheckpointError, DivergedError) as error:
+    except (ValueError, OSError, ImportError, CheckpointError, DivergedError, JaxRuntimeError) as error:
         fail(error)
 
 

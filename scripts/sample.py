@@ -97,7 +97,7 @@ def writer_of(command: Command) -> Writer:
                 "the model out (scripts/convert.py) and give --model."
             )
         directory = RunDirectory(command.model or command.run_dir or Path("runs/default"))
-        _, recipe = directory.open()
+        _, recipe = directory.read()
         plan, tokenizer = plan_for(command, recipe), tokenizer_of(recipe, directory)
         model, folder = latest_model(directory, recipe, plan), directory.published
     ends = sorted({tokenizer.end_of_text, *ends_of(folder)})

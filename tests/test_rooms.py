@@ -125,6 +125,29 @@ def test_a_script_imports_what_rooms_list(path):
     assert private_files_imported(ast.parse("from eqformer.nn._dispatch import slots_of")) == ["nn._dispatch"]
 
 
+def unencoded(tree: ast.AST) -> list[int]:
+    """Lines that read or write text without saying in which encoding: the machine's settings would decide."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        given = (*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "mode"))
+        words = [argument.value for argument in given if isinstance(argument, ast.Constant)]
+        is_text = not any(isinstance(word, str) and re.fullmatch("[rwaxb+]*b[rwaxb+]*", word) for word in words)
+        if name in ("read_text", "write_text") or (name == "open" and is_text and ast.unparse(node.func) != "os.open"):
+            found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize("folder", ["eqformer", "scripts"])
+def test_text_is_in_one_encoding(folder):
+    found = {str(path): unencoded(ast.parse(path.read_text())) for path in sorted((ROOT / folder).rglob("*.py"))}
+    assert len(found) > 20 and {path: lines for path, lines in found.items() if lines} == {}
+    calls = "p.read_text()", "open(p)", "p.open('a')", "p.write_text(x)", "p.open('rb')", "open(p, encoding='utf-8')"
+    assert unencoded(ast.parse("\n".join([*calls, "os.open(p, 0)"]))) == [1, 2, 3, 4]
+
+
 def test_the_top_level_holds_what_it_should_and_nothing_else():
     allowed = {"pyproject.toml", "eqformer", "tests", "scripts", "docs", "README.md", "LICENSE"}
     made_by_tools = {"build", "dist", "runs", "eqformer.egg-info", "__pycache__"}

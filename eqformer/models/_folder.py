@@ -116,7 +116,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write an object, to be read by people too."""
-    path.write_text(json.dumps(dict(content), indent=2) + "\n")
+    path.write_text(json.dumps(dict(content), indent=2) + "\n", encoding="utf-8")
 
 
 def write_folder(

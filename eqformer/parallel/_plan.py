@@ -1,6 +1,7 @@
 """One entry for all transforms: a mesh and choices, and how a plain model is laid out, wrapped and differentiated."""
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -125,17 +126,18 @@ class Plan:
         """What each stage of the pipeline does when."""
         return make_schedule(self.schedule, stages=self.size(PIPE), microbatches=self.microbatches, chunks=self.chunks)
 
-    def to_ring_order(self, tree: PyTree) -> PyTree:
+    def to_ring_order(self, tree: PyTree, taken: Callable[..., Any] = operator.getitem) -> PyTree:
         """A model, or a tree of such, with its layers in the order in which the ring of stages holds them.
 
         That is another than reading order where devices hold several chunks. Such a model trains in ring order and is
-        saved in reading order.
+        saved in reading order. `taken(x, order)` gives the entries of an array along its first dim in an order, for who
+        has another way to move one that is large.
         """
-        return self._with_layers(tree, self._to_ring)
+        return self._with_layers(tree, lambda x: self._to_ring(x, taken))
 
-    def to_reading_order(self, tree: PyTree) -> PyTree:
+    def to_reading_order(self, tree: PyTree, taken: Callable[..., Any] = operator.getitem) -> PyTree:
         """What `to_ring_order` gave, with its layers in the order in which the model is read."""
-        return self._with_layers(tree, self._to_reading)
+        return self._with_layers(tree, lambda x: self._to_reading(x, taken))
 
     def told_to_ring_order(self, told: PyTree) -> PyTree:
         """What layers told in reading order, each array with a `layers` dim in front, in the order of a schedule's."""
@@ -151,11 +153,11 @@ class Plan:
         is_layers = lambda names, x: nn.has_shape(x) and names.startswith("layers")
         return jax.tree.map(lambda names, x: move(x) if is_layers(names, x) else x, nn.dims(tree), tree)
 
-    def _to_ring(self, x: Any) -> Any:
-        return x if self.chunks == 1 else x[layer_order(x.shape[0], self.size(PIPE), self.chunks)]
+    def _to_ring(self, x: Any, taken: Callable[..., Any] = operator.getitem) -> Any:
+        return x if self.chunks == 1 else taken(x, layer_order(x.shape[0], self.size(PIPE), self.chunks))
 
-    def _to_reading(self, x: Any) -> Any:
-        return x if self.chunks == 1 else x[np.argsort(layer_order(x.shape[0], self.size(PIPE), self.chunks))]
+    def _to_reading(self, x: Any, taken: Callable[..., Any] = operator.getitem) -> Any:
+        return x if self.chunks == 1 else taken(x, np.argsort(layer_order(x.shape[0], self.size(PIPE), self.chunks)))
 
     def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
         """The batch with each row's tokens in the order in which they are split over `context`.

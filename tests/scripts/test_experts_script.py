@@ -46,7 +46,7 @@ def test_the_page_shows_each_tokens_first_expert(run_dir, capsys):
     assert f"look at {run_dir}/experts.html" in capsys.readouterr().out
     page = (run_dir / "experts.html").read_text()
     _, *layers = page.split("<h2>")
-    _, recipe = RunDirectory(run_dir).open()
+    _, recipe = RunDirectory(run_dir).read()
     ids = np.frombuffer(TEXT.encode(), np.uint8).astype(np.int32)
     wanted = np.asarray(nn.first_experts(latest_model(RunDirectory(run_dir), recipe), jnp.asarray(ids)))
     assert len(layers) == len(wanted) == 2

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pretrain
 import pytest
-from script_helpers import LLAMA, rows, run, run_here, start_until, TINY, write_corpus
+from script_helpers import LLAMA, PLAIN, rows, run, run_here, start_until, TINY, write_corpus
 
 from eqformer.training import Checkpointer
 
@@ -25,7 +25,9 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(corpus, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "tiny"
-    done = run("pretrain.py", "--run-dir", run_dir, "--data", corpus, *TINY, *LLAMA)
+    # Where the terminal knows no letter beyond ASCII, as under a bare `LC_ALL=C`.
+    plain = PLAIN | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    done = run("pretrain.py", "--run-dir", run_dir, "--data", corpus, *TINY, *LLAMA, env=plain)
     assert done.returncode == 0, done.stderr
     return run_dir, done
 
@@ -45,7 +47,8 @@ def test_a_run_leaves_what_it_promises(trained):
     assert {path.name for path in run_dir.iterdir()} == expected
     assert json.loads((run_dir / "recipe.json").read_text())["recipe"]["model"]["embed"] == 32
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (run_dir / "samples.txt").read_text().startswith("--- step 6\ndef ")
+    written = (run_dir / "samples.txt").read_text(encoding="utf-8")
+    assert written.startswith("--- step 6\ndef ") and "\ufffd" in written and "\\ufffd" in done.stdout
     steps = rows(run_dir)
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second"):

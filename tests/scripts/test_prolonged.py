@@ -118,7 +118,7 @@ def test_the_folder_of_a_run_is_untouched_by_a_refusal(tmp_path):
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with RunDirectory(tmp_path) as directory:
         directory.claim("name", recipe(200, prolong="hold"))
-        assert directory.open()[1].steps == 200
+        assert directory.read()[1].steps == 200
 
 
 def test_a_run_says_what_comes_before_it_goes_on(tmp_path):

@@ -42,7 +42,7 @@ def value_of(kind: Any, draw, old=None) -> Any:
             return tuple(value_of(inner, draw) for _ in range(draw.randrange(4)))
         return tuple(value_of(each, draw) for each in (inner, *rest))
     if dataclasses.is_dataclass(kind):
-        return changed(old if old is not None else kind(), draw)
+        return changed(old, draw)
     known = {int: INTS, float: FLOATS, str: WORDS, bool: [True, False], Path: PATHS, type(None): [None]}
     return draw.choice(known[kind])
 

@@ -19,7 +19,7 @@ import pytest
 import sample
 from _command import parse, recipe_of
 from _prolonged import to_metadata, whole_run
-from _published import check_published, ends_of, tokenizer_of
+from _published import check_published, ends_of, keep_companions, tokenizer_of
 from _recipe_file import to_json
 from _report import opening
 from _run_directory import RunDirectory
@@ -79,7 +79,7 @@ def test_a_folder_is_a_recipes_once_something_is_saved(tmp_path):
     def claim(**changes):
         with RunDirectory(tmp_path / "run") as directory:
             directory.claim("name", recipe(**changes))
-        return directory.open()[1]
+        return directory.read()[1]
 
     def saved(step):
         with training.Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
@@ -244,3 +244,25 @@ def test_the_picture_has_the_bits_that_are_printed(tmp_path, monkeypatch):
     drawn[0].draw_without_rendering()
     assert np.divide(axes.get_ylim(), right.get_ylim()) == pytest.approx(4.0 / 2.654)
     assert "validation" in right.get_ylabel()
+
+
+def test_a_run_goes_on_by_its_copy_once_the_published_folder_has_moved(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory(tmp_path / "run")
+    flags = ["--model", str(folder), "--run-dir", str(run.path)]
+    begun = parse(pretrain.Command, flags).run
+    with run:
+        run.claim("published", begun)
+        keep_companions(begun, run)
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="published"):  # it has no weights of its own yet
+        parse(pretrain.Command, flags)
+    with training.Checkpointer(run.checkpoints) as checkpointer:
+        checkpointer.save({"x": np.zeros(1)}, 3, {"schedule": to_metadata(whole_run(begun))})
+    again = parse(pretrain.Command, flags).run
+    check_published(again, run)
+    assert again == begun and tokenizer_of(again, run).end_of_text == 10
+    with run:
+        run.claim("published", again)
+    with pytest.raises(ValueError, match="other"):  # of another folder the run knows nothing
+        parse(pretrain.Command, ["--model", str(tmp_path / "other"), "--run-dir", str(run.path)])

@@ -1,0 +1,43 @@
+"""What a plan's state costs where it changes its order."""
+
+import dataclasses
+import gc
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from _mesh import plan_of, State
+from _screen import Screen
+from _setup import build_model, optimizer_of
+from recipes import Mesh, Recipe
+
+from eqformer import models
+
+
+def live():
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_state_in_another_order_takes_no_second_state(zero):
+    numbers = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=8, heads=2, kv_heads=2, mlp=64)
+    mesh = Mesh(pipe=2, fsdp=2)
+    recipe = Recipe(numbers, mesh=mesh, zero=zero, schedule="interleaved", chunks=2, microbatches=2)
+    plan = plan_of(recipe, jax.devices()[:4])
+    states = State(recipe, plan, optimizer_of(recipe, eqx.filter_eval_shape(build_model, recipe)))
+    gc.collect()
+    before = live()
+    state = states.first(Screen(silent=True))
+    size = live() - before
+    ring = [np.asarray(x) for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    places = [x.sharding for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    reading = states.to_reading_order(state)
+    assert live() - before < 1.25 * size  # `state` is still held, and has been consumed
+    moved = [np.asarray(x) for x in jax.tree.leaves(reading) if isinstance(x, jax.Array)]
+    assert sum((x != y).any() for x, y in zip(moved, ring)) > 4  # the control: there was something to move
+    again = states.to_ring_order(reading)
+    assert live() - before < 1.25 * size
+    for x, expected, place in zip(jax.tree.leaves(again), ring, places):
+        np.testing.assert_array_equal(x, expected)
+        assert x.sharding == place
