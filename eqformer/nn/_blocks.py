@@ -40,9 +40,16 @@ def _places(tokens: Tokens, batch: tuple[int, ...], seq: int) -> Tokens:
     return Tokens(read(tokens.positions), None if tokens.segments is None else read(tokens.segments))
 
 
+_WIDEST = 16
+
+
 def cut(most: int, rows, columns, places: Tokens, kv_places: Tokens):
-    """Arrays of queries and of keys in blocks of up to `most` tokens, and a zero for carries, typed as they are."""
-    block, kv_block = (min(most, part.positions.shape[-1]) for part in (places, kv_places))
+    """Arrays of queries and of keys in blocks of up to `most` tokens, and a zero for carries, typed as they are.
+
+    Few queries, as where text is decoded, take more keys at a time: as many scores, up to `_WIDEST` blocks in one.
+    """
+    block = min(most, places.positions.shape[-1])
+    kv_block = min(most * min(most // max(block, 1), _WIDEST), kv_places.positions.shape[-1])
     here, there = (
         Tokens(_blocks(part.positions, 1, size, -1), None if part.segments is None else _blocks(part.segments, 1, size))
         for part, size in ((places, block), (kv_places, kv_block))

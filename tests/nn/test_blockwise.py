@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
+from eqformer.nn._blocks import cut
 from eqformer.nn._blockwise import attend, BlockwiseCore, Rules
 from eqformer.nn._core import ReferenceCore
 from eqformer.nn._mask import causal, Mask, sliding_window
@@ -132,3 +133,13 @@ def test_gradients_in_shard_map_are_those_of_one_device(kv_split):
     arrays = query, key, value, sinks, direction, positions
     for got, want in zip(jax.jit(split)(*arrays), jax.jit(gradients)(*arrays)):
         np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize(("queries", "block", "kv_block"), [(1, 1, 16), (2, 2, 8), (3, 3, 4), (4, 4, 4), (100, 4, 4)])
+def test_few_queries_take_many_keys_at_a_time(queries, block, kv_block):
+    """As many scores as a pair of full blocks has, so that decoding is not a loop over short blocks of its cache."""
+    places, kv_places = positions_like((1, queries)), positions_like((1, 100))
+    rows, columns = jnp.zeros((1, 1, 1, queries, 2)), jnp.zeros((1, 1, 100, 2))
+    cut_rows, cut_columns, here, there, _ = cut(4, rows, columns, places, kv_places)
+    assert (cut_rows.shape[4], cut_columns.shape[3]) == (block, kv_block)
+    assert (here.positions.shape[2], there.positions.shape[2]) == (block, kv_block)
