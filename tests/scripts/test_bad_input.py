@@ -1,6 +1,8 @@
 """Bad input ends a script with one clear message and exit code 2, and overwrites nothing."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import layout
 import pretrain
 import pytest
 import sample
+from _run_directory import RunDirectory
 from script_helpers import command, LLAMA, PLAIN, TINY, write_corpus
 
 from eqformer import data
@@ -197,6 +200,20 @@ def test_a_truncated_checkpoint_is_an_error_and_never_a_new_start(refused, corpu
     for error in (refused(*arguments), refused("--run-dir", tmp_path / "run", main=sample.main)):
         assert str(tmp_path / "run" / "checkpoints" / "3") in error and largest.name in error
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "number,fix",
+    [(errno.EACCES, "make it writable"), (errno.EROFS, "make it writable"), (errno.ENOSPC, "free some space")],
+)
+def test_a_folder_that_cannot_be_written_is_told_by_what_it_is(number, fix, refused, corpus, tmp_path, monkeypatch):
+    def no(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(RunDirectory, "_take", no)
+    error = refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA)
+    assert "the folder cannot be written" in error and os.strerror(number) in error
+    assert [words in error for words in ("make it writable", "free some space")] == [fix[0] == "m", fix[0] == "f"]
 
 
 def test_sampling_where_there_is_no_run(refused, tmp_path):
