@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from eqformer import nn, parallel, planning
+from eqformer import nn, parallel, planning, training
 from eqformer.parallel import CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 
 
 STATE = "state"  # parameters and gradients, over all axes along which they are copied or shared out
-ATTENTIONS = (nn.Attention, nn.LatentAttention)
-SUBLAYERS = (*ATTENTIONS, nn.MLP, nn.GatedMLP)
 
 
 class Sent(NamedTuple):
@@ -26,20 +24,30 @@ class Sent(NamedTuple):
     size: float
 
 
-def sent_bytes(plan: parallel.Plan, model: nn.Transformer, *, rows: int, seq: int) -> list[Sent]:
+def sent_bytes(
+    plan: parallel.Plan,
+    model: nn.Transformer,
+    *,
+    rows: int,
+    seq: int,
+    trained: training.Trained = training.trainable,
+) -> list[Sent]:
     """By planning's formulas, for a batch of so many rows and tokens; `model` may be shapes.
 
+    `trained` picks what moves, as an optimizer's does: of all else there are no gradients, and what is not split over
+    devices is never sent.
     What the backward pass computes again is sent again: by a pipeline, and as the model's `remat` says. Left out is
     what is small beside the rest: the norms' sums, the positions that go with keys.
     """
     pieces = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
     tokens = rows // pieces * seq // plan.size(CONTEXT)
-    found = list(_of_state(plan, model))
+    moving = trained(model)
+    found = list(_of_state(plan, model, moving))
     if plan.size(TENSOR) > 1:
         layers = sum(_of_tensor(plan, model, stack, tokens) for stack in model.stacks)
         at_ends = ", where they are computed" if plan.is_pipelined and not plan.spreads_edges else ""
         found.append(Sent(TENSOR, f"layers with a {plan.residual} stream", layers))
-        found.append(Sent(TENSOR, f"embedding and loss{at_ends}", _of_vocabulary(plan, model, tokens)))
+        found.append(Sent(TENSOR, f"embedding and loss{at_ends}", _of_vocabulary(plan, model, moving, tokens)))
     if plan.size(CONTEXT) > 1:
         attended = sum(_of_context(plan, model, stack, tokens) for stack in model.stacks)
         found.append(Sent(CONTEXT, f"attention by {plan.context_method}", attended))
@@ -48,7 +56,7 @@ def sent_bytes(plan: parallel.Plan, model: nn.Transformer, *, rows: int, seq: in
         found.append(Sent(EXPERT, f"experts by {plan.expert_method}", chosen))
     if plan.is_pipelined:
         found.append(Sent(PIPE, "activations and their gradients", _of_pipe(plan, model, tokens)))
-        found.append(Sent(STATE, "gradients of embedding and head, over stages", _of_edges(plan, model)))
+        found.append(Sent(STATE, "gradients of embedding and head, over stages", _of_edges(plan, model, moving)))
     lines: dict[tuple[str, str], float] = {}
     for cause, what, size in found:
         lines[cause, what] = lines.get((cause, what), 0.0) + size
@@ -78,11 +86,13 @@ def counted_bytes(plan: parallel.Plan, transfers: Iterable[planning.Transfer]) -
     return by_cause(map(sent, transfers))
 
 
-def _of_state(plan: parallel.Plan, model: nn.Transformer) -> Iterator[Sent]:
+def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[Sent]:
     what = f"parameters and gradients, zero {plan.zero}"
     # A pipeline's backward entry runs its layers forward once more, and gathers them for it; a single one it keeps.
     is_deep = plan.spreads_edges or any(len(stack) > plan.size(PIPE) * plan.chunks for stack in model.stacks)
-    for leaf, number, weight, is_layers in _arrays(plan, model):
+    for leaf, number, weight, is_layers, moves in _arrays(plan, model, moving):
+        if not (moves or plan.zero == 3):  # it stays where it is, whole
+            continue
         pieces = plan.size(FSDP) if leaf.fsdp_dim is not None else 1
         once = plan.is_pipelined and not (plan.zero == 3 and is_layers)
         shared_out = planning.sharded_state_bytes(
@@ -92,21 +102,24 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer) -> Iterator[Sent]:
             microbatches=1 if once else plan.microbatches,
             gathers=2 + (plan.is_pipelined and is_deep) if is_layers else 1,  # what is no layer's, once for both passes
             weight_bytes=jnp.dtype(leaf.dtype).itemsize if plan.zero == 3 else weight,
-            gradient_bytes=weight,
+            gradient_bytes=weight if moves else 0,
         )
         yield Sent(STATE, what, shared_out)
+        if not moves:
+            continue
         over = [axis for axis in leaf.reduced if plan.size(axis) > 1]
         copies = math.prod(map(plan.size, over))
         summed = planning.sharded_state_bytes(number / pieces, copies, zero=0, gradient_bytes=weight)
         yield Sent(TENSOR, "gradients of what all hold", summed) if over == [TENSOR] else Sent(STATE, what, summed)
 
 
-def _of_edges(plan: parallel.Plan, model: nn.Transformer) -> float:
+def _of_edges(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> float:
     """All stages hold what stands outside of the layers, and sum its gradients; where edges are spread, as state."""
     if plan.spreads_edges:
         return 0.0
-    size = sum(number * max(weight, 4) for _, number, weight, is_layers in _arrays(plan, model) if not is_layers)
-    if plan.residual == "feature" and plan.size(TENSOR) > 1:  # the table by ids too
+    arrays = _arrays(plan, model, moving)
+    size = sum(number * max(weight, 4) for _, number, weight, is_layers, moves in arrays if moves and not is_layers)
+    if plan.residual == "feature" and plan.size(TENSOR) > 1 and moving.embedding.weight is not None:  # by ids too
         table = model.embedding.weight
         size += table.size / plan.size(TENSOR) * max(table.dtype.itemsize, 4)
     return 2 * planning.gather_bytes(size, plan.size(PIPE))
@@ -114,7 +127,7 @@ def _of_edges(plan: parallel.Plan, model: nn.Transformer) -> float:
 
 def _of_tensor(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
     """By the numbers of a token that the stack's sublayers gather or scatter; an all-reduce does both."""
-    modules, embed = nn.modules(stack, SUBLAYERS), model.embedding.weight.shape[-1]
+    modules, embed = nn.modules(stack, parallel.TENSOR_MODULES), model.embedding.weight.shape[-1]
     if plan.residual == "feature":
         forward = sum(_outputs(plan, linear) for linear in nn.modules(stack, (nn.Linear,)))
     else:
@@ -128,7 +141,7 @@ def _of_tensor(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, toke
     return _evaluations(plan, stack) * planning.gather_bytes(sent, plan.size(TENSOR))
 
 
-def _of_vocabulary(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float:
+def _of_vocabulary(plan: parallel.Plan, model: nn.Transformer, moving: Any, tokens: float) -> float:
     """Lookup and the loss's input in both passes, and three numbers of each token's loss."""
     table = model.embedding.weight
     embed, weight = table.shape[-1], table.dtype.itemsize
@@ -143,7 +156,7 @@ def _of_vocabulary(plan: parallel.Plan, model: nn.Transformer, tokens: float) ->
 
 def _of_context(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
     method, total = plan.context_method, 0.0
-    for module in nn.modules(stack, ATTENTIONS):
+    for module in nn.modules(stack, parallel.MIXERS):
         query, key, value, output = _channels(plan, module)
         each = planning.context_bytes(
             tokens * plan.size(CONTEXT),
@@ -187,16 +200,17 @@ def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float
     return planning.pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_width(model))
 
 
-def _arrays(plan: parallel.Plan, model: nn.Transformer) -> Iterator[tuple[Any, int, int, bool]]:
-    """Of each trained array the plan's `Leaf`, numbers a device works with, bytes of one, and if it is a layer's."""
+def _arrays(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[tuple[Any, int, int, bool, bool]]:
+    """Of each array the plan's `Leaf`, numbers a device works with, bytes of one, if it is a layer's, and if it moves.
+    """
     leaves = plan.leaves(model)
     specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
     of_layers = {id(leaf) for leaf in jax.tree.leaves(leaves.stacks)}
     structure = jax.tree.structure(model)
-    for x, leaf, spec in zip(*map(structure.flatten_up_to, (model, leaves, specs)), strict=True):
+    for x, leaf, spec, moved in zip(*map(structure.flatten_up_to, (model, leaves, specs, moving)), strict=True):
         if spec is not None and jnp.issubdtype(x.dtype, jnp.floating):
             number = math.prod(NamedSharding(plan.mesh, spec).shard_shape(x.shape))
-            yield leaf, number, x.dtype.itemsize, id(leaf) in of_layers
+            yield leaf, number, x.dtype.itemsize, id(leaf) in of_layers, moved is not None
 
 
 def _channels(plan: parallel.Plan, module: Any) -> tuple[float, float, float, float]:
@@ -209,6 +223,8 @@ def _channels(plan: parallel.Plan, module: Any) -> tuple[float, float, float, fl
 
     if isinstance(module, nn.Attention):
         return of(module.query), of(module.key), of(module.value), of(module.query)
+    if not isinstance(module, nn.LatentAttention):
+        raise TypeError(f"no formula says what a {type(module).__name__} sends over the axis context; write one here.")
     rotated, value = of(module.query_rope), of(module.value_up)
     return of(module.query) + rotated, of(module.key_up) + rotated, value, value
 

@@ -42,7 +42,7 @@ from _setup import build_model, keys_of, optimizer_of
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from recipes import Recipe
 
-from eqformer import nn, parallel, planning
+from eqformer import nn, parallel, planning, training
 from eqformer.parallel import CONTEXT
 
 
@@ -86,7 +86,7 @@ def report(command: Command) -> None:
     print(mesh_line(plan), end="\n\n")
     print(parallel.layout_table(model, plan.parameter_specs(model), mesh).partition("\n")[2], end="\n\n")
     _print_bytes(recipe, plan, states, model)
-    _print_sent(recipe, plan, model)
+    _print_sent(recipe, plan, model, states.optimizer.trained)
     if plan.is_pipelined:
         print(f"timeline, a backward as long as two forwards\n{parallel.draw_timeline(plan.timetable())}\n")
     if command.compile:
@@ -108,8 +108,8 @@ def _print_bytes(recipe: Recipe, plan: parallel.Plan, states: State, model: Any)
     print(f"{nn.format_table(rows)}\na microbatch on a device is {tokens}\n")
 
 
-def _print_sent(recipe: Recipe, plan: parallel.Plan, model: Any) -> None:
-    sent = sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq)
+def _print_sent(recipe: Recipe, plan: parallel.Plan, model: Any, trained: training.Trained) -> None:
+    sent = sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=trained)
     if not sent:
         print("nothing is sent between devices\n")
         return

@@ -23,6 +23,7 @@ from ._optimizer import (
     OPTIMIZERS as OPTIMIZERS,
     sgd as sgd,
     trainable as trainable,
+    Trained as Trained,
 )
 from ._planned import (
     planned_evaluation as planned_evaluation,

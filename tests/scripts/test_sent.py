@@ -9,7 +9,7 @@ import pytest
 from _command import parse
 from _mesh import plan_of, plan_over
 from _sent import by_cause, counted_bytes, sent_bytes, STATE
-from _setup import build_model
+from _setup import build_model, optimizer_of
 from haste import HASTE
 from jax.sharding import AbstractMesh, AxisType
 
@@ -19,10 +19,14 @@ from eqformer.parallel._axes import CONTEXT, EXPERT, PIPE, TENSOR
 
 TINY = "--model.embed 64 --model.heads 8 --model.mlp 160 --seq 32 --batch 16 --optimizer.name adamw"
 LLAMA, JAXFORMER = "--model.layers 4 --model.kv-heads 4", "--model.blocks 2"
+NETS = "--recipe qwen3-next-byte-500k --model.net-kv-heads 4 --model.kv-heads 4"
+FACTORS = "--lora.rank 4 --lora.maps query value output up down"
 MESHES = {
     "sequence": "--mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
     "feature": "--mesh.fsdp 2 --mesh.tensor 4 --residual feature",
     "context heads": "--mesh.fsdp 2 --mesh.context 4 --context-method heads",
+    "nets": f"{NETS} --mesh.fsdp 2 --mesh.tensor 4",
+    "factors": f"{FACTORS} --mesh.fsdp 8 --zero 3",
 }
 WIDER = {
     "experts": "--recipe moe --mesh.expert 4 --mesh.fsdp 2",
@@ -36,6 +40,16 @@ WIDER = {
     "experts and pipe": "--recipe moe --mesh.expert 2 --mesh.pipe 2 --mesh.fsdp 2 --microbatches 2",
     "experts and context": "--recipe moe --mesh.expert 4 --mesh.context 2",
     "experts and replicated": "--recipe moe --mesh.expert 2 --mesh.tensor 4",
+    "nets, sequence": f"{NETS} --mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
+    "nets, feature": f"{NETS} --mesh.fsdp 2 --mesh.tensor 4 --residual feature",
+    "nets, all again": f"{NETS} --mesh.fsdp 2 --mesh.tensor 4 --execution.remat full",
+    "factors, copies": f"{FACTORS} --mesh.replica 8",
+    "factors, zero 1": f"{FACTORS} --mesh.replica 2 --mesh.fsdp 4 --zero 1",
+    "factors, zero 2": f"{FACTORS} --mesh.fsdp 8 --zero 2",
+    "factors, replicated": f"{FACTORS} --mesh.fsdp 2 --mesh.tensor 4",
+    "factors, sequence": f"{FACTORS} --mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
+    "factors, feature": f"{FACTORS} --mesh.fsdp 2 --mesh.tensor 4 --residual feature",
+    "factors, pipe": f"{FACTORS} --mesh.fsdp 4 --mesh.pipe 2 --microbatches 2 --zero 3",
     "copies": "--mesh.replica 8",
     "zero 1": "--mesh.replica 2 --mesh.fsdp 4 --zero 1",
     "zero 2": "--mesh.fsdp 8 --zero 2",
@@ -71,13 +85,14 @@ WIDER = {
 
 
 def recipe_of(flags):
-    more = JAXFORMER if "jaxformer" in flags else LLAMA
+    more = JAXFORMER if "jaxformer" in flags else "" if NETS in flags else LLAMA
     return parse(layout.Command, shlex.split(f"{TINY} {more} {flags}")).run
 
 
 def told(recipe, plan):
     model = eqx.filter_eval_shape(build_model, recipe)
-    return by_cause(sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq))
+    trained = optimizer_of(recipe, model).trained
+    return by_cause(sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=trained))
 
 
 def told_of(flags):
