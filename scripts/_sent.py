@@ -127,16 +127,20 @@ def _of_edges(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> float:
 
 def _of_tensor(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
     """By the numbers of a token that the stack's sublayers gather or scatter; an all-reduce does both."""
-    modules, embed = nn.modules(stack, parallel.TENSOR_MODULES), model.embedding.weight.shape[-1]
+    embed = model.embedding.weight.shape[-1]
+    # A sublayer reads the stream once, and each of its maps back into it is summed by itself: of a LoRA two.
+    sublayers = nn.modules(stack, (*parallel.TENSOR_MODULES, nn.Experts))
+    outputs = sum(1 if isinstance(m, nn.Experts) else len(parallel.stream_maps(m, "outputs")) for m in sublayers)
     if plan.residual == "feature":
-        forward = sum(_outputs(plan, linear) for linear in nn.modules(stack, (nn.Linear,)))
+        there = forward = sum(_outputs(plan, linear) for linear in nn.modules(stack, (nn.Linear, nn.LoRA)))
     else:
-        forward = 2 * len(modules) * embed
-    again = plan.is_pipelined * forward
+        forward = (len(sublayers) + outputs) * embed
+        there = 2 * outputs * embed if plan.residual == "replicated" else forward
+    again = plan.is_pipelined * there
     if _recomputes(stack):  # all but the last output, which the next layer's input is kept for
-        again += forward - embed * (2 if plan.residual == "replicated" else 1)
+        again += there - embed * (2 if plan.residual == "replicated" else 1)
     elif plan.residual == "sequence" and (stack.remat != "none" or plan.overlap != "none"):
-        again += forward / 2  # what was gathered is not kept
+        again += len(sublayers) * embed  # what was gathered is not kept
     sent = tokens * (2 * forward + again) * _width(model)
     return _evaluations(plan, stack) * planning.gather_bytes(sent, plan.size(TENSOR))
 
@@ -145,12 +149,13 @@ def _of_vocabulary(plan: parallel.Plan, model: nn.Transformer, moving: Any, toke
     """Lookup and the loss's input in both passes, and three numbers of each token's loss."""
     table = model.embedding.weight
     embed, weight = table.shape[-1], table.dtype.itemsize
-    lookup = 0 if plan.residual == "feature" else 2 * embed * weight
+    passes = 1 if moving.embedding.weight is None else 2
+    lookup = {"replicated": 2, "sequence": passes, "feature": 0}[plan.residual] * embed * weight
     rounds = plan.microbatches / (plan.size(PIPE) if plan.spreads_edges else 1)
     sent = rounds * tokens * (lookup + 2 * embed * _width(model) + 2 * 3 * 4)
     if plan.residual == "feature":  # the table, from slices of features to slices of ids, and its gradient back
         swaps = 1 if plan.is_pipelined else plan.microbatches
-        sent += 2 * swaps * table.size / plan.size(TENSOR) * weight
+        sent += passes * swaps * table.size / plan.size(TENSOR) * weight
     return planning.gather_bytes(sent, plan.size(TENSOR))
 
 
@@ -201,8 +206,7 @@ def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float
 
 
 def _arrays(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[tuple[Any, int, int, bool, bool]]:
-    """Of each array the plan's `Leaf`, numbers a device works with, bytes of one, if it is a layer's, and if it moves.
-    """
+    """Of each array the plan's `Leaf`, numbers on a device, bytes of one, if it is a layer's, and if it is trained."""
     leaves = plan.leaves(model)
     specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
     of_layers = {id(leaf) for leaf in jax.tree.leaves(leaves.stacks)}
@@ -229,13 +233,14 @@ def _channels(plan: parallel.Plan, module: Any) -> tuple[float, float, float, fl
     return of(module.query) + rotated, of(module.key_up) + rotated, value, value
 
 
-def _outputs(plan: parallel.Plan, linear: nn.Linear) -> int:
+def _outputs(plan: parallel.Plan, linear: nn.Linear | nn.LoRA) -> int:
     """Numbers a token that a map of the feature stream scatters; twice those that it has to sum whole."""
     split = linear.outputs[0] in plan.layout(splits_fsdp=False).dims and _sizes(linear)[0] % plan.size(TENSOR) == 0
-    return math.prod(_sizes(linear)) * (1 if split else 2)
+    narrow = 2 * _sizes(linear.down)[0] if isinstance(linear, nn.LoRA) else 0
+    return math.prod(_sizes(linear)) * (1 if split else 2) + narrow
 
 
-def _sizes(linear: nn.Linear) -> tuple[int, ...]:
+def _sizes(linear: nn.Linear | nn.LoRA) -> tuple[int, ...]:
     """The output dims' sizes, whatever ensembles the map stands in."""
     return linear.weight.shape[-len(linear.weight_dims) :][: len(linear.outputs)]
 

@@ -63,7 +63,13 @@ from ._schedules import (
 from ._shard_map import filter_shard_map as filter_shard_map
 from ._shift import shift as shift
 from ._simulate import Entries as Entries, simulate as simulate, Simulation as Simulation, Timing as Timing
-from ._tensor import MIXERS as MIXERS, RESIDUALS as RESIDUALS, Tensor as Tensor, TENSOR_MODULES as TENSOR_MODULES
+from ._tensor import (
+    MIXERS as MIXERS,
+    RESIDUALS as RESIDUALS,
+    stream_maps as stream_maps,
+    Tensor as Tensor,
+    TENSOR_MODULES as TENSOR_MODULES,
+)
 from ._timeline import draw_timeline as draw_timeline, picture_timeline as picture_timeline
 from ._vary import vary as vary, vary_like as vary_like, varying_axes as varying_axes
 from ._vocabulary import SplitEmbedding as SplitEmbedding, SplitVocabulary as SplitVocabulary

@@ -13,13 +13,13 @@ from _setup import build_model, optimizer_of
 from haste import HASTE
 from jax.sharding import AbstractMesh, AxisType
 
-from eqformer import planning
+from eqformer import nn, parallel, planning
 from eqformer.parallel._axes import CONTEXT, EXPERT, PIPE, TENSOR
 
 
 TINY = "--model.embed 64 --model.heads 8 --model.mlp 160 --seq 32 --batch 16 --optimizer.name adamw"
 LLAMA, JAXFORMER = "--model.layers 4 --model.kv-heads 4", "--model.blocks 2"
-NETS = "--recipe qwen3-next-byte-500k --model.net-kv-heads 4 --model.kv-heads 4"
+NETS = "--recipe qwen3-next-byte-500k --model.net-kv-heads 4 --model.kv-heads 4 --model.dense 0 1 2 3"
 FACTORS = "--lora.rank 4 --lora.maps query value output up down"
 MESHES = {
     "sequence": "--mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
@@ -109,6 +109,31 @@ def test_a_compiled_step_sends_what_was_told(name):
     program = layout.compiled_step(recipe, plan, eqx.filter_eval_shape(build_model, recipe), **HASTE)
     counted = counted_bytes(plan, planning.communication(program, mesh=plan.mesh))
     assert counted == pytest.approx(told(recipe, plan), rel=0.03)
+
+
+KINDS = {"attention": "", "nets": NETS, "latents": "--recipe jaxformer"}
+
+
+def is_mixer(kind):
+    """Whether a class of `nn` stands where a block's attention does: it can remember, and repeats no blocks."""
+    repeats = issubclass(kind, nn.Block | nn.Period | nn.Stack | nn.Transformer)
+    return callable(getattr(kind, "init_cache", None)) and not repeats and kind not in (nn.Mixer, nn.Layer)
+
+
+def test_no_mixer_is_left_out():
+    """Whatever `nn` has is in the one list by which the transforms split and the formulas count."""
+    found = {kind for kind in vars(nn).values() if isinstance(kind, type) and is_mixer(kind)}
+    assert found == {*parallel.MIXERS} and len(found) > 2
+    told = {name: told_of(f"{flags} --mesh.tensor 2")[TENSOR] for name, flags in KINDS.items()}
+    assert min(told.values()) > 0
+
+
+def test_told_bytes_of_factors_are_theirs_alone():
+    """Four maps of 64 to 64, two of 64 and 160, in four layers, of rank 4: nothing else has a gradient."""
+    numbers = 4 * 4 * (2 * (64 + 64) + (64 + 32) + 2 * (64 + 160))
+    sent = told_of(f"{FACTORS} --mesh.replica 8")
+    assert sent == {STATE: 2 * 7 / 8 * 4 * numbers}
+    assert told_of("--mesh.replica 8")[STATE] > 10 * sent[STATE]  # the control
 
 
 def test_told_bytes_are_the_closed_formulas():
