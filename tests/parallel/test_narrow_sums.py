@@ -62,7 +62,7 @@ WIDER = [
     Case("mixture", {"expert": 2, "tensor": 2}, {"residual": "sequence"}),
     Case("choosing experts", {"expert": 2, "tensor": 2}, {"residual": "feature"}),
     Case("few recurrence", {"tensor": 4}, {"residual": "sequence"}),
-    Case("gpt2", {"pipe": 2, "fsdp": 2}, {"microbatches": 2, "edges": "spread", "zero": 3}),
+    Case("gpt2", {"pipe": 2, "fsdp": 2}, {"microbatches": 2, "schedule": "gpipe", "edges": "spread", "zero": 3}),
     Case("llama lora", {"fsdp": 2, "tensor": 2}, {"residual": "feature", "zero": 3}),
     Case("weighed inputs", {}),
     Case("batch mixture", {}),
