@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from eqformer import reason_and_fix
@@ -42,10 +43,10 @@ class Screen:
             return
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             TextColumn("{task.percentage:>3.0f}%"),
-            _Eta(),
-            TextColumn("{task.fields[figures]}"),
+            _Eta(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[figures]}", table_column=Column()),  # on a narrow terminal in two lines
         )
         with Progress(*columns, console=self.console, refresh_per_second=4) as progress:
             task = progress.add_task("train", total=total, completed=done, figures="compiling the step ...")

@@ -1,6 +1,7 @@
 """What the scripts decide before and beside training, in parts that need no run."""
 
 import dataclasses
+import io
 import json
 import re
 import sys
@@ -21,12 +22,13 @@ from _command import parse, recipe_of
 from _prolonged import to_metadata, whole_run
 from _published import check_published, ends_of, keep_companions, tokenizer_of
 from _recipe_file import to_json
-from _report import opening
+from _report import figures, opening
 from _run_directory import RunDirectory
 from _screen import Screen
 from _setup import build_model, keys_of
 from _sinks import open_sinks
 from recipes import Lora, Recipe, Sinks, Text
+from rich.console import Console
 
 from eqformer import data, models, nn, training
 from eqformer.generation._prompts import prepare
@@ -211,6 +213,17 @@ def test_lines_without_a_terminal_are_of_new_figures(monkeypatch, capsys):
         f"step {done}/100  loss of {done}  ETA {3 * (100 - done) // 60}:{3 * (100 - done) % 60:02}"
         for done in range(50, 101, 10)
     ]
+
+
+def test_a_terminal_of_eighty_columns_shows_all():
+    screen, text = Screen(), io.StringIO()
+    screen.console = Console(file=text, force_terminal=True, width=80, color_system=None)
+    last = {"loss": 1.234, "validation_loss": 1.345, "learning_rate": 3e-3, "tokens_per_second": 22800.0, "mfu": 0.6}
+    with screen.steps(320, 0) as show:
+        show(200, figures(last), True)
+    shown = " ".join(text.getvalue().split())
+    for words in ("step 200/320", "62%", "ETA", "loss 1.234", "validation 1.345", "rate 3.00e-03", "22,800 tokens/s"):
+        assert words in shown
 
 
 @pytest.mark.parametrize("rank", [0, 2])
