@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from _screen import Screen
 from _setup import adapted, build_model, is_shape, load_model, placed
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from recipes import Lora, PLAN_CHOICES, Recipe
 
 from eqformer import Batch, parallel, training
@@ -34,6 +34,12 @@ def plan_of(recipe: Recipe, devices: Sequence[Any]) -> parallel.Plan:
             f"{fix}, or hide the rest from JAX (--simulate on a CPU, CUDA_VISIBLE_DEVICES on GPUs)."
         )
     return plan_over(recipe, parallel.make_mesh(**sizes, devices=devices))
+
+
+def abstract_plan(recipe: Recipe) -> parallel.Plan:
+    """The recipe's plan over a mesh without devices, of any size."""
+    sizes = check_sizes(recipe)
+    return plan_over(recipe, AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes)))
 
 
 def plan_over(recipe: Recipe, mesh: Any) -> parallel.Plan:

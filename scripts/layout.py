@@ -33,13 +33,14 @@ import tyro
 from _budget import activation_bytes, batch_shapes, state_bytes
 from _check import check
 from _command import parse
+from _fitting import fitting, memory_bytes
 from _flags import naming_flags
-from _mesh import check_plan, check_sizes, mesh_line, plan_of, plan_over, State, step_of
+from _mesh import abstract_plan, check_plan, check_sizes, mesh_line, plan_of, State, step_of
 from _processes import check_machine, Machine
 from _screen import fail
 from _sent import sent_bytes
 from _setup import build_model, keys_of, optimizer_of
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recipes import Recipe
 
 from eqformer import nn, parallel, planning, training
@@ -60,6 +61,8 @@ class Command:
     machine: Annotated[Machine, tyro.conf.arg(name="")] = Machine()
     compile: bool = False
     """Compile the step for simulated devices too, and count what the program holds and sends."""
+    memory: str | None = None
+    """What a device has, such as 80GB: tell whether the plan fits and, if not, which of as many devices would."""
     picture: Path | None = None
     """Draw the layout to this PNG, and a pipeline's timeline beside it as NAME-timeline.png."""
     run_dir: Path | None = None
@@ -69,6 +72,7 @@ class Command:
 # Of the command's flags, those that pretrain.py has not, in words for `--help`.
 OWN = {
     "--compile": "compile the step too, and count what the program holds and sends",
+    "--memory 80GB": "tell whether the plan fits into so much, and which would",
     "--picture FILE": "draw the layout to this PNG, and a pipeline's timeline beside it",
 }
 
@@ -76,16 +80,18 @@ OWN = {
 def report(command: Command) -> None:
     """Print it all."""
     recipe = command.run
-    sizes = check_sizes(recipe)
+    memory = None if command.memory is None else memory_bytes(command.memory)
+    check_sizes(recipe)
     check(recipe)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
-    plan = plan_over(recipe, mesh)
+    plan = abstract_plan(recipe)
     model = eqx.filter_eval_shape(build_model, recipe)
     check_plan(recipe, plan, model)
     states = State(recipe, plan, optimizer_of(recipe, model))
     print(mesh_line(plan), end="\n\n")
-    print(parallel.layout_table(model, plan.parameter_specs(model), mesh).partition("\n")[2], end="\n\n")
-    _print_bytes(recipe, plan, states, model)
+    print(parallel.layout_table(model, plan.parameter_specs(model), plan.mesh).partition("\n")[2], end="\n\n")
+    held = _print_bytes(recipe, plan, states, model)
+    if memory is not None:
+        print(fitting(recipe, memory, held), end="\n\n")
     _print_sent(recipe, plan, model, states.optimizer.trained)
     if plan.is_pipelined:
         print(f"timeline, a backward as long as two forwards\n{parallel.draw_timeline(plan.timetable())}\n")
@@ -95,7 +101,8 @@ def report(command: Command) -> None:
         _draw(command.picture, recipe, model)
 
 
-def _print_bytes(recipe: Recipe, plan: parallel.Plan, states: State, model: Any) -> None:
+def _print_bytes(recipe: Recipe, plan: parallel.Plan, states: State, model: Any) -> int:
+    """What a device holds, whose sum is returned."""
     rows = [("bytes", "a device", "of", "share")]
     held = state_bytes(plan, states)
     rows += [(name, f"{own:,}", f"{whole:,}", f"{own / max(whole, 1):.1%}") for name, (own, whole) in held.items()]
@@ -106,6 +113,7 @@ def _print_bytes(recipe: Recipe, plan: parallel.Plan, states: State, model: Any)
     pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
     tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
     print(f"{nn.format_table(rows)}\na microbatch on a device is {tokens}\n")
+    return total
 
 
 def _print_sent(recipe: Recipe, plan: parallel.Plan, model: Any, trained: training.Trained) -> None:

@@ -89,3 +89,35 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
     done = subprocess.run(command("layout.py"), stdout=write, stderr=subprocess.PIPE, env=PLAIN, timeout=300)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+TIGHT = "--mesh.fsdp 8 --model.layers 4 --seq 64 --batch 16"
+
+
+def test_memory_that_is_enough_and_meshes_where_it_is_not(told):
+    """Each plan that is offered is then told to hold what was said, and that fits."""
+    sum_of = lambda text: figure(text.partition("a microbatch on a device")[0], "sum")
+    held = sum_of(told(TIGHT))
+    assert f"fits: {held / 1e9:.3f} GB of 1,000.0 GB" in told(f"{TIGHT} --memory 1TB")
+    memory = held * 3 // 4
+    text = told(f"{TIGHT} --memory {memory}")
+    assert f"does not fit: {held / 1e9:.3f} GB of {memory / 1e9:.3f} GB" in text
+    offered = re.findall(r"^  (--.*): ([\d.]+) GB, sends ([\d.]+) GB a step$", text, re.MULTILINE)
+    assert 1 <= len(offered) <= 3
+    for flags, size, _ in offered[:2]:
+        again = told(f"{flags} --model.layers 4 --seq 64 --batch 16 --memory {memory}")
+        assert (
+            "\nfits:" in again
+            and again.startswith("8 devices")
+            and sum_of(again) / 1e9 == pytest.approx(float(size), abs=0.001)
+        )
+    sends = [float(sent) for *_, sent in offered]
+    assert sends == sorted(sends)
+    assert "no mesh of as many devices was found" in told(f"{TIGHT} --memory 1kB")
+
+
+@pytest.mark.parametrize("amount", ["much", "80QB", "0GB", "-1GB"])
+def test_memory_is_a_number_and_a_unit(amount, capsys):
+    with pytest.raises(SystemExit):
+        layout.main([f"--memory={amount}"])
+    assert f"--memory {amount}: give what a device has as a number and a unit" in capsys.readouterr().err

@@ -7,11 +7,10 @@ import jax
 import layout
 import pytest
 from _command import parse
-from _mesh import plan_of, plan_over
+from _mesh import abstract_plan, plan_of
 from _sent import by_cause, counted_bytes, sent_bytes, STATE
 from _setup import build_model, optimizer_of
 from haste import HASTE
-from jax.sharding import AbstractMesh, AxisType
 
 from eqformer import nn, parallel, planning
 from eqformer.parallel._axes import CONTEXT, EXPERT, PIPE, TENSOR
@@ -97,9 +96,7 @@ def told(recipe, plan):
 
 def told_of(flags):
     recipe = recipe_of(flags)
-    sizes = layout.check_sizes(recipe)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
-    return told(recipe, plan_over(recipe, mesh))
+    return told(recipe, abstract_plan(recipe))
 
 
 @pytest.mark.parametrize("name", [*MESHES, *(pytest.param(name, marks=pytest.mark.grid) for name in WIDER)])
