@@ -42,7 +42,7 @@ def check(recipe: Recipe) -> None:
     for name in ("weight_decay", "z_loss", "balance_rate"):
         if (value := getattr(chosen, name)) < 0:
             raise ValueError(f"--optimizer.{name.replace('_', '-')} {value}: give 0, which is none, or more.")
-    assert training.make_step(training.next_token_loss, optimizer, clip=chosen.clip)
+    training.make_step(training.next_token_loss, optimizer, clip=chosen.clip)  # which makes its own checks
     if recipe.sinks.tensorboard:
         training.TensorBoard.package()
     if recipe.sinks.wandb is not None:
