@@ -50,7 +50,7 @@ class Trainer:
         )
         self.optimizer = optimizer_of(recipe, shapes, self.stretches)
         self.states = State(recipe, plan, self.optimizer)
-        self.flops_per_token = planning.flops_per_token(shapes, recipe.seq)
+        self.flops_per_token = planning.flops_per_token(shapes, recipe.seq, trained=self.optimizer.trained)
         self.parameters = parameters(recipe, shapes)
         self.evaluate = training.planned_evaluation(plan)
         self.last: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """What a model costs: parameters, and floating-point operations a token."""
 
 import math
+from collections.abc import Callable
 
 import jax
 from jaxtyping import PyTree
@@ -32,36 +33,44 @@ def parameter_count(model: PyTree, *, embeddings: bool = True, active: bool = Fa
     for leaf, mark in zip(leaves, marks, strict=True):
         if is_trainable(leaf) and (embeddings or mark is None or not mark.table):
             total += math.prod(leaf.shape)
-    return total - round(sum(_idle(moe, False) for moe in modules(model, MoE))) if active else total
+    return total - round(sum(_idle(moe) for moe in modules(model, MoE))) if active else total
 
 
-def flops_per_token(model: Transformer, seq: int, *, attention: str = "half", backward: bool = True) -> float:
+def flops_per_token(
+    model: Transformer,
+    seq: int,
+    *,
+    attention: str = "half",
+    backward: bool = True,
+    trained: Callable[[PyTree], PyTree] | None = None,
+) -> float:
     """Operations a token of a training step over rows of `seq` tokens, a multiplication and an addition counted as two.
 
     Counted are products of matrices: every linear map, scores and weighted sums of attention, a recurrence's products
     with its states, and the logits. `attention="half"` counts the keys that a mask leaves visible, on average over a
     row (Megatron's custom for causal masks); `"full"` counts all `seq` keys (the custom of PaLM's and most published
     MFU figures). The backward pass costs twice the forward pass; what is recomputed is not counted. Of experts, as many
-    are counted as a token takes.
+    are counted as a token takes. `trained` picks what of the model is trained, `nn.lora_factors` for one (`None`: all);
+    a weight that is not has no gradient, so that its backward pass costs what its forward pass does.
     """
     if attention not in ("half", "full"):
         raise ValueError(f"flops_per_token(attention={attention!r}): give 'half' (visible keys) or 'full' (all keys).")
-    forward = 0.0
-    for module in jax.tree.leaves(model, is_leaf=_is_counted):
-        if isinstance(module, Linear):
-            forward += 2 * math.prod(module.weight.shape)
-        elif isinstance(module, Attention | LatentAttention | GatedDeltaNet):
-            linears = (part for part in jax.tree.leaves(module, is_leaf=_is_linear) if isinstance(part, Linear))
-            forward += sum(2 * math.prod(linear.weight.shape) for linear in linears)
-            if isinstance(module, GatedDeltaNet):  # its state is read by the key, corrected, and read by the query
-                forward += 3 * 2 * math.prod(module.value.weight.shape[:-1]) * module.query.weight.shape[-2]
-                continue
+    moving = {id(leaf) for leaf in jax.tree.leaves(model if trained is None else trained(model))}
+    idle = {id(weight): _idle_share(moe) for moe in modules(model, MoE) for weight in _weights(moe.experts)}
+    tied = [model.embedding.weight] if model.head is None else []
+    forward = of_weights = 0.0
+    for weight in (*_weights(model), *tied):
+        products = 2 * math.prod(weight.shape) * (1 - idle.get(id(weight), 0))
+        forward += products
+        of_weights += products * (id(weight) in moving)
+    others = 0.0
+    for module in modules(model, (Attention, LatentAttention, GatedDeltaNet)):
+        if isinstance(module, GatedDeltaNet):  # its state is read by the key, corrected, and read by the query
+            others += 3 * 2 * math.prod(module.value.weight.shape[:-1]) * module.query.weight.shape[-2]
+        else:
             keys = seq if attention == "full" else visible_keys(module.mask, seq)
-            forward += 2 * keys * _score_channels(module)
-    forward -= sum(2 * _idle(moe, True) for moe in modules(model, MoE))
-    if model.head is None:
-        forward += 2 * math.prod(model.embedding.weight.shape)
-    return forward * (3 if backward else 1)
+            others += 2 * keys * _score_channels(module)
+    return forward + others + ((forward + others) + (of_weights + others)) * backward
 
 
 def visible_keys(mask: Mask, seq: int) -> float:
@@ -85,18 +94,17 @@ def _score_channels(module: Attention | LatentAttention) -> int:
     return query + rotated + math.prod(module.value_up.weight.shape[:-1])
 
 
-def _idle(moe: MoE, weights_only: bool) -> float:
-    """Numbers of the experts that a token does not take, on average: all of them, or those of linear maps' weights."""
-    maps = modules(moe.experts, Linear)
-    arrays = [linear.weight for linear in maps] if weights_only else jax.tree.leaves(moe.experts)
+def _idle(moe: MoE) -> float:
+    """Numbers of the experts that a token does not take, on average."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(moe.experts) if is_trainable(x)) * _idle_share(moe)
+
+
+def _idle_share(moe: MoE) -> float:
+    """The part of its experts that a token does not take, on average."""
     taken = moe.router.factor if isinstance(moe.router, ExpertChoiceRouter) else moe.router.top_k
-    experts = maps[0].weight.shape[-len(maps[0].weight_dims) - 1]
-    return sum(math.prod(x.shape) for x in arrays if is_trainable(x)) * (1 - taken / experts)
+    first = modules(moe.experts, Linear)[0]
+    return 1 - taken / first.weight.shape[-len(first.weight_dims) - 1]
 
 
-def _is_linear(node: object) -> bool:
-    return isinstance(node, Linear)
-
-
-def _is_counted(node: object) -> bool:
-    return isinstance(node, Linear | Attention | LatentAttention | GatedDeltaNet)
+def _weights(tree: PyTree) -> list:
+    return [linear.weight for linear in modules(tree, Linear)]

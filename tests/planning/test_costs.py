@@ -5,9 +5,14 @@ import jax
 import numpy as np
 import pytest
 
+from eqformer import nn
 from eqformer.models import build, GPT2, JAXformer, Llama
 from eqformer.nn import causal, chunked, full, positions_like, sliding_window
 from eqformer.planning import flops_per_token, parameter_count, visible_keys
+
+
+NUMBERS = Llama(vocab=100, embed=16, layers=3, heads=4, kv_heads=2, mlp=40)
+KEY = jax.random.key(0)
 
 
 def shapes_of(numbers):
@@ -15,7 +20,7 @@ def shapes_of(numbers):
 
 
 def test_a_llama_by_hand():
-    model = shapes_of(Llama(vocab=100, embed=16, layers=3, heads=4, kv_heads=2, mlp=40))
+    model = shapes_of(NUMBERS)
     attention = 16 * 16 + 2 * 16 * 8 + 16 * 16
     products = 3 * (attention + 3 * 16 * 40)
     assert parameter_count(model) == products + 3 * 2 * 16 + 16 + 2 * 100 * 16
@@ -26,6 +31,21 @@ def test_a_llama_by_hand():
     assert flops_per_token(model, seq, backward=False, attention="full") == linear + scores * seq
     assert flops_per_token(model, seq, backward=False) == linear + scores * (seq + 1) / 2
     assert flops_per_token(model, seq) == 3 * (linear + scores * (seq + 1) / 2)
+
+
+def test_frozen_weights_have_no_gradient():
+    """Under LoRA four operations a weight and token, not six; factors, scores and whole models have all."""
+    plain = shapes_of(NUMBERS)
+    model = eqx.filter_eval_shape(
+        lambda: nn.with_lora(build(NUMBERS, key=KEY), [nn.Linear], rank=2, alpha=1.0, key=KEY)
+    )
+    (of_plain, of_all) = (flops_per_token(each, 10, backward=False) for each in (plain, model))
+    factors = of_all - of_plain
+    scores = 3 * 2 * 2 * 16 * 11 / 2
+    frozen = of_plain - scores
+    assert factors > 0
+    assert flops_per_token(model, 10, trained=nn.lora_factors) == 2 * frozen + 3 * (factors + scores)
+    assert flops_per_token(model, 10) == 3 * of_all
 
 
 def test_a_gpt2_by_hand():
