@@ -102,14 +102,14 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterat
             microbatches=1 if once else plan.microbatches,
             gathers=2 + (plan.is_pipelined and is_deep) if is_layers else 1,  # what is no layer's, once for both passes
             weight_bytes=jnp.dtype(leaf.dtype).itemsize if plan.zero == 3 else weight,
-            gradient_bytes=weight if moves else 0,
+            gradient_bytes=max(weight, 4) if moves else 0,  # summed in float32 at least
         )
         yield Sent(STATE, what, shared_out)
         if not moves:
             continue
         over = [axis for axis in leaf.reduced if plan.size(axis) > 1]
         copies = math.prod(map(plan.size, over))
-        summed = planning.sharded_state_bytes(number / pieces, copies, zero=0, gradient_bytes=weight)
+        summed = planning.sharded_state_bytes(number / pieces, copies, zero=0, gradient_bytes=max(weight, 4))
         yield Sent(TENSOR, "gradients of what all hold", summed) if over == [TENSOR] else Sent(STATE, what, summed)
 
 

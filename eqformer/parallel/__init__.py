@@ -63,6 +63,7 @@ from ._schedules import (
 from ._shard_map import filter_shard_map as filter_shard_map
 from ._shift import shift as shift
 from ._simulate import Entries as Entries, simulate as simulate, Simulation as Simulation, Timing as Timing
+from ._stand_ins import is_narrow as is_narrow, routed as routed, stand_in as stand_in
 from ._tensor import (
     MIXERS as MIXERS,
     RESIDUALS as RESIDUALS,
@@ -73,4 +74,5 @@ from ._tensor import (
 from ._timeline import draw_timeline as draw_timeline, picture_timeline as picture_timeline
 from ._vary import vary as vary, vary_like as vary_like, varying_axes as varying_axes
 from ._vocabulary import SplitEmbedding as SplitEmbedding, SplitVocabulary as SplitVocabulary
+from ._weight_gradients import differentiable as differentiable
 from ._weight_stationary import WeightStationary as WeightStationary

@@ -13,9 +13,18 @@ from .._shapes import Array
 from ._axes import PIPE
 from ._pipeline_plan import route, Routes, Turn
 from ._schedule import IDLE, Schedule
+from ._stand_ins import stand_in
 from ._stash import add, add_rows, get, put, zeros
 from ._vary import vary, vary_like, varying_axes
-from ._weight_gradients import is_differentiated, split_gradients, tapped, taps, watched, weight_gradients
+from ._weight_gradients import (
+    differentiable,
+    is_differentiated,
+    split_gradients,
+    tapped,
+    taps,
+    watched,
+    weight_gradients,
+)
 
 
 def pipeline_gradients(
@@ -132,11 +141,7 @@ class _Run:
         rows = lambda x: jax.ShapeDtypeStruct((x.shape[0] * self.schedule.chunks, *x.shape[1:]), x.dtype)
         told = jax.tree.map(lambda x: zeros(rows(x), varying_axes(x) | {PIPE}), self.told)
 
-        def wide(x: Any) -> Any:
-            start = jnp.zeros_like(x, nn.at_least_float32(x.dtype)) if eqx.is_inexact_array(x) else None
-            return start if start is None else vary_like(start, x)
-
-        of_edges, of_blocks = jax.tree.map(wide, (self.edges, self.blocks))
+        of_edges, of_blocks = jax.tree.map(stand_in, differentiable((self.edges, self.blocks)))
         sums = _Sums(loss, told, of_edges, of_blocks, products)
         return _State(stash(self.routes.inputs), stash(self.routes.cotangents), sums)
 

@@ -19,13 +19,14 @@ from ._check_plan import check_choices, check_model, check_rows
 from ._context import context_order
 from ._depth import layer_order
 from ._feature import FEATURE_DIMS
-from ._fully_sharded import gather, Gathered, routed, scatter, Scattered
+from ._fully_sharded import Gathered, Scattered
 from ._layout import axes_of, Layout, partition_specs
 from ._leaves import Leaf, leaves_of
 from ._mesh import axis_sizes
 from ._pipelined_stack import PipelinedStack
 from ._schedule import Schedule
 from ._schedules import make_schedule
+from ._stand_ins import gather, is_narrow, routed, scatter, stand_in
 from ._tensor import HEAD_DIMS
 from ._vary import vary, vary_like
 from ._vocabulary import SplitVocabulary
@@ -184,26 +185,28 @@ class Plan:
     def parameters(self, model: nn.Transformer, leaves: PyTree) -> PyTree:
         """What to differentiate by: the model's slices, typed so that each device's gradient stays its own.
 
-        With `zero=2` a slice of no value stands for each array whose gradient is split.
+        Where the gradient is wider than the array, or with `zero=2` split, a stand-in of no value has its place.
         """
 
         def own(leaf: Leaf, x: Any) -> Any:
-            if self.zero == 2 and leaf.fsdp_dim is not None:
-                shape = [size // (self.size(FSDP) if i == leaf.fsdp_dim else 1) for i, size in enumerate(x.shape)]
-                return vary(jnp.zeros(shape, x.dtype), {*leaf.partial, *axes_of(leaf.state_spec)})
-            return vary(x, leaf.partial)
+            is_split = self.zero == 2 and leaf.fsdp_dim is not None
+            if not (is_split or is_narrow(x)):
+                return vary(x, leaf.partial)
+            shape = [
+                size // (self.size(FSDP) if is_split and i == leaf.fsdp_dim else 1) for i, size in enumerate(x.shape)
+            ]
+            spec = leaf.state_spec if is_split else leaf.spec
+            return vary(jnp.zeros(shape, nn.at_least_float32(x.dtype)), {*leaf.partial, *axes_of(spec)})
 
         return jax.tree.map(own, leaves, model)
 
     def wrap(self, parameters: PyTree, model: nn.Transformer, leaves: PyTree, shapes: PyTree) -> nn.Transformer:
         """The model on this device, of its own values and with the gradients of `parameters`."""
-        whole, model = model, parameters
-        if self.zero == 2:
-            model = jax.tree.map(lambda leaf, x, shard: routed(x, shard, leaf.fsdp_dim), leaves, whole, parameters)
-            if self.scatters_layers:
-                model = eqx.tree_at(lambda m: m.stacks, model, parameters.stacks)
-        if self.zero == 3:
-            model = _gathered_outside_stacks(model, leaves)
+        whole, is_apart = model, self._holds_values_apart(model)
+        outside = [eqx.tree_at(lambda m: m.stacks, tree, ()) for tree in (leaves, whole, parameters)]
+        in_stacks = self._in_block if is_apart else self._with_value
+        stacks = jax.tree.map(in_stacks, leaves.stacks, whole.stacks, parameters.stacks)
+        model = eqx.tree_at(lambda m: m.stacks, jax.tree.map(self._with_value, *outside), stacks)
         if self.size(TENSOR) > 1:
             specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
             model = split_over_tensor(model, specs, shapes, self.residual, self.overlap, self.is_pipelined)
@@ -212,14 +215,55 @@ class Plan:
             model = split_mixtures(model, self.expert_method, self.expert_factor, residual)
         if self.size(CONTEXT) > 1:
             model = split_over_context(model, self.context_method, self.is_pipelined)
-        if self.zero == 3:
-            model = _with_blocks(model, leaves, _gathered)
-        if self.scatters_layers:
-            model = _with_blocks(model, leaves, _scattered, whole.stacks)
+        if is_apart:
+            blocks = tuple(map(self._with_blocks, model.stacks, leaves.stacks, whole.stacks))
+            model = eqx.tree_at(lambda m: m.stacks, model, blocks)
         if self.spreads_edges:
             stacks = tuple(PipelinedStack(stack, self.microbatches, splits_rows=True) for stack in model.stacks)
             model = eqx.tree_at(lambda m: m.stacks, model, stacks)
         return model
+
+    def _holds_values_apart(self, model: nn.Transformer) -> bool:
+        """Whether blocks of layers are put together from values and stand-ins when they are called.
+
+        A pipeline that loops over microbatches adds up the gradients of what its stages are given.
+        """
+        is_summed = self.spreads_edges and any(map(is_narrow, jax.tree.leaves(model.stacks)))
+        return self.zero == 3 or self.scatters_layers or is_summed
+
+    def _with_value(self, leaf: Leaf, x: Any, parameter: Any) -> Any:
+        """An array with its value and the parameter's gradient, outside of blocks that are put together."""
+        if self.zero == 3 and leaf.spec is not None:  # once: it is used at both ends, and no backward pass needs it
+            return gather(parameter, leaf.fsdp_dim, leaf.dtype, x if is_narrow(x) else None)
+        dim = leaf.fsdp_dim if self.zero == 2 else None
+        return parameter if dim is None and not is_narrow(x) else routed(x, parameter, dim)
+
+    def _in_block(self, leaf: Leaf, x: Any, parameter: Any) -> Any:
+        """What the block differentiates by; a pipeline scatters it after all microbatches."""
+        if self.zero != 2 or self.scatters_layers or leaf.fsdp_dim is None:
+            return parameter
+        return routed(stand_in(x) if is_narrow(x) else x, parameter, leaf.fsdp_dim)
+
+    def _with_blocks(self, stack: nn.Stack, leaves: nn.Stack, whole: nn.Stack) -> nn.Stack:
+        """The stack with blocks of what it has and, where these are stand-ins, their values."""
+        arrays = [leaf for leaf in jax.tree.leaves(leaves.blocks) if leaf.spec is not None]
+        is_split = self.zero == 3 or self.scatters_layers
+        # A block has no dim `layers`.
+        dims = tuple(leaf.fsdp_dim - 1 if is_split and leaf.fsdp_dim is not None else None for leaf in arrays)
+
+        def value(x: Array, parameter: Array, leaf: Leaf) -> Array | None:
+            is_apart = is_narrow(x) or (self.scatters_layers and leaf.fsdp_dim is not None)
+            # Said to vary here, once: as a step of each layer it would make a copy of each layer's arrays to be kept.
+            return vary_like(x, parameter) if is_apart else None
+
+        arrays_of = lambda stack: jax.tree.leaves(eqx.filter(stack.blocks, eqx.is_array))
+        values = tuple(map(value, arrays_of(whole), arrays_of(stack), arrays))
+        if self.zero == 3:
+            dtypes = tuple(leaf.dtype for leaf in arrays)
+            blocks = Gathered(stack.blocks, dims, dtypes, stack.remat != "none", values)
+        else:
+            blocks = Scattered(stack.blocks, values, dims)
+        return eqx.tree_at(lambda s: s.blocks, stack, blocks)
 
     def wrap_forward(self, model: nn.Transformer, leaves: PyTree, shapes: PyTree) -> nn.Transformer:
         """The model on this device for a pass without gradients, a pipeline's stages included."""
@@ -251,35 +295,3 @@ class Plan:
     def vocabulary(self, model: nn.Transformer) -> SplitVocabulary | None:
         """The loss's view of the logits where each device holds a part of them; None where it holds all."""
         return SplitVocabulary(model.vocab) if self.size(TENSOR) > 1 else None
-
-
-def _gathered_outside_stacks(model: nn.Transformer, leaves: PyTree) -> nn.Transformer:
-    # Gathered once: they are used at both ends, and the backward pass needs none of them.
-    def one(leaf: Leaf, x: Any) -> Any:
-        return x if leaf.spec is None else gather(x, leaf.fsdp_dim, leaf.dtype)
-
-    without = lambda tree: eqx.tree_at(lambda m: m.stacks, tree, ())
-    whole = jax.tree.map(one, without(leaves), without(model))
-    return eqx.tree_at(lambda m: m.stacks, whole, model.stacks)
-
-
-def _with_blocks(
-    model: nn.Transformer, leaves: PyTree, wrap: Callable[..., Any], *stacks: tuple[nn.Stack, ...]
-) -> nn.Transformer:
-    def wrapped(stack: nn.Stack, of_stack: PyTree, *others: nn.Stack) -> nn.Stack:
-        arrays = [leaf for leaf in jax.tree.leaves(of_stack.blocks) if leaf.spec is not None]
-        dims = tuple(None if leaf.fsdp_dim is None else leaf.fsdp_dim - 1 for leaf in arrays)  # a block has no `layers`
-        return eqx.tree_at(lambda s: s.blocks, stack, wrap(stack, arrays, dims, *others))
-
-    return eqx.tree_at(lambda m: m.stacks, model, tuple(map(wrapped, model.stacks, leaves.stacks, *stacks)))
-
-
-def _gathered(stack: nn.Stack, arrays: list[Leaf], dims: tuple[int | None, ...]) -> Gathered:
-    return Gathered(stack.blocks, dims, tuple(leaf.dtype for leaf in arrays), stack.remat != "none")
-
-
-def _scattered(stack: nn.Stack, arrays: list[Leaf], dims: tuple[int | None, ...], whole: nn.Stack) -> Scattered:
-    arrays_of = lambda stack: jax.tree.leaves(eqx.filter(stack.blocks, eqx.is_array))
-    # Said to vary here, once: as a step of each layer it would make a copy of each layer's arrays to be kept.
-    values = tuple(map(vary_like, arrays_of(whole), arrays_of(stack)))
-    return Scattered(stack.blocks, values, dims)

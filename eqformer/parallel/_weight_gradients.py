@@ -17,7 +17,8 @@ from jaxtyping import Array, PyTree
 
 from .. import nn
 from ._axes import FSDP
-from ._fully_sharded import Gathered, scatter
+from ._fully_sharded import Gathered
+from ._stand_ins import scatter
 from ._taps import holding, is_map, Notes, Seen, Tapped
 from ._vary import vary
 
@@ -62,13 +63,22 @@ def tapped(blocks: PyTree, wanted: dict[int, tuple]) -> PyTree:
 
 
 def is_differentiated(blocks: PyTree) -> PyTree:
-    """A tree of flags: what the backward pass of tapped blocks differentiates, which is all but the tapped weights."""
+    """A tree of flags: what the backward pass of blocks differentiates, which is all but tapped weights and the values
+    of stand-ins."""
 
     def flags(node: PyTree) -> PyTree:
+        if isinstance(node, Gathered):
+            no_values = jax.tree.map(lambda _: False, node.values)
+            return Gathered(is_differentiated(node.inner), node.dims, node.dtypes, node.keeps, no_values)
         kept = jax.tree.map(eqx.is_inexact_array, node)
         return eqx.tree_at(lambda n: n.weight, kept, False) if isinstance(node, Tapped) else kept
 
-    return jax.tree.map(flags, blocks, is_leaf=lambda node: isinstance(node, Tapped))
+    return jax.tree.map(flags, blocks, is_leaf=lambda node: isinstance(node, Tapped | Gathered))
+
+
+def differentiable(tree: PyTree) -> PyTree:
+    """The arrays that `is_differentiated` tells of, and None for all else."""
+    return eqx.filter(tree, is_differentiated(tree))
 
 
 def split_gradients(
@@ -78,7 +88,8 @@ def split_gradients(
     taken = {number: node for number, node in _linears(gradients).items() if number in wanted}
     products = {number: (node.into, node.out) for number, node in taken.items()}
     plain = {number: holding(node, None, node.bias) for number, node in taken.items()}
-    restored = lambda new, old: Gathered(new.inner, old.dims, old.dtypes, old.keeps)
+    nothing = lambda values: jax.tree.map(lambda _: None, values)
+    restored = lambda new, old: Gathered(new.inner, old.dims, old.dtypes, old.keeps, nothing(old.values))
     return _each_gathered(restored, _replaced(gradients, plain), blocks), products
 
 
@@ -151,7 +162,9 @@ def _not_gathering_taps(new: Gathered, old: Gathered) -> Gathered:
         parts = _by_node(old, values)
         return tuple(x for part, count in zip(parts, counts) for x in (*part, *[tap] * (count - len(part))))
 
-    return Gathered(new.inner, with_taps(old.dims, None), with_taps(old.dtypes, old.dtypes[0]), old.keeps)
+    dims, dtypes = with_taps(old.dims, None), with_taps(old.dtypes, old.dtypes[0])
+    values = None if old.values is None else with_taps(old.values, None)
+    return Gathered(new.inner, dims, dtypes, old.keeps, values)
 
 
 def _nodes(gathered: Gathered) -> list:

@@ -6,12 +6,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
+from .. import nn
 from .._shapes import Batch
-from ..nn import aux_of
-from ..parallel import filter_shard_map, pipeline_gradients, Plan, shardings
+from ..parallel import differentiable, filter_shard_map, pipeline_gradients, Plan, shardings
 from ._loss import batch_tokens, evaluation_sums
 from ._optimizer import Optimizer, trainable, Trained
 from ._step import accumulated_gradients, Gradients, GradientsOf, in_microbatches, LossFn, make_step, Step, TrainState
@@ -44,7 +45,7 @@ def planned_gradients(plan: Plan) -> GradientsOf:
             mapped = filter_shard_map(local.gradients, plan.mesh, specs, out)
             total, (count, told), gradients = mapped(model, pieces)
             told = plan.told_to_reading_order(told)
-            return total, Tally(count, told) if aux_of(told) else count, gradients
+            return total, Tally(count, told) if nn.aux_of(told) else count, gradients
 
         return of_batch
 
@@ -143,8 +144,10 @@ class _Local:
     def _pipelined(self, model: PyTree, parameters: PyTree, pieces: PyTree) -> tuple[Any, Any, PyTree]:
         """The same by a schedule: what is gathered or exchanged outside the layers is so once, before and after."""
         wrapped = self._wrapped(parameters, model)
-        # At wide parameters, so that sums over microbatches stay wide on their way back.
-        like, pull = eqx.filter_vjp(lambda wide: self._wrapped(wide, _wide(model)), _wide(parameters))
+        # At wide parameters that travel so, that sums over microbatches stay wide on their way back.
+        wide_model, wide_leaves = _wide(model), _travelling_wide(self.leaves)
+        of_wide = lambda wide: self.plan.wrap(wide, wide_model, wide_leaves, self.shapes)
+        like, pull = eqx.filter_vjp(lambda wide: differentiable(of_wide(wide)), _wide(parameters))
         edges = eqx.tree_at(lambda m: m.stacks, wrapped, None)
 
         def first(edges: PyTree, piece: PyTree) -> Array:
@@ -168,8 +171,8 @@ class _Local:
             tells=True,
         )
         gradients = _with_stacks(of_edges, (of_stack,))
-        like = eqx.filter(like, eqx.is_inexact_array)
-        (of_parameters,) = pull(jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, like))
+        assert jax.tree.map(jnp.dtype, gradients) == jax.tree.map(jnp.dtype, like)
+        (of_parameters,) = pull(gradients)
         return total, Tally(count, (told,)), self.trained(of_parameters)
 
 
@@ -185,6 +188,12 @@ class _Done(eqx.Module):
 def _wide(model: PyTree) -> PyTree:
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     return eqx.combine(widened(arrays), rest)
+
+
+def _travelling_wide(leaves: PyTree) -> PyTree:
+    """The leaves of a plan, of which those outside of the stacks are gathered in float32 at least."""
+    wide = lambda leaf: dataclasses.replace(leaf, dtype=leaf.dtype and str(nn.at_least_float32(jnp.dtype(leaf.dtype))))
+    return eqx.tree_at(lambda m: m.stacks, jax.tree.map(wide, leaves), leaves.stacks)
 
 
 def _with_stacks(edges: PyTree, stacks: PyTree) -> PyTree:

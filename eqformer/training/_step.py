@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key, PyTree
 
-from ..parallel import vary, varying_axes
+from ..parallel import is_narrow, routed, stand_in, vary, varying_axes
 from ._optimizer import divided, global_norm, Optimizer, trainable, Trained
 from ._rebalance import rebalanced
 from ._tally import count_of, routing_metrics, Tally
-from ._wide import widened
 
 
 LossFn = Callable[..., Any]  # (model, batch, key) -> (sum, count or Tally)
@@ -136,25 +135,29 @@ def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1, trained: Trained
     Gradients are those of what `trained` picks of the model, and None for all else.
 
     Microbatch `i` holds rows `i`, `i + accumulate`, ..., so that rows split over devices stay where they are. All get
-    the same key: randomness follows the example's number, so the result is the whole batch's. Sums over microbatches
-    are float32 at least. What a loss computes of a whole batch (`LoadBalance(per="batch")`) it computes of each
-    microbatch.
+    the same key: randomness follows the example's number, so the result is the whole batch's. Gradients, and their sums
+    over microbatches, are float32 at least, whatever the parameters are. What a loss computes of a whole batch
+    (`LoadBalance(per="batch")`) it computes of each microbatch.
     """
 
     def of_batch(model: PyTree, batch: PyTree, key: Any) -> tuple[Array, PyTree, PyTree]:
         moving, rest = divided(model, trained)
-        of_moving = lambda moving, batch, key: loss_fn(eqx.combine(moving, rest), batch, key)
-        with_gradients = eqx.filter_value_and_grad(of_moving, has_aux=True)
+        places = jax.tree.map(lambda x: stand_in(x) if is_narrow(x) else x, moving)
+
+        def loss(places: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
+            values = jax.tree.map(lambda x, place: routed(x, place) if is_narrow(x) else place, moving, places)
+            return loss_fn(eqx.combine(values, rest), batch, key)
+
+        with_gradients = eqx.filter_value_and_grad(loss, has_aux=True)
         if accumulate == 1:
-            (total, count), gradients = with_gradients(moving, batch, key)
+            (total, count), gradients = with_gradients(places, batch)
             return total, count, gradients
         pieces = in_microbatches(batch, accumulate)
-        start = jax.tree.map(jnp.zeros_like, widened(moving))
+        start = jax.tree.map(jnp.zeros_like, places)
 
         def add(sums: tuple, piece: PyTree) -> tuple[tuple, None]:
-            (total, count), gradients = with_gradients(moving, piece, key)
-            wide = jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums[2], gradients)
-            return (*jax.tree.map(jnp.add, sums[:2], (total, count)), wide), None
+            (total, count), gradients = with_gradients(places, piece)
+            return jax.tree.map(jnp.add, sums, (total, count, gradients)), None
 
         first = jax.tree.map(lambda x: x[0], pieces)
         like = eqx.filter_eval_shape(loss_fn, model, first, key)

@@ -7,7 +7,7 @@ import pytest
 from plan_models import batch_of, model_of
 from plan_parity import Case, compiled, differences, leaf_differences, of_one_device, of_plan, Outcome
 
-from eqformer import nn
+from eqformer import nn, training
 from eqformer.nn import _linear
 from eqformer.training import next_token_loss
 from eqformer.training._step import accumulated_gradients
@@ -89,6 +89,16 @@ def test_a_meshs_gradients_are_float32s_up_to_the_rounding_of_products(case):
 def test_narrow_parameters_gradients_are_rounded_sums(case):
     """Vectors of a table that come a thousand times, biases, and all else: summed in float32 and then rounded."""
     assert wrong(of_one_device(in_dtypes(case, "bfloat16", "bfloat16")), case) == {}
+
+
+@pytest.mark.parametrize("case", with_grid(CASES[:1], CASES[1:] + WIDER))
+def test_a_meshs_gradients_of_narrow_parameters_are_wide_sums(case):
+    """As large, too, as float32's: the norm that clipping and the log are given."""
+    got = of_plan(in_dtypes(case, "bfloat16", "bfloat16"))
+    assert {str(x.dtype) for x in jax.tree.leaves(got.gradients)} == {"float32"}
+    assert wrong(got, case) == {}
+    norms = [float(training.global_norm(each.gradients)) for each in (got, exact(case))]
+    assert norms[0] == pytest.approx(norms[1], rel=tolerance(case) / 10)
 
 
 def test_biases_that_are_added_in_bfloat16_are_seen(monkeypatch):

@@ -1,0 +1,100 @@
+"""Gradients add up over devices, microbatches and uses in float32, whatever dtype the parameters are."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from narrow_sums import narrow_sums
+from plan_models import batch_of, model_of
+from plan_parity import Case, compiled, place
+
+from eqformer import training
+from eqformer.parallel import TENSOR
+from eqformer.training import next_token_loss, planned_gradients
+
+
+NARROW = ("bfloat16", "bfloat16")
+PIPE: dict[str, Any] = {"microbatches": 2, "smallest": 1}
+CASES = [
+    Case("gpt2", {"replica": 2, "expert": 2}, accumulate=2),
+    *(Case("tied", {"fsdp": 2, "context": 2}, {"zero": zero, "smallest": 1}) for zero in range(4)),
+    Case("llama", {"fsdp": 2, "context": 2}, {"context_method": "heads"}),
+    Case("gpt2 lora", {"fsdp": 2, "tensor": 2}, {"residual": "feature"}),
+    Case("gpt2", {"fsdp": 2, "tensor": 2}, {"residual": "sequence", "overlap": "ring"}),
+    Case("shared mixture", {"expert": 2, "tensor": 2}),
+    *(Case("llama", {"fsdp": 2, "pipe": 2}, PIPE | {"zero": zero, "schedule": "zb-h1"}) for zero in (1, 3)),
+    *(
+        Case("llama", {"fsdp": 2, "pipe": 2}, PIPE | {"zero": zero, "schedule": "gpipe", "edges": "spread"})
+        for zero in (0, 2, 3)
+    ),
+]
+
+
+def narrow_sums_over_devices(case: Case) -> set[tuple[tuple[str, ...], int]]:
+    """By axes and number of dims: sums over devices of numbers of 16 bits, in a program that gives gradients."""
+    model, plan = model_of(case.model, dtypes=NARROW), case.plan
+    arrays, rest = eqx.partition(plan.to_ring_order(model), eqx.is_array)
+    gradients = planned_gradients(plan)(next_token_loss, case.accumulate)
+    run = lambda arrays, batch: jax.tree.leaves(gradients(eqx.combine(arrays, rest), batch, None)[2])
+    program = jax.make_jaxpr(run)(arrays, batch_of(model))
+    assert {str(x.dtype) for x in program.out_avals} == {"float32"}
+    return {(one.axes, len(one.shape)) for one in narrow_sums(program) if one.axes}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_no_gradient_of_a_parameter_crosses_devices_in_16_bits(case):
+    """What does is the stream between layers, of rows, tokens and channels, over the axis that splits its channels."""
+    assert narrow_sums_over_devices(case) <= {((TENSOR,), 3)}
+
+
+def test_gradients_of_the_parameters_dtype_would_be_seen(monkeypatch):
+    monkeypatch.setattr("eqformer.training._step.is_narrow", lambda x: False)
+    monkeypatch.setattr("eqformer.parallel._plan.is_narrow", lambda x: False)
+    with pytest.raises(AssertionError, match="bfloat16"):
+        narrow_sums_over_devices(CASES[1])
+
+
+def of_first_weights(model: Any, batch: Any, key: Any = None, *, tokens: Any = None, vocabulary: Any = None) -> tuple:
+    """A sum of which each entry of the table has the gradient: the first weight of each row, added up."""
+    total = jnp.sum(batch.weights[:, 0])
+    return total * jnp.sum(model.embedding.weight.astype(jnp.float32)), total
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("tied", {"replica": 2, "expert": 2, "fsdp": 2}),
+        Case("tied", {"replica": 2, "fsdp": 4}, {"zero": 1, "smallest": 1}),
+        Case("tied", {"fsdp": 8}, {"zero": 2, "smallest": 1}),
+        Case("tied", {"fsdp": 8}, {"zero": 3, "smallest": 1}),
+        Case("tied", {"fsdp": 2}, accumulate=4),
+        Case("tied", {"fsdp": 4, "pipe": 2}, {"zero": 3, "smallest": 1, "schedule": "1f1b", "microbatches": 2}),
+    ],
+    ids=lambda case: case.name,
+)
+def test_what_a_16_bit_sum_would_round_away_is_there(case):
+    """256 of one row and 1 of each other: in bfloat16 the next number is 258."""
+    model = model_of(case.model, dtypes=NARROW)
+    batch = batch_of(model)
+    weights = np.ones_like(batch.weights)
+    weights[0] = 256
+    batch = eqx.tree_at(lambda b: b.weights, batch, weights)
+    got = compiled(planned_gradients(case.plan)(of_first_weights, case.accumulate), place(model, case.plan), batch)
+    assert np.asarray(got.gradients.embedding.weight).tolist() == np.full((50, 32), 263.0).tolist()
+
+
+def test_clipped_gradients_of_narrow_parameters_have_the_norm_exactly():
+    """Momentum remembers what the optimizer is given; in bfloat16 the norm would be off by a thousandth or two."""
+    model = model_of("tied", dtypes=NARROW)
+    batch = batch_of(model)
+    rule = training.optimizer("sgd", model, schedule=1e-3, momentum=0.9)
+    state = training.init_state(model, rule)
+    state, metrics = training.make_step(next_token_loss, rule, clip=0.125)(state, batch)
+    given = [x for x in jax.tree.leaves(state.optimizer_state) if eqx.is_inexact_array(x)]
+    assert metrics["grad_norm"] > 0.125
+    assert float(training.global_norm(given)) == pytest.approx(0.125, rel=1e-6)
+    rounded = [x.astype(jnp.bfloat16) for x in given]
+    assert abs(float(training.global_norm(rounded)) / 0.125 - 1) > 1e-6
