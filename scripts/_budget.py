@@ -18,7 +18,8 @@ from eqformer.parallel import PIPE
 def state_bytes(plan: parallel.Plan, states: State) -> dict[str, tuple[int, int]]:
     """Bytes on a device and of the whole: parameters, gradients and what the optimizer remembers."""
     shapes = states.shapes()
-    trained = states.optimizer.trained(shapes.model)
+    wide = lambda x: jax.ShapeDtypeStruct(x.shape, nn.at_least_float32(x.dtype))
+    trained = jax.tree.map(wide, states.optimizer.trained(shapes.model))
     # A gradient is split as soon as it is made, or whole (a stage's) until all are there.
     is_split = plan.zero == 3 or plan.scatters_layers
     of_gradients = plan.state_specs(trained) if is_split else plan.parameter_specs(trained)

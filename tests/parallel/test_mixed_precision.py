@@ -97,8 +97,13 @@ def test_a_meshs_gradients_of_narrow_parameters_are_wide_sums(case):
     got = of_plan(in_dtypes(case, "bfloat16", "bfloat16"))
     assert {str(x.dtype) for x in jax.tree.leaves(got.gradients)} == {"float32"}
     assert wrong(got, case) == {}
-    norms = [float(training.global_norm(each.gradients)) for each in (got, exact(case))]
-    assert norms[0] == pytest.approx(norms[1], rel=tolerance(case) / 10)
+    one = of_one_device(in_dtypes(case, "bfloat16", "bfloat16"))
+    norm, of_one, of_exact = (float(training.global_norm(each.gradients)) for each in (got, one, exact(case)))
+    # Parameters that are rounded have other gradients, on one device too.
+    assert (norm, norm) == (
+        pytest.approx(of_one, rel=tolerance(case) / 50),
+        pytest.approx(of_exact, rel=tolerance(case)),
+    )
 
 
 def test_biases_that_are_added_in_bfloat16_are_seen(monkeypatch):
