@@ -36,6 +36,7 @@ def pipeline_gradients(
     data: PyTree,
     *,
     tells: bool = False,
+    seed: Any = 1,
 ) -> tuple[Any, ...]:
     """Loss sum, count and gradients of the sum over all microbatches, run as the schedule says; inside `shard_map`.
 
@@ -51,11 +52,11 @@ def pipeline_gradients(
 
     Sum and count are reduced over `pipe`, and so are the gradients of `edges`; over axes that the data vary over, all
     three are this device's part, to be reduced once by the caller. Gradients are summed in float32 at least, None for
-    what is not floating-point. With `tells`, a stage gives `(x, told)`: trees of `nn.Aux`, a `layers` dim in front of
-    each array. Their losses are added to the loss sum, and their sums over microbatches come third, before the
-    gradients, those of this device's layers. Where the schedule is split, the weights of `nn.Linear`s in `blocks` get
-    theirs in the weight entries from kept products (see `_weight_gradients`); all other gradients come with the
-    backward entries.
+    what is not floating-point, and `seed` times as large as the sum's. With `tells`, a stage gives `(x, told)`: trees
+    of `nn.Aux`, a `layers` dim in front of each array. Their losses are added to the loss sum, and their sums over
+    microbatches come third, before the gradients, those of this device's layers. Where the schedule is split, the
+    weights of `nn.Linear`s in `blocks` get theirs in the weight entries from kept products (see `_weight_gradients`);
+    all other gradients come with the backward entries.
     """
     if (there := jax.lax.axis_size(PIPE)) != schedule.stages:
         raise ValueError(
@@ -66,7 +67,7 @@ def pipeline_gradients(
     # Varying like the data, parameters get this device's gradients: nothing is reduced within the loop.
     parameters = vary_like(parameters, data)
     telling = stage if tells else lambda *given: (stage(*given), None)
-    run = _Run(schedule, route(schedule), (first, telling, last), parameters, data)
+    run = _Run(schedule, route(schedule), (first, telling, last), parameters, data, seed)
     turns = jax.tree.map(lambda table: jnp.asarray(table)[:, run.rank], run.routes.turns)
     sums = jax.lax.scan(lambda state, turn: (run.tick(state, turn), None), run.start(), turns)[0].sums
     # The ring has every device's part of the sums; blocks are nobody else's.
@@ -95,8 +96,10 @@ class _State(eqx.Module):
 class _Run:
     """The constants of one call, and the three kinds of entry as functions of the state."""
 
-    def __init__(self, schedule: Schedule, routes: Routes, functions: tuple, parameters: tuple, data: PyTree):
-        self.schedule, self.routes, self.data = schedule, routes, data
+    def __init__(
+        self, schedule: Schedule, routes: Routes, functions: tuple, parameters: tuple, data: PyTree, seed: Any
+    ):
+        self.schedule, self.routes, self.data, self.seed = schedule, routes, data, seed
         self.first, self.stage, self.last = functions
         self.edges, self.blocks = parameters
         self.rank = jax.lax.axis_index(PIPE)
@@ -192,7 +195,7 @@ class _Run:
             sums.loss,
             sums.edges,
         )
-        of_chunk, dx = pull((cotangent, jnp.ones_like(extra)))
+        of_chunk, dx = pull((cotangent, jnp.ones_like(extra) * self.seed))
         of_chunk, products = split_gradients(of_chunk, self.taps, chunk)
         is_first = self._is_first(turn.backward)
         of_edges = jax.lax.cond(is_first, lambda g: self._beginning(g, dx, piece), lambda g: g, of_edges)
@@ -207,7 +210,7 @@ class _Run:
         wanted, rest = eqx.partition(self.edges, eqx.is_inexact_array)
         last = lambda wanted, y: self.last(eqx.combine(wanted, rest), y, piece)
         total, pull, count = jax.vjp(last, wanted, y, has_aux=True)
-        more, cotangent = pull(jnp.ones_like(total))
+        more, cotangent = pull(jnp.ones_like(total) * self.seed)
         return add(loss, (total, count)), add(of_edges, more), cotangent
 
     def _beginning(self, of_edges: PyTree, dx: PyTree, piece: PyTree) -> PyTree:

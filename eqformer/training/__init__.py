@@ -13,6 +13,7 @@ from ._loss import (
     token_nats as token_nats,
     Vocabulary as Vocabulary,
 )
+from ._loss_scale import LossScale as LossScale
 from ._metrics import bits_per_byte as bits_per_byte, throughput as throughput
 from ._optimizer import (
     adamw as adamw,

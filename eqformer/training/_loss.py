@@ -69,6 +69,8 @@ def cross_entropy(
     """
     unembed, tables, vocab = _with_tables(unembed, hidden)
     flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), jax.lax.stop_gradient(weights.reshape(-1)))
+    if chunk is None and hidden.dtype == jnp.float16:
+        chunk = 1024  # whose gradients of the table, not yet at any scale, are within what float16 holds
     sizes = _chunks(flat[1].shape[0], vocab, chunk)
 
     def of_chunk(tables: list, hidden: Array, targets: Array, weights: Array) -> Array:
@@ -93,7 +95,8 @@ def cross_entropy(
     def backward(gradients, scale):
         of_tables, of_hidden = gradients
         of_tables = [(x * scale.astype(x.dtype)).astype(table.dtype) for x, table in zip(of_tables, tables)]
-        return of_tables, (of_hidden * scale.astype(of_hidden.dtype), None, None)
+        wide = widened(of_hidden)
+        return of_tables, ((wide * scale.astype(wide.dtype)).astype(of_hidden.dtype), None, None)
 
     differentiable = jax.custom_vjp(of_all)
     differentiable.defvjp(forward, backward)

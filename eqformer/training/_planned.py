@@ -14,6 +14,7 @@ from .. import nn
 from .._shapes import Batch
 from ..parallel import differentiable, filter_shard_map, pipeline_gradients, Plan, shardings
 from ._loss import batch_tokens, evaluation_sums
+from ._loss_scale import seed, unscaled
 from ._optimizer import Optimizer, trainable, Trained
 from ._step import accumulated_gradients, Gradients, GradientsOf, in_microbatches, LossFn, make_step, Step, TrainState
 from ._tally import Tally
@@ -33,17 +34,17 @@ def planned_gradients(plan: Plan) -> GradientsOf:
         pieces_of_rows = accumulate * plan.microbatches
         in_pieces = dataclasses.replace(plan, microbatches=pieces_of_rows)
 
-        def of_batch(model: PyTree, batch: PyTree, key: Any) -> tuple[Any, Any, PyTree]:
+        def of_batch(model: PyTree, batch: PyTree, key: Any, scale: Any = None) -> tuple[Any, Any, PyTree]:
             in_pieces.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1])
             leaves, shapes = plan.leaves(model), eqx.filter_eval_shape(lambda: model)
             scanned = 1 if plan.is_pipelined else pieces_of_rows
             local = _Local(in_pieces, loss_fn, scanned, trained, leaves, shapes)
             pieces = plan.arrange(batch, batch_tokens(batch, key))
             whole = PartitionSpec()
-            specs = plan.parameter_specs(model), plan.batch_specs(pieces)
+            specs = plan.parameter_specs(model), plan.batch_specs(pieces), whole
             out = whole, (whole, plan.told_spec), plan.state_specs(model)
             mapped = filter_shard_map(local.gradients, plan.mesh, specs, out)
-            total, (count, told), gradients = mapped(model, pieces)
+            total, (count, told), gradients = mapped(model, pieces, scale)
             told = plan.told_to_reading_order(told)
             return total, Tally(count, told) if nn.aux_of(told) else count, gradients
 
@@ -105,10 +106,10 @@ def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
     whole = PartitionSpec()
     of_parameters = plan.state_specs(optimizer.trained(state.model))
     memory = optimizer.map_state(lambda _, spec: spec, state.optimizer_state, of_parameters, other=whole)
-    parts = plan.parameter_specs(state.model), memory, whole, whole, whole
-    specs = eqx.tree_at(
-        lambda s: (s.model, s.optimizer_state, s.step, s.skipped, s.skipped_in_a_row), state, parts, is_leaf=_is_none
-    )
+    scale = jax.tree.map(lambda _: whole, state.loss_scale)
+    parts = plan.parameter_specs(state.model), memory, whole, whole, whole, scale
+    fields = lambda s: (s.model, s.optimizer_state, s.step, s.skipped, s.skipped_in_a_row, s.loss_scale)
+    specs = eqx.tree_at(fields, state, parts, is_leaf=_is_none)
     return shardings(specs, plan.mesh)
 
 
@@ -120,11 +121,11 @@ class _Local:
         self.leaves, self.shapes = leaves, shapes
         self.vocabulary = plan.vocabulary(shapes)
 
-    def gradients(self, model: PyTree, pieces: PyTree) -> tuple[Any, Any, PyTree]:
+    def gradients(self, model: PyTree, pieces: PyTree, scale: Any) -> tuple[Any, Any, PyTree]:
         """Sum, count and gradients of all devices' pieces, from this device's."""
         parameters = self.plan.parameters(model, self.leaves)
         of_pieces = self._pipelined if self.plan.runs_schedule else self._accumulated
-        total, tally, gradients = of_pieces(model, parameters, pieces)
+        total, tally, gradients = of_pieces(model, parameters, pieces, scale)
         count, told = (tally.count, tally.told) if isinstance(tally, Tally) else (tally, None)
         told = jax.tree.map(self.plan.total, told)
         return self.plan.total(total), (self.plan.total(count), told), self.plan.reduce(gradients, self.leaves)
@@ -135,13 +136,13 @@ class _Local:
     def _loss(self, model: PyTree, pieces: PyTree) -> tuple[Any, Any]:
         return self.loss_fn(model, pieces[0], None, tokens=pieces[1], vocabulary=self.vocabulary)
 
-    def _accumulated(self, model: PyTree, parameters: PyTree, pieces: PyTree) -> tuple[Any, Any, PyTree]:
+    def _accumulated(self, model: PyTree, parameters: PyTree, pieces: PyTree, scale: Any) -> tuple[Any, Any, PyTree]:
         def loss(parameters: PyTree, pieces: PyTree, key: None) -> tuple[Any, Any]:
             return self._loss(self._wrapped(parameters, model), pieces)
 
-        return accumulated_gradients(loss, self.accumulate, self.trained)(parameters, pieces, None)
+        return accumulated_gradients(loss, self.accumulate, self.trained)(parameters, pieces, None, scale)
 
-    def _pipelined(self, model: PyTree, parameters: PyTree, pieces: PyTree) -> tuple[Any, Any, PyTree]:
+    def _pipelined(self, model: PyTree, parameters: PyTree, pieces: PyTree, scale: Any) -> tuple[Any, Any, PyTree]:
         """The same by a schedule: what is gathered or exchanged outside the layers is so once, before and after."""
         wrapped = self._wrapped(parameters, model)
         # At wide parameters that travel so, that sums over microbatches stay wide on their way back.
@@ -161,16 +162,19 @@ class _Local:
         def last(edges: PyTree, x: Array, piece: PyTree) -> tuple[Any, Any]:
             return self._loss(_with_stacks(edges, (_Done(x),)), piece)
 
+        pieces = in_microbatches(pieces, self.plan.microbatches)
+        start = seed(scale, jax.tree.map(lambda x: x[0], pieces))
         total, count, told, (of_edges, of_stack) = pipeline_gradients(
             self.plan.timetable(),
             first,
             stage,
             last,
             (edges, wrapped.stacks[0]),
-            in_microbatches(pieces, self.plan.microbatches),
+            pieces,
             tells=True,
+            seed=start,
         )
-        gradients = _with_stacks(of_edges, (of_stack,))
+        gradients = unscaled(_with_stacks(of_edges, (of_stack,)), start)
         assert jax.tree.map(jnp.dtype, gradients) == jax.tree.map(jnp.dtype, like)
         (of_parameters,) = pull(gradients)
         return total, Tally(count, (told,)), self.trained(of_parameters)

@@ -9,30 +9,35 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Key, PyTree
 
 from ..parallel import is_narrow, routed, stand_in, vary, varying_axes
+from ._loss_scale import loss_scale, LossScale, seed, unscaled
 from ._optimizer import divided, global_norm, Optimizer, trainable, Trained
 from ._rebalance import rebalanced
 from ._tally import count_of, routing_metrics, Tally
 
 
 LossFn = Callable[..., Any]  # (model, batch, key) -> (sum, count or Tally)
-Gradients = Callable[..., Any]  # (model, batch, key) -> (sum, count or Tally, gradients of sum)
+Gradients = Callable[..., Any]  # (model, batch, key, scale or None) -> (sum, count or Tally, gradients of sum)
 GradientsOf = Callable[..., Gradients]  # (loss_fn, accumulate, trained) -> gradients
 
 
 class TrainState(eqx.Module):
-    """All that a step changes: the model, what the optimizer remembers, and the counts of steps done and skipped."""
+    """All that a step changes: the model, what the optimizer remembers, and the counts of steps done and skipped.
+
+    `loss_scale` is None but for models in float16.
+    """
 
     model: PyTree
     optimizer_state: PyTree
     step: Int[Array, ""]
     skipped: Int[Array, ""]
     skipped_in_a_row: Int[Array, ""]
+    loss_scale: LossScale | None = None
 
 
 def init_state(model: PyTree, optimizer: Optimizer) -> TrainState:
     """The state before step 0. A step consumes the state it is given, and with it the arrays of this `model`."""
     zeros = (jnp.zeros((), jnp.int32) for _ in range(3))
-    return _each_its_own_buffer(TrainState(model, optimizer.init(model), *zeros))
+    return _each_its_own_buffer(TrainState(model, optimizer.init(model), *zeros, loss_scale=loss_scale(model)))
 
 
 class Step(eqx.Module):
@@ -72,9 +77,10 @@ def make_step(
     `balance_rate` is how far the selection biases of routers move in a step, see `rebalanced`.
 
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
-    (so far), `skipped_in_a_row`, and those of `routing_metrics`. `gradients_of(loss_fn, accumulate, trained)`,
-    `place`, which is given the new state, and `as_held`, which puts what layers told in the order in which the state
-    holds them, are seams for meshes. Every buffer but the batch's is donated.
+    (so far), `skipped_in_a_row`, those of `routing_metrics` and, in float16, the step's `loss_scale`, see `LossScale`.
+    `gradients_of(loss_fn, accumulate, trained)`, `place`, which is given the new state, and `as_held`, which puts what
+    layers told in the order in which the state holds them, are seams for meshes. Every buffer but the batch's is
+    donated.
     """
     if accumulate < 1:
         raise ValueError(f"make_step(accumulate={accumulate}): a step has at least one microbatch.")
@@ -86,7 +92,8 @@ def make_step(
     def run(data: tuple[PyTree, Any], state: TrainState) -> tuple[TrainState, dict[str, Array]]:
         batch, key = data
         key = None if key is None else jax.random.fold_in(key, state.step)
-        total, tally, gradients = of_batch(state.model, batch, key)
+        held = state.loss_scale
+        total, tally, gradients = of_batch(state.model, batch, key, None if held is None else held.value)
         count = count_of(tally)
         loss, norm = total / count.astype(total.dtype), global_norm(gradients)
         norm = norm / count.astype(norm.dtype)
@@ -119,10 +126,11 @@ def make_step(
             state.step + 1,
             state.skipped + is_skipped,
             (state.skipped_in_a_row + 1) * is_skipped,
+            None if held is None else held.after(jnp.isfinite(norm)),
         )
         state = place(state)
         metrics = {"loss": loss, "count": count, "grad_norm": norm, "learning_rate": learning_rate}
-        metrics |= routing_metrics(tally)
+        metrics |= routing_metrics(tally) | ({} if held is None else {"loss_scale": held.value + 0})
         # Copies, since the state's own counts are consumed by the next step.
         return state, metrics | {"skipped": state.skipped + 0, "skipped_in_a_row": state.skipped_in_a_row + 0}
 
@@ -130,34 +138,36 @@ def make_step(
 
 
 def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1, trained: Trained = trainable) -> Callable[..., Any]:
-    """`(model, batch, key) -> (sum, count, gradients of sum)`, by a scan over `accumulate` microbatches.
+    """`(model, batch, key, scale=None) -> (sum, count, gradients of sum)`, by a scan over `accumulate` microbatches.
 
     Gradients are those of what `trained` picks of the model, and None for all else.
 
     Microbatch `i` holds rows `i`, `i + accumulate`, ..., so that rows split over devices stay where they are. All get
     the same key: randomness follows the example's number, so the result is the whole batch's. Gradients, and their sums
     over microbatches, are float32 at least, whatever the parameters are. What a loss computes of a whole batch
-    (`LoadBalance(per="batch")`) it computes of each microbatch.
+    (`LoadBalance(per="batch")`) it computes of each microbatch. `scale` is a `LossScale`'s value.
     """
 
-    def of_batch(model: PyTree, batch: PyTree, key: Any) -> tuple[Array, PyTree, PyTree]:
+    def of_batch(model: PyTree, batch: PyTree, key: Any, scale: Any = None) -> tuple[Array, PyTree, PyTree]:
         moving, rest = divided(model, trained)
         places = jax.tree.map(lambda x: stand_in(x) if is_narrow(x) else x, moving)
 
         def loss(places: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
             values = jax.tree.map(lambda x, place: routed(x, place) if is_narrow(x) else place, moving, places)
-            return loss_fn(eqx.combine(values, rest), batch, key)
+            total, tally = loss_fn(eqx.combine(values, rest), batch, key)
+            return total * seed(scale, batch), (total, tally)
 
-        with_gradients = eqx.filter_value_and_grad(loss, has_aux=True)
+        def with_gradients(places: PyTree, batch: PyTree) -> tuple[Array, PyTree, PyTree]:
+            gradients, (total, tally) = eqx.filter_grad(loss, has_aux=True)(places, batch)
+            return total, tally, unscaled(gradients, seed(scale, batch))
+
         if accumulate == 1:
-            (total, count), gradients = with_gradients(places, batch)
-            return total, count, gradients
+            return with_gradients(places, batch)
         pieces = in_microbatches(batch, accumulate)
         start = jax.tree.map(jnp.zeros_like, places)
 
         def add(sums: tuple, piece: PyTree) -> tuple[tuple, None]:
-            (total, count), gradients = with_gradients(places, piece)
-            return jax.tree.map(jnp.add, sums, (total, count, gradients)), None
+            return jax.tree.map(jnp.add, sums, with_gradients(places, piece)), None
 
         first = jax.tree.map(lambda x: x[0], pieces)
         like = eqx.filter_eval_shape(loss_fn, model, first, key)

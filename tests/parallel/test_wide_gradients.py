@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from narrow_sums import narrow_sums, NarrowSum
 from plan_models import batch_of, model_of
-from plan_parity import Case, compiled, place
+from plan_parity import Case, compiled, hastily, place
 from test_narrow_sums import MEANT_OF_NARROW, not_meant
 
 from eqformer import training
@@ -97,3 +97,22 @@ def test_clipped_gradients_of_narrow_parameters_have_the_norm_exactly():
     assert float(training.global_norm(given)) == pytest.approx(0.125, rel=1e-6)
     rounded = [x.astype(jnp.bfloat16) for x in given]
     assert abs(float(training.global_norm(rounded)) / 0.125 - 1) > 1e-6
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("mixture", {"fsdp": 2, "pipe": 2}, PIPE | {"zero": 3, "schedule": "zb-h1"}),
+        pytest.param(Case("mixture", {"fsdp": 2, "context": 2}, accumulate=2), marks=pytest.mark.grid),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_loss_scale_changes_no_bit(case):
+    """Of powers of two, where nothing overflows: those of balancing losses have it too."""
+    plan, plain = case.plan, model_of(case.model)
+    of_batch = planned_gradients(plan)(next_token_loss, case.accumulate)
+    model, batch, key = place(plan.to_ring_order(plain), plan), batch_of(plain), jax.random.key(0)
+    run = hastily(lambda *given: of_batch(*given)[2], model, batch, key, jnp.float32(1))
+    one, other = (run(model, batch, key, jnp.float32(scale)) for scale in (1, 2**12))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,60 @@
+"""Loss scales: float16 holds numbers from 6e-8 to 65,504, and gradients are made at a scale that keeps them there."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from .. import nn
+
+
+LARGEST = 2.0**24
+
+
+class LossScale(eqx.Module):
+    """The power of two by which gradients of the mean over tokens are multiplied while they are made.
+
+    A step whose gradients are not finite halves it (to 1 at least); `interval` steps in a row with finite ones double
+    it (to 2^24 at most; Micikevicius et al., arXiv:1710.03740). Gradients are divided by it as soon as they are wide.
+    """
+
+    value: Float[Array, ""]
+    finite_in_a_row: Int[Array, ""]
+    interval: int = eqx.field(static=True, default=2000)
+
+    def after(self, is_finite: Array) -> "LossScale":
+        """The scale for the next step."""
+        number = (self.finite_in_a_row + 1) * is_finite.astype(jnp.int32)
+        is_due = number >= self.interval
+        factor = jnp.where(is_finite, jnp.where(is_due, 2.0, 1.0), 0.5)
+        value = jnp.clip(self.value * factor, 1.0, LARGEST)
+        return LossScale(value, jnp.where(is_due, 0, number), self.interval)
+
+
+def loss_scale(model: PyTree) -> LossScale | None:
+    """The scale before the first step, 2^16; None for a model of which no parameter and no product is float16."""
+    is_model = lambda node: isinstance(node, nn.Transformer)
+    models = [node for node in jax.tree.leaves(model, is_leaf=is_model) if is_model(node)]
+    dtypes = {jnp.dtype(node.compute_dtype) for node in models}
+    dtypes |= {jnp.dtype(x.dtype) for x in jax.tree.leaves(model) if nn.is_trainable(x)}
+    if jnp.dtype("float16") not in dtypes:
+        return None
+    return LossScale(jnp.full((), 2.0**16, jnp.float32), jnp.zeros((), jnp.int32))
+
+
+def seed(scale: Float[Array, ""] | None, batch: PyTree) -> Any:
+    """What the gradient of the sum of losses begins with: about `scale` over the number of tokens, a power of two.
+
+    The tokens are the entries of the batch's first array. Without a scale it is 1.
+    """
+    if scale is None:
+        return 1
+    tokens = max((x.size for x in jax.tree.leaves(batch)[:1]), default=1)
+    return scale * 2.0 ** -(max(tokens, 1) - 1).bit_length()
+
+
+def unscaled(gradients: PyTree, seed: Any) -> PyTree:
+    """Gradients, float32 at least, as they are with a seed of 1."""
+    return gradients if isinstance(seed, int) else jax.tree.map(lambda x: x * (1 / seed).astype(x.dtype), gradients)
