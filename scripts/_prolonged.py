@@ -7,7 +7,7 @@ says how to go on, and each checkpoint knows what was chosen.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -59,39 +59,30 @@ def stretches_of(recipe: Recipe, checkpointer: training.Checkpointer) -> tuple[l
     start = checkpointer.latest_step
     if not start:
         return whole_run(recipe), ""
-    so_far = _saved(checkpointer.metadata(), recipe.optimizer)
+    so_far = [Stretch(**stretch) for stretch in checkpointer.metadata()["schedule"]]
     if recipe.steps in (so_far[-1].steps, start) or recipe.steps < start:
         return so_far, ""
     longer = [*so_far[:-1], dataclasses.replace(so_far[-1], steps=recipe.steps)]
-    before, after = rates_of(recipe.optimizer, so_far), rates_of(recipe.optimizer, longer)
+    before, after = rates_of(recipe.optimizer, so_far), _possible_rates(recipe.optimizer, longer)
     tell = lambda rates: _told(rates, start, recipe.steps)
     call = f"--steps {recipe.steps}: the run was trained as one of {so_far[-1].steps} steps, and the learning rate was "
     call += f"{_rate(before, start - 1)} at step {start}"
-    if _is_same(before, after, start):
+    if after is not None and _is_same(before, after, start):
         return longer, f"{call}; it will be {tell(after)}"
-    if recipe.prolong != "refuse":
-        chosen = [*so_far, _stretch(recipe.prolong, start, so_far[0], recipe)]
-        return chosen, f"{call}; by --prolong {recipe.prolong} it will be {tell(rates_of(recipe.optimizer, chosen))}"
-    listed = ""
-    for how in _WAYS:
-        with suppress(ValueError):  # a warmup that does not fit into the steps that are left
-            rates = rates_of(recipe.optimizer, [*so_far, _stretch(how, start, so_far[0], recipe)])
-            listed += f"\n  --prolong {how}: {tell(rates)}"
+    ways = {how: [*so_far, _stretch(how, start, so_far[0], recipe)] for how in _WAYS}
+    made = {how: rates for how in _WAYS if (rates := _possible_rates(recipe.optimizer, ways[how])) is not None}
+    if recipe.prolong in made:
+        return ways[recipe.prolong], f"{call}; by --prolong {recipe.prolong} it will be {tell(made[recipe.prolong])}"
+    why = "it would jump" if recipe.prolong == "refuse" else f"no schedule is made by --prolong {recipe.prolong}"
+    listed = "".join(f"\n  --prolong {how}: {tell(rates)}" for how, rates in made.items())
     smooth = [step for step in checkpointer.steps if step >= so_far[-1].start and _is_same(before, after, step)]
     other = f"\nThe checkpoint of step {smooth[-1]} goes on without a jump: move later ones away." if smooth else ""
-    raise ValueError(f"{call}; it would jump. Say how to go on, and it will be{listed}{other}")
+    raise ValueError(f"{call}; {why}. Say how to go on, and it will be{listed}{other}")
 
 
 def to_metadata(stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
     """The stretches as a checkpoint keeps them."""
     return [dataclasses.asdict(stretch) for stretch in stretches]
-
-
-def _saved(metadata: Mapping[str, Any], chosen: Optimization) -> list[Stretch]:
-    if "schedule" in metadata:
-        return [Stretch(**stretch) for stretch in metadata["schedule"]]
-    steps = metadata["recipe"]["recipe"]["steps"]  # before runs kept their stretches
-    return [Stretch(0, steps, min(LONGEST_WARMUP if chosen.warmup is None else chosen.warmup, steps - 1))]
 
 
 def _stretch(how: Literal["reshape", "rewarm", "hold"], start: int, first: Stretch, recipe: Recipe) -> Stretch:
@@ -100,7 +91,14 @@ def _stretch(how: Literal["reshape", "rewarm", "hold"], start: int, first: Stret
 
 
 def _warmup(chosen: Optimization, steps: int) -> int:
-    return min(LONGEST_WARMUP, steps // 10) if chosen.warmup is None else chosen.warmup
+    return min(LONGEST_WARMUP, max(1, steps // 10), steps - 1) if chosen.warmup is None else chosen.warmup
+
+
+def _possible_rates(chosen: Optimization, stretches: Sequence[Stretch]) -> training.Schedule | None:
+    """The learning rate of each step; None for what makes no schedule, as where a warmup is as long as the run."""
+    with suppress(ValueError):
+        return rates_of(chosen, stretches)
+    return None
 
 
 def _rates_of(chosen: Optimization, stretch: Stretch, before: training.Schedule | None) -> training.Schedule:
@@ -118,8 +116,8 @@ def _rates_of(chosen: Optimization, stretch: Stretch, before: training.Schedule 
     return (lambda step: own(step - shift)) if shift else own
 
 
-def _is_same(one: Callable, other: Callable, step: int) -> bool:
-    return math.isclose(float(one(step)), float(other(step)), rel_tol=1e-5)
+def _is_same(one: Callable, other: Callable | None, step: int) -> bool:
+    return other is not None and math.isclose(float(one(step)), float(other(step)), rel_tol=1e-5)
 
 
 def _told(rates: training.Schedule, start: int, steps: int) -> str:

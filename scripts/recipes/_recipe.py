@@ -54,7 +54,7 @@ class Optimization:
     schedule: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"
     """How the learning rate goes on from the warmup."""
     warmup: int | None = None
-    """Steps of linear warmup; a tenth of the run's and at most 50 where nothing is given."""
+    """Steps of linear warmup; a tenth of the run's, at least 1 and at most 50, where nothing is given."""
     weight_decay: float = 0.1
     """Decay of matrices, times the learning rate; biases and norms never decay."""
     clip: Annotated[float | None, _NUMBER_OR_NONE] = 1.0

@@ -108,6 +108,25 @@ def test_a_warmup_that_does_not_fit_is_refused_and_the_default_is_a_share():
     assert [whole_run(recipe(steps))[0].warmup for steps in (1, 20, 400, 800, 10_000)] == [0, 2, 40, 50, 50]
 
 
+@pytest.mark.parametrize("schedule", ["warmup-cosine", "warmup-stable-decay", "constant"])
+def test_a_run_that_is_shortened_into_its_warmup_goes_on_by_the_ways_that_make_a_schedule(schedule, tmp_path):
+    saved = save(tmp_path, 40, whole_run(recipe(800, schedule)))
+    last = 1e-2 * 40 / 51
+    for asked, why in (("refuse", "it would jump"), ("reshape", "no schedule is made by --prolong reshape")):
+        with pytest.raises(ValueError, match=why) as refused:
+            stretches_of(recipe(45, schedule, prolong=asked), saved)
+        listed = [line.split(":")[0].strip() for line in str(refused.value).splitlines()[1:]]
+        assert listed == ["--prolong hold", "--prolong rewarm"]
+    hold, rewarm = (recipe(45, schedule, prolong=how) for how in ("hold", "rewarm"))
+    np.testing.assert_allclose(rates(hold, stretches_of(hold, saved)[0])[39:], last, rtol=1e-6)
+    warm = rates(rewarm, stretches_of(rewarm, saved)[0])[40:]
+    np.testing.assert_allclose(warm[:2], [5e-3, 1e-2], rtol=1e-6)  # few steps have a warmup too
+
+
+def test_the_default_warmup_of_few_steps_is_one_where_there_are_two():
+    assert [whole_run(recipe(steps))[0].warmup for steps in (1, 2, 5, 9, 10, 19)] == [0, 1, 1, 1, 1, 1]
+
+
 def test_the_folder_of_a_run_is_untouched_by_a_refusal(tmp_path):
     with RunDirectory(tmp_path) as directory:
         directory.claim("name", recipe(100))
