@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from _xla import as_flags, known
 
@@ -47,10 +48,10 @@ def keep_pages(libc: ctypes.CDLL) -> None:
         libc.mallopt(parameter, value)
 
 
-# Products and reductions by XLA's own library of kernels, fused with what surrounds them.
-_CPU_FLAGS = {
-    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE",
-}
+# Products and reductions by XLA's own library of kernels, fused with what surrounds them; element-wise programs too, but
+# for XLA of jaxlib 0.10, whose own are faster (docs/benchmarks.md).
+_KERNELS = "DOT", "REDUCE", *(() if version("jaxlib").startswith("0.10.") else ("ELTWISE",))
+_CPU_FLAGS = {"xla_cpu_experimental_ynn_fusion_type": ",".join(f"LIBRARY_FUSION_TYPE_{kind}" for kind in _KERNELS)}
 _DEVICES = "--xla_force_host_platform_device_count"
 
 # Numbers of mallopt's parameters in glibc's malloc.h.
