@@ -10,12 +10,7 @@ _LONGEST = 300  # characters of a foreign message
 # Numbers of the system's errors, the words that libraries without such numbers use, and what to do.
 _PEER = "another process of the run has ended or cannot be reached; its own message says why. Start all of them again"
 _KINDS = (
-    (
-        (errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE),
-        r"\bgloo\b|\bpeer\b|\bbarrier\b|\bheartbeat",
-        _PEER,
-    ),
-    ((), r"coordination (service|agent)|\bUNAVAILABLE\b|\bNCCL\b", _PEER),
+    ((), r"\bgloo\b|\bNCCL\b|\bbarrier\b|\bheartbeat|coordination (service|agent)", _PEER),
     ((errno.ENOSPC, errno.EDQUOT), "no space left|quota exceeded", "free some space"),
     ((errno.EFBIG,), "file too large", "raise the largest size that a file may have (ulimit -f)"),
     ((errno.EACCES, errno.EPERM, errno.EROFS), r"permission|read-only|\bPERMISSION_DENIED\b", "make it writable"),
@@ -23,6 +18,8 @@ _KINDS = (
     ((errno.ETIMEDOUT,), r"timed? ?out|\bDEADLINE_EXCEEDED\b", "see why the storage takes so long"),
     ((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO), "input/output error|stale file", "see to the disk"),
 )
+# A connection that ended may be one to a hub as well as one to a process of the run: these tell less than words do.
+_CONNECTION = {errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE}
 _NUMBER = re.compile(r"(?:os_error_code='|errno |OS error )(\d+)", re.IGNORECASE)
 
 
@@ -34,7 +31,7 @@ def reason_and_fix(error: BaseException) -> tuple[str, str]:
     """
     family = list(_family(error))
     reason = next(filter(None, map(_line, family)), type(error).__name__)
-    numbers = {number for one in family for number in _numbers(one)}
+    numbers = {number for one in family for number in _numbers(one)} - _CONNECTION
     for known, _, fix in _KINDS:
         if numbers & set(known):
             return reason, fix

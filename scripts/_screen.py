@@ -1,17 +1,23 @@
 """What a person sees: one progress bar, notes above it, and plain lines where there is no terminal."""
 
 import math
+import os
+import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import NoReturn, TextIO
 
+from jax.errors import JaxRuntimeError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
 from eqformer import reason_and_fix
+from eqformer.training import CheckpointError, DivergedError
 
 
 # Called with the steps done, a text of figures, and whether those are new, of this step.
@@ -26,7 +32,7 @@ class Screen:
 
         One on standard `errors` does not mix with what a script prints.
         """
-        self.console = Console(highlight=False, soft_wrap=True, quiet=silent, stderr=errors)
+        self.console = _Console(highlight=False, soft_wrap=True, quiet=silent, stderr=errors)
 
     def note(self, text: str) -> None:
         """A line, above the bar if there is one."""
@@ -62,6 +68,12 @@ class Screen:
         with Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True) as progress:
             task = progress.add_task(title, total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total or None)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let the script end as it does where something else writes, and not as rich would have it."""
+        raise
 
 
 class _Eta(ProgressColumn):
@@ -103,10 +115,50 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def fail(error: BaseException) -> None:
+@contextmanager
+def one_message() -> Iterator[None]:
+    """What a script does: bad input ends it with one message and exit code 2, a reader that has left without any."""
+    with _until_nobody_reads():
+        try:
+            yield
+        except BrokenPipeError as error:
+            if _unread():
+                raise
+            _fail(error)
+        except (ValueError, OSError, ImportError, CheckpointError, DivergedError, JaxRuntimeError) as error:
+            _fail(error)
+
+
+def _fail(error: BaseException) -> NoReturn:
     """End the program with one clear message and exit code 2; an error of the system with what to do about it."""
-    sys.stdout.flush()
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
     reason, fix = reason_and_fix(error)
     is_foreign = isinstance(error, OSError | RuntimeError) or reason.startswith("UNKNOWN: ")
     print(f"error: {reason}; {fix}." if is_foreign and fix else f"error: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+@contextmanager
+def _until_nobody_reads() -> Iterator[None]:
+    """End with the code of a program that SIGPIPE ends where nobody reads what is written any more."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        for stream in _unread():  # what is left in the buffer would be written at exit, and fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _unread() -> list[TextIO]:
+    """Of standard output and errors those that nobody reads: another pipe, of the network, is none of them."""
+    found = []
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # one that is no file
+            poll = select.poll()
+            poll.register(stream.fileno(), 0)
+            found += [stream] if poll.poll(0) else []
+    return found

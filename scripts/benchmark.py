@@ -19,7 +19,7 @@ from typing import Literal
 
 import jax
 from _command import read
-from _screen import fail
+from _screen import one_message
 from benchmarks._measure import Row
 from benchmarks._rows import BENCHMARKS, OF_MESHES
 from rich.console import Console
@@ -80,21 +80,19 @@ def show(rows: list[Row]) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the benchmarks asked for, telling what is under way."""
-    try:
+    with one_message():
         command = read(Command, arguments)
         names = command.only or [name for name in BENCHMARKS if (name in OF_MESHES) == (command.simulate is not None)]
         check(command, [name for name in names if name in OF_MESHES])
-    except ValueError as error:
-        fail(error)
-    rows: list[Row] = []
-    for name in names:
-        print(f"measuring {name}: {BENCHMARKS[name].__doc__}", file=sys.stderr, flush=True)
-        rows += BENCHMARKS[name](command.rounds)
-    show(rows)
-    command.output.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine(), "rows": [dataclasses.asdict(row) for row in rows]}
-    command.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    print(f"written to {command.output}")
+        rows: list[Row] = []
+        for name in names:
+            print(f"measuring {name}: {BENCHMARKS[name].__doc__}", file=sys.stderr, flush=True)
+            rows += BENCHMARKS[name](command.rounds)
+        command.output.parent.mkdir(parents=True, exist_ok=True)
+        content = {"machine": machine(), "rows": [dataclasses.asdict(row) for row in rows]}
+        command.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        show(rows)
+        print(f"written to {command.output}")
 
 
 if __name__ == "__main__":

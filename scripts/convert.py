@@ -17,7 +17,7 @@ from _command import read
 from _published import keep_companions, recipe_of_folder, to_publish
 from _recipe_file import to_json
 from _run_directory import RunDirectory
-from _screen import fail, Screen
+from _screen import one_message, Screen
 from _setup import keys_of, latest_model, load_model
 from recipes import Recipe
 
@@ -90,10 +90,8 @@ def _bring(recipe: Recipe, target: RunDirectory, screen: Screen) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the command; bad input ends it with one message and exit code 2."""
-    try:
+    with one_message():
         convert(read(Command, arguments), Screen())
-    except (ValueError, OSError, ImportError, training.CheckpointError) as error:
-        fail(error)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ from _colored_text import color
 from _command import read
 from _published import tokenizer_of
 from _run_directory import RunDirectory
-from _screen import fail
+from _screen import one_message
 from _setup import latest_model
-
-from eqformer import training
 
 
 EXAMPLE = '''def load(path, encoding="utf-8"):
@@ -61,10 +59,8 @@ def write(command: Command) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the command; bad input ends it with one message and exit code 2."""
-    try:
+    with one_message():
         write(read(Command, arguments))
-    except (ValueError, OSError, training.CheckpointError) as error:
-        fail(error)
 
 
 if __name__ == "__main__":

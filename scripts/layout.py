@@ -23,7 +23,6 @@ if __name__ == "__main__":
     _environment.prepare(_devices(sys.argv))
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +36,7 @@ from _fitting import fitting, memory_bytes
 from _flags import naming_flags
 from _mesh import abstract_plan, check_plan, check_sizes, mesh_line, plan_of, State, step_of
 from _processes import check_machine, Machine
-from _screen import fail
+from _screen import one_message
 from _sent import sent_bytes
 from _setup import build_model, keys_of, optimizer_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -169,18 +168,12 @@ def _draw(path: Path, recipe: Recipe, model: Any) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command; bad input ends it with one message and exit code 2, a closed pipe without any."""
-    try:
+    """Run the command; bad input ends it with one message and exit code 2."""
+    with one_message():
         command = parse(Command, arguments, OWN)
         check_machine(command.machine)
         with naming_flags(command):
             report(command)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # What is left in the buffer would be written at exit, and fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError, ImportError) as error:
-        fail(error)
 
 
 if __name__ == "__main__":

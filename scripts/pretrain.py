@@ -21,13 +21,10 @@ from _processes import check_alike, devices_of, is_first, join, Machine
 from _published import check_published
 from _recipe_file import to_json
 from _run_directory import RunDirectory
-from _screen import fail, Screen
+from _screen import one_message, Screen
 from _setup import build_model
 from _trainer import Trainer
-from jax.errors import JaxRuntimeError
 from recipes import Recipe
-
-from eqformer.training import CheckpointError, DivergedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +55,10 @@ def train(command: Command) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the command; bad input ends it with one message and exit code 2, before anything is overwritten."""
-    try:
+    with one_message():
         command = parse(Command, arguments)
         with naming_flags(command):
             train(command)
-    except (ValueError, OSError, ImportError, CheckpointError, DivergedError, JaxRuntimeError) as error:
-        fail(error)
 
 
 if __name__ == "__main__":

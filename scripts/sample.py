@@ -21,11 +21,11 @@ from _mesh import plan_of
 from _processes import devices_of, Machine
 from _published import ends_of, published_tokenizer, recipe_of_folder, tokenizer_of
 from _run_directory import RunDirectory
-from _screen import fail, Screen
+from _screen import one_message, Screen
 from _setup import build_model, latest_model
 from recipes import Mesh, Recipe
 
-from eqformer import data, generation, models, nn, parallel, training
+from eqformer import data, generation, models, nn, parallel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,12 +170,10 @@ def write(command: Command) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the command; bad input ends it with one message and exit code 2."""
-    try:
+    with one_message():
         command = read(Command, arguments)
         with naming_flags(command):
             write(command)
-    except (ValueError, OSError, ImportError, training.CheckpointError) as error:
-        fail(error)
 
 
 if __name__ == "__main__":

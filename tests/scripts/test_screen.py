@@ -1,0 +1,52 @@
+"""How scripts end: with one message, or quietly where nobody reads them any more."""
+
+import os
+import subprocess
+
+import pytest
+from _screen import one_message
+from script_helpers import command, PLAIN, SCRIPTS
+
+
+# How each script writes: by print, by rich, into a buffer that is written out at the end, while it ends for help.
+WRITES = {
+    "print": "print('text', flush=True)",
+    "rich": "_screen.Screen().note('text')",
+    "buffer": "print('text')",
+    "help": "print('text'); raise SystemExit(0)",
+    "many": "[print('text' * 99) for _ in range(999)]",
+}
+CODE = "import sys; sys.path.insert(0, {!r}); import _screen\nwith _screen.one_message():\n    {}"
+
+
+def unread(arguments):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(arguments, stdout=write, stderr=subprocess.PIPE, env=PLAIN, timeout=300)
+    os.close(write)
+    return done.returncode, done.stderr
+
+
+def test_a_reader_that_has_seen_enough_ends_a_script_quietly():
+    python = command("")[0]
+    begun = {name: CODE.format(str(SCRIPTS), code) for name, code in WRITES.items()}
+    ended = {name: unread([python, "-c", code]) for name, code in begun.items()}
+    assert ended == dict.fromkeys(WRITES, (141, b""))
+    assert unread([python, "-u", "-c", begun["print"]]) == (141, b"")  # where nothing is buffered
+    assert unread(command("layout.py")) == (141, b"")
+
+
+def test_every_script_ends_as_the_others():
+    scripts = [path for path in SCRIPTS.glob("[a-z]*.py")]
+    assert len(scripts) >= 6
+    for script in scripts:
+        text = script.read_text()
+        assert "    with one_message():\n" in text and "except (" not in text.partition("def main")[2], script
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), ConnectionRefusedError(111, "refused")])
+def test_a_connection_that_ended_is_told_and_is_no_process_of_the_run(error, capfd):
+    with pytest.raises(SystemExit) as end, one_message():
+        raise error
+    told = capfd.readouterr().err
+    assert end.value.code == 2 and told.startswith("error: ") and error.strerror in told and "process" not in told
