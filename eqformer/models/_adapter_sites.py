@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..nn import beside, Linear, LoRA, modules, Transformer
+from ..nn import beside, holding, Linear, LoRA, modules, Transformer
 from ._weights import Weight
 
 
@@ -64,14 +64,14 @@ class Site:
         if not given:
             return []
         rank, scale = max(told(module)[0] for _, module, _ in given), told(given[0][1])[1]
-        dtypes = [np.dtype(dtype or np.result_type(*its)) for its in zip(*(found for _, _, found in given))]
+        dtypes = [np.dtype(dtype or holding(*(x.dtype for x in its))) for its in zip(*(found for _, _, found in given))]
         downs, ups = zip(*(_empty(linear, self.rule.outer, rank, *dtypes) for linear in self.linears))
         for place, module, (a, b) in given:
             own, its = told(module)
             if a.shape[0] != own or b.shape[-1] != own:
                 raise ValueError(f"{module}: A has shape {a.shape} and B {b.shape}; the rank told is {own}")
             a, b = np.pad(a, ((0, rank - own), (0, 0))), np.pad(b, ((0, 0), (0, rank - own)))
-            b = b if its == scale else b.astype(np.result_type(b, np.float32)) * (its / scale)
+            b = b if its == scale else b.astype(holding(b.dtype, np.float32)) * (its / scale)
             for number, (down, up) in enumerate(zip(downs, ups)):
                 try:
                     down[place] = self.down.to_own(a, (down,), 0)
@@ -86,8 +86,8 @@ class Site:
         Linears with one A share it; those with several get a block each of a wider pair, of the ranks' sum.
         """
         loras, scale = self.loras, self.loras[0].scale
-        downs = [np.asarray(lora.down.weight) for lora in loras]
-        ups = [_scaled(np.asarray(lora.up.weight), lora.scale, scale) for lora in loras]
+        downs = _alike([np.asarray(lora.down.weight) for lora in loras])
+        ups = _alike([_scaled(np.asarray(lora.up.weight), lora.scale, scale) for lora in loras])
         shared = len(loras) == len(self.linears) and all(np.array_equal(downs[0], down) for down in downs)
         ranks = [down.shape[self.rule.outer] for down in downs]
         total, starts = (ranks[0], [0] * len(ranks)) if shared else (sum(ranks), np.cumsum([0, *ranks]).tolist())
@@ -96,7 +96,7 @@ class Site:
             parts = []
             for linear in self.linears:
                 outputs = linear.weight.shape[self.rule.outer :][: len(linear.outputs)]
-                parts.append(np.zeros((*outputs, total), np.result_type(*ups)))
+                parts.append(np.zeros((*outputs, total), ups[0].dtype))
                 if id(linear) in blocks:
                     start, up = blocks[id(linear)]
                     parts[-1][..., start : start + up.shape[-1]] = up
@@ -160,6 +160,12 @@ def _beside(linear: Any, down: np.ndarray, up: np.ndarray, scale: float) -> LoRA
     shapes = eqx.filter_eval_shape(lambda: beside(linear, rank, scale, key=jax.random.key(0)))
     parts = linear, jnp.asarray(down), jnp.asarray(up)
     return eqx.tree_at(lambda m: (m.linear, m.down.weight, m.up.weight), shapes, parts)
+
+
+def _alike(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """The same in one dtype, in which none of them loses anything."""
+    dtype = holding(*(array.dtype for array in arrays))
+    return [array.astype(dtype, copy=False) for array in arrays]
 
 
 def _scaled(up: np.ndarray, own: float, scale: float) -> np.ndarray:

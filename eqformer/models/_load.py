@@ -135,7 +135,7 @@ def _dtypes(folder: Folder, rules: list[Weight], shapes: nn.Transformer, dtype: 
 
 def _dtype(folder: Folder, rule: Weight, shapes: nn.Transformer) -> str:
     """The dtype in which no array that the rule reads loses anything."""
-    return str(np.result_type(*{folder.dtype(name) for _, name in rule.places(rule.leaves(shapes)[0])}))
+    return str(nn.holding(*{folder.dtype(name) for _, name in rule.places(rule.leaves(shapes)[0])}))
 
 
 class _Part(NamedTuple):

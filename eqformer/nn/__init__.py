@@ -47,7 +47,7 @@ from ._dims import (
 )
 from ._dispatch import Capacity as Capacity, Dropless as Dropless
 from ._dropout import Dropout as Dropout
-from ._dtype import at_least_float32 as at_least_float32, float_dtype as float_dtype
+from ._dtype import at_least_float32 as at_least_float32, float_dtype as float_dtype, holding as holding
 from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions, unembed as unembed
 from ._expert_choice import ExpertChoiceRouter as ExpertChoiceRouter
 from ._experts import Experts as Experts

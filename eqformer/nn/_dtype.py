@@ -12,6 +12,21 @@ def at_least_float32(dtype: np.dtype) -> np.dtype:
     return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype("float32")
 
 
+def holding(*dtypes: Any) -> np.dtype:
+    """The narrowest floating-point dtype in which no number of these dtypes loses anything.
+
+    float32 for bfloat16 beside float16, of which neither holds the other and for which NumPy has no answer.
+    """
+    told = sorted({jnp.dtype(dtype) for dtype in dtypes}, key=lambda dtype: dtype.itemsize)
+    wider = [jnp.dtype(name) for name in ("float32", "float64")]
+    return next(dtype for dtype in (*told, *wider) if all(_holds(dtype, other) for other in told))
+
+
+def _holds(dtype: np.dtype, other: np.dtype) -> bool:
+    own, its = jnp.finfo(dtype), jnp.finfo(other)
+    return own.nmant >= its.nmant and own.maxexp >= its.maxexp and own.minexp <= its.minexp
+
+
 def float_dtype(dtype: Any, call: str) -> str:
     """The full name of a dtype that weights and computation can have, of a short one (`bf16`, `half`) or of a dtype.
 

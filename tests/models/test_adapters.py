@@ -156,6 +156,29 @@ def test_ranks_and_scales_of_one_model_may_differ(tmp_path):
     assert {str(x.dtype) for x in jax.tree.leaves(nn.lora_factors(again))} == {"bfloat16"}
 
 
+def test_factors_of_bfloat16_and_float16_are_held_by_float32(tmp_path):
+    """From layer to layer, and side by side in one array, on the way in and out."""
+    model, numbers, _ = based("gpt2 plain")
+    arrays = adapter(tmp_path / "adapter", "gpt2 plain")
+    dtype_of = lambda name: "bfloat16" if "h.1." in name else "float16"
+    mixed = {name: array.astype(dtype_of(name)) for name, array in arrays.items()}
+    save_file(mixed, tmp_path / "adapter" / ARRAYS)
+    adapted: Any = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
+    wide = eqx.filter(adapted, eqx.is_array)
+    assert {str(x.dtype) for x in jax.tree.leaves(nn.lora_factors(adapted))} == {"float32"}
+    models.save_adapter(adapted, tmp_path / "back", numbers=numbers)
+    back = load_file(tmp_path / "back" / ARRAYS)
+    same = [name for name, array in mixed.items() if array.shape == back[name].shape]
+    assert len(same) > len(mixed) / 2
+    assert all(np.array_equal(back[name], mixed[name].astype(np.float32)) for name in same)
+
+    where = lambda m: [getattr(m.stacks[0].blocks.attention, name).up.weight for name in ("query", "key")]
+    narrow = [x.astype(dtype) for x, dtype in zip(where(adapted), ("bfloat16", "float16"))]
+    models.save_adapter(eqx.tree_at(where, adapted, narrow), tmp_path / "beside", numbers=numbers)
+    again = models.load_adapter(model, tmp_path / "beside", numbers=numbers)
+    assert jax.tree.structure(eqx.filter(again, eqx.is_array)) == jax.tree.structure(wide)
+
+
 def test_each_factor_keeps_its_own_dtype(tmp_path):
     """Of one that differs from layer to layer, one that holds them all."""
     model, numbers, _ = based("gpt2 plain")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from safetensors.numpy import load_file, save_file
 
 from eqformer import models, nn
 from eqformer.models._load import _parts
@@ -37,6 +38,20 @@ def test_a_mesh_alone_splits_all_it_can(tmp_path):
     assert all(x.is_fully_replicated for x in arrays_of(again))
     with pytest.raises(ValueError, match="the plan is for another mesh"):
         models.load(tmp_path / "published", make_mesh(tensor=8), Plan(mesh))
+
+
+def test_layers_of_bfloat16_and_float16_are_held_by_float32(tmp_path):
+    numbers = models.Llama(vocab=32, embed=16, layers=2, heads=2, kv_heads=2, mlp=16)
+    models.save(models.build(numbers, key=jax.random.key(0)), tmp_path / "mixed", numbers=numbers)
+    (file,) = (tmp_path / "mixed").glob("*.safetensors")
+    arrays = {name: x.astype("bfloat16" if ".1." in name else "float16") for name, x in load_file(file).items()}
+    save_file(arrays, file)
+    mixed: Any = models.load(tmp_path / "mixed")
+    query = mixed.stacks[0].blocks.attention.query.weight
+    assert query.dtype == jnp.float32
+    for layer, dtype in enumerate(("float16", "bfloat16")):
+        published = arrays[f"model.layers.{layer}.self_attn.q_proj.weight"]
+        assert published.dtype == dtype and np.array_equal(query[layer].reshape(16, 16), published.astype(np.float32))
 
 
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 8}, {"fsdp": 2, "pipe": 2, "tensor": 2}])

@@ -10,7 +10,22 @@ import pytest
 from jaxtyping import Array, Float
 
 from eqformer import nn
-from eqformer.nn._dtype import at_least_float32
+from eqformer.nn._dtype import at_least_float32, holding
+
+
+def test_what_holds_dtypes_holds_every_number_of_theirs():
+    floats = ("bfloat16", "float16", "float32", "float64")
+    for own in floats:
+        for other in floats:
+            wide, edges = holding(own, other), [jnp.finfo(own), jnp.finfo(other)]
+            assert wide == holding(other, own) and wide.itemsize <= max(
+                4, *(jnp.dtype(x).itemsize for x in (own, other))
+            )
+            for edge in edges:
+                for x in (edge.max, edge.tiny, 1 + edge.eps):
+                    x = np.asarray(x, edge.dtype)
+                    assert np.isfinite(x) and x.astype(wide).astype(np.float64) == x.astype(np.float64)
+    assert holding("bfloat16", "float16") == np.float32 and holding("bfloat16") == jnp.bfloat16
 
 
 def test_cast_touches_floating_point_arrays_alone():
