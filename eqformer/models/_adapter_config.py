@@ -20,24 +20,43 @@ _KEEP_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 class _ByPattern:
     """Numbers by patterns for the ends of modules' names, of which the first that fits counts.
 
-    Names that are no more than names are looked up, since there may be one for each of many modules.
+    There may be one for each of many modules, a name with its dots escaped or not. Such are looked up:
+    where they have a dot that stands for any character, the module's name gets one. All others are matched.
     """
 
     def __init__(self, values: Mapping[str, Any]):
-        self._named: dict[str, tuple[int, Any]] = {}
-        self._matched: list[tuple[int, Any, str]] = []
+        self._named: dict[int, dict[tuple[int, ...], dict[str, tuple[int, Any]]]] = {}  # by length, then by places
+        self._matched: list[tuple[int, Any, re.Pattern[str]]] = []
         for number, (pattern, value) in enumerate(values.items()):
-            name = re.sub(r"\\(.)", r"\1", pattern)
-            if re.escape(name) == pattern:
-                self._named[name] = number, value
+            if _NAME.fullmatch(pattern):
+                parts = _CHARACTER.findall(pattern)
+                any_at = tuple(place for place, part in enumerate(parts) if part == ".")
+                of_places = self._named.setdefault(len(parts), {}).setdefault(any_at, {})
+                of_places.setdefault(_dotted("".join(part[-1] for part in parts), any_at), (number, value))
             else:
-                self._matched.append((number, value, rf"(.*\.)?({pattern})$"))
+                self._matched.append((number, value, re.compile(rf"(.*\.)?({pattern})$")))
 
     def of(self, module: str, default: Any) -> Any:
         """The module's number."""
-        found = [self._named[name] for name in self._named.keys() & _ends(module)]
-        found += [(number, value) for number, value, pattern in self._matched if re.match(pattern, module)]
+        looked_up = [
+            of_places.get(_dotted(end, any_at))
+            for end in _ends(module)
+            for any_at, of_places in self._named.get(len(end), {}).items()
+        ]
+        found = [its for its in looked_up if its is not None]
+        found += [(number, value) for number, value, pattern in self._matched if pattern.match(module)]
         return min(found, key=lambda its: its[0])[1] if found else default
+
+
+# A character by itself or escaped, or any; letters that are escaped are classes.
+_CHARACTER = re.compile(r"\\[^a-zA-Z0-9]|[\w.-]")
+_NAME = re.compile(rf"(?:{_CHARACTER.pattern})+")
+
+
+def _dotted(name: str, places: tuple[int, ...]) -> str:
+    """A name with dots at these places."""
+    borders = zip((-1, *places), (*places, len(name)))
+    return ".".join(name[start + 1 : stop] for start, stop in borders)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +114,11 @@ def read_adapter_config(values: Mapping[str, Any], source: str) -> AdapterConfig
 
     def by_pattern(name: str, fits: Callable[[Any], bool]) -> _ByPattern:
         fit = lambda value: isinstance(value, dict) and all(map(fits, value.values()))
-        return _ByPattern(take(name, {}, fit, "numbers by names of modules"))
+        numbers = take(name, {}, fit, "numbers by names of modules")
+        try:
+            return _ByPattern(numbers)
+        except re.error as error:
+            raise ValueError(f"{source}: a pattern for modules cannot be read ({name}: {error}).") from None
 
     one_of("peft_type", "LORA")
     one_of("bias", "none")

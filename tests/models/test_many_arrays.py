@@ -1,6 +1,8 @@
 """What is done with an array's name is done so often for each, however many there are: counted, not timed."""
 
 import json
+import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -43,10 +45,20 @@ def counted(value: Any) -> Any:
 
 
 def looks(work, *arguments):
-    """How often `work` looks at a text."""
-    before = Counted.looks
-    work(*arguments)
-    return Counted.looks - before
+    """How often `work` looks at a text, and how many functions it calls."""
+    before, calls = Counted.looks, 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    previous = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        work(*arguments)
+    finally:
+        sys.setprofile(previous)
+    return np.array([Counted.looks - before, calls])
 
 
 def modules(number):
@@ -86,20 +98,56 @@ def of_repeated(folder, number):
         read_json(folder / INDEX)
 
 
-def of_adapter(folder, number):
+def of_adapter(folder, number, escaped=True):
     """An adapter of as many modules, each of its own rank, is written and read."""
     names = counted(modules(number))
     told = {name: (1 + place, 2.0) for place, name in enumerate(names)}
     written = write_adapter_config(told, dict.fromkeys(names, Counted("up_proj")), None)
     assert len(written["target_modules"]) == number
+    if not escaped:
+        for patterns in ("rank_pattern", "alpha_pattern"):
+            written[patterns] = {name.replace("\\", ""): value for name, value in written[patterns].items()}
+            assert len(written[patterns]) == number - 1
     config = read_adapter_config(counted(written), "config.json")
     assert all(config.has(name) and (config.rank_of(name), config.scale_of(name)) == told[name] for name in names)
 
 
-@pytest.mark.parametrize("work", [of_index, of_repeated, of_adapter])
+def of_peft_adapter(folder, number):
+    """The same with names that are not escaped, as people write them: patterns, whose dots fit any character."""
+    of_adapter(folder, number, escaped=False)
+
+
+PATTERNS = [
+    "up.proj",
+    "q_proj|k_proj",
+    r"a\.b",
+    "a.b",
+    "b",
+    ".",
+    "..b",
+    r"layers\.\d+\.x",
+    "layers.1.x",
+    "la-b",
+    r"c\-d",
+]
+NAMES = ["up_proj", "mlp.up.proj", "q_proj", "a.b", "z.a.b", "a_b", "b", "z.b", "axb", "layers.1.x", "layers.12.x"]
+NAMES += ["layers_1.x", "m.layers.1.x", "la-b", "c-d", "e.c-d", "c", ".b", "a..b", "_a.b"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_first_pattern_that_fits_counts_as_in_peft(order):
+    patterns = PATTERNS[::order]
+    given = {"r": 99, "target_modules": NAMES, "rank_pattern": {each: n + 1 for n, each in enumerate(patterns)}}
+    config = read_adapter_config(given, "config.json")
+    for name in NAMES:
+        first = (n + 1 for n, each in enumerate(patterns) if re.match(rf"(.*\.)?({each})$", name))  # get_pattern_key
+        assert config.rank_of(name) == next(first, 99), name
+
+
+@pytest.mark.parametrize("work", [of_index, of_repeated, of_adapter, of_peft_adapter])
 def test_the_work_for_a_name_does_not_grow_with_their_number(work, reads_counted, tmp_path):
     few, many = (looks(work, tmp_path / str(number), number) for number in (64, 512))
-    assert 0 < many < 1.5 * 8 * few
+    assert (many > 0).all() and (many < 1.5 * 8 * few).all(), (few, many)
 
 
 def test_the_count_sees_a_name_that_is_sought_in_a_list(tmp_path):
@@ -107,4 +155,8 @@ def test_the_count_sees_a_name_that_is_sought_in_a_list(tmp_path):
     of_list = lambda number: looks(
         lambda: [names.count(name) for names in [counted(modules(number))] for name in names]
     )
-    assert of_list(512) > 1.5 * 8 * of_list(64)
+    assert of_list(512)[0] > 1.5 * 8 * of_list(64)[0]
+    of_patterns = lambda number: looks(
+        lambda: [re.match(one, two) for one in modules(number) for two in modules(number)]
+    )
+    assert of_patterns(512)[1] > 1.5 * 8 * of_patterns(64)[1]
