@@ -1,5 +1,6 @@
 """Documents and the sources that yield them: texts at hand, the standard library, a dataset of the Hugging Face hub."""
 
+import functools
 import hashlib
 import sys
 import sysconfig
@@ -26,7 +27,8 @@ class Source:
 
     `fingerprint()` changes whenever the documents do; it is asked for before anything is tokenised, so it should be
     cheaper than reading the documents. `size` is the sum of their sizes in bytes, 0 where nobody can know. `check()`
-    raises what reading the documents would raise, before anything is done with the first, where that costs little.
+    raises what reading the documents would raise, before anything is done with the first, where that costs little. It
+    may read all of them, so once it has found nothing, it is not done again for the same source.
     """
 
     name: str
@@ -34,6 +36,9 @@ class Source:
     fingerprint: Callable[[], str]
     documents: Callable[[], Iterator[Document]]
     check: Callable[[], None] = lambda: None
+
+    def __post_init__(self):
+        object.__setattr__(self, "check", functools.cache(self.check))  # which forgets one that raises
 
     def __iter__(self) -> Iterator[Document]:
         return self.documents()

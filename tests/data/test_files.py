@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from eqformer.data import ByteTokenizer, files, FileTokenizer, open_store, texts
+from eqformer.data import _files, ByteTokenizer, files, FileTokenizer, open_store, texts
 
 
 def _tree(root):
@@ -103,6 +103,26 @@ def test_what_cannot_be_read_is_told_before_anything_is_tokenised(name, data, wo
     with pytest.raises(ValueError, match=words):
         open_store(files(tmp_path), Counting(), tmp_path / "cache", validation=0.0)
     assert Counting.count == count + 5
+
+
+def test_files_are_checked_once_a_source_and_again_after_a_mistake(tmp_path, monkeypatch):
+    read, whole = [], _files._from_text
+    monkeypatch.setattr(_files, "_from_text", lambda entry, *more: read.append(entry.name) or whole(entry, *more))
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "b.txt").write_bytes(b"\xe9")
+    source = files(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="0xe9"):
+            open_store(source, ByteTokenizer(), tmp_path / "cache", validation=0.5)
+    assert read == ["a.txt", "b.txt"] * 2
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text("x")
+    (tmp_path / "b.txt").unlink()
+    source, number = files(tmp_path), 10
+    read.clear()
+    for split in ("train", "validation"):
+        open_store(source, ByteTokenizer(), tmp_path / "cache", split, validation=0.5)
+    assert len(read) == 3 * number  # to check them, and for each split
 
 
 def test_half_a_character_is_replaced_and_told(tokenizer_json, tmp_path):
