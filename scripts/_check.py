@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 from _flags import flags_of
+from _published import tokenizer_of
 from _setup import build_model, optimizer_of
 from recipes import Recipe
 
@@ -30,6 +31,7 @@ def check(recipe: Recipe) -> None:
             f"--batch {recipe.batch} --accumulate {recipe.accumulate}: the rows of a step are computed in that many "
             "equal pieces, so accumulate must divide batch."
         )
+    _check_vocab(recipe)
     shapes = eqx.filter_eval_shape(build_model, recipe)
     if shapes.positions is not None and recipe.seq > (longest := shapes.positions.weight.shape[0]):
         raise ValueError(
@@ -47,6 +49,18 @@ def check(recipe: Recipe) -> None:
         training.TensorBoard.package()
     if recipe.sinks.wandb is not None:
         training.WeightsAndBiases.package()
+
+
+def _check_vocab(recipe: Recipe) -> None:
+    """Raise a `ValueError` where the model lacks ids of the tokenizer; a published one has its own of both."""
+    if recipe.published is not None:
+        return
+    file, vocab, known = recipe.text.tokenizer, recipe.model.vocab, tokenizer_of(recipe).vocab
+    if vocab < known:
+        given, whose = ("", "bytes have") if file is None else (f" --text.tokenizer {file}", "the tokenizer has")
+        raise ValueError(
+            f"--model.vocab {vocab}{given}: {whose} {known} ids; leave --model.vocab out, or give at least {known}."
+        )
 
 
 def _check_value(flag: str, value: Any) -> None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import tyro
-from _flags import check_names, flags_of, naming_flags
+from _flags import check_names, flags_of, naming_flags, with_hyphens
 from _help import short_help
 from _published import recipe_of_folder, tokenizer_of
 from _run_directory import RunDirectory
@@ -24,7 +24,8 @@ Command = TypeVar("Command")
 
 
 def read(kind: type[Command], arguments: Sequence[str]) -> Command:
-    """The command, a dataclass whose `--help` fits on a screen, that the flags make."""
+    """The command, a dataclass of which `--help` shows every flag, that the flags make."""
+    arguments = with_hyphens(arguments)
     check_names(arguments, flags_of(kind))
     return tyro.cli(kind, args=["--help" if argument == "--help-all" else argument for argument in arguments])
 
@@ -34,6 +35,7 @@ def parse(kind: type[Command], arguments: Sequence[str], own: Mapping[str, str] 
 
     `--help` shows the flags that most runs are made of and the command's `own`, with words for each; `--help-all` all.
     """
+    arguments = with_hyphens(arguments)
     default = _default(kind, arguments)
     check_names(arguments, flags_of(default))
     about = inspect.getdoc(kind) or ""
@@ -69,19 +71,15 @@ def _default(kind: Any, arguments: Sequence[str]) -> Any:
 
 
 def _with_vocabulary(recipe: Recipe, is_given: bool) -> Recipe:
-    """The recipe whose model has the vocabulary of its tokenizer, rounded up; one that `is_given` must hold all ids."""
-    text, numbers = recipe.text, recipe.model
+    """The recipe whose model has the vocabulary of its tokenizer, rounded up, or the one that `is_given`."""
+    text = recipe.text
     if text.round_vocab < 1:
         raise ValueError(f"--text.round-vocab {text.round_vocab}: it counts ids, so give at least 1.")
+    if is_given:
+        return recipe
     with naming_flags(recipe):
-        known = tokenizer_of(recipe).vocab
-    if is_given and numbers.vocab < known:
-        raise ValueError(
-            f"--model.vocab {numbers.vocab} --text.tokenizer {text.tokenizer}: the tokenizer has {known} ids; leave "
-            f"--model.vocab out, or give at least {known}."
-        )
-    vocab = numbers.vocab if is_given else math.ceil(known / text.round_vocab) * text.round_vocab
-    return dataclasses.replace(recipe, model=dataclasses.replace(numbers, vocab=vocab))
+        vocab = math.ceil(tokenizer_of(recipe).vocab / text.round_vocab) * text.round_vocab
+    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vocab=vocab))
 
 
 def _value(flag: str, arguments: Sequence[str]) -> str | None:
@@ -93,20 +91,22 @@ def _value(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def recipe_of(name: str, folder: Path | None = None, run: RunDirectory | None = None) -> Recipe:
-    """The recipe of that name, or the default one with the preset of that name for a model.
+    """The recipe of that name, or AdamW and 800 steps with the preset of that name for a model.
 
-    With the folder of a published model, or the `run` that began from it, the recipe is made for that, and one of a
-    name other than `default` keeps all of its own but the model.
+    With the folder of a published model, or the `run` that began from it, the recipe is made for that. One of a name
+    other than `default` keeps all of its own but the model and, where it was not written for a published model, the
+    optimizer, whose rate would be one for weights that know nothing yet.
     """
     if folder is not None:
         made = recipe_of_folder(folder, run)
         own = made if name == "default" else recipe_of(name)
-        return dataclasses.replace(own, model=made.model, published=made.published)
+        optimizer = made.optimizer if own.published is None else own.optimizer
+        return dataclasses.replace(own, model=made.model, published=made.published, optimizer=optimizer)
     if name in RECIPES:
         return RECIPES[name]()
     if name in models.presets():
         return Recipe(model=models.preset(name))
     raise ValueError(
         f"--recipe {name}: there is no such recipe; the recipes are {', '.join(RECIPES)}, and a preset of "
-        "eqformer.models by its name is the default recipe with that model."
+        "eqformer.models by its name is one: AdamW and 800 steps with that model."
     )

@@ -20,11 +20,22 @@ def flags_of(command: Any, prefix: str = "--") -> dict[str, Any]:
     return found
 
 
+def with_hyphens(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the names of flags as `flags_of` has them: `--run_dir=a_b` is `--run-dir=a_b`."""
+    return [name.replace("_", "-") + value for name, value in map(_parted, arguments)]
+
+
+def _parted(argument: str) -> tuple[str, str]:
+    """A flag's name, empty where the argument is none, and the rest."""
+    name, equals, value = argument.partition("=")
+    return (name, equals + value) if argument.startswith("--") else ("", argument)
+
+
 def check_names(arguments: Sequence[str], flags: Mapping[str, Any]) -> None:
     """Raise a `ValueError` for a flag that is not among the command's, but has a name there that is told."""
     for argument in arguments:
-        given = argument.partition("=")[0].replace("_", "-")
-        if not given.startswith("--") or given in flags:
+        given, _ = _parted(argument)
+        if not given or given in flags:
             continue
         ours = _ours(given[2:], flags)
         if ours is not None:

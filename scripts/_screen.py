@@ -32,7 +32,7 @@ class Screen:
 
         One on standard `errors` does not mix with what a script prints.
         """
-        self.console = _Console(highlight=False, soft_wrap=True, quiet=silent, stderr=errors)
+        self.console: Console = _Console(highlight=False, soft_wrap=True, quiet=silent, stderr=errors)
 
     def note(self, text: str) -> None:
         """A line, above the bar if there is one."""

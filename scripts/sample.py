@@ -57,8 +57,7 @@ class Command:
     seed: int = 0
     """The same seed writes the same text."""
     dtype: str | None = None
-    """What a published model is kept and computed in, as float32 (fp32), bfloat16 (bf16) or float16 (fp16); by default
-    what it is published in."""
+    """A published model's dtype: float32 (fp32), bfloat16 (bf16), float16 (fp16); as it is published by default."""
     mesh: Mesh = Mesh()
     zero: Literal[0, 3] = 0
     """What is split over --mesh.fsdp: nothing, or (3) all weights, gathered when their layer's turn comes."""

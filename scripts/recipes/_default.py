@@ -16,12 +16,12 @@ def default() -> Recipe:
 
 
 def gpt2() -> Recipe:
-    """The same with GPT-2's architecture: learned positions, LayerNorm, biases. By AdamW."""
+    """GPT-2's architecture (learned positions, LayerNorm, biases) on the same text. By AdamW, in 800 steps."""
     return Recipe(model=preset("gpt2-byte-1m"))
 
 
 def jaxformer() -> Recipe:
-    """The same with JAXformer's: latent attention, blocks of two layers, the second without rotary positions."""
+    """JAXformer's: latent attention, and every second layer without rotary positions. By AdamW, in 800 steps."""
     return Recipe(model=preset("jaxformer-byte-1m"))
 
 
@@ -31,7 +31,7 @@ def moe() -> Recipe:
 
 
 def adamw() -> Recipe:
-    """The default recipe with AdamW, which needs about twice the steps."""
+    """The default recipe's model by AdamW, which needs more than twice the steps: 800."""
     return Recipe(model=preset("llama-byte-1m"))
 
 

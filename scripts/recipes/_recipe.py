@@ -128,8 +128,7 @@ class Recipe:
     steps: int = 800
     """How many optimizer steps the run takes."""
     prolong: Literal["refuse", "hold", "rewarm", "reshape"] = "refuse"
-    """How a run goes on whose rate would jump with another --steps: at its last rate, by a schedule of the steps that
-    are left, or as if --steps had been that from the beginning."""
+    """Where the rate would jump with another --steps: hold the last, begin a schedule of the rest, or jump."""
     seed: int = 0
     """Decides initial weights, the order of the data, dropout and samples."""
     data: Path | None = None
@@ -139,8 +138,7 @@ class Recipe:
     batch: int = 16
     """Rows a step."""
     accumulate: int = 1
-    """Pieces that a step's rows are computed in, one after another: less memory, the same numbers. A mixture's balance
-    over the batch is over each piece."""
+    """Pieces that a step's rows are computed in, in turn: less memory, the same numbers but a mixture's balance."""
     text: Text = Text()
     optimizer: Optimization = Optimization()
     lora: Lora = Lora()
@@ -171,8 +169,7 @@ class Recipe:
     context_method: Literal["ring", "gather", "heads"] = "ring"
     """How attention reaches tokens of other devices: keys go round, are gathered, or heads are exchanged."""
     expert_method: Literal["gather", "exchange"] = "gather"
-    """How tokens reach experts over --mesh.expert: all are gathered (exact), or each choice is sent there and back, and
-    in training left out where no slot is free."""
+    """How tokens reach experts: all are gathered (exact), or each choice is sent, in training where a slot is free."""
     expert_factor: float = 2.0
     """Slots that --expert-method exchange has for a pair of devices, over what even loads need."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1"] = "1f1b"

@@ -156,7 +156,7 @@ def test_a_checkpoint_of_another_model(refused, corpus, tmp_path):
 
 def test_a_vocabulary_smaller_than_a_token_id(refused, corpus, tmp_path):
     error = refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--model.vocab", 64)
-    assert "vocab=64" in error and "vocab=256" in error and not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert "--model.vocab 64: bytes have 256 ids" in error and not (tmp_path / "run").exists()
 
 
 def test_empty_and_unreadable_data(refused, tmp_path):
@@ -180,11 +180,11 @@ def test_a_folder_of_another_recipe_and_a_folder_that_is_no_run(refused, corpus,
     error = refused("--run-dir", tmp_path / "other", "--data", corpus)
     assert "holds other things than a run" in error
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.tex"]
-    refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--model.vocab", 64)  # leaves its recipe
+    refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--seq", 10**6)  # leaves its recipe
     (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)  # without a step the folder would be open to another
     recipe = (tmp_path / "run" / "recipe.json").read_text()
     error = refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--model.embed", 64)
-    assert "model.embed: 32 -> 64" in error and "model.vocab: 64 -> 256" in error
+    assert "model.embed: 32 -> 64" in error and "seq: 1000000 -> 32" in error
     assert (tmp_path / "run" / "recipe.json").read_text() == recipe
     (tmp_path / "run" / "recipe.json").write_text(json.dumps({"name": "default"}))
     assert "not a recipe that a run wrote" in refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA)

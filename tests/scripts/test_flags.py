@@ -1,16 +1,21 @@
 """Flags: help that fits on a screen, names from elsewhere, and the library's errors said in flags."""
 
+import ast
 import json
 import re
+from itertools import pairwise
+from pathlib import Path
 
 import layout
 import pretrain
 import pytest
 import sample
-from _command import parse
+from _check import check
+from _command import parse, recipe_of
 from _flags import flags_of, in_flags, USUAL_NAMES, WORDS
 from _help import GROUPS
 from recipes import RECIPES
+from script_helpers import SCRIPTS
 
 from eqformer import data, models
 
@@ -77,6 +82,36 @@ def test_a_flag_that_is_called_otherwise_elsewhere(given, ours):
         parse(pretrain.Command, [given, "1"])
 
 
+@pytest.mark.parametrize("given", [["--run_dir", "a_b"], ["--run_dir=a_b"], ["--run-dir", "a_b"]])
+def test_names_of_flags_may_have_underscores_and_values_keep_theirs(given):
+    assert parse(pretrain.Command, given).run_dir == Path("a_b")
+    assert sample.read(sample.Command, [*given, "--top_k", "3", "--prompt", "_--a_b=c_d"]).prompt == "_--a_b=c_d"
+    rate = parse(pretrain.Command, [*given, "--optimizer.learning_rate=1e-1", "--text.round_vocab", "2"]).run
+    assert (rate.optimizer.learning_rate, rate.text.round_vocab) == (0.1, 2)
+
+
+def test_help_of_a_field_is_one_line():
+    # Lines after the first are indented, and the parser breaks the text there.
+    documented = 0
+    for path in [*SCRIPTS.glob("*.py"), *SCRIPTS.glob("recipes/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            for field, words in pairwise(node.body if isinstance(node, ast.ClassDef) else []):
+                if isinstance(field, ast.AnnAssign) and isinstance(words, ast.Expr):
+                    documented += 1
+                    assert "\n" not in ast.literal_eval(words.value), (path, ast.unparse(field.target))
+    assert documented > 60
+
+
+def test_a_preset_and_the_recipes_that_say_so_are_of_adamw_and_800_steps():
+    named = [name for name, made in RECIPES.items() if "AdamW" in (made.__doc__ or "") and name != "default"]
+    assert named == ["gpt2", "jaxformer", "adamw"]
+    for name in [*named, "llama-byte-1m"]:
+        assert (recipe_of(name).optimizer.name, recipe_of(name).steps) == ("adamw", 800)
+        assert name == "llama-byte-1m" or "800" in (RECIPES[name].__doc__ or "")
+    with pytest.raises(ValueError, match="by its name is one: AdamW and 800 steps with that model"):
+        recipe_of("defualt")
+
+
 def test_flags_that_are_there_are_no_other_names():
     for name in RECIPES:
         flags = of_recipe(pretrain.Command, name)
@@ -115,6 +150,6 @@ def test_a_tokenizer_sets_the_vocabulary(tmp_path):
     assert vocab("--recipe", "gpt2") == 257
     assert parse(pretrain.Command, []).run.model == models.preset("llama-byte-1m")
     with pytest.raises(ValueError, match="--model.vocab 256 --text.tokenizer .* the tokenizer has 257 ids"):
-        vocab("--model.vocab", "256")
+        check(parse(pretrain.Command, ["--text.tokenizer", str(file), "--model.vocab", "256"]).run)
     with pytest.raises(ValueError, match="^--text.tokenizer .*none.json: FileTokenizer"):
         parse(pretrain.Command, ["--text.tokenizer", str(tmp_path / "none.json")])

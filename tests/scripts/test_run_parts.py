@@ -27,7 +27,7 @@ from _run_directory import RunDirectory
 from _screen import Screen
 from _setup import build_model, keys_of
 from _sinks import open_sinks
-from recipes import Lora, Recipe, Sinks, Text
+from recipes import Lora, Optimization, Recipe, RECIPES, Sinks, Text
 from rich.console import Console
 
 from eqformer import data, models, nn, training
@@ -69,6 +69,17 @@ def test_a_published_folder_is_found_from_where_one_stands(folder, monkeypatch):
     check_published(run)
     with pytest.raises(ValueError, match="published: .* -> 'published'"):
         check_published(dataclasses.replace(run, published=Path(folder.name)))
+
+
+def test_a_published_model_is_trained_gently_by_every_recipe_that_was_not_written_for_one(folder, monkeypatch):
+    for name in RECIPES:
+        flags = ["--recipe", name, "--model", str(folder)]
+        assert parse(pretrain.Command, flags).run.optimizer == Optimization("adamw", learning_rate=1e-4)
+        asked = parse(pretrain.Command, [*flags, "--optimizer.name", "muon"]).run.optimizer
+        assert asked == Optimization("muon", learning_rate=1e-4)
+    own = Optimization("sgd", learning_rate=0.5)
+    monkeypatch.setitem(RECIPES, "tune", lambda: recipe(published=folder, optimizer=own))
+    assert parse(pretrain.Command, ["--recipe", "tune", "--model", str(folder)]).run.optimizer == own
 
 
 def test_dtypes_go_by_short_names():
@@ -273,6 +284,8 @@ def test_a_run_goes_on_by_its_copy_once_the_published_folder_has_moved(folder, t
     with training.Checkpointer(run.checkpoints) as checkpointer:
         checkpointer.save({"x": np.zeros(1)}, 3, {"schedule": to_metadata(whole_run(begun))})
     again = parse(pretrain.Command, flags).run
+    for spelled in (["--run_dir", str(run.path)], [f"--run_dir={run.path}"]):
+        assert parse(pretrain.Command, [*flags[:2], *spelled]).run == again
     check_published(again, run)
     assert again == begun and tokenizer_of(again, run).end_of_text == 10
     with run:
