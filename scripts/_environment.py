@@ -48,8 +48,8 @@ def keep_pages(libc: ctypes.CDLL) -> None:
         libc.mallopt(parameter, value)
 
 
-# Products and reductions by XLA's own library of kernels, fused with what surrounds them; element-wise programs too, but
-# for XLA of jaxlib 0.10, whose own are faster (docs/benchmarks.md).
+# Products and reductions by XLA's own library of kernels, fused with what surrounds them; element-wise programs too,
+# but for XLA of jaxlib 0.10, whose own are faster (docs/benchmarks.md).
 _KERNELS = "DOT", "REDUCE", *(() if version("jaxlib").startswith("0.10.") else ("ELTWISE",))
 _CPU_FLAGS = {"xla_cpu_experimental_ynn_fusion_type": ",".join(f"LIBRARY_FUSION_TYPE_{kind}" for kind in _KERNELS)}
 _DEVICES = "--xla_force_host_platform_device_count"
