@@ -30,10 +30,16 @@ def read(kind: type[Command], arguments: Sequence[str]) -> Command:
     return tyro.cli(kind, args=["--help" if argument == "--help-all" else argument for argument in arguments])
 
 
-def parse(kind: type[Command], arguments: Sequence[str], own: Mapping[str, str] = MappingProxyType({})) -> Command:
+def parse(
+    kind: type[Command],
+    arguments: Sequence[str],
+    own: Mapping[str, str] = MappingProxyType({}),
+    left_out: Sequence[str] = (),
+) -> Command:
     """The command, a dataclass with fields `recipe` (a name) and `run` (the recipe), that the flags make.
 
-    `--help` shows the flags that most runs are made of and the command's `own`, with words for each; `--help-all` all.
+    `--help` shows the flags that most runs are made of and the command's `own`, with words for each, but for the
+    groups `left_out`; `--help-all` all.
     """
     arguments = with_hyphens(arguments)
     default = _default(kind, arguments)
@@ -41,7 +47,7 @@ def parse(kind: type[Command], arguments: Sequence[str], own: Mapping[str, str] 
     about = inspect.getdoc(kind) or ""
     if {"-h", "--help"} & {*arguments}:
         script = os.path.relpath(sys.argv[0])
-        print(short_help(script, about.partition("\n")[0], flags_of(default), own, ", ".join(RECIPES)))
+        print(short_help(script, about.partition("\n")[0], flags_of(default), own, ", ".join(RECIPES), left_out))
         raise SystemExit(0)
     known = "\n".join(f"  {name}: {recipe.__doc__}" for name, recipe in RECIPES.items())
     command: Any = tyro.cli(

@@ -12,101 +12,139 @@ from _budget import activation_bytes, batch_shapes, state_bytes
 from _mesh import abstract_plan, check_plan, flags, State
 from _sent import sent_bytes
 from _setup import build_model, optimizer_of
-from recipes import Recipe
+from recipes import Mesh, Recipe
 
-from eqformer import parallel
+from eqformer import nn, parallel
 
 
-UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-MOST_TENSOR, MOST_TRACED = (
-    8,
-    16,
-)  # devices that share a layer; plans whose activations are worked out, a few seconds each
+MOST_TENSOR = 8  # devices that share a layer: more would wait for one another over links between machines
+TRACED = 16  # plans whose activations are worked out, a second or more each, where some of them fit
+MOST_TRACED = 64  # and where none of those does, after which the search ends
+MOST_OFFERED = 3
 
 
 class Candidate(NamedTuple):
-    """A plan that might fit: the recipe with its choices, what its state takes, and what a step sends."""
+    """A plan that might fit: the recipe with its choices, its model, what its state takes, and what a step sends."""
 
     recipe: Recipe
     plan: parallel.Plan
+    model: nn.Transformer
     state: int
     sent: float
 
 
 def memory_bytes(text: str) -> int:
-    """`80GB` in bytes; raises a `ValueError` for what is no amount of memory."""
-    found = re.fullmatch(r"([\d.]+) ?([A-Za-z]*)", text.strip())
-    units = {unit.lower(): size for unit, size in UNITS.items()}
+    """`80GB` in bytes, 80G too; raises a `ValueError` for what is no amount of memory, as a number without a unit."""
+    found = re.fullmatch(r"([\d.]+) ?(?:([kmgt])(i?)b?|b)", text.strip(), re.IGNORECASE)
     try:
-        size = 0.0 if found is None else float(found[1]) * units[found[2].lower()]
-    except (ValueError, KeyError):
+        power = 0 if found is None or not found[2] else " kmgt".index(found[2].lower())
+        size = 0.0 if found is None else float(found[1]) * (1024 if found[3] else 1000) ** power
+    except ValueError:  # of more than one point
         size = 0.0
     if not size >= 1:
-        raise ValueError(f"--memory {text}: give what a device has as a number and a unit, such as 80GB or 141GiB.")
+        raise ValueError(
+            f"--memory {text}: give what a device has as a number and a unit, such as 80GB (or 80G, of 10^9 bytes) or "
+            f"141GiB (or 141Gi, of 2^30)."
+        )
     return int(size)
 
 
-def fitting(recipe: Recipe, memory: int, held: int) -> str:
-    """Whether `held` bytes fit, in words; where they do not, up to three plans of as many devices that would."""
+def fitting(recipe: Recipe, memory: int, state: int, activations: int) -> str:
+    """Whether a plan's state and activations fit, in words; where not, up to three plans of as many devices that do."""
+    held = state + activations
     verdict = "fits" if held <= memory else "does not fit"
     line = f"{verdict}: {_gigabytes(held)} of {_gigabytes(memory)} a device, before what the compiler needs to work in"
     if held <= memory:
         return line
-    found = list(itertools.islice(_fitting(recipe, memory), 3))
-    if not found:
-        return f"{line}\nno mesh of as many devices was found that fits; take more devices, or --accumulate more pieces"
+    in_question, least_state, number = _candidates(recipe, memory)
+    if not in_question:
+        return f"{line}\n{_too_large_state(least_state, number)}"
+    offered, least, traced = _search(in_question, memory)
+    if not offered:
+        return f"{line}\n{_too_large_activations(*least, traced, len(in_question))}"
     lines = [
-        f"  {_choices(recipe, one)}: {_gigabytes(size)}, sends {_gigabytes(one.sent)} a step" for one, size in found
+        f"  {_choices(recipe, one)}: {_gigabytes(size)}, sends {_gigabytes(one.sent)} a step" for one, size in offered
     ]
     return "\n".join([line, "as many devices would hold it by", *lines])
 
 
-def _fitting(recipe: Recipe, memory: int) -> Iterator[tuple[Candidate, int]]:
-    """Candidates that fit and the bytes of each, those that send least first."""
-    in_question = sorted(_candidates(recipe, memory), key=lambda one: one.sent)
-    known = []
-    for one in in_question[:MOST_TRACED]:
-        if (one.recipe.mesh, one.recipe.zero) in known:  # it fits without computing more again
-            continue
-        model = eqx.filter_eval_shape(build_model, one.recipe)
-        held = one.state + sum(activation_bytes(one.plan, model, batch_shapes(one.recipe)).values())
+def _too_large_state(least: int, number: int) -> str:
+    return (
+        f"no mesh of as many devices was found that fits, of {number} that are possible: the state alone (parameters, "
+        f"gradients, optimizer) takes {_gigabytes(least)} at least; take more devices, or a smaller model (more pieces "
+        "or a smaller batch make no difference to it)"
+    )
+
+
+def _too_large_activations(least: Candidate, held: int, traced: int, number: int) -> str:
+    stopped = f"; the search stopped after {traced} of {number} plans, those that send least" * (traced < number)
+    return (
+        f"no mesh of as many devices was found that fits: the state does, with {_gigabytes(least.state)}, but not the "
+        f"activations beside it, {_gigabytes(held - least.state)} at least{stopped}; take more devices, --accumulate "
+        "more pieces, or a smaller --batch or --seq"
+    )
+
+
+def _search(
+    in_question: list[Candidate], memory: int
+) -> tuple[list[tuple[Candidate, int]], tuple[Candidate, int], int]:
+    """Of candidates in order those that fit with the bytes of each, the one that holds least, and how many were traced.
+
+    Plans that send least come first. The search goes on until some fit, or `MOST_TRACED` do not.
+    """
+    offered: list[tuple[Candidate, int]] = []
+    traced: list[tuple[Candidate, int]] = []
+    for one in in_question:
+        enough = TRACED if offered else MOST_TRACED
+        if len(offered) == MOST_OFFERED or len(traced) >= enough:
+            break
+        if any((one.recipe.mesh, one.recipe.zero) == (other.recipe.mesh, other.recipe.zero) for other, _ in offered):
+            continue  # it fits without computing more again
+        held = one.state + sum(activation_bytes(one.plan, one.model, batch_shapes(one.recipe)).values())
+        traced.append((one, held))
         if held <= memory:
-            known.append((one.recipe.mesh, one.recipe.zero))
-            yield one, held
+            offered.append((one, held))
+    return offered, min(traced, key=lambda its: its[1]), len(traced)
 
 
-def _candidates(recipe: Recipe, memory: int) -> Iterator[Candidate]:
-    """Plans over as many devices whose state alone fits: other sizes of fsdp, tensor and pipe, zero 3, all again."""
+def _candidates(recipe: Recipe, memory: int) -> tuple[list[Candidate], int, int]:
+    """Plans whose state alone fits, those that send least first; the least that a state takes, and of how many meshes.
+
+    What does not depend on the mesh is worked out once, and the state once for all ways to run the layers.
+    """
+    executions = [
+        dataclasses.replace(recipe.execution, remat=remat) for remat in dict.fromkeys((recipe.execution.remat, "full"))
+    ]
+    recipes = [dataclasses.replace(recipe, execution=execution) for execution in executions]
+    models = [eqx.filter_eval_shape(build_model, one) for one in recipes]
+    states = State(recipe, abstract_plan(recipe), optimizer_of(recipe, models[0]))
+    found, sizes = [], []
+    for mesh, zero in _meshes(recipe):
+        for one, model in zip(recipes, models):
+            own = dataclasses.replace(one, mesh=mesh, zero=zero)
+            try:
+                plan = abstract_plan(own)
+                check_plan(own, plan, model)
+            except ValueError:  # such a plan cannot be
+                break
+            if one is recipes[0]:
+                sizes.append(sum(size for size, _ in state_bytes(plan, states.under(plan)).values()))
+            if sizes[-1] > memory:
+                break
+            sent = sent_bytes(plan, model, rows=own.batch, seq=own.seq, trained=states.optimizer.trained)
+            found.append(Candidate(own, plan, model, sizes[-1], math.fsum(each.size for each in sent)))
+    return sorted(found, key=lambda its: its.sent), min(sizes, default=memory + 1), len(sizes)
+
+
+def _meshes(recipe: Recipe) -> Iterator[tuple[Mesh, int]]:
+    """Other sizes of fsdp, tensor and pipe over as many devices, with the recipe's `zero` and with 3."""
     mesh = recipe.mesh
     number = mesh.replica * mesh.fsdp * mesh.tensor * mesh.pipe
     for tensor, pipe in itertools.product(range(1, min(number, MOST_TENSOR) + 1), range(1, number + 1)):
         if number % (tensor * pipe) or (pipe > 1 and recipe.microbatches * recipe.accumulate < pipe):
             continue
         sizes = dataclasses.replace(mesh, replica=1, fsdp=number // (tensor * pipe), tensor=tensor, pipe=pipe)
-        for zero in sorted({recipe.zero, 3} if sizes.fsdp > 1 else {recipe.zero}):
-            of_mesh = dataclasses.replace(recipe, mesh=sizes, zero=zero)
-            for remat in dict.fromkeys((recipe.execution.remat, "full")):
-                execution = dataclasses.replace(recipe.execution, remat=remat)
-                candidate = _candidate(dataclasses.replace(of_mesh, execution=execution), memory)
-                if candidate is None:
-                    break
-                yield candidate
-
-
-def _candidate(recipe: Recipe, memory: int) -> Candidate | None:
-    """The recipe's plan with its costs; None for one that cannot be, or whose state is too much."""
-    try:
-        plan, model = abstract_plan(recipe), eqx.filter_eval_shape(build_model, recipe)
-        check_plan(recipe, plan, model)
-    except ValueError:
-        return None
-    states = State(recipe, plan, optimizer_of(recipe, model))
-    state = sum(own for own, _ in state_bytes(plan, states).values())
-    if state > memory:
-        return None
-    sent = sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=states.optimizer.trained)
-    return Candidate(recipe, plan, state, math.fsum(each.size for each in sent))
+        yield from ((sizes, zero) for zero in sorted({recipe.zero, 3} if sizes.fsdp > 1 else {recipe.zero}))
 
 
 def _choices(before: Recipe, one: Candidate) -> str:

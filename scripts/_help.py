@@ -1,7 +1,7 @@
 """The help that fits on a screen: the flags that most runs are made of."""
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -48,12 +48,19 @@ GROUPS = {
 WIDTH, INDENT = 80, 36
 
 
-def short_help(script: str, purpose: str, flags: Mapping[str, Any], own: Mapping[str, str], recipes: str) -> str:
+def short_help(
+    script: str,
+    purpose: str,
+    flags: Mapping[str, Any],
+    own: Mapping[str, str],
+    recipes: str,
+    left_out: Sequence[str] = (),
+) -> str:
     """The page: what the script is for, the groups with the values that hold without the flag, and the script's own."""
     lines = [f"usage: {script} [--flag value ...]", textwrap.fill(purpose, WIDTH)]
     for heading, chosen in {**GROUPS, "this command": own}.items():
         there = [(*named.partition(" ")[::2], words) for named, words in chosen.items() if named.split()[0] in flags]
-        if there:
+        if there and heading not in left_out:
             lines.append(f"{heading}:")
             lines += (_line(flag, flags[flag], of, words.format(recipes=recipes)) for flag, of, words in there)
     lines.append("--help-all lists every flag.")

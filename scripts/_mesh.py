@@ -1,6 +1,7 @@
 """From a recipe to its plan, and where a plan has a run's rows and state live."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -186,8 +187,17 @@ class State:
 
     def shapes(self) -> training.TrainState:
         """What a checkpoint is restored to: shapes in reading order, each where the plan keeps it."""
-        shapes = eqx.filter_eval_shape(lambda: training.init_state(build_model(self.recipe), self.optimizer))
-        return placed(shapes, self._shardings(eqx.filter(shapes, is_shape)))
+        return placed(self._unplaced, self._shardings(eqx.filter(self._unplaced, is_shape)))
+
+    def under(self, plan: parallel.Plan) -> "State":
+        """The same under another plan; shapes, which take long to make, are made once for all."""
+        other = State(self.recipe, plan, self.optimizer)
+        other._unplaced = self._unplaced
+        return other
+
+    @functools.cached_property
+    def _unplaced(self) -> training.TrainState:
+        return eqx.filter_eval_shape(lambda: training.init_state(build_model(self.recipe), self.optimizer))
 
     def to_ring_order(self, state: training.TrainState) -> training.TrainState:
         """A state in reading order, in the order of the ring."""

@@ -74,6 +74,7 @@ OWN = {
     "--memory 80GB": "tell whether the plan fits into so much, and which would",
     "--picture FILE": "draw the layout to this PNG, and a pipeline's timeline beside it",
 }
+NOT_LOOKED_AT = ("the run",)  # groups of flags of `--help` that change nothing of what is told
 
 
 def report(command: Command) -> None:
@@ -88,9 +89,9 @@ def report(command: Command) -> None:
     states = State(recipe, plan, optimizer_of(recipe, model))
     print(mesh_line(plan), end="\n\n")
     print(parallel.layout_table(model, plan.parameter_specs(model), plan.mesh).partition("\n")[2], end="\n\n")
-    held = _print_bytes(recipe, plan, states, model)
+    state, activations = _print_bytes(recipe, plan, states, model)
     if memory is not None:
-        print(fitting(recipe, memory, held), end="\n\n")
+        print(fitting(recipe, memory, state, activations), end="\n\n")
     _print_sent(recipe, plan, model, states.optimizer.trained)
     if plan.is_pipelined:
         print(f"timeline, a backward as long as two forwards\n{parallel.draw_timeline(plan.timetable())}\n")
@@ -100,19 +101,19 @@ def report(command: Command) -> None:
         _draw(command.picture, recipe, model)
 
 
-def _print_bytes(recipe: Recipe, plan: parallel.Plan, states: State, model: Any) -> int:
-    """What a device holds, whose sum is returned."""
+def _print_bytes(recipe: Recipe, plan: parallel.Plan, states: State, model: Any) -> tuple[int, int]:
+    """What a device holds; returns the bytes of its state and of its activations."""
     rows = [("bytes", "a device", "of", "share")]
     held = state_bytes(plan, states)
     rows += [(name, f"{own:,}", f"{whole:,}", f"{own / max(whole, 1):.1%}") for name, (own, whole) in held.items()]
     kept = activation_bytes(plan, model, batch_shapes(recipe))
     rows += [(f"activations: {name}", f"{size:,}", "", "") for name, size in kept.items()]
-    total = sum(own for own, _ in held.values()) + sum(kept.values())
-    rows.append(("sum", f"{total:,}", "", ""))
+    state, activations = sum(own for own, _ in held.values()), sum(kept.values())
+    rows.append(("sum", f"{state + activations:,}", "", ""))
     pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
     tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
     print(f"{nn.format_table(rows)}\na microbatch on a device is {tokens}\n")
-    return total
+    return state, activations
 
 
 def _print_sent(recipe: Recipe, plan: parallel.Plan, model: Any, trained: training.Trained) -> None:
@@ -170,7 +171,7 @@ def _draw(path: Path, recipe: Recipe, model: Any) -> None:
 def main(arguments: list[str]) -> None:
     """Run the command; bad input ends it with one message and exit code 2."""
     with one_message():
-        command = parse(Command, arguments, OWN)
+        command = parse(Command, arguments, OWN, NOT_LOOKED_AT)
         check_machine(command.machine)
         with naming_flags(command):
             report(command)

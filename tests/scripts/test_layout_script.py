@@ -1,7 +1,11 @@
 """layout.py tells a plan's costs from shapes: no device is needed, and what it says agrees with the compiled step."""
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
+import _fitting
+import _mesh
 import layout
 import pytest
 
@@ -89,12 +93,12 @@ def test_memory_that_is_enough_and_meshes_where_it_is_not(told):
     held = sum_of(told(TIGHT))
     assert f"fits: {held / 1e9:.3f} GB of 1,000.0 GB" in told(f"{TIGHT} --memory 1TB")
     memory = held * 3 // 4
-    text = told(f"{TIGHT} --memory {memory}")
+    text = told(f"{TIGHT} --memory {memory}B")
     assert f"does not fit: {held / 1e9:.3f} GB of {memory / 1e9:.3f} GB" in text
     offered = re.findall(r"^  (--.*): ([\d.]+) GB, sends ([\d.]+) GB a step$", text, re.MULTILINE)
     assert 1 <= len(offered) <= 3
     for flags, size, _ in offered[:2]:
-        again = told(f"{flags} --model.layers 4 --seq 64 --batch 16 --memory {memory}")
+        again = told(f"{flags} --model.layers 4 --seq 64 --batch 16 --memory {memory}B")
         assert (
             "\nfits:" in again
             and again.startswith("8 devices")
@@ -102,10 +106,60 @@ def test_memory_that_is_enough_and_meshes_where_it_is_not(told):
         )
     sends = [float(sent) for *_, sent in offered]
     assert sends == sorted(sends)
-    assert "no mesh of as many devices was found" in told(f"{TIGHT} --memory 1kB")
 
 
-@pytest.mark.parametrize("amount", ["much", "80QB", "0GB", "-1GB"])
+def test_where_nothing_fits_the_part_that_is_too_large_is_told(told, monkeypatch):
+    text = told(f"{TIGHT} --memory 1k")
+    assert "the state alone (parameters, gradients, optimizer) takes" in text and "--accumulate" not in text
+    least, number = re.findall(r"of (\d+) that are possible.* takes ([\d.]+) GB at least", text)[0][::-1]
+    assert float(least) > 0 and int(number) >= 4
+    # A row of 16384 tokens keeps far more than the state of a small model takes.
+    long = "--mesh.fsdp 2 --model.layers 1 --batch 2 --seq 16384 --memory"
+    text = told(f"{long} 12MB")
+    assert "but not the activations beside it" in text and "--accumulate more pieces" in text and "stopped" not in text
+    monkeypatch.setattr(_fitting, "MOST_TRACED", 1)
+    assert re.search(r"the search stopped after 1 of \d+ plans", told(f"{long} 12MB"))
+
+
+def test_the_search_goes_on_until_a_plan_fits(monkeypatch):
+    monkeypatch.setattr(_fitting, "TRACED", 1)
+    monkeypatch.setattr(_fitting, "batch_shapes", lambda recipe: None)
+    numbered: list[Any] = [
+        SimpleNamespace(recipe=SimpleNamespace(mesh=number, zero=1), plan=number, model=None, state=0)
+        for number in range(80)
+    ]
+    monkeypatch.setattr(_fitting, "activation_bytes", lambda plan, *_: {"kept": 100 - plan})
+    offered, _, traced = _fitting._search(numbered, 80)
+    assert [size for _, size in offered] == [80] and traced == 21
+    offered, (_, least), traced = _fitting._search(numbered, 30)
+    assert (offered, least, traced) == ([], 100 - 63, 64)
+
+
+def test_models_are_made_once_for_all_meshes(told, monkeypatch):
+    made, build = [], _fitting.build_model
+    for module in (_fitting, _mesh):
+        monkeypatch.setattr(module, "build_model", lambda recipe: made.append(recipe) or build(recipe))
+    told(f"{TIGHT} --memory 1k")
+    assert len(made) <= 4  # as it is and computing all again; in the state that is told, and in those in question
+
+
+def test_help_leaves_out_what_is_not_looked_at(capsys):
+    with pytest.raises(SystemExit):
+        layout.main(["--help"])
+    text = capsys.readouterr().out
+    assert "--run-dir" not in text and "--memory 80GB" in text and "devices:" in text
+
+
+@pytest.mark.parametrize(
+    "amount, size",
+    [("80GB", 80e9), ("80G", 80e9), ("80 g", 80e9), ("7B", 7), ("1.5k", 1500), ("2MB", 2e6), ("3T", 3e12)]
+    + [("1KiB", 2**10), ("1Ki", 2**10), ("2mib", 2**21), ("141Gi", 141 * 2**30), ("1TiB", 2**40)],
+)
+def test_memory_has_the_units_that_people_write(amount, size):
+    assert _fitting.memory_bytes(amount) == size
+
+
+@pytest.mark.parametrize("amount", ["much", "80QB", "0GB", "-1GB", "80", "80i", "80iB", "8.0.0GB", "80GBB"])
 def test_memory_is_a_number_and_a_unit(amount, capsys):
     with pytest.raises(SystemExit):
         layout.main([f"--memory={amount}"])
