@@ -66,7 +66,8 @@ class Attention(eqx.Module):
         """Draw the projections; parts that are modules (norms, rotary, temperature, mask, core) are passed built.
 
         `scale` multiplies the scores, by default `head_dim^-0.5`. The default core is `BlockwiseCore()`: its
-        memory is linear in the sequence. `bias` is for queries, keys and values, `output_bias` (by default as `bias`)
+        memory is linear in the sequence, and it has one derivative, in reverse mode; for others (`jax.jvp`, Hessians)
+        pass `core=DotProductCore()`. `bias` is for queries, keys and values, `output_bias` (by default as `bias`)
         for the output. `gate` multiplies each head's output by a sigmoid of the input; `sinks` adds one learned logit a
         head to the softmax, which takes weight and gives nothing.
         """

@@ -14,11 +14,14 @@ from jaxtyping import Array, Bool, Float
 
 from ._block_pairs import possible_pairs, spans
 from ._blocks import block_of, cut, grouped, joined, ungrouped
-from ._core import lowest, soft_capped
+from ._core import lowest, ReferenceCore, soft_capped
 from ._dtype import at_least_float32
 from ._mask import Mask
 from ._sums import wide_product
 from ._tokens import Tokens
+
+
+_FEW = 8  # queries, whose scores for all keys are few too
 
 
 class BlockwiseCore(eqx.Module):
@@ -27,7 +30,8 @@ class BlockwiseCore(eqx.Module):
     The program is of one size for any length. Pairs of blocks that the mask, the segments or padding leave empty are
     not computed. `block` is the tokens of a block; the scores of a pair of blocks take `4 * batch * heads * block**2`
     bytes, and on a CPU the core is fastest where they fit its cache (about 1 MB). `softcap` and `sinks` as in
-    `ReferenceCore`. Differentiable in reverse mode, once.
+    `ReferenceCore`, which serves few queries of stored keys, as in decoding: it reads the cache where it lies.
+    Differentiable in reverse mode, once; `DotProductCore` has all derivatives.
     """
 
     block: int = eqx.field(static=True, default=128)
@@ -49,6 +53,9 @@ class BlockwiseCore(eqx.Module):
         scale: float,
         sinks: Float[Array, "heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
+        if kv_tokens is not None and query.shape[-3] <= _FEW:
+            plain = ReferenceCore(self.softcap)
+            return plain(query, key, value, mask=mask, tokens=tokens, kv_tokens=kv_tokens, scale=scale, sinks=sinks)
         rules = Rules(mask, scale, self.softcap, self.block)
         output, logsum = attend(rules, query, key, value, tokens, kv_tokens)
         return output if sinks is None else with_sinks(output, logsum, sinks)

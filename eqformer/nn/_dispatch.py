@@ -109,8 +109,8 @@ class Capacity(eqx.Module):
         return jnp.where(dropped, -1, grouped).reshape(chosen.shape), jnp.sum(dropped, dtype=jnp.int32)
 
     def without_drops(self, experts: Experts, top_k: int) -> "Dropless | Capacity":
-        """What computes every choice: `Dropless`, or a slot for every token where experts are more than maps."""
-        return Capacity(len(experts) / top_k, self.per) if experts.more_than_maps() else Dropless()
+        """What computes every choice: `Dropless`, or a slot for every token where experts do more than call maps."""
+        return Dropless() if experts.only_call_maps() else Capacity(len(experts) / top_k, self.per)
 
     def _slots(self, chosen: Int[Array, "*batch seq top_k"], experts: int) -> tuple[Array, Array, int]:
         """Choices by group, the slot of each or -1, and slots an expert."""

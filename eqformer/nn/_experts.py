@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from ._dims import ensemble, path_name
 from ._grouped import grouped
 from ._grouped_maps import map_linears
+from ._linear import Linear
 
 
 class Experts(eqx.Module):
@@ -46,15 +48,37 @@ class Experts(eqx.Module):
 
         Raises a `ValueError` for parameters that are not those of `Linear`s of one dim to one.
         """
-        if others := self.more_than_maps():
+        if others := self._more_than_maps():
             raise ValueError(
                 f"Experts.sorted_rows: of an expert's parameters, {', '.join(others)} are not those of a Linear of one "
                 "dim to one, and rows sorted by expert need such; dispatch by Capacity, which runs any module."
             )
         return grouped(self.mlps, x, sizes)
 
-    def more_than_maps(self) -> list[str]:
+    def only_call_maps(self) -> bool:
+        """Whether rows sorted by expert can run these experts: all that they do with parameters is to call maps."""
+        found: list[Linear] = []
+        called = map_linears(lambda linear: found.append(linear) or _Called(linear.weight.shape[-2]), self.mlps)
+        sizes = {linear.weight.shape[-1] for linear in found if linear.inputs == ("embed",)}
+        if self._more_than_maps() or len(sizes) != 1:
+            return False
+        try:
+            jax.eval_shape(called, jax.ShapeDtypeStruct((1, *sizes), jnp.float32))
+        except (AttributeError, TypeError):  # it reads what a map holds
+            return False
+        return True
+
+    def _more_than_maps(self) -> list[str]:
         """The paths of parameters that are not those of `Linear`s of one dim to one; of most experts there are none."""
         is_grouped = lambda linear: len(linear.inputs) == len(linear.outputs) == 1
         rest = map_linears(lambda linear: None if is_grouped(linear) else linear, self.mlps)
         return [path_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(rest) if eqx.is_array(leaf)]
+
+
+class _Called(eqx.Module):
+    """Stands for a map where only shapes are looked at: it can be called, and holds nothing to read."""
+
+    size: int = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
+        return jnp.zeros((*x.shape[:-1], self.size), x.dtype)

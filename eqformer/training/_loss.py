@@ -120,8 +120,8 @@ def next_token_loss(
     layers tell comes with the weight, as a `Tally`.
 
     `model` has `encode(ids, tokens) -> (hidden, cache, told)` and `unembed(hidden) -> logits`. `key=None` is
-    inference: no dropout. Pass `tokens` to make them yourself, as where a mesh splits the rows, and `vocabulary` where
-    it splits the logits.
+    inference: no dropout, no noise in routers, and no choice of experts dropped. Pass `tokens` to make them yourself,
+    as where a mesh splits the rows, and `vocabulary` where it splits the logits.
     """
     tokens = batch_tokens(batch, key) if tokens is None else tokens
     hidden, _, told = model.encode(jnp.asarray(batch.ids), tokens)

@@ -48,7 +48,10 @@ class Step(eqx.Module):
     def __call__(
         self, state: TrainState, batch: PyTree, key: Key[Array, ""] | None = None
     ) -> tuple[TrainState, dict[str, Array]]:
-        """Takes one step; `state` is consumed. `key` is the whole run's: the step folds its own number into it."""
+        """Takes one step; `state` is consumed. `key` is the whole run's: the step folds its own number into it.
+
+        Without a key layers do what they do in inference: no dropout, no noise, and no choice of experts is dropped.
+        """
         return self.run((batch, key), state)
 
     def lower(self, state: PyTree, batch: PyTree, key: PyTree = None) -> Any:

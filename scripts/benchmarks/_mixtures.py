@@ -52,8 +52,8 @@ def mixtures(rounds: int) -> Iterator[Row]:
     """Tokens a second of a layer of 8 experts, two a token, forward and backward, and of others of equal work."""
     x = jax.random.normal(jax.random.key(1), (ROWS, SEQ, EMBED))
     layers: dict[str, Callable[..., Any]] = {
-        "eqformer, dropless": moe(8),
-        "eqformer, capacity 1.25": moe(8, nn.Capacity(1.25)),
+        "eqformer, dropless": InTraining(moe(8)),
+        "eqformer, capacity 1.25": InTraining(moe(8, nn.Capacity(1.25))),
         "dense layer of equal work": Dense(nn.GatedMLP(embed=EMBED, mlp=TOP_K * MLP, key=jax.random.key(2))),
         "one-hot products, 1.25, groups of a row": OneHotMoE(moe(8), SEQ),
         "one-hot products, 1.25, one group": OneHotMoE(moe(8), TOKENS),
@@ -64,10 +64,21 @@ def mixtures(rounds: int) -> Iterator[Row]:
             contenders[f"transformers, {kind}"] = _peers.mixtral_layer(np.asarray(x), mlp=MLP, experts=8, kind=kind)
     yield from gradient_rows("mixture", TOKENS, contenders, rounds)
     numbers, choices = (8, 16, 32, 64), jnp.repeat(x.reshape(TOKENS, EMBED), TOP_K, axis=0)
-    more = {f"{number} experts": Gradients(moe(number), x) for number in numbers}
+    more = {f"{number} experts": Gradients(InTraining(moe(number)), x) for number in numbers}
     even = {f"{number} experts alone, even loads": Gradients(Even(moe(number).experts), choices) for number in numbers}
     for some in (more, even):
         yield from rate_rows("number of experts", "tokens/s", TOKENS, seconds_in_turn(some, rounds))
+
+
+class InTraining(eqx.Module):
+    """A mixture on tokens that are trained on: on others, no dispatch drops a choice."""
+
+    moe: nn.MoE
+
+    def __call__(self, x: Float[Array, "rows seq embed"]) -> tuple[Float[Array, "rows seq embed"], nn.Aux]:
+        """The layer, and what it tells."""
+        keys = jax.random.split(jax.random.key(3), x.shape[:-1])
+        return self.moe(x, nn.Tokens(nn.positions_like(x.shape[:-1]).positions, keys=keys))
 
 
 class Dense(eqx.Module):

@@ -159,6 +159,25 @@ class Squared(eqx.Module):
         return self.gain * x * x
 
 
+class Tied(eqx.Module):
+    """An expert whose parameters are a map's, which it also reads."""
+
+    up: nn.Linear
+
+    def __call__(self, x):
+        return jax.nn.gelu(self.up(x)) @ self.up.weight.astype(x.dtype)
+
+
+def test_experts_that_read_their_maps_run_outside_of_training_too():
+    make = lambda key: Tied(nn.Linear("embed -> mlp", embed=EMBED, mlp=4, key=key))
+    experts, router = nn.Experts(make, EXPERTS, key=KEY), router_of(top_k=2)
+    moe = nn.MoE(router, experts, dispatch=nn.Capacity(0.5))
+    trained = nn.MoE(router, experts, dispatch=nn.Capacity(float(EXPERTS)))  # in which every choice finds a slot
+    assert not experts.only_call_maps() and experts_of("gated").only_call_maps()
+    expected, seen = trained(X, tokens_of())[0], moe(X, tokens_of(None))[0]
+    assert close(seen, expected, 1e-6) and not close(moe(X, tokens_of())[0], expected, 1e-2)
+
+
 SQUARES = replaced(experts_of(), mlps=Squared(jnp.asarray(normal(5, EXPERTS, EMBED))))
 
 
