@@ -61,7 +61,7 @@ def _is_of_one_each(equation: Any) -> bool:
 def _carried_sums(equation: Any) -> Iterator[Any]:
     """Narrow variables that a loop carries for nothing but to add to them, perhaps from device to device."""
     if equation.primitive.name == "scan":
-        body, first = equation.params["jaxpr"].jaxpr, equation.params["num_consts"]
+        body, first = equation.params["jaxpr"].jaxpr, _constants_of_scan(equation.params)
     elif equation.primitive.name == "while":
         body, first = equation.params["body_jaxpr"].jaxpr, equation.params["body_nconsts"]
     else:
@@ -72,6 +72,11 @@ def _carried_sums(equation: Any) -> Iterator[Any]:
     for before, after in zip(body.invars[first:], body.outvars):
         if _is_narrow(before) and uses.count(id(before)) == 1 and _is_sum_of(before, after, makers, False):
             yield before
+
+
+def _constants_of_scan(params: dict[str, Any]) -> int:
+    """How many of a scan's arguments its body is given each time alike; jax from 0.11 on tells them by groups."""
+    return params["num_consts"] if "num_consts" in params else len(list(params["ft_in"].unpack()[0]))
 
 
 def _is_sum_of(before: Any, after: Any, makers: dict[int, Any], is_added: bool) -> bool:
