@@ -41,7 +41,7 @@ class Dropless(eqx.Module):
         """The choices that are computed, -1 for others, and how many are not: none."""
         return chosen, jnp.zeros((), jnp.int32)
 
-    def without_drops(self, experts: Experts, top_k: int) -> "Dropless":
+    def without_drops(self, experts: Experts, routing: Routing) -> "Dropless":
         """Itself."""
         return self
 
@@ -108,9 +108,13 @@ class Capacity(eqx.Module):
         dropped = (grouped >= 0) & (slot < 0)
         return jnp.where(dropped, -1, grouped).reshape(chosen.shape), jnp.sum(dropped, dtype=jnp.int32)
 
-    def without_drops(self, experts: Experts, top_k: int) -> "Dropless | Capacity":
-        """What computes every choice: `Dropless`, or a slot for every token where experts do more than call maps."""
-        return Dropless() if experts.only_call_maps() else Capacity(len(experts) / top_k, self.per)
+    def without_drops(self, experts: Experts, routing: Routing) -> "Dropless | Capacity":
+        """What computes every choice: `Dropless`, or a slot for every token where experts do more than call maps.
+
+        The experts may be those of one device; `routing` knows of all.
+        """
+        number, top_k = routing.scores.shape[-1], routing.experts.shape[-1]
+        return Dropless() if experts.only_call_maps() else Capacity(number / top_k, self.per)
 
     def _slots(self, chosen: Int[Array, "*batch seq top_k"], experts: int) -> tuple[Array, Array, int]:
         """Choices by group, the slot of each or -1, and slots an expert."""

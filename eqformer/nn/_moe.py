@@ -86,8 +86,7 @@ class MoE(Routed):
 
     def dispatch_of(self, tokens: Tokens, routing: Routing) -> Dropless | Capacity:
         """How these tokens come to experts: by `dispatch` in training, by one that drops none elsewhere."""
-        top_k = routing.experts.shape[-1]
-        return self.dispatch if tokens.is_training else self.dispatch.without_drops(self.experts, top_k)
+        return self.dispatch if tokens.is_training else self.dispatch.without_drops(self.experts, routing)
 
     def told(
         self,
