@@ -66,16 +66,16 @@ CONTROLS: dict[str, Control] = {
     "gradients over tensor, of key heads that devices share": Control(control.of_first_over("tensor"), SHARED),
     # Sharded state.
     "scatter of gradients in ZeRO 1": Control(
-        without("_fully_sharded", psum_scatter=own_part), DATA._replace(choices={"zero": 1})
+        without("_stand_ins", psum_scatter=own_part), DATA._replace(choices={"zero": 1})
     ),
     "scatter of gradients in ZeRO 2": Control(
-        without("_fully_sharded", psum_scatter=own_part), DATA._replace(choices={"zero": 2})
+        without("_stand_ins", psum_scatter=own_part), DATA._replace(choices={"zero": 2})
     ),
     "scatter of gradients in ZeRO 3": Control(
-        without("_fully_sharded", psum_scatter=own_part), DATA._replace(choices={"zero": 3}), every_run=True
+        without("_stand_ins", psum_scatter=own_part), DATA._replace(choices={"zero": 3}), every_run=True
     ),
     "gather of parameters": Control(
-        without("_fully_sharded", all_gather=own_piece), DATA._replace(choices={"zero": 3})
+        without("_stand_ins", all_gather=own_piece), DATA._replace(choices={"zero": 3})
     ),
     # Tensor parallelism.
     "sum of row maps, unsummed": Control(without("_tensor", psum=nothing), ROWS, "types"),
