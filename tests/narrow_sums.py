@@ -94,10 +94,9 @@ def _is_sum_of(before: Any, after: Any, makers: dict[int, Any], is_added: bool) 
 def _within(params: dict[str, Any]) -> Iterator[Any]:
     for value in params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, core.ClosedJaxpr):
-                yield one.jaxpr
-            elif isinstance(one, core.Jaxpr):
-                yield one
+            inner = getattr(one, "jaxpr", one)  # closed, as jax 0.10 has them
+            if isinstance(inner, core.Jaxpr):
+                yield inner
 
 
 def _is_narrow(variable: Any) -> bool:

@@ -55,7 +55,7 @@ def test_no_visible_pair_is_ever_left_out(mask):
             here = blocked(positions[None], segments[None])
             there = blocked(positions[None, keys], segments[None, keys])
             rows, columns = (jnp.asarray(np.stack([positions, segments])[:, part]) for part in (slice(None), keys))
-            visible = np.asarray(mask(Tokens(*rows), Tokens(*columns)))
+            visible = np.asarray(mask(Tokens(rows[0], rows[1]), Tokens(columns[0], columns[1])))
             needed = (visible & (positions >= 0)[None, :, None]).reshape(6, 4, 6, 4).any((1, 3))
             assert not np.any(needed & ~possible_pairs(mask, here, there))
 

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,7 @@ def test_slots_are_chosen_for_any_number_of_rows():
     def of(rows):
         program = jax.make_jaxpr(lambda sizes: Slots(sizes, rows).are_used)(jnp.zeros(8, jnp.int32))
         (compared,) = [e for e in program.eqns if e.primitive.name == "ge" and e.outvars[0] is program.jaxpr.outvars[0]]
-        return compared.invars[1].val
+        literal: Any = compared.invars[1]
+        return literal.val
 
     assert of(800_000_000) == 600_000_000 and bool(use(8_000))

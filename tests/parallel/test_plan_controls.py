@@ -74,9 +74,7 @@ CONTROLS: dict[str, Control] = {
     "scatter of gradients in ZeRO 3": Control(
         without("_stand_ins", psum_scatter=own_part), DATA._replace(choices={"zero": 3}), every_run=True
     ),
-    "gather of parameters": Control(
-        without("_stand_ins", all_gather=own_piece), DATA._replace(choices={"zero": 3})
-    ),
+    "gather of parameters": Control(without("_stand_ins", all_gather=own_piece), DATA._replace(choices={"zero": 3})),
     # Tensor parallelism.
     "sum of row maps, unsummed": Control(without("_tensor", psum=nothing), ROWS, "types"),
     "sum of row maps": Control(without("_tensor", psum=of_first), ROWS, every_run=True),
