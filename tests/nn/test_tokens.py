@@ -82,7 +82,7 @@ def test_documents_of_a_packed_row_are_rotated_by_their_own_lengths(kind, scalin
     whole, both = run(x, packed), (slice(0, 10), slice(10, 14))
     alone = [run(x[:, part], nn.positions_like(x[:, part].shape[:2])) for part in both]
     apart = lambda y: max(np.abs(y[:, part] - one).max() / np.abs(one).max() for part, one in zip(both, alone))
-    assert apart(whole) < 1e-6
+    assert apart(whole) < 1e-5
     of_row = nn.Tokens(packed.positions, packed.segments, lengths=jnp.full((1, 15), 10))  # as if the row's were meant
     assert apart(run(x, of_row)) > 1e-3
 
