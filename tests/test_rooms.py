@@ -39,42 +39,47 @@ def names_in(tree: ast.AST) -> set[str]:
     return names
 
 
-def rooms_imported(tree: ast.AST, room: str) -> set[str]:
-    """Rooms of eqformer that a file of `room` imports from."""
-    found = set()
+def imported(tree: ast.AST, folder: tuple[str, ...] = ()) -> list[str]:
+    """What a file in `folder` of the package imports from the package: `nn.experts._dispatch`, or `nn` for a room."""
+    found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == 2 and node.module:
-            found.add(node.module.split(".")[0])
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("eqformer."):
-            found.add(node.module.split(".")[1])
-        elif isinstance(node, ast.ImportFrom) and (node.module == "eqformer" or (node.level == 2 and not node.module)):
-            found.update(alias.name for alias in node.names)
-    return (found & ROOMS.keys()) - {room}
+        if isinstance(node, ast.Import):
+            found += [name.name.split(".")[1:] for name in node.names if name.name.startswith("eqformer.")]
+        elif isinstance(node, ast.ImportFrom):
+            module = (node.module or "").split(".") if node.module else []
+            if node.level:
+                module = [*folder[: len(folder) + 1 - node.level], *module]
+            elif module[:1] != ["eqformer"]:
+                continue
+            else:
+                module = module[1:]
+            found += [module] if module else [[name.name] for name in node.names]
+    return [".".join(parts) for parts in found]
 
 
-def private_files_imported(tree: ast.AST) -> list[str]:
+def rooms_imported(tree: ast.AST, folder: tuple[str, ...]) -> set[str]:
+    """Rooms of eqformer that a file in `folder` imports from, its own left out."""
+    return {name.split(".")[0] for name in imported(tree, folder)} & (ROOMS.keys() - set(folder[:1]))
+
+
+def private_files_imported(tree: ast.AST, folder: tuple[str, ...] = ()) -> list[str]:
     """Files of another room that a file imports by their own names, and not by what the room lists."""
-    modules = [(node.level, node.module or "") for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    found = [name for level, name in modules if level == 2] + [
-        name.removeprefix("eqformer.")
-        for name in names + [name for level, name in modules if not level]
-        if name.startswith("eqformer.")
-    ]
-    return sorted(name for name in found if re.match(r"[a-z]+\._", name))
+    names = [name for name in imported(tree, folder) if name.split(".")[:1] != list(folder[:1])]
+    return sorted(name for name in names if re.fullmatch(r"[a-z]+(\.[a-z]+)*\._.*", name))
 
 
 def complaints(path: pathlib.Path, source: str) -> list[str]:
     """What a file of the package does that its room does not allow."""
-    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    folder = path.relative_to(PACKAGE).parts[:-1]
+    room = folder[0] if folder else path.stem
     tree, found = ast.parse(source), []
     if source.count("\n") > 300:
         found.append("longer than 300 lines")
     if path.name != "__init__.py" and not path.name.startswith("_"):
         found.append("a public file: only __init__.py is, and it lists the room's names")
-    if foreign := rooms_imported(tree, room) - ROOMS.get(room, set(ROOMS)):
+    if foreign := rooms_imported(tree, folder) - ROOMS.get(room, set(ROOMS)):
         found.append(f"imports from {sorted(foreign)}")
-    if private := private_files_imported(tree):
+    if private := private_files_imported(tree, folder):
         found.append(f"imports private files {private}: let their room list what they have")
     names = names_in(tree)
     if room != "parallel" and (used := names & COLLECTIVES):
@@ -106,6 +111,8 @@ def test_a_file_keeps_to_its_room(path):
         ("training", "from .. import generation", "imports from ['generation']"),
         ("parallel", "from ..nn._dtype import at_least_float32", "private files ['nn._dtype']"),
         ("models", "import eqformer.nn._lora", "private files ['nn._lora']"),
+        ("models/families", "from ...nn.experts._moe import MoE", "private files ['nn.experts._moe']"),
+        ("nn/experts", "from ...data import load", "imports from ['data']"),
         ("nn", "import jax\njax.lax.psum(1, 'x')", "collectives ['psum']"),
         ("models", "from jax.sharding import PartitionSpec", "sharding"),
         ("nn", "print('hello')", "print"),
@@ -122,7 +129,9 @@ def test_the_architecture_test_can_fail(room, source, word):
 @pytest.mark.parametrize("path", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda path: path.name)
 def test_a_script_imports_what_rooms_list(path):
     assert private_files_imported(ast.parse(path.read_text())) == []
-    assert private_files_imported(ast.parse("from eqformer.nn._dispatch import slots_of")) == ["nn._dispatch"]
+    assert private_files_imported(ast.parse("from eqformer.nn.experts._dispatch import slots_of")) == [
+        "nn.experts._dispatch"
+    ]
 
 
 def unencoded(tree: ast.AST) -> list[int]:

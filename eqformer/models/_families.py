@@ -8,33 +8,33 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from ..nn import Transformer
-from ._cohere import build_cohere, Cohere, COHERE_PRESETS, COHERE_PUBLISHED
-from ._deepseek_v2 import build_deepseek_v2, DEEPSEEK_V2_PRESETS, DEEPSEEK_V2_PUBLISHED, DeepSeekV2
-from ._deepseek_v3 import build_deepseek_v3, DEEPSEEK_V3_PRESETS, DEEPSEEK_V3_PUBLISHED, DeepSeekV3
-from ._gemma import build_gemma, Gemma, GEMMA_PRESETS, GEMMA_PUBLISHED
-from ._gemma2 import build_gemma2, Gemma2, GEMMA2_PRESETS, GEMMA2_PUBLISHED
-from ._gemma3 import build_gemma3, Gemma3, GEMMA3_PRESETS, GEMMA3_PUBLISHED
-from ._glm4 import build_glm4, GLM4, GLM4_PRESETS, GLM4_PUBLISHED
-from ._gpt2 import build_gpt2, GPT2, GPT2_PRESETS, GPT2_PUBLISHED
-from ._gpt_oss import build_gpt_oss, GPT_OSS_PRESETS, GPT_OSS_PUBLISHED, GPTOSS
-from ._granite import build_granite, Granite, GRANITE_PRESETS, GRANITE_PUBLISHED
-from ._jaxformer import build_jaxformer, JAXformer, JAXFORMER_PRESETS
-from ._llama import build_llama, Llama, LLAMA_PRESETS, LLAMA_PUBLISHED
-from ._llama4 import build_llama4, Llama4, LLAMA4_PRESETS, LLAMA4_PUBLISHED
-from ._mistral import build_mistral, Mistral, MISTRAL_PRESETS, MISTRAL_PUBLISHED
-from ._mixtral import build_mixtral, Mixtral, MIXTRAL_PRESETS, MIXTRAL_PUBLISHED
-from ._olmo2 import build_olmo2, Olmo2, OLMO2_PRESETS, OLMO2_PUBLISHED
-from ._olmo3 import build_olmo3, Olmo3, OLMO3_PRESETS, OLMO3_PUBLISHED
-from ._olmoe import build_olmoe, OLMoE, OLMOE_PRESETS, OLMOE_PUBLISHED
-from ._phi3 import build_phi3, Phi3, PHI3_PRESETS, PHI3_PUBLISHED
-from ._qwen2 import build_qwen2, Qwen2, QWEN2_PRESETS, QWEN2_PUBLISHED
-from ._qwen2_moe import build_qwen2_moe, QWEN2_MOE_PRESETS, QWEN2_MOE_PUBLISHED, Qwen2MoE
-from ._qwen3 import build_qwen3, Qwen3, QWEN3_PRESETS, QWEN3_PUBLISHED
-from ._qwen3_moe import build_qwen3_moe, QWEN3_MOE_PRESETS, QWEN3_MOE_PUBLISHED, Qwen3MoE
-from ._qwen3_next import build_qwen3_next, QWEN3_NEXT_PRESETS, QWEN3_NEXT_PUBLISHED, Qwen3Next
-from ._smollm3 import build_smollm3, SmolLM3, SMOLLM3_PRESETS, SMOLLM3_PUBLISHED
-from ._switch import build_switch, GShard, GSHARD_PRESETS, Switch, SWITCH_PRESETS
 from ._weights import Published
+from .families._cohere import build_cohere, Cohere, COHERE_PRESETS, COHERE_PUBLISHED
+from .families._deepseek_v2 import build_deepseek_v2, DEEPSEEK_V2_PRESETS, DEEPSEEK_V2_PUBLISHED, DeepSeekV2
+from .families._deepseek_v3 import build_deepseek_v3, DEEPSEEK_V3_PRESETS, DEEPSEEK_V3_PUBLISHED, DeepSeekV3
+from .families._gemma import build_gemma, Gemma, GEMMA_PRESETS, GEMMA_PUBLISHED
+from .families._gemma2 import build_gemma2, Gemma2, GEMMA2_PRESETS, GEMMA2_PUBLISHED
+from .families._gemma3 import build_gemma3, Gemma3, GEMMA3_PRESETS, GEMMA3_PUBLISHED
+from .families._glm4 import build_glm4, GLM4, GLM4_PRESETS, GLM4_PUBLISHED
+from .families._gpt2 import build_gpt2, GPT2, GPT2_PRESETS, GPT2_PUBLISHED
+from .families._gpt_oss import build_gpt_oss, GPT_OSS_PRESETS, GPT_OSS_PUBLISHED, GPTOSS
+from .families._granite import build_granite, Granite, GRANITE_PRESETS, GRANITE_PUBLISHED
+from .families._jaxformer import build_jaxformer, JAXformer, JAXFORMER_PRESETS
+from .families._llama import build_llama, Llama, LLAMA_PRESETS, LLAMA_PUBLISHED
+from .families._llama4 import build_llama4, Llama4, LLAMA4_PRESETS, LLAMA4_PUBLISHED
+from .families._mistral import build_mistral, Mistral, MISTRAL_PRESETS, MISTRAL_PUBLISHED
+from .families._mixtral import build_mixtral, Mixtral, MIXTRAL_PRESETS, MIXTRAL_PUBLISHED
+from .families._olmo2 import build_olmo2, Olmo2, OLMO2_PRESETS, OLMO2_PUBLISHED
+from .families._olmo3 import build_olmo3, Olmo3, OLMO3_PRESETS, OLMO3_PUBLISHED
+from .families._olmoe import build_olmoe, OLMoE, OLMOE_PRESETS, OLMOE_PUBLISHED
+from .families._phi3 import build_phi3, Phi3, PHI3_PRESETS, PHI3_PUBLISHED
+from .families._qwen2 import build_qwen2, Qwen2, QWEN2_PRESETS, QWEN2_PUBLISHED
+from .families._qwen2_moe import build_qwen2_moe, QWEN2_MOE_PRESETS, QWEN2_MOE_PUBLISHED, Qwen2MoE
+from .families._qwen3 import build_qwen3, Qwen3, QWEN3_PRESETS, QWEN3_PUBLISHED
+from .families._qwen3_moe import build_qwen3_moe, QWEN3_MOE_PRESETS, QWEN3_MOE_PUBLISHED, Qwen3MoE
+from .families._qwen3_next import build_qwen3_next, QWEN3_NEXT_PRESETS, QWEN3_NEXT_PUBLISHED, Qwen3Next
+from .families._smollm3 import build_smollm3, SmolLM3, SMOLLM3_PRESETS, SMOLLM3_PUBLISHED
+from .families._switch import build_switch, GShard, GSHARD_PRESETS, Switch, SWITCH_PRESETS
 
 
 Numbers = (

@@ -1,6 +1,5 @@
 """Components: arrays and their named dims. Nothing here knows a family, a device or a training run."""
 
-from . import _blocks as blocks, _blockwise as blockwise, _dispatch as dispatch  # noqa: F401  # each with its names
 from ._activation import (
     ACTIVATIONS as ACTIVATIONS,
     gelu as gelu,
@@ -10,27 +9,14 @@ from ._activation import (
     relu_squared as relu_squared,
     silu as silu,
 )
-from ._attention import Attention as Attention
 from ._aux import Aux as Aux, aux_loss as aux_loss, aux_of as aux_of
-from ._balance import (
-    BalanceLoss as BalanceLoss,
-    Importance as Importance,
-    LoadBalance as LoadBalance,
-    NoisyLoad as NoisyLoad,
-    RouterZ as RouterZ,
-    updated_selection_bias as updated_selection_bias,
-)
 from ._block import Block as Block, Layer as Layer, Mixer as Mixer, Period as Period, Routed as Routed
-from ._blockwise import BlockwiseCore as BlockwiseCore
 from ._cache import (
     check_cached as check_cached,
     DeltaCache as DeltaCache,
     KVCache as KVCache,
     LatentCache as LatentCache,
 )
-from ._conv import CausalConv as CausalConv
-from ._core import DotProductCore as DotProductCore, lowest as lowest, ReferenceCore as ReferenceCore
-from ._delta_net import GatedDeltaNet as GatedDeltaNet
 from ._dims import (
     dims as dims,
     dims_table as dims_table,
@@ -45,15 +31,9 @@ from ._dims import (
     path_name as path_name,
     stays_wide as stays_wide,
 )
-from ._dispatch import Capacity as Capacity, Dropless as Dropless
 from ._dropout import Dropout as Dropout
 from ._dtype import at_least_float32 as at_least_float32, float_dtype as float_dtype, holding as holding
 from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions, unembed as unembed
-from ._expert_choice import ExpertChoiceRouter as ExpertChoiceRouter
-from ._experts import Experts as Experts
-from ._first_experts import first_experts as first_experts
-from ._grouped_maps import map_linears as map_linears
-from ._latent_attention import LatentAttention as LatentAttention
 from ._linear import Linear as Linear
 from ._lora import (
     beside as beside,
@@ -62,31 +42,10 @@ from ._lora import (
     merge_lora as merge_lora,
     with_lora as with_lora,
 )
-from ._mask import causal as causal, chunked as chunked, full as full, Mask as Mask, sliding_window as sliding_window
 from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import GatedMLP as GatedMLP, MLP as MLP
-from ._moe import (
-    aux_of_slots as aux_of_slots,
-    candidates as candidates,
-    GatedShared as GatedShared,
-    MoE as MoE,
-    ROUTER as ROUTER,
-)
-from ._noisy_routers import NoisyTopKRouter as NoisyTopKRouter, RandomSecondRouter as RandomSecondRouter
 from ._norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from ._precision import cast as cast, Precision as Precision
-from ._rotary import Rotary as Rotary
-from ._rotary_scaling import (
-    DynamicScaling as DynamicScaling,
-    LinearScaling as LinearScaling,
-    Llama3Scaling as Llama3Scaling,
-    LongRopeScaling as LongRopeScaling,
-    RotaryScaling as RotaryScaling,
-    yarn_magnitude as yarn_magnitude,
-    YarnScaling as YarnScaling,
-)
-from ._router import Router as Router, TopKRouter as TopKRouter
-from ._routing import Routing as Routing, Slots as Slots
 from ._stack import REMAT as REMAT, Stack as Stack
 from ._sums import (
     look_up as look_up,
@@ -94,7 +53,6 @@ from ._sums import (
     wide_product as wide_product,
     wide_sum as wide_sum,
 )
-from ._temperature import LogTemperature as LogTemperature
 from ._tokens import (
     document_lengths as document_lengths,
     positions_like as positions_like,
@@ -104,3 +62,52 @@ from ._tokens import (
     tokens_or_default as tokens_or_default,
 )
 from ._transformer import Transformer as Transformer
+from .attention._attention import Attention as Attention
+from .attention._latent_attention import LatentAttention as LatentAttention
+from .attention._mask import (
+    causal as causal,
+    chunked as chunked,
+    full as full,
+    Mask as Mask,
+    sliding_window as sliding_window,
+)
+from .attention._rotary import Rotary as Rotary
+from .attention._rotary_scaling import (
+    DynamicScaling as DynamicScaling,
+    LinearScaling as LinearScaling,
+    Llama3Scaling as Llama3Scaling,
+    LongRopeScaling as LongRopeScaling,
+    RotaryScaling as RotaryScaling,
+    yarn_magnitude as yarn_magnitude,
+    YarnScaling as YarnScaling,
+)
+from .attention._temperature import LogTemperature as LogTemperature
+from .cores import _blocks as blocks, _blockwise as blockwise  # noqa: F401  # each with its names
+from .cores._blockwise import BlockwiseCore as BlockwiseCore
+from .cores._core import DotProductCore as DotProductCore, lowest as lowest, ReferenceCore as ReferenceCore
+from .experts import _dispatch as dispatch  # noqa: F401
+from .experts._balance import (
+    BalanceLoss as BalanceLoss,
+    Importance as Importance,
+    LoadBalance as LoadBalance,
+    NoisyLoad as NoisyLoad,
+    RouterZ as RouterZ,
+    updated_selection_bias as updated_selection_bias,
+)
+from .experts._dispatch import Capacity as Capacity, Dropless as Dropless
+from .experts._expert_choice import ExpertChoiceRouter as ExpertChoiceRouter
+from .experts._experts import Experts as Experts
+from .experts._first_experts import first_experts as first_experts
+from .experts._grouped_maps import map_linears as map_linears
+from .experts._moe import (
+    aux_of_slots as aux_of_slots,
+    candidates as candidates,
+    GatedShared as GatedShared,
+    MoE as MoE,
+    ROUTER as ROUTER,
+)
+from .experts._noisy_routers import NoisyTopKRouter as NoisyTopKRouter, RandomSecondRouter as RandomSecondRouter
+from .experts._router import Router as Router, TopKRouter as TopKRouter
+from .experts._routing import Routing as Routing, Slots as Slots
+from .recurrent._conv import CausalConv as CausalConv
+from .recurrent._delta_net import GatedDeltaNet as GatedDeltaNet

@@ -7,7 +7,6 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ._block import Norm
 from ._cache import check_cached
-from ._core import soft_capped
 from ._dropout import Dropout
 from ._dtype import float_dtype
 from ._embedding import Embedding, LearnedPositions, unembed
@@ -16,6 +15,7 @@ from ._lora import LoRA
 from ._stack import Stack
 from ._sums import wide_sum
 from ._tokens import Tokens, tokens_or_default
+from .cores._core import soft_capped
 
 
 def _compute_dtype(dtype: str) -> str:

@@ -10,12 +10,6 @@ from ._axes import (
     REPLICA as REPLICA,
     TENSOR as TENSOR,
 )
-from ._check_schedule import check_schedule as check_schedule
-from ._collective_matmul import (
-    all_gather_matmul as all_gather_matmul,
-    matmul_reduce_scatter as matmul_reduce_scatter,
-    OVERLAPS as OVERLAPS,
-)
 from ._collectives import (
     reference_all_gather as reference_all_gather,
     reference_all_to_all as reference_all_to_all,
@@ -25,7 +19,11 @@ from ._collectives import (
     ring_all_gather as ring_all_gather,
     ring_psum_scatter as ring_psum_scatter,
 )
-from ._context import (
+from ._per_rank import PerRank as PerRank
+from ._plan import Plan as Plan
+from ._shard_map import filter_shard_map as filter_shard_map
+from ._vary import vary as vary, vary_like as vary_like, varying_axes as varying_axes
+from .context._context import (
     check_context as check_context,
     CONTEXT_METHODS as CONTEXT_METHODS,
     context_order as context_order,
@@ -33,25 +31,21 @@ from ._context import (
     zigzag as zigzag,
     zigzag_inverse as zigzag_inverse,
 )
-from ._depth import check_depth as check_depth, layer_order as layer_order
-from ._draw_layout import draw_array as draw_array, layout_table as layout_table
-from ._feature import FeatureLinear as FeatureLinear
-from ._fully_sharded import Gathered as Gathered
-from ._init import init_sharded as init_sharded, lower_sharded as lower_sharded
-from ._layout import Layout as Layout, partition_specs as partition_specs, shardings as shardings
-from ._mesh import axis_sizes as axis_sizes, make_mesh as make_mesh
-from ._norms import SplitNorm as SplitNorm
-from ._pack import pack_schedule as pack_schedule
-from ._per_rank import PerRank as PerRank
-from ._picture_layout import picture_layout as picture_layout
-from ._pipeline import (
+from .context._shift import shift as shift
+from .layouts._draw_layout import draw_array as draw_array, layout_table as layout_table
+from .layouts._init import init_sharded as init_sharded, lower_sharded as lower_sharded
+from .layouts._layout import Layout as Layout, partition_specs as partition_specs, shardings as shardings
+from .layouts._mesh import axis_sizes as axis_sizes, make_mesh as make_mesh
+from .layouts._picture_layout import picture_layout as picture_layout
+from .pipeline._check_schedule import check_schedule as check_schedule
+from .pipeline._depth import check_depth as check_depth, layer_order as layer_order
+from .pipeline._pack import pack_schedule as pack_schedule
+from .pipeline._pipeline import (
     pipeline_gradients as pipeline_gradients,
 )
-from ._pipelined_stack import PipelinedStack as PipelinedStack
-from ._plan import Plan as Plan
-from ._planned import CacheCore as CacheCore, Planned as Planned
-from ._schedule import IDLE as IDLE, Schedule as Schedule
-from ._schedules import (
+from .pipeline._pipelined_stack import PipelinedStack as PipelinedStack
+from .pipeline._schedule import IDLE as IDLE, Schedule as Schedule
+from .pipeline._schedules import (
     gpipe as gpipe,
     interleaved as interleaved,
     looping as looping,
@@ -60,19 +54,25 @@ from ._schedules import (
     SCHEDULES as SCHEDULES,
     zero_bubble as zero_bubble,
 )
-from ._shard_map import filter_shard_map as filter_shard_map
-from ._shift import shift as shift
-from ._simulate import Entries as Entries, simulate as simulate, Simulation as Simulation, Timing as Timing
-from ._stand_ins import is_narrow as is_narrow, routed as routed, stand_in as stand_in
-from ._tensor import (
+from .pipeline._simulate import Entries as Entries, simulate as simulate, Simulation as Simulation, Timing as Timing
+from .pipeline._timeline import draw_timeline as draw_timeline, picture_timeline as picture_timeline
+from .pipeline._weight_gradients import differentiable as differentiable
+from .serving._planned import CacheCore as CacheCore, Planned as Planned
+from .serving._weight_stationary import WeightStationary as WeightStationary
+from .state._fully_sharded import Gathered as Gathered
+from .state._stand_ins import is_narrow as is_narrow, routed as routed, stand_in as stand_in
+from .tensor._collective_matmul import (
+    all_gather_matmul as all_gather_matmul,
+    matmul_reduce_scatter as matmul_reduce_scatter,
+    OVERLAPS as OVERLAPS,
+)
+from .tensor._feature import FeatureLinear as FeatureLinear
+from .tensor._norms import SplitNorm as SplitNorm
+from .tensor._tensor import (
     MIXERS as MIXERS,
     RESIDUALS as RESIDUALS,
     stream_maps as stream_maps,
     Tensor as Tensor,
     TENSOR_MODULES as TENSOR_MODULES,
 )
-from ._timeline import draw_timeline as draw_timeline, picture_timeline as picture_timeline
-from ._vary import vary as vary, vary_like as vary_like, varying_axes as varying_axes
-from ._vocabulary import SplitEmbedding as SplitEmbedding, SplitVocabulary as SplitVocabulary
-from ._weight_gradients import differentiable as differentiable
-from ._weight_stationary import WeightStationary as WeightStationary
+from .tensor._vocabulary import SplitEmbedding as SplitEmbedding, SplitVocabulary as SplitVocabulary

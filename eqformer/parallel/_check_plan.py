@@ -13,13 +13,13 @@ from jaxtyping import PyTree
 from .. import nn
 from ._axes import AXES, BATCH_AXES, CONTEXT, PIPE, TENSOR
 from ._check_mixture import check_mixture
-from ._collective_matmul import OVERLAPS
-from ._context import check_context, CONTEXT_METHODS, refuse_recurrence
-from ._depth import check_depth
-from ._layout import axes_of, is_spec
 from ._mixture import EXPERT_METHODS
-from ._schedules import SCHEDULES
-from ._tensor import MIXERS, RESIDUALS, TENSOR_MODULES
+from .context._context import check_context, CONTEXT_METHODS, refuse_recurrence
+from .layouts._layout import axes_of, is_spec
+from .pipeline._depth import check_depth
+from .pipeline._schedules import SCHEDULES
+from .tensor._collective_matmul import OVERLAPS
+from .tensor._tensor import MIXERS, RESIDUALS, TENSOR_MODULES
 
 
 def check_choices(plan: Any) -> None:

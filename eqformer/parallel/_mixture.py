@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from .. import nn
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
-from ._gather import gather_parameter
-from ._taps import holding, is_map
 from ._vary import vary
+from .pipeline._taps import holding, is_map
+from .state._gather import gather_parameter
 
 
 EXPERT_METHODS = ("gather", "exchange")

@@ -16,21 +16,21 @@ from .. import nn
 from .._shapes import Batch
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._check_plan import check_choices, check_model, check_rows
-from ._context import context_order
-from ._depth import layer_order
-from ._feature import FEATURE_DIMS
-from ._fully_sharded import Gathered, Scattered
-from ._layout import axes_of, Layout, partition_specs
-from ._leaves import Leaf, leaves_of
-from ._mesh import axis_sizes
-from ._pipelined_stack import PipelinedStack
-from ._schedule import Schedule
-from ._schedules import make_schedule
-from ._stand_ins import gather, is_narrow, routed, scatter, stand_in
-from ._tensor import HEAD_DIMS
 from ._vary import vary, vary_like
-from ._vocabulary import SplitVocabulary
 from ._wrap import split_mixtures, split_over_context, split_over_tensor
+from .context._context import context_order
+from .layouts._layout import axes_of, Layout, partition_specs
+from .layouts._mesh import axis_sizes
+from .pipeline._depth import layer_order
+from .pipeline._pipelined_stack import PipelinedStack
+from .pipeline._schedule import Schedule
+from .pipeline._schedules import make_schedule
+from .state._fully_sharded import Gathered, Scattered
+from .state._leaves import Leaf, leaves_of
+from .state._stand_ins import gather, is_narrow, routed, scatter, stand_in
+from .tensor._feature import FEATURE_DIMS
+from .tensor._tensor import HEAD_DIMS
+from .tensor._vocabulary import SplitVocabulary
 
 
 @dataclasses.dataclass(frozen=True)

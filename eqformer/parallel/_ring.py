@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..nn import at_least_float32
-from ._shift import pass_on
 from ._vary import vary, vary_like
+from .context._shift import pass_on
 
 
 Carry = TypeVar("Carry")

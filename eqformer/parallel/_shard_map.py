@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import nn
-from ._layout import axes_of, is_spec
-from ._mesh import axis_sizes
 from ._vary import varying_axes
+from .layouts._layout import axes_of, is_spec
+from .layouts._mesh import axis_sizes
 
 
 def filter_shard_map(

@@ -11,15 +11,15 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from .. import nn
 from ._axes import CONTEXT, TENSOR
-from ._context import ContextCore, refuse_recurrence
-from ._feature import FEATURE_DIMS, FeatureKeyHead, FeatureLinear
-from ._gather import gather_parameter
-from ._layout import axes_of, dim_over
 from ._mixture import SplitMoE
-from ._norms import reduced_dims, SplitNorm
-from ._tensor import HEAD_DIMS, MIXERS, Tensor, TENSOR_MODULES
 from ._vary import own_part
-from ._vocabulary import FeatureEmbedding, HeadInput, own_rows, rows_of_features, SplitEmbedding
+from .context._context import ContextCore, refuse_recurrence
+from .layouts._layout import axes_of, dim_over
+from .state._gather import gather_parameter
+from .tensor._feature import FEATURE_DIMS, FeatureKeyHead, FeatureLinear
+from .tensor._norms import reduced_dims, SplitNorm
+from .tensor._tensor import HEAD_DIMS, MIXERS, Tensor, TENSOR_MODULES
+from .tensor._vocabulary import FeatureEmbedding, HeadInput, own_rows, rows_of_features, SplitEmbedding
 
 
 def replace(model: PyTree, kinds: type | tuple[type, ...], make: Callable[..., Any], *likes: PyTree) -> PyTree:

@@ -1,6 +1,6 @@
 """Layers of several kinds are cut into the fewest periods, and every layer has its place."""
 
-from eqformer.models._pattern import all_but_every, every, places, Run, runs
+from eqformer.models.families._pattern import all_but_every, every, places, Run, runs
 
 
 def pattern(period, layers):

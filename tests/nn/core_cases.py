@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from eqformer.nn._mask import causal, chunked, full, Mask, sliding_window
 from eqformer.nn._tokens import Tokens
+from eqformer.nn.attention._mask import causal, chunked, full, Mask, sliding_window
 
 
 class Case(NamedTuple):

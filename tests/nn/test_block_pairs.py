@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqformer.nn._block_pairs import possible_pairs
-from eqformer.nn._mask import causal, chunked, full, Mask, sliding_window
 from eqformer.nn._tokens import Tokens
+from eqformer.nn.attention._mask import causal, chunked, full, Mask, sliding_window
+from eqformer.nn.cores._block_pairs import possible_pairs
 
 
 def blocked(positions, segments=None, block: int = 4) -> Tokens:

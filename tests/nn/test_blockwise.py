@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from eqformer.nn._blocks import cut
-from eqformer.nn._blockwise import attend, BlockwiseCore, Rules
-from eqformer.nn._core import ReferenceCore
-from eqformer.nn._mask import causal, Mask, sliding_window
 from eqformer.nn._tokens import positions_like, Tokens
+from eqformer.nn.attention._mask import causal, Mask, sliding_window
+from eqformer.nn.cores._blocks import cut
+from eqformer.nn.cores._blockwise import attend, BlockwiseCore, Rules
+from eqformer.nn.cores._core import ReferenceCore
 
 
 def inputs(

@@ -10,10 +10,10 @@ import pytest
 from core_cases import arrays_of, Case, CASES
 from jaxtyping import TypeCheckError
 
-from eqformer.nn._blockwise import BlockwiseCore
-from eqformer.nn._core import DotProductCore, ReferenceCore
-from eqformer.nn._mask import causal, chunked, full, sliding_window
 from eqformer.nn._tokens import positions_like, Tokens
+from eqformer.nn.attention._mask import causal, chunked, full, sliding_window
+from eqformer.nn.cores._blockwise import BlockwiseCore
+from eqformer.nn.cores._core import DotProductCore, ReferenceCore
 
 
 CORES = {

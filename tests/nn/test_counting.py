@@ -12,7 +12,7 @@ from moe_cases import KEY
 
 from eqformer import nn
 from eqformer.nn._counting import check_indices, even_share, MOST
-from eqformer.nn._grouped_blocks import Slots
+from eqformer.nn.experts._grouped_blocks import Slots
 
 
 FACTORS = ("1e-4", "0.01", "0.5", "0.75", "1", "1.1", "1.25", "1.333", "1.5", "2", "3.9", "99.999", "1e6")

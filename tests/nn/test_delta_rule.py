@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from nn_reference import close
 
-from eqformer.nn._delta_rule import delta_rule
+from eqformer.nn.recurrent._delta_rule import delta_rule
 from eqformer.parallel import make_mesh
 
 

@@ -11,8 +11,8 @@ import pytest
 from nn_reference import close, drawn, normal, wide
 
 from eqformer import nn
-from eqformer.nn import _grouped_blocks, _grouped_ragged
-from eqformer.nn._grouped import grouped
+from eqformer.nn.experts import _grouped_blocks, _grouped_ragged
+from eqformer.nn.experts._grouped import grouped
 
 
 ROWS, INPUTS, OUTPUTS, GROUPS = 160, 5, 3, 4

@@ -10,7 +10,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from eqformer.parallel import _leaves, _plan, _ring_attention, _tensor, _wrap, Plan, vary
+from eqformer.parallel import _plan, _wrap, Plan, vary
+from eqformer.parallel.context import _ring_attention
+from eqformer.parallel.state import _leaves
+from eqformer.parallel.tensor import _tensor
 
 
 class Shim:

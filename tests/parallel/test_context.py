@@ -12,12 +12,12 @@ from context_cases import BATCH, call, Case, CASES, compiled, distance, drawn, M
 from jax.sharding import PartitionSpec as P
 
 from eqformer import nn
-from eqformer.parallel import _ring_attention
 from eqformer.parallel._axes import CONTEXT, PIPE, TENSOR
-from eqformer.parallel._context import context_order, ContextCore, zigzag
-from eqformer.parallel._mesh import make_mesh
 from eqformer.parallel._shard_map import filter_shard_map
 from eqformer.parallel._vary import vary
+from eqformer.parallel.context import _ring_attention
+from eqformer.parallel.context._context import context_order, ContextCore, zigzag
+from eqformer.parallel.layouts._mesh import make_mesh
 
 
 grid = pytest.mark.grid

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from eqformer import nn
 from eqformer.parallel._axes import CONTEXT
-from eqformer.parallel._context import check_context, context_order, ContextCore, zigzag, zigzag_inverse
-from eqformer.parallel._mesh import make_mesh
 from eqformer.parallel._shard_map import filter_shard_map
+from eqformer.parallel.context._context import check_context, context_order, ContextCore, zigzag, zigzag_inverse
+from eqformer.parallel.layouts._mesh import make_mesh
 
 
 def sent(jaxpr: Any, size: int, times: int = 1) -> dict[str, float]:

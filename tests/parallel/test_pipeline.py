@@ -26,8 +26,8 @@ from eqformer.parallel import (
     zero_bubble,
 )
 from eqformer.parallel._axes import FSDP, PIPE, TENSOR
-from eqformer.parallel._pipeline_plan import route
-from eqformer.parallel._schedule import IDLE
+from eqformer.parallel.pipeline._pipeline_plan import route
+from eqformer.parallel.pipeline._schedule import IDLE
 
 
 CLOSE = 50 * float(np.finfo(np.float32).eps)

@@ -8,7 +8,7 @@ from plan_parity import batch_of, model_of, place
 
 from eqformer import planning, training
 from eqformer.parallel import IDLE, init_sharded, make_mesh, Plan, shardings
-from eqformer.parallel._pipeline_plan import route
+from eqformer.parallel.pipeline._pipeline_plan import route
 
 
 ROWS, SEQ, LAYERS, EMBED, KV_EMBED = 8, 32, 4, 32, 8

@@ -8,7 +8,8 @@ import pytest
 from plan_models import plan_over
 
 from eqformer import generation, models, nn
-from eqformer.parallel import _planned as module, Planned, shardings
+from eqformer.parallel import Planned, shardings
+from eqformer.parallel.serving import _planned as module
 
 
 PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 1], [2]]

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 from eqformer import nn
 from eqformer.parallel import filter_shard_map, Gathered, make_mesh, pipeline_gradients, zero_bubble
 from eqformer.parallel._axes import BATCH_AXES, FSDP, PIPE
-from eqformer.parallel._stash import add
-from eqformer.parallel._weight_gradients import (
+from eqformer.parallel.pipeline._stash import add
+from eqformer.parallel.pipeline._weight_gradients import (
     is_differentiated,
     split_gradients,
     tapped,
@@ -101,7 +101,9 @@ def test_weights_that_are_gathered_for_their_use_are_put_off_too(monkeypatch):
     specs = jax.tree.map(spec, eqx.filter(gathered, eqx.is_array))
     out_specs = jax.tree.map(spec, eqx.filter(gathered, eqx.is_inexact_array))
     found = []
-    monkeypatch.setattr("eqformer.parallel._pipeline.taps", lambda *args: found.append(taps(*args)) or found[-1])
+    monkeypatch.setattr(
+        "eqformer.parallel.pipeline._pipeline.taps", lambda *args: found.append(taps(*args)) or found[-1]
+    )
 
     def per_device(model, data):
         pieces = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), data)

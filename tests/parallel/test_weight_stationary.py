@@ -10,8 +10,9 @@ import pytest
 from weight_stationary_cases import gathered, logits, palm, PROMPT, ROWS, serial, stationary, step, VOCAB
 
 from eqformer import generation, nn
-from eqformer.parallel import _two_dim, _weight_stationary, make_mesh, WeightStationary
-from eqformer.parallel._norms import SplitNorm
+from eqformer.parallel import make_mesh, WeightStationary
+from eqformer.parallel.serving import _two_dim, _weight_stationary
+from eqformer.parallel.tensor._norms import SplitNorm
 
 
 PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 1], [2]]

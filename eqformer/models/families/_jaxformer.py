@@ -1,0 +1,155 @@
+"""JAXformer (Makkar, Makkar and Jindal 2025): latent attention in blocks of several layers, tied embedding.
+
+Numbers, norms, biases, dropout and the order of layers follow the published program: RMSNorm with a shift, a GELU MLP,
+biases in every linear map, and blocks whose last layer has no rotary position and, with `experts`, a mixture of them:
+sigmoid scores, shared experts beside the chosen ones (which the program computes and leaves out of its sum), and slots
+for `capacity` times even loads. Latent attention is the paper's
+(DeepSeek-V2): the program takes its rotary key from the joint latent and turns queries by frequencies that differ from
+head to head, so that scores there depend on more than relative position; ours do not.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import (
+    Block,
+    Capacity,
+    Dropout,
+    Embedding,
+    Experts,
+    gelu_tanh,
+    LatentAttention,
+    LoadBalance,
+    MLP,
+    MoE,
+    Period,
+    RMSNorm,
+    Rotary,
+    Stack,
+    TopKRouter,
+    Transformer,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class JAXformer:
+    """The numbers of a JAXformer; `blocks` repeat, each of `layers_per_block` layers."""
+
+    vocab: int
+    embed: int
+    blocks: int
+    layers_per_block: int
+    heads: int
+    latent: int
+    rope_dim: int
+    mlp: int | None = None  # 4 * embed by default
+    theta: float = 10_000.0
+    eps: float = 1e-6
+    dropout: float = 0.0
+    experts: int | None = None  # None: dense layers throughout
+    top_k: int = 2
+    shared: int = 2  # experts that see every token, as one of that many times the width
+    capacity: float = 1.5
+    balance: float = 0.01
+
+
+def build_jaxformer(
+    numbers: JAXformer,
+    *,
+    core: Callable[..., Array] | None = None,
+    remat: str = "none",
+    unroll: int = 1,
+    key: Key[Array, ""],
+) -> Transformer:
+    """A JAXformer with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+    embed, mlp = numbers.embed, numbers.mlp or 4 * numbers.embed
+    if embed % numbers.heads:
+        raise ValueError(f"JAXformer(embed={embed}, heads={numbers.heads}): heads must divide embed.")
+    damping = (2 * numbers.blocks * numbers.layers_per_block) ** -0.5
+    dropout = Dropout(numbers.dropout) if numbers.dropout else None
+
+    def dense(key: Key[Array, ""], times: int = 1) -> MLP:
+        width = times * mlp
+        output_std = damping * width**-0.5
+        return MLP(embed=embed, mlp=width, activation=gelu_tanh, bias=True, output_std=output_std, key=key)
+
+    def mixture(experts: int, key: Key[Array, ""]) -> MoE:
+        router, routed, shared = jax.random.split(key, 3)
+        return MoE(
+            TopKRouter(
+                embed=embed,
+                experts=experts,
+                top_k=numbers.top_k,
+                score="sigmoid",
+                normalise=True,
+                bias=True,
+                key=router,
+            ),
+            Experts(dense, experts, key=routed),
+            dispatch=Capacity(numbers.capacity),
+            shared=dense(shared, numbers.shared) if numbers.shared else None,
+            losses=(LoadBalance(numbers.balance, normalise=True),),
+        )
+
+    def layer(rotary: Rotary | None, key: Key[Array, ""]) -> Block:
+        attention, feed_forward = jax.random.split(key)
+        experts = numbers.experts if rotary is None else None
+        return Block(
+            attention=LatentAttention(
+                embed=embed,
+                heads=numbers.heads,
+                head_dim=embed // numbers.heads,
+                latent=numbers.latent,
+                q_latent=numbers.latent,
+                rotary=rotary,
+                bias=True,
+                output_std=damping * embed**-0.5,
+                core=core,
+                key=attention,
+            ),
+            feed_forward=dense(feed_forward) if experts is None else mixture(experts, feed_forward),
+            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
+            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
+            dropout=dropout,
+        )
+
+    def block(key: Key[Array, ""]) -> Period:
+        rotary = Rotary(numbers.rope_dim, numbers.theta, interleaved=True)
+        kinds = (rotary,) * (numbers.layers_per_block - 1) + (None,)
+        return Period(tuple(map(layer, kinds, jax.random.split(key, numbers.layers_per_block))))
+
+    embedding, stack = jax.random.split(key)
+    return Transformer(
+        embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
+        stacks=(Stack(block, numbers.blocks, remat=remat, unroll=unroll, key=stack),),
+        norm=RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
+    )
+
+
+JAXFORMER_PRESETS = {
+    "jaxformer-byte-1m": JAXformer(vocab=256, embed=128, blocks=2, layers_per_block=2, heads=8, latent=64, rope_dim=16),
+    "jaxformer-byte-7m": JAXformer(
+        vocab=256, embed=256, blocks=4, layers_per_block=2, heads=8, latent=64, rope_dim=16, dropout=0.1
+    ),
+    "jaxformer-byte-4m": JAXformer(
+        vocab=256, embed=128, blocks=2, layers_per_block=2, heads=8, latent=64, rope_dim=16, experts=16
+    ),
+    # The published 8 blocks of 6 layers, without its experts and with them.
+    "jaxformer-dense": JAXformer(
+        vocab=100_277, embed=768, blocks=8, layers_per_block=6, heads=12, latent=128, rope_dim=64, dropout=0.1
+    ),
+    "jaxformer": JAXformer(
+        vocab=100_277,
+        embed=768,
+        blocks=8,
+        layers_per_block=6,
+        heads=12,
+        latent=128,
+        rope_dim=64,
+        dropout=0.1,
+        experts=16,
+    ),
+}

@@ -1,0 +1,134 @@
+"""Decoders in the manner of GShard (Lepikhin et al. 2020) and Switch (Fedus et al. 2021): every other layer a mixture.
+
+Both papers' models are encoders and decoders with relative positions; these are decoders alone, with rotary positions.
+What they say of experts is followed: where they stand, how they are chosen, how many slots they have, and the losses.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import (
+    Attention,
+    Block,
+    Capacity,
+    Embedding,
+    Experts,
+    LoadBalance,
+    MLP,
+    MoE,
+    Period,
+    RandomSecondRouter,
+    relu,
+    RMSNorm,
+    Rotary,
+    Router,
+    Stack,
+    TopKRouter,
+    Transformer,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class GShard:
+    """The numbers of a decoder in GShard's manner: top-2, the second by chance, `f p` loss of first choices."""
+
+    vocab: int
+    embed: int
+    layers: int  # every second one a mixture, so an even number
+    heads: int
+    mlp: int
+    experts: int
+    capacity: float = 1.0  # slots for both choices, over what even loads need
+    balance: float = 0.01
+    theta: float = 10_000.0
+    eps: float = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch:
+    """The numbers of a decoder in Switch's manner: top-1, jitter, capacity factor, load-balance loss."""
+
+    vocab: int
+    embed: int
+    layers: int  # every second one a mixture, so an even number
+    heads: int
+    mlp: int
+    experts: int
+    capacity: float = 1.25
+    balance: float = 0.01
+    jitter: float = 0.01
+    theta: float = 10_000.0
+    eps: float = 1e-6
+
+
+def build_switch(
+    numbers: GShard | Switch,
+    *,
+    core: Callable[..., Array] | None = None,
+    remat: str = "none",
+    unroll: int = 1,
+    key: Key[Array, ""],
+) -> Transformer:
+    """Either decoder with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+    embed, kind = numbers.embed, type(numbers).__name__
+    if numbers.layers % 2:
+        raise ValueError(f"{kind}(layers={numbers.layers}): every second layer is a mixture; give an even number.")
+    if embed % numbers.heads:
+        raise ValueError(f"{kind}(embed={embed}, heads={numbers.heads}): heads must divide embed.")
+    damping = (2 * numbers.layers) ** -0.5
+    rotary = Rotary(embed // numbers.heads, numbers.theta)
+
+    def expert(key: Key[Array, ""]) -> MLP:
+        output_std = damping * numbers.mlp**-0.5
+        return MLP(embed=embed, mlp=numbers.mlp, activation=relu, output_std=output_std, key=key)
+
+    def router(key: Key[Array, ""]) -> Router:
+        if isinstance(numbers, GShard):
+            return RandomSecondRouter(embed=embed, experts=numbers.experts, key=key)
+        return TopKRouter(embed=embed, experts=numbers.experts, top_k=1, jitter=numbers.jitter, key=key)
+
+    def mixture(key: Key[Array, ""]) -> MoE:
+        choose, experts = jax.random.split(key)
+        losses = (LoadBalance(numbers.balance, choices=1),)
+        dispatch = Capacity(numbers.capacity)
+        return MoE(router(choose), Experts(expert, numbers.experts, key=experts), dispatch=dispatch, losses=losses)
+
+    def layer(make: Callable[..., MLP | MoE], key: Key[Array, ""]) -> Block:
+        attention, feed_forward = jax.random.split(key)
+        return Block(
+            attention=Attention(
+                embed=embed,
+                heads=numbers.heads,
+                head_dim=embed // numbers.heads,
+                output_std=damping * embed**-0.5,
+                rotary=rotary,
+                core=core,
+                key=attention,
+            ),
+            feed_forward=make(feed_forward),
+            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+        )
+
+    def pair(key: Key[Array, ""]) -> Period:
+        return Period(tuple(map(layer, (expert, mixture), jax.random.split(key))))
+
+    embedding, stack = jax.random.split(key)
+    return Transformer(
+        embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
+        stacks=(Stack(pair, numbers.layers // 2, remat=remat, unroll=unroll, key=stack),),
+        norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+    )
+
+
+GSHARD_PRESETS = {
+    "gshard-byte-400k": GShard(vocab=256, embed=64, layers=4, heads=4, mlp=128, experts=8),
+    "gshard-byte-4m": GShard(vocab=256, embed=128, layers=4, heads=8, mlp=512, experts=16),
+}
+SWITCH_PRESETS = {
+    "switch-byte-400k": Switch(vocab=256, embed=64, layers=4, heads=4, mlp=128, experts=8),
+    "switch-byte-4m": Switch(vocab=256, embed=128, layers=4, heads=8, mlp=512, experts=16),
+}

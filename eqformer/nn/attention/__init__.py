@@ -1,0 +1,1 @@
+"""Softmax attention over keys of its own or of latents: projections, masks, rotary positions."""

@@ -1,0 +1,142 @@
+"""Softmax attention: multi-head, multi-query and grouped-query as corners of one module."""
+
+from collections.abc import Callable, Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from .._cache import empty_slots, KVCache, without_room
+from .._dtype import float_dtype
+from .._linear import Linear
+from .._norm import LayerNorm, RMSNorm
+from .._sums import wide_product
+from .._tokens import document_lengths, Tokens, tokens_or_default
+from ..cores._blockwise import BlockwiseCore
+from ._mask import causal, Mask
+from ._rotary import Rotary
+from ._temperature import LogTemperature
+
+
+class Attention(eqx.Module):
+    """Attention of `heads` queries over `kv_heads` keys and values (Vaswani 2017; Shazeer 2019; Ainslie et al. 2023).
+
+    `kv_heads == heads` is multi-head, `kv_heads == 1` multi-query, and what lies between grouped-query attention: query
+    head `h` reads key head `h // (heads / kv_heads)`. The order is project, normalise queries and keys, rotate, sharpen
+    queries by their `temperature`, attend, gate, project back. Head counts are read off the weights, so the module runs
+    on a slice of its heads.
+    """
+
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    query_norm: RMSNorm | LayerNorm | None
+    key_norm: RMSNorm | LayerNorm | None
+    rotary: Rotary | None
+    temperature: LogTemperature | None
+    gate: Linear | None
+    sinks: Float[Array, "heads"] | None
+    mask: Mask
+    core: Callable[..., Array]
+    scale: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        embed: int,
+        heads: int,
+        head_dim: int,
+        kv_heads: int | None = None,
+        bias: bool = False,
+        output_bias: bool | None = None,
+        output_std: float | None = None,
+        query_norm: RMSNorm | LayerNorm | None = None,
+        key_norm: RMSNorm | LayerNorm | None = None,
+        rotary: Rotary | None = None,
+        temperature: LogTemperature | None = None,
+        gate: bool = False,
+        sinks: bool = False,
+        mask: Mask | None = None,
+        core: Callable[..., Array] | None = None,
+        scale: float | None = None,
+        key: Key[Array, ""],
+    ):
+        """Draw the projections; parts that are modules (norms, rotary, temperature, mask, core) are passed built.
+
+        `scale` multiplies the scores, by default `head_dim^-0.5`. The default core is `BlockwiseCore()`: its
+        memory is linear in the sequence, and it has one derivative, in reverse mode; for others (`jax.jvp`, Hessians)
+        pass `core=DotProductCore()`. `bias` is for queries, keys and values, `output_bias` (by default as `bias`)
+        for the output. `gate` multiplies each head's output by a sigmoid of the input; `sinks` adds one learned logit a
+        head to the softmax, which takes weight and gives nothing.
+        """
+        kv_heads = heads if kv_heads is None else kv_heads
+        if heads % kv_heads:
+            raise ValueError(
+                f"Attention(heads={heads}, kv_heads={kv_heads}): each key head serves equally many queries, so "
+                f"kv_heads must divide heads; take one of {[n for n in range(1, heads + 1) if heads % n == 0]}."
+            )
+        keys = jax.random.split(key, 5)
+        sizes = {"embed": embed, "head_dim": head_dim}
+        self.query = Linear("embed -> heads head_dim", heads=heads, bias=bias, key=keys[0], **sizes)
+        self.key = Linear("embed -> kv_heads head_dim", kv_heads=kv_heads, bias=bias, key=keys[1], **sizes)
+        self.value = Linear("embed -> kv_heads head_dim", kv_heads=kv_heads, bias=bias, key=keys[2], **sizes)
+        output_bias = bias if output_bias is None else output_bias
+        self.output = Linear(
+            "heads head_dim -> embed", heads=heads, bias=output_bias, std=output_std, key=keys[3], **sizes
+        )
+        self.query_norm, self.key_norm = query_norm, key_norm
+        self.rotary, self.temperature = rotary, temperature
+        self.gate = Linear("embed -> heads head_dim", heads=heads, bias=False, key=keys[4], **sizes) if gate else None
+        self.sinks = jnp.zeros(heads, jnp.float32) if sinks else None
+        self.mask = causal() if mask is None else mask
+        self.core = BlockwiseCore() if core is None else core
+        self.scale = head_dim**-0.5 if scale is None else scale
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: KVCache | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], KVCache | None]:
+        """Attend among the tokens of `x` and, with a cache, to those stored in it; the new ones are stored too."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        query = query if self.query_norm is None else self.query_norm(query)
+        key = key if self.key_norm is None else self.key_norm(key)
+        # Where frequencies depend on the length, keys are stored as they are and rotated when read.
+        late = self.rotary is not None and self.rotary.depends_on_length
+        if self.rotary is not None and not late:
+            query, key = self.rotary(query, tokens.positions), self.rotary(key, tokens.positions)
+        kv_tokens = None
+        if cache is not None:
+            cache, key, value, kv_tokens = cache.update(key, value, tokens)
+            key, value = key.astype(x.dtype), value.astype(x.dtype)
+        if self.rotary is not None and late:
+            places = tokens.positions if kv_tokens is None else kv_tokens.positions
+            lengths = document_lengths(tokens, kv_tokens)
+            query, key = self.rotary(query, tokens.positions, lengths), self.rotary(key, places, lengths)
+        if self.temperature is not None:
+            factor = self.temperature(tokens.positions)[..., None, None]
+            query = wide_product(query, factor)
+        attended = self.core(
+            query,
+            key,
+            value,
+            mask=self.mask,
+            tokens=tokens,
+            kv_tokens=kv_tokens,
+            scale=self.scale,
+            sinks=self.sinks,
+        )
+        if cache is not None:
+            attended = without_room(attended, tokens, cache)
+        if self.gate is not None:
+            attended = attended * jax.nn.sigmoid(self.gate(x))
+        return self.output(attended), cache
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
+        """An empty cache for rows of up to `capacity` tokens, shorter and rolling where the mask forgets sooner."""
+        dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
+        reach = self.mask.reach(capacity)
+        shape = (*batch, reach, *self.key.weight.shape[:2])
+        keys, values = jnp.zeros(shape, dtype), jnp.zeros((*shape[:-1], self.value.weight.shape[1]), dtype)
+        return KVCache(keys, values, empty_slots(batch, reach), rolling=reach < capacity)

@@ -1,0 +1,159 @@
+"""Multi-head latent attention: keys and values rebuilt from one small latent a token."""
+
+from collections.abc import Callable, Sequence
+
+import einops
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from .._cache import empty_slots, LatentCache, without_room
+from .._dtype import float_dtype
+from .._linear import Linear
+from .._lora import weight_of
+from .._norm import RMSNorm
+from .._sums import spread, wide_sum
+from .._tokens import document_lengths, Tokens, tokens_or_default
+from ..cores._blockwise import BlockwiseCore
+from ._mask import causal, Mask
+from ._rotary import Rotary
+
+
+class LatentAttention(eqx.Module):
+    """MLA of DeepSeek-V2 (2024), section 2.1: low-rank joint compression of keys and values, decoupled rotary key.
+
+    A token is remembered as `latent` numbers, from which each head's key and value are rebuilt, and one rotated key of
+    `rope_dim` channels that all heads share. Queries come from the input or, with `q_latent`, from a latent of their
+    own. Without a `rotary` there is no decoupled key (NoPE). One token decoded at a time attends to the latents
+    themselves: the up-projections are absorbed into query and output, as the paper notes, with equal results.
+    """
+
+    query_down: Linear | None
+    query_latent_norm: RMSNorm | None
+    query: Linear
+    query_rope: Linear | None
+    latent_down: Linear
+    latent_norm: RMSNorm | None
+    key_rope: Linear | None
+    key_up: Linear
+    value_up: Linear
+    output: Linear
+    rotary: Rotary | None
+    mask: Mask
+    core: Callable[..., Array]
+    scale: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        embed: int,
+        heads: int,
+        head_dim: int,
+        latent: int,
+        q_latent: int | None = None,
+        v_dim: int | None = None,
+        latent_norm: RMSNorm | None = None,
+        query_latent_norm: RMSNorm | None = None,
+        rotary: Rotary | None = None,
+        bias: bool = False,
+        output_std: float | None = None,
+        mask: Mask | None = None,
+        core: Callable[..., Array] | None = None,
+        scale: float | None = None,
+        key: Key[Array, ""],
+    ):
+        """Draw the projections. `head_dim` counts a head's unrotated channels, `rotary.dim` its rotated ones.
+
+        `scale` multiplies the scores, by default `(head_dim + rope_dim)^-0.5`. `v_dim` is `head_dim` by default;
+        the default core is `BlockwiseCore()`: its memory is linear in the sequence.
+        """
+        keys = jax.random.split(key, 8)
+        rope_dim = 0 if rotary is None else rotary.dim
+        source = {"embed": embed} if q_latent is None else {"q_latent": q_latent}
+        (origin,) = source
+        self.query_down = None
+        if q_latent is not None:
+            self.query_down = Linear("embed -> q_latent", embed=embed, q_latent=q_latent, bias=bias, key=keys[0])
+        self.query_latent_norm, self.latent_norm = query_latent_norm, latent_norm
+        self.query = Linear(
+            f"{origin} -> heads head_dim", heads=heads, head_dim=head_dim, bias=bias, key=keys[1], **source
+        )
+        self.latent_down = Linear("embed -> latent", embed=embed, latent=latent, bias=bias, key=keys[2])
+        self.query_rope = self.key_rope = None
+        if rotary is not None:
+            self.query_rope = Linear(
+                f"{origin} -> heads rope_dim", heads=heads, rope_dim=rope_dim, bias=bias, key=keys[3], **source
+            )
+            self.key_rope = Linear("embed -> rope_dim", embed=embed, rope_dim=rope_dim, bias=bias, key=keys[4])
+        up = {"latent": latent, "heads": heads, "bias": bias}
+        v_dim = head_dim if v_dim is None else v_dim
+        self.key_up = Linear("latent -> heads head_dim", head_dim=head_dim, key=keys[5], **up)
+        self.value_up = Linear("latent -> heads v_dim", v_dim=v_dim, key=keys[6], **up)
+        self.output = Linear(
+            "heads v_dim -> embed", heads=heads, v_dim=v_dim, embed=embed, bias=bias, std=output_std, key=keys[7]
+        )
+        self.rotary = rotary
+        self.mask = causal() if mask is None else mask
+        self.core = BlockwiseCore() if core is None else core
+        self.scale = (head_dim + rope_dim) ** -0.5 if scale is None else scale
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: LatentCache | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], LatentCache | None]:
+        """Attend among the tokens of `x` and, with a cache, to those stored in it; the new ones are stored too."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
+        query, query_rope = self._queries(x)
+        latents = self.latent_down(x)
+        latents = latents if self.latent_norm is None else self.latent_norm(latents)
+        key_rope = jnp.zeros((*x.shape[:-1], 0), x.dtype) if self.key_rope is None else self.key_rope(x)
+        # Where frequencies depend on the length, keys are stored as they are and rotated when read.
+        late = self.rotary is not None and self.rotary.depends_on_length
+        key_rope = key_rope if late else self._rotate_key(key_rope, tokens, None)
+        kv_tokens = lengths = None
+        if cache is not None:
+            cache, latents, key_rope, kv_tokens = cache.update(latents, key_rope, tokens)
+            latents, key_rope = latents.astype(x.dtype), key_rope.astype(x.dtype)
+        if late:
+            lengths = document_lengths(tokens, kv_tokens)
+            key_rope = self._rotate_key(key_rope, tokens if kv_tokens is None else kv_tokens, lengths)
+        absorbed = cache is not None and x.shape[-2] == 1
+        if absorbed:
+            # The bias of key_up adds the same to a query's every score, which the softmax does not see.
+            query = einops.einsum(query, weight_of(self.key_up).astype(x.dtype), "... h d, h d latent -> ... h latent")
+            key = value = latents[..., None, :]
+        else:
+            key, value = self.key_up(latents), self.value_up(latents)
+        if self.rotary is not None and query_rope is not None:
+            query_rope = self.rotary(query_rope, tokens.positions, lengths)
+            shared = spread(key_rope[..., None, :], (*key.shape[:-1], key_rope.shape[-1]))
+            query, key = jnp.concatenate([query, query_rope], -1), jnp.concatenate([key, shared], -1)
+        attended = self.core(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens, scale=self.scale)
+        if cache is not None:
+            attended = without_room(attended, tokens, cache)
+        if absorbed:
+            up = self.value_up
+            attended = einops.einsum(attended, weight_of(up).astype(x.dtype), "... h latent, h v latent -> ... h v")
+            attended = wide_sum(attended, up.bias)
+        return self.output(attended), cache
+
+    def _queries(
+        self, x: Float[Array, "*batch _ embed"]
+    ) -> tuple[Float[Array, "*batch seq heads head_dim"], Float[Array, "*batch seq heads rope_dim"] | None]:
+        """Each head's query, and the part of it that is still to be rotated."""
+        source = x if self.query_down is None else self.query_down(x)
+        source = source if self.query_latent_norm is None else self.query_latent_norm(source)
+        return self.query(source), None if self.query_rope is None else self.query_rope(source)
+
+    def _rotate_key(
+        self, key: Float[Array, "*batch seq rope_dim"], tokens: Tokens, lengths: Int[Array, "*batch #seq"] | None
+    ) -> Float[Array, "*batch seq rope_dim"]:
+        return key if self.rotary is None else self.rotary(key[..., None, :], tokens.positions, lengths)[..., 0, :]
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> LatentCache:
+        """An empty cache for rows of up to `capacity` tokens, shorter and rolling where the mask forgets sooner."""
+        dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
+        reach = self.mask.reach(capacity)
+        latents = jnp.zeros((*batch, reach, self.latent_down.weight.shape[0]), dtype)
+        rotary_keys = jnp.zeros((*batch, reach, 0 if self.rotary is None else self.rotary.dim), dtype)
+        return LatentCache(latents, rotary_keys, empty_slots(batch, reach), rolling=reach < capacity)

@@ -1,0 +1,1 @@
+"""Attention cores: what turns queries, keys and values into answers, whole or block by block."""

@@ -1,0 +1,79 @@
+"""How the blockwise core arranges arrays: heads before tokens, queries grouped by key head, and all cut into blocks."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .._dtype import at_least_float32
+from .._tokens import Tokens
+from ._core import check_heads
+
+
+def grouped(
+    query: Float[Array, "*batch seq heads head_dim"],
+    key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+    value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+    tokens: Tokens,
+    kv_tokens: Tokens | None,
+) -> tuple[Array, Array, Array, Tokens, Tokens]:
+    """Arrays as the loops want them: one batch dim, heads before tokens, queries grouped by the key head they read."""
+    heads, kv_heads = check_heads(query, key)
+    batch, seq, kv_seq = query.shape[:-3], query.shape[-3], key.shape[-3]
+    queries = query.reshape(-1, seq, kv_heads, heads // kv_heads, query.shape[-1]).transpose(0, 2, 3, 1, 4)
+    keys = key.reshape(-1, kv_seq, kv_heads, key.shape[-1]).transpose(0, 2, 1, 3)
+    values = value.reshape(-1, kv_seq, kv_heads, value.shape[-1]).transpose(0, 2, 1, 3)
+    places = _places(tokens, batch, seq)
+    return queries, keys, values, places, places if kv_tokens is None else _places(kv_tokens, batch, kv_seq)
+
+
+def ungrouped(
+    output: Float[Array, "_ kv_heads group seq v_dim"], batch: tuple[int, ...]
+) -> Float[Array, "*batch seq heads v_dim"]:
+    """Rows of queries as `grouped` arranges them, put back."""
+    _, kv_heads, group, seq, v_dim = output.shape
+    return output.transpose(0, 3, 1, 2, 4).reshape(*batch, seq, kv_heads * group, v_dim)
+
+
+def _places(tokens: Tokens, batch: tuple[int, ...], seq: int) -> Tokens:
+    """Positions and segments with one batch dim, as the arrays have it."""
+    read = lambda x: jnp.broadcast_to(x, (*batch, seq)).reshape(-1, seq)
+    return Tokens(read(tokens.positions), None if tokens.segments is None else read(tokens.segments))
+
+
+_WIDEST = 16
+
+
+def cut(most: int, rows, columns, places: Tokens, kv_places: Tokens):
+    """Arrays of queries and of keys in blocks of up to `most` tokens, and a zero for carries, typed as they are.
+
+    Few queries, as where text is decoded, take more keys at a time: as many scores, up to `_WIDEST` blocks in one.
+    """
+    block = min(most, places.positions.shape[-1])
+    kv_block = min(most * min(most // max(block, 1), _WIDEST), kv_places.positions.shape[-1])
+    here, there = (
+        Tokens(_blocks(part.positions, 1, size, -1), None if part.segments is None else _blocks(part.segments, 1, size))
+        for part, size in ((places, block), (kv_places, kv_block))
+    )
+    zero = jnp.zeros_like(columns[0], at_least_float32(columns[0].dtype), shape=())
+    rows = jax.tree.map(lambda x: _blocks(x, 3, block), rows)
+    return rows, jax.tree.map(lambda x: _blocks(x, 2, kv_block), columns), here, there, zero
+
+
+def _blocks(array: Array, dim: int, block: int, fill: int = 0) -> Array:
+    """`array` cut along `dim` into blocks, counted by a new first dim; the last one is filled up with `fill`."""
+    count = -(-array.shape[dim] // block)
+    widths = [(0, 0)] * array.ndim
+    widths[dim] = (0, count * block - array.shape[dim])
+    array = jnp.pad(array, widths, constant_values=fill)
+    return jnp.moveaxis(array.reshape(*array.shape[:dim], count, block, *array.shape[dim + 1 :]), dim, 0)
+
+
+def joined(array: Array, dim: int, length: int) -> Array:
+    """Blocks counted by the first dim, put together again along `dim`, and its first `length` entries."""
+    array = jnp.moveaxis(array, 0, dim)
+    return jax.lax.slice_in_dim(array.reshape(*array.shape[:dim], -1, *array.shape[dim + 2 :]), 0, length, axis=dim)
+
+
+def block_of(tree, number: Int[Array, ""]):
+    """One block of each array."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), tree)

@@ -1,0 +1,230 @@
+"""The attention core that never holds the whole matrix of probabilities, in the forward or the backward pass.
+
+Online softmax over blocks of keys, after FlashAttention-2 (arXiv:2307.08691): the output and the logarithm of each
+row's sum are saved, and the backward pass makes the probabilities again, block by block.
+"""
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float
+
+from .._dtype import at_least_float32
+from .._sums import wide_product
+from .._tokens import Tokens
+from ..attention._mask import Mask
+from ._block_pairs import possible_pairs, spans
+from ._blocks import block_of, cut, grouped, joined, ungrouped
+from ._core import lowest, ReferenceCore, soft_capped
+
+
+_FEW = 8  # queries, whose scores for all keys are few too
+
+
+class BlockwiseCore(eqx.Module):
+    """Attention in memory linear in the sequence: a loop over blocks of queries and, in it, over blocks of keys.
+
+    The program is of one size for any length. Pairs of blocks that the mask, the segments or padding leave empty are
+    not computed. `block` is the tokens of a block; the scores of a pair of blocks take `4 * batch * heads * block**2`
+    bytes, and on a CPU the core is fastest where they fit its cache (about 1 MB). `softcap` and `sinks` as in
+    `ReferenceCore`, which serves few queries of stored keys, as in decoding: it reads the cache where it lies.
+    Differentiable in reverse mode, once; `DotProductCore` has all derivatives.
+    """
+
+    block: int = eqx.field(static=True, default=128)
+    softcap: float | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        if self.block < 1:
+            raise ValueError(f"BlockwiseCore(block={self.block}): block counts tokens and must be at least 1.")
+
+    def __call__(
+        self,
+        query: Float[Array, "*batch seq heads head_dim"],
+        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+        *,
+        mask: Mask,
+        tokens: Tokens,
+        kv_tokens: Tokens | None = None,
+        scale: float,
+        sinks: Float[Array, "heads"] | None = None,
+    ) -> Float[Array, "*batch seq heads v_dim"]:
+        if kv_tokens is not None and query.shape[-3] <= _FEW:
+            plain = ReferenceCore(self.softcap)
+            return plain(query, key, value, mask=mask, tokens=tokens, kv_tokens=kv_tokens, scale=scale, sinks=sinks)
+        rules = Rules(mask, scale, self.softcap, self.block)
+        output, logsum = attend(rules, query, key, value, tokens, kv_tokens)
+        return output if sinks is None else with_sinks(output, logsum, sinks)
+
+
+def with_sinks(
+    output: Float[Array, "*batch seq heads v_dim"],
+    logsum: Float[Array, "*batch seq heads"],
+    sinks: Float[Array, "heads"],
+) -> Float[Array, "*batch seq heads v_dim"]:
+    """The softmax that sinks join: the one without them, times the share of the sum that the scores have."""
+    share = jax.nn.sigmoid(logsum - sinks.astype(logsum.dtype))[..., None]
+    return wide_product(output, share)
+
+
+class Rules(NamedTuple):
+    """What is fixed of a call while it is traced."""
+
+    mask: Mask
+    scale: float
+    softcap: float | None
+    block: int
+
+
+def attend(
+    rules: Rules,
+    query: Float[Array, "*batch seq heads head_dim"],
+    key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+    value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+    tokens: Tokens,
+    kv_tokens: Tokens | None,
+) -> tuple[Float[Array, "*batch seq heads v_dim"], Float[Array, "*batch seq heads"]]:
+    """The attended values and the logarithm of each row's sum of exponentials (a very low number for an empty row).
+
+    Two calls over different keys combine by their logarithms. Gradients flow through both results.
+    """
+    arrays = grouped(query, key, value, tokens, kv_tokens)
+    # Under `shard_map` the arrays may vary over different mesh axes (kv heads held whole, query heads split). A custom
+    # gradient must be typed as its argument is, so all get the type of their sum; the compiler drops the zero.
+    zero = jnp.zeros((), query.dtype)
+    for array in jax.tree.leaves(arrays):
+        zero += jnp.zeros_like(array, zero.dtype, shape=())
+    output, logsum = _attend(rules, *(x + zero.astype(x.dtype) for x in arrays[:3]), *arrays[3:])
+    return ungrouped(output, query.shape[:-3]), ungrouped(logsum[..., None], query.shape[:-3])[..., 0]
+
+
+def attend_forward(
+    rules: Rules,
+    query: Float[Array, "batch kv_heads _ seq head_dim"],
+    key: Float[Array, "batch kv_heads kv_seq head_dim"],
+    value: Float[Array, "batch kv_heads kv_seq v_dim"],
+    places: Tokens,
+    kv_places: Tokens,
+) -> tuple[Float[Array, "batch kv_heads _ seq v_dim"], Float[Array, "batch kv_heads _ seq"]]:
+    """What `attend` gives, of `grouped` arrays that all vary over the same mesh axes, and with no gradient."""
+    queries, keys, here, there, zero = cut(rules.block, query, (key, value), places, kv_places)
+
+    def one_query_block(_, xs):
+        query_block, place, first, stop = xs
+
+        def one_key_block(number: Array, carry: tuple[Array, Array, Array]):
+            output, peak, total = carry
+            (key_block, value_block), kv_place = block_of((keys, there), number)
+            visible = rules.mask(place, kv_place)[:, None, None]
+            scores = jnp.where(visible, _scores(rules, query_block, key_block), lowest(zero.dtype))
+            new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
+            weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0)
+            values = jnp.einsum(
+                "bkgqs,bksd->bkgqd", weights.astype(value.dtype), value_block, preferred_element_type=zero.dtype
+            )
+            shrink = jnp.exp(peak - new_peak)
+            return output * shrink[..., None] + values, new_peak, total * shrink + jnp.sum(weights, axis=-1)
+
+        rows = query_block.shape[:-1]
+        empty = (
+            jnp.full((*rows, value.shape[-1]), zero),
+            jnp.full(rows, zero + lowest(zero.dtype)),
+            jnp.full(rows, zero),
+        )
+        output, peak, total = jax.lax.fori_loop(first, stop, one_key_block, empty)
+        sighted = total > 0
+        total = jnp.where(sighted, total, 1)
+        logsum = jnp.where(sighted, peak + jnp.log(total), lowest(zero.dtype))
+        return None, ((output / total[..., None]).astype(query.dtype), logsum)
+
+    xs = (queries, here, *spans(possible_pairs(rules.mask, here, there)))
+    _, (output, logsum) = jax.lax.scan(one_query_block, None, xs)
+    return joined(output, 3, query.shape[3]), joined(logsum, 3, query.shape[3])
+
+
+_attend = jax.custom_vjp(attend_forward, nondiff_argnums=(0,))
+
+
+def _attend_forward(rules: Rules, query: Array, key: Array, value: Array, places: Tokens, kv_places: Tokens):
+    results = _attend(rules, query, key, value, places, kv_places)
+    output, logsum = (checkpoint_name(x, "attended") for x in results)  # for remat policies that keep it
+    return (output, logsum), (query, key, value, places, kv_places, output, logsum)
+
+
+def attend_backward(
+    rules: Rules, saved: tuple, gradients: tuple[Array, Array]
+) -> tuple[
+    Float[Array, "batch kv_heads _ seq head_dim"],
+    Float[Array, "batch kv_heads kv_seq head_dim"],
+    Float[Array, "batch kv_heads kv_seq v_dim"],
+]:
+    """The gradients of query, key and value from those of output and logsum.
+
+    `saved` holds the arguments of `attend_forward` after its rules, then output and logsum. Where these are of a
+    softmax over more keys than the given ones, the results are the given keys' part of the gradients.
+    """
+    query, key, value, places, kv_places, output, logsum = saved
+    to_output, to_logsum = gradients
+    shared = jnp.sum(to_output.astype(logsum.dtype) * output.astype(logsum.dtype), axis=-1) - to_logsum
+    queries, keys, here, there, zero = cut(
+        rules.block, (query, to_output, logsum, shared), (key, value), places, kv_places
+    )
+
+    def one_key_block(to_query, xs):
+        (key_block, value_block), kv_place, first, stop = xs
+
+        def one_query_block(number: Array, carry: tuple[Array, Array, Array]):
+            to_query, to_key, to_value = carry
+            block, place = block_of((queries, here), number)
+            visible = rules.mask(place, kv_place)[:, None, None]
+            parts = _block_gradients(rules, block, (key_block, value_block), visible)
+            grown = jax.lax.dynamic_index_in_dim(to_query, number, keepdims=False) + parts[0]
+            to_query = jax.lax.dynamic_update_index_in_dim(to_query, grown, number, 0)
+            return to_query, to_key + parts[1], to_value + parts[2]
+
+        empty = to_query, jnp.full(key_block.shape, zero), jnp.full(value_block.shape, zero)
+        to_query, to_key, to_value = jax.lax.fori_loop(first, stop, one_query_block, empty)
+        return to_query, (to_key.astype(key.dtype), to_value.astype(value.dtype))
+
+    xs = (keys, there, *spans(possible_pairs(rules.mask, here, there).T))
+    to_query, (to_key, to_value) = jax.lax.scan(one_key_block, jnp.full(queries[0].shape, zero), xs)
+    to_query = joined(to_query, 3, query.shape[3]).astype(query.dtype)
+    return to_query, joined(to_key, 2, key.shape[2]), joined(to_value, 2, key.shape[2])
+
+
+def _attend_backward(rules: Rules, saved: tuple, gradients: tuple[Array, Array]):
+    return *attend_backward(rules, saved, gradients), None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _scores(rules: Rules, query: Array, key: Array) -> Array:
+    scores = jnp.einsum("bkgqd,bksd->bkgqs", query, key, preferred_element_type=at_least_float32(query.dtype))
+    return soft_capped(scores * rules.scale, rules.softcap)
+
+
+def _block_gradients(
+    rules: Rules,
+    rows: tuple[Array, Array, Array, Array],
+    columns: tuple[Array, Array],
+    visible: Bool[Array, "batch 1 1 seq kv_seq"],
+) -> tuple[Array, Array, Array]:
+    """What a pair of blocks adds to the gradients of its queries, keys and values."""
+    (query, to_output, logsum, shared), (key, value) = rows, columns
+    exact = logsum.dtype
+    scores = _scores(rules, query, key)
+    weights = jnp.where(visible, jnp.exp(scores - logsum[..., None]), 0)
+    to_weights = jnp.einsum("bkgqd,bksd->bkgqs", to_output, value, preferred_element_type=exact)
+    to_scores = weights * (to_weights - shared[..., None])
+    if rules.softcap is not None:
+        to_scores *= 1 - jnp.square(scores / rules.softcap)
+    to_scores = to_scores.astype(query.dtype)
+    to_query = jnp.einsum("bkgqs,bksd->bkgqd", to_scores, key, preferred_element_type=exact)
+    to_key = jnp.einsum("bkgqs,bkgqd->bksd", to_scores, query, preferred_element_type=exact)
+    to_value = jnp.einsum("bkgqs,bkgqd->bksd", weights.astype(value.dtype), to_output, preferred_element_type=exact)
+    return to_query * rules.scale, to_key * rules.scale, to_value

@@ -1,0 +1,188 @@
+"""Attention cores: softmax(scale * query key^T) value under a mask, and nothing else.
+
+Every core is called alike. `kv_tokens=None` says that the keys are the queries' own tokens. What a query sees is told
+from positions and segments, wherever tokens stand; only where `tokens.are_whole_rows` are the rules also true of
+indices. Query head `h` reads kv head `h // (heads // kv_heads)`. Rows of padding queries are finite and mean nothing.
+"""
+
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._dtype import at_least_float32
+from .._tokens import Tokens
+from ..attention._mask import Mask
+
+
+class ReferenceCore(eqx.Module):
+    """Attention in plain jnp, with any mask, a softcap and sinks; builds the whole matrix of probabilities.
+
+    `softcap` bounds the scores, `softcap * tanh(scores / softcap)`, before the mask (Gemma 2, arXiv:2408.00118).
+    `sinks` hold one score a head that joins the softmax and is then dropped (gpt-oss). Softmax and sums are float32, or
+    float64 for such inputs. A query that sees nothing gets zeros.
+    """
+
+    softcap: float | None = eqx.field(static=True, default=None)
+
+    def __call__(
+        self,
+        query: Float[Array, "*batch seq heads head_dim"],
+        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+        *,
+        mask: Mask,
+        tokens: Tokens,
+        kv_tokens: Tokens | None = None,
+        scale: float,
+        sinks: Float[Array, "heads"] | None = None,
+    ) -> Float[Array, "*batch seq heads v_dim"]:
+        heads, kv_heads = check_heads(query, key)
+        exact = at_least_float32(query.dtype)
+        grouped = query.reshape(*query.shape[:-2], kv_heads, heads // kv_heads, query.shape[-1])
+        scores = jnp.einsum("...qkgd,...skd->...kgqs", grouped, key, preferred_element_type=exact)
+        scores = soft_capped(scores * scale, self.softcap)
+        visible = mask(tokens, tokens if kv_tokens is None else kv_tokens)[..., None, None, :, :]
+        scores = jnp.where(visible, scores, lowest(exact))
+        peak = jnp.max(scores, axis=-1, keepdims=True)
+        if sinks is not None:
+            sink = sinks.astype(exact).reshape(kv_heads, heads // kv_heads, 1, 1)
+            peak = jnp.maximum(peak, sink)
+        peak = jax.lax.stop_gradient(peak)
+        weights = jnp.where(visible, jnp.exp(scores - peak), 0)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + jnp.exp(sink - peak)
+        probabilities = weights / jnp.where(total > 0, total, 1)
+        output = jnp.einsum(
+            "...kgqs,...skd->...qkgd", probabilities.astype(value.dtype), value, preferred_element_type=exact
+        )
+        return output.reshape(*query.shape[:-1], value.shape[-1]).astype(query.dtype)
+
+
+class DotProductCore(eqx.Module):
+    """Attention by `jax.nn.dot_product_attention`: XLA's own (`None`, `"xla"`) or cuDNN's fused kernel (`"cudnn"`).
+
+    Causal and sliding-window calls on whole rows (`Tokens.are_whole_rows`) are told to the kernel by name, calls on
+    whole rows without any mask by each row's length; every other call hands over a mask array of `batch 1 seq kv_seq`,
+    which is what makes their memory quadratic with cuDNN too. Raises `ValueError`
+    while tracing when cuDNN was asked for and cannot serve the call: there is no silent fall-back. Sinks and softcaps
+    are beyond this kernel (`ReferenceCore`, `BlockwiseCore`). Unequal `head_dim` and `v_dim` are padded with zeros to
+    the larger, at the cost of the products with the padding. For 16-bit arrays jax's own code needs its standard dtype
+    promotion, while tracing and lowering.
+    """
+
+    implementation: Literal["xla", "cudnn"] | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        if self.implementation not in (None, "xla", "cudnn"):
+            raise ValueError(
+                f"DotProductCore(implementation={self.implementation!r}): must be None, 'xla' or 'cudnn', "
+                "the implementations of jax.nn.dot_product_attention."
+            )
+
+    def __call__(
+        self,
+        query: Float[Array, "*batch seq heads head_dim"],
+        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+        *,
+        mask: Mask,
+        tokens: Tokens,
+        kv_tokens: Tokens | None = None,
+        scale: float,
+        sinks: Float[Array, "heads"] | None = None,
+    ) -> Float[Array, "*batch seq heads v_dim"]:
+        check_heads(query, key)
+        if sinks is not None:
+            raise ValueError(
+                f"DotProductCore was given sinks of shape {sinks.shape}, which jax.nn.dot_product_attention has no "
+                "place for: pass core=BlockwiseCore() or core=ReferenceCore()."
+            )
+        batch, v_dim = query.shape[:-3], value.shape[-1]
+        width = max(query.shape[-1], v_dim)
+        arrays = [_widened(x, width).reshape(-1, *x.shape[-3:-1], width) for x in (query, key, value)]
+        rules: dict[str, Any] = {}
+        sighted = None
+        if is_structural(mask, tokens, kv_tokens):
+            rules["is_causal"] = True
+            if mask.window is not None:
+                rules["local_window_size"] = (mask.window - 1, 0)
+        elif kv_tokens is None and tokens.are_whole_rows and mask == Mask(is_causal=False):
+            lengths = jnp.sum(jnp.broadcast_to(tokens.positions, (*batch, query.shape[-3])) >= 0, axis=-1)
+            rules["key_value_seq_lengths"] = jnp.maximum(lengths, 1).reshape(-1).astype(jnp.int32)
+        else:
+            visible = mask(tokens, tokens if kv_tokens is None else kv_tokens)
+            visible = jnp.broadcast_to(visible, (*batch, *visible.shape[-2:])).reshape(-1, 1, *visible.shape[-2:])
+            rules["mask"] = visible
+            sighted = jnp.any(visible[:, 0], axis=-1)[..., None, None]
+        output = _dot_product_attention(*arrays, scale=scale, implementation=self.implementation, **rules)
+        if sighted is not None:  # the kernel spreads a row that sees nothing over all its keys
+            output = jnp.where(sighted, output, jnp.zeros_like(output))
+        return output[..., :v_dim].reshape(*query.shape[:-1], v_dim)
+
+
+def _dot_product_attention(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch kv_seq kv_heads head_dim"],
+    value: Float[Array, "batch kv_seq kv_heads head_dim"],
+    *,
+    implementation: Literal["xla", "cudnn"] | None,
+    **rules: Any,
+) -> Float[Array, "batch seq heads head_dim"]:
+    def attend(query: Array, key: Array, value: Array) -> Array:
+        return jax.nn.dot_product_attention(query, key, value, implementation=implementation, **rules)
+
+    def in_float32(*arrays: Array) -> Array:
+        return attend(*(x.astype(jnp.float32) for x in arrays)).astype(query.dtype)
+
+    # Asked for by name, jax never replaces cuDNN: it refuses here, or when it lowers for a platform without it.
+    try:
+        if query.dtype == jnp.float16 and implementation != "cudnn":
+            # jax asks for float16 products with float32 sums by a name that only GPUs know. Which platform it is, is
+            # settled when it lowers, and a GPU gets the program that it had.
+            return jax.lax.platform_dependent(query, key, value, cpu=in_float32, tpu=in_float32, default=attend)
+        return attend(query, key, value)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        if implementation != "cudnn":
+            raise
+        raise ValueError(
+            f"DotProductCore(implementation='cudnn') cannot serve query {query.dtype}{list(query.shape)}, key and "
+            f"value {key.dtype}{list(key.shape)} on platform {jax.default_backend()!r}: {error} The fused kernel needs "
+            "an NVIDIA GPU with cuDNN, float16 or bfloat16, and channels in eights; pass implementation=None or "
+            "another core."
+        ) from error
+
+
+def _widened(array: Array, width: int) -> Array:
+    if array.shape[-1] == width:
+        return array
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])])
+
+
+def is_structural(mask: Mask, tokens: Tokens, kv_tokens: Tokens | None) -> bool:
+    """Whether the mask of this call is known to be a function of indices alone: causal, on whole rows, no chunks."""
+    return kv_tokens is None and tokens.are_whole_rows and mask.is_causal and mask.chunk is None
+
+
+def check_heads(query: Array, key: Array) -> tuple[int, int]:
+    """The numbers of query and of kv heads, or `ValueError` when the first is not a multiple of the second."""
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    if heads % kv_heads:
+        raise ValueError(
+            f"attention over {heads} query heads and {kv_heads} key/value heads: heads must be a multiple of kv_heads; "
+            "change one of the two."
+        )
+    return heads, kv_heads
+
+
+def lowest(dtype: jnp.dtype) -> float:
+    """The score of a hidden key: finite, so that the difference of two of them is no NaN."""
+    return float(jnp.finfo(dtype).min) / 4
+
+
+def soft_capped(scores: Array, softcap: float | None) -> Array:
+    """`softcap * tanh(scores / softcap)`, or the scores themselves."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)

@@ -1,0 +1,150 @@
+"""Losses and a rule that keep experts equally busy."""
+
+import abc
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num
+
+from .._tokens import Tokens
+from ._routing import is_real, normalised, Routing
+
+
+Total = Callable[[Array], Array]
+
+
+def alone(x: Array) -> Array:
+    """The sum over the devices that share a batch, or a row, when there is but one."""
+    return x
+
+
+class BalanceLoss(eqx.Module):
+    """What a routing costs: `coefficient` times a sum over this call's real tokens, so that sums over devices add up.
+
+    The model's loss is divided by its tokens' weights in the end, their number where all count; where few do, the
+    coefficient has to be as much smaller. "Batch" is the rows of a call: of a microbatch, where there are several.
+    `total` sums an array over all devices that share
+    the batch; `row_total` over those that hold parts of the same rows (context parallelism). On one device both are
+    the identity.
+    """
+
+    coefficient: eqx.AbstractVar[float]
+
+    @abc.abstractmethod
+    def __call__(
+        self, routing: Routing, tokens: Tokens, total: Total = alone, row_total: Total = alone
+    ) -> Float[Array, ""]:
+        """This call's share of the loss."""
+
+
+class LoadBalance(BalanceLoss):
+    """`experts * sum_i f_i P_i`: `f_i` the share of assignments that expert `i` gets, `P_i` its mean score.
+
+    Both sum to one (scores of a softmax, or with `normalise`), so even experts cost 1 a token. `f` has no gradient and
+    is taken over the batch or over each row (`per="sequence"`, rows weighted by their length); `choices` counts only
+    the first choices. A sum over tokens of something linear in their scores: nothing but `f` needs the other devices.
+
+    - `per="batch"`, `top_k` 1: Switch (Fedus et al. 2021, eq. 4-6), coefficient 0.01. With more choices, transformers'
+      Mixtral has `top_k` times this.
+    - `choices=1`: GShard (Lepikhin et al. 2020, algorithm 1, which has `1 / experts` in front instead of `experts`).
+    - `per="sequence"`: DeepSeek-V2's expert-level loss (arXiv:2405.04434, eq. 23-25); with `normalise=True` V3's for
+      sigmoid scores (arXiv:2412.19437, eq. 17-20).
+    """
+
+    coefficient: float = eqx.field(static=True)
+    per: str = eqx.field(static=True, default="batch")
+    normalise: bool = eqx.field(static=True, default=False)
+    choices: int | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        if self.per not in ("batch", "sequence"):
+            raise ValueError(f"LoadBalance(per={self.per!r}): loads are counted per 'batch' or per 'sequence'.")
+        if self.choices is not None and self.choices < 1:
+            raise ValueError(f"LoadBalance(choices={self.choices}): count at least the first choice, or None for all.")
+
+    def __call__(
+        self, routing: Routing, tokens: Tokens, total: Total = alone, row_total: Total = alone
+    ) -> Float[Array, ""]:
+        """The loss; only counts are summed over devices."""
+        real = is_real(tokens, routing.scores.shape[:-1])
+        counts, size = routing.counts(self.choices), jnp.sum(real, axis=-1, dtype=jnp.int32)
+        if self.per == "batch":
+            counts, size = total(jnp.sum(counts, axis=tuple(range(counts.ndim - 1)))), total(jnp.sum(size))
+        else:
+            counts, size = row_total(counts), row_total(size)
+        scores = normalised(routing.scores) if self.normalise else routing.scores
+        # Multiplied as floats: the choices of a batch over all devices may be more than 32 bits count.
+        assignments = jnp.maximum(size, 1).astype(scores.dtype) * routing.experts[..., : self.choices].shape[-1]
+        share = counts.astype(scores.dtype) / assignments[..., None]
+        costs = jnp.sum(share[..., None, :] * scores, axis=-1)
+        return self.coefficient * counts.shape[-1] * jnp.sum(jnp.where(real, costs, 0))
+
+
+class RouterZ(BalanceLoss):
+    """`logsumexp(logits)^2` of each token, against large logits (ST-MoE, Zoph et al. 2022, eq. 5; 0.001 there)."""
+
+    coefficient: float = eqx.field(static=True)
+
+    def __call__(
+        self, routing: Routing, tokens: Tokens, total: Total = alone, row_total: Total = alone
+    ) -> Float[Array, ""]:
+        """The loss; nothing is summed over devices."""
+        squares = jax.nn.logsumexp(routing.logits, axis=-1) ** 2
+        return self.coefficient * jnp.sum(jnp.where(is_real(tokens, squares.shape), squares, 0))
+
+
+class Importance(BalanceLoss):
+    """`CV(sum over tokens of G(x))^2`, `G` the weights of all experts (Shazeer et al. 2017, eq. 6-7).
+
+    The squared coefficient of variation is the variance over the squared mean. It is of the whole batch and counts once
+    for every token of this call. `total` must be differentiable.
+    """
+
+    coefficient: float = eqx.field(static=True)
+
+    def __call__(
+        self, routing: Routing, tokens: Tokens, total: Total = alone, row_total: Total = alone
+    ) -> Float[Array, ""]:
+        """The loss; the sums of weights are summed over devices."""
+        return self.coefficient * _variation(routing.gates(), tokens, total)
+
+
+class NoisyLoad(BalanceLoss):
+    """`CV(sum over tokens of P(x, i))^2`, `P` the routing's `load` (Shazeer et al. 2017, eq. 10-11).
+
+    Otherwise as `Importance`.
+    """
+
+    coefficient: float = eqx.field(static=True)
+
+    def __call__(
+        self, routing: Routing, tokens: Tokens, total: Total = alone, row_total: Total = alone
+    ) -> Float[Array, ""]:
+        """The loss; raises a `ValueError` for a routing without `load`."""
+        if routing.load is None:
+            raise ValueError(
+                "NoisyLoad(...)(routing): the routing has load=None; only NoisyTopKRouter gives one, "
+                "take LoadBalance for other routers."
+            )
+        return self.coefficient * _variation(routing.load, tokens, total)
+
+
+def updated_selection_bias(
+    bias: Float[Array, "*layers experts"], load: Num[Array, "*layers experts"], rate: float | Float[Array, ""]
+) -> Float[Array, "*layers experts"]:
+    """The selection bias after a step: up by `rate` for experts below the mean load, down above (arXiv:2408.15664).
+
+    `load` is the number of tokens of the whole batch that each expert was chosen by, one row for each layer.
+    """
+    missing = jnp.sum(load, axis=-1, keepdims=True) - load.shape[-1] * load
+    return bias + rate * jnp.sign(missing).astype(bias.dtype)
+
+
+def _variation(amounts: Float[Array, "*batch seq experts"], tokens: Tokens, total: Total) -> Float[Array, ""]:
+    real = is_real(tokens, amounts.shape[:-1])
+    *_, experts = amounts.shape
+    sums = total(jnp.sum(jnp.where(real[..., None], amounts, 0).reshape(-1, experts), axis=0))
+    mean = jnp.mean(sums)
+    return jnp.sum(real).astype(sums.dtype) * jnp.var(sums / jnp.where(mean > 0, mean, 1))

@@ -1,0 +1,192 @@
+"""`grouped` on CPUs: as many rows of each group as even loads have are computed together, the rest in blocks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, PyTree
+
+from .._dtype import at_least_float32
+from ._grouped_maps import Maps, Parameters, recorded, replayed, zero_of
+
+
+LEAST = 16  # rows a group by even loads, from which on groups are computed together
+
+
+def blocked(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> Array:
+    """The rows' outputs. What nobody keeps may take more room: a quarter more slots, which few loads overflow."""
+    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), room=5 / 4))[0]
+
+
+def blocked_forward(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> tuple[Array, list[Array]]:
+    """The rows' outputs, and what the modules' `Linear`s gave of the rows in slots, slot by slot."""
+    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x)))
+
+
+def _outputs(static: PyTree, arrays: PyTree, x: Array, sizes: Array, slots: "Slots") -> tuple[Array, list[Array]]:
+    of_rows = lambda arrays, x: recorded(eqx.combine(arrays, static), x, _WHOLE)
+    shapes = jax.eval_shape(of_rows, jax.tree.map(lambda a: a[0], arrays), x[:1])
+    zero = zero_of(arrays, x, sizes)
+    nothing = jax.tree.map(lambda s: jnp.full((len(x), *s.shape[1:]), zero.astype(s.dtype)), shapes)
+    if not len(x):
+        return nothing
+
+    def together() -> tuple[Array, list[Array]]:
+        y, kept = jax.vmap(of_rows)(arrays, slots.filled(x))
+        return slots.rows(y), list(map(slots.flat, kept))
+
+    y, kept = jax.lax.cond(slots.are_used, together, lambda: nothing) if slots.number else nothing
+
+    def group(number: Array, y: Array) -> Array:
+        module = eqx.combine(_of_group(arrays, number), static)
+
+        def block(start: Array, size: int, is_own: Array | None, y: Array) -> Array:
+            return _written(y, module(jax.lax.dynamic_slice_in_dim(x, start, size)), start, is_own)
+
+        return _over_blocks(block, y, *slots.rest(number), len(x), len(sizes))
+
+    return slots.over_rests(group, y), kept
+
+
+def blocked_backward(
+    static: PyTree, arrays: PyTree, x: Array, sizes: Array, kept: Sequence[Array], gradient: Array
+) -> tuple[PyTree, Array]:
+    """The gradients of the parameters and of the rows; `kept` ends in the output."""
+    zero, slots = zero_of((arrays, kept, gradient), x, sizes), Slots(sizes, len(x))
+    wide = jax.tree.map(lambda a: a.astype(at_least_float32(a.dtype)), arrays)
+    nothing = jax.tree.map(lambda a: jnp.full(a.shape, zero.astype(a.dtype)), wide), jnp.full(x.shape, zero)
+
+    def together() -> tuple[PyTree, Array]:
+        def one(own: PyTree, x: Array, kept: list[Array], gradient: Array) -> tuple[PyTree, Array]:
+            again = lambda own, x: replayed(eqx.combine(own, static), x, _WHOLE, kept)
+            return jax.vjp(again, own, x)[1](gradient)
+
+        *inner, y = kept
+        known = [*map(slots.stacked, inner), slots.filled(y)]
+        to_arrays, to_x = jax.vmap(one)(wide, slots.filled(x), known, slots.filled(gradient))
+        return to_arrays, slots.rows(to_x)
+
+    def group(number: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
+        own, module = _of_group(wide, number), lambda own, x: eqx.combine(own, static)(x)
+
+        def block(start: Array, size: int, is_own: Array | None, carry: tuple) -> tuple:
+            totals, to_x = carry
+            more, to_piece = jax.vjp(module, own, _cut(x, start, size, is_own))[1](_cut(gradient, start, size, is_own))
+            totals = jax.tree.map(lambda total, more: _added(total, more, number), totals, more)
+            return totals, _written(to_x, to_piece, start, is_own)
+
+        return _over_blocks(block, carry, *slots.rest(number), len(x), len(sizes))
+
+    found = jax.lax.cond(slots.are_used, together, lambda: nothing) if slots.number else nothing
+    to_arrays, to_x = slots.over_rests(group, found) if len(x) else found
+    return jax.tree.map(lambda total, a: total.astype(a.dtype), to_arrays, arrays), to_x
+
+
+class Slots:
+    """As many slots for each group as even loads have rows, times `room`, or none where these rows are few.
+
+    The first rows of a group are computed in its slots, all groups in one product, so that nothing copies their
+    parameters; the rest of a group is computed after that. Slots are not used where loads are so uneven that a quarter
+    of the rows would find none.
+    """
+
+    number: int
+    are_used: Bool[Array, ""]
+
+    def __init__(self, sizes: Int[Array, "groups"], rows: int, room: float = 1):
+        even = rows // len(sizes)
+        self.number, self.groups, self.count = (int(even * room) if even >= LEAST else 0), len(sizes), rows
+        self.ends = jnp.cumsum(sizes)
+        self.starts = self.ends - sizes
+        slot = jnp.arange(self.number, dtype=jnp.int32)
+        self._row, self._is_full = self.starts[:, None] + slot, slot < sizes[:, None]
+        taken = jnp.sum(self._is_full, dtype=jnp.int32)
+        self.are_used = taken >= -(-3 * self.groups * even // 4)
+        self._firsts = jnp.where(self.are_used, self.starts + self.number, self.starts)
+
+    def filled(self, rows: Array) -> Array:
+        """The rows in slots, zeros in empty ones."""
+        return jnp.where(self._is_full[..., None], rows[jnp.minimum(self._row, self.count - 1)], 0)
+
+    def rows(self, slots: Array) -> Array:
+        """The rows out of their slots, zeros for rows without one."""
+        row = jnp.arange(self.count, dtype=jnp.int32)
+        owner = jnp.sum(row[:, None] >= self.ends, axis=1, dtype=jnp.int32)
+        mine = jnp.minimum(owner, self.groups - 1)
+        slot = row - self.starts[mine]
+        has_one = (owner < self.groups) & (slot < self.number)
+        flat = slots.reshape(self.groups * self.number, -1)
+        return jnp.where(has_one[:, None], flat[jnp.where(has_one, mine * self.number + slot, 0)], 0)
+
+    def flat(self, slots: Array) -> Array:
+        """Slots as an array of as many rows as there are: a few are behind all slots, or cut off with `room`."""
+        flat = slots.reshape(self.groups * self.number, -1)[: self.count]
+        return jnp.pad(flat, [(0, self.count - len(flat)), (0, 0)])
+
+    def stacked(self, flat: Array) -> Array:
+        """What `flat` gave, by group."""
+        return flat[: self.groups * self.number].reshape(self.groups, self.number, -1)
+
+    def rest(self, group: Array) -> tuple[Array, Array]:
+        """The first row of a group that has no slot, and the end of the group."""
+        return self._firsts[group], self.ends[group]
+
+    def over_rests(self, step: Callable[[Array, Any], Any], carry: Any) -> Any:
+        """`step(group, carry)` for each group with rows that have no slot: in decoding, few have rows at all."""
+
+        def one(group: Array, carry: Any) -> Any:
+            return jax.lax.cond(self._firsts[group] < self.ends[group], step, lambda _, same: same, group, carry)
+
+        return jax.lax.fori_loop(0, self.groups, one, carry)
+
+
+def _whole_backward(parameters: Parameters, x: Array, gradient: Array) -> tuple[Parameters, Array]:
+    (weight, bias), exact = parameters, at_least_float32(x.dtype)
+    to_weight = jnp.einsum("no,ni->oi", gradient, x, preferred_element_type=exact).astype(weight.dtype)
+    to_bias = None if bias is None else jnp.sum(gradient, 0, dtype=exact).astype(bias.dtype)
+    to_x = jnp.einsum("no,oi->ni", gradient, weight.astype(x.dtype), preferred_element_type=exact)
+    return (to_weight, to_bias), to_x.astype(x.dtype)
+
+
+_WHOLE = Maps(lambda linear, x: linear(x), _whole_backward)
+
+
+def _over_blocks(
+    step: Callable[[Array, int, Array | None, Any], Any], carry: Any, start: Array, end: Array, rows: int, groups: int
+) -> Any:
+    """`step(start, size, is_own, carry)` for each block of these rows; `is_own` marks them where others are beside."""
+    even = 2 ** max(0, (rows // groups).bit_length() - 1)
+    large, small = (min(rows, size) for size in (max(64, min(256, even)), 64 if even >= 256 else 32))
+    number = (end - start) // large
+    carry = jax.lax.fori_loop(0, number, lambda n, carry: step(start + n * large, large, None, carry), carry)
+    left = start + number * large
+
+    def rest(n: Array, carry: Any) -> Any:
+        first = left + n * small
+        begin = jnp.minimum(first, rows - small)  # the last block of all may begin within the one before
+        place = begin + jnp.arange(small, dtype=jnp.int32)
+        return step(begin, small, ((place >= first) & (place < end))[:, None], carry)
+
+    return jax.lax.fori_loop(0, (end - left + (small - 1)) // small, rest, carry)
+
+
+def _of_group(arrays: PyTree, number: Array) -> PyTree:
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, number, keepdims=False), arrays)
+
+
+def _added(total: Array, more: Array, number: Array) -> Array:
+    own = jax.lax.dynamic_index_in_dim(total, number, keepdims=False)
+    return jax.lax.dynamic_update_index_in_dim(total, own + more, number, 0)
+
+
+def _cut(rows: Array, start: Array, size: int, is_own: Array | None) -> Array:
+    piece = jax.lax.dynamic_slice_in_dim(rows, start, size)
+    return piece if is_own is None else jnp.where(is_own, piece, 0)
+
+
+def _written(old: Array, new: Array, start: Array, is_own: Array | None) -> Array:
+    if is_own is not None:
+        new = jnp.where(is_own, new, jax.lax.dynamic_slice_in_dim(old, start, len(new)))
+    return jax.lax.dynamic_update_slice_in_dim(old, new, start, 0)

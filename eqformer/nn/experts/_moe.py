@@ -1,0 +1,139 @@
+"""A mixture of experts: a feed-forward layer in which each token takes a few of many."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from .._aux import Aux
+from .._block import Routed
+from .._dims import modules
+from .._linear import Linear
+from .._sums import wide_product
+from .._tokens import Tokens, tokens_or_default
+from ._balance import alone, BalanceLoss, Total
+from ._dispatch import Capacity, Dropless, run_slots
+from ._expert_choice import ExpertChoiceRouter
+from ._experts import Experts
+from ._router import Router
+from ._routing import is_real, Routing, Slots
+
+
+class MoE(Routed):
+    """`shared(x) + sum_k w_k experts[i_k](x)`, the experts `i` and weights `w` of each token chosen by the router.
+
+    `dispatch` is how tokens come to experts: `Dropless()` or `Capacity(factor)`; experts that choose their tokens
+    (`ExpertChoiceRouter`) bring slots of their own. Tokens without keys, those of evaluation and generation, lose no
+    choice by any dispatch, so that what one gets depends on no later one and not on the length of the call. `shared`
+    sees every token. `losses` are summed into `Aux.loss`. With `weighs_inputs` it is
+    `shared(x) + sum_k experts[i_k](w_k x)` (Llama 4).
+    """
+
+    router: Router | ExpertChoiceRouter
+    experts: Experts
+    dispatch: Dropless | Capacity
+    shared: Callable[[Array], Array] | None
+    losses: tuple[BalanceLoss, ...]
+    weighs_inputs: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        router: Router | ExpertChoiceRouter,
+        experts: Experts,
+        *,
+        dispatch: Dropless | Capacity | None = None,
+        shared: Callable[[Array], Array] | None = None,
+        losses: tuple[BalanceLoss, ...] = (),
+        weighs_inputs: bool = False,
+    ):
+        """Put the parts together. Raises a `ValueError` where they do not fit, or `losses` have nothing to read."""
+        choosing = isinstance(router, ExpertChoiceRouter)
+        scored = router.linear.weight.shape[0] if choosing else candidates(router, len(experts))
+        if scored != len(experts):
+            raise ValueError(
+                f"MoE(router, experts): the router chooses among {scored} experts and there are {len(experts)}; "
+                "build both for one number."
+            )
+        if losses and isinstance(router, ExpertChoiceRouter):
+            raise ValueError(
+                f"MoE(ExpertChoiceRouter, losses={losses}): experts that choose their tokens are equally busy by "
+                "construction; pass no losses."
+            )
+        if weighs_inputs and choosing:
+            raise ValueError(
+                "MoE(ExpertChoiceRouter, weighs_inputs=True): experts that choose their tokens weigh what they give; "
+                "leave weighs_inputs out, or take a router by which tokens choose."
+            )
+        self.weighs_inputs = weighs_inputs
+        self.router, self.experts, self.shared, self.losses = router, experts, shared, losses
+        self.dispatch = Dropless() if dispatch is None else dispatch
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], Aux]:
+        """The sum of each token's experts, and what routing did and costs."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], None)
+        routing = self.router(x, tokens.fold_in(ROUTER))
+        if isinstance(routing, Slots):
+            y, aux = run_slots(self.experts, x, routing), aux_of_slots(routing, tokens, x)
+        else:
+            dispatch = self.dispatch_of(tokens, routing)
+            y, dropped = dispatch(self.experts, x, routing, weighs_inputs=self.weighs_inputs)
+            aux = self.told(routing, tokens, dropped)
+        return (y if self.shared is None else y + self.shared(x)), aux
+
+    def dispatch_of(self, tokens: Tokens, routing: Routing) -> Dropless | Capacity:
+        """How these tokens come to experts: by `dispatch` in training, by one that drops none elsewhere."""
+        return self.dispatch if tokens.is_training else self.dispatch.without_drops(self.experts, routing)
+
+    def told(
+        self,
+        routing: Routing,
+        tokens: Tokens,
+        dropped: Int[Array, ""],
+        total: Total = alone,
+        row_total: Total = alone,
+    ) -> Aux:
+        """The losses of a routing, and its counts; `total` and `row_total` as for `BalanceLoss`."""
+        zero = jnp.zeros_like(routing.scores, shape=())
+        loss = sum((loss(routing, tokens, total, row_total) for loss in self.losses), start=zero)
+        counts, real = routing.counts(), is_real(tokens, routing.scores.shape[:-1])
+        share = jax.lax.stop_gradient(routing.scores)
+        share = share / jnp.maximum(jnp.sum(share, axis=-1, keepdims=True), 1e-18)
+        entropy = jnp.where(real, -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1), 0)
+        load = jnp.sum(counts, axis=tuple(range(counts.ndim - 1)), dtype=jnp.int32)
+        return Aux(loss, load, dropped, jnp.sum(entropy), jnp.sum(real, dtype=jnp.int32))
+
+
+class GatedShared(eqx.Module):
+    """`sigmoid(w . x) layer(x)`: a shared expert that each token takes as far as it wants (Qwen2-MoE)."""
+
+    layer: Callable[[Array], Array]
+    gate: Linear
+
+    def __init__(self, layer: Callable[[Array], Array], *, embed: int, key: Key[Array, ""]):
+        """Draw the gate, a map to one number."""
+        self.layer, self.gate = layer, Linear("embed -> gate", embed=embed, gate=1, key=key)
+
+    def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
+        """Map each token by itself."""
+        return wide_product(self.layer(x), jax.nn.sigmoid(self.gate(x)))
+
+
+def aux_of_slots(slots: Slots, tokens: Tokens, x: Float[Array, "*batch seq embed"]) -> Aux:
+    """What experts that chose their tokens did: no loss, no choice dropped, and no entropy of tokens' choices."""
+    zero = jnp.zeros_like(slots.weight, shape=())
+    load = jnp.sum(slots.token >= 0, axis=(0, 2), dtype=jnp.int32)
+    real = jnp.sum(is_real(tokens, x.shape[:-1]), dtype=jnp.int32)
+    return Aux(zero, load, jnp.zeros((), jnp.int32), zero, real)
+
+
+def candidates(router: Router, otherwise: int) -> int:
+    """How many experts the router scores, by its map to `candidates`; unknown of one without such a map."""
+    scoring = [linear for linear in modules(router, Linear) if linear.outputs == ("candidates",)]
+    return scoring[0].weight.shape[-2] if scoring else otherwise
+
+
+ROUTER = 2  # folded into tokens' keys, where a block's dropouts fold 0 and 1

@@ -1,0 +1,152 @@
+"""Routers that send each token to its best experts."""
+
+import abc
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from .._dims import float32_at_least
+from .._dtype import at_least_float32
+from .._linear import Linear
+from .._tokens import Tokens
+from ._routing import best_places, check_top_k, drawn_each, normalised, router_logits, Routing, routing_of
+
+
+class Router(eqx.Module):
+    """What chooses experts for tokens: each token by itself, in float32 at least, padding to none.
+
+    Noise is drawn from each token's own key and there is none without keys, so a token's experts are the same in any
+    batch and on any mesh.
+    """
+
+    top_k: eqx.AbstractVar[int]
+
+    @abc.abstractmethod
+    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Routing:
+        """Choose `top_k` experts for each token, and their weights."""
+
+
+class TopKRouter(Router):
+    """The `top_k` experts of the highest score; equal scores: the lowest number.
+
+    Scores `s = score(W x + b)` are softmax, sigmoid or sqrt_softplus. Weights are the scores of the chosen, with
+    `normalise` over their sum (of a softmax: the softmax of the chosen logits), times `scale`. `balanced` gives a
+    `selection_bias` that is added to the scores for the choice alone and has no gradient: `updated_selection_bias`
+    changes it. Of `groups` of neighbouring experts only the `kept_groups` best can be chosen from, by the `group_score`
+    `"max"` or `"top2"`, the sum of the two best (bias included). While training, `jitter` multiplies each channel of
+    the router's input by a number from U(1 - jitter, 1 + jitter); the logits are then those of the multiplied input.
+
+    - all experts: `top_k=experts`.
+    - Switch (Fedus et al. 2021, eq. 1-2): `top_k=1, jitter=0.01`; not normalised, or the router would learn nothing.
+    - Mixtral (arXiv:2401.04088, section 2.1), gpt-oss (with `bias`), Qwen: `normalise=True`; OLMoE, Qwen2: without.
+    - DeepSeek-V2 (arXiv:2405.04434, section 2.2): softmax, `groups=8, kept_groups=3, scale=16`.
+    - DeepSeek-V3 (arXiv:2412.19437, eq. 12-16), GLM-4.5: sigmoid, `normalise=True`, `balanced=True`,
+      `groups=8, kept_groups=4, group_score="top2", scale=2.5`.
+    """
+
+    linear: Linear
+    top_k: int = eqx.field(static=True)
+    score: str = eqx.field(static=True)
+    normalise: bool = eqx.field(static=True)
+    scale: float = eqx.field(static=True)
+    groups: int = eqx.field(static=True)
+    kept_groups: int = eqx.field(static=True)
+    group_score: str = eqx.field(static=True)
+    jitter: float = eqx.field(static=True)
+    selection_bias: Float[Array, "candidates"] | None = float32_at_least()
+
+    def __init__(
+        self,
+        *,
+        embed: int,
+        experts: int,
+        top_k: int,
+        score: str = "softmax",
+        normalise: bool = False,
+        scale: float = 1.0,
+        groups: int = 1,
+        kept_groups: int = 1,
+        group_score: str = "max",
+        balanced: bool = False,
+        bias: bool = False,
+        jitter: float = 0.0,
+        std: float | None = None,
+        key: Key[Array, ""],
+    ):
+        """Draw the map; `bias` is the map's own. Raises a `ValueError` for choices that no routing can satisfy."""
+        check_top_k("TopKRouter", top_k, experts)
+        _check_groups(experts, top_k, groups, kept_groups, group_score)
+        if score not in SCORES:
+            raise ValueError(f"TopKRouter(score={score!r}): the scores are {', '.join(SCORES)}.")
+        if not 0 <= jitter < 1:
+            raise ValueError(f"TopKRouter(jitter={jitter}): factors lie in 1 -+ jitter; give a number in [0, 1).")
+        self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, bias=bias, std=std, key=key)
+        self.selection_bias = jnp.zeros(experts, jnp.float32) if balanced else None
+        self.top_k, self.score, self.normalise, self.scale = top_k, score, normalise, scale
+        self.groups, self.kept_groups, self.group_score, self.jitter = groups, kept_groups, group_score, jitter
+
+    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Routing:
+        """Choose the `top_k` best experts for each token."""
+        if self.jitter and tokens.keys is not None:
+            draw = lambda key: jax.random.uniform(key, x.shape[-1:], jnp.float32, 1 - self.jitter, 1 + self.jitter)
+            exact = at_least_float32(x.dtype)
+            x = x.astype(exact) * drawn_each(draw, tokens.keys).astype(exact)
+        logits = router_logits(self.linear, x)
+        scores = SCORES[self.score](logits)
+        # Logits tell apart what rounding makes equal: sigmoids of 17 and more.
+        experts = self._chosen(logits if self.selection_bias is None and self.groups == 1 else scores)
+        if self.normalise and self.score == "softmax":
+            weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1))
+        else:
+            weights = jnp.take_along_axis(scores, experts, axis=-1)
+            weights = normalised(weights) if self.normalise else weights
+        return routing_of(tokens, experts, self.scale * weights, scores, logits)
+
+    def _chosen(self, scores: Float[Array, "*batch seq experts"]) -> Int[Array, "*batch seq top_k"]:
+        merit = jax.lax.stop_gradient(scores)
+        if self.selection_bias is not None:
+            merit = merit + jax.lax.stop_gradient(self.selection_bias).astype(merit.dtype)
+        if self.groups > 1:
+            grouped = merit.reshape(*merit.shape[:-1], self.groups, -1)
+            best = jnp.sum(jax.lax.top_k(grouped, GROUP_SCORES[self.group_score])[0], axis=-1)
+            kept = best_places(best, self.kept_groups)
+            open_groups = jnp.any(kept[..., None] == jnp.arange(self.groups, dtype=jnp.int32), axis=-2)
+            merit = jnp.where(open_groups[..., None], grouped, -jnp.inf).reshape(merit.shape)
+        return best_places(merit, self.top_k)
+
+
+def _sqrt_softplus(logits: Float[Array, "*batch seq experts"]) -> Float[Array, "*batch seq experts"]:
+    # The square root has no slope at 0, which softplus reaches by underflow.
+    return jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), float(jnp.finfo(logits.dtype).tiny)))
+
+
+def _check_groups(experts: int, top_k: int, groups: int, kept_groups: int, group_score: str) -> None:
+    call = f"TopKRouter(experts={experts}, top_k={top_k}, groups={groups}, kept_groups={kept_groups})"
+    if group_score not in GROUP_SCORES:
+        raise ValueError(f"TopKRouter(group_score={group_score!r}): the group scores are {', '.join(GROUP_SCORES)}.")
+    if groups < 1 or experts % groups:
+        raise ValueError(f"{call}: groups are of equal size; give a number of groups that divides {experts} experts.")
+    size = experts // groups
+    if not 1 <= kept_groups <= groups:
+        raise ValueError(f"{call}: of {groups} groups at least one and at most all are kept; change kept_groups.")
+    if kept_groups * size < top_k:
+        raise ValueError(
+            f"{call}: {kept_groups} groups of {size} experts leave {kept_groups * size} to choose {top_k} from; "
+            "keep more groups or lower top_k."
+        )
+    if groups > 1 and size < GROUP_SCORES[group_score]:
+        raise ValueError(
+            f"{call}, group_score={group_score!r}: the score sums the two best experts of a group, and a group has "
+            f"{size}; make fewer groups or score them by 'max'."
+        )
+
+
+SCORES: dict[str, Callable[[Array], Array]] = {
+    "softmax": jax.nn.softmax,
+    "sigmoid": jax.nn.sigmoid,
+    "sqrt_softplus": _sqrt_softplus,
+}
+GROUP_SCORES = {"max": 1, "top2": 2}  # how many of a group's best experts are summed

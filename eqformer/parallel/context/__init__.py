@@ -1,0 +1,1 @@
+"""Rows cut over devices: attention over their pieces."""

@@ -1,0 +1,225 @@
+"""Context parallelism: the tokens of each row split over the devices of the axis `context`.
+
+Only attention mixes tokens, so only the attention core has to know; everything else runs on the tokens it is given.
+"""
+
+from typing import Any, NoReturn
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from ...nn import blockwise, BlockwiseCore, DotProductCore, Mask, ReferenceCore, spread, Tokens
+from .._axes import CONTEXT
+from .._ring import Ring
+from .._vary import vary
+from ._ring_attention import ring_attend
+
+
+CONTEXT_METHODS = ("ring", "gather", "heads")
+
+
+class ContextCore(eqx.Module):
+    """An attention core for rows split over the mesh axis `context`, to stand where `inner` does inside a `shard_map`.
+
+    Each device passes the queries, keys, values and tokens of its piece and gets its queries' outputs; pieces are in
+    the order of `context_order`. `method` says what travels (bytes a device sends for both passes, with `c` devices,
+    `T` tokens a row, and `n`, `m` bytes a token of queries or of keys and values):
+
+    - `"ring"`: keys and values go round while each device attends to those it holds (Liu et al., 2310.01889); memory
+      for two pieces of them; `3 m T (c-1)/c`. Computed as by `BlockwiseCore`, with the block and the softcap of
+      `inner`.
+    - `"gather"`: all keys and values are gathered, in the backward pass again; `3 m T (c-1)/c`. Any `inner`. Of its
+      results only those that it names are kept (`BlockwiseCore`'s), others are computed again.
+    - `"heads"`: an all-to-all gives each device whole rows of `heads / c` heads and a second one brings the outputs
+      back (DeepSpeed Ulysses, 2309.14509); `(4 n + 2 m) T (c-1)/c^2`. Any `inner`; `heads` must be a multiple of `c`.
+
+    `is_branched` as for `shift`. Raises `ValueError` while tracing for heads that do not split, and for a cache.
+    """
+
+    inner: Any
+    method: str = eqx.field(static=True)
+    is_branched: bool = eqx.field(static=True, default=False)
+
+    def __check_init__(self):
+        if self.method not in CONTEXT_METHODS:
+            raise ValueError(f"ContextCore(method={self.method!r}): the methods are {', '.join(CONTEXT_METHODS)}.")
+        if self.method == "ring":
+            ring_rules(self.inner)
+
+    def __call__(
+        self,
+        query: Float[Array, "*batch seq heads head_dim"],
+        key: Float[Array, "*batch seq kv_heads head_dim"],
+        value: Float[Array, "*batch seq kv_heads v_dim"],
+        *,
+        mask: Mask,
+        tokens: Tokens,
+        kv_tokens: Tokens | None = None,
+        scale: float,
+        sinks: Float[Array, "heads"] | None = None,
+    ) -> Float[Array, "*batch seq heads v_dim"]:
+        if kv_tokens is not None:
+            raise ValueError(
+                f"ContextCore(method={self.method!r}) was given kv_tokens of shape {kv_tokens.positions.shape}, those "
+                "of a cache: this core is for whole calls; wrap the model by Planned, which splits a cache's slots."
+            )
+        query, key, value, tokens = vary((query, key, value, _bare(tokens)), (CONTEXT,))
+        attend = {"ring": self._ring, "gather": self._gather, "heads": self._heads}[self.method]
+        return attend(query, key, value, tokens, sinks, {"mask": mask, "scale": scale})
+
+    def _ring(self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict) -> Array:
+        block, softcap = ring_rules(self.inner)
+        rules = blockwise.Rules(given["mask"], given["scale"], softcap, block)
+        output, logsum = ring_attend(rules, Ring(CONTEXT, is_branched=self.is_branched), query, key, value, tokens)
+        return output if sinks is None else blockwise.with_sinks(output, logsum, sinks)
+
+    def _gather(
+        self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict
+    ) -> Array:
+        def attend(query: Array, key: Array, value: Array, sinks: Array | None, tokens: Tokens, kv_tokens: Tokens):
+            key, value = (_in_reading_order(x, 3) for x in (key, value))
+            return self.inner(query, key, value, tokens=tokens, kv_tokens=kv_tokens, sinks=sinks, **given)
+
+        kv_tokens = jax.tree.map(lambda x: _in_reading_order(x, 1), tokens)
+        # What was gathered is not kept for the backward pass but gathered again.
+        attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names("attended"))
+        return attend(query, key, value, sinks, tokens, kv_tokens)
+
+    def _heads(self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict) -> Array:
+        size, heads = jax.lax.axis_size(CONTEXT), query.shape[-2]
+        copies = _copies(size, heads, key.shape[-2], "ContextCore(method='heads')")
+        seq, head = query.ndim - 3, query.ndim - 2
+
+        def swap(x: Array) -> Array:
+            # Named for remat policies that keep a map's results: these then stand for the maps', and travel once.
+            return checkpoint_name(jax.lax.all_to_all(x, CONTEXT, head, seq, tiled=True), "product")
+
+        query, key, value = swap(query), *(swap(_copied(x, copies)) for x in (key, value))
+        tokens = jax.tree.map(lambda x: jax.lax.all_gather(x, CONTEXT, axis=x.ndim - 1, tiled=True), tokens)
+        if sinks is not None:
+            first = jax.lax.axis_index(CONTEXT) * (heads // size)
+            sinks = jax.lax.dynamic_slice_in_dim(sinks, first, heads // size)
+        output = self.inner(query, key, value, tokens=tokens, sinks=sinks, **given)
+        return checkpoint_name(jax.lax.all_to_all(output, CONTEXT, seq, head, tiled=True), "attended")
+
+
+def zigzag(seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
+    """The order of a row's tokens in which piece `i` of `c` holds the parts `i` and `2c-1-i` of `2c` equal ones.
+
+    Under a causal mask, late queries see many keys and early ones few; so paired, all pieces have equal work, at each
+    step of the ring. `row[zigzag(seq, c)]` is the stored row. Raises `ValueError` unless `2 * pieces` divides `seq`.
+    """
+    if pieces < 1 or seq % (2 * pieces):
+        raise ValueError(
+            f"zigzag(seq={seq}, pieces={pieces}): a row is cut into 2 * pieces = {2 * pieces} equal parts, which must "
+            f"divide seq; take seq={max(1, seq // max(1, 2 * pieces)) * 2 * max(1, pieces)} or fewer pieces."
+        )
+    parts = np.arange(seq).reshape(2 * pieces, -1)
+    return np.stack([parts[:pieces], parts[: pieces - 1 : -1]], axis=1).reshape(-1)
+
+
+def zigzag_inverse(seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
+    """The order that puts a row stored in the order of `zigzag` back into reading order."""
+    return np.argsort(zigzag(seq, pieces))
+
+
+def context_order(method: str, seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
+    """The order in which `ContextCore` wants rows to be stored before they are cut into `pieces`.
+
+    `zigzag` for `"ring"` and `"gather"`, reading order for `"heads"`, whose inner core sees whole rows.
+    """
+    if pieces == 1:
+        return np.arange(seq)
+    if method == "heads":
+        if seq % pieces:
+            raise ValueError(
+                f"context_order('heads', seq={seq}, pieces={pieces}): rows are cut into equal pieces; take a multiple "
+                f"of {pieces} for seq, such as {-(-seq // pieces) * pieces}."
+            )
+        return np.arange(seq)
+    return zigzag(seq, pieces)
+
+
+def check_context(
+    method: str, size: int, core: Any, *, seq: int, heads: int, kv_heads: int, has_sinks: bool = False
+) -> None:
+    """Raise the `ValueError` that an attention over `size` pieces of a row would end in, before anything is compiled.
+
+    `heads` and `kv_heads` are those that one device holds (after a split over `tensor`), `seq` a whole row's tokens.
+    """
+    ContextCore(core, method)
+    context_order(method, seq, size)
+    if method == "heads":
+        _copies(size, heads, kv_heads, f"check_context('heads', size={size})")
+    if has_sinks and method != "ring" and isinstance(core, DotProductCore):
+        raise ValueError(
+            f"check_context({method!r}, core=DotProductCore()): jax.nn.dot_product_attention has no place for sinks; "
+            "take core=BlockwiseCore(), or method='ring', which computes by blocks itself."
+        )
+
+
+def refuse_recurrence(size: int, path: str) -> NoReturn:
+    """Raise a `ValueError` for a recurrence over rows in pieces, each of which would wait for the one before it."""
+    raise ValueError(
+        f"Plan over context={size}: {path} has a GatedDeltaNet, which reads a row's tokens one after another, and a "
+        "device has pieces of rows; give the devices to another axis, such as tensor, which splits its heads."
+    )
+
+
+def ring_rules(core: Any) -> tuple[int, float | None]:
+    """The block and the softcap with which the ring computes what `core` would."""
+    if isinstance(core, BlockwiseCore):
+        return core.block, core.softcap
+    if isinstance(core, ReferenceCore):
+        return BlockwiseCore().block, core.softcap
+    if isinstance(core, DotProductCore) and core.implementation != "cudnn":
+        return BlockwiseCore().block, None
+    raise ValueError(
+        f"ContextCore({core}, method='ring'): the ring combines partial results by the logarithms of their sums, which "
+        "only eqformer's own loop over blocks gives; take core=BlockwiseCore(), or method='gather' or 'heads', which "
+        "run any core."
+    )
+
+
+def _copies(size: int, heads: int, kv_heads: int, call: str) -> int:
+    """How often each key head is sent, so that each device gets those that its share of the query heads reads."""
+    if heads % size:
+        raise ValueError(
+            f"{call}: {heads} query heads on a device do not split over {size} devices of the axis {CONTEXT!r}; take a "
+            f"size that divides {heads}, or method='ring' or 'gather', which leave heads alone."
+        )
+    if kv_heads % size and size % kv_heads:
+        raise ValueError(
+            f"{call}: {kv_heads} key heads on a device are neither a multiple nor a divisor of the {size} devices of "
+            f"the axis {CONTEXT!r}, so that no device could take whole groups; take a size that divides {kv_heads}, or "
+            "method='ring' or 'gather', which leave heads alone."
+        )
+    return 1 if kv_heads % size == 0 else size // kv_heads
+
+
+def _copied(x: Float[Array, "*batch seq kv_heads head_dim"], copies: int) -> Float[Array, "*batch seq heads head_dim"]:
+    """Each key head as often as it is sent."""
+    each = spread(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
+    return each.reshape(*x.shape[:-2], -1, x.shape[-1])
+
+
+def _bare(tokens: Tokens) -> Tokens:
+    """What cores read of tokens."""
+    return Tokens(tokens.positions, tokens.segments, whole_rows=tokens.whole_rows)
+
+
+def _in_reading_order(x: Array, back: int) -> Array:
+    """All pieces of an array whose tokens are `back` dims from the end, put together from the order of `zigzag`.
+
+    Masks go by positions and would be right in any order; a core that skips blocks finds more of them empty in this.
+    """
+    dim = x.ndim - back
+    pieces = jax.lax.all_gather(x, CONTEXT)
+    early, late = jnp.split(pieces, 2, axis=dim + 1)
+    both = jnp.concatenate([early, late[::-1]])
+    moved = jnp.moveaxis(both, 0, dim)
+    return moved.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])

@@ -1,0 +1,1 @@
+"""Meshes, and where each array lies: specs from names, tables, drawings, creation in place."""

@@ -1,0 +1,51 @@
+"""Devices as a grid with one axis for each way to split a model."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from .._axes import AXES
+
+
+def make_mesh(
+    *,
+    replica: int = 1,
+    fsdp: int = 1,
+    expert: int = 1,
+    pipe: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A mesh with all six axes, most of size 1, over exactly `devices` (by default all there are).
+
+    Nothing is guessed: a product that is not the number of devices raises a `ValueError` that says how many are
+    missing or left over. Neighbours along the last axes, `tensor` first, are the closest in the hardware.
+    """
+    sizes = dict(zip(AXES, (replica, fsdp, expert, pipe, context, tensor), strict=True))
+    call = f"make_mesh({', '.join(f'{axis}={size}' for axis, size in sizes.items() if size != 1)})"
+    if wrong := {axis: size for axis, size in sizes.items() if size < 1}:
+        raise ValueError(f"{call}: an axis has at least one device; change {wrong}.")
+    devices = jax.devices() if devices is None else devices
+    wanted, there = math.prod(sizes.values()), len(devices)
+    if wanted > there:
+        raise ValueError(
+            f"{call}: the axes multiply to {wanted} devices, but there are {there}; make an axis smaller "
+            f"(on a CPU, more devices can be simulated: XLA_FLAGS=--xla_force_host_platform_device_count={wanted})."
+        )
+    if wanted < there:
+        left = f"{there - wanted} of {there} devices would be left over"
+        fix = f"give them to an axis, such as replica={replica * (there // wanted)}" if there % wanted == 0 else ""
+        raise ValueError(
+            f"{call}: the axes multiply to {wanted} devices, and {left}; "
+            f"{fix + ', or ' if fix else ''}pass devices=jax.devices()[:{wanted}] to leave them idle."
+        )
+    return jax.make_mesh(tuple(sizes.values()), AXES, (AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """The size of each axis by its name."""
+    return dict(mesh.shape)

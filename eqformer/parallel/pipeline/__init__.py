@@ -1,0 +1,1 @@
+"""Pipelines: schedules as tables, the simulator that checks and draws them, and what runs them."""

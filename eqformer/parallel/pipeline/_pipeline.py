@@ -1,0 +1,288 @@
+"""One executor for any schedule: a scan over ticks in which each device does what its column of the table says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Int, PyTree
+
+from ... import nn
+from ..._shapes import Array
+from .._axes import PIPE
+from .._vary import vary, vary_like, varying_axes
+from ..state._stand_ins import stand_in
+from ._pipeline_plan import route, Routes, Turn
+from ._schedule import IDLE, Schedule
+from ._stash import add, add_rows, get, put, zeros
+from ._weight_gradients import (
+    differentiable,
+    is_differentiated,
+    split_gradients,
+    tapped,
+    taps,
+    watched,
+    weight_gradients,
+)
+
+
+def pipeline_gradients(
+    schedule: Schedule,
+    first: Callable[..., Any],
+    stage: Callable[..., Any],
+    last: Callable[..., Any],
+    parameters: tuple[PyTree, PyTree],
+    data: PyTree,
+    *,
+    tells: bool = False,
+    seed: Any = 1,
+) -> tuple[Any, ...]:
+    """Loss sum, count and gradients of the sum over all microbatches, run as the schedule says; inside `shard_map`.
+
+    The model is `last(edges, stage(blocks, ... first(edges, piece)), piece) -> (sum, count)` with one `stage` a part:
+    `stage(part of blocks, x, piece) -> x`. `parameters` are `(edges, blocks)`: `edges` whole on every device of the
+    axis `pipe`, `blocks` this device's layers, each array with a `layers` dim in front that holds `chunks` equal
+    groups in turn. `data` has a leading dim `microbatches` and is whole on every device of the axis. The functions may
+    use collectives over other axes.
+
+    A device remembers the inputs of its parts alone, in as many slots as ever live at once, and runs a part again in
+    its backward; so the forward entry of the model's last part does nothing, and its backward gives the loss. What is
+    idle runs nothing. In a tick in which any device sends, one activation goes up the ring, or one gradient down.
+
+    Sum and count are reduced over `pipe`, and so are the gradients of `edges`; over axes that the data vary over, all
+    three are this device's part, to be reduced once by the caller. Gradients are summed in float32 at least, None for
+    what is not floating-point, and `seed` times as large as the sum's. With `tells`, a stage gives `(x, told)`: trees
+    of `nn.Aux`, a `layers` dim in front of each array. Their losses are added to the loss sum, and their sums over
+    microbatches come third, before the gradients, those of this device's layers. Where the schedule is split, the
+    weights of `nn.Linear`s in `blocks` get theirs in the weight entries from kept products (see `_weight_gradients`);
+    all other gradients come with the backward entries.
+    """
+    if (there := jax.lax.axis_size(PIPE)) != schedule.stages:
+        raise ValueError(
+            f"pipeline_gradients(schedule={schedule.name!r}): the schedule is for {schedule.stages} stages, but the "
+            f"axis {PIPE!r} has {there} devices; make one as the other."
+        )
+    data = vary(data, [PIPE])
+    # Varying like the data, parameters get this device's gradients: nothing is reduced within the loop.
+    parameters = vary_like(parameters, data)
+    telling = stage if tells else lambda *given: (stage(*given), None)
+    run = _Run(schedule, route(schedule), (first, telling, last), parameters, data, seed)
+    turns = jax.tree.map(lambda table: jnp.asarray(table)[:, run.rank], run.routes.turns)
+    sums = jax.lax.scan(lambda state, turn: (run.tick(state, turn), None), run.start(), turns)[0].sums
+    # The ring has every device's part of the sums; blocks are nobody else's.
+    (total, count), of_edges = _over_ring((sums.loss, sums.edges))
+    return (total, count, *((sums.told,) if tells else ()), (of_edges, sums.blocks))
+
+
+class _Sums(eqx.Module):
+    """What entries change: loss sum and count, what layers told, gradients, and by slot what weights will multiply."""
+
+    loss: tuple[Array, ...]
+    told: PyTree
+    edges: PyTree
+    blocks: PyTree
+    products: PyTree
+
+
+class _State(eqx.Module):
+    """What a device carries from tick to tick: stashes of messages by slot, and sums."""
+
+    inputs: PyTree
+    cotangents: PyTree
+    sums: _Sums
+
+
+class _Run:
+    """The constants of one call, and the three kinds of entry as functions of the state."""
+
+    def __init__(
+        self, schedule: Schedule, routes: Routes, functions: tuple, parameters: tuple, data: PyTree, seed: Any
+    ):
+        self.schedule, self.routes, self.data, self.seed = schedule, routes, data, seed
+        self.first, self.stage, self.last = functions
+        self.edges, self.blocks = parameters
+        self.rank = jax.lax.axis_index(PIPE)
+        self.layers = _check_shapes(schedule, self.blocks, data)
+        self.axes, self.x, self.loss, self.told, self.taps = self._trace()
+
+    def _trace(self) -> tuple:
+        """Shapes and axes of the stream between parts, of sum and count, and of what is tapped; nothing is run."""
+        axes: frozenset[str] = frozenset()
+        chunk, piece = self._chunk(jnp.int32(0)), self._piece(jnp.int32(0))
+        notes: dict = {}
+
+        def program(axes: frozenset[str]) -> tuple:
+            nonlocal notes
+            blocks, notes = watched(chunk) if self.schedule.is_split else (chunk, {})
+            x = vary(self.first(self.edges, piece), axes)
+            y, told = self.stage(blocks, x, piece)
+            return x, y, told, self.last(self.edges, vary(y, axes), piece), nn.aux_loss(told)
+
+        while True:
+            x, y, told, sums, extra = jax.eval_shape(lambda axes=axes: program(axes))
+            grown = axes.union({PIPE}, *map(varying_axes, jax.tree.leaves((x, y))))
+            if grown == axes:
+                break
+            axes = grown
+        if (ours := _shapes(x)) != (theirs := _shapes(y)):
+            raise ValueError(
+                f"pipeline_gradients(stage): a stage maps the stream to one of its shapes and dtypes, but {ours} goes "
+                f"in and {theirs} comes out; let first give what stages give."
+            )
+        tokens = min(leaf.size // leaf.shape[-1] for leaf in jax.tree.leaves(x) if leaf.ndim)
+        loss = [(x, varying_axes(x) | varying_axes(extra) | {PIPE}) for x in sums]
+        return axes, x, loss, told, taps(chunk, notes, tokens) if self.schedule.is_split else {}
+
+    def start(self) -> _State:
+        """Empty stashes and sums of zero, typed as what will be added."""
+        stash = lambda slots: jax.tree.map(lambda x: zeros(x, self.axes, max(slots, 1)), self.x)
+        layers = self.layers // self.schedule.chunks
+        slots = self.routes.products, layers
+        products = {n: (zeros(t[0], t[1], *slots), zeros(t[2], t[3], *slots)) for n, t in self.taps.items()}
+        loss = tuple(zeros(x, axes) for x, axes in self.loss)
+        rows = lambda x: jax.ShapeDtypeStruct((x.shape[0] * self.schedule.chunks, *x.shape[1:]), x.dtype)
+        told = jax.tree.map(lambda x: zeros(rows(x), varying_axes(x) | {PIPE}), self.told)
+
+        of_edges, of_blocks = jax.tree.map(stand_in, differentiable((self.edges, self.blocks)))
+        sums = _Sums(loss, told, of_edges, of_blocks, products)
+        return _State(stash(self.routes.inputs), stash(self.routes.cotangents), sums)
+
+    def tick(self, state: _State, turn: Turn) -> _State:
+        """One turn: forward, backward, weight, and what the neighbours sent."""
+        nothing = jax.tree.map(lambda x: zeros(x, self.axes), self.x)
+        # Slots are read outside of the branches, as stashes that enter branches are held twice.
+        x = get(state.inputs, turn.forward_input)
+        x, y = jax.lax.cond(turn.forward != IDLE, lambda: self._forward(x, turn), lambda: (nothing, nothing))
+        # Only the model's first input comes from nobody, so it is stashed where it is made.
+        made_here = (turn.forward != IDLE) & self._is_first(turn.forward)
+        state = _with(state, inputs=put(state.inputs, jnp.where(made_here, turn.forward_input, IDLE), x))
+        given = get(state.inputs, turn.backward_input), get(state.cotangents, turn.backward_cotangent)
+        sums, dx = jax.lax.cond(
+            turn.backward != IDLE, lambda s: self._backward(s, *given, turn), lambda s: (s, nothing), state.sums
+        )
+        state = _with(state, sums=sums)
+        if self.schedule.is_split:
+            sums = jax.lax.cond(turn.weight != IDLE, lambda s: self._weight(s, turn), lambda s: s, state.sums)
+            state = _with(state, sums=sums)
+        inputs = put(state.inputs, turn.arriving_input, self._sent(y, 1, turn.any_input))
+        cotangents = put(state.cotangents, turn.arriving_cotangent, self._sent(dx, -1, turn.any_cotangent))
+        return _with(state, inputs=inputs, cotangents=cotangents)
+
+    def _forward(self, x: PyTree, turn: Turn) -> tuple[PyTree, PyTree]:
+        """The part's input and output; of the model's last part, only the input, as its backward runs it anyway."""
+        piece, chunk = self._piece(turn.forward), self._chunk(turn.forward)
+        first = lambda: vary(self.first(self.edges, piece), self.axes)
+        x = jax.lax.cond(self._is_first(turn.forward), first, lambda: x)
+        run = lambda: vary(self.stage(chunk, x, piece)[0], self.axes)
+        return x, jax.lax.cond(self._is_last(turn.forward), lambda: x, run)
+
+    def _backward(self, sums: _Sums, x: PyTree, cotangent: PyTree, turn: Turn) -> tuple[_Sums, PyTree]:
+        """The sums with this part's gradients, and the gradient of its input."""
+        piece, chunk = self._piece(turn.backward), self._chunk(turn.backward)
+        run = tapped(chunk, self.taps)
+        wanted, rest = eqx.partition(run, is_differentiated(run))
+
+        def stage(wanted: PyTree, x: PyTree) -> tuple[tuple, PyTree]:
+            y, told = self.stage(eqx.combine(wanted, rest), x, piece)
+            return (vary(y, self.axes), vary(nn.aux_loss(told), self.loss[0][1])), told
+
+        (y, extra), pull, told = jax.vjp(stage, wanted, x, has_aux=True)
+        loss, of_edges, cotangent = jax.lax.cond(
+            self._is_last(turn.backward),
+            lambda loss, of_edges: self._ending(loss, of_edges, y, piece),
+            lambda loss, of_edges: (loss, of_edges, cotangent),
+            sums.loss,
+            sums.edges,
+        )
+        of_chunk, dx = pull((cotangent, jnp.ones_like(extra) * self.seed))
+        of_chunk, products = split_gradients(of_chunk, self.taps, chunk)
+        is_first = self._is_first(turn.backward)
+        of_edges = jax.lax.cond(is_first, lambda g: self._beginning(g, dx, piece), lambda g: g, of_edges)
+        of_blocks = self._add_chunk(sums.blocks, of_chunk, turn.backward)
+        loss = loss[0] + extra.astype(loss[0].dtype), *loss[1:]
+        told = jax.tree.map(lambda x, total: vary(x, varying_axes(total)), told, sums.told)
+        told = self._add_chunk(sums.told, told, turn.backward)
+        return _Sums(loss, told, of_edges, of_blocks, put(sums.products, turn.backward_products, products)), dx
+
+    def _ending(self, loss: tuple, of_edges: PyTree, y: PyTree, piece: PyTree) -> tuple[tuple, PyTree, PyTree]:
+        """What follows the last part: loss sum and count, and the gradients of both arguments of `last`."""
+        wanted, rest = eqx.partition(self.edges, eqx.is_inexact_array)
+        last = lambda wanted, y: self.last(eqx.combine(wanted, rest), y, piece)
+        total, pull, count = jax.vjp(last, wanted, y, has_aux=True)
+        more, cotangent = pull(jnp.ones_like(total) * self.seed)
+        return add(loss, (total, count)), add(of_edges, more), cotangent
+
+    def _beginning(self, of_edges: PyTree, dx: PyTree, piece: PyTree) -> PyTree:
+        wanted, rest = eqx.partition(self.edges, eqx.is_inexact_array)
+        first = lambda wanted: vary(self.first(eqx.combine(wanted, rest), piece), self.axes)
+        return add(of_edges, jax.vjp(first, wanted)[1](dx)[0])
+
+    def _weight(self, sums: _Sums, turn: Turn) -> _Sums:
+        of_chunk = weight_gradients(self._chunk(turn.weight), get(sums.products, turn.weight_products))
+        return _with(sums, blocks=self._add_chunk(sums.blocks, of_chunk, turn.weight))
+
+    def _sent(self, message: PyTree, step: int, slot: Int[Array, ""]) -> PyTree:
+        """The neighbour's message, in a tick in which any device has one: all devices take the branch, or none."""
+        stages = self.schedule.stages
+        if stages == 1:
+            return message
+        ring = [(stage, (stage + step) % stages) for stage in range(stages)]
+        permuted = lambda message: jax.tree.map(lambda x: jax.lax.ppermute(x, PIPE, ring), message)
+        return jax.lax.cond(slot != IDLE, permuted, lambda message: message, message)
+
+    def _is_first(self, entry: Int[Array, ""]) -> Bool[Array, ""]:
+        return (self.rank == 0) & (entry // self.schedule.microbatches == 0)
+
+    def _is_last(self, entry: Int[Array, ""]) -> Bool[Array, ""]:
+        is_end = self.rank == self.schedule.stages - 1
+        return is_end & (entry // self.schedule.microbatches == self.schedule.chunks - 1)
+
+    def _piece(self, entry: Int[Array, ""]) -> PyTree:
+        return get(self.data, entry % self.schedule.microbatches)
+
+    def _chunk(self, entry: Int[Array, ""]) -> PyTree:
+        chunks = self.schedule.chunks
+        if chunks == 1:
+            return self.blocks
+        group = lambda x: get(x.reshape(chunks, -1, *x.shape[1:]), entry // self.schedule.microbatches)
+        arrays, rest = eqx.partition(self.blocks, eqx.is_array)
+        return eqx.combine(jax.tree.map(group, arrays), rest)
+
+    def _add_chunk(self, sums: PyTree, more: PyTree, entry: Int[Array, ""]) -> PyTree:
+        """The sums with the gradients of the entry's group of layers added to its rows."""
+        if self.schedule.chunks == 1:
+            return add(sums, more)
+        start = entry // self.schedule.microbatches * (self.layers // self.schedule.chunks)
+        return add_rows(sums, start, more)
+
+
+def _over_ring(sums: PyTree) -> PyTree:
+    return jax.lax.psum(sums, PIPE)
+
+
+def _with(state: Any, **new: Any) -> Any:
+    names = tuple(new)
+    return eqx.tree_at(lambda s: [getattr(s, name) for name in names], state, [new[name] for name in names])
+
+
+def _shapes(tree: PyTree) -> list[str]:
+    return [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(tree)]
+
+
+def _check_shapes(schedule: Schedule, blocks: PyTree, data: PyTree) -> int:
+    """The number of layers here; each chunk holds equally many, and the data as many pieces as microbatches."""
+    call = f"pipeline_gradients(schedule={schedule.name!r})"
+    for leaf in jax.tree.leaves(data):
+        if leaf.shape[:1] != (schedule.microbatches,):
+            raise ValueError(
+                f"{call}: the leading dim of all data is the microbatch, of which the schedule has "
+                f"{schedule.microbatches}; an array has shape {leaf.shape}; reshape it to (microbatches, rows, ...)."
+            )
+    layers = {leaf.shape[0] for leaf in jax.tree.leaves(eqx.filter(blocks, eqx.is_array))}
+    if len(layers) != 1 or min(layers) % schedule.chunks:
+        raise ValueError(
+            f"{call}: the arrays of blocks have one dim of layers in front, a multiple of chunks={schedule.chunks}; "
+            f"here it is {sorted(layers)}; see check_depth."
+        )
+    return layers.pop()

@@ -1,0 +1,167 @@
+"""A stack whose layers lie on several devices, called like any stack."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from ... import nn
+from .._axes import PIPE
+from .._vary import vary, varying_axes
+
+
+class PipelinedStack(eqx.Module):
+    """This device's layers of a stack split over the axis `pipe`, run on `microbatches` pieces of the rows in turn.
+
+    In tick `t` of `m + p - 1`, stage `i` runs its layers on microbatch `t - i`, or nothing. Differentiated, it is
+    GPipe: the stages run backward in the opposite order, from their inputs, of which it remembers `m + p - 1`. Rows
+    come and go whole on every device of the axis, or split over it too (`splits_rows`): each device then holds as many
+    microbatches of inputs as of outputs, and these move one device on in each tick, so that the first stage has the
+    next one at hand and what is computed before and after is spread over all stages (GSPMD's pipelines, praxis).
+
+    A cache holds this device's layers for all rows. Rows are the first dim, microbatch after microbatch.
+    """
+
+    stack: Any
+    microbatches: int = eqx.field(static=True)
+    splits_rows: bool = eqx.field(static=True, default=False)
+
+    def __check_init__(self):
+        if self.microbatches < 1:
+            raise ValueError(f"PipelinedStack(microbatches={self.microbatches}): give at least 1.")
+
+    def __len__(self) -> int:
+        return len(self.stack)
+
+    def __call__(
+        self, x: Float[Array, "batch *dims embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "batch *dims embed"], PyTree, PyTree]:
+        """The whole stack's output, the cache of this device's layers, and what all layers told.
+
+        Of the latter each device has that of its own layers, and zeros for others: their sum over `pipe` is the whole.
+        """
+        stages, rank = jax.lax.axis_size(PIPE), jax.lax.axis_index(PIPE)
+        pieces = self._split(x, self._local_pieces(x.shape[0], stages))
+        tokens = self._tokens(x, tokens, cache, stages)
+        arrays, rest = eqx.partition(self.stack, eqx.is_array)
+        rows = pieces.shape[1]
+
+        @jax.checkpoint
+        def run(arrays: PyTree, x: Array, tokens: nn.Tokens, memory: PyTree, is_live: Array) -> tuple:
+            def work() -> tuple:
+                return _typed_like(eqx.combine(arrays, rest)(x, tokens, memory), (x, memory, nothing))
+
+            return jax.lax.cond(is_live, work, lambda: (jnp.zeros_like(x), memory, nothing))
+
+        def tick(carry: tuple, turn: Int[Array, ""]) -> tuple[tuple, None]:
+            incoming, stream, cache, told = carry
+            number = turn - rank
+            is_live = (number >= 0) & (number < self.microbatches)
+            place = jnp.clip(number, 0, self.microbatches - 1)
+            given = jnp.where(rank == 0, _piece(stream, self._slot(turn, stream)), incoming)
+            memory = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place * rows, rows, 1), cache)
+            y, memory, more = run(arrays, given, jax.tree.map(lambda x: _piece(x, place), tokens), memory, is_live)
+            write = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, place * rows, 1)
+            cache = jax.tree.map(write, cache, memory)
+            told = jax.tree.map(jnp.add, told, more)
+            return (_sent(y, 1, stages), self._after(stream, y, turn, stages, rank), cache, told), None
+
+        one = jax.tree.map(lambda x: x[0], (pieces, tokens))
+        few = jax.tree.map(lambda x: x[:, :rows], cache)
+        call = lambda given: eqx.combine(arrays, rest)(given[0], one[1], given[1])
+        axes, memory = _settled(lambda given: call(given)[:2], (vary(one[0], [PIPE]), few))
+        shapes = jax.eval_shape(lambda: call((axes, memory))[2])
+        nothing = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x) | {PIPE}), shapes)
+        stream = vary(pieces, varying_axes(axes))
+        start = (jnp.zeros_like(stream[0]), stream, _typed_like(cache, memory), nothing)
+        turns = jnp.arange(self.microbatches + stages - 1, dtype=jnp.int32)
+        (_, stream, cache, told), _ = jax.lax.scan(tick, start, turns)
+        told = jax.tree.map(lambda x: _among_all(x, rank, stages), told)
+        return self._result(stream, stages, rank).reshape(x.shape), cache, told
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """An empty cache of this device's layers."""
+        return self.stack.init_cache(batch, capacity, dtype)
+
+    def _local_pieces(self, rows: int, stages: int) -> int:
+        call = f"PipelinedStack(microbatches={self.microbatches})"
+        if self.splits_rows and self.microbatches % stages:
+            raise ValueError(
+                f"{call}: with splits_rows each of {stages} stages holds equally many microbatches; take a multiple of "
+                f"{stages}, such as {-(-self.microbatches // stages) * stages}."
+            )
+        pieces = self.microbatches // stages if self.splits_rows else self.microbatches
+        if rows % pieces:
+            raise ValueError(
+                f"{call}: the {rows} rows of a device must divide evenly into {pieces} microbatches, but "
+                f"{rows % pieces} rows would be left; change one of them."
+            )
+        return pieces
+
+    def _split(self, x: Array, pieces: int) -> Array:
+        return x.reshape(pieces, x.shape[0] // pieces, *x.shape[1:])
+
+    def _tokens(self, x: Array, tokens: nn.Tokens | None, cache: PyTree, stages: int) -> nn.Tokens:
+        """Tokens of all microbatches: every stage needs them, and they are small."""
+        tokens = nn.tokens_or_default(tokens, x.shape[:-1], cache)
+        whole = jax.tree.map(_gathered, tokens) if self.splits_rows and stages > 1 else tokens
+        return vary(jax.tree.map(lambda x: self._split(x, self.microbatches), whole), [PIPE])
+
+    def _slot(self, turn: Array, stream: Array) -> Array:
+        """Where the first stage finds its next input."""
+        return turn % len(stream) if self.splits_rows else jnp.minimum(turn, len(stream) - 1)
+
+    def _after(self, stream: Array, y: Array, turn: Array, stages: int, rank: Array) -> Array:
+        """The stream with the last stage's output in it: in the output's place, or in that of the input used up."""
+        is_last = rank == stages - 1
+        if self.splits_rows:
+            slot = turn % len(stream)
+            new = jnp.where(is_last, y, _sent(_piece(stream, slot), -1, stages))
+        else:
+            slot = jnp.maximum(turn - (stages - 1), 0)
+            new = jnp.where(is_last & (turn >= stages - 1), y, _piece(stream, slot))
+        return jax.lax.dynamic_update_index_in_dim(stream, new, slot, 0)
+
+    def _result(self, stream: Array, stages: int, rank: Array) -> Array:
+        if self.splits_rows:
+            return jnp.roll(stream, -(stages - 1), 0)
+        return jax.lax.psum(jnp.where(rank == stages - 1, stream, jnp.zeros_like(stream)), PIPE)
+
+
+def _among_all(x: Array, rank: Array, stages: int) -> Array:
+    """The rows of this device's layers among those of all, which are zero."""
+    whole = vary(jnp.zeros((stages * x.shape[0], *x.shape[1:]), x.dtype), varying_axes(x))
+    return jax.lax.dynamic_update_slice_in_dim(whole, x, rank * x.shape[0], 0)
+
+
+def _piece(x: Array, number: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, number, 0, False)
+
+
+def _sent(x: Array, step: int, stages: int) -> Array:
+    """What the neighbour `step` below on the ring has."""
+    ring = [(stage, (stage + step) % stages) for stage in range(stages)]
+    return x if stages == 1 else jax.lax.ppermute(x, PIPE, ring)
+
+
+def _gathered(x: Array) -> Array:
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.lax.all_gather(x, PIPE, tiled=True)
+    numbers = jax.lax.all_gather(jax.random.key_data(x), PIPE, tiled=True)
+    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
+
+
+def _typed_like(tree: PyTree, like: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: vary(x, varying_axes(y)), tree, like)
+
+
+def _settled(call: Callable[[Any], Any], given: PyTree) -> PyTree:
+    """What is given, typed as varying over all that the call's result, given back to it, comes to vary over."""
+    while True:
+        grown = _typed_like(given, jax.eval_shape(lambda given=given: call(given)))
+        if jax.tree.all(jax.tree.map(lambda x, y: varying_axes(x) == varying_axes(y), given, grown)):
+            return given
+        given = grown

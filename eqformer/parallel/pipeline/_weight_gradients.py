@@ -1,0 +1,178 @@
+"""Gradients of linear maps' weights put off until later, without running anything twice.
+
+A backward pass through `y = W x` needs `W` alone to go on; the weight's gradient, the product `dy x^T`, can wait if `x`
+and `dy` are kept. To that end each `nn.Linear` of some blocks is replaced by one whose product has two more inputs,
+zeros that it ignores: the "gradients" of those are `x` and `dy`. A scan over layers stacks them like any gradient.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from ... import nn
+from .._axes import FSDP
+from .._vary import vary
+from ..state._fully_sharded import Gathered
+from ..state._stand_ins import scatter
+from ._taps import holding, is_map, Notes, Seen, Tapped
+
+
+def taps(blocks: PyTree, notes: dict[int, Notes], tokens: int) -> dict[int, tuple]:
+    """Which of the blocks' Linears can be tapped, by number: shape, dtype and axes of their inputs and outputs.
+
+    They are called once a layer, on at least `tokens` vectors (fewer: inside a loop of a layer's own), and their weight
+    is the layer's own: neither gathered, nor one of several under `vmap`, nor read by someone else.
+    """
+    found = {}
+    for number, (linear, dim) in enumerate(_sites(blocks)):
+        calls = notes[number].calls
+        if len(calls) != 1:
+            continue
+        shape, into, into_axes, out, out_axes = calls[0]
+        if shape == _whole_shape(linear, dim)[1:] and math.prod(into.shape[: -len(linear.inputs)]) >= tokens:
+            found[number] = (into, into_axes, out, out_axes)
+    return found
+
+
+def watched(blocks: PyTree) -> tuple[PyTree, dict[int, Notes]]:
+    """The blocks with every Linear noting its calls, for one trace; and the notes by number."""
+    linears = _linears(blocks)
+    notes = {number: Notes() for number in linears}
+    seen = {n: holding(x, x.weight, x.bias, Seen, notes=notes[n]) for n, x in linears.items()}
+    return _replaced(blocks, seen), notes
+
+
+def tapped(blocks: PyTree, wanted: dict[int, tuple]) -> PyTree:
+    """The blocks with taps in place of the Linears `wanted`."""
+    linears = _linears(blocks)
+
+    def tap(linear: nn.Linear, into: Any, into_axes: frozenset, out: Any, out_axes: frozenset) -> Tapped:
+        layers = linear.weight.shape[:1]
+        zeros = lambda like, axes: vary(jnp.zeros((*layers, *like.shape), like.dtype), axes)
+        both = {"into": zeros(into, into_axes), "out": zeros(out, out_axes)}
+        return holding(linear, linear.weight, linear.bias, Tapped, **both)
+
+    new = _replaced(blocks, {number: tap(linears[number], *shapes) for number, shapes in wanted.items()})
+    return _each_gathered(_not_gathering_taps, new, blocks)
+
+
+def is_differentiated(blocks: PyTree) -> PyTree:
+    """A tree of flags: what the backward pass of blocks differentiates, which is all but tapped weights and the values
+    of stand-ins."""
+
+    def flags(node: PyTree) -> PyTree:
+        if isinstance(node, Gathered):
+            no_values = jax.tree.map(lambda _: False, node.values)
+            return Gathered(is_differentiated(node.inner), node.dims, node.dtypes, node.keeps, no_values)
+        kept = jax.tree.map(eqx.is_inexact_array, node)
+        return eqx.tree_at(lambda n: n.weight, kept, False) if isinstance(node, Tapped) else kept
+
+    return jax.tree.map(flags, blocks, is_leaf=lambda node: isinstance(node, Tapped | Gathered))
+
+
+def differentiable(tree: PyTree) -> PyTree:
+    """The arrays that `is_differentiated` tells of, and None for all else."""
+    return eqx.filter(tree, is_differentiated(tree))
+
+
+def split_gradients(
+    gradients: PyTree, wanted: dict[int, tuple], blocks: PyTree
+) -> tuple[PyTree, dict[int, tuple[Array, Array]]]:
+    """From gradients of tapped blocks: those of plain blocks, None for tapped weights; and the taps' pairs."""
+    taken = {number: node for number, node in _linears(gradients).items() if number in wanted}
+    products = {number: (node.into, node.out) for number, node in taken.items()}
+    plain = {number: holding(node, None, node.bias) for number, node in taken.items()}
+    nothing = lambda values: jax.tree.map(lambda _: None, values)
+    restored = lambda new, old: Gathered(new.inner, old.dims, old.dtypes, old.keeps, nothing(old.values))
+    return _each_gathered(restored, _replaced(gradients, plain), blocks), products
+
+
+def weight_gradients(blocks: PyTree, products: dict[int, tuple[Array, Array]]) -> PyTree:
+    """A tree like `blocks`: the products put off, layer by layer and summed in float32 at least; None elsewhere.
+
+    Where the weight was gathered for its use, each device keeps its slice of the sum over devices.
+    """
+    sites = _sites(blocks)
+
+    def multiply(linear: nn.Linear, dim: int | None, into: Array, out: Array) -> nn.Linear:
+        layers = linear.weight.shape[0]
+        into = into.reshape(layers, -1, math.prod(into.shape[into.ndim - len(linear.inputs) :]))
+        out = out.reshape(layers, -1, math.prod(out.shape[out.ndim - len(linear.outputs) :]))
+        exact = nn.at_least_float32(into.dtype)
+        product = jnp.einsum("lni,lno->loi", into, out, preferred_element_type=exact)
+        product = product.reshape(_whole_shape(linear, dim))
+        return holding(linear, product if dim is None else scatter(product, dim + 1), None)
+
+    nothing = jax.tree.map(lambda _: None, blocks)
+    return _replaced(nothing, {number: multiply(*sites[number], *pair) for number, pair in products.items()})
+
+
+def _is_node(node: Any) -> bool:
+    # Experts are taken as one: their maps run many matrices at once.
+    return is_map(node) or isinstance(node, nn.Experts)
+
+
+def _sites(blocks: PyTree) -> list[tuple[nn.Linear, int | None]]:
+    """The Linears in the tree's order, each with the dim of a layer's weight that is gathered for its use, or None."""
+    found = []
+    for node in jax.tree.leaves(blocks, is_leaf=lambda node: _is_node(node) or isinstance(node, Gathered)):
+        if isinstance(node, Gathered):
+            for linear, dims in zip(_nodes(node), _by_node(node, node.dims)):
+                found += [(linear, dims[0])] if is_map(linear) else []
+        elif is_map(node):
+            found.append((node, None))
+    return found
+
+
+def _linears(blocks: PyTree) -> dict[int, Any]:
+    return dict(enumerate(filter(is_map, jax.tree.leaves(blocks, is_leaf=_is_node))))
+
+
+def _replaced(blocks: PyTree, new: dict[int, Any]) -> PyTree:
+    nodes, structure = jax.tree.flatten(blocks, is_leaf=_is_node)
+    places = [place for place, node in enumerate(nodes) if is_map(node)]
+    for number, node in new.items():
+        nodes[places[number]] = node
+    return structure.unflatten(nodes)
+
+
+def _whole_shape(linear: nn.Linear, dim: int | None) -> tuple[int, ...]:
+    shape = list(linear.weight.shape)
+    if dim is not None:
+        shape[dim + 1] *= jax.lax.axis_size(FSDP)
+    return tuple(shape)
+
+
+def _each_gathered(change: Callable[[Gathered, Gathered], Gathered], tree: PyTree, like: PyTree) -> PyTree:
+    """The tree with each `Gathered` changed in view of the one in its place in `like`."""
+    is_gathered = lambda node: isinstance(node, Gathered)
+    olds = iter([node for node in jax.tree.leaves(like, is_leaf=is_gathered) if is_gathered(node)])
+    return jax.tree.map(lambda node: change(node, next(olds)) if is_gathered(node) else node, tree, is_leaf=is_gathered)
+
+
+def _not_gathering_taps(new: Gathered, old: Gathered) -> Gathered:
+    def with_taps(values: tuple, tap: Any) -> tuple:
+        counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(new)]
+        parts = _by_node(old, values)
+        return tuple(x for part, count in zip(parts, counts) for x in (*part, *[tap] * (count - len(part))))
+
+    dims, dtypes = with_taps(old.dims, None), with_taps(old.dtypes, old.dtypes[0])
+    values = None if old.values is None else with_taps(old.values, None)
+    return Gathered(new.inner, dims, dtypes, old.keeps, values)
+
+
+def _nodes(gathered: Gathered) -> list:
+    return jax.tree.leaves(gathered.inner, is_leaf=_is_node)
+
+
+def _by_node(gathered: Gathered, values: tuple) -> list[tuple]:
+    """What a `Gathered` tells of each array, put together for each Linear and for each leaf outside of one."""
+    rest = iter(values)
+    counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(gathered)]
+    return [tuple(itertools.islice(rest, count)) for count in counts]

@@ -1,0 +1,1 @@
+"""Whole models laid out over devices for text, with their caches."""

@@ -1,0 +1,203 @@
+"""A whole model under a plan, called like any: for text, whose tokens come one by one."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from ... import nn
+from .._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
+from .._plan import Plan
+from .._shard_map import filter_shard_map
+from .._vary import vary, vary_like
+from .._wrap import replace
+from ..context._context import ContextCore, ring_rules
+from ._served import filled, filled_tokens, multiple, Served
+
+
+_CACHES = nn.KVCache, nn.LatentCache
+
+
+class Planned(Served):
+    """A model laid out by `plan`, that encodes tokens, keeps caches and gives logits as one device would.
+
+    Arrays come and go global. Rows are split over the axes of the batch (filled up with padding where there are too
+    few), layers and their caches over `pipe`, heads, theirs and the vocabulary over `tensor`, experts over `expert`,
+    and the slots of every cache over `context`: each device attends to those it has, and the parts are weighed by the
+    logarithms of their sums. With `zero=3` each layer's weights are gathered when its turn comes. The residual stream
+    is replicated, since a token alone cannot be split. Raises a `ValueError` where the model does not fit the mesh.
+    """
+
+    model: nn.Transformer
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(self, model: nn.Transformer, plan: Plan):
+        zero = 3 if plan.zero == 3 else 0
+        self.plan = Plan(
+            plan.mesh,
+            zero=zero,
+            expert_method=plan.expert_method,
+            expert_factor=plan.expert_factor,
+            smallest=plan.smallest,
+        )
+        self.model = model
+        self.plan.check(model, rows=self._rows(1), seq=2 * self.plan.size(CONTEXT))
+
+    def encode(
+        self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch seq embed"], PyTree, None]:
+        """The final norm's output, and the cache with these tokens stored."""
+        nn.check_cached(tokens, cache)
+        rows = self._rows(ids.shape[0])
+        ids, tokens, batch = filled(ids, rows, 0), filled_tokens(tokens, rows), ids.shape[0]
+        run = self._run(rows, lambda model, ids, tokens, cache: _encode(model, self.plan, ids, tokens, cache))
+        specs = PartitionSpec(BATCH_AXES), self._cache_specs(cache)
+        x, cache = filter_shard_map(run, self.plan.mesh, (self._specs, specs[0], *specs), specs)(
+            self.model, ids, tokens, cache
+        )
+        return x[:batch], cache, None
+
+    def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
+        """Logits, in float32 at least, of what `encode` gave."""
+        rows = self._rows(hidden.shape[0])
+        x = jnp.pad(hidden, [(0, rows - hidden.shape[0]), (0, 0)])
+        over = [TENSOR] if self.plan.size(TENSOR) > 1 else []
+        run = self._run(rows, lambda model, x: model.unembed(vary(x, over)))
+        given, given_back = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, *over)
+        logits = filter_shard_map(run, self.plan.mesh, (self._specs, given), given_back)(self.model, x)
+        return logits[: hidden.shape[0], : self.vocab]  # where the axis does not divide it, the last part is filled up
+
+    def init_cache(self, batch: int, capacity: int) -> PyTree:
+        """An empty cache for `batch` rows of up to `capacity` tokens, in parts where the plan keeps them."""
+        rows, pieces, tensor = self._rows(batch), self.plan.size(CONTEXT), self.plan.size(TENSOR)
+        shapes = eqx.filter_eval_shape(lambda: self.model.init_cache(rows, capacity))
+
+        def resized(names: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+            sizes = dict(zip(_dims(names), x.shape, strict=True))
+            if "kv_seq" in sizes:
+                sizes["kv_seq"] = multiple(sizes["kv_seq"], pieces)
+            if "kv_heads" in sizes:
+                sizes["kv_heads"] = max(sizes["kv_heads"], tensor)  # key heads that devices share: each has its own
+            if _is_whole(names, x):
+                sizes["batch"] *= tensor
+            return tuple(sizes.values())
+
+        def empty(spec: PartitionSpec, names: str, x: Any) -> Array:
+            value = -1 if _dims(names)[-1] == "kv_seq" else 0  # of a slot's position: nothing is in it
+            made = jnp.full(resized(names, x), value, x.dtype)
+            return jax.lax.with_sharding_constraint(made, NamedSharding(self.plan.mesh, spec))
+
+        return jax.tree.map(empty, self._cache_specs(shapes), nn.dims(shapes), shapes, is_leaf=_is_spec)
+
+    @property
+    def _specs(self) -> PyTree:
+        return self.plan.parameter_specs(self.model)
+
+    def _rows(self, batch: int) -> int:
+        """So many rows, or a few more, of which each device of the batch's axes has as many."""
+        return multiple(batch, math.prod(self.plan.size(axis) for axis in BATCH_AXES))
+
+    def _cache_specs(self, cache: PyTree) -> PyTree:
+        axis_of = {"layers": PIPE, "kv_seq": CONTEXT, "kv_heads": TENSOR, "heads": TENSOR}
+        used = {name: axis for name, axis in axis_of.items() if self.plan.size(axis) > 1}
+
+        def spec(names: str, x: Any) -> PartitionSpec:
+            axes: dict[str, Any] = {name: used.get(name) for name in _dims(names)} | {"batch": BATCH_AXES}
+            if "heads" in used and _is_whole(names, x):
+                axes["batch"] = (*BATCH_AXES, TENSOR)
+            return PartitionSpec(*axes.values())
+
+        return jax.tree.map(spec, nn.dims(cache), cache)
+
+    def _run(self, rows: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call` on one device, with the model as it is there."""
+        own = rows // math.prod(self.plan.size(axis) for axis in BATCH_AXES)
+        stages = self.plan.size(PIPE)
+        pieces = max(number for number in range(1, stages + 1) if own % number == 0)
+        plan = dataclasses.replace(self.plan, microbatches=pieces)
+        leaves, shapes = plan.leaves(self.model), eqx.filter_eval_shape(lambda: self.model)
+
+        def per_device(model: nn.Transformer, *given: Any) -> Any:
+            wrapped = plan.wrap_forward(model, leaves, shapes)
+            wrapped = replace(wrapped, ContextCore, lambda core: CacheCore(core.inner))
+            return call(wrapped, *given)
+
+        return per_device
+
+
+class CacheCore(eqx.Module):
+    """An attention core for caches whose slots are split over the axis `context`.
+
+    Queries, on every device the same, attend to the keys that the device holds; the results are weighed by their shares
+    of all sums of exponentials (as for split keys in flash decoding): `2 + v_dim` numbers a query and head are reduced.
+    """
+
+    inner: Any
+
+    def __call__(
+        self,
+        query: Float[Array, "*batch seq heads head_dim"],
+        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+        *,
+        mask: nn.Mask,
+        tokens: nn.Tokens,
+        kv_tokens: nn.Tokens,
+        scale: float,
+        sinks: Float[Array, "heads"] | None = None,
+    ) -> Float[Array, "*batch seq heads v_dim"]:
+        block, softcap = ring_rules(self.inner)
+        rules = nn.blockwise.Rules(mask, scale, softcap, block)
+        bare = nn.Tokens(tokens.positions)
+        output, logsum = nn.blockwise.attend(rules, *vary((query, key, value, bare, kv_tokens), (CONTEXT,)))
+        peak = jax.lax.pmax(logsum, CONTEXT)
+        share = jnp.exp(logsum - peak)
+        total = jax.lax.psum(share, CONTEXT)
+        whole = jax.lax.psum(output.astype(share.dtype) * share[..., None], CONTEXT) / total[..., None]
+        whole = whole.astype(output.dtype)
+        return whole if sinks is None else nn.blockwise.with_sinks(whole, jnp.log(total) + peak, sinks)
+
+
+def _encode(
+    model: nn.Transformer, plan: Plan, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
+) -> tuple[Float[Array, "batch seq embed"], PyTree]:
+    if plan.size(TENSOR) > 1:  # the norm alone: what gives logits is told that it may differ
+        model = eqx.tree_at(lambda m: m.norm, model, model.norm.inner)  # type: ignore[attr-defined]
+    pieces = plan.size(CONTEXT)
+    if pieces > 1:
+        lengths = jnp.broadcast_to(nn.document_lengths(tokens), ids.shape)  # which no piece could tell
+        tokens = dataclasses.replace(tokens, lengths=lengths)
+        cache = _each_cache(cache, lambda one: _piece(one, pieces))
+    x, cache, _ = model.encode(ids, tokens, cache)
+    return x, _each_cache(cache, lambda one: dataclasses.replace(one, first=None, capacity=None))
+
+
+def _piece(cache: Any, pieces: int) -> Any:
+    *outer, size = cache.positions.shape
+    first = jnp.broadcast_to(jax.lax.axis_index(CONTEXT) * size, outer).astype(jnp.int32)
+    return dataclasses.replace(cache, first=vary_like(first, cache.positions), capacity=size * pieces)
+
+
+def _each_cache(tree: PyTree, change: Callable[[Any], Any]) -> PyTree:
+    is_cache = lambda node: isinstance(node, _CACHES)
+    return jax.tree.map(lambda node: change(node) if is_cache(node) else node, tree, is_leaf=is_cache)
+
+
+def _dims(names: str) -> list[str]:
+    """The names of a cache's dims; in front are those of layers and of rows."""
+    return ["layers", *names.split()[1:]]
+
+
+def _is_whole(names: str, x: Any) -> bool:
+    """Whether an array of a cache has no heads to split, so that each device of `tensor` has one of its own."""
+    return not jnp.issubdtype(x.dtype, jnp.integer) and not {"heads", "kv_heads"} & set(_dims(names))
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)

@@ -1,0 +1,44 @@
+"""What models laid out over devices for text have in common: they stand where the model itself would."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from ... import nn
+
+
+class Served(eqx.Module):
+    """A model over devices, of as many ids as the model, with its positions and its stream."""
+
+    model: eqx.AbstractVar[nn.Transformer]
+
+    @property
+    def vocab(self) -> int:
+        """How many token ids there are."""
+        return self.model.vocab
+
+    @property
+    def positions(self) -> nn.LearnedPositions | None:
+        """The model's learned positions."""
+        return self.model.positions
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of the residual stream."""
+        return self.model.compute_dtype
+
+
+def filled(x: Int[Array, "batch seq"], rows: int, value: int) -> Int[Array, "full_batch seq"]:
+    """The rows, and below them so many of `value` that there are `rows`."""
+    return jnp.pad(x, [(0, rows - x.shape[0]), (0, 0)], constant_values=value)
+
+
+def filled_tokens(tokens: nn.Tokens, rows: int) -> nn.Tokens:
+    """What a call with a cache reads of its tokens, with rows of padding below them."""
+    lengths = None if tokens.lengths is None else filled(tokens.lengths, rows, 0)
+    return nn.Tokens(filled(tokens.positions, rows, -1), lengths=lengths)
+
+
+def multiple(number: int, of: int) -> int:
+    """The least multiple that is not below the number."""
+    return -(-number // of) * of

@@ -1,0 +1,244 @@
+"""Layers whose weights are split on both of their dims, for text: "Efficiently Scaling Transformer Inference".
+
+The 2-D weight-stationary layout of Pope et al. (2022, arXiv:2211.05102): `embed` over the axis `fsdp` (theirs: X),
+heads and hidden features over `tensor` (YZ), and the stream between layers over both. No weight is ever sent; with more
+devices each sends less, since what is gathered or reduced over one axis is split over the other.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from ... import nn
+from .._axes import FSDP, TENSOR
+from .._ring import circulate, collect, Ring
+from .._vary import own_part
+from ..tensor._collective_matmul import matmul_reduce_scatter
+from ..tensor._vocabulary import SplitEmbedding
+
+
+STREAM = (FSDP, TENSOR)  # a device's features: its part, over `tensor`, of its part over `fsdp`
+HEADS = (TENSOR, FSDP)  # its heads and hidden features once they are whole, its rows, its ids: the other way about
+
+Pairs = list[tuple[Float[Array, "batch seq _"], Float[Array, "full_embed _"]]]
+
+
+class TwoDimBlock(eqx.Module):
+    """A block run on this device's part of the stream, with a slice of both dims of its weights.
+
+    Layers that read one normed input share its gather over `tensor`; their products are partial sums over `fsdp`, which
+    are scattered. What goes back is gathered over `fsdp`, and all layers' products are scattered over `tensor` as one
+    sum. `attention="rows"` exchanges heads for rows, so that each device keeps the keys of its own rows alone;
+    `"heads"` keeps one key head of all rows on every device.
+    """
+
+    inner: nn.Block
+    attention: str = eqx.field(static=True)
+    overlap: str = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """The block's own call."""
+        block = self.inner
+        tokens = nn.tokens_or_default(tokens, x.shape[:-1], cache)
+        shares = block.parallel and block.feed_forward_norm is None
+        assert block.attention_norm is not None
+        y, cache = self._added(block.attention_norm(x), block.feed_forward if shares else None, True, tokens, cache)
+        if not shares:
+            assert block.feed_forward_norm is not None
+            given = block.feed_forward_norm(x if block.parallel else x + y)
+            y = y + self._added(given, block.feed_forward, False, tokens, None)[0]
+        return x + y, cache, None
+
+    def init_cache(self, *args: Any) -> PyTree:
+        """The block's own empty cache."""
+        return self.inner.init_cache(*args)
+
+    def _added(
+        self, x: Float[Array, "batch seq embed"], mlp: Any, attends: bool, tokens: nn.Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
+        """What the layers that read `x` add to the stream: attention, a feed-forward layer or both."""
+        attention: Any = self.inner.attention
+        ups = {} if mlp is None else ups_of(mlp)
+        keys = [attention.key, attention.value] if attends else []
+        wide, narrow = self._read(x, [*([attention.query] if attends else []), *ups.values()], keys)
+        pairs, outputs = [], []
+        if attends:
+            key, value = narrow
+            attended, cache = self._attend(wide.pop(0), key, value, tokens, cache)
+            pairs.append((attended, _matrix(attention.output, x.dtype)))
+            outputs.append(attention.output)
+        if mlp is not None:
+            stands = *map(_Given, wide), _Left()
+            bent = eqx.tree_at(lambda m: [*(getattr(m, name) for name in ups), m.down], mlp, stands)(wide[0])
+            pairs.append((bent, _matrix(mlp.down, x.dtype)))
+            outputs.append(mlp.down)
+        y = scattered_sum(pairs, self.overlap)
+        for linear in outputs:
+            y = _with_own(y, linear.bias, TENSOR, -1)
+        scale = self.inner.residual_scale
+        return y if scale is None else y * scale, cache
+
+    def _read(
+        self, x: Float[Array, "batch seq embed"], wide: list[nn.Linear], narrow: list[nn.Linear]
+    ) -> tuple[list[Array], list[Array]]:
+        """This device's outputs of maps to heads or hidden features, and keys and values of its rows, or of all."""
+        by_rows = self.attention == "rows"
+        weights = [_matrix(linear, x.dtype) for linear in wide]
+        whole = [_matrix(linear, x.dtype) for linear in narrow]
+        products, partial = gathered_products(x, weights, whole, self.overlap, by_rows)
+        outputs = []
+        for linear, y in zip(wide, products, strict=True):
+            y = y.reshape(*y.shape[:-1], -1, *linear.weight.shape[1 : len(linear.outputs)])
+            outputs.append(_with_own(y, linear.bias, FSDP, 0))
+        keys = []
+        for linear, y in zip(narrow, partial, strict=True):
+            if by_rows:
+                y = jax.lax.psum_scatter(y, FSDP, scatter_dimension=0, tiled=True)
+            else:
+                y = jax.lax.psum(y, FSDP)
+            y = y.reshape(*y.shape[:-1], *linear.weight.shape[: len(linear.outputs)])
+            keys.append(nn.wide_sum(y, linear.bias))
+        return outputs, keys
+
+    def _attend(
+        self,
+        query: Float[Array, "batch seq heads head_dim"],
+        key: Float[Array, "own_batch seq kv_heads head_dim"],
+        value: Float[Array, "own_batch seq kv_heads head_dim"],
+        tokens: nn.Tokens,
+        cache: PyTree,
+    ) -> tuple[Float[Array, "batch seq features"], PyTree]:
+        """The attention's own call, without its maps, on all heads of this device's rows or its heads of all rows."""
+        attention: Any = self.inner.attention
+        by_rows = self.attention == "rows"
+        if by_rows:
+            query = jax.lax.all_to_all(query, HEADS, split_axis=0, concat_axis=2, tiled=True)
+            tokens = jax.tree.map(lambda x: own_part(x, HEADS, 0), tokens)
+        stands = _Given(query), _Given(key), _Given(value), _Left()
+        bare = eqx.tree_at(lambda m: (m.query, m.key, m.value, m.output), attention, stands)
+        y, cache = bare(_Left()(query), tokens, cache)
+        if by_rows:
+            y = jax.lax.all_to_all(y, HEADS, split_axis=2, concat_axis=0, tiled=True)
+        return y, cache
+
+
+class TwoDimVocabulary(eqx.Module):
+    """Lookup in a table of which this device holds some ids' features in part, and logits of a part of the ids.
+
+    What is looked up is scattered over features; hidden vectors are gathered over `tensor`, and their partial logits
+    scattered over `fsdp`. `rows` is the table that gives logits.
+    """
+
+    inner: SplitEmbedding
+    rows: Float[Array, "vocab embed"]
+    bias: Float[Array, "vocab"] | None
+
+    @property
+    def weight(self) -> Float[Array, "vocab embed"]:
+        """The rows that give logits."""
+        return self.rows
+
+    def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
+        """This device's features of each token's vector."""
+        return self.inner(ids)
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """This device's logits."""
+        whole = jax.lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True)
+        logits = _product(whole, self.rows.astype(x.dtype))
+        logits = jax.lax.psum_scatter(logits, FSDP, scatter_dimension=x.ndim - 1, tiled=True)
+        return _with_own(logits, self.bias, FSDP, 0)
+
+
+class _Given(eqx.Module):
+    """Stands for a map whose result is known."""
+
+    value: Float[Array, "..."]
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return self.value
+
+
+class _Left(eqx.Module):
+    """Stands for a map that is applied later: its input, all dims but rows and tokens as one."""
+
+    def __call__(self, x: Float[Array, "batch seq *features"]) -> Float[Array, "batch seq flat"]:
+        return x.reshape(*x.shape[:2], -1)
+
+
+def gathered_products(
+    x: Float[Array, "batch seq embed"],
+    weights: list[Float[Array, "_ inputs"]],
+    narrow: list[Float[Array, "_ inputs"]],
+    overlap: str,
+    by_rows: bool,
+) -> tuple[list[Float[Array, "batch seq _"]], list[Float[Array, "_ seq _"]]]:
+    """`gather(x) @ weight.T` for each weight, summed over `fsdp` and scattered there; partial sums for the `narrow`.
+
+    These, with `by_rows`, are of this device's rows over `tensor` alone. `x` is gathered over `tensor` on its features,
+    which the products contract. Overlapped are the scatters or, where `fsdp` has but one device, the gather.
+    """
+    own = (lambda y: own_part(y, TENSOR, 0)) if by_rows else (lambda y: y)
+    if overlap == "none" or jax.lax.axis_size(FSDP) > 1:
+        full = jax.lax.all_gather(x, TENSOR, axis=2, tiled=True)
+        products = [matmul_reduce_scatter(full, w, FSDP, scatter="outputs", overlap=overlap) for w in weights]
+        return products, [_product(own(full), w).astype(x.dtype) for w in narrow]
+
+    def grow(sums: Sequence[Array], piece: Array, start: Array) -> Sequence[Array]:
+        parts = [piece] * len(weights) + [own(piece)] * len(narrow)
+        columns = (_columns(w, start, piece.shape[2]) for w in (*weights, *narrow))
+        return [total + _product(*pair) for total, *pair in zip(sums, parts, columns)]
+
+    exact = nn.at_least_float32(x.dtype)
+    empty = [jnp.zeros((*x.shape[:2], len(w)), exact) for w in weights]
+    empty += [jnp.zeros((*own(x).shape[:2], len(w)), exact) for w in narrow]
+    sums = circulate(Ring(TENSOR, overlap == "bidirectional"), x, 2, grow, empty)
+    sums = [y.astype(x.dtype) for y in sums]
+    return sums[: len(weights)], sums[len(weights) :]
+
+
+def scattered_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq embed"]:
+    """The sum of `gather(y) @ weight.T` over pairs, gathered over `fsdp`, summed over `tensor` and scattered there."""
+    whole = [(jax.lax.all_gather(y, FSDP, axis=y.ndim - 1, tiled=True), weight) for y, weight in pairs]
+    (y, weight), dim = pairs[0], pairs[0][0].ndim - 1
+
+    def share(start: int | Array, length: int) -> Array:
+        return sum(_product(y, jax.lax.dynamic_slice_in_dim(weight, start, length, 0)) for y, weight in whole)  # type: ignore[return-value]
+
+    if overlap == "none":
+        total = share(0, len(weight)).astype(y.dtype)
+        return jax.lax.psum_scatter(total, TENSOR, scatter_dimension=dim, tiled=True)
+    ring = Ring(TENSOR, overlap == "bidirectional")
+    return collect(ring, len(weight) // ring.devices, dim, share, y.dtype)
+
+
+def ups_of(mlp: nn.MLP | nn.GatedMLP) -> dict[str, Any]:
+    """A feed-forward layer's maps to hidden features, by name."""
+    return {"gate": mlp.gate, "up": mlp.up} if isinstance(mlp, nn.GatedMLP) else {"up": mlp.up}
+
+
+def _with_own(y: Float[Array, "..."], bias: Float[Array, "..."] | None, axis: str, dim: int) -> Float[Array, "..."]:
+    return nn.wide_sum(y, None if bias is None else own_part(bias, axis, dim))
+
+
+def _columns(weight: Float[Array, "outputs inputs"], start: Array, length: int) -> Float[Array, "outputs _"]:
+    return jax.lax.dynamic_slice_in_dim(weight, start, length, 1)
+
+
+def _product(
+    x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"]
+) -> Float[Array, "*batch outputs"]:
+    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=nn.at_least_float32(x.dtype))
+
+
+def _matrix(linear: nn.Linear, dtype: jnp.dtype) -> Float[Array, "outputs inputs"]:
+    assert isinstance(linear, nn.Linear), "what else computes more than its weight says"
+    outputs = math.prod(linear.weight.shape[: len(linear.outputs)])
+    return linear.weight.reshape(outputs, -1).astype(dtype)

@@ -1,0 +1,183 @@
+"""A whole model in the 1-D or 2-D weight-stationary layout, called like any: for text."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from ... import nn
+from .._axes import FSDP, TENSOR
+from .._shard_map import filter_shard_map
+from .._vary import own_part, vary
+from .._wrap import replace
+from ..layouts._layout import Layout, partition_specs
+from ..layouts._mesh import axis_sizes
+from ..tensor._collective_matmul import OVERLAPS
+from ..tensor._norms import SplitNorm
+from ..tensor._vocabulary import SplitEmbedding
+from ._served import filled, filled_tokens, multiple, Served
+from ._two_dim import HEADS, STREAM, TwoDimBlock, TwoDimVocabulary, ups_of
+
+
+ATTENTIONS = ("rows", "heads")
+LAYOUT = Layout({"heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR, "embed": FSDP})
+
+
+class WeightStationary(Served):
+    """A model whose weights stay where they are, split on both dims; it encodes, keeps caches and gives logits.
+
+    Over `mesh`, `embed` is split over `fsdp`, heads, hidden features and ids over `tensor` (Pope et al. 2022, with X
+    and YZ; `fsdp=1` is the 1-D layout), and what layers pass on over both. Arrays come and go global.
+    `attention="rows"` splits attention and its caches over rows, which are filled up with padding to a multiple of the
+    devices; `"heads"`, for fewer rows, splits it over heads and keeps the single key head whole on every device.
+    `overlap` as for `all_gather_matmul`. Raises a `ValueError` where the model does not fit the mesh.
+    """
+
+    model: nn.Transformer
+    mesh: Mesh = eqx.field(static=True)
+    attention: str = eqx.field(static=True)
+    overlap: str = eqx.field(static=True)
+
+    def __init__(self, model: nn.Transformer, mesh: Mesh, *, attention: str = "rows", overlap: str = "none"):
+        for name, value, known in (("attention", attention, ATTENTIONS), ("overlap", overlap, OVERLAPS)):
+            if value not in known:
+                raise ValueError(f"WeightStationary({name}={value!r}): choose one of {', '.join(map(repr, known))}.")
+        self.model, self.mesh, self.attention, self.overlap = model, mesh, attention, overlap
+        _check(self)
+
+    @staticmethod
+    def parameter_specs(model: PyTree, mesh: Mesh) -> PyTree:
+        """Where the parameters of a model, or of its shapes, are kept."""
+        return partition_specs(model, LAYOUT, mesh)
+
+    def encode(
+        self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch seq embed"], PyTree, None]:
+        """The final norm's output, and the cache with these tokens stored."""
+        nn.check_cached(tokens, cache)
+        rows = self._rows(ids.shape[0])
+
+        def per_device(model: nn.Transformer, ids: Array, tokens: nn.Tokens, cache: PyTree) -> tuple[Array, PyTree]:
+            x, cache, _ = self._wrapped(model).encode(ids, tokens, cache)
+            return x, cache
+
+        whole, specs = PartitionSpec(), self._cache_specs(cache)
+        given_back = PartitionSpec(None, None, STREAM), specs
+        run = filter_shard_map(per_device, self.mesh, (self._specs, whole, whole, specs), given_back)
+        x, cache = run(self.model, filled(ids, rows, 0), filled_tokens(tokens, rows), cache)
+        return x[: ids.shape[0]], cache, None
+
+    def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
+        """Logits, in float32 at least, of what `encode` gave."""
+        given, given_back = PartitionSpec(None, STREAM), PartitionSpec(None, HEADS)
+        per_device: Callable[..., Any] = lambda model, x: self._wrapped(model).unembed(x)
+        return filter_shard_map(per_device, self.mesh, (self._specs, given), given_back)(self.model, hidden)
+
+    def init_cache(self, batch: int, capacity: int) -> PyTree:
+        """An empty cache for `batch` rows of up to `capacity` tokens, in parts by rows or one whole on each device."""
+        shapes = eqx.filter_eval_shape(lambda: self.model.init_cache(self._rows(batch), capacity))
+
+        def empty(x: Any, spec: PartitionSpec) -> Array:
+            is_positions = jnp.issubdtype(x.dtype, jnp.integer)
+            copies = 1 if is_positions or self.attention == "rows" else self.mesh.size
+            made = jnp.full((x.shape[0], x.shape[1] * copies, *x.shape[2:]), -1 if is_positions else 0, x.dtype)
+            return jax.lax.with_sharding_constraint(made, NamedSharding(self.mesh, spec))
+
+        return jax.tree.map(empty, shapes, self._cache_specs(shapes))
+
+    @property
+    def _specs(self) -> PyTree:
+        return self.parameter_specs(self.model, self.mesh)
+
+    def _rows(self, batch: int) -> int:
+        return multiple(batch, self.mesh.size) if self.attention == "rows" else batch
+
+    def _cache_specs(self, cache: PyTree) -> PyTree:
+        """Dims are of layers, rows, slots; a cache that every device has whole, each has for itself."""
+        split, whole = PartitionSpec(None, HEADS), PartitionSpec()
+        by_rows = self.attention == "rows"
+        return jax.tree.map(lambda x: whole if jnp.issubdtype(x.dtype, jnp.integer) and not by_rows else split, cache)
+
+    def _wrapped(self, model: nn.Transformer) -> nn.Transformer:
+        """The model as it is on one device, from its slices."""
+        model = vary(model, STREAM)  # where an axis has one device, nothing else would say so
+        split = lambda norm: SplitNorm(jax.tree.map(lambda x: own_part(x, TENSOR, -1), norm), STREAM)
+        norms = lambda m: [n for n in (m.attention_norm, m.feed_forward_norm) if n is not None]
+
+        def block(inner: nn.Block) -> TwoDimBlock:
+            inner = eqx.tree_at(norms, inner, [split(norm) for norm in norms(inner)])
+            return TwoDimBlock(inner, self.attention, self.overlap)
+
+        table, head = model.embedding, model.head
+        bias = head.bias if isinstance(head, nn.Linear) else None
+        found = SplitEmbedding(table.weight, table.scale, self.vocab, "feature")
+        embedding = TwoDimVocabulary(found, table.weight if head is None else head.weight, bias)  # type: ignore
+        model = eqx.tree_at(lambda m: m.stacks, model, replace(model.stacks, nn.Block, block))
+        if model.positions is not None:
+            own = own_part(model.positions.weight, TENSOR, 1)
+            model = eqx.tree_at(lambda m: m.positions.weight, model, own)
+        is_none = lambda node: node is None
+        parts = split(model.norm), embedding, None
+        return eqx.tree_at(lambda m: (m.norm, m.embedding, m.head), model, parts, is_leaf=is_none)
+
+
+def _check(layout: WeightStationary) -> None:
+    """Raise a `ValueError` for a mesh, or a layer, that the layout has no place for."""
+    sizes, model = axis_sizes(layout.mesh), layout.model
+    told = f"WeightStationary over fsdp={sizes.get(FSDP)}, tensor={sizes.get(TENSOR)}"
+    if others := {axis: size for axis, size in sizes.items() if axis not in STREAM and size > 1}:
+        raise ValueError(f"{told}: weights are split over these two axes alone; make {others} of size 1.")
+    count = layout.mesh.size
+    if model.head is not None and not isinstance(model.head, nn.Linear):
+        raise ValueError(f"{told}: the head is a {type(model.head).__name__}; merge it into a Linear.")
+    _divides(told, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
+    for stack in model.stacks:
+        block = stack.blocks
+        if not isinstance(block, nn.Block):
+            raise ValueError(f"{told}: a stack repeats {type(block).__name__}; it is made for stacks of nn.Block.")
+        attention, mlp = _checked(told, block)
+        _divides(told, count, "each layer", heads=attention.query.weight.shape[1], mlp=mlp.up.weight.shape[1])
+        if layout.attention == "heads" and (kv_heads := attention.key.weight.shape[1]) != 1:
+            raise ValueError(
+                f"{told}, attention='heads': each device keeps the one key head whole, but there are {kv_heads}; take "
+                "attention='rows'."
+            )
+
+
+def _checked(told: str, block: nn.Block) -> tuple[nn.Attention, nn.MLP | nn.GatedMLP]:
+    attention, mlp = block.attention, block.feed_forward
+    if not isinstance(attention, nn.Attention) or not isinstance(mlp, nn.MLP | nn.GatedMLP):
+        kinds = f"{type(attention).__name__} and {type(mlp).__name__}"
+        raise ValueError(f"{told}: a block holds {kinds}; it is made for Attention beside or before MLP or GatedMLP.")
+    maps = [attention.query, attention.key, attention.value, attention.output, *ups_of(mlp).values(), mlp.down]
+    if wrong := [type(one).__name__ for one in maps if not isinstance(one, nn.Linear)]:
+        raise ValueError(f"{told}: a layer's map is a {wrong[0]}; merge it into a Linear.")
+    if attention.gate is not None or attention.sinks is not None:
+        raise ValueError(f"{told}: an attention has a gate or sinks, which the layout does not split; use Planned.")
+    for norm in (attention.query_norm, attention.key_norm):
+        if norm is not None and norm.dims != ("head_dim",):
+            raise ValueError(
+                f"{told}: a norm of queries or keys is over {norm.dims}; one over head_dim alone would do."
+            )
+    norms = (nn.RMSNorm, nn.LayerNorm)
+    if not isinstance(block.attention_norm, norms) or not (
+        isinstance(block.feed_forward_norm, norms) or (block.parallel and block.feed_forward_norm is None)
+    ):
+        raise ValueError(f"{told}: each layer reads its input through an RMSNorm or LayerNorm; this block's does not.")
+    later = ("attention_output_norm", "feed_forward_output_norm", "attention_sum_norm", "feed_forward_sum_norm")
+    if found := [name for name in later if getattr(block, name) is not None]:
+        raise ValueError(f"{told}: a block has {found[0]}; it is made for blocks that normalise before their layers.")
+    return attention, mlp
+
+
+def _divides(told: str, count: int, what: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size % count:
+            raise ValueError(
+                f"{told}: {what} has {name}={size}, which {count} devices do not split evenly; take sizes that do, or "
+                "fewer devices."
+            )

@@ -1,0 +1,1 @@
+"""Parameters and gradients that are split, gathered and kept in other dtypes."""

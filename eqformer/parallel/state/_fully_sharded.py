@@ -1,0 +1,78 @@
+"""Parameters that are split over devices and gathered for the moment of their use (ZeRO-3, arXiv:1910.02054)."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from .._axes import FSDP
+from ._stand_ins import gather, routed
+
+
+class Gathered(eqx.Module):
+    """A block of which each device holds a slice of the arrays; they are gathered when it is called, and not kept.
+
+    `dims` tells, for each array, the dim that is split or None, and `dtypes` the dtype in which it travels: that of
+    its use. The backward pass gathers again, and its gradients are summed and scattered in float32 at least. `keeps`
+    says that whoever runs the block recomputes it and keeps no parameters; otherwise the block sees to that. `values`
+    are None, or a tuple with what an array's values are where `inner` has a stand-in, and None where it has the array.
+    """
+
+    inner: PyTree
+    dims: tuple[int | None, ...] = eqx.field(static=True)
+    dtypes: tuple[str, ...] = eqx.field(static=True)
+    keeps: bool = eqx.field(static=True, default=False)
+    values: PyTree = None
+
+    def __call__(self, *args: Any) -> Any:
+        """The block's own call."""
+        arrays, rest = eqx.partition(self.inner, eqx.is_array)
+        run = lambda arrays, values, args: eqx.combine(self._whole(arrays, values), rest)(*args)
+        if not self.keeps:
+            run = jax.checkpoint(run, policy=_all_but_gathered, prevent_cse=False)
+        return run(arrays, self.values, args)
+
+    def init_cache(self, *args: Any) -> PyTree:
+        """The block's own empty cache."""
+        arrays, rest = eqx.partition(self.inner, eqx.is_array)
+        return eqx.combine(self._whole(arrays, self.values), rest).init_cache(*args)
+
+    def _whole(self, arrays: PyTree, values: PyTree) -> PyTree:
+        leaves, structure = jax.tree.flatten(arrays)
+        values = (None,) * len(leaves) if values is None else values
+        each = zip(leaves, self.dims, self.dtypes, values, strict=True)
+        return jax.tree.unflatten(structure, [gather(*one) for one in each])
+
+
+class Scattered(eqx.Module):
+    """A block whose arrays' gradients are of other dtypes or, of slices, other shapes, each as soon as it is made.
+
+    So are those that ZeRO-2 splits, and those of 16 bits. `inner` is the block with stand-ins, of which `values` has
+    the values; it has None for arrays that are their own. `dims` as for `Gathered`, but of gradients.
+    """
+
+    inner: PyTree
+    values: PyTree
+    dims: tuple[int | None, ...] = eqx.field(static=True)
+
+    def __call__(self, *args: Any) -> Any:
+        """The block's own call."""
+        return self._whole()(*args)
+
+    def init_cache(self, *args: Any) -> PyTree:
+        """The block's own empty cache."""
+        return self._whole().init_cache(*args)
+
+    def _whole(self) -> PyTree:
+        arrays, rest = eqx.partition(self.inner, eqx.is_array)
+        leaves, structure = jax.tree.flatten(arrays)
+        each = zip(self.values, leaves, self.dims, strict=True)
+        whole = [leaf if value is None else routed(value, leaf, dim) for value, leaf, dim in each]
+        return eqx.combine(jax.tree.unflatten(structure, whole), rest)
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    # Nor another shape or dtype of what was gathered; to make these again costs nothing.
+    is_gather = primitive.name.startswith("all_gather") and parameters.get("axis_name") == (FSDP,)
+    return not is_gather and primitive.name not in ("reshape", "convert_element_type", "transpose")

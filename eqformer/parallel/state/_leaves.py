@@ -1,0 +1,95 @@
+"""What a plan decides of each array of a model."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from ... import nn
+from .._axes import FSDP, TENSOR
+from ..layouts._layout import axes_of, dim_over
+from ..tensor._tensor import stream_maps, TENSOR_MODULES
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """Where an array is kept, where its gradient is, and over which axes that is partial on each device."""
+
+    spec: PartitionSpec | None  # None: no array
+    state_spec: PartitionSpec | None
+    partial: tuple[str, ...]
+    dtype: str  # in which it travels when it is gathered: that of its use
+
+    @property
+    def fsdp_dim(self) -> int | None:
+        """The dim that the state, or also the array, is split on over the axis `fsdp`."""
+        return dim_over(self.state_spec, FSDP)
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """The axes of `partial` over which the gradient is summed where it is not also split."""
+        return tuple(axis for axis in self.partial if axis != FSDP or self.fsdp_dim is None)
+
+
+def leaves_of(
+    model: nn.Transformer, specs: PyTree, state_specs: PyTree, axes: tuple[str, ...], residual: str | None
+) -> PyTree:
+    """A tree like `model` with a `Leaf` for each of its leaves.
+
+    `axes` are those that split the batch's tokens; `residual=None`: nothing is split over `tensor`.
+    """
+    structure = jax.tree.structure(model)
+    marks = structure.flatten_up_to(_in_slices(model, residual))
+    matrices = structure.flatten_up_to(nn.matrices(model))
+    routers = structure.flatten_up_to(_in_routers(model))
+
+    def leaf(x: Any, spec: Any, state_spec: Any, in_slices: bool, matrix: Any, in_router: bool) -> Leaf:
+        if spec is None:
+            return Leaf(None, None, (), "")
+        over = axes + (TENSOR,) * in_slices
+        is_cast = matrix is not None and not matrix.table and not in_router  # routers are computed in float32
+        dtype = model.compute_dtype if is_cast else str(x.dtype)
+        return Leaf(spec, state_spec, tuple(axis for axis in over if axis not in axes_of(spec)), dtype)
+
+    columns = jax.tree.leaves(model), *map(structure.flatten_up_to, (specs, state_specs)), marks, matrices, routers
+    return jax.tree.unflatten(structure, [leaf(*row) for row in zip(*columns, strict=True)])
+
+
+def _in_routers(model: nn.Transformer) -> PyTree:
+    is_router = lambda node: isinstance(node, nn.Router | nn.ExpertChoiceRouter)
+    everywhere = lambda node: jax.tree.map(lambda _: is_router(node), node)
+    return jax.tree.map(everywhere, model, is_leaf=is_router)
+
+
+def _in_slices(model: nn.Transformer, residual: str | None) -> PyTree:
+    """Whether an array that is whole on each device of `tensor` meets slices there, so that its gradient is partial.
+
+    In a replicated stream that is so within the layers, but for the bias that is added after the reduction, and for
+    tables, of which each device uses its part.
+    """
+    everywhere = lambda node: jax.tree.map(lambda _: True, node)
+    if residual is None:
+        return jax.tree.map(lambda _: False, model)
+    if residual != "replicated":
+        return everywhere(model)
+
+    def mark(node: Any) -> Any:
+        if not isinstance(node, kinds):
+            return False
+        if isinstance(node, nn.GatedShared):
+            unmarked = jax.tree.map(lambda _: False, node)
+            return eqx.tree_at(lambda m: m.layer, unmarked, jax.tree.map(mark, node.layer, is_leaf=is_kind))
+        if isinstance(node, nn.Router):
+            return jax.tree.map(lambda _: False, node)
+        marks = everywhere(node)
+        if isinstance(node, nn.Experts | nn.ExpertChoiceRouter):
+            return marks
+        biases = lambda m: [linear.bias for linear in stream_maps(m, "outputs") if linear.bias is not None]
+        return eqx.tree_at(biases, marks, [False] * len(biases(marks)))
+
+    is_kind = lambda node: isinstance(node, kinds)
+    kinds = (*TENSOR_MODULES, nn.GatedShared, nn.Experts, nn.Router, nn.ExpertChoiceRouter, nn.Embedding, nn.Linear)
+    return jax.tree.map(mark, model, is_leaf=is_kind)

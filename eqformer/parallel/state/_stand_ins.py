@@ -1,0 +1,67 @@
+"""Gradients of another dtype or shape than their arrays': those of stand-ins, zeros that have the gradient's own.
+
+JAX gives the gradient of an array in that array's dtype and shape. What adds up over uses, microbatches or devices is
+float32 at least, so a 16-bit array is not differentiated itself: its values come from it, and its gradient goes to
+zeros beside it, which no program reads.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ... import nn
+from .._axes import FSDP
+from .._vary import vary_like
+
+
+def is_narrow(x: object) -> bool:
+    """Whether an array's gradient is wider than the array: one of 16 bits or fewer, of floating-point numbers."""
+    return nn.is_trainable(x) and nn.at_least_float32(x.dtype) != x.dtype  # type: ignore[attr-defined]
+
+
+def stand_in(x: Array) -> Array:
+    """Zeros of an array's shape and its gradient's dtype."""
+    return vary_like(jnp.zeros(x.shape, nn.at_least_float32(x.dtype)), x)
+
+
+def routed(value: Array, stand_in: Array, dim: int | None = None) -> Array:
+    """The values of `value` with the gradient of `stand_in`, there summed and scattered along `dim` if one is given."""
+    return _route(dim, vary_like(value, stand_in), stand_in)
+
+
+def gather(leaf: Array, dim: int | None, dtype: str, value: Array | None = None) -> Array:
+    """The whole of an array that `fsdp` splits along `dim`, in `dtype`; its gradient crosses in float32 at least.
+
+    Where `leaf` is a stand-in, `value` has its values.
+    """
+    if dim is None:
+        return leaf if value is None else routed(value, leaf)
+    return _gather(dim, dtype, None if value is None else vary_like(value, leaf), leaf)
+
+
+def scatter(gradient: Array, dim: int) -> Array:
+    """The sum over the devices' partial gradients, in float32 at least, of which each keeps its slice along `dim`."""
+    wide = gradient.astype(nn.at_least_float32(gradient.dtype))
+    return jax.lax.psum_scatter(wide, FSDP, scatter_dimension=dim, tiled=True)
+
+
+def _gather_plainly(dim: int, dtype: str, value: Array | None, leaf: Array) -> Array:
+    return jax.lax.all_gather((leaf if value is None else value).astype(dtype), FSDP, axis=dim, tiled=True)
+
+
+def _gather_backward(dim: int, dtype: str, like: Any, gradient: Array) -> tuple[None, Array]:
+    return None, scatter(gradient, dim).astype(like.dtype)
+
+
+_gather = jax.custom_vjp(_gather_plainly, nondiff_argnums=(0, 1))
+_gather.defvjp(lambda *given: (_gather_plainly(*given), jnp.zeros((), given[-1].dtype)), _gather_backward)
+
+
+def _route_backward(dim: int | None, like: Any, gradient: Array) -> tuple[None, Array]:
+    return None, (gradient if dim is None else scatter(gradient, dim)).astype(like.dtype)
+
+
+_route = jax.custom_vjp(lambda dim, value, stand_in: value, nondiff_argnums=(0,))
+_route.defvjp(lambda dim, value, stand_in: (value, jnp.zeros((), stand_in.dtype)), _route_backward)

@@ -1,0 +1,1 @@
+"""Layers on slices of heads, hidden features and the vocabulary."""

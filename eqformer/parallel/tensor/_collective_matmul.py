@@ -1,0 +1,219 @@
+"""Products of matrices joined to the collective beside them, so that one hides the other.
+
+The ring forms follow "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+Models" (Wang et al., ASPLOS 2023): a device multiplies the piece that it holds while the next one travels.
+"""
+
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ...nn import at_least_float32
+from .._ring import circulate, collect, Ring
+from .._vary import vary, vary_like
+
+
+OVERLAPS = ("none", "ring", "bidirectional")
+
+Weights = tuple[Float[Array, "_ inputs"], ...]
+
+
+@overload
+def all_gather_matmul(
+    x: Float[Array, "*batch seq inputs"],
+    weight: Float[Array, "outputs inputs"],
+    axis: str,
+    *,
+    overlap: str = "none",
+    is_branched: bool = False,
+) -> Float[Array, "*batch full_seq outputs"]:
+    """One weight, one product."""
+
+
+@overload
+def all_gather_matmul(
+    x: Float[Array, "*batch seq inputs"],
+    weight: Weights,
+    axis: str,
+    *,
+    overlap: str = "none",
+    is_branched: bool = False,
+) -> tuple[Float[Array, "*batch full_seq _"], ...]:
+    """Several weights, a product of each."""
+
+
+def all_gather_matmul(
+    x: Float[Array, "*batch seq inputs"],
+    weight: Float[Array, "outputs inputs"] | Weights,
+    axis: str,
+    *,
+    overlap: str = "none",
+    is_branched: bool = False,
+) -> Float[Array, "*batch full_seq outputs"] | tuple[Float[Array, "*batch full_seq _"], ...]:
+    """`all_gather(x, axis) @ weight.T` for this device's piece `x` of the sequence; several weights share one gather.
+
+    Sends `(n-1)/n` of the gathered `x`. `overlap="none"` gathers, then multiplies; `"ring"` passes pieces round the
+    axis and multiplies each while the next one travels; `"bidirectional"` passes halves both ways round. The rings
+    gather again in the backward pass (for the weight's gradient) and never hold the whole `x`; `"none"` saves it,
+    unless `jax.checkpoint` says otherwise. Products are summed in float32 at least and returned in the dtype of `x`;
+    so are the gradients' sums, which travel in that dtype. Reverse mode only.
+
+    `is_branched` says that the call stands in a `lax.cond` that devices elsewhere on the mesh may not enter, such as a
+    pipeline's. XLA's CPU devices meet all at once for a permute, whatever its pairs, and would wait for ever for those
+    that stayed out; so there, and on CPUs alone, pieces are passed by swaps of two: as many bytes both ways round,
+    twice as many one way (beyond two devices).
+    """
+    weights = weight if isinstance(weight, tuple) else (weight,)
+    x, weights = _alike("all_gather_matmul", x, weights, axis, overlap)
+    if overlap == "none":
+        full = jax.lax.all_gather(x, axis, axis=x.ndim - 2, tiled=True)
+        products = tuple(_product(full, one).astype(x.dtype) for one in weights)
+    else:
+        products = _gathered(Ring(axis, overlap == "bidirectional", is_branched), x, weights)
+    return products if isinstance(weight, tuple) else products[0]
+
+
+def matmul_reduce_scatter(
+    x: Float[Array, "*batch seq inputs"],
+    weight: Float[Array, "outputs inputs"],
+    axis: str,
+    *,
+    scatter: Literal["seq", "outputs"],
+    overlap: str = "none",
+    is_branched: bool = False,
+) -> Float[Array, "*batch kept_seq kept_outputs"]:
+    """`psum_scatter(x @ weight.T, axis)` over the sequence or the outputs, where devices hold slices of `inputs`.
+
+    Sends `(n-1)/n` of the unreduced product. In a ring, the sum for a device is passed on towards it and each device
+    computes its share of the next sum meanwhile; the backward pass is one ring that gathers the gradient. `overlap`,
+    `is_branched`, dtypes and differentiation as in `all_gather_matmul`.
+    """
+    x, (weight,) = _alike("matmul_reduce_scatter", x, (weight,), axis, overlap)
+    devices = jax.lax.axis_size(axis)
+    size = x.shape[-2] if scatter == "seq" else weight.shape[0]
+    if size % devices:
+        raise ValueError(
+            f"matmul_reduce_scatter(scatter={scatter!r}): {size} {'tokens' if scatter == 'seq' else 'outputs'} cannot "
+            f"be split evenly over the {devices} devices of {axis!r}; change one of the two."
+        )
+    if overlap == "none":
+        product = _product(x, weight).astype(x.dtype)
+        dim = product.ndim - (2 if scatter == "seq" else 1)
+        return jax.lax.psum_scatter(product, axis, scatter_dimension=dim, tiled=True)
+    return _scattered(Ring(axis, overlap == "bidirectional", is_branched), scatter, x, weight)
+
+
+def _alike(call: str, x: Array, weights: tuple[Array, ...], axis: str, overlap: str) -> tuple[Array, tuple[Array, ...]]:
+    """`x` and the weights in one dtype, all typed as varying over the same mesh axes.
+
+    A custom gradient must be typed as its argument is. Done out here, the transpose of the cast sums the gradient of
+    a weight over the axes that it is the same on.
+    """
+    if overlap not in OVERLAPS:
+        raise ValueError(f"{call}(overlap={overlap!r}): choose one of {', '.join(map(repr, OVERLAPS))}.")
+    weights = tuple(weight.astype(x.dtype) for weight in weights)
+    x = vary(vary_like(x, weights), [axis])
+    return x, vary_like(weights, x)
+
+
+def _product(x: Float[Array, "*batch seq inputs"], weight: Float[Array, "outputs inputs"]) -> Array:
+    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=at_least_float32(x.dtype))
+
+
+def _back(gradient: Float[Array, "*batch seq outputs"], weight: Float[Array, "outputs inputs"]) -> Array:
+    return jnp.einsum("...o,oi->...i", gradient, weight, preferred_element_type=at_least_float32(weight.dtype))
+
+
+def _outer(gradient: Float[Array, "*batch seq outputs"], x: Float[Array, "*batch seq inputs"]) -> Array:
+    """The gradient of a weight."""
+    tokens = tuple(range(x.ndim - 1))
+    return jnp.tensordot(gradient, x, (tokens, tokens), preferred_element_type=at_least_float32(x.dtype))
+
+
+def _take(array: Array, start: Array, length: int, dim: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(array, start, length, array.ndim + dim)
+
+
+def _put(array: Array, part: Array, start: Array, dim: int) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), start, array.ndim + dim)
+
+
+def _gathered_plainly(ring: Ring, x: Float[Array, "*batch seq inputs"], weights: Weights) -> tuple[Array, ...]:
+    rows = *x.shape[:-2], x.shape[-2] * ring.devices
+
+    def write(outputs: tuple[Array, ...], piece: Array, start: Array) -> tuple[Array, ...]:
+        return tuple(_put(output, _product(piece, weight), start, -2) for output, weight in zip(outputs, weights))
+
+    return circulate(ring, x, -2, write, tuple(jnp.zeros((*rows, weight.shape[0]), x.dtype) for weight in weights))
+
+
+_gathered = jax.custom_vjp(_gathered_plainly, nondiff_argnums=(0,))
+
+
+def _gathered_forward(ring: Ring, x: Array, weights: tuple[Array, ...]):
+    return _gathered(ring, x, weights), (x, weights)
+
+
+def _gathered_backward(ring: Ring, saved: tuple, gradients: tuple[Array, ...]):
+    x, weights = saved
+
+    def share(start: Array, length: int) -> Array:
+        pairs = zip(gradients, weights, strict=True)
+        first, *others = (_back(_take(gradient, start, length, -2), weight) for gradient, weight in pairs)
+        return sum(others, start=first)
+
+    def grow(sums: tuple[Array, ...], piece: Array, start: Array) -> tuple[Array, ...]:
+        rows = (_take(gradient, start, piece.shape[-2], -2) for gradient in gradients)
+        return tuple(total + _outer(part, piece) for total, part in zip(sums, rows))
+
+    exact = at_least_float32(x.dtype)
+    to_x = collect(ring, x.shape[-2], -2, share, x.dtype)
+    to_weights = circulate(ring, x, -2, grow, tuple(jnp.zeros(weight.shape, exact) for weight in weights))
+    return to_x, tuple(one.astype(x.dtype) for one in to_weights)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def _scattered_plainly(
+    ring: Ring, scatter: str, x: Float[Array, "*batch seq inputs"], weight: Float[Array, "outputs inputs"]
+) -> Array:
+    def share(start: Array, length: int) -> Array:
+        if scatter == "seq":
+            return _product(_take(x, start, length, -2), weight)
+        return _product(x, _take(weight, start, length, -2))
+
+    dim, whole = (-2, x.shape[-2]) if scatter == "seq" else (-1, weight.shape[0])
+    return collect(ring, whole // ring.devices, dim, share, x.dtype)
+
+
+_scattered = jax.custom_vjp(_scattered_plainly, nondiff_argnums=(0, 1))
+
+
+def _scattered_forward(ring: Ring, scatter: str, x: Array, weight: Array):
+    return _scattered(ring, scatter, x, weight), (x, weight)
+
+
+def _scattered_backward(ring: Ring, scatter: str, saved: tuple, gradient: Array):
+    x, weight = saved
+    exact = at_least_float32(x.dtype)
+
+    def from_rows(carry: tuple[Array, Array], piece: Array, start: Array) -> tuple[Array, Array]:
+        to_x, to_weight = carry
+        rows = _take(x, start, piece.shape[-2], -2)
+        return _put(to_x, _back(piece, weight), start, -2), to_weight + _outer(piece, rows)
+
+    def from_outputs(carry: tuple[Array, Array], piece: Array, start: Array) -> tuple[Array, Array]:
+        to_x, to_weight = carry
+        rows = _take(weight, start, piece.shape[-1], -2)
+        return to_x + _back(piece, rows), _put(to_weight, _outer(piece, x), start, -2)
+
+    dim, visit = (-2, from_rows) if scatter == "seq" else (-1, from_outputs)
+    empty = jnp.zeros(x.shape, exact), jnp.zeros(weight.shape, exact)
+    to_x, to_weight = circulate(ring, gradient, dim, visit, empty)
+    return to_x.astype(x.dtype), to_weight.astype(weight.dtype)
+
+
+_scattered.defvjp(_scattered_forward, _scattered_backward)

@@ -1,0 +1,143 @@
+"""Tensor parallelism: attention and feed-forward layers run on a slice of their heads or hidden features.
+
+Megatron-LM's division (arXiv:1909.08053): maps out of the residual stream hold a slice of their outputs, maps back
+into it a slice of their inputs, so that one reduction a layer is left. With the `sequence` stream (arXiv:2205.05198)
+the stream between the layers is split over tokens, and the reduction becomes a gather before and a scatter after.
+"""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, PyTree
+
+from ... import nn
+from .._axes import TENSOR
+from .._vary import vary
+from ..pipeline._taps import is_map, Map
+from ._collective_matmul import all_gather_matmul, matmul_reduce_scatter
+
+
+RESIDUALS = ("replicated", "sequence", "feature")
+HEAD_DIMS = ("heads", "kv_heads", "mlp")  # which are split where the stream between layers keeps its features whole
+MIXERS = (nn.Attention, nn.LatentAttention, nn.GatedDeltaNet)
+TENSOR_MODULES = (*MIXERS, nn.MLP, nn.GatedMLP)
+
+
+class Tensor(eqx.Module):
+    """A layer run on this device's slice of its heads or features, between residual streams of kind `residual`.
+
+    All maps that read the stream share one gather; what they gave is put in their place while the layer runs. The bias
+    of the map back into the stream is added once, after the reduction. Key heads fewer than the axis are held whole,
+    and each device reads the one that its query heads share. `is_branched` as for `all_gather_matmul`.
+    """
+
+    inner: PyTree
+    residual: str = eqx.field(static=True)
+    overlap: str = eqx.field(static=True, default="none")
+    is_branched: bool = eqx.field(static=True, default=False)
+    shares_kv_heads: bool = eqx.field(static=True, default=False)
+
+    def __call__(self, x: Float[Array, "*batch seq embed"], *rest: Any) -> Any:
+        """The layer's own call; `x` is whole (`replicated`) or this device's tokens (`sequence`)."""
+        inner = self._local()
+        given = self._read(x, stream_maps(inner, "inputs"))
+        inner = eqx.tree_at(lambda m: stream_maps(m, "inputs"), inner, given)
+        rows = [_Row(linear, self.residual, self.overlap, self.is_branched) for linear in stream_maps(inner, "outputs")]
+        return eqx.tree_at(lambda m: stream_maps(m, "outputs"), inner, rows)(x, *self._with_tokens(x, rest))
+
+    def _with_tokens(self, x: Float[Array, "*batch seq embed"], rest: tuple) -> tuple:
+        # A mixer that is told nothing of its tokens would count those of `x`, but it is given all devices'.
+        if self.residual != "sequence" or not isinstance(self.inner, MIXERS):
+            return rest
+        tokens, cache = (*rest, None, None)[:2]
+        if tokens is None and cache is None:
+            tokens = nn.positions_like((*x.shape[:-2], x.shape[-2] * jax.lax.axis_size(TENSOR)))
+        return tokens, cache
+
+    def _read(self, x: Float[Array, "*batch seq embed"], linears: list[Map]) -> list["_Given"]:
+        if self.residual == "replicated":
+            x = vary(x, [TENSOR])  # its gradient is summed over the axis here, once for all maps
+            return [_Given(linear(x)) for linear in linears]
+        if self.overlap == "none":
+            x = jax.lax.all_gather(x, TENSOR, axis=x.ndim - 2, tiled=True)
+            return [_Given(linear(x)) for linear in linears]
+        weights = tuple(_as_matrix(linear, x.dtype) for linear in linears)
+        products = all_gather_matmul(x, weights, TENSOR, overlap=self.overlap, is_branched=self.is_branched)
+        products = [checkpoint_name(y, "product") for y in products]
+        return [_Given(_with_bias(linear, y)) for linear, y in zip(linears, products)]
+
+    def init_cache(self, *args: Any) -> PyTree:
+        """An empty cache for this device's heads."""
+        return self._local().init_cache(*args)
+
+    def _local(self) -> PyTree:
+        return own_kv_head(self.inner) if self.shares_kv_heads else self.inner
+
+
+class _Given(eqx.Module):
+    """Stands for a map whose result is known."""
+
+    value: Float[Array, "..."]
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return self.value
+
+
+class _Row(eqx.Module):
+    """A map back into the stream, of which this device holds a slice of the inputs."""
+
+    linear: Map
+    residual: str = eqx.field(static=True)
+    overlap: str = eqx.field(static=True)
+    is_branched: bool = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        bare = eqx.tree_at(lambda m: m.bias, self.linear, None, is_leaf=lambda leaf: leaf is None)
+        if self.residual == "replicated":
+            y = jax.lax.psum(bare(x), TENSOR)
+        elif self.overlap == "none":
+            y = bare(x)
+            y = jax.lax.psum_scatter(y, TENSOR, scatter_dimension=y.ndim - 2, tiled=True)
+        else:
+            flat = x.reshape(*x.shape[: x.ndim - len(self.linear.inputs)], -1)
+            weight = _as_matrix(self.linear, x.dtype)
+            kind = {"scatter": "seq", "overlap": self.overlap, "is_branched": self.is_branched}
+            y = matmul_reduce_scatter(flat, weight, TENSOR, **kind)
+        y = checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
+        return nn.wide_sum(y, self.linear.bias)
+
+
+def own_kv_head(module: PyTree) -> PyTree:
+    """The mixer with the one key head that this device's other heads share, out of all that it holds.
+
+    Where there are fewer key heads than devices, so that each key head serves the heads of several.
+    """
+    kv_heads = module.key.weight.shape[0]
+    first = jax.lax.axis_index(TENSOR) * kv_heads // jax.lax.axis_size(TENSOR)
+    leaves, structure = jax.tree.flatten(module)
+    names = [str(name).split() for name in jax.tree.leaves(nn.dims(module))]
+    own = [
+        jax.lax.dynamic_slice_in_dim(leaf, first, 1, name.index("kv_heads")) if "kv_heads" in name else leaf
+        for name, leaf in zip(names, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, own)
+
+
+def stream_maps(module: PyTree, side: str) -> list[Map]:
+    """The maps out of the residual stream (`side="inputs"`) or back into it (`"outputs"`)."""
+    nodes = jax.tree.leaves(module, is_leaf=is_map)
+    return [node for node in nodes if is_map(node) and getattr(node, side) == ("embed",)]
+
+
+def _as_matrix(linear: Map, dtype: jnp.dtype) -> Float[Array, "outputs inputs"]:
+    outputs = math.prod(linear.weight.shape[: len(linear.outputs)])
+    return linear.weight.reshape(outputs, -1).astype(dtype)
+
+
+def _with_bias(linear: Map, y: Float[Array, "*batch outputs"]) -> Float[Array, "..."]:
+    y = y.reshape(*y.shape[:-1], *linear.weight.shape[: len(linear.outputs)])
+    return nn.wide_sum(y, linear.bias)

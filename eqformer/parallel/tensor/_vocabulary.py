@@ -1,0 +1,128 @@
+"""Embedding and loss over a vocabulary of which each device holds a part: no logits are ever gathered."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ... import nn
+from .._axes import TENSOR
+from .._vary import vary
+
+
+class SplitEmbedding(eqx.Module):
+    """Lookup in a table of which this device holds `rows`, padded at the end where the axis does not divide `total`.
+
+    Each device looks up the ids that it has; the sum over devices is the whole lookup, kept whole or scattered over
+    tokens or features. `unembed` gives this device's part of the logits.
+    """
+
+    weight: Float[Array, "vocab embed"]
+    scale: float | None = eqx.field(static=True)
+    total: int = eqx.field(static=True)
+    residual: str = eqx.field(static=True)
+
+    def __call__(self, ids: Int[Array, "*batch full_seq"]) -> Float[Array, "*batch seq embed"]:
+        """One vector a token: of all tokens (`replicated`), of this device's (`sequence`), or its part (`feature`)."""
+        count = self.weight.shape[0]
+        own = ids - jax.lax.axis_index(TENSOR) * count
+        is_here = (own >= 0) & (own < count)
+        found = nn.look_up(self.weight, jnp.where(is_here, own, 0))
+        x = jnp.where(is_here[..., None], found, jnp.zeros_like(found))
+        # As in the whole table, an id outside it gives NaN.
+        x = jnp.where(((ids >= 0) & (ids < self.total))[..., None], x, jnp.full_like(x, jnp.nan))
+        if self.residual != "replicated":
+            dim = x.ndim - (2 if self.residual == "sequence" else 1)
+            x = jax.lax.psum_scatter(x, TENSOR, scatter_dimension=dim, tiled=True)
+        else:
+            x = jax.lax.psum(x, TENSOR)
+        return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """This device's logits."""
+        return nn.unembed(x, self.weight)
+
+
+class FeatureEmbedding(eqx.Module):
+    """An embedding of which this device holds all ids and a slice of the features; logits by `rows`, a slice of ids."""
+
+    inner: nn.Embedding
+    rows: Float[Array, "vocab embed"]
+
+    @property
+    def weight(self) -> Float[Array, "vocab embed"]:
+        """The rows that give logits."""
+        return self.rows
+
+    def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
+        """This device's features of each token's vector."""
+        return self.inner(ids)
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """This device's logits."""
+        return nn.unembed(x, self.rows)
+
+
+class HeadInput(eqx.Module):
+    """The final norm, and then what the split vocabulary needs: every token's whole vector on every device."""
+
+    inner: Callable[[Array], Array]
+    residual: str = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Normalise, then gather what is split; the gradient is reduced on the way back."""
+        y = self.inner(x)
+        if self.residual == "replicated":
+            return vary(y, [TENSOR])
+        return jax.lax.all_gather(y, TENSOR, axis=y.ndim - (2 if self.residual == "sequence" else 1), tiled=True)
+
+
+def own_rows(table: Float[Array, "rows *rest"]) -> Float[Array, "vocab *rest"]:
+    """This device's part of a table that every device holds whole, the last part filled up with zeros."""
+    count = jax.lax.axis_size(TENSOR)
+    size = -(-table.shape[0] // count)
+    padded = jnp.pad(table, [(0, size * count - table.shape[0])] + [(0, 0)] * (table.ndim - 1))
+    return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(TENSOR) * size, size, 0)
+
+
+def rows_of_features(table: Float[Array, "rows features"]) -> Float[Array, "vocab embed"]:
+    """From all rows of a slice of the features to a slice of the rows with all features, by an all-to-all."""
+    count = jax.lax.axis_size(TENSOR)
+    size = -(-table.shape[0] // count)
+    padded = jnp.pad(table, [(0, size * count - table.shape[0]), (0, 0)])
+    return jax.lax.all_to_all(padded, TENSOR, split_axis=0, concat_axis=1, tiled=True)
+
+
+class SplitVocabulary(eqx.Module):
+    """The loss's view of logits of which each device holds a part of `total`."""
+
+    total: int = eqx.field(static=True)
+
+    def nats(
+        self, logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]
+    ) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
+        """Per token `logsumexp(logits) - logits[target]`, and the logsumexp, of the whole vocabulary."""
+        ids, logits = self._ids(logits), self._without_padding(logits)
+        peak = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), TENSOR)
+        log_normaliser = jnp.log(jax.lax.psum(jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), TENSOR)) + peak
+        of_target = jnp.where(ids == targets[:, None], logits, jnp.zeros_like(logits))
+        return log_normaliser - jax.lax.psum(jnp.sum(of_target, axis=-1), TENSOR), log_normaliser
+
+    def is_first(self, logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
+        """Whether the target is the first of the ids with the highest logit."""
+        ids, logits = self._ids(logits), self._without_padding(logits)
+        peak = jnp.max(logits, axis=-1)
+        first = jnp.take_along_axis(ids, jnp.argmax(logits, axis=-1, keepdims=True), axis=1)[:, 0]
+        is_peak = peak == jax.lax.pmax(peak, TENSOR)
+        return jax.lax.pmin(jnp.where(is_peak, first, self.total), TENSOR) == targets
+
+    def _ids(self, logits: Float[Array, "tokens vocab"]) -> Int[Array, "tokens vocab"]:
+        own = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        return own + jax.lax.axis_index(TENSOR) * logits.shape[1]
+
+    def _without_padding(self, logits: Float[Array, "tokens vocab"]) -> Float[Array, "tokens vocab"]:
+        if logits.shape[1] * jax.lax.axis_size(TENSOR) == self.total:
+            return logits
+        return jnp.where(self._ids(logits) < self.total, logits, jnp.finfo(logits.dtype).min / 4)
