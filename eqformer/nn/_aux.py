@@ -21,11 +21,11 @@ class Aux(eqx.Module):
     tokens: Int[Array, "*layers"]
 
 
-def aux_of(told: PyTree) -> list[Aux]:
+def aux_of(aux: PyTree) -> list[Aux]:
     """Every `Aux` in what a model or a part of one tells, in the order of its layers."""
-    return modules(told, Aux)
+    return modules(aux, Aux)
 
 
-def aux_loss(told: PyTree) -> Float[Array, ""]:
+def aux_loss(aux: PyTree) -> Float[Array, ""]:
     """The sum of all losses of routed layers; zero where there are none."""
-    return sum((jnp.sum(aux.loss) for aux in aux_of(told)), start=jnp.zeros((), jnp.float32))
+    return sum((jnp.sum(one.loss) for one in aux_of(aux)), start=jnp.zeros((), jnp.float32))

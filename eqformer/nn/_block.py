@@ -127,12 +127,12 @@ class Period(eqx.Module):
         """Run the blocks in turn; the cache, and what routed layers tell, are tuples of theirs."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         caches = (None,) * len(self.blocks) if cache is None else cache
-        after, told = [], []
+        after, auxes = [], []
         for number, (block, given) in enumerate(zip(self.blocks, caches, strict=True)):
             x, kept, aux = block(x, tokens.fold_in(number), given)
             after.append(kept)
-            told.append(aux)
-        return x, None if cache is None else tuple(after), tuple(told)
+            auxes.append(aux)
+        return x, None if cache is None else tuple(after), tuple(auxes)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """A tuple of the blocks' empty caches."""

@@ -70,12 +70,12 @@ class Transformer(eqx.Module):
             check_cached(tokens, cache)
         x = self.embed(ids, tokens)
         caches = (None,) * len(self.stacks) if cache is None else cache
-        after, told = [], []
+        after, auxes = [], []
         for number, (stack, given) in enumerate(zip(self.stacks, caches, strict=True)):
             x, kept, aux = stack(x, tokens.fold_in(number), given)
             after.append(kept)
-            told.append(aux)
-        return self.norm(x), None if cache is None else tuple(after), tuple(told)
+            auxes.append(aux)
+        return self.norm(x), None if cache is None else tuple(after), tuple(auxes)
 
     def embed(self, ids: Int[Array, "*batch seq"], tokens: Tokens) -> Float[Array, "*batch _ embed"]:
         """What the first stack is given: the tokens' vectors and, where learned, their positions'."""

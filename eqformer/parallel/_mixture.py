@@ -48,7 +48,7 @@ class SplitMoE(nn.Routed):
             own = self._own(tokens, given.shape[-2])
             routing = router(given, own.fold_in(nn.ROUTER))
             y, dropped = self._chosen(given, routing, own)
-            aux = self.inner.told(routing, own, dropped, self._total, self._row_total)
+            aux = self.inner.aux_of_routing(routing, own, dropped, self._total, self._row_total)
             if self._splits_tokens:
                 aux = eqx.tree_at(lambda a: a.dropped, jax.tree.map(lambda leaf: _sum(leaf, (TENSOR,)), aux), dropped)
         y = checkpoint_name(_features_of_tokens(y) if self.residual == "feature" else y, "product")

@@ -114,7 +114,7 @@ class Plan:
         return self.is_pipelined and not self.spreads_edges
 
     @property
-    def told_spec(self) -> PartitionSpec:
+    def aux_spec(self) -> PartitionSpec:
         """Where what routed layers tell is: with the layers that a schedule runs, or else everywhere."""
         return PartitionSpec(PIPE) if self.runs_schedule else PartitionSpec()
 
@@ -140,13 +140,13 @@ class Plan:
         """What `to_ring_order` gave, with its layers in the order in which the model is read."""
         return self._with_layers(tree, lambda x: self._to_reading(x, taken))
 
-    def told_to_ring_order(self, told: PyTree) -> PyTree:
+    def aux_to_ring_order(self, aux: PyTree) -> PyTree:
         """What layers told in reading order, each array with a `layers` dim in front, in the order of a schedule's."""
-        return jax.tree.map(self._to_ring, told) if self.runs_schedule else told
+        return jax.tree.map(self._to_ring, aux) if self.runs_schedule else aux
 
-    def told_to_reading_order(self, told: PyTree) -> PyTree:
+    def aux_to_reading_order(self, aux: PyTree) -> PyTree:
         """What a schedule's layers told, each array with a `layers` dim in front, in reading order."""
-        return jax.tree.map(self._to_reading, told) if self.runs_schedule else told
+        return jax.tree.map(self._to_reading, aux) if self.runs_schedule else aux
 
     def _with_layers(self, tree: PyTree, move: Callable[[Any], Any]) -> PyTree:
         if not self.is_pipelined or self.chunks == 1:

@@ -119,18 +119,18 @@ def next_token_loss(
     The losses of routed layers, such as those that balance a mixture of experts, are added to the sum, and what the
     layers tell comes with the weight, as a `Tally`.
 
-    `model` has `encode(ids, tokens) -> (hidden, cache, told)` and `unembed(hidden) -> logits`. `key=None` is
+    `model` has `encode(ids, tokens) -> (hidden, cache, aux)` and `unembed(hidden) -> logits`. `key=None` is
     inference: no dropout, no noise in routers, and no choice of experts dropped. Pass `tokens` to make them yourself,
     as where a mesh splits the rows, and `vocabulary` where it splits the logits.
     """
     tokens = batch_tokens(batch, key) if tokens is None else tokens
-    hidden, _, told = model.encode(jnp.asarray(batch.ids), tokens)
+    hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
     nats = token_nats if vocabulary is None else vocabulary.nats
     total, count = cross_entropy(model.unembed, hidden, targets, weights, chunk=chunk, z_loss=z_loss, nats=nats)
-    if not aux_of(told):
+    if not aux_of(aux):
         return total, count
-    return total + aux_loss(told).astype(total.dtype), Tally(count, told)
+    return total + aux_loss(aux).astype(total.dtype), Tally(count, aux)
 
 
 def evaluation_sums(

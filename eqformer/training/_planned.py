@@ -42,11 +42,11 @@ def planned_gradients(plan: Plan) -> GradientsOf:
             pieces = plan.arrange(batch, batch_tokens(batch, key))
             whole = PartitionSpec()
             specs = plan.parameter_specs(model), plan.batch_specs(pieces), whole
-            out = whole, (whole, plan.told_spec), plan.state_specs(model)
+            out = whole, (whole, plan.aux_spec), plan.state_specs(model)
             mapped = filter_shard_map(local.gradients, plan.mesh, specs, out)
-            total, (count, told), gradients = mapped(model, pieces, scale)
-            told = plan.told_to_reading_order(told)
-            return total, Tally(count, told) if nn.aux_of(told) else count, gradients
+            total, (count, aux), gradients = mapped(model, pieces, scale)
+            aux = plan.aux_to_reading_order(aux)
+            return total, Tally(count, aux) if nn.aux_of(aux) else count, gradients
 
         return of_batch
 
@@ -97,7 +97,7 @@ def planned_step(
         balance_rate=balance_rate,
         gradients_of=planned_gradients(plan),
         place=place,
-        as_held=plan.told_to_ring_order,
+        as_held=plan.aux_to_ring_order,
     )
 
 
@@ -126,9 +126,9 @@ class _Local:
         parameters = self.plan.parameters(model, self.leaves)
         of_pieces = self._pipelined if self.plan.runs_schedule else self._accumulated
         total, tally, gradients = of_pieces(model, parameters, pieces, scale)
-        count, told = (tally.count, tally.told) if isinstance(tally, Tally) else (tally, None)
-        told = jax.tree.map(self.plan.total, told)
-        return self.plan.total(total), (self.plan.total(count), told), self.plan.reduce(gradients, self.leaves)
+        count, aux = (tally.count, tally.aux) if isinstance(tally, Tally) else (tally, None)
+        aux = jax.tree.map(self.plan.total, aux)
+        return self.plan.total(total), (self.plan.total(count), aux), self.plan.reduce(gradients, self.leaves)
 
     def _wrapped(self, parameters: PyTree, model: PyTree) -> PyTree:
         return self.plan.wrap(parameters, model, self.leaves, self.shapes)
@@ -156,28 +156,28 @@ class _Local:
             return edges.embed(batch.ids, tokens)
 
         def stage(stack: PyTree, x: Array, piece: PyTree) -> tuple[Array, PyTree]:
-            x, _, told = stack(x, piece[1].fold_in(0))
-            return x, told
+            x, _, aux = stack(x, piece[1].fold_in(0))
+            return x, aux
 
         def last(edges: PyTree, x: Array, piece: PyTree) -> tuple[Any, Any]:
             return self._loss(_with_stacks(edges, (_Done(x),)), piece)
 
         pieces = in_microbatches(pieces, self.plan.microbatches)
         start = seed(scale, jax.tree.map(lambda x: x[0], pieces))
-        total, count, told, (of_edges, of_stack) = pipeline_gradients(
+        total, count, aux, (of_edges, of_stack) = pipeline_gradients(
             self.plan.timetable(),
             first,
             stage,
             last,
             (edges, wrapped.stacks[0]),
             pieces,
-            tells=True,
+            has_aux=True,
             seed=start,
         )
         gradients = unscaled(_with_stacks(of_edges, (of_stack,)), start)
         assert jax.tree.map(jnp.dtype, gradients) == jax.tree.map(jnp.dtype, like)
         (of_parameters,) = pull(gradients)
-        return total, Tally(count, (told,)), self.trained(of_parameters)
+        return total, Tally(count, (aux,)), self.trained(of_parameters)
 
 
 class _Done(eqx.Module):

@@ -8,15 +8,15 @@ from jaxtyping import PyTree
 from ..nn import aux_of, modules, MoE, TopKRouter, updated_selection_bias
 
 
-def rebalanced(model: PyTree, told: PyTree, rate: float) -> PyTree:
+def rebalanced(model: PyTree, aux: PyTree, rate: float) -> PyTree:
     """The model with each router's `selection_bias`, where it has one, moved by `rate` towards an even load.
 
-    `told` is what its layers told of the whole batch. DeepSeek-V3's rule (arXiv:2408.15664), after each step.
+    `aux` is what its layers told of the whole batch. DeepSeek-V3's rule (arXiv:2408.15664), after each step.
     """
     places = [number for number, moe in enumerate(modules(model, MoE)) if _bias(moe) is not None]
     if not places:
         return model
-    loads = [aux.load for aux in aux_of(told)]
+    loads = [one.load for one in aux_of(aux)]
     biases = lambda model: [_bias(modules(model, MoE)[number]) for number in places]
     new = [updated_selection_bias(bias, loads[number], rate) for number, bias in zip(places, biases(model))]
     return eqx.tree_at(biases, model, new)

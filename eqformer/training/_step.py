@@ -68,7 +68,7 @@ def make_step(
     balance_rate: float = 0.0,
     gradients_of: GradientsOf | None = None,
     place: Callable[[TrainState], TrainState] = lambda state: state,
-    as_held: Callable[[PyTree], PyTree] = lambda told: told,
+    as_held: Callable[[PyTree], PyTree] = lambda aux: aux,
 ) -> Step:
     """A jitted step that minimises `sum / count` of `loss_fn(model, batch, key) -> (sum, count)`.
 
@@ -108,8 +108,8 @@ def make_step(
         def take(parameters: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
             scaled = jax.tree.map(lambda x: x * scale.astype(x.dtype), gradients)
             parameters, memory = optimizer.update(scaled, memory, parameters, learning_rate)
-            told = tally.told if balance_rate and isinstance(tally, Tally) else ()
-            return (rebalanced(parameters, as_held(told), balance_rate) if told else parameters), memory
+            aux = tally.aux if balance_rate and isinstance(tally, Tally) else ()
+            return (rebalanced(parameters, as_held(aux), balance_rate) if aux else parameters), memory
 
         # A branch, not a selection of each entry: four times as fast on a CPU, where a selection keeps the update
         # from being one pass.

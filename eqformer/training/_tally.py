@@ -13,7 +13,7 @@ class Tally(eqx.Module):
     """The weight of a loss's tokens and what routed layers told of theirs; both add up over pieces of a batch."""
 
     count: Float[Array, ""]
-    told: PyTree = None
+    aux: PyTree = None
 
 
 def count_of(tally: Any) -> Float[Array, ""]:
@@ -29,17 +29,17 @@ def routing_metrics(tally: Any) -> dict[str, Array]:
     expert with the most tokens has, in the worst layer (MaxVio of arXiv:2408.15664). `expert_load`: each expert's share
     of its layer's choices, layer by layer, `routed_layers experts`; layers of fewer experts than others end in zeros.
     """
-    told = aux_of(tally.told) if isinstance(tally, Tally) else []
-    if not told:
+    found = aux_of(tally.aux) if isinstance(tally, Tally) else []
+    if not found:
         return {}
     count = tally.count.astype(jnp.float32)
-    rows = lambda name: jnp.concatenate([getattr(aux, name).reshape(-1) for aux in told]).astype(jnp.float32)
-    loads = [aux.load.reshape(-1, aux.load.shape[-1]).astype(jnp.float32) for aux in told]
+    rows = lambda name: jnp.concatenate([getattr(aux, name).reshape(-1) for aux in found]).astype(jnp.float32)
+    loads = [aux.load.reshape(-1, aux.load.shape[-1]).astype(jnp.float32) for aux in found]
     chosen = [jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1) for load in loads]
     shares = [load / total for load, total in zip(loads, chosen)]
     most = max(share.shape[-1] for share in shares)
     return {
-        "balance_loss": aux_loss(told) / count,
+        "balance_loss": aux_loss(found) / count,
         "dropped_share": jnp.sum(rows("dropped")) / jnp.sum(jnp.concatenate(chosen)),
         "router_entropy": jnp.mean(rows("entropy") / jnp.maximum(rows("tokens"), 1)),
         "load_violation": jnp.max(jnp.stack([jnp.max(share) * share.shape[-1] for share in shares])) - 1,

@@ -82,12 +82,13 @@ def test_blocks_and_periods_hand_on_what_mixtures_tell(model):
     def run(period, x):
         dense, few = period.blocks
         h, _, none = dense(x, IN_TRAINING)
-        fed, told = few.feed_forward(few.feed_forward_norm(h), IN_TRAINING)
-        return period(x, IN_TRAINING), few(h, IN_TRAINING), h + fed, none, told
+        fed, given_aux = few.feed_forward(few.feed_forward_norm(h), IN_TRAINING)
+        return period(x, IN_TRAINING), few(h, IN_TRAINING), h + fed, none, given_aux
 
-    (y, cache, pair), (same, _, aux), expected, none, told = as_numpy(run(model.stacks[0][0], normal(1, 2, SEQ, EMBED)))
+    given = model.stacks[0][0], normal(1, 2, SEQ, EMBED)
+    (y, cache, pair), (same, _, aux), expected, none, given_aux = as_numpy(run(*given))
     assert cache is None and none is None and all_close([y, same], [expected] * 2)
-    assert isinstance(aux, nn.Aux) and all_close(aux, told) and all_close(pair, (None, told))
+    assert isinstance(aux, nn.Aux) and all_close(aux, given_aux) and all_close(pair, (None, given_aux))
     assert aux.load.shape == (EXPERTS,) and aux.load.sum() == 2 * REAL and aux.dropped > 0
 
 
@@ -122,21 +123,21 @@ def test_a_model_tells_stack_by_stack_and_the_loss_adds_it(model):
 
     @eqx.filter_jit
     def by_hand(model, given):
-        hidden, cache, told = model.encode(jnp.asarray(given.ids), TOKENS)
+        hidden, cache, given_aux = model.encode(jnp.asarray(given.ids), TOKENS)
         logits = jax.nn.log_softmax(model.unembed(hidden))
         nats = -jnp.sum(jnp.take_along_axis(logits, given.targets[..., None], axis=-1)[..., 0] * given.weights)
-        return nats, told, cache
+        return nats, given_aux, cache
 
-    nats, told, cache = as_numpy(by_hand(model, given))
-    assert cache is None and len(told) == 3 and told[2] is None and told[0][0] is None
-    found = nn.aux_of(told)
-    assert found[0] is told[0][1] and found[1] is told[1] and [len(aux.load) for aux in found] == [2, 1]
+    nats, given_aux, cache = as_numpy(by_hand(model, given))
+    assert cache is None and len(given_aux) == 3 and given_aux[2] is None and given_aux[0][0] is None
+    found = nn.aux_of(given_aux)
+    assert found[0] is given_aux[0][1] and found[1] is given_aux[1] and [len(aux.load) for aux in found] == [2, 1]
     extra = sum(wide(aux.loss).sum() for aux in found)
-    assert close(nn.aux_loss(told), extra, 1e-6) and extra > 1
+    assert close(nn.aux_loss(given_aux), extra, 1e-6) and extra > 1
     assert nn.aux_of((None, (None,))) == [] and nn.aux_loss((None, (None,))) == 0
     total, tally = as_numpy(eqx.filter_jit(training.next_token_loss)(model, given))
     assert isinstance(tally, training.Tally) and tally.count == given.weights.sum()
-    assert close(total, wide(nats) + extra, 1e-5) and all_close(tally.told, told)
+    assert close(total, wide(nats) + extra, 1e-5) and all_close(tally.aux, given_aux)
     assert len(eqx.filter_eval_shape(model, given.ids, TOKENS)) == 2  # a call gives logits and cache alone
 
 
@@ -147,7 +148,7 @@ def test_without_mixtures_a_loss_has_a_count_and_nothing_to_tell():
     assert training.routing_metrics(training.Tally(jnp.ones(()), (None, (None,)))) == {}
 
 
-def told_of(rows):
+def aux_of_rows(rows):
     """What two layers of four experts, and one of six, might tell of a batch's rows: sums over them."""
     sums = {name: jnp.sum(value, axis=0) for name, value in rows.items()}
 
@@ -166,7 +167,7 @@ def test_a_step_s_metrics():
     rows["load"][:, :2, EXPERTS:] = 0
 
     def cost(weight, rows, key):
-        return jnp.sum(weight * rows["loss"]), training.Tally(jnp.sum(rows["entropy"]), told_of(rows))
+        return jnp.sum(weight * rows["loss"]), training.Tally(jnp.sum(rows["entropy"]), aux_of_rows(rows))
 
     weight = jnp.ones(())
     optimizer = training.optimizer("sgd", weight, schedule=0.1)

@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
     total: Any
     count: Any
     gradients: Any
-    told: tuple[nn.Aux, ...] = ()
+    aux: tuple[nn.Aux, ...] = ()
 
 
 def of_one_device(case: Case) -> Outcome:
@@ -87,8 +87,8 @@ def place(model: nn.Transformer, plan: Plan) -> nn.Transformer:
 def compiled(gradients: Any, model: nn.Transformer, batch: Any) -> Outcome:
     """Run `(model, batch, key) -> (sum, count, gradients)`, compiled in haste."""
     total, tally, found = hastily(gradients, model, batch, jax.random.key(KEY))(model, batch, jax.random.key(KEY))
-    told = tuple(nn.aux_of(tally.told)) if isinstance(tally, Tally) else ()
-    return Outcome(total, count_of(tally), found, told)
+    aux = tuple(nn.aux_of(tally.aux)) if isinstance(tally, Tally) else ()
+    return Outcome(total, count_of(tally), found, aux)
 
 
 def hastily(function: Any, *args: Any) -> Any:
@@ -120,7 +120,7 @@ def differences(got: Outcome, want: Outcome, tolerance: float) -> dict[str, floa
         found, expected = float(getattr(got, name)), float(getattr(want, name))
         if not abs(found - expected) <= tolerance * abs(expected):
             wrong[name] = abs(found - expected) / abs(expected)
-    for number, (found, expected) in enumerate(zip(got.told, want.told, strict=True)):
+    for number, (found, expected) in enumerate(zip(got.aux, want.aux, strict=True)):
         for name in ("load", "dropped", "tokens", "loss", "entropy"):
             error = np.linalg.norm(np.subtract(getattr(found, name), getattr(expected, name)))
             if not error <= tolerance * np.linalg.norm(getattr(expected, name)):

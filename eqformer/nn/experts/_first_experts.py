@@ -20,8 +20,8 @@ def first_experts(
 
     Raises a `ValueError` for a model without mixtures, or whose experts choose their tokens.
     """
-    told = _showing(model).encode(ids, tokens)[2]
-    stacks = [jnp.stack(jax.tree.leaves(stack), axis=1) for stack in told if jax.tree.leaves(stack)]
+    aux = _showing(model).encode(ids, tokens)[2]
+    stacks = [jnp.stack(jax.tree.leaves(stack), axis=1) for stack in aux if jax.tree.leaves(stack)]
     if not stacks:
         raise ValueError("first_experts(model): the model has no mixture of experts, so no token chooses one.")
     return jnp.concatenate([stack.reshape(-1, *ids.shape) for stack in stacks])

@@ -81,14 +81,14 @@ class MoE(Routed):
         else:
             dispatch = self.dispatch_of(tokens, routing)
             y, dropped = dispatch(self.experts, x, routing, weighs_inputs=self.weighs_inputs)
-            aux = self.told(routing, tokens, dropped)
+            aux = self.aux_of_routing(routing, tokens, dropped)
         return (y if self.shared is None else y + self.shared(x)), aux
 
     def dispatch_of(self, tokens: Tokens, routing: Routing) -> Dropless | Capacity:
         """How these tokens come to experts: by `dispatch` in training, by one that drops none elsewhere."""
         return self.dispatch if tokens.is_training else self.dispatch.without_drops(self.experts, routing)
 
-    def told(
+    def aux_of_routing(
         self,
         routing: Routing,
         tokens: Tokens,

@@ -35,7 +35,7 @@ def pipeline_gradients(
     parameters: tuple[PyTree, PyTree],
     data: PyTree,
     *,
-    tells: bool = False,
+    has_aux: bool = False,
     seed: Any = 1,
 ) -> tuple[Any, ...]:
     """Loss sum, count and gradients of the sum over all microbatches, run as the schedule says; inside `shard_map`.
@@ -52,7 +52,7 @@ def pipeline_gradients(
 
     Sum and count are reduced over `pipe`, and so are the gradients of `edges`; over axes that the data vary over, all
     three are this device's part, to be reduced once by the caller. Gradients are summed in float32 at least, None for
-    what is not floating-point, and `seed` times as large as the sum's. With `tells`, a stage gives `(x, told)`: trees
+    what is not floating-point, and `seed` times as large as the sum's. With `has_aux`, a stage gives `(x, aux)`: trees
     of `nn.Aux`, a `layers` dim in front of each array. Their losses are added to the loss sum, and their sums over
     microbatches come third, before the gradients, those of this device's layers. Where the schedule is split, the
     weights of `nn.Linear`s in `blocks` get theirs in the weight entries from kept products (see `_weight_gradients`);
@@ -66,20 +66,20 @@ def pipeline_gradients(
     data = vary(data, [PIPE])
     # Varying like the data, parameters get this device's gradients: nothing is reduced within the loop.
     parameters = vary_like(parameters, data)
-    telling = stage if tells else lambda *given: (stage(*given), None)
+    telling = stage if has_aux else lambda *given: (stage(*given), None)
     run = _Run(schedule, route(schedule), (first, telling, last), parameters, data, seed)
     turns = jax.tree.map(lambda table: jnp.asarray(table)[:, run.rank], run.routes.turns)
     sums = jax.lax.scan(lambda state, turn: (run.tick(state, turn), None), run.start(), turns)[0].sums
     # The ring has every device's part of the sums; blocks are nobody else's.
     (total, count), of_edges = _over_ring((sums.loss, sums.edges))
-    return (total, count, *((sums.told,) if tells else ()), (of_edges, sums.blocks))
+    return (total, count, *((sums.aux,) if has_aux else ()), (of_edges, sums.blocks))
 
 
 class _Sums(eqx.Module):
     """What entries change: loss sum and count, what layers told, gradients, and by slot what weights will multiply."""
 
     loss: tuple[Array, ...]
-    told: PyTree
+    aux: PyTree
     edges: PyTree
     blocks: PyTree
     products: PyTree
@@ -104,7 +104,7 @@ class _Run:
         self.edges, self.blocks = parameters
         self.rank = jax.lax.axis_index(PIPE)
         self.layers = _check_shapes(schedule, self.blocks, data)
-        self.axes, self.x, self.loss, self.told, self.taps = self._trace()
+        self.axes, self.x, self.loss, self.aux, self.taps = self._trace()
 
     def _trace(self) -> tuple:
         """Shapes and axes of the stream between parts, of sum and count, and of what is tapped; nothing is run."""
@@ -116,11 +116,11 @@ class _Run:
             nonlocal notes
             blocks, notes = watched(chunk) if self.schedule.is_split else (chunk, {})
             x = vary(self.first(self.edges, piece), axes)
-            y, told = self.stage(blocks, x, piece)
-            return x, y, told, self.last(self.edges, vary(y, axes), piece), nn.aux_loss(told)
+            y, aux = self.stage(blocks, x, piece)
+            return x, y, aux, self.last(self.edges, vary(y, axes), piece), nn.aux_loss(aux)
 
         while True:
-            x, y, told, sums, extra = jax.eval_shape(lambda axes=axes: program(axes))
+            x, y, aux, sums, extra = jax.eval_shape(lambda axes=axes: program(axes))
             grown = axes.union({PIPE}, *map(varying_axes, jax.tree.leaves((x, y))))
             if grown == axes:
                 break
@@ -132,7 +132,7 @@ class _Run:
             )
         tokens = min(leaf.size // leaf.shape[-1] for leaf in jax.tree.leaves(x) if leaf.ndim)
         loss = [(x, varying_axes(x) | varying_axes(extra) | {PIPE}) for x in sums]
-        return axes, x, loss, told, taps(chunk, notes, tokens) if self.schedule.is_split else {}
+        return axes, x, loss, aux, taps(chunk, notes, tokens) if self.schedule.is_split else {}
 
     def start(self) -> _State:
         """Empty stashes and sums of zero, typed as what will be added."""
@@ -142,10 +142,10 @@ class _Run:
         products = {n: (zeros(t[0], t[1], *slots), zeros(t[2], t[3], *slots)) for n, t in self.taps.items()}
         loss = tuple(zeros(x, axes) for x, axes in self.loss)
         rows = lambda x: jax.ShapeDtypeStruct((x.shape[0] * self.schedule.chunks, *x.shape[1:]), x.dtype)
-        told = jax.tree.map(lambda x: zeros(rows(x), varying_axes(x) | {PIPE}), self.told)
+        aux = jax.tree.map(lambda x: zeros(rows(x), varying_axes(x) | {PIPE}), self.aux)
 
         of_edges, of_blocks = jax.tree.map(stand_in, differentiable((self.edges, self.blocks)))
-        sums = _Sums(loss, told, of_edges, of_blocks, products)
+        sums = _Sums(loss, aux, of_edges, of_blocks, products)
         return _State(stash(self.routes.inputs), stash(self.routes.cotangents), sums)
 
     def tick(self, state: _State, turn: Turn) -> _State:
@@ -184,10 +184,10 @@ class _Run:
         wanted, rest = eqx.partition(run, is_differentiated(run))
 
         def stage(wanted: PyTree, x: PyTree) -> tuple[tuple, PyTree]:
-            y, told = self.stage(eqx.combine(wanted, rest), x, piece)
-            return (vary(y, self.axes), vary(nn.aux_loss(told), self.loss[0][1])), told
+            y, aux = self.stage(eqx.combine(wanted, rest), x, piece)
+            return (vary(y, self.axes), vary(nn.aux_loss(aux), self.loss[0][1])), aux
 
-        (y, extra), pull, told = jax.vjp(stage, wanted, x, has_aux=True)
+        (y, extra), pull, aux = jax.vjp(stage, wanted, x, has_aux=True)
         loss, of_edges, cotangent = jax.lax.cond(
             self._is_last(turn.backward),
             lambda loss, of_edges: self._ending(loss, of_edges, y, piece),
@@ -201,9 +201,9 @@ class _Run:
         of_edges = jax.lax.cond(is_first, lambda g: self._beginning(g, dx, piece), lambda g: g, of_edges)
         of_blocks = self._add_chunk(sums.blocks, of_chunk, turn.backward)
         loss = loss[0] + extra.astype(loss[0].dtype), *loss[1:]
-        told = jax.tree.map(lambda x, total: vary(x, varying_axes(total)), told, sums.told)
-        told = self._add_chunk(sums.told, told, turn.backward)
-        return _Sums(loss, told, of_edges, of_blocks, put(sums.products, turn.backward_products, products)), dx
+        aux = jax.tree.map(lambda x, total: vary(x, varying_axes(total)), aux, sums.aux)
+        aux = self._add_chunk(sums.aux, aux, turn.backward)
+        return _Sums(loss, aux, of_edges, of_blocks, put(sums.products, turn.backward_products, products)), dx
 
     def _ending(self, loss: tuple, of_edges: PyTree, y: PyTree, piece: PyTree) -> tuple[tuple, PyTree, PyTree]:
         """What follows the last part: loss sum and count, and the gradients of both arguments of `last`."""

@@ -57,7 +57,7 @@ class PipelinedStack(eqx.Module):
             return jax.lax.cond(is_live, work, lambda: (jnp.zeros_like(x), memory, nothing))
 
         def tick(carry: tuple, turn: Int[Array, ""]) -> tuple[tuple, None]:
-            incoming, stream, cache, told = carry
+            incoming, stream, cache, aux = carry
             number = turn - rank
             is_live = (number >= 0) & (number < self.microbatches)
             place = jnp.clip(number, 0, self.microbatches - 1)
@@ -66,8 +66,8 @@ class PipelinedStack(eqx.Module):
             y, memory, more = run(arrays, given, jax.tree.map(lambda x: _piece(x, place), tokens), memory, is_live)
             write = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, place * rows, 1)
             cache = jax.tree.map(write, cache, memory)
-            told = jax.tree.map(jnp.add, told, more)
-            return (_sent(y, 1, stages), self._after(stream, y, turn, stages, rank), cache, told), None
+            aux = jax.tree.map(jnp.add, aux, more)
+            return (_sent(y, 1, stages), self._after(stream, y, turn, stages, rank), cache, aux), None
 
         one = jax.tree.map(lambda x: x[0], (pieces, tokens))
         few = jax.tree.map(lambda x: x[:, :rows], cache)
@@ -78,9 +78,9 @@ class PipelinedStack(eqx.Module):
         stream = vary(pieces, varying_axes(axes))
         start = (jnp.zeros_like(stream[0]), stream, _typed_like(cache, memory), nothing)
         turns = jnp.arange(self.microbatches + stages - 1, dtype=jnp.int32)
-        (_, stream, cache, told), _ = jax.lax.scan(tick, start, turns)
-        told = jax.tree.map(lambda x: _among_all(x, rank, stages), told)
-        return self._result(stream, stages, rank).reshape(x.shape), cache, told
+        (_, stream, cache, aux), _ = jax.lax.scan(tick, start, turns)
+        aux = jax.tree.map(lambda x: _among_all(x, rank, stages), aux)
+        return self._result(stream, stages, rank).reshape(x.shape), cache, aux
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """An empty cache of this device's layers."""
