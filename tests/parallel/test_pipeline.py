@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from eqformer import nn
 from eqformer.parallel import (
-    _pipeline as executor,
     check_depth,
     filter_shard_map,
     gpipe,
@@ -26,6 +25,7 @@ from eqformer.parallel import (
     zero_bubble,
 )
 from eqformer.parallel._axes import FSDP, PIPE, TENSOR
+from eqformer.parallel.pipeline import _pipeline as executor
 from eqformer.parallel.pipeline._pipeline_plan import route
 from eqformer.parallel.pipeline._schedule import IDLE
 

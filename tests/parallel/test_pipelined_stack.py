@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from eqformer import nn
 from eqformer.parallel import (
-    _pipelined_stack as module,
     filter_shard_map,
     make_mesh,
     PipelinedStack,
     vary,
 )
 from eqformer.parallel._axes import BATCH_AXES, PIPE
+from eqformer.parallel.pipeline import _pipelined_stack as module
 
 
 CLOSE = 50 * float(np.finfo(np.float32).eps)

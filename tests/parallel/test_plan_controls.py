@@ -66,38 +66,41 @@ CONTROLS: dict[str, Control] = {
     "gradients over tensor, of key heads that devices share": Control(control.of_first_over("tensor"), SHARED),
     # Sharded state.
     "scatter of gradients in ZeRO 1": Control(
-        without("_stand_ins", psum_scatter=own_part), DATA._replace(choices={"zero": 1})
+        without("state._stand_ins", psum_scatter=own_part), DATA._replace(choices={"zero": 1})
     ),
     "scatter of gradients in ZeRO 2": Control(
-        without("_stand_ins", psum_scatter=own_part), DATA._replace(choices={"zero": 2})
+        without("state._stand_ins", psum_scatter=own_part), DATA._replace(choices={"zero": 2})
     ),
     "scatter of gradients in ZeRO 3": Control(
-        without("_stand_ins", psum_scatter=own_part), DATA._replace(choices={"zero": 3}), every_run=True
+        without("state._stand_ins", psum_scatter=own_part), DATA._replace(choices={"zero": 3}), every_run=True
     ),
-    "gather of parameters": Control(without("_stand_ins", all_gather=own_piece), DATA._replace(choices={"zero": 3})),
+    "gather of parameters": Control(
+        without("state._stand_ins", all_gather=own_piece), DATA._replace(choices={"zero": 3})
+    ),
     # Tensor parallelism.
-    "sum of row maps, unsummed": Control(without("_tensor", psum=nothing), ROWS, "types"),
-    "sum of row maps": Control(without("_tensor", psum=of_first), ROWS, every_run=True),
+    "sum of row maps, unsummed": Control(without("tensor._tensor", psum=nothing), ROWS, "types"),
+    "sum of row maps": Control(without("tensor._tensor", psum=of_first), ROWS, every_run=True),
     "sum of the entry's gradient": Control(control.unsummed_entry, ROWS),
     "entry not said to vary": Control(control.untyped_entry, ROWS, "nothing"),
     "bias added once": Control(control.bias_before, ROWS, every_run=True),
-    "gather of tokens before maps": Control(without("_tensor", all_gather=own_piece), SEQUENCE),
-    "sum and scatter over tokens": Control(without("_tensor", psum_scatter=own_part), SEQUENCE),
-    "messages of ringed maps": Control(without("_shift", ppermute=permuted_nowhere), RINGED),
+    "gather of tokens before maps": Control(without("tensor._tensor", all_gather=own_piece), SEQUENCE),
+    "sum and scatter over tokens": Control(without("tensor._tensor", psum_scatter=own_part), SEQUENCE),
+    "messages of ringed maps": Control(without("context._shift", ppermute=permuted_nowhere), RINGED),
     "messages of ringed maps of features": Control(
-        without("_shift", ppermute=permuted_nowhere), FEATURE._replace(choices=FEATURE.choices | {"overlap": "ring"})
+        without("context._shift", ppermute=permuted_nowhere),
+        FEATURE._replace(choices=FEATURE.choices | {"overlap": "ring"}),
     ),
     "swaps of ringed maps in stages": Control(
-        without("_shift", all_to_all=lambda x, *_, **__: x),
+        without("context._shift", all_to_all=lambda x, *_, **__: x),
         Case("llama", {"pipe": 2, "tensor": 2}, {**RINGED.choices, "schedule": "1f1b", "microbatches": 2}),
     ),
-    "own key head of several": Control(without("_tensor", axis_index=control.same_place), SHARED),
-    "sum and scatter over features": Control(without("_collective_matmul", psum_scatter=own_part), FEATURE),
-    "sum of a map to no features, unsummed": Control(without("_feature", psum=nothing), LATENTS),
-    "sum of a map to no features": Control(without("_feature", psum=of_first), LATENTS),
-    "mean of means": Control(without("_norms", pmean=control.at_place(0, 2, "pmean", nothing)), FEATURE),
-    "mean of squares": Control(without("_norms", pmean=control.at_place(1, 2, "pmean", nothing)), FEATURE),
-    "mean of squares over all heads": Control(without("_norms", pmean=nothing), FULL_NORMS),
+    "own key head of several": Control(without("tensor._tensor", axis_index=control.same_place), SHARED),
+    "sum and scatter over features": Control(without("tensor._collective_matmul", psum_scatter=own_part), FEATURE),
+    "sum of a map to no features, unsummed": Control(without("tensor._feature", psum=nothing), LATENTS),
+    "sum of a map to no features": Control(without("tensor._feature", psum=of_first), LATENTS),
+    "mean of means": Control(without("tensor._norms", pmean=control.at_place(0, 2, "pmean", nothing)), FEATURE),
+    "mean of squares": Control(without("tensor._norms", pmean=control.at_place(1, 2, "pmean", nothing)), FEATURE),
+    "mean of squares over all heads": Control(without("tensor._norms", pmean=nothing), FULL_NORMS),
     "own tokens' dropout": Control(control.first_tokens(_wrap.TokensDropout), SEQUENCE),
     "own tokens' positions": Control(control.first_tokens(_wrap.TokensPositions), SEQUENCE),
     "own features' dropout": Control(control.first_tokens(_wrap.FeatureDropout), FEATURE),
@@ -105,22 +108,26 @@ CONTROLS: dict[str, Control] = {
     "every array marked as meeting slices": Control(control.marks(True), ROWS, "types"),
     # Vocabulary.
     "sum of looked-up vectors, unsummed": Control(
-        without("_vocabulary", psum=control.of_shape(3, "psum", nothing)), ROWS
+        without("tensor._vocabulary", psum=control.of_shape(3, "psum", nothing)), ROWS
     ),
-    "sum of looked-up vectors": Control(without("_vocabulary", psum=control.of_shape(3, "psum", of_first)), ROWS),
-    "sum and scatter of looked-up vectors": Control(without("_vocabulary", psum_scatter=own_part), SEQUENCE),
-    "gather of the head's tokens": Control(without("_vocabulary", all_gather=own_piece), SEQUENCE),
-    "gather of the head's features": Control(without("_vocabulary", all_gather=own_piece), FEATURE),
-    "exchange of features for rows": Control(without("_vocabulary", all_to_all=own_exchange), FEATURE, every_run=True),
-    "highest logit, unreduced": Control(without("_vocabulary", pmax=nothing), ROWS, "types", True),
+    "sum of looked-up vectors": Control(
+        without("tensor._vocabulary", psum=control.of_shape(3, "psum", of_first)), ROWS
+    ),
+    "sum and scatter of looked-up vectors": Control(without("tensor._vocabulary", psum_scatter=own_part), SEQUENCE),
+    "gather of the head's tokens": Control(without("tensor._vocabulary", all_gather=own_piece), SEQUENCE),
+    "gather of the head's features": Control(without("tensor._vocabulary", all_gather=own_piece), FEATURE),
+    "exchange of features for rows": Control(
+        without("tensor._vocabulary", all_to_all=own_exchange), FEATURE, every_run=True
+    ),
+    "highest logit, unreduced": Control(without("tensor._vocabulary", pmax=nothing), ROWS, "types", True),
     "sum of the normaliser": Control(
-        without("_vocabulary", psum=control.in_turn_of_shape(1, 0, "psum", of_first)), ROWS, every_run=True
+        without("tensor._vocabulary", psum=control.in_turn_of_shape(1, 0, "psum", of_first)), ROWS, every_run=True
     ),
     "sum of the target's logit": Control(
-        without("_vocabulary", psum=control.in_turn_of_shape(1, 1, "psum", of_first)), ROWS
+        without("tensor._vocabulary", psum=control.in_turn_of_shape(1, 1, "psum", of_first)), ROWS
     ),
     "own rows of a whole table": Control(
-        without("_vocabulary", axis_index=control.same_place), Case("gpt2", {"tensor": 4})
+        without("tensor._vocabulary", axis_index=control.same_place), Case("gpt2", {"tensor": 4})
     ),
     # Mixtures of experts.
     "gather of tokens for experts": Control(without("_mixture", all_gather=own_piece), EXPERTS),
@@ -136,22 +143,24 @@ CONTROLS: dict[str, Control] = {
     "features exchanged for tokens": Control(without("_mixture", all_to_all=own_exchange), FEATURES),
     # Context.
     "keys go round": Control(control.still, ROUND, every_run=True),
-    "keys are gathered": Control(without("_context", all_gather=own_piece), GATHERED),
-    "heads are exchanged": Control(without("_context", all_to_all=own_exchange), EXCHANGED),
+    "keys are gathered": Control(without("context._context", all_gather=own_piece), GATHERED),
+    "heads are exchanged": Control(without("context._context", all_to_all=own_exchange), EXCHANGED),
     "outputs are exchanged back": Control(
-        without("_context", all_to_all=control.at_place(3, 4, "all_to_all", own_exchange)), EXCHANGED
+        without("context._context", all_to_all=control.at_place(3, 4, "all_to_all", own_exchange)), EXCHANGED
     ),
-    "tokens are gathered beside heads": Control(without("_context", all_gather=own_piece), EXCHANGED),
+    "tokens are gathered beside heads": Control(without("context._context", all_gather=own_piece), EXCHANGED),
     "positions in the order of the ring": Control(control.in_reading_order("positions"), ROUND),
     "documents in the order of the ring": Control(control.in_reading_order("segments"), ROUND),
     "keys of dropout in the order of the ring": Control(control.in_reading_order("keys"), DROPPED),
     "lengths of rows beside their pieces": Control(control.in_reading_order("lengths"), Case("long", {"context": 2})),
     # Pipelines.
-    "sum of the edges' gradients, unsummed": Control(without("_pipeline", psum=nothing), STAGES, "types"),
-    "sum of the edges' gradients": Control(without("_pipeline", psum=of_first), STAGES),
-    "messages between stages": Control(without("_pipeline", ppermute=permuted_nowhere), STAGES, every_run=True),
+    "sum of the edges' gradients, unsummed": Control(without("pipeline._pipeline", psum=nothing), STAGES, "types"),
+    "sum of the edges' gradients": Control(without("pipeline._pipeline", psum=of_first), STAGES),
+    "messages between stages": Control(
+        without("pipeline._pipeline", ppermute=permuted_nowhere), STAGES, every_run=True
+    ),
     "gradients sent back between stages": Control(
-        without("_pipeline", ppermute=control.at_place(1, 2, "ppermute", permuted_nowhere)), STAGES
+        without("pipeline._pipeline", ppermute=control.at_place(1, 2, "ppermute", permuted_nowhere)), STAGES
     ),
     "layers in the order of the ring": Control(control.in_order_read, CHUNKS),
 }
@@ -190,12 +199,12 @@ def test_without_a_change_there_is_no_difference(case):
 EVALUATED = Case("llama", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"microbatches": 2})
 OF_EVALUATION: dict[str, tuple[Callable[[Any], None] | None, str]] = {
     "nothing": (None, ""),
-    "highest logit": (without("_vocabulary", pmax=control.of_shape(1, "pmax", of_first)), "correct"),
-    "first of the highest": (without("_vocabulary", pmin=of_first), "correct"),
-    "first of the highest, unreduced": (without("_vocabulary", pmin=nothing), "types"),
-    "last stage's rows": (without("_pipelined_stack", psum=of_first), "nats"),
-    "last stage's rows, unreduced": (without("_pipelined_stack", psum=nothing), "types"),
-    "messages between stages": (without("_pipelined_stack", ppermute=permuted_nowhere), "nats"),
+    "highest logit": (without("tensor._vocabulary", pmax=control.of_shape(1, "pmax", of_first)), "correct"),
+    "first of the highest": (without("tensor._vocabulary", pmin=of_first), "correct"),
+    "first of the highest, unreduced": (without("tensor._vocabulary", pmin=nothing), "types"),
+    "last stage's rows": (without("pipeline._pipelined_stack", psum=of_first), "nats"),
+    "last stage's rows, unreduced": (without("pipeline._pipelined_stack", psum=nothing), "types"),
+    "messages between stages": (without("pipeline._pipelined_stack", ppermute=permuted_nowhere), "nats"),
     "total over rows": (control.total_of(0, of_first), "nats"),
 }
 
