@@ -33,6 +33,19 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 50)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_programs():
+    """Programs of finished files are let go before the system's limit of mappings a process ends the worker.
+
+    Each function that XLA compiles for the CPU takes three, and Linux allows 65,530; beyond them compiling segfaults.
+    """
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > 25_000:
+        jax.clear_caches()
+        gc.collect()
+
+
 @pytest.fixture
 def key():
     return jax.random.key(0)
