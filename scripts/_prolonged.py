@@ -1,8 +1,8 @@
-"""Learning rates of a run whose number of steps changed on the way: what is to come is settled before anything is done.
+"""The learning rates of a run that is continued with another number of steps, decided before anything is written.
 
-The rates of the steps so far are the run's past. Where another number of steps leaves the next one's rate as it was
-going to be (a constant rate, a plateau), the run goes on by the longer schedule. Where the rate would jump, the user
-says how to go on, and each checkpoint knows what was chosen.
+If the next step's rate stays what it was going to be (a constant rate, a plateau), the run goes on as if the new
+number of steps had been asked for from the beginning. If the rate would jump, the user chooses how to go on
+(`--prolong`), and checkpoints keep the choice. The rates of the steps already taken never change.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ _WAYS = ("hold", "rewarm", "reshape")
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """The steps of a run from `start` on, and the schedule that they follow.
+    """The steps of a run from `start` on, and how their learning rates are made.
 
-    To `reshape` follows the schedule of a run of `steps` steps, as if that had been the number from the beginning; to
-    `rewarm` follows one of the steps that are left, from its own beginning; to `hold` keeps the last rate.
+    `reshape`: the rates of a run of `steps` steps, as if that had been the number from the beginning. `rewarm`: those
+    of a new run of the steps that are left, with its own warmup. `hold`: the last rate.
     """
 
     start: int
@@ -41,9 +41,9 @@ def whole_run(recipe: Recipe) -> list[Stretch]:
     return [Stretch(0, recipe.steps, _warmup(recipe.optimizer, recipe.steps))]
 
 
-def rates_of(chosen: Optimization, stretches: Sequence[Stretch]) -> training.Schedule:
-    """The learning rate of each step; raises a `ValueError`, in the spelling of flags, for what makes no schedule."""
-    made: training.Schedule | None = None
+def rates_of(chosen: Optimization, stretches: Sequence[Stretch]) -> training.Rates:
+    """The learning rate of each step; raises a `ValueError` that names the flags where no rates can be made."""
+    made: training.Rates | None = None
     for stretch in stretches:
         own = _rates_of(chosen, stretch, made)
         made = own if made is None else training.switched(made, own, at=stretch.start)
@@ -59,25 +59,25 @@ def stretches_of(recipe: Recipe, checkpointer: training.Checkpointer) -> tuple[l
     start = checkpointer.latest_step
     if not start:
         return whole_run(recipe), ""
-    so_far = [Stretch(**stretch) for stretch in checkpointer.metadata()["schedule"]]
+    so_far = [Stretch(**stretch) for stretch in checkpointer.metadata()["rates"]]
     if recipe.steps in (so_far[-1].steps, start) or recipe.steps < start:
         return so_far, ""
     longer = [*so_far[:-1], dataclasses.replace(so_far[-1], steps=recipe.steps)]
     before, after = rates_of(recipe.optimizer, so_far), _possible_rates(recipe.optimizer, longer)
-    tell = lambda rates: _told(rates, start, recipe.steps)
+    ahead = lambda rates: _ahead(rates, start, recipe.steps)
     call = f"--steps {recipe.steps}: the run was trained as one of {so_far[-1].steps} steps, and the learning rate was "
     call += f"{_rate(before, start - 1)} at step {start}"
     if after is not None and _is_same(before, after, start):
-        return longer, f"{call}; it will be {tell(after)}"
+        return longer, f"{call}; it will be {ahead(after)}"
     ways = {how: [*so_far, _stretch(how, start, so_far[0], recipe)] for how in _WAYS}
     made = {how: rates for how in _WAYS if (rates := _possible_rates(recipe.optimizer, ways[how])) is not None}
     if recipe.prolong in made:
-        return ways[recipe.prolong], f"{call}; by --prolong {recipe.prolong} it will be {tell(made[recipe.prolong])}"
-    why = "it would jump" if recipe.prolong == "refuse" else f"no schedule is made by --prolong {recipe.prolong}"
-    listed = "".join(f"\n  --prolong {how}: {tell(rates)}" for how, rates in made.items())
+        return ways[recipe.prolong], f"{call}; by --prolong {recipe.prolong} it will be {ahead(made[recipe.prolong])}"
+    why = "it would jump" if recipe.prolong == "refuse" else f"--prolong {recipe.prolong} is not possible here"
+    listed = "".join(f"\n  --prolong {how}: {ahead(rates)}" for how, rates in made.items())
     smooth = [step for step in checkpointer.steps if step >= so_far[-1].start and _is_same(before, after, step)]
     other = f"\nThe checkpoint of step {smooth[-1]} goes on without a jump: move later ones away." if smooth else ""
-    raise ValueError(f"{call}; {why}. Say how to go on, and it will be{listed}{other}")
+    raise ValueError(f"{call}; {why}. Choose how to go on, and it will be{listed}{other}")
 
 
 def to_metadata(stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
@@ -94,22 +94,22 @@ def _warmup(chosen: Optimization, steps: int) -> int:
     return min(LONGEST_WARMUP, max(1, steps // 10), steps - 1) if chosen.warmup is None else chosen.warmup
 
 
-def _possible_rates(chosen: Optimization, stretches: Sequence[Stretch]) -> training.Schedule | None:
-    """The learning rate of each step; None for what makes no schedule, as where a warmup is as long as the run."""
+def _possible_rates(chosen: Optimization, stretches: Sequence[Stretch]) -> training.Rates | None:
+    """The learning rate of each step; None where there is none, as where a warmup is as long as the run."""
     with suppress(ValueError):
         return rates_of(chosen, stretches)
     return None
 
 
-def _rates_of(chosen: Optimization, stretch: Stretch, before: training.Schedule | None) -> training.Schedule:
-    """The rates of one stretch, each by the run's step."""
+def _rates_of(chosen: Optimization, stretch: Stretch, before: training.Rates | None) -> training.Rates:
+    """The learning rate of each step of one stretch, as a function of the run's step."""
     if stretch.how == "hold":
         assert before is not None
         return training.constant(float(before(stretch.start - 1)))
     shift = stretch.start if stretch.how == "rewarm" else 0
     steps = stretch.steps - shift
     try:
-        own = training.schedule(chosen.schedule, peak=chosen.learning_rate, steps=steps, warmup=stretch.warmup)
+        own = training.rates(chosen.rates, peak=chosen.learning_rate, steps=steps, warmup=stretch.warmup)
     except ValueError as error:
         flags = f"--optimizer.learning-rate {chosen.learning_rate} --optimizer.warmup {stretch.warmup} --steps {steps}"
         raise ValueError(f"{flags}: {error}") from error
@@ -120,11 +120,11 @@ def _is_same(one: Callable, other: Callable | None, step: int) -> bool:
     return other is not None and math.isclose(float(one(step)), float(other(step)), rel_tol=1e-5)
 
 
-def _told(rates: training.Schedule, start: int, steps: int) -> str:
-    """The rates to come: the next, the highest where that is neither, the last."""
+def _ahead(rates: training.Rates, start: int, steps: int) -> str:
+    """The rates to come, as text: the next, the highest if it is neither the next nor the last, and the last."""
     highest = start + int(jnp.argmax(jax.vmap(rates)(jnp.arange(start, steps))))
     return ", ".join(f"{_rate(rates, step)} at step {step + 1}" for step in sorted({start, highest, steps - 1}))
 
 
-def _rate(rates: training.Schedule, step: int) -> str:
+def _rate(rates: training.Rates, step: int) -> str:
     return f"{float(rates(step)):.3g}"

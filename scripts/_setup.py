@@ -109,11 +109,11 @@ def _is_sharding(leaf: Any) -> bool:
 def optimizer_of(
     recipe: Recipe, model: nn.Transformer, stretches: Sequence[Stretch] | None = None
 ) -> training.Optimizer:
-    """The recipe's optimizer with its schedule: of a run from its beginning, or of one that these stretches make."""
+    """The recipe's optimizer, with the learning rates of a new run or, if given, those of these stretches."""
     chosen = recipe.optimizer
-    schedule = rates_of(chosen, whole_run(recipe) if stretches is None else stretches)
+    rates = rates_of(chosen, whole_run(recipe) if stretches is None else stretches)
     kind = {"trained": nn.lora_factors} if recipe.lora.rank else {}
-    return training.optimizer(chosen.name, model, schedule=schedule, weight_decay=chosen.weight_decay, **kind)
+    return training.optimizer(chosen.name, model, rate=rates, weight_decay=chosen.weight_decay, **kind)
 
 
 def source_of(recipe: Recipe) -> data.Source:

@@ -162,7 +162,7 @@ class Trainer:
         """The state, which goes on once its arrays are copied."""
         place = {"text": self.text.path.name, "example": step * self.recipe.batch}
         recipe, stretches = {"name": self.name, "recipe": to_json(self.recipe)}, to_metadata(self.stretches)
-        about = training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, schedule=stretches)
+        about = training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, rates=stretches)
         state = self.states.to_reading_order(state)  # in the place of the other: there is no room for two
         checkpointer.save(state, step, about)
         return self.states.to_ring_order(state)

@@ -32,17 +32,17 @@ from ._planned import (
     planned_step as planned_step,
     state_shardings as state_shardings,
 )
-from ._rebalance import rebalanced as rebalanced
-from ._run_metadata import run_metadata as run_metadata, saved_key as saved_key, versions as versions
-from ._schedule import (
+from ._rates import (
     constant as constant,
-    Schedule as Schedule,
-    schedule as schedule,
-    SCHEDULES as SCHEDULES,
+    RATES as RATES,
+    Rates as Rates,
+    rates as rates,
     switched as switched,
     warmup_cosine as warmup_cosine,
     warmup_stable_decay as warmup_stable_decay,
 )
+from ._rebalance import rebalanced as rebalanced
+from ._run_metadata import run_metadata as run_metadata, saved_key as saved_key, versions as versions
 from ._sinks import (
     JsonLines as JsonLines,
     Sink as Sink,

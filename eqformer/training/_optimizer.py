@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from .. import nn
-from ._schedule import constant, Schedule
+from ._rates import constant, Rates
 from ._wide import widened
 
 
@@ -32,17 +32,17 @@ def divided(model: PyTree, trained: Trained) -> tuple[PyTree, PyTree]:
 
 
 class Optimizer(eqx.Module):
-    """An optax transformation made for a learning rate of 1, and the schedule that scales what it gives.
+    """An optax transformation built for a learning rate of 1, and the learning rate that multiplies its updates.
 
-    `trained` says what moves: of all else there are no gradients and nothing is remembered.
+    `trained` picks the parameters that are trained; the others have no gradients and no optimizer state.
 
-    The rate is a function of the run's step, not of a counter in the state: a step that is skipped for a gradient
-    that is not finite moves the schedule on and leaves the state as it was. Everything the state holds of a parameter
-    is of that parameter's shape and float32 at least, whatever the parameter's dtype; `map_state` reaches it.
+    `rate` is a function of the run's step, not of a counter in the optimizer's state: a step that is skipped because
+    its gradients are not finite still counts for the rate, and leaves the state unchanged. All that the state holds for
+    a parameter has the parameter's shape and is float32 or wider; `map_state` maps over it.
     """
 
     transform: optax.GradientTransformation = eqx.field(static=True)
-    schedule: Schedule = eqx.field(static=True)
+    rate: Rates = eqx.field(static=True)
     trained: Trained = eqx.field(static=True, default=trainable)
 
     def init(self, model: PyTree) -> PyTree:
@@ -77,7 +77,7 @@ class Optimizer(eqx.Module):
 def adamw(
     model: PyTree,
     *,
-    schedule: Schedule,
+    rate: Rates,
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
@@ -94,13 +94,13 @@ def adamw(
     """
     decays = _decay_mask(_marks(model, matrices, trained), decay_tables)
     rule = optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays)
-    return Optimizer(rule, schedule, trained)
+    return Optimizer(rule, rate, trained)
 
 
 def muon(
     model: PyTree,
     *,
-    schedule: Schedule,
+    rate: Rates,
     momentum: float = 0.95,
     newton_schulz_steps: int = 5,
     rms: float = 0.2,
@@ -133,13 +133,13 @@ def muon(
     )
     by_kind = optax.partition({"muon": hidden, "adam": optax.adam(1.0, b1=b1, b2=b2, eps=eps)}, lambda _: labels)
     decay = optax.add_decayed_weights(-weight_decay, _decay_mask(marks, decay_tables))
-    return Optimizer(optax.chain(by_kind, decay), schedule, trained)
+    return Optimizer(optax.chain(by_kind, decay), rate, trained)
 
 
 def sgd(
     model: PyTree,
     *,
-    schedule: Schedule,
+    rate: Rates,
     momentum: float | None = None,
     nesterov: bool = False,
     weight_decay: float = 0.0,
@@ -150,18 +150,17 @@ def sgd(
     """Gradient descent, with `momentum` if given and decay beside it, as in AdamW, not in it."""
     step = optax.sgd(1.0, momentum=momentum, nesterov=nesterov)
     decay = optax.add_decayed_weights(-weight_decay, _decay_mask(_marks(model, matrices, trained), decay_tables))
-    return Optimizer(optax.chain(step, decay), schedule, trained)
+    return Optimizer(optax.chain(step, decay), rate, trained)
 
 
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType({"adamw": adamw, "muon": muon, "sgd": sgd})
 
 
-def optimizer(name: str, model: PyTree, *, schedule: Schedule | float, **options: Any) -> Optimizer:
-    """The optimizer of a name in `OPTIMIZERS` for a model's structure; a number as `schedule` is a constant rate."""
+def optimizer(name: str, model: PyTree, *, rate: Rates | float, **options: Any) -> Optimizer:
+    """The optimizer of a name in `OPTIMIZERS` for a model's structure; `rate` is a number or a function of the step."""
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer({name!r}): the optimizers are {', '.join(OPTIMIZERS)}; pass one of these.")
-    rate = schedule if callable(schedule) else constant(schedule)
-    return OPTIMIZERS[name](model, schedule=rate, **options)
+    return OPTIMIZERS[name](model, rate=rate if callable(rate) else constant(rate), **options)
 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:

@@ -102,7 +102,7 @@ def make_step(
         norm = norm / count.astype(norm.dtype)
         clipping = 1.0 if clip is None else jnp.where(norm > clip, clip / norm, jnp.ones_like(norm))
         scale = clipping / count.astype(norm.dtype)
-        learning_rate = jnp.asarray(optimizer.schedule(state.step), jnp.float32)
+        learning_rate = jnp.asarray(optimizer.rate(state.step), jnp.float32)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
         def take(parameters: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:

@@ -69,7 +69,7 @@ class Run:
 
     def __init__(self, plan: Plan, numbers: models.Llama = NUMBERS, rows: int = ROWS, **how: Any):
         make = lambda: models.build(numbers, **_AS_RECIPES | how, key=jax.random.key(0))
-        optimizer = training.optimizer("adamw", eqx.filter_eval_shape(make), schedule=1e-3)
+        optimizer = training.optimizer("adamw", eqx.filter_eval_shape(make), rate=1e-3)
         first = lambda: training.init_state(plan.to_ring_order(make()), optimizer)
         self.state = init_sharded(first, lambda shapes: training.state_shardings(plan, optimizer, shapes))
         batch = _ours.random_batch(numbers.vocab, rows, SEQ)

@@ -27,7 +27,7 @@ def step_and_state(numbers: Any, **how: Any) -> tuple[training.Step, training.Tr
     """A step of AdamW with clipping, and the first state, of a model of these numbers."""
 
     make, key = partial(models.build, numbers, **how), jax.random.key(0)
-    optimizer = training.optimizer("adamw", eqx.filter_eval_shape(lambda: make(key=key)), schedule=1e-3)
+    optimizer = training.optimizer("adamw", eqx.filter_eval_shape(lambda: make(key=key)), rate=1e-3)
     state = eqx.filter_jit(lambda: training.init_state(make(key=key), optimizer))()
     return training.make_step(training.next_token_loss, optimizer), state
 

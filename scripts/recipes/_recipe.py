@@ -45,14 +45,14 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Optimization:
-    """The optimizer and its schedule."""
+    """The optimizer and its learning rates."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
     """AdamW, Muon (hidden matrices; AdamW for the rest), or gradient descent."""
     learning_rate: float = 3e-3
     """The peak learning rate."""
-    schedule: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"
-    """How the learning rate goes on from the warmup."""
+    rates: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"
+    """The learning rate after the warmup: half a cosine, a plateau and a linear decay, or the peak."""
     warmup: int | None = None
     """Steps of linear warmup; a tenth of the run's, at least 1 and at most 50, where nothing is given."""
     weight_decay: float = 0.1
@@ -128,7 +128,7 @@ class Recipe:
     steps: int = 800
     """How many optimizer steps the run takes."""
     prolong: Literal["refuse", "hold", "rewarm", "reshape"] = "refuse"
-    """Where the rate would jump with another --steps: hold the last, begin a schedule of the rest, or jump."""
+    """If another --steps would make the rate jump: refuse, hold the last rate, warm up anew, or jump (reshape)."""
     seed: int = 0
     """Decides initial weights, the order of the data, dropout and samples."""
     data: Path | None = None

@@ -170,7 +170,7 @@ def test_a_step_s_metrics():
         return jnp.sum(weight * rows["loss"]), training.Tally(jnp.sum(rows["entropy"]), aux_of_rows(rows))
 
     weight = jnp.ones(())
-    optimizer = training.optimizer("sgd", weight, schedule=0.1)
+    optimizer = training.optimizer("sgd", weight, rate=0.1)
     step = training.make_step(cost, optimizer, accumulate=2)
     metrics = as_numpy(step(training.init_state(weight, optimizer), rows)[1])
     load, sums = rows["load"].sum(axis=0), {name: value.sum(axis=0) for name, value in rows.items()}

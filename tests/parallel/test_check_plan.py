@@ -93,7 +93,7 @@ def test_axes_of_a_mesh_that_a_plan_does_not_know():
 
 
 def test_what_is_not_checked_beforehand_is_checked_by_the_step():
-    model, optimizer = model_of("llama"), training.optimizer("adamw", model_of("llama"), schedule=1e-3)
+    model, optimizer = model_of("llama"), training.optimizer("adamw", model_of("llama"), rate=1e-3)
     state = shapes(lambda: training.init_state(model, optimizer))
 
     def step(over, accumulate=1):

@@ -70,7 +70,7 @@ def test_fully_sharded_parameters_are_gathered_twice_and_their_gradients_scatter
 def test_a_step_scatters_gradients_and_gathers_parameters_once():
     plan = Plan(make_mesh(fsdp=8), zero=1, smallest=1)
     model, batch = model_and_batch(plan, "none")
-    optimizer = training.optimizer("adamw", model, schedule=1e-2)
+    optimizer = training.optimizer("adamw", model, rate=1e-2)
     step = training.planned_step(training.next_token_loss, optimizer, plan)
     state = init_sharded(
         lambda: training.init_state(model, optimizer), lambda s: training.state_shardings(plan, optimizer, s)

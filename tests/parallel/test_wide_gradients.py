@@ -89,7 +89,7 @@ def test_clipped_gradients_of_narrow_parameters_have_the_norm_exactly():
     """Momentum remembers what the optimizer is given; in bfloat16 the norm would be off by a thousandth or two."""
     model = model_of("tied", dtypes=NARROW)
     batch = batch_of(model)
-    rule = training.optimizer("sgd", model, schedule=1e-3, momentum=0.9)
+    rule = training.optimizer("sgd", model, rate=1e-3, momentum=0.9)
     state = training.init_state(model, rule)
     state, metrics = training.make_step(next_token_loss, rule, clip=0.125)(state, batch)
     given = [x for x in jax.tree.leaves(state.optimizer_state) if eqx.is_inexact_array(x)]

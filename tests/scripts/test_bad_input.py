@@ -144,7 +144,7 @@ def test_a_benchmark_that_cannot_be_measured(arguments, words, refused, monkeypa
 
 def test_a_checkpoint_of_another_model(refused, corpus, tmp_path):
     # A constant rate, so that the run may be longer than it was.
-    arguments = ["--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--optimizer.schedule", "constant"]
+    arguments = ["--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--optimizer.rates", "constant"]
     pretrain.main([str(argument) for argument in [*arguments, "--steps", 3, "--simulate", 1]])
     recipe = tmp_path / "run" / "recipe.json"
     recipe.write_text(recipe.read_text().replace('"mlp": 64', '"mlp": 96'))
@@ -192,7 +192,7 @@ def test_a_folder_of_another_recipe_and_a_folder_that_is_no_run(refused, corpus,
 
 def test_a_truncated_checkpoint_is_an_error_and_never_a_new_start(refused, corpus, tmp_path):
     # A constant rate, so that the run may be longer than it was.
-    arguments = ["--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--optimizer.schedule", "constant"]
+    arguments = ["--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--optimizer.rates", "constant"]
     pretrain.main([str(argument) for argument in [*arguments, "--steps", 3, "--simulate", 1]])
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     largest = max((tmp_path / "run" / "checkpoints" / "3").rglob("*"), key=lambda path: path.stat().st_size)

@@ -72,6 +72,8 @@ def test_names_from_elsewhere_are_of_flags_that_exist():
         ("--model.hidden_size", "--model.embed"),
         ("--kv-heads", "--model.kv-heads"),
         ("--max-steps", "--steps"),
+        ("--lr-schedule", "--optimizer.rates"),
+        ("--optimizer.schedule", "--optimizer.rates"),  # and not the pipeline's --schedule
         ("--tp", "--mesh.tensor"),
     ],
 )
@@ -126,6 +128,7 @@ def test_flags_that_are_there_are_no_other_names():
     [
         ("Attention(heads=8, kv_heads=3): no", "--model.heads 8 --model.kv-heads 4: "),
         ("warmup_cosine(peak=-1.0): no", "--optimizer.learning-rate 0.01: "),
+        ("rates('cosine', decay=3): no", "--optimizer.rates warmup-cosine: "),
         ("check_vocab(store, vocab=64): no", "--model.vocab 256: "),
         ("Loader(store, seq=1, batch=2, packing='windows'): no", "--seq 256 --batch 16 --text.packing windows: "),
         ("make_step(accumulate=3): the batch of 16 rows", "--accumulate 1: "),

@@ -18,7 +18,7 @@ from eqformer.training import Checkpointer
 
 
 # A constant rate, so that where the run ends does not matter to its beginning.
-RUN = [*TINY, *LLAMA, "--batch", "8", "--optimizer.schedule", "constant", "--checkpoint-every", "100000"]
+RUN = [*TINY, *LLAMA, "--batch", "8", "--optimizer.rates", "constant", "--checkpoint-every", "100000"]
 RUN += ["--validate-every", "100000", "--sample-every", "100000"]
 MESH = "--mesh.fsdp 2 --mesh.replica 2 --mesh.tensor 2 --zero 3 --simulate 4".split()
 SMALL_MESH = "--mesh.fsdp 2 --mesh.tensor 2 --zero 3 --simulate 2".split()

@@ -17,14 +17,14 @@ from script_helpers import LLAMA, rows, run_here, TINY, write_corpus
 from eqformer import models, training
 
 
-def recipe(steps, schedule: Any = "warmup-cosine", *, prolong: Any = "refuse", warmup=None, **more):
-    chosen = Optimization(schedule=schedule, warmup=warmup, learning_rate=1e-2)
+def recipe(steps, rates_name: Any = "warmup-cosine", *, prolong: Any = "refuse", warmup=None, **more):
+    chosen = Optimization(rates=rates_name, warmup=warmup, learning_rate=1e-2)
     return Recipe(models.preset("llama-byte-1m"), steps=steps, prolong=prolong, optimizer=chosen, **more)
 
 
 def save(folder, at, stretches, keep=None):
     with training.Checkpointer(folder, keep=keep) as checkpointer:
-        checkpointer.save({"x": jnp.zeros(1)}, at, {"schedule": to_metadata(stretches)})
+        checkpointer.save({"x": jnp.zeros(1)}, at, {"rates": to_metadata(stretches)})
     return training.Checkpointer(folder)
 
 
@@ -108,16 +108,16 @@ def test_a_warmup_that_does_not_fit_is_refused_and_the_default_is_a_share():
     assert [whole_run(recipe(steps))[0].warmup for steps in (1, 20, 400, 800, 10_000)] == [0, 2, 40, 50, 50]
 
 
-@pytest.mark.parametrize("schedule", ["warmup-cosine", "warmup-stable-decay", "constant"])
-def test_a_run_that_is_shortened_into_its_warmup_goes_on_by_the_ways_that_make_a_schedule(schedule, tmp_path):
-    saved = save(tmp_path, 40, whole_run(recipe(800, schedule)))
+@pytest.mark.parametrize("rates_name", ["warmup-cosine", "warmup-stable-decay", "constant"])
+def test_a_run_that_is_shortened_into_its_warmup_goes_on_by_the_ways_that_are_possible(rates_name, tmp_path):
+    saved = save(tmp_path, 40, whole_run(recipe(800, rates_name)))
     last = 1e-2 * 40 / 51
-    for asked, why in (("refuse", "it would jump"), ("reshape", "no schedule is made by --prolong reshape")):
+    for asked, why in (("refuse", "it would jump"), ("reshape", "--prolong reshape is not possible here")):
         with pytest.raises(ValueError, match=why) as refused:
-            stretches_of(recipe(45, schedule, prolong=asked), saved)
+            stretches_of(recipe(45, rates_name, prolong=asked), saved)
         listed = [line.split(":")[0].strip() for line in str(refused.value).splitlines()[1:]]
         assert listed == ["--prolong hold", "--prolong rewarm"]
-    hold, rewarm = (recipe(45, schedule, prolong=how) for how in ("hold", "rewarm"))
+    hold, rewarm = (recipe(45, rates_name, prolong=how) for how in ("hold", "rewarm"))
     np.testing.assert_allclose(rates(hold, stretches_of(hold, saved)[0])[39:], last, rtol=1e-6)
     warm = rates(rewarm, stretches_of(rewarm, saved)[0])[40:]
     np.testing.assert_allclose(warm[:2], [5e-3, 1e-2], rtol=1e-6)  # few steps have a warmup too

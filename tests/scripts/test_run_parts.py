@@ -96,7 +96,7 @@ def test_a_folder_is_a_recipes_once_something_is_saved(tmp_path):
 
     def saved(step):
         with training.Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
-            about = {"schedule": to_metadata(whole_run(recipe(steps=9)))}
+            about = {"rates": to_metadata(whole_run(recipe(steps=9)))}
             checkpointer.save({"x": np.zeros(1)}, step, about)
 
     other = models.preset("gpt2")
@@ -282,7 +282,7 @@ def test_a_run_goes_on_by_its_copy_once_the_published_folder_has_moved(folder, t
     with pytest.raises(ValueError, match="published"):  # it has no weights of its own yet
         parse(pretrain.Command, flags)
     with training.Checkpointer(run.checkpoints) as checkpointer:
-        checkpointer.save({"x": np.zeros(1)}, 3, {"schedule": to_metadata(whole_run(begun))})
+        checkpointer.save({"x": np.zeros(1)}, 3, {"rates": to_metadata(whole_run(begun))})
     again = parse(pretrain.Command, flags).run
     for spelled in (["--run_dir", str(run.path)], [f"--run_dir={run.path}"]):
         assert parse(pretrain.Command, [*flags[:2], *spelled]).run == again

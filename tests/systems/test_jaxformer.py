@@ -22,7 +22,7 @@ def start(request):
     numbers = models.JAXformer(**sizes, layers_per_block=request.param, experts=experts, shared=2)
     build = lambda: models.build(numbers, key=jax.random.key(0))
     # With an eps above what is left of the keys' biases' gradients, which are zero: Adam would make moves of rounding.
-    optimizer = training.optimizer("adamw", eqx.filter_eval_shape(build), schedule=1e-2, eps=1e-6)
+    optimizer = training.optimizer("adamw", eqx.filter_eval_shape(build), rate=1e-2, eps=1e-6)
     return optimizer, eqx.filter_jit(lambda: training.init_state(build(), optimizer))()
 
 

@@ -28,7 +28,7 @@ def many(make_batch):
 def test_a_batch_that_overflows_is_learnt(make_model, many, parameters):
     plain = make_model(layers=1)
     make = lambda: nn.Precision(parameters, "float16").apply(make_model(layers=1))
-    rule = training.optimizer("sgd", make(), schedule=0.02)
+    rule = training.optimizer("sgd", make(), rate=0.02)
     step = training.make_step(training.next_token_loss, rule)
     found, of_plain = [], training.accumulated_gradients(training.next_token_loss)
     exact = eqx.filter_jit(lambda m: [training.global_norm(x) for x in of_plain(m, many, None)[1:]])(plain)
@@ -52,9 +52,9 @@ def test_other_dtypes_have_no_scale(make_model):
         model = nn.Precision(*dtypes).apply(make_model(layers=1))
         assert loss_scale(model) is None
         assert (
-            len(jax.tree.leaves(training.init_state(model, training.optimizer("sgd", model, schedule=0.1))))
+            len(jax.tree.leaves(training.init_state(model, training.optimizer("sgd", model, rate=0.1))))
             == len(jax.tree.leaves(model))
-            + len(jax.tree.leaves(training.optimizer("sgd", model, schedule=0.1).init(model)))
+            + len(jax.tree.leaves(training.optimizer("sgd", model, rate=0.1).init(model)))
             + 3
         )
     of_half = loss_scale([jnp.ones(2, jnp.float16)])
@@ -85,7 +85,7 @@ def test_the_scale_changes_no_bit_of_what_neither_overflows_nor_vanishes(make_mo
 
 def test_a_resumed_run_has_its_scale(make_model, make_batch, tmp_path):
     model, batch = nn.Precision("float16", "float16").apply(make_model(layers=1)), make_batch(rows=4)
-    rule = training.optimizer("sgd", model, schedule=0.02)
+    rule = training.optimizer("sgd", model, rate=0.02)
     step = training.make_step(training.next_token_loss, rule)
     state, _ = step(training.init_state(model, rule), batch)
     state = eqx.tree_at(lambda s: s.loss_scale.value, state, jnp.float32(2**7))

@@ -98,7 +98,7 @@ def trained(filled):
     gradients = random_gradients(model)
     options = {"adamw": dict(weight_decay=DECAY), "muon": dict(weight_decay=DECAY), "sgd": dict(momentum=0.9)}
     after = {
-        name: run(training.optimizer(name, model, schedule=RATE, **options[name]), model, gradients)
+        name: run(training.optimizer(name, model, rate=RATE, **options[name]), model, gradients)
         for name in training.OPTIMIZERS
     }
     return model, {path: [by_path(g)[path] for g in gradients] for path in by_path(gradients[0])}, after
@@ -160,7 +160,7 @@ def test_an_update_of_muon_is_as_large_as_one_of_adamw(trained):
 def test_tables_decay_by_choice_and_a_given_mask_is_used(make_model):
     model = make_model(layers=1)
     zero = [jax.tree.map(jnp.zeros_like, training.trainable(model))]
-    make = partial(training.sgd, model, schedule=training.constant(RATE), weight_decay=DECAY)
+    make = partial(training.sgd, model, rate=training.constant(RATE), weight_decay=DECAY)
     kept, _ = run(make(decay_tables=False), model, zero)
     moved, _ = run(make(), model, zero)
     before = by_path(training.trainable(model))
@@ -176,7 +176,7 @@ def test_tables_decay_by_choice_and_a_given_mask_is_used(make_model):
 def test_state_mirrors_the_parameters(name, make_model):
     model = make_model(layers=1)
     options = dict(momentum=0.9) if name == "sgd" else {}
-    optimizer = training.optimizer(name, model, schedule=RATE, **options)
+    optimizer = training.optimizer(name, model, rate=RATE, **options)
     state = jax.eval_shape(optimizer.init, training.trainable(model))
     parameters = training.trainable(model)
     specs = jax.tree.map(lambda x: PartitionSpec(*"abcd"[: x.ndim]), parameters)
@@ -194,7 +194,7 @@ def test_state_mirrors_the_parameters(name, make_model):
 
 def test_narrow_parameters_have_wide_moments_and_integers_stay(make_model):
     model = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, make_model(layers=1))
-    optimizer = training.optimizer("adamw", model, schedule=RATE)
+    optimizer = training.optimizer("adamw", model, rate=RATE)
     state, parameters = optimizer.init(model), training.trainable(model)
     gradient = jax.tree.map(jnp.ones_like, parameters)
     after, state = eqx.filter_jit(optimizer.update)(gradient, state, parameters, jnp.float32(RATE))
@@ -206,9 +206,9 @@ def test_narrow_parameters_have_wide_moments_and_integers_stay(make_model):
 def test_an_optimizer_can_be_made_from_shapes(make_model):
     built = make_model(layers=1)
     shapes = eqx.filter_eval_shape(lambda model: model, built)
-    optimizer = training.optimizer("muon", shapes, schedule=RATE)
+    optimizer = training.optimizer("muon", shapes, rate=RATE)
     state = optimizer.init(built)
-    assert jax.tree.structure(state) == jax.tree.structure(training.optimizer("muon", built, schedule=RATE).init(built))
+    assert jax.tree.structure(state) == jax.tree.structure(training.optimizer("muon", built, rate=RATE).init(built))
 
 
 def test_norm_is_of_all_leaves_together():
@@ -222,4 +222,4 @@ def test_norm_is_of_all_leaves_together():
 
 def test_an_unknown_name_is_refused(make_model):
     with pytest.raises(ValueError, match="'adam'.*adamw, muon, sgd"):
-        training.optimizer("adam", make_model(layers=1), schedule=RATE)
+        training.optimizer("adam", make_model(layers=1), rate=RATE)

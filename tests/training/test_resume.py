@@ -13,8 +13,8 @@ from eqformer import training
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, make_model, make_batch, key):
     batches = [make_batch(rows=4, seed=step, first=4 * step) for step in range(6)]
     model = make_model(dropout=0.2, layers=1)
-    # The schedule's end is near, so that a wrong step would show in the rate.
-    optimizer = training.adamw(model, schedule=training.warmup_cosine(1e-2, steps=8, warmup=2))
+    # The rates end soon, so that a wrong step would show in the rate.
+    optimizer = training.adamw(model, rate=training.warmup_cosine(1e-2, steps=8, warmup=2))
     step = training.make_step(training.next_token_loss, optimizer)
 
     def start():

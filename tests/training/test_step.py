@@ -54,13 +54,13 @@ def quadratic():
     def batch(gradient, count=1.0):
         return jnp.asarray([gradient], jnp.float32), jnp.asarray([count], jnp.float32)
 
-    optimizer = training.optimizer("adamw", make(), schedule=training.warmup_cosine(0.1, steps=10, warmup=2))
+    optimizer = training.optimizer("adamw", make(), rate=training.warmup_cosine(0.1, steps=10, warmup=2))
     return make, batch, optimizer, training.make_step(of_batch, optimizer, clip=1.0), of_batch
 
 
 def test_the_norm_is_exact_and_reported_before_clipping(quadratic):
     make, batch, _, _, of_batch = quadratic
-    optimizer = training.optimizer("sgd", make(), schedule=0.5)
+    optimizer = training.optimizer("sgd", make(), rate=0.5)
     for gradient, expected in (([6.0, 8.0], [0.6, 0.8]), ([0.3, 0.4], [0.15, 0.2])):
         step = training.make_step(of_batch, optimizer, clip=1.0)
         state, metrics = step(training.init_state(make(), optimizer), batch(gradient, 2.0))
@@ -110,7 +110,7 @@ def test_the_rate_follows_the_run_s_step_through_skipped_ones(quadratic):
     for gradient in (1.0, np.nan, 1.0, 1.0):
         state, metrics = step(state, batch([gradient, 1.0]))
         rates.append(float(metrics["learning_rate"]))
-    np.testing.assert_allclose(rates, [optimizer.schedule(i) for i in range(4)], rtol=1e-6)
+    np.testing.assert_allclose(rates, [optimizer.rate(i) for i in range(4)], rtol=1e-6)
 
 
 def test_narrow_parameters_train(quadratic):
@@ -142,7 +142,7 @@ def test_float64_parameters_train_in_float64(quadratic):
 
 def test_everything_but_the_batch_is_updated_in_place(make_model, make_batch, key):
     model, batch = make_model(), jax.tree.map(jnp.asarray, make_batch())
-    optimizer = training.optimizer("adamw", model, schedule=1e-3)
+    optimizer = training.optimizer("adamw", model, rate=1e-3)
     step = training.make_step(loss, optimizer, accumulate=2)
     state = training.init_state(model, optimizer)
     memory = step.lower(state, batch, key).compile().compiled.memory_analysis()
@@ -162,7 +162,7 @@ def test_the_key_of_a_step_is_its_own(make_batch, key):
     def noise(model, batch, key):
         return model[0] * jax.random.normal(key, ()), jnp.ones(())
 
-    optimizer = training.sgd([jnp.ones(())], schedule=training.constant(1.0), matrices=[None])
+    optimizer = training.sgd([jnp.ones(())], rate=training.constant(1.0), matrices=[None])
     step = training.make_step(noise, optimizer, clip=None)
     state, seen = training.init_state([jnp.ones(())], optimizer), []
     for number in range(2):
@@ -177,7 +177,7 @@ def test_the_key_of_a_step_is_its_own(make_batch, key):
 def test_an_array_in_two_places_becomes_two():
     shared = jnp.ones(2)
     model = {"one": shared, "two": shared}
-    optimizer = training.sgd(model, schedule=training.constant(1.0), matrices={"one": None, "two": None})
+    optimizer = training.sgd(model, rate=training.constant(1.0), matrices={"one": None, "two": None})
     step = training.make_step(lambda m, batch, key: (jnp.sum(m["one"] - m["two"]), jnp.ones(())), optimizer, clip=None)
     state, _ = step(training.init_state(model, optimizer), None)
     np.testing.assert_array_equal([state.model["one"], state.model["two"]], [[0, 0], [2, 2]])

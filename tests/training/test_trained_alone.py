@@ -30,7 +30,7 @@ def by_path(tree):
 
 def trained(name, part, **options):
     """The paths that some steps change, the losses, and what the optimizer remembers of parameters."""
-    rule = training.optimizer(name, adapted(), schedule=0.05, trained=part)
+    rule = training.optimizer(name, adapted(), rate=0.05, trained=part)
     step = training.make_step(training.next_token_loss, rule, **options)
     state = training.init_state(adapted(), rule)
     before, losses = by_path(eqx.filter(state.model, eqx.is_array)), []

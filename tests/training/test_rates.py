@@ -1,4 +1,4 @@
-"""Schedules against their formulas in plain Python."""
+"""Learning rates against their formulas in plain Python."""
 
 import math
 
@@ -26,10 +26,10 @@ def stable(step, peak, steps, warmup, decay, final):
 
 def test_cosine_and_plateau_follow_their_formulas():
     steps = np.arange(0, 130)
-    rates = training.schedule("warmup-cosine", peak=3e-3, steps=100, warmup=7, final=0.2)
+    rates = training.rates("warmup-cosine", peak=3e-3, steps=100, warmup=7, final=0.2)
     expected = [cosine(step, 3e-3, 100, 7, 0.2) for step in steps]
     np.testing.assert_allclose([rates(int(step)) for step in steps], expected, rtol=2e-6)
-    rates = training.schedule("warmup-stable-decay", peak=3e-3, steps=100, warmup=7, decay=30, final=0.1)
+    rates = training.rates("warmup-stable-decay", peak=3e-3, steps=100, warmup=7, decay=30, final=0.1)
     expected = [stable(step, 3e-3, 100, 7, 30, 0.1) for step in steps]
     np.testing.assert_allclose(jax.vmap(rates)(jnp.asarray(steps)), expected, rtol=2e-6)
     # The control: the two differ where they should.
@@ -37,10 +37,10 @@ def test_cosine_and_plateau_follow_their_formulas():
 
 
 def test_constant_and_defaults():
-    rates = training.schedule("constant", peak=0.5, steps=9, warmup=3)
+    rates = training.rates("constant", peak=0.5, steps=9, warmup=3)
     np.testing.assert_allclose([rates(step) for step in (0, 1, 2, 3, 800)], [0.125, 0.25, 0.375, 0.5, 0.5])
     assert rates(4).dtype == np.float32
-    rates = training.schedule("warmup-stable-decay", peak=1.0, steps=100)
+    rates = training.rates("warmup-stable-decay", peak=1.0, steps=100)
     assert rates(80) == 1 and rates(81) < 1 and rates(100) == 0
     rates = training.warmup_stable_decay(1.0, steps=10, warmup=9)  # the default decay fits beside a long warmup
     assert rates(9) == 1 and rates(10) == 0
@@ -64,4 +64,4 @@ def test_constant_and_defaults():
 )
 def test_nonsense_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        training.schedule(**arguments)
+        training.rates(**arguments)

@@ -1,4 +1,7 @@
-"""Learning-rate schedules, by name, with the checks that a schedule itself does not make."""
+"""Learning rates: functions of the step, made by name, with their arguments checked.
+
+They are called rates, and never schedules: that word is a pipeline's.
+"""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -8,16 +11,16 @@ import optax
 from jaxtyping import Array, Float, Int
 
 
-Schedule = Callable[[int | Int[Array, ""]], Float[Array, ""]]
+Rates = Callable[[int | Int[Array, ""]], Float[Array, ""]]  # step -> learning rate
 
 
-def constant(peak: float, *, warmup: int = 0) -> Schedule:
+def constant(peak: float, *, warmup: int = 0) -> Rates:
     """`peak` at every step, after a linear warmup of `warmup` steps."""
     _check("constant", peak=peak, warmup=warmup)
     return _as_float32(_after_warmup(optax.schedules.constant_schedule(peak), peak, warmup))
 
 
-def warmup_cosine(peak: float, *, steps: int, warmup: int = 0, final: float = 0.1) -> Schedule:
+def warmup_cosine(peak: float, *, steps: int, warmup: int = 0, final: float = 0.1) -> Rates:
     """Linear warmup to `peak`, then half a cosine down to `final * peak` at step `steps` (arXiv 1608.03983)."""
     _check("warmup_cosine", peak=peak, steps=steps, warmup=warmup, final=final)
     cosine = optax.schedules.cosine_decay_schedule(peak, steps - warmup, alpha=final)
@@ -26,7 +29,7 @@ def warmup_cosine(peak: float, *, steps: int, warmup: int = 0, final: float = 0.
 
 def warmup_stable_decay(
     peak: float, *, steps: int, warmup: int = 0, decay: int | None = None, final: float = 0.0
-) -> Schedule:
+) -> Rates:
     """Linear warmup to `peak`, a plateau, then a line down to `final * peak` over the last `decay` steps.
 
     A run may be prolonged from any checkpoint of its plateau (arXiv 2404.06395). `decay=None` is a fifth of the steps.
@@ -37,12 +40,12 @@ def warmup_stable_decay(
     return _as_float32(_after_warmup(fall, peak, warmup))
 
 
-SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
+RATES: Mapping[str, Callable[..., Rates]] = MappingProxyType(
     {"constant": constant, "warmup-cosine": warmup_cosine, "warmup-stable-decay": warmup_stable_decay}
 )
 
 
-def schedule(
+def rates(
     name: str,
     *,
     peak: float,
@@ -50,28 +53,28 @@ def schedule(
     warmup: int = 0,
     decay: int | None = None,
     final: float | None = None,
-) -> Schedule:
-    """The schedule of a name in `SCHEDULES`: step -> learning rate, float32, traceable.
+) -> Rates:
+    """The learning rate as a function of the step, by a name in `RATES`: float32, and traceable.
 
-    Warmup rises by equal increments from `peak / (warmup + 1)` at step 0 to `peak` at step `warmup`, so that no step
-    is spent at a rate of zero. Arguments that the named schedule does not have are refused.
+    Warmup rises linearly from `peak / (warmup + 1)` at step 0 to `peak` at step `warmup`, so that no step has a rate of
+    zero. Raises a `ValueError` for an unknown name and for an option that the named rates do not have.
     """
     options = {"decay": decay, "final": final}
     given = {option: value for option, value in options.items() if value is not None}
     readable = {"constant": (), "warmup-cosine": ("final",), "warmup-stable-decay": ("decay", "final")}
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule({name!r}): the schedules are {', '.join(SCHEDULES)}; pass one of these.")
+    if name not in RATES:
+        raise ValueError(f"rates({name!r}): the names are {', '.join(RATES)}; pass one of these.")
     for option, value in given.items():
         if option not in readable[name]:
-            raise ValueError(f"schedule({name!r}, {option}={value}): {name} has no `{option}`; leave it out.")
+            raise ValueError(f"rates({name!r}, {option}={value}): {name} has no `{option}`; leave it out.")
     if name == "constant":
         _check(name, steps=steps, warmup=warmup)
         return constant(peak, warmup=warmup)
-    return SCHEDULES[name](peak, steps=steps, warmup=warmup, **given)
+    return RATES[name](peak, steps=steps, warmup=warmup, **given)
 
 
-def switched(first: Schedule, after: Schedule, *, at: int) -> Schedule:
-    """`first` before step `at` and `after` from it on, each of the same count of steps."""
+def switched(first: Rates, after: Rates, *, at: int) -> Rates:
+    """`first(step)` for steps before `at`, `after(step)` from it on."""
     if at < 1:
         raise ValueError(f"switched(at={at}): nothing comes before that step; pass at least 1, or `after` alone.")
 
@@ -88,7 +91,7 @@ def _after_warmup(after: optax.Schedule, peak: float, warmup: int) -> optax.Sche
     return optax.schedules.join_schedules([rise, after], [warmup])
 
 
-def _as_float32(of_step: optax.Schedule) -> Schedule:
+def _as_float32(of_step: optax.Schedule) -> Rates:
     def rate(step: int | Int[Array, ""]) -> Float[Array, ""]:
         # Optax mixes integers and floats where promotion is strict, so the step goes in as the float it becomes.
         return jnp.asarray(of_step(jnp.asarray(step, jnp.float32)), jnp.float32)
