@@ -40,30 +40,25 @@ def keys_of(recipe: Recipe) -> Keys:
 def load_model(recipe: Recipe, plan: parallel.Plan | None, screen: Screen) -> nn.Transformer:
     """The model that the recipe starts from, as it was published, where the plan keeps it."""
     assert recipe.published is not None
-    execution = recipe.execution
     with screen.bytes(f"reading {recipe.published}") as progress:
         model = models.load(
             recipe.published,
             plan=plan,
             dtype=recipe.precision.parameters,
-            core=CORES[execution.core](),
-            remat=execution.remat,
-            unroll=execution.unroll,
             progress=progress,
         )
-    return adapted(recipe, recipe.precision.apply(model))
+    return as_recipe_says(recipe, model)
 
 
 def build_model(recipe: Recipe) -> nn.Transformer:
     """The recipe's model with its first weights."""
-    execution = recipe.execution
-    model = models.build(
-        recipe.model,
-        core=CORES[execution.core](),
-        remat=execution.remat,
-        unroll=execution.unroll,
-        key=keys_of(recipe).init,
-    )
+    return as_recipe_says(recipe, models.build(recipe.model, key=keys_of(recipe).init))
+
+
+def as_recipe_says(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
+    """The model run as the recipe's execution says, in its dtypes, with its low-rank changes."""
+    its = recipe.execution
+    model = nn.run_with(model, core=CORES[its.core](), remat=its.remat, unroll=its.unroll)
     return adapted(recipe, recipe.precision.apply(model))
 
 

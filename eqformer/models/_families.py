@@ -123,21 +123,15 @@ def preset(name: str) -> Numbers:
     return known[name]
 
 
-def build(
-    model: str | Numbers,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
+def build(model: str | Numbers, *, key: Key[Array, ""]) -> Transformer:
     """A model with random weights, from the name of a preset or from a family's numbers.
 
-    Build under `equinox.filter_eval_shape` to get shapes alone, of a model of any size.
+    Build under `equinox.filter_eval_shape` to get shapes alone, of a model of any size; `nn.run_with` chooses how it
+    runs.
     """
     numbers = preset(model) if isinstance(model, str) else model
     family = family_of(f"build({model!r})", numbers)
-    return family.build(numbers, core=core, remat=remat, unroll=unroll, key=key)
+    return family.build(numbers, key=key)
 
 
 def family_of(call: str, numbers: Numbers) -> Family:

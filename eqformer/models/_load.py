@@ -35,9 +35,6 @@ def load(
     plan: Plan | None = None,
     *,
     dtype: DTypeLike | None = None,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> nn.Transformer:
     """The model published in a folder, on the first device or, in parts, where a plan keeps its parameters.
@@ -46,8 +43,8 @@ def load(
     memory, read once, and copied into the parts of it that this process's devices hold; beside the parts of one leaf
     (the same array of all layers, or those published joined to it) nothing is held. Each leaf has its published dtype,
     one that holds those of all layers, or `dtype` (also `bf16`), and `nn.float32_at_least` where a field says so; the
-    model computes in its table's. `core`, `remat`, `unroll` are `build`'s; `progress` is told the bytes that are done,
-    and of how many.
+    model computes in its table's; `nn.run_with` chooses how it runs. `progress` is told the bytes that are done, and of
+    how many.
 
     Raises a `ValueError` for a folder that is not what it says, and one that lists what is left over: arrays of the
     folder that no rule reads (but for a head that is stored beside its equal, the table to which it is tied), leaves
@@ -58,7 +55,7 @@ def load(
     dtype = None if dtype is None else float_dtype(dtype, f"{folder.call}: dtype={dtype!r}")
     published, numbers = numbers_of(folder.path)
     rules = rules_of(folder, published, numbers)
-    shapes = eqx.filter_eval_shape(lambda: build(numbers, core=core, remat=remat, unroll=unroll, key=jax.random.key(0)))
+    shapes = eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))
     _check_names(folder, published, rules, shapes)
     kept = _dtypes(folder, rules, shapes, dtype)
     arrays, rest = eqx.partition(shapes, _is_shape)

@@ -46,6 +46,7 @@ from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import GatedMLP as GatedMLP, MLP as MLP
 from ._norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from ._precision import cast as cast, Precision as Precision
+from ._run_with import run_with as run_with
 from ._stack import REMAT as REMAT, Stack as Stack
 from ._sums import (
     look_up as look_up,

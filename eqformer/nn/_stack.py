@@ -17,7 +17,8 @@ class Stack(eqx.Module):
 
     The blocks are built in one trace and run in one trace, so neither start-up nor compilation grows with depth. A
     slice of layers is plain indexing: `stack[2]` is a block, `stack[2:4]` a stack. Unlike blocks that repeat go into
-    one `Period`; kinds that do not repeat go into stacks of their own.
+    one `Period`; kinds that do not repeat go into stacks of their own. What the backward pass recomputes (`remat`, see
+    `REMAT`) and how many layers a turn of the scan runs (`unroll`) is set by `run_with`.
     """
 
     numbers: Int[Array, "layers"]
@@ -25,24 +26,14 @@ class Stack(eqx.Module):
     unroll: int = eqx.field(static=True)
     blocks: Layer = ensemble("layers")
 
-    def __init__(
-        self,
-        make: Callable[[Key[Array, ""]], Layer],
-        layers: int,
-        *,
-        remat: str = "none",
-        unroll: int = 1,
-        key: Key[Array, ""],
-    ):
-        """Build `make(key)` for `layers` keys. `remat` names what the backward pass recomputes, see `REMAT`."""
+    def __init__(self, make: Callable[[Key[Array, ""]], Layer], layers: int, *, key: Key[Array, ""]):
+        """Build `make(key)` for `layers` keys."""
         if layers < 1:
             raise ValueError(f"Stack(layers={layers}): a stack holds at least one block.")
-        if remat not in REMAT:
-            raise ValueError(f"Stack(remat={remat!r}): the policies are {', '.join(REMAT)}.")
         self.blocks = eqx.filter_vmap(make)(jax.random.split(key, layers))
         # Each layer keeps its own number, whatever slice it is in: random keys are folded with it.
         self.numbers = jnp.arange(layers, dtype=jnp.int32)
-        self.remat, self.unroll = remat, unroll
+        self.remat, self.unroll = "none", 1
 
     def __len__(self) -> int:
         return self.numbers.shape[0]

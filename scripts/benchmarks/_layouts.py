@@ -68,7 +68,7 @@ class Run:
     """A step over a mesh, its state and a batch, ready to be called."""
 
     def __init__(self, plan: Plan, numbers: models.Llama = NUMBERS, rows: int = ROWS, **how: Any):
-        make = lambda: models.build(numbers, **_AS_RECIPES | how, key=jax.random.key(0))
+        make = lambda: nn.run_with(models.build(numbers, key=jax.random.key(0)), **_AS_RECIPES | how)
         optimizer = training.optimizer("adamw", eqx.filter_eval_shape(make), rate=1e-3)
         first = lambda: training.init_state(plan.to_ring_order(make()), optimizer)
         self.state = init_sharded(first, lambda shapes: training.state_shardings(plan, optimizer, shapes))
@@ -126,7 +126,7 @@ def schedules(rounds: int) -> Iterator[Row]:
 
 def communication(rounds: int) -> Iterator[Row]:
     """Bytes a device sends in a step of each layout, counted in the compiled program, over those that formulas tell."""
-    model = eqx.filter_eval_shape(lambda: models.build(NUMBERS, **_AS_RECIPES, key=jax.random.key(0)))
+    model = eqx.filter_eval_shape(lambda: nn.run_with(models.build(NUMBERS, key=jax.random.key(0)), **_AS_RECIPES))
     for name in LAYOUTS:
         plan = _plan(name)
         counted = counted_bytes(plan, planning.communication(Run(plan).step.compiled, mesh=plan.mesh))

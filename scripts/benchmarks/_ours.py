@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eqformer import Batch, generation, models, training
+from eqformer import Batch, generation, models, nn, training
 
 
 def random_batch(vocab: int, rows: int, seq: int) -> Batch:
@@ -26,9 +26,9 @@ def random_batch(vocab: int, rows: int, seq: int) -> Batch:
 def step_and_state(numbers: Any, **how: Any) -> tuple[training.Step, training.TrainState]:
     """A step of AdamW with clipping, and the first state, of a model of these numbers."""
 
-    make, key = partial(models.build, numbers, **how), jax.random.key(0)
-    optimizer = training.optimizer("adamw", eqx.filter_eval_shape(lambda: make(key=key)), rate=1e-3)
-    state = eqx.filter_jit(lambda: training.init_state(make(key=key), optimizer))()
+    make = lambda: nn.run_with(models.build(numbers, key=jax.random.key(0)), **how)
+    optimizer = training.optimizer("adamw", eqx.filter_eval_shape(make), rate=1e-3)
+    state = eqx.filter_jit(lambda: training.init_state(make(), optimizer))()
     return training.make_step(training.next_token_loss, optimizer), state
 
 

@@ -55,7 +55,7 @@ def _loading(folder: Path, rounds: int) -> Iterator[Row]:
 
 def _forward(folder: Path, name: str, numbers: models.Numbers, rounds: int) -> Iterator[Row]:
     models.save(models.build(numbers, key=jax.random.key(0)), folder, numbers=numbers)
-    model = models.load(folder, core=nn.BlockwiseCore())
+    model = models.load(folder)
     ids = np.random.default_rng(0).integers(1, SHAPE["vocab"], (ROWS, SEQ), dtype=np.int32)
     run = eqx.filter_jit(lambda model, ids: model(ids)[0])
     apart = generation.unstacked(model)

@@ -108,15 +108,6 @@ def test_indices(stack):
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"Stack\(layers=0\): a stack holds at least one block"):
         nn.Stack(block, 0, key=KEY)
-    with pytest.raises(ValueError, match=r"Stack\(remat='some'\): the policies are none, full, dots, dots_no_batch"):
-        nn.Stack(block, 1, remat="some", key=KEY)
-
-
-def with_remat(stack, name, unroll=1):
-    return jax.tree_util.tree_unflatten(
-        jax.tree.structure(eqx.filter_eval_shape(nn.Stack, block, len(stack), remat=name, unroll=unroll, key=KEY)),
-        jax.tree.leaves(stack),
-    )
 
 
 def test_remat_keeps_gradients_and_saves_memory(stack):
@@ -126,7 +117,7 @@ def test_remat_keeps_gradients_and_saves_memory(stack):
     deep = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * 3), stack)
 
     def measured(name):
-        module = with_remat(deep, name)
+        module = nn.run_with(deep, remat=name)
         arrays, static = eqx.partition(module, eqx.is_inexact_array)
         loss = lambda arrays: jnp.sum(eqx.combine(arrays, static)(x, tokens)[0] ** 2)
         compiled = jax.jit(jax.grad(loss)).lower(arrays).compile()
@@ -146,7 +137,7 @@ def test_remat_keeps_gradients_and_saves_memory(stack):
 
 def test_unrolling_changes_nothing(stack):
     x = normal(1, 2, 3, EMBED)
-    assert close(run(with_remat(stack, "none", unroll=2), x)[0], run(stack, x)[0], 1e-6)
+    assert close(run(nn.run_with(stack, unroll=2), x)[0], run(stack, x)[0], 1e-6)
 
 
 def test_what_is_compiled_does_not_grow_with_depth():

@@ -214,7 +214,7 @@ def of_blocks(*makes: Make, remat: str = "none", vocab: int = 50) -> nn.Transfor
     keys = jax.random.split(jax.random.key(0), 3)
     return nn.Transformer(
         nn.Embedding(vocab=vocab, embed=EMBED, scale=2.0, key=keys[0]),
-        tuple(nn.Stack(make, 4, remat=remat, key=keys[1]) for make in makes),
+        tuple(nn.run_with(nn.Stack(make, 4, key=keys[1]), remat=remat) for make in makes),
         norm(),
         nn.Linear("embed -> vocab", embed=EMBED, vocab=vocab, bias=True, key=keys[2]),
         dropout=nn.Dropout(0.1),
@@ -250,7 +250,8 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
         if plain in BLOCKS:
             model = of_blocks(*BLOCKS[plain], remat=remat)
         else:
-            model = models.build(FAMILIES[plain], core=CORES.get(plain, CORE), remat=remat, key=jax.random.key(0))
+            model = models.build(FAMILIES[plain], key=jax.random.key(0))
+            model = nn.run_with(model, core=CORES.get(plain, CORE), remat=remat)
         return model if plain == name else nn.with_lora(model, [nn.Linear], rank=3, alpha=0.3, key=jax.random.key(1))
 
     with jax.ensure_compile_time_eval():

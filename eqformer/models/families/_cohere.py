@@ -1,7 +1,6 @@
 """Command R (Cohere 2024): attention and feed-forward side by side after one norm, scaled logits."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,15 +52,8 @@ class Cohere:
     max_seq: int = 8192  # the longest rows it was trained on; it changes nothing
 
 
-def build_cohere(
-    numbers: Cohere,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Command R with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_cohere(numbers: Cohere, *, key: Key[Array, ""]) -> Transformer:
+    """A Command R with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
     damping = (2 * numbers.layers) ** -0.5
 
@@ -83,7 +75,6 @@ def build_cohere(
                 query_norm=norm(heads=numbers.heads, head_dim=head_dim),
                 key_norm=norm(kv_heads=numbers.kv_heads, head_dim=head_dim),
                 rotary=Rotary(head_dim, numbers.theta, interleaved=True, scaling=numbers.scaling),
-                core=core,
                 key=attention,
             ),
             feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
@@ -94,7 +85,7 @@ def build_cohere(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=(Stack(block, numbers.layers, remat=remat, unroll=unroll, key=stack),),
+        stacks=(Stack(block, numbers.layers, key=stack),),
         norm=LayerNorm("embed", embed=embed, bias=False, eps=numbers.eps),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
         logit_scale=numbers.logit_scale,

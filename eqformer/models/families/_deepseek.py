@@ -86,7 +86,6 @@ def latent_block(
     router: Callable[[Key[Array, ""]], TopKRouter],
     losses: tuple[LoadBalance, ...],
     interleaved: bool,
-    core: Callable[..., Array] | None,
     key: Key[Array, ""],
 ) -> Block:
     """Latent attention, whose scores YaRN sharpens by `temperature` too, and a gated layer or a mixture."""
@@ -121,7 +120,6 @@ def latent_block(
             rotary=Rotary(numbers.rope_dim, numbers.theta, interleaved=interleaved, scaling=scaling),
             output_std=damping * (numbers.heads * numbers.v_dim) ** -0.5,
             scale=sharper * (numbers.head_dim + numbers.rope_dim) ** -0.5,
-            core=core,
             key=attention,
         ),
         feed_forward=mixture(feed_forward) if is_mixture else gated(numbers.mlp, feed_forward),

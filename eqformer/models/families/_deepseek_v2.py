@@ -1,7 +1,6 @@
 """DeepSeek-V2 (arXiv:2405.04434): latent attention, and many small experts beside shared ones."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Array, Key
@@ -56,15 +55,8 @@ class DeepSeekV2:
     max_seq: int = 163_840  # the longest rows it was trained on; it changes nothing
 
 
-def build_deepseek_v2(
-    numbers: DeepSeekV2,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A DeepSeek-V2 with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_deepseek_v2(numbers: DeepSeekV2, *, key: Key[Array, ""]) -> Transformer:
+    """A DeepSeek-V2 with random weights."""
     embed = numbers.embed
 
     def router(key: Key[Array, ""]) -> TopKRouter:
@@ -80,9 +72,9 @@ def build_deepseek_v2(
 
     losses = (LoadBalance(numbers.balance, per="sequence"),) if numbers.balance else ()
     block = lambda is_mixture, key: latent_block(
-        numbers, is_mixture, router=router, losses=losses, interleaved=True, core=core, key=key
+        numbers, is_mixture, router=router, losses=losses, interleaved=True, key=key
     )
-    return decoder(numbers, block, mixtures_after_dense(numbers), remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, mixtures_after_dense(numbers), key=key)
 
 
 _YARN = YarnScaling(40.0, 4096, magnitude=1.0)

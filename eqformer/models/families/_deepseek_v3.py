@@ -58,15 +58,8 @@ class DeepSeekV3:
     max_seq: int = 163_840  # the longest rows it was trained on; it changes nothing
 
 
-def build_deepseek_v3(
-    numbers: DeepSeekV3,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A DeepSeek-V3 with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_deepseek_v3(numbers: DeepSeekV3, *, key: Key[Array, ""]) -> Transformer:
+    """A DeepSeek-V3 with random weights."""
     embed = numbers.embed
 
     def router(key: Key[Array, ""]) -> TopKRouter:
@@ -86,9 +79,9 @@ def build_deepseek_v3(
 
     losses = (LoadBalance(numbers.balance, per="sequence", normalise=True),) if numbers.balance else ()
     block = lambda is_mixture, key: latent_block(
-        numbers, is_mixture, router=router, losses=losses, interleaved=numbers.interleaved, core=core, key=key
+        numbers, is_mixture, router=router, losses=losses, interleaved=numbers.interleaved, key=key
     )
-    return decoder(numbers, block, mixtures_after_dense(numbers), remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, mixtures_after_dense(numbers), key=key)
 
 
 DEEPSEEK_V3_PRESETS = {

@@ -1,7 +1,6 @@
 """Gemma (Mesnard et al. 2024, arXiv:2403.08295): scaled embeddings, norms counted from one, gated gelu, wide heads."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,15 +42,8 @@ class Gemma:
     max_seq: int = 8192  # the longest rows it was trained on; it changes nothing
 
 
-def build_gemma(
-    numbers: Gemma,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Gemma with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_gemma(numbers: Gemma, *, key: Key[Array, ""]) -> Transformer:
+    """A Gemma with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim
     damping = (2 * numbers.layers) ** -0.5
 
@@ -65,7 +57,6 @@ def build_gemma(
                 head_dim=head_dim,
                 output_std=damping * (numbers.heads * head_dim) ** -0.5,
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                core=core,
                 key=attention,
             ),
             feed_forward=GatedMLP(
@@ -82,7 +73,7 @@ def build_gemma(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, scale=embed**0.5, key=embedding),
-        stacks=(Stack(block, numbers.layers, remat=remat, unroll=unroll, key=stack),),
+        stacks=(Stack(block, numbers.layers, key=stack),),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
     )

@@ -56,17 +56,10 @@ class Gemma2:
     max_seq: int = 8192  # the longest rows it was trained on; it changes nothing
 
 
-def build_gemma2(
-    numbers: Gemma2,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Gemma 2 with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_gemma2(numbers: Gemma2, *, key: Key[Array, ""]) -> Transformer:
+    """A Gemma 2 with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim
-    core = _capped(core, numbers.score_softcap)
+    core = BlockwiseCore(softcap=numbers.score_softcap)
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         attention, mlp = jax.random.split(key)
@@ -90,17 +83,7 @@ def build_gemma2(
         )
 
     ends: dict[str, Any] = {"offset": 1.0, "embedding_scale": embed**0.5, "logit_softcap": numbers.logit_softcap}
-    return decoder(numbers, block, windows_of(numbers), **ends, remat=remat, unroll=unroll, key=key)
-
-
-def _capped(core: Any, softcap: float | None) -> Any:
-    """The core with this softcap, by default `BlockwiseCore`; raises a `ValueError` for a core that has none."""
-    if softcap is None:
-        return core
-    core = BlockwiseCore() if core is None else core
-    if not hasattr(core, "softcap"):
-        raise ValueError(f"Gemma2(score_softcap={softcap}), core={core}: pass BlockwiseCore() or ReferenceCore().")
-    return dataclasses.replace(core, softcap=softcap)
+    return decoder(numbers, block, windows_of(numbers), **ends, key=key)
 
 
 def _gemma2(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> Gemma2:

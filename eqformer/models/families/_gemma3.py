@@ -57,15 +57,8 @@ class Gemma3:
     max_seq: int = 131_072  # the longest rows it was trained on; it changes nothing
 
 
-def build_gemma3(
-    numbers: Gemma3,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Gemma 3 with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_gemma3(numbers: Gemma3, *, key: Key[Array, ""]) -> Transformer:
+    """A Gemma 3 with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
@@ -82,7 +75,6 @@ def build_gemma3(
                 rotary=far if window is None else Rotary(head_dim, numbers.local_theta),
                 mask=causal() if window is None else sliding_window(window),
                 scale=numbers.query_scalar**-0.5,
-                core=core,
                 key=attention,
             ),
             feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, activation=gelu_tanh, key=mlp),
@@ -93,7 +85,7 @@ def build_gemma3(
         )
 
     ends: dict[str, Any] = {"offset": 1.0, "embedding_scale": embed**0.5, "logit_softcap": numbers.logit_softcap}
-    return decoder(numbers, block, windows_of(numbers), **ends, remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, windows_of(numbers), **ends, key=key)
 
 
 def _gemma3(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> Gemma3:

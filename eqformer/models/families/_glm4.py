@@ -1,7 +1,6 @@
 """GLM-4-0414 (GLM team 2024, arXiv:2406.12793; 2025): norms before and after, half of each head rotated."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,15 +50,8 @@ class GLM4:
     max_seq: int = 32_768  # the longest rows it was trained on; it changes nothing
 
 
-def build_glm4(
-    numbers: GLM4,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A GLM-4 with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_glm4(numbers: GLM4, *, key: Key[Array, ""]) -> Transformer:
+    """A GLM-4 with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
     damping = (2 * numbers.layers) ** -0.5
     turning = int(head_dim * numbers.turning)
@@ -76,7 +68,6 @@ def build_glm4(
                 output_bias=False,
                 output_std=damping * (numbers.heads * head_dim) ** -0.5,
                 rotary=Rotary(turning, numbers.theta, interleaved=True, scaling=numbers.scaling),
-                core=core,
                 key=attention,
             ),
             feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
@@ -89,7 +80,7 @@ def build_glm4(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=(Stack(block, numbers.layers, remat=remat, unroll=unroll, key=stack),),
+        stacks=(Stack(block, numbers.layers, key=stack),),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
     )

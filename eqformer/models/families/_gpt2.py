@@ -1,7 +1,6 @@
 """GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases everywhere, tied embedding."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,15 +36,8 @@ class GPT2:
     dropout: float = 0.0
 
 
-def build_gpt2(
-    numbers: GPT2,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A GPT-2 with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_gpt2(numbers: GPT2, *, key: Key[Array, ""]) -> Transformer:
+    """A GPT-2 with random weights."""
     embed, mlp = numbers.embed, numbers.mlp or 4 * numbers.embed
     if embed % numbers.heads:
         raise ValueError(f"GPT2(embed={embed}, heads={numbers.heads}): heads must divide embed.")
@@ -61,7 +53,6 @@ def build_gpt2(
                 head_dim=embed // numbers.heads,
                 bias=True,
                 output_std=damping * embed**-0.5,
-                core=core,
                 key=attention,
             ),
             feed_forward=MLP(
@@ -81,7 +72,7 @@ def build_gpt2(
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
         positions=LearnedPositions(max_seq=numbers.max_seq, embed=embed, key=positions),
-        stacks=(Stack(block, numbers.layers, remat=remat, unroll=unroll, key=stack),),
+        stacks=(Stack(block, numbers.layers, key=stack),),
         norm=LayerNorm("embed", embed=embed, eps=numbers.eps),
         dropout=dropout,
     )

@@ -56,15 +56,8 @@ class GPTOSS:
     max_seq: int = 131_072  # the longest rows it was trained on; it changes nothing
 
 
-def build_gpt_oss(
-    numbers: GPTOSS,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A gpt-oss with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_gpt_oss(numbers: GPTOSS, *, key: Key[Array, ""]) -> Transformer:
+    """A gpt-oss with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim
     damping = (2 * numbers.layers) ** -0.5
 
@@ -92,7 +85,6 @@ def build_gpt_oss(
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
                 sinks=True,
                 mask=causal() if window is None else sliding_window(window),
-                core=core,
                 key=attention,
             ),
             feed_forward=mixture(feed_forward),
@@ -100,7 +92,7 @@ def build_gpt_oss(
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    return decoder(numbers, block, windows_of(numbers), remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, windows_of(numbers), key=key)
 
 
 GPT_OSS_PRESETS = {

@@ -1,7 +1,6 @@
 """Granite 3 (Granite Team, IBM, 2024): a Llama with multipliers of embeddings, scores, sublayers and logits."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,15 +34,8 @@ class Granite:
     max_seq: int = 4096  # the longest rows it was trained on; it changes nothing
 
 
-def build_granite(
-    numbers: Granite,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Granite with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_granite(numbers: Granite, *, key: Key[Array, ""]) -> Transformer:
+    """A Granite with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
 
     def block(key: Key[Array, ""]) -> Block:
@@ -56,7 +48,6 @@ def build_granite(
                 head_dim=head_dim,
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
                 scale=numbers.attention_scale,
-                core=core,
                 key=attention,
             ),
             feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, key=mlp),
@@ -68,7 +59,7 @@ def build_granite(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, scale=numbers.embedding_scale, key=embedding),
-        stacks=(Stack(block, numbers.layers, remat=remat, unroll=unroll, key=stack),),
+        stacks=(Stack(block, numbers.layers, key=stack),),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
         logit_scale=1 / numbers.logit_divisor,

@@ -9,7 +9,6 @@ head to head, so that scores there depend on more than relative position; ours d
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 from jaxtyping import Array, Key
@@ -56,15 +55,8 @@ class JAXformer:
     balance: float = 0.01
 
 
-def build_jaxformer(
-    numbers: JAXformer,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A JAXformer with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_jaxformer(numbers: JAXformer, *, key: Key[Array, ""]) -> Transformer:
+    """A JAXformer with random weights."""
     embed, mlp = numbers.embed, numbers.mlp or 4 * numbers.embed
     if embed % numbers.heads:
         raise ValueError(f"JAXformer(embed={embed}, heads={numbers.heads}): heads must divide embed.")
@@ -107,7 +99,6 @@ def build_jaxformer(
                 rotary=rotary,
                 bias=True,
                 output_std=damping * embed**-0.5,
-                core=core,
                 key=attention,
             ),
             feed_forward=dense(feed_forward) if experts is None else mixture(experts, feed_forward),
@@ -124,7 +115,7 @@ def build_jaxformer(
     embedding, stack = jax.random.split(key)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=(Stack(block, numbers.blocks, remat=remat, unroll=unroll, key=stack),),
+        stacks=(Stack(block, numbers.blocks, key=stack),),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
     )
 

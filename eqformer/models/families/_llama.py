@@ -1,7 +1,6 @@
 """Llama 2 and 3 (Touvron et al. 2023; Dubey et al. 2024): pre-norm, grouped queries, rotary, gated silu."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,15 +43,8 @@ class Llama:
     max_seq: int = 8192  # the longest rows it was trained on; it changes nothing
 
 
-def build_llama(
-    numbers: Llama,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Llama with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_llama(numbers: Llama, *, key: Key[Array, ""]) -> Transformer:
+    """A Llama with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
     # Each of the 2 * layers additions to the residual stream starts smaller, so their sum does not grow with depth.
     damping = (2 * numbers.layers) ** -0.5
@@ -69,7 +61,6 @@ def build_llama(
                 bias=numbers.bias,
                 output_std=damping * (numbers.heads * head_dim) ** -0.5,
                 rotary=rotary,
-                core=core,
                 key=attention,
             ),
             feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
@@ -80,7 +71,7 @@ def build_llama(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=(Stack(block, numbers.layers, remat=remat, unroll=unroll, key=stack),),
+        stacks=(Stack(block, numbers.layers, key=stack),),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
     )

@@ -65,15 +65,8 @@ class Llama4:
         return tuple((n not in self.unrotated, n in self.whole, n in self.mixtures) for n in range(self.layers))
 
 
-def build_llama4(
-    numbers: Llama4,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Llama 4 with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_llama4(numbers: Llama4, *, key: Key[Array, ""]) -> Transformer:
+    """A Llama 4 with random weights."""
     embed, head_dim, eps, damping = numbers.embed, numbers.head_dim, numbers.eps, (2 * numbers.layers) ** -0.5
     sharper = LogTemperature(numbers.temperature_every, numbers.temperature) if numbers.temperature else None
 
@@ -102,13 +95,13 @@ def build_llama4(
             options |= {"query_norm": norm, "key_norm": norm, "rotary": rotary, "temperature": None}
         spread = damping * (numbers.heads * head_dim) ** -0.5
         return Block(
-            attention=Attention(**sizes, **options, bias=numbers.bias, output_std=spread, core=core, key=attention),
+            attention=Attention(**sizes, **options, bias=numbers.bias, output_std=spread, key=attention),
             feed_forward=mixture(feed_forward) if is_mixture else gated(numbers.dense_mlp, feed_forward),
             attention_norm=RMSNorm("embed", embed=embed, eps=eps),
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=eps),
         )
 
-    return decoder(numbers, block, numbers.kinds, remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, numbers.kinds, key=key)
 
 
 _TYPES = ("chunked_attention", "full_attention")

@@ -1,7 +1,6 @@
 """Mistral (Jiang et al. 2023, arXiv:2310.06825): a Llama whose layers see a sliding window, in its first version."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,15 +44,8 @@ class Mistral:
     max_seq: int = 32_768  # the longest rows it was trained on; it changes nothing
 
 
-def build_mistral(
-    numbers: Mistral,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Mistral with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_mistral(numbers: Mistral, *, key: Key[Array, ""]) -> Transformer:
+    """A Mistral with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
     damping = (2 * numbers.layers) ** -0.5
 
@@ -68,7 +60,6 @@ def build_mistral(
                 output_std=damping * (numbers.heads * head_dim) ** -0.5,
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
                 mask=causal() if numbers.window is None else sliding_window(numbers.window),
-                core=core,
                 key=attention,
             ),
             feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
@@ -79,7 +70,7 @@ def build_mistral(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=(Stack(block, numbers.layers, remat=remat, unroll=unroll, key=stack),),
+        stacks=(Stack(block, numbers.layers, key=stack),),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
     )

@@ -1,7 +1,6 @@
 """Mixtral (Jiang et al. 2024, arXiv:2401.04088): a Mistral whose feed-forward layers are mixtures of gated experts."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,15 +55,8 @@ class Mixtral:
     jitter: float = 0.0
 
 
-def build_mixtral(
-    numbers: Mixtral,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Mixtral with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_mixtral(numbers: Mixtral, *, key: Key[Array, ""]) -> Transformer:
+    """A Mixtral with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
     damping = (2 * numbers.layers) ** -0.5
     mask = causal() if numbers.window is None else sliding_window(numbers.window)
@@ -97,7 +89,6 @@ def build_mixtral(
                 output_std=damping * (numbers.heads * head_dim) ** -0.5,
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
                 mask=mask,
-                core=core,
                 key=attention,
             ),
             feed_forward=mixture(feed_forward),
@@ -108,7 +99,7 @@ def build_mixtral(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=(Stack(block, numbers.layers, remat=remat, unroll=unroll, key=stack),),
+        stacks=(Stack(block, numbers.layers, key=stack),),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
     )

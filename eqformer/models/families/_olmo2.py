@@ -40,15 +40,8 @@ class Olmo2:
     max_seq: int = 4096  # the longest rows it was trained on; it changes nothing
 
 
-def build_olmo2(
-    numbers: Olmo2,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """An OLMo 2 with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_olmo2(numbers: Olmo2, *, key: Key[Array, ""]) -> Transformer:
+    """An OLMo 2 with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
 
     def block(key: Key[Array, ""]) -> Block:
@@ -63,7 +56,6 @@ def build_olmo2(
                 query_norm=RMSNorm("heads head_dim", heads=numbers.heads, head_dim=head_dim, eps=numbers.eps),
                 key_norm=RMSNorm("kv_heads head_dim", kv_heads=numbers.kv_heads, head_dim=head_dim, eps=numbers.eps),
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                core=core,
                 key=attention,
             ),
             feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, key=mlp),
@@ -74,7 +66,7 @@ def build_olmo2(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=(Stack(block, numbers.layers, remat=remat, unroll=unroll, key=stack),),
+        stacks=(Stack(block, numbers.layers, key=stack),),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
     )

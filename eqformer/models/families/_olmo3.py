@@ -1,7 +1,6 @@
 """OLMo 3 (OLMo team 2025): OLMo 2 with windows in three of four layers, and YaRN in the fourth."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,15 +46,8 @@ class Olmo3:
     max_seq: int = 65_536  # the longest rows it was trained on; it changes nothing
 
 
-def build_olmo3(
-    numbers: Olmo3,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """An OLMo 3 with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_olmo3(numbers: Olmo3, *, key: Key[Array, ""]) -> Transformer:
+    """An OLMo 3 with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
@@ -71,7 +63,6 @@ def build_olmo3(
                 key_norm=RMSNorm("kv_heads head_dim", kv_heads=numbers.kv_heads, head_dim=head_dim, eps=numbers.eps),
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling if window is None else None),
                 mask=causal() if window is None else sliding_window(window),
-                core=core,
                 key=attention,
             ),
             feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, key=mlp),
@@ -79,7 +70,7 @@ def build_olmo3(
             feed_forward_output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    return decoder(numbers, block, windows_of(numbers), remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, windows_of(numbers), key=key)
 
 
 _YARN = YarnScaling(8.0, 8192, magnitude=1.2079441541679836)

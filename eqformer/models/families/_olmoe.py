@@ -1,7 +1,6 @@
 """OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): 64 small experts, queries and keys normed over all heads."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,15 +51,8 @@ class OLMoE:
     max_seq: int = 4096  # the longest rows it was trained on; it changes nothing
 
 
-def build_olmoe(
-    numbers: OLMoE,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """An OLMoE with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_olmoe(numbers: OLMoE, *, key: Key[Array, ""]) -> Transformer:
+    """An OLMoE with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
     damping = (2 * numbers.layers) ** -0.5
 
@@ -94,7 +86,6 @@ def build_olmoe(
                 query_norm=RMSNorm("heads head_dim", heads=numbers.heads, head_dim=head_dim, eps=numbers.eps),
                 key_norm=RMSNorm("kv_heads head_dim", kv_heads=numbers.kv_heads, head_dim=head_dim, eps=numbers.eps),
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                core=core,
                 key=attention,
             ),
             feed_forward=mixture(feed_forward),
@@ -105,7 +96,7 @@ def build_olmoe(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=(Stack(block, numbers.layers, remat=remat, unroll=unroll, key=stack),),
+        stacks=(Stack(block, numbers.layers, key=stack),),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
     )

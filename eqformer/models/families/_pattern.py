@@ -42,15 +42,13 @@ def stacks_of(
     block: Callable[[Any, Key[Array, ""]], Layer],
     kinds: Sequence[Hashable],
     *,
-    remat: str,
-    unroll: int,
     key: Key[Array, ""],
 ) -> tuple[Stack, ...]:
     """Stacks of `block(kind, key)` for these kinds of layers."""
     cut = runs(tuple(kinds))
     keys = jax.random.split(key, len(cut))
     return tuple(
-        Stack(functools.partial(_period, block, run.kinds), run.periods, remat=remat, unroll=unroll, key=key)
+        Stack(functools.partial(_period, block, run.kinds), run.periods, key=key)
         for run, key in zip(cut, keys, strict=True)
     )
 
@@ -63,15 +61,13 @@ def decoder(
     offset: float = 0.0,
     embedding_scale: float | None = None,
     logit_softcap: float | None = None,
-    remat: str,
-    unroll: int,
     key: Key[Array, ""],
 ) -> Transformer:
     """Stacks of `block(kind, key)` for these kinds, between a table and an RMSNorm and, if not tied, a head."""
     embedding, stacks, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=numbers.embed, scale=embedding_scale, key=embedding),
-        stacks=stacks_of(block, kinds, remat=remat, unroll=unroll, key=stacks),
+        stacks=stacks_of(block, kinds, key=stacks),
         norm=RMSNorm("embed", embed=numbers.embed, eps=numbers.eps, offset=offset),
         head=None if numbers.tied else Linear("embed -> vocab", embed=numbers.embed, vocab=numbers.vocab, key=head),
         logit_softcap=logit_softcap,

@@ -1,7 +1,6 @@
 """Phi-3 and Phi-4 (Abdin et al. 2024, arXiv:2404.14219): a Llama with joined projections and LongRoPE."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,15 +47,8 @@ class Phi3:
     max_seq: int = 4096  # the longest rows it was trained on; it changes nothing
 
 
-def build_phi3(
-    numbers: Phi3,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Phi-3 with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_phi3(numbers: Phi3, *, key: Key[Array, ""]) -> Transformer:
+    """A Phi-3 with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
     damping = (2 * numbers.layers) ** -0.5
 
@@ -71,7 +63,6 @@ def build_phi3(
                 output_std=damping * (numbers.heads * head_dim) ** -0.5,
                 rotary=Rotary(int(head_dim * numbers.turning), numbers.theta, scaling=numbers.scaling),
                 mask=causal() if numbers.window is None else sliding_window(numbers.window),
-                core=core,
                 key=attention,
             ),
             feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
@@ -82,7 +73,7 @@ def build_phi3(
     embedding, stack, head = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=(Stack(block, numbers.layers, remat=remat, unroll=unroll, key=stack),),
+        stacks=(Stack(block, numbers.layers, key=stack),),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
     )

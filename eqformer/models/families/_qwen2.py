@@ -52,15 +52,8 @@ class Qwen2:
     max_seq: int = 32_768  # the longest rows it was trained on; it changes nothing
 
 
-def build_qwen2(
-    numbers: Qwen2,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Qwen2 with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_qwen2(numbers: Qwen2, *, key: Key[Array, ""]) -> Transformer:
+    """A Qwen2 with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
     damping = (2 * numbers.layers) ** -0.5
 
@@ -77,7 +70,6 @@ def build_qwen2(
                 output_std=damping * (numbers.heads * head_dim) ** -0.5,
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
                 mask=causal() if window is None else sliding_window(window),
-                core=core,
                 key=attention,
             ),
             feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
@@ -85,7 +77,7 @@ def build_qwen2(
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    return decoder(numbers, block, windows_of(numbers), remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, windows_of(numbers), key=key)
 
 
 _QWEN2_05B = Qwen2(vocab=151_936, embed=896, layers=24, heads=14, kv_heads=2, mlp=4864, tied=True)

@@ -55,15 +55,8 @@ class Qwen2MoE:
     max_seq: int = 32_768  # the longest rows it was trained on; it changes nothing
 
 
-def build_qwen2_moe(
-    numbers: Qwen2MoE,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Qwen2-MoE with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_qwen2_moe(numbers: Qwen2MoE, *, key: Key[Array, ""]) -> Transformer:
+    """A Qwen2-MoE with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
     damping = (2 * numbers.layers) ** -0.5
 
@@ -97,7 +90,6 @@ def build_qwen2_moe(
                 output_bias=False,
                 output_std=damping * (numbers.heads * head_dim) ** -0.5,
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                core=core,
                 key=attention,
             ),
             feed_forward=mixture(feed_forward) if is_mixture else gated(numbers.mlp, feed_forward),
@@ -105,7 +97,7 @@ def build_qwen2_moe(
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    return decoder(numbers, block, which_are_mixtures(numbers), remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, which_are_mixtures(numbers), key=key)
 
 
 QWEN2_MOE_PRESETS = {

@@ -54,15 +54,8 @@ class Qwen3:
     max_seq: int = 32_768  # the longest rows it was trained on; it changes nothing
 
 
-def build_qwen3(
-    numbers: Qwen3,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Qwen3 with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_qwen3(numbers: Qwen3, *, key: Key[Array, ""]) -> Transformer:
+    """A Qwen3 with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim
     damping = (2 * numbers.layers) ** -0.5
 
@@ -80,7 +73,6 @@ def build_qwen3(
                 key_norm=RMSNorm("head_dim", head_dim=head_dim, eps=numbers.eps),
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
                 mask=causal() if window is None else sliding_window(window),
-                core=core,
                 key=attention,
             ),
             feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
@@ -88,7 +80,7 @@ def build_qwen3(
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    return decoder(numbers, block, windows_of(numbers), remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, windows_of(numbers), key=key)
 
 
 def _qwen3(embed: int, layers: int, heads: int, mlp: int, tied: bool = False) -> Qwen3:

@@ -60,15 +60,8 @@ class Qwen3MoE:
     max_seq: int = 40_960  # the longest rows it was trained on; it changes nothing
 
 
-def build_qwen3_moe(
-    numbers: Qwen3MoE,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Qwen3-MoE with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_qwen3_moe(numbers: Qwen3MoE, *, key: Key[Array, ""]) -> Transformer:
+    """A Qwen3-MoE with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
     damping = (2 * numbers.layers) ** -0.5
 
@@ -102,7 +95,6 @@ def build_qwen3_moe(
                 query_norm=RMSNorm("head_dim", head_dim=head_dim, eps=numbers.eps),
                 key_norm=RMSNorm("head_dim", head_dim=head_dim, eps=numbers.eps),
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                core=core,
                 key=attention,
             ),
             feed_forward=mixture(feed_forward) if is_mixture else gated(numbers.mlp, feed_forward),
@@ -110,7 +102,7 @@ def build_qwen3_moe(
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    return decoder(numbers, block, which_are_mixtures(numbers), remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, which_are_mixtures(numbers), key=key)
 
 
 QWEN3_MOE_PRESETS = {

@@ -68,15 +68,8 @@ class Qwen3Next:
         return tuple((layer in self.attending, mixture) for layer, mixture in enumerate(which_are_mixtures(self)))
 
 
-def build_qwen3_next(
-    numbers: Qwen3Next,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A Qwen3-Next with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_qwen3_next(numbers: Qwen3Next, *, key: Key[Array, ""]) -> Transformer:
+    """A Qwen3-Next with random weights."""
     embed, head_dim, damping = numbers.embed, numbers.head_dim, (2 * numbers.layers) ** -0.5
 
     def norm(dim: str, size: Any) -> RMSNorm:
@@ -106,7 +99,6 @@ def build_qwen3_next(
             key_norm=norm("head_dim", head_dim),
             rotary=Rotary(int(head_dim * numbers.turning), numbers.theta, scaling=numbers.scaling),
             gate=True,
-            core=core,
             key=key,
         )
 
@@ -125,7 +117,7 @@ def build_qwen3_next(
             feed_forward_norm=norm("embed", embed),
         )
 
-    return decoder(numbers, block, numbers.kinds, offset=1.0, remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, numbers.kinds, offset=1.0, key=key)
 
 
 _BYTE: dict[str, Any] = {"net_heads": 4, "net_kv_heads": 2, "net_head_dim": 16, "net_v_dim": 16, "head_dim": 32}

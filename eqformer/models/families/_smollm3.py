@@ -55,15 +55,8 @@ class SmolLM3:
     max_seq: int = 65_536  # the longest rows it was trained on; it changes nothing
 
 
-def build_smollm3(
-    numbers: SmolLM3,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """A SmolLM3 with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_smollm3(numbers: SmolLM3, *, key: Key[Array, ""]) -> Transformer:
+    """A SmolLM3 with random weights."""
     embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
     damping = (2 * numbers.layers) ** -0.5
 
@@ -79,7 +72,6 @@ def build_smollm3(
                 output_std=damping * (numbers.heads * head_dim) ** -0.5,
                 rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling) if rotated else None,
                 mask=causal() if window is None else sliding_window(window),
-                core=core,
                 key=attention,
             ),
             feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
@@ -87,7 +79,7 @@ def build_smollm3(
             feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
         )
 
-    return decoder(numbers, block, _kinds(numbers), remat=remat, unroll=unroll, key=key)
+    return decoder(numbers, block, _kinds(numbers), key=key)
 
 
 def _kinds(numbers: SmolLM3) -> list[tuple[bool, int | None]]:

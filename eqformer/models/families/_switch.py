@@ -64,15 +64,8 @@ class Switch:
     eps: float = 1e-6
 
 
-def build_switch(
-    numbers: GShard | Switch,
-    *,
-    core: Callable[..., Array] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    key: Key[Array, ""],
-) -> Transformer:
-    """Either decoder with random weights; `core`, `remat` and `unroll` choose how it runs, not what it computes."""
+def build_switch(numbers: GShard | Switch, *, key: Key[Array, ""]) -> Transformer:
+    """Either decoder with random weights."""
     embed, kind = numbers.embed, type(numbers).__name__
     if numbers.layers % 2:
         raise ValueError(f"{kind}(layers={numbers.layers}): every second layer is a mixture; give an even number.")
@@ -105,7 +98,6 @@ def build_switch(
                 head_dim=embed // numbers.heads,
                 output_std=damping * embed**-0.5,
                 rotary=rotary,
-                core=core,
                 key=attention,
             ),
             feed_forward=make(feed_forward),
@@ -119,7 +111,7 @@ def build_switch(
     embedding, stack = jax.random.split(key)
     return Transformer(
         embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=(Stack(pair, numbers.layers // 2, remat=remat, unroll=unroll, key=stack),),
+        stacks=(Stack(pair, numbers.layers // 2, key=stack),),
         norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
     )
 

@@ -1,0 +1,94 @@
+"""How a model runs is set on it: its arrays and what it computes stay, softcaps with them."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from nn_reference import close
+
+from eqformer import models, nn
+
+
+KEY = jax.random.key(0)
+CORE, OTHER = nn.BlockwiseCore(block=4), nn.ReferenceCore()
+PRESETS = ["llama-byte-1m", "gemma2-byte-500k", "qwen3-next-byte-500k", "deepseek-v3-byte-500k"]
+
+
+class Around(eqx.Module):
+    """Somebody's own module, with a stack whose blocks hold a stack."""
+
+    parts: dict[str, nn.Stack]
+
+
+def block(key):
+    return nn.Period((nn.Stack(attending, 2, key=key),))
+
+
+def attending(key):
+    return nn.Block(nn.Attention(embed=8, heads=2, head_dim=4, key=key), nn.MLP(embed=8, mlp=8, key=key))
+
+
+def cores(model):
+    return [mixer.core for mixer in nn.modules(model, (nn.Attention, nn.LatentAttention))]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_part_of_every_model_is_set_and_no_array_is_touched(preset):
+    shapes = eqx.filter_eval_shape(lambda: models.build(preset, key=KEY))
+    changed = nn.run_with(shapes, core=CORE, remat="full", unroll=2)
+    assert all(one is other for one, other in zip(jax.tree.leaves(shapes), jax.tree.leaves(changed), strict=True))
+    assert {(stack.remat, stack.unroll) for stack in changed.stacks} == {("full", 2)}
+    softcap = 50.0 if preset.startswith("gemma2") else None
+    assert cores(changed) and all(core == nn.BlockwiseCore(block=4, softcap=softcap) for core in cores(changed))
+    assert eqx.tree_equal(nn.run_with(shapes), shapes)
+    assert eqx.tree_equal(nn.run_with(changed, core=nn.BlockwiseCore(), remat="none", unroll=1), shapes)
+
+
+def test_what_is_not_named_stays():
+    shapes = eqx.filter_eval_shape(lambda: models.build("llama-byte-1m", key=KEY))
+    changed = nn.run_with(nn.run_with(nn.run_with(shapes, remat="dots"), unroll=2), core=OTHER)
+    assert (changed.stacks[0].remat, changed.stacks[0].unroll, cores(changed)) == ("dots", 2, [OTHER])
+
+
+def test_stacks_in_stacks_and_in_modules_of_ones_own():
+    around = Around({"one": nn.Stack(block, 3, key=KEY)})
+    changed = nn.run_with(around, core=OTHER, remat="full", unroll=2)
+    outer = changed.parts["one"]
+    (inner,) = nn.modules(outer.blocks, nn.Stack)
+    assert (outer.remat, outer.unroll, inner.remat, inner.unroll) == ("full", 2, "full", 2)
+    assert cores(changed) == [OTHER]
+    assert around.parts["one"].remat == "none" and cores(around) != [OTHER]
+    assert all(one is other for one, other in zip(jax.tree.leaves(around), jax.tree.leaves(changed), strict=True))
+    x = jax.random.normal(KEY, (2, 5, 8))
+    assert close(outer(x)[0], around.parts["one"](x)[0], 1e-6)
+
+
+def test_the_softcap_of_a_family_outlives_an_exchange():
+    """Against the model with its own core; the control leaves the softcap out, with scores that it bounds."""
+    model = models.build("gemma2-byte-500k", key=KEY)
+    attention = nn.modules(model, nn.Attention)[0]
+    attention = jax.tree.map(lambda leaf: leaf[0], attention)
+    attention = eqx.tree_at(lambda m: m.query.weight, attention, 100 * attention.query.weight)
+    x = jax.random.normal(KEY, (1, 6, model.embedding.weight.shape[1]))
+    run = eqx.filter_jit(lambda module: module(x)[0])
+    own = run(attention)
+    assert close(run(nn.run_with(attention, core=OTHER)), own, 1e-5)
+    assert not close(run(eqx.tree_at(lambda m: m.core, attention, OTHER)), own, 1e-2)
+
+
+def test_refusals():
+    shapes = eqx.filter_eval_shape(lambda: models.build("gemma2-byte-500k", key=KEY))
+    with pytest.raises(ValueError, match=r"run_with\(remat='some'\): the policies are none, full, dots, dots_no_batch"):
+        nn.run_with(shapes, remat="some")
+    with pytest.raises(ValueError, match=r"run_with\(unroll=0\): a turn of the scan runs at least one layer"):
+        nn.run_with(shapes, unroll=0)
+    with pytest.raises(ValueError, match=r"softcap of 50.0, which this core has not; pass BlockwiseCore\(\)"):
+        nn.run_with(shapes, core=nn.DotProductCore())
+
+
+def test_the_program_changes():
+    """So that the other tests compare unlike things."""
+    stack, x = nn.Stack(attending, 4, key=KEY), jnp.ones((1, 4, 8))
+    program = lambda stack: str(jax.make_jaxpr(lambda x: stack(x)[0])(x))
+    assert program(nn.run_with(stack, remat="full")).count("remat") > program(stack).count("remat")
+    assert "unroll=2" in program(nn.run_with(stack, unroll=2)) and "unroll=1" in program(stack)
