@@ -45,9 +45,9 @@ def check(recipe: Recipe) -> None:
         if (value := getattr(chosen, name)) < 0:
             raise ValueError(f"--optimizer.{name.replace('_', '-')} {value}: give 0, which is none, or more.")
     training.make_step(training.next_token_loss, optimizer, clip=chosen.clip)  # which makes its own checks
-    if recipe.sinks.tensorboard:
+    if recipe.metrics.tensorboard:
         training.TensorBoard.package()
-    if recipe.sinks.wandb is not None:
+    if recipe.metrics.wandb is not None:
         training.WeightsAndBiases.package()
 
 

@@ -142,7 +142,7 @@ USUAL_NAMES = {
     "--checkpoint-every": "save-steps save-every save-interval checkpoint-interval",
     "--validate-every": "eval-steps eval-every eval-interval",
     "--validation-batches": "eval-iters eval-batches",
-    "--sinks.wandb": "wandb-project wandb report-to",
+    "--metrics.wandb": "wandb-project wandb report-to",
     "--mesh.tensor": "tp tensor-parallel-size tensor-model-parallel-size tensor-parallel",
     "--mesh.pipe": "pp pipeline-parallel-size pipeline-model-parallel-size",
     "--mesh.context": "cp context-parallel-size",

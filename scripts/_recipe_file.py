@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from _whole import write_whole
-from recipes import Execution, Lora, Mesh, Optimization, Recipe, Sinks, Text
+from recipes import Execution, Lora, Mesh, Metrics, Optimization, Recipe, Text
 
 from eqformer import models, nn
 
@@ -14,7 +14,7 @@ from eqformer import models, nn
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Recipe, Text, Optimization, Lora, Execution, Sinks, Mesh, nn.Precision),
+        *(Recipe, Text, Optimization, Lora, Execution, Metrics, Mesh, nn.Precision),
         *(family.numbers for family in models.FAMILIES.values()),
         *(nn.LinearScaling, nn.DynamicScaling, nn.YarnScaling, nn.Llama3Scaling, nn.LongRopeScaling),
     )

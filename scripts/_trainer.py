@@ -11,6 +11,7 @@ import numpy as np
 from _clock import Clock
 from _colored_text import color, has_choices
 from _mesh import mesh_line, Rows, State, step_of
+from _metric_writers import open_metrics, Write
 from _pictures import draw_loads, draw_losses
 from _processes import check_alike, first, together
 from _prolonged import stretches_of, to_metadata
@@ -20,7 +21,6 @@ from _report import add_sample, closing, figures, opening
 from _run_directory import RunDirectory
 from _screen import Screen, Show
 from _setup import build_model, Keys, keys_of, loader_of, open_text, optimizer_of, source_of
-from _sinks import open_sinks, Write
 from _stopping import signals, Votes
 from recipes import Recipe
 
@@ -74,7 +74,7 @@ class Trainer:
             rows = self.rows.start, self.rows.stop
             with (
                 data.prefetch(self.loader, start, recipe.steps, rows=rows, transform=self.rows.place) as batches,
-                open_sinks(recipe, self.directory, start) as write,
+                open_metrics(recipe, self.directory, start) as write,
                 screen.steps(recipe.steps, start) as show,
             ):
                 done, state = self._loop(state, start, batches, write, show, checkpointer, clock)

@@ -14,6 +14,12 @@ from ._loss import (
     Vocabulary as Vocabulary,
 )
 from ._loss_scale import LossScale as LossScale
+from ._metric_writers import (
+    JsonLines as JsonLines,
+    MetricWriter as MetricWriter,
+    TensorBoard as TensorBoard,
+    WeightsAndBiases as WeightsAndBiases,
+)
 from ._metrics import bits_per_byte as bits_per_byte, throughput as throughput
 from ._optimizer import (
     adamw as adamw,
@@ -26,7 +32,7 @@ from ._optimizer import (
     trainable as trainable,
     Trained as Trained,
 )
-from ._planned import (
+from ._planned_step import (
     planned_evaluation as planned_evaluation,
     planned_gradients as planned_gradients,
     planned_step as planned_step,
@@ -43,12 +49,6 @@ from ._rates import (
 )
 from ._rebalance import rebalanced as rebalanced
 from ._run_metadata import run_metadata as run_metadata, saved_key as saved_key, versions as versions
-from ._sinks import (
-    JsonLines as JsonLines,
-    Sink as Sink,
-    TensorBoard as TensorBoard,
-    WeightsAndBiases as WeightsAndBiases,
-)
 from ._step import (
     accumulated_gradients as accumulated_gradients,
     check_finite as check_finite,

@@ -8,10 +8,10 @@ from ._recipe import (
     Execution as Execution,
     Lora as Lora,
     Mesh as Mesh,
+    Metrics as Metrics,
     Optimization as Optimization,
     PLAN_CHOICES as PLAN_CHOICES,
     Recipe as Recipe,
-    Sinks as Sinks,
     Text as Text,
 )
 

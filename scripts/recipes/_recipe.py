@@ -90,13 +90,13 @@ class Execution:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sinks:
-    """Where metrics go beside metrics.jsonl."""
+class Metrics:
+    """Where metrics are written beside metrics.jsonl."""
 
     tensorboard: bool = False
-    """Write TensorBoard events into the run directory (extra `sinks`)."""
+    """Write TensorBoard events into the run directory (extra `metrics`)."""
     wandb: str | None = None
-    """The Weights & Biases project to log to (extra `sinks`)."""
+    """The Weights & Biases project to log to (extra `metrics`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Recipe:
     lora: Lora = Lora()
     precision: Precision = Precision()
     execution: Execution = Execution()
-    sinks: Sinks = Sinks()
+    metrics: Metrics = Metrics()
     log_every: int = 10
     """Steps between rows of metrics.jsonl."""
     checkpoint_every: int = 200
@@ -189,7 +189,7 @@ PLAN_CHOICES += ("schedule", "microbatches", "chunks", "edges")
 # Fields that may change between a run and its continuation, since they leave its past as it was.
 CHANGEABLE = frozenset(
     ("steps", "prolong", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
-    + ("sample_every", "prompt", "sinks", "execution")
+    + ("sample_every", "prompt", "metrics", "execution")
     # The mesh and the pieces decide where and when numbers are computed, not which. Mixtures alone differ a little: a
     # balance over the batch is over each piece of it, and --expert-method exchange may leave choices out.
     + ("mesh", "accumulate", *PLAN_CHOICES)

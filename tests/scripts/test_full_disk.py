@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+from _metric_writers import open_metrics
 from _published import keep_companions
 from _run_directory import RunDirectory
-from _sinks import open_sinks
-from recipes import Recipe, Sinks
+from recipes import Metrics, Recipe
 
 from eqformer import models
 
@@ -75,13 +75,13 @@ def test_after_any_write_that_failed_the_next_start_works(tmp_path, monkeypatch)
     published.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (published / name).write_text("{}", encoding="utf-8")
-    recipe = Recipe(models.preset("llama-byte-1m"), published=published, sinks=Sinks())
+    recipe = Recipe(models.preset("llama-byte-1m"), published=published, metrics=Metrics())
 
     def begin(folder: Path) -> None:
         with RunDirectory(folder) as directory:
             directory.claim("name", recipe)
             keep_companions(recipe, directory)
-            with open_sinks(recipe, directory, 0) as write:
+            with open_metrics(recipe, directory, 0) as write:
                 write({"step": 1, "loss": 2.0})
 
     failures = 0

@@ -141,8 +141,8 @@ def test_every_refusal_of_a_recipe_leaves_the_folder_untouched(tmp_path, capsys,
     cases = [(flag, value) for flag, values in NEVER.items() for value in values]
     for more in [
         *cases,
-        ("--sinks.tensorboard",),
-        ("--sinks.wandb", "project"),
+        ("--metrics.tensorboard",),
+        ("--metrics.wandb", "project"),
         ("--lora.rank", "2", "--lora.maps", "x"),
     ]:
         with pytest.raises(SystemExit) as end:

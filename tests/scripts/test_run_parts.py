@@ -19,6 +19,7 @@ import pretrain
 import pytest
 import sample
 from _command import parse, recipe_of
+from _metric_writers import open_metrics
 from _prolonged import to_metadata, whole_run
 from _published import check_published, ends_of, keep_companions, tokenizer_of
 from _recipe_file import to_json
@@ -26,8 +27,7 @@ from _report import figures, opening
 from _run_directory import RunDirectory
 from _screen import Screen
 from _setup import build_model, keys_of
-from _sinks import open_sinks
-from recipes import Lora, Optimization, Recipe, RECIPES, Sinks, Text
+from recipes import Lora, Metrics, Optimization, Recipe, RECIPES, Text
 from rich.console import Console
 
 from eqformer import data, models, nn, training
@@ -205,7 +205,7 @@ def test_a_run_that_goes_on_is_one_run_where_it_is_looked_at(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "tensorboardX", board)
     monkeypatch.setitem(sys.modules, "wandb", bias)
     for start in (0, 7, 0):
-        with open_sinks(recipe(sinks=Sinks(tensorboard=True, wandb="p")), RunDirectory(tmp_path), start):
+        with open_metrics(recipe(metrics=Metrics(tensorboard=True, wandb="p")), RunDirectory(tmp_path), start):
             pass
     steps, (first, again, anew) = opened[::2], opened[1::2]
     assert steps == [1, 8, 1] and first == again != anew

@@ -1,4 +1,4 @@
-"""Rows as they are read back, after kills and resumptions, and the optional sinks against stand-ins."""
+"""Rows as they are read back, after kills and resumptions, and the optional writers against stand-ins."""
 
 import json
 import sys
@@ -20,22 +20,24 @@ def rows(path):
 
 def test_each_row_is_in_the_file_at_once_and_valid_json(tmp_path):
     path = tmp_path / "new" / "metrics.jsonl"
-    sink = training.JsonLines(path)
-    assert isinstance(sink, training.Sink)
-    sink.write({"step": 0, "loss": jnp.float32(1.5), "grad_norm": np.float32("inf"), "note": "é", "count": np.int64(3)})
+    writer = training.JsonLines(path)
+    assert isinstance(writer, training.MetricWriter)
+    writer.write(
+        {"step": 0, "loss": jnp.float32(1.5), "grad_norm": np.float32("inf"), "note": "é", "count": np.int64(3)}
+    )
     assert rows(path) == [{"step": 0, "loss": 1.5, "grad_norm": None, "note": "é", "count": 3}]
-    sink.write({"step": jnp.int32(1), "loss": float("nan")})
-    sink.close()
+    writer.write({"step": jnp.int32(1), "loss": float("nan")})
+    writer.close()
     assert rows(path)[1] == {"step": 1, "loss": None}
 
 
 def test_a_resumed_file_has_each_step_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "first": True}) + "\n" for step in range(6)) + '{"step": 6, "fi')
-    sink = training.JsonLines(path, from_step=4)
+    writer = training.JsonLines(path, from_step=4)
     for step in (4, 5, 6):
-        sink.write({"step": step, "first": False})
-    sink.close()
+        writer.write({"step": step, "first": False})
+    writer.close()
     assert [(row["step"], row["first"]) for row in rows(path)] == [
         *((step, True) for step in range(4)),
         *((step, False) for step in (4, 5, 6)),
@@ -73,9 +75,9 @@ def test_tensorboard_gets_every_number_at_its_step(tmp_path, monkeypatch):
     module = ModuleType("tensorboardX")
     module.__dict__["SummaryWriter"] = SummaryWriter
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    sink = training.TensorBoard(tmp_path, from_step=7)
-    sink.write({"step": 7, "loss": jnp.float32(2.0), "sample": "text"})
-    sink.close()
+    writer = training.TensorBoard(tmp_path, from_step=7)
+    writer.write({"step": 7, "loss": jnp.float32(2.0), "sample": "text"})
+    writer.close()
     assert calls == [("open", str(tmp_path), 7), ("loss", 2.0, 7), "flush", "close"]
 
 
@@ -96,9 +98,9 @@ def test_weights_and_biases_gets_rows_and_works_offline(tmp_path, monkeypatch):
     module = ModuleType("wandb")
     module.__dict__["init"] = init
     monkeypatch.setitem(sys.modules, "wandb", module)
-    sink = training.WeightsAndBiases("p", folder=tmp_path, mode="offline", identifier="a", recipe={"embed": 8})
-    sink.write({"step": 3, "loss": np.float32(0.5)})
-    sink.close()
+    writer = training.WeightsAndBiases("p", folder=tmp_path, mode="offline", identifier="a", recipe={"embed": 8})
+    writer.write({"step": 3, "loss": np.float32(0.5)})
+    writer.close()
     options = dict(
         project="p", dir=str(tmp_path), mode="offline", name=None, id="a", resume="allow", config={"embed": 8}
     )
@@ -110,7 +112,7 @@ def test_weights_and_biases_gets_rows_and_works_offline(tmp_path, monkeypatch):
 @pytest.mark.parametrize("module", ["tensorboardX", "wandb"])
 def test_an_absent_package_names_its_extra(module, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=f"{module}.*eqformer\\[sinks\\]"):
+    with pytest.raises(ImportError, match=f"{module}.*eqformer\\[metrics\\]"):
         if module == "wandb":
             training.WeightsAndBiases("p", folder=tmp_path)
         else:

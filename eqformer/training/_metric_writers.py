@@ -1,4 +1,4 @@
-"""Where rows of metrics go: JSON lines always, TensorBoard and Weights & Biases where they are installed."""
+"""Writers of metrics: JSON lines, and TensorBoard and Weights & Biases where they are installed."""
 
 import json
 import math
@@ -10,27 +10,27 @@ from .._extra import load_extra
 
 
 @runtime_checkable
-class Sink(Protocol):
-    """Takes rows of metrics, each with its `step`, until it is closed."""
+class MetricWriter(Protocol):
+    """Writes rows of metrics, each with its `step`, until it is closed."""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Takes one row; values are numbers, zero-dimensional arrays, text, or lists of numbers."""
+        """Writes one row; values are numbers, zero-dimensional arrays, text, or lists of numbers."""
         ...
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Writes what is still buffered, and closes."""
         ...
 
 
 class JsonLines:
-    """One JSON object a line, flushed row by row; numbers that are not finite become null, so that each line is valid.
+    """Writes one JSON object a line and flushes after each; numbers that are not finite become null, as JSON has none.
 
-    A file that exists is continued. `from_step` is the first step that will be run again: rows from it on, and a line
-    that a killed process left half written, are dropped. `None` keeps all rows.
+    An existing file is appended to. `from_step` is the first step that will be run again: its rows and later ones are
+    dropped, and so is a last line that a killed process left half written. `None` keeps all rows.
     """
 
     def __init__(self, path: str | Path, *, from_step: int | None = None):
-        """Opens the file, and rewrites it first where rows have to go."""
+        """Opens the file; one with rows to drop is rewritten first."""
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
@@ -63,17 +63,17 @@ class JsonLines:
             if from_step is None or step < from_step:
                 kept.append(line if line.endswith("\n") else line + "\n")
         if kept != lines:
-            # By way of a second file: a kill in between must not cost the rows before.
+            # Written to a second file that then replaces the first, so that a kill in between loses no rows.
             other = self._path.with_name(self._path.name + ".rewritten")
             other.write_text("".join(kept), encoding="utf-8")
             other.replace(self._path)
 
 
 class TensorBoard:
-    """Scalars for TensorBoard in a folder, by `tensorboardX` (the extra `sinks`).
+    """Writes scalars for TensorBoard into a folder, by `tensorboardX` (the extra `metrics`).
 
-    What the folder holds is continued. `from_step` is the first step that will be run again: what earlier files have
-    from it on is left out by TensorBoard.
+    `from_step` is the first step that will be run again: TensorBoard then hides that step and later ones of the event
+    files that are already there.
     """
 
     def __init__(self, folder: str | Path, *, from_step: int | None = None):
@@ -83,7 +83,7 @@ class TensorBoard:
     @staticmethod
     def package() -> Any:
         """The package `tensorboardX`; raises an `ImportError` where it is not installed."""
-        return load_extra("tensorboardX", extra="sinks", call="TensorBoard(folder)")
+        return load_extra("tensorboardX", extra="metrics", call="TensorBoard(folder)")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Adds each number of the row at the row's step; text and lists are left out."""
@@ -97,7 +97,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Rows for Weights & Biases, by `wandb` (the extra `sinks`); `mode="offline"` needs no network and no account.
+    """Logs rows to Weights & Biases, by `wandb` (the extra `metrics`); `mode="offline"` needs no network or account.
 
     The same `identifier` continues a run.
     """
@@ -128,7 +128,7 @@ class WeightsAndBiases:
     @staticmethod
     def package() -> Any:
         """The package `wandb`; raises an `ImportError` where it is not installed."""
-        return load_extra("wandb", extra="sinks", call="WeightsAndBiases(project)")
+        return load_extra("wandb", extra="metrics", call="WeightsAndBiases(project)")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Logs the numbers of the row at the row's step."""
