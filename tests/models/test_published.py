@@ -50,6 +50,11 @@ def close(got, want, tolerance=2e-5):
     return np.max(np.abs(np.asarray(got) - want)) <= tolerance * np.std(want)
 
 
+def float32s(name):
+    """How far float32 may be from these logits, made in float64: by twice what transformers' own float32 is."""
+    return max(2e-5, 2 * TOLD[name]["rounding"])
+
+
 def first_two(names):
     """The names, those of a family's third case and further for the grid alone."""
     place = {name: [other for other in names if other.split()[0] == name.split()[0]].index(name) for name in names}
@@ -61,7 +66,7 @@ def test_a_published_model_gives_its_logits_and_goes_back_out(name, logits, tmp_
     arrays = write(tmp_path, name)
     model, ids = models.load(tmp_path), jnp.asarray(ids_of(TOLD[name]["config"]["vocab_size"]), jnp.int32)
     found = run(model, ids)
-    assert close(found, logits[name]) and not close(found, logits[name][:, ::-1], 1e-2)
+    assert close(found, logits[name], float32s(name)) and not close(found, logits[name][:, ::-1], 1e-2)
     record_property("difference", float(np.max(np.abs(found - logits[name])) / np.std(logits[name])))
     numbers = models.read_numbers(tmp_path)
     models.save(model, tmp_path / "back", numbers=numbers, shard_bytes=20_000)
@@ -76,7 +81,8 @@ def test_a_published_model_gives_its_logits_and_goes_back_out(name, logits, tmp_
 @pytest.mark.parametrize("name", TOLD)
 def test_cached_decoding_gives_its_logits(name, logits, tmp_path):
     write(tmp_path, name)
-    assert close(decoded(models.load(tmp_path), ids_of(TOLD[name]["config"]["vocab_size"])), logits[name])
+    found = decoded(models.load(tmp_path), ids_of(TOLD[name]["config"]["vocab_size"]))
+    assert close(found, logits[name], float32s(name))
 
 
 def test_each_device_reads_its_own_part(tmp_path):
