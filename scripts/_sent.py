@@ -10,10 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from eqformer import nn, parallel, planning, training
-from eqformer.parallel import CONTEXT, EXPERT, FSDP, PIPE, TENSOR
-
-
-STATE = "state"  # parameters and gradients, over all axes along which they are copied or shared out
+from eqformer.parallel import COLLECTIVES, CONTEXT, EXPERT, FSDP, PIPE, STATE, TENSOR
 
 
 class Sent(NamedTuple):
@@ -72,16 +69,18 @@ def by_cause(found: Iterable[Sent]) -> dict[str, float]:
 
 
 def counted_bytes(plan: parallel.Plan, transfers: Iterable[planning.Transfer]) -> dict[str, float]:
-    """What a program's collectives send, by the causes of `sent_bytes`.
+    """What a program's collectives send, by the causes of `sent_bytes`, which the names of collectives tell.
 
+    What has no name is the partitioner's, which sends parameters after the optimizer's step: state.
     In a pipeline each counts in the ticks in which it is done: entries are branches, and idle ones send nothing.
     """
 
     def sent(transfer: planning.Transfer) -> Sent:
-        cause, times = _cause(transfer), transfer.times or 0
+        name, times = transfer.named(COLLECTIVES), transfer.times or 0
+        cause = STATE if name is None else COLLECTIVES[name]
         is_in_ticks = plan.is_pipelined and times and times % _ticks(plan) == 0
         share = _share_of_ticks(plan, cause) if is_in_ticks else 1.0
-        return Sent(cause, transfer.kind, share * times * transfer.sent)
+        return Sent(cause, name or transfer.kind, share * times * transfer.sent)
 
     return by_cause(map(sent, transfers))
 
@@ -110,7 +109,7 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterat
         over = [axis for axis in leaf.reduced if plan.size(axis) > 1]
         copies = math.prod(map(plan.size, over))
         summed = planning.sharded_state_bytes(number / pieces, copies, zero=0, gradient_bytes=max(weight, 4))
-        yield Sent(TENSOR, "gradients of what all hold", summed) if over == [TENSOR] else Sent(STATE, what, summed)
+        yield Sent(STATE, what, summed)
 
 
 def _of_edges(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> float:
@@ -256,14 +255,6 @@ def _recomputes(stack: nn.Stack) -> bool:
 
 def _width(model: nn.Transformer) -> int:
     return jnp.dtype(model.compute_dtype).itemsize
-
-
-def _cause(transfer: planning.Transfer) -> str:
-    axes = set(transfer.axes or ())
-    if len(axes) != 1 or axes <= {*parallel.BATCH_AXES} - {EXPERT}:
-        return STATE
-    (axis,) = axes
-    return STATE if transfer.kind == "all-reduce" and axis != TENSOR else axis
 
 
 def _ticks(plan: parallel.Plan) -> int:

@@ -137,7 +137,8 @@ def _print_compiled(recipe: Recipe, model: Any) -> None:
     if memory is not None:
         held, more = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         print(f"compiled: {held:,} bytes of state and batch, {more:,} bytes of temporaries a device")
-    print(planning.communication_table(planning.communication(compiled, mesh=plan.mesh)), end="\n\n")
+    transfers = planning.communication(compiled, mesh=plan.mesh)
+    print(planning.communication_table(transfers, names=parallel.COLLECTIVES), end="\n\n")
 
 
 def compiled_step(recipe: Recipe, plan: parallel.Plan, model: Any, **options: Any) -> Any:

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from eqformer.models import FAMILIES
+from eqformer.parallel import COLLECTIVES as NAMES
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -20,7 +21,9 @@ ROOMS = {
     "training": {"nn", "parallel"},
     "planning": {"nn"},
 }
-COLLECTIVES = {"psum", "pmean", "pmax", "all_gather", "psum_scatter", "ppermute", "all_to_all", "axis_index"}
+SENDING = {"psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "ppermute", "pshuffle", "all_to_all"}
+COLLECTIVES = {*SENDING, "axis_index"}
+SENDER = "parallel/_send.py"  # where each collective gets its name
 SHARDING = {"PartitionSpec", "NamedSharding", "Mesh", "shard_map", "with_sharding_constraint"}
 PLACING = "models/_load.py"  # its arrays go straight to where a plan wants them
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -68,6 +71,28 @@ def private_files_imported(tree: ast.AST, folder: tuple[str, ...] = ()) -> list[
     return sorted(name for name in names if re.fullmatch(r"[a-z]+(\.[a-z]+)*\._.*", name))
 
 
+def unnamed_collectives(tree: ast.AST) -> set[str]:
+    """Functions of `jax.lax` that send something, called or imported as such."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("jax.lax", "lax"):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.module in ("jax.lax", "jax._src.lax.parallel"):
+            found.update(alias.name for alias in node.names)
+    return found & SENDING
+
+
+def collectives_named(tree: ast.AST) -> set[str]:
+    """The names that a file gives to collectives: first in `send.psum(...)` and others, and in `Ring(...)`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            first = node.args[:1] if function.startswith("send.") or function == "Ring" else []
+            found.update(value.value for value in first if isinstance(value, ast.Constant))
+    return found
+
+
 def complaints(path: pathlib.Path, source: str) -> list[str]:
     """What a file of the package does that its room does not allow."""
     folder = path.relative_to(PACKAGE).parts[:-1]
@@ -84,6 +109,10 @@ def complaints(path: pathlib.Path, source: str) -> list[str]:
     names = names_in(tree)
     if room != "parallel" and (used := names & COLLECTIVES):
         found.append(f"uses collectives {sorted(used)}")
+    if path != PACKAGE / SENDER and (used := unnamed_collectives(tree)):
+        found.append(f"sends without a name: {sorted(used)}; call them by {SENDER}")
+    if unlisted := collectives_named(tree) - {*NAMES}:
+        found.append(f"sends by names {sorted(unlisted)} that {SENDER} does not list")
     placing = path == PACKAGE / PLACING
     if room in ("nn", "models", "data", "generation") and not placing and (used := names & SHARDING):
         found.append(f"speaks of sharding: {sorted(used)}")
@@ -114,6 +143,9 @@ def test_a_file_keeps_to_its_room(path):
         ("models/families", "from ...nn.experts._moe import MoE", "private files ['nn.experts._moe']"),
         ("nn/experts", "from ...data import load", "imports from ['data']"),
         ("nn", "import jax\njax.lax.psum(1, 'x')", "collectives ['psum']"),
+        ("parallel", "import jax\njax.lax.psum(1, 'x')", "without a name: ['psum']"),
+        ("parallel/tensor", "from jax.lax import all_gather", "without a name: ['all_gather']"),
+        ("parallel", "send.pmax('my own', x, TENSOR)", "names ['my own']"),
         ("models", "from jax.sharding import PartitionSpec", "sharding"),
         ("nn", "print('hello')", "print"),
         ("training", "import os\nos.environ['A']", "environ"),
@@ -132,6 +164,13 @@ def test_a_script_imports_what_rooms_list(path):
     assert private_files_imported(ast.parse("from eqformer.nn.experts._dispatch import slots_of")) == [
         "nn.experts._dispatch"
     ]
+
+
+def test_each_listed_name_is_that_of_a_collective():
+    sources = {path: path.read_text() for path in FILES if path.parts[-2:] != ("parallel", "_send.py")}
+    assert {name for name in NAMES if not any(f'"{name}"' in source for source in sources.values())} == set()
+    page = " ".join((ROOT / "docs" / "parallel-communication.md").read_text().split("## Names")[1].split())
+    assert {name for name in NAMES if name not in page} == set()
 
 
 def unencoded(tree: ast.AST) -> list[int]:

@@ -21,6 +21,7 @@ from ._collectives import (
 )
 from ._per_rank import PerRank as PerRank
 from ._plan import Plan as Plan
+from ._send import COLLECTIVES as COLLECTIVES, STATE as STATE
 from ._shard_map import filter_shard_map as filter_shard_map
 from ._vary import vary as vary, vary_like as vary_like, varying_axes as varying_axes
 from .context._context import (

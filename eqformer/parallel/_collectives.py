@@ -53,7 +53,7 @@ def ring_all_gather(x: Float[Array, "..."], axis: str, *, tiled: bool = False) -
     piece = x if tiled else x[None]
     whole = jnp.zeros((jax.lax.axis_size(axis) * piece.shape[0], *piece.shape[1:]), x.dtype)
     write = lambda whole, part, start: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0)
-    return circulate(Ring(axis), piece, 0, write, whole)
+    return circulate(Ring("ring", axis), piece, 0, write, whole)
 
 
 def ring_psum_scatter(x: Float[Array, "..."], axis: str, *, tiled: bool = False) -> Float[Array, "..."]:
@@ -69,5 +69,5 @@ def ring_psum_scatter(x: Float[Array, "..."], axis: str, *, tiled: bool = False)
             f"make the dim {fix}."
         )
     part = lambda start, length: jax.lax.dynamic_slice_in_dim(x, start, length, 0)
-    total = collect(Ring(axis), x.shape[0] // devices, 0, part, x.dtype)
+    total = collect(Ring("ring", axis), x.shape[0] // devices, 0, part, x.dtype)
     return total if tiled else total[0]

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from .. import nn
+from . import _send as send
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 from ._vary import vary
 from .pipeline._taps import holding, is_map
@@ -74,15 +75,14 @@ class SplitMoE(nn.Routed):
     def _whole_rows(self, x: Shaped[Array, "*batch seq dim"]) -> Shaped[Array, "*batch full_seq dim"]:
         """All tokens of this device's rows, on every device of `tensor`."""
         if self.residual == "replicated":
-            return vary(x, [TENSOR])
-        return jax.lax.all_gather(x, TENSOR, axis=x.ndim - 2, tiled=True) if self._splits_tokens else x
+            return send.vary("rows for experts", x, [TENSOR])
+        return send.all_gather("rows for experts", x, TENSOR, -2) if self._splits_tokens else x
 
     def _reduced(self, y: Float[Array, "*batch full_seq embed"]) -> Float[Array, "*batch seq embed"]:
         """The sum over slices of hidden features, of the tokens that `_whole_rows` was given."""
         if self.residual == "replicated":
-            return jax.lax.psum(y, TENSOR)
-        scatter = lambda y: jax.lax.psum_scatter(y, TENSOR, scatter_dimension=y.ndim - 2, tiled=True)
-        return scatter(y) if self._splits_tokens else y
+            return send.psum("slices of experts", y, TENSOR)
+        return send.psum_scatter("slices of experts", y, TENSOR, -2) if self._splits_tokens else y
 
     def _chosen(
         self, x: Float[Array, "*batch seq embed"], routing: nn.Routing, tokens: nn.Tokens
@@ -101,16 +101,16 @@ class SplitMoE(nn.Routed):
             exchanges = self.method == "exchange" and tokens.is_training
             y, more = (self._exchanged if exchanges else self._gathered)(*flat)
         dropped = dropped + more
-        dropped = dropped if self.residual is None else jax.lax.pmax(vary(dropped, [TENSOR]), TENSOR)
+        dropped = dropped if self.residual is None else _same(dropped)
         return self._reduced(y.reshape(x.shape)), dropped
 
     def _gathered(self, x: Array, choices: Array, weights: Array) -> tuple[Array, Array]:
         experts = self._experts()
-        x, choices, weights = (jax.lax.all_gather(array, EXPERT, tiled=True) for array in (x, choices, weights))
+        x, choices, weights = map(_to_all, (x, choices, weights))
         own = choices - jax.lax.axis_index(EXPERT) * len(experts)
         own = jnp.where((own >= 0) & (own < len(experts)) & (choices >= 0), own, -1)
         y = self._sum(experts, x, own, weights)
-        return jax.lax.psum_scatter(y, EXPERT, tiled=True), jnp.zeros((), jnp.int32)
+        return send.psum_scatter("sums of all experts", y, EXPERT), jnp.zeros((), jnp.int32)
 
     def _sum(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
         return nn.dispatch.sum_of_experts(experts, x, choices, weights, weighs_inputs=self.inner.weighs_inputs)
@@ -122,15 +122,16 @@ class SplitMoE(nn.Routed):
         has_slot, spare = slot >= 0, devices * count
         token = nn.dispatch.token_of_slot(slot, spare)
         expert = jnp.full(spare + 1, -1, jnp.int32).at[jnp.where(has_slot, slot, spare)].set(choices % len(experts))
-        swap = lambda array: jax.lax.all_to_all(array, EXPERT, 0, 0, tiled=True)
+        to_experts = lambda array: send.all_to_all("choices to experts", array, EXPERT, 0, 0)
         sent = jnp.where((token >= 0)[:, None], nn.look_up(x, jnp.maximum(token, 0)), 0)
         weights = jnp.where(has_slot, weights, 0)
         if self.inner.weighs_inputs:
             sent = nn.dispatch.scaled(sent, nn.dispatch.weight_of_slot(slot, weights, spare))
             weights = has_slot.astype(weights.dtype)
-        order, place, sizes = nn.dispatch.by_expert(swap(expert[:spare])[:, None], len(experts))
-        y = experts.sorted_rows(nn.dispatch.take_rows(swap(sent), order, place[:, None]), sizes)
-        back = checkpoint_name(swap(nn.dispatch.take_rows(y, place, order[:, None])), "product")
+        order, place, sizes = nn.dispatch.by_expert(to_experts(expert[:spare])[:, None], len(experts))
+        y = experts.sorted_rows(nn.dispatch.take_rows(to_experts(sent), order, place[:, None]), sizes)
+        back = nn.dispatch.take_rows(y, place, order[:, None])
+        back = checkpoint_name(send.all_to_all("choices from experts", back, EXPERT, 0, 0), "product")
         given = nn.look_up(back, jnp.maximum(slot, 0))
         return nn.dispatch.combine(given, weights), jnp.sum((choices >= 0) & ~has_slot, dtype=jnp.int32)
 
@@ -140,14 +141,14 @@ class SplitMoE(nn.Routed):
         slots, experts = router(x, tokens), self._experts()
         aux = nn.aux_of_slots(slots, tokens, x)
         if self.residual is not None:  # the same on all devices of the axis
-            aux = jax.tree.map(lambda leaf: jax.lax.pmax(vary(leaf, [TENSOR]), TENSOR), aux)
+            aux = jax.tree.map(_same, aux)
         if jax.lax.axis_size(EXPERT) == 1:
             return self._reduced(nn.dispatch.run_slots(experts, x, slots)), aux
-        rows, slots = jax.tree.map(lambda array: jax.lax.all_gather(array, EXPERT, tiled=True), (x, slots))
+        rows, slots = jax.tree.map(_to_all, (x, slots))
         start = jax.lax.axis_index(EXPERT) * len(experts)
         own = lambda array: jax.lax.dynamic_slice_in_dim(array, start, len(experts), 1)
         y = nn.dispatch.run_slots(experts, rows, nn.Slots(own(slots.token), own(slots.weight)))
-        return self._reduced(jax.lax.psum_scatter(y, EXPERT, tiled=True)), aux
+        return self._reduced(send.psum_scatter("sums of all experts", y, EXPERT)), aux
 
     def _experts(self) -> nn.Experts:
         """This device's experts, so that the sum over the axis `tensor` is theirs: biases of sums are added once."""
@@ -159,12 +160,12 @@ class SplitMoE(nn.Routed):
             weight, bias = linear.weight, linear.bias
             if self.residual == "feature" and "rank" in linear.weight_dims and "embed" in linear.weight_dims:
                 dim = weight.ndim - (1 if linear.inputs == ("embed",) else 2)
-                weight = gather_parameter(weight, TENSOR, dim)
+                weight = gather_parameter(weight, dim)
             elif self.residual == "feature" and linear.inputs == ("embed",):  # from a slice of embed to one of mlp
-                weight = jax.lax.all_to_all(weight, TENSOR, weight.ndim - 2, weight.ndim - 1, tiled=True)
+                weight = send.all_to_all("features of experts", weight, TENSOR, -2, -1)
             if bias is not None and linear.outputs == ("embed",):
                 whole = self.residual == "feature"
-                bias = gather_parameter(bias, TENSOR, -1) if whole else bias
+                bias = gather_parameter(bias, -1) if whole else bias
                 bias = jnp.where(is_first, bias, 0)
             parts = lambda m: (m.weight, m.bias)
             return eqx.tree_at(parts, linear, (weight, bias), is_leaf=lambda leaf: leaf is None)
@@ -173,20 +174,29 @@ class SplitMoE(nn.Routed):
 
 
 def _sum(x: Array, axes: tuple[str, ...]) -> Array:
-    return jax.lax.psum(vary(x, axes), axes)
+    return send.psum("loads of experts", vary(x, axes), axes)
+
+
+def _to_all(x: Array) -> Array:
+    return send.all_gather("tokens to all experts", x, EXPERT)
+
+
+def _same(x: Array) -> Array:
+    """What all slices' devices have computed alike, typed as the same."""
+    return send.pmax("same on all slices", vary(x, [TENSOR]), TENSOR)
 
 
 def _tokens_of_features(x: Float[Array, "*batch full_seq part"]) -> Float[Array, "*batch seq embed"]:
-    return jax.lax.all_to_all(x, TENSOR, x.ndim - 2, x.ndim - 1, tiled=True)
+    return send.all_to_all("features to tokens", x, TENSOR, -2, -1)
 
 
 def _features_of_tokens(x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch full_seq part"]:
-    return jax.lax.all_to_all(x, TENSOR, x.ndim - 1, x.ndim - 2, tiled=True)
+    return send.all_to_all("tokens to features", x, TENSOR, -1, -2)
 
 
 def _with_whole_features(router: PyTree) -> Any:
     def whole(linear: Any) -> Any:
-        weight = gather_parameter(linear.weight, TENSOR, -1)
+        weight = gather_parameter(linear.weight, -1)
         return holding(linear, weight, linear.bias)  # a plain map: who watches it sees that it is not its own
 
     is_split = lambda node: is_map(node) and node.inputs == ("embed",)

@@ -14,6 +14,7 @@ from jaxtyping import Array, PyTree
 
 from .. import nn
 from .._shapes import Batch
+from . import _send as send
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._check_plan import check_choices, check_model, check_rows
 from ._vary import vary, vary_like
@@ -283,14 +284,14 @@ class Plan:
                 return None
             if self.zero == 1 and leaf.fsdp_dim is not None:
                 gradient = scatter(vary(gradient, [FSDP]), leaf.fsdp_dim)
-            return self.total(gradient, leaf.reduced)
+            return self.total(gradient, leaf.reduced, "gradients over replicas")
 
         return jax.tree.map(one, leaves, gradients)
 
-    def total(self, x: Array, axes: tuple[str, ...] | None = None) -> Array:
+    def total(self, x: Array, axes: tuple[str, ...] | None = None, name: str = "losses and counts") -> Array:
         """The sum over the devices of some axes, by default all between which tokens are split."""
         axes = (*self.batch_axes, CONTEXT) if axes is None else axes
-        return jax.lax.psum(vary(x, axes), axes) if axes else x
+        return send.psum(name, vary(x, axes), axes) if axes else x
 
     def vocabulary(self, model: nn.Transformer) -> SplitVocabulary | None:
         """The loss's view of the logits where each device holds a part of them; None where it holds all."""

@@ -175,7 +175,7 @@ def _split_vocabulary(
     if isinstance(head, nn.LoRA):
         down, is_split = head.down, TENSOR in axes_of(specs.head.down.weight)
         if is_split:  # the head is given whole features
-            down = eqx.tree_at(lambda m: m.weight, down, gather_parameter(down.weight, TENSOR, 1))
+            down = eqx.tree_at(lambda m: m.weight, down, gather_parameter(down.weight, 1))
         own = of_own_ids(head.linear, specs.head.linear), down, of_own_ids(head.up, specs.head.up)
         head = eqx.tree_at(lambda m: (m.linear, m.down, m.up), head, own)
     elif head is not None:

@@ -4,13 +4,13 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from ._hlo import called, groups_of, Instruction, parse, size_of
+from ._hlo import called, groups_of, Instruction, parse, scopes_of, size_of
 
 
 # Bytes sent by each of n devices for each byte of its operands (rings; Patarasuk and Yuan 2009).
@@ -30,6 +30,7 @@ class Transfer:
     `axes` are the mesh axes it runs over, `None` where no mesh was given or its groups follow no axis. `devices` is the
     size of a group; of a permute, how many devices of the mesh send. `sent` is the bytes each device sends each time,
     a permute's averaged over the mesh. `times` is `None` inside a loop whose length the compiler does not know.
+    `scopes` are the names (of `jax.named_scope`, loops and functions) that it stands in, the innermost last.
     """
 
     kind: str
@@ -37,11 +38,16 @@ class Transfer:
     devices: int
     sent: float
     times: int | None
+    scopes: tuple[str, ...] = ()
 
     @property
     def total(self) -> float | None:
         """Bytes sent by a device over a run of the program; `None` where the number of times is unknown."""
         return None if self.times is None else self.sent * self.times
+
+    def named(self, names: Container[str]) -> str | None:
+        """The innermost of the scopes that is one of some names; None where none is."""
+        return next((scope for scope in reversed(self.scopes) if scope in names), None)
 
 
 def communication(compiled: Any, *, mesh: Any = None) -> tuple[Transfer, ...]:
@@ -75,7 +81,7 @@ def communication(compiled: Any, *, mesh: Any = None) -> tuple[Transfer, ...]:
         if kind in SENT:
             transfer = _transfer(kind, line, sum(sizes[name] for name in line.operands), everyone, mesh)
             if transfer.sent:
-                yield transfer
+                yield dataclasses.replace(transfer, scopes=scopes_of(line.attributes))
             return
         parts = [sent_by(name) for name in called(line)]
         if line.operation == "conditional":
@@ -104,26 +110,26 @@ def bytes_sent(transfers: Iterable[Transfer], *, axes: tuple[str, ...] | None = 
     return float(sum(transfer.sent * (transfer.times or 0) for transfer in chosen))
 
 
-def communication_table(transfers: Iterable[Transfer]) -> str:
-    """Lines of text: what is sent by kind and axes, largest first, and the sum."""
-    groups: dict[tuple[str, str], list[Transfer]] = collections.defaultdict(list)
+def communication_table(transfers: Iterable[Transfer], *, names: Container[str] = ()) -> str:
+    """Lines of text: what is sent by kind and axes, and for which of some names, largest first, and the sum."""
+    groups: dict[tuple[str, str, str], list[Transfer]] = collections.defaultdict(list)
     for transfer in transfers:
         over = f"{transfer.devices} devices" if transfer.axes is None else " x ".join(transfer.axes)
-        groups[transfer.kind, over].append(transfer)
+        groups[transfer.kind, over, transfer.named(names) or ""].append(transfer)
     rows = []
-    for (kind, over), group in groups.items():
+    for (kind, over, name), group in groups.items():
         known = [transfer for transfer in group if transfer.times is not None]
         unknown = "" if len(known) == len(group) else "+?"
-        rows.append((kind, over, sum(transfer.times or 0 for transfer in known), bytes_sent(known), unknown))
+        rows.append((kind, over, sum(transfer.times or 0 for transfer in known), bytes_sent(known), unknown, name))
     rows.sort(key=lambda row: -row[3])
     doubt = "+?" if any(row[4] for row in rows) else ""
-    rows.append(("all", "", sum(row[2] for row in rows), float(sum(row[3] for row in rows)), doubt))
+    rows.append(("all", "", sum(row[2] for row in rows), float(sum(row[3] for row in rows)), doubt, ""))
     head = f"{'operation':<20}{'over':<24}{'times':>8}{'bytes sent a device':>22}"
     return "\n".join(
         [head]
         + [
-            f"{kind:<20}{over:<24}{f'{times}{more}':>8}{f'{sent:,.0f}{more}':>22}"
-            for kind, over, times, sent, more in rows
+            f"{kind:<20}{over:<24}{f'{times}{more}':>8}{f'{sent:,.0f}{more}':>22}  {name}".rstrip()
+            for kind, over, times, sent, more, name in rows
         ]
     )
 

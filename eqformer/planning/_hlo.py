@@ -66,6 +66,17 @@ def size_of(result: str) -> int:
     return total
 
 
+def scopes_of(attributes: str) -> tuple[str, ...]:
+    """The scopes of `op_name="jit(step)/while/body/transpose(jvp(maps))/psum"`, and the operation: `step`, ..., `psum`.
+
+    Those of a backward pass are those of what it is the backward pass of. Of several operations that XLA has made one
+    (`a/(b/psum:c/psum)`) all scopes are there.
+    """
+    found = re.search(r'op_name="([^"]*)"', attributes)
+    scopes = re.split("[/:]", found.group(1)) if found else []
+    return tuple(filter(None, (re.sub(r"^(?:[\w<>]*\()*|\)*$", "", scope) for scope in scopes)))
+
+
 def groups_of(attributes: str, everyone: int) -> Int[np.ndarray, "groups devices"]:
     """The devices that take part together, a row a group.
 

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,51 +9,42 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from eqformer.parallel import _plan, _wrap, Plan, vary
-from eqformer.parallel.context import _ring_attention
+from eqformer.parallel import _plan, _send, _wrap, COLLECTIVES, Plan, vary
 from eqformer.parallel.state import _leaves
 from eqformer.parallel.tensor import _tensor
 
 
-class Shim:
-    """`jax` as one module sees it, with some functions of `jax.lax` replaced."""
+def without(name: str, replacement: Callable[..., Any]) -> Callable[[Any], None]:
+    """A change that does something else in the place of the collectives of one name."""
+    assert name in COLLECTIVES, name
 
-    def __init__(self, **replaced: Callable[..., Any]):
-        self.lax = _Lax(replaced)
+    def change(monkeypatch: Any) -> None:
+        sent = _send._sent
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(jax, name)
+        def replaced(kind: str, which: str, *args: Any, **options: Any) -> Any:
+            return replacement(*args, **options) if which == name else sent(kind, which, *args, **options)
 
+        monkeypatch.setattr(_send, "_sent", replaced)
 
-class _Lax:
-    def __init__(self, replaced: dict[str, Callable[..., Any]]):
-        self.replaced = replaced
-
-    def __getattr__(self, name: str) -> Any:
-        return self.replaced.get(name) or getattr(jax.lax, name)
+    change.collective = name
+    return change
 
 
-def without(module: str, **replaced: Callable[..., Any]) -> Callable[[Any], None]:
-    """A change that replaces functions of `jax.lax` in one module of `eqformer.parallel`."""
+def first_device_in(module: str) -> Callable[[Any], None]:
+    """A change by which every device is the first of its axis, as one module of `eqformer.parallel` sees it."""
     where = importlib.import_module(f"eqformer.parallel.{module}")
-    return lambda monkeypatch: monkeypatch.setattr(where, "jax", Shim(**replaced))
 
+    class Lax:
+        def __getattr__(self, name: str) -> Any:
+            return same_place if name == "axis_index" else getattr(jax.lax, name)
 
-def at_place(number: int, places: int, name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `jax.lax`, but the replacement at one of the places that call it in turn."""
-    calls = itertools.count()
-    chosen = lambda: replacement if next(calls) % places == number else getattr(jax.lax, name)
-    return lambda *args, **options: chosen()(*args, **options)
+    class Jax:
+        lax = Lax()
 
+        def __getattr__(self, name: str) -> Any:
+            return getattr(jax, name)
 
-def of_shape(ndim: int, name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `jax.lax`, but the replacement where the argument has so many dims."""
-    return lambda x, *args, **options: (replacement if x.ndim == ndim else getattr(jax.lax, name))(x, *args, **options)
-
-
-def in_turn_of_shape(ndim: int, number: int, name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """Both: every second call with so many dims."""
-    return of_shape(ndim, name, at_place(number, 2, name, replacement))
+    return lambda monkeypatch: monkeypatch.setattr(where, "jax", Jax())
 
 
 # A reduction that is not done is refused by the types, or it is done as if all devices but the first had nothing.
@@ -85,7 +75,7 @@ def own_piece(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) -> 
     return jnp.concatenate(whole, axis) if tiled else jnp.stack(whole, axis)
 
 
-def own_exchange(x: Any, axis_name: str, split_axis: int, concat_axis: int, *, tiled: bool = False) -> Any:
+def own_exchange(x: Any, axis_name: str, *, split_axis: int, concat_axis: int, **_: Any) -> Any:
     """What this device would send to itself, in the place of what all send."""
     count = jax.lax.axis_size(axis_name)
     mine = own_part(x, axis_name, scatter_dimension=split_axis)
@@ -103,7 +93,7 @@ def kept_all(x: Any, *_: Any, **__: Any) -> Any:
 def of_first_over(*axes: str) -> Callable[[Any], None]:
     """Gradients of the first device along some axes in the place of the sum over these."""
 
-    def total(self: Plan, x: Any, over: tuple[str, ...] = ()) -> Any:
+    def total(self: Plan, x: Any, over: tuple[str, ...] = (), name: str = "") -> Any:
         rest = tuple(axis for axis in over if axis not in axes)
         left = tuple(axis for axis in over if axis in axes)
         x = jax.lax.psum(vary(x, rest), rest) if rest else x
@@ -119,7 +109,7 @@ def total_of(wanted: int, replacement: Callable[..., Any]) -> Callable[[Any], No
 
 def gradients_unsummed(monkeypatch: Any) -> None:
     """No gradient summed over devices."""
-    _total(lambda number: (lambda self, x, over=(): x) if number > 1 else None)(monkeypatch)
+    _total(lambda number: (lambda self, x, *_: x) if number > 1 else None)(monkeypatch)
 
 
 _AXES = (*_plan.BATCH_AXES, _plan.CONTEXT)
@@ -145,12 +135,17 @@ def unsummed_entry(monkeypatch: Any) -> None:
         return vary(x, ["tensor"])
 
     enter.defvjp(lambda x: (vary(x, ["tensor"]), None), lambda _, gradient: (of_first(gradient, "tensor"),))
-    monkeypatch.setattr(_tensor, "vary", lambda x, axes: enter(x))
+    _entry(monkeypatch, enter)
 
 
 def untyped_entry(monkeypatch: Any) -> None:
     """Not saying that a layer's input is read by all."""
-    monkeypatch.setattr(_tensor, "vary", lambda x, axes: x)
+    _entry(monkeypatch, lambda x: x)
+
+
+def _entry(monkeypatch: Any, enter: Callable[[Any], Any]) -> None:
+    name, entered = "maps from the stream", _send.vary
+    monkeypatch.setattr(_send, "vary", lambda which, *args: enter(args[0]) if which == name else entered(which, *args))
 
 
 def bias_before(monkeypatch: Any) -> None:
@@ -209,12 +204,7 @@ def in_order_read(monkeypatch: Any) -> None:
         monkeypatch.setattr(Plan, move, lambda self, tree, *_: tree)
 
 
-def still(monkeypatch: Any) -> None:
-    """Keys and values that do not go round."""
-    monkeypatch.setattr(_ring_attention, "_send", lambda ring, tree: tree)
-
-
-def permuted_nowhere(x: Any, axis: str, pairs: Any) -> Any:
+def permuted_nowhere(x: Any, axis: str, **_: Any) -> Any:
     """A message that stays where it is."""
     return vary(x, [axis])
 

@@ -16,7 +16,7 @@ from plan_models import batch_of, model_of
 from plan_parity import Case, differences, hastily, of_one_device, of_plan, place
 
 from eqformer import training
-from eqformer.parallel import _wrap
+from eqformer.parallel import _wrap, COLLECTIVES
 
 
 TYPES = "var(y|ies|ying)|differ"
@@ -33,6 +33,7 @@ DROPPED = Case("gpt2", {"context": 2}, {"context_method": "ring"})
 GATHERED = Case("llama", {"context": 2}, {"context_method": "gather"})
 EXCHANGED = Case("llama", {"context": 2}, {"context_method": "heads"})
 STAGES = Case("llama", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2})
+SPREAD = Case("llama", {"pipe": 2}, {"schedule": "gpipe", "microbatches": 2, "edges": "spread"})
 CHUNKS = Case("llama", {"pipe": 2}, {"schedule": "looping", "microbatches": 2, "chunks": 2})
 SHARED = Case("llama", {"tensor": 4})
 FULL_NORMS = Case("full norms", {"tensor": 2})
@@ -66,102 +67,93 @@ CONTROLS: dict[str, Control] = {
     "gradients over tensor, of key heads that devices share": Control(control.of_first_over("tensor"), SHARED),
     # Sharded state.
     "scatter of gradients in ZeRO 1": Control(
-        without("state._stand_ins", psum_scatter=own_part), DATA._replace(choices={"zero": 1})
+        without("gradients over fsdp", own_part), DATA._replace(choices={"zero": 1})
     ),
     "scatter of gradients in ZeRO 2": Control(
-        without("state._stand_ins", psum_scatter=own_part), DATA._replace(choices={"zero": 2})
+        without("gradients over fsdp", own_part), DATA._replace(choices={"zero": 2})
     ),
     "scatter of gradients in ZeRO 3": Control(
-        without("state._stand_ins", psum_scatter=own_part), DATA._replace(choices={"zero": 3}), every_run=True
+        without("gradients over fsdp", own_part), DATA._replace(choices={"zero": 3}), every_run=True
     ),
-    "gather of parameters": Control(
-        without("state._stand_ins", all_gather=own_piece), DATA._replace(choices={"zero": 3})
-    ),
+    "gather of parameters": Control(without("parameters over fsdp", own_piece), DATA._replace(choices={"zero": 3})),
     # Tensor parallelism.
-    "sum of row maps, unsummed": Control(without("tensor._tensor", psum=nothing), ROWS, "types"),
-    "sum of row maps": Control(without("tensor._tensor", psum=of_first), ROWS, every_run=True),
+    "sum of row maps, unsummed": Control(without("maps to the stream", nothing), ROWS, "types"),
+    "sum of row maps": Control(without("maps to the stream", of_first), ROWS, every_run=True),
     "sum of the entry's gradient": Control(control.unsummed_entry, ROWS),
     "entry not said to vary": Control(control.untyped_entry, ROWS, "nothing"),
     "bias added once": Control(control.bias_before, ROWS, every_run=True),
-    "gather of tokens before maps": Control(without("tensor._tensor", all_gather=own_piece), SEQUENCE),
-    "sum and scatter over tokens": Control(without("tensor._tensor", psum_scatter=own_part), SEQUENCE),
-    "messages of ringed maps": Control(without("context._shift", ppermute=permuted_nowhere), RINGED),
+    "gather of tokens before maps": Control(without("maps from the stream", own_piece), SEQUENCE),
+    "sum and scatter over tokens": Control(without("maps to the stream", own_part), SEQUENCE),
+    "messages of ringed maps from the stream": Control(without("maps from the stream", permuted_nowhere), RINGED),
+    "messages of ringed maps to the stream": Control(without("maps to the stream", permuted_nowhere), RINGED),
     "messages of ringed maps of features": Control(
-        without("context._shift", ppermute=permuted_nowhere),
+        without("maps of features", permuted_nowhere),
         FEATURE._replace(choices=FEATURE.choices | {"overlap": "ring"}),
     ),
     "swaps of ringed maps in stages": Control(
-        without("context._shift", all_to_all=lambda x, *_, **__: x),
+        without("maps to the stream", control.kept_all),
         Case("llama", {"pipe": 2, "tensor": 2}, {**RINGED.choices, "schedule": "1f1b", "microbatches": 2}),
     ),
-    "own key head of several": Control(without("tensor._tensor", axis_index=control.same_place), SHARED),
-    "sum and scatter over features": Control(without("tensor._collective_matmul", psum_scatter=own_part), FEATURE),
-    "sum of a map to no features, unsummed": Control(without("tensor._feature", psum=nothing), LATENTS),
-    "sum of a map to no features": Control(without("tensor._feature", psum=of_first), LATENTS),
-    "mean of means": Control(without("tensor._norms", pmean=control.at_place(0, 2, "pmean", nothing)), FEATURE),
-    "mean of squares": Control(without("tensor._norms", pmean=control.at_place(1, 2, "pmean", nothing)), FEATURE),
-    "mean of squares over all heads": Control(without("tensor._norms", pmean=nothing), FULL_NORMS),
+    "own key head of several": Control(control.first_device_in("tensor._tensor"), SHARED),
+    "sum and scatter over features": Control(without("maps of features", own_part), FEATURE),
+    "sum of a map to no features, unsummed": Control(without("whole maps of features", nothing), LATENTS),
+    "sum of a map to no features": Control(without("whole maps of features", of_first), LATENTS),
+    "mean of means": Control(without("means of split norms", nothing), FEATURE),
+    "mean of squares": Control(without("squares of split norms", nothing), FEATURE),
+    "mean of squares over all heads": Control(without("squares of split norms", nothing), FULL_NORMS),
     "own tokens' dropout": Control(control.first_tokens(_wrap.TokensDropout), SEQUENCE),
     "own tokens' positions": Control(control.first_tokens(_wrap.TokensPositions), SEQUENCE),
     "own features' dropout": Control(control.first_tokens(_wrap.FeatureDropout), FEATURE),
     "no array marked as meeting slices": Control(control.marks(False), SEQUENCE, "nothing"),
     "every array marked as meeting slices": Control(control.marks(True), ROWS, "types"),
     # Vocabulary.
-    "sum of looked-up vectors, unsummed": Control(
-        without("tensor._vocabulary", psum=control.of_shape(3, "psum", nothing)), ROWS
-    ),
-    "sum of looked-up vectors": Control(
-        without("tensor._vocabulary", psum=control.of_shape(3, "psum", of_first)), ROWS
-    ),
-    "sum and scatter of looked-up vectors": Control(without("tensor._vocabulary", psum_scatter=own_part), SEQUENCE),
-    "gather of the head's tokens": Control(without("tensor._vocabulary", all_gather=own_piece), SEQUENCE),
-    "gather of the head's features": Control(without("tensor._vocabulary", all_gather=own_piece), FEATURE),
+    "sum of looked-up vectors, unsummed": Control(without("looked-up vectors", nothing), ROWS),
+    "sum of looked-up vectors": Control(without("looked-up vectors", of_first), ROWS),
+    "sum and scatter of looked-up vectors": Control(without("looked-up vectors", own_part), SEQUENCE),
+    "gather of the head's tokens": Control(without("stream for the head", own_piece), SEQUENCE),
+    "gather of the head's features": Control(without("stream for the head", own_piece), FEATURE),
     "exchange of features for rows": Control(
-        without("tensor._vocabulary", all_to_all=own_exchange), FEATURE, every_run=True
+        without("table from features to ids", own_exchange), FEATURE, every_run=True
     ),
-    "highest logit, unreduced": Control(without("tensor._vocabulary", pmax=nothing), ROWS, "types", True),
-    "sum of the normaliser": Control(
-        without("tensor._vocabulary", psum=control.in_turn_of_shape(1, 0, "psum", of_first)), ROWS, every_run=True
-    ),
-    "sum of the target's logit": Control(
-        without("tensor._vocabulary", psum=control.in_turn_of_shape(1, 1, "psum", of_first)), ROWS
-    ),
-    "own rows of a whole table": Control(
-        without("tensor._vocabulary", axis_index=control.same_place), Case("gpt2", {"tensor": 4})
-    ),
+    "highest logit, unreduced": Control(without("highest logits", nothing), ROWS, "types", True),
+    "sum of the normaliser": Control(without("normalisers", of_first), ROWS, every_run=True),
+    "sum of the target's logit": Control(without("logits of targets", of_first), ROWS),
+    "own rows of a whole table": Control(control.first_device_in("tensor._vocabulary"), Case("gpt2", {"tensor": 4})),
     # Mixtures of experts.
-    "gather of tokens for experts": Control(without("_mixture", all_gather=own_piece), EXPERTS),
-    "sum and scatter of what experts give": Control(without("_mixture", psum_scatter=own_part), EXPERTS),
-    "choices sent to their experts, and back": Control(without("_mixture", all_to_all=control.kept_all), SENT),
-    "own experts of all": Control(without("_mixture", axis_index=control.same_place), EXPERTS),
+    "gather of tokens for experts": Control(without("tokens to all experts", own_piece), EXPERTS),
+    "sum and scatter of what experts give": Control(without("sums of all experts", own_part), EXPERTS),
+    "choices sent to their experts": Control(without("choices to experts", control.kept_all), SENT),
+    "and back": Control(without("choices from experts", control.kept_all), SENT),
+    "own experts of all": Control(control.first_device_in("_mixture"), EXPERTS),
     "counts of all devices for the balance": Control(
-        without("_mixture", psum=nothing), Case("batch mixture", {"fsdp": 2})
+        without("loads of experts", nothing), Case("batch mixture", {"fsdp": 2})
     ),
-    "sum over slices of hidden features": Control(without("_mixture", psum_scatter=own_part), SLICES),
-    "sum over slices, whole": Control(without("_mixture", psum=of_first), SLICES._replace(choices={})),
-    "bias of a sum added once": Control(without("_mixture", axis_index=control.same_place), SLICES),
-    "features exchanged for tokens": Control(without("_mixture", all_to_all=own_exchange), FEATURES),
+    "sum over slices of hidden features": Control(without("slices of experts", own_part), SLICES),
+    "sum over slices, whole": Control(without("slices of experts", of_first), SLICES._replace(choices={})),
+    "bias of a sum added once": Control(control.first_device_in("_mixture"), SLICES),
+    "gather of rows for slices of experts": Control(without("rows for experts", own_piece), SLICES),
+    "slices' counts said to be the same": Control(without("same on all slices", nothing), SLICES, "types"),
+    "features exchanged for tokens": Control(without("features to tokens", own_exchange), FEATURES),
+    "tokens exchanged for features": Control(without("tokens to features", own_exchange), FEATURES),
+    "experts' features exchanged": Control(without("features of experts", own_exchange), FEATURES),
+    "gather of the router's features": Control(without("weights over tensor", own_piece), FEATURES),
     # Context.
-    "keys go round": Control(control.still, ROUND, every_run=True),
-    "keys are gathered": Control(without("context._context", all_gather=own_piece), GATHERED),
-    "heads are exchanged": Control(without("context._context", all_to_all=own_exchange), EXCHANGED),
-    "outputs are exchanged back": Control(
-        without("context._context", all_to_all=control.at_place(3, 4, "all_to_all", own_exchange)), EXCHANGED
-    ),
-    "tokens are gathered beside heads": Control(without("context._context", all_gather=own_piece), EXCHANGED),
+    "keys go round": Control(without("keys and values round", permuted_nowhere), ROUND, every_run=True),
+    "keys are gathered": Control(without("keys and values gathered", own_piece), GATHERED),
+    "heads are exchanged": Control(without("tokens to heads", own_exchange), EXCHANGED),
+    "outputs are exchanged back": Control(without("heads to tokens", own_exchange), EXCHANGED),
+    "tokens are gathered beside heads": Control(without("tokens beside heads", own_piece), EXCHANGED),
     "positions in the order of the ring": Control(control.in_reading_order("positions"), ROUND),
     "documents in the order of the ring": Control(control.in_reading_order("segments"), ROUND),
     "keys of dropout in the order of the ring": Control(control.in_reading_order("keys"), DROPPED),
     "lengths of rows beside their pieces": Control(control.in_reading_order("lengths"), Case("long", {"context": 2})),
     # Pipelines.
-    "sum of the edges' gradients, unsummed": Control(without("pipeline._pipeline", psum=nothing), STAGES, "types"),
-    "sum of the edges' gradients": Control(without("pipeline._pipeline", psum=of_first), STAGES),
-    "messages between stages": Control(
-        without("pipeline._pipeline", ppermute=permuted_nowhere), STAGES, every_run=True
-    ),
-    "gradients sent back between stages": Control(
-        without("pipeline._pipeline", ppermute=control.at_place(1, 2, "ppermute", permuted_nowhere)), STAGES
-    ),
+    "sum of the edges' gradients, unsummed": Control(without("sums over stages", nothing), STAGES, "types"),
+    "sum of the edges' gradients": Control(without("sums over stages", of_first), STAGES),
+    "messages between stages": Control(without("activations between stages", permuted_nowhere), STAGES, every_run=True),
+    "gradients sent back between stages": Control(without("gradients between stages", permuted_nowhere), STAGES),
+    "inputs one stage on": Control(without("inputs between stages", permuted_nowhere), SPREAD),
+    "tokens of all stages' rows": Control(without("tokens for all stages", own_piece), SPREAD),
     "layers in the order of the ring": Control(control.in_order_read, CHUNKS),
 }
 
@@ -187,6 +179,22 @@ def test_a_plan_needs_it(change, case, caught_by, monkeypatch):
     assert not wrong if caught_by == "nothing" else max(wrong.values()) > 1e-3
 
 
+# Of what no training or evaluation under a plan sends: the tests of these have controls of their own.
+ELSEWHERE = {
+    "generation": {"peaks over split caches", "sums over split caches"},
+    "weights that stay": {"stream for wide maps", "wide maps", "keys and values of rows", "heads to rows"}
+    | {"rows to heads", "inputs of maps to the stream", "stream for logits", "partial logits"},
+    "functions of their own": {"all_gather_matmul", "matmul_reduce_scatter", "ring"},
+}
+
+
+def test_every_collective_is_left_out_once():
+    """By its name, or as a sum over the axes of a plan."""
+    changes = [control.change for control in CONTROLS.values()] + [change for change, _ in OF_EVALUATION.values()]
+    left_out = {getattr(change, "collective", None) for change in changes} - {None}
+    assert left_out | {"losses and counts", "gradients over replicas"}.union(*ELSEWHERE.values()) == {*COLLECTIVES}
+
+
 CASES = {control.case.name: control.case for control in CONTROLS.values()}
 
 
@@ -199,12 +207,12 @@ def test_without_a_change_there_is_no_difference(case):
 EVALUATED = Case("llama", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"microbatches": 2})
 OF_EVALUATION: dict[str, tuple[Callable[[Any], None] | None, str]] = {
     "nothing": (None, ""),
-    "highest logit": (without("tensor._vocabulary", pmax=control.of_shape(1, "pmax", of_first)), "correct"),
-    "first of the highest": (without("tensor._vocabulary", pmin=of_first), "correct"),
-    "first of the highest, unreduced": (without("tensor._vocabulary", pmin=nothing), "types"),
-    "last stage's rows": (without("pipeline._pipelined_stack", psum=of_first), "nats"),
-    "last stage's rows, unreduced": (without("pipeline._pipelined_stack", psum=nothing), "types"),
-    "messages between stages": (without("pipeline._pipelined_stack", ppermute=permuted_nowhere), "nats"),
+    "highest logit": (without("highest logits of all ids", of_first), "correct"),
+    "first of the highest": (without("first of the highest", of_first), "correct"),
+    "first of the highest, unreduced": (without("first of the highest", nothing), "types"),
+    "last stage's rows": (without("outputs of the last stage", of_first), "nats"),
+    "last stage's rows, unreduced": (without("outputs of the last stage", nothing), "types"),
+    "messages between stages": (without("activations between stages", permuted_nowhere), "nats"),
     "total over rows": (control.total_of(0, of_first), "nats"),
 }
 

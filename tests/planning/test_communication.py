@@ -8,6 +8,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from eqformer.parallel import vary
 from eqformer.planning import bytes_sent, communication, communication_table, Transfer
+from eqformer.planning._hlo import scopes_of
 
 
 MESH = (2, 4)  # "other", "axis"
@@ -130,6 +131,30 @@ def test_asynchronous_pairs_count_once_and_groups_are_read_in_every_form():
     )
     crooked = TEXT.replace("[4,2]<=[8]", "{{0,3},{1,2},{4,7},{5,6}}")
     assert communication(crooked, mesh=mesh)[1].axes is None
+
+
+def test_a_transfer_is_known_by_the_names_of_its_scopes():
+    """In both passes, in a loop, and where what a name stands around is made one with something else."""
+
+    def named(x):
+        def layer(x, _):
+            with jax.named_scope("my rows"):
+                return jnp.tanh(jax.lax.all_gather(x, "axis", tiled=True))[:8], None
+
+        with jax.named_scope("my copies"):
+            x = vary(x, ["axis"])
+        x, _ = jax.lax.scan(layer, x, None, length=3)
+        with jax.named_scope("outer"), jax.named_scope("my sum"):
+            return jax.lax.psum(jnp.sum(x), "axis")
+
+    transfers = communication(compiled(jax.grad(lambda x: named(x))), mesh=mesh())
+    found = {(t.kind, t.named({"my rows", "my sum", "my copies"})) for t in transfers}
+    assert {("all-gather", "my rows"), ("reduce-scatter", "my rows")} <= found
+    assert all(t.named({"other"}) is None for t in transfers)
+    assert "my rows" in communication_table(transfers, names={"my rows"}).splitlines()[1]
+    scopes = 'metadata={op_name="jit(f)/shard_map/transpose(jvp(two words))/(a/psum:checkpoint/b/psum)" id=1}'
+    assert scopes_of(scopes) == ("f", "shard_map", "two words", "a", "psum", "checkpoint", "b", "psum")
+    assert scopes_of("channel_id=1") == ()
 
 
 def test_what_cannot_be_read_is_refused():

@@ -13,7 +13,7 @@ from _setup import build_model, optimizer_of
 from haste import HASTE
 
 from eqformer import nn, parallel, planning
-from eqformer.parallel._axes import CONTEXT, EXPERT, PIPE, TENSOR
+from eqformer.parallel import COLLECTIVES, CONTEXT, EXPERT, PIPE, TENSOR
 
 
 TINY = "--model.embed 64 --model.heads 8 --model.mlp 160 --seq 32 --batch 16 --optimizer.name adamw"
@@ -104,8 +104,12 @@ def test_a_compiled_step_sends_what_was_told(name):
     recipe = recipe_of({**MESHES, **WIDER}[name])
     plan = plan_of(recipe, jax.devices())
     program = layout.compiled_step(recipe, plan, eqx.filter_eval_shape(build_model, recipe), **HASTE)
-    counted = counted_bytes(plan, planning.communication(program, mesh=plan.mesh))
+    transfers = planning.communication(program, mesh=plan.mesh)
+    counted = counted_bytes(plan, transfers)
     assert counted == pytest.approx(told(recipe, plan), rel=0.03)
+    # What has no name is the partitioner's, outside of what each device does by itself.
+    unnamed = [t for t in transfers if t.named(COLLECTIVES) is None and "shard_map" in t.scopes]
+    assert planning.bytes_sent(unnamed) <= 0.001 * planning.bytes_sent(transfers), unnamed
 
 
 KINDS = {"attention": "", "nets": NETS, "latents": "--recipe jaxformer"}

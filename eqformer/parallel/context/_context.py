@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from ...nn import blockwise, BlockwiseCore, DotProductCore, Mask, ReferenceCore, spread, Tokens
+from .. import _send as send
 from .._axes import CONTEXT
 from .._ring import Ring
 from .._vary import vary
@@ -74,7 +75,8 @@ class ContextCore(eqx.Module):
     def _ring(self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict) -> Array:
         block, softcap = ring_rules(self.inner)
         rules = blockwise.Rules(given["mask"], given["scale"], softcap, block)
-        output, logsum = ring_attend(rules, Ring(CONTEXT, is_branched=self.is_branched), query, key, value, tokens)
+        ring = Ring("keys and values round", CONTEXT, is_branched=self.is_branched)
+        output, logsum = ring_attend(rules, ring, query, key, value, tokens)
         return output if sinks is None else blockwise.with_sinks(output, logsum, sinks)
 
     def _gather(
@@ -96,15 +98,15 @@ class ContextCore(eqx.Module):
 
         def swap(x: Array) -> Array:
             # Named for remat policies that keep a map's results: these then stand for the maps', and travel once.
-            return checkpoint_name(jax.lax.all_to_all(x, CONTEXT, head, seq, tiled=True), "product")
+            return checkpoint_name(send.all_to_all("tokens to heads", x, CONTEXT, head, seq), "product")
 
         query, key, value = swap(query), *(swap(_copied(x, copies)) for x in (key, value))
-        tokens = jax.tree.map(lambda x: jax.lax.all_gather(x, CONTEXT, axis=x.ndim - 1, tiled=True), tokens)
+        tokens = jax.tree.map(lambda x: send.all_gather("tokens beside heads", x, CONTEXT, -1), tokens)
         if sinks is not None:
             first = jax.lax.axis_index(CONTEXT) * (heads // size)
             sinks = jax.lax.dynamic_slice_in_dim(sinks, first, heads // size)
         output = self.inner(query, key, value, tokens=tokens, sinks=sinks, **given)
-        return checkpoint_name(jax.lax.all_to_all(output, CONTEXT, seq, head, tiled=True), "attended")
+        return checkpoint_name(send.all_to_all("heads to tokens", output, CONTEXT, seq, head), "attended")
 
 
 def zigzag(seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
@@ -218,7 +220,7 @@ def _in_reading_order(x: Array, back: int) -> Array:
     Masks go by positions and would be right in any order; a core that skips blocks finds more of them empty in this.
     """
     dim = x.ndim - back
-    pieces = jax.lax.all_gather(x, CONTEXT)
+    pieces = send.all_gather("keys and values gathered", x, CONTEXT, stacks=True)
     early, late = jnp.split(pieces, 2, axis=dim + 1)
     both = jnp.concatenate([early, late[::-1]])
     moved = jnp.moveaxis(both, 0, dim)

@@ -4,58 +4,58 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Shaped
 
+from .. import _send as send
 from .._vary import vary_like
 
 
 Parts = tuple[Shaped[Array, "..."], ...]
 
 
-def shift(tree: PyTree, axis: str, *, is_branched: bool = False) -> PyTree:
+def shift(tree: PyTree, axis: str, *, name: str = "ring", is_branched: bool = False) -> PyTree:
     """Each array of the device before this one along `axis`, the last device's on the first.
 
-    `is_branched` says that the call stands in a branch that not all devices take, such as a pipeline's. For a permute
-    XLA's CPU devices meet all at once, whatever its pairs, and would wait for ever for those that did not take the
-    branch; its GPU devices form one group of all, too. There, on all but TPUs, neighbours swap what they hold, in two
-    rounds.
+    `name` is what it goes by in the compiled program. `is_branched` says that the call stands in a branch that not all
+    devices take, such as a pipeline's. For a permute XLA's CPU devices meet all at once, whatever its pairs, and would
+    wait for ever for those that did not take the branch; its GPU devices form one group of all, too. There, on all but
+    TPUs, neighbours swap what they hold, in two rounds.
     """
-    return jax.tree.map(lambda x: pass_on((x,), axis, 0, is_branched=is_branched)[0], tree)
+    return jax.tree.map(lambda x: pass_on((x,), axis, 0, name=name, is_branched=is_branched)[0], tree)
 
 
-def pass_on(parts: Parts, axis: str, dim: int, *, is_branched: bool) -> Parts:
+def pass_on(parts: Parts, axis: str, dim: int, *, name: str, is_branched: bool) -> Parts:
     """Send the first part to the next device and the second, where there is one, to the previous device.
 
     They are alike but along `dim`, of which the first has as much as the second or more.
     """
     if not is_branched:
-        return _permuted(parts, axis)
+        return _permuted(name, parts, axis)
     swapped = _swapped if jax.lax.axis_size(axis) % 2 == 0 else _picked
-    permuted = lambda parts: _permuted(parts, axis)
-    return jax.lax.platform_dependent(parts, tpu=permuted, default=lambda parts: swapped(parts, axis, dim))
+    permuted = lambda parts: _permuted(name, parts, axis)
+    return jax.lax.platform_dependent(parts, tpu=permuted, default=lambda parts: swapped(name, parts, axis, dim))
 
 
-def _permuted(parts: Parts, axis: str) -> Parts:
+def _permuted(name: str, parts: Parts, axis: str) -> Parts:
     size = jax.lax.axis_size(axis)
     routes = [[(i, (i + step) % size) for i in range(size)] for step in (1, -1)]
-    return tuple(jax.lax.ppermute(part, axis, route) for part, route in zip(parts, routes))
+    return tuple(send.ppermute(name, part, axis, route) for part, route in zip(parts, routes))
 
 
-def _picked(parts: Parts, axis: str, dim: int) -> Parts:
+def _picked(name: str, parts: Parts, axis: str, dim: int) -> Parts:
     """`_permuted` by a gather from which one piece is kept, for rings that do not fall into pairs."""
     del dim
     size, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    pick = lambda x, step: jax.lax.dynamic_index_in_dim(
-        jax.lax.all_gather(x, axis), (index - step) % size, keepdims=False
-    )
+    gathered = lambda x: send.all_gather(name, x, axis, stacks=True)
+    pick = lambda x, step: jax.lax.dynamic_index_in_dim(gathered(x), (index - step) % size, keepdims=False)
     return tuple(pick(part, step) for part, step in zip(parts, (1, -1)))
 
 
-def _swapped(parts: Parts, axis: str, dim: int) -> Parts:
+def _swapped(name: str, parts: Parts, axis: str, dim: int) -> Parts:
     """`_permuted` by swaps of neighbours: even devices with the next one, then odd devices with the next one."""
     size = jax.lax.axis_size(axis)
     evens = tuple((i, i + 1) for i in range(0, size, 2))
     is_even = jax.lax.axis_index(axis) % 2 == 0
     if size == 2:  # the next device is the previous one
-        return tuple(_swap(part, axis, evens, is_even) for part in parts)
+        return tuple(_swap(name, part, axis, evens, is_even) for part in parts)
     odds = tuple((i, (i + 1) % size) for i in range(1, size, 2))
     up, down = parts[0], jnp.zeros_like(parts[0])
     if len(parts) == 2:
@@ -63,15 +63,19 @@ def _swapped(parts: Parts, axis: str, dim: int) -> Parts:
         widths[dim] = (0, up.shape[dim] - parts[1].shape[dim])
         down = jnp.pad(parts[1], widths)
     down = vary_like(down, up)
-    first = _swap(jnp.where(is_even, up, down), axis, evens, is_even)
-    second = _swap(jnp.where(is_even, down, up), axis, odds, ~is_even)
+    first = _swap(name, jnp.where(is_even, up, down), axis, evens, is_even)
+    second = _swap(name, jnp.where(is_even, down, up), axis, odds, ~is_even)
     up, down = jnp.where(is_even, second, first), jnp.where(is_even, first, second)
     return (up,) if len(parts) == 1 else (up, jax.lax.slice_in_dim(down, 0, parts[1].shape[dim], axis=dim))
 
 
 def _swap(
-    x: Shaped[Array, "..."], axis: str, pairs: tuple[tuple[int, int], ...], is_left: Shaped[Array, ""]
+    name: str,
+    x: Shaped[Array, "..."],
+    axis: str,
+    pairs: tuple[tuple[int, int], ...],
+    is_left: Shaped[Array, ""],
 ) -> Shaped[Array, "..."]:
     """The partner's `x`; `is_left` where this device is the first of its pair."""
-    both = jax.lax.all_to_all(jnp.stack([x, x]), axis, 0, 0, axis_index_groups=pairs, tiled=True)
+    both = send.all_to_all(name, jnp.stack([x, x]), axis, 0, 0, groups=pairs)
     return jnp.where(is_left, both[1], both[0])

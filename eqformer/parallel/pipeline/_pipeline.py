@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int, PyTree
 
 from ... import nn
 from ..._shapes import Array
+from .. import _send as send
 from .._axes import PIPE
 from .._vary import vary, vary_like, varying_axes
 from ..state._stand_ins import stand_in
@@ -228,7 +229,8 @@ class _Run:
         if stages == 1:
             return message
         ring = [(stage, (stage + step) % stages) for stage in range(stages)]
-        permuted = lambda message: jax.tree.map(lambda x: jax.lax.ppermute(x, PIPE, ring), message)
+        name = "activations between stages" if step == 1 else "gradients between stages"
+        permuted = lambda message: jax.tree.map(lambda x: send.ppermute(name, x, PIPE, ring), message)
         return jax.lax.cond(slot != IDLE, permuted, lambda message: message, message)
 
     def _is_first(self, entry: Int[Array, ""]) -> Bool[Array, ""]:
@@ -258,7 +260,7 @@ class _Run:
 
 
 def _over_ring(sums: PyTree) -> PyTree:
-    return jax.lax.psum(sums, PIPE)
+    return send.psum("sums over stages", sums, PIPE)
 
 
 def _with(state: Any, **new: Any) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
+from .. import _send as send
 from .._axes import PIPE
 from .._vary import vary, varying_axes
 
@@ -128,7 +129,8 @@ class PipelinedStack(eqx.Module):
     def _result(self, stream: Array, stages: int, rank: Array) -> Array:
         if self.splits_rows:
             return jnp.roll(stream, -(stages - 1), 0)
-        return jax.lax.psum(jnp.where(rank == stages - 1, stream, jnp.zeros_like(stream)), PIPE)
+        outputs = jnp.where(rank == stages - 1, stream, jnp.zeros_like(stream))
+        return send.psum("outputs of the last stage", outputs, PIPE)
 
 
 def _among_all(x: Array, rank: Array, stages: int) -> Array:
@@ -144,13 +146,14 @@ def _piece(x: Array, number: Array) -> Array:
 def _sent(x: Array, step: int, stages: int) -> Array:
     """What the neighbour `step` below on the ring has."""
     ring = [(stage, (stage + step) % stages) for stage in range(stages)]
-    return x if stages == 1 else jax.lax.ppermute(x, PIPE, ring)
+    name = "activations between stages" if step == 1 else "inputs between stages"
+    return x if stages == 1 else send.ppermute(name, x, PIPE, ring)
 
 
 def _gathered(x: Array) -> Array:
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.lax.all_gather(x, PIPE, tiled=True)
-    numbers = jax.lax.all_gather(jax.random.key_data(x), PIPE, tiled=True)
+        return send.all_gather("tokens for all stages", x, PIPE)
+    numbers = send.all_gather("tokens for all stages", jax.random.key_data(x), PIPE)
     return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
 
 

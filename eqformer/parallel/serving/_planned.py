@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
+from .. import _send as send
 from .._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
 from .._plan import Plan
 from .._shard_map import filter_shard_map
@@ -156,11 +157,11 @@ class CacheCore(eqx.Module):
         rules = nn.blockwise.Rules(mask, scale, softcap, block)
         bare = nn.Tokens(tokens.positions)
         output, logsum = nn.blockwise.attend(rules, *vary((query, key, value, bare, kv_tokens), (CONTEXT,)))
-        peak = jax.lax.pmax(logsum, CONTEXT)
+        peak = send.pmax("peaks over split caches", logsum, CONTEXT)
         share = jnp.exp(logsum - peak)
-        total = jax.lax.psum(share, CONTEXT)
-        whole = jax.lax.psum(output.astype(share.dtype) * share[..., None], CONTEXT) / total[..., None]
-        whole = whole.astype(output.dtype)
+        total = send.psum("sums over split caches", share, CONTEXT)
+        whole = send.psum("sums over split caches", output.astype(share.dtype) * share[..., None], CONTEXT)
+        whole = (whole / total[..., None]).astype(output.dtype)
         return whole if sinks is None else nn.blockwise.with_sinks(whole, jnp.log(total) + peak, sinks)
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
+from .. import _send as send
 from .._axes import FSDP, TENSOR
 from .._ring import circulate, collect, Ring
 from .._vary import own_part
@@ -100,9 +101,9 @@ class TwoDimBlock(eqx.Module):
         keys = []
         for linear, y in zip(narrow, partial, strict=True):
             if by_rows:
-                y = jax.lax.psum_scatter(y, FSDP, scatter_dimension=0, tiled=True)
+                y = send.psum_scatter("keys and values of rows", y, FSDP)
             else:
-                y = jax.lax.psum(y, FSDP)
+                y = send.psum("keys and values of rows", y, FSDP)
             y = y.reshape(*y.shape[:-1], *linear.weight.shape[: len(linear.outputs)])
             keys.append(nn.wide_sum(y, linear.bias))
         return outputs, keys
@@ -119,13 +120,13 @@ class TwoDimBlock(eqx.Module):
         attention: Any = self.inner.attention
         by_rows = self.attention == "rows"
         if by_rows:
-            query = jax.lax.all_to_all(query, HEADS, split_axis=0, concat_axis=2, tiled=True)
+            query = send.all_to_all("heads to rows", query, HEADS, 0, 2)
             tokens = jax.tree.map(lambda x: own_part(x, HEADS, 0), tokens)
         stands = _Given(query), _Given(key), _Given(value), _Left()
         bare = eqx.tree_at(lambda m: (m.query, m.key, m.value, m.output), attention, stands)
         y, cache = bare(_Left()(query), tokens, cache)
         if by_rows:
-            y = jax.lax.all_to_all(y, HEADS, split_axis=2, concat_axis=0, tiled=True)
+            y = send.all_to_all("rows to heads", y, HEADS, 2, 0)
         return y, cache
 
 
@@ -151,9 +152,9 @@ class TwoDimVocabulary(eqx.Module):
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """This device's logits."""
-        whole = jax.lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True)
+        whole = send.all_gather("stream for logits", x, TENSOR, -1)
         logits = _product(whole, self.rows.astype(x.dtype))
-        logits = jax.lax.psum_scatter(logits, FSDP, scatter_dimension=x.ndim - 1, tiled=True)
+        logits = send.psum_scatter("partial logits", logits, FSDP, -1)
         return _with_own(logits, self.bias, FSDP, 0)
 
 
@@ -187,8 +188,9 @@ def gathered_products(
     """
     own = (lambda y: own_part(y, TENSOR, 0)) if by_rows else (lambda y: y)
     if overlap == "none" or jax.lax.axis_size(FSDP) > 1:
-        full = jax.lax.all_gather(x, TENSOR, axis=2, tiled=True)
-        products = [matmul_reduce_scatter(full, w, FSDP, scatter="outputs", overlap=overlap) for w in weights]
+        full = send.all_gather("stream for wide maps", x, TENSOR, 2)
+        kind: Any = {"scatter": "outputs", "overlap": overlap, "name": "wide maps"}
+        products = [matmul_reduce_scatter(full, w, FSDP, **kind) for w in weights]
         return products, [_product(own(full), w).astype(x.dtype) for w in narrow]
 
     def grow(sums: Sequence[Array], piece: Array, start: Array) -> Sequence[Array]:
@@ -199,14 +201,14 @@ def gathered_products(
     exact = nn.at_least_float32(x.dtype)
     empty = [jnp.zeros((*x.shape[:2], len(w)), exact) for w in weights]
     empty += [jnp.zeros((*own(x).shape[:2], len(w)), exact) for w in narrow]
-    sums = circulate(Ring(TENSOR, overlap == "bidirectional"), x, 2, grow, empty)
+    sums = circulate(Ring("stream for wide maps", TENSOR, overlap == "bidirectional"), x, 2, grow, empty)
     sums = [y.astype(x.dtype) for y in sums]
     return sums[: len(weights)], sums[len(weights) :]
 
 
 def scattered_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq embed"]:
     """The sum of `gather(y) @ weight.T` over pairs, gathered over `fsdp`, summed over `tensor` and scattered there."""
-    whole = [(jax.lax.all_gather(y, FSDP, axis=y.ndim - 1, tiled=True), weight) for y, weight in pairs]
+    whole = [(send.all_gather("inputs of maps to the stream", y, FSDP, -1), weight) for y, weight in pairs]
     (y, weight), dim = pairs[0], pairs[0][0].ndim - 1
 
     def share(start: int | Array, length: int) -> Array:
@@ -214,8 +216,8 @@ def scattered_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq embed"]
 
     if overlap == "none":
         total = share(0, len(weight)).astype(y.dtype)
-        return jax.lax.psum_scatter(total, TENSOR, scatter_dimension=dim, tiled=True)
-    ring = Ring(TENSOR, overlap == "bidirectional")
+        return send.psum_scatter("maps to the stream", total, TENSOR, dim)
+    ring = Ring("maps to the stream", TENSOR, overlap == "bidirectional")
     return collect(ring, len(weight) // ring.devices, dim, share, y.dtype)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ... import nn
+from .. import _send as send
 from .._axes import FSDP
 from .._vary import vary_like
 
@@ -44,11 +45,11 @@ def gather(leaf: Array, dim: int | None, dtype: str, value: Array | None = None)
 def scatter(gradient: Array, dim: int) -> Array:
     """The sum over the devices' partial gradients, in float32 at least, of which each keeps its slice along `dim`."""
     wide = gradient.astype(nn.at_least_float32(gradient.dtype))
-    return jax.lax.psum_scatter(wide, FSDP, scatter_dimension=dim, tiled=True)
+    return send.psum_scatter("gradients over fsdp", wide, FSDP, dim)
 
 
 def _gather_plainly(dim: int, dtype: str, value: Array | None, leaf: Array) -> Array:
-    return jax.lax.all_gather((leaf if value is None else value).astype(dtype), FSDP, axis=dim, tiled=True)
+    return send.all_gather("parameters over fsdp", (leaf if value is None else value).astype(dtype), FSDP, dim)
 
 
 def _gather_backward(dim: int, dtype: str, like: Any, gradient: Array) -> tuple[None, Array]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...nn import at_least_float32
+from .. import _send as send
 from .._ring import circulate, collect, Ring
 from .._vary import vary, vary_like
 
@@ -28,6 +29,7 @@ def all_gather_matmul(
     *,
     overlap: str = "none",
     is_branched: bool = False,
+    name: str = "all_gather_matmul",
 ) -> Float[Array, "*batch full_seq outputs"]:
     """One weight, one product."""
 
@@ -40,6 +42,7 @@ def all_gather_matmul(
     *,
     overlap: str = "none",
     is_branched: bool = False,
+    name: str = "all_gather_matmul",
 ) -> tuple[Float[Array, "*batch full_seq _"], ...]:
     """Several weights, a product of each."""
 
@@ -51,6 +54,7 @@ def all_gather_matmul(
     *,
     overlap: str = "none",
     is_branched: bool = False,
+    name: str = "all_gather_matmul",
 ) -> Float[Array, "*batch full_seq outputs"] | tuple[Float[Array, "*batch full_seq _"], ...]:
     """`all_gather(x, axis) @ weight.T` for this device's piece `x` of the sequence; several weights share one gather.
 
@@ -63,15 +67,15 @@ def all_gather_matmul(
     `is_branched` says that the call stands in a `lax.cond` that devices elsewhere on the mesh may not enter, such as a
     pipeline's. XLA's CPU devices meet all at once for a permute, whatever its pairs, and would wait for ever for those
     that stayed out; so there, and on CPUs alone, pieces are passed by swaps of two: as many bytes both ways round,
-    twice as many one way (beyond two devices).
+    twice as many one way (beyond two devices). `name` is what goes by in the compiled program.
     """
     weights = weight if isinstance(weight, tuple) else (weight,)
     x, weights = _alike("all_gather_matmul", x, weights, axis, overlap)
     if overlap == "none":
-        full = jax.lax.all_gather(x, axis, axis=x.ndim - 2, tiled=True)
+        full = send.all_gather(name, x, axis, -2)
         products = tuple(_product(full, one).astype(x.dtype) for one in weights)
     else:
-        products = _gathered(Ring(axis, overlap == "bidirectional", is_branched), x, weights)
+        products = _gathered(Ring(name, axis, overlap == "bidirectional", is_branched), x, weights)
     return products if isinstance(weight, tuple) else products[0]
 
 
@@ -83,6 +87,7 @@ def matmul_reduce_scatter(
     scatter: Literal["seq", "outputs"],
     overlap: str = "none",
     is_branched: bool = False,
+    name: str = "matmul_reduce_scatter",
 ) -> Float[Array, "*batch kept_seq kept_outputs"]:
     """`psum_scatter(x @ weight.T, axis)` over the sequence or the outputs, where devices hold slices of `inputs`.
 
@@ -100,9 +105,8 @@ def matmul_reduce_scatter(
         )
     if overlap == "none":
         product = _product(x, weight).astype(x.dtype)
-        dim = product.ndim - (2 if scatter == "seq" else 1)
-        return jax.lax.psum_scatter(product, axis, scatter_dimension=dim, tiled=True)
-    return _scattered(Ring(axis, overlap == "bidirectional", is_branched), scatter, x, weight)
+        return send.psum_scatter(name, product, axis, -2 if scatter == "seq" else -1)
+    return _scattered(Ring(name, axis, overlap == "bidirectional", is_branched), scatter, x, weight)
 
 
 def _alike(call: str, x: Array, weights: tuple[Array, ...], axis: str, overlap: str) -> tuple[Array, tuple[Array, ...]]:

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from ... import nn
+from .. import _send as send
 from .._axes import TENSOR
 from ._collective_matmul import matmul_reduce_scatter
 
@@ -35,12 +36,12 @@ class FeatureLinear(eqx.Module):
         outputs = linear.weight.shape[: len(linear.outputs)]
         if not self.scatters:
             bare = eqx.tree_at(lambda m: m.bias, linear, None, is_leaf=lambda leaf: leaf is None)
-            y = jax.lax.psum(bare(x), TENSOR)
+            y = send.psum("whole maps of features", bare(x), TENSOR)
         else:
             weight = linear.weight.reshape(math.prod(outputs), -1).astype(x.dtype)
             flat = x.reshape(*x.shape[: x.ndim - len(linear.inputs)], -1)
             kind = {"scatter": "outputs", "overlap": self.overlap, "is_branched": self.is_branched}
-            y = matmul_reduce_scatter(flat, weight, TENSOR, **kind)
+            y = matmul_reduce_scatter(flat, weight, TENSOR, name="maps of features", **kind)
             y = y.reshape(*y.shape[:-1], -1, *outputs[1:])
         y = checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
         return nn.wide_sum(y, linear.bias)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ... import nn
+from .. import _send as send
 
 
 class SplitNorm(eqx.Module):
@@ -23,8 +24,10 @@ class SplitNorm(eqx.Module):
         dims = tuple(range(-len(reduced_dims(norm)), 0))
         wide = x.astype(nn.at_least_float32(x.dtype))
         if isinstance(norm, nn.LayerNorm):
-            wide = wide - jax.lax.pmean(jnp.mean(wide, dims, keepdims=True), self.axis)
-        y = wide * jax.lax.rsqrt(jax.lax.pmean(jnp.mean(wide * wide, dims, keepdims=True), self.axis) + norm.eps)
+            wide = wide - send.pmean("means of split norms", jnp.mean(wide, dims, keepdims=True), self.axis)
+        squares = send.pmean("squares of split norms", jnp.mean(wide * wide, dims, keepdims=True), self.axis)
+        squares = send.vary("squares of split norms", squares, self.axis)
+        y = wide * jax.lax.rsqrt(squares + norm.eps)
         if norm.weight is not None:
             offset = norm.offset if isinstance(norm, nn.RMSNorm) else 0.0
             y = y * (offset + norm.weight.astype(y.dtype))

@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from ... import nn
+from .. import _send as send
 from .._axes import TENSOR
-from .._vary import vary
 from ..pipeline._taps import is_map, Map
 from ._collective_matmul import all_gather_matmul, matmul_reduce_scatter
 
@@ -60,13 +60,15 @@ class Tensor(eqx.Module):
 
     def _read(self, x: Float[Array, "*batch seq embed"], linears: list[Map]) -> list["_Given"]:
         if self.residual == "replicated":
-            x = vary(x, [TENSOR])  # its gradient is summed over the axis here, once for all maps
+            # Its gradient is summed over the axis here, once for all maps.
+            x = send.vary("maps from the stream", x, [TENSOR])
             return [_Given(linear(x)) for linear in linears]
         if self.overlap == "none":
-            x = jax.lax.all_gather(x, TENSOR, axis=x.ndim - 2, tiled=True)
+            x = send.all_gather("maps from the stream", x, TENSOR, -2)
             return [_Given(linear(x)) for linear in linears]
         weights = tuple(_as_matrix(linear, x.dtype) for linear in linears)
-        products = all_gather_matmul(x, weights, TENSOR, overlap=self.overlap, is_branched=self.is_branched)
+        kind = {"overlap": self.overlap, "is_branched": self.is_branched, "name": "maps from the stream"}
+        products = all_gather_matmul(x, weights, TENSOR, **kind)
         products = [checkpoint_name(y, "product") for y in products]
         return [_Given(_with_bias(linear, y)) for linear, y in zip(linears, products)]
 
@@ -98,15 +100,14 @@ class _Row(eqx.Module):
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         bare = eqx.tree_at(lambda m: m.bias, self.linear, None, is_leaf=lambda leaf: leaf is None)
         if self.residual == "replicated":
-            y = jax.lax.psum(bare(x), TENSOR)
+            y = send.psum("maps to the stream", bare(x), TENSOR)
         elif self.overlap == "none":
-            y = bare(x)
-            y = jax.lax.psum_scatter(y, TENSOR, scatter_dimension=y.ndim - 2, tiled=True)
+            y = send.psum_scatter("maps to the stream", bare(x), TENSOR, -2)
         else:
             flat = x.reshape(*x.shape[: x.ndim - len(self.linear.inputs)], -1)
             weight = _as_matrix(self.linear, x.dtype)
             kind = {"scatter": "seq", "overlap": self.overlap, "is_branched": self.is_branched}
-            y = matmul_reduce_scatter(flat, weight, TENSOR, **kind)
+            y = matmul_reduce_scatter(flat, weight, TENSOR, name="maps to the stream", **kind)
         y = checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
         return nn.wide_sum(y, self.linear.bias)
 

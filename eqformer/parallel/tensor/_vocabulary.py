@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ... import nn
+from .. import _send as send
 from .._axes import TENSOR
-from .._vary import vary
 
 
 class SplitEmbedding(eqx.Module):
@@ -34,10 +34,9 @@ class SplitEmbedding(eqx.Module):
         # As in the whole table, an id outside it gives NaN.
         x = jnp.where(((ids >= 0) & (ids < self.total))[..., None], x, jnp.full_like(x, jnp.nan))
         if self.residual != "replicated":
-            dim = x.ndim - (2 if self.residual == "sequence" else 1)
-            x = jax.lax.psum_scatter(x, TENSOR, scatter_dimension=dim, tiled=True)
+            x = send.psum_scatter("looked-up vectors", x, TENSOR, -2 if self.residual == "sequence" else -1)
         else:
-            x = jax.lax.psum(x, TENSOR)
+            x = send.psum("looked-up vectors", x, TENSOR)
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
@@ -75,8 +74,8 @@ class HeadInput(eqx.Module):
         """Normalise, then gather what is split; the gradient is reduced on the way back."""
         y = self.inner(x)
         if self.residual == "replicated":
-            return vary(y, [TENSOR])
-        return jax.lax.all_gather(y, TENSOR, axis=y.ndim - (2 if self.residual == "sequence" else 1), tiled=True)
+            return send.vary("stream for the head", y, [TENSOR])
+        return send.all_gather("stream for the head", y, TENSOR, -2 if self.residual == "sequence" else -1)
 
 
 def own_rows(table: Float[Array, "rows *rest"]) -> Float[Array, "vocab *rest"]:
@@ -92,7 +91,7 @@ def rows_of_features(table: Float[Array, "rows features"]) -> Float[Array, "voca
     count = jax.lax.axis_size(TENSOR)
     size = -(-table.shape[0] // count)
     padded = jnp.pad(table, [(0, size * count - table.shape[0]), (0, 0)])
-    return jax.lax.all_to_all(padded, TENSOR, split_axis=0, concat_axis=1, tiled=True)
+    return send.all_to_all("table from features to ids", padded, TENSOR, 0, 1)
 
 
 class SplitVocabulary(eqx.Module):
@@ -105,18 +104,19 @@ class SplitVocabulary(eqx.Module):
     ) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
         """Per token `logsumexp(logits) - logits[target]`, and the logsumexp, of the whole vocabulary."""
         ids, logits = self._ids(logits), self._without_padding(logits)
-        peak = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), TENSOR)
-        log_normaliser = jnp.log(jax.lax.psum(jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), TENSOR)) + peak
+        peak = send.pmax("highest logits", jax.lax.stop_gradient(jnp.max(logits, axis=-1)), TENSOR)
+        total = send.psum("normalisers", jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), TENSOR)
+        log_normaliser = jnp.log(total) + peak
         of_target = jnp.where(ids == targets[:, None], logits, jnp.zeros_like(logits))
-        return log_normaliser - jax.lax.psum(jnp.sum(of_target, axis=-1), TENSOR), log_normaliser
+        return log_normaliser - send.psum("logits of targets", jnp.sum(of_target, axis=-1), TENSOR), log_normaliser
 
     def is_first(self, logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
         """Whether the target is the first of the ids with the highest logit."""
         ids, logits = self._ids(logits), self._without_padding(logits)
         peak = jnp.max(logits, axis=-1)
         first = jnp.take_along_axis(ids, jnp.argmax(logits, axis=-1, keepdims=True), axis=1)[:, 0]
-        is_peak = peak == jax.lax.pmax(peak, TENSOR)
-        return jax.lax.pmin(jnp.where(is_peak, first, self.total), TENSOR) == targets
+        is_peak = peak == send.pmax("highest logits of all ids", peak, TENSOR)
+        return send.pmin("first of the highest", jnp.where(is_peak, first, self.total), TENSOR) == targets
 
     def _ids(self, logits: Float[Array, "tokens vocab"]) -> Int[Array, "tokens vocab"]:
         own = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)

@@ -1,0 +1,137 @@
+"""What devices send each other: every collective of the transforms, by a name that its compiled program tells.
+
+A name stands in the program's metadata (`op_name`), before that of the operation; what the backward pass sends for it
+goes by the same name. So profiles, counted bytes and the tests that leave one out all speak of the same things.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array, PyTree
+
+from ._axes import CONTEXT, EXPERT, PIPE, TENSOR
+from ._vary import vary as vary_over
+
+
+STATE = "state"  # parameters and gradients, over all axes along which they are copied or shared out
+
+# What asks for each: the axis whose split does, or the state that devices share.
+COLLECTIVES: dict[str, str] = {
+    "losses and counts": STATE,
+    "gradients over replicas": STATE,
+    "gradients over fsdp": STATE,
+    "parameters over fsdp": STATE,
+    "maps from the stream": TENSOR,
+    "maps to the stream": TENSOR,
+    "maps of features": TENSOR,
+    "whole maps of features": TENSOR,
+    "weights over tensor": TENSOR,
+    "means of split norms": TENSOR,
+    "squares of split norms": TENSOR,
+    "looked-up vectors": TENSOR,
+    "stream for the head": TENSOR,
+    "table from features to ids": TENSOR,
+    "highest logits": TENSOR,
+    "normalisers": TENSOR,
+    "logits of targets": TENSOR,
+    "highest logits of all ids": TENSOR,
+    "first of the highest": TENSOR,
+    "keys and values round": CONTEXT,
+    "keys and values gathered": CONTEXT,
+    "tokens to heads": CONTEXT,
+    "heads to tokens": CONTEXT,
+    "tokens beside heads": CONTEXT,
+    "peaks over split caches": CONTEXT,
+    "sums over split caches": CONTEXT,
+    "rows for experts": TENSOR,
+    "slices of experts": TENSOR,
+    "features to tokens": TENSOR,
+    "tokens to features": TENSOR,
+    "features of experts": TENSOR,
+    "loads of experts": STATE,
+    "same on all slices": TENSOR,
+    "tokens to all experts": EXPERT,
+    "sums of all experts": EXPERT,
+    "choices to experts": EXPERT,
+    "choices from experts": EXPERT,
+    "activations between stages": PIPE,
+    "gradients between stages": PIPE,
+    "inputs between stages": PIPE,
+    "tokens for all stages": PIPE,
+    "outputs of the last stage": PIPE,
+    "sums over stages": STATE,
+    "stream for wide maps": TENSOR,
+    "wide maps": TENSOR,
+    "keys and values of rows": TENSOR,
+    "heads to rows": TENSOR,
+    "rows to heads": TENSOR,
+    "inputs of maps to the stream": TENSOR,
+    "stream for logits": TENSOR,
+    "partial logits": TENSOR,
+    "all_gather_matmul": TENSOR,
+    "matmul_reduce_scatter": TENSOR,
+    "ring": STATE,
+}
+
+
+def vary(name: str, tree: PyTree, axes: str | Iterable[str]) -> PyTree:
+    """The same values, typed as differing over `axes` too; nothing is sent but the sum of their gradients."""
+    with jax.named_scope(name):
+        return vary_over(tree, (axes,) if isinstance(axes, str) else axes)
+
+
+def psum(name: str, x: PyTree, axes: str | tuple[str, ...]) -> PyTree:
+    """The sum over the devices of some axes."""
+    return _sent("psum", name, x, axes)
+
+
+def pmean(name: str, x: Array, axes: str | tuple[str, ...]) -> Array:
+    """The mean over the devices of some axes."""
+    return _sent("pmean", name, x, axes)
+
+
+def pmax(name: str, x: Array, axes: str | tuple[str, ...]) -> Array:
+    """The largest over the devices of some axes."""
+    return _sent("pmax", name, x, axes)
+
+
+def pmin(name: str, x: Array, axes: str | tuple[str, ...]) -> Array:
+    """The smallest over the devices of some axes."""
+    return _sent("pmin", name, x, axes)
+
+
+def all_gather(name: str, x: Array, axis: str, dim: int = 0, *, stacks: bool = False) -> Array:
+    """All devices' pieces joined along `dim`, or with `stacks` one after another along a new one."""
+    return _sent("all_gather", name, x, axis, axis=dim if stacks else dim % x.ndim, tiled=not stacks)
+
+
+def psum_scatter(name: str, x: Array, axis: str, dim: int = 0) -> Array:
+    """This device's slice, along `dim`, of the sum over the axis."""
+    return _sent("psum_scatter", name, x, axis, scatter_dimension=dim % x.ndim, tiled=True)
+
+
+def all_to_all(
+    name: str,
+    x: Array,
+    axis: str | tuple[str, ...],
+    split: int,
+    concat: int,
+    *,
+    groups: Sequence[Sequence[int]] | None = None,
+) -> Array:
+    """The parts of `x` along `split`, one for each device, exchanged and joined along `concat`."""
+    split, concat = split % x.ndim, concat % x.ndim
+    return _sent(
+        "all_to_all", name, x, axis, split_axis=split, concat_axis=concat, axis_index_groups=groups, tiled=True
+    )
+
+
+def ppermute(name: str, x: Array, axis: str, pairs: Sequence[tuple[int, int]]) -> Array:
+    """What the first of each pair has, on the second."""
+    return _sent("ppermute", name, x, axis, perm=pairs)
+
+
+def _sent(kind: str, name: str, x: Any, axes: Any, **options: Any) -> Any:
+    with jax.named_scope(name):
+        return getattr(jax.lax, kind)(x, axes, **options)
