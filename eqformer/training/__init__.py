@@ -1,4 +1,4 @@
-"""Training: a loss, a gradient, a step, a checkpoint. Of a mesh it knows a `Plan`; of corpora and screens, nothing."""
+"""Training: losses, gradients, steps, optimizers, checkpoints and metrics; on a mesh, all by way of a `Plan`."""
 
 from ._checkpoint import (
     Checkpointer as Checkpointer,

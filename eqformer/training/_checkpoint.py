@@ -28,22 +28,24 @@ class CheckpointError(ValueError):
 
 
 class Checkpointer:
-    """Keeps the last `keep` checkpoints of a run in a local folder, one sub-folder a step.
+    """Keeps the last `keep` checkpoints of a run in a local folder, in one sub-folder for each step.
 
-    A save copies the arrays to the host and returns; orbax writes them to `<step>.unfinished`, a manifest with the
-    size and checksum of every file follows, every file and folder is synced, and one rename to `<step>` commits. Only
-    then do older steps go. So a folder whose name is a number is a whole checkpoint, whenever the process was killed or
-    the power failed. An error in the background is raised by the next call of `save`, `wait` or `close`; an older step
-    that cannot be deleted is a warning of theirs. Restoring checks every file against the manifest and every leaf's
-    shape and dtype before anything is read, and never falls back to an older step by itself.
+    `save` copies the arrays to the host and returns. In the background, orbax writes them to `<step>.unfinished`; then
+    a manifest with the size and checksum of every file is added, every file and folder is synced (fsync), and a rename
+    to `<step>` commits the checkpoint. Only then are older steps deleted. So a folder whose name is a number is always
+    a complete checkpoint, even if the process was killed or the power failed. The next call of `save`, `wait` or
+    `close` raises an error of the background thread, and warns of an older step that could not be deleted. `restore`
+    checks every file against the manifest and every leaf's shape and dtype before it reads arrays, and never falls back
+    to an older step by itself.
 
-    A step may be moved elsewhere with a link left in its place: it is read there, and when its time is over the link
-    goes and what it leads to stays. A link that leads nowhere (a disk that is not mounted) is a `CheckpointError`.
+    A step may be moved elsewhere and a symbolic link left in its place: it is restored through the link; when it is too
+    old, the link is deleted and the moved folder stays. A broken link (a disk that is not mounted) is a
+    `CheckpointError`.
 
-    One run writes to a folder; any number may read. Nothing is created or deleted before the first `save`. Where a run
-    has several processes, all call `save`, `restore`, `wait` and `close` at the same steps with the same tree of global
-    arrays, in a folder that all of them see: each writes its own pieces, the first commits, and what fails for one
-    fails for all.
+    One run writes to a folder; any number may read from it. Nothing is created or deleted before the first `save`. In a
+    run of several processes, all of them call `save`, `restore`, `wait` and `close` at the same steps with the same
+    tree of global arrays and a folder that all of them share: each writes its shards, the first process commits, and a
+    failure in one is raised in all.
     """
 
     def __init__(self, directory: str | Path, *, keep: int | None = 3):
@@ -55,11 +57,11 @@ class Checkpointer:
         self._writer: Any = None  # orbax's, made by the first save
         self._thread: threading.Thread | None = None
         self._failure: tuple[int, BaseException] | None = None
-        self._left: list[str] = []  # what could not be deleted, to be told by the next call
+        self._left: list[str] = []  # warnings about what could not be deleted, for the next call
 
     @property
     def steps(self) -> list[int]:
-        """The steps with a committed checkpoint, in order."""
+        """The steps with a committed checkpoint, in ascending order; raises a `CheckpointError` for a broken link."""
         lost = [path for path in self._entries() if path.name.isdecimal() and path.is_symlink() and not path.exists()]
         if lost:
             raise CheckpointError(
@@ -80,10 +82,10 @@ class Checkpointer:
         return max(self.steps, default=None)
 
     def save(self, state: PyTree, step: int, metadata: Mapping[str, Any]) -> None:
-        """Starts to save the arrays of `state`; waits first for the save before, and raises its error if it failed.
+        """Starts to save the arrays of `state`; first waits for the previous save, and raises its error if it failed.
 
-        The arrays may be donated as soon as this returns. `metadata` is any JSON object; versions of eqformer, jax,
-        equinox and optax are added to it.
+        The arrays may be donated as soon as this returns. `metadata` is any JSON object; the versions of eqformer, jax,
+        equinox, optax and orbax are added to it.
         """
         self.wait()
         latest = self.latest_step
@@ -98,7 +100,7 @@ class Checkpointer:
             ocp = _orbax()
             self._writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), timeout_secs=_LONGEST_SAVE)
             self._clean()
-            _all_agree(True)  # nobody begins a folder before the leftovers are gone
+            _all_agree(True)  # a barrier: no process makes a folder before the first has deleted the leftovers
         folder = self._directory / f"{step}.unfinished"
         table = {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in leaves.items()}
         try:
@@ -114,11 +116,11 @@ class Checkpointer:
     def restore(self, like: PyTree, step: int | None = None, *, partial: bool = False) -> tuple[PyTree, dict[str, Any]]:
         """The state and the metadata of a step (`None`: the latest).
 
-        `like` has the tree of the saved state, with arrays or `jax.ShapeDtypeStruct`s; each array is read to the
-        sharding of its leaf, and leaves that are not arrays are taken from `like`. With `partial`, what `like` lacks
-        is left unread: `{"model": shapes}` restores a model without its optimizer's state. Raises `CheckpointError` if
-        there is no such checkpoint, if any of its files is missing or damaged, or if a leaf differs from `like` in
-        name, shape or dtype.
+        `like` is a tree like the saved state, with arrays or `jax.ShapeDtypeStruct`s; each array is read into the
+        sharding of its leaf in `like`, and leaves that are not arrays are taken from `like`. With `partial`, leaves
+        that `like` lacks are not read: `{"model": shapes}` restores a model without its optimizer's state. Raises
+        `CheckpointError` if there is no such checkpoint, if any of its files is missing or damaged, or if a leaf
+        differs from `like` in name, shape or dtype.
         """
         step, folder, manifest = self._manifest(step)
         arrays, rest = eqx.partition(like, is_array)
@@ -126,7 +128,7 @@ class Checkpointer:
         saved = manifest["leaves"]
         if faults := leaf_faults({n: x for n, x in saved.items() if n in wanted} if partial else saved, wanted):
             _refuse(folder, faults, "Restore into a model and an optimizer of the recipe that was saved.")
-        # The files are read over once, by the first process, whatever the number of processes.
+        # The first process alone computes the checksums, so that files are read for them once.
         faults = check_files(folder, manifest["files"]) if jax.process_index() == 0 else []
         if not _all_agree(not faults):
             _refuse(folder, faults or ["the first process of the run found its files missing or damaged"])
@@ -147,12 +149,12 @@ class Checkpointer:
         return self._manifest(step)[2]["metadata"]
 
     def wait(self) -> None:
-        """Returns when no save is under way; raises the error of one that failed, and warns of what was left over."""
+        """Waits until no save is running; raises the error of one that failed, and warns of what was not deleted."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
             is_whole = self._failure is None
-            # Only now do the others know that the first process has committed.
+            # By this the other processes learn whether the first has committed.
             if not _all_agree(is_whole) and is_whole:
                 raise CheckpointError(
                     f"{self._directory}: another process of the run could not save; its error says why."
@@ -178,7 +180,7 @@ class Checkpointer:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None and self._thread is not None and jax.process_count() > 1:
-            self._thread.join()  # an error of this process alone: the others are not asked, since they do not listen
+            self._thread.join()  # this process alone failed, and the others would not answer a collective
             self._thread = None
         self.close()
 
@@ -205,23 +207,23 @@ class Checkpointer:
     def _prune(self) -> None:
         for step in self._committed()[: -self._keep] if self._keep else []:
             path = self._directory / str(step)
-            with self._telling(path):
+            with self._warn_later(path):
                 if path.is_symlink():
                     self._left.append(f"{path}: this link is deleted, and not the checkpoint in {path.readlink()}.")
                 # Renamed first, so that a half-deleted checkpoint never looks like a whole one.
                 remove(path.rename(self._directory / f"{step}.discarded"))
 
     def _clean(self) -> None:
-        """Deletes what an earlier process left unfinished or half deleted."""
+        """Deletes folders that an earlier process left unfinished or half deleted."""
         if jax.process_index() == 0:
             for path in self._entries():
                 if path.suffix in (".unfinished", ".discarded") and path.stem.isdecimal():
-                    with self._telling(path):
+                    with self._warn_later(path):
                         remove(path)
 
     @contextmanager
-    def _telling(self, path: Path) -> Iterator[None]:
-        """Has what cannot be deleted told by the next call: it takes room, and harms no checkpoint."""
+    def _warn_later(self, path: Path) -> Iterator[None]:
+        """Makes a failed deletion a warning of the next call: it costs disk space, and harms no checkpoint."""
         try:
             yield
         except OSError as error:
@@ -252,7 +254,7 @@ class Checkpointer:
         return chosen, folder, manifest
 
 
-# Seconds. On a slow disk orbax's own twenty minutes are soon over; a save that hangs for good ends all the same.
+# Seconds. Orbax's default of twenty minutes is too short for large states on slow disks; a save that hangs still ends.
 _LONGEST_SAVE = 24 * 60 * 60
 
 
@@ -262,7 +264,7 @@ def _orbax() -> Any:
 
 
 def _all_agree(mine: bool) -> bool:
-    """Whether it holds in every process of the run; none goes on before all are here."""
+    """Whether `mine` is true in every process of the run; also a barrier."""
     if jax.process_count() == 1:
         return mine
     return bool(multihost_utils.process_allgather(np.array(mine)).all())

@@ -1,4 +1,4 @@
-"""Folders that outlast a power cut, and their end."""
+"""Folders that survive a power cut (by fsync), and their deletion."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, with those above it that are missing, and their names durable."""
+    """Makes a folder and its missing parents, and syncs the folders that list them."""
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for place in new:
@@ -15,7 +15,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Makes all below a folder durable, whoever wrote it: every file, then every folder, the innermost first."""
+    """Syncs everything below a folder, whoever wrote it: every file, then every folder, innermost first."""
     files, folders = [], []
     for place, _, names in os.walk(folder, topdown=False):
         files += [Path(place, name) for name in names]
@@ -27,12 +27,12 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable: a rename is only safe from a power cut after this."""
+    """Syncs the list of names in a folder: only after this does a rename survive a power cut."""
     _sync(folder)
 
 
 def remove(path: Path) -> None:
-    """Deletes a folder that is there; of a link to one only the link, since what is elsewhere is the user's."""
+    """Deletes a folder if it exists; of a symbolic link only the link, since the user moved the folder elsewhere."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():

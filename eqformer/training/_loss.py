@@ -21,27 +21,27 @@ TokenNats = Callable[..., Any]
 
 @runtime_checkable
 class Vocabulary(Protocol):
-    """How a loss reads logits that are not whole, as those of a vocabulary that a mesh splits."""
+    """How a loss reads logits of which a device holds only a part, as when a mesh splits the vocabulary."""
 
     def nats(self, logits: Array, targets: Array) -> tuple[Array, Array]:
-        """Per token the nats of its target and the logarithm of the normaliser, as `token_nats` gives them."""
+        """For each token the nats of its target, and the log-normaliser, as `token_nats` gives them."""
         ...
 
     def is_first(self, logits: Array, targets: Array) -> Array:
-        """Per token whether its target is the model's first choice."""
+        """For each token, whether its target has the largest logit."""
         ...
 
 
 def token_nats(
     logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]
 ) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
-    """Per token `logsumexp(logits) - logits[target]` in nats, and the logsumexp itself.
+    """For each token `logsumexp(logits) - logits[target]` in nats, and the logsumexp itself.
 
-    The one place that knows that a row of logits is whole: a loss over a split vocabulary replaces this function.
+    It takes rows of logits over the whole vocabulary; a loss over a split vocabulary replaces this function.
     """
     peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     log_normaliser = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1)) + peak[:, 0]
-    # A comparison, not a gather: its gradient joins the softmax's pass where a gather's would be a scatter of its own.
+    # A comparison instead of a gather: its gradient fuses with the softmax's, where a gather's would be a scatter.
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
     of_target = jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=-1)
     return log_normaliser - of_target, log_normaliser
@@ -61,16 +61,15 @@ def cross_entropy(
 
     `unembed` maps `tokens embed` to `tokens vocab`; the arrays that it uses (a tied or untied table, a bias, a scale)
     receive gradients, whether it is a bound method of a module or closes over them. It is called on `chunk` tokens at
-    a time (`None`: see `chunk_size`). Under differentiation, the forward pass over a chunk computes that chunk's
-    gradients on the spot, so that what is kept for the backward pass is the gradient of `hidden` and of those arrays:
-    no logits, no second product with the table (three products in all; recomputing a chunk in the backward pass takes
-    four). Reductions and the accumulated gradients are float32 at least. `weights` are data and get no gradient.
-    `z_loss` as in arXiv 2204.02311.
+    a time (`None`: see `chunk_size`). Under differentiation, the forward pass over a chunk also computes that chunk's
+    gradients, so the residuals of the backward pass are the gradients of `hidden` and of those arrays: no logits are
+    kept, and there are three products with the table, where recomputing chunks in the backward pass takes four. Sums
+    and accumulated gradients are float32 at least. `weights` get no gradient. `z_loss` as in arXiv 2204.02311.
     """
     unembed, tables, vocab = _with_tables(unembed, hidden)
     flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), jax.lax.stop_gradient(weights.reshape(-1)))
     if chunk is None and hidden.dtype == jnp.float16:
-        chunk = 1024  # whose gradients of the table, not yet at any scale, are within what float16 holds
+        chunk = 1024  # so that a chunk's gradient of the table, computed before any scaling, fits in float16
     sizes = _chunks(flat[1].shape[0], vocab, chunk)
 
     def of_chunk(tables: list, hidden: Array, targets: Array, weights: Array) -> Array:
@@ -114,14 +113,14 @@ def next_token_loss(
     tokens: Tokens | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> tuple[Float[Array, ""], Any]:
-    """Sum over a batch's tokens of the nats of each next token, and the weight of those tokens.
+    """The sum over a batch of the nats of each next token, and the weight of those tokens.
 
-    The losses of routed layers, such as those that balance a mixture of experts, are added to the sum, and what the
-    layers tell comes with the weight, as a `Tally`.
+    The auxiliary losses of routed layers (load balancing, z-loss of the router) are added to the sum, and the weight is
+    then a `Tally`, which holds the layers' `Aux` too.
 
-    `model` has `encode(ids, tokens) -> (hidden, cache, aux)` and `unembed(hidden) -> logits`. `key=None` is
-    inference: no dropout, no noise in routers, and no choice of experts dropped. Pass `tokens` to make them yourself,
-    as where a mesh splits the rows, and `vocabulary` where it splits the logits.
+    `model` has `encode(ids, tokens) -> (hidden, cache, aux)` and `unembed(hidden) -> logits`. `key=None` is inference:
+    no dropout, no router noise, no dropped choices of experts. `tokens` replaces what `batch_tokens` makes of the batch
+    (a mesh that splits rows passes its own), and `vocabulary` reads logits that a mesh splits.
     """
     tokens = batch_tokens(batch, key) if tokens is None else tokens
     hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
@@ -141,7 +140,7 @@ def evaluation_sums(
     tokens: Tokens | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> dict[str, Float[Array, ""]]:
-    """`nats`, `correct` (first choices that are the target) and `count`, each summed over a batch without dropout."""
+    """`nats`, `correct` (targets with the largest logit) and `count`, each summed over a batch, without dropout."""
     tokens = batch_tokens(batch) if tokens is None else tokens
     hidden, _, _ = model.encode(jnp.asarray(batch.ids), tokens)
     flat = (hidden.reshape(-1, hidden.shape[-1]), *(jnp.asarray(x).reshape(-1) for x in (batch.targets, batch.weights)))
@@ -163,9 +162,10 @@ def _is_first(logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"
 
 
 def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
-    """What layers may read of a batch's tokens: positions, documents and, with a `key`, one random key a token.
+    """The `Tokens` that layers read: positions, documents and, given a `key`, a random key for each token.
 
-    Keys are numbered by example and place in the row, not by position: positions restart in each packed document.
+    A token's random key depends on its example and its place in the row, not on its position, since positions restart
+    in each packed document.
     """
     keys = None
     if key is not None:
@@ -180,7 +180,7 @@ def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
 def chunk_size(vocab: int) -> int:
     """The default number of tokens whose logits exist at once: 1024, and more where `vocab` is below 4096.
 
-    Fewer tokens than a thousand make the pass over the table's gradient, once a chunk, cost more than the products.
+    With fewer than a thousand tokens, adding each chunk's gradient of the table costs more than the products.
     """
     return max(1024, 2**22 // vocab)
 
@@ -193,9 +193,9 @@ def _chunks(num_tokens: int, vocab: int, chunk: int | None) -> tuple[int, int]:
 
 
 def _sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int]) -> tuple:
-    """Sums the first result of `of_chunk` over chunks and joins the second, one entry a token; padding has weight 0.
+    """Sums the first result of `of_chunk` over chunks and concatenates the second, which has one entry a token.
 
-    `flat` are hidden states, targets and weights of all tokens, one after another.
+    `flat` holds the hidden states, targets and weights of all tokens; tokens that pad the last chunk have weight 0.
     """
     (number, size), num_tokens = sizes, flat[1].shape[0]
     if number == 1:
@@ -219,7 +219,7 @@ def _sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int]) ->
 
 
 def _with_tables(unembed: Callable, hidden: Array) -> tuple[Callable, list[Array], int]:
-    """`unembed` as a function of a chunk and of the arrays that it uses, those arrays, and its number of logits."""
+    """`unembed` as a function of a chunk and of the arrays that it reads; those arrays; and the number of logits."""
     leaves, rest = eqx.partition(unembed, eqx.is_inexact_array)
     leaves, structure = jax.tree.flatten(leaves)
     row = jax.lax.stop_gradient(hidden.reshape(-1, hidden.shape[-1])[:1])
@@ -227,12 +227,12 @@ def _with_tables(unembed: Callable, hidden: Array) -> tuple[Callable, list[Array
     def call(leaves: list[Array], row: Array) -> Array:
         return eqx.combine(jax.tree.unflatten(structure, leaves), rest)(row)
 
-    # A bound method holds the whole model: gradients are kept for what the method reads of it.
+    # A bound method holds the whole model: only the arrays that it reads get gradients here.
     program, logits = jax.make_jaxpr(call, return_shape=True)(leaves, row)
     read = {id(variable) for equation in program.eqns for variable in equation.invars}
     is_read = [id(variable) in read for variable in program.jaxpr.invars[: len(leaves)]]
-    # Inside `shard_map`, a whole table meets hidden states that differ from device to device. Saying so here, before
-    # the custom rule, makes the transpose reduce the table's gradient once, after all chunks, not once a chunk.
+    # Inside `shard_map` a replicated table is multiplied with hidden states that vary over devices. `pcast` to varying
+    # here, outside of the custom rule: the table's gradient is then reduced once, after all chunks, not once a chunk.
     tables = [vary(leaf, varying_axes(row)) for leaf, used in zip(leaves, is_read) if used]
 
     def with_read(row: Array, *tables: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Loss scales: float16 holds numbers from 6e-8 to 65,504, and gradients are made at a scale that keeps them there."""
+"""Dynamic loss scaling: keeps the gradients within float16's range, 6e-8 to 65,504, while they are computed."""
 
 from typing import Any
 
@@ -14,10 +14,11 @@ LARGEST = 2.0**24
 
 
 class LossScale(eqx.Module):
-    """The power of two by which gradients of the mean over tokens are multiplied while they are made.
+    """The power of two by which the loss, a mean over tokens, is multiplied before it is differentiated.
 
-    A step whose gradients are not finite halves it (to 1 at least); `interval` steps in a row with finite ones double
-    it (to 2^24 at most; Micikevicius et al., arXiv:1710.03740). Gradients are divided by it as soon as they are wide.
+    A step whose gradients are not finite halves it (to 1 at least); `interval` steps in a row with finite gradients
+    double it (to 2^24 at most; Micikevicius et al., arXiv:1710.03740). Gradients are divided by it as soon as they are
+    float32.
     """
 
     value: Float[Array, ""]
@@ -34,7 +35,7 @@ class LossScale(eqx.Module):
 
 
 def loss_scale(model: PyTree) -> LossScale | None:
-    """The scale before the first step, 2^16; None for a model of which no parameter and no product is float16."""
+    """The scale before the first step, 2^16; None for a model that has float16 neither in parameters nor in compute."""
     is_model = lambda node: isinstance(node, nn.Transformer)
     models = [node for node in jax.tree.leaves(model, is_leaf=is_model) if is_model(node)]
     dtypes = {jnp.dtype(node.compute_dtype) for node in models}
@@ -45,9 +46,9 @@ def loss_scale(model: PyTree) -> LossScale | None:
 
 
 def seed(scale: Float[Array, ""] | None, batch: PyTree) -> Any:
-    """What the gradient of the sum of losses begins with: about `scale` over the number of tokens, a power of two.
+    """The cotangent of the summed loss: about `scale` over the number of tokens, a power of two; 1 without a scale.
 
-    The tokens are the entries of the batch's first array. Without a scale it is 1.
+    The number of tokens is the size of the batch's first array.
     """
     if scale is None:
         return 1
@@ -56,5 +57,5 @@ def seed(scale: Float[Array, ""] | None, batch: PyTree) -> Any:
 
 
 def unscaled(gradients: PyTree, seed: Any) -> PyTree:
-    """Gradients, float32 at least, as they are with a seed of 1."""
+    """The gradients divided by the seed that they were computed with; they are float32 or wider."""
     return gradients if isinstance(seed, int) else jax.tree.map(lambda x: x * (1 / seed).astype(x.dtype), gradients)

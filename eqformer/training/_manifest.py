@@ -1,4 +1,4 @@
-"""Size and checksum of every file of a folder, so that damage is told before anything is read."""
+"""The size and checksum of every file of a folder, so that damage is found before any array is read."""
 
 import json
 import zlib
@@ -12,13 +12,13 @@ MANIFEST = "manifest.json"
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes a description of a folder into it, with a checksum of its own."""
+    """Writes the description of a folder into it as JSON, with a checksum of the description itself."""
     content = {"crc32": _checksum(manifest), "manifest": manifest}
     (folder / MANIFEST).write_text(json.dumps(content), encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | str:
-    """What `write_manifest` wrote or, where it is missing or damaged, what is wrong with it."""
+    """The manifest that `write_manifest` wrote or, if it is missing or damaged, a sentence that says so."""
     try:
         read = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         manifest, is_whole = read["manifest"], read["crc32"] == _checksum(read["manifest"])

@@ -1,4 +1,4 @@
-"""What is computed from a step's outputs, in the units that readers compare."""
+"""Bits per byte, tokens a second and MFU, from a step's loss and time."""
 
 import math
 
@@ -17,9 +17,9 @@ def throughput(
     flops_per_token: float | None = None,
     peak_flops: float | None = None,
 ) -> dict[str, float]:
-    """`tokens_per_second`, and where they can be told `model_flops_per_second` and `mfu`.
+    """`tokens_per_second` and, given `flops_per_token` and `peak_flops`, `model_flops_per_second` and `mfu`.
 
-    `flops_per_token` counts the model's own products, forward and backward, once (no recomputation); `peak_flops` is
+    `flops_per_token` counts the model's matrix products, forward and backward, without recomputation; `peak_flops` is
     the FLOP/s of all devices in use, measured or from a data sheet. MFU = tokens/s x FLOPs/token / peak
     (arXiv 2204.02311, appendix B).
     """

@@ -16,7 +16,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def named_arrays(tree: PyTree) -> dict[str, Any]:
-    """The arrays of a tree by their paths; raises a `ValueError` for a random key, which no file holds."""
+    """The arrays of a tree by their paths; raises a `ValueError` for a random key, which checkpoints cannot hold."""
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, is_array))
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     assert len(named) == len(leaves)
@@ -27,7 +27,7 @@ def named_arrays(tree: PyTree) -> dict[str, Any]:
 
 
 def leaf_faults(saved: Mapping[str, list], wanted: Mapping[str, Any]) -> list[str]:
-    """How the `[dtype, shape]` of each saved leaf differ from the arrays that are wanted, one sentence a leaf."""
+    """Where the saved leaves (name -> `[dtype, shape]`) differ from the wanted arrays, one sentence for each leaf."""
     faults = [f"leaf {name} is in the checkpoint and not in the model" for name in saved if name not in wanted]
     for name, leaf in wanted.items():
         if name not in saved:

@@ -17,15 +17,15 @@ from ._wide import widened
 
 
 def trainable(model: PyTree) -> PyTree:
-    """The floating-point arrays of a model; None stands for everything else, which training leaves as it is."""
+    """The floating-point arrays of a model, with None in the place of everything else, which is not trained."""
     return eqx.filter(model, nn.is_trainable)
 
 
-Trained = Callable[[PyTree], PyTree]  # a model to what of it moves, with None in the place of all else
+Trained = Callable[[PyTree], PyTree]  # a model to its trained parameters, with None in the place of all else
 
 
 def divided(model: PyTree, trained: Trained) -> tuple[PyTree, PyTree]:
-    """What of a model moves, and the rest; `equinox.combine` puts them together."""
+    """The trained part of a model, and the rest; `equinox.combine` puts them together."""
     moving = trained(model)
     is_none = lambda node: node is None
     return moving, jax.tree.map(lambda one, x: x if one is None else None, moving, model, is_leaf=is_none)
@@ -46,7 +46,7 @@ class Optimizer(eqx.Module):
     trained: Trained = eqx.field(static=True, default=trainable)
 
     def init(self, model: PyTree) -> PyTree:
-        """The state before the first step, for what of `model` is trained."""
+        """The state before the first step, for the trained parameters of `model`."""
         return self.transform.init(widened(self.trained(model)))
 
     def update(
@@ -63,8 +63,8 @@ class Optimizer(eqx.Module):
         return jax.tree.map(move, parameters, wide, updates), state
 
     def map_state(self, function: Callable[..., Any], state: PyTree, *like_parameters: PyTree, other: Any) -> PyTree:
-        """Applies `function` to what `state` holds of each parameter, together with that parameter's leaves of
-        `like_parameters` (trees like the trainable parameters: partition specs, say); counters become `other`."""
+        """Applies `function` to each array that `state` holds for a parameter, with that parameter's leaves of
+        `like_parameters` (trees like the trained parameters, such as partition specs); counters become `other`."""
 
         def of_leaf(leaf: Any, *likes: Any) -> Any:
             return leaf if _is_masked(leaf) else function(leaf, *likes)
@@ -88,9 +88,9 @@ def adamw(
 ) -> Optimizer:
     """AdamW (arXiv 1711.05101): decay is not part of the moments and is multiplied by the learning rate.
 
-    `model` gives the structure alone. `matrices` (`None`: `nn.matrices(model)`) marks the weights that decay; biases,
-    norms and other vectors never do, embeddings and heads with `decay_tables`. `trained` picks what moves, say
-    `nn.lora_factors`.
+    Only the structure of `model` is read. `matrices` (`None`: `nn.matrices(model)`) marks the weights that decay;
+    biases, norms and other vectors never do, and embeddings and heads do if `decay_tables`. `trained` picks the
+    parameters that are trained, such as `nn.lora_factors`.
     """
     decays = _decay_mask(_marks(model, matrices, trained), decay_tables)
     rule = optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays)
@@ -112,12 +112,12 @@ def muon(
     matrices: PyTree = None,
     trained: Trained = trainable,
 ) -> Optimizer:
-    """Muon for hidden matrices: Nesterov momentum, orthogonalised by Newton-Schulz; Adam for the rest; both decayed.
+    """Muon for hidden matrices: Nesterov momentum, orthogonalised by Newton-Schulz; AdamW for everything else.
 
-    Each layer's (and expert's) matrix of a stacked ensemble is orthogonalised by itself, several output or input dims
-    counted as one. An update is scaled by `rms * sqrt(max(outputs, inputs))`, so that its root mean square is about
+    In a stack, the matrix of each layer (and expert) is orthogonalised on its own, with several output or input dims
+    flattened to one. Updates are scaled by `rms * sqrt(max(outputs, inputs))`, so that their root mean square is about
     `rms`, as AdamW's is, and one learning rate serves both (arXiv 2502.16982). Embeddings, heads and vectors are
-    Adam's, with `b1` and `b2`.
+    trained by AdamW with `b1` and `b2`.
     """
     marks = _marks(model, matrices, trained)
     is_hidden = jax.tree.map(lambda mark: isinstance(mark, nn.Matrix) and not mark.table, marks, is_leaf=_is_mark)
@@ -147,7 +147,7 @@ def sgd(
     matrices: PyTree = None,
     trained: Trained = trainable,
 ) -> Optimizer:
-    """Gradient descent, with `momentum` if given and decay beside it, as in AdamW, not in it."""
+    """Gradient descent, with `momentum` if given; decay is decoupled from the momentum, as in AdamW."""
     step = optax.sgd(1.0, momentum=momentum, nesterov=nesterov)
     decay = optax.add_decayed_weights(-weight_decay, _decay_mask(_marks(model, matrices, trained), decay_tables))
     return Optimizer(optax.chain(step, decay), rate, trained)
@@ -198,7 +198,7 @@ def _over_marked(function: Callable[..., Any], updates: PyTree, marks: PyTree) -
 
 
 def _is_masked(node: Any) -> bool:
-    # What `optax.partition` puts in the place of a leaf that is another transformation's.
+    # `optax.partition` puts this in the place of leaves that belong to another transformation.
     return isinstance(node, optax.MaskedNode)
 
 

@@ -1,4 +1,4 @@
-"""Losses and gradients under a plan: the same functions, run once a device on its piece of the model and the batch."""
+"""Gradients, steps and evaluation under a plan: `shard_map` runs the loss on each device's piece of model and batch."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from ._wide import widened
 
 
 def planned_gradients(plan: Plan) -> GradientsOf:
-    """The seam `make_step(gradients_of=...)` for a plan: its result equals that of one device.
+    """What `make_step` takes as `gradients_of` to run under a plan: the gradients equal those of one device.
 
     The loss is called as `loss_fn(model, batch, None, tokens=..., vocabulary=...)` with the wrapped model, this
-    device's rows and tokens, and the view of split logits, as `next_token_loss` takes them. In a pipeline it is called
-    with what comes out of the last layer in the place of the stack. `accumulate` and the plan's microbatches multiply:
-    the pieces of the rows go through the pipeline or, without one, are computed one after another.
+    device's rows and tokens, and the `Vocabulary` that reads split logits, as `next_token_loss` takes them. In a
+    pipeline the model's stack is replaced by the output of its last layer. There are `accumulate` times the plan's
+    `microbatches` microbatches; they go through the pipeline or, without one, are computed one after another.
     """
 
     def gradients_of(loss_fn: LossFn, accumulate: int, trained: Trained = trainable) -> Gradients:
@@ -54,7 +54,7 @@ def planned_gradients(plan: Plan) -> GradientsOf:
 
 
 def planned_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
-    """`evaluation_sums` for a plan; jitted."""
+    """`evaluation_sums` under a plan, jitted."""
     in_pieces = plan if plan.is_pipelined else dataclasses.replace(plan, microbatches=1)
 
     @eqx.filter_jit
@@ -83,7 +83,7 @@ def planned_step(
     clip: float | None = 1.0,
     balance_rate: float = 0.0,
 ) -> Step:
-    """`make_step` for a plan: the same numbers, from and to a state that is laid out by `state_shardings`."""
+    """`make_step` under a plan: the same numbers; the state is sharded as `state_shardings` says."""
 
     def place(state: TrainState) -> TrainState:
         arrays, rest = eqx.partition(state, eqx.is_array)
@@ -102,7 +102,7 @@ def planned_step(
 
 
 def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
-    """A tree like a `TrainState` (of arrays or shapes) with the sharding of each array; None for all else."""
+    """The sharding of each array of a `TrainState` (of arrays or shapes), as a tree like it; None for other leaves."""
     whole = PartitionSpec()
     of_parameters = plan.state_specs(optimizer.trained(state.model))
     memory = optimizer.map_state(lambda _, spec: spec, state.optimizer_state, of_parameters, other=whole)
@@ -114,7 +114,7 @@ def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
 
 
 class _Local:
-    """The constants of one call; its methods run on one device."""
+    """What runs on one device, inside `shard_map`; the fields are constants of the call."""
 
     def __init__(self, plan: Plan, loss_fn: LossFn, accumulate: int, trained: Trained, leaves: PyTree, shapes: PyTree):
         self.plan, self.loss_fn, self.accumulate, self.trained = plan, loss_fn, accumulate, trained
@@ -122,7 +122,7 @@ class _Local:
         self.vocabulary = plan.vocabulary(shapes)
 
     def gradients(self, model: PyTree, pieces: PyTree, scale: Any) -> tuple[Any, Any, PyTree]:
-        """Sum, count and gradients of all devices' pieces, from this device's."""
+        """The loss's sum, its count and the gradients, reduced over all devices."""
         parameters = self.plan.parameters(model, self.leaves)
         of_pieces = self._pipelined if self.plan.runs_schedule else self._accumulated
         total, tally, gradients = of_pieces(model, parameters, pieces, scale)
@@ -143,9 +143,11 @@ class _Local:
         return accumulated_gradients(loss, self.accumulate, self.trained)(parameters, pieces, None, scale)
 
     def _pipelined(self, model: PyTree, parameters: PyTree, pieces: PyTree, scale: Any) -> tuple[Any, Any, PyTree]:
-        """The same by a schedule: what is gathered or exchanged outside the layers is so once, before and after."""
+        """Gradients by a pipeline schedule; parameters outside of the stack are gathered once, before the schedule
+        runs, and their gradients are reduced once, after it."""
         wrapped = self._wrapped(parameters, model)
-        # At wide parameters that travel so, that sums over microbatches stay wide on their way back.
+        # Differentiated at float32 parameters that are gathered in float32, so that the reductions of the gradients,
+        # which are summed over microbatches by then, are float32 too.
         wide_model, wide_leaves = _wide(model), _travelling_wide(self.leaves)
         of_wide = lambda wide: self.plan.wrap(wide, wide_model, wide_leaves, self.shapes)
         like, pull = eqx.filter_vjp(lambda wide: differentiable(of_wide(wide)), _wide(parameters))
@@ -181,7 +183,7 @@ class _Local:
 
 
 class _Done(eqx.Module):
-    """Stands for layers that have been run."""
+    """Takes the place of the layers once they have run: returns their output."""
 
     value: Float[Array, "*batch seq embed"]
 
@@ -195,7 +197,7 @@ def _wide(model: PyTree) -> PyTree:
 
 
 def _travelling_wide(leaves: PyTree) -> PyTree:
-    """The leaves of a plan, of which those outside of the stacks are gathered in float32 at least."""
+    """The plan's leaves, changed so that those outside of the stacks are gathered in float32 at least."""
     wide = lambda leaf: dataclasses.replace(leaf, dtype=leaf.dtype and str(nn.at_least_float32(jnp.dtype(leaf.dtype))))
     return eqx.tree_at(lambda m: m.stacks, jax.tree.map(wide, leaves), leaves.stacks)
 

@@ -1,4 +1,4 @@
-"""Keeps orbax's running commentary off the user's screen."""
+"""Keeps orbax's progress messages out of the log."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Balance without a loss: biases of the routers' choice follow the load."""
+"""Load balancing without an auxiliary loss: the routers' selection biases follow the load."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ from ..nn import aux_of, modules, MoE, TopKRouter, updated_selection_bias
 def rebalanced(model: PyTree, aux: PyTree, rate: float) -> PyTree:
     """The model with each router's `selection_bias`, where it has one, moved by `rate` towards an even load.
 
-    `aux` is what its layers told of the whole batch. DeepSeek-V3's rule (arXiv:2408.15664), after each step.
+    `aux` is what the model's layers returned for the whole batch. It is DeepSeek-V3's rule (arXiv:2408.15664), applied
+    after each step.
     """
     places = [number for number, moe in enumerate(modules(model, MoE)) if _bias(moe) is not None]
     if not places:

@@ -1,4 +1,4 @@
-"""What a run needs beside its arrays to go on where it stopped."""
+"""What a checkpoint keeps beside arrays, so that a run can be resumed exactly."""
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -29,7 +29,7 @@ def saved_key(metadata: Mapping[str, Any]) -> Key[Array, ""]:
 
 
 def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
-    """The versions of packages, by default of those that a run's numbers depend on."""
+    """The installed versions of packages, by default of those on which a run's numbers depend."""
 
     def of(package: str) -> str:
         try:

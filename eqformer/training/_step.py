@@ -1,4 +1,4 @@
-"""One step: gradients over microbatches, exact clipping, and no change at all on numbers that are not finite."""
+"""One training step: gradients over microbatches, exact clipping, and steps skipped where numbers are not finite."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +21,9 @@ GradientsOf = Callable[..., Gradients]  # (loss_fn, accumulate, trained) -> grad
 
 
 class TrainState(eqx.Module):
-    """All that a step changes: the model, what the optimizer remembers, and the counts of steps done and skipped.
+    """All that a step changes: the model, the optimizer's state, and the counts of steps taken and skipped.
 
-    `loss_scale` is None but for models in float16.
+    `loss_scale` is None except for models in float16.
     """
 
     model: PyTree
@@ -35,7 +35,7 @@ class TrainState(eqx.Module):
 
 
 def init_state(model: PyTree, optimizer: Optimizer) -> TrainState:
-    """The state before step 0. A step consumes the state it is given, and with it the arrays of this `model`."""
+    """The state before step 0. A step donates the state it is given, so it deletes the arrays of this `model`."""
     zeros = (jnp.zeros((), jnp.int32) for _ in range(3))
     return _each_its_own_buffer(TrainState(model, optimizer.init(model), *zeros, loss_scale=loss_scale(model)))
 
@@ -48,14 +48,14 @@ class Step(eqx.Module):
     def __call__(
         self, state: TrainState, batch: PyTree, key: Key[Array, ""] | None = None
     ) -> tuple[TrainState, dict[str, Array]]:
-        """Takes one step; `state` is consumed. `key` is the whole run's: the step folds its own number into it.
+        """Takes one step; `state` is donated. `key` is the run's key: the step folds its own number into it.
 
-        Without a key layers do what they do in inference: no dropout, no noise, and no choice of experts is dropped.
+        Without a key, layers run as in inference: no dropout, no router noise, no dropped choices of experts.
         """
         return self.run((batch, key), state)
 
     def lower(self, state: PyTree, batch: PyTree, key: PyTree = None) -> Any:
-        """The step lowered for arguments like these; `.compile().compiled` is JAX's, with its costs and memory."""
+        """The step lowered for arguments like these; `.compile().compiled` is JAX's compiled program."""
         return self.run.lower((batch, key), state)  # type: ignore[attr-defined]  # made by filter_jit
 
 
@@ -72,18 +72,18 @@ def make_step(
 ) -> Step:
     """A jitted step that minimises `sum / count` of `loss_fn(model, batch, key) -> (sum, count)`.
 
-    It moves what `optimizer.trained` picks, and computes no other gradients.
-    Gradients are those of the sum over all microbatches, divided by the count over all of them; then scaled by
-    `min(1, clip / norm)`. Where loss or norm is not finite, the model and the optimizer's state come back bit for bit
-    as they were and the step is counted as skipped. A batch that counts no token is such a step too.
+    It trains the parameters that `optimizer.trained` picks, and computes no other gradients. The gradient is that of
+    the sum over all microbatches, divided by the count over all of them, and scaled by `min(1, clip / norm)`. If the
+    loss or the norm is not finite, the step is skipped: the model and the optimizer's state are returned unchanged, bit
+    for bit. A batch whose weights are all 0 is skipped too.
 
-    `balance_rate` is how far the selection biases of routers move in a step, see `rebalanced`.
+    `balance_rate` is the step size of the routers' selection biases, see `rebalanced`.
 
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
     (so far), `skipped_in_a_row`, those of `routing_metrics` and, in float16, the step's `loss_scale`, see `LossScale`.
-    `gradients_of(loss_fn, accumulate, trained)`, `place`, which is given the new state, and `as_held`, which puts what
-    layers told in the order in which the state holds them, are seams for meshes. Every buffer but the batch's is
-    donated.
+    Three arguments are for meshes: `gradients_of(loss_fn, accumulate, trained)` computes the gradients, `place`
+    constrains the sharding of the new state, and `as_held` brings the layers' aux into the order in which the state
+    holds the layers. The state is donated.
     """
     if accumulate < 1:
         raise ValueError(f"make_step(accumulate={accumulate}): a step has at least one microbatch.")
@@ -111,8 +111,8 @@ def make_step(
             aux = tally.aux if balance_rate and isinstance(tally, Tally) else ()
             return (rebalanced(parameters, as_held(aux), balance_rate) if aux else parameters), memory
 
-        # A branch, not a selection of each entry: four times as fast on a CPU, where a selection keeps the update
-        # from being one pass.
+        # `cond` instead of `where` on every leaf: four times as fast on a CPU, where `where` keeps XLA from fusing the
+        # update into one pass.
         parameters, rest = divided(state.model, optimizer.trained)
         memory, memory_rest = eqx.partition(state.optimizer_state, eqx.is_array)
         parameters, memory = jax.lax.cond(
@@ -134,7 +134,7 @@ def make_step(
         state = place(state)
         metrics = {"loss": loss, "count": count, "grad_norm": norm, "learning_rate": learning_rate}
         metrics |= routing_metrics(tally) | ({} if held is None else {"loss_scale": held.value + 0})
-        # Copies, since the state's own counts are consumed by the next step.
+        # `+ 0` copies, since the next step donates the state's own counters.
         return state, metrics | {"skipped": state.skipped + 0, "skipped_in_a_row": state.skipped_in_a_row + 0}
 
     return Step(run)
@@ -143,12 +143,12 @@ def make_step(
 def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1, trained: Trained = trainable) -> Callable[..., Any]:
     """`(model, batch, key, scale=None) -> (sum, count, gradients of sum)`, by a scan over `accumulate` microbatches.
 
-    Gradients are those of what `trained` picks of the model, and None for all else.
+    There are gradients of the parameters that `trained` picks, and None in the place of all else.
 
-    Microbatch `i` holds rows `i`, `i + accumulate`, ..., so that rows split over devices stay where they are. All get
-    the same key: randomness follows the example's number, so the result is the whole batch's. Gradients, and their sums
-    over microbatches, are float32 at least, whatever the parameters are. What a loss computes of a whole batch
-    (`LoadBalance(per="batch")`) it computes of each microbatch. `scale` is a `LossScale`'s value.
+    Microbatch `i` holds rows `i`, `i + accumulate`, ..., so that rows which are split over devices stay on theirs. All
+    microbatches get the same key: random numbers depend on the example, so the result is that of the whole batch.
+    Gradients and their sums are float32 at least, whatever the parameters' dtype. A loss over the whole batch
+    (`LoadBalance(per="batch")`) is computed for each microbatch. `scale` is a `LossScale`'s value.
     """
 
     def of_batch(model: PyTree, batch: PyTree, key: Any, scale: Any = None) -> tuple[Array, PyTree, PyTree]:
@@ -181,7 +181,7 @@ def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1, trained: Trained
 
 
 def in_microbatches(batch: PyTree, number: int) -> PyTree:
-    """The rows with a dim of microbatches in front: microbatch `i` holds rows `i`, `i + number`, and so on."""
+    """The batch with a leading dim of microbatches: microbatch `i` holds rows `i`, `i + number`, and so on."""
 
     def cut(x: Array) -> Array:
         if x.shape[0] % number:
@@ -199,7 +199,7 @@ class DivergedError(RuntimeError):
 
 
 def check_finite(metrics: dict[str, Any], limit: int = 10) -> None:
-    """Raises `DivergedError` if the last `limit` steps were all skipped; waits for the step that `metrics` is of."""
+    """Raises `DivergedError` if the last `limit` steps were all skipped; blocks until these metrics are computed."""
     in_a_row = int(metrics["skipped_in_a_row"])
     if in_a_row >= limit:
         raise DivergedError(
@@ -210,7 +210,7 @@ def check_finite(metrics: dict[str, Any], limit: int = 10) -> None:
 
 
 def _each_its_own_buffer(tree: PyTree) -> PyTree:
-    # An array that stands in two places cannot be donated twice.
+    # An array that occurs twice in the tree cannot be donated twice.
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:

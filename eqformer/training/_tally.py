@@ -1,4 +1,4 @@
-"""What a loss counts beside its sum, and the metrics that are made of it."""
+"""What a loss returns beside its sum: the tokens' weight and the layers' aux; and the routing metrics made of them."""
 
 from typing import Any
 
@@ -10,24 +10,24 @@ from ..nn import aux_loss, aux_of
 
 
 class Tally(eqx.Module):
-    """The weight of a loss's tokens and what routed layers told of theirs; both add up over pieces of a batch."""
+    """The weight of a loss's tokens, and the `Aux` of routed layers; both add up over microbatches and devices."""
 
     count: Float[Array, ""]
     aux: PyTree = None
 
 
 def count_of(tally: Any) -> Float[Array, ""]:
-    """The weight of the tokens, of a loss that gives it alone or in a `Tally`."""
+    """The weight of the tokens, from a loss that returns it alone or in a `Tally`."""
     return tally.count if isinstance(tally, Tally) else tally
 
 
 def routing_metrics(tally: Any) -> dict[str, Array]:
-    """What routed layers did in a step; nothing of a model without such layers.
+    """Metrics of the routed layers in a step; empty for a model without such layers.
 
-    `balance_loss`: their part of the loss per token. `dropped_share`: of all choices, those without a place.
-    `router_entropy`: nats a token, the mean over layers. `load_violation`: how many times its fair share, less one, the
-    expert with the most tokens has, in the worst layer (MaxVio of arXiv:2408.15664). `expert_load`: each expert's share
-    of its layer's choices, layer by layer, `routed_layers experts`; layers of fewer experts than others end in zeros.
+    `balance_loss`: the layers' part of the loss per token. `dropped_share`: the share of all choices that were dropped
+    for lack of capacity. `router_entropy`: in nats a token, the mean over layers. `load_violation`: the load of the
+    busiest expert over the even load, minus 1, in the worst layer (MaxVio of arXiv:2408.15664). `expert_load`: each
+    expert's share of its layer's choices, `routed_layers experts`; layers with fewer experts are padded with zeros.
     """
     found = aux_of(tally.aux) if isinstance(tally, Tally) else []
     if not found:

@@ -1,4 +1,4 @@
-"""The dtype of sums, moments and norms."""
+"""The dtype in which sums, moments and norms are kept: float32 at least."""
 
 import jax
 import jax.numpy as jnp
