@@ -1,4 +1,4 @@
-"""What an error of the system was, and what to do about it: told by its kind and never guessed."""
+"""The cause of an operating system's error and what to do about it, by its number or the words of its message."""
 
 import errno
 import re
@@ -18,16 +18,16 @@ _KINDS = (
     ((errno.ETIMEDOUT,), r"timed? ?out|\bDEADLINE_EXCEEDED\b", "see why the storage takes so long"),
     ((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO), "input/output error|stale file", "see to the disk"),
 )
-# A connection that ended may be one to a hub as well as one to a process of the run: these tell less than words do.
+# A lost connection may be one to a hub or one to another process of the run: for these, the message says more.
 _CONNECTION = {errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE}
 _NUMBER = re.compile(r"(?:os_error_code='|errno |OS error )(\d+)", re.IGNORECASE)
 
 
 def reason_and_fix(error: BaseException) -> tuple[str, str]:
-    """The error in one line, and what to do about it, in words that another fix may follow; "" where nobody knows.
+    """The error in one line, and what to do about it as a clause; "" for the latter if it is not known.
 
-    The numbers that the system gave come first, of the error or of those that it came from; then the words of libraries
-    that hand on no numbers.
+    The system's error numbers decide, of the error itself or of those that caused it; then the words of its message,
+    for libraries that pass on no numbers.
     """
     family = list(_family(error))
     reason = next(filter(None, map(_line, family)), type(error).__name__)
@@ -41,7 +41,7 @@ def reason_and_fix(error: BaseException) -> tuple[str, str]:
 
 
 def _family(error: BaseException) -> Iterator[BaseException]:
-    """An error, those in its group, and those that it came from, each once."""
+    """An error, the members of its group, its causes and contexts, each once."""
     waiting, seen = [error], set()
     while waiting:
         one = waiting.pop(0)
@@ -62,7 +62,7 @@ def _numbers(error: BaseException) -> list[int]:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of a message; of a long one both ends, since what happened stands last."""
+    """The first line of a message; of a long line both ends, since the cause is often at the end."""
     line = str(error).strip().partition("\n")[0]
     half = _LONGEST // 2
     return line if len(line) <= _LONGEST else f"{line[:half]} ... {line[-half:]}"

@@ -1,4 +1,4 @@
-"""Documents to batches: sources, tokenizers, a cache on disk, packing, an order that resumes exactly, prefetching."""
+"""Documents to batches: sources, tokenizers, a token cache on disk, packing, exactly resumable shuffling, prefetch."""
 
 from ._chat import ChatTemplate as ChatTemplate, has_chat_template as has_chat_template
 from ._documents import (

@@ -1,4 +1,4 @@
-"""A folder of files that is either whole and visible or not there at all."""
+"""Folders of files that are written atomically: a folder is either complete or not there at all."""
 
 import contextlib
 import json
@@ -18,18 +18,18 @@ _LOCK = "lock"
 
 
 class Damaged(Exception):
-    """What is wrong with a folder that is there but cannot be used; never leaves `eqformer.data`."""
+    """A folder exists but cannot be used, and why; raised and caught inside of `eqformer.data`."""
 
 
 class Unwritable(Exception):
-    """The `OSError` of a write (a full disk, no permission), told apart from those of reading a source."""
+    """Wraps the `OSError` of a write (a full disk, no permission), as distinct from those of reading a source."""
 
     def __init__(self, error: OSError):
         self.error = error
 
 
 class Writer:
-    """Files under construction, with their sizes and checksums."""
+    """Writes the files of a folder, and keeps account of their sizes and checksums."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -37,7 +37,7 @@ class Writer:
         self._files: dict[str, dict[str, int]] = {}
 
     def append(self, name: str, data: np.ndarray) -> None:
-        """The array's bytes behind those that the file has already."""
+        """Append the array's bytes to a file."""
         view = np.ascontiguousarray(data).view(np.uint8).data
         with _writes():
             if name not in self._open:
@@ -49,7 +49,7 @@ class Writer:
         entry["crc32"] = zlib.crc32(view, entry["crc32"])
 
     def finish(self, meta: dict[str, Any]) -> None:
-        """Everything on the disk itself, the description last."""
+        """Sync all files to the disk (fsync), then write and sync the description."""
         with _writes():
             for file in self._open.values():
                 _to_disk(file)
@@ -59,7 +59,7 @@ class Writer:
             _folder_to_disk(self.folder)
 
     def close(self) -> None:
-        """Let go of the files, whatever state they are in."""
+        """Close the files, whatever state they are in."""
         for file in self._open.values():
             with contextlib.suppress(OSError):  # a full disk has been reported already
                 file.close()
@@ -67,10 +67,10 @@ class Writer:
 
 @contextlib.contextmanager
 def writing(target: Path) -> Iterator[Writer]:
-    """A `Writer` whose folder takes the place of `target` when the block ends well, and vanishes when it does not.
+    """A `Writer` whose folder becomes `target` when the block ends without an error, and is removed if it raises.
 
-    It is built beside `target` under a name that starts with a dot; a rename makes it visible. Where another process
-    was faster, its folder stays. Folders of builders that were killed are swept away first.
+    The folder is built beside `target` under a name that starts with a dot, and renamed at the end. If another process
+    has made `target` in the meantime, that one stays. Unfinished folders of killed processes are removed first.
 
     **Raises:** `Unwritable`.
     """
@@ -97,7 +97,7 @@ def writing(target: Path) -> Iterator[Writer]:
 
 
 def remove(target: Path) -> None:
-    """Take a folder away at once, so that nobody finds it half removed. Raises `Unwritable`."""
+    """Rename a folder and then delete it, so that nobody sees it half deleted. Raises `Unwritable`."""
     doomed = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}"
     with _writes(), contextlib.suppress(FileNotFoundError):  # another process may have done it
         target.rename(doomed)
@@ -105,7 +105,7 @@ def remove(target: Path) -> None:
 
 
 def read(target: Path, *, verify: bool) -> dict[str, Any]:
-    """The description of a whole folder. Raises `Damaged` where sizes (with `verify`, checksums) are not as written."""
+    """The folder's description. Raises `Damaged` if sizes (with `verify`, checksums) are not as they were written."""
     try:
         meta = json.loads((target / _META).read_bytes())
         files = {str(name): (int(entry["size"]), int(entry["crc32"])) for name, entry in meta["files"].items()}
@@ -136,7 +136,7 @@ def _to_disk(file: BinaryIO) -> None:
 
 
 def _folder_to_disk(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere a folder cannot be opened
+    if os.name == "posix":  # on Windows a folder cannot be opened
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -154,7 +154,7 @@ def _writes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Make the folder with a lock in it that the system lets go of when this process ends, however it ends."""
+    """Make the folder with a locked file in it; the system releases the lock when this process ends or is killed."""
     with contextlib.ExitStack() as stack:
         with _writes():
             if os.name == "posix":
@@ -168,7 +168,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what killed builders of this target left behind; where the system has no such locks, nothing."""
+    """Remove unfinished folders of killed processes; nothing on systems without such locks."""
     for folder in target.parent.glob(f".{target.name}.*"):
         with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as file:
             if _lock(file):

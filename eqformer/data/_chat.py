@@ -1,4 +1,4 @@
-"""Conversations as text: the template that a model was published with."""
+"""Conversations as text, by the chat template that a model was published with."""
 
 import datetime
 import json
@@ -12,12 +12,12 @@ from ._settings import settings_of, special_tokens
 
 
 class ChatTemplate:
-    """The chat template of a published tokenizer, a Jinja program, run where it can reach nothing but its arguments.
+    """The chat template of a published tokenizer, run in Jinja's sandbox, with access to its arguments only.
 
-    `folder` holds it as `chat_template.jinja` or in `tokenizer_config.json`, beside the special tokens that it may use
-    by name. As in transformers 5, a token that is null and what is null in a message are not there at all. Some
-    templates tell the date: `now` is asked for it, and without it they must do without. **Raises:** `ValueError` where
-    there is none or it is no template; `ImportError` where `jinja2` is absent.
+    `folder` holds it as `chat_template.jinja` or in `tokenizer_config.json`, with the special tokens that the template
+    may use by name. As in transformers 5, null tokens and null fields of a message are undefined in the template. `now`
+    gives the date to templates that write it; without `now` they have no date. **Raises:** `ValueError` if there is no
+    template or it cannot be parsed; `ImportError` if `jinja2` is absent.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, now: Callable[[], datetime.datetime] | None = None):
@@ -39,17 +39,17 @@ class ChatTemplate:
             environment.globals["strftime_now"] = lambda format: now().strftime(format)
         try:
             self._template = environment.from_string(source)
-        except Exception as error:  # of the package's own kinds, which are imported only here
+        except Exception as error:  # jinja2's own exceptions cannot be named where jinja2 is not imported
             raise ValueError(f"{call}: the template cannot be read ({error}); fetch it again.") from error
         self._names = special_tokens(settings)
         self._call = call
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True, **options: Any) -> str:
-        """The conversation as one text; with `answer`, up to where the model's next message begins.
+        """The conversation as one text; with `answer`, it ends with the header of the assistant's next message.
 
         Each message has a `role` (`system`, `user`, `assistant`) and a `content`. `options` are the template's own
-        (`enable_thinking=False`). The text has its special tokens by name: `FileTokenizer.encode_prompt` reads them.
-        Raises a `ValueError` where the template refuses the conversation.
+        (`enable_thinking=False`). Special tokens stand in the text by name; `FileTokenizer.encode_prompt` encodes them
+        as themselves. Raises a `ValueError` if the template refuses the conversation.
         """
         said = [{name: value for name, value in message.items() if value is not None} for message in messages]
         given = {"messages": said, "add_generation_prompt": answer}
@@ -66,7 +66,7 @@ def has_chat_template(folder: str | os.PathLike[str]) -> bool:
 
 
 def _source(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The template's text; where there are several by name, the default one."""
+    """The template's text, or None; of several named templates the one called default."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ def _refuse(message: str) -> None:
 
 
 def _generation(call: str) -> Any:
-    """Templates mark with `{% generation %}` what the model is to be trained on; read, it is what it holds."""
+    """The Jinja tag `{% generation %}`, which marks text to train on: here it renders its content and nothing else."""
     ext = load_extra("jinja2.ext", extra="train", call=call)
     nodes = load_extra("jinja2.nodes", extra="train", call=call)
 

@@ -1,4 +1,4 @@
-"""Documents and the sources that yield them: texts at hand, the standard library, a dataset of the Hugging Face hub."""
+"""Documents and the sources that yield them: texts in memory, the standard library, the Hugging Face hub."""
 
 import functools
 import hashlib
@@ -14,7 +14,7 @@ from .._extra import load_extra
 
 
 class Document(NamedTuple):
-    """One text; `name` decides its split, `size` is the share of its source's bytes that it stands for (progress)."""
+    """One text; a hash of `name` decides its split, and `size` is its part of the source's bytes, for progress bars."""
 
     name: str
     text: str
@@ -25,10 +25,10 @@ class Document(NamedTuple):
 class Source:
     """A corpus that can be read any number of times, always in the same order.
 
-    `fingerprint()` changes whenever the documents do; it is asked for before anything is tokenised, so it should be
-    cheaper than reading the documents. `size` is the sum of their sizes in bytes, 0 where nobody can know. `check()`
-    raises what reading the documents would raise, before anything is done with the first, where that costs little. It
-    may read all of them, so once it has found nothing, it is not done again for the same source.
+    `fingerprint()` changes whenever the documents do; it is called before anything is tokenised, so it should be
+    cheaper than reading the documents. `size` is the sum of their sizes in bytes, 0 if unknown. `check()` raises the
+    errors that reading the documents would raise, so that they show before any work is done. It may read all documents,
+    so it runs only once for a source that passes.
     """
 
     name: str
@@ -38,19 +38,19 @@ class Source:
     check: Callable[[], None] = lambda: None
 
     def __post_init__(self):
-        object.__setattr__(self, "check", functools.cache(self.check))  # which forgets one that raises
+        object.__setattr__(self, "check", functools.cache(self.check))  # a call that raises is not cached
 
     def __iter__(self) -> Iterator[Document]:
         return self.documents()
 
 
 def to_bytes(text: str) -> bytes:
-    """The UTF-8 of a text, in which halves of surrogate pairs may stand, as JSON and names of files can have them."""
+    """The UTF-8 of a text; lone surrogates, which JSON and file names can hold, are encoded too."""
     return text.encode("utf-8", errors="surrogatepass")
 
 
 def digest(parts: Iterable[str | bytes]) -> str:
-    """32 hexadecimal digits that change when any part or any border between parts does."""
+    """A hash of 32 hexadecimal digits over the parts and their lengths."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = to_bytes(part) if isinstance(part, str) else part
@@ -60,7 +60,7 @@ def digest(parts: Iterable[str | bytes]) -> str:
 
 
 def texts(documents: Mapping[str, str], *, name: str = "texts") -> Source:
-    """A source of texts at hand, given as name -> text."""
+    """A source of texts in memory, given as name -> text."""
     held = [Document(title, text, len(to_bytes(text))) for title, text in documents.items()]
     return Source(
         name=name,
@@ -70,7 +70,7 @@ def texts(documents: Mapping[str, str], *, name: str = "texts") -> Source:
     )
 
 
-# Not everywhere: distributions pack these apart, trim them, or write them on the machine; and tests are not prose.
+# Left out, since distributions package these modules separately, trim them or generate them; and tests.
 _LEFT_OUT = {"__hello__", "__phello__", "distutils", "ensurepip", "idlelib", "lib2to3", "test", "tkinter", "venv"}
 _LEFT_OUT |= {"turtle", "turtledemo"}
 _FOLDERS_LEFT_OUT = frozenset(("test", "tests", "macholib", "__pycache__"))
@@ -79,8 +79,9 @@ _FOLDERS_LEFT_OUT = frozenset(("test", "tests", "macholib", "__pycache__"))
 def standard_library() -> Source:
     """The sources of the standard library of the Python that runs this: about 10 MB of text on any machine.
 
-    Modules that distributions pack apart are left out, so the list depends on Python's version and hardly on who
-    built it; documents are named by their path (`asyncio/tasks.py`), so they keep their split from version to version.
+    Modules that distributions package separately are left out, so that the list depends on Python's version and hardly
+    on its distribution. Documents are named by their path (`asyncio/tasks.py`), so they keep their split in other
+    versions.
 
     **Raises:** `ValueError` where Python came without its sources.
     """
@@ -127,10 +128,10 @@ def hub(
 ) -> Source:
     """A dataset of the Hugging Face hub by name, streamed; `limit` is the number of rows to read at most.
 
-    The fingerprint is made of these arguments, so a cache that was made once is found again without a network; pass
-    `revision` to pin what the name stands for. Rows whose text is empty or null are left out.
+    The fingerprint is a hash of these arguments, so a finished cache is found without a network; pass `revision` to pin
+    the dataset's version. Rows whose text is empty or null are left out.
 
-    **Raises:** on reading, `ImportError` where the package `datasets` is absent, `ValueError` where the dataset cannot
+    **Raises:** when it is read: `ImportError` if the package `datasets` is absent, `ValueError` if the dataset cannot
     be opened or its rows have no such field.
     """
     arguments = f"hub({name!r}, config={config!r}, split={split!r}, field={field!r}, revision={revision!r})"
@@ -141,8 +142,8 @@ def hub(
             rows = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
         except (OSError, ValueError) as error:  # no such dataset, configuration or split, or no network
             raise ValueError(
-                f"{arguments}: the dataset must be there to read, but: {error}; correct the name, config or split, or "
-                f"go online (a cache that is whole needs no network)."
+                f"{arguments}: the dataset cannot be opened: {error}; correct the name, config or split, or go online "
+                f"(a complete cache needs no network)."
             ) from error
         for number, row in enumerate(islice(rows, limit)):
             text = field_of(row, field, call=arguments, place=f"row {number}")
@@ -158,7 +159,7 @@ def hub(
 
 
 def field_of(row: object, field: str, *, call: str, place: str) -> str:
-    """The text in a row's field (null is the empty text), or an error that names the fields there are."""
+    """The text in a row's field, empty for null; raises a `ValueError` that lists the row's fields if there is none."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{call}: {place} must be an object with a field {field!r}, but is {type(row).__name__}.")
     if field not in row:

@@ -22,19 +22,19 @@ _BLOCK = 1 << 16  # bytes of it that are read at once
 def files(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, field: str = "text", piece: int | None = None
 ) -> Source:
-    """The documents of a file, a folder (with the folders in it), or several of either.
+    """The documents of a file, a folder (with its sub-folders), or several of either.
 
-    A .txt, .md or .py file in a folder is one document, or one for each 2^20 characters. One that is given itself is
-    cut into pieces, of at most 1,024 characters at its beginning and 65,536 farther on, so that it alone can be split
-    into train and validation; `piece` cuts all of them into pieces of at most that many. Cuts are at blank lines, line
-    ends or spaces where there are any, and depend on nothing that follows, so what is added at a file's end moves no
-    text that was there before to another split. Each line of a .jsonl file and each row of a .parquet file is a
-    document, its text in `field`; empty and null ones are left out. Texts are UTF-8; hidden files and folders are left
-    out; the order is that of the sorted names. Of a plain file only a document is held at once.
+    A .txt, .md or .py file in a folder is one document for each 2^20 characters. A file given by its own path is cut
+    into pieces, of at most 1,024 characters at its beginning and up to 65,536 farther on, so that a single file can be
+    split into train and validation; `piece` cuts all plain files into pieces of at most that many characters. Cuts are
+    at blank lines, line ends or spaces if possible, and do not depend on what follows, so text appended to a file moves
+    no earlier text to another split. Each line of a .jsonl file and each row of a .parquet file is a document, with its
+    text in `field`; empty and null ones are left out. Texts are UTF-8; hidden files and folders are left out; files are
+    sorted by name. Of a plain file only one document at a time is in memory.
 
-    **Raises:** `ValueError`, here where a path does not exist or holds no file of these kinds or no text, and on
-    reading where a file is not UTF-8, not JSON or Parquet, or has no such field; `ImportError` where .parquet needs
-    the package `pyarrow`.
+    **Raises:** `ValueError` at once if a path does not exist or holds no file of these kinds or no text; when it is
+    read, `ValueError` if a file is not UTF-8, JSON or Parquet or has no such field, and `ImportError` if .parquet needs
+    the absent package `pyarrow`.
     """
     roots = [Path(root) for root in ([path] if isinstance(path, (str, os.PathLike)) else path)]
     call = f"files({', '.join(repr(str(root)) for root in roots)}, field={field!r})"
@@ -74,16 +74,16 @@ class _Entry(NamedTuple):
     name: str  # relative to the folder that was given, so that a corpus may move
     path: Path
     kind: str
-    is_given: bool  # itself, and not in a folder
+    is_given: bool  # by its own path, not found in a folder
 
     @property
     def place(self) -> str:
-        """The path as messages have it."""
+        """The path, for messages."""
         return _shown(self.path)
 
 
 def _shown(path: str | os.PathLike[str]) -> str:
-    """A path as a text: bytes of it that are no UTF-8 are spelled out."""
+    """A path as text; bytes that are not UTF-8 are escaped (`\\xe9`)."""
     return os.fsencode(path).decode("utf-8", errors="backslashreplace")
 
 
@@ -124,7 +124,7 @@ def _no_utf8(error: UnicodeDecodeError, place: int, of: str, call: str) -> Value
 
 
 def _blocks(entry: _Entry, call: str) -> Iterator[str]:
-    """A file's text, block by block."""
+    """A file's text in blocks of about `_BLOCK` bytes."""
     decoder, read = codecs.getincrementaldecoder("utf-8-sig")(), 0
     with entry.path.open("rb") as file:
         is_last = False
@@ -141,7 +141,7 @@ def _from_text(entry: _Entry, piece: int | None, call: str) -> Iterator[Document
     done = number = 0
 
     def documents(text: str, is_all: bool) -> Iterator[Document]:
-        """Those that `text` begins with, of which nothing that may follow changes anything."""
+        """The documents at the beginning of `text` that more text behind it could not change."""
         nonlocal done, number
         start = 0
         while start < len(text):
@@ -166,9 +166,8 @@ def _from_text(entry: _Entry, piece: int | None, call: str) -> Iterator[Document
 
 
 def _cut(text: str, start: int, size: int) -> int:
-    """Where the document from `start` ends, of at most `size` characters: at the first border that comes late enough.
-
-    Better borders may come earlier. Whether a place is a cut depends on nothing behind it.
+    """The end of the document from `start`, of at most `size` characters: a blank line in its second half, or else a
+    line end in its last quarter, or a space in its last eighth. It does not depend on the text behind the cut.
     """
     stop = min(start + size, len(text))
     for border, least in (("\n\n", size / 2), ("\n", size * 3 / 4), (" ", size * 7 / 8)):
@@ -209,7 +208,7 @@ def _from_parquet(entry: _Entry, field: str, call: str) -> Iterator[Document]:
                 f"{call}: {entry.place} has no field {field!r}; its fields are {sorted(names)}: "
                 f"pass one of them as `field`."
             )
-        # A row stands for its share of the file, which is compressed, and not for the bytes of its text.
+        # Sizes are for progress: each row counts for an equal share of the (compressed) file.
         share = entry.path.stat().st_size // max(1, file.metadata.num_rows)
         batches = file.iter_batches(batch_size=1024, columns=[field])
         while True:

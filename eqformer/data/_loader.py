@@ -1,4 +1,4 @@
-"""The batch at a step, as a function of the seed and the step and nothing else."""
+"""The batch at a step, as a function of the seed and the step alone."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,12 +16,11 @@ from ._store import TokenStore
 class Loader:
     """Batches of `batch` rows of `seq` tokens, in an order that `seed` decides.
 
-    The run is one endless line of examples: example `step * batch + row` is row `row` of the batch at `step`. Each
-    stretch of `rows_per_epoch` examples holds every row of the data once, in an order of its own; a batch may reach
-    from one epoch into the next, so no row is ever dropped. `packing` is `"windows"` (`Windows`) or `"documents"`
-    (`Documents`).
+    A run is an endless sequence of examples: row `row` of the batch at `step` is example `step * batch + row`. An epoch
+    is `rows_per_epoch` examples, which hold every row of the data once, each epoch in another order. A batch may span
+    two epochs, so no row is dropped. `packing` is `"windows"` (`Windows`) or `"documents"` (`Documents`).
 
-    **Raises:** `ValueError` where `batch` is not positive, the packing is unknown, or `seq` breaks its rules.
+    **Raises:** `ValueError` if `batch` is not positive, the packing is unknown, or the packing refuses `seq`.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Loader:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows that the data has, and examples of an epoch."""
+        """The number of rows that the data has, which is the number of examples in an epoch."""
         return self.packing.rows
 
     @property
@@ -60,7 +59,7 @@ class Loader:
         return self.rows(step, 0, self.batch_size)
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
-        """Rows `start` to `stop - 1` of the batch at a step, without making the others: what one host needs."""
+        """Rows `start` to `stop - 1` of the batch at a step, without making the others: the rows of one host."""
         if step < 0 or not 0 <= start < stop <= self.batch_size:
             raise ValueError(
                 f"Loader.rows(step={step}, start={start}, stop={stop}): it must hold that 0 <= step and "
@@ -71,11 +70,11 @@ class Loader:
         return replace(self.packing(rows), examples=as_examples(examples))
 
     def epoch(self, batches: int | None = None, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """A pass in the order of the data, the same each time: for evaluation.
+        """One pass over the data in its own order, the same each time: for evaluation.
 
-        It takes every row once or, where `batches` are fewer than that needs, rows evenly spaced over the data. The
-        last batch is filled up with rows of weight 0, so all have one shape; `examples` are the rows' numbers in the
-        data. `start` and `stop` choose the rows of each batch that one host needs.
+        It takes every row once or, if `batches` is too small for that, rows evenly spaced over the data. The last batch
+        is padded with rows of weight 0, so that all have one shape; `examples` are the rows' numbers in the data.
+        `start` and `stop` choose the rows of each batch that one host needs.
         """
         stop = self.batch_size if stop is None else stop
         if not 0 <= start < stop <= self.batch_size or (batches is not None and batches < 1):
@@ -96,5 +95,5 @@ class Loader:
 
 
 def _spaced(places: Int[np.ndarray, "batch"], total: int, rows: int) -> Int[np.ndarray, "batch"]:
-    """`total` of the row numbers, evenly spaced, all of them where `total` is `rows`."""
+    """Row numbers for places below `total`, evenly spaced over `rows`; the places themselves if `total` is `rows`."""
     return places * rows // total

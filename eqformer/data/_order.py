@@ -11,12 +11,13 @@ _ROUNDS = 8
 
 
 def shuffled(places: Int[np.ndarray, "batch"], *, rows: int, seed: int) -> Int[np.ndarray, "batch"]:
-    """The row number at each place of an endless run over `rows` rows.
+    """The row number at each place of an endless shuffled sequence over `rows` rows.
 
-    Places 0 to `rows - 1` are the first epoch, a permutation of all rows; the next `rows` places are the second, in
-    another order; and so on. Each number depends on its place and the seed alone. The permutation is a Feistel network
-    over pairs (row // b, row % b) that is walked until it leads back to a row (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", 2002), so it takes no memory and any place is as cheap as the first.
+    Places 0 to `rows - 1` are the first epoch, a permutation of all rows; the next `rows` places are the second epoch,
+    in another order; and so on. Each row number depends on its place and the seed alone. The permutation is a Feistel
+    network over pairs (row // b, row % b) with cycle walking: it is applied again until the result is below `rows`
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). So it takes no memory, and any place is as cheap
+    as the first.
     """
     if rows < 1 or np.any(places < 0):
         raise ValueError(
@@ -36,7 +37,7 @@ def shuffled(places: Int[np.ndarray, "batch"], *, rows: int, seed: int) -> Int[n
 def _feistel(
     values: UInt[np.ndarray, "batch"], keys: UInt[np.ndarray, "_ batch"], rows: int
 ) -> UInt[np.ndarray, "batch"]:
-    """A permutation of 0 to a * b - 1, where a and b are near the root of `rows` and a * b is hardly more than it."""
+    """A permutation of 0 to a * b - 1, where a and b are about the square root of `rows` and a * b is at least it."""
     a = isqrt(rows - 1) + 1
     a, b = np.uint64(a), np.uint64(-(-rows // a))
     left, right = np.divmod(values, b)
@@ -47,7 +48,7 @@ def _feistel(
 
 
 def _mix(values: UInt[np.ndarray, "*shape"]) -> UInt[np.ndarray, "*shape"]:
-    """The finaliser of SplitMix64: every bit of the result hangs on every bit of the value."""
+    """The finaliser of SplitMix64, a hash in which every bit of the result depends on every bit of the value."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

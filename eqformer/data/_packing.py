@@ -1,4 +1,4 @@
-"""Rows of a fixed length out of the tokens of a store, found by index: no copy of the corpus is made."""
+"""Rows of a fixed length from the tokens of a store, by index: the corpus is not copied."""
 
 from bisect import bisect_left, insort
 
@@ -10,9 +10,9 @@ from ._store import TokenStore
 
 
 class Windows:
-    """Row `i` is the `seq + 1` tokens from `i * seq` on, whatever documents they are of; nothing is padded.
+    """Row `i` is the `seq + 1` tokens from `i * seq` on, across borders of documents and without padding.
 
-    Every token but the first is a target once; up to `seq` tokens at the very end are left over.
+    Every token but the first is a target once; up to `seq` tokens at the very end are not used.
     """
 
     def __init__(self, store: TokenStore, *, seq: int):
@@ -27,7 +27,7 @@ class Windows:
             )
 
     def __call__(self, rows: Int[np.ndarray, "batch"]) -> Batch:
-        """The rows of these numbers, each one text without positions or segments of its own."""
+        """The rows with these numbers, without positions and segments: each row counts as one document."""
         steps = np.arange(self.seq + 1)
         taken = self._tokens[(rows * self.seq)[:, None] + steps].astype(np.int32)
         shape = (len(rows), self.seq)
@@ -42,12 +42,13 @@ class Windows:
 class Documents:
     """Rows of whole documents, each with its own segment number and its own positions from 0.
 
-    A document longer than `seq` is cut into pieces of `seq` tokens and a rest; positions start anew in each piece, and
-    the last token of a piece still has its true target, the first of the next. The pieces are packed by best fit,
-    longest first: each goes to the row with the least room that holds it. The last token of a document has no target
-    within it, so its weight is 0. What is left of a row is padding: id 0, target 0, weight 0, position -1, segment -1.
+    A document longer than `seq` is cut into pieces of `seq` tokens and a remainder; positions restart in each piece,
+    and the last token of a piece still has its true target, the first token of the next piece. The pieces are packed by
+    best fit, longest first: each goes to the row with the least free space that can hold it. The last token of a
+    document has no target, so its weight is 0. The rest of a row is padding: id 0, target 0, weight 0, position -1,
+    segment -1.
 
-    The table takes 13 bytes a piece and 8 bytes a row.
+    The index takes 13 bytes for each piece and 8 bytes for each row.
     """
 
     def __init__(self, store: TokenStore, *, seq: int):
@@ -59,7 +60,7 @@ class Documents:
         self.seq = seq
         self._tokens = store.tokens
         lengths = np.diff(store.offsets)
-        # A rest that is the end of text alone would have nothing to predict; `lengths - 1` leaves it out.
+        # A remainder of just the end of text would have no target; `lengths - 1` leaves it out.
         pieces = -(-(lengths - 1) // seq)
         document = np.repeat(np.arange(len(lengths)), pieces)
         number = _ranges(pieces)
@@ -75,12 +76,12 @@ class Documents:
         self.table_bytes = sum(part.nbytes for part in (self._starts, self._sizes, self._ends, self._first))
 
     def __call__(self, rows: Int[np.ndarray, "batch"]) -> Batch:
-        """The rows of these numbers."""
+        """The rows with these numbers."""
         counts = self._first[rows + 1] - self._first[rows]
         segment = _ranges(counts)
         piece = np.repeat(self._first[rows], counts) + segment
         sizes = self._sizes[piece]
-        # From here on, one entry a token.
+        # From here on, arrays have one entry for each token.
         position = _ranges(sizes)
         source = np.repeat(self._starts[piece], sizes) + position
         place = np.repeat(np.repeat(np.arange(len(rows)), counts), sizes), _ranges(_sums(sizes, counts))
@@ -103,15 +104,15 @@ class Documents:
 
 
 def as_examples(numbers: Int[np.ndarray, "batch"]) -> Int[np.ndarray, "batch"]:
-    """Row numbers as int32, counted modulo 2**31 (they only feed random keys)."""
+    """Row numbers modulo 2**31 as int32 (they are only used for random keys)."""
     return (numbers % 2**31).astype(np.int32)
 
 
 def best_fit(sizes: Int[np.ndarray, "pieces"], capacity: int) -> Int[np.ndarray, "pieces"]:
-    """The row of each piece by best fit, longest first; rows are numbered by their first piece.
+    """The row of each piece, by best fit, longest first; rows are numbered in the order of their first pieces.
 
-    All pieces of one size and all rows with one amount of room are dealt with together, so the time goes with the
-    number of distinct sizes and not with that of the pieces.
+    Pieces of one size, and rows with one amount of free space, are handled together, so the time depends on the number
+    of distinct sizes and not on the number of pieces.
     """
     row_of = np.empty(len(sizes), np.int64)
     order = np.argsort(-sizes, kind="stable")
@@ -159,5 +160,5 @@ def _ranges(counts: Int[np.ndarray, "n"]) -> Int[np.ndarray, "total"]:
 
 
 def _sums(values: Int[np.ndarray, "total"], counts: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
-    """The sum of each run of values, the runs being of these (positive) lengths."""
+    """The sums of consecutive groups of values; `counts` are the groups' sizes, all positive."""
     return np.add.reduceat(values, np.cumsum(counts) - counts).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Batches made in the background, a few steps ahead of who asks for them."""
+"""Batches made in a background thread, a few steps ahead of training."""
 
 from collections import deque
 from collections.abc import Callable
@@ -17,10 +17,10 @@ def prefetch(
     depth: int = 2,
     transform: Callable[[Any], Any] | None = None,
 ) -> "Prefetch":
-    """The batches of steps `start_step`, `start_step + 1`, ... up to `stop_step` (never ending without it).
+    """The batches of steps `start_step`, `start_step + 1`, ... up to `stop_step`, exclusive (None: without end).
 
     `rows` are the start and stop of the rows that this host needs (`Loader.rows`). `transform` is applied to each batch
-    in the background too, for example to send it to the devices. Use it in a `with`, or close it.
+    in the background too, for example to send it to the devices. Use it in a `with` statement, or close it.
     """
     if start_step < 0 or (stop_step is not None and stop_step < start_step):
         raise ValueError(
@@ -39,7 +39,7 @@ def prefetch(
 class Prefetch:
     """`make(start), make(start + 1), ...`, computed by one thread that keeps `depth` results ready.
 
-    An exception in `make` comes out of `next` at its own step, after which the iterator is closed. `close` (or the end
+    An exception in `make` is raised by the `next` of its step, after which the iterator is closed. `close` (or the end
     of a `with`) waits for the thread to end.
     """
 
@@ -72,7 +72,7 @@ class Prefetch:
             raise
 
     def close(self) -> None:
-        """Stop; what is being made is finished and thrown away, what is not begun never is."""
+        """Stop: a result in progress is finished and dropped, and no further one is begun."""
         self._stop = self._next
         self._waiting.clear()
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""The settings beside a published tokenizer, as far as a chat template finds them."""
+"""The settings of a published tokenizer, as far as a chat template uses them."""
 
 import json
 from collections.abc import Mapping
@@ -10,17 +10,20 @@ CONFIG, OLDER_NAMES = "tokenizer_config.json", "special_tokens_map.json"
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """What `tokenizer_config.json` says, with what older folders say apart; raises a `ValueError` for no JSON."""
+    """The settings in `tokenizer_config.json` and, in older folders, in `special_tokens_map.json`.
+
+    Raises a `ValueError` if a file is not JSON.
+    """
     found = _object(folder / CONFIG)
-    # Later versions of transformers list all added tokens, and look nowhere else.
+    # Newer versions of transformers write `added_tokens_decoder`, and then read this file only.
     return found if "added_tokens_decoder" in found else found | _object(folder / OLDER_NAMES)
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that have a name of their own, as in transformers: `bos_token`, and what a model adds.
+    """The named special tokens (name -> text), as in transformers: `bos_token` and the like, and a model's own.
 
-    What is null has no name: a template finds it undefined and writes nothing for it. A setting such as
-    `add_bos_token`, which is no text, is no token.
+    Null tokens are left out: they are undefined in a template, which writes nothing for them. Settings that are not
+    text, such as `add_bos_token`, are not tokens.
     """
     named = {name: value for name, value in settings.items() if name.endswith("_token")}
     for of_model in ("extra_special_tokens", "model_specific_special_tokens"):

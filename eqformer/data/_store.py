@@ -1,4 +1,4 @@
-"""Documents, tokenised once into files that are mapped into memory."""
+"""Documents, tokenised once into files that are memory-mapped."""
 
 import hashlib
 import re
@@ -22,14 +22,14 @@ from ._tokenizer import Tokenizer
 Split = Literal["train", "validation"]
 Progress = Callable[[int, int], Any]
 
-_FORMAT = 1  # of the files below; a new number leaves old caches aside
+_FORMAT = 1  # the version of the files below; caches of another version are not used
 _GROUP = 1 << 20  # characters that are tokenised together
 _HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """The tokens of one split: document `i` is `tokens[offsets[i]:offsets[i + 1]]`, its last the end of text.
+    """The tokens of one split: document `i` is `tokens[offsets[i]:offsets[i + 1]]`, the end of text last.
 
     `text_bytes` counts the UTF-8 bytes of the texts, `largest` is the largest id that occurs, `vocab` and
     `end_of_text` are the tokenizer's.
@@ -51,7 +51,7 @@ class TokenStore:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text a token, ends of text included: bits per byte are nats per token / ln 2 / this."""
+        """Bytes of text per token, ends of text counted as tokens: bits per byte are nats per token / ln 2 / this."""
         return self.text_bytes / len(self.tokens)
 
 
@@ -65,16 +65,16 @@ def open_store(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> TokenStore:
-    """The tokens of one split of a source, from the cache where they are already, else tokenised into it now.
+    """The tokens of one split of a source, from the cache, or tokenised into it now.
 
-    A document belongs to the validation split when the hash of its name falls under `validation`, a share of the
-    documents; that depends on nothing else, so it holds on any machine and however the corpus grows. What of a source
-    cannot be read is told before anything is tokenised. U+FFFD stands for halves of surrogate pairs, which no text
-    has and JSON can spell, and a warning tells how many documents had some. `progress` is
-    called with the bytes done and in all (0: nobody knows). `verify` compares the checksums of a cache that is found
-    (about half a second a gigabyte), not only the sizes. A damaged cache is written anew, with a warning.
+    A document belongs to the validation split if the hash of its name falls under `validation`, a share of the
+    documents; that depends on nothing else, so it is the same on any machine and however the corpus grows. A source
+    that cannot be read raises before anything is tokenised. Lone surrogates, which JSON can spell though they are no
+    characters, are replaced by U+FFFD, and a warning says how many documents had some. `progress` is called with the
+    bytes done and the bytes in all (0: unknown). `verify` compares the checksums of an existing cache (about half a
+    second a gigabyte), not only the sizes. A damaged cache is written anew, with a warning.
 
-    **Raises:** `ValueError` where the split has no text, a text cannot be tokenised, or the cache cannot be written.
+    **Raises:** `ValueError` if the split has no text, a text cannot be tokenised, or the cache cannot be written.
     """
     call = f"open_store({source.name!r}, split={split!r}, validation={validation})"
     if split not in ("train", "validation"):
@@ -99,7 +99,7 @@ def open_store(
         raise _unwritable(call, target, failure.error) from failure
     try:
         return _mapped(target, verify=False)
-    except Damaged as damage:  # of another process, which was faster, or of the disk
+    except Damaged as damage:  # another process's cache, written at the same time, or a faulty disk
         raise ValueError(
             f"{call}: the cache {target} is damaged just after it was written: {damage}; remove it."
         ) from damage
@@ -159,8 +159,8 @@ def _tokenise(
         )
     if mended:
         warnings.warn(
-            f"{call}: documents with halves of surrogate pairs, which are no characters: {len(mended)}, the first "
-            f"{mended[0]}; U+FFFD stands for each half.",
+            f"{call}: {len(mended)} documents hold lone surrogates, which are no characters; the first is {mended[0]}. "
+            f"Each was replaced by U+FFFD.",
             stacklevel=3,
         )
     writer.append("offsets.bin", np.cumsum([0, *lengths]).astype("<i8"))
@@ -185,11 +185,11 @@ def _tokenise(
 
 
 def _mended(document: Document, mended: list[str]) -> Document:
-    """The document with U+FFFD for halves of surrogate pairs; where there were some, its name joins `mended`."""
+    """The document with U+FFFD for lone surrogates; if it had any, its name is appended to `mended`."""
     if document.text.isascii() or not _HALF.search(document.text):
         return document
     mended.append(document.name)
-    wide = document.text.encode("utf-16-le", errors="surrogatepass")  # in which two halves side by side are a character
+    wide = document.text.encode("utf-16-le", errors="surrogatepass")  # two halves side by side become one character
     return document._replace(text=wide.decode("utf-16-le", errors="replace"))
 
 

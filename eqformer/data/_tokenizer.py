@@ -18,10 +18,10 @@ Ids = Integer[np.ndarray, "seq"] | Sequence[int]
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What eqformer asks of a tokenizer; any object that has these will do.
+    """The interface of a tokenizer; any object with these attributes and methods is one.
 
-    `vocab` is one more than the largest id, `end_of_text` the id put behind every document, `fingerprint` a text that
-    changes when the tokenizer does.
+    `vocab` is one more than the largest id, `end_of_text` the id that is put behind every document, `fingerprint` a
+    text that changes when the tokenizer does.
     """
 
     vocab: int
@@ -36,19 +36,19 @@ class Tokenizer(Protocol):
 
 
 class TextStream:
-    """Ids in, one by one, text out as soon as it is certain: never half a character.
+    """Decodes ids one by one into whole characters.
 
-    Pieces of a character are held back until the rest has come (or `finish` is called); together the texts are what
-    `decode` makes of all ids.
+    The bytes of an incomplete character are held back until the rest arrives or `finish` is called. The texts together
+    are what `decode` makes of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._decode = tokenizer.decode
-        self._context: list[int] = []  # the last printed ids: some decoders treat the first token of a text apart
+        self._context: list[int] = []  # the ids last decoded: some decoders treat the first token of a text specially
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
-        """The text that this id makes certain; often empty."""
+        """The text that this id completes; often empty."""
         self._pending.append(token)
         text = self._text()
         if not text or text.endswith("\ufffd"):
@@ -57,7 +57,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What was held back, with U+FFFD for the parts of characters that never became whole."""
+        """The text that was held back, with U+FFFD for incomplete characters."""
         text = self._text()
         self._context, self._pending = [], []
         return text
@@ -67,10 +67,10 @@ class TextStream:
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8 as 256 ids; the NUL byte, which no text holds, is the end of text.
+    """The bytes of UTF-8 as 256 ids; the NUL byte, which texts do not contain, is the end of text.
 
-    `encode` refuses a text with NUL in it: such a file is most often binary or UTF-16, and dropping bytes silently
-    would hide it. `decode` leaves out the end of text and puts U+FFFD for bytes that are no UTF-8.
+    `encode` refuses a text that contains NUL: most often it is a binary file or UTF-16. `decode` leaves out the end of
+    text and writes U+FFFD for bytes that are not UTF-8.
     """
 
     vocab = 256
@@ -102,8 +102,8 @@ class ByteTokenizer:
         return array[array != self.end_of_text].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
-        """The same as a `tokenizer.json`, for what reads such files; the end of text is `<|endoftext|>` there."""
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the others are shown by letters from U+0100
+        """The same tokenizer as a `tokenizer.json`; the end of text is called `<|endoftext|>` there."""
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # other bytes are written as U+0100 onwards
         moved = {byte: chr(256 + number) for number, byte in enumerate(sorted({*range(256)} - {*printable}))}
         vocab = {_END_OF_TEXT[0]: 0} | {moved.get(byte, chr(byte)): byte for byte in range(1, 256)}
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -120,7 +120,7 @@ class ByteTokenizer:
         )
 
 
-# As published tokenizers spell it, the more telling first.
+# The names that published tokenizers use, the least ambiguous first.
 _END_OF_TEXT = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -136,12 +136,12 @@ _END_OF_TEXT = (
 class FileTokenizer:
     """A `tokenizer.json`, run by the package `tokenizers`.
 
-    `end_of_text` is the name of a token, or its id; without it, the special token of one of the usual names, or the
-    only special token there is. Texts are only text: the name of a special token in them is spelled out in ordinary
-    tokens, nothing is put in front, and the file's truncation and padding are switched off.
+    `end_of_text` is the name or the id of a token; by default it is the special token with one of the usual names, or
+    the only special token. `encode` treats the whole text as plain text: names of special tokens in it are encoded as
+    ordinary characters, no beginning of text is added, and the file's truncation and padding are off.
 
-    **Raises:** `ValueError` where the file is absent or unreadable or the end of text cannot be told; `ImportError`
-    where `tokenizers` is absent.
+    **Raises:** `ValueError` if the file is absent or unreadable or its end of text is not known; `ImportError` if
+    `tokenizers` is absent.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, end_of_text: str | int | None = None):
@@ -188,11 +188,11 @@ class FileTokenizer:
         return self.encode_each([text])[0]
 
     def encode_prompt(self, text: str, *, whole: bool = False) -> UInt[np.ndarray, "seq"]:
-        """The ids of a prompt: special tokens named in the text are themselves, and the file's own go around it.
+        """The ids of a prompt: special tokens named in it become their ids, and the file's own are added around it.
 
-        Those are, say, a beginning of text; a `whole` text has them already, as what a `ChatTemplate` renders. The file
-        alone says which: `add_bos_token` and `add_eos_token` of a `tokenizer_config.json` are passed over, as in
-        transformers 5 wherever there is a `tokenizer.json`.
+        Added are, for example, a beginning of text; not to a `whole` text, which has them already, as one that a
+        `ChatTemplate` rendered. `tokenizer.json` alone decides which: `add_bos_token` and `add_eos_token` of a
+        `tokenizer_config.json` are ignored, as in transformers 5 where there is a `tokenizer.json`.
         """
         self._tokenizer.encode_special_tokens = False
         try:

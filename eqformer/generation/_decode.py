@@ -13,7 +13,7 @@ from ._transforms import Chain, History
 
 
 class Draws(eqx.Module):
-    """What decides the draws beside the model: transforms, the seed, the rows' numbers, and the ids that end a row."""
+    """Sampling settings: transforms, the random key, the rows' numbers, and the ids that end a row."""
 
     transforms: Chain
     key: Key[Array, ""]
@@ -22,7 +22,7 @@ class Draws(eqx.Module):
 
 
 class Sizes(NamedTuple):
-    """What a program is compiled for: how long a row may become, slots of the cache, tokens read at once (all)."""
+    """Sizes that are compiled in: the longest row, the cache's slots, and tokens a prefill chunk (None: one chunk)."""
 
     width: int
     capacity: int
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
 
 
 class Rows(eqx.Module):
-    """Rows in the making: every row's last token is drawn but not yet read by the model."""
+    """The state of the decoding loop: each row's last token has been drawn, but the model has not read it yet."""
 
     ids: Int[Array, "batch seq"]
     lengths: Int[Array, "batch"]
@@ -50,9 +50,9 @@ def prefill(
     sizes: Sizes,
     log_probabilities: bool,
 ) -> Rows:
-    """Read the prompts, which stand at the left of `ids`, and draw the first token of each row.
+    """Read the prompts, which are right-padded in `ids`, and draw the first new token of each row.
 
-    Logits are made of each row's last token alone, never of the prompt.
+    Logits are computed for each row's last token only.
     """
     batch, prompt = ids.shape
     tokens = right_padded(lengths, prompt)
@@ -76,14 +76,14 @@ def prefill(
 
 
 def advance(model: Model, rows: Rows, draws: Draws, until: Int[Array, ""]) -> Rows:
-    """Draw on until each row has `until` new tokens or has met the end of its text; rows that have are left alone."""
+    """Draw tokens until each row has `until` new ones or has drawn an end of text; finished rows stay unchanged."""
 
     def unfinished(rows: Rows) -> Array:
         return (rows.steps < until) & ~jnp.all(rows.done)
 
     def step(rows: Rows) -> Rows:
         place = rows.lengths[:, None] - 1
-        # A finished row's token is padding: the cache does not keep it.
+        # A finished row's token counts as padding, which is not written to the cache.
         tokens = Tokens(jnp.where(rows.done[:, None], -1, place))
         hidden, cache, _ = model.encode(jnp.take_along_axis(rows.ids, place, axis=1), tokens, rows.cache)
         return _drawn(rows, model.unembed(hidden[:, 0]), cache, draws)
@@ -92,9 +92,9 @@ def advance(model: Model, rows: Rows, draws: Draws, until: Int[Array, ""]) -> Ro
 
 
 def draw(logits: Float[Array, "batch vocab"], history: History, draws: Draws) -> Int[Array, "batch"]:
-    """One id a row by the Gumbel-max trick: `argmax(transformed logits + noise)`, of equal ones the lowest.
+    """One id for each row by the Gumbel-max trick: `argmax(transformed logits + noise)`; ties go to the lowest id.
 
-    The noise of a row is a function of the seed, the row's number and the new token's position, of nothing else.
+    A row's noise depends on the key, the row's number and the new token's position alone.
     """
     logits = draws.transforms(logits, history)
     if not draws.transforms.is_greedy:
@@ -104,7 +104,7 @@ def draw(logits: Float[Array, "batch vocab"], history: History, draws: Draws) ->
 
 
 def _drawn(rows: Rows, logits: Float[Array, "batch vocab"], cache: PyTree, draws: Draws) -> Rows:
-    """The rows with one more token each, but for those that are done."""
+    """The rows with one more token each, except for those that are done."""
     going = ~rows.done
     chosen = draw(logits, History(rows.ids, rows.lengths), draws)
     at = (jnp.arange(chosen.shape[0]), jnp.where(going, rows.lengths, rows.ids.shape[1]))
@@ -131,15 +131,15 @@ def _prefill_in_chunks(
     cache: PyTree,
     chunk: int,
 ) -> tuple[Float[Array, "batch embed"], PyTree]:
-    """Each row's last hidden vector and the cache, by as many chunks as the longest row has."""
+    """Each row's last hidden vector, and the cache, after reading as many chunks as the longest prompt has."""
     batch, prompt = ids.shape
-    assert prompt % chunk == 0, "a part of a chunk would be read twice"
+    assert prompt % chunk == 0, "the last chunk would overlap the one before it"
 
     def read(number: Array, carry: tuple) -> tuple:
         last, cache = carry
         first = number * chunk
         piece, positions = (jax.lax.dynamic_slice_in_dim(x, first, chunk, axis=1) for x in (ids, tokens.positions))
-        # Rotary frequencies may depend on the whole prompt's length, which a chunk does not show.
+        # Rotary frequencies may depend on the whole prompt's length, which cannot be seen from a chunk.
         of_prompt = jnp.broadcast_to(lengths[:, None], positions.shape)
         hidden, cache, _ = model.encode(piece, Tokens(positions, lengths=of_prompt), cache)
         place = lengths - 1 - first

@@ -1,4 +1,4 @@
-"""Text from a model: whole continuations of many prompts, or one as it comes."""
+"""Text from a model: `generate` continues a batch of prompts, `stream` yields one continuation id by id."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,10 +17,10 @@ from ._transforms import chain, Transform
 
 
 class Generation(eqx.Module):
-    """Prompts and what the model wrote after each, in one array; a row's ids are `ids[row, :lengths[row]]`.
+    """Prompts with their continuations, in one array; a row's ids are `ids[row, :lengths[row]]`.
 
-    `log_probabilities` are those of the drawn ids under the model itself, before any transform, in nats; 0 at the
-    prompt and beyond the row's length, so that a row's sum is the continuation's.
+    `log_probabilities` are those of the drawn ids by the model's logits before any transform, in nats. They are 0 at
+    the prompt and at padding, so that a row's sum is the log-probability of its continuation.
     """
 
     ids: Int[np.ndarray, "batch seq"]
@@ -29,7 +29,7 @@ class Generation(eqx.Module):
     log_probabilities: Float[np.ndarray, "batch seq"] | None
 
     def new_ids(self) -> list[list[int]]:
-        """The ids that were drawn for each prompt, the end-of-text included where it was met."""
+        """The ids that were drawn for each prompt, including the end of text if it was drawn."""
         spans = zip(self.ids, self.prompt_lengths, self.lengths)
         return [row[first:last].tolist() for row, first, last in spans]
 
@@ -49,17 +49,16 @@ def generate(
 ) -> Generation:
     """Continue each prompt by up to `max_new_tokens` tokens, each drawn from the model's transformed distribution.
 
-    `prompts` is a list of lists of ids, of any lengths, or an integer array, of which `lengths` counts each row's ids.
-    Without `transforms` ids are drawn from the model as it is; `sampling(temperature=0)` takes the likeliest. A row
-    ends with the first `end_of_text` id that it meets, and the loop when every row has ended.
+    `prompts` is a list of lists of ids, or an integer array whose rows have `lengths` ids each. Without `transforms`,
+    ids are drawn from the model's distribution; `sampling(temperature=0)` is greedy. A row ends with the first
+    `end_of_text` id that it draws, and decoding when every row has ended.
 
-    A row's draws depend on `key`, on its number in `examples` (by default 0, 1, ...) and on positions, not on the rows
-    beside it. Prefill and decode are one compiled program. Sizes are rounded up to multiples of 64, so that other
-    prompts, other counts of new tokens and other temperatures run the same program unless they cross such a multiple;
-    another number of rows needs another. Prompts are read in equal chunks of at most 1,024 tokens, or `prefill_chunk`
-    ones, so that what is held beside the cache does not grow with the prompt; results are equal. Raises `ValueError`
-    for prompts that are empty or hold unknown ids, for more tokens than learned positions, and where the model's logits
-    are NaN.
+    A row's draws depend on `key`, on its number in `examples` (by default 0, 1, ...) and on positions, not on the other
+    rows. Prefill and decode are one compiled program. Sizes are rounded up to multiples of 64, so other prompts, other
+    counts of new tokens and other temperatures mostly run without compiling again; another number of rows does not.
+    Prompts are read in equal chunks of at most 1,024 tokens, or of `prefill_chunk` tokens, so that activations do not
+    grow with the prompt; the results are the same. Raises a `ValueError` for prompts that are empty or hold unknown
+    ids, for more tokens than learned positions, and if the model's logits are NaN.
     """
     prepared = prepare(model, prompts, lengths, max_new_tokens, prefill_chunk)
     draws = _draws(model, len(prepared.ids), transforms, end_of_text, examples, key)
@@ -89,10 +88,10 @@ def stream(
     stride: int = 8,
     key: Key[jax.Array, ""],
 ) -> Iterator[int]:
-    """Yield the ids that `generate` draws for one prompt of number `example`, as they come.
+    """Yield the ids that `generate` draws for one prompt, whose number in `examples` is `example`, as they are drawn.
 
-    The device draws `stride` of them before the host looks: fewer flow more evenly, more run faster. Errors as in
-    `generate`, raised by this call; NaN logits are found while the text is drawn.
+    The host reads ids from the device `stride` at a time: a small stride yields more evenly, a large one runs faster.
+    Raises what `generate` raises, at this call; only NaN logits are found later, while the text is drawn.
     """
     prepared = prepare(model, [prompt], None, max_new_tokens, prefill_chunk)
     if stride < 1:
@@ -107,7 +106,7 @@ def _stream(model: Model, prepared: Prompts, draws: Draws, max_new_tokens: int, 
     )
     shown = 0
     while True:
-        # What the host reads are arrays of their own: the rows are given away with the next call.
+        # The host reads separate arrays, since the next call donates the rows.
         steps, done, sound, ids = jax.device_get(fresh)
         _check(sound)
         yield from ids[: steps - shown].tolist()
@@ -154,7 +153,7 @@ def _go_on(fixed: tuple[Model, Draws, Int[jax.Array, ""], int], rows: Rows) -> t
 
 
 def _with_fresh(rows: Rows, before: Int[jax.Array, ""], stride: int) -> tuple[Rows, tuple]:
-    """The rows and what the host is shown: steps, whether the row is done, whether it is sound, the newest ids."""
+    """The rows, and what the host reads: the steps taken, whether row 0 is done and without NaN so far, and new ids."""
     padded = jnp.pad(rows.ids[0], (0, stride))
     ids = jax.lax.dynamic_slice_in_dim(padded, before, stride)
     return rows, (rows.steps, rows.done[0], rows.sound, ids)
@@ -183,7 +182,7 @@ def _draws(
     return Draws(chain(*parts), key, jnp.asarray(numbers), jnp.asarray(ends))
 
 
-_NO_ID = -1  # an end of text that is never met, so that one program serves calls with and without one
+_NO_ID = -1  # an end of text that is never drawn, so that calls with and without one run the same program
 
 
 def _count(number: int) -> Int[jax.Array, ""]:

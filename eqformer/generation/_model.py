@@ -1,4 +1,4 @@
-"""What generation asks of a model."""
+"""The interface that generation needs of a model."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,7 +9,7 @@ from ..nn import LearnedPositions, Tokens
 
 @runtime_checkable
 class Model(Protocol):
-    """An `nn.Transformer`, or what stands for one: tokens and a cache in, hidden vectors and the cache out; logits."""
+    """An `nn.Transformer`, or anything with its `encode` (ids and cache to hidden vectors and cache) and `unembed`."""
 
     @property
     def vocab(self) -> int: ...

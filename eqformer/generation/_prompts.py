@@ -1,4 +1,4 @@
-"""Prompts from the outside: checked, and padded to sizes that come again."""
+"""Checks prompts, and pads them to few different sizes, so that compiled programs are reused."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,11 +14,11 @@ from ._model import Model
 
 
 BUCKET = 64  # sizes are rounded up to multiples of it, so that one program serves many prompts
-PREFILL = 1024  # tokens of a prompt that are read at once at most: more are no faster a token and need more memory
+PREFILL = 1024  # the most tokens in a prefill chunk: larger chunks are no faster per token and need more memory
 
 
 class Prompts(NamedTuple):
-    """Prompts in one array, each at the left of its row, and the sizes of the program that continues them."""
+    """Right-padded prompts in one array, and the sizes of the program that continues them."""
 
     ids: Int[jax.Array, "batch prompt"]
     lengths: Int[jax.Array, "batch"]
@@ -49,7 +49,7 @@ def prepare(
     width = capacity = rounded_up(total, BUCKET)
     if model.positions is not None:
         known = model.positions.weight.shape[0]
-        # The last token is drawn and never read, so it needs no position.
+        # The model never reads the last token that is drawn, so it needs no position.
         if total - 1 > known:
             raise ValueError(
                 f"generate(max_new_tokens={max_new_tokens}): the longest prompt has {longest} tokens, and {longest} + "
@@ -57,7 +57,7 @@ def prepare(
                 f"{max(known - longest + 1, 0)} new tokens or shorten the prompt."
             )
         capacity = min(capacity, known)
-    # Padding is never stored, so that the prompt's array may be wider than the cache.
+    # Padding is never written to the cache, so the array of prompts may be wider than the cache.
     padded = rounded_up(longest, BUCKET)
     chunk = _even_chunk(padded) if prefill_chunk is None else prefill_chunk
     chunk = None if chunk >= padded else chunk
@@ -68,7 +68,7 @@ def prepare(
 
 
 def _even_chunk(padded: int) -> int:
-    """The tokens read at once where nobody says: at most `PREFILL`, and with little padding in the last chunk."""
+    """The default size of a prefill chunk: at most `PREFILL`, and such that the last chunk has little padding."""
     count = -(-padded // PREFILL)
     return rounded_up(-(-padded // count), BUCKET)
 

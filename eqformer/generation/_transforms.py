@@ -1,7 +1,7 @@
 """Changes to the logits before a token is drawn: temperature, truncations, penalties; each a module, in any order.
 
-All compute in float32 at least, and give that. Any setting that they take has its limit where floats end: what is
-beyond them is left to the likeliest, and nothing is ever NaN for logits that are not.
+All compute in float32 at least, and return that. Extreme settings behave like their limit: where float32 would
+overflow, only the likeliest token is left. No setting turns finite logits into NaN.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from ..nn import at_least_float32
 
 
 class History(eqx.Module):
-    """What each row holds before the draw, prompt included; slots from a row's length on are empty."""
+    """The ids of each row before the draw, prompt included; entries from a row's length on are unused."""
 
     ids: Int[Array, "batch seq"]
     lengths: Int[Array, "batch"]
@@ -26,9 +26,9 @@ Transform = Callable[[Array, History], Array]
 
 
 class Temperature(eqx.Module):
-    """Logits over `temperature`; at 0 only the likeliest token is left, of equal ones the one with the lowest id.
+    """Logits divided by `temperature`; at 0 only the likeliest token is left (of equal ones the lowest id).
 
-    The value is data, so that another one needs no other program; whether it is 0 is not.
+    The value is an array, so that another temperature does not compile again; whether it is 0 is static.
     """
 
     temperature: Float[Array, ""]
@@ -51,7 +51,7 @@ class Temperature(eqx.Module):
 
 
 class TopK(eqx.Module):
-    """The `top_k` likeliest tokens (Fan et al. 2018), no more: of equal ones those with the lowest ids."""
+    """The `top_k` likeliest tokens (Fan et al. 2018), exactly so many: of equal ones those with the lowest ids."""
 
     top_k: int = eqx.field(static=True)
 
@@ -60,7 +60,7 @@ class TopK(eqx.Module):
             raise ValueError(f"TopK({self.top_k}): at least 1 token must be left; leave TopK out to keep all.")
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
-        """Hide all but the first `top_k`."""
+        """Set all but the `top_k` largest logits to minus infinity."""
         logits = _widened(logits)
         if self.top_k >= logits.shape[1]:
             return logits
@@ -79,12 +79,12 @@ class TopP(eqx.Module):
         self.top_p = _as_float32(top_p)
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
-        """Hide every token before which the likelier ones already make up `top_p`; of equal ones lower ids go first."""
+        """Drop every token before which likelier ones already sum to `top_p`; equal ones are ordered by their ids."""
         logits = _widened(logits)
         falling = -jnp.sort(-logits, axis=-1)
         share = jax.nn.softmax(falling, axis=-1)
         before = jnp.cumsum(share, axis=-1) - share
-        # The sum of all rounds to 1 before the end is reached, where `top_p` is 1 nothing must be lost to that.
+        # The cumulative sum may round to 1 before the last token; with `top_p` 1 all tokens must be kept all the same.
         inside = (before < self.top_p.astype(logits.dtype)) | (self.top_p >= 1)
         count = jnp.maximum(jnp.sum(inside, axis=-1, keepdims=True), 1)
         least = jnp.take_along_axis(falling, count - 1, axis=-1)
@@ -104,17 +104,18 @@ class MinP(eqx.Module):
         self.min_p = _as_float32(min_p)
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
-        """Hide what falls short, told by `logit - peak >= log(min_p)`."""
+        """Keep the tokens for which `logit - peak >= log(min_p)`."""
         logits = _widened(logits)
         peak = jnp.max(logits, axis=-1, keepdims=True)
         return _only((logits == peak) | (logits - peak >= jnp.log(self.min_p).astype(logits.dtype)), logits)
 
 
 class RepetitionPenalty(eqx.Module):
-    """Of each token that the row holds, prompt included: positive logits over `penalty`, negative ones times it.
+    """For each token that occurs in the row, prompt included: divides a positive logit by `penalty`, multiplies a
+    negative one.
 
-    CTRL's penalty (Keskar et al. 2019) as it is commonly computed: above 1 it discourages repetition, below 1 invites
-    it. How often a token occurred makes no difference; padding does not count.
+    CTRL's penalty (Keskar et al. 2019) as it is commonly computed: above 1 it discourages repetition, below 1 it
+    encourages it. How often a token occurred makes no difference.
     """
 
     penalty: Float[Array, ""]
@@ -125,7 +126,7 @@ class RepetitionPenalty(eqx.Module):
         self.penalty = _as_float32(penalty)
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
-        """Penalise what is in the history."""
+        """Penalise the tokens in the history."""
         logits = _widened(logits)
         batch, vocab = logits.shape
         held = jnp.arange(history.ids.shape[1]) < history.lengths[:, None]
@@ -133,19 +134,20 @@ class RepetitionPenalty(eqx.Module):
         seen = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], ids].set(True, mode="drop")
         penalty = self.penalty.astype(logits.dtype)
         changed = lambda logits: jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-        # Logits of half the size change to halves: where those of a row leave the range, small ones tell the likeliest.
+        # The penalty is homogeneous: logits scaled down have scaled-down results. So where a row overflows, the scaled
+        # logits still show which token is the likeliest.
         size = jnp.max(jnp.where(jnp.isfinite(logits), jnp.abs(logits), 0), axis=-1, keepdims=True)
         return _within_range(changed(logits), changed(logits / jnp.clip(size, 1, 2.0**126)))
 
 
 class Chain(eqx.Module):
-    """Transforms in a row, itself a transform."""
+    """Several transforms, applied one after another; itself a transform."""
 
     transforms: tuple[Transform, ...]
 
     @property
     def is_greedy(self) -> bool:
-        """Whether one of them leaves the likeliest token alone, so that there is nothing to draw."""
+        """Whether one of them leaves only the likeliest token, so that no random numbers are needed."""
         return any(isinstance(transform, Temperature) and transform.is_greedy for transform in self.transforms)
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
@@ -184,8 +186,8 @@ def sampling(
 
 
 def _as_float32(setting: float | int) -> Float[Array, ""]:
-    """The setting, moved into a range whose reciprocals, and they times a number below 4, are floats: 0 alone is 0."""
-    # Beyond 1e30 and 1e-30 nothing changes any more. XLA may divide by a product with the reciprocal.
+    """The setting, clamped to 2^-100 .. 2^100, so that neither it nor its reciprocal overflows; 0 stays 0."""
+    # Beyond 1e30 and 1e-30 results no longer change. XLA may replace a division by a product with the reciprocal.
     return jnp.asarray(min(max(setting, 2.0**-100), 2.0**100) if setting else 0.0, jnp.float32)
 
 
@@ -196,9 +198,9 @@ def _widened(logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]
 def _within_range(
     changed: Float[Array, "batch vocab"], merit: Float[Array, "batch vocab"]
 ) -> Float[Array, "batch vocab"]:
-    """Changed logits; of rows whose highest is beyond the range of floats the limit, which leaves the best `merit`.
+    """The changed logits; in rows whose maximum overflowed, only the tokens with the highest `merit` are left.
 
-    Numbers of that size that differ do so by more than any softmax or noise tells apart.
+    That is the limit: logits of that size, if they differ at all, differ by more than any noise could make up.
     """
     highest, best = (jnp.max(x, axis=-1, keepdims=True) for x in (changed, merit))
     limit = jnp.where(merit == best, jnp.zeros_like(merit), -jnp.inf)

@@ -1,4 +1,4 @@
-"""The same model with its layers apart, for decoding where a layer's weights are copied out of their stack."""
+"""The same model without a scan over layers, for faster decoding on CPUs."""
 
 import equinox as eqx
 
@@ -6,11 +6,11 @@ from ..nn import Stack, Transformer
 
 
 def unstacked(model: Transformer) -> Transformer:
-    """A model of equal outputs whose stacks hold one layer each, so that no loop over layers is left.
+    """An equal model whose stacks hold one layer each, so that the compiled program has no loop over layers.
 
-    A decoded token reads every weight once. On CPU a loop over layers first copies each layer's weights and cache out
-    of the stack; without one they are read where they lie. The price: compile time grows with depth, and this call
-    copies the weights.
+    Decoding a token reads every weight once. On a CPU, a scan over layers first copies each layer's weights and cache
+    out of the stacked arrays; without the scan they are read in place. In exchange, compile time grows with depth, and
+    this call copies the weights.
     """
     layers = tuple(_one(stack, number) for stack in model.stacks for number in range(len(stack)))
     return eqx.tree_at(lambda m: m.stacks, model, layers)
