@@ -1,4 +1,4 @@
-"""What a plan has each device hold, in bytes, worked out from shapes."""
+"""The bytes that each device holds under a plan, computed from shapes."""
 
 import math
 from typing import Any
@@ -16,11 +16,11 @@ from eqformer.parallel import PIPE
 
 
 def state_bytes(plan: parallel.Plan, states: State) -> dict[str, tuple[int, int]]:
-    """Bytes on a device and of the whole: parameters, gradients and what the optimizer remembers."""
+    """Bytes on one device, and in all, of parameters, gradients and the optimizer's state."""
     shapes = states.shapes()
     wide = lambda x: jax.ShapeDtypeStruct(x.shape, nn.at_least_float32(x.dtype))
     trained = jax.tree.map(wide, states.optimizer.trained(shapes.model))
-    # A gradient is split as soon as it is made, or whole (a stage's) until all are there.
+    # Gradients are reduce-scattered as soon as they are computed, or kept whole until the end of the backward pass.
     is_split = plan.zero == 3 or plan.scatters_layers
     of_gradients = plan.state_specs(trained) if is_split else plan.parameter_specs(trained)
     return {
@@ -31,9 +31,10 @@ def state_bytes(plan: parallel.Plan, states: State) -> dict[str, tuple[int, int]
 
 
 def activation_bytes(plan: parallel.Plan, model: nn.Transformer, batch: Batch) -> dict[str, int]:
-    """What a device keeps for the backward pass, by tracing its own program: nothing is compiled or run.
+    """The bytes that a device keeps for the backward pass, by tracing its program: nothing is compiled or run.
 
-    In a pipeline, the inputs of stages that wait by the schedule, and what one microbatch keeps inside a stage.
+    In a pipeline: the inputs of a stage for as many microbatches as the schedule has in flight, and what the backward
+    pass of one microbatch through one stage keeps.
     """
     waiting, kept = (sum(x.size * x.dtype.itemsize for x in shapes) for shapes in _kept_shapes(plan, model, batch))
     if not plan.is_pipelined:
@@ -60,18 +61,18 @@ def batch_shapes(recipe: Recipe) -> Batch:
 
 
 def _kept_shapes(plan: parallel.Plan, model: nn.Transformer, batch: Batch) -> Any:
-    """Shapes on a device: of a stage's input (none without a pipeline), and of what a backward pass keeps."""
+    """Shapes on a device: of a stage's input (None without a pipeline), and of what a backward pass keeps."""
     arrays, rest = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     leaves = plan.leaves(model)
 
     def of_device(own: PyTree, pieces: tuple) -> Any:
         wrapped = plan.wrap(plan.parameters(own, leaves), own, leaves, model)
-        # With spread edges each stage holds some of the rows, and runs layers on a microbatch of all stages' rows.
+        # With spread edges the rows are split over the stages too, and a microbatch holds rows of all of them.
         shares = plan.size(PIPE) if plan.spreads_edges else 1
         one = jax.tree.map(lambda x: x[: x.shape[0] * shares // plan.microbatches], pieces)
         run, *given = _stage(plan, wrapped, *one) if plan.is_pipelined else _loss(plan, model, wrapped, *one)
         _, pull = eqx.filter_vjp(run, *given)
-        # Zeros carry the shapes out, since they are alike on all devices.
+        # Returned as zeros, which do not vary over devices, so that `shard_map` accepts a replicated result.
         there = own, wrapped, pieces, one, given
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (given[1:], _beside(pull, there)))
 
@@ -93,14 +94,14 @@ def _loss(plan: parallel.Plan, model: nn.Transformer, wrapped: Any, batch: Batch
 def _stage(plan: parallel.Plan, wrapped: Any, batch: Batch, tokens: nn.Tokens) -> tuple:
     """One chunk of a stage's layers, and its input."""
     stack = wrapped.stacks[0]
-    # Where edges are spread, the stack is itself a pipeline around the stage's layers.
+    # With spread edges, the stack is a `PipelinedStack` around the stage's layers.
     stack = stack.stack if isinstance(stack, parallel.PipelinedStack) else stack
     x = parallel.vary(wrapped.embed(batch.ids, tokens), [PIPE])
     return lambda stack, x: stack(x, tokens.fold_in(0))[0], stack[: len(stack) // plan.chunks], x
 
 
 def _beside(pull: PyTree, there: PyTree) -> list[jax.Array]:
-    """What a backward pass keeps, apart from what is there anyway; random keys are nothing."""
+    """The arrays that a backward pass keeps, without those in `there` (parameters, inputs) and without random keys."""
     known = {id(leaf) for leaf in jax.tree.leaves(there)}
     kept = {id(leaf): leaf for leaf in jax.tree.leaves(pull) if id(leaf) not in known and eqx.is_array(leaf)}
     return [leaf for leaf in kept.values() if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)]

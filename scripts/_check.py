@@ -1,4 +1,4 @@
-"""What of a recipe cannot work is said before anything is written."""
+"""Checks a recipe, before anything is written."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ _COUNTS += "--validation-batches --execution.unroll".split()
 
 
 def check(recipe: Recipe) -> None:
-    """Raise a `ValueError` for what cannot work, before anything is written."""
+    """Raise a `ValueError`, which names the flags, for a recipe that cannot work."""
     for flag, value in flags_of(recipe).items():
         _check_value(flag, value)
     if not 0 < (share := recipe.text.validation) < 1:
@@ -52,7 +52,7 @@ def check(recipe: Recipe) -> None:
 
 
 def _check_vocab(recipe: Recipe) -> None:
-    """Raise a `ValueError` where the model lacks ids of the tokenizer; a published one has its own of both."""
+    """Raise a `ValueError` if the model's vocabulary is smaller than the tokenizer's, unless it was published so."""
     if recipe.published is not None:
         return
     file, vocab, known = recipe.text.tokenizer, recipe.model.vocab, tokenizer_of(recipe).vocab
@@ -64,7 +64,7 @@ def _check_vocab(recipe: Recipe) -> None:
 
 
 def _check_value(flag: str, value: Any) -> None:
-    """Raise a `ValueError` for what no recipe.json can hold, and no run use."""
+    """Raise a `ValueError` for a value that recipe.json cannot hold or a run cannot use."""
     for part in value if isinstance(value, tuple) else ():
         _check_value(flag, part)
     if flag in _COUNTS and isinstance(value, int) and value < 1:

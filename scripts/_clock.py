@@ -1,4 +1,4 @@
-"""How fast a run trains."""
+"""Measures how fast a run trains."""
 
 import time
 
@@ -9,11 +9,11 @@ from eqformer import parallel, planning, training
 
 
 class Clock:
-    """Seconds spent in steps alone, by starting and stopping a watch around everything else."""
+    """A stopwatch that counts the seconds spent in steps, without validation, samples and checkpoints."""
 
     def __init__(self, recipe: Recipe, plan: parallel.Plan, flops_per_token: float):
         self._tokens_per_step, self._flops_per_token = recipe.batch * recipe.seq, flops_per_token
-        # What all devices reach together; those of a CPU share it.
+        # The peak of all devices together; simulated devices share their CPU's.
         one = jax.local_devices()[0]
         number = jax.process_count() if one.platform == "cpu" else plan.mesh.size
         self._peak = number * planning.matmul_peak(recipe.precision.compute, device=one)
@@ -32,7 +32,7 @@ class Clock:
             self._since = None
 
     def rate(self) -> dict[str, float]:
-        """The throughput of the steps since this was asked last."""
+        """The throughput of the steps since the last call."""
         tokens, seconds = self._steps * self._tokens_per_step, self._seconds
         self._steps, self._seconds = 0, 0.0
         return training.throughput(tokens, seconds, flops_per_token=self._flops_per_token, peak_flops=self._peak)

@@ -1,4 +1,4 @@
-"""A text coloured by the expert that each token takes first: a web page and a picture."""
+"""Colours a text by each token's first expert: a web page and a picture."""
 
 import colorsys
 import html
@@ -30,7 +30,7 @@ def has_choices(model: nn.Transformer) -> bool:
 
 
 def color(directory: RunDirectory, model: nn.Transformer, tokenizer: data.Tokenizer, ids: np.ndarray) -> None:
-    """Write experts.html and experts.png of a text; a `ValueError` where tokens choose no experts."""
+    """Write experts.html and experts.png of a text; raises a `ValueError` if tokens do not choose their experts."""
     chosen = np.asarray(eqx.filter_jit(nn.first_experts)(model, jnp.asarray(ids, jnp.int32)))
     text = data.TextStream(tokenizer)
     pieces = [text.push(int(number)) for number in ids]
@@ -41,13 +41,13 @@ def color(directory: RunDirectory, model: nn.Transformer, tokenizer: data.Tokeni
 
 
 def colors(experts: int) -> list[str]:
-    """As many light colours as there are experts, neighbours far apart on the wheel."""
+    """Light colours, one for each expert, neighbours far apart on the colour wheel."""
     golden = (math.sqrt(5) - 1) / 2
     return [to_hex(colorsys.hls_to_rgb(number * golden % 1, 0.76, 0.65)) for number in range(experts)]
 
 
 def write_page(target: Path, pieces: Sequence[str], chosen: np.ndarray, title: str) -> None:
-    """Write `chosen`, an expert for each mixture and piece of text, as a web page that needs no other file."""
+    """Write `chosen`, an expert for each layer and piece of text, as a web page in one file."""
     experts = chosen.max() + 1
     styles = "".join(f".e{number}{{background:{color}}}" for number, color in enumerate(colors(experts)))
     legend = " ".join(f'<span class="e{number}"> {number} </span>' for number in range(experts))
@@ -68,7 +68,7 @@ def write_page(target: Path, pieces: Sequence[str], chosen: np.ndarray, title: s
 
 
 def draw(target: Path, pieces: Sequence[str], chosen: np.ndarray, title: str, lines: int = 12) -> None:
-    """Draw the text's first lines, a panel a mixture."""
+    """Draw the text's first lines, with a panel for each mixture-of-experts layer."""
     places, letters = _laid_out(pieces, lines)
     height = max((line for line, _, _ in places), default=0) + 1
     palette = np.asarray(list(map(to_rgb, colors(chosen.max() + 1))))
@@ -87,7 +87,7 @@ def draw(target: Path, pieces: Sequence[str], chosen: np.ndarray, title: str, li
 
 
 def _laid_out(pieces: Sequence[str], lines: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, str]]]:
-    """Line, column and piece of each cell that has a colour, and line, column and letter of what is seen."""
+    """Line, column and piece of each coloured cell; and line, column and letter of each visible character."""
     glyphs = get_font(findfont(FONT)).get_charmap()
     places, letters, line, column = [], [], 0, 0
     for number, piece in enumerate(pieces):

@@ -24,7 +24,7 @@ Command = TypeVar("Command")
 
 
 def read(kind: type[Command], arguments: Sequence[str]) -> Command:
-    """The command, a dataclass of which `--help` shows every flag, that the flags make."""
+    """The command that the flags make; it is a dataclass, and `--help` shows every field."""
     arguments = with_hyphens(arguments)
     check_names(arguments, flags_of(kind))
     return tyro.cli(kind, args=["--help" if argument == "--help-all" else argument for argument in arguments])
@@ -36,10 +36,10 @@ def parse(
     own: Mapping[str, str] = MappingProxyType({}),
     left_out: Sequence[str] = (),
 ) -> Command:
-    """The command, a dataclass with fields `recipe` (a name) and `run` (the recipe), that the flags make.
+    """The command that the flags make, a dataclass with the fields `recipe` (a name) and `run` (the recipe).
 
-    `--help` shows the flags that most runs are made of and the command's `own`, with words for each, but for the
-    groups `left_out`; `--help-all` all.
+    `--help` shows the most used flags, except for the groups `left_out`, and the command's `own` with their
+    descriptions; `--help-all` shows all.
     """
     arguments = with_hyphens(arguments)
     default = _default(kind, arguments)
@@ -58,7 +58,7 @@ def parse(
         description=f"{about}\n\nRecipes (or any preset of eqformer.models):\n{known}",
     )
     run = command.run
-    if run.published is not None:  # as `recipe_of_folder` has it, and so that it goes on from any working directory
+    if run.published is not None:  # absolute, as in `recipe_of_folder`, so that the run resumes from any directory
         run = dataclasses.replace(run, published=run.published.absolute())
     elif run.text.tokenizer is not None:
         run = _with_vocabulary(run, _value("--model.vocab", arguments) is not None)
@@ -66,7 +66,7 @@ def parse(
 
 
 def _default(kind: Any, arguments: Sequence[str]) -> Any:
-    """The command with the recipe that the arguments name; raises for what the parser would not name by its flag."""
+    """The command with the recipe that the arguments name; raises where the parser's own error would name no flag."""
     for flag in ("--precision.parameters", "--precision.compute"):
         if (dtype := _value(flag, arguments)) is not None:
             nn.float_dtype(dtype, f"{flag} {dtype}")
@@ -77,7 +77,7 @@ def _default(kind: Any, arguments: Sequence[str]) -> Any:
 
 
 def _with_vocabulary(recipe: Recipe, is_given: bool) -> Recipe:
-    """The recipe whose model has the vocabulary of its tokenizer, rounded up, or the one that `is_given`."""
+    """The recipe with its tokenizer's vocabulary, rounded up, as the model's, unless --model.vocab `is_given`."""
     text = recipe.text
     if text.round_vocab < 1:
         raise ValueError(f"--text.round-vocab {text.round_vocab}: it counts ids, so give at least 1.")
@@ -97,11 +97,11 @@ def _value(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def recipe_of(name: str, folder: Path | None = None, run: RunDirectory | None = None) -> Recipe:
-    """The recipe of that name, or AdamW and 800 steps with the preset of that name for a model.
+    """The recipe of that name; or, for a preset's name, one of AdamW and 800 steps with that model.
 
-    With the folder of a published model, or the `run` that began from it, the recipe is made for that. One of a name
-    other than `default` keeps all of its own but the model and, where it was not written for a published model, the
-    optimizer, whose rate would be one for weights that know nothing yet.
+    With the `folder` of a published model (or, where it is gone, the copy in the `run` that began from it), the recipe
+    trains that model. A recipe other than `default` then keeps its fields, except for the model and, unless it was
+    written for a published model, the optimizer, whose learning rate would be too high for trained weights.
     """
     if folder is not None:
         made = recipe_of_folder(folder, run)

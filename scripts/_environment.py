@@ -12,12 +12,12 @@ from _xla import as_flags, known
 
 
 def prepare(arguments: Sequence[str] = ()) -> None:
-    """Choose how XLA and the C library run on a CPU, leaving what the user has set; docs/benchmarks.md has figures.
+    """Set XLA's flags and malloc's parameters for a CPU, except those that the user has set (see docs/benchmarks.md).
 
-    `--simulate N` among the arguments has the CPU act as N devices, for which JAX must be told before it starts.
+    `--simulate N` among the arguments makes the CPU act as N devices, which must be set before JAX starts.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a letter is shown its number
+        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal cannot show are escaped
             stream.reconfigure(errors="backslashreplace")
     flags = os.environ.get("XLA_FLAGS", "").split()
     given = {flag.partition("=")[0].lstrip("-") for flag in flags}
@@ -32,7 +32,7 @@ def prepare(arguments: Sequence[str] = ()) -> None:
 
 
 def simulated(arguments: Sequence[str]) -> int | None:
-    """The N of `--simulate N` or `--simulate=N`; None where it is not there or no count, which is told later."""
+    """The N of `--simulate N` or `--simulate=N`; None if it is absent or not a count, which is an error later."""
     number = None
     for flag, value in zip(arguments, [*arguments[1:], ""]):
         name, _, own = flag.partition("=")
@@ -43,13 +43,13 @@ def simulated(arguments: Sequence[str]) -> int | None:
 
 
 def keep_pages(libc: ctypes.CDLL) -> None:
-    """Let malloc keep the memory of one step for the next, instead of asking the system for fresh pages each time."""
+    """Make malloc keep a step's memory for the next step, instead of returning it to the system."""
     for parameter, value in ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 << 20)):
         libc.mallopt(parameter, value)
 
 
-# Products and reductions by XLA's own library of kernels, fused with what surrounds them; element-wise programs too,
-# but for XLA of jaxlib 0.10, whose own are faster (docs/benchmarks.md).
+# XLA's YNN library computes products and reductions, fused with the operations around them, and element-wise programs
+# too; not these with jaxlib 0.10, where XLA's own are faster (docs/benchmarks.md).
 _KERNELS = "DOT", "REDUCE", *(() if version("jaxlib").startswith("0.10.") else ("ELTWISE",))
 _CPU_FLAGS = {"xla_cpu_experimental_ynn_fusion_type": ",".join(f"LIBRARY_FUSION_TYPE_{kind}" for kind in _KERNELS)}
 _DEVICES = "--xla_force_host_platform_device_count"

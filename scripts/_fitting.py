@@ -1,4 +1,4 @@
-"""Whether a plan fits into a device's memory, and which others of as many devices would."""
+"""Whether a plan fits into a device's memory and, if not, which plans for the same number of devices do."""
 
 import dataclasses
 import itertools
@@ -17,14 +17,14 @@ from recipes import Mesh, Recipe
 from eqformer import nn, parallel
 
 
-MOST_TENSOR = 8  # devices that share a layer: more would wait for one another over links between machines
-TRACED = 16  # plans whose activations are worked out, a second or more each, where some of them fit
-MOST_TRACED = 64  # and where none of those does, after which the search ends
-MOST_OFFERED = 3
+MOST_TENSOR = 8  # the largest tensor axis that is tried: a larger one would send over the links between machines
+TRACED = 16  # the most plans whose activations are computed (a second or more each), if some of them fit
+MOST_TRACED = 64  # the same, if none fits
+MOST_OFFERED = 3  # the most plans that are listed
 
 
 class Candidate(NamedTuple):
-    """A plan that might fit: the recipe with its choices, its model, what its state takes, and what a step sends."""
+    """A plan that might fit: its recipe and model, the bytes of its state on a device, and the bytes sent in a step."""
 
     recipe: Recipe
     plan: parallel.Plan
@@ -34,7 +34,7 @@ class Candidate(NamedTuple):
 
 
 def memory_bytes(text: str) -> int:
-    """`80GB` in bytes, 80G too; raises a `ValueError` for what is no amount of memory, as a number without a unit."""
+    """`80GB` (or `80G`) in bytes; raises a `ValueError` for anything else, such as a number without a unit."""
     found = re.fullmatch(r"([\d.]+) ?(?:([kmgt])(i?)b?|b)", text.strip(), re.IGNORECASE)
     try:
         power = 0 if found is None or not found[2] else " kmgt".index(found[2].lower())
@@ -50,7 +50,7 @@ def memory_bytes(text: str) -> int:
 
 
 def fitting(recipe: Recipe, memory: int, state: int, activations: int) -> str:
-    """Whether a plan's state and activations fit, in words; where not, up to three plans of as many devices that do."""
+    """Whether a plan's state and activations fit, as text; if not, up to three plans for as many devices that do."""
     held = state + activations
     verdict = "fits" if held <= memory else "does not fit"
     line = f"{verdict}: {_gigabytes(held)} of {_gigabytes(memory)} a device, before what the compiler needs to work in"
@@ -88,9 +88,9 @@ def _too_large_activations(least: Candidate, held: int, traced: int, number: int
 def _search(
     in_question: list[Candidate], memory: int
 ) -> tuple[list[tuple[Candidate, int]], tuple[Candidate, int], int]:
-    """Of candidates in order those that fit with the bytes of each, the one that holds least, and how many were traced.
+    """The candidates that fit, each with its bytes; the candidate with the fewest bytes; and how many were traced.
 
-    Plans that send least come first. The search goes on until some fit, or `MOST_TRACED` do not.
+    Candidates are tried in order, plans that send least first, until `MOST_OFFERED` fit or the limits are reached.
     """
     offered: list[tuple[Candidate, int]] = []
     traced: list[tuple[Candidate, int]] = []
@@ -99,7 +99,7 @@ def _search(
         if len(offered) == MOST_OFFERED or len(traced) >= enough:
             break
         if any((one.recipe.mesh, one.recipe.zero) == (other.recipe.mesh, other.recipe.zero) for other, _ in offered):
-            continue  # it fits without computing more again
+            continue  # the same mesh fits already with less recomputation
         held = one.state + sum(activation_bytes(one.plan, one.model, batch_shapes(one.recipe)).values())
         traced.append((one, held))
         if held <= memory:
@@ -108,9 +108,9 @@ def _search(
 
 
 def _candidates(recipe: Recipe, memory: int) -> tuple[list[Candidate], int, int]:
-    """Plans whose state alone fits, those that send least first; the least that a state takes, and of how many meshes.
+    """Plans whose state fits, those that send least first; the fewest bytes of a state; and the number of meshes tried.
 
-    What does not depend on the mesh is worked out once, and the state once for all ways to run the layers.
+    Shapes that do not depend on the mesh are made once, and a mesh's state once for all remat policies.
     """
     executions = [
         dataclasses.replace(recipe.execution, remat=remat) for remat in dict.fromkeys((recipe.execution.remat, "full"))
@@ -125,7 +125,7 @@ def _candidates(recipe: Recipe, memory: int) -> tuple[list[Candidate], int, int]
             try:
                 plan = abstract_plan(own)
                 check_plan(own, plan, model)
-            except ValueError:  # such a plan cannot be
+            except ValueError:  # the plan does not suit the model
                 break
             if one is recipes[0]:
                 sizes.append(sum(size for size, _ in state_bytes(plan, states.under(plan)).values()))
@@ -137,7 +137,7 @@ def _candidates(recipe: Recipe, memory: int) -> tuple[list[Candidate], int, int]
 
 
 def _meshes(recipe: Recipe) -> Iterator[tuple[Mesh, int]]:
-    """Other sizes of fsdp, tensor and pipe over as many devices, with the recipe's `zero` and with 3."""
+    """Meshes of other sizes of fsdp, tensor and pipe over as many devices, with the recipe's `zero` and with 3."""
     mesh = recipe.mesh
     number = mesh.replica * mesh.fsdp * mesh.tensor * mesh.pipe
     for tensor, pipe in itertools.product(range(1, min(number, MOST_TENSOR) + 1), range(1, number + 1)):
@@ -148,7 +148,7 @@ def _meshes(recipe: Recipe) -> Iterator[tuple[Mesh, int]]:
 
 
 def _choices(before: Recipe, one: Candidate) -> str:
-    """The candidate in flags."""
+    """The candidate's choices, as flags."""
     remat = one.recipe.execution.remat
     words = [flags(one.recipe)] + [f"--execution.remat {remat}"] * (remat != before.execution.remat)
     return " ".join(filter(None, words)) or "one device"

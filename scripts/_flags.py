@@ -1,4 +1,4 @@
-"""The flags of a command: which there are, what other programs call them, and errors of the library said in them."""
+"""The flags of a command, the names that other programs have for them, and the library's errors with flags in front."""
 
 import dataclasses
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def flags_of(command: Any, prefix: str = "--") -> dict[str, Any]:
-    """Every flag of a command (a dataclass, or a class of which defaults are enough) with its value."""
+    """Every flag of a command with its value; a dataclass, or its class, of which the defaults are taken."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(command):
         value = getattr(command, field.name, None)
@@ -21,18 +21,18 @@ def flags_of(command: Any, prefix: str = "--") -> dict[str, Any]:
 
 
 def with_hyphens(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the names of flags as `flags_of` has them: `--run_dir=a_b` is `--run-dir=a_b`."""
+    """The arguments with hyphens in the names of flags: `--run_dir=a_b` becomes `--run-dir=a_b`."""
     return [name.replace("_", "-") + value for name, value in map(_parted, arguments)]
 
 
 def _parted(argument: str) -> tuple[str, str]:
-    """A flag's name, empty where the argument is none, and the rest."""
+    """A flag's name and the rest of the argument; the name is empty if the argument is not a flag."""
     name, equals, value = argument.partition("=")
     return (name, equals + value) if argument.startswith("--") else ("", argument)
 
 
 def check_names(arguments: Sequence[str], flags: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for a flag that is not among the command's, but has a name there that is told."""
+    """Raise a `ValueError` for an unknown flag whose name here is known; it says that name."""
     for argument in arguments:
         given, _ = _parted(argument)
         if not given or given in flags:
@@ -43,7 +43,7 @@ def check_names(arguments: Sequence[str], flags: Mapping[str, Any]) -> None:
 
 
 def _ours(given: str, flags: Mapping[str, Any]) -> str | None:
-    """The command's flag that another program calls `given`, or that has its last part; None for any other."""
+    """The command's flag that other programs call `given`, or that ends in the same last part; or None."""
     last = given.rpartition(".")[2]
     for name in (given, last):
         usual = [flag for flag, others in USUAL_NAMES.items() if name in others.split() and flag in flags]
@@ -55,7 +55,7 @@ def _ours(given: str, flags: Mapping[str, Any]) -> str | None:
 
 @contextmanager
 def naming_flags(command: Any) -> Iterator[None]:
-    """A `ValueError` that the library raises inside goes on with the flags in front that its call was made of."""
+    """Put flags in front of a `ValueError` that the library raises inside, see `in_flags`."""
     try:
         yield
     except ValueError as error:
@@ -66,30 +66,30 @@ def naming_flags(command: Any) -> Iterator[None]:
 
 
 def in_flags(message: str, flags: Mapping[str, Any]) -> str:
-    """The library's message, `call(name=value): rule`, with the flags that the call and the names stand for in front.
+    """The library's message, `call(name=value): rule`, with the flags in front that set the call and those arguments.
 
-    One that begins with a flag stays, and so does one of another form.
+    Messages of any other form, also those that begin with a flag, stay as they are.
     """
     call = re.match(r"(\w+)\(.*?\): ", message, re.DOTALL)
     if call is None:
         return message
     names = [f"{call[1]}(", *re.findall(r"\b\w+(?==)", call[0])]
     chosen = dict.fromkeys(flag for name in names if (flag := _flag_of(name, flags)) is not None)
-    told = " ".join(f"{flag} {flags[flag]}" for flag in chosen)
-    return f"{told}: {message}" if told else message
+    front = " ".join(f"{flag} {flags[flag]}" for flag in chosen)
+    return f"{front}: {message}" if front else message
 
 
 def _flag_of(name: str, flags: Mapping[str, Any]) -> str | None:
-    """The flag that sets what the library calls `name`, if the command has it and it is set."""
+    """The flag that sets the argument or call `name` of the library, if the command has that flag and it is set."""
     hyphens = name.replace("_", "-")
     ours = WORDS.get(name, (f"--{hyphens}", *(flag for flag in flags if flag.endswith(f".{hyphens}"))))
     return next((flag for flag in ours if flags.get(flag) is not None), None)
 
 
-# Fields that are not called what their flags are.
+# Fields whose flags have another name.
 _NAMED = {"run": "", "machine": "", "published": "model"}
 
-# What the library calls otherwise than the flags: names of calls with a bracket, and of arguments.
+# Names of the library that differ from the flags': calls (with a bracket) and arguments, with the flags that set them.
 WORDS = {
     "FileTokenizer(": ("--text.tokenizer", "--model"),
     "files(": ("--data",),
@@ -111,7 +111,7 @@ WORDS = {
     "split": (),
 }
 
-# What other programs call our flags.
+# The names that other programs have for our flags.
 USUAL_NAMES = {
     "--optimizer.learning-rate": "lr learning-rate max-lr peak-lr",
     "--optimizer.weight-decay": "wd weight-decay",

@@ -1,11 +1,11 @@
-"""The help that fits on a screen: the flags that most runs are made of."""
+"""The short help, which fits on a screen: the flags that most runs use."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-# Under each heading, flags and plain words; a flag that the command at hand does not have is left out.
+# Under each heading, flags with their descriptions; a command shows those that it has.
 GROUPS = {
     "model": {
         "--recipe NAME": "{recipes}, or a preset's name",
@@ -56,7 +56,7 @@ def short_help(
     recipes: str,
     left_out: Sequence[str] = (),
 ) -> str:
-    """The page: what the script is for, the groups with the values that hold without the flag, and the script's own."""
+    """The help's text: the script's purpose, the groups of flags with their default values, and the script's own."""
     lines = [f"usage: {script} [--flag value ...]", textwrap.fill(purpose, WIDTH)]
     for heading, chosen in {**GROUPS, "this command": own}.items():
         there = [(*named.partition(" ")[::2], words) for named, words in chosen.items() if named.split()[0] in flags]
@@ -68,7 +68,7 @@ def short_help(
 
 
 def _line(flag: str, value: Any, of: str, words: str) -> str:
-    """A flag with the value that holds without it, or with what it is `of` where there is none."""
+    """A flag's line with its default value or, if it has none, with the kind of value it takes (`of`)."""
     known = of if value is None or isinstance(value, bool) else str(value)
     head = f"  {f'{flag} {known}':<{INDENT - 3}} "
     return textwrap.fill(words, WIDTH, initial_indent=head, subsequent_indent=" " * INDENT)

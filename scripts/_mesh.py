@@ -1,4 +1,4 @@
-"""From a recipe to its plan, and where a plan has a run's rows and state live."""
+"""From a recipe to its plan, and the placement of a run's batches and state under a plan."""
 
 import dataclasses
 import functools
@@ -18,42 +18,42 @@ from eqformer import Batch, parallel, training
 
 
 def plan_of(recipe: Recipe, devices: Sequence[Any]) -> parallel.Plan:
-    """The recipe's plan over all the devices; raises a `ValueError`, in the spelling of flags, where it has none."""
+    """The recipe's plan over all the devices; raises a `ValueError` that names the flags if it is impossible."""
     sizes = check_sizes(recipe)
     wanted, there = math.prod(sizes.values()), len(devices)
-    told = flags(recipe) or "--mesh"
+    given = flags(recipe) or "--mesh"
     if wanted > there:
         raise ValueError(
-            f"{told}: the axes multiply to {wanted} devices, but there are {there}; make an axis smaller, or simulate "
+            f"{given}: the axes multiply to {wanted} devices, but there are {there}; make an axis smaller, or simulate "
             f"devices on the CPU with --simulate {math.ceil(wanted / jax.process_count())}."
         )
     if wanted < there:
         more = sizes["replica"] * (there // wanted)
         fix = f"give them to an axis, such as --mesh.replica {more}" if there % wanted == 0 else "make an axis larger"
         raise ValueError(
-            f"{told}: the axes multiply to {wanted} devices, and {there - wanted} of {there} would be left over; "
+            f"{given}: the axes multiply to {wanted} devices, and {there - wanted} of {there} would be left over; "
             f"{fix}, or hide the rest from JAX (--simulate on a CPU, CUDA_VISIBLE_DEVICES on GPUs)."
         )
     return plan_over(recipe, parallel.make_mesh(**sizes, devices=devices))
 
 
 def abstract_plan(recipe: Recipe) -> parallel.Plan:
-    """The recipe's plan over a mesh without devices, of any size."""
+    """The recipe's plan over an abstract mesh, which may be of any size, since it has no devices."""
     sizes = check_sizes(recipe)
     return plan_over(recipe, AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes)))
 
 
 def plan_over(recipe: Recipe, mesh: Any) -> parallel.Plan:
-    """The recipe's choices over a mesh. Pieces are counted together: --accumulate times --microbatches."""
+    """The recipe's plan over a mesh; its microbatches are --accumulate times --microbatches."""
     choices: dict[str, Any] = {name: getattr(recipe, name) for name in PLAN_CHOICES}
     choices["microbatches"] *= recipe.accumulate
     return in_flags(recipe, lambda: parallel.Plan(mesh, **choices))
 
 
 def check_plan(recipe: Recipe, plan: parallel.Plan, model: Any) -> None:
-    """Raise a `ValueError`, with the flags in front, where model (or shapes) or rows do not fit the plan."""
-    told = f"--batch {recipe.batch} --seq {recipe.seq} --execution.core {recipe.execution.core}"
-    in_flags(recipe, lambda: plan.check(model, rows=recipe.batch, seq=recipe.seq), told)
+    """Raise a `ValueError`, with the flags in front, if the model (or its shapes) or the rows do not fit the plan."""
+    more = f"--batch {recipe.batch} --seq {recipe.seq} --execution.core {recipe.execution.core}"
+    in_flags(recipe, lambda: plan.check(model, rows=recipe.batch, seq=recipe.seq), more)
 
 
 def check_sizes(recipe: Recipe) -> dict[str, int]:
@@ -66,24 +66,24 @@ def check_sizes(recipe: Recipe) -> dict[str, int]:
 
 
 def flags(recipe: Recipe) -> str:
-    """The mesh and the choices that are not the defaults, as flags."""
+    """The mesh, and the plan's choices that differ from the defaults, as flags."""
     plain = {field.name: field.default for field in dataclasses.fields(Recipe)}
     axes = [f"--mesh.{axis} {size}" for axis, size in dataclasses.asdict(recipe.mesh).items() if size != 1]
     chosen = [(name, getattr(recipe, name)) for name in (*PLAN_CHOICES, "accumulate")]
     return " ".join(axes + [f"--{name.replace('_', '-')} {value}" for name, value in chosen if value != plain[name]])
 
 
-def in_flags(recipe: Recipe, call: Callable[[], Any], *told: str) -> Any:
-    """What `call` gives; a `ValueError` of it with the flags in front."""
+def in_flags(recipe: Recipe, call: Callable[[], Any], *more: str) -> Any:
+    """The result of `call`; if it raises a `ValueError`, the recipe's flags and `more` are put in front of it."""
     try:
         return call()
     except ValueError as error:
-        given = " ".join(filter(None, (flags(recipe), *told)))
+        given = " ".join(filter(None, (flags(recipe), *more)))
         raise ValueError(f"{given}: {error}" if given else str(error)) from error
 
 
 def mesh_line(plan: parallel.Plan) -> str:
-    """The mesh and what is done on it, in one line."""
+    """The mesh and the plan's choices, in one line."""
     number, sizes = plan.mesh.size, parallel.axis_sizes(plan.mesh)
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "no axis is split"
     parts = [f"{number} device{'s' * (number > 1)}: {axes}"]
@@ -117,7 +117,7 @@ def step_of(recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer) 
 
 
 class Rows:
-    """The rows of a batch that this process loads, and their way onto its devices."""
+    """The rows of a batch that this process loads, and their placement on its devices."""
 
     def __init__(self, plan: parallel.Plan, batch: int):
         self._sharding = NamedSharding(plan.mesh, PartitionSpec(parallel.BATCH_AXES))
@@ -127,7 +127,7 @@ class Rows:
         self.start, self.stop = min(span[0] for span in spans), max(span[1] for span in spans)
 
     def place(self, batch: Batch) -> Batch:
-        """Of rows `start` to `stop - 1` as made here, and the others' elsewhere, the whole batch on the mesh."""
+        """The global batch on the mesh, from rows `start` to `stop - 1` here and the other rows in other processes."""
 
         def put(x: Any) -> jax.Array:
             shape = (self._batch, *x.shape[1:])
@@ -143,15 +143,15 @@ class Rows:
 
 
 class State:
-    """The training state of a plan: made, restored and saved without a whole copy anywhere.
+    """The training state under a plan: made, restored and saved without an unsharded copy anywhere.
 
-    It trains in the order in which the ring of stages holds the layers, and is saved in reading order, so that it
-    can be restored under any other plan.
+    In training, layers are in ring order (the order in which the pipeline's devices hold them); a checkpoint has them
+    in reading order, so that it can be restored under any other plan.
     """
 
     def __init__(self, recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer):
         self.recipe, self.plan, self.optimizer = recipe, plan, optimizer
-        self._movers: dict[Any, Callable] = {}  # one program a sharding, so that no save compiles what one before did
+        self._movers: dict[Any, Callable] = {}  # a jitted program for each sharding, compiled once for all saves
 
     def first(self, screen: Screen) -> training.TrainState:
         """The state before the first step."""
@@ -164,18 +164,18 @@ class State:
         return parallel.init_sharded(make, self._shardings)
 
     def brought(self, checkpointer: training.Checkpointer) -> training.TrainState:
-        """The state before the first step of a model that a checkpoint holds and nothing else."""
+        """The state before the first step, from a checkpoint that holds a model only."""
         plain = State(dataclasses.replace(self.recipe, lora=Lora()), self.plan, self.optimizer)
         saved, _ = checkpointer.restore({"model": plain.model_shapes()})
         return self.of(adapted(self.recipe, saved["model"]))
 
     def model_shapes(self) -> Any:
-        """The model's shapes in reading order, each where the plan keeps it."""
+        """The model's shapes in reading order, with the plan's shardings."""
         shapes = eqx.filter_eval_shape(build_model, self.recipe)
         return placed(shapes, parallel.shardings(self.plan.parameter_specs(shapes), self.plan.mesh))
 
     def of(self, model: Any) -> training.TrainState:
-        """The state before the first step of a model that is there already, whose arrays it takes over."""
+        """The state before the first step, from a model in memory."""
         arrays, rest = eqx.partition(model, eqx.is_array)
 
         def make(arrays: Any) -> training.TrainState:
@@ -186,11 +186,11 @@ class State:
         return eqx.combine(run(arrays), others)
 
     def shapes(self) -> training.TrainState:
-        """What a checkpoint is restored to: shapes in reading order, each where the plan keeps it."""
+        """The state's shapes in reading order, with the plan's shardings: what a checkpoint is restored into."""
         return placed(self._unplaced, self._shardings(eqx.filter(self._unplaced, is_shape)))
 
     def under(self, plan: parallel.Plan) -> "State":
-        """The same under another plan; shapes, which take long to make, are made once for all."""
+        """The same state under another plan; shapes are shared, since tracing them takes long."""
         other = State(self.recipe, plan, self.optimizer)
         other._unplaced = self._unplaced
         return other
@@ -200,17 +200,16 @@ class State:
         return eqx.filter_eval_shape(lambda: training.init_state(build_model(self.recipe), self.optimizer))
 
     def to_ring_order(self, state: training.TrainState) -> training.TrainState:
-        """A state in reading order, in the order of the ring."""
+        """A state in reading order, brought into ring order."""
         return self._ordered(state, self.plan.to_ring_order)
 
     def to_reading_order(self, state: training.TrainState) -> training.TrainState:
-        """A state in the order of the ring, in reading order."""
+        """A state in ring order, brought into reading order."""
         return self._ordered(state, self.plan.to_reading_order)
 
     def _ordered(self, state: training.TrainState, order: Callable[..., Any]) -> training.TrainState:
-        """The state with its layers in another order; consumes the one it is given, one array after another.
-
-        So there are never two of more than one array.
+        """The state with its layers in another order; arrays are donated one after another, so that at any time at
+        most one array exists twice.
         """
         if not self.plan.is_pipelined or self.plan.chunks == 1:
             return state
@@ -220,21 +219,21 @@ class State:
         return eqx.combine(eqx.tree_at(parts, arrays, moved), rest)
 
     def _taken(self, x: Any, order: np.ndarray) -> Any:
-        """The rows of an array in an order, where the array was, which is consumed."""
+        """The rows of an array in another order, with the same sharding; the array is donated."""
         if x.sharding not in self._movers:
             take = lambda x, order: x[order]
             self._movers[x.sharding] = jax.jit(take, donate_argnums=0, out_shardings=x.sharding)
         return self._movers[x.sharding](x, order)
 
     def everywhere(self, key: Any) -> Any:
-        """A random key on all devices."""
+        """A random key, replicated on all devices."""
         whole = NamedSharding(self.plan.mesh, PartitionSpec())
         raw = np.asarray(jax.random.key_data(key))
         copies = jax.make_array_from_callback(raw.shape, whole, raw.__getitem__)
         return jax.random.wrap_key_data(copies, impl=str(jax.random.key_impl(key)))
 
     def on_one_device(self, model: Any) -> Any:
-        """A copy of the model in reading order on the first device of this process; all processes make one together."""
+        """A copy of the model in reading order on this process's first device; all processes must call it together."""
         arrays, rest = eqx.partition(model, eqx.is_array)
         if jax.process_count() == 1:
             arrays = self.plan.to_reading_order(arrays)

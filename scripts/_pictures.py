@@ -12,9 +12,9 @@ matplotlib.use("agg")
 
 
 def draw_losses(metrics: Path, target: Path) -> None:
-    """Draw training and validation loss in nats a token, whole or not at all.
+    """Draw the training and validation loss in nats a token; the file is written atomically.
 
-    On the right are bits a byte, of the validation text: its own ratio of the two, as its rows tell it.
+    The axis on the right is in bits a byte of the validation text.
     """
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     trained = [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)]
@@ -41,19 +41,19 @@ def draw_losses(metrics: Path, target: Path) -> None:
 
 
 def save_whole(figure: Figure, target: Path) -> None:
-    """Write the picture, whole or not at all."""
+    """Write the picture to another file first, and rename it, so that it is never half written."""
     part = target.with_suffix(".part.png")
     figure.savefig(part)
     part.replace(target)
 
 
 def draw_loads(metrics: Path, target: Path) -> None:
-    """Draw how the experts' shares of their layers' choices went, a panel a layer; nothing without experts."""
+    """Draw each expert's load over the steps, with a panel for each layer; nothing for a model without experts."""
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    told = [(row["step"], row["expert_load"]) for row in rows if "expert_load" in row]
-    if not told:
+    found = [(row["step"], row["expert_load"]) for row in rows if "expert_load" in row]
+    if not found:
         return
-    steps, loads = [step for step, _ in told], np.asarray([load for _, load in told])  # steps layers experts
+    steps, loads = [step for step, _ in found], np.asarray([load for _, load in found])  # steps layers experts
     layers, experts = np.shape(loads[0])
     figure = Figure(figsize=(8, 0.6 + 1.1 * layers), dpi=110, layout="constrained")
     panels = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
@@ -67,7 +67,7 @@ def draw_loads(metrics: Path, target: Path) -> None:
 
 
 def _smoothed(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Means over a window around each point, narrower at the ends, so that the line does not lag behind."""
+    """Means over a window centred on each point, narrower at the ends, so that the line does not lag behind."""
     reach = max(1, len(points) // 40)
     losses = [loss for _, loss in points]
     windows = [losses[max(0, i - reach) : i + reach + 1] for i in range(len(points))]

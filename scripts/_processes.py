@@ -1,4 +1,4 @@
-"""One run by several processes: how they find each other, and what only the first of them does."""
+"""One run by several processes: how they connect, and what only the first of them does."""
 
 import dataclasses
 import hashlib
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The devices of this process, and its place among others."""
+    """The devices of this process, and its place among the other processes."""
 
     simulate: int | None = None
     """Have the CPU act as so many devices (of each process): any mesh can be tried on any machine."""
@@ -54,7 +54,7 @@ def check_machine(machine: Machine) -> None:
 
 
 def join(machine: Machine) -> None:
-    """Meet the other processes, where flags or a cluster that JAX knows say that there are any."""
+    """Connect to the other processes, if flags or a cluster that JAX knows say that there are any."""
     check_machine(machine)
     flags = machine.coordinator is not None
     if not flags and not _in_cluster():
@@ -76,7 +76,7 @@ def join(machine: Machine) -> None:
 
 
 def devices_of(machine: Machine) -> list[Any]:
-    """All devices of the run, in order; of each process as many as are simulated."""
+    """All devices of the run, in order; with --simulate, that many of each process."""
     check_machine(machine)
     if machine.simulate is None:
         return jax.devices()
@@ -93,12 +93,12 @@ def devices_of(machine: Machine) -> list[Any]:
 
 
 def is_first() -> bool:
-    """Whether this process writes the run's files and speaks for all."""
+    """Whether this process is the one that writes the run's files and prints its messages."""
     return jax.process_index() == 0
 
 
 def together(action: Callable[[], Result]) -> Result:
-    """What `action` gives, run by every process; none goes on before all are done, and all fail where one fails."""
+    """The result of `action`, run by every process; a barrier. If it raises in one process, all processes raise."""
     if jax.process_count() == 1:
         return action()
     result: Any = None
@@ -116,12 +116,12 @@ def together(action: Callable[[], Result]) -> Result:
 
 
 def first(action: Callable[[], Result]) -> Result | None:
-    """What `action` gives, run by the first process alone; the others wait and get None. All fail where it fails."""
+    """The result of `action`, run by the first process; the others wait and get None. If it raises, all raise."""
     return together(lambda: action() if is_first() else None)
 
 
 def check_alike(values: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` in every process where one of them has other values than the first, by their `repr`s."""
+    """Raise a `ValueError` in every process if the values (their `repr`s) differ between processes."""
     digests = [list(hashlib.sha256(repr(value).encode()).digest()) for value in values.values()]
     all_digests = multihost_utils.process_allgather(np.array(digests, np.uint8))  # [process, value, byte]
     differs = (all_digests != all_digests[0]).any(-1)
@@ -135,10 +135,10 @@ def check_alike(values: Mapping[str, Any]) -> None:
 
 def _in_cluster() -> bool:
     """Whether a launcher that JAX knows has started this process as one of several."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            # JAX tells only by trying, which would fail in a plain process; what it asks first can be asked alone.
+            # `jax.distributed.initialize` fails in a process without a cluster, so only its detection is called.
             from jax._src.clusters import ClusterEnv
 
             kinds = (kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method)
@@ -151,6 +151,6 @@ def _in_cluster() -> bool:
                 "--coordinator, --processes and --process-id have it meet others.",
                 stacklevel=1,
             )
-    for text in dict.fromkeys(str(warning.message) for warning in told):
+    for text in dict.fromkeys(str(warning.message) for warning in caught):
         warn(text)
     return several

@@ -18,7 +18,7 @@ from recipes import Optimization, Recipe
 from eqformer import training
 
 
-LONGEST_WARMUP = 50  # steps, where the user says nothing
+LONGEST_WARMUP = 50  # steps; the most that the default warmup takes
 _WAYS = ("hold", "rewarm", "reshape")
 
 

@@ -1,4 +1,4 @@
-"""Published models as the scripts meet them: where a run starts from one, and what goes out with a run's model."""
+"""Published models in the scripts: a run that starts from one, and the files that are exported with a run's model."""
 
 import json
 import shutil
@@ -13,9 +13,9 @@ from eqformer import data, models
 
 
 def recipe_of_folder(folder: Path, run: RunDirectory | None = None) -> Recipe:
-    """The recipe that trains a published model on: gently, since it knows something already.
+    """The recipe that continues to train a published model, with a low learning rate.
 
-    Where the folder is gone, what the `run` that began from it has copied tells as much.
+    If the folder is gone, the copy of its configuration in the `run` that began from it is read.
     """
     folder = folder.absolute()
     if RunDirectory(folder).recipe.exists():
@@ -23,25 +23,25 @@ def recipe_of_folder(folder: Path, run: RunDirectory | None = None) -> Recipe:
             f"--model {folder}: this is a run, and a model is taken from a folder as published; write one of it with "
             f"scripts/convert.py {folder} FOLDER and give that, or let the run itself go on with --run-dir {folder}."
         )
-    told = folder
+    source = folder
     if run is not None and not folder.exists() and run.began_from(folder):
-        told = run.published
-    return Recipe(model=models.read_numbers(told), published=folder, optimizer=Optimization(learning_rate=1e-4))
+        source = run.published
+    return Recipe(model=models.read_numbers(source), published=folder, optimizer=Optimization(learning_rate=1e-4))
 
 
 def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
-    """Raise a `ValueError` where flags ask for another model than the one that is published, or was to the `run`."""
+    """Raise a `ValueError` if flags change the published model, or the one that the `run` began from."""
     if recipe.published is None:
         return
-    told = differences(recipe_of_folder(recipe.published, run), recipe, EVERYTHING_ELSE)
-    if told:
+    changed = differences(recipe_of_folder(recipe.published, run), recipe, EVERYTHING_ELSE)
+    if changed:
         raise ValueError(
-            f"--model {recipe.published}: the model is as it was published; leave out\n  " + "\n  ".join(told)
+            f"--model {recipe.published}: the model is as it was published; leave out\n  " + "\n  ".join(changed)
         )
 
 
 def tokenizer_of(recipe: Recipe, directory: RunDirectory | None = None) -> data.Tokenizer:
-    """The recipe's tokenizer: a file's, or that of the model it starts from, of which the run has a copy."""
+    """The recipe's tokenizer: --text.tokenizer, or the published model's (of which the run has a copy), or bytes."""
     end_of_text = recipe.text.end_of_text
     if recipe.text.tokenizer is not None:
         return data.FileTokenizer(recipe.text.tokenizer, end_of_text=end_of_text)
@@ -53,7 +53,7 @@ def tokenizer_of(recipe: Recipe, directory: RunDirectory | None = None) -> data.
 
 
 def published_tokenizer(folder: Path, end_of_text: str | None = None) -> data.Tokenizer:
-    """The tokenizer that a published folder comes with; bytes for a model of 256 ids that comes with none."""
+    """The tokenizer of a published folder; bytes if the folder has none and the model 256 ids."""
     file, ends = folder / "tokenizer.json", ends_of(folder)
     if file.exists():
         return data.FileTokenizer(file, end_of_text=next(iter(ends), None) if end_of_text is None else end_of_text)
@@ -71,7 +71,7 @@ def _bytes(end_of_text: str | None) -> data.Tokenizer:
 
 
 def ends_of(folder: Path) -> list[int]:
-    """The ids that end what a published model writes, the most telling first; none where the folder does not say."""
+    """The end-of-text ids of a published model, the main one first; empty if the folder names none."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         found = models.read_json(file).get("eos_token_id") if file.exists() else None
@@ -81,7 +81,7 @@ def ends_of(folder: Path) -> list[int]:
 
 
 def keep_companions(recipe: Recipe, directory: RunDirectory) -> None:
-    """Copy into the run what its model was published with beside the weights, whole or not at all."""
+    """Copy the files that the model was published with, except for its weights, into the run's folder (atomically)."""
     if recipe.published is None or directory.published.exists():
         return
     part = directory.published.with_suffix(".part")
@@ -94,7 +94,7 @@ def keep_companions(recipe: Recipe, directory: RunDirectory) -> None:
 
 
 def to_publish(recipe: Recipe, directory: RunDirectory) -> dict[str, Any]:
-    """What `eqformer.models.save` needs beside the model of a run."""
+    """The arguments that `eqformer.models.save` needs beside a run's model."""
     if directory.published.exists():
         return {"like": directory.published}
     tokenizer, file = tokenizer_of(recipe), recipe.text.tokenizer

@@ -1,4 +1,4 @@
-"""What a run says of itself when it begins and when it ends."""
+"""The lines that a run prints when it begins and when it ends."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from recipes import Recipe
 def opening(
     name: str, recipe: Recipe, directory: RunDirectory, start: int, parameters: tuple[int, int], tokens: tuple[int, int]
 ) -> str:
-    """One line: what trains, parameters (of which trained, and all), where it stands, tokens (training, validation)."""
+    """One line: the model, its parameters (trained, all), the step, and the tokens (training, validation)."""
     where = f"goes on at step {start}" if start else "starts"
     trained, there = parameters
     moving = "all trained" if trained == there else f"{trained:,} of them trained ({trained / there:.2%})"
@@ -25,7 +25,7 @@ def opening(
 
 
 def figures(last: Mapping[str, Any]) -> str:
-    """What was measured last, in one line: losses, the learning rate and the speed; nothing before the first row."""
+    """The latest metrics in one line: losses, learning rate and speed; empty before the first row."""
     if "loss" not in last:
         return ""
     validation = f"  validation {last['validation_loss']:.3f}" if "validation_loss" in last else ""
@@ -33,7 +33,7 @@ def figures(last: Mapping[str, Any]) -> str:
 
 
 def closing(recipe: Recipe, directory: RunDirectory, done: int, skipped: int, last: Mapping[str, Any]) -> str:
-    """Five lines: the work, the losses, where things are, and how to sample; or one for a run that was stopped."""
+    """Five lines: the work done, the losses, the files, and how to sample; or one line for a run that was stopped."""
     if done < recipe.steps:
         return f"stopped at step {done} of {recipe.steps}; the checkpoint is saved, the same command goes on"
     tokens = done * recipe.batch * recipe.seq
@@ -51,7 +51,7 @@ def closing(recipe: Recipe, directory: RunDirectory, done: int, skipped: int, la
 
 
 def add_sample(path: Path, step: int, text: str) -> None:
-    """Write a sample under its step; those of this step or later are of a past that is run again, and go."""
+    """Append a sample under its step; samples of this step or later, from before the run was resumed, are removed."""
     _, *entries = re.split(
         r"^--- step (\d+)\n", path.read_text(encoding="utf-8") if path.exists() else "", flags=re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""One run's folder: what is in it, and that it belongs to one recipe and one process."""
+"""A run's folder: its files, and the checks that it belongs to one recipe and is used by one process."""
 
 import dataclasses
 import fcntl
@@ -17,7 +17,7 @@ from eqformer import reason_and_fix, training
 
 
 EVERYTHING = frozenset(field.name for field in dataclasses.fields(Recipe))
-# All that a model which was brought here leaves open, until it is trained.
+# The fields that may still change for a run that holds a converted model and has not trained it.
 EVERYTHING_ELSE = EVERYTHING - {"model", "published"}
 
 
@@ -38,13 +38,13 @@ class RunDirectory:
         self.published = path / "published"
         self.identifier = path / "wandb-run"
         self.lock = path / ".lock"
-        self._beginning = {self.lock, part_of(self.recipe)}  # all that is left where the disk was full from the first
+        self._beginning = {self.lock, part_of(self.recipe)}  # what remains if the disk was full at the first write
         self._lock: IO[str] | None = None
 
     def claim(self, name: str, recipe: Recipe) -> None:
         """Make the folder this recipe's, or check that it is; raises a `ValueError` before anything is written.
 
-        Refused are a folder that another recipe wrote, one that holds something else, one that a process uses, and a
+        It raises for a folder of another recipe, one that holds something else, one that another process uses, and a
         run whose learning rate would jump.
         """
         if self.path.exists() and not self.path.is_dir():
@@ -78,14 +78,14 @@ class RunDirectory:
             )
 
     def _may_differ(self) -> frozenset[str]:
-        """The fields that may differ from the recipe that is here: fewer once something of it is saved."""
+        """The fields in which a command may differ from the folder's recipe: fewer once a checkpoint is saved."""
         steps = training.Checkpointer(self.checkpoints).steps
         if steps:
             return EVERYTHING_ELSE if steps == [0] else CHANGEABLE
-        return EVERYTHING - {"published"} if self.published.exists() else EVERYTHING  # which is a copy of that model's
+        return EVERYTHING - {"published"} if self.published.exists() else EVERYTHING  # its files are copied already
 
     def _take(self) -> None:
-        self._lock = self.lock.open("a", encoding="utf-8")  # which leaves a holder's token as it is
+        self._lock = self.lock.open("a", encoding="utf-8")  # "a" does not truncate another process's token
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -95,21 +95,21 @@ class RunDirectory:
         self._lock.truncate(0)
         self._lock.write(secrets.token_hex(16))
         self._lock.flush()
-        os.fsync(self._lock.fileno())  # other hosts read it
+        os.fsync(self._lock.fileno())  # so that processes on other hosts see it
 
     def to_look_at(self) -> list[Path]:
-        """What of the folder is for people, as far as it is there."""
+        """The files of the folder that people look at, as far as they exist."""
         files = self.loss, self.loads, self.experts, self.experts_page, self.samples, self.metrics
         return [path for path in files if path.exists()]
 
     def began_from(self, published: Path) -> bool:
-        """Whether a run is here that began from that published folder, has copied what tells of it, and has trained."""
+        """Whether the folder holds a run that began from that published folder and has a checkpoint."""
         if not self.recipe.exists() or not (self.published / "config.json").exists():
             return False
         return self.read()[1].published == published and bool(training.Checkpointer(self.checkpoints).steps)
 
     def token(self) -> str:
-        """What tells this claim of the folder from any other, for who sees the folder; empty for who does not."""
+        """A random token of the process that claimed the folder; empty where the folder cannot be read."""
         try:
             return self.lock.read_text(encoding="utf-8")
         except OSError:
@@ -123,7 +123,7 @@ class RunDirectory:
             self._lock.close()
 
     def read(self) -> tuple[str, Recipe]:
-        """The recipe of a run that exists, for who only reads; raises a `ValueError` where there is none."""
+        """The recipe of an existing run, without claiming it; raises a `ValueError` if there is none."""
         if not self.recipe.exists():
             near = sorted(str(path.parent) for path in self.path.parent.glob("*/recipe.json"))
             hint = f"; runs beside it: {', '.join(near)}" if near else "; train one with scripts/pretrain.py"

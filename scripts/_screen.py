@@ -1,4 +1,4 @@
-"""What a person sees: one progress bar, notes above it, and plain lines where there is no terminal."""
+"""Output for people: a progress bar with notes above it, or plain lines without a terminal; and error messages."""
 
 import math
 import os
@@ -20,7 +20,7 @@ from eqformer import reason_and_fix
 from eqformer.training import CheckpointError, DivergedError
 
 
-# Called with the steps done, a text of figures, and whether those are new, of this step.
+# Called with the steps done, the metrics as text, and whether they are of this step.
 Show = Callable[[int, str, bool], None]
 
 
@@ -28,19 +28,18 @@ class Screen:
     """Notes and progress on standard output; errors on standard error."""
 
     def __init__(self, *, silent: bool = False, errors: bool = False):
-        """A `silent` one, of a process that does not speak for the run, shows errors alone.
-
-        One on standard `errors` does not mix with what a script prints.
+        """`silent` shows errors only, for processes other than the first; `errors` writes to standard error, so that
+        it does not mix with what a script prints.
         """
         self.console: Console = _Console(highlight=False, soft_wrap=True, quiet=silent, stderr=errors)
 
     def note(self, text: str) -> None:
-        """A line, above the bar if there is one."""
+        """Print a line, above the bar if there is one."""
         self.console.print(text, markup=False)
 
     @contextmanager
     def steps(self, total: int, done: int) -> Iterator[Show]:
-        """A bar over steps, or lines where there is no terminal; call what it gives after each step."""
+        """A progress bar over steps, or lines without a terminal; call the function that it gives after each step."""
         if self.console.quiet:
             yield lambda done, figures, is_new: None
             return
@@ -60,7 +59,7 @@ class Screen:
 
     @contextmanager
     def bytes(self, title: str) -> Iterator[Callable[[int, int], None]]:
-        """A bar over bytes, shown once there is something to wait for."""
+        """A progress bar over bytes, shown from the first call of the function that it gives."""
         if self.console.quiet or not self.console.is_terminal:
             yield lambda done, total: None
             return
@@ -72,20 +71,20 @@ class Screen:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Let the script end as it does where something else writes, and not as rich would have it."""
+        """Re-raise, so that `one_message` handles a closed pipe, instead of rich."""
         raise
 
 
 class _Eta(ProgressColumn):
-    """Time left, from the steps of this session alone."""
+    """Time left, estimated from the steps since the program started."""
 
     def render(self, task: Task) -> Text:
         return Text(_eta(task.time_remaining))
 
 
 def _lines(total: int) -> Show:
-    """Without a terminal: a line of new figures at most every five seconds, and the last one."""
-    begun: list[tuple[float, int]] = []  # after the first step of this session, which compiled
+    """Without a terminal: a line of new metrics at most every five seconds, and one for the last step."""
+    begun: list[tuple[float, int]] = []  # time and step after the first step, which included compilation
     last = [-math.inf]
 
     def line(done: int, figures: str, is_new: bool) -> None:
@@ -102,7 +101,7 @@ def _lines(total: int) -> Show:
 
 
 def _eta(left: float | None) -> str:
-    """Seconds that are left, as text."""
+    """The seconds left, as text."""
     if left is None:
         return "ETA -:--"
     minutes, seconds = divmod(int(left), 60)
@@ -117,7 +116,7 @@ def warn(text: str) -> None:
 
 @contextmanager
 def one_message() -> Iterator[None]:
-    """What a script does: bad input ends it with one message and exit code 2, a reader that has left without any."""
+    """Run a script: bad input ends it with one message and exit code 2; a closed pipe ends it silently."""
     with _until_nobody_reads():
         try:
             yield
@@ -130,7 +129,7 @@ def one_message() -> Iterator[None]:
 
 
 def _fail(error: BaseException) -> NoReturn:
-    """End the program with one clear message and exit code 2; an error of the system with what to do about it."""
+    """End the program with one message and exit code 2; for errors of the system the message says what to do."""
     with suppress(BrokenPipeError):
         sys.stdout.flush()
     reason, fix = reason_and_fix(error)
@@ -141,23 +140,23 @@ def _fail(error: BaseException) -> NoReturn:
 
 @contextmanager
 def _until_nobody_reads() -> Iterator[None]:
-    """End with the code of a program that SIGPIPE ends where nobody reads what is written any more."""
+    """If the reader of the output has closed the pipe, end with the exit code of SIGPIPE."""
     try:
         try:
             yield
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        for stream in _unread():  # what is left in the buffer would be written at exit, and fail again
+        for stream in _unread():  # buffered output would be written at exit, and fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _unread() -> list[TextIO]:
-    """Of standard output and errors those that nobody reads: another pipe, of the network, is none of them."""
+    """Those of standard output and standard error whose reader has closed the pipe."""
     found = []
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # one that is no file
+        with suppress(OSError):  # a stream without a file descriptor
             poll = select.poll()
             poll.register(stream.fileno(), 0)
             found += [stream] if poll.poll(0) else []

@@ -38,7 +38,7 @@ def keys_of(recipe: Recipe) -> Keys:
 
 
 def load_model(recipe: Recipe, plan: parallel.Plan | None, screen: Screen) -> nn.Transformer:
-    """The model that the recipe starts from, as it was published, where the plan keeps it."""
+    """The published model that the recipe starts from, sharded by the plan."""
     assert recipe.published is not None
     with screen.bytes(f"reading {recipe.published}") as progress:
         model = models.load(
@@ -51,19 +51,19 @@ def load_model(recipe: Recipe, plan: parallel.Plan | None, screen: Screen) -> nn
 
 
 def build_model(recipe: Recipe) -> nn.Transformer:
-    """The recipe's model with its first weights."""
+    """The recipe's model with its initial weights."""
     return as_recipe_says(recipe, models.build(recipe.model, key=keys_of(recipe).init))
 
 
 def as_recipe_says(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
-    """The model run as the recipe's execution says, in its dtypes, with its low-rank changes."""
+    """The model with the recipe's execution settings, precision and LoRA."""
     its = recipe.execution
     model = nn.run_with(model, core=CORES[its.core](), remat=its.remat, unroll=its.unroll)
     return adapted(recipe, recipe.precision.apply(model))
 
 
 def adapted(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
-    """The model with the recipe's low-rank changes, which begin as none."""
+    """The model with the recipe's LoRA, which changes nothing before the first step."""
     if not recipe.lora.rank:
         return model
     key = jax.random.fold_in(keys_of(recipe).init, 1)
@@ -74,7 +74,7 @@ def adapted(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
 
 
 def latest_model(directory: RunDirectory, recipe: Recipe, plan: parallel.Plan | None = None) -> nn.Transformer:
-    """The model of a run's latest checkpoint, where a plan keeps it; raises a `ValueError` where there is none yet."""
+    """The model of a run's latest checkpoint, sharded by the plan; raises a `ValueError` if there is none yet."""
     shapes = eqx.filter_eval_shape(build_model, recipe)
     if plan is not None:
         shapes = placed(shapes, parallel.shardings(plan.parameter_specs(shapes), plan.mesh))
@@ -86,7 +86,7 @@ def latest_model(directory: RunDirectory, recipe: Recipe, plan: parallel.Plan | 
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-    """A tree of shapes, each with where it is to be."""
+    """A tree of shapes, each with its sharding."""
     arrays, rest = eqx.partition(shapes, is_shape)
     with_place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return eqx.combine(jax.tree.map(with_place, arrays, eqx.filter(shardings, _is_sharding)), rest)

@@ -1,4 +1,4 @@
-"""How a run is asked to stop: by signals to any of its processes, and all stop after the same step."""
+"""Stopping a run by a signal: any process may get it, and all processes stop after the same step."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 @contextmanager
 def signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C ask to stop after the step; a second one ends the program as usual."""
+    """Call `stop` on SIGTERM and on Ctrl-C; a second signal ends the program as usual."""
 
     def ask(number: int, frame: Any) -> None:
         signal.signal(number, old[number])
@@ -27,10 +27,10 @@ def signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class Votes:
-    """Whether any process has asked to stop, known by all at the same step.
+    """Lets all processes know, at the same step, whether any of them was asked to stop.
 
-    A step's votes are added up on the devices while the next step is set up, so that nobody waits for them: an
-    answer is one step old.
+    The votes of a step are summed on the devices while the next step is prepared, so that no process waits: the answer
+    is that of the step before.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh):
@@ -40,7 +40,7 @@ class Votes:
         self._pending: Any = None
 
     def any(self, mine: bool) -> bool:
-        """Cast this process's vote; whether there was any at the step before (of one process: now)."""
+        """Cast this process's vote; returns whether any voted to stop at the step before (with one process: now)."""
         if jax.process_count() == 1:
             return mine
         vote = np.full(self._shape, int(mine), np.int32)

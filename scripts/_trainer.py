@@ -1,4 +1,4 @@
-"""The loop: batches in, steps, and what is written and shown on the way."""
+"""The training loop: steps, metrics, validation, samples and checkpoints."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ class Trainer:
         first(lambda: (directory.claim(name, recipe), keep_companions(recipe, directory)))
         check_alike({f"--run-dir {directory.path}": directory.token()})
         read = lambda: open_text(recipe, source, self.tokenizer, directory, screen)
-        texts = first(read)  # alone, since it writes them into the folder where the others find them
+        texts = first(read)  # the first process writes the cache, which the others then read
         self.text, validation_text = together(lambda: texts or read())
         check_alike({"the text": [self.text.path.name, validation_text.path.name]})
         self.rows, self.votes = Rows(plan, recipe.batch), Votes(plan.mesh)
@@ -45,7 +45,7 @@ class Trainer:
         self.keys: Keys = keys_of(recipe)
         self.stopping = False
         shapes = eqx.filter_eval_shape(build_model, recipe)
-        self.stretches, self.rates_told = together(
+        self.stretches, self.rates_note = together(
             lambda: stretches_of(recipe, training.Checkpointer(directory.checkpoints))
         )
         self.optimizer = optimizer_of(recipe, shapes, self.stretches)
@@ -68,8 +68,8 @@ class Trainer:
             if start >= recipe.steps:
                 screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
                 return
-            if self.rates_told:
-                screen.note(self.rates_told)
+            if self.rates_note:
+                screen.note(self.rates_note)
             clock = Clock(recipe, self.plan, self.flops_per_token)
             rows = self.rows.start, self.rows.stop
             with (
@@ -109,14 +109,14 @@ class Trainer:
         recipe = self.recipe
         step, key = step_of(recipe, self.plan, self.optimizer), self.states.everywhere(self.keys.steps)
         batch = next(batches)
-        # Compiled before the clock starts, so that the first rows tell the speed of training too.
+        # Compiled before the clock starts, so that the first rows do not count compilation as training.
         step = training.Step(step.lower(state, batch, key).compile())
         newest, done = None, start
         for done in range(start + 1, recipe.steps + 1):
             clock.start()
             state, metrics = step(state, batch, key)
             if newest is not None:
-                training.check_finite(newest)  # one step behind, so that the device is never waited for
+                training.check_finite(newest)  # of the step before, so that the host does not wait for this one
             newest, batch = metrics, next(batches, None)
             if done % recipe.log_every == 0 or done == recipe.steps:
                 row = {name: _number(value) for name, value in metrics.items()}
@@ -159,11 +159,11 @@ class Trainer:
         draw_loads(self.directory.metrics, self.directory.loads)
 
     def _save(self, checkpointer: training.Checkpointer, state: training.TrainState, step: int) -> training.TrainState:
-        """The state, which goes on once its arrays are copied."""
+        """Start to save the state; returns the state to train on with."""
         place = {"text": self.text.path.name, "example": step * self.recipe.batch}
         recipe, stretches = {"name": self.name, "recipe": to_json(self.recipe)}, to_metadata(self.stretches)
         about = training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, rates=stretches)
-        state = self.states.to_reading_order(state)  # in the place of the other: there is no room for two
+        state = self.states.to_reading_order(state)  # donates the other: there may be no memory for two
         checkpointer.save(state, step, about)
         return self.states.to_ring_order(state)
 
@@ -174,7 +174,7 @@ class Trainer:
     def _write_sample(self, model: Any, step: int) -> None:
         known = None if model.positions is None else model.positions.weight.shape[0]
         prompt, most = self.tokenizer.encode(self.recipe.prompt).tolist() or [self.tokenizer.end_of_text], 160
-        if known is not None:  # the last token is written and not read
+        if known is not None:  # the model does not read the last token, so that one needs no position
             prompt = prompt[-known:]
             most = min(most, known + 1 - len(prompt))
         written = generation.generate(
@@ -185,7 +185,7 @@ class Trainer:
             end_of_text=self.tokenizer.end_of_text,
             key=jax.random.fold_in(self.keys.samples, step),
         )
-        # A vocabulary that was rounded up has ids that are no tokens.
+        # A vocabulary that was rounded up has ids without a token.
         known_ids = [number for number in written.new_ids()[0] if number < self.tokenizer.vocab]
         ids = np.asarray(prompt + known_ids)
         text = self.tokenizer.decode(ids)
@@ -200,7 +200,7 @@ class Trainer:
 
 
 def parameters(recipe: Recipe, shapes: Any) -> tuple[int, int]:
-    """How many of a model's parameters the recipe trains, and how many there are."""
+    """The number of parameters that the recipe trains, and of all parameters."""
     trained = optimizer_of(recipe, shapes).trained(shapes)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)), planning.parameter_count(shapes)
 

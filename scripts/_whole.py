@@ -1,16 +1,16 @@
-"""Small files that are there whole or not at all."""
+"""Small files that are written atomically."""
 
 from contextlib import suppress
 from pathlib import Path
 
 
 def part_of(path: Path) -> Path:
-    """Where a file is while it is written."""
+    """The path under which a file is written before it is renamed."""
     return path.with_suffix(".part")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file by way of another, of which nothing stays where it cannot be written."""
+    """Write another file and rename it to `path`; if writing fails, the other file is deleted."""
     part = part_of(path)
     try:
         part.write_text(text, encoding="utf-8")

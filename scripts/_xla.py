@@ -1,4 +1,4 @@
-"""Which flags and compiler options the installed XLA knows; XLA ends the process at one that it does not."""
+"""The flags and compiler options that the installed XLA knows; an unknown one would end the process."""
 
 import functools
 import importlib.util
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def known(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the flags or compiler options, by name, that the installed XLA knows; others are told in the log.
+    """The flags or compiler options that the installed XLA knows; others are left out, with a warning in the log.
 
-    JAX is not imported and no client is made, since XLA reads its flags but once, when the first client is.
+    JAX is not imported here, since XLA reads its flags only once, when the first client is made.
     """
     found = {}
     for name, value in options.items():
@@ -30,9 +30,9 @@ def as_flags(options: Mapping[str, Any]) -> list[str]:
 
 @functools.cache
 def _is_known(name: str) -> bool:
-    """Whether the library holds the name as a string of its own, as the table of flags does.
+    """Whether the library holds the name as a zero-terminated string, as its table of flags does.
 
-    The names of flags that are gone stay in XLA's protocol description, but there no zero byte ends them.
+    Names of removed flags stay in XLA's protocol-buffer descriptions, but without a zero byte at the end.
     """
     spec = importlib.util.find_spec("jaxlib")
     folders = [] if spec is None else spec.submodule_search_locations or []

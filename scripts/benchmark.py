@@ -79,7 +79,7 @@ def show(rows: list[Row]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the benchmarks asked for, telling what is under way."""
+    """Run the chosen benchmarks, printing the name of each as it runs."""
     with one_message():
         command = read(Command, arguments)
         names = command.only or [name for name in BENCHMARKS if (name in OF_MESHES) == (command.simulate is not None)]

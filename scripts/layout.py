@@ -1,4 +1,4 @@
-"""What a plan does, before anything runs: `python scripts/layout.py --mesh.fsdp 2 --mesh.tensor 4 --zero 3`."""
+"""What a plan holds and sends, before anything runs: `python scripts/layout.py --mesh.fsdp 2 --mesh.tensor 4`."""
 
 import math
 import sys
@@ -7,7 +7,7 @@ import _environment
 
 
 def _devices(arguments: list[str]) -> list[str]:
-    """The arguments, and `--simulate` with the product of the mesh's flags where there is none: nothing runs here."""
+    """The arguments with `--simulate` for as many devices as the mesh has, unless it is given."""
     sizes = [
         own or value
         for flag, value in zip(arguments, [*arguments[1:], ""])
@@ -48,10 +48,10 @@ from eqformer.parallel import CONTEXT
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """Tell what a plan does before anything runs: give the flags of pretrain.py.
+    """Report what a plan holds and sends, before anything runs: give the flags of pretrain.py.
 
-    Prints where each parameter lives, what a device holds and sends, and a pipeline's timeline. Needs no devices: a
-    mesh of any size can be looked at on any machine.
+    Prints the sharding of each parameter, the bytes that a device holds and sends, and a pipeline's timeline. It needs
+    no devices, so a mesh of any size can be examined on any machine.
     """
 
     recipe: str
@@ -61,24 +61,24 @@ class Command:
     compile: bool = False
     """Compile the step for simulated devices too, and count what the program holds and sends."""
     memory: str | None = None
-    """What a device has, such as 80GB: tell whether the plan fits and, if not, which of as many devices would."""
+    """A device's memory, such as 80GB: report whether the plan fits and, if not, which plans of as many devices do."""
     picture: Path | None = None
     """Draw the layout to this PNG, and a pipeline's timeline beside it as NAME-timeline.png."""
     run_dir: Path | None = None
-    """Taken because pretrain.py takes it, and not looked at."""
+    """Accepted, since pretrain.py has it, and ignored."""
 
 
-# Of the command's flags, those that pretrain.py has not, in words for `--help`.
+# The flags that pretrain.py does not have, with their descriptions for `--help`.
 OWN = {
     "--compile": "compile the step too, and count what the program holds and sends",
-    "--memory 80GB": "tell whether the plan fits into so much, and which would",
+    "--memory 80GB": "report whether the plan fits into so much, and which would",
     "--picture FILE": "draw the layout to this PNG, and a pipeline's timeline beside it",
 }
-NOT_LOOKED_AT = ("the run",)  # groups of flags of `--help` that change nothing of what is told
+IGNORED = ("the run",)  # groups of flags in `--help` that change nothing in the report
 
 
 def report(command: Command) -> None:
-    """Print it all."""
+    """Print the whole report."""
     recipe = command.run
     memory = None if command.memory is None else memory_bytes(command.memory)
     check_sizes(recipe)
@@ -102,7 +102,7 @@ def report(command: Command) -> None:
 
 
 def _print_bytes(recipe: Recipe, plan: parallel.Plan, states: State, model: Any) -> tuple[int, int]:
-    """What a device holds; returns the bytes of its state and of its activations."""
+    """Print what a device holds; returns the bytes of its state and of its activations."""
     rows = [("bytes", "a device", "of", "share")]
     held = state_bytes(plan, states)
     rows += [(name, f"{own:,}", f"{whole:,}", f"{own / max(whole, 1):.1%}") for name, (own, whole) in held.items()]
@@ -130,7 +130,7 @@ def _print_sent(recipe: Recipe, plan: parallel.Plan, model: Any, trained: traini
 
 
 def _print_compiled(recipe: Recipe, model: Any) -> None:
-    """The step's own figures; devices are simulated, so this holds for a CPU's program."""
+    """Print the memory and the communication of the compiled step; devices are simulated, so it is a CPU's program."""
     plan = plan_of(recipe, jax.devices())
     compiled = compiled_step(recipe, plan, model)
     memory = compiled.memory_analysis()
@@ -172,7 +172,7 @@ def _draw(path: Path, recipe: Recipe, model: Any) -> None:
 def main(arguments: list[str]) -> None:
     """Run the command; bad input ends it with one message and exit code 2."""
     with one_message():
-        command = parse(Command, arguments, OWN, NOT_LOOKED_AT)
+        command = parse(Command, arguments, OWN, IGNORED)
         check_machine(command.machine)
         with naming_flags(command):
             report(command)

@@ -41,7 +41,7 @@ class Command:
     chat: Literal["auto", "yes", "no"] = "auto"
     """Whether to ask in the model's chat template; auto asks so where it has one."""
     system: str | None = None
-    """What a chat is told before the prompt."""
+    """The system message of a chat, before the prompt."""
     tokens: int = 300
     """How many tokens to write; fewer if the model ends the text."""
     temperature: float = 0.8
@@ -67,17 +67,17 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Writer:
-    """A model, and how text goes in and comes out."""
+    """A model with its tokenizer."""
 
     model: generation.Model
     tokenizer: data.Tokenizer
     ends: list[int]
     folder: Path
-    """What the model was published with, its chat template among it; it is not there for a run that began anew."""
+    """The folder with the files that the model was published with, such as its chat template; it may not exist."""
 
 
 def writer_of(command: Command) -> Writer:
-    """What the command names, over its mesh: the text is the same on any."""
+    """The model that the command names, over its mesh; the text is the same on any mesh."""
     dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
     if command.model is not None and command.run_dir is not None:
         raise ValueError(
@@ -104,7 +104,7 @@ def writer_of(command: Command) -> Writer:
 
 
 def plan_for(command: Command, recipe: Recipe) -> parallel.Plan | None:
-    """The plan of the command's mesh; None where that is one device. Raises a `ValueError` where the model has none."""
+    """The plan of the command's mesh, None for one device; raises a `ValueError` if the model does not suit it."""
     if command.mesh == Mesh() and command.simulate is None:
         return None
     plan = plan_of(
@@ -115,17 +115,17 @@ def plan_for(command: Command, recipe: Recipe) -> parallel.Plan | None:
 
 
 def prompt_of(command: Command, writer: Writer) -> tuple[str, list[int]]:
-    """What is shown of the prompt, and its ids."""
+    """The part of the prompt that is printed, and its ids."""
     chat = command.chat == "yes" or (command.chat == "auto" and data.has_chat_template(writer.folder))
     if not chat and command.system is not None:
         raise ValueError(
-            f"--system {command.system!r}: only a chat is told something first; leave it out, or --chat yes."
+            f"--system {command.system!r}: only a chat has a system message; leave it out, or give --chat yes."
         )
     tokenizer = writer.tokenizer
     if chat:
-        told = [] if command.system is None else [{"role": "system", "content": command.system}]
+        system = [] if command.system is None else [{"role": "system", "content": command.system}]
         template = data.ChatTemplate(writer.folder, now=datetime.datetime.now)
-        text = template.render([*told, {"role": "user", "content": command.prompt}])
+        text = template.render([*system, {"role": "user", "content": command.prompt}])
         return "", _prompt(tokenizer, text, whole=True)
     is_published = writer.folder.is_dir()
     ids = _prompt(tokenizer, command.prompt) if is_published else tokenizer.encode(command.prompt).tolist()
@@ -133,7 +133,7 @@ def prompt_of(command: Command, writer: Writer) -> tuple[str, list[int]]:
 
 
 def _prompt(tokenizer: data.Tokenizer, text: str, *, whole: bool = False) -> list[int]:
-    """As the tokenizer's file has it, if it is of a file."""
+    """The ids of a prompt, with the special tokens that a tokenizer's file adds."""
     if isinstance(tokenizer, data.FileTokenizer):
         return tokenizer.encode_prompt(text, whole=whole).tolist()
     return tokenizer.encode(text).tolist()

@@ -159,8 +159,8 @@ def _tokenise(
         )
     if mended:
         warnings.warn(
-            f"{call}: {len(mended)} documents hold lone surrogates, which are no characters; the first is {mended[0]}. "
-            f"Each was replaced by U+FFFD.",
+            f"{call}: lone surrogates, which are no characters, were replaced by U+FFFD in {len(mended)} "
+            f"document{'s' * (len(mended) > 1)}, the first of them {mended[0]}.",
             stacklevel=3,
         )
     writer.append("offsets.bin", np.cumsum([0, *lengths]).astype("<i8"))

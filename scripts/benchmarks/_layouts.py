@@ -125,14 +125,14 @@ def schedules(rounds: int) -> Iterator[Row]:
 
 
 def communication(rounds: int) -> Iterator[Row]:
-    """Bytes a device sends in a step of each layout, counted in the compiled program, over those that formulas tell."""
+    """Bytes a device sends in a step of each layout, counted in the compiled program, over those by the formulas."""
     model = eqx.filter_eval_shape(lambda: nn.run_with(models.build(NUMBERS, key=jax.random.key(0)), **_AS_RECIPES))
     for name in LAYOUTS:
         plan = _plan(name)
         counted = counted_bytes(plan, planning.communication(Run(plan).step.compiled, mesh=plan.mesh))
         for cause, size in by_cause(sent_bytes(plan, model, rows=ROWS, seq=SEQ)).items():
             sent = counted.get(cause, 0.0)
-            yield Row(f"sent: {name}", cause, sent / 1e6, "MB", sent / size, f"told {size / 1e6:.2f} MB")
+            yield Row(f"sent: {name}", cause, sent / 1e6, "MB", sent / size, f"formula {size / 1e6:.2f} MB")
 
 
 def _plan(name: str) -> Plan:

@@ -1,4 +1,4 @@
-"""Timing several contenders in turn, A B A B, so that a drifting machine touches all of them alike."""
+"""Times several contenders in turn, A B A B, so that changes in the machine's speed affect all alike."""
 
 import dataclasses
 import statistics
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 
-REST = 0.25  # seconds; idle threads of a pool wait busily for a while, which would slow down whoever comes next
+REST = 0.25  # seconds; idle threads of a thread pool spin for a while, which would slow down the next contender
 
 
 @dataclasses.dataclass(frozen=True)

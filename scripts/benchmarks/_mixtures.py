@@ -76,7 +76,7 @@ class InTraining(eqx.Module):
     moe: nn.MoE
 
     def __call__(self, x: Float[Array, "rows seq embed"]) -> tuple[Float[Array, "rows seq embed"], nn.Aux]:
-        """The layer, and what it tells."""
+        """The layer's output and its aux."""
         keys = jax.random.split(jax.random.key(3), x.shape[:-1])
         return self.moe(x, nn.Tokens(nn.positions_like(x.shape[:-1]).positions, keys=keys))
 
@@ -87,7 +87,7 @@ class Dense(eqx.Module):
     mlp: nn.GatedMLP
 
     def __call__(self, x: Float[Array, "rows seq embed"]) -> tuple[Float[Array, "rows seq embed"], None]:
-        """The layer, and nothing to tell."""
+        """The layer's output, and no aux."""
         return self.mlp(x), None
 
 
@@ -97,7 +97,7 @@ class Even(eqx.Module):
     experts: nn.Experts
 
     def __call__(self, x: Float[Array, "rows embed"]) -> tuple[Float[Array, "rows embed"], None]:
-        """The rows' outputs, and nothing to tell."""
+        """The rows' outputs, and no aux."""
         number = len(self.experts)
         return self.experts.sorted_rows(x, jnp.full(number, len(x) // number, jnp.int32)), None
 

@@ -1,4 +1,4 @@
-"""Recipes: functions that return everything that decides a run. Add yours here."""
+"""Recipes: each is a function that returns a `Recipe`, which decides everything about a run. Add yours here."""
 
 from collections.abc import Callable
 

@@ -34,13 +34,13 @@ class Text:
     round_vocab: int = 1
     """The model's vocabulary is the tokenizer's, rounded up to a multiple of this: 128 suits tensor parallelism."""
     end_of_text: str | None = None
-    """The tokenizer's token that ends a document, where it cannot be told from the file."""
+    """The tokenizer's token that ends a document, if the file does not say which it is."""
     field: str = "text"
     """The field of .jsonl and .parquet rows that holds the text."""
     packing: Literal["windows", "documents"] = "windows"
-    """Rows as contiguous windows, or as packed documents that do not see each other."""
+    """Rows are contiguous windows of the text, or packed documents that do not attend to each other."""
     validation: float = 0.05
-    """The share of documents, chosen by a hash of their names, that is kept for validation."""
+    """The share of documents that is kept for validation, chosen by a hash of their names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,39 +54,39 @@ class Optimization:
     rates: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"
     """The learning rate after the warmup: half a cosine, a plateau and a linear decay, or the peak."""
     warmup: int | None = None
-    """Steps of linear warmup; a tenth of the run's, at least 1 and at most 50, where nothing is given."""
+    """Steps of linear warmup; by default a tenth of the run's, at least 1 and at most 50."""
     weight_decay: float = 0.1
     """Decay of matrices, times the learning rate; biases and norms never decay."""
     clip: Annotated[float | None, _NUMBER_OR_NONE] = 1.0
-    """The largest global gradient norm; longer gradients are scaled down to it. None scales none."""
+    """The largest global gradient norm; larger gradients are scaled down to it. None switches clipping off."""
     z_loss: float = 0.0
     """Weight of the squared log-normaliser in the loss."""
     balance_rate: float = 0.001
-    """How far a step moves the selection biases of routers that have them, towards an even load."""
+    """The step size of the routers' selection biases, which balance the load of experts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Low-rank changes that are trained in place of the weights."""
+    """LoRA: low-rank changes that are trained instead of the weights."""
 
     rank: int = 0
-    """Their rank; 0 trains all weights."""
+    """The rank of the changes; 0 trains all weights."""
     alpha: float = 16.0
-    """They are multiplied by this over the rank."""
+    """The changes are multiplied by alpha / rank."""
     maps: tuple[str, ...] = ("query", "key", "value", "output")
-    """The maps that have one, by the ends of their names, as eqformer.nn.with_lora takes them."""
+    """The linear maps that get one, by the ends of their names, as eqformer.nn.with_lora takes them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How the model runs; none of it changes what is computed."""
+    """How the model runs; it changes speed and memory, and no results."""
 
     core: Literal["xla", "reference", "blockwise", "cudnn"] = "blockwise"
     """The attention core."""
     remat: Literal["none", "full", "dots", "dots_no_batch", "products"] = "products"
-    """What the backward pass recomputes instead of keeping it."""
+    """The rematerialisation policy: what the backward pass recomputes instead of keeping it."""
     unroll: int = 1
-    """Layers a turn of the scan over layers."""
+    """How many layers an iteration of the scan over layers runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +101,12 @@ class Metrics:
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """The devices, as a grid with an axis for each way to split a model; the sizes multiply to how many there are."""
+    """The mesh of devices, with an axis for each way to split; the sizes multiply to the number of devices."""
 
     replica: int = 1
-    """Copies of everything; the batch is split."""
+    """Data parallelism: the batch is split, and the state is replicated."""
     fsdp: int = 1
-    """The batch is split, and of the training state what --zero says."""
+    """The batch is split, and so is as much of the training state as --zero says."""
     expert: int = 1
     """The batch is split, and so are the experts of a mixture."""
     pipe: int = 1
@@ -119,10 +119,10 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A model, its text, and how it learns."""
+    """A model, its text, and how it is trained."""
 
     model: Numbers
-    """The family and its numbers."""
+    """The model's family and its hyperparameters."""
     published: Annotated[Path | None, tyro.conf.arg(name="model", metavar="FOLDER")] = None
     """A folder of safetensors and config.json, as published, whose model, weights and tokenizer the run starts from."""
     steps: int = 800
@@ -138,7 +138,7 @@ class Recipe:
     batch: int = 16
     """Rows a step."""
     accumulate: int = 1
-    """Pieces that a step's rows are computed in, in turn: less memory, the same numbers but a mixture's balance."""
+    """Microbatches that a step's rows are computed in, one after another: less memory, and (mixtures aside) equal."""
     text: Text = Text()
     optimizer: Optimization = Optimization()
     lora: Lora = Lora()
@@ -154,43 +154,43 @@ class Recipe:
     validate_every: int = 100
     """Steps between validations."""
     validation_batches: int = 16
-    """Batches a validation reads, spread evenly over the validation text."""
+    """Batches of a validation, spread evenly over the validation text."""
     sample_every: int = 200
-    """Steps between samples of the model's writing; 0 writes none, also not at the end."""
+    """Steps between text samples of the model; 0 writes none, also at the end."""
     prompt: str = "def "
-    """What those samples begin with."""
+    """The prompt of those samples."""
     mesh: Mesh = Mesh()
     zero: Literal[0, 1, 2, 3] = 1
-    """What is split over --mesh.fsdp: 0 only rows, 1 the optimizer's state, 2 also gradients, 3 also parameters."""
+    """What --mesh.fsdp splits: 0 rows only, 1 also the optimizer's state, 2 also gradients, 3 also parameters."""
     residual: Literal["replicated", "sequence", "feature"] = "replicated"
-    """The stream between layers over --mesh.tensor: whole, or split by tokens or by features."""
+    """The residual stream over --mesh.tensor: replicated, or split by tokens or by features."""
     overlap: Literal["none", "ring", "bidirectional"] = "none"
-    """How a split stream is gathered and scattered: at once, or in rings hidden behind the products."""
+    """How a split stream is gathered and scattered: by one collective, or in rings that overlap with the products."""
     context_method: Literal["ring", "gather", "heads"] = "ring"
-    """How attention reaches tokens of other devices: keys go round, are gathered, or heads are exchanged."""
+    """How attention sees other devices' tokens: keys and values pass round a ring, or are gathered, or by Ulysses."""
     expert_method: Literal["gather", "exchange"] = "gather"
-    """How tokens reach experts: all are gathered (exact), or each choice is sent, in training where a slot is free."""
+    """How tokens reach experts: all are gathered (exact), or each choice is sent by all-to-all, within a capacity."""
     expert_factor: float = 2.0
-    """Slots that --expert-method exchange has for a pair of devices, over what even loads need."""
+    """The capacity of --expert-method exchange for each pair of devices, relative to an even load."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1"] = "1f1b"
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
-    """Pieces that a step's rows go through a pipeline in; the same as --accumulate, with which it is multiplied."""
+    """Microbatches of a step that go through the pipeline; it is multiplied with --accumulate."""
     chunks: int = 1
-    """Parts of the model that a stage holds, with --schedule interleaved or looping."""
+    """Parts of the model that each stage holds, with --schedule interleaved or looping."""
     edges: Literal["ends", "spread"] = "ends"
-    """Where a pipeline embeds and computes the loss: at its ends or, with --schedule gpipe, spread over all stages."""
+    """Embedding and loss are computed by the first and last stage or, with --schedule gpipe, spread over all stages."""
 
 
 # Fields that are a plan's choices, by the same names.
 PLAN_CHOICES = ("zero", "residual", "overlap", "context_method", "expert_method", "expert_factor")
 PLAN_CHOICES += ("schedule", "microbatches", "chunks", "edges")
 
-# Fields that may change between a run and its continuation, since they leave its past as it was.
+# Fields that may change when a run is continued, since they do not change the steps already taken.
 CHANGEABLE = frozenset(
     ("steps", "prolong", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
     + ("sample_every", "prompt", "metrics", "execution")
-    # The mesh and the pieces decide where and when numbers are computed, not which. Mixtures alone differ a little: a
-    # balance over the batch is over each piece of it, and --expert-method exchange may leave choices out.
+    # The mesh and the microbatches decide where and when numbers are computed, not their values. Only mixtures differ
+    # a little: balance losses are over a microbatch, and --expert-method exchange may drop choices.
     + ("mesh", "accumulate", *PLAN_CHOICES)
 )

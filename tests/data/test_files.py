@@ -125,20 +125,21 @@ def test_files_are_checked_once_a_source_and_again_after_a_mistake(tmp_path, mon
     assert len(read) == 3 * number  # to check them, and for each split
 
 
-def test_half_a_character_is_replaced_and_told(tokenizer_json, tmp_path):
+def test_half_a_character_is_replaced_with_a_warning(tokenizer_json, tmp_path):
     rows = [r"one \ud83e\udd8b two", r"three \ud83e four \udd8b", "five", r"\udfff", r"\ud83e\\u0041"]
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{row}"}}\n' for row in rows))
     wanted = ["one 🦋 two", "three \ufffd four \ufffd", "five", "\ufffd", "\ufffd\\u0041"]
     for tokenizer in (ByteTokenizer(), FileTokenizer(tokenizer_json)):
         with pytest.warns(
-            UserWarning, match=r"open_store\(.*halves of .* characters: 3, the first rows\.jsonl#1; U\+FFFD"
+            UserWarning,
+            match=r"open_store\(.*: 3 documents hold lone surrogates.*; the first is rows\.jsonl#1\..*U\+FFFD",
         ):
             store = open_store(files(tmp_path), tokenizer, tmp_path / "cache", validation=0.0)
         borders = zip(store.offsets[:-1], store.offsets[1:] - 1)
         assert [tokenizer.decode(store.tokens[start:stop]) for start, stop in borders] == wanted
         assert store.text_bytes == sum(len(text.encode()) for text in wanted)
     broken = {"a": "x\ud800", "b\ud800": "y"}
-    with pytest.warns(UserWarning, match=r"halves of .* characters: 1, the first a;"):
+    with pytest.warns(UserWarning, match=r"1 documents hold lone surrogates.*; the first is a\."):
         open_store(texts(broken), ByteTokenizer(), tmp_path / "cache", validation=0.0)
 
 
