@@ -153,7 +153,7 @@ def test_whole_modules_and_their_weights(kind, method):
             assert distance(run(False, eqx.tree_at(lambda t: t.lengths, tokens, None)), want) > 1e-4
         if kind == "latent":
             partial_gradients = run(True, tokens)[0].output.weight.reshape(4, *module.output.weight.shape)
-            assert distance(partial_gradients.sum(0), want[0].output.weight) < 1e-12
+            assert distance(partial_gradients.sum(0), want[0].output.weight) < 1e-7
             assert distance(partial_gradients[0], want[0].output.weight) > 0.1
 
 
