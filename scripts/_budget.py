@@ -97,7 +97,7 @@ def _stage(plan: parallel.Plan, wrapped: Any, batch: Batch, tokens: nn.Tokens) -
     # With spread edges, the stack is a `PipelinedStack` around the stage's layers.
     stack = stack.stack if isinstance(stack, parallel.PipelinedStack) else stack
     x = parallel.vary(wrapped.embed(batch.ids, tokens), [PIPE])
-    return lambda stack, x: stack(x, tokens.fold_in(0))[0], stack[: len(stack) // plan.chunks], x
+    return lambda stack, x: stack(x, tokens.fold_in(0))[0], stack[: len(stack) // plan.timetable().chunks], x
 
 
 def _beside(pull: PyTree, there: PyTree) -> list[jax.Array]:

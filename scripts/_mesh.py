@@ -96,10 +96,11 @@ def mesh_line(plan: parallel.Plan) -> str:
     if sizes["context"] > 1:
         parts.append(f"context by {plan.context_method}")
     if plan.is_pipelined:
-        timing = parallel.simulate(plan.timetable()).lock_step
-        chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
+        schedule = plan.timetable()
+        timing = parallel.simulate(schedule).lock_step
+        chunks = f", {schedule.chunks} chunks" if schedule.chunks > 1 else ""
         bubble = f"bubble {100 * timing.bubble:.1f} %"
-        parts.append(f"{plan.schedule}, {plan.microbatches} microbatches{chunks}, {bubble}")
+        parts.append(f"{schedule.name}, {plan.microbatches} microbatches{chunks}, {bubble}")
     elif plan.microbatches > 1:
         parts.append(f"{plan.microbatches} microbatches one after another")
     return "; ".join(parts)
@@ -211,8 +212,6 @@ class State:
         """The state with its layers in another order; arrays are donated one after another, so that at any time at
         most one array exists twice.
         """
-        if not self.plan.is_pipelined or self.plan.chunks == 1:
-            return state
         arrays, rest = eqx.partition(state, eqx.is_array)
         parts = lambda s: (s.model, s.optimizer_state)
         moved = tuple(order(part, self._taken) for part in parts(arrays))

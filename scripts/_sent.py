@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 from eqformer import nn, parallel, planning, training
@@ -88,7 +87,7 @@ def counted_bytes(plan: parallel.Plan, transfers: Iterable[planning.Transfer]) -
 def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[Sent]:
     what = f"parameters and gradients, zero {plan.zero}"
     # A pipeline's backward entry runs its layers forward once more, and gathers them for it; a single one it keeps.
-    is_deep = plan.spreads_edges or any(len(stack) > plan.size(PIPE) * plan.chunks for stack in model.stacks)
+    is_deep = plan.spreads_edges or any(len(stack) > plan.timetable().parts for stack in model.stacks)
     for leaf, number, weight, is_layers, moves in _arrays(plan, model, moving):
         if not (moves or plan.zero == 3):  # it stays where it is, whole
             continue
@@ -198,7 +197,7 @@ def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
 def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float:
     """All devices send in each tick in which any has something to send."""
     # With spread edges the first stage's next input goes round beside the stages' outputs, in all ticks.
-    rounds = 2 * _ticks(plan) if plan.spreads_edges else _sending_ticks(plan) / 2
+    rounds = 2 * _ticks(plan) if plan.spreads_edges else sum(parallel.link_ticks(plan.timetable()).values()) / 2
     slices = 1 if plan.residual == "replicated" else plan.size(TENSOR)
     embed = model.embedding.weight.shape[-1]
     return planning.pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_width(model))
@@ -264,15 +263,8 @@ def _ticks(plan: parallel.Plan) -> int:
 
 def _share_of_ticks(plan: parallel.Plan, cause: str) -> float:
     if cause != PIPE:
-        return plan.microbatches * plan.chunks / _ticks(plan)
-    return 1.0 if plan.spreads_edges else _sending_ticks(plan) / (2 * _ticks(plan))
-
-
-def _sending_ticks(plan: parallel.Plan) -> int:
-    """In how many ticks any device sends an activation, and in how many a gradient, together."""
-    schedule = plan.timetable()
-    stage = np.arange(schedule.stages)
-    is_last = (stage == schedule.stages - 1) & (schedule.forward >= (schedule.chunks - 1) * schedule.microbatches)
-    is_first = (stage == 0) & (schedule.backward < schedule.microbatches)
-    sends = ((schedule.forward != parallel.IDLE) & ~is_last, (schedule.backward != parallel.IDLE) & ~is_first)
-    return sum(int(each.any(axis=1).sum()) for each in sends)
+        return plan.microbatches * plan.timetable().chunks / _ticks(plan)
+    if plan.spreads_edges:
+        return 1.0
+    used = parallel.link_ticks(plan.timetable())
+    return sum(used.values()) / (len(used) * _ticks(plan))

@@ -44,8 +44,14 @@ from .pipeline._pack import pack_schedule as pack_schedule
 from .pipeline._pipeline import (
     pipeline_gradients as pipeline_gradients,
 )
+from .pipeline._pipeline_plan import link_ticks as link_ticks
 from .pipeline._pipelined_stack import PipelinedStack as PipelinedStack
-from .pipeline._schedule import IDLE as IDLE, Schedule as Schedule
+from .pipeline._schedule import (
+    IDLE as IDLE,
+    ring_placement as ring_placement,
+    Schedule as Schedule,
+    v_placement as v_placement,
+)
 from .pipeline._schedules import (
     gpipe as gpipe,
     interleaved as interleaved,

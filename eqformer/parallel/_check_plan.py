@@ -36,7 +36,7 @@ def check_choices(plan: Any) -> None:
         ("overlap", plan.overlap, OVERLAPS),
         ("context_method", plan.context_method, CONTEXT_METHODS),
         ("expert_method", plan.expert_method, EXPERT_METHODS),
-        ("schedule", plan.schedule, tuple(SCHEDULES)),
+        ("schedule", plan.schedule, tuple(SCHEDULES) if isinstance(plan.schedule, str) else (plan.schedule,)),
         ("edges", plan.edges, ("ends", "spread")),
     ):
         if value not in known:
@@ -79,7 +79,7 @@ def check_model(plan: Any, model: nn.Transformer) -> None:
                 "pipeline's stages hold equal parts of one; put the unlike layers into one Stack of Periods, or give "
                 "the devices to another axis."
             )
-        check_depth(len(model.stacks[0]), plan.size(PIPE), plan.chunks)
+        check_depth(len(model.stacks[0]), plan.size(PIPE), plan.timetable().chunks)
     specs = plan.parameter_specs(model)
     plan.state_specs(model)
     if plan.size(TENSOR) > 1:

@@ -22,7 +22,7 @@ from ._wrap import split_mixtures, split_over_context, split_over_tensor
 from .context._context import context_order
 from .layouts._layout import axes_of, Layout, partition_specs
 from .layouts._mesh import axis_sizes
-from .pipeline._depth import layer_order
+from .pipeline._depth import in_reading_order, in_ring_order, reading_mover, ring_mover
 from .pipeline._pipelined_stack import PipelinedStack
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import make_schedule
@@ -43,7 +43,8 @@ class Plan:
       its gathers overlap with products.
     - `context_method`: how attention works over rows that the axis `context` splits, see `ContextCore`.
     - `expert_method`, `expert_factor`: how tokens come to experts that the axis `expert` splits, see `SplitMoE`.
-    - `schedule`, `microbatches`, `chunks`: the pipeline over the axis `pipe`, see `make_schedule`. `edges`: whether
+    - `schedule`, `microbatches`, `chunks`: the pipeline over the axis `pipe`, see `make_schedule`, which takes a name,
+      a function or a table of one's own. `edges`: whether
       embedding and loss are computed at its `"ends"` or, under GPipe, `"spread"` over all stages.
     - `smallest`: arrays of fewer entries are not split over `fsdp`.
 
@@ -58,7 +59,7 @@ class Plan:
     context_method: str = "ring"
     expert_method: str = "gather"
     expert_factor: float = 2.0
-    schedule: str = "1f1b"
+    schedule: str | Callable[[int, int], Schedule] | Schedule = "1f1b"
     microbatches: int = 1
     chunks: int = 1
     edges: str = "ends"
@@ -131,35 +132,23 @@ class Plan:
     def to_ring_order(self, tree: PyTree, taken: Callable[..., Any] = operator.getitem) -> PyTree:
         """A model, or a tree of such, with its layers in the order in which the ring of stages holds them.
 
-        That is another than reading order where devices hold several chunks. Such a model trains in ring order and is
+        That is another than reading order where devices hold several parts. Such a model trains in ring order and is
         saved in reading order. `taken(x, order)` gives the entries of an array along its first dim in an order, for who
         has another way to move one that is large.
         """
-        return self._with_layers(tree, lambda x: self._to_ring(x, taken))
+        return in_ring_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
 
     def to_reading_order(self, tree: PyTree, taken: Callable[..., Any] = operator.getitem) -> PyTree:
         """What `to_ring_order` gave, with its layers in the order in which the model is read."""
-        return self._with_layers(tree, lambda x: self._to_reading(x, taken))
+        return in_reading_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
 
     def aux_to_ring_order(self, aux: PyTree) -> PyTree:
         """What layers told in reading order, each array with a `layers` dim in front, in the order of a schedule's."""
-        return jax.tree.map(self._to_ring, aux) if self.runs_schedule else aux
+        return jax.tree.map(ring_mover(self.timetable().part_of), aux) if self.runs_schedule else aux
 
     def aux_to_reading_order(self, aux: PyTree) -> PyTree:
         """What a schedule's layers told, each array with a `layers` dim in front, in reading order."""
-        return jax.tree.map(self._to_reading, aux) if self.runs_schedule else aux
-
-    def _with_layers(self, tree: PyTree, move: Callable[[Any], Any]) -> PyTree:
-        if not self.is_pipelined or self.chunks == 1:
-            return tree
-        is_layers = lambda names, x: nn.has_shape(x) and names.startswith("layers")
-        return jax.tree.map(lambda names, x: move(x) if is_layers(names, x) else x, nn.dims(tree), tree)
-
-    def _to_ring(self, x: Any, taken: Callable[..., Any] = operator.getitem) -> Any:
-        return x if self.chunks == 1 else taken(x, layer_order(x.shape[0], self.size(PIPE), self.chunks))
-
-    def _to_reading(self, x: Any, taken: Callable[..., Any] = operator.getitem) -> Any:
-        return x if self.chunks == 1 else taken(x, np.argsort(layer_order(x.shape[0], self.size(PIPE), self.chunks)))
+        return jax.tree.map(reading_mover(self.timetable().part_of), aux) if self.runs_schedule else aux
 
     def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
         """The batch with each row's tokens in the order in which they are split over `context`.
@@ -271,10 +260,12 @@ class Plan:
         wrapped = self.wrap(model, model, leaves, shapes)
         if not self.is_pipelined or self.spreads_edges:
             return wrapped
-        (stack,) = wrapped.stacks
-        size = len(stack) // self.chunks
-        rounds = (stack[i * size : (i + 1) * size] for i in range(self.chunks))
-        return eqx.tree_at(lambda m: m.stacks, wrapped, tuple(PipelinedStack(s, self.microbatches) for s in rounds))
+        (stack,), schedule = wrapped.stacks, self.timetable()
+        size = len(stack) // schedule.chunks
+        chunks = (stack[i * size : (i + 1) * size] for i in range(schedule.chunks))
+        orders = schedule.stage_of.reshape(schedule.chunks, -1).tolist()
+        rounds = (PipelinedStack(s, self.microbatches, order=tuple(o)) for s, o in zip(chunks, orders))
+        return eqx.tree_at(lambda m: m.stacks, wrapped, tuple(rounds))
 
     def reduce(self, gradients: PyTree, leaves: PyTree) -> PyTree:
         """Each gradient summed once over the devices that hold a part of it, and split where the state is."""

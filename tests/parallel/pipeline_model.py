@@ -144,7 +144,7 @@ def one_device(model, data):
 
 def pipelined(mesh, schedule, functions=(first, stage, last), specs=P(PIPE), batch=BATCH_AXES, run=pipeline_gradients):
     """`(model, data) -> (sum, count, gradients)` as a pipeline, whatever the mesh; gradients are reduced at the end."""
-    order = lambda stack: layer_order(len(stack), schedule.stages, schedule.chunks)
+    order = lambda stack: layer_order(len(stack), schedule.part_of)
     split = lambda x: x.reshape(schedule.microbatches, -1, *x.shape[1:])
 
     def per_device(model, data):

@@ -9,13 +9,24 @@ from eqformer.parallel import (
     gpipe,
     IDLE,
     interleaved,
+    link_ticks,
     looping,
     make_schedule,
     one_f_one_b,
+    pack_schedule,
+    ring_placement,
     SCHEDULES,
     simulate,
+    v_placement,
     zero_bubble,
 )
+
+
+# One microbatch on each of three devices, of one chunk and of two.
+ONE_BY_ONE = {
+    1: [[("forward", 0, 0), ("backward", 0, 0)]] * 3,
+    2: [[("forward", 0, 0), ("forward", 0, 1), ("backward", 0, 1), ("backward", 0, 0)]] * 3,
+}
 
 
 def changed(schedule, kind, *cells):
@@ -31,6 +42,13 @@ def moved(schedule, kind, stage, ticks):
     table = getattr(schedule, kind).copy()
     table[:, stage] = np.roll(table[:, stage], ticks)
     return dataclasses.replace(schedule, **{kind: table})
+
+
+def placed_otherwise(schedule, part_of):
+    """A copy of the schedule with another placement, which nobody has looked at."""
+    other = dataclasses.replace(schedule)
+    object.__setattr__(other, "part_of", part_of)
+    return other
 
 
 # In 1F1B of 3 stages, stage i does the forward of microbatch k at tick k+i and its backward at tick k+4-i.
@@ -73,7 +91,7 @@ BROKEN = [
     ),
     (changed(gpipe(2, 2), "forward", (0, 1, 2)), "entry 2 at tick 0, stage 1, but the rule is .* 0 to 1"),
     (
-        dataclasses.replace(gpipe(2, 2), stages=3),
+        placed_otherwise(gpipe(2, 2), ring_placement(3)),
         r"'gpipe': the table 'forward' has shape \(6, 2\), .* \(6, 3\)",
     ),
 ]
@@ -87,13 +105,13 @@ def test_a_broken_table_is_refused(table, words):
 
 def runs(table):
     """Whether a table can be run and does all work once, by running it with messages that arrive after each tick."""
-    last, inbox, mine, everything = table.stages * table.chunks - 1, set(), set(), []
+    last, inbox, mine, everything = table.parts - 1, set(), set(), []
     for rows in zip(table.forward, table.backward, table.weight):
         sent = set()
         for kind, row in zip("FBW", rows):
             for stage in np.flatnonzero(row != IDLE):
                 chunk, k = divmod(int(row[stage]), table.microbatches)
-                part = chunk * table.stages + int(stage)
+                part = int(table.part_of[stage, chunk])
                 everything.append((kind, part, k))
                 if kind == "F" and part and ("F", part, k) not in inbox:
                     return False
@@ -137,3 +155,23 @@ def test_no_stage_of_a_fused_table_can_be_a_tick_earlier():
         for stage in range(table.stages):
             with pytest.raises(ValueError, match="part after it|last part"):
                 simulate(moved(table, "backward", stage, -1))
+
+
+def test_a_placement_visits_each_device_once_a_chunk():
+    for part_of in ([[0, 1], [2, 3]], [[0], [0]], [[1], [2]]):
+        with pytest.raises(ValueError, match=r"'mine': chunk c of the 2 devices .* but part_of is \[\["):
+            dataclasses.replace(gpipe(2, 1), name="mine", part_of=np.array(part_of))
+
+
+def test_messages_follow_from_the_placement():
+    """Down the devices and back, and devices in another order: who is first and last, and how far the next part is."""
+    back = pack_schedule("v", ONE_BY_ONE[2], microbatches=1, part_of=v_placement(3))
+    assert (back.stage_of[0], back.chunk_of[0], back.stage_of[-1], back.chunk_of[-1]) == (0, 0, 0, 1)
+    assert back.shifts.tolist() == [1, 1, 0, 2, 2]
+    assert simulate(back).messages.tolist() == [2, 4, 2]
+    assert link_ticks(back) == {(True, 1): 2, (False, 2): 2, (True, 2): 2, (False, 1): 2}
+    mixed = pack_schedule("mixed", ONE_BY_ONE[1], microbatches=1, part_of=np.array([[1], [2], [0]]))
+    assert mixed.stage_of.tolist() == [2, 0, 1] and mixed.shifts.tolist() == [1, 1]
+    assert link_ticks(mixed) == {(True, 1): 2, (False, 2): 2}
+    alone = pack_schedule("alone", ONE_BY_ONE[2][:1], microbatches=1, part_of=v_placement(1))
+    assert simulate(alone).messages.tolist() == [0] and link_ticks(alone) == {}

@@ -1,5 +1,6 @@
 """Any schedule gives one device's loss and gradients, does each piece of work once, and reduces outside its loop."""
 
+import dataclasses
 import re
 
 import equinox as eqx
@@ -21,7 +22,9 @@ from eqformer.parallel import (
     make_mesh,
     one_f_one_b,
     pipeline_gradients,
+    ring_placement,
     Schedule,
+    v_placement,
     zero_bubble,
 )
 from eqformer.parallel._axes import FSDP, PIPE, TENSOR
@@ -115,8 +118,9 @@ def first_alone(sums):
 
 def a_tick_late(schedule):
     routes = route(schedule)
-    late = np.roll(routes.turns.arriving_input, 1, axis=0)
-    return type(routes)(routes.turns._replace(arriving_input=late), routes.inputs, routes.cotangents, routes.products)
+    (first, *rest) = routes.turns.arrivals
+    late = first._replace(slot=np.roll(first.slot, 1, axis=0))
+    return dataclasses.replace(routes, turns=routes.turns._replace(arrivals=(late, *rest)))
 
 
 @pytest.mark.parametrize("part,broken", [("_over_ring", first_alone), ("route", a_tick_late)])
@@ -200,7 +204,7 @@ def test_tables_that_cannot_run_are_refused():
 
     def table(**changed):
         tables = {"forward": good.forward, "backward": good.backward, "weight": good.weight} | changed
-        return Schedule("mine", 2, 1, 2, **tables)
+        return Schedule("mine", ring_placement(2), 2, **tables)
 
     late = np.roll(good.forward[:, 0], 2)
     with pytest.raises(ValueError, match="stage 1, microbatch 0, .* later than the forward of the part before it"):
@@ -235,4 +239,5 @@ def test_depths_that_do_not_divide_name_the_nearest():
         check_depth(12, 4, 2)
     with pytest.raises(ValueError, match="take 4 layers"):
         check_depth(3, 4)
-    assert layer_order(8, 2, 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert layer_order(8, ring_placement(2, 2)).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert layer_order(8, v_placement(2)).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]

@@ -1,5 +1,7 @@
 """Tables of pipelines against the published formulas."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -174,3 +176,15 @@ def test_a_schedule_of_ones_own():
         pack_schedule("wrong", [[("back", 0, 0)]], microbatches=1)
     with pytest.raises(ValueError, match="stage 0 at the backward of microbatch 0, chunk 0; stage 1 at the forward"):
         pack_schedule("stuck", [[("backward", 0, 0), ("forward", 0, 0)], order[:1]], microbatches=1)
+
+
+def test_a_plan_takes_a_name_a_function_or_a_table():
+    table = one_f_one_b(2, 4)
+    assert make_schedule(table, stages=2, microbatches=4) is table
+    assert make_schedule(gpipe, stages=2, microbatches=3).name == "gpipe"
+    with pytest.raises(ValueError, match="'1f1b' is for stages=2 and microbatches=4, but stages=2 and microbatches=8"):
+        make_schedule(table, stages=2, microbatches=8)
+    with pytest.raises(ValueError, match="one's own says itself .* chunks=2 was given"):
+        make_schedule(table, stages=2, microbatches=4, chunks=2)
+    with pytest.raises(ValueError, match="one backward, but it has none"):
+        make_schedule(dataclasses.replace(table, backward=np.full_like(table.backward, IDLE)), stages=2, microbatches=4)

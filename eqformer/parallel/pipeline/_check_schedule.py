@@ -48,10 +48,10 @@ def _ticks(schedule: Schedule, kind: str) -> Int[np.ndarray, "parts microbatches
             f"Schedule {schedule.name!r}: the table {kind!r} has entry {table[tick, stage]} at tick {tick}, stage "
             f"{stage}, but the rule is chunk * microbatches + microbatch, 0 to {entries - 1}, or IDLE; correct it."
         )
-    found = np.full((schedule.chunks * schedule.stages, schedule.microbatches), IDLE)
+    found = np.full((schedule.parts, schedule.microbatches), IDLE)
     for tick, stage in np.argwhere(table != IDLE).tolist():
         chunk, microbatch = divmod(int(table[tick, stage]), schedule.microbatches)
-        part = chunk * schedule.stages + stage
+        part = int(schedule.part_of[stage, chunk])
         if (before := found[part, microbatch]) != IDLE:
             rule = f"one {kind}, but it already had one at tick {before}; take one of them out."
             raise ValueError(_complaint(schedule, tick, part, microbatch, rule))
@@ -86,7 +86,7 @@ def _in_order(
 
 
 def _complaint(schedule: Schedule, tick: int | str, part: int, microbatch: int, rule: str) -> str:
-    chunk, stage = divmod(part, schedule.stages)
+    chunk, stage = schedule.chunk_of[part], schedule.stage_of[part]
     return (
         f"Schedule {schedule.name!r}: the tables are wrong at tick {tick}, stage {stage}, microbatch {microbatch}, "
         f"chunk {chunk}: the rule is {rule}"

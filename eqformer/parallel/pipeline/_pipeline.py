@@ -14,7 +14,7 @@ from .. import _send as send
 from .._axes import PIPE
 from .._vary import vary, vary_like, varying_axes
 from ..state._stand_ins import stand_in
-from ._pipeline_plan import route, Routes, Turn
+from ._pipeline_plan import Link, route, Routes, Turn
 from ._schedule import IDLE, Schedule
 from ._stash import add, add_rows, get, put, zeros
 from ._weight_gradients import (
@@ -49,7 +49,8 @@ def pipeline_gradients(
 
     A device remembers the inputs of its parts alone, in as many slots as ever live at once, and runs a part again in
     its backward; so the forward entry of the model's last part does nothing, and its backward gives the loss. What is
-    idle runs nothing. In a tick in which any device sends, one activation goes up the ring, or one gradient down.
+    idle runs nothing. Messages go as the schedule's placement asks, up the ring, down it, or to the device's own next
+    part; all devices send, one message each, in a tick in which any of them has to send one that way.
 
     Sum and count are reduced over `pipe`, and so are the gradients of `edges`; over axes that the data vary over, all
     three are this device's part, to be reduced once by the caller. Gradients are summed in float32 at least, None for
@@ -156,7 +157,7 @@ class _Run:
         x = get(state.inputs, turn.forward_input)
         x, y = jax.lax.cond(turn.forward != IDLE, lambda: self._forward(x, turn), lambda: (nothing, nothing))
         # Only the model's first input comes from nobody, so it is stashed where it is made.
-        made_here = (turn.forward != IDLE) & self._is_first(turn.forward)
+        made_here = (turn.forward != IDLE) & self._is_part(turn.forward, 0)
         state = _with(state, inputs=put(state.inputs, jnp.where(made_here, turn.forward_input, IDLE), x))
         given = get(state.inputs, turn.backward_input), get(state.cotangents, turn.backward_cotangent)
         sums, dx = jax.lax.cond(
@@ -166,17 +167,19 @@ class _Run:
         if self.schedule.is_split:
             sums = jax.lax.cond(turn.weight != IDLE, lambda s: self._weight(s, turn), lambda s: s, state.sums)
             state = _with(state, sums=sums)
-        inputs = put(state.inputs, turn.arriving_input, self._sent(y, 1, turn.any_input))
-        cotangents = put(state.cotangents, turn.arriving_cotangent, self._sent(dx, -1, turn.any_cotangent))
-        return _with(state, inputs=inputs, cotangents=cotangents)
+        for link, arrival in zip(self.routes.links, turn.arrivals, strict=True):
+            name, message = ("inputs", y) if link.is_input else ("cotangents", dx)
+            stash = put(getattr(state, name), arrival.slot, self._sent(message, link, arrival.is_used))
+            state = _with(state, **{name: stash})
+        return state
 
     def _forward(self, x: PyTree, turn: Turn) -> tuple[PyTree, PyTree]:
         """The part's input and output; of the model's last part, only the input, as its backward runs it anyway."""
         piece, chunk = self._piece(turn.forward), self._chunk(turn.forward)
         first = lambda: vary(self.first(self.edges, piece), self.axes)
-        x = jax.lax.cond(self._is_first(turn.forward), first, lambda: x)
+        x = jax.lax.cond(self._is_part(turn.forward, 0), first, lambda: x)
         run = lambda: vary(self.stage(chunk, x, piece)[0], self.axes)
-        return x, jax.lax.cond(self._is_last(turn.forward), lambda: x, run)
+        return x, jax.lax.cond(self._is_part(turn.forward, -1), lambda: x, run)
 
     def _backward(self, sums: _Sums, x: PyTree, cotangent: PyTree, turn: Turn) -> tuple[_Sums, PyTree]:
         """The sums with this part's gradients, and the gradient of its input."""
@@ -190,7 +193,7 @@ class _Run:
 
         (y, extra), pull, aux = jax.vjp(stage, wanted, x, has_aux=True)
         loss, of_edges, cotangent = jax.lax.cond(
-            self._is_last(turn.backward),
+            self._is_part(turn.backward, -1),
             lambda loss, of_edges: self._ending(loss, of_edges, y, piece),
             lambda loss, of_edges: (loss, of_edges, cotangent),
             sums.loss,
@@ -198,7 +201,7 @@ class _Run:
         )
         of_chunk, dx = pull((cotangent, jnp.ones_like(extra) * self.seed))
         of_chunk, products = split_gradients(of_chunk, self.taps, chunk)
-        is_first = self._is_first(turn.backward)
+        is_first = self._is_part(turn.backward, 0)
         of_edges = jax.lax.cond(is_first, lambda g: self._beginning(g, dx, piece), lambda g: g, of_edges)
         of_blocks = self._add_chunk(sums.blocks, of_chunk, turn.backward)
         loss = loss[0] + extra.astype(loss[0].dtype), *loss[1:]
@@ -223,22 +226,23 @@ class _Run:
         of_chunk = weight_gradients(self._chunk(turn.weight), get(sums.products, turn.weight_products))
         return _with(sums, blocks=self._add_chunk(sums.blocks, of_chunk, turn.weight))
 
-    def _sent(self, message: PyTree, step: int, slot: Int[Array, ""]) -> PyTree:
-        """The neighbour's message, in a tick in which any device has one: all devices take the branch, or none."""
-        stages = self.schedule.stages
-        if stages == 1:
+    def _sent(self, message: PyTree, link: Link, is_used: Bool[Array, ""]) -> PyTree:
+        """The message that comes over the link, in a tick in which it brings any device one.
+
+        All devices take the branch, or none. What stays on its device is handed over as it is.
+        """
+        if link.shift == 0:
             return message
-        ring = [(stage, (stage + step) % stages) for stage in range(stages)]
-        name = "activations between stages" if step == 1 else "gradients between stages"
+        stages = self.schedule.stages
+        ring = [(stage, (stage + link.shift) % stages) for stage in range(stages)]
+        name = "activations between stages" if link.is_input else "gradients between stages"
         permuted = lambda message: jax.tree.map(lambda x: send.ppermute(name, x, PIPE, ring), message)
-        return jax.lax.cond(slot != IDLE, permuted, lambda message: message, message)
+        return jax.lax.cond(is_used, permuted, lambda message: message, message)
 
-    def _is_first(self, entry: Int[Array, ""]) -> Bool[Array, ""]:
-        return (self.rank == 0) & (entry // self.schedule.microbatches == 0)
-
-    def _is_last(self, entry: Int[Array, ""]) -> Bool[Array, ""]:
-        is_end = self.rank == self.schedule.stages - 1
-        return is_end & (entry // self.schedule.microbatches == self.schedule.chunks - 1)
+    def _is_part(self, entry: Int[Array, ""], part: int) -> Bool[Array, ""]:
+        """Whether an entry is of this part of the model, 0 the first and -1 the last."""
+        stage, chunk = int(self.schedule.stage_of[part]), int(self.schedule.chunk_of[part])
+        return (self.rank == stage) & (entry // self.schedule.microbatches == chunk)
 
     def _piece(self, entry: Int[Array, ""]) -> PyTree:
         return get(self.data, entry % self.schedule.microbatches)

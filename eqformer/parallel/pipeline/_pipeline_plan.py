@@ -4,19 +4,34 @@ import dataclasses
 import heapq
 from typing import NamedTuple
 
+import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from ..._shapes import Array
 from ._check_schedule import checked_ticks
 from ._schedule import IDLE, Schedule
 
 
+class Link(NamedTuple):
+    """Messages of one kind, activations (`is_input`) or gradients, `shift` devices up the ring; 0 is the same one."""
+
+    is_input: bool
+    shift: int
+
+
+class Arrival(NamedTuple):
+    """What a link brings a device in a tick: the slot, and whether it brings any device something, told to all."""
+
+    slot: Int[Array, "*ticks"]
+    is_used: Bool[Array, "*ticks"]
+
+
 class Turn(NamedTuple):
     """What a device does in a tick and which slots it uses: `ticks stages` tables, `IDLE` where there is nothing.
 
-    Within a tick the order is forward, backward, weight, and last the arrival of the neighbours' messages. `any_input`
-    and `any_cotangent` tell of all devices alike whether any of them is sent one.
+    Within a tick the order is forward, backward, weight, and last the arrivals of messages, one for each of
+    `Routes.links`.
     """
 
     forward: Int[Array, "*ticks"]
@@ -27,10 +42,7 @@ class Turn(NamedTuple):
     backward_products: Int[Array, "*ticks"]
     weight: Int[Array, "*ticks"]
     weight_products: Int[Array, "*ticks"]
-    arriving_input: Int[Array, "*ticks"]
-    arriving_cotangent: Int[Array, "*ticks"]
-    any_input: Int[Array, "*ticks"]
-    any_cotangent: Int[Array, "*ticks"]
+    arrivals: tuple[Arrival, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,10 +50,11 @@ class Routes:
     """A schedule's turns, and how many slots its stashes need: the peak of any device, since all run one program.
 
     `inputs` are those of stages, kept from arrival to backward; `cotangents` wait for their backward; `products` are
-    what a split backward leaves for the weight entry.
+    what a split backward leaves for the weight entry. `links` are those that the table uses.
     """
 
     turns: Turn
+    links: tuple[Link, ...]
     inputs: int
     cotangents: int
     products: int
@@ -60,8 +73,13 @@ def route(schedule: Schedule) -> Routes:
     products, product_slots = _slots(schedule, 3 * backward + 1, 3 * weight + 2) if schedule.is_split else (0, None)
     none = np.full_like(forward, IDLE)
     product_slots = none if product_slots is None else product_slots
-    arriving_input = _table(schedule, forward[:-1], input_slots[1:], first_part=1)
-    arriving_cotangent = _table(schedule, backward[1:], cotangent_slots[:-1])
+    links, arrivals = [], []
+    for shift in np.unique(schedule.shifts):
+        left = np.flatnonzero(schedule.shifts == shift)  # parts whose output goes that way
+        links += [Link(True, int(shift)), Link(False, int(-shift % schedule.stages))]
+        arrivals += [_table(schedule, forward[left], input_slots[left + 1], left + 1)]
+        arrivals += [_table(schedule, backward[left + 1], cotangent_slots[left], left)]
+    used = [np.broadcast_to((table != IDLE).any(1, keepdims=True), table.shape) for table in arrivals]
     turns = Turn(
         forward=schedule.forward,
         forward_input=_table(schedule, forward, input_slots),
@@ -71,19 +89,24 @@ def route(schedule: Schedule) -> Routes:
         backward_products=_table(schedule, backward, product_slots),
         weight=schedule.weight,
         weight_products=_table(schedule, weight, product_slots),
-        arriving_input=arriving_input,
-        arriving_cotangent=arriving_cotangent,
-        any_input=np.broadcast_to(arriving_input.max(1, keepdims=True), arriving_input.shape),
-        any_cotangent=np.broadcast_to(arriving_cotangent.max(1, keepdims=True), arriving_input.shape),
+        arrivals=tuple(map(Arrival, arrivals, used)),
     )
-    return Routes(Turn(*(table.astype(np.int32) for table in turns)), inputs, cotangents, products)
+    turns = jax.tree.map(lambda table: table if table.dtype == bool else table.astype(np.int32), turns)
+    return Routes(turns, tuple(links), inputs, cotangents, products)
+
+
+def link_ticks(schedule: Schedule) -> dict[Link, int]:
+    """In how many ticks messages go over each link between devices; what stays on its device is left out."""
+    routes = route(schedule)
+    used = zip(routes.links, routes.turns.arrivals, strict=True)
+    return {link: int(arrival.is_used[:, 0].sum()) for link, arrival in used if link.shift}
 
 
 def _slots(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> tuple[int, Int[np.ndarray, "parts microbatches"]]:
     """Slots by lifetime, each device's reused as soon as they are free, which takes as many as ever live at once."""
     slots, most = np.full_like(start, IDLE), 0
     for stage in range(schedule.stages):
-        parts = range(stage, len(start), schedule.stages)
+        parts = schedule.part_of[stage]
         lives = sorted((start[q, i], end[q, i], q, i) for q in parts for i in range(start.shape[1]) if end[q, i])
         free: list[int] = []
         busy: list[tuple[int, int]] = []
@@ -101,10 +124,10 @@ def _slots(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> tuple[int,
 
 
 def _table(
-    schedule: Schedule, when: np.ndarray, slots: np.ndarray, first_part: int = 0
+    schedule: Schedule, when: np.ndarray, slots: np.ndarray, parts: np.ndarray | None = None
 ) -> Int[np.ndarray, "ticks stages"]:
-    """`table[when, device] = slot`; row `r` of both is of part `r + first_part`."""
+    """`table[when, device] = slot`; rows of both are of `parts`, by default of all, each on its device."""
     table = np.full_like(schedule.forward, IDLE)
-    for part, microbatch in np.ndindex(when.shape):
-        table[when[part, microbatch], (part + first_part) % schedule.stages] = slots[part, microbatch]
+    stages = schedule.stage_of if parts is None else schedule.stage_of[parts]
+    table[when, np.broadcast_to(stages[:, None], when.shape)] = slots
     return table

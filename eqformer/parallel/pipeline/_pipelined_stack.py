@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
@@ -17,7 +18,8 @@ from .._vary import vary, varying_axes
 class PipelinedStack(eqx.Module):
     """This device's layers of a stack split over the axis `pipe`, run on `microbatches` pieces of the rows in turn.
 
-    In tick `t` of `m + p - 1`, stage `i` runs its layers on microbatch `t - i`, or nothing. Differentiated, it is
+    In tick `t` of `m + p - 1`, stage `i` runs its layers on microbatch `t - i`, or nothing; `order` tells which device
+    is which stage, by default `i` is device `i`. Differentiated, it is
     GPipe: the stages run backward in the opposite order, from their inputs, of which it remembers `m + p - 1`. Rows
     come and go whole on every device of the axis, or split over it too (`splits_rows`): each device then holds as many
     microbatches of inputs as of outputs, and these move one device on in each tick, so that the first stage has the
@@ -29,10 +31,16 @@ class PipelinedStack(eqx.Module):
     stack: Any
     microbatches: int = eqx.field(static=True)
     splits_rows: bool = eqx.field(static=True, default=False)
+    order: tuple[int, ...] | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         if self.microbatches < 1:
             raise ValueError(f"PipelinedStack(microbatches={self.microbatches}): give at least 1.")
+        if self.splits_rows and self.order not in (None, tuple(range(len(self.order or ())))):
+            raise ValueError(
+                f"PipelinedStack(splits_rows=True, order={self.order}): rows go from device to device of the ring, in "
+                "its order; leave out one of the two."
+            )
 
     def __len__(self) -> int:
         return len(self.stack)
@@ -44,7 +52,8 @@ class PipelinedStack(eqx.Module):
 
         Of the latter each device has that of its own layers, and zeros for others: their sum over `pipe` is the whole.
         """
-        stages, rank = jax.lax.axis_size(PIPE), jax.lax.axis_index(PIPE)
+        stages, order = jax.lax.axis_size(PIPE), self.order or range(jax.lax.axis_size(PIPE))
+        rank = jnp.asarray(np.argsort(order), jnp.int32)[jax.lax.axis_index(PIPE)]
         pieces = self._split(x, self._local_pieces(x.shape[0], stages))
         tokens = self._tokens(x, tokens, cache, stages)
         arrays, rest = eqx.partition(self.stack, eqx.is_array)
@@ -68,7 +77,7 @@ class PipelinedStack(eqx.Module):
             write = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, place * rows, 1)
             cache = jax.tree.map(write, cache, memory)
             aux = jax.tree.map(jnp.add, aux, more)
-            return (_sent(y, 1, stages), self._after(stream, y, turn, stages, rank), cache, aux), None
+            return (_sent(y, 1, order), self._after(stream, y, turn, stages, rank), cache, aux), None
 
         one = jax.tree.map(lambda x: x[0], (pieces, tokens))
         few = jax.tree.map(lambda x: x[:, :rows], cache)
@@ -80,7 +89,7 @@ class PipelinedStack(eqx.Module):
         start = (jnp.zeros_like(stream[0]), stream, _typed_like(cache, memory), nothing)
         turns = jnp.arange(self.microbatches + stages - 1, dtype=jnp.int32)
         (_, stream, cache, aux), _ = jax.lax.scan(tick, start, turns)
-        aux = jax.tree.map(lambda x: _among_all(x, rank, stages), aux)
+        aux = jax.tree.map(lambda x: _among_all(x, stages), aux)
         return self._result(stream, stages, rank).reshape(x.shape), cache, aux
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
@@ -120,7 +129,7 @@ class PipelinedStack(eqx.Module):
         is_last = rank == stages - 1
         if self.splits_rows:
             slot = turn % len(stream)
-            new = jnp.where(is_last, y, _sent(_piece(stream, slot), -1, stages))
+            new = jnp.where(is_last, y, _sent(_piece(stream, slot), -1, range(stages)))
         else:
             slot = jnp.maximum(turn - (stages - 1), 0)
             new = jnp.where(is_last & (turn >= stages - 1), y, _piece(stream, slot))
@@ -133,21 +142,21 @@ class PipelinedStack(eqx.Module):
         return send.psum("outputs of the last stage", outputs, PIPE)
 
 
-def _among_all(x: Array, rank: Array, stages: int) -> Array:
+def _among_all(x: Array, stages: int) -> Array:
     """The rows of this device's layers among those of all, which are zero."""
     whole = vary(jnp.zeros((stages * x.shape[0], *x.shape[1:]), x.dtype), varying_axes(x))
-    return jax.lax.dynamic_update_slice_in_dim(whole, x, rank * x.shape[0], 0)
+    return jax.lax.dynamic_update_slice_in_dim(whole, x, jax.lax.axis_index(PIPE) * x.shape[0], 0)
 
 
 def _piece(x: Array, number: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(x, number, 0, False)
 
 
-def _sent(x: Array, step: int, stages: int) -> Array:
-    """What the neighbour `step` below on the ring has."""
-    ring = [(stage, (stage + step) % stages) for stage in range(stages)]
+def _sent(x: Array, step: int, order: Sequence[int]) -> Array:
+    """What the device of the stage `step` below has."""
+    ring = [(device, order[(stage + step) % len(order)]) for stage, device in enumerate(order)]
     name = "activations between stages" if step == 1 else "inputs between stages"
-    return x if stages == 1 else send.ppermute(name, x, PIPE, ring)
+    return x if len(order) == 1 else send.ppermute(name, x, PIPE, ring)
 
 
 def _gathered(x: Array) -> Array:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from jaxtyping import Int
 
-from ._pack import pack_schedule, Work
-from ._schedule import IDLE, Schedule
+from ._check_schedule import check_schedule
+from ._pack import pack_schedule, Turns, Work
+from ._schedule import IDLE, ring_placement, Schedule
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -85,9 +86,9 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     `3m+p-1` ticks. Fewer microbatches run too, with a larger bubble.
     """
     _check_counts("zero_bubble", stages, microbatches)
-    orders: list[list[Work]] = []
+    orders: list[Turns] = []
     for stage in range(stages):
-        warm_up, order = min(stages - 1 - stage, microbatches), []
+        warm_up, order = min(stages - 1 - stage, microbatches), list[Work]()
         order += [("forward", k, 0) for k in range(warm_up)]
         for k in range(microbatches):
             order += [("forward", k + warm_up, 0)] if k + warm_up < microbatches else []
@@ -97,6 +98,8 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
         orders.append(order)
     return pack_schedule("zb-h1", orders, microbatches=microbatches)
 
+
+Maker = Callable[[int, int], Schedule]  # of stages and microbatches
 
 SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
@@ -108,8 +111,13 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
 _CHUNKED = ("interleaved", "looping")
 
 
-def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule of that name in `SCHEDULES`, or a ValueError that says which of its rules the counts break."""
+def make_schedule(name: str | Maker | Schedule, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The schedule of that name in `SCHEDULES`, what a function of stages and microbatches makes, or a table as it is.
+
+    `chunks` is for names alone. Raises a ValueError that says which of the schedule's rules the counts break.
+    """
+    if not isinstance(name, str):
+        return _own_schedule(name, stages, microbatches, chunks)
     if name not in SCHEDULES:
         raise ValueError(f"make_schedule: there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}.")
     if name in _CHUNKED:
@@ -120,6 +128,23 @@ def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1)
             f"{' or '.join(_CHUNKED)}."
         )
     return SCHEDULES[name](stages, microbatches)
+
+
+def _own_schedule(given: Maker | Schedule, stages: int, microbatches: int, chunks: int) -> Schedule:
+    if chunks != 1:
+        raise ValueError(
+            f"make_schedule: a schedule of one's own says itself how many chunks a stage has, but chunks={chunks} was "
+            f"given; leave chunks at 1."
+        )
+    schedule = given if isinstance(given, Schedule) else given(stages, microbatches)
+    if (schedule.stages, schedule.microbatches) != (stages, microbatches):
+        raise ValueError(
+            f"make_schedule: the table {schedule.name!r} is for stages={schedule.stages} and "
+            f"microbatches={schedule.microbatches}, but stages={stages} and microbatches={microbatches} were asked "
+            f"for; make it for these, or give a function of both."
+        )
+    check_schedule(schedule)
+    return schedule
 
 
 def _check_counts(call: str, stages: int, microbatches: int, chunks: int = 1) -> None:
@@ -153,17 +178,18 @@ def _in_waves(name: str, stages: int, microbatches: int, *, chunks: int, group: 
 
     forward = table(0, np.arange(stages), back=False)
     backward = table(first_back, np.arange(stages)[::-1], back=True)
-    return Schedule(name, stages, chunks, microbatches, forward, backward, np.full_like(forward, IDLE))
+    placement = ring_placement(stages, chunks)
+    return Schedule(name, placement, microbatches, forward, backward, np.full_like(forward, IDLE))
 
 
 def _alternating(name: str, stages: int, microbatches: int, *, chunks: int, group: int, warm_up: list[int]) -> Schedule:
     """`warm_up[i]` forwards on device i, then a forward and a backward in turn, then the backwards left."""
     forwards: list[Work] = [("forward", k, c) for k, c in _wave(microbatches, chunks, group, back=False)]
     backwards: list[Work] = [("backward", k, c) for k, c in _wave(microbatches, chunks, group, back=True)]
-    orders = []
+    orders: list[Turns] = []
     for ahead in warm_up:
         order = forwards[:ahead]
         for k, backward in enumerate(backwards):
             order += [*forwards[ahead + k : ahead + k + 1], backward]
         orders.append(order)
-    return pack_schedule(name, orders, microbatches=microbatches, chunks=chunks)
+    return pack_schedule(name, orders, microbatches=microbatches, part_of=ring_placement(stages, chunks))

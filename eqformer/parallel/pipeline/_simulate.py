@@ -70,11 +70,9 @@ class Simulation:
     def messages(self) -> Int[np.ndarray, "stages"]:
         """How many activations and gradients each device sends to another: up to 2mv."""
         schedule, entries = self.schedule, self.entries
-        if schedule.stages == 1:
-            return np.zeros(1, int)
-        part = entries.chunk * schedule.stages + entries.stage
-        last = schedule.chunks * schedule.stages - 1
-        sends = ((entries.kind == FORWARD) & (part < last)) | ((entries.kind == BACKWARD) & (part > 0))
+        part, leaves = schedule.part_of[entries.stage, entries.chunk], schedule.shifts != 0
+        up, down = np.append(leaves, False)[part], np.append(False, leaves)[part]
+        sends = ((entries.kind == FORWARD) & up) | ((entries.kind == BACKWARD) & down)
         return np.bincount(entries.stage[sends], minlength=schedule.stages)
 
     @property
@@ -86,7 +84,7 @@ class Simulation:
     def useful_share(self) -> float:
         """The entries that a step needs over the entries executed: 1, for a table says where to do nothing."""
         kinds = 3 if self.schedule.is_split else 2
-        needed = kinds * self.schedule.microbatches * self.schedule.chunks * self.schedule.stages
+        needed = kinds * self.schedule.microbatches * self.schedule.parts
         return needed / int(self.executed.sum())
 
     @property
@@ -142,13 +140,12 @@ def _asynchronous(
     schedule: Schedule, entries: Entries, durations: Float[np.ndarray, "entries"]
 ) -> Float[np.ndarray, "entries"]:
     """Starts, if a device begins its next entry as soon as it is free and the input is there."""
-    parts = schedule.stages * schedule.chunks
     free = np.zeros(schedule.stages)
     # One row more at either end: the model's input and the loss's gradient are there from the start.
-    done = np.zeros((3, parts + 2, schedule.microbatches))
+    done = np.zeros((3, schedule.parts + 2, schedule.microbatches))
     starts = np.empty_like(durations)
     for n, (kind, stage, chunk, k) in enumerate(zip(entries.kind, entries.stage, entries.chunk, entries.microbatch)):
-        row = chunk * schedule.stages + stage + 1
+        row = schedule.part_of[stage, chunk] + 1
         ready = done[kind, row + (-1 if kind == FORWARD else 1), k] if kind != WEIGHT else 0.0
         starts[n] = max(free[stage], ready)
         free[stage] = done[kind, row, k] = starts[n] + durations[n]
