@@ -1,4 +1,4 @@
-"""Errors of the system are told by what they are."""
+"""Errors of the system are named by what they are."""
 
 import errno
 import os
@@ -56,7 +56,7 @@ def system(number: int) -> OSError:
         (RuntimeError(), "RuntimeError", ""),
     ],
 )
-def test_an_error_is_told_by_what_it_is(error, reason, fix):
-    told, done = reason_and_fix(error)
-    assert reason in told and len(told) < 320 and "\n" not in told
+def test_an_error_is_named_by_what_it_is(error, reason, fix):
+    line, done = reason_and_fix(error)
+    assert reason in line and len(line) < 320 and "\n" not in line
     assert (fix in done) if fix else done == ""

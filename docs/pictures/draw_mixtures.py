@@ -75,8 +75,8 @@ def curves(runs: pathlib.Path) -> None:
         found = []
         for path in sorted(runs.glob(f"{name}-*/metrics.jsonl")):
             rows = [json.loads(line) for line in path.read_text().splitlines()]
-            told = [(row["step"], row["validation_bits_per_byte"]) for row in rows if "validation_loss" in row]
-            steps, bits = zip(*told)
+            validated = [(row["step"], row["validation_bits_per_byte"]) for row in rows if "validation_loss" in row]
+            steps, bits = zip(*validated)
             axes.plot(steps, bits, color=colour, linewidth=0.7, alpha=0.6)
             found.append(bits)
         axes.plot(steps, np.mean(found, axis=0), color=colour, linewidth=2, label=f"{name}, {len(found)} seeds")

@@ -101,14 +101,14 @@ CHATS = json.loads((Path(__file__).parents[1] / "fixtures" / "chats.json").read_
 @pytest.mark.parametrize("name", CHATS["cases"])
 def test_settings_say_what_they_say_in_transformers(name, tmp_path):
     """Which tokens a template finds, and which go around a prompt, by `tests/fixtures/make_chats.py`."""
-    told = CHATS["cases"][name]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(CHATS["tokenizer"] | {"post_processor": told["around"]}))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told["config"]))
-    if told["older"] is not None:
-        (tmp_path / "special_tokens_map.json").write_text(json.dumps(told["older"]))
-    assert ChatTemplate(tmp_path).render(CHATS["messages"]) == told["text"]
+    case = CHATS["cases"][name]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(CHATS["tokenizer"] | {"post_processor": case["around"]}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(case["config"]))
+    if case["older"] is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(case["older"]))
+    assert ChatTemplate(tmp_path).render(CHATS["messages"]) == case["text"]
     tokenizer = FileTokenizer(tmp_path / "tokenizer.json", end_of_text="</s>")
-    assert tokenizer.encode_prompt(CHATS["prompt"]).tolist() == told["ids"]
+    assert tokenizer.encode_prompt(CHATS["prompt"]).tolist() == case["ids"]
     plain = [4, 5, 1, 5]
     assert tokenizer.encode_prompt(CHATS["prompt"], whole=True).tolist() == plain
     assert tokenizer.encode(CHATS["prompt"]).tolist() == plain

@@ -121,7 +121,7 @@ def test_hub_names_the_fields_there_are(monkeypatch, rows, message):
         list(hub("owner/name"))
 
 
-def test_a_dataset_that_cannot_be_opened_is_told(monkeypatch):
+def test_a_dataset_that_cannot_be_opened_is_reported(monkeypatch):
     def load_dataset(*args, **kwargs):
         raise ConnectionError("Couldn't reach the hub")
 

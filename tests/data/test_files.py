@@ -93,7 +93,7 @@ class Counting(ByteTokenizer):
         ("z.txt", "né".encode("latin1"), r"byte 1 of .*z\.txt is 0xe9"),
     ],
 )
-def test_what_cannot_be_read_is_told_before_anything_is_tokenised(name, data, words, tmp_path):
+def test_what_cannot_be_read_is_reported_before_anything_is_tokenised(name, data, words, tmp_path):
     for number in range(5):
         (tmp_path / f"{number}.txt").write_text("x" * 600_000)
     source, count = files(tmp_path), Counting.count
@@ -175,7 +175,7 @@ def test_a_name_that_is_no_utf8_is_spelled_out(tmp_path):
         ({"path": "latin.jsonl"}, r"must be UTF-8, but byte 11 of line 1 of .*latin\.jsonl"),
     ],
 )
-def test_bad_input_is_told_in_one_message(tmp_path, arguments, message):
+def test_bad_input_is_reported_in_one_message(tmp_path, arguments, message):
     (tmp_path / "image.png").write_bytes(b"\x89PNG")
     (tmp_path / "empty_folder").mkdir()
     (tmp_path / "empty.txt").write_bytes(b"")

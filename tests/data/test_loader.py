@@ -139,7 +139,7 @@ def test_a_batch_larger_than_the_data_runs_through_it_several_times(tmp_path):
         ({"seq": 1, "packing": "documents"}, r"Documents\(store, seq=1\): .*at least 2"),
     ],
 )
-def test_bad_sizes_are_told(store, changes, message):
+def test_bad_sizes_are_reported(store, changes, message):
     with pytest.raises(ValueError, match=message):
         Loader(store, **{"seq": 16, "batch": 4, "seed": 0, **changes})
 
@@ -154,13 +154,13 @@ def test_documents_are_packed_into_rows_longer_than_the_text(tmp_path):
 
 
 @pytest.mark.parametrize("step, start, stop", [(-1, 0, 4), (0, 2, 2), (0, -1, 2), (0, 0, 5)])
-def test_rows_outside_the_batch_are_told(store, step, start, stop):
+def test_rows_outside_the_batch_are_reported(store, step, start, stop):
     loader = Loader(store, seq=16, batch=4, seed=0)
     with pytest.raises(ValueError, match=rf"Loader\.rows\(step={step}, start={start}, stop={stop}\).*batch is 4"):
         loader.rows(step, start, stop)
 
 
-def test_a_bad_pass_is_told_when_it_is_asked_for(store):
+def test_a_bad_pass_is_reported_when_it_is_asked_for(store):
     loader = Loader(store, seq=16, batch=4, seed=0)
     for arguments in ({"batches": 0}, {"start": 3, "stop": 2}, {"stop": 5}):
         with pytest.raises(ValueError, match=r"Loader\.epoch\(.*batch is 4"):

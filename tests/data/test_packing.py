@@ -65,7 +65,7 @@ def _literal_row(pieces, seq):
 
 
 def _pieces_in(batch, row):
-    """The pieces of a row, told apart by their segment numbers."""
+    """The pieces of a row, distinguished by their segment numbers."""
     segments = batch.segments[row]
     return [
         tuple(getattr(batch, name)[row][segments == number].tolist() for name in ("ids", "targets", "weights"))
@@ -85,7 +85,7 @@ CASES = {
 
 
 def _check_documents(store, batch, seq):
-    """What packed rows must be, told from the documents alone."""
+    """What packed rows must be, computed from the documents alone."""
     wanted = _literal_pieces(_documents_of(store), seq)
     found = []
     for row in range(len(batch.ids)):
@@ -185,7 +185,7 @@ def test_windows_are_the_tokens_in_order(count, seq, rows, tmp_path):
     assert batch.examples.tolist() == list(range(rows))
 
 
-def test_rows_that_cannot_be_made_are_told(tmp_path):
+def test_rows_that_cannot_be_made_are_reported(tmp_path):
     store = _store([5, 4], tmp_path)
     with pytest.raises(ValueError, match=r"Windows\(store, seq=9\).*seq \+ 1 tokens.*has 9 tokens"):
         Windows(store, seq=9)

@@ -110,7 +110,7 @@ def test_leaving_it_behind_leaves_no_thread(mine):
     assert _until(lambda: not mine())
 
 
-def test_bad_arguments_are_told(loader):
+def test_bad_arguments_are_reported(loader):
     with pytest.raises(ValueError, match=r"start_step=5, stop_step=3"):
         prefetch(loader, 5, 3)
     with pytest.raises(ValueError, match=r"start_step=-1"):

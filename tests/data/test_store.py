@@ -162,7 +162,7 @@ def _edit(path, name, value=None):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_cache_is_told_and_written_anew(corpus, tmp_path, damage):
+def test_a_damaged_cache_is_reported_and_written_anew(corpus, tmp_path, damage):
     path = _open(corpus, tmp_path).path
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     DAMAGE[damage](path)
@@ -252,7 +252,7 @@ def test_of_two_writers_the_slower_takes_what_the_faster_made(corpus, tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="file size limits are POSIX")
-def test_a_disk_that_is_full_is_told_and_leaves_nothing(tmp_path):
+def test_a_disk_that_is_full_is_reported_and_leaves_nothing(tmp_path):
     # A limit on the size of a file makes the system refuse a write in its middle, as a full disk does.
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2_500_000, 2_500_000))\n"
     done = subprocess.run(
@@ -267,13 +267,13 @@ def test_a_disk_that_is_full_is_told_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cache_directory_that_cannot_be_made_is_told(corpus, tmp_path):
+def test_a_cache_directory_that_cannot_be_made_is_reported(corpus, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ValueError, match=r"must be written to .*file.*another `cache_dir`"):
         _open(corpus, tmp_path / "file")
 
 
-def test_bad_input_is_told_in_one_message(tmp_path):
+def test_bad_input_is_reported_in_one_message(tmp_path):
     two = {"a": "one", "b": "two"}
     with pytest.raises(
         ValueError,

@@ -148,7 +148,7 @@ def test_what_a_decoder_tidies_up_streams_as_it_decodes(name, tmp_path):
     assert alone < 300  # a control: tokens one by one would give other texts
 
 
-def test_a_text_that_the_tokenizer_cannot_spell_is_told_with_its_document(tmp_path):
+def test_a_text_that_the_tokenizer_cannot_spell_is_reported_with_its_document(tmp_path):
     model = {"type": "WordLevel", "vocab": {"</s>": 0, "one": 1}, "unk_token": "<unk>"}
     written = {"version": "1.0", "added_tokens": _special(["</s>"], 0), "model": model}
     (tmp_path / "tokenizer.json").write_text(json.dumps(written | {"pre_tokenizer": {"type": "WhitespaceSplit"}}))
@@ -188,7 +188,7 @@ def test_end_of_text_is_found_among_the_special_tokens(tokenizer_json, tmp_path,
     assert FileTokenizer(path, end_of_text=names[0]).end_of_text == len(vocabulary)
 
 
-def test_bad_tokenizer_files_are_told_in_one_message(tokenizer_json, tmp_path, monkeypatch):
+def test_bad_tokenizer_files_are_reported_in_one_message(tokenizer_json, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"FileTokenizer\(.*no file .*absent\.json"):
         FileTokenizer(tmp_path / "absent.json")
     (tmp_path / "bad.json").write_text('{"a": 1}')

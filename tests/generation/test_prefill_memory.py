@@ -1,4 +1,4 @@
-"""What reading a prompt holds beside the model, told by the compiler: so much a token, however long the prompt."""
+"""What reading a prompt holds beside the model, by the compiler's count: so much a token, however long the prompt."""
 
 import equinox as eqx
 import jax

@@ -56,13 +56,13 @@ def run(script: str, *arguments: object, **options) -> subprocess.CompletedProce
 
 def run_here(script: str, *arguments: object) -> subprocess.CompletedProcess:
     """A script in this process, which has eight devices, to its end: nothing is imported again."""
-    written, told, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(written), contextlib.redirect_stderr(told):
+    written, errors, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(written), contextlib.redirect_stderr(errors):
         try:
             importlib.import_module(script.removesuffix(".py")).main([*map(str, arguments)])
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    return subprocess.CompletedProcess([script, *map(str, arguments)], code, written.getvalue(), told.getvalue())
+    return subprocess.CompletedProcess([script, *map(str, arguments)], code, written.getvalue(), errors.getvalue())
 
 
 def rows(run_dir: pathlib.Path, with_key: str = "loss") -> list[dict]:

@@ -206,7 +206,7 @@ def test_a_truncated_checkpoint_is_an_error_and_never_a_new_start(refused, corpu
     "number,fix",
     [(errno.EACCES, "make it writable"), (errno.EROFS, "make it writable"), (errno.ENOSPC, "free some space")],
 )
-def test_a_folder_that_cannot_be_written_is_told_by_what_it_is(number, fix, refused, corpus, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_named_by_what_it_is(number, fix, refused, corpus, tmp_path, monkeypatch):
     def no(*_, **__):
         raise OSError(number, os.strerror(number))
 
@@ -221,7 +221,7 @@ def test_sampling_where_there_is_no_run(refused, tmp_path):
 
 
 @pytest.mark.parametrize("limit,place", [pytest.param(4_000, "data", marks=pytest.mark.grid), (60_000, "checkpoints")])
-def test_a_full_disk_is_told_and_leaves_nothing_half_written(limit, place, corpus, tmp_path):
+def test_a_full_disk_is_reported_and_leaves_nothing_half_written(limit, place, corpus, tmp_path):
     # A limit on the size of a file fails writes as a full disk does, for any user.
     limited = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit},) * 2)"
     program = [sys.executable, "-c", limited + "; os.execv(sys.argv[1], sys.argv[1:])"]

@@ -1,4 +1,4 @@
-"""A mixture trained over devices: what its run tells of experts, and texts coloured by them."""
+"""A mixture trained over devices: what its run reports of experts, and texts coloured by them."""
 
 import html
 import re
@@ -29,13 +29,15 @@ def run_dir(tmp_path_factory):
     return folder / "moe"
 
 
-def test_a_run_tells_and_draws_what_its_experts_do(run_dir):
-    told = rows(run_dir, "expert_load")
-    assert [row["step"] for row in told] == [1, 2, 3, 4, 5, 6]
-    loads = np.asarray([row["expert_load"] for row in told])
+def test_a_run_reports_and_draws_what_its_experts_do(run_dir):
+    reported = rows(run_dir, "expert_load")
+    assert [row["step"] for row in reported] == [1, 2, 3, 4, 5, 6]
+    loads = np.asarray([row["expert_load"] for row in reported])
     assert loads.shape == (6, 2, 4) and np.allclose(loads.sum(-1), 1, atol=1e-5)
-    assert all(0 < row["router_entropy"] <= np.log(4) + 1e-6 and row["dropped_share"] == 0 for row in told)
-    assert all(row["load_violation"] == pytest.approx(4 * load.max() - 1, abs=1e-4) for row, load in zip(told, loads))
+    assert all(0 < row["router_entropy"] <= np.log(4) + 1e-6 and row["dropped_share"] == 0 for row in reported)
+    assert all(
+        row["load_violation"] == pytest.approx(4 * load.max() - 1, abs=1e-4) for row, load in zip(reported, loads)
+    )
     for name in ("load.png", "experts.png"):
         assert (run_dir / name).read_bytes().startswith(b"\x89PNG")
     assert "<h2>mixture 1</h2>" in (run_dir / "experts.html").read_text()

@@ -38,10 +38,10 @@ def test_help_fits_on_a_screen_and_help_all_has_every_flag(kind, capsys, monkeyp
     short, whole = page(kind, capsys, "--help"), page(kind, capsys, "--help-all")
     lines, all_flags = short.splitlines(), {*re.findall(r"--[a-z][a-z0-9.-]*", whole)}
     assert len(lines) <= 45 and max(map(len, lines)) <= 80
-    told = re.findall(r"^  (--[a-z.-]+)", short, re.MULTILINE)
+    shown = re.findall(r"^  (--[a-z.-]+)", short, re.MULTILINE)
     chosen = [named.split()[0] for group in (*GROUPS.values(), layout.OWN) for named in group]
     there = [flag for flag in chosen if flag in of_recipe(kind)]
-    assert told == there and len(there) >= 25
+    assert shown == there and len(there) >= 25
     no_flags = {"--model.scaling"}  # a table of a published model
     assert {*of_recipe(kind)} - no_flags <= all_flags and {*there} <= all_flags and len(there) < len(all_flags) / 2
     order = [short.index(f"\n{heading}:\n") for heading in ("model", "text", "training", "devices")]

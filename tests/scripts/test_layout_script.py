@@ -1,4 +1,4 @@
-"""layout.py tells a plan's costs from shapes: no device is needed, and what it says agrees with the compiled step."""
+"""layout.py reports a plan's costs from shapes: no device is needed, and what it says agrees with the compiled step."""
 
 import re
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.fixture
-def told(capsys):
+def report(capsys):
     def text(arguments):
         layout.main(arguments.split())
         return capsys.readouterr().out
@@ -24,8 +24,8 @@ def figure(text, name, column=0):
     return int(re.findall(r"[\d,]{2,}|\d", line[len(name) :])[column].replace(",", ""))
 
 
-def test_a_mesh_far_larger_than_the_machine_is_told_from_shapes(told):
-    text = told("--recipe llama-3-8b --mesh.fsdp 64 --zero 3 --batch 64 --seq 8192")
+def test_a_mesh_far_larger_than_the_machine_is_examined_from_shapes(report):
+    text = report("--recipe llama-3-8b --mesh.fsdp 64 --zero 3 --batch 64 --seq 8192")
     assert text.startswith("64 devices: fsdp 64; zero 3")
     whole = 8_030_261_248 * 4 + 32 * 4  # float32, and the layers' numbers
     assert figure(text, "parameters", 1) == whole
@@ -37,9 +37,9 @@ def test_a_mesh_far_larger_than_the_machine_is_told_from_shapes(told):
     assert figure(text, "state  parameters and gradients, zero 3") == pytest.approx(least, rel=1e-4)
 
 
-def test_a_pipeline_is_told_with_its_timeline_and_pictures(told, tmp_path):
+def test_a_pipeline_is_reported_with_its_timeline_and_pictures(report, tmp_path):
     mesh = "--mesh.fsdp 2 --mesh.tensor 2 --mesh.pipe 2 --microbatches 4"
-    text = told(f"{mesh} --picture {tmp_path}/plan.png")
+    text = report(f"{mesh} --picture {tmp_path}/plan.png")
     assert "layers/pipe heads/tensor head_dim embed" in text and "device 0 |F0F1....F2B0--" in text
     # Three microbatches of 2 rows of 256 tokens of 128 channels wait at once on the first stage.
     assert figure(text, "activations: inputs of stages, 3 at once") == 3 * 2 * 256 * 128 * 4
@@ -49,8 +49,8 @@ def test_a_pipeline_is_told_with_its_timeline_and_pictures(told, tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_compiled_step_holds_and_sends_what_was_told(told):
-    text = told("--mesh.replica 8 --model.embed 32 --model.mlp 64 --seq 32 --compile")
+def test_the_compiled_step_holds_and_sends_what_was_reported(report):
+    text = report("--mesh.replica 8 --model.embed 32 --model.mlp 64 --seq 32 --compile")
     state = figure(text, "parameters") + figure(text, "optimizer state")
     (held,) = re.findall(r"compiled: ([\d,]+) bytes of state", text)
     assert int(held.replace(",", "")) == pytest.approx(state, rel=0.05)
@@ -59,46 +59,46 @@ def test_the_compiled_step_holds_and_sends_what_was_told(told):
 
 
 @pytest.mark.parametrize("mesh", ["--mesh.fsdp 8", "--mesh.fsdp 4 --mesh.pipe 2 --microbatches 2"])
-def test_gradients_are_split_as_soon_as_they_are_made_or_after_a_pipeline(mesh, told):
-    held = {zero: figure(told(f"{mesh} --zero {zero}"), "gradients") for zero in range(4)}
+def test_gradients_are_split_as_soon_as_they_are_made_or_after_a_pipeline(mesh, report):
+    held = {zero: figure(report(f"{mesh} --zero {zero}"), "gradients") for zero in range(4)}
     assert held[1] == held[0] and held[3] < held[0] / 3
     assert held[2] == (held[0] if "pipe" in mesh else held[3])
 
 
-def test_spread_edges_are_told(told):
-    text = told("--mesh.fsdp 2 --mesh.pipe 4 --microbatches 4 --schedule gpipe --edges spread")
+def test_spread_edges_are_reported(report):
+    text = report("--mesh.fsdp 2 --mesh.pipe 4 --microbatches 4 --schedule gpipe --edges spread")
     assert figure(text, "activations: inputs of stages, 4 at once") == 4 * 2 * 256 * 128 * 4
 
 
-def test_pretrains_flags_are_taken_and_help_reads_well(told, tmp_path, capsys):
-    assert told(f"--run-dir {tmp_path}/run").startswith("1 device") and not (tmp_path / "run").exists()
+def test_pretrains_flags_are_taken_and_help_reads_well(report, tmp_path, capsys):
+    assert report(f"--run-dir {tmp_path}/run").startswith("1 device") and not (tmp_path / "run").exists()
     with pytest.raises(SystemExit):
         layout.main(["--help-all"])
-    assert "\nPrints where each parameter lives" in capsys.readouterr().out
+    assert "\nPrints the sharding of each parameter" in capsys.readouterr().out
 
 
-def test_what_muon_sends_is_said_to_be_left_out(told):
+def test_what_muon_sends_is_said_to_be_left_out(report):
     left_out = "Muon's products of whole matrices send more"
-    assert left_out in told("--mesh.fsdp 2 --optimizer.name muon")
-    assert left_out not in told("--mesh.fsdp 2 --optimizer.name adamw")
-    assert left_out not in told("--optimizer.name muon")  # on one device
+    assert left_out in report("--mesh.fsdp 2 --optimizer.name muon")
+    assert left_out not in report("--mesh.fsdp 2 --optimizer.name adamw")
+    assert left_out not in report("--optimizer.name muon")  # on one device
 
 
 TIGHT = "--mesh.fsdp 8 --model.layers 4 --seq 64 --batch 16"
 
 
-def test_memory_that_is_enough_and_meshes_where_it_is_not(told):
-    """Each plan that is offered is then told to hold what was said, and that fits."""
+def test_memory_that_is_enough_and_meshes_where_it_is_not(report):
+    """Each plan that is offered is then reported to hold what was said, and that fits."""
     sum_of = lambda text: figure(text.partition("a microbatch on a device")[0], "sum")
-    held = sum_of(told(TIGHT))
-    assert f"fits: {held / 1e9:.3f} GB of 1,000.0 GB" in told(f"{TIGHT} --memory 1TB")
+    held = sum_of(report(TIGHT))
+    assert f"fits: {held / 1e9:.3f} GB of 1,000.0 GB" in report(f"{TIGHT} --memory 1TB")
     memory = held * 3 // 4
-    text = told(f"{TIGHT} --memory {memory}B")
+    text = report(f"{TIGHT} --memory {memory}B")
     assert f"does not fit: {held / 1e9:.3f} GB of {memory / 1e9:.3f} GB" in text
     offered = re.findall(r"^  (--.*): ([\d.]+) GB, sends ([\d.]+) GB a step$", text, re.MULTILINE)
     assert 1 <= len(offered) <= 3
     for flags, size, _ in offered[:2]:
-        again = told(f"{flags} --model.layers 4 --seq 64 --batch 16 --memory {memory}B")
+        again = report(f"{flags} --model.layers 4 --seq 64 --batch 16 --memory {memory}B")
         assert (
             "\nfits:" in again
             and again.startswith("8 devices")
@@ -108,17 +108,17 @@ def test_memory_that_is_enough_and_meshes_where_it_is_not(told):
     assert sends == sorted(sends)
 
 
-def test_where_nothing_fits_the_part_that_is_too_large_is_told(told, monkeypatch):
-    text = told(f"{TIGHT} --memory 1k")
+def test_where_nothing_fits_the_part_that_is_too_large_is_named(report, monkeypatch):
+    text = report(f"{TIGHT} --memory 1k")
     assert "the state alone (parameters, gradients, optimizer) takes" in text and "--accumulate" not in text
     least, number = re.findall(r"of (\d+) that are possible.* takes ([\d.]+) GB at least", text)[0][::-1]
     assert float(least) > 0 and int(number) >= 4
     # A row of 16384 tokens keeps far more than the state of a small model takes.
     long = "--mesh.fsdp 2 --model.layers 1 --batch 2 --seq 16384 --memory"
-    text = told(f"{long} 12MB")
+    text = report(f"{long} 12MB")
     assert "but not the activations beside it" in text and "--accumulate more pieces" in text and "stopped" not in text
     monkeypatch.setattr(_fitting, "MOST_TRACED", 1)
-    assert re.search(r"the search stopped after 1 of \d+ plans", told(f"{long} 12MB"))
+    assert re.search(r"the search stopped after 1 of \d+ plans", report(f"{long} 12MB"))
 
 
 def test_the_search_goes_on_until_a_plan_fits(monkeypatch):
@@ -135,12 +135,12 @@ def test_the_search_goes_on_until_a_plan_fits(monkeypatch):
     assert (offered, least, traced) == ([], 100 - 63, 64)
 
 
-def test_models_are_made_once_for_all_meshes(told, monkeypatch):
+def test_models_are_made_once_for_all_meshes(report, monkeypatch):
     made, build = [], _fitting.build_model
     for module in (_fitting, _mesh):
         monkeypatch.setattr(module, "build_model", lambda recipe: made.append(recipe) or build(recipe))
-    told(f"{TIGHT} --memory 1k")
-    assert len(made) <= 4  # as it is and computing all again; in the state that is told, and in those in question
+    report(f"{TIGHT} --memory 1k")
+    assert len(made) <= 4  # as it is and computing all again; in the state that is reported, and in those in question
 
 
 def test_help_leaves_out_what_is_not_looked_at(capsys):

@@ -89,11 +89,11 @@ def test_a_run_goes_on_on_another_mesh_and_on_one_device(meshes, run, corpus, tm
     assert (folder / "samples.txt").read_text() == (run("default") / "samples.txt").read_text()
 
 
-def test_the_mesh_is_told_in_one_line(run, corpus, capsys):
+def test_the_mesh_is_described_in_one_line(run, corpus, capsys):
     train(run("default"), corpus, "default", MESHES["issue"])  # has its steps already
     lines = capsys.readouterr().out.splitlines()
-    told = "8 devices: fsdp 2 x pipe 2 x tensor 2; zero 1; replicated stream; 1f1b, 4 microbatches, bubble 25.0 %"
-    assert told in lines
+    line = "8 devices: fsdp 2 x pipe 2 x tensor 2; zero 1; replicated stream; 1f1b, 4 microbatches, bubble 25.0 %"
+    assert line in lines
 
 
 @pytest.mark.grid

@@ -77,8 +77,8 @@ def test_lines_without_a_terminal_tell_what_was_measured(trained):
     assert lines[0].startswith(f"step 1/6  loss {first['loss']:.3f}  rate {first['learning_rate']:.2e}  ")
     assert lines[0].endswith("ETA -:--")
     validated = rows(run_dir, "validation_loss")[-1]["validation_loss"]
-    told = f"step 6/6  loss {last['loss']:.3f}  validation {validated:.3f}  rate {last['learning_rate']:.2e}  "
-    assert lines[-1].startswith(told) and lines[-1].endswith("ETA 0:00")
+    line = f"step 6/6  loss {last['loss']:.3f}  validation {validated:.3f}  rate {last['learning_rate']:.2e}  "
+    assert lines[-1].startswith(line) and lines[-1].endswith("ETA 0:00")
 
 
 def test_samples_can_be_turned_off(corpus, tmp_path, capsys):

@@ -146,7 +146,7 @@ def at_kubernetes(monkeypatch):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
 
 
-def test_a_missing_package_for_kubernetes_is_told_once(at_kubernetes, capsys):
+def test_a_missing_package_for_kubernetes_is_named_once(at_kubernetes, capsys):
     join(Machine())
     error = capsys.readouterr().err
     assert error.count("warning: ") == 1 and "pip install jax[k8s]" in error

@@ -60,9 +60,9 @@ def test_a_longer_cosine_is_refused_with_what_would_come_and_follows_what_is_ask
     }
     for how, expected in future.items():
         asked = recipe(200, prolong=how)
-        chosen, told = stretches_of(asked, saved)
+        chosen, note = stretches_of(asked, saved)
         np.testing.assert_allclose(rates(asked, chosen), past + expected, rtol=2e-5)
-        assert f"--prolong {how}" in told
+        assert f"--prolong {how}" in note
         later = save(tmp_path / how, 150, chosen)  # a checkpoint of the longer run knows what was chosen
         assert stretches_of(recipe(200), later) == (chosen, "")
     assert abs(last - future["reshape"][0]) > 1e-3  # the control: that one jumps
@@ -78,9 +78,9 @@ def test_a_constant_rate_goes_on_even_from_a_run_shorter_than_the_default_warmup
     short = recipe(20, "constant")
     saved = save(tmp_path, 20, whole_run(short))
     longer = recipe(800, "constant")
-    chosen, told = stretches_of(longer, saved)
+    chosen, note = stretches_of(longer, saved)
     np.testing.assert_allclose(rates(longer, chosen)[20:], 1e-2, rtol=1e-6)
-    assert "0.01 at step 20; it will be 0.01 at step 21, 0.01 at step 800" in told
+    assert "0.01 at step 20; it will be 0.01 at step 21, 0.01 at step 800" in note
 
 
 def test_a_plateau_goes_on_and_a_decay_that_began_is_refused_with_the_checkpoint_before_it(tmp_path):
@@ -89,8 +89,8 @@ def test_a_plateau_goes_on_and_a_decay_that_began_is_refused_with_the_checkpoint
     for at in (40, 70):
         saved = save(folder, at, whole_run(first))
     longer = recipe(200, "warmup-stable-decay")
-    chosen, told = stretches_of(longer, saved)
-    assert "0.01 at step 70; it will be 0.01 at step 71" in told
+    chosen, note = stretches_of(longer, saved)
+    assert "0.01 at step 70; it will be 0.01 at step 71" in note
     straight = rates(
         longer, whole_run(dataclasses.replace(longer, optimizer=dataclasses.replace(longer.optimizer, warmup=10)))
     )
@@ -150,8 +150,8 @@ def test_a_run_says_what_comes_before_it_goes_on(tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     done = run_here("pretrain.py", *run, "--steps", 8, "--prolong", "hold")
     assert "by --prolong hold it will be" in done.stdout, done.stderr
-    told = [row["learning_rate"] for row in rows(tmp_path / "run")]
-    assert len(told) == 8 and told[3:] == pytest.approx([told[3]] * 5) and told[3] != told[2]
+    note = [row["learning_rate"] for row in rows(tmp_path / "run")]
+    assert len(note) == 8 and note[3:] == pytest.approx([note[3]] * 5) and note[3] != note[2]
 
 
 def test_none_switches_clipping_off():

@@ -147,6 +147,6 @@ def test_every_refusal_of_a_recipe_leaves_the_folder_untouched(tmp_path, capsys,
     ]:
         with pytest.raises(SystemExit) as end:
             pretrain.main([str(each) for each in [*run, *more]])
-        told = capsys.readouterr().err
-        assert end.value.code == 2 and "Traceback" not in told, more
-        assert not (tmp_path / "run").exists(), (more, told)
+        errors = capsys.readouterr().err
+        assert end.value.code == 2 and "Traceback" not in errors, more
+        assert not (tmp_path / "run").exists(), (more, errors)

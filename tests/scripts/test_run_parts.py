@@ -238,14 +238,14 @@ def test_a_terminal_of_eighty_columns_shows_all():
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_the_opening_tells_trained_and_all_parameters(rank, tmp_path):
+def test_the_opening_counts_trained_and_all_parameters(rank, tmp_path):
     run = recipe(lora=Lora(rank=rank))
     shapes = eqx.filter_eval_shape(build_model, run)
     trained, there = _trainer.parameters(run, shapes)
     factors = rank * 4 * (2 * (128 + 128) + 2 * (128 + 64))  # of four layers' queries, outputs, keys and values
     assert there == 820352 + factors and trained == (factors or there)
-    told = opening("name", run, RunDirectory(tmp_path), 0, (trained, there), (7, 5))
-    assert f"of {there:,} parameters, " + (f"{factors:,} of them trained (" if rank else "all trained, ") in told
+    line = opening("name", run, RunDirectory(tmp_path), 0, (trained, there), (7, 5))
+    assert f"of {there:,} parameters, " + (f"{factors:,} of them trained (" if rank else "all trained, ") in line
 
 
 def test_the_picture_has_the_bits_that_are_printed(tmp_path, monkeypatch):

@@ -45,8 +45,8 @@ def test_every_script_ends_as_the_others():
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), ConnectionRefusedError(111, "refused")])
-def test_a_connection_that_ended_is_told_and_is_no_process_of_the_run(error, capfd):
+def test_a_connection_that_ended_is_named_and_is_no_process_of_the_run(error, capfd):
     with pytest.raises(SystemExit) as end, one_message():
         raise error
-    told = capfd.readouterr().err
-    assert end.value.code == 2 and told.startswith("error: ") and error.strerror in told and "process" not in told
+    errors = capfd.readouterr().err
+    assert end.value.code == 2 and errors.startswith("error: ") and error.strerror in errors and "process" not in errors

@@ -88,25 +88,25 @@ def recipe_of(flags):
     return parse(layout.Command, shlex.split(f"{TINY} {more} {flags}")).run
 
 
-def told(recipe, plan):
+def by_formula(recipe, plan):
     model = eqx.filter_eval_shape(build_model, recipe)
     trained = optimizer_of(recipe, model).trained
     return by_cause(sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=trained))
 
 
-def told_of(flags):
+def by_formula_of(flags):
     recipe = recipe_of(flags)
-    return told(recipe, abstract_plan(recipe))
+    return by_formula(recipe, abstract_plan(recipe))
 
 
 @pytest.mark.parametrize("name", [*MESHES, *(pytest.param(name, marks=pytest.mark.grid) for name in WIDER)])
-def test_a_compiled_step_sends_what_was_told(name):
+def test_a_compiled_step_sends_what_formulas_say(name):
     recipe = recipe_of({**MESHES, **WIDER}[name])
     plan = plan_of(recipe, jax.devices())
     program = layout.compiled_step(recipe, plan, eqx.filter_eval_shape(build_model, recipe), **HASTE)
     transfers = planning.communication(program, mesh=plan.mesh)
     counted = counted_bytes(plan, transfers)
-    assert counted == pytest.approx(told(recipe, plan), rel=0.03)
+    assert counted == pytest.approx(by_formula(recipe, plan), rel=0.03)
     # What has no name is the partitioner's, outside of what each device does by itself.
     unnamed = [t for t in transfers if t.named(COLLECTIVES) is None and "shard_map" in t.scopes]
     assert planning.bytes_sent(unnamed) <= 0.001 * planning.bytes_sent(transfers), unnamed
@@ -125,19 +125,19 @@ def test_no_mixer_is_left_out():
     """Whatever `nn` has is in the one list by which the transforms split and the formulas count."""
     found = {kind for kind in vars(nn).values() if isinstance(kind, type) and is_mixer(kind)}
     assert found == {*parallel.MIXERS} and len(found) > 2
-    told = {name: told_of(f"{flags} --mesh.tensor 2")[TENSOR] for name, flags in KINDS.items()}
-    assert min(told.values()) > 0
+    by_formula = {name: by_formula_of(f"{flags} --mesh.tensor 2")[TENSOR] for name, flags in KINDS.items()}
+    assert min(by_formula.values()) > 0
 
 
-def test_told_bytes_of_factors_are_theirs_alone():
+def test_formula_bytes_of_factors_are_theirs_alone():
     """Four maps of 64 to 64, two of 64 and 160, in four layers, of rank 4: nothing else has a gradient."""
     numbers = 4 * 4 * (2 * (64 + 64) + (64 + 32) + 2 * (64 + 160))
-    sent = told_of(f"{FACTORS} --mesh.replica 8")
+    sent = by_formula_of(f"{FACTORS} --mesh.replica 8")
     assert sent == {STATE: 2 * 7 / 8 * 4 * numbers}
-    assert told_of("--mesh.replica 8")[STATE] > 10 * sent[STATE]  # the control
+    assert by_formula_of("--mesh.replica 8")[STATE] > 10 * sent[STATE]  # the control
 
 
-def test_told_bytes_are_the_closed_formulas():
+def test_formula_bytes_are_the_closed_formulas():
     tokens, embed, kv_embed, hidden = 8 * 32, 64, 32, 160
     share = 3 / 4 * tokens * 4
     loss = 2 * 3 * share  # three numbers of each token
@@ -146,24 +146,27 @@ def test_told_bytes_are_the_closed_formulas():
         ("sequence", 10 * embed, 4 * embed * share),
         ("feature", 2 * (3 * embed + 2 * kv_embed + 2 * hidden), 2 * embed * share + 2 * 3 / 4 * 256 * embed * 4 / 4),
     ):
-        sent = told_of(f"--mesh.fsdp 2 --mesh.tensor 4 --residual {stream}")
+        sent = by_formula_of(f"--mesh.fsdp 2 --mesh.tensor 4 --residual {stream}")
         assert sent[TENSOR] == pytest.approx(4 * numbers * share + edges + loss)
-    assert told_of("--mesh.fsdp 2 --mesh.context 4")[CONTEXT] == 4 * 6 * kv_embed * share
+    assert by_formula_of("--mesh.fsdp 2 --mesh.context 4")[CONTEXT] == 4 * 6 * kv_embed * share
 
 
-def test_told_bytes_of_experts_are_the_closed_formulas():
+def test_formula_bytes_of_experts_are_the_closed_formulas():
     tokens, embed, top_k = 16 // 8 * 32, 64, 2
     layers, ways = 4, {"gather": {}, "exchange": {"factor": 1.5}}
     for method, more in ways.items():
         flags = f"--recipe moe --mesh.expert 4 --mesh.fsdp 2 --execution.remat none --expert-method {method}"
-        told = told_of(f"{flags} --expert-factor 1.5")[EXPERT]
+        by_formula = by_formula_of(f"{flags} --expert-factor 1.5")[EXPERT]
         form = planning.expert_bytes(tokens, embed, 4, top_k=top_k, method=method, activation_bytes=4, **more)
         beside = 3 * tokens * top_k * 3 * 4 if method == "gather" else 3 / 4 * 1.5 * tokens * top_k * 4
-        assert told == layers * (form + beside)  # choices and weights are sent too
+        assert by_formula == layers * (form + beside)  # choices and weights are sent too
 
 
 def test_a_pipeline_gathers_three_times():
-    one, two = told_of("--mesh.fsdp 4 --zero 3"), told_of("--mesh.fsdp 4 --zero 3 --mesh.pipe 2 --microbatches 4")
+    one, two = (
+        by_formula_of("--mesh.fsdp 4 --zero 3"),
+        by_formula_of("--mesh.fsdp 4 --zero 3 --mesh.pipe 2 --microbatches 4"),
+    )
     assert two[PIPE] == 2 * 4 * 32 * 64 * 4  # rows of a microbatch: one
     edges = 3 / 4 * 256 * 64 * 4
     layers = one[STATE] - 2 * edges
@@ -175,5 +178,5 @@ def test_a_pipeline_gathers_three_times():
 def test_a_pipelines_layers_run_forward_twice():
     share = 1 / 2 * 16 * 32 * 4
     layers, edges = 4 * 8 * 64 * share, (4 * 64 + 2 * 3) * share
-    assert told_of("--mesh.tensor 2 --accumulate 4")[TENSOR] == layers + edges
-    assert told_of("--mesh.tensor 2 --mesh.pipe 2 --microbatches 4")[TENSOR] == layers / 2 * 12 / 8 + edges
+    assert by_formula_of("--mesh.tensor 2 --accumulate 4")[TENSOR] == layers + edges
+    assert by_formula_of("--mesh.tensor 2 --mesh.pipe 2 --microbatches 4")[TENSOR] == layers / 2 * 12 / 8 + edges

@@ -35,8 +35,8 @@ def stepped(step, state):
     """The state after three steps, and each step's metrics."""
     metrics = []
     for _ in range(3):
-        state, told = step(state, make_batch(), jax.random.key(3))
-        metrics.append({name: float(told[name]) for name in ("loss", "grad_norm", "balance_loss")})
+        state, measured = step(state, make_batch(), jax.random.key(3))
+        metrics.append({name: float(measured[name]) for name in ("loss", "grad_norm", "balance_loss")})
     return state, metrics
 
 

@@ -195,7 +195,7 @@ def test_a_full_disk_is_an_error_at_the_next_call_and_the_last_checkpoint_stays(
         with pytest.raises(training.CheckpointError, match=r"step=2\).*failed.*the checkpoint of step 1 is whole"):
             checkpointer.save(large, 2, {})
             checkpointer.save(large, 3, {})
-        checkpointer.wait()  # told once
+        checkpointer.wait()  # warned once
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)

@@ -1,4 +1,4 @@
-"""What is told as saved outlasts a power cut, and what goes wrong beside a save is not told as one that failed."""
+"""What is reported as saved survives a power cut, and trouble beside a save is not reported as a failed save."""
 
 import os
 import shutil
@@ -91,7 +91,7 @@ def test_a_checkpoint_that_was_moved_and_linked_to_is_read_and_goes_as_a_link(tm
     assert sorted(path.name for path in folder.iterdir()) == ["4", "6"]
 
 
-def test_a_link_that_leads_nowhere_is_told_and_not_passed_over(tmp_path):
+def test_a_link_that_leads_nowhere_is_an_error_and_not_passed_over(tmp_path):
     with training.Checkpointer(tmp_path) as checkpointer:
         save(checkpointer, 1)
     (tmp_path / "2").symlink_to("/not/mounted/2")
@@ -122,7 +122,7 @@ def test_what_cannot_be_deleted_is_a_warning_and_the_save_is_whole(tmp_path, mon
     assert checkpointer.steps == [3, 4]
 
 
-def test_a_step_that_is_there_though_its_name_may_not_last_is_told_as_that(tmp_path, monkeypatch):
+def test_a_step_that_is_there_though_its_name_may_not_last_is_reported_as_that(tmp_path, monkeypatch):
     def failing(folder):
         raise OSError(5, "Input/output error")
 

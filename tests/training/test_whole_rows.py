@@ -1,4 +1,4 @@
-"""Rows of windows are known to be whole before anything is compiled: kernels are told a rule, and no mask is made."""
+"""Rows of windows are known to be whole before anything is compiled: kernels are given a rule, and no mask is made."""
 
 import equinox as eqx
 import jax
@@ -37,8 +37,8 @@ def model():
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """What the kernel is told; in its place stands something with no matrix of scores of its own."""
+def calls(monkeypatch):
+    """What the kernel is given; in its place stands something with no matrix of scores of its own."""
     seen = []
 
     def kernel(query, key, value, *, scale, implementation, **rules):
@@ -68,24 +68,24 @@ def program_of(given):
     return jax.make_jaxpr(run)(arrays, given, jax.random.key(0)).jaxpr
 
 
-def test_a_step_over_windows_tells_the_kernel_a_rule_and_has_no_mask(told):
+def test_a_step_over_windows_gives_the_kernel_a_rule_and_has_no_mask(calls):
     assert not square_arrays(program_of(batch()))
-    assert told and all(rules == {"is_causal": True} for rules in told)
+    assert calls and all(rules == {"is_causal": True} for rules in calls)
 
 
-def test_packed_rows_are_masked(told):
+def test_packed_rows_are_masked(calls):
     """The control: that segments are all the same is known too late."""
     assert square_arrays(program_of(packed()))
-    assert told and all(rules == {"mask": (ROWS, 1, SEQ, SEQ)} for rules in told)
+    assert calls and all(rules == {"mask": (ROWS, 1, SEQ, SEQ)} for rules in calls)
 
 
 @pytest.mark.parametrize(("mesh", "method"), [({"replica": 2, "tensor": 2}, "ring"), ({"context": 2}, "heads")])
-def test_whole_rows_stay_known_over_devices(told, mesh, method):
+def test_whole_rows_stay_known_over_devices(calls, mesh, method):
     count = int(np.prod(list(mesh.values())))
     plan = parallel.Plan(parallel.make_mesh(**mesh, devices=jax.devices()[:count]), context_method=method)
     run = training.planned_gradients(plan)(training.next_token_loss, 1)
     eqx.filter_eval_shape(run, eqx.filter_eval_shape(model), batch(), jax.random.key(0))
-    assert told and all(rules == {"is_causal": True} for rules in told)
+    assert calls and all(rules == {"is_causal": True} for rules in calls)
 
 
 def test_rows_in_another_order_are_no_longer_whole():
