@@ -129,7 +129,7 @@ def runs(table):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_changed_tables_are_refused_exactly_where_they_cannot_be_run(name):
     """Random swaps, moves and repeats, judged by running the table: both verdicts must occur and agree."""
-    table = make_schedule(name, stages=3, microbatches=6, chunks=2 if name in ("interleaved", "looping") else 1)
+    table = make_schedule(name, stages=3, microbatches=6, chunks=SCHEDULES[name].chunks or 2)
     random, verdicts = np.random.default_rng(0), []
     for _ in range(300):
         kind = random.choice(["forward", "backward", "weight"][: 2 + table.is_split])

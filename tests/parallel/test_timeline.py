@@ -32,9 +32,7 @@ def boxes(text):
 
 
 def make(name, stages=4, microbatches=12):
-    return make_schedule(
-        name, stages=stages, microbatches=microbatches, chunks=3 if name in ("interleaved", "looping") else 1
-    )
+    return make_schedule(name, stages=stages, microbatches=microbatches, chunks=SCHEDULES[name].chunks or 3)
 
 
 @pytest.mark.parametrize("clock", ["lock_step", "asynchronous"])

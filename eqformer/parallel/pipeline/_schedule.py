@@ -92,3 +92,10 @@ def v_placement(stages: int) -> Int[np.ndarray, "stages 2"]:
     """Down the devices and back: device i holds the parts i and `2 * stages - 1 - i`, the first also the last."""
     down = np.arange(stages)
     return np.stack([down, 2 * stages - 1 - down], axis=1)
+
+
+def check_counts(call: str, stages: int, microbatches: int, chunks: int = 1) -> None:
+    """Raise a `ValueError` for a count below 1."""
+    for count, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+        if value < 1:
+            raise ValueError(f"{call}: a pipeline has at least 1 of {count}, but {count}={value}; give 1 or more.")

@@ -6,13 +6,14 @@ A bubble is the time that a device is idle.
 """
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from ._check_schedule import check_schedule
 from ._pack import pack_schedule, Turns, Work
-from ._schedule import IDLE, ring_placement, Schedule
+from ._schedule import check_counts, IDLE, ring_placement, Schedule
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -20,7 +21,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
     Bubble (p-1)(F+B+W), `2(m+p-1)` ticks; every device remembers m microbatches.
     """
-    _check_counts("gpipe", stages, microbatches)
+    check_counts("gpipe", stages, microbatches)
     return _in_waves("gpipe", stages, microbatches, chunks=1, group=microbatches, phases=2)
 
 
@@ -32,7 +33,7 @@ def one_f_one_b(stages: int, microbatches: int, *, fused: bool = True) -> Schedu
     microbatches. Otherwise a tick holds one entry, the bubble is that of devices that do not wait for each other's
     ticks, and device i remembers `min(m, p-i)`.
     """
-    _check_counts("one_f_one_b", stages, microbatches)
+    check_counts("one_f_one_b", stages, microbatches)
     if fused:
         return _in_waves("1f1b", stages, microbatches, chunks=1, group=microbatches, phases=1)
     warm_up = [stages - 1 - stage for stage in range(stages)]
@@ -47,7 +48,7 @@ def interleaved(stages: int, microbatches: int, chunks: int, *, fused: bool = Tr
     Otherwise a tick holds one entry, and the bubble is that of devices that do not wait for each other's ticks; what
     is remembered is the same. Microbatches must be a multiple of stages.
     """
-    _check_counts("interleaved", stages, microbatches, chunks)
+    check_counts("interleaved", stages, microbatches, chunks)
     if microbatches % stages:
         below = microbatches - microbatches % stages
         raise ValueError(
@@ -67,7 +68,7 @@ def looping(stages: int, microbatches: int, chunks: int) -> Schedule:
     chunk's parameters are needed for one stretch of time forwards and one backwards, so that sharded ones are gathered
     and their gradients reduced once a step. Needs m >= p, or a microbatch would come round before its turn.
     """
-    _check_counts("looping", stages, microbatches, chunks)
+    check_counts("looping", stages, microbatches, chunks)
     if microbatches < stages:
         raise ValueError(
             f"looping: a device is through with a chunk when the first microbatch comes round, which needs "
@@ -85,7 +86,7 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     p-i microbatches before their backward and i more before their weight entry, p in all. One entry a tick,
     `3m+p-1` ticks. Fewer microbatches run too, with a larger bubble.
     """
-    _check_counts("zero_bubble", stages, microbatches)
+    check_counts("zero_bubble", stages, microbatches)
     orders: list[Turns] = []
     for stage in range(stages):
         warm_up, order = min(stages - 1 - stage, microbatches), list[Work]()
@@ -101,14 +102,21 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
 
 Maker = Callable[[int, int], Schedule]  # of stages and microbatches
 
-SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "looping": looping,
-    "zb-h1": zero_bubble,
+
+class Kind(NamedTuple):
+    """A schedule that goes by a name: what makes it, and how many chunks a device has, None for any number."""
+
+    make: Callable[..., Schedule]
+    chunks: int | None = 1
+
+
+SCHEDULES: Mapping[str, Kind] = {
+    "gpipe": Kind(gpipe),
+    "1f1b": Kind(one_f_one_b),
+    "interleaved": Kind(interleaved, chunks=None),
+    "looping": Kind(looping, chunks=None),
+    "zb-h1": Kind(zero_bubble),
 }
-_CHUNKED = ("interleaved", "looping")
 
 
 def make_schedule(name: str | Maker | Schedule, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -120,14 +128,16 @@ def make_schedule(name: str | Maker | Schedule, *, stages: int, microbatches: in
         return _own_schedule(name, stages, microbatches, chunks)
     if name not in SCHEDULES:
         raise ValueError(f"make_schedule: there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}.")
-    if name in _CHUNKED:
-        return SCHEDULES[name](stages, microbatches, chunks)
-    if chunks != 1:
+    kind = SCHEDULES[name]
+    if kind.chunks is None:
+        return kind.make(stages, microbatches, chunks)
+    if chunks != kind.chunks:
+        others = [other for other, each in SCHEDULES.items() if each.chunks in (None, chunks)]
         raise ValueError(
-            f"make_schedule: {name} has one chunk a stage, but chunks={chunks} was given; leave chunks at 1, or choose "
-            f"{' or '.join(_CHUNKED)}."
+            f"make_schedule: {name} has {'one chunk' if kind.chunks == 1 else f'{kind.chunks} chunks'} a stage, but "
+            f"chunks={chunks} was given; give chunks={kind.chunks}, or choose {' or '.join(others)}."
         )
-    return SCHEDULES[name](stages, microbatches)
+    return kind.make(stages, microbatches)
 
 
 def _own_schedule(given: Maker | Schedule, stages: int, microbatches: int, chunks: int) -> Schedule:
@@ -145,12 +155,6 @@ def _own_schedule(given: Maker | Schedule, stages: int, microbatches: int, chunk
         )
     check_schedule(schedule)
     return schedule
-
-
-def _check_counts(call: str, stages: int, microbatches: int, chunks: int = 1) -> None:
-    for count, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if value < 1:
-            raise ValueError(f"{call}: a pipeline has at least 1 of {count}, but {count}={value}; give 1 or more.")
 
 
 def _wave(microbatches: int, chunks: int, group: int, *, back: bool) -> list[tuple[int, int]]:
