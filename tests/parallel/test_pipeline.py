@@ -26,6 +26,7 @@ from eqformer.parallel import (
     Schedule,
     v_placement,
     zero_bubble,
+    zero_bubble_v,
 )
 from eqformer.parallel._axes import FSDP, PIPE, TENSOR
 from eqformer.parallel.pipeline import _pipeline as executor
@@ -42,8 +43,9 @@ SCHEDULES = {
     "interleaved": lambda: interleaved(STAGES, MICROBATCHES, 2),
     "looping": lambda: looping(STAGES, MICROBATCHES, 2),
     "zb-h1": lambda: zero_bubble(STAGES, MICROBATCHES),
+    "zb-v": lambda: zero_bubble_v(STAGES, MICROBATCHES),
 }
-EVERY_RUN = ("zb-h1",)
+EVERY_RUN = ("zb-v",)  # which has messages of both kinds in both directions, hand-overs, and weight entries
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,29 @@ def test_a_missing_reduction_or_a_late_message_is_seen(monkeypatch, part, broken
     assert distance(run(mesh, one_f_one_b(2, 4), model, data), expected) < CLOSE
     monkeypatch.setattr(executor, part, broken)
     assert not distance(run(mesh, one_f_one_b(2, 4), model, data), expected) < 100 * CLOSE
+
+
+def the_other_way(schedule):
+    """Messages up the ring go down it, and those down it go up."""
+    routes = route(schedule)
+    links = tuple(link._replace(shift=-link.shift % schedule.stages) for link in routes.links)
+    return dataclasses.replace(routes, links=links)
+
+
+def handed_to_the_next_device(schedule):
+    """What a device's next part needs is sent up the ring."""
+    routes = route(schedule)
+    links = tuple(link._replace(shift=link.shift or 1) for link in routes.links)
+    return dataclasses.replace(routes, links=links)
+
+
+def test_a_message_the_wrong_way_is_seen(monkeypatch):
+    model, data = small.make_model(layers=6, block=small.plain_block), small.make_data(4, keys=False)
+    expected, mesh = small.one_device(model, data), make_mesh(pipe=3, devices=jax.devices()[:3])
+    assert distance(run(mesh, zero_bubble_v(3, 4), model, data), expected) < CLOSE
+    for broken in (the_other_way, handed_to_the_next_device):
+        monkeypatch.setattr(executor, "route", broken)
+        assert not distance(run(mesh, zero_bubble_v(3, 4), model, data), expected) < 100 * CLOSE
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from eqformer.parallel import (
     SCHEDULES,
     simulate,
     zero_bubble,
+    zero_bubble_v,
 )
 
 
@@ -100,6 +101,30 @@ def test_splitting_off_the_weights_fills_the_bubble(stages, microbatches, costs)
                 assert found.peak().max() <= p
 
 
+@pytest.mark.parametrize("stages,microbatches,costs", WIDE)
+def test_a_v_halves_the_zero_bubble(stages, microbatches, costs):
+    for p in stages:
+        i = np.arange(p)
+        for m in microbatches:
+            table = zero_bubble_v(p, m)
+            for f, b, w in costs:
+                found = simulate(table, **times((f, b, w), chunks=2))
+                assert found.peak().max() <= 2 * p  # of halves of a device's microbatches: 1F1B's p
+                if m < 2 * p - 1:
+                    continue
+                assert table.ticks == 6 * m + p - 1
+                same(found.peak(), np.full(p, 2 * p))
+                same(found.peak(0.0, 1.0), 2 * i + 1)
+                if w <= f <= b:
+                    assert found.asynchronous.idle == (p - 1) * max(b, 2 * (b - w))
+                if f == b == w:
+                    assert found.asynchronous.idle == found.lock_step.idle
+                    assert (
+                        2 * found.asynchronous.idle
+                        == simulate(zero_bubble(p, m), **times((f, b, w), 2)).asynchronous.idle
+                    )
+
+
 def test_the_published_examples():
     """p=8, m=32, v=4: bubbles 21, 5.25, 5.25 and 7, peak 9.75; p=4, m=8, v=2: 9, 4.5, 4.5 and 3, of F=B=W=1."""
     for p, m, v, bubbles in ((8, 32, 4, (21, 21, 5.25, 5.25, 7)), (4, 8, 2, (9, 9, 4.5, 4.5, 3))):
@@ -150,6 +175,8 @@ def test_the_two_clocks_differ_where_ticks_are_uneven():
         (dict(name="interleaved", stages=4, microbatches=3, chunks=2), "microbatches=3 .* stages=4; take 4 "),
         (dict(name="looping", stages=4, microbatches=3, chunks=2), "microbatches=3 and stages=4; take at least 4"),
         (dict(name="zb-h1", stages=2, microbatches=4, chunks=2), "zb-h1 has one chunk a stage, but chunks=2"),
+        (dict(name="zb-v", stages=2, microbatches=4), "zb-v has 2 chunks a stage, but chunks=1 .* give chunks=2, or"),
+        (dict(name="zb-v", stages=2, microbatches=0, chunks=2), "zero_bubble_v: .* microbatches=0; give 1 or more"),
         (dict(name="1f1b", stages=2, microbatches=0), "one_f_one_b: .* microbatches=0; give 1 or more"),
         (dict(name="looping", stages=2, microbatches=2, chunks=0), "looping: .* chunks=0; give 1 or more"),
         (dict(name="gpipe", stages=0, microbatches=2), "gpipe: .* stages=0"),

@@ -14,6 +14,7 @@ from jaxtyping import Int
 from ._check_schedule import check_schedule
 from ._pack import pack_schedule, Turns, Work
 from ._schedule import check_counts, IDLE, ring_placement, Schedule
+from ._v_schedules import zero_bubble_v
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -116,6 +117,7 @@ SCHEDULES: Mapping[str, Kind] = {
     "interleaved": Kind(interleaved, chunks=None),
     "looping": Kind(looping, chunks=None),
     "zb-h1": Kind(zero_bubble),
+    "zb-v": Kind(zero_bubble_v, chunks=2),
 }
 
 
