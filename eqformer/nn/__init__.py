@@ -10,13 +10,14 @@ from ._activation import (
     silu as silu,
 )
 from ._aux import Aux as Aux, aux_loss as aux_loss, aux_of as aux_of
-from ._block import Block as Block, Layer as Layer, Mixer as Mixer, Period as Period, Routed as Routed
+from ._block import Block as Block, ParallelBlock as ParallelBlock, Period as Period, Residual as Residual
 from ._cache import (
     check_cached as check_cached,
     DeltaCache as DeltaCache,
     KVCache as KVCache,
     LatentCache as LatentCache,
 )
+from ._contracts import Layer as Layer, Mixer as Mixer, Routed as Routed
 from ._dims import (
     dims as dims,
     dims_table as dims_table,

@@ -1,12 +1,12 @@
-"""A transformer block: attention, then a feed-forward layer, each beside the residual stream."""
+"""Transformer blocks: sublayers beside a residual stream, one after the other or side by side."""
 
-import abc
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import equinox as eqx
 from jaxtyping import Array, Float, PyTree
 
+from ._contracts import Layer, Mixer, Routed
 from ._dropout import Dropout
 from ._norm import LayerNorm, RMSNorm
 from ._tokens import Tokens, tokens_or_default
@@ -15,116 +15,123 @@ from ._tokens import Tokens, tokens_or_default
 Norm = RMSNorm | LayerNorm | Callable[[Array], Array]
 
 
-@runtime_checkable
-class Mixer(Protocol):
-    """What mixes tokens and can remember them: an attention."""
+class Residual(Layer):
+    """A residual sublayer: `sum_norm(x + scale * output_norm(layer(norm(x))))`.
 
-    def __call__(
-        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
-    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """Map the tokens of `x`, reading and extending the cache where one is given."""
-        ...
-
-    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """An empty cache for `batch` rows of up to `capacity` tokens."""
-        ...
-
-
-@runtime_checkable
-class Layer(Protocol):
-    """What a stack repeats: a block, or a period of blocks."""
-
-    def __call__(
-        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
-    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """Map the tokens of `x`, extending the cache where one is given; third, what routed layers tell, or None."""
-        ...
-
-    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """An empty cache for `batch` rows of up to `capacity` tokens."""
-        ...
-
-
-class Routed(eqx.Module):
-    """A feed-forward layer that routes tokens, and so reads more of them than their vectors and tells what it did."""
-
-    @abc.abstractmethod
-    def __call__(
-        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None
-    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """The layer's output and an `Aux`."""
-
-
-class Block(eqx.Module):
-    """Two sublayers around a residual stream; which norms are given decides the arrangement.
-
-    Each sublayer computes `x + output_norm(layer(norm(x)))`. With `attention_norm` and `feed_forward_norm` alone it is
-    pre-norm (GPT-2, Llama), with the `output` norms alone OLMo 2's, with both the sandwich of Gemma 2. The `sum` norms
-    come after the addition: post-norm (Vaswani 2017). A `parallel` block adds both layers to the same input (GPT-J,
-    PaLM); there, a missing `feed_forward_norm` means that the two share the attention's. `residual_scale` multiplies
-    what each sublayer adds (Granite).
+    `layer` is a `Mixer`, a `Routed` layer or a function of an array to one of its shape. Which norms are given decides
+    the arrangement: `norm` alone is pre-norm (GPT-2, Llama), `output_norm` alone OLMo 2's, both the sandwich of Gemma
+    2, `sum_norm` alone post-norm (Vaswani 2017). `scale` multiplies what is added (Granite), and `dropout` acts on it.
     """
 
-    attention: Mixer
-    feed_forward: Callable[..., Any]  # an array to one of its shape, or `Routed`
-    attention_norm: Norm | None = None
-    feed_forward_norm: Norm | None = None
-    attention_output_norm: Norm | None = None
-    feed_forward_output_norm: Norm | None = None
-    attention_sum_norm: Norm | None = None
-    feed_forward_sum_norm: Norm | None = None
+    layer: Mixer | Routed | Callable[..., Any]
+    norm: Norm | None = None
+    output_norm: Norm | None = None
+    sum_norm: Norm | None = None
     dropout: Dropout | None = None
-    parallel: bool = eqx.field(static=True, default=False)
-    residual_scale: float | None = eqx.field(static=True, default=None)
+    scale: float | None = eqx.field(static=True, default=None)
 
-    def __check_init__(self):
-        if self.parallel and self.attention_sum_norm is not None:
-            raise ValueError(
-                "Block(parallel=True, attention_sum_norm=...): a parallel block has one sum, after both layers; "
-                "pass the norm as feed_forward_sum_norm."
-            )
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: PyTree = None,
+        *,
+        number: int = 0,
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Add the layer's output to `x`; dropout's keys are folded with `number`, the sublayer's within its block."""
+        added, cache, aux = self.branch(x, tokens, cache, number=number)
+        return apply_norm(self.sum_norm, x + added), cache, aux
+
+    def branch(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: PyTree = None,
+        *,
+        number: int = 0,
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """What is added to `x`, a mixer's cache, and a routed layer's `Aux`."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
+        given, aux = apply_norm(self.norm, x), None
+        if isinstance(self.layer, Mixer):
+            y, cache = self.layer(given, tokens, cache)
+        elif isinstance(self.layer, Routed):
+            y, aux = self.layer(given, tokens)
+        else:
+            y = self.layer(given)
+        y = apply_norm(self.output_norm, y)
+        y = y if self.scale is None else y * self.scale
+        return y if self.dropout is None else self.dropout(y, tokens.fold_in(number).keys), cache, aux
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """A mixer's empty cache, None for other layers."""
+        return self.layer.init_cache(batch, capacity, dtype) if isinstance(self.layer, Mixer) else None
+
+
+class Block(Layer):
+    """A mixer beside the residual stream and, where there is one, a feed-forward layer after it."""
+
+    mixer: Residual
+    feed_forward: Residual | None = None
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """Run both sublayers; the cache is the attention's, and the `Aux` a routed feed-forward layer's, or None."""
+        """Run both sublayers; the cache is the mixer's, and the `Aux` a routed feed-forward layer's, or None."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        normed = _apply(self.attention_norm, x)
-        attended, cache = self.attention(normed, tokens, cache)
-        attended = self._added(_apply(self.attention_output_norm, attended), tokens, 0)
-        if self.parallel:
-            given = normed if self.feed_forward_norm is None else self.feed_forward_norm(x)
-            after = x + attended
-        else:
-            after = _apply(self.attention_sum_norm, x + attended)
-            given = _apply(self.feed_forward_norm, after)
-        if isinstance(self.feed_forward, Routed):
-            fed, aux = self.feed_forward(given, tokens)
-        else:
-            fed, aux = self.feed_forward(given), None
-        fed = self._added(_apply(self.feed_forward_output_norm, fed), tokens, 1)
-        return _apply(self.feed_forward_sum_norm, after + fed), cache, aux
-
-    def _added(
-        self, x: Float[Array, "*batch seq embed"], tokens: Tokens, sublayer: int
-    ) -> Float[Array, "*batch seq embed"]:
-        x = x if self.residual_scale is None else x * self.residual_scale
-        return x if self.dropout is None else self.dropout(x, tokens.fold_in(sublayer).keys)
+        x, cache, aux = self.mixer(x, tokens, cache, number=0)
+        if self.feed_forward is not None:
+            x, _, aux = self.feed_forward(x, tokens, number=1)
+        return x, cache, aux
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """The attention's empty cache."""
-        return self.attention.init_cache(batch, capacity, dtype)
+        """The mixer's empty cache."""
+        return self.mixer.init_cache(batch, capacity, dtype)
 
 
-class Period(eqx.Module):
-    """Unlike blocks that repeat together as one block of a stack: Gemma's local and global layers, say."""
+class ParallelBlock(Layer):
+    """A mixer and a feed-forward layer that add to one input: `sum_norm(x + mixer(norm(x)) + feed_forward(norm(x)))`.
+
+    The two share `norm` (GPT-J, PaLM), or each has its own. There is one sum: `sum_norm` is the block's.
+    """
+
+    mixer: Residual
+    feed_forward: Residual
+    norm: Norm | None = None
+    sum_norm: Norm | None = None
+
+    def __check_init__(self):
+        for name in ("mixer", "feed_forward"):
+            if getattr(self, name).sum_norm is not None:
+                raise ValueError(
+                    f"ParallelBlock({name}=Residual(sum_norm=...)): a parallel block has one sum, after both layers; "
+                    "pass the norm as ParallelBlock(sum_norm=...)."
+                )
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Run both layers; the cache is the mixer's, and the `Aux` a routed feed-forward layer's, or None."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
+        given = apply_norm(self.norm, x)
+        mixed, cache, _ = self.mixer.branch(given, tokens, cache, number=0)
+        fed, _, aux = self.feed_forward.branch(given, tokens, number=1)
+        return apply_norm(self.sum_norm, x + mixed + fed), cache, aux
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """The mixer's empty cache."""
+        return self.mixer.init_cache(batch, capacity, dtype)
+
+
+class Period(Layer):
+    """Layers of any kinds that repeat together as one of a stack: Gemma's local and global blocks, three sublayers."""
 
     blocks: tuple[Layer, ...]
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """Run the blocks in turn; the cache, and what routed layers tell, are tuples of theirs."""
+        """Run the blocks in turn; the cache, and the `Aux` of routed layers, are tuples of theirs."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         caches = (None,) * len(self.blocks) if cache is None else cache
         after, auxes = [], []
@@ -139,5 +146,6 @@ class Period(eqx.Module):
         return tuple(block.init_cache(batch, capacity, dtype) for block in self.blocks)
 
 
-def _apply(norm: Norm | None, x: Array) -> Array:
+def apply_norm(norm: Norm | None, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
+    """The normed array, or the array itself where there is no norm."""
     return x if norm is None else norm(x)

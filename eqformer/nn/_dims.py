@@ -62,7 +62,7 @@ def named_modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[st
 
 
 def path_name(path: tuple) -> str:
-    """A leaf's path as one writes it in Python: `stacks[0].blocks.attention.query.weight`."""
+    """A leaf's path as one writes it in Python: `stacks[0].blocks.mixer.layer.query.weight`."""
     return jax.tree_util.keystr(path).lstrip(".")
 
 

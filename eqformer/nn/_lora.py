@@ -73,7 +73,7 @@ def with_lora(
 ) -> PyTree:
     """The model with a `LoRA` in the place of each chosen `Linear`; its outputs are unchanged, since B starts at zero.
 
-    `where` lists names (`"query"`, `"feed_forward.up"`: ends of paths) and types (every `Linear` in an
+    `where` lists names (`"query"`, `"feed_forward.layer.up"`: ends of paths) and types (every `Linear` in an
     `nn.Attention`), or is a function of path and `Linear`. The scale is `alpha / rank`, `rank_stabilised` `alpha /
     sqrt(rank)` (arXiv:2312.03732); `alpha=None` makes it 1. Each layer and expert has factors of its own, in float32;
     A is drawn with deviation `1 / sqrt(inputs)`. Raises a `ValueError` where nothing, or a `LoRA`, is chosen.

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from ._block import Layer
+from ._contracts import Layer
 from ._dims import ensemble
 from ._tokens import Tokens, tokens_or_default
 
 
-class Stack(eqx.Module):
+class Stack(Layer):
     """`layers` blocks of one kind, each array with a `layers` dim in front, run by `lax.scan`.
 
     The blocks are built in one trace and run in one trace, so neither start-up nor compilation grows with depth. A
@@ -38,7 +38,7 @@ class Stack(eqx.Module):
     def __len__(self) -> int:
         return self.numbers.shape[0]
 
-    def __getitem__(self, place: int | slice) -> "Layer | Stack":
+    def __getitem__(self, place: int | slice) -> Layer:
         if isinstance(place, int) and not -len(self) <= place < len(self):
             raise IndexError(f"stack[{place}]: the stack has {len(self)} layers.")
         arrays, static = eqx.partition(self.blocks, eqx.is_array)

@@ -82,5 +82,6 @@ from .tensor._tensor import (
     stream_maps as stream_maps,
     Tensor as Tensor,
     TENSOR_MODULES as TENSOR_MODULES,
+    TensorMixer as TensorMixer,
 )
 from .tensor._vocabulary import SplitEmbedding as SplitEmbedding, SplitVocabulary as SplitVocabulary

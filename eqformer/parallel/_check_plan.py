@@ -160,9 +160,11 @@ def _check_tensor(plan: Any, model: nn.Transformer, specs: PyTree) -> None:
             _check_feature(plan, nn.path_name(path), node)
     if plan.residual == "feature":
         parts = [("norm", model.norm)]
-        for path, block in nn.named_modules(model, (nn.Block,)):
-            fields = [field.name for field in dataclasses.fields(block) if not field.metadata.get("static")]
-            parts += [(f"{path}.{name}", getattr(block, name)) for name in fields]
+        for path, block in nn.named_modules(model, nn.ParallelBlock):
+            parts += [(f"{path}.norm", block.norm), (f"{path}.sum_norm", block.sum_norm)]
+        for path, sublayer in nn.named_modules(model, nn.Residual):
+            fields = [field.name for field in dataclasses.fields(sublayer) if not field.metadata.get("static")]
+            parts += [(f"{path}.{name}", getattr(sublayer, name)) for name in fields]
         for path, part in parts:
             if not isinstance(part, (*known, nn.Dropout, NoneType)):
                 raise ValueError(

@@ -18,7 +18,7 @@ from .layouts._layout import axes_of, dim_over
 from .state._gather import gather_parameter
 from .tensor._feature import FEATURE_DIMS, FeatureKeyHead, FeatureLinear
 from .tensor._norms import reduced_dims, SplitNorm
-from .tensor._tensor import HEAD_DIMS, MIXERS, Tensor, TENSOR_MODULES
+from .tensor._tensor import HEAD_DIMS, MIXERS, Tensor, TENSOR_MODULES, TensorMixer
 from .tensor._vocabulary import FeatureEmbedding, HeadInput, own_rows, rows_of_features, SplitEmbedding
 
 
@@ -49,7 +49,8 @@ def split_over_tensor(
         if residual == "feature":
             return _feature_module(module, shape, overlap, is_branched)
         inner = replace(module, norms, lambda norm: _split_norm(norm, residual))
-        return Tensor(inner, residual, overlap, is_branched, shares_kv_heads(module, spec))
+        tensor = Tensor(inner, residual, overlap, is_branched, shares_kv_heads(module, spec))
+        return TensorMixer(tensor) if isinstance(module, nn.Mixer) else tensor
 
     whole = model
     model = replace(model, kinds, wrap, specs, shapes)

@@ -92,7 +92,7 @@ def make_model(
     def block(attention, key):
         one, two = jax.random.split(key)
         fed = (mixture if kind.endswith("few slots") else mlp)(two)
-        return nn.Block(attention(one), fed, _norm("embed", EMBED), _norm("embed", EMBED))
+        return nn.Block(nn.Residual(attention(one), _norm("embed", EMBED)), nn.Residual(fed, _norm("embed", EMBED)))
 
     def period(key):
         keys = jax.random.split(key, len(attentions))

@@ -87,7 +87,7 @@ def test_cached_logits_are_the_uncached_ones(kind):
 def test_a_window_matters():
     """The sliding-window models differ from the same weights without a window, beyond the window only."""
     model = make_model("sliding window")
-    wide = eqx.tree_at(lambda m: m.stacks[0].blocks.attention.mask, model, nn.causal())
+    wide = eqx.tree_at(lambda m: m.stacks[0].blocks.mixer.layer.mask, model, nn.causal())
     narrow, wide = (np.asarray(quickly(lambda m: m(jnp.asarray(IDS))[0][0], m)) for m in (model, wide))
     np.testing.assert_allclose(narrow[:5], wide[:5], atol=ROUNDING)
     assert np.all(np.abs(narrow - wide)[5:].max(-1) > 100 * ROUNDING)

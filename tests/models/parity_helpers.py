@@ -98,24 +98,24 @@ def llama(arrays, name, parameters=None):
     layer = "model.layers.{}."
     mapping = {
         "model.embed_tokens.weight": (lambda m: m.embedding.weight, same),
-        layer + "self_attn.q_proj.weight": (lambda m: block(m).attention.query.weight, same),
-        layer + "self_attn.k_proj.weight": (lambda m: block(m).attention.key.weight, same),
-        layer + "self_attn.v_proj.weight": (lambda m: block(m).attention.value.weight, same),
-        layer + "self_attn.o_proj.weight": (lambda m: block(m).attention.output.weight, same),
-        layer + "mlp.gate_proj.weight": (lambda m: block(m).feed_forward.gate.weight, same),
-        layer + "mlp.up_proj.weight": (lambda m: block(m).feed_forward.up.weight, same),
-        layer + "mlp.down_proj.weight": (lambda m: block(m).feed_forward.down.weight, same),
-        layer + "input_layernorm.weight": (lambda m: block(m).attention_norm.weight, same),
-        layer + "post_attention_layernorm.weight": (lambda m: block(m).feed_forward_norm.weight, same),
+        layer + "self_attn.q_proj.weight": (lambda m: block(m).mixer.layer.query.weight, same),
+        layer + "self_attn.k_proj.weight": (lambda m: block(m).mixer.layer.key.weight, same),
+        layer + "self_attn.v_proj.weight": (lambda m: block(m).mixer.layer.value.weight, same),
+        layer + "self_attn.o_proj.weight": (lambda m: block(m).mixer.layer.output.weight, same),
+        layer + "mlp.gate_proj.weight": (lambda m: block(m).feed_forward.layer.gate.weight, same),
+        layer + "mlp.up_proj.weight": (lambda m: block(m).feed_forward.layer.up.weight, same),
+        layer + "mlp.down_proj.weight": (lambda m: block(m).feed_forward.layer.down.weight, same),
+        layer + "input_layernorm.weight": (lambda m: block(m).mixer.norm.weight, same),
+        layer + "post_attention_layernorm.weight": (lambda m: block(m).feed_forward.norm.weight, same),
         "model.norm.weight": (lambda m: m.norm.weight, same),
         "lm_head.weight": (lambda m: m.head.weight, same),
     }
     if biased:
         mapping |= {
-            layer + "self_attn.q_proj.bias": (lambda m: block(m).attention.query.bias, same),
-            layer + "self_attn.k_proj.bias": (lambda m: block(m).attention.key.bias, same),
-            layer + "self_attn.v_proj.bias": (lambda m: block(m).attention.value.bias, same),
-            layer + "self_attn.o_proj.bias": (lambda m: block(m).attention.output.bias, same),
+            layer + "self_attn.q_proj.bias": (lambda m: block(m).mixer.layer.query.bias, same),
+            layer + "self_attn.k_proj.bias": (lambda m: block(m).mixer.layer.key.bias, same),
+            layer + "self_attn.v_proj.bias": (lambda m: block(m).mixer.layer.value.bias, same),
+            layer + "self_attn.o_proj.bias": (lambda m: block(m).mixer.layer.output.bias, same),
         }
     prefix = "biased/weights/" if biased else "llama/weights/"
     weights = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
@@ -140,12 +140,12 @@ def gpt2(arrays):
             weights[name.replace("c_attn", word)] = gpt2_qkv(part)(joined)
     layer = "transformer.h.{}."
     turned = lambda weight: weight.T
-    attention, feed_forward = lambda m: block(m).attention, lambda m: block(m).feed_forward
+    attention, feed_forward = lambda m: block(m).mixer.layer, lambda m: block(m).feed_forward.layer
     mapping = {
         "transformer.wte.weight": (lambda m: m.embedding.weight, same),
         "transformer.wpe.weight": (lambda m: m.positions.weight, same),
-        layer + "ln_1.weight": (lambda m: block(m).attention_norm.weight, same),
-        layer + "ln_1.bias": (lambda m: block(m).attention_norm.bias, same),
+        layer + "ln_1.weight": (lambda m: block(m).mixer.norm.weight, same),
+        layer + "ln_1.bias": (lambda m: block(m).mixer.norm.bias, same),
         layer + "attn.query.weight": (lambda m: attention(m).query.weight, same),
         layer + "attn.query.bias": (lambda m: attention(m).query.bias, same),
         layer + "attn.key.weight": (lambda m: attention(m).key.weight, same),
@@ -154,8 +154,8 @@ def gpt2(arrays):
         layer + "attn.value.bias": (lambda m: attention(m).value.bias, same),
         layer + "attn.c_proj.weight": (lambda m: attention(m).output.weight, turned),
         layer + "attn.c_proj.bias": (lambda m: attention(m).output.bias, same),
-        layer + "ln_2.weight": (lambda m: block(m).feed_forward_norm.weight, same),
-        layer + "ln_2.bias": (lambda m: block(m).feed_forward_norm.bias, same),
+        layer + "ln_2.weight": (lambda m: block(m).feed_forward.norm.weight, same),
+        layer + "ln_2.bias": (lambda m: block(m).feed_forward.norm.bias, same),
         layer + "mlp.c_fc.weight": (lambda m: feed_forward(m).up.weight, turned),
         layer + "mlp.c_fc.bias": (lambda m: feed_forward(m).up.bias, same),
         layer + "mlp.c_proj.weight": (lambda m: feed_forward(m).down.weight, turned),

@@ -143,7 +143,9 @@ def test_maps_published_as_one_are_written_as_blocks(name, where, fused, tmp_pat
 def test_ranks_and_scales_of_one_model_may_differ(tmp_path):
     model, numbers, _ = based("llama plain")
     adapted = with_factors(model, ["query", "key", "value"], rank=2, alpha=3.0)
-    adapted = nn.with_lora(adapted, ["feed_forward.up"], rank=3, alpha=5.0, rank_stabilised=True, key=jax.random.key(2))
+    adapted = nn.with_lora(
+        adapted, ["feed_forward.layer.up"], rank=3, alpha=5.0, rank_stabilised=True, key=jax.random.key(2)
+    )
     write(tmp_path, "llama plain")
     models.save_adapter(adapted, tmp_path / "out", like=tmp_path)
     config = json.loads((tmp_path / "out" / CONFIG).read_text())
@@ -152,7 +154,7 @@ def test_ranks_and_scales_of_one_model_may_differ(tmp_path):
     assert (config["r"], config["lora_alpha"], config["rank_pattern"]) == (2, 3, {r"mlp\.up_proj": 3})
     assert config["alpha_pattern"] == {r"mlp\.up_proj": pytest.approx(5 * 3**0.5)}
     again: Any = models.load_adapter(model, tmp_path / "out", numbers=numbers, dtype="bfloat16")
-    assert again.stacks[0].blocks.feed_forward.up.scale == pytest.approx(5 / 3**0.5)
+    assert again.stacks[0].blocks.feed_forward.layer.up.scale == pytest.approx(5 / 3**0.5)
     assert {str(x.dtype) for x in jax.tree.leaves(nn.lora_factors(again))} == {"bfloat16"}
 
 
@@ -172,7 +174,7 @@ def test_factors_of_bfloat16_and_float16_are_held_by_float32(tmp_path):
     assert len(same) > len(mixed) / 2
     assert all(np.array_equal(back[name], mixed[name].astype(np.float32)) for name in same)
 
-    where = lambda m: [getattr(m.stacks[0].blocks.attention, name).up.weight for name in ("query", "key")]
+    where = lambda m: [getattr(m.stacks[0].blocks.mixer.layer, name).up.weight for name in ("query", "key")]
     narrow = [x.astype(dtype) for x, dtype in zip(where(adapted), ("bfloat16", "float16"))]
     models.save_adapter(eqx.tree_at(where, adapted, narrow), tmp_path / "beside", numbers=numbers)
     again = models.load_adapter(model, tmp_path / "beside", numbers=numbers)
@@ -200,7 +202,7 @@ def test_each_factor_keeps_its_own_dtype(tmp_path):
     halves = {name: array.astype("bfloat16" if "lora_A" in name else "float32") for name, array in arrays.items()}
     save_file(halves, tmp_path / "adapter" / ARRAYS)
     adapted: Any = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
-    query = adapted.stacks[0].blocks.attention.query
+    query = adapted.stacks[0].blocks.mixer.layer.query
     assert (str(query.down.weight.dtype), str(query.up.weight.dtype)) == ("bfloat16", "float32")
     models.save_adapter(adapted, tmp_path / "halves", numbers=numbers)
     back = load_file(tmp_path / "halves" / ARRAYS)

@@ -149,8 +149,8 @@ def test_key_heads_must_divide_heads():
 
 
 def _attention(block):
-    assert isinstance(block, Block) and isinstance(block.attention, LatentAttention)
-    return block.attention
+    assert isinstance(block, Block) and isinstance(block.mixer.layer, LatentAttention)
+    return block.mixer.layer
 
 
 def test_the_last_layer_of_a_jaxformer_block_has_no_rotary_position():
@@ -164,8 +164,8 @@ def test_the_last_layer_of_a_jaxformer_block_has_no_rotary_position():
 
 def test_a_preset_of_any_size_is_laid_out_without_allocating_it():
     names = dims(shapes_of("llama-3.1-405b"))
-    assert names.stacks[0].blocks.attention.query.weight == "layers heads head_dim embed"
-    assert names.stacks[0].blocks.feed_forward.down.weight == "layers embed mlp"
+    assert names.stacks[0].blocks.mixer.layer.query.weight == "layers heads head_dim embed"
+    assert names.stacks[0].blocks.feed_forward.layer.down.weight == "layers embed mlp"
     assert names.head.weight == "vocab embed"
 
 
@@ -173,7 +173,7 @@ def test_residual_projections_start_smaller_in_deeper_models():
     def spread(layers):
         model = build(Llama(16, 32, layers, heads=4, kv_heads=2, mlp=64), key=jax.random.key(1))
         block = model.stacks[0].blocks
-        assert isinstance(block, Block) and isinstance(block.attention, Attention)
-        return float(block.attention.output.weight.std())
+        assert isinstance(block, Block) and isinstance(block.mixer.layer, Attention)
+        return float(block.mixer.layer.output.weight.std())
 
     assert spread(8) == pytest.approx(spread(2) / 2, rel=0.05)

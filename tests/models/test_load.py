@@ -47,7 +47,7 @@ def test_layers_of_bfloat16_and_float16_are_held_by_float32(tmp_path):
     arrays = {name: x.astype("bfloat16" if ".1." in name else "float16") for name, x in load_file(file).items()}
     save_file(arrays, file)
     mixed: Any = models.load(tmp_path / "mixed")
-    query = mixed.stacks[0].blocks.attention.query.weight
+    query = mixed.stacks[0].blocks.mixer.layer.query.weight
     assert query.dtype == jnp.float32
     for layer, dtype in enumerate(("float16", "bfloat16")):
         published = arrays[f"model.layers.{layer}.self_attn.q_proj.weight"]

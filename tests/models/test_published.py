@@ -95,7 +95,7 @@ def test_each_device_reads_its_own_part(tmp_path):
     for one, other, sharding in zip(*(jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (whole, split)), specs):
         assert other.sharding == sharding and np.array_equal(one, other)
     block: Any = split.stacks[0].blocks
-    experts = block.feed_forward.experts.mlps.up.weight
+    experts = block.feed_forward.layer.experts.mlps.up.weight
     assert experts.addressable_shards[0].data.shape == (1, 5, 10, 24)  # of 3 layers and 20 hidden features
 
 

@@ -1,4 +1,6 @@
-"""Each arrangement of a block against its formula."""
+"""Each arrangement of residual sublayers against its formula."""
+
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,23 +15,29 @@ from eqformer import nn
 KEY = jax.random.key(0)
 EMBED = 4
 NORMS = (
-    "attention_norm",
-    "feed_forward_norm",
-    "attention_output_norm",
-    "feed_forward_output_norm",
-    "attention_sum_norm",
-    "feed_forward_sum_norm",
+    ("mixer", "norm"),
+    ("feed_forward", "norm"),
+    ("mixer", "output_norm"),
+    ("feed_forward", "output_norm"),
+    ("mixer", "sum_norm"),
+    ("feed_forward", "sum_norm"),
+    ("block", "norm"),
+    ("block", "sum_norm"),
 )
 # The formula in terms of a (attention), f (feed-forward) and n, the norms in the order of NORMS.
 ARRANGEMENTS = {
-    "pre-norm": ((0, 1), False, lambda x, a, f, n: (h := x + a(n[0](x))) + f(n[1](h))),
-    "output norms alone": ((2, 3), False, lambda x, a, f, n: (h := x + n[2](a(x))) + n[3](f(h))),
-    "sandwich": ((0, 1, 2, 3), False, lambda x, a, f, n: (h := x + n[2](a(n[0](x)))) + n[3](f(n[1](h)))),
-    "post-norm": ((4, 5), False, lambda x, a, f, n: n[5]((h := n[4](x + a(x))) + f(h))),
-    "no norm": ((), False, lambda x, a, f, n: (h := x + a(x)) + f(h)),
-    "parallel, one norm": ((0,), True, lambda x, a, f, n: x + a(n[0](x)) + f(n[0](x))),
-    "parallel, two norms": ((0, 1), True, lambda x, a, f, n: x + a(n[0](x)) + f(n[1](x))),
-    "parallel, all": ((0, 1, 2, 3, 5), True, lambda x, a, f, n: n[5](x + n[2](a(n[0](x))) + n[3](f(n[1](x))))),
+    "pre-norm": ((0, 1), nn.Block, lambda x, a, f, n: (h := x + a(n[0](x))) + f(n[1](h))),
+    "output norms alone": ((2, 3), nn.Block, lambda x, a, f, n: (h := x + n[2](a(x))) + n[3](f(h))),
+    "sandwich": ((0, 1, 2, 3), nn.Block, lambda x, a, f, n: (h := x + n[2](a(n[0](x)))) + n[3](f(n[1](h)))),
+    "post-norm": ((4, 5), nn.Block, lambda x, a, f, n: n[5]((h := n[4](x + a(x))) + f(h))),
+    "no norm": ((), nn.Block, lambda x, a, f, n: (h := x + a(x)) + f(h)),
+    "parallel, one norm": ((6,), nn.ParallelBlock, lambda x, a, f, n: x + a(n[6](x)) + f(n[6](x))),
+    "parallel, two norms": ((0, 1), nn.ParallelBlock, lambda x, a, f, n: x + a(n[0](x)) + f(n[1](x))),
+    "parallel, all": (
+        (0, 1, 2, 3, 6, 7),
+        nn.ParallelBlock,
+        lambda x, a, f, n: n[7](x + n[2](a(n[0](n[6](x)))) + n[3](f(n[1](n[6](x))))),
+    ),
 }
 
 
@@ -41,17 +49,18 @@ def attention(**options):
     return drawn(nn.Attention, embed=EMBED, heads=2, head_dim=2, **options, key=KEY)
 
 
-def block(norms=(0, 1), **options):
-    feed_forward = drawn(nn.MLP, embed=EMBED, mlp=6, key=KEY)
-    return nn.Block(attention(), feed_forward, **{NORMS[place]: norm(place) for place in norms}, **options)
+def block(norms: Any = (0, 1), kind: Any = nn.Block, **options: Any) -> Any:
+    own: dict[str, dict[str, Any]] = {"mixer": dict(options), "feed_forward": dict(options), "block": {}}
+    for place in norms:
+        part, name = NORMS[place]
+        own[part][name] = norm(place)
+    feed_forward = nn.Residual(drawn(nn.MLP, embed=EMBED, mlp=6, key=KEY), **own["feed_forward"])
+    return kind(nn.Residual(attention(), **own["mixer"]), feed_forward, **own["block"])
 
 
 def outputs():
     x = normal(1, 2, 3, EMBED)
-    return x, {
-        name: eqx.filter_jit(block(norms, parallel=parallel))(x)[0]
-        for name, (norms, parallel, _) in ARRANGEMENTS.items()
-    }
+    return x, {name: eqx.filter_jit(block(norms, kind))(x)[0] for name, (norms, kind, _) in ARRANGEMENTS.items()}
 
 
 def test_every_arrangement_is_its_formula_and_no_other():
@@ -72,31 +81,32 @@ def keyed(x, seed=0):
 
 def test_dropout_acts_on_both_sublayers_with_masks_of_their_own():
     x, dropout = normal(1, 2, 3, EMBED), nn.Dropout(0.5)
-    module = block(dropout=dropout)
-    assert module.attention_norm is not None and module.feed_forward_norm is not None
-    tokens = keyed(x)
-    attended = module.attention(module.attention_norm(x), tokens)[0]
+    module, tokens = block(dropout=dropout), keyed(x)
+    attended = module.mixer.layer(module.mixer.norm(x), tokens)[0]
     h = x + dropout(attended, tokens.fold_in(0).keys)
-    expected = h + dropout(module.feed_forward(module.feed_forward_norm(h)), tokens.fold_in(1).keys)
-    assert close(module(x, tokens)[0], expected, 1e-6)
-    same = h + dropout(module.feed_forward(module.feed_forward_norm(h)), tokens.fold_in(0).keys)
-    assert not close(module(x, tokens)[0], same, 1e-3)
+    fed = module.feed_forward.layer(module.feed_forward.norm(h))
+    assert close(module(x, tokens)[0], h + dropout(fed, tokens.fold_in(1).keys), 1e-6)
+    assert not close(module(x, tokens)[0], h + dropout(fed, tokens.fold_in(0).keys), 1e-3)
     assert close(module(x)[0], block()(x)[0], 1e-6)  # without keys nothing is dropped
+    side = block(kind=nn.ParallelBlock, dropout=dropout)
+    fed = dropout(module.feed_forward.layer(module.feed_forward.norm(x)), tokens.fold_in(1).keys)
+    assert close(side(x, tokens)[0], h + fed, 1e-6)
 
 
-def test_a_residual_scale_multiplies_what_each_sublayer_adds():
-    x, module = normal(1, 2, 3, EMBED), block((0, 1, 2, 3), residual_scale=0.22)
+def test_a_scale_multiplies_what_each_sublayer_adds():
+    x, module = normal(1, 2, 3, EMBED), block((0, 1, 2, 3), scale=0.22)
     n = [lambda x, place=place: wide(norm(place)(x)) for place in range(4)]
     narrow = lambda x: jnp.asarray(x, jnp.float32)
-    h = wide(x) + 0.22 * n[2](module.attention(narrow(n[0](x)))[0])
-    expected = h + 0.22 * n[3](module.feed_forward(narrow(n[1](narrow(h)))))
+    h = wide(x) + 0.22 * n[2](module.mixer.layer(narrow(n[0](x)))[0])
+    expected = h + 0.22 * n[3](module.feed_forward.layer(narrow(n[1](narrow(h)))))
     assert close(module(x)[0], expected, 1e-6)
     assert not close(block((0, 1, 2, 3))(x)[0], expected, 1e-2)
 
 
-def test_a_parallel_block_has_one_sum():
-    with pytest.raises(ValueError, match=r"Block\(parallel=True, attention_sum_norm=...\).*feed_forward_sum_norm"):
-        block(norms=(0, 4), parallel=True)
+@pytest.mark.parametrize("place,name", [(4, "mixer"), (5, "feed_forward")])
+def test_a_parallel_block_has_one_sum(place, name):
+    with pytest.raises(ValueError, match=rf"ParallelBlock\({name}=Residual\(sum_norm=...\)\): .*one sum, after both"):
+        block((0, place), nn.ParallelBlock)
 
 
 def test_a_period_runs_its_blocks_in_turn_with_caches_and_keys_of_their_own():
@@ -113,8 +123,91 @@ def test_a_period_runs_its_blocks_in_turn_with_caches_and_keys_of_their_own():
     assert not np.array_equal(filled[0].keys, filled[1].keys) and filled[1].positions[:, :3].tolist() == [[0, 1, 2]] * 2
 
 
-def test_a_blocks_cache_is_its_attentions():
-    module = block()
+@pytest.mark.parametrize("kind", [nn.Block, nn.ParallelBlock])
+def test_a_blocks_cache_is_its_mixers(kind):
+    module = block(kind=kind)
     cache = module.init_cache((2,), 5)
     y, cache, _ = module(normal(1, 2, 3, EMBED), nn.positions_like((2, 3)), cache)
     assert close(y, module(normal(1, 2, 3, EMBED))[0], 1e-6) and cache.positions[:, :3].tolist() == [[0, 1, 2]] * 2
+
+
+class Smooth(nn.Mixer):
+    """A recurrence of one's own, `h_t = decay h_(t-1) + x_t`, that remembers `h` however long the rows are."""
+
+    decay: nn.Linear
+
+    def __call__(self, x, tokens=None, cache=None):
+        rate = jax.nn.sigmoid(self.decay(x))
+        start = jnp.zeros_like(x[..., 0, :]) if cache is None else cache
+        step = lambda h, given: (given[0] * h + given[1],) * 2
+        last, y = jax.lax.scan(step, start, (jnp.moveaxis(rate, -2, 0), jnp.moveaxis(x, -2, 0)))
+        return jnp.moveaxis(y, 0, -2), None if cache is None else last
+
+    def init_cache(self, batch, capacity, dtype="float32"):
+        return jnp.zeros((*batch, EMBED), dtype)
+
+
+def smooth(seed=0):
+    return Smooth(
+        randomised(nn.Linear("embed -> features", embed=EMBED, features=EMBED, bias=True, key=KEY), seed=seed)
+    )
+
+
+def formula_of_smooth(module, x):
+    """In float64, a token at a time."""
+    weight, bias, x = (np.asarray(leaf, np.float64) for leaf in (module.decay.weight, module.decay.bias, x))
+    h, found = np.zeros((x.shape[0], EMBED)), []
+    for token in np.moveaxis(x, 1, 0):
+        h = h / (1 + np.exp(-(token @ weight.T + bias))) + token
+        found.append(h)
+    return np.stack(found, 1)
+
+
+def formula_of_norm(weight, x):
+    return np.asarray(weight, np.float64) * x / np.sqrt(np.mean(x**2, -1, keepdims=True) + norm(0).eps)
+
+
+def test_a_mixer_without_a_feed_forward_layer():
+    """As in Mamba: the formula in float64, a cache that is the mixer's, a stack of them."""
+    x, module = normal(1, 2, 5, EMBED), nn.Block(nn.Residual(smooth(), norm(0)))
+    y, cache, aux = module(x)
+    normed = formula_of_norm(norm(0).weight, wide(x))
+    expected = wide(x) + formula_of_smooth(smooth(), normed)
+    assert cache is None and aux is None and close(y, expected, 1e-6)
+    assert not close(x + formula_of_smooth(smooth(1), normed), expected, 1e-2)
+    memory, found = module.init_cache((2,), 5), []
+    for place in range(5):
+        one, memory, _ = module(x[:, place : place + 1], nn.Tokens(jnp.full((2, 1), place)), memory)
+        found.append(one)
+    assert memory.shape == (2, EMBED) and close(jnp.concatenate(found, 1), expected, 1e-6)
+
+
+def test_three_sublayers_in_a_row():
+    """Each kind of layer alone beside the stream, as a `Period` of `Residual`s: caches, keys and gradients."""
+    dropout, x = nn.Dropout(0.4), normal(1, 2, 5, EMBED)
+    mlp = drawn(nn.MLP, embed=EMBED, mlp=6, key=KEY)
+    layers = smooth(), attention(), mlp
+    period = nn.Period(tuple(nn.Residual(layer, norm(place), dropout=dropout) for place, layer in enumerate(layers)))
+
+    def by_hand(period, x, tokens, swapped=False):
+        for number, one in enumerate(period.blocks):
+            y = one.layer(one.norm(x))
+            keys = tokens.fold_in(2 - number if swapped else number).fold_in(0).keys
+            x = x + dropout(y[0] if isinstance(y, tuple) else y, keys)
+        return x
+
+    tokens = keyed(x)
+
+    def gradient(run):
+        return eqx.filter_jit(eqx.filter_value_and_grad(lambda m: jnp.sum(jnp.sin(run(m, x, tokens)))))(period)
+
+    found, wanted = gradient(lambda m, *given: m(*given)[0]), gradient(by_hand)
+    assert all(close(*pair, 1e-5) for pair in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))
+    assert not close(period(x, tokens)[0], by_hand(period, x, tokens, swapped=True), 1e-2)
+    caches = period.init_cache((2,), 5)
+    assert caches[0].shape == (2, EMBED) and caches[1].keys.shape == (2, 5, 2, 2) and caches[2] is None
+    whole, found = period(x)[0], []
+    for place in range(5):
+        one, caches, _ = period(x[:, place : place + 1], nn.Tokens(jnp.full((2, 1), place)), caches)
+        found.append(one)
+    assert close(jnp.concatenate(found, 1), whole, 1e-5)

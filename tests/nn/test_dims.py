@@ -60,7 +60,10 @@ def latent_attention():
 
 def block(key):
     norm = nn.LayerNorm("embed", embed=6)
-    return nn.Block(attention(), nn.GatedMLP(embed=6, mlp=8, key=key), norm, norm, dropout=nn.Dropout(0.1))
+    return nn.Block(
+        nn.Residual(attention(), norm, dropout=nn.Dropout(0.1)),
+        nn.Residual(nn.GatedMLP(embed=6, mlp=8, key=key), norm, dropout=nn.Dropout(0.1)),
+    )
 
 
 def transformer():
@@ -132,12 +135,12 @@ def test_every_leaf_of_every_module_has_its_names(module):
 
 def test_a_stack_adds_layers_in_front_and_only_to_its_own():
     found = names(eqx.filter_eval_shape(transformer))
-    attention_leaves = {f"stacks[0].blocks.attention.{k}": f"layers {v}" for k, v in ATTENTION.items()}
+    attention_leaves = {f"stacks[0].blocks.mixer.layer.{k}": f"layers {v}" for k, v in ATTENTION.items()}
     norms = {f"stacks[0].blocks.{n}.{leaf}": "layers embed" for n in NORMS for leaf in ("weight", "bias")}
     feed_forward = {
-        "stacks[0].blocks.feed_forward.gate.weight": "layers mlp embed",
-        "stacks[0].blocks.feed_forward.up.weight": "layers mlp embed",
-        "stacks[0].blocks.feed_forward.down.weight": "layers embed mlp",
+        "stacks[0].blocks.feed_forward.layer.gate.weight": "layers mlp embed",
+        "stacks[0].blocks.feed_forward.layer.up.weight": "layers mlp embed",
+        "stacks[0].blocks.feed_forward.layer.down.weight": "layers embed mlp",
     }
     rest = {
         "embedding.weight": "vocab embed",
@@ -149,7 +152,7 @@ def test_a_stack_adds_layers_in_front_and_only_to_its_own():
     assert found == attention_leaves | norms | feed_forward | rest
 
 
-NORMS = ("attention_norm", "feed_forward_norm")
+NORMS = ("mixer.norm", "feed_forward.norm")
 
 
 def test_names_are_as_many_as_dims_and_the_structure_stays():
@@ -170,7 +173,7 @@ def test_shapes_alone_have_the_same_names():
 def test_a_period_and_nested_ensembles():
     period = lambda key: nn.Period((block(key), block(key)))
     stack = eqx.filter_eval_shape(lambda: nn.Stack(period, 2, key=KEY))
-    assert names(stack)["blocks.blocks[1].attention.query.weight"] == "layers heads head_dim embed"
+    assert names(stack)["blocks.blocks[1].mixer.layer.query.weight"] == "layers heads head_dim embed"
 
     class Experts(eqx.Module):
         each: nn.MLP = nn.ensemble("experts")

@@ -53,7 +53,9 @@ def block(attention, feed_forward=None):
     def make(key):
         one, two = jax.random.split(key)
         fed = nn.GatedMLP(embed=6, mlp=5, key=two) if feed_forward is None else feed_forward(two)
-        return nn.Block(attention(one), fed, nn.RMSNorm("embed", embed=6), nn.RMSNorm("embed", embed=6))
+        return nn.Block(
+            nn.Residual(attention(one), nn.RMSNorm("embed", embed=6)), nn.Residual(fed, nn.RMSNorm("embed", embed=6))
+        )
 
     return make
 
@@ -117,24 +119,24 @@ def test_cached_decoding_sees_the_change_of_absorbed_weights():
 
 def test_layers_and_experts_have_factors_of_their_own():
     model = nn.with_lora(transformer(BLOCKS["sorted experts"]), ["gate", "query"], rank=2, key=KEY)
-    gate = model.stacks[0].blocks.feed_forward.experts.mlps.gate
+    gate = model.stacks[0].blocks.feed_forward.layer.experts.mlps.gate
     assert gate.down.weight.shape == (2, 3, 2, 6) and gate.up.weight.shape == (2, 3, 5, 2)
     assert len(np.unique(gate.down.weight)) == gate.down.weight.size
-    query = nn.dims(model).stacks[0].blocks.attention.query
+    query = nn.dims(model).stacks[0].blocks.mixer.layer.query
     assert (query.down.weight, query.up.weight) == ("layers rank embed", "layers heads head_dim rank")
     assert abs(float(jnp.std(gate.down.weight)) * 6**0.5 - 1) < 0.2 and not gate.up.weight.any()
-    marks = nn.matrices(model).stacks[0].blocks.attention.query
+    marks = nn.matrices(model).stacks[0].blocks.mixer.layer.query
     assert marks.up.weight == nn.Matrix(1, 2, 1, False) and marks.down.weight == nn.Matrix(1, 1, 1, False)
 
 
 @pytest.mark.parametrize(
     "where, expected",
     [
-        (["query", "value"], {"attention.query", "attention.value"}),
-        (["feed_forward.up"], {"feed_forward.up"}),
-        ([nn.GatedMLP], {"feed_forward.gate", "feed_forward.up", "feed_forward.down"}),
-        (lambda path, linear: linear.inputs == ("mlp",), {"feed_forward.down"}),
-        (lambda path, linear: "blocks.attention.o" in path, {"attention.output"}),
+        (["query", "value"], {"mixer.layer.query", "mixer.layer.value"}),
+        (["feed_forward.layer.up"], {"feed_forward.layer.up"}),
+        ([nn.GatedMLP], {"feed_forward.layer.gate", "feed_forward.layer.up", "feed_forward.layer.down"}),
+        (lambda path, linear: linear.inputs == ("mlp",), {"feed_forward.layer.down"}),
+        (lambda path, linear: "mixer.layer.o" in path, {"mixer.layer.output"}),
     ],
 )
 def test_where(where, expected):
@@ -152,15 +154,17 @@ def test_scales():
 
 def test_factors_are_marked_alone():
     model = nn.with_lora(transformer(block(attention)), ["query"], rank=2, key=KEY)
-    query = model.stacks[0].blocks.attention.query
+    query = model.stacks[0].blocks.mixer.layer.query
     assert list(map(id, jax.tree.leaves(nn.lora_factors(model)))) == list(map(id, factors_of(query)))
 
 
 def test_refusals():
     model = transformer(block(attention))
-    with pytest.raises(ValueError, match=r"no Linear is chosen; the model's are stacks\[0\].blocks.attention.query, "):
+    with pytest.raises(
+        ValueError, match=r"no Linear is chosen; the model's are stacks\[0\].blocks.mixer.layer.query, "
+    ):
         nn.with_lora(model, ["q_proj"], rank=2, key=KEY)
-    with pytest.raises(ValueError, match=r"stacks\[0\].blocks.attention.query has a LoRA already; merge_lora first"):
+    with pytest.raises(ValueError, match=r"stacks\[0\].blocks.mixer.layer.query has a LoRA already; merge_lora first"):
         nn.with_lora(nn.with_lora(model, ["query"], rank=2, key=KEY), ["query", "key"], rank=2, key=KEY)
     with pytest.raises(ValueError, match="rank=0"):
         nn.with_lora(model, ["query"], rank=0, key=KEY)

@@ -15,7 +15,10 @@ def model():
         attention = nn.Attention(
             embed=6, heads=2, head_dim=4, bias=True, query_norm=nn.RMSNorm("head_dim", head_dim=4), key=key
         )
-        return nn.Block(attention, nn.MLP(embed=6, mlp=8, bias=True, key=key), nn.RMSNorm("embed", embed=6))
+        return nn.Block(
+            nn.Residual(attention, nn.RMSNorm("embed", embed=6)),
+            nn.Residual(nn.MLP(embed=6, mlp=8, bias=True, key=key)),
+        )
 
     return nn.Transformer(
         nn.Embedding(vocab=9, embed=6, key=KEY),
@@ -28,12 +31,12 @@ def model():
 
 EXPECTED = {
     ".embedding.weight": Matrix(0, 1, 1, table=True),
-    ".stacks[0].blocks.attention.query.weight": Matrix(1, 2, 1, table=False),
-    ".stacks[0].blocks.attention.key.weight": Matrix(1, 2, 1, table=False),
-    ".stacks[0].blocks.attention.value.weight": Matrix(1, 2, 1, table=False),
-    ".stacks[0].blocks.attention.output.weight": Matrix(1, 1, 2, table=False),
-    ".stacks[0].blocks.feed_forward.up.weight": Matrix(1, 1, 1, table=False),
-    ".stacks[0].blocks.feed_forward.down.weight": Matrix(1, 1, 1, table=False),
+    ".stacks[0].blocks.mixer.layer.query.weight": Matrix(1, 2, 1, table=False),
+    ".stacks[0].blocks.mixer.layer.key.weight": Matrix(1, 2, 1, table=False),
+    ".stacks[0].blocks.mixer.layer.value.weight": Matrix(1, 2, 1, table=False),
+    ".stacks[0].blocks.mixer.layer.output.weight": Matrix(1, 1, 2, table=False),
+    ".stacks[0].blocks.feed_forward.layer.up.weight": Matrix(1, 1, 1, table=False),
+    ".stacks[0].blocks.feed_forward.layer.down.weight": Matrix(1, 1, 1, table=False),
     ".head.weight": Matrix(0, 1, 1, table=True),
     ".positions.weight": Matrix(0, 1, 1, table=True),
 }

@@ -98,7 +98,7 @@ def test_models_and_caches_take_short_names():
     split = jax.random.split(jax.random.key(0), 3)
     attention = lambda key: nn.Attention(embed=8, heads=2, head_dim=4, key=key)
     norm = nn.RMSNorm("embed", embed=8)
-    block = lambda key: nn.Block(attention(key), nn.MLP(embed=8, mlp=8, key=key), norm, norm)
+    block = lambda key: nn.Block(nn.Residual(attention(key), norm), nn.Residual(nn.MLP(embed=8, mlp=8, key=key), norm))
     model = nn.Transformer(
         nn.Embedding(vocab=8, embed=8, key=split[0]), (nn.Stack(block, 1, key=split[1]),), norm, compute_dtype="bf16"
     )

@@ -25,7 +25,9 @@ def block(key):
 
 
 def attending(key):
-    return nn.Block(nn.Attention(embed=8, heads=2, head_dim=4, key=key), nn.MLP(embed=8, mlp=8, key=key))
+    return nn.Block(
+        nn.Residual(nn.Attention(embed=8, heads=2, head_dim=4, key=key)), nn.Residual(nn.MLP(embed=8, mlp=8, key=key))
+    )
 
 
 def cores(model):

@@ -19,11 +19,14 @@ EMBED = 4
 def block(key, dropout=0.3):
     one, two = jax.random.split(key)
     return nn.Block(
-        nn.Attention(embed=EMBED, heads=2, head_dim=2, rotary=nn.Rotary(2, 100.0), key=one),
-        nn.GatedMLP(embed=EMBED, mlp=6, key=two),
-        nn.RMSNorm("embed", embed=EMBED),
-        nn.RMSNorm("embed", embed=EMBED),
-        dropout=nn.Dropout(dropout),
+        nn.Residual(
+            nn.Attention(embed=EMBED, heads=2, head_dim=2, rotary=nn.Rotary(2, 100.0), key=one),
+            nn.RMSNorm("embed", embed=EMBED),
+            dropout=nn.Dropout(dropout),
+        ),
+        nn.Residual(
+            nn.GatedMLP(embed=EMBED, mlp=6, key=two), nn.RMSNorm("embed", embed=EMBED), dropout=nn.Dropout(dropout)
+        ),
     )
 
 
@@ -55,11 +58,13 @@ def test_one_trace_builds_any_depth():
 
 
 def test_each_layer_is_what_its_own_key_makes():
-    make: Any = lambda key: nn.Block(nn.Attention(embed=EMBED, heads=2, head_dim=2, key=key), jnp.zeros_like)
+    make: Any = lambda key: nn.Block(
+        nn.Residual(nn.Attention(embed=EMBED, heads=2, head_dim=2, key=key)), nn.Residual(jnp.zeros_like)
+    )
     built: Any = eqx.filter_jit(lambda: nn.Stack(make, 3, key=KEY))()
-    weights = [eqx.filter_jit(make)(key).attention.output.weight for key in jax.random.split(KEY, 3)]
+    weights = [eqx.filter_jit(make)(key).mixer.layer.output.weight for key in jax.random.split(KEY, 3)]
     for number, weight in enumerate(weights):
-        assert np.array_equal(built[number].attention.output.weight, weight)
+        assert np.array_equal(built[number].mixer.layer.output.weight, weight)
     assert not np.array_equal(weights[0], weights[1])
 
 
@@ -96,7 +101,7 @@ def test_two_halves_in_turn_are_the_whole(stack):
 
 def test_indices(stack):
     assert len(stack) == 4 and isinstance(stack[0], nn.Block)
-    assert np.array_equal(stack[-1].attention.query.weight, stack.blocks.attention.query.weight[3])
+    assert np.array_equal(stack[-1].mixer.layer.query.weight, stack.blocks.mixer.layer.query.weight[3])
     for place in (4, -5):
         with pytest.raises(IndexError, match=rf"stack\[{place}\]: the stack has 4 layers"):
             stack[place]
@@ -170,8 +175,8 @@ def test_a_stack_of_periods():
     def period(key):
         one, two = jax.random.split(key)
         local = lambda key: nn.Block(
-            nn.Attention(embed=EMBED, heads=1, head_dim=4, mask=nn.sliding_window(2), key=key),
-            nn.MLP(embed=EMBED, mlp=4, key=key),
+            nn.Residual(nn.Attention(embed=EMBED, heads=1, head_dim=4, mask=nn.sliding_window(2), key=key)),
+            nn.Residual(nn.MLP(embed=EMBED, mlp=4, key=key)),
         )
         return nn.Period((local(one), block(two, dropout=0.0)))
 

@@ -115,7 +115,7 @@ def test_left_padding_changes_no_logits_and_is_never_looked_at(core):
             embed=8, heads=2, kv_heads=1, head_dim=4, rotary=nn.Rotary(4, 100.0), core=core, key=one
         )
         norm = nn.RMSNorm("embed", embed=8)
-        return nn.Block(attention, nn.GatedMLP(embed=8, mlp=12, key=two), norm, norm)
+        return nn.Block(nn.Residual(attention, norm), nn.Residual(nn.GatedMLP(embed=8, mlp=12, key=two), norm))
 
     def build(key):
         table, stack = jax.random.split(key)

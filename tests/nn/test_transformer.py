@@ -19,11 +19,12 @@ run = eqx.filter_jit(lambda model, ids, tokens=None, cache=None: model(ids, toke
 def block(key, core=None):
     one, two = jax.random.split(key)
     return nn.Block(
-        nn.Attention(embed=4, heads=2, head_dim=2, rotary=nn.Rotary(2, 100.0), core=core, key=one),
-        nn.MLP(embed=4, mlp=6, key=two),
-        nn.RMSNorm("embed", embed=4),
-        nn.RMSNorm("embed", embed=4),
-        dropout=nn.Dropout(0.2),
+        nn.Residual(
+            nn.Attention(embed=4, heads=2, head_dim=2, rotary=nn.Rotary(2, 100.0), core=core, key=one),
+            nn.RMSNorm("embed", embed=4),
+            dropout=nn.Dropout(0.2),
+        ),
+        nn.Residual(nn.MLP(embed=4, mlp=6, key=two), nn.RMSNorm("embed", embed=4), dropout=nn.Dropout(0.2)),
     )
 
 

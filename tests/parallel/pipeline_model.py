@@ -19,28 +19,33 @@ def make_block(key):
     """A block of grouped-query attention with dropout, biases, sinks and norms: every kind of parameter."""
     attention, feed_forward = jax.random.split(key)
     return nn.Block(
-        nn.Attention(
-            embed=EMBED,
-            heads=4,
-            kv_heads=2,
-            head_dim=4,
-            bias=True,
-            sinks=True,
-            key=attention,
-            core=nn.ReferenceCore(),
-            rotary=nn.Rotary(dim=4, theta=1e4),
+        nn.Residual(
+            nn.Attention(
+                embed=EMBED,
+                heads=4,
+                kv_heads=2,
+                head_dim=4,
+                bias=True,
+                sinks=True,
+                key=attention,
+                core=nn.ReferenceCore(),
+                rotary=nn.Rotary(dim=4, theta=1e4),
+            ),
+            nn.RMSNorm("embed", embed=EMBED),
+            dropout=nn.Dropout(0.1),
         ),
-        nn.GatedMLP(embed=EMBED, mlp=32, key=feed_forward),
-        nn.RMSNorm("embed", embed=EMBED),
-        nn.RMSNorm("embed", embed=EMBED),
-        dropout=nn.Dropout(0.1),
+        nn.Residual(
+            nn.GatedMLP(embed=EMBED, mlp=32, key=feed_forward),
+            nn.RMSNorm("embed", embed=EMBED),
+            dropout=nn.Dropout(0.1),
+        ),
     )
 
 
 counts: list[int] = []
 
 
-class PlainBlock(eqx.Module):
+class PlainBlock(nn.Layer):
     """A linear layer beside a residual stream, quick to compile; where `counted`, it tells each time it is run."""
 
     linear: nn.Linear

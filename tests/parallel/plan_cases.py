@@ -41,6 +41,7 @@ EVERY_RUN = [
     Case("llama", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "looping", "microbatches": 2, "chunks": 2}),
     Case("shared mixture", {"expert": 2, "tensor": 2}, {"expert_method": "exchange", "expert_factor": 8.0}),
     Case("llama", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 4, "chunks": 2}),
+    Case("sublayers", {"pipe": 2, "tensor": 2}, {"schedule": "1f1b", "microbatches": 2, "residual": "sequence"}),
 ]
 EVERY_STEP = [
     Case(
@@ -189,7 +190,7 @@ def _others() -> Iterator[Case]:
         ({"context": 2, "tensor": 4}, {"context_method": "heads", "residual": "feature"}),
         ({"pipe": 2, "tensor": 2}, {"schedule": "zb-h1", "microbatches": 2, "residual": "replicated"}),
     ]
-    for model in ("tied", "long", "windows", "full norms", "side by side", "latents"):
+    for model in ("tied", "long", "windows", "full norms", "side by side", "latents", "sublayers"):
         for (mesh, choices), remat in zip(layouts, itertools.cycle(("none", "products", "full"))):
             yield Case(model, mesh, choices, remat)
     for (mesh, choices), remat in zip(layouts[:-1], itertools.cycle(("full", "none", "products"))):

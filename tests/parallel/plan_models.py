@@ -67,7 +67,9 @@ def windows(key: Any) -> nn.Period:
         one, two = jax.random.split(key)
         mixer = attention(one, mask=mask, sinks=True, bias=True)
         gated = nn.GatedMLP(embed=EMBED, mlp=MLP, bias=True, limit=2.0, key=two)
-        return nn.Block(mixer, gated, norm(), norm(), dropout=nn.Dropout(0.1))
+        return nn.Block(
+            nn.Residual(mixer, norm(), dropout=nn.Dropout(0.1)), nn.Residual(gated, norm(), dropout=nn.Dropout(0.1))
+        )
 
     return nn.Period(tuple(map(block, (nn.sliding_window(5), nn.causal()), jax.random.split(key))))
 
@@ -81,7 +83,8 @@ def full_norms(key: Any) -> nn.Block:
     }
     mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
     return nn.Block(
-        attention(one, **norms), mlp, attention_output_norm=norm(), feed_forward_output_norm=norm(), dropout=None
+        nn.Residual(attention(one, **norms), output_norm=norm()),
+        nn.Residual(mlp, output_norm=norm()),
     )
 
 
@@ -93,24 +96,41 @@ def bare_norms(key: Any) -> nn.Block:
         "key_norm": nn.RMSNorm("kv_heads head_dim", scale=False, kv_heads=4, head_dim=HEAD_DIM),
     }
     bare = nn.LayerNorm("embed", embed=EMBED, scale=False, bias=False)
-    return nn.Block(attention(one, **norms), nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), bare, bare)
+    return nn.Block(
+        nn.Residual(attention(one, **norms), bare), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), bare)
+    )
 
 
 def few_full_norms(key: Any) -> nn.Block:
     """Two key heads, normalised together."""
     one, two = jax.random.split(key)
     norms = {"key_norm": nn.RMSNorm("kv_heads head_dim", kv_heads=2, head_dim=HEAD_DIM)}
-    return nn.Block(attention(one, kv_heads=2, **norms), nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm(), norm())
+    return nn.Block(
+        nn.Residual(attention(one, kv_heads=2, **norms), norm()),
+        nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm()),
+    )
 
 
-def side_by_side(key: Any) -> nn.Block:
+def side_by_side(key: Any) -> nn.ParallelBlock:
     """Both layers on one input, whose norm they share; gated heads, one key head, norms within each head."""
     one, two = jax.random.split(key)
     # Four numbers whose deviation may be tiny: the larger eps keeps their norm from magnifying rounding.
     norms = {n: nn.LayerNorm("head_dim", head_dim=HEAD_DIM, eps=0.1) for n in ("query_norm", "key_norm")}
     mlp = nn.MLP(embed=EMBED, mlp=MLP, bias=True, key=two)
     mixer = attention(one, kv_heads=1, gate=True, output_bias=True, **norms)
-    return nn.Block(mixer, mlp, nn.LayerNorm("embed", embed=EMBED), dropout=nn.Dropout(0.2), parallel=True)
+    return nn.ParallelBlock(
+        nn.Residual(mixer, dropout=nn.Dropout(0.2)),
+        nn.Residual(mlp, dropout=nn.Dropout(0.2)),
+        norm=nn.LayerNorm("embed", embed=EMBED),
+    )
+
+
+def sublayers(key: Any) -> nn.Period:
+    """A mixer with no feed-forward layer behind it, then three layers beside the stream by themselves."""
+    one, two, three, four = jax.random.split(key, 4)
+    alone = nn.Block(nn.Residual(attention(one, mask=nn.sliding_window(5)), norm(), dropout=nn.Dropout(0.1)))
+    layers = attention(two), nn.MLP(embed=EMBED, mlp=MLP, key=three), nn.GatedMLP(embed=EMBED, mlp=MLP, key=four)
+    return nn.Period((alone, *(nn.Residual(layer, norm(), dropout=nn.Dropout(0.1)) for layer in layers)))
 
 
 def latents(key: Any) -> nn.Block:
@@ -129,7 +149,7 @@ def latents(key: Any) -> nn.Block:
         core=CORE,
         key=one,
     )
-    return nn.Block(mixer, nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm(1.0), norm(1.0))
+    return nn.Block(nn.Residual(mixer, norm(1.0)), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm(1.0)))
 
 
 def mixture(key: Any, *losses: nn.BalanceLoss, **options: Any) -> nn.Block:
@@ -140,7 +160,7 @@ def mixture(key: Any, *losses: nn.BalanceLoss, **options: Any) -> nn.Block:
     losses = losses or (nn.LoadBalance(0.5, per="sequence"), nn.RouterZ(0.1))
     mixer = options.pop("mixer", attention(one))
     moe = nn.MoE(options.pop("router"), nn.Experts(make, 8, key=three), losses=losses, **options)
-    return nn.Block(mixer, moe, norm(), norm())
+    return nn.Block(nn.Residual(mixer, norm()), nn.Residual(moe, norm()))
 
 
 def weighed_inputs(key: Any) -> nn.Period:
@@ -177,7 +197,7 @@ def choosing_experts(key: Any) -> nn.Block:
     one, two, three = jax.random.split(key, 3)
     router = nn.ExpertChoiceRouter(embed=EMBED, experts=8, factor=2.0, key=two)
     experts = nn.Experts(lambda key: nn.MLP(embed=EMBED, mlp=16, bias=True, key=key), 8, key=three)
-    return nn.Block(attention(one), nn.MoE(router, experts), norm(), norm())
+    return nn.Block(nn.Residual(attention(one), norm()), nn.Residual(nn.MoE(router, experts), norm()))
 
 
 def recurrence(key: Any, kv_heads: int = 4) -> nn.Period:
@@ -187,7 +207,15 @@ def recurrence(key: Any, kv_heads: int = 4) -> nn.Period:
     net = nn.GatedDeltaNet(embed=EMBED, **sizes, chunk=5, key=one)
     mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
     mixers = net, attention(two, kv_heads=kv_heads, gate=True)
-    return nn.Period(tuple(nn.Block(mixer, mlp, norm(1.0), norm(1.0), dropout=nn.Dropout(0.1)) for mixer in mixers))
+    return nn.Period(
+        tuple(
+            nn.Block(
+                nn.Residual(mixer, norm(1.0), dropout=nn.Dropout(0.1)),
+                nn.Residual(mlp, norm(1.0), dropout=nn.Dropout(0.1)),
+            )
+            for mixer in mixers
+        )
+    )
 
 
 Make = Callable[[Any], Any]
@@ -197,6 +225,7 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "bare norms": (bare_norms,),
     "few full norms": (few_full_norms,),
     "side by side": (side_by_side,),
+    "sublayers": (sublayers,),
     "latents": (latents,),
     "unlike stacks": (latents, side_by_side),
     "mixture": (mixture,),

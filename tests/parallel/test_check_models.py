@@ -17,7 +17,7 @@ def built(**options) -> nn.Transformer:
 
     def block(key):
         mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=key)
-        return nn.Block(attention(key, **options), mlp, norm(), norm())
+        return nn.Block(nn.Residual(attention(key, **options), norm()), nn.Residual(mlp, norm()))
 
     return shapes(lambda: of_blocks(block))
 
@@ -46,7 +46,7 @@ def foreign() -> nn.Transformer:
             nn.Linear("embed -> mlp", embed=EMBED, mlp=MLP, key=key),
             nn.Linear("mlp -> embed", embed=EMBED, mlp=MLP, key=key),
         )
-        return nn.Block(attention(key), Mixture(up, down), norm(), norm())
+        return nn.Block(nn.Residual(attention(key), norm()), nn.Residual(Mixture(up, down), norm()))
 
     return shapes(lambda: of_blocks(block))
 
@@ -65,7 +65,9 @@ def bare(x):
 def bare_norm() -> nn.Transformer:
     """A model with that norm."""
     mlp = lambda key: nn.GatedMLP(embed=EMBED, mlp=MLP, key=key)
-    return shapes(lambda: of_blocks(lambda key: nn.Block(attention(key), mlp(key), norm(), bare)))
+    return shapes(
+        lambda: of_blocks(lambda key: nn.Block(nn.Residual(attention(key), norm()), nn.Residual(mlp(key), bare)))
+    )
 
 
 def mixed(expert=None, router=None, **options):
@@ -74,7 +76,10 @@ def mixed(expert=None, router=None, **options):
     router = router or (lambda key: nn.TopKRouter(embed=EMBED, experts=8, top_k=2, key=key))
 
     def block(key):
-        return nn.Block(attention(key), nn.MoE(router(key), nn.Experts(expert, 8, key=key), **options), norm(), norm())
+        return nn.Block(
+            nn.Residual(attention(key), norm()),
+            nn.Residual(nn.MoE(router(key), nn.Experts(expert, 8, key=key), **options), norm()),
+        )
 
     return lambda: shapes(lambda: of_blocks(block))
 
@@ -134,7 +139,7 @@ MODELS = {
         recurrent,
         {"context": 2},
         {},
-        r"blocks\.blocks\[0\].attention has a GatedDelta",
+        r"blocks\.blocks\[0\].mixer.layer has a GatedDelta",
     ),
     "nothing: a recurrence over heads": (recurrent, {"fsdp": 2, "tensor": 4}, {}, None),
     "few key heads to convolve": (recurrent, {"tensor": 4}, {"residual": "feature"}, r"convolves 2 key heads"),
@@ -143,7 +148,7 @@ MODELS = {
         bare_norm,
         {"tensor": 2},
         {"residual": "feature"},
-        r"feature'\) over tensor=2: .*feed_forward_norm is a function, which would be given a slice",
+        r"feature'\) over tensor=2: .*feed_forward\.norm is a function, which would be given a slice",
     ),
     "experts that an axis does not divide": (
         lambda: shapes(lambda: model_of("mixture")),
@@ -176,20 +181,20 @@ MODELS = {
         lambda: key_norms(2),
         {"tensor": 4},
         {"residual": "feature"},
-        r"residual='feature'\) over tensor=4: .*attention.* normalises all its key heads together",
+        r"residual='feature'\) over tensor=4: .*mixer.* normalises all its key heads together",
     ),
     "key heads that no group shares": (
         lambda: shapes(lambda: of_blocks(three_of_six)),
         {"tensor": 2},
         {},
-        r"tensor=2: .*attention.* has 3 key heads, which neither split over 2 devices nor are shared",
+        r"tensor=2: .*mixer.* has 3 key heads, which neither split over 2 devices nor are shared",
     ),
     "nothing: heads that just split": (built, {"context": 4, "tensor": 2}, {"context_method": "heads"}, None),
     "too few heads for context": (
         lambda: shapes(lambda: of_blocks(three_of_six)),
         {"context": 4},
         {"context_method": "heads"},
-        r"context=4: .*attention.*: .*6 query heads on a device do not split over 4 devices",
+        r"context=4: .*mixer.*: .*6 query heads on a device do not split over 4 devices",
     ),
     "key heads that fit no device": (
         lambda: shapes(lambda: of_blocks(three_of_six)),
@@ -215,7 +220,7 @@ MODELS = {
 def three_of_six(key):
     """A layer with six heads and three key heads."""
     mixer = nn.Attention(embed=EMBED, heads=6, kv_heads=3, head_dim=HEAD_DIM, core=nn.DotProductCore(), key=key)
-    return nn.Block(mixer, nn.GatedMLP(embed=EMBED, mlp=MLP, key=key), norm(), norm())
+    return nn.Block(nn.Residual(mixer, norm()), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=key), norm()))
 
 
 @pytest.mark.parametrize("name", MODELS)

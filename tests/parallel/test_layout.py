@@ -90,7 +90,7 @@ def test_the_fsdp_axis_takes_the_largest_dim_that_is_divisible_and_whole(mesh):
 def test_ensemble_dims_are_not_split_over_it(mesh):
     stack = shapes_of(dataclasses.replace(LLAMA, layers=256)).stacks[0]
     specs = partition_specs(stack, Layout(fsdp_axis="fsdp"), mesh)
-    assert specs.blocks.attention_norm.weight == P(None, "fsdp") and specs.numbers == P(None)
+    assert specs.blocks.mixer.norm.weight == P(None, "fsdp") and specs.numbers == P(None)
 
 
 @pytest.mark.parametrize("layout", [Layout({"heads": "rows"}), Layout(fsdp_axis="rows")])
@@ -107,19 +107,19 @@ def test_a_llama_under_a_plan_in_full(mesh):
     block = "stacks[0].blocks."
     assert specs == {
         "embedding.weight": P("tensor", "fsdp"),
-        block + "attention.query.weight": P("pipe", "tensor", None, "fsdp"),
-        block + "attention.query.bias": P("pipe", "tensor", "fsdp"),
-        block + "attention.key.weight": P("pipe", "tensor", None, "fsdp"),
-        block + "attention.key.bias": P("pipe", "tensor", None),
-        block + "attention.value.weight": P("pipe", "tensor", None, "fsdp"),
-        block + "attention.value.bias": P("pipe", "tensor", None),
-        block + "attention.output.weight": P("pipe", "fsdp", "tensor", None),
-        block + "attention.output.bias": P("pipe", "fsdp"),
-        block + "feed_forward.gate.weight": P("pipe", "tensor", "fsdp"),
-        block + "feed_forward.up.weight": P("pipe", "tensor", "fsdp"),
-        block + "feed_forward.down.weight": P("pipe", "fsdp", "tensor"),
-        block + "attention_norm.weight": P("pipe", "fsdp"),
-        block + "feed_forward_norm.weight": P("pipe", "fsdp"),
+        block + "mixer.layer.query.weight": P("pipe", "tensor", None, "fsdp"),
+        block + "mixer.layer.query.bias": P("pipe", "tensor", "fsdp"),
+        block + "mixer.layer.key.weight": P("pipe", "tensor", None, "fsdp"),
+        block + "mixer.layer.key.bias": P("pipe", "tensor", None),
+        block + "mixer.layer.value.weight": P("pipe", "tensor", None, "fsdp"),
+        block + "mixer.layer.value.bias": P("pipe", "tensor", None),
+        block + "mixer.layer.output.weight": P("pipe", "fsdp", "tensor", None),
+        block + "mixer.layer.output.bias": P("pipe", "fsdp"),
+        block + "feed_forward.layer.gate.weight": P("pipe", "tensor", "fsdp"),
+        block + "feed_forward.layer.up.weight": P("pipe", "tensor", "fsdp"),
+        block + "feed_forward.layer.down.weight": P("pipe", "fsdp", "tensor"),
+        block + "mixer.norm.weight": P("pipe", "fsdp"),
+        block + "feed_forward.norm.weight": P("pipe", "fsdp"),
         "stacks[0].numbers": P("pipe"),
         "norm.weight": P(None),
         "head.weight": P("tensor", "fsdp"),
@@ -210,5 +210,5 @@ def test_what_an_optimizer_remembers_is_laid_out_like_the_parameters(mesh, name)
             assert spec == P() and shapes[path].size <= 3  # a counter, or coefficients
     trained = sum(leaf.size for leaf in jax.tree.leaves(training.trainable(model)))
     assert trained <= remembered <= 2 * trained
-    norms = [spec for path, spec in found.items() if path.endswith("attention_norm.weight")]
+    norms = [spec for path, spec in found.items() if path.endswith("mixer.norm.weight")]
     assert norms and set(norms) == {P("pipe", "fsdp")}

@@ -117,7 +117,7 @@ def test_a_bias_that_is_added_in_16_bits_is_found():
     def block(key: Any) -> nn.Block:
         one, two = jax.random.split(key)
         mixer = nn.Attention(embed=EMBED, heads=2, head_dim=4, core=nn.ReferenceCore(), key=one)
-        return nn.Block(mixer, NarrowBias(jnp.zeros(EMBED)), nn.RMSNorm("embed", embed=EMBED))
+        return nn.Block(nn.Residual(mixer, nn.RMSNorm("embed", embed=EMBED)), nn.Residual(NarrowBias(jnp.zeros(EMBED))))
 
     for remat in ("none", "full"):
         model = nn.Precision(compute="bfloat16").apply(of_blocks(block, remat=remat))

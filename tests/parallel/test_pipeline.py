@@ -101,16 +101,18 @@ class SplitMLP(eqx.Module):
 )
 def test_stages_may_use_collectives_over_other_axes(example, schedule):
     (edges, stack), data, expected = example
-    split = eqx.tree_at(lambda s: s.blocks.feed_forward, stack, SplitMLP(stack.blocks.feed_forward))
+    split = eqx.tree_at(lambda s: s.blocks.feed_forward.layer, stack, SplitMLP(stack.blocks.feed_forward.layer))
     rows, columns = P(PIPE, TENSOR), P(PIPE, None, TENSOR)
     specs = jax.tree.map(lambda _: P(PIPE), eqx.filter(split, eqx.is_array))
     specs = eqx.tree_at(
-        lambda s: [getattr(s.blocks.feed_forward.inner, n).weight for n in ("gate", "up", "down")],
+        lambda s: [getattr(s.blocks.feed_forward.layer.inner, n).weight for n in ("gate", "up", "down")],
         specs,
         [rows, rows, columns],
     )
     result = run(make_mesh(pipe=2, tensor=2, fsdp=2), schedule, (edges, split), data, specs=specs)
-    plain = eqx.tree_at(lambda s: s.blocks.feed_forward, result[2][1], result[2][1].blocks.feed_forward.inner)
+    plain = eqx.tree_at(
+        lambda s: s.blocks.feed_forward.layer, result[2][1], result[2][1].blocks.feed_forward.layer.inner
+    )
     assert distance((*result[:2], (result[2][0], plain)), expected) < CLOSE
 
 

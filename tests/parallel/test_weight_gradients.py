@@ -24,7 +24,7 @@ from eqformer.parallel.pipeline._weight_gradients import (
 EMBED, LAYERS = 6, 3
 
 
-class Odd(eqx.Module):
+class Odd(nn.Layer):
     """A block that uses one map as others do, and four in ways that taps cannot follow."""
 
     plain: nn.Linear

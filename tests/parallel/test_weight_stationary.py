@@ -63,13 +63,9 @@ def test_two_norms_side_by_side(models):
 
 
 def as_parallel(block):
-    return nn.Block(
-        block.attention,
-        block.feed_forward,
-        block.attention_norm,
-        block.feed_forward_norm,
-        parallel=True,
-        residual_scale=0.7,
+    return nn.ParallelBlock(
+        nn.Residual(block.mixer.layer, block.mixer.norm, scale=0.7),
+        nn.Residual(block.feed_forward.layer, block.feed_forward.norm, scale=0.7),
     )
 
 
@@ -92,10 +88,10 @@ def test_each_device_keeps_its_share(models):
     mesh = make_mesh(fsdp=2, tensor=4)
     specs = WeightStationary.parameter_specs(model, mesh)
     blocks = specs.stacks[0].blocks
-    assert tuple(blocks.attention.query.weight) == (None, "tensor", None, "fsdp")
-    assert tuple(blocks.attention.key.weight) == (None, None, None, "fsdp")
-    assert tuple(blocks.attention.output.weight) == (None, "fsdp", "tensor", None)
-    assert tuple(blocks.feed_forward.down.weight) == (None, "fsdp", "tensor")
+    assert tuple(blocks.mixer.layer.query.weight) == (None, "tensor", None, "fsdp")
+    assert tuple(blocks.mixer.layer.key.weight) == (None, None, None, "fsdp")
+    assert tuple(blocks.mixer.layer.output.weight) == (None, "fsdp", "tensor", None)
+    assert tuple(blocks.feed_forward.layer.down.weight) == (None, "fsdp", "tensor")
     for attention, share in ("rows", 8), ("heads", 1):
         keys = stationary(model, 2, 4, attention=attention).init_cache(ROWS, 16)[0].keys
         assert keys.addressable_shards[0].data.size * share == 5 * ROWS * 16 * 8
@@ -137,20 +133,22 @@ def test_controls(models, monkeypatch, what):
         ),
         (
             lambda m: stationary(
-                eqx.tree_at(lambda m: m.stacks[0].blocks.attention_norm, m, None, is_leaf=lambda x: x is None), 2, 4
+                eqx.tree_at(lambda m: m.stacks[0].blocks.norm, m, None, is_leaf=lambda x: x is None), 2, 4
             ),
             "reads its input through an RMSNorm or LayerNorm",
         ),
         (
             lambda m: stationary(
-                eqx.tree_at(lambda m: m.stacks[0].blocks.attention.sinks, m, jnp.ones(8), is_leaf=lambda x: x is None),
+                eqx.tree_at(
+                    lambda m: m.stacks[0].blocks.mixer.layer.sinks, m, jnp.ones(8), is_leaf=lambda x: x is None
+                ),
                 2,
                 4,
             ),
             "a gate or sinks",
         ),
-        (lambda m: stationary(with_lora(m, "feed_forward.gate"), 2, 4), "a layer's map is a LoRA; merge it"),
-        (lambda m: stationary(with_lora(m, "feed_forward.up"), 2, 4), "a layer's map is a LoRA; merge it"),
+        (lambda m: stationary(with_lora(m, "feed_forward.layer.gate"), 2, 4), "a layer's map is a LoRA; merge it"),
+        (lambda m: stationary(with_lora(m, "feed_forward.layer.up"), 2, 4), "a layer's map is a LoRA; merge it"),
     ],
 )
 def test_what_does_not_fit(models, make, message):
@@ -163,7 +161,7 @@ def with_lora(model, name):
 
 
 def test_changes_that_are_merged_fit(models):
-    laid_out = stationary(nn.merge_lora(with_lora(models["palm"][0], "feed_forward.gate")), 2, 4)
+    laid_out = stationary(nn.merge_lora(with_lora(models["palm"][0], "feed_forward.layer.gate")), 2, 4)
     assert laid_out.vocab == models["palm"][0].vocab and not nn.modules(laid_out.model, nn.LoRA)
 
 

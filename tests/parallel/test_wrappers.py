@@ -24,6 +24,7 @@ from eqformer.parallel import (
     SplitNorm,
     SplitVocabulary,
     Tensor,
+    TensorMixer,
     zigzag,
     zigzag_inverse,
 )
@@ -90,7 +91,7 @@ def test_tensor_around_an_attention_of_shared_keys(mesh):
     specs = partition_specs(module, layout, mesh)
 
     def run(module, x):
-        return Tensor(module, "sequence", overlap="ring", shares_kv_heads=True)(x)[0]
+        return TensorMixer(Tensor(module, "sequence", overlap="ring", shares_kv_heads=True))(x)[0]
 
     stream = P("fsdp", "tensor")
     split = filter_shard_map(run, mesh, (specs, stream), stream)

@@ -17,18 +17,19 @@ def palm():
 
     def block(key):
         attention, mlp = jax.random.split(key)
-        return nn.Block(
-            attention=nn.Attention(
-                embed=EMBED,
-                heads=HEADS,
-                kv_heads=1,
-                head_dim=HEAD_DIM,
-                rotary=nn.Rotary(HEAD_DIM, 10_000.0),
-                key=attention,
+        return nn.ParallelBlock(
+            mixer=nn.Residual(
+                nn.Attention(
+                    embed=EMBED,
+                    heads=HEADS,
+                    kv_heads=1,
+                    head_dim=HEAD_DIM,
+                    rotary=nn.Rotary(HEAD_DIM, 10_000.0),
+                    key=attention,
+                )
             ),
-            feed_forward=nn.GatedMLP(embed=EMBED, mlp=MLP, key=mlp),
-            attention_norm=nn.LayerNorm("embed", embed=EMBED, bias=False),
-            parallel=True,
+            feed_forward=nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=mlp)),
+            norm=nn.LayerNorm("embed", embed=EMBED, bias=False),
         )
 
     embedding, stack = jax.random.split(jax.random.key(0))
@@ -45,20 +46,23 @@ def serial():
     def block(key):
         attention, mlp = jax.random.split(key)
         return nn.Block(
-            attention=nn.Attention(
-                embed=EMBED,
-                heads=HEADS,
-                kv_heads=2,
-                head_dim=HEAD_DIM,
-                bias=True,
-                query_norm=nn.RMSNorm("head_dim", head_dim=HEAD_DIM),
-                mask=nn.sliding_window(4),
-                key=attention,
+            mixer=nn.Residual(
+                nn.Attention(
+                    embed=EMBED,
+                    heads=HEADS,
+                    kv_heads=2,
+                    head_dim=HEAD_DIM,
+                    bias=True,
+                    query_norm=nn.RMSNorm("head_dim", head_dim=HEAD_DIM),
+                    mask=nn.sliding_window(4),
+                    key=attention,
+                ),
+                nn.RMSNorm("embed", embed=EMBED),
+                scale=0.7,
             ),
-            feed_forward=nn.MLP(embed=EMBED, mlp=MLP, bias=True, key=mlp),
-            attention_norm=nn.RMSNorm("embed", embed=EMBED),
-            feed_forward_norm=nn.LayerNorm("embed", embed=EMBED),
-            residual_scale=0.7,
+            feed_forward=nn.Residual(
+                nn.MLP(embed=EMBED, mlp=MLP, bias=True, key=mlp), nn.LayerNorm("embed", embed=EMBED), scale=0.7
+            ),
         )
 
     keys = jax.random.split(jax.random.key(0), 5)

@@ -116,9 +116,8 @@ KINDS = {"attention": "", "nets": NETS, "latents": "--recipe jaxformer"}
 
 
 def is_mixer(kind):
-    """Whether a class of `nn` stands where a block's attention does: it can remember, and repeats no blocks."""
-    repeats = issubclass(kind, nn.Block | nn.Period | nn.Stack | nn.Transformer)
-    return callable(getattr(kind, "init_cache", None)) and not repeats and kind not in (nn.Mixer, nn.Layer)
+    """Whether a class of `nn` stands where a block's attention does."""
+    return issubclass(kind, nn.Mixer) and kind is not nn.Mixer
 
 
 def test_no_mixer_is_left_out():

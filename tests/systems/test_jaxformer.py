@@ -94,7 +94,7 @@ def test_replicas_are_bitwise_equal_after_steps(split):
 
 
 def test_shared_experts_are_trained(split, start):
-    shared = lambda model: model.stacks[0].blocks.blocks[-1].feed_forward.shared
+    shared = lambda model: model.stacks[0].blocks.blocks[-1].feed_forward.layer.shared
     after, before = shared(split[0].model), shared(start[1].model)
     moved = [float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in zip(*map(jax.tree.leaves, (after, before)))]
     assert len(moved) == 4 and min(moved) > 1e-3

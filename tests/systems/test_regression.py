@@ -12,7 +12,7 @@ ROW = [0.233, 0.184, 0.113, 0.099, 0.094, 0.093, 0.091, 0.089, 0.088, 0.087]  # 
 
 def in_numpy(steps):
     """The mean loss of the first steps in float64: forwards, backwards and descent written out."""
-    mlp = regression.make_stack().blocks.mlp
+    mlp = regression.make_stack().blocks.layer
     ups, downs = (np.array(linear.weight, np.float64) for linear in (mlp.up, mlp.down))
     losses = []
     for x, y in zip(*(np.asarray(part, np.float64) for part in regression.make_batches(steps))):

@@ -42,11 +42,16 @@ def make_model(filled):
         def block(key):
             one, two = jax.random.split(key)
             return nn.Block(
-                nn.Attention(embed=embed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bias=True, key=one),
-                nn.GatedMLP(embed=embed, mlp=mlp, key=two),
-                nn.RMSNorm("embed", embed=embed),
-                nn.RMSNorm("embed", embed=embed),
-                dropout=nn.Dropout(dropout) if dropout else None,
+                nn.Residual(
+                    nn.Attention(embed=embed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bias=True, key=one),
+                    nn.RMSNorm("embed", embed=embed),
+                    dropout=nn.Dropout(dropout) if dropout else None,
+                ),
+                nn.Residual(
+                    nn.GatedMLP(embed=embed, mlp=mlp, key=two),
+                    nn.RMSNorm("embed", embed=embed),
+                    dropout=nn.Dropout(dropout) if dropout else None,
+                ),
             )
 
         def build():

@@ -83,7 +83,7 @@ def trained(filled):
         one, two = jax.random.split(key)
         attention = nn.Attention(embed=8, heads=2, kv_heads=1, head_dim=6, bias=True, sinks=True, key=one)
         norm = nn.RMSNorm("embed", embed=8)
-        return nn.Block(attention, nn.GatedMLP(embed=8, mlp=12, key=two), norm, norm)
+        return nn.Block(nn.Residual(attention, norm), nn.Residual(nn.GatedMLP(embed=8, mlp=12, key=two), norm))
 
     def build():
         one, two, three = jax.random.split(jax.random.key(0), 3)
@@ -152,7 +152,7 @@ def test_sgd_with_momentum(trained):
 def test_an_update_of_muon_is_as_large_as_one_of_adamw(trained):
     model, _, after = trained
     before = by_path(training.trainable(model))
-    path = ".stacks[0].blocks.feed_forward.up.weight"
+    path = ".stacks[0].blocks.feed_forward.layer.up.weight"
     sizes = {name: np.sqrt(np.mean((after[name][0][path] - before[path]) ** 2)) for name in ("adamw", "muon")}
     assert 0.1 < sizes["muon"] / sizes["adamw"] < 1
 

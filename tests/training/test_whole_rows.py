@@ -29,7 +29,9 @@ def model():
         one, two = jax.random.split(key)
         given = {"embed": 8, "heads": 2, "head_dim": 4, "core": nn.DotProductCore(), "key": one}
         norm = nn.RMSNorm("embed", embed=8)
-        return nn.Block(nn.Attention(**given), nn.GatedMLP(embed=8, mlp=12, key=two), norm, norm)
+        return nn.Block(
+            nn.Residual(nn.Attention(**given), norm), nn.Residual(nn.GatedMLP(embed=8, mlp=12, key=two), norm)
+        )
 
     table, stack = jax.random.split(jax.random.key(0))
     embedding = nn.Embedding(vocab=VOCAB, embed=8, key=table)

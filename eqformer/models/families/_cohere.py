@@ -8,11 +8,12 @@ from jaxtyping import Array, Key
 
 from ...nn import (
     Attention,
-    Block,
     Embedding,
     GatedMLP,
     LayerNorm,
     Linear,
+    ParallelBlock,
+    Residual,
     Rotary,
     RotaryScaling,
     Stack,
@@ -62,24 +63,27 @@ def build_cohere(numbers: Cohere, *, key: Key[Array, ""]) -> Transformer:
             return None
         return LayerNorm(" ".join(sizes), over="head_dim", bias=False, eps=numbers.eps, **sizes)
 
-    def block(key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> ParallelBlock:
         attention, mlp = jax.random.split(key)
-        return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                bias=numbers.bias,
-                output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                query_norm=norm(heads=numbers.heads, head_dim=head_dim),
-                key_norm=norm(kv_heads=numbers.kv_heads, head_dim=head_dim),
-                rotary=Rotary(head_dim, numbers.theta, interleaved=True, scaling=numbers.scaling),
-                key=attention,
+        return ParallelBlock(
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    bias=numbers.bias,
+                    output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                    query_norm=norm(heads=numbers.heads, head_dim=head_dim),
+                    key_norm=norm(kv_heads=numbers.kv_heads, head_dim=head_dim),
+                    rotary=Rotary(head_dim, numbers.theta, interleaved=True, scaling=numbers.scaling),
+                    key=attention,
+                ),
             ),
-            feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
-            attention_norm=LayerNorm("embed", embed=embed, bias=False, eps=numbers.eps),
-            parallel=True,
+            feed_forward=Residual(
+                GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp)
+            ),
+            norm=LayerNorm("embed", embed=embed, bias=False, eps=numbers.eps),
         )
 
     embedding, stack, head = jax.random.split(key, 3)
@@ -119,10 +123,10 @@ def _weights(numbers: Cohere) -> list[Weight]:
     blocks, layers = lambda m: m.stacks[0].blocks, range(numbers.layers)
     return [
         *edge_weights(numbers.tied),
-        *attention_weights(lambda m: blocks(m).attention, layers, bias=numbers.bias),
-        *(query_key_norm_weights(lambda m: blocks(m).attention, layers) if numbers.normed else ()),
-        *gated_weights(lambda m: blocks(m).feed_forward, layers),
-        *norm_weights(blocks, layers, {"attention_norm": "input_layernorm"}),
+        *attention_weights(lambda m: blocks(m).mixer.layer, layers, bias=numbers.bias),
+        *(query_key_norm_weights(lambda m: blocks(m).mixer.layer, layers) if numbers.normed else ()),
+        *gated_weights(lambda m: blocks(m).feed_forward.layer, layers),
+        *norm_weights(blocks, layers, {"mixer.norm": "input_layernorm"}),
     ]
 
 

@@ -88,7 +88,7 @@ def block_weights(
 ) -> list[Weight]:
     """Of a pre-norm block: the attention's projections and both norms."""
     options: dict[str, Any] = {"bias": bias, "output_bias": output_bias, "gated": gated}
-    projections = attention_weights(lambda m: where(m).attention, layers, **options)
+    projections = attention_weights(lambda m: where(m).mixer.layer, layers, **options)
     return projections + pre_norm_weights(where, layers)
 
 
@@ -136,17 +136,17 @@ def norm_weights(
 
 def pre_norm_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
     """The norms before both sublayers, under the names of Llama."""
-    names = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
+    names = {"mixer.norm": "input_layernorm", "feed_forward.norm": "post_attention_layernorm"}
     return norm_weights(where, layers, names)
 
 
 def four_norm_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
     """The norms before and after both sublayers, under the names of Gemma 2."""
     names = {
-        "attention_norm": "input_layernorm",
-        "attention_output_norm": "post_attention_layernorm",
-        "feed_forward_norm": "pre_feedforward_layernorm",
-        "feed_forward_output_norm": "post_feedforward_layernorm",
+        "mixer.norm": "input_layernorm",
+        "mixer.output_norm": "post_attention_layernorm",
+        "feed_forward.norm": "pre_feedforward_layernorm",
+        "feed_forward.output_norm": "post_feedforward_layernorm",
     }
     return norm_weights(where, layers, names)
 

@@ -13,6 +13,7 @@ from ...nn import (
     LatentAttention,
     LoadBalance,
     MoE,
+    Residual,
     RMSNorm,
     Rotary,
     TopKRouter,
@@ -108,23 +109,27 @@ def latent_block(
 
     attention, feed_forward = jax.random.split(key)
     return Block(
-        attention=LatentAttention(
-            embed=embed,
-            heads=numbers.heads,
-            head_dim=numbers.head_dim,
-            latent=numbers.latent,
-            q_latent=numbers.q_latent,
-            v_dim=numbers.v_dim,
-            latent_norm=RMSNorm("latent", latent=numbers.latent),
-            query_latent_norm=None if numbers.q_latent is None else RMSNorm("q_latent", q_latent=numbers.q_latent),
-            rotary=Rotary(numbers.rope_dim, numbers.theta, interleaved=interleaved, scaling=scaling),
-            output_std=damping * (numbers.heads * numbers.v_dim) ** -0.5,
-            scale=sharper * (numbers.head_dim + numbers.rope_dim) ** -0.5,
-            key=attention,
+        mixer=Residual(
+            LatentAttention(
+                embed=embed,
+                heads=numbers.heads,
+                head_dim=numbers.head_dim,
+                latent=numbers.latent,
+                q_latent=numbers.q_latent,
+                v_dim=numbers.v_dim,
+                latent_norm=RMSNorm("latent", latent=numbers.latent),
+                query_latent_norm=None if numbers.q_latent is None else RMSNorm("q_latent", q_latent=numbers.q_latent),
+                rotary=Rotary(numbers.rope_dim, numbers.theta, interleaved=interleaved, scaling=scaling),
+                output_std=damping * (numbers.heads * numbers.v_dim) ** -0.5,
+                scale=sharper * (numbers.head_dim + numbers.rope_dim) ** -0.5,
+                key=attention,
+            ),
+            RMSNorm("embed", embed=embed, eps=numbers.eps),
         ),
-        feed_forward=mixture(feed_forward) if is_mixture else gated(numbers.mlp, feed_forward),
-        attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-        feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+        feed_forward=Residual(
+            mixture(feed_forward) if is_mixture else gated(numbers.mlp, feed_forward),
+            RMSNorm("embed", embed=embed, eps=numbers.eps),
+        ),
     )
 
 
@@ -132,7 +137,7 @@ def latent_block_weights(
     numbers: Any, is_mixture: bool, where: Callable[[Any], Any], layers: Sequence[int]
 ) -> list[Weight]:
     """Of a block of latent attention and a gated layer or a mixture."""
-    attention, fed = lambda m: where(m).attention, lambda m: where(m).feed_forward
+    attention, fed = lambda m: where(m).mixer.layer, lambda m: where(m).feed_forward.layer
     prefix, heads = "model.layers.{layer}.self_attn.", numbers.heads
     queries = lambda m: (attention(m).query.weight, attention(m).query_rope.weight)
     latents = lambda m: (attention(m).latent_down.weight, attention(m).key_rope.weight)

@@ -137,7 +137,7 @@ def _write(numbers: DeepSeekV3) -> dict[str, Any]:
 def _weights(numbers: DeepSeekV3) -> list[Weight]:
     def rules(is_mixture: bool, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
         found = latent_block_weights(numbers, is_mixture, where, layers)
-        bias = lambda m: where(m).feed_forward.router.selection_bias
+        bias = lambda m: where(m).feed_forward.layer.router.selection_bias
         name = "model.layers.{layer}.mlp.gate.e_score_correction_bias"
         return [*found, Weight(name, bias, "", layers)] if is_mixture else found
 

@@ -37,7 +37,7 @@ def net_attributes(numbers: Any) -> dict[str, Any]:
 
 def net_block_weights(where: Callable[[Any], Any], layers: Sequence[int], kv_heads: int) -> list[Weight]:
     """Of a pre-norm block with a `GatedDeltaNet`: its maps, published key head by key head, and both norms."""
-    net, prefix = lambda m: where(m).attention, "model.layers.{layer}.linear_attn."
+    net, prefix = lambda m: where(m).mixer.layer, "model.layers.{layer}.linear_attn."
     inputs = lambda m: (net(m).query.weight, net(m).key.weight, net(m).value.weight, net(m).gate.weight)
     convs = lambda m: (net(m).query_conv.weight, net(m).key_conv.weight, net(m).value_conv.weight)
     steps = lambda m: (net(m).rate.weight, net(m).decay.weight)

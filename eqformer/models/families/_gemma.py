@@ -13,6 +13,7 @@ from ...nn import (
     GatedMLP,
     gelu_tanh,
     Linear,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -50,24 +51,28 @@ def build_gemma(numbers: Gemma, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block:
         attention, mlp = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
             ),
-            feed_forward=GatedMLP(
-                embed=embed,
-                mlp=numbers.mlp,
-                activation=gelu_tanh,
-                output_std=damping * numbers.mlp**-0.5,
-                key=mlp,
+            feed_forward=Residual(
+                GatedMLP(
+                    embed=embed,
+                    mlp=numbers.mlp,
+                    activation=gelu_tanh,
+                    output_std=damping * numbers.mlp**-0.5,
+                    key=mlp,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
             ),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
         )
 
     embedding, stack, head = jax.random.split(key, 3)
@@ -101,7 +106,7 @@ def _write(numbers: Gemma) -> dict[str, Any]:
 
 def _weights(numbers: Gemma) -> list[Weight]:
     blocks, layers = lambda m: m.stacks[0].blocks, range(numbers.layers)
-    feed_forward = gated_weights(lambda m: blocks(m).feed_forward, layers)
+    feed_forward = gated_weights(lambda m: blocks(m).feed_forward.layer, layers)
     return [*edge_weights(numbers.tied), *block_weights(blocks, layers), *feed_forward]
 
 

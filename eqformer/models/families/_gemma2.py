@@ -14,6 +14,7 @@ from ...nn import (
     causal,
     GatedMLP,
     gelu_tanh,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -64,22 +65,26 @@ def build_gemma2(numbers: Gemma2, *, key: Key[Array, ""]) -> Transformer:
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         attention, mlp = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                mask=causal() if window is None else sliding_window(window),
-                scale=numbers.query_scalar**-0.5,
-                core=core,
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
+                    mask=causal() if window is None else sliding_window(window),
+                    scale=numbers.query_scalar**-0.5,
+                    core=core,
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
+                output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
             ),
-            feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, activation=gelu_tanh, key=mlp),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
-            attention_output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
-            feed_forward_output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
+            feed_forward=Residual(
+                GatedMLP(embed=embed, mlp=numbers.mlp, activation=gelu_tanh, key=mlp),
+                RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
+                output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, offset=1.0),
+            ),
         )
 
     ends: dict[str, Any] = {"offset": 1.0, "embedding_scale": embed**0.5, "logit_softcap": numbers.logit_softcap}
@@ -131,8 +136,8 @@ def _write(numbers: Gemma2) -> dict[str, Any]:
 
 def _weights(numbers: Gemma2) -> list[Weight]:
     def rules(_: Any, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
-        attention = attention_weights(lambda m: where(m).attention, layers)
-        feed_forward = gated_weights(lambda m: where(m).feed_forward, layers)
+        attention = attention_weights(lambda m: where(m).mixer.layer, layers)
+        feed_forward = gated_weights(lambda m: where(m).feed_forward.layer, layers)
         return [*attention, *feed_forward, *four_norm_weights(where, layers)]
 
     return [*edge_weights(numbers.tied), *layer_weights(windows_of(numbers), rules)]

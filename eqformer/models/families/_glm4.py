@@ -12,6 +12,7 @@ from ...nn import (
     Embedding,
     GatedMLP,
     Linear,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -59,22 +60,26 @@ def build_glm4(numbers: GLM4, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block:
         attention, mlp = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                bias=numbers.bias,
-                output_bias=False,
-                output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                rotary=Rotary(turning, numbers.theta, interleaved=True, scaling=numbers.scaling),
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    bias=numbers.bias,
+                    output_bias=False,
+                    output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                    rotary=Rotary(turning, numbers.theta, interleaved=True, scaling=numbers.scaling),
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
+                output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            attention_output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(
+                GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
+                output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            ),
         )
 
     embedding, stack, head = jax.random.split(key, 3)
@@ -110,16 +115,16 @@ def _weights(numbers: GLM4) -> list[Weight]:
     blocks, layers = lambda m: m.stacks[0].blocks, range(numbers.layers)
     return [
         *edge_weights(numbers.tied),
-        *attention_weights(lambda m: blocks(m).attention, layers, bias=numbers.bias, output_bias=False),
-        *joined_gated_weights(lambda m: blocks(m).feed_forward, layers),
+        *attention_weights(lambda m: blocks(m).mixer.layer, layers, bias=numbers.bias, output_bias=False),
+        *joined_gated_weights(lambda m: blocks(m).feed_forward.layer, layers),
         *norm_weights(blocks, layers, _NORMS),
     ]
 
 
 _NORMS = {
-    "attention_norm": "input_layernorm",
-    "feed_forward_norm": "post_attention_layernorm",
-    "attention_output_norm": "post_self_attn_layernorm",
-    "feed_forward_output_norm": "post_mlp_layernorm",
+    "mixer.norm": "input_layernorm",
+    "feed_forward.norm": "post_attention_layernorm",
+    "mixer.output_norm": "post_self_attn_layernorm",
+    "feed_forward.output_norm": "post_mlp_layernorm",
 }
 GLM4_PUBLISHED = Published("Glm4ForCausalLM", "glm4", _read, _write, _weights)

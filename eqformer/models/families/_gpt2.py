@@ -15,6 +15,7 @@ from ...nn import (
     LayerNorm,
     LearnedPositions,
     MLP,
+    Residual,
     Stack,
     Transformer,
 )
@@ -47,25 +48,30 @@ def build_gpt2(numbers: GPT2, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                head_dim=embed // numbers.heads,
-                bias=True,
-                output_std=damping * embed**-0.5,
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    head_dim=embed // numbers.heads,
+                    bias=True,
+                    output_std=damping * embed**-0.5,
+                    key=attention,
+                ),
+                LayerNorm("embed", embed=embed, eps=numbers.eps),
+                dropout=dropout,
             ),
-            feed_forward=MLP(
-                embed=embed,
-                mlp=mlp,
-                activation=gelu_tanh,
-                bias=True,
-                output_std=damping * mlp**-0.5,
-                key=feed_forward,
+            feed_forward=Residual(
+                MLP(
+                    embed=embed,
+                    mlp=mlp,
+                    activation=gelu_tanh,
+                    bias=True,
+                    output_std=damping * mlp**-0.5,
+                    key=feed_forward,
+                ),
+                LayerNorm("embed", embed=embed, eps=numbers.eps),
+                dropout=dropout,
             ),
-            attention_norm=LayerNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=LayerNorm("embed", embed=embed, eps=numbers.eps),
-            dropout=dropout,
         )
 
     embedding, positions, stack = jax.random.split(key, 3)
@@ -118,24 +124,24 @@ def _write(numbers: GPT2) -> dict[str, Any]:
 def _weights(numbers: GPT2) -> list[Weight]:
     """Maps are stored inputs first; queries, keys and values side by side."""
     layers, layer = range(numbers.layers), "transformer.h.{layer}."
-    block, attention = lambda m: m.stacks[0].blocks, lambda m: m.stacks[0].blocks.attention
+    block, attention = lambda m: m.stacks[0].blocks, lambda m: m.stacks[0].blocks.mixer.layer
     joined = lambda name: lambda m: tuple(getattr(getattr(attention(m), x), name) for x in ("query", "key", "value"))
     turned = "inputs outputs -> outputs inputs"
     return [
         Weight("transformer.wte.weight", lambda m: m.embedding.weight),
         Weight("transformer.wpe.weight", lambda m: m.positions.weight),
-        Weight(f"{layer}ln_1.weight", lambda m: block(m).attention_norm.weight, "", layers),
-        Weight(f"{layer}ln_1.bias", lambda m: block(m).attention_norm.bias, "", layers),
+        Weight(f"{layer}ln_1.weight", lambda m: block(m).mixer.norm.weight, "", layers),
+        Weight(f"{layer}ln_1.bias", lambda m: block(m).mixer.norm.bias, "", layers),
         Weight(f"{layer}attn.c_attn.weight", joined("weight"), "embed (h d) -> h d embed", layers, axis=1),
         Weight(f"{layer}attn.c_attn.bias", joined("bias"), "(h d) -> h d", layers),
         Weight(f"{layer}attn.c_proj.weight", lambda m: attention(m).output.weight, "(h d) embed -> embed h d", layers),
         Weight(f"{layer}attn.c_proj.bias", lambda m: attention(m).output.bias, "", layers),
-        Weight(f"{layer}ln_2.weight", lambda m: block(m).feed_forward_norm.weight, "", layers),
-        Weight(f"{layer}ln_2.bias", lambda m: block(m).feed_forward_norm.bias, "", layers),
-        Weight(f"{layer}mlp.c_fc.weight", lambda m: block(m).feed_forward.up.weight, turned, layers),
-        Weight(f"{layer}mlp.c_fc.bias", lambda m: block(m).feed_forward.up.bias, "", layers),
-        Weight(f"{layer}mlp.c_proj.weight", lambda m: block(m).feed_forward.down.weight, turned, layers),
-        Weight(f"{layer}mlp.c_proj.bias", lambda m: block(m).feed_forward.down.bias, "", layers),
+        Weight(f"{layer}ln_2.weight", lambda m: block(m).feed_forward.norm.weight, "", layers),
+        Weight(f"{layer}ln_2.bias", lambda m: block(m).feed_forward.norm.bias, "", layers),
+        Weight(f"{layer}mlp.c_fc.weight", lambda m: block(m).feed_forward.layer.up.weight, turned, layers),
+        Weight(f"{layer}mlp.c_fc.bias", lambda m: block(m).feed_forward.layer.up.bias, "", layers),
+        Weight(f"{layer}mlp.c_proj.weight", lambda m: block(m).feed_forward.layer.down.weight, turned, layers),
+        Weight(f"{layer}mlp.c_proj.bias", lambda m: block(m).feed_forward.layer.down.bias, "", layers),
         Weight("transformer.ln_f.weight", lambda m: m.norm.weight),
         Weight("transformer.ln_f.bias", lambda m: m.norm.bias),
     ]

@@ -16,6 +16,7 @@ from ...nn import (
     LoadBalance,
     MoE,
     quick_gelu,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -75,21 +76,22 @@ def build_gpt_oss(numbers: GPTOSS, *, key: Key[Array, ""]) -> Transformer:
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                bias=numbers.bias,
-                output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                sinks=True,
-                mask=causal() if window is None else sliding_window(window),
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    bias=numbers.bias,
+                    output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
+                    sinks=True,
+                    mask=causal() if window is None else sliding_window(window),
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=mixture(feed_forward),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(mixture(feed_forward), RMSNorm("embed", embed=embed, eps=numbers.eps)),
         )
 
     return decoder(numbers, block, windows_of(numbers), key=key)
@@ -141,8 +143,8 @@ def _write(numbers: GPTOSS) -> dict[str, Any]:
 
 def _weights(numbers: GPTOSS) -> list[Weight]:
     def rules(_: Any, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
-        sinks = Weight("model.layers.{layer}.self_attn.sinks", lambda m: where(m).attention.sinks, "", layers)
-        experts = stacked_mixture_weights(lambda m: where(m).feed_forward, layers)
+        sinks = Weight("model.layers.{layer}.self_attn.sinks", lambda m: where(m).mixer.layer.sinks, "", layers)
+        experts = stacked_mixture_weights(lambda m: where(m).feed_forward.layer, layers)
         return [*block_weights(where, layers, bias=numbers.bias), sinks, *experts]
 
     return [*edge_weights(numbers.tied), *layer_weights(windows_of(numbers), rules)]

@@ -6,7 +6,19 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Attention, Block, Embedding, GatedMLP, Linear, RMSNorm, Rotary, RotaryScaling, Stack, Transformer
+from ...nn import (
+    Attention,
+    Block,
+    Embedding,
+    GatedMLP,
+    Linear,
+    Residual,
+    RMSNorm,
+    Rotary,
+    RotaryScaling,
+    Stack,
+    Transformer,
+)
 from .._config import Config
 from .._weights import Published, Weight
 from ._common import block_weights, common_attributes, common_numbers, edge_weights, gated_weights
@@ -41,19 +53,24 @@ def build_granite(numbers: Granite, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block:
         attention, mlp = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                scale=numbers.attention_scale,
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
+                    scale=numbers.attention_scale,
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
+                scale=numbers.residual_scale,
             ),
-            feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, key=mlp),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            residual_scale=numbers.residual_scale,
+            feed_forward=Residual(
+                GatedMLP(embed=embed, mlp=numbers.mlp, key=mlp),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
+                scale=numbers.residual_scale,
+            ),
         )
 
     embedding, stack, head = jax.random.split(key, 3)
@@ -124,7 +141,7 @@ def _write(numbers: Granite) -> dict[str, Any]:
 
 def _weights(numbers: Granite) -> list[Weight]:
     blocks, layers = lambda m: m.stacks[0].blocks, range(numbers.layers)
-    feed_forward = gated_weights(lambda m: blocks(m).feed_forward, layers)
+    feed_forward = gated_weights(lambda m: blocks(m).feed_forward.layer, layers)
     return [*edge_weights(numbers.tied), *block_weights(blocks, layers), *feed_forward]
 
 

@@ -25,6 +25,7 @@ from ...nn import (
     MLP,
     MoE,
     Period,
+    Residual,
     RMSNorm,
     Rotary,
     Stack,
@@ -90,21 +91,26 @@ def build_jaxformer(numbers: JAXformer, *, key: Key[Array, ""]) -> Transformer:
         attention, feed_forward = jax.random.split(key)
         experts = numbers.experts if rotary is None else None
         return Block(
-            attention=LatentAttention(
-                embed=embed,
-                heads=numbers.heads,
-                head_dim=embed // numbers.heads,
-                latent=numbers.latent,
-                q_latent=numbers.latent,
-                rotary=rotary,
-                bias=True,
-                output_std=damping * embed**-0.5,
-                key=attention,
+            mixer=Residual(
+                LatentAttention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    head_dim=embed // numbers.heads,
+                    latent=numbers.latent,
+                    q_latent=numbers.latent,
+                    rotary=rotary,
+                    bias=True,
+                    output_std=damping * embed**-0.5,
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
+                dropout=dropout,
             ),
-            feed_forward=dense(feed_forward) if experts is None else mixture(experts, feed_forward),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
-            dropout=dropout,
+            feed_forward=Residual(
+                dense(feed_forward) if experts is None else mixture(experts, feed_forward),
+                RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
+                dropout=dropout,
+            ),
         )
 
     def block(key: Key[Array, ""]) -> Period:

@@ -13,6 +13,7 @@ from ...nn import (
     GatedMLP,
     Linear,
     Llama3Scaling,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -53,19 +54,23 @@ def build_llama(numbers: Llama, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block:
         attention, mlp = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                bias=numbers.bias,
-                output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                rotary=rotary,
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    bias=numbers.bias,
+                    output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                    rotary=rotary,
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(
+                GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
+            ),
         )
 
     embedding, stack, head = jax.random.split(key, 3)
@@ -128,7 +133,7 @@ def _write(numbers: Llama) -> dict[str, Any]:
 
 def _weights(numbers: Llama) -> list[Weight]:
     blocks, layers = lambda m: m.stacks[0].blocks, range(numbers.layers)
-    feed_forward = gated_weights(lambda m: blocks(m).feed_forward, layers)
+    feed_forward = gated_weights(lambda m: blocks(m).feed_forward.layer, layers)
     return [*edge_weights(numbers.tied), *block_weights(blocks, layers, bias=numbers.bias), *feed_forward]
 
 

@@ -17,6 +17,7 @@ from ...nn import (
     LogTemperature,
     Mask,
     MoE,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -95,10 +96,14 @@ def build_llama4(numbers: Llama4, *, key: Key[Array, ""]) -> Transformer:
             options |= {"query_norm": norm, "key_norm": norm, "rotary": rotary, "temperature": None}
         spread = damping * (numbers.heads * head_dim) ** -0.5
         return Block(
-            attention=Attention(**sizes, **options, bias=numbers.bias, output_std=spread, key=attention),
-            feed_forward=mixture(feed_forward) if is_mixture else gated(numbers.dense_mlp, feed_forward),
-            attention_norm=RMSNorm("embed", embed=embed, eps=eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=eps),
+            mixer=Residual(
+                Attention(**sizes, **options, bias=numbers.bias, output_std=spread, key=attention),
+                RMSNorm("embed", embed=embed, eps=eps),
+            ),
+            feed_forward=Residual(
+                mixture(feed_forward) if is_mixture else gated(numbers.dense_mlp, feed_forward),
+                RMSNorm("embed", embed=embed, eps=eps),
+            ),
         )
 
     return decoder(numbers, block, numbers.kinds, key=key)
@@ -149,7 +154,7 @@ def _write(numbers: Llama4) -> dict[str, Any]:
 
 def _weights(numbers: Llama4) -> list[Weight]:
     def rules(kind: Any, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
-        prefix, fed = "model.layers.{layer}.feed_forward.", lambda m: where(m).feed_forward
+        prefix, fed = "model.layers.{layer}.feed_forward.", lambda m: where(m).feed_forward.layer
         found = block_weights(where, layers, bias=numbers.bias)
         if not kind[2]:
             return [*found, *gated_weights(fed, layers, prefix=prefix)]

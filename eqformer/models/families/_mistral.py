@@ -13,6 +13,7 @@ from ...nn import (
     Embedding,
     GatedMLP,
     Linear,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -52,19 +53,23 @@ def build_mistral(numbers: Mistral, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block:
         attention, mlp = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                mask=causal() if numbers.window is None else sliding_window(numbers.window),
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
+                    mask=causal() if numbers.window is None else sliding_window(numbers.window),
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(
+                GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
+            ),
         )
 
     embedding, stack, head = jax.random.split(key, 3)
@@ -102,7 +107,7 @@ def _write(numbers: Mistral) -> dict[str, Any]:
 
 def _weights(numbers: Mistral) -> list[Weight]:
     blocks, layers = lambda m: m.stacks[0].blocks, range(numbers.layers)
-    feed_forward = gated_weights(lambda m: blocks(m).feed_forward, layers)
+    feed_forward = gated_weights(lambda m: blocks(m).feed_forward.layer, layers)
     return [*edge_weights(numbers.tied), *block_weights(blocks, layers), *feed_forward]
 
 

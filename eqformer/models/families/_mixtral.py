@@ -18,6 +18,7 @@ from ...nn import (
     Linear,
     LoadBalance,
     MoE,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -81,19 +82,20 @@ def build_mixtral(numbers: Mixtral, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                mask=mask,
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
+                    mask=mask,
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=mixture(feed_forward),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(mixture(feed_forward), RMSNorm("embed", embed=embed, eps=numbers.eps)),
         )
 
     embedding, stack, head = jax.random.split(key, 3)
@@ -145,11 +147,11 @@ def _write(numbers: Mixtral) -> dict[str, Any]:
 def _weights(numbers: Mixtral) -> list[Weight]:
     blocks, layers = lambda m: m.stacks[0].blocks, range(numbers.layers)
     moe = "model.layers.{layer}.block_sparse_moe."
-    experts, names = lambda m: blocks(m).feed_forward.experts.mlps, ("w1", "w3", "w2")
+    experts, names = lambda m: blocks(m).feed_forward.layer.experts.mlps, ("w1", "w3", "w2")
     return [
         *edge_weights(numbers.tied),
         *block_weights(blocks, layers),
-        Weight(f"{moe}gate.weight", lambda m: blocks(m).feed_forward.router.linear.weight, "", layers),
+        Weight(f"{moe}gate.weight", lambda m: blocks(m).feed_forward.layer.router.linear.weight, "", layers),
         *gated_weights(experts, layers, prefix=moe + "experts.{expert}.", names=names),
     ]
 

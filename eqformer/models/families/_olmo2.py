@@ -7,7 +7,19 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Attention, Block, Embedding, GatedMLP, Linear, RMSNorm, Rotary, RotaryScaling, Stack, Transformer
+from ...nn import (
+    Attention,
+    Block,
+    Embedding,
+    GatedMLP,
+    Linear,
+    Residual,
+    RMSNorm,
+    Rotary,
+    RotaryScaling,
+    Stack,
+    Transformer,
+)
 from .._config import Config
 from .._weights import Published, Weight
 from ._common import (
@@ -47,20 +59,26 @@ def build_olmo2(numbers: Olmo2, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block:
         attention, mlp = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                bias=numbers.bias,
-                query_norm=RMSNorm("heads head_dim", heads=numbers.heads, head_dim=head_dim, eps=numbers.eps),
-                key_norm=RMSNorm("kv_heads head_dim", kv_heads=numbers.kv_heads, head_dim=head_dim, eps=numbers.eps),
-                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    bias=numbers.bias,
+                    query_norm=RMSNorm("heads head_dim", heads=numbers.heads, head_dim=head_dim, eps=numbers.eps),
+                    key_norm=RMSNorm(
+                        "kv_heads head_dim", kv_heads=numbers.kv_heads, head_dim=head_dim, eps=numbers.eps
+                    ),
+                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
+                    key=attention,
+                ),
+                output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, key=mlp),
-            attention_output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(
+                GatedMLP(embed=embed, mlp=numbers.mlp, key=mlp),
+                output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            ),
         )
 
     embedding, stack, head = jax.random.split(key, 3)
@@ -98,13 +116,13 @@ def _weights(numbers: Olmo2) -> list[Weight]:
 def olmo_weights(where: Callable[[Any], Any], layers: range, bias: bool) -> list[Weight]:
     """Of a block of OLMo 2 or 3."""
     norms = {
-        "attention_output_norm": "post_attention_layernorm",
-        "feed_forward_output_norm": "post_feedforward_layernorm",
+        "mixer.output_norm": "post_attention_layernorm",
+        "feed_forward.output_norm": "post_feedforward_layernorm",
     }
     return [
-        *attention_weights(lambda m: where(m).attention, layers, bias=bias),
-        *query_key_norm_weights(lambda m: where(m).attention, layers, "(heads head_dim) -> heads head_dim"),
-        *gated_weights(lambda m: where(m).feed_forward, layers),
+        *attention_weights(lambda m: where(m).mixer.layer, layers, bias=bias),
+        *query_key_norm_weights(lambda m: where(m).mixer.layer, layers, "(heads head_dim) -> heads head_dim"),
+        *gated_weights(lambda m: where(m).feed_forward.layer, layers),
         *norm_weights(where, layers, norms),
     ]
 

@@ -11,6 +11,7 @@ from ...nn import (
     Block,
     causal,
     GatedMLP,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -53,21 +54,27 @@ def build_olmo3(numbers: Olmo3, *, key: Key[Array, ""]) -> Transformer:
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         attention, mlp = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                bias=numbers.bias,
-                query_norm=RMSNorm("heads head_dim", heads=numbers.heads, head_dim=head_dim, eps=numbers.eps),
-                key_norm=RMSNorm("kv_heads head_dim", kv_heads=numbers.kv_heads, head_dim=head_dim, eps=numbers.eps),
-                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling if window is None else None),
-                mask=causal() if window is None else sliding_window(window),
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    bias=numbers.bias,
+                    query_norm=RMSNorm("heads head_dim", heads=numbers.heads, head_dim=head_dim, eps=numbers.eps),
+                    key_norm=RMSNorm(
+                        "kv_heads head_dim", kv_heads=numbers.kv_heads, head_dim=head_dim, eps=numbers.eps
+                    ),
+                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling if window is None else None),
+                    mask=causal() if window is None else sliding_window(window),
+                    key=attention,
+                ),
+                output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, key=mlp),
-            attention_output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(
+                GatedMLP(embed=embed, mlp=numbers.mlp, key=mlp),
+                output_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            ),
         )
 
     return decoder(numbers, block, windows_of(numbers), key=key)

@@ -15,6 +15,7 @@ from ...nn import (
     Linear,
     LoadBalance,
     MoE,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -76,21 +77,24 @@ def build_olmoe(numbers: OLMoE, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                bias=numbers.bias,
-                output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                query_norm=RMSNorm("heads head_dim", heads=numbers.heads, head_dim=head_dim, eps=numbers.eps),
-                key_norm=RMSNorm("kv_heads head_dim", kv_heads=numbers.kv_heads, head_dim=head_dim, eps=numbers.eps),
-                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    bias=numbers.bias,
+                    output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                    query_norm=RMSNorm("heads head_dim", heads=numbers.heads, head_dim=head_dim, eps=numbers.eps),
+                    key_norm=RMSNorm(
+                        "kv_heads head_dim", kv_heads=numbers.kv_heads, head_dim=head_dim, eps=numbers.eps
+                    ),
+                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=mixture(feed_forward),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(mixture(feed_forward), RMSNorm("embed", embed=embed, eps=numbers.eps)),
         )
 
     embedding, stack, head = jax.random.split(key, 3)
@@ -128,8 +132,8 @@ def _weights(numbers: OLMoE) -> list[Weight]:
     return [
         *edge_weights(numbers.tied),
         *block_weights(blocks, layers, bias=numbers.bias),
-        *query_key_norm_weights(lambda m: blocks(m).attention, layers, "(heads head_dim) -> heads head_dim"),
-        *mixture_weights(lambda m: blocks(m).feed_forward, layers),
+        *query_key_norm_weights(lambda m: blocks(m).mixer.layer, layers, "(heads head_dim) -> heads head_dim"),
+        *mixture_weights(lambda m: blocks(m).feed_forward.layer, layers),
     ]
 
 

@@ -14,6 +14,7 @@ from ...nn import (
     GatedMLP,
     Linear,
     LongRopeScaling,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -55,19 +56,23 @@ def build_phi3(numbers: Phi3, *, key: Key[Array, ""]) -> Transformer:
     def block(key: Key[Array, ""]) -> Block:
         attention, mlp = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                rotary=Rotary(int(head_dim * numbers.turning), numbers.theta, scaling=numbers.scaling),
-                mask=causal() if numbers.window is None else sliding_window(numbers.window),
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                    rotary=Rotary(int(head_dim * numbers.turning), numbers.theta, scaling=numbers.scaling),
+                    mask=causal() if numbers.window is None else sliding_window(numbers.window),
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(
+                GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
+            ),
         )
 
     embedding, stack, head = jax.random.split(key, 3)
@@ -124,7 +129,7 @@ def _write(numbers: Phi3) -> dict[str, Any]:
 
 def _weights(numbers: Phi3) -> list[Weight]:
     blocks, layers = lambda m: m.stacks[0].blocks, range(numbers.layers)
-    attention = lambda m: blocks(m).attention
+    attention = lambda m: blocks(m).mixer.layer
     joined = lambda m: (attention(m).query.weight, attention(m).key.weight, attention(m).value.weight)
     into, out = "(heads head_dim) embed -> heads head_dim embed", "embed (heads head_dim) -> embed heads head_dim"
     prefix = "model.layers.{layer}.self_attn."
@@ -132,7 +137,7 @@ def _weights(numbers: Phi3) -> list[Weight]:
         *edge_weights(numbers.tied),
         Weight(f"{prefix}qkv_proj.weight", joined, into, layers),
         Weight(f"{prefix}o_proj.weight", lambda m: attention(m).output.weight, out, layers),
-        *joined_gated_weights(lambda m: blocks(m).feed_forward, layers),
+        *joined_gated_weights(lambda m: blocks(m).feed_forward.layer, layers),
         *pre_norm_weights(blocks, layers),
     ]
 

@@ -12,6 +12,7 @@ from ...nn import (
     Block,
     causal,
     GatedMLP,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -60,21 +61,25 @@ def build_qwen2(numbers: Qwen2, *, key: Key[Array, ""]) -> Transformer:
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         attention, mlp = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                bias=True,
-                output_bias=False,
-                output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                mask=causal() if window is None else sliding_window(window),
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    bias=True,
+                    output_bias=False,
+                    output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
+                    mask=causal() if window is None else sliding_window(window),
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(
+                GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
+            ),
         )
 
     return decoder(numbers, block, windows_of(numbers), key=key)
@@ -115,7 +120,7 @@ def _write(numbers: Qwen2) -> dict[str, Any]:
 def _weights(numbers: Qwen2) -> list[Weight]:
     def rules(_: Any, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
         block = block_weights(where, layers, bias=True, output_bias=False)
-        return [*block, *gated_weights(lambda m: where(m).feed_forward, layers)]
+        return [*block, *gated_weights(lambda m: where(m).feed_forward.layer, layers)]
 
     return [*edge_weights(numbers.tied), *layer_weights(windows_of(numbers), rules)]
 

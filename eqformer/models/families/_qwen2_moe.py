@@ -15,6 +15,7 @@ from ...nn import (
     GatedShared,
     LoadBalance,
     MoE,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -81,20 +82,24 @@ def build_qwen2_moe(numbers: Qwen2MoE, *, key: Key[Array, ""]) -> Transformer:
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                bias=numbers.bias,
-                output_bias=False,
-                output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    bias=numbers.bias,
+                    output_bias=False,
+                    output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=mixture(feed_forward) if is_mixture else gated(numbers.mlp, feed_forward),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(
+                mixture(feed_forward) if is_mixture else gated(numbers.mlp, feed_forward),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
+            ),
         )
 
     return decoder(numbers, block, which_are_mixtures(numbers), key=key)
@@ -131,7 +136,7 @@ def _write(numbers: Qwen2MoE) -> dict[str, Any]:
 def _weights(numbers: Qwen2MoE) -> list[Weight]:
     def rules(is_mixture: bool, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
         found = block_weights(where, layers, bias=numbers.bias, output_bias=False)
-        return [*found, *shared_mixture_weights(lambda m: where(m).feed_forward, layers, is_mixture)]
+        return [*found, *shared_mixture_weights(lambda m: where(m).feed_forward.layer, layers, is_mixture)]
 
     return [*edge_weights(numbers.tied), *layer_weights(which_are_mixtures(numbers), rules)]
 

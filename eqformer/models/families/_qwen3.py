@@ -12,6 +12,7 @@ from ...nn import (
     Block,
     causal,
     GatedMLP,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -62,22 +63,26 @@ def build_qwen3(numbers: Qwen3, *, key: Key[Array, ""]) -> Transformer:
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         attention, mlp = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                bias=numbers.bias,
-                output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                query_norm=RMSNorm("head_dim", head_dim=head_dim, eps=numbers.eps),
-                key_norm=RMSNorm("head_dim", head_dim=head_dim, eps=numbers.eps),
-                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                mask=causal() if window is None else sliding_window(window),
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    bias=numbers.bias,
+                    output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                    query_norm=RMSNorm("head_dim", head_dim=head_dim, eps=numbers.eps),
+                    key_norm=RMSNorm("head_dim", head_dim=head_dim, eps=numbers.eps),
+                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
+                    mask=causal() if window is None else sliding_window(window),
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(
+                GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
+            ),
         )
 
     return decoder(numbers, block, windows_of(numbers), key=key)
@@ -119,8 +124,8 @@ def _write(numbers: Qwen3) -> dict[str, Any]:
 def _weights(numbers: Qwen3) -> list[Weight]:
     def rules(_: Any, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
         block = block_weights(where, layers, bias=numbers.bias)
-        head_norms = query_key_norm_weights(lambda m: where(m).attention, layers)
-        return [*block, *head_norms, *gated_weights(lambda m: where(m).feed_forward, layers)]
+        head_norms = query_key_norm_weights(lambda m: where(m).mixer.layer, layers)
+        return [*block, *head_norms, *gated_weights(lambda m: where(m).feed_forward.layer, layers)]
 
     return [*edge_weights(numbers.tied), *layer_weights(windows_of(numbers), rules)]
 

@@ -14,6 +14,7 @@ from ...nn import (
     GatedMLP,
     LoadBalance,
     MoE,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -85,21 +86,25 @@ def build_qwen3_moe(numbers: Qwen3MoE, *, key: Key[Array, ""]) -> Transformer:
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                bias=numbers.bias,
-                output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                query_norm=RMSNorm("head_dim", head_dim=head_dim, eps=numbers.eps),
-                key_norm=RMSNorm("head_dim", head_dim=head_dim, eps=numbers.eps),
-                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    bias=numbers.bias,
+                    output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                    query_norm=RMSNorm("head_dim", head_dim=head_dim, eps=numbers.eps),
+                    key_norm=RMSNorm("head_dim", head_dim=head_dim, eps=numbers.eps),
+                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=mixture(feed_forward) if is_mixture else gated(numbers.mlp, feed_forward),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(
+                mixture(feed_forward) if is_mixture else gated(numbers.mlp, feed_forward),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
+            ),
         )
 
     return decoder(numbers, block, which_are_mixtures(numbers), key=key)
@@ -130,10 +135,10 @@ def _write(numbers: Qwen3MoE) -> dict[str, Any]:
 
 def _weights(numbers: Qwen3MoE) -> list[Weight]:
     def rules(is_mixture: bool, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
-        fed = lambda m: where(m).feed_forward
+        fed = lambda m: where(m).feed_forward.layer
         feed_forward = mixture_weights(fed, layers) if is_mixture else gated_weights(fed, layers)
         projections = block_weights(where, layers, bias=numbers.bias)
-        return [*projections, *query_key_norm_weights(lambda m: where(m).attention, layers), *feed_forward]
+        return [*projections, *query_key_norm_weights(lambda m: where(m).mixer.layer, layers), *feed_forward]
 
     return [*edge_weights(numbers.tied), *layer_weights(which_are_mixtures(numbers), rules)]
 

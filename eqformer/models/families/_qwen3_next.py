@@ -16,6 +16,7 @@ from ...nn import (
     GatedShared,
     LoadBalance,
     MoE,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -111,10 +112,10 @@ def build_qwen3_next(numbers: Qwen3Next, *, key: Key[Array, ""]) -> Transformer:
     def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         return Block(
-            attention=attention(mixer) if kind[0] else net(mixer),
-            feed_forward=mixture(feed_forward) if kind[1] else gated(numbers.mlp, feed_forward),
-            attention_norm=norm("embed", embed),
-            feed_forward_norm=norm("embed", embed),
+            mixer=Residual(attention(mixer) if kind[0] else net(mixer), norm("embed", embed)),
+            feed_forward=Residual(
+                mixture(feed_forward) if kind[1] else gated(numbers.mlp, feed_forward), norm("embed", embed)
+            ),
         )
 
     return decoder(numbers, block, numbers.kinds, offset=1.0, key=key)
@@ -146,10 +147,10 @@ def _write(numbers: Qwen3Next) -> dict[str, Any]:
 
 def _weights(numbers: Qwen3Next) -> list[Weight]:
     def rules(kind: tuple[bool, bool], where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
-        feed_forward = shared_mixture_weights(lambda m: where(m).feed_forward, layers, kind[1])
+        feed_forward = shared_mixture_weights(lambda m: where(m).feed_forward.layer, layers, kind[1])
         if not kind[0]:
             return [*net_block_weights(where, layers, numbers.net_kv_heads), *feed_forward]
-        norms = query_key_norm_weights(lambda m: where(m).attention, layers)
+        norms = query_key_norm_weights(lambda m: where(m).mixer.layer, layers)
         return [*block_weights(where, layers, gated=numbers.heads), *norms, *feed_forward]
 
     return [*edge_weights(numbers.tied), *layer_weights(numbers.kinds, rules)]

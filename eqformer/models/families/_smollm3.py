@@ -12,6 +12,7 @@ from ...nn import (
     Block,
     causal,
     GatedMLP,
+    Residual,
     RMSNorm,
     Rotary,
     RotaryScaling,
@@ -64,19 +65,23 @@ def build_smollm3(numbers: SmolLM3, *, key: Key[Array, ""]) -> Transformer:
         rotated, window = kind
         attention, mlp = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                kv_heads=numbers.kv_heads,
-                head_dim=head_dim,
-                output_std=damping * (numbers.heads * head_dim) ** -0.5,
-                rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling) if rotated else None,
-                mask=causal() if window is None else sliding_window(window),
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    kv_heads=numbers.kv_heads,
+                    head_dim=head_dim,
+                    output_std=damping * (numbers.heads * head_dim) ** -0.5,
+                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling) if rotated else None,
+                    mask=causal() if window is None else sliding_window(window),
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(
+                GatedMLP(embed=embed, mlp=numbers.mlp, output_std=damping * numbers.mlp**-0.5, key=mlp),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
+            ),
         )
 
     return decoder(numbers, block, _kinds(numbers), key=key)
@@ -117,7 +122,7 @@ def _write(numbers: SmolLM3) -> dict[str, Any]:
 
 def _weights(numbers: SmolLM3) -> list[Weight]:
     def rules(_: Any, where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
-        return [*block_weights(where, layers), *gated_weights(lambda m: where(m).feed_forward, layers)]
+        return [*block_weights(where, layers), *gated_weights(lambda m: where(m).feed_forward.layer, layers)]
 
     return [*edge_weights(numbers.tied), *layer_weights(_kinds(numbers), rules)]
 

@@ -22,6 +22,7 @@ from ...nn import (
     Period,
     RandomSecondRouter,
     relu,
+    Residual,
     RMSNorm,
     Rotary,
     Router,
@@ -92,17 +93,18 @@ def build_switch(numbers: GShard | Switch, *, key: Key[Array, ""]) -> Transforme
     def layer(make: Callable[..., MLP | MoE], key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
         return Block(
-            attention=Attention(
-                embed=embed,
-                heads=numbers.heads,
-                head_dim=embed // numbers.heads,
-                output_std=damping * embed**-0.5,
-                rotary=rotary,
-                key=attention,
+            mixer=Residual(
+                Attention(
+                    embed=embed,
+                    heads=numbers.heads,
+                    head_dim=embed // numbers.heads,
+                    output_std=damping * embed**-0.5,
+                    rotary=rotary,
+                    key=attention,
+                ),
+                RMSNorm("embed", embed=embed, eps=numbers.eps),
             ),
-            feed_forward=make(feed_forward),
-            attention_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-            feed_forward_norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+            feed_forward=Residual(make(feed_forward), RMSNorm("embed", embed=embed, eps=numbers.eps)),
         )
 
     def pair(key: Key[Array, ""]) -> Period:

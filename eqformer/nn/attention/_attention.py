@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from .._cache import empty_slots, KVCache, without_room
+from .._contracts import Mixer
 from .._dtype import float_dtype
 from .._linear import Linear
 from .._norm import LayerNorm, RMSNorm
@@ -19,7 +20,7 @@ from ._rotary import Rotary
 from ._temperature import LogTemperature
 
 
-class Attention(eqx.Module):
+class Attention(Mixer):
     """Attention of `heads` queries over `kv_heads` keys and values (Vaswani 2017; Shazeer 2019; Ainslie et al. 2023).
 
     `kv_heads == heads` is multi-head, `kv_heads == 1` multi-query, and what lies between grouped-query attention: query

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from .._cache import empty_slots, LatentCache, without_room
+from .._contracts import Mixer
 from .._dtype import float_dtype
 from .._linear import Linear
 from .._lora import weight_of
@@ -20,7 +21,7 @@ from ._mask import causal, Mask
 from ._rotary import Rotary
 
 
-class LatentAttention(eqx.Module):
+class LatentAttention(Mixer):
     """MLA of DeepSeek-V2 (2024), section 2.1: low-rank joint compression of keys and values, decoupled rotary key.
 
     A token is remembered as `latent` numbers, from which each head's key and value are rebuilt, and one rotated key of

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._block import Routed
+from .._contracts import Routed
 from .._tokens import Tokens, tokens_or_default
 from .._transformer import Transformer
 from ._moe import MoE, ROUTER

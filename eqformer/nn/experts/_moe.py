@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from .._aux import Aux
-from .._block import Routed
+from .._contracts import Routed
 from .._dims import modules
 from .._linear import Linear
 from .._sums import wide_product

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from .._cache import check_one_document, DeltaCache
+from .._contracts import Mixer
 from .._documents import documents_of
 from .._dtype import at_least_float32, float_dtype
 from .._linear import Linear
@@ -18,7 +19,7 @@ from ._conv import CausalConv
 from ._delta_rule import delta_rule
 
 
-class GatedDeltaNet(eqx.Module):
+class GatedDeltaNet(Mixer):
     """The mixer of Yang, Kautz and Hatamizadeh (2024, arXiv:2412.06464), as in Qwen3-Next; called like an attention.
 
     Queries, keys and values go through short convolutions and silu; queries and keys get length 1. Each of `heads` has

@@ -29,7 +29,7 @@ HEADS = (TENSOR, FSDP)  # its heads and hidden features once they are whole, its
 Pairs = list[tuple[Float[Array, "batch seq _"], Float[Array, "full_embed _"]]]
 
 
-class TwoDimBlock(eqx.Module):
+class TwoDimBlock(nn.Layer):
     """A block run on this device's part of the stream, with a slice of both dims of its weights.
 
     Layers that read one normed input share its gather over `tensor`; their products are partial sums over `fsdp`, which
@@ -38,7 +38,7 @@ class TwoDimBlock(eqx.Module):
     `"heads"` keeps one key head of all rows on every device.
     """
 
-    inner: nn.Block
+    inner: nn.Block | nn.ParallelBlock
     attention: str = eqx.field(static=True)
     overlap: str = eqx.field(static=True)
 
@@ -48,31 +48,39 @@ class TwoDimBlock(eqx.Module):
         """The block's own call."""
         block = self.inner
         tokens = nn.tokens_or_default(tokens, x.shape[:-1], cache)
-        shares = block.parallel and block.feed_forward_norm is None
-        assert block.attention_norm is not None
-        y, cache = self._added(block.attention_norm(x), block.feed_forward if shares else None, True, tokens, cache)
-        if not shares:
-            assert block.feed_forward_norm is not None
-            given = block.feed_forward_norm(x if block.parallel else x + y)
-            y = y + self._added(given, block.feed_forward, False, tokens, None)[0]
+        mixer, fed = block.mixer, block.feed_forward
+        assert fed is not None
+        is_parallel = isinstance(block, nn.ParallelBlock)
+        if is_parallel and block.norm is not None:
+            y, cache = self._added(block.norm(x), mixer.scale, mixer.layer, fed.layer, tokens, cache)
+            return x + y, cache, None
+        assert mixer.norm is not None and fed.norm is not None
+        y, cache = self._added(mixer.norm(x), mixer.scale, mixer.layer, None, tokens, cache)
+        given = fed.norm(x if is_parallel else x + y)
+        y = y + self._added(given, fed.scale, None, fed.layer, tokens, None)[0]
         return x + y, cache, None
 
-    def init_cache(self, *args: Any) -> PyTree:
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The block's own empty cache."""
-        return self.inner.init_cache(*args)
+        return self.inner.init_cache(batch, capacity, dtype)
 
     def _added(
-        self, x: Float[Array, "batch seq embed"], mlp: Any, attends: bool, tokens: nn.Tokens, cache: PyTree
+        self,
+        x: Float[Array, "batch seq embed"],
+        scale: float | None,
+        attention: Any,
+        mlp: Any,
+        tokens: nn.Tokens,
+        cache: PyTree,
     ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
-        """What the layers that read `x` add to the stream: attention, a feed-forward layer or both."""
-        attention: Any = self.inner.attention
+        """What the layers that read `x` add to the stream: attention, a feed-forward layer or both; None is neither."""
         ups = {} if mlp is None else ups_of(mlp)
-        keys = [attention.key, attention.value] if attends else []
-        wide, narrow = self._read(x, [*([attention.query] if attends else []), *ups.values()], keys)
+        queries, keys = ([], []) if attention is None else ([attention.query], [attention.key, attention.value])
+        wide, narrow = self._read(x, [*queries, *ups.values()], keys)
         pairs, outputs = [], []
-        if attends:
+        if attention is not None:
             key, value = narrow
-            attended, cache = self._attend(wide.pop(0), key, value, tokens, cache)
+            attended, cache = self._attend(attention, wide.pop(0), key, value, tokens, cache)
             pairs.append((attended, _matrix(attention.output, x.dtype)))
             outputs.append(attention.output)
         if mlp is not None:
@@ -83,7 +91,6 @@ class TwoDimBlock(eqx.Module):
         y = scattered_sum(pairs, self.overlap)
         for linear in outputs:
             y = _with_own(y, linear.bias, TENSOR, -1)
-        scale = self.inner.residual_scale
         return y if scale is None else y * scale, cache
 
     def _read(
@@ -110,6 +117,7 @@ class TwoDimBlock(eqx.Module):
 
     def _attend(
         self,
+        attention: Any,
         query: Float[Array, "batch seq heads head_dim"],
         key: Float[Array, "own_batch seq kv_heads head_dim"],
         value: Float[Array, "own_batch seq kv_heads head_dim"],
@@ -117,7 +125,6 @@ class TwoDimBlock(eqx.Module):
         cache: PyTree,
     ) -> tuple[Float[Array, "batch seq features"], PyTree]:
         """The attention's own call, without its maps, on all heads of this device's rows or its heads of all rows."""
-        attention: Any = self.inner.attention
         by_rows = self.attention == "rows"
         if by_rows:
             query = send.all_to_all("heads to rows", query, HEADS, 0, 2)

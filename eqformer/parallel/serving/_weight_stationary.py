@@ -24,6 +24,8 @@ from ._two_dim import HEADS, STREAM, TwoDimBlock, TwoDimVocabulary, ups_of
 
 
 ATTENTIONS = ("rows", "heads")
+BLOCKS = (nn.Block, nn.ParallelBlock)
+_LATER = ("output_norm", "sum_norm")
 LAYOUT = Layout({"heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR, "embed": FSDP})
 
 
@@ -106,17 +108,16 @@ class WeightStationary(Served):
         """The model as it is on one device, from its slices."""
         model = vary(model, STREAM)  # where an axis has one device, nothing else would say so
         split = lambda norm: SplitNorm(jax.tree.map(lambda x: own_part(x, TENSOR, -1), norm), STREAM)
-        norms = lambda m: [n for n in (m.attention_norm, m.feed_forward_norm) if n is not None]
 
-        def block(inner: nn.Block) -> TwoDimBlock:
-            inner = eqx.tree_at(norms, inner, [split(norm) for norm in norms(inner)])
+        def block(inner: nn.Block | nn.ParallelBlock) -> TwoDimBlock:
+            inner = eqx.tree_at(_stream_norms, inner, [split(norm) for norm in _stream_norms(inner)])
             return TwoDimBlock(inner, self.attention, self.overlap)
 
         table, head = model.embedding, model.head
         bias = head.bias if isinstance(head, nn.Linear) else None
         found = SplitEmbedding(table.weight, table.scale, self.vocab, "feature")
         embedding = TwoDimVocabulary(found, table.weight if head is None else head.weight, bias)  # type: ignore
-        model = eqx.tree_at(lambda m: m.stacks, model, replace(model.stacks, nn.Block, block))
+        model = eqx.tree_at(lambda m: m.stacks, model, replace(model.stacks, BLOCKS, block))
         if model.positions is not None:
             own = own_part(model.positions.weight, TENSOR, 1)
             model = eqx.tree_at(lambda m: m.positions.weight, model, own)
@@ -137,8 +138,11 @@ def _check(layout: WeightStationary) -> None:
     _divides(told, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
     for stack in model.stacks:
         block = stack.blocks
-        if not isinstance(block, nn.Block):
-            raise ValueError(f"{told}: a stack repeats {type(block).__name__}; it is made for stacks of nn.Block.")
+        if not isinstance(block, BLOCKS) or block.feed_forward is None:
+            raise ValueError(
+                f"{told}: a stack repeats {type(block).__name__}; it is made for stacks of nn.Block or "
+                "nn.ParallelBlock with a feed-forward layer."
+            )
         attention, mlp = _checked(told, block)
         _divides(told, count, "each layer", heads=attention.query.weight.shape[1], mlp=mlp.up.weight.shape[1])
         if layout.attention == "heads" and (kv_heads := attention.key.weight.shape[1]) != 1:
@@ -148,8 +152,17 @@ def _check(layout: WeightStationary) -> None:
             )
 
 
-def _checked(told: str, block: nn.Block) -> tuple[nn.Attention, nn.MLP | nn.GatedMLP]:
-    attention, mlp = block.attention, block.feed_forward
+def _stream_norms(block: nn.Block | nn.ParallelBlock) -> list[Any]:
+    """The norms that read the stream, before both layers or before each."""
+    shared = [block.norm] if isinstance(block, nn.ParallelBlock) else []
+    norms = [*shared, block.mixer.norm, block.feed_forward.norm if block.feed_forward is not None else None]
+    return [norm for norm in norms if norm is not None]
+
+
+def _checked(told: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Attention, nn.MLP | nn.GatedMLP]:
+    assert block.feed_forward is not None
+    sublayers = {"mixer": block.mixer, "feed_forward": block.feed_forward}
+    attention, mlp = block.mixer.layer, block.feed_forward.layer
     if not isinstance(attention, nn.Attention) or not isinstance(mlp, nn.MLP | nn.GatedMLP):
         kinds = f"{type(attention).__name__} and {type(mlp).__name__}"
         raise ValueError(f"{told}: a block holds {kinds}; it is made for Attention beside or before MLP or GatedMLP.")
@@ -164,13 +177,20 @@ def _checked(told: str, block: nn.Block) -> tuple[nn.Attention, nn.MLP | nn.Gate
                 f"{told}: a norm of queries or keys is over {norm.dims}; one over head_dim alone would do."
             )
     norms = (nn.RMSNorm, nn.LayerNorm)
-    if not isinstance(block.attention_norm, norms) or not (
-        isinstance(block.feed_forward_norm, norms) or (block.parallel and block.feed_forward_norm is None)
+    is_shared = isinstance(block, nn.ParallelBlock) and block.norm is not None
+    if len(_stream_norms(block)) != (1 if is_shared else 2) or not all(
+        isinstance(norm, norms) for norm in _stream_norms(block)
     ):
         raise ValueError(f"{told}: each layer reads its input through an RMSNorm or LayerNorm; this block's does not.")
-    later = ("attention_output_norm", "feed_forward_output_norm", "attention_sum_norm", "feed_forward_sum_norm")
-    if found := [name for name in later if getattr(block, name) is not None]:
-        raise ValueError(f"{told}: a block has {found[0]}; it is made for blocks that normalise before their layers.")
+    later = [f"{name}.{kind}" for name, one in sublayers.items() for kind in _LATER if getattr(one, kind) is not None]
+    if later or (isinstance(block, nn.ParallelBlock) and block.sum_norm is not None):
+        later = [*later, "sum_norm"]
+        raise ValueError(f"{told}: a block has {later[0]}; it is made for blocks that normalise before their layers.")
+    if is_shared and block.mixer.scale != block.feed_forward.scale:
+        raise ValueError(
+            f"{told}: a parallel block's layers are scaled by {block.mixer.scale} and {block.feed_forward.scale}, but "
+            "what they add is summed before it is scaled; take one scale."
+        )
     return attention, mlp
 
 

@@ -6,6 +6,7 @@ the stream between the layers is split over tokens, and the reduction becomes a 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -47,16 +48,7 @@ class Tensor(eqx.Module):
         given = self._read(x, stream_maps(inner, "inputs"))
         inner = eqx.tree_at(lambda m: stream_maps(m, "inputs"), inner, given)
         rows = [_Row(linear, self.residual, self.overlap, self.is_branched) for linear in stream_maps(inner, "outputs")]
-        return eqx.tree_at(lambda m: stream_maps(m, "outputs"), inner, rows)(x, *self._with_tokens(x, rest))
-
-    def _with_tokens(self, x: Float[Array, "*batch seq embed"], rest: tuple) -> tuple:
-        # A mixer that is told nothing of its tokens would count those of `x`, but it is given all devices'.
-        if self.residual != "sequence" or not isinstance(self.inner, MIXERS):
-            return rest
-        tokens, cache = (*rest, None, None)[:2]
-        if tokens is None and cache is None:
-            tokens = nn.positions_like((*x.shape[:-2], x.shape[-2] * jax.lax.axis_size(TENSOR)))
-        return tokens, cache
+        return eqx.tree_at(lambda m: stream_maps(m, "outputs"), inner, rows)(x, *rest)
 
     def _read(self, x: Float[Array, "*batch seq embed"], linears: list[Map]) -> list["_Given"]:
         if self.residual == "replicated":
@@ -72,12 +64,27 @@ class Tensor(eqx.Module):
         products = [checkpoint_name(y, "product") for y in products]
         return [_Given(_with_bias(linear, y)) for linear, y in zip(linears, products)]
 
-    def init_cache(self, *args: Any) -> PyTree:
-        """An empty cache for this device's heads."""
-        return self._local().init_cache(*args)
-
     def _local(self) -> PyTree:
         return own_kv_head(self.inner) if self.shares_kv_heads else self.inner
+
+
+class TensorMixer(nn.Mixer):
+    """A mixer that `Tensor` runs on this device's heads, with the cache of those."""
+
+    tensor: Tensor
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
+        """The mixer's own call; `x` as for `Tensor`, `tokens` are whole rows'."""
+        if self.tensor.residual == "sequence" and tokens is None and cache is None:
+            # Told nothing of its tokens, the mixer would count those of `x`, but it is given all devices'.
+            tokens = nn.positions_like((*x.shape[:-2], x.shape[-2] * jax.lax.axis_size(TENSOR)))
+        return self.tensor(x, tokens, cache)
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """An empty cache for this device's heads."""
+        return self.tensor._local().init_cache(batch, capacity, dtype)
 
 
 class _Given(eqx.Module):
