@@ -147,6 +147,22 @@ def test_controls(models, monkeypatch, what):
             ),
             "a gate or sinks",
         ),
+        (
+            lambda m: stationary(of_block(m, lambda b: nn.Block(b.mixer)), 2, 4),
+            "nn.Block or nn.ParallelBlock with a feed",
+        ),
+        (
+            lambda m: stationary(of_block(m, unlike_scales), 2, 4),
+            "layers are scaled by 0.5 and None, but what they add",
+        ),
+        (
+            lambda m: stationary(of_block(m, lambda b: dataclasses.replace(b, sum_norm=b.norm)), 2, 4),
+            "a block has sum_norm; it is made for blocks that normalise before their layers",
+        ),
+        (
+            lambda m: stationary(of_block(m, lambda b: nn.Block(normed(b.mixer, b), normed(b.feed_forward, b))), 2, 4),
+            "a block has mixer.output_norm; it is made for blocks that normalise before their layers",
+        ),
         (lambda m: stationary(with_lora(m, "feed_forward.layer.gate"), 2, 4), "a layer's map is a LoRA; merge it"),
         (lambda m: stationary(with_lora(m, "feed_forward.layer.up"), 2, 4), "a layer's map is a LoRA; merge it"),
     ],
@@ -154,6 +170,18 @@ def test_controls(models, monkeypatch, what):
 def test_what_does_not_fit(models, make, message):
     with pytest.raises(ValueError, match=message):
         make(models["palm"][0])
+
+
+def of_block(model, change):
+    return eqx.tree_at(lambda m: m.stacks[0].blocks, model, change(model.stacks[0].blocks))
+
+
+def unlike_scales(block):
+    return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, scale=0.5))
+
+
+def normed(sublayer, block):
+    return dataclasses.replace(sublayer, norm=block.norm, output_norm=block.norm)
 
 
 def with_lora(model, name):
