@@ -75,7 +75,7 @@ def _carried_sums(equation: Any) -> Iterator[Any]:
 
 
 def _constants_of_scan(params: dict[str, Any]) -> int:
-    """How many of a scan's arguments its body is given each time alike; jax from 0.11 on tells them by groups."""
+    """How many of a scan's arguments its body is given each time alike; jax from 0.11 on has them in groups."""
     return params["num_consts"] if "num_consts" in params else len(list(params["ft_in"].unpack()[0]))
 
 

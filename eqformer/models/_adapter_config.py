@@ -146,21 +146,23 @@ def read_adapter_config(values: Mapping[str, Any], source: str) -> AdapterConfig
 
 
 def write_adapter_config(
-    told: Mapping[str, tuple[int, float]], modules: Mapping[str, str], base: str | None
+    settings: Mapping[str, tuple[int, float]], modules: Mapping[str, str], base: str | None
 ) -> dict[str, Any]:
-    """The configuration of modules with the ranks and scales `told`; `modules` gives every module's name in its layer.
+    """The configuration of modules with the given ranks and scales; `modules` gives every module's name in its layer.
 
     Modules are listed by that name where all that bear it are alike, and by their full names where not.
     """
-    alphas = {module: _whole(scale * rank) for module, (rank, scale) in told.items()}
-    (rank, _), *_ = Counter(rank for rank, _ in told.values()).most_common(1)
+    alphas = {module: _whole(scale * rank) for module, (rank, scale) in settings.items()}
+    (rank, _), *_ = Counter(rank for rank, _ in settings.values()).most_common(1)
     (alpha, _), *_ = Counter(alphas.values()).most_common(1)
     targets, ranks, alpha_of = set[str](), dict[str, int](), dict[str, int | float]()
-    borne = {modules[module]: set[Any]() for module in told}  # by each name what all that bear it are told
+    borne = {
+        modules[module]: set[Any]() for module in settings
+    }  # by each name the settings of all modules that have it
     for other in modules:
         for name in borne.keys() & _ends(other):
-            borne[name].add((told[other][0], alphas[other]) if other in told else None)
-    for module, (its, _) in told.items():
+            borne[name].add((settings[other][0], alphas[other]) if other in settings else None)
+    for module, (its, _) in settings.items():
         name = modules[module] if len(borne[modules[module]]) == 1 else module
         targets.add(name)
         ranks |= {re.escape(name): its} if its != rank else {}

@@ -18,7 +18,7 @@ from ..nn import beside, holding, Linear, LoRA, modules, Transformer
 from ._weights import Weight
 
 
-Told = tuple[int, float]  # a module's rank and scale
+Settings = tuple[int, float]  # a module's rank and scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,24 +52,24 @@ class Site:
     def read(
         self,
         pair: Callable[[str], tuple[np.ndarray, np.ndarray] | None],
-        told: Callable[[str], Told],
+        settings: Callable[[str], Settings],
         dtype: str | None = None,
     ) -> list:
         """The `LoRA`s of these Linears, with what `pair` gives for each module, A and B, or None for none.
 
         All layers have the widest rank, where zeros fill the others up, and the widest dtype of each factor, or
-        `dtype`. `told` gives a module's rank and scale.
+        `dtype`. `settings` gives a module's rank and scale.
         """
         given = [(place, module, found) for place, module in self.modules() if (found := pair(module)) is not None]
         if not given:
             return []
-        rank, scale = max(told(module)[0] for _, module, _ in given), told(given[0][1])[1]
+        rank, scale = max(settings(module)[0] for _, module, _ in given), settings(given[0][1])[1]
         dtypes = [np.dtype(dtype or holding(*(x.dtype for x in its))) for its in zip(*(found for _, _, found in given))]
         downs, ups = zip(*(_empty(linear, self.rule.outer, rank, *dtypes) for linear in self.linears))
         for place, module, (a, b) in given:
-            own, its = told(module)
+            own, its = settings(module)
             if a.shape[0] != own or b.shape[-1] != own:
-                raise ValueError(f"{module}: A has shape {a.shape} and B {b.shape}; the rank told is {own}")
+                raise ValueError(f"{module}: A has shape {a.shape} and B {b.shape}; the configured rank is {own}")
             a, b = np.pad(a, ((0, rank - own), (0, 0))), np.pad(b, ((0, 0), (0, rank - own)))
             b = b if its == scale else b.astype(holding(b.dtype, np.float32)) * (its / scale)
             for number, (down, up) in enumerate(zip(downs, ups)):
@@ -80,7 +80,7 @@ class Site:
                     raise ValueError(f"{module}: a factor does not fit: {error}") from None
         return [_beside(*each, scale) for each in zip(self.linears, downs, ups)]
 
-    def written(self) -> Iterator[tuple[str, np.ndarray, np.ndarray, Told]]:
+    def written(self) -> Iterator[tuple[str, np.ndarray, np.ndarray, Settings]]:
         """Each module's name, its A and B, and its rank and scale.
 
         Linears with one A share it; those with several get a block each of a wider pair, of the ranks' sum.

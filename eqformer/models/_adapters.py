@@ -53,8 +53,8 @@ def load_adapter(
 
     try:
         _check_names(folder, config, sites)
-        told = lambda module: (config.rank_of(module), config.scale_of(module))
-        loras = [lora for site in sites for lora in site.read(pair, told, dtype)]
+        settings = lambda module: (config.rank_of(module), config.scale_of(module))
+        loras = [lora for site in sites for lora in site.read(pair, settings, dtype)]
     except re.error as error:
         raise ValueError(f"{folder.path / CONFIG}: a pattern for modules cannot be read ({error}).") from None
     except ValueError as error:
@@ -91,13 +91,13 @@ def save_adapter(
         raise ValueError(f"{call}: {', '.join(left)} are published as no module of their own; merge_lora before.")
     if not adapted:
         raise ValueError(f"{call}: the model has no LoRA; give it some by nn.with_lora.")
-    arrays, told = dict[str, np.ndarray](), dict[str, tuple[int, float]]()
+    arrays, settings = dict[str, np.ndarray](), dict[str, tuple[int, float]]()
     for site in adapted:
         for module, a, b, its in site.written():
             arrays |= dict(zip(_names(module), (a, b)))
-            told[module] = its
+            settings[module] = its
     modules = {module: site.short for site in sites for _, module in site.modules()}
-    _write(target, arrays, write_adapter_config(told, modules, base))
+    _write(target, arrays, write_adapter_config(settings, modules, base))
 
 
 def _sites(model: Transformer, published: Published, numbers: Numbers, call: str) -> list[Site]:
@@ -111,8 +111,8 @@ def _check_names(folder: Folder, config: AdapterConfig, sites: list[Site]) -> No
     missing, spare = wanted - folder.names, folder.names - wanted
     if missing or spare or not wanted:
         parts = (("in the configuration and not in the file", missing), ("factors of no Linear that it names", spare))
-        told = "; ".join(f"{what}: {', '.join(sorted(names)[:8])} ({len(names)})" for what, names in parts if names)
-        raise ValueError(told or "its configuration names no module of the model")
+        faults = "; ".join(f"{what}: {', '.join(sorted(names)[:8])} ({len(names)})" for what, names in parts if names)
+        raise ValueError(faults or "its configuration names no module of the model")
 
 
 def _write(target: Path, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:

@@ -68,16 +68,16 @@ class Folder:
         file_of = read_json(index).get("weight_map")
         if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
             raise ValueError(f"{index}: it has no weight_map of names to files.")
-        told_of: dict[str, set[str]] = {}
+        listed_of: dict[str, set[str]] = {}
         for name, file in file_of.items():
-            told_of.setdefault(file, set()).add(name)
-        for file, told in sorted(told_of.items()):
+            listed_of.setdefault(file, set()).add(name)
+        for file, listed in sorted(listed_of.items()):
             if Path(file).name != file or not file.endswith(".safetensors"):
                 raise ValueError(f"{index}: it names {file!r}, which is no safetensors file of this folder.")
-            if (held := set(self._open(file))) != told:
+            if (held := set(self._open(file))) != listed:
                 raise ValueError(
-                    f"{self.path / file}: the index and the file disagree on {_few(held ^ told)}; the index must give "
-                    "each array's file, once."
+                    f"{self.path / file}: the index and the file disagree on {_few(held ^ listed)}; the index must "
+                    "give each array's file, once."
                 )
         return file_of
 

@@ -37,14 +37,14 @@ def load(
     dtype: DTypeLike | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> nn.Transformer:
-    """The model published in a folder, on the first device or, in parts, where a plan keeps its parameters.
+    """The model published in a folder, on the first device, or sharded by a plan.
 
-    A `mesh` alone is the plan that splits all it can, `Plan(mesh, zero=3)`. Each array of the folder is mapped into
-    memory, read once, and copied into the parts of it that this process's devices hold; beside the parts of one leaf
-    (the same array of all layers, or those published joined to it) nothing is held. Each leaf has its published dtype,
-    one that holds those of all layers, or `dtype` (also `bf16`), and `nn.float32_at_least` where a field says so; the
-    model computes in its table's; `nn.run_with` chooses how it runs. `progress` is told the bytes that are done, and of
-    how many.
+    A `mesh` alone stands for `Plan(mesh, zero=3)`, which splits everything it can. Each array of the folder is
+    memory-mapped, read once, and copied into the shards that this process's devices hold; only the shards of one leaf
+    (one array of all layers, or arrays that are published as one) are in host memory at a time. Each leaf has its
+    published dtype (one wide enough for all layers), or `dtype` (names such as `bf16` too); fields marked
+    `nn.float32_at_least` are no narrower than that. The model computes in the dtype of its embedding table;
+    `nn.run_with` sets how it runs. `progress` is called with the bytes read so far, and in all.
 
     Raises a `ValueError` for a folder that is not what it says, and one that lists what is left over: arrays of the
     folder that no rule reads (but for a head that is stored beside its equal, the table to which it is tied), leaves
@@ -104,8 +104,8 @@ def _check_names(folder: Folder, published: Published, rules: list[Weight], shap
         spare.remove(_HEAD)
     if missing or spare or empty:
         parts = (("not in the folder", missing), ("in no rule", spare), ("filled by no array", set(empty)))
-        told = "; ".join(f"{what}: {', '.join(sorted(names)[:8])} ({len(names)})" for what, names in parts if names)
-        raise ValueError(f"{folder.call}: {told}.")
+        faults = "; ".join(f"{what}: {', '.join(sorted(names)[:8])} ({len(names)})" for what, names in parts if names)
+        raise ValueError(f"{folder.call}: {faults}.")
     if is_stored:
         _check_tied(folder, rules, shapes)
 

@@ -52,8 +52,8 @@ def check_shapes(call: str, model: Transformer, numbers: Numbers) -> None:
     wanted = eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))
     own, its = _shapes(model), _shapes(wanted)
     if differing := [name for name in sorted(own.keys() | its.keys()) if own.get(name) != its.get(name)]:
-        told = "; ".join(f"{name}: {own.get(name)}, not {its.get(name)}" for name in differing[:4])
-        raise ValueError(f"{call}: the model is not one of {numbers} ({told}); give those it was built from.")
+        changes = "; ".join(f"{name}: {own.get(name)}, not {its.get(name)}" for name in differing[:4])
+        raise ValueError(f"{call}: the model is not one of {numbers} ({changes}); give those it was built from.")
 
 
 def _shapes(model: Any) -> dict[str, tuple[int, ...]]:

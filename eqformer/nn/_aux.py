@@ -1,4 +1,4 @@
-"""What routed layers tell beside their output."""
+"""What routed layers return beside their output."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ class Aux(eqx.Module):
 
 
 def aux_of(aux: PyTree) -> list[Aux]:
-    """Every `Aux` in what a model or a part of one tells, in the order of its layers."""
+    """Every `Aux` in what a model or a part of one returned as aux, in the order of its layers."""
     return modules(aux, Aux)
 
 

@@ -18,7 +18,7 @@ from ._tokens import Tokens
 class KVCache(eqx.Module):
     """Keys and values of past tokens. A token's slot is its position (modulo the capacity where `rolling`).
 
-    Rows fill at their own pace: a slot's position tells whether anything is in it (-1: nothing). A cache that is not
+    Rows fill at their own pace: a slot's position says whether it is filled (-1: nothing). A cache that is not
     rolling has no room for tokens beyond its capacity: they are not stored, and `without_room` makes what attention
     gives for them NaN. A piece of a cache holds of its `capacity` slots those from `first` on; the pieces together see
     what the whole would.

@@ -24,7 +24,7 @@ def even_share(factor: float, number: Count, parts: int) -> Count:
 
 
 def check_indices(call: str, what: str, number: int) -> None:
-    """Raise a `ValueError` where so many places cannot be told apart by the 32 bits of an index."""
+    """Raise a `ValueError` where so many places cannot be numbered by the 32 bits of an index."""
     if number > MOST:
         raise ValueError(
             f"{call}: {number:,} {what} on one device, and indices of 32 bits reach {MOST:,}; run fewer tokens at "

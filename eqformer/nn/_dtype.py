@@ -17,9 +17,9 @@ def holding(*dtypes: Any) -> np.dtype:
 
     float32 for bfloat16 beside float16, of which neither holds the other and for which NumPy has no answer.
     """
-    told = sorted({jnp.dtype(dtype) for dtype in dtypes}, key=lambda dtype: dtype.itemsize)
+    given = sorted({jnp.dtype(dtype) for dtype in dtypes}, key=lambda dtype: dtype.itemsize)
     wider = [jnp.dtype(name) for name in ("float32", "float64")]
-    return next(dtype for dtype in (*told, *wider) if all(_holds(dtype, other) for other in told))
+    return next(dtype for dtype in (*given, *wider) if all(_holds(dtype, other) for other in given))
 
 
 def _holds(dtype: np.dtype, other: np.dtype) -> bool:
@@ -50,7 +50,7 @@ def _name(dtype: Any) -> str:
         return str(dtype)
 
 
-# By their full names, what else people call them; the first is told.
+# By their full names, their other names; messages give the first.
 _FLOATS = {
     "float32": ("fp32", "f32", "float", "single"),
     "bfloat16": ("bf16",),

@@ -15,13 +15,13 @@ class Tokens(eqx.Module):
     `positions` count from 0 in each document; -1 marks padding, which is never attended to. `segments` number the
     documents of a packed row (`None`: one document a row). `keys` hold one PRNG key a token; layers fold their number
     into them. Tokens with keys are trained on; `None` is inference: no randomness, and no choice of experts dropped.
-    `lengths` are those of the tokens' documents, one more than the last position of each, where the tokens here are
-    only a part of their rows (`None`: told from `positions`); rotary frequencies may depend on them.
+    `lengths` are the lengths of the tokens' documents, if the tokens here are only a part of their rows (`None`:
+    computed from `positions`); rotary frequencies may depend on them.
 
-    `whole_rows` is how many tokens each row has, where it is known, before any number is, that the row is one document
-    at positions 0, 1, 2, ... with any padding after it. Attention is then told to a kernel by a rule, not by a mask of
-    `seq x seq`. Only what makes such positions says so (`positions_like`, `right_padded`); tokens made of other arrays
-    are masked by what these hold.
+    `whole_rows` is the number of tokens in each row, if it is known at trace time that each row is one document, at
+    positions 0, 1, 2, ... with any padding at its end. Attention kernels then get a causal flag or a window, instead of
+    a mask of `seq x seq`. It is set by `positions_like` and `right_padded` only; tokens made from other arrays are
+    masked by their values.
     """
 
     positions: Int[Array, "*batch seq"]
@@ -72,10 +72,10 @@ def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree
 
 
 def document_lengths(tokens: Tokens, kv_tokens: Tokens | None = None) -> Int[Array, "*batch #seq"]:
-    """The length of each token's document: as said, or else one more than its last position in the row.
+    """The length of each token's document: `tokens.lengths` if given, else one more than the document's last position.
 
-    A document is told by its segment, wherever its tokens stand; there is one number a row where a row is one document,
-    as those of a cache are, whose tokens are `kv_tokens`.
+    Documents are distinguished by their segments, wherever their tokens stand. If each row is one document, there is
+    one number for each row, as with a cache, whose tokens are `kv_tokens`.
     """
     if kv_tokens is not None:
         if tokens.lengths is not None:

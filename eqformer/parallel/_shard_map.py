@@ -93,35 +93,35 @@ def _fits(path: str, leaf: Any, spec: Any, sizes: dict[str, int]) -> bool:
     """Whether a leaf is an array, whose spec must then name dims that it has and axes that divide them."""
     if not _is_array(leaf):
         return False
-    told = _check_spec(f"argument {path}", leaf, spec, sizes)
+    call = _check_spec(f"argument {path}", leaf, spec, sizes)
     for place, entry in enumerate(spec):
         axes = (entry,) if isinstance(entry, str) else entry or ()
         number = math.prod(sizes[axis] for axis in axes)
         if leaf.shape[place] % number:
             over = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
             raise ValueError(
-                f"{told}, which cuts dim {place}, of {leaf.shape[place]}, into {number} pieces ({over}); choose sizes "
+                f"{call}, which cuts dim {place}, of {leaf.shape[place]}, into {number} pieces ({over}); choose sizes "
                 "of which the second divides the first, or leave the dim whole."
             )
     return True
 
 
 def _check_spec(what: str, leaf: Any, spec: Any, sizes: dict[str, int]) -> str:
-    told = f"filter_shard_map: {what} has shape {leaf.shape} and the spec {spec!r}"
+    call = f"filter_shard_map: {what} has shape {leaf.shape} and the spec {spec!r}"
     if not is_spec(spec):
-        raise ValueError(f"{told}, which is no PartitionSpec; write PartitionSpec('tensor'), say, or None.")
+        raise ValueError(f"{call}, which is no PartitionSpec; write PartitionSpec('tensor'), say, or None.")
     if len(spec) > leaf.ndim:
-        raise ValueError(f"{told}, which speaks of {len(spec)} dims; give at most {leaf.ndim} entries.")
+        raise ValueError(f"{call}, which speaks of {len(spec)} dims; give at most {leaf.ndim} entries.")
     if unknown := sorted(axes_of(spec) - sizes.keys()):
-        raise ValueError(f"{told}, but the mesh has no axis {unknown}; its axes are {list(sizes)}.")
-    return told
+        raise ValueError(f"{call}, but the mesh has no axis {unknown}; its axes are {list(sizes)}.")
+    return call
 
 
 def _check_result(path: str, leaf: Any, spec: Any, sizes: dict[str, int]) -> None:
-    """That a piece of the result has its spec's dims, and differs only between devices that the spec tells apart."""
-    told = _check_spec(f"result {path}".strip(), leaf, spec, sizes)
+    """That a piece of the result has its spec's dims, and differs only between devices that the spec distinguishes."""
+    call = _check_spec(f"result {path}".strip(), leaf, spec, sizes)
     if differs := sorted(varying_axes(leaf) - axes_of(spec)):
         raise ValueError(
-            f"{told}, by which it is the same on all devices of the axes {differs}, but it may differ there; reduce it "
+            f"{call}, by which it is the same on all devices of the axes {differs}, but it may differ there; reduce it "
             "(jax.lax.psum or pmean over them, say), or name the axes in the spec."
         )

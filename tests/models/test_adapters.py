@@ -19,14 +19,14 @@ from eqformer import models, nn
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-TOLD = json.loads((FIXTURES / "adapters.json").read_text())
+RECORDED = json.loads((FIXTURES / "adapters.json").read_text())
 CONFIG, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 EVERY_RUN = ("gemma narrow heads", "gpt2 plain", "phi3 window")
 
 
 def wide(*more: str) -> list:
     """The cases, all but a few for the grid alone."""
-    return [pytest.param(n, marks=() if n in (*EVERY_RUN, *more) else pytest.mark.grid) for n in TOLD]
+    return [pytest.param(n, marks=() if n in (*EVERY_RUN, *more) else pytest.mark.grid) for n in RECORDED]
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,10 @@ def logits():
 
 def adapter(folder: Path, name: str, **changes: Any) -> dict[str, np.ndarray]:
     """The case's adapter, as peft writes it but for `changes` of its configuration."""
-    arrays = {key: weight(key, shape) for key, shape in TOLD[name]["shapes"].items()}
+    arrays = {key: weight(key, shape) for key, shape in RECORDED[name]["shapes"].items()}
     folder.mkdir()
     save_file(arrays, folder / ARRAYS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(TOLD[name]["config"] | changes))
+    (folder / CONFIG).write_text(json.dumps(RECORDED[name]["config"] | changes))
     return arrays
 
 
@@ -54,7 +54,7 @@ def based(name: str) -> tuple[Any, Any, dict[str, np.ndarray]]:
 
 def product(name: str, module: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
     """`scale * B A` by the file and the configuration, in float64; inputs first where peft says so."""
-    config = TOLD[name]["config"]
+    config = RECORDED[name]["config"]
     a, b = (arrays[f"base_model.model.{module}.lora_{factor}.weight"].astype(np.float64) for factor in "AB")
     alphas = [alpha for end, alpha in config["alpha_pattern"].items() if module.endswith(end)]
     scale = (alphas or [config["lora_alpha"]])[0] / len(a) ** (0.5 if config["use_rslora"] else 1)
@@ -184,7 +184,7 @@ def test_factors_of_bfloat16_and_float16_are_held_by_float32(tmp_path):
 def test_each_factor_keeps_its_own_dtype(tmp_path):
     """Of one that differs from layer to layer, one that holds them all."""
     model, numbers, _ = based("gpt2 plain")
-    told: Any = TOLD["gpt2 plain"]["config"]
+    config: Any = RECORDED["gpt2 plain"]["config"]
     arrays = adapter(tmp_path / "adapter", "gpt2 plain")
     is_wide = lambda name: "lora_B" in name or "h.1." in name or "c_attn" not in name
     mixed = {name: array if is_wide(name) else array.astype("bfloat16") for name, array in arrays.items()}
@@ -196,7 +196,7 @@ def test_each_factor_keeps_its_own_dtype(tmp_path):
     models.save_adapter(adapted, tmp_path / "back", numbers=numbers)
     back = load_file(tmp_path / "back" / ARRAYS)
     same = [name for name, array in mixed.items() if array.shape == back[name].shape]
-    assert told["r"] and len(same) > len(mixed) / 2
+    assert config["r"] and len(same) > len(mixed) / 2
     assert all(np.array_equal(back[name], mixed[name].astype(np.float32)) for name in same)
 
     halves = {name: array.astype("bfloat16" if "lora_A" in name else "float32") for name, array in arrays.items()}
@@ -226,7 +226,7 @@ def test_each_factor_keeps_its_own_dtype(tmp_path):
         ({"target_modules": "all-linear"}, "target_modules='all-linear'"),
         ({"target_modules": "(q_proj"}, "a pattern for modules cannot be read"),
         ({"rank_pattern": {"[": 4}}, r"adapter_config.json: a pattern for modules cannot be read"),
-        ({"r": 5}, r"0.self_attn.qkv_proj: A has shape \(4, 24\) and B \(48, 4\); the rank told is 5"),
+        ({"r": 5}, r"0.self_attn.qkv_proj: A has shape \(4, 24\) and B \(48, 4\); the configured rank is 5"),
         ({"target_modules": ["qkv_proj"]}, r"factors of no Linear that it names: base_model\.model\..*\(12\)"),
         ({"exclude_modules": ["o_proj"]}, r"factors of no Linear that it names: .*o_proj.*\(6\)"),
         ({"target_modules": ["nothing"]}, "factors of no Linear"),

@@ -8,7 +8,7 @@ import equinox as eqx
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from test_published import FIXTURES, TOLD, write
+from test_published import FIXTURES, RECORDED, write
 
 from eqformer import models
 from eqformer.models._config import Config
@@ -71,7 +71,7 @@ def other(value: Any) -> Any:
     return 3
 
 
-def tells(config: dict[str, Any], name: str) -> bool:
+def decides(config: dict[str, Any], name: str) -> bool:
     """Whether another value of the attribute is refused, or changes the numbers."""
     try:
         return numbers_of(config | {name: other(config[name])}) != numbers_of(config)
@@ -81,16 +81,16 @@ def tells(config: dict[str, Any], name: str) -> bool:
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_no_attribute_is_ignored(family):
-    configs = [told["config"] for name, told in TOLD.items() if name.split()[0] == family]
+    configs = [one["config"] for name, one in RECORDED.items() if name.split()[0] == family]
     assert configs
     names = {name for config in configs for name in config} - HARMLESS - SUPERSEDED
-    silent = {name for name in names if not any(tells(config, name) for config in configs if name in config)}
+    silent = {name for name in names if not any(decides(config, name) for config in configs if name in config)}
     assert silent == UNUSED.get(family, set())
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_an_attribute_that_nobody_knows_is_refused_unless_it_says_nothing(family):
-    config = next(told["config"] for name, told in TOLD.items() if name.split()[0] == family)
+    config = next(one["config"] for name, one in RECORDED.items() if name.split()[0] == family)
     for value in (3, 0.5, "three", [0], {"three": 3}, True):
         with pytest.raises(ValueError, match=r"config.json: attributes that this family does not know: .*doom="):
             numbers_of(config | {"doom": value})
@@ -115,7 +115,7 @@ def test_what_every_configuration_of_transformers_has_is_passed_over(family):
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_an_activation_that_the_family_has_not_is_refused(family):
-    config = next(told["config"] for name, told in TOLD.items() if name.split()[0] == family)
+    config = next(one["config"] for name, one in RECORDED.items() if name.split()[0] == family)
     name = {"gpt2": "activation_function"}.get(family, "hidden_activation" if "gemma" in family else "hidden_act")
     with pytest.raises(ValueError, match=rf"config.json: {name}='relu' is not supported for this family, which has '"):
         numbers_of(config | {name: "relu"})
@@ -133,18 +133,18 @@ def test_presets_say_all_their_numbers(family):
 
 
 def test_rotary_positions_of_an_unknown_type_of_layer_are_refused():
-    config = TOLD["gemma3_text linear"]["config"]
+    config = RECORDED["gemma3_text linear"]["config"]
     with pytest.raises(ValueError, match=r"by type of layer, and \['chunked_attention'\] are no types"):
         numbers_of(config | {"rope_parameters": config["rope_parameters"] | {"chunked_attention": {"factor": 2.0}}})
 
 
 def test_the_first_name_of_longrope():
     """Phi-3's first configurations call it `su`, and say what scales in `rope_scaling`."""
-    config = {name: value for name, value in TOLD["phi3 short"]["config"].items() if name != "rope_parameters"}
-    given = TOLD["phi3 short"]["config"]["rope_parameters"]
+    config = {name: value for name, value in RECORDED["phi3 short"]["config"].items() if name != "rope_parameters"}
+    given = RECORDED["phi3 short"]["config"]["rope_parameters"]
     older = {"type": "su", "short_factor": given["short_factor"], "long_factor": given["long_factor"]}
     older = config | {"rope_theta": given["rope_theta"], "partial_rotary_factor": 0.75, "rope_scaling": older}
-    assert numbers_of(older) == numbers_of(TOLD["phi3 short"]["config"])
+    assert numbers_of(older) == numbers_of(RECORDED["phi3 short"]["config"])
     older["rope_scaling"] = older["rope_scaling"] | {"type": "us"}
     with pytest.raises(ValueError, match="rope_type='us' is not known"):
         numbers_of(older)
@@ -164,7 +164,7 @@ def test_arrays_of_further_predictors_are_left_where_they_are(tmp_path):
 
 def case(family: str) -> dict[str, Any]:
     """The family's first configuration."""
-    return next(told["config"] for name, told in TOLD.items() if name.split()[0] == family)
+    return next(one["config"] for name, one in RECORDED.items() if name.split()[0] == family)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_weights import ids_of, sketch
-from test_published import FIXTURES, TOLD, write
+from test_published import FIXTURES, RECORDED, write
 
 from eqformer import models
 from eqformer.models._published import format_of
@@ -29,7 +29,7 @@ def loss(model, ids):
     "name", [name if name in EVERY_RUN else pytest.param(name, marks=pytest.mark.grid) for name in NAMES]
 )
 def test_logits_and_gradients_in_float64(name, tmp_path, record_property):
-    expected, names = ALL[f"{name}/logits"], sorted(TOLD[name]["shapes"])
+    expected, names = ALL[f"{name}/logits"], sorted(RECORDED[name]["shapes"])
     want = dict(zip(names, ALL[f"{name}/gradients"], strict=True))
     write(tmp_path, name)
     numbers = models.read_numbers(tmp_path)
@@ -48,10 +48,10 @@ def test_logits_and_gradients_in_float64(name, tmp_path, record_property):
     # Under another array's signs, or in float32, the same gradient is seen to differ.
     key = max(want, key=lambda key: want[key][0])
     assert wrong(found | {key: found[key][::-1]}, want) == {key}
-    assert wrong({key: np.float32(told) for key, told in found.items()}, want)
+    assert wrong({key: np.float32(one) for key, one in found.items()}, want)
 
 
 def wrong(found, want):
     """Names whose gradients are not the same to rounding, which is of the largest."""
-    rounding = 1e-12 * max(told[0] for told in want.values())
+    rounding = 1e-12 * max(one[0] for one in want.values())
     return {key for key in want if not np.all(np.abs(found[key] - want[key]) <= 1e-10 * want[key][0] + rounding)}

@@ -10,7 +10,7 @@ import pytest
 from family_weights import ids_of, weight
 from safetensors.numpy import save_file
 from test_attributes import numbers_of, PUBLISHED
-from test_published import close, decoded, run, TOLD
+from test_published import close, decoded, RECORDED, run
 from test_published_configs import meaning
 
 from eqformer import models
@@ -25,17 +25,17 @@ transformers = pytest.importorskip("transformers", reason="the extra `hf` is not
 def opened(folder: Path):
     """The model that transformers reads there; nothing is missing, left over or of another shape."""
     options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
-    assert not any(told.values()), told
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    assert not any(loading.values()), loading
     return model.eval()
 
 
 def made(folder: Path, name: str):
     """A case's model with weights other than the fixtures', saved by transformers."""
     (folder / "drawn").mkdir()
-    arrays = {key: weight(f"fresh {key}", shape) for key, shape in TOLD[name]["shapes"].items()}
+    arrays = {key: weight(f"fresh {key}", shape) for key, shape in RECORDED[name]["shapes"].items()}
     save_file(arrays, folder / "drawn" / "model.safetensors", metadata={"format": "pt"})
-    (folder / "drawn" / "config.json").write_text(json.dumps(TOLD[name]["config"]))
+    (folder / "drawn" / "config.json").write_text(json.dumps(RECORDED[name]["config"]))
     model = opened(folder / "drawn")
     model.save_pretrained(folder / "theirs")
     return model
@@ -54,14 +54,14 @@ def unlike(one, other) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", RECORDED)
 def test_from_transformers_and_back(name, tmp_path):
-    theirs, ids = made(tmp_path, name), ids_of(TOLD[name]["config"]["vocab_size"])
+    theirs, ids = made(tmp_path, name), ids_of(RECORDED[name]["config"]["vocab_size"])
     ours, want = models.load(tmp_path / "theirs"), logits_of(theirs, ids)
     assert close(run(ours, jnp.asarray(ids, jnp.int32)), want)
     assert close(decoded(ours, ids), want) and not close(decoded(ours, ids[::-1]), want, 1e-2)
     # Some families' padding token is by default one that the small vocabulary has not, and then nothing loads.
-    attributes = {"pad_token_id": TOLD[name]["config"].get("pad_token_id")}
+    attributes = {"pad_token_id": RECORDED[name]["config"].get("pad_token_id")}
     numbers = models.read_numbers(tmp_path / "theirs")
     models.save(ours, tmp_path / "back", numbers=numbers, attributes=attributes, shard_bytes=20_000)
     back = opened(tmp_path / "back")
@@ -90,7 +90,7 @@ def test_a_changed_number_is_seen(tmp_path):
     assert unlike(theirs, opened(tmp_path / "back")) == {"model.embed_tokens.weight"}
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", RECORDED)
 def test_in_bfloat16_those_arrays_stay_float32_that_do_in_transformers(name, tmp_path):
     made(tmp_path, name)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_published import TOLD, write
+from test_published import RECORDED, write
 
 from eqformer import models, nn
 from eqformer.parallel import make_mesh, Plan
@@ -33,7 +33,7 @@ DEEPER = {  # of families whose cases hold one period each
     "qwen3_next plain": (("layers", 4), ("attending", (1, 3))),
 }
 COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
-MIXTURES = [name for name, told in TOLD.items() if COUNTS & set(told["config"])]
+MIXTURES = [name for name, one in RECORDED.items() if COUNTS & set(one["config"])]
 Changes = tuple[tuple[str, Any], ...]
 pytestmark = pytest.mark.grid
 
@@ -71,9 +71,9 @@ def plan_over(sizes: dict[str, int], **choices: Any) -> Plan:
     return Plan(make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))]), zero=1, **choices)
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", RECORDED)
 def test_over_data_and_heads(name, record_property):
-    config = TOLD[name]["config"]
+    config = RECORDED[name]["config"]
     heads = config.get("num_key_value_heads", config.get("n_head"))
     if heads == 1 or heads % 2 == 0:
         assert_same(plan_over({"fsdp": 2, "tensor": 2}), name)
@@ -83,7 +83,7 @@ def test_over_data_and_heads(name, record_property):
         record_property("layout", "fsdp")
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", RECORDED)
 def test_over_data_and_stages(name, record_property):
     """A pipeline carries one stack whose depth its stages divide, and refuses all others."""
     changes = DEEPER.get(name, ())

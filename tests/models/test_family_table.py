@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from test_published import FIXTURES, TOLD
+from test_published import FIXTURES, PUBLISHED
 
 
 sys.path.append(str(FIXTURES))
@@ -23,17 +23,21 @@ def test_the_page_has_the_table_of_what_was_found():
 
 
 def test_every_case_of_every_family_was_run_and_passed():
-    assert {f"{family} {case}" for family, cases in CASES.items() for case in cases} == TOLD.keys() == WAS_FOUND.keys()
+    assert (
+        {f"{family} {case}" for family, cases in CASES.items() for case in cases}
+        == PUBLISHED.keys()
+        == WAS_FOUND.keys()
+    )
     assert COVERS.keys() == CASES.keys()
-    for case, told in WAS_FOUND.items():
-        assert told["import"] and told["decoding"] and told["export"], case
-        assert 0 <= told["difference"] <= 2e-5, case
-        assert ("exact" in told) == (case in EXACT) and told.get("exact", 0.0) <= 1e-10, case
-        assert {"fsdp", "fsdp x tensor"} & {*told["layouts"]}, case
+    for case, found in WAS_FOUND.items():
+        assert found["import"] and found["decoding"] and found["export"], case
+        assert 0 <= found["difference"] <= 2e-5, case
+        assert ("exact" in found) == (case in EXACT) and found.get("exact", 0.0) <= 1e-10, case
+        assert {"fsdp", "fsdp x tensor"} & {*found["layouts"]}, case
     for family, cases in CASES.items():
         layouts = {layout for case in cases for layout in WAS_FOUND[f"{family} {case}"]["layouts"]}
         assert "fsdp x pipe" in layouts, family
-        has_experts = any("experts" in name for name in TOLD[f"{family} {next(iter(cases))}"]["config"])
+        has_experts = any("experts" in name for name in PUBLISHED[f"{family} {next(iter(cases))}"]["config"])
         assert ("fsdp x expert" in layouts) == has_experts, family
 
 

@@ -8,7 +8,7 @@ import equinox as eqx
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from test_published import TOLD, write
+from test_published import RECORDED, write
 
 from eqformer import models
 from eqformer.models._folder import Folder, INDEX, SINGLE
@@ -174,7 +174,7 @@ def test_folders_without_weights(tmp_path):
 
 def changed(**attributes):
     """A configuration with some attributes changed, those of None left out."""
-    given = TOLD[NAME]["config"] | attributes
+    given = RECORDED[NAME]["config"] | attributes
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -101,15 +101,15 @@ def of_repeated(folder, number):
 def of_adapter(folder, number, escaped=True):
     """An adapter of as many modules, each of its own rank, is written and read."""
     names = counted(modules(number))
-    told = {name: (1 + place, 2.0) for place, name in enumerate(names)}
-    written = write_adapter_config(told, dict.fromkeys(names, Counted("up_proj")), None)
+    settings = {name: (1 + place, 2.0) for place, name in enumerate(names)}
+    written = write_adapter_config(settings, dict.fromkeys(names, Counted("up_proj")), None)
     assert len(written["target_modules"]) == number
     if not escaped:
         for patterns in ("rank_pattern", "alpha_pattern"):
             written[patterns] = {name.replace("\\", ""): value for name, value in written[patterns].items()}
             assert len(written[patterns]) == number - 1
     config = read_adapter_config(counted(written), "config.json")
-    assert all(config.has(name) and (config.rank_of(name), config.scale_of(name)) == told[name] for name in names)
+    assert all(config.has(name) and (config.rank_of(name), config.scale_of(name)) == settings[name] for name in names)
 
 
 def of_peft_adapter(folder, number):

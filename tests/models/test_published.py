@@ -17,7 +17,7 @@ from eqformer.parallel import make_mesh, Plan, shardings
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-TOLD = json.loads((FIXTURES / "families.json").read_text())
+RECORDED = json.loads((FIXTURES / "families.json").read_text())
 run = eqx.filter_jit(lambda model, ids: model(ids)[0])
 step = eqx.filter_jit(lambda model, ids, places, cache: model(ids, nn.Tokens(places), cache))
 
@@ -30,9 +30,9 @@ def logits():
 
 def write(folder: Path, name: str) -> dict[str, np.ndarray]:
     """A case's folder, as transformers writes it."""
-    arrays = {key: weight(key, shape) for key, shape in TOLD[name]["shapes"].items()}
+    arrays = {key: weight(key, shape) for key, shape in RECORDED[name]["shapes"].items()}
     save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(TOLD[name]["config"]))
+    (folder / "config.json").write_text(json.dumps(RECORDED[name]["config"]))
     return arrays
 
 
@@ -52,7 +52,7 @@ def close(got, want, tolerance=2e-5):
 
 def float32s(name):
     """How far float32 may be from these logits, made in float64: by twice what transformers' own float32 is."""
-    return max(2e-5, 2 * TOLD[name]["rounding"])
+    return max(2e-5, 2 * RECORDED[name]["rounding"])
 
 
 def first_two(names):
@@ -61,10 +61,10 @@ def first_two(names):
     return [pytest.param(name, marks=() if place[name] < 2 else pytest.mark.grid) for name in names]
 
 
-@pytest.mark.parametrize("name", first_two(TOLD))
+@pytest.mark.parametrize("name", first_two(RECORDED))
 def test_a_published_model_gives_its_logits_and_goes_back_out(name, logits, tmp_path, record_property):
     arrays = write(tmp_path, name)
-    model, ids = models.load(tmp_path), jnp.asarray(ids_of(TOLD[name]["config"]["vocab_size"]), jnp.int32)
+    model, ids = models.load(tmp_path), jnp.asarray(ids_of(RECORDED[name]["config"]["vocab_size"]), jnp.int32)
     found = run(model, ids)
     assert close(found, logits[name], float32s(name)) and not close(found, logits[name][:, ::-1], 1e-2)
     record_property("difference", float(np.max(np.abs(found - logits[name])) / np.std(logits[name])))
@@ -78,10 +78,10 @@ def test_a_published_model_gives_its_logits_and_goes_back_out(name, logits, tmp_
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", RECORDED)
 def test_cached_decoding_gives_its_logits(name, logits, tmp_path):
     write(tmp_path, name)
-    found = decoded(models.load(tmp_path), ids_of(TOLD[name]["config"]["vocab_size"]))
+    found = decoded(models.load(tmp_path), ids_of(RECORDED[name]["config"]["vocab_size"]))
     assert close(found, logits[name], float32s(name))
 
 
@@ -116,10 +116,10 @@ def test_dtypes_of_one_folder_may_differ(tmp_path):
     is_wide, arrays = lambda name: name.endswith("e_score_correction_bias"), write(tmp_path, "deepseek_v3 plain")
     mixed = {name: array if is_wide(name) else array.astype("bfloat16") for name, array in arrays.items()}
     save_file(mixed, tmp_path / "model.safetensors")
-    told = []
-    model = models.load(tmp_path, progress=lambda *bytes_of: told.append(bytes_of))
+    progress = []
+    model = models.load(tmp_path, progress=lambda *bytes_of: progress.append(bytes_of))
     model = nn.run_with(model, core=nn.ReferenceCore())  # the default one takes no steps of four tokens
-    assert told[-1] == (sum(array.nbytes for array in mixed.values()),) * 2 and model.compute_dtype == "bfloat16"
+    assert progress[-1] == (sum(array.nbytes for array in mixed.values()),) * 2 and model.compute_dtype == "bfloat16"
     assert eqx.filter_eval_shape(model, jnp.zeros((1, 4), jnp.int32))[0].dtype == "float32"
     models.save(model, tmp_path / "back", numbers=models.read_numbers(tmp_path))
     back = load_file(tmp_path / "back" / "model.safetensors")

@@ -25,8 +25,8 @@ def test_a_folder_goes_back_out_with_all_it_came_with(tmp_path):
     models.save(models.load(tmp_path), out, like=tmp_path, attributes={"bos_token_id": 5}, files={"README.md": "mine"})
     config.pop("dtype")  # the newer name of the same
     assert json.loads((out / "config.json").read_text()) == config | {"torch_dtype": "float32", "bos_token_id": 5}
-    told = {path.name: path.read_text() for path in out.iterdir() if path.suffix not in (".safetensors", ".json")}
-    assert told == {"chat_template.jinja": "a template", "README.md": "mine"}
+    kept = {path.name: path.read_text() for path in out.iterdir() if path.suffix not in (".safetensors", ".json")}
+    assert kept == {"chat_template.jinja": "a template", "README.md": "mine"}
     assert (out / "tokenizer.json").read_text() == "a tokenizer"
     assert models.read_numbers(out) == models.read_numbers(tmp_path)
     again = jax.tree.leaves(models.load(out)), jax.tree.leaves(models.load(tmp_path))

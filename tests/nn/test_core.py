@@ -245,7 +245,7 @@ def test_what_the_fused_kernels_lack_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "rules"),
     [
         ("causal", {"is_causal": True}),
         ("causal, not known to be whole", None),
@@ -256,7 +256,7 @@ def test_what_the_fused_kernels_lack_is_refused():
         ("cache", None),
     ],
 )
-def test_kernels_are_told_the_rule_instead_of_a_mask(name, told, monkeypatch):
+def test_kernels_are_given_the_rule_instead_of_a_mask(name, rules, monkeypatch):
     rows, _, is_unknown = name.partition(", not known")
     case, seen, kernel = CASES[rows]._replace(is_known=not is_unknown), {}, jax.nn.dot_product_attention
 
@@ -273,7 +273,7 @@ def test_kernels_are_told_the_rule_instead_of_a_mask(name, told, monkeypatch):
         kv_tokens=kv_tokens,
         scale=SCALE,
     )
-    if told is None:
+    if rules is None:
         assert list(seen) == ["mask"]
     else:
-        assert {n: x.tolist() if isinstance(x, jax.Array) else x for n, x in seen.items()} == told
+        assert {n: x.tolist() if isinstance(x, jax.Array) else x for n, x in seen.items()} == rules

@@ -72,7 +72,7 @@ def test_packed_documents_are_as_separate_ones():
     apart = jnp.concatenate([run(NET, x[:, :4], None)[0], run(NET, x[:, 4:6], None)[0]], axis=1)
     for tokens in (nn.Tokens(places, segments), nn.Tokens(places)):
         assert close(run(NET, x, tokens)[0][:, :6], apart, 1e-5)
-    # Parts of documents, whose first positions are not 0, are told apart by their segments.
+    # Parts of documents, whose first positions are not 0, are distinguished by their segments.
     parts = nn.Tokens(jnp.where(places < 0, -1, places + 3), segments)
     assert close(run(NET, x, parts)[0][:, :6], apart, 1e-5)
     assert not close(run(NET, x, None)[0][:, :6], apart, 1e-2)

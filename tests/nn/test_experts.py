@@ -112,7 +112,7 @@ def test_one_trace_builds_and_runs_any_number():
 
 
 class Scale(eqx.Module):
-    """An expert that is no map: it multiplies each channel, and tells `down` from up."""
+    """An expert that is no map: it multiplies each channel, and works differently for `down` and up."""
 
     factor: Float[Array, "embed"]
     down: nn.Linear

@@ -119,10 +119,10 @@ def test_the_order_of_experts_does_not_matter(name):
     *_, found = every(router, experts, X, tokens_of(), dispatches)
     *_, other = every(moved(router), moved(experts), X, tokens_of(), dispatches)
     *_, wrong = every(router, moved(experts), X, tokens_of(), dispatches)
-    for (y, aux), (same, told), (not_same, _) in zip(found, other, wrong, strict=True):
+    for (y, aux), (same, its), (not_same, _) in zip(found, other, wrong, strict=True):
         assert close(y, same, 1e-6) and not close(y, not_same, 1e-2)
-        assert np.array_equal(told.load, aux.load[order]) and np.array_equal(told.dropped, aux.dropped)
-        assert close(aux.loss, told.loss, 1e-6) and close(aux.entropy, told.entropy, 1e-6)
+        assert np.array_equal(its.load, aux.load[order]) and np.array_equal(its.dropped, aux.dropped)
+        assert close(aux.loss, its.loss, 1e-6) and close(aux.entropy, its.entropy, 1e-6)
 
 
 def test_the_order_of_tokens_does_not_matter_where_none_is_dropped():
@@ -130,8 +130,8 @@ def test_the_order_of_tokens_does_not_matter_where_none_is_dropped():
     mixed = lambda x: np.asarray(x).reshape(BATCH * SEQ, *x.shape[2:])[order].reshape(x.shape)
     *_, found = every(SOFTMAX, experts, X, tokens_of())
     *_, other = every(SOFTMAX, experts, jnp.asarray(mixed(X)), tokens_of(places=mixed(PLACES)))
-    for dispatch, (y, aux), (same, told) in zip(DISPATCHES, found, other, strict=True):
-        assert np.array_equal(aux.load, told.load)
+    for dispatch, (y, aux), (same, its) in zip(DISPATCHES, found, other, strict=True):
+        assert np.array_equal(aux.load, its.load)
         assert close(mixed(y), same, 1e-6) == (dispatch in DISPATCHES[:2])
     assert np.array_equal(mixed(found[0][0]), other[0][0])  # dropless: bit for bit
 
@@ -140,13 +140,13 @@ def test_shared_experts_see_every_token():
     experts, shared = experts_of("plain"), drawn(nn.GatedMLP, embed=EMBED, mlp=3, bias=True, key=KEY)
     gated = drawn(lambda: nn.GatedShared(KINDS["plain"](KEY), embed=EMBED, key=KEY))
     mixtures = lambda x, tokens: [nn.MoE(SOFTMAX, experts, shared=one)(x, tokens) for one in (None, shared, gated)]
-    (bare, told), *found = as_numpy(jax.jit(mixtures)(X, tokens_of()))
+    (bare, its), *found = as_numpy(jax.jit(mixtures)(X, tokens_of()))
     as_experts = lambda layer: replaced(experts, mlps=jax.tree.map(lambda leaf: np.asarray(leaf)[None], layer))
     of_shared = one_expert(as_experts(shared), 0, wide(X))
     of_gated = one_expert(as_experts(gated.layer), 0, wide(X)) / (1 + np.exp(-linear(wide(X), gated.gate)))
     for (y, aux), expected in zip(found, (of_shared, of_gated), strict=True):
         assert close(y, wide(bare) + expected, 1e-5) and not close(y, bare, 1e-2)
-        assert all_close(aux, told)
+        assert all_close(aux, its)
     assert nn.dims(gated).gate.weight == "gate embed" and gated.gate.weight.shape == (1, EMBED)
 
 

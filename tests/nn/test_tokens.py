@@ -40,8 +40,8 @@ def test_fold_in_changes_keys_and_nothing_else():
     assert np.array_equal(data(folded.keys)[1, 2], data(jax.random.fold_in(keys[1, 2], 5)))
     assert np.array_equal(data(tokens.fold_in(jnp.int32(5)).keys), data(folded.keys))
     assert folded.positions is tokens.positions and folded.segments is tokens.segments
-    told = nn.Tokens(tokens.positions, None, keys, jnp.full((2, 3), 7))
-    assert told.fold_in(5).lengths is told.lengths and folded.lengths is None
+    given = nn.Tokens(tokens.positions, None, keys, jnp.full((2, 3), 7))
+    assert given.fold_in(5).lengths is given.lengths and folded.lengths is None
     assert not np.array_equal(data(tokens.fold_in(6).keys), data(folded.keys))
     bare = nn.positions_like((2, 3))
     assert bare.fold_in(5) is bare
@@ -58,8 +58,8 @@ def test_a_part_of_a_row_is_rotated_by_the_rows_length(kind):
     whole, part = run(x, nn.Tokens(places), None)[:, :4], (x[:, :4], places[:, :4])
     for cache in (None, module.init_cache((2,), 4)):
         lengths = jnp.broadcast_to(jnp.array([[8], [6]]), part[1].shape)
-        told = run(part[0], nn.Tokens(part[1], lengths=lengths), cache)
-        np.testing.assert_allclose(told, whole, atol=1e-6)
+        found = run(part[0], nn.Tokens(part[1], lengths=lengths), cache)
+        np.testing.assert_allclose(found, whole, atol=1e-6)
         assert np.abs(run(part[0], nn.Tokens(part[1]), cache) - whole).max() > 1e-3
 
 
@@ -96,8 +96,8 @@ def test_lengths_of_documents_wherever_their_tokens_stand():
     order = np.random.default_rng(0).permutation(6)
     assert np.array_equal(nn.document_lengths(jax.tree.map(lambda x: x[:, order], tokens)), wanted[:, order])
     assert nn.document_lengths(nn.Tokens(places)).tolist() == [[3], [5]]
-    told = nn.Tokens(places, lengths=jnp.full((2, 6), 9))
-    assert nn.document_lengths(told, nn.Tokens(places)).tolist() == [[9], [9]]
+    given = nn.Tokens(places, lengths=jnp.full((2, 6), 9))
+    assert nn.document_lengths(given, nn.Tokens(places)).tolist() == [[9], [9]]
 
 
 def test_whole_rows_are_said_by_what_makes_them_and_not_of_their_parts():

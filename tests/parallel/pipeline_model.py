@@ -46,7 +46,7 @@ counts: list[int] = []
 
 
 class PlainBlock(nn.Layer):
-    """A linear layer beside a residual stream, quick to compile; where `counted`, it tells each time it is run."""
+    """A linear layer beside a residual stream, quick to compile; where `counted`, it counts its runs."""
 
     linear: nn.Linear
     counted: bool = eqx.field(static=True)

@@ -89,7 +89,7 @@ def full_norms(key: Any) -> nn.Block:
 
 
 def bare_norms(key: Any) -> nn.Block:
-    """Norms without arrays, of which no layout tells whether they are split."""
+    """Norms without arrays, of which no layout says whether they are split."""
     one, two = jax.random.split(key)
     norms = {
         "query_norm": nn.RMSNorm("heads head_dim", scale=False, heads=HEADS, head_dim=HEAD_DIM),

@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What tells the case from others."""
+        """The name of the case."""
         mesh = ".".join(f"{axis}{size}" for axis, size in self.mesh.items())
         numbers = {name: f"{name}{value}" for name, value in self.choices.items() if isinstance(value, int | float)}
         words = [self.model, mesh, *(numbers.get(name, value) for name, value in self.choices.items())]

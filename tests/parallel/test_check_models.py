@@ -1,4 +1,4 @@
-"""Models that a mesh cannot split are told in one clear error each, and their neighbours fit."""
+"""Models that a mesh cannot split raise one clear error each, and their neighbours fit."""
 
 from typing import Any
 

@@ -39,8 +39,8 @@ def sums_not_meant(case: Case) -> list[NarrowSum]:
     arrays, rest = eqx.partition(plan.to_ring_order(model), eqx.is_array)
     gradients = planned_gradients(plan)(next_token_loss, case.accumulate)
     run = lambda arrays, batch: jax.tree.leaves(gradients(eqx.combine(arrays, rest), batch, None)[2])
-    program, told = jax.make_jaxpr(run, return_shape=True)(arrays, batch_of(model))
-    assert {str(x.dtype) for x in told} == {"float32"}
+    program, shapes = jax.make_jaxpr(run, return_shape=True)(arrays, batch_of(model))
+    assert {str(x.dtype) for x in shapes} == {"float32"}
     return not_meant(narrow_sums(program), MEANT_OF_NARROW)
 
 

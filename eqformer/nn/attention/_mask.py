@@ -8,7 +8,7 @@ from .._tokens import Tokens
 
 
 class Mask(eqx.Module):
-    """Which keys a query may attend to, told from the two tokens' positions and segments alone.
+    """Which keys a query may attend to, from the positions and segments of the two tokens alone.
 
     A key at position `j` is visible to a query at position `i` when both are of one segment, `j` is not padding (-1),
     and each rule that is set holds: `causal` (`j <= i`), `window` (`i - j < window`, and `j - i < window` where not

@@ -9,12 +9,12 @@ from ..attention._mask import Mask
 
 
 def possible_pairs(mask: Mask, queries: Tokens, keys: Tokens) -> Bool[Array, "_ _"]:
-    """Which pairs of a query block and a key block may hold a visible pair of tokens, told from the blocks' ranges.
+    """Which pairs of a query block and a key block may hold a visible pair of tokens, by the blocks' ranges.
 
-    The ranges are taken row by row, so that packed and shuffled rows are judged alike. A visible pair is of one
-    segment, so what the mask says of their positions also holds of the order by segment and then position. In that
-    order the tokens of a packed row stand as they are read, and blocks after the query's, or further back than the
-    window, are left out though positions start anew in each document.
+    The ranges are of positions and segments, row by row, so that packed and shuffled rows are handled alike. A query
+    sees keys of its own segment only, so the mask's rule for positions also holds for the order by (segment, position).
+    In that order the tokens of a packed row stand as they are read. So blocks after the query's, or further back than
+    the window, are left out, though positions restart in each document.
     """
     is_packed = queries.segments is not None and keys.segments is not None
     (low, high), (kv_low, kv_high) = (_range(part.positions, part.positions) for part in (queries, keys))

@@ -28,7 +28,7 @@ def first_experts(
 
 
 class _Showing(Routed):
-    """A mixture that tells each token's first expert in place of its `Aux`."""
+    """A mixture that returns each token's first expert in the place of its `Aux`."""
 
     inner: MoE
 

@@ -96,7 +96,7 @@ class TopKRouter(Router):
             x = x.astype(exact) * drawn_each(draw, tokens.keys).astype(exact)
         logits = router_logits(self.linear, x)
         scores = SCORES[self.score](logits)
-        # Logits tell apart what rounding makes equal: sigmoids of 17 and more.
+        # Chosen by logits, since rounding makes sigmoids of 17 and more equal.
         experts = self._chosen(logits if self.selection_bias is None and self.groups == 1 else scores)
         if self.normalise and self.score == "softmax":
             weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1))

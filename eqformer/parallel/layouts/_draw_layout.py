@@ -134,16 +134,16 @@ def draw_array(array: Array | np.ndarray | jax.ShapeDtypeStruct, spec: Partition
 
 def _fitting_axes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
     sizes = axis_sizes(mesh)
-    told = f"draw_array: an array of shape {list(shape)} and the spec {spec}"
+    call = f"draw_array: an array of shape {list(shape)} and the spec {spec}"
     if unknown := sorted(axes_of(spec) - sizes.keys()):
-        raise ValueError(f"{told}: the mesh has no axis {unknown}; its axes are {list(sizes)}.")
+        raise ValueError(f"{call}: the mesh has no axis {unknown}; its axes are {list(sizes)}.")
     if len(spec) > len(shape):
-        raise ValueError(f"{told}: it speaks of {len(spec)} dims; give at most {len(shape)} entries.")
+        raise ValueError(f"{call}: it speaks of {len(spec)} dims; give at most {len(shape)} entries.")
     axes = split_axes(len(shape), spec, mesh)
     for place, (size, used) in enumerate(zip(shape, axes)):
         number = math.prod(sizes[axis] for axis in used)
         if size % number:
-            raise ValueError(f"{told}: dim {place}, of {size}, is cut into {number} pieces; leave it whole.")
+            raise ValueError(f"{call}: dim {place}, of {size}, is cut into {number} pieces; leave it whole.")
     return axes
 
 

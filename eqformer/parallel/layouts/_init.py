@@ -21,7 +21,7 @@ def init_sharded(make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTr
 
 
 def lower_sharded(make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: Any) -> Any:
-    """The program of `init_sharded`, lowered: `.compile().memory_analysis()` tells what each device needs."""
+    """The program of `init_sharded`, lowered: `.compile().memory_analysis()` gives what each device needs."""
     shapes = eqx.filter_eval_shape(make, *args)
     with jax.default_device(None):
         return jax.jit(lambda: eqx.filter(make(*args), eqx.is_array), out_shardings=shardings(shapes)).lower()

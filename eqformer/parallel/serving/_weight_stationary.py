@@ -129,25 +129,25 @@ class WeightStationary(Served):
 def _check(layout: WeightStationary) -> None:
     """Raise a `ValueError` for a mesh, or a layer, that the layout has no place for."""
     sizes, model = axis_sizes(layout.mesh), layout.model
-    told = f"WeightStationary over fsdp={sizes.get(FSDP)}, tensor={sizes.get(TENSOR)}"
+    call = f"WeightStationary over fsdp={sizes.get(FSDP)}, tensor={sizes.get(TENSOR)}"
     if others := {axis: size for axis, size in sizes.items() if axis not in STREAM and size > 1}:
-        raise ValueError(f"{told}: weights are split over these two axes alone; make {others} of size 1.")
+        raise ValueError(f"{call}: weights are split over these two axes alone; make {others} of size 1.")
     count = layout.mesh.size
     if model.head is not None and not isinstance(model.head, nn.Linear):
-        raise ValueError(f"{told}: the head is a {type(model.head).__name__}; merge it into a Linear.")
-    _divides(told, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
+        raise ValueError(f"{call}: the head is a {type(model.head).__name__}; merge it into a Linear.")
+    _divides(call, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
     for stack in model.stacks:
         block = stack.blocks
         if not isinstance(block, BLOCKS) or block.feed_forward is None:
             raise ValueError(
-                f"{told}: a stack repeats {type(block).__name__}; it is made for stacks of nn.Block or "
+                f"{call}: a stack repeats {type(block).__name__}; it is made for stacks of nn.Block or "
                 "nn.ParallelBlock with a feed-forward layer."
             )
-        attention, mlp = _checked(told, block)
-        _divides(told, count, "each layer", heads=attention.query.weight.shape[1], mlp=mlp.up.weight.shape[1])
+        attention, mlp = _checked(call, block)
+        _divides(call, count, "each layer", heads=attention.query.weight.shape[1], mlp=mlp.up.weight.shape[1])
         if layout.attention == "heads" and (kv_heads := attention.key.weight.shape[1]) != 1:
             raise ValueError(
-                f"{told}, attention='heads': each device keeps the one key head whole, but there are {kv_heads}; take "
+                f"{call}, attention='heads': each device keeps the one key head whole, but there are {kv_heads}; take "
                 "attention='rows'."
             )
 
@@ -159,45 +159,45 @@ def _stream_norms(block: nn.Block | nn.ParallelBlock) -> list[Any]:
     return [norm for norm in norms if norm is not None]
 
 
-def _checked(told: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Attention, nn.MLP | nn.GatedMLP]:
+def _checked(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Attention, nn.MLP | nn.GatedMLP]:
     assert block.feed_forward is not None
     sublayers = {"mixer": block.mixer, "feed_forward": block.feed_forward}
     attention, mlp = block.mixer.layer, block.feed_forward.layer
     if not isinstance(attention, nn.Attention) or not isinstance(mlp, nn.MLP | nn.GatedMLP):
         kinds = f"{type(attention).__name__} and {type(mlp).__name__}"
-        raise ValueError(f"{told}: a block holds {kinds}; it is made for Attention beside or before MLP or GatedMLP.")
+        raise ValueError(f"{call}: a block holds {kinds}; it is made for Attention beside or before MLP or GatedMLP.")
     maps = [attention.query, attention.key, attention.value, attention.output, *ups_of(mlp).values(), mlp.down]
     if wrong := [type(one).__name__ for one in maps if not isinstance(one, nn.Linear)]:
-        raise ValueError(f"{told}: a layer's map is a {wrong[0]}; merge it into a Linear.")
+        raise ValueError(f"{call}: a layer's map is a {wrong[0]}; merge it into a Linear.")
     if attention.gate is not None or attention.sinks is not None:
-        raise ValueError(f"{told}: an attention has a gate or sinks, which the layout does not split; use Planned.")
+        raise ValueError(f"{call}: an attention has a gate or sinks, which the layout does not split; use Planned.")
     for norm in (attention.query_norm, attention.key_norm):
         if norm is not None and norm.dims != ("head_dim",):
             raise ValueError(
-                f"{told}: a norm of queries or keys is over {norm.dims}; one over head_dim alone would do."
+                f"{call}: a norm of queries or keys is over {norm.dims}; one over head_dim alone would do."
             )
     norms = (nn.RMSNorm, nn.LayerNorm)
     is_shared = isinstance(block, nn.ParallelBlock) and block.norm is not None
     if len(_stream_norms(block)) != (1 if is_shared else 2) or not all(
         isinstance(norm, norms) for norm in _stream_norms(block)
     ):
-        raise ValueError(f"{told}: each layer reads its input through an RMSNorm or LayerNorm; this block's does not.")
+        raise ValueError(f"{call}: each layer reads its input through an RMSNorm or LayerNorm; this block's does not.")
     later = [f"{name}.{kind}" for name, one in sublayers.items() for kind in _LATER if getattr(one, kind) is not None]
     if later or (isinstance(block, nn.ParallelBlock) and block.sum_norm is not None):
         later = [*later, "sum_norm"]
-        raise ValueError(f"{told}: a block has {later[0]}; it is made for blocks that normalise before their layers.")
+        raise ValueError(f"{call}: a block has {later[0]}; it is made for blocks that normalise before their layers.")
     if is_shared and block.mixer.scale != block.feed_forward.scale:
         raise ValueError(
-            f"{told}: a parallel block's layers are scaled by {block.mixer.scale} and {block.feed_forward.scale}, but "
+            f"{call}: a parallel block's layers are scaled by {block.mixer.scale} and {block.feed_forward.scale}, but "
             "what they add is summed before it is scaled; take one scale."
         )
     return attention, mlp
 
 
-def _divides(told: str, count: int, what: str, **sizes: int) -> None:
+def _divides(call: str, count: int, what: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if size % count:
             raise ValueError(
-                f"{told}: {what} has {name}={size}, which {count} devices do not split evenly; take sizes that do, or "
+                f"{call}: {what} has {name}={size}, which {count} devices do not split evenly; take sizes that do, or "
                 "fewer devices."
             )
