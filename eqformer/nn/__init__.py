@@ -57,6 +57,7 @@ from ._sums import (
 )
 from ._tokens import (
     document_lengths as document_lengths,
+    of_whole_rows as of_whole_rows,
     positions_like as positions_like,
     right_padded as right_padded,
     token_keys as token_keys,

@@ -20,15 +20,15 @@ class Tokens(eqx.Module):
 
     `whole_rows` is the number of tokens in each row, if it is known at trace time that each row is one document, at
     positions 0, 1, 2, ... with any padding at its end. Attention kernels then get a causal flag or a window, instead of
-    a mask of `seq x seq`. It is set by `positions_like` and `right_padded` only; tokens made from other arrays are
-    masked by their values.
+    a mask of `seq x seq`. It is set by `positions_like` and `right_padded` only; tokens made from other arrays, by
+    `dataclasses.replace` too, are masked by their values.
     """
 
     positions: Int[Array, "*batch seq"]
     segments: Int[Array, "*batch seq"] | None = None
     keys: Key[Array, "*batch seq"] | None = None
     lengths: Int[Array, "*batch seq"] | None = None
-    whole_rows: int | None = eqx.field(static=True, default=None)
+    whole_rows: int | None = eqx.field(static=True, init=False, default=None)
 
     @property
     def are_whole_rows(self) -> bool:
@@ -44,19 +44,30 @@ class Tokens(eqx.Module):
         """The same tokens with `number` folded into every key, as each layer and sublayer does with its own."""
         if self.keys is None:
             return self
-        return dataclasses.replace(self, keys=fold_in_each(self.keys, jnp.uint32(number)))
+        return of_whole_rows(
+            dataclasses.replace(self, keys=fold_in_each(self.keys, jnp.uint32(number))), self.whole_rows
+        )
 
 
-def positions_like(shape: Sequence[int]) -> Tokens:
+def of_whole_rows(tokens: Tokens, number: int | None) -> Tokens:
+    """The same tokens, said to be rows of so many, each one document from position 0 on; None says nothing."""
+    said = object.__new__(Tokens)
+    for field in dataclasses.fields(tokens):
+        object.__setattr__(said, field.name, getattr(tokens, field.name))
+    object.__setattr__(said, "whole_rows", number)
+    return said
+
+
+def positions_like(shape: Sequence[int], keys: Key[Array, "*batch seq"] | None = None) -> Tokens:
     """Tokens of one document a row, at positions 0, 1, ..., for an array of shape `*batch seq`."""
     positions = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), tuple(shape))
-    return Tokens(positions, whole_rows=shape[-1])
+    return of_whole_rows(Tokens(positions, keys=keys), shape[-1])
 
 
 def right_padded(lengths: Int[Array, "*batch"], seq: int) -> Tokens:
     """Tokens of one document a row, of these lengths, with padding behind it up to `seq` tokens."""
     places = jnp.arange(seq, dtype=jnp.int32)
-    return Tokens(jnp.where(places < lengths[..., None], places, -1), whole_rows=seq)
+    return of_whole_rows(Tokens(jnp.where(places < lengths[..., None], places, -1)), seq)
 
 
 def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree) -> Tokens:

@@ -161,7 +161,7 @@ class Plan:
         lengths = jnp.broadcast_to(nn.document_lengths(tokens), batch.ids.shape)
         is_in_order = bool(np.all(np.diff(order) == 1))
         whole_rows = tokens.whole_rows if is_in_order else None
-        tokens = dataclasses.replace(tokens, lengths=lengths, whole_rows=whole_rows)
+        tokens = nn.of_whole_rows(dataclasses.replace(tokens, lengths=lengths), whole_rows)
         return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))
 
     def leaves(self, model: nn.Transformer) -> PyTree:

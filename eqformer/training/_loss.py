@@ -1,6 +1,5 @@
 """Cross-entropy over chunks of tokens: the logits of all tokens never exist at once, in either pass."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -172,7 +171,7 @@ def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
         places = jnp.arange(batch.ids.shape[1], dtype=jnp.int32)
         keys = token_keys(key, jnp.asarray(batch.examples), jnp.broadcast_to(places, batch.ids.shape))
     if batch.positions is None:
-        return dataclasses.replace(positions_like(batch.ids.shape), keys=keys)
+        return positions_like(batch.ids.shape, keys)
     segments = None if batch.segments is None else jnp.asarray(batch.segments)
     return Tokens(jnp.asarray(batch.positions), segments, keys)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ...nn import blockwise, BlockwiseCore, DotProductCore, Mask, ReferenceCore, spread, Tokens
+from ...nn import blockwise, BlockwiseCore, DotProductCore, Mask, of_whole_rows, ReferenceCore, spread, Tokens
 from .. import _send as send
 from .._axes import CONTEXT
 from .._ring import Ring
@@ -211,7 +211,7 @@ def _copied(x: Float[Array, "*batch seq kv_heads head_dim"], copies: int) -> Flo
 
 def _bare(tokens: Tokens) -> Tokens:
     """What cores read of tokens."""
-    return Tokens(tokens.positions, tokens.segments, whole_rows=tokens.whole_rows)
+    return of_whole_rows(Tokens(tokens.positions, tokens.segments), tokens.whole_rows)
 
 
 def _in_reading_order(x: Array, back: int) -> Array:
