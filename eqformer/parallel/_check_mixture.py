@@ -10,9 +10,10 @@ from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 
 
 def check_mixture(plan: Any, path: str, moe: nn.MoE) -> None:
-    """Raise a `ValueError` where slots would be counted on pieces of what they are counted on by one device.
+    """Raise a `ValueError` if a mixture's results would depend on the mesh, or its experts cannot be split.
 
-    Also where experts cannot be split: those that are not of `Linear`s, or whose hidden dim the layout leaves whole.
+    The former: a capacity, or experts that choose, count over rows or a batch of which a device has only a part. The
+    latter: experts that are not made of `Linear`s, or whose hidden dim the layout leaves whole.
     """
     _check_counting(plan, path, moe)
     linears: list[nn.Linear] = []
@@ -43,7 +44,7 @@ def _check_counting(plan: Any, path: str, moe: nn.MoE) -> None:
     if isinstance(moe.router, nn.ExpertChoiceRouter):
         what, counts, per = "ExpertChoiceRouter", True, moe.router.per
     elif isinstance(moe.dispatch, nn.Capacity):
-        # A token takes an expert once: with as many slots as tokens, none is dropped wherever they are counted.
+        # A token takes an expert at most once: with as many slots as tokens, nothing is ever dropped.
         counts = moe.dispatch.factor * moe.router.top_k < nn.candidates(moe.router, 0)
         what, per = "Capacity", moe.dispatch.per
     else:

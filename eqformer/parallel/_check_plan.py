@@ -1,4 +1,4 @@
-"""What a plan asks of a model and of its rows, said before anything is compiled."""
+"""Checks that a plan, a model and a batch go together, before anything is compiled."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ from .tensor._tensor import MIXERS, RESIDUALS, TENSOR_MODULES
 
 
 def check_choices(plan: Any) -> None:
-    """Raise a `ValueError` for a choice that is none, or for two that do not go together."""
+    """Raise a `ValueError` for an unknown choice, or for two that do not go together."""
     axes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_types))
     if axes != dict.fromkeys(AXES, AxisType.Auto):
         raise ValueError(
@@ -89,7 +89,7 @@ def check_model(plan: Any, model: nn.Transformer) -> None:
 
 
 def check_rows(plan: Any, model: nn.Transformer, rows: int, seq: int) -> None:
-    """Raise a `ValueError` where rows, in the plan's microbatches, or their tokens do not fall into equal pieces."""
+    """Raise a `ValueError` if the rows of a microbatch, or the tokens of a row, do not divide over the devices."""
     devices = math.prod(plan.size(axis) for axis in BATCH_AXES)
     if rows % (devices * plan.microbatches):
         raise ValueError(

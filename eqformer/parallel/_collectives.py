@@ -1,7 +1,7 @@
-"""What each collective means, in numpy; and two of them made of messages between neighbours.
+"""The meaning of each collective, in numpy; and two of them implemented by messages between neighbours.
 
-A `reference_*` function takes the pieces of all devices of an axis, stacked along a new first dim, and gives their
-results in the same way. It says what a collective computes and nothing of how.
+A `reference_*` function takes the pieces of all devices of an axis, stacked along a new first dim, and returns their
+results stacked in the same way.
 """
 
 from collections.abc import Sequence

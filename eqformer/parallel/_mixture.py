@@ -1,4 +1,4 @@
-"""Experts spread over devices: tokens go to where their experts are, or all tokens to all, and results come back."""
+"""Expert parallelism: tokens are gathered on all devices of the axis `expert`, or sent to those with their experts."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ class SplitMoE(nn.Routed):
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], nn.Aux]:
-        """The layer's output for this device's tokens, and what routing did to them."""
+        """The layer's output for this device's tokens, and their `Aux`."""
         tokens = nn.positions_like(self._whole_rows(x).shape[:-1]) if tokens is None else tokens
         given = _tokens_of_features(x) if self.residual == "feature" else x
         router = _with_whole_features(self.inner.router) if self.residual == "feature" else self.inner.router
@@ -182,7 +182,7 @@ def _to_all(x: Array) -> Array:
 
 
 def _same(x: Array) -> Array:
-    """What all slices' devices have computed alike, typed as the same."""
+    """A value that all devices of `tensor` have computed alike, typed as replicated."""
     return send.pmax("same on all slices", vary(x, [TENSOR]), TENSOR)
 
 

@@ -1,4 +1,4 @@
-"""A module of which every device of an axis has its own."""
+"""A module of which each device of an axis has an instance of its own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,11 @@ from jaxtyping import Array, Key, PyTree
 
 
 class PerRank(eqx.Module):
-    """`ranks` modules made with keys of their own, each array with one in front of the other: one for each device.
+    """`ranks` modules, each made with a key of its own, stacked along a new first dim: one for each device.
 
-    Outside `shard_map` the arrays are whole; split over an axis along their first dim (`PartitionSpec(axis)` for the
-    whole module), each device calls its own. `only` says that all parameters are zero on every other rank, as for a
-    bias that is added before a sum over the axis.
+    Split over an axis along that dim (`PartitionSpec(axis)` for the whole module), each device calls its own module
+    inside `shard_map`. With `only`, the parameters of all other ranks are zero, as for a bias that is added before a
+    sum over the axis.
     """
 
     modules: PyTree

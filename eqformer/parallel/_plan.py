@@ -173,9 +173,9 @@ class Plan:
     # What follows runs inside `filter_shard_map`, on one device's slices; `leaves` is of the whole model.
 
     def parameters(self, model: nn.Transformer, leaves: PyTree) -> PyTree:
-        """What to differentiate by: the model's slices, typed so that each device's gradient stays its own.
+        """What to differentiate: the model's shards, typed so that each device's gradients stay partial sums.
 
-        Where the gradient is wider than the array, or with `zero=2` split, a stand-in of no value has its place.
+        Arrays whose gradient is wider than they are, or is split (`zero=2`), are replaced by a stand-in of zeros.
         """
 
         def own(leaf: Leaf, x: Any) -> Any:
@@ -191,7 +191,7 @@ class Plan:
         return jax.tree.map(own, leaves, model)
 
     def wrap(self, parameters: PyTree, model: nn.Transformer, leaves: PyTree, shapes: PyTree) -> nn.Transformer:
-        """The model on this device, of its own values and with the gradients of `parameters`."""
+        """The wrapped model on this device, with the model's values and the gradients going to `parameters`."""
         whole, is_apart = model, self._holds_values_apart(model)
         outside = [eqx.tree_at(lambda m: m.stacks, tree, ()) for tree in (leaves, whole, parameters)]
         in_stacks = self._in_block if is_apart else self._with_value
@@ -243,7 +243,7 @@ class Plan:
 
         def value(x: Array, parameter: Array, leaf: Leaf) -> Array | None:
             is_apart = is_narrow(x) or (self.scatters_layers and leaf.fsdp_dim is not None)
-            # Said to vary here, once: as a step of each layer it would make a copy of each layer's arrays to be kept.
+            # `pcast` outside of the scan over layers: inside, each layer's weights would be saved.
             return vary_like(x, parameter) if is_apart else None
 
         arrays_of = lambda stack: jax.tree.leaves(eqx.filter(stack.blocks, eqx.is_array))
@@ -268,7 +268,7 @@ class Plan:
         return eqx.tree_at(lambda m: m.stacks, wrapped, tuple(rounds))
 
     def reduce(self, gradients: PyTree, leaves: PyTree) -> PyTree:
-        """Each gradient summed once over the devices that hold a part of it, and split where the state is."""
+        """Each gradient reduced once over the axes on which it is partial, and scattered if the state is split."""
 
         def one(leaf: Leaf, gradient: Any) -> Any:
             if gradient is None:
@@ -285,5 +285,5 @@ class Plan:
         return send.psum(name, vary(x, axes), axes) if axes else x
 
     def vocabulary(self, model: nn.Transformer) -> SplitVocabulary | None:
-        """The loss's view of the logits where each device holds a part of them; None where it holds all."""
+        """How the loss reads logits of which each device holds a part; None if a device holds all."""
         return SplitVocabulary(model.vocab) if self.size(TENSOR) > 1 else None

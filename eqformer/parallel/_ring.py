@@ -1,4 +1,4 @@
-"""Pieces passed from neighbour to neighbour round a mesh axis, while each device works on the one it holds."""
+"""Rings: pieces are sent from neighbour to neighbour round a mesh axis, while each device works on the one it has."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -42,10 +42,10 @@ def circulate(
     visit: Callable[[Carry, Float[Array, "..."], Int[Array, ""]], Carry],
     carry: Carry,
 ) -> Carry:
-    """Show every device's piece to this device: `carry = visit(carry, part, start)` for each part as it comes by.
+    """Call `carry = visit(carry, part, start)` on every device's piece, as it passes this device.
 
-    `start` is where the part begins along `dim` of all pieces joined. The next part is on its way while this one is
-    visited; `devices - 1` steps in a loop whose body is compiled once.
+    `start` is the part's offset along `dim` of all pieces joined. The next part is sent while this one is visited;
+    there are `devices - 1` steps in a loop whose body is compiled once.
     """
     size = piece.shape[dim]
     halves = ring.halves(size)
@@ -73,8 +73,8 @@ def collect(
 ) -> Float[Array, "..."]:
     """The sum over devices of `produce(start, length)` for the `size` rows that this device keeps.
 
-    A sum travels towards its owner and grows at each device by `length` rows from `start` of what that device has to
-    give. It travels as `dtype`; every addition is made in float32 at least. The transpose of `circulate`.
+    Each sum passes round the ring to its owner, and every device adds its `length` rows from `start`. It is sent as
+    `dtype`; every addition is made in float32 at least. The transpose of `circulate`.
     """
     halves = ring.halves(size)
     index = jax.lax.axis_index(ring.axis)

@@ -19,13 +19,13 @@ from .layouts._mesh import axis_sizes
 def filter_shard_map(
     fn: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., Any]:
-    """Run `fn` once a device, each on its pieces of the arguments' arrays; all else in the arguments is passed whole.
+    """Run `fn` on each device, on its shards of the arguments' arrays; leaves that are not arrays are passed on.
 
-    `in_specs` is a tuple with, for each argument, a tree of `PartitionSpec`s whose leaves each stand for a whole
-    subtree; `out_specs` likewise for the result. None is the spec of what is whole on every device, and where there is
-    no array, the spec may be anything. Every mesh axis is manual, and the types of values (which axes they differ over)
-    are checked: a result declared the same on all devices of an axis must be provably so. Works eagerly, jitted and
-    differentiated, on a layer or a whole loss. Raises a `ValueError` that names the array where a spec does not fit it.
+    `in_specs` is a tuple with, for each argument, a tree of `PartitionSpec`s, each for a whole subtree; `out_specs` is
+    such a tree for the result. None means replicated; the specs of leaves that are not arrays are ignored. Every mesh
+    axis is manual, and JAX checks over which axes values vary: a result that is declared replicated over an axis must
+    be provably so. Works eagerly, jitted and differentiated, for a layer or a whole loss. Raises a `ValueError` that
+    names the array if a spec does not fit it.
     """
     if not isinstance(in_specs, tuple | list):
         raise ValueError(
@@ -118,7 +118,7 @@ def _check_spec(what: str, leaf: Any, spec: Any, sizes: dict[str, int]) -> str:
 
 
 def _check_result(path: str, leaf: Any, spec: Any, sizes: dict[str, int]) -> None:
-    """That a piece of the result has its spec's dims, and differs only between devices that the spec distinguishes."""
+    """Check that a result has the dims of its spec, and varies only over axes that the spec splits it over."""
     call = _check_spec(f"result {path}".strip(), leaf, spec, sizes)
     if differs := sorted(varying_axes(leaf) - axes_of(spec)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Over which axes a value differs from device to device, as `shard_map` tracks it; parts of one that does not."""
+"""Over which mesh axes a value varies, as `shard_map` tracks it; and slices of a value that does not vary."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,9 +14,9 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
-    """The same values, typed as differing over `axes` too; the gradient of this is a sum over the axes added.
+    """The same values, typed as varying over `axes` too (`pcast`); its transpose is a sum over the added axes.
 
-    Said of a parameter before differentiation, it keeps each device's gradient partial, to be reduced once.
+    Applied to a parameter before differentiation, it keeps each device's gradient a partial sum, to be reduced once.
     """
     wanted = tuple(axes)
 
@@ -30,14 +30,14 @@ def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
 
 
 def vary_like(tree: PyTree, *others: PyTree) -> PyTree:
-    """`vary` over every axis that any array of `others` varies over: what the carry of a loop needs at its start."""
+    """`vary` over every axis that any array of `others` varies over, as the initial carry of a loop must."""
     arrays = [x for x in jax.tree.leaves(others) if eqx.is_array(x)]
     axes = frozenset().union(*map(varying_axes, arrays)) if arrays else frozenset()
     return vary(tree, sorted(axes))
 
 
 def own_part(x: Array, axis: str | tuple[str, ...], dim: int) -> Array:
-    """This device's share of a dim that every device of an axis, or of several, holds whole."""
+    """This device's slice of a dim of an array that is replicated over an axis, or over several."""
     dim = dim % x.ndim
     size = x.shape[dim] // jax.lax.axis_size(axis)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, dim)

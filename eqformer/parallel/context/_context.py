@@ -1,6 +1,6 @@
 """Context parallelism: the tokens of each row split over the devices of the axis `context`.
 
-Only attention mixes tokens, so only the attention core has to know; everything else runs on the tokens it is given.
+Only attention mixes tokens, so only the attention core is replaced; everything else runs on a device's own tokens.
 """
 
 from typing import Any, NoReturn
@@ -24,14 +24,14 @@ CONTEXT_METHODS = ("ring", "gather", "heads")
 
 
 class ContextCore(eqx.Module):
-    """An attention core for rows split over the mesh axis `context`, to stand where `inner` does inside a `shard_map`.
+    """An attention core for rows split over the mesh axis `context`; inside `shard_map` it takes the place of `inner`.
 
     Each device passes the queries, keys, values and tokens of its piece and gets its queries' outputs; pieces are in
-    the order of `context_order`. `method` says what travels (bytes a device sends for both passes, with `c` devices,
+    the order of `context_order`. `method` says what is sent (bytes a device sends for both passes, with `c` devices,
     `T` tokens a row, and `n`, `m` bytes a token of queries or of keys and values):
 
-    - `"ring"`: keys and values go round while each device attends to those it holds (Liu et al., 2310.01889); memory
-      for two pieces of them; `3 m T (c-1)/c`. Computed as by `BlockwiseCore`, with the block and the softcap of
+    - `"ring"`: keys and values pass round a ring while each device attends to those it has (Liu et al., 2310.01889);
+      memory for two pieces of them; `3 m T (c-1)/c`. Computed as by `BlockwiseCore`, with the block and the softcap of
       `inner`.
     - `"gather"`: all keys and values are gathered, in the backward pass again; `3 m T (c-1)/c`. Any `inner`. Of its
       results only those that it names are kept (`BlockwiseCore`'s), others are computed again.
@@ -97,7 +97,7 @@ class ContextCore(eqx.Module):
         seq, head = query.ndim - 3, query.ndim - 2
 
         def swap(x: Array) -> Array:
-            # Named for remat policies that keep a map's results: these then stand for the maps', and travel once.
+            # Named for remat policies that keep linear maps' results: these are kept instead, and not sent again.
             return checkpoint_name(send.all_to_all("tokens to heads", x, CONTEXT, head, seq), "product")
 
         query, key, value = swap(query), *(swap(_copied(x, copies)) for x in (key, value))
@@ -210,7 +210,7 @@ def _copied(x: Float[Array, "*batch seq kv_heads head_dim"], copies: int) -> Flo
 
 
 def _bare(tokens: Tokens) -> Tokens:
-    """What cores read of tokens."""
+    """The fields of tokens that cores read."""
     return of_whole_rows(Tokens(tokens.positions, tokens.segments), tokens.whole_rows)
 
 

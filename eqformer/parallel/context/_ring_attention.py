@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over the devices of an axis: the keys and values go round."""
+"""Ring attention: over a sequence that is split over the devices of an axis, keys and values pass round a ring."""
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ def ring_attend(
 ) -> tuple[Float[Array, "*batch seq heads v_dim"], Float[Array, "*batch seq heads"]]:
     """`nn`'s `attend` of this device's queries to the keys of all devices along the axis (Liu et al., 2310.01889).
 
-    Each device attends to the piece it holds while the next one arrives, and combines by the logarithms of the sums.
-    Nothing that travels is kept: the backward pass sends keys and values round once more, and the gradients that are
-    due to them along, which arrive at home with the last step; the probabilities are made again from the logarithm
-    of the whole sum. Keys and values travel `size - 1` steps in each pass, gradients as many, in the arrays' dtype.
+    Each device attends to the piece it has while the next one arrives, and combines results by their logsumexps.
+    Received pieces are not kept: the backward pass sends keys and values round the ring again, together with their
+    gradients, which reach their owner with the last step, and recomputes probabilities from the total logsumexp. Keys
+    and values are sent `size - 1` times in each pass, and gradients as often, in the arrays' dtype.
     """
     arrays = blocks.grouped(query, key, value, tokens, None)
     arrays = vary(vary_like(arrays, arrays), (ring.axis,))
@@ -81,8 +81,8 @@ def _ring_backward(rules: blockwise.Rules, ring: Ring, saved: tuple, gradients: 
         more, to_held = parts(held)
         return (following, to_query + more, jax.tree.map(jnp.add, arrived, to_held)), None
 
-    # The device's own piece first, while the next one arrives. The gradients due to a piece that came by follow it at
-    # one step's distance, so that they too travel during the computation, and reach home with the last step.
+    # The device's own piece first, while the next one arrives. The gradients of a piece are sent one step behind it, so
+    # that they too overlap with the computation, and reach their owner with the last step.
     held, size = (key, value, places), ring.devices
     if size == 1:
         to_query, own = parts(held)

@@ -1,4 +1,4 @@
-"""Every device of an axis hands what it holds to its neighbours."""
+"""Every device of an axis sends arrays to its neighbours, also inside branches that not all devices take."""
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,20 @@ Parts = tuple[Shaped[Array, "..."], ...]
 
 
 def shift(tree: PyTree, axis: str, *, name: str = "ring", is_branched: bool = False) -> PyTree:
-    """Each array of the device before this one along `axis`, the last device's on the first.
+    """Each array of the previous device along `axis`; the first device gets the last one's.
 
-    `name` is what it goes by in the compiled program. `is_branched` says that the call stands in a branch that not all
-    devices take, such as a pipeline's. For a permute XLA's CPU devices meet all at once, whatever its pairs, and would
-    wait for ever for those that did not take the branch; its GPU devices form one group of all, too. There, on all but
-    TPUs, neighbours swap what they hold, in two rounds.
+    `name` is the collective's name in the compiled program. `is_branched` says that the call is in a branch that not
+    all devices take, such as a pipeline's. On XLA's CPUs, all devices of the program must enter a permute, whatever its
+    pairs, and would wait for ever for those that did not take the branch; on GPUs, all devices form one group too. So
+    in branches, except on TPUs, pairs of neighbours swap their arrays instead, in two rounds.
     """
     return jax.tree.map(lambda x: pass_on((x,), axis, 0, name=name, is_branched=is_branched)[0], tree)
 
 
 def pass_on(parts: Parts, axis: str, dim: int, *, name: str, is_branched: bool) -> Parts:
-    """Send the first part to the next device and the second, where there is one, to the previous device.
+    """Send the first part to the next device and the second, if there is one, to the previous device.
 
-    They are alike but along `dim`, of which the first has as much as the second or more.
+    They have the same shape except along `dim`, where the first is at least as large as the second.
     """
     if not is_branched:
         return _permuted(name, parts, axis)
@@ -41,7 +41,7 @@ def _permuted(name: str, parts: Parts, axis: str) -> Parts:
 
 
 def _picked(name: str, parts: Parts, axis: str, dim: int) -> Parts:
-    """`_permuted` by a gather from which one piece is kept, for rings that do not fall into pairs."""
+    """`_permuted` by a gather of which each device keeps one piece, for rings of an odd number of devices."""
     del dim
     size, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     gathered = lambda x: send.all_gather(name, x, axis, stacks=True)

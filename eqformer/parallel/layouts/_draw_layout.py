@@ -1,4 +1,4 @@
-"""How arrays are spread over devices, as text: a table of a model and a drawing of one array."""
+"""How arrays are sharded, as text: a table of a model and a drawing of one array."""
 
 import dataclasses
 import itertools
@@ -44,7 +44,7 @@ class Placed:
 
 
 def placed_arrays(model: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> list[Placed]:
-    """Each array of a model, or the shape of one, with what its spec makes of it."""
+    """Each array of a model, or its shape, with how its spec splits it."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(model)
     names, its_specs = jax.tree.leaves(nn.dims(model)), structure.flatten_up_to(specs)
     found = []

@@ -1,4 +1,4 @@
-"""From the names of dims to mesh axes: where each piece of each array lives."""
+"""From the names of dims to mesh axes: the sharding of each array."""
 
 import dataclasses
 import math

@@ -47,18 +47,18 @@ def pipeline_gradients(
     groups in turn. `data` has a leading dim `microbatches` and is whole on every device of the axis. The functions may
     use collectives over other axes.
 
-    A device remembers the inputs of its parts alone, in as many slots as ever live at once, and runs a part again in
-    its backward; so the forward entry of the model's last part does nothing, and its backward gives the loss. What is
-    idle runs nothing. Messages go as the schedule's placement asks, up the ring, down it, or to the device's own next
-    part; all devices send, one message each, in a tick in which any of them has to send one that way.
+    A device keeps only the inputs of its parts, in as many slots as are in use at once, and recomputes a part in its
+    backward; so the forward entry of the model's last part does nothing, and its backward computes the loss. An idle
+    device computes nothing. Messages go as the schedule's placement says: up the ring, down it, or to the next part on
+    the same device. In a tick in which any device sends a message one way, all devices send one that way.
 
-    Sum and count are reduced over `pipe`, and so are the gradients of `edges`; over axes that the data vary over, all
-    three are this device's part, to be reduced once by the caller. Gradients are summed in float32 at least, None for
-    what is not floating-point, and `seed` times as large as the sum's. With `has_aux`, a stage gives `(x, aux)`: trees
-    of `nn.Aux`, a `layers` dim in front of each array. Their losses are added to the loss sum, and their sums over
-    microbatches come third, before the gradients, those of this device's layers. Where the schedule is split, the
-    weights of `nn.Linear`s in `blocks` get theirs in the weight entries from kept products (see `_weight_gradients`);
-    all other gradients come with the backward entries.
+    Sum, count and the gradients of `edges` are reduced over `pipe`; over axes that the data vary over they are partial
+    sums, to be reduced once by the caller. Gradients are summed in float32 at least, are None for arrays that are not
+    floating-point, and are those of `seed` times the loss sum. With `has_aux`, a stage returns `(x, aux)`, where `aux`
+    is a tree of `nn.Aux` with a `layers` dim in front of each array: their losses are added to the loss sum, and their
+    sums over microbatches, for this device's layers, are returned third, before the gradients. If the schedule is
+    split, the gradients of `nn.Linear`s' weights in `blocks` are computed in the weight entries (see
+    `_weight_gradients`); all other gradients come with the backward entries.
     """
     if (there := jax.lax.axis_size(PIPE)) != schedule.stages:
         raise ValueError(
@@ -66,19 +66,20 @@ def pipeline_gradients(
             f"axis {PIPE!r} has {there} devices; make one as the other."
         )
     data = vary(data, [PIPE])
-    # Varying like the data, parameters get this device's gradients: nothing is reduced within the loop.
+    # Typed as varying like the data, so that gradients stay partial sums and nothing is reduced within the loop.
     parameters = vary_like(parameters, data)
     telling = stage if has_aux else lambda *given: (stage(*given), None)
     run = _Run(schedule, route(schedule), (first, telling, last), parameters, data, seed)
     turns = jax.tree.map(lambda table: jnp.asarray(table)[:, run.rank], run.routes.turns)
     sums = jax.lax.scan(lambda state, turn: (run.tick(state, turn), None), run.start(), turns)[0].sums
-    # The ring has every device's part of the sums; blocks are nobody else's.
+    # Loss sums and edges are partial on every device of the ring; blocks are a device's own.
     (total, count), of_edges = _over_ring((sums.loss, sums.edges))
     return (total, count, *((sums.aux,) if has_aux else ()), (of_edges, sums.blocks))
 
 
 class _Sums(eqx.Module):
-    """What entries change: loss sum and count, what layers told, gradients, and by slot what weights will multiply."""
+    """The sums that entries add to: loss sum and count, layers' aux, gradients; and the factors of weights' gradients
+    by slot."""
 
     loss: tuple[Array, ...]
     aux: PyTree
@@ -88,7 +89,7 @@ class _Sums(eqx.Module):
 
 
 class _State(eqx.Module):
-    """What a device carries from tick to tick: stashes of messages by slot, and sums."""
+    """The carry of the scan over ticks: the messages that wait, by slot, and the sums."""
 
     inputs: PyTree
     cotangents: PyTree
@@ -109,7 +110,7 @@ class _Run:
         self.axes, self.x, self.loss, self.aux, self.taps = self._trace()
 
     def _trace(self) -> tuple:
-        """Shapes and axes of the stream between parts, of sum and count, and of what is tapped; nothing is run."""
+        """By tracing alone, the shapes and varying axes of the stream between parts, sum and count, aux, and taps."""
         axes: frozenset[str] = frozenset()
         chunk, piece = self._chunk(jnp.int32(0)), self._piece(jnp.int32(0))
         notes: dict = {}
@@ -137,7 +138,7 @@ class _Run:
         return axes, x, loss, aux, taps(chunk, notes, tokens) if self.schedule.is_split else {}
 
     def start(self) -> _State:
-        """Empty stashes and sums of zero, typed as what will be added."""
+        """Empty stashes and zero sums, typed as varying like what will be added to them."""
         stash = lambda slots: jax.tree.map(lambda x: zeros(x, self.axes, max(slots, 1)), self.x)
         layers = self.layers // self.schedule.chunks
         slots = self.routes.products, layers
@@ -151,12 +152,12 @@ class _Run:
         return _State(stash(self.routes.inputs), stash(self.routes.cotangents), sums)
 
     def tick(self, state: _State, turn: Turn) -> _State:
-        """One turn: forward, backward, weight, and what the neighbours sent."""
+        """One tick: a forward, a backward and a weight entry, and the messages between devices."""
         nothing = jax.tree.map(lambda x: zeros(x, self.axes), self.x)
-        # Slots are read outside of the branches, as stashes that enter branches are held twice.
+        # Slots are read outside of `cond`, since a stash that enters a branch would be held twice.
         x = get(state.inputs, turn.forward_input)
         x, y = jax.lax.cond(turn.forward != IDLE, lambda: self._forward(x, turn), lambda: (nothing, nothing))
-        # Only the model's first input comes from nobody, so it is stashed where it is made.
+        # The model's first input is no message from another device, so it is stashed where it is computed.
         made_here = (turn.forward != IDLE) & self._is_part(turn.forward, 0)
         state = _with(state, inputs=put(state.inputs, jnp.where(made_here, turn.forward_input, IDLE), x))
         given = get(state.inputs, turn.backward_input), get(state.cotangents, turn.backward_cotangent)
@@ -210,7 +211,7 @@ class _Run:
         return _Sums(loss, aux, of_edges, of_blocks, put(sums.products, turn.backward_products, products)), dx
 
     def _ending(self, loss: tuple, of_edges: PyTree, y: PyTree, piece: PyTree) -> tuple[tuple, PyTree, PyTree]:
-        """What follows the last part: loss sum and count, and the gradients of both arguments of `last`."""
+        """The end of the model: loss sum and count, and the gradients of both arguments of `last`."""
         wanted, rest = eqx.partition(self.edges, eqx.is_inexact_array)
         last = lambda wanted, y: self.last(eqx.combine(wanted, rest), y, piece)
         total, pull, count = jax.vjp(last, wanted, y, has_aux=True)

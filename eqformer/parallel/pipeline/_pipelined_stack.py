@@ -171,7 +171,7 @@ def _typed_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def _settled(call: Callable[[Any], Any], given: PyTree) -> PyTree:
-    """What is given, typed as varying over all that the call's result, given back to it, comes to vary over."""
+    """The carry, typed as varying over all axes that it comes to vary over when the call is iterated."""
     while True:
         grown = _typed_like(given, jax.eval_shape(lambda given=given: call(given)))
         if jax.tree.all(jax.tree.map(lambda x, y: varying_axes(x) == varying_axes(y), given, grown)):

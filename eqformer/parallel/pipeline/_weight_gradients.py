@@ -77,7 +77,7 @@ def is_differentiated(blocks: PyTree) -> PyTree:
 
 
 def differentiable(tree: PyTree) -> PyTree:
-    """The arrays that `is_differentiated` tells of, and None for all else."""
+    """The arrays that `is_differentiated` marks, and None for all else."""
     return eqx.filter(tree, is_differentiated(tree))
 
 
@@ -172,7 +172,7 @@ def _nodes(gathered: Gathered) -> list:
 
 
 def _by_node(gathered: Gathered, values: tuple) -> list[tuple]:
-    """What a `Gathered` tells of each array, put together for each Linear and for each leaf outside of one."""
+    """What a `Gathered` says of each array, grouped by Linear, and by leaf outside of one."""
     rest = iter(values)
     counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(gathered)]
     return [tuple(itertools.islice(rest, count)) for count in counts]

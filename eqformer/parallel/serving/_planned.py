@@ -28,11 +28,11 @@ _CACHES = nn.KVCache, nn.LatentCache
 class Planned(Served):
     """A model laid out by `plan`, that encodes tokens, keeps caches and gives logits as one device would.
 
-    Arrays come and go global. Rows are split over the axes of the batch (filled up with padding where there are too
-    few), layers and their caches over `pipe`, heads, theirs and the vocabulary over `tensor`, experts over `expert`,
-    and the slots of every cache over `context`: each device attends to those it has, and the parts are weighed by the
-    logarithms of their sums. With `zero=3` each layer's weights are gathered when its turn comes. The residual stream
-    is replicated, since a token alone cannot be split. Raises a `ValueError` where the model does not fit the mesh.
+    Inputs and outputs are global arrays. Rows are split over the axes of the batch (padded if there are too few),
+    layers with their caches over `pipe`, heads with their caches and the vocabulary over `tensor`, experts over
+    `expert`, and the slots of every cache over `context`: each device attends to those it has, and results are combined
+    by their logsumexps. With `zero=3` each layer's weights are gathered before it runs. The residual stream is
+    replicated, since a single token cannot be split. Raises a `ValueError` if the model does not fit the mesh.
     """
 
     model: nn.Transformer
@@ -135,8 +135,8 @@ class Planned(Served):
 class CacheCore(eqx.Module):
     """An attention core for caches whose slots are split over the axis `context`.
 
-    Queries, on every device the same, attend to the keys that the device holds; the results are weighed by their shares
-    of all sums of exponentials (as for split keys in flash decoding): `2 + v_dim` numbers a query and head are reduced.
+    Queries, which are replicated, attend to the keys that the device holds; the results are combined by their
+    logsumexps, as in flash decoding with split keys: `2 + v_dim` numbers a query and head are reduced.
     """
 
     inner: Any

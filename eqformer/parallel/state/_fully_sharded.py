@@ -1,4 +1,4 @@
-"""Parameters that are split over devices and gathered for the moment of their use (ZeRO-3, arXiv:1910.02054)."""
+"""Fully sharded parameters: split over devices, and gathered while they are used (ZeRO-3, arXiv:1910.02054)."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from ._stand_ins import gather, routed
 
 
 class Gathered(eqx.Module):
-    """A block of which each device holds a slice of the arrays; they are gathered when it is called, and not kept.
+    """A block whose arrays are split over devices; they are gathered when it is called, and not kept.
 
-    `dims` tells, for each array, the dim that is split or None, and `dtypes` the dtype in which it travels: that of
-    its use. The backward pass gathers again, and its gradients are summed and scattered in float32 at least. `keeps`
-    says that whoever runs the block recomputes it and keeps no parameters; otherwise the block sees to that. `values`
-    are None, or a tuple with what an array's values are where `inner` has a stand-in, and None where it has the array.
+    `dims` has, for each array, the dim that is split or None, and `dtypes` the dtype in which it is gathered and used.
+    The backward pass gathers again, and reduce-scatters gradients in float32 at least. `keeps` says that the caller
+    runs the block under `jax.checkpoint`, which keeps no parameters; otherwise the block does so itself. `values` is
+    None, or a tuple with the values of arrays for which `inner` has a stand-in, and None for the others.
     """
 
     inner: PyTree
@@ -46,10 +46,10 @@ class Gathered(eqx.Module):
 
 
 class Scattered(eqx.Module):
-    """A block whose arrays' gradients are of other dtypes or, of slices, other shapes, each as soon as it is made.
+    """A block whose arrays have gradients of another dtype (16-bit arrays) or shape (split by ZeRO-2).
 
-    So are those that ZeRO-2 splits, and those of 16 bits. `inner` is the block with stand-ins, of which `values` has
-    the values; it has None for arrays that are their own. `dims` as for `Gathered`, but of gradients.
+    `inner` is the block with stand-ins for such arrays, and `values` has their values, None for the others. `dims` has
+    the dim along which each gradient is scattered as soon as it is computed, or None.
     """
 
     inner: PyTree

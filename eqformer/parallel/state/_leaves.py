@@ -16,7 +16,7 @@ from ..tensor._tensor import stream_maps, TENSOR_MODULES
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Where an array is kept, where its gradient is, and over which axes that is partial on each device."""
+    """How an array is sharded, how its gradient is, and over which axes a device's gradient is a partial sum."""
 
     spec: PartitionSpec | None  # None: no array
     state_spec: PartitionSpec | None
@@ -65,10 +65,10 @@ def _in_routers(model: nn.Transformer) -> PyTree:
 
 
 def _in_slices(model: nn.Transformer, residual: str | None) -> PyTree:
-    """Whether an array that is whole on each device of `tensor` meets slices there, so that its gradient is partial.
+    """Whether an array that is replicated over `tensor` is used with split activations, so its gradient is partial.
 
-    In a replicated stream that is so within the layers, but for the bias that is added after the reduction, and for
-    tables, of which each device uses its part.
+    With a replicated stream these are the arrays within layers, except for biases that are added after the reduction,
+    and tables, of which each device uses a part.
     """
     everywhere = lambda node: jax.tree.map(lambda _: True, node)
     if residual is None:

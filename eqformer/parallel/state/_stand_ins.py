@@ -1,8 +1,8 @@
-"""Gradients of another dtype or shape than their arrays': those of stand-ins, zeros that have the gradient's own.
+"""Gradients of another dtype or shape than their arrays', by stand-ins: zeros that have the gradient's own.
 
-JAX gives the gradient of an array in that array's dtype and shape. What adds up over uses, microbatches or devices is
-float32 at least, so a 16-bit array is not differentiated itself: its values come from it, and its gradient goes to
-zeros beside it, which no program reads.
+JAX gives the gradient of an array in that array's dtype and shape. Gradients are summed over uses, microbatches and
+devices in float32 at least, so a 16-bit array is not differentiated itself: its values are used, and its gradient is
+that of a stand-in, zeros in float32 whose values are never read.
 """
 
 from typing import Any
