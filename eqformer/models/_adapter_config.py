@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 
-# What says how the factors were or are to be trained or run, and nothing of what they compute.
+# Options of training or running the factors, which do not change what they compute.
 _WITHOUT_EFFECT = frozenset(
     "auto_mapping base_model_name_or_path fan_in_fan_out inference_mode lora_dropout megatron_core peft_version "
     "qalora_group_size revision runtime_config task_type".split()
 )
-# Other ways to draw A and B change the weights beneath them, which are not in the folder.
+# Other initialisations of A and B change the base weights, which are not in the folder.
 _KEEP_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 

@@ -1,7 +1,7 @@
 """How the factors of a `LoRA` are published, derived from how its weight is.
 
-A factor's dims are some of its weight's, so a family's rule for the weight says it all: A has the weight's inputs, B
-its outputs, whatever their order, how they are merged, and what else is published beside them.
+A factor's dims are some of its weight's, so the family's rule for the weight is enough: A has the weight's input dims
+and B its output dims, in the published order, merged as published, and joined with other weights where these are.
 """
 
 import dataclasses

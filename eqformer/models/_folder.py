@@ -1,4 +1,4 @@
-"""Folders of safetensors as they are published: one file, or several and an index; read slowly trusting nothing."""
+"""Folders of safetensors as they are published: one file, or several with an index; every header is checked."""
 
 import contextlib
 import json
@@ -102,7 +102,7 @@ class Folder:
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write in, which becomes `target` when all is written, and nothing where that fails."""
+    """A temporary folder, which is renamed to `target` at the end, and removed if an error is raised."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.parent / f".{target.name}.{secrets.token_hex(4)}"
     part.mkdir()
@@ -115,7 +115,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object, to be read by people too."""
+    """Write an object as indented JSON."""
     path.write_text(json.dumps(dict(content), indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Published models read: a folder into a model, on one device or straight onto a mesh."""
+"""Loads published models: a folder into a model, on one device or straight into the shards of a plan."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Models written as they are published, for transformers and whoever else reads such folders."""
+"""Saves models in the published format, for transformers and other programs that read such folders."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,13 +33,13 @@ def save(
     files: Mapping[str, str | bytes] = _NOTHING,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a model as a folder that transformers loads; it appears whole or not at all, and replaces nothing.
+    """Write a model as a folder that transformers loads; the folder is written atomically and must not exist yet.
 
-    `like` is the published folder that the model came from: its configuration is kept as it is, and its tokenizer,
-    chat template and settings for sampling are copied. A model that came from none has `numbers`, those it was built
-    from. `attributes` join the configuration (`eos_token_id`), and `files` the folder, by name. Raises a `ValueError`
-    before anything is written: where something is at `path`, where the model has `LoRA`s or is not one of these
-    numbers, and where no configuration says one of them.
+    `like` is the published folder that the model came from: its configuration, tokenizer, chat template and sampling
+    settings are copied. For a model that was built here, pass the `numbers` that it was built from. `attributes` are
+    added to the configuration (`eos_token_id`), and `files`, by name, to the folder. Raises a `ValueError` before
+    anything is written: if `path` exists, if the model has `LoRA`s or does not have these numbers, and if the format
+    cannot express one of them.
     """
     target, call = Path(path), f"save(model, {str(path)!r})"
     if target.exists():

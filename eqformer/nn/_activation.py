@@ -1,4 +1,4 @@
-"""Activations by name, so that a module's static fields compare equal wherever it was built."""
+"""Activations by name, as functions of this module, so that static fields of equal modules compare equal."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Preallocated memories of past tokens: keys and values, or latents; whole or a rolling window."""
+"""Caches of past tokens, preallocated: keys and values, or latents; of all tokens, or of a rolling window."""
 
 import dataclasses
 import math
@@ -83,7 +83,7 @@ class DeltaCache(eqx.Module):
 
 
 def empty_slots(batch: Sequence[int], capacity: int) -> Int[Array, "*batch kv_seq"]:
-    """Positions of slots with nothing in them."""
+    """Positions of empty slots: -1."""
     return jnp.full((*batch, capacity), -1, jnp.int32)
 
 
@@ -118,7 +118,7 @@ def check_cached(tokens: Tokens, cache: PyTree) -> None:
 def without_room(
     attended: Float[Array, "*batch seq heads v_dim"], tokens: Tokens, cache: KVCache | LatentCache
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """What attention gave, NaN for the tokens beyond the cache's capacity, which it could not store."""
+    """The output of attention, with NaN for tokens beyond the cache's capacity, which could not be stored."""
     if cache.rolling:
         return attended
     beyond = tokens.positions >= _capacity(cache)
@@ -140,7 +140,7 @@ def _store(old: tuple, cache: KVCache | LatentCache, new: tuple, tokens: Tokens)
     size, seq = old_positions.shape[-1], tokens.positions.shape[-1]
     positions = tokens.positions.astype(jnp.int32)
     if cache.rolling:
-        # Of the new tokens only the last `capacity` of a row find room; a slot is never written twice in one call.
+        # Only the last `capacity` new tokens of a row are stored, so that no slot is written twice in one call.
         last = jnp.max(positions, axis=-1, keepdims=True)
         kept = (positions >= 0) & (positions > last - capacity)
     else:
@@ -153,11 +153,11 @@ def _store(old: tuple, cache: KVCache | LatentCache, new: tuple, tokens: Tokens)
     pairs = zip((*old, old_positions), (*new, positions))
     stored = tuple(_write(memory, slots, x.astype(memory.dtype)) for memory, x in pairs)
     if cache.rolling and seq > 1:
-        # Earlier new tokens see slots that later ones overwrite, so they look at the old memory and at each other.
+        # Earlier new tokens may see slots that later ones overwrite, so they attend to the old cache and to each other.
         # What the old one holds of the new positions, after a step back, is overwritten.
         begin = jnp.min(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max), axis=-1, keepdims=True)
         old_positions = jnp.where(old_positions < begin, old_positions, -1)
-        # Of the pieces of a cache one alone shows the new tokens.
+        # If the cache is split over devices, one device alone has the new tokens visible, so that they count once.
         if cache.first is not None:
             positions = jnp.where(cache.first[..., None] == 0, positions, -1)
         news = (*new, positions)

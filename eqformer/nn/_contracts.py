@@ -24,7 +24,7 @@ class Mixer(eqx.Module):
 
 
 class Routed(eqx.Module):
-    """A feed-forward layer that routes tokens, and so reads more of them than their vectors and tells what it did."""
+    """A feed-forward layer that routes tokens: it reads their keys and padding too, and returns an `Aux`."""
 
     @abc.abstractmethod
     def __call__(

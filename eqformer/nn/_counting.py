@@ -1,4 +1,4 @@
-"""Shares of counts, exact at any size, though a device counts in 32 bits."""
+"""Fractions of counts, exact at any size, in the 32-bit integers of a device."""
 
 import fractions
 from typing import TypeVar

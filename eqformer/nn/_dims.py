@@ -24,7 +24,7 @@ def ensemble(dim: str) -> Any:
 
 
 def float32_at_least() -> Any:
-    """A field whose array no cast to a narrower dtype changes, since rounding it would change what is chosen by it."""
+    """A field whose array stays float32 at least when a model is cast, since rounding it would change a choice."""
     return eqx.field(metadata={"float32_at_least": True})
 
 
@@ -55,7 +55,7 @@ def modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[Any]:
 
 
 def named_modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[str, Any]]:
-    """The same, each with its path as `path_name` writes it."""
+    """Like `modules`, each with its path as `path_name` writes it."""
     is_kind = lambda node: isinstance(node, kinds)
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kind)
     return [(path_name(path), node) for path, node in nodes if is_kind(node)]

@@ -1,4 +1,4 @@
-"""Which document of its row a token is of, for layers that read tokens in their order: convolutions and recurrences."""
+"""The document of each token in its row, for layers that depend on the order of tokens: convolutions, recurrences."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int

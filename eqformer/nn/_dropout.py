@@ -1,4 +1,4 @@
-"""Dropout whose mask follows the token, not the device."""
+"""Dropout whose mask depends on the token, and on no device."""
 
 import equinox as eqx
 import jax

@@ -10,7 +10,7 @@ from ._sums import look_up
 
 
 class Embedding(eqx.Module):
-    """A table of one vector a token id, for lookup and, where tied, for the logits.
+    """A table with a vector for each token id, for lookup and, if tied, for the logits.
 
     `scale` multiplies looked-up vectors (Gemma: `sqrt(embed)`). An id outside the table gives NaN, never a neighbour.
     """
@@ -33,7 +33,7 @@ class Embedding(eqx.Module):
 
 
 class LearnedPositions(eqx.Module):
-    """A table of one vector a position, added to the embeddings (GPT-2). A position outside the table gives NaN."""
+    """A table with a vector for each position, added to the embeddings (GPT-2); NaN for positions outside the table."""
 
     weight: Float[Array, "max_seq embed"]
 

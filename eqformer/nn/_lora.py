@@ -1,4 +1,4 @@
-"""Low-rank adaptation: linear maps that learn a narrow change beside a weight that stays (arXiv:2106.09685)."""
+"""Low-rank adaptation (LoRA): linear maps with a fixed weight and a trained low-rank change (arXiv:2106.09685)."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -82,5 +82,5 @@ class GatedMLP(eqx.Module):
 
 
 def _recomputed(bend: Callable[..., Array]) -> Callable[..., Array]:
-    """The function with nothing but its inputs kept for the backward pass: cheaper to make again than to remember."""
+    """The function under `jax.checkpoint`: it is cheaper to recompute in the backward pass than to keep its results."""
     return jax.checkpoint(bend, prevent_cse=False)

@@ -103,7 +103,7 @@ def _named_shape(call: str, dims: str, sizes: dict[str, int]) -> tuple[tuple[str
 
 
 def _check_sizes(call: str, dims: tuple[str, ...], weight: Array | None, x: Array) -> tuple[int, ...]:
-    """The trailing dims to reduce over; a size that differs from the weight's would broadcast without a word."""
+    """The trailing dims to reduce over; raises if their sizes differ from the weight's, which would broadcast."""
     if weight is not None and x.shape[-len(dims) :] != weight.shape:
         raise ValueError(
             f"{call}({' '.join(dims)!r})(x): the last dims of x must be {dict(zip(dims, weight.shape))}; "

@@ -35,7 +35,7 @@ class Precision:
 
 
 def cast(tree: PyTree, dtype: str) -> PyTree:
-    """The tree with its floating-point arrays in `dtype`, or in float32 those that are to be so at least."""
+    """The tree with its floating-point arrays cast to `dtype`; fields marked `float32_at_least` are no narrower."""
     name = float_dtype(dtype, f"cast(dtype={dtype!r})")
     wide = at_least_float32(jnp.dtype(name))
 

@@ -57,7 +57,7 @@ class Stack(Layer):
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
 
         def layer(carry: tuple, given: tuple) -> tuple[tuple, PyTree]:
-            # The cache is carried and written in place; scanned over, it would be copied whole by every call.
+            # The cache is part of the carry and updated in place; as a scanned input it would be copied by every call.
             (x, caches), (weights, number, place) = carry, given
             cache = jax.tree.map(lambda memory: jax.lax.dynamic_index_in_dim(memory, place, 0, False), caches)
             x, kept, aux = eqx.combine(weights, static)(x, tokens.fold_in(number), cache)
@@ -77,9 +77,10 @@ class Stack(Layer):
 
 
 _POLICIES = jax.checkpoint_policies
-# What is kept from the forward pass, by name; everything else is recomputed in the backward pass. `none`: keep all;
-# `products`: the results of linear maps, and what names itself: attention in `BlockwiseCore` ("attended"), and results
-# of linear maps that are put together from parts ("product").
+# Rematerialisation policies: what is kept from the forward pass; all else is recomputed in the backward pass. `none`
+# keeps everything; `products` keeps the results of linear maps, and arrays that are named by `checkpoint_name`: the
+# output of attention in `BlockwiseCore` ("attended"), and results of linear maps that are put together from devices
+# ("product").
 REMAT: dict[str, Callable[..., bool] | None] = {
     "none": None,
     "full": _POLICIES.nothing_saveable,

@@ -53,5 +53,5 @@ def _look_up_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> t
 def _rows(table: Array, ids: Array) -> Array:
     if not len(table):
         return jnp.full((*ids.shape, table.shape[1]), jnp.nan, table.dtype)
-    # Not jnp.take, which counts negative ids from the end: -1 would be a neighbour.
+    # Not `jnp.take`, which counts negative ids from the end: -1 would give the last row.
     return table.at[ids].get(mode="fill", wrap_negative_indices=False)

@@ -103,7 +103,7 @@ class Attention(Mixer):
         query, key, value = self.query(x), self.key(x), self.value(x)
         query = query if self.query_norm is None else self.query_norm(query)
         key = key if self.key_norm is None else self.key_norm(key)
-        # Where frequencies depend on the length, keys are stored as they are and rotated when read.
+        # If frequencies depend on the length, keys are cached unrotated, and rotated when they are read.
         late = self.rotary is not None and self.rotary.depends_on_length
         if self.rotary is not None and not late:
             query, key = self.rotary(query, tokens.positions), self.rotary(key, tokens.positions)
@@ -135,7 +135,7 @@ class Attention(Mixer):
         return self.output(attended), cache
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
-        """An empty cache for rows of up to `capacity` tokens, shorter and rolling where the mask forgets sooner."""
+        """An empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it is so long only, and rolls."""
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         reach = self.mask.reach(capacity)
         shape = (*batch, reach, *self.key.weight.shape[:2])

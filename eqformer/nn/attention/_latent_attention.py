@@ -108,7 +108,7 @@ class LatentAttention(Mixer):
         latents = self.latent_down(x)
         latents = latents if self.latent_norm is None else self.latent_norm(latents)
         key_rope = jnp.zeros((*x.shape[:-1], 0), x.dtype) if self.key_rope is None else self.key_rope(x)
-        # Where frequencies depend on the length, keys are stored as they are and rotated when read.
+        # If frequencies depend on the length, keys are cached unrotated, and rotated when they are read.
         late = self.rotary is not None and self.rotary.depends_on_length
         key_rope = key_rope if late else self._rotate_key(key_rope, tokens, None)
         kv_tokens = lengths = None
@@ -120,7 +120,7 @@ class LatentAttention(Mixer):
             key_rope = self._rotate_key(key_rope, tokens if kv_tokens is None else kv_tokens, lengths)
         absorbed = cache is not None and x.shape[-2] == 1
         if absorbed:
-            # The bias of key_up adds the same to a query's every score, which the softmax does not see.
+            # The bias of key_up adds the same number to all scores of a query, which does not change the softmax.
             query = einops.einsum(query, weight_of(self.key_up).astype(x.dtype), "... h d, h d latent -> ... h latent")
             key = value = latents[..., None, :]
         else:
@@ -152,7 +152,7 @@ class LatentAttention(Mixer):
         return key if self.rotary is None else self.rotary(key[..., None, :], tokens.positions, lengths)[..., 0, :]
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> LatentCache:
-        """An empty cache for rows of up to `capacity` tokens, shorter and rolling where the mask forgets sooner."""
+        """An empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it is so long only, and rolls."""
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         reach = self.mask.reach(capacity)
         latents = jnp.zeros((*batch, reach, self.latent_down.weight.shape[0]), dtype)

@@ -1,4 +1,4 @@
-"""How the blockwise core arranges arrays: heads before tokens, queries grouped by key head, and all cut into blocks."""
+"""The arrangement of arrays in the blockwise core: heads before tokens, queries grouped by key head, all in blocks."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def grouped(
     tokens: Tokens,
     kv_tokens: Tokens | None,
 ) -> tuple[Array, Array, Array, Tokens, Tokens]:
-    """Arrays as the loops want them: one batch dim, heads before tokens, queries grouped by the key head they read."""
+    """Arrays for the loops: one batch dim, heads before tokens, queries grouped by the key head that they read."""
     heads, kv_heads = check_heads(query, key)
     batch, seq, kv_seq = query.shape[:-3], query.shape[-3], key.shape[-3]
     queries = query.reshape(-1, seq, kv_heads, heads // kv_heads, query.shape[-1]).transpose(0, 2, 3, 1, 4)

@@ -1,4 +1,4 @@
-"""The attention core that never holds the whole matrix of probabilities, in the forward or the backward pass.
+"""The attention core that never builds the whole matrix of probabilities, in the forward or the backward pass.
 
 Online softmax over blocks of keys, after FlashAttention-2 (arXiv:2307.08691): the output and the logarithm of each
 row's sum are saved, and the backward pass makes the probabilities again, block by block.
@@ -66,13 +66,13 @@ def with_sinks(
     logsum: Float[Array, "*batch seq heads"],
     sinks: Float[Array, "heads"],
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """The softmax that sinks join: the one without them, times the share of the sum that the scores have."""
+    """The output with sinks in the softmax: the output without them, times the scores' share of the whole sum."""
     share = jax.nn.sigmoid(logsum - sinks.astype(logsum.dtype))[..., None]
     return wide_product(output, share)
 
 
 class Rules(NamedTuple):
-    """What is fixed of a call while it is traced."""
+    """The static settings of a call."""
 
     mask: Mask
     scale: float
@@ -93,8 +93,8 @@ def attend(
     Two calls over different keys combine by their logarithms. Gradients flow through both results.
     """
     arrays = grouped(query, key, value, tokens, kv_tokens)
-    # Under `shard_map` the arrays may vary over different mesh axes (kv heads held whole, query heads split). A custom
-    # gradient must be typed as its argument is, so all get the type of their sum; the compiler drops the zero.
+    # Under `shard_map` the arrays may vary over different mesh axes (replicated key heads, split query heads). A custom
+    # gradient must vary like its argument, so a zero that varies over all of these axes is added; XLA drops it.
     zero = jnp.zeros((), query.dtype)
     for array in jax.tree.leaves(arrays):
         zero += jnp.zeros_like(array, zero.dtype, shape=())

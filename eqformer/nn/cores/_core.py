@@ -119,7 +119,7 @@ class DotProductCore(eqx.Module):
             rules["mask"] = visible
             sighted = jnp.any(visible[:, 0], axis=-1)[..., None, None]
         output = _dot_product_attention(*arrays, scale=scale, implementation=self.implementation, **rules)
-        if sighted is not None:  # the kernel spreads a row that sees nothing over all its keys
+        if sighted is not None:  # the kernel gives the mean of all values to a query that sees no key
             output = jnp.where(sighted, output, jnp.zeros_like(output))
         return output[..., :v_dim].reshape(*query.shape[:-1], v_dim)
 
@@ -138,11 +138,11 @@ def _dot_product_attention(
     def in_float32(*arrays: Array) -> Array:
         return attend(*(x.astype(jnp.float32) for x in arrays)).astype(query.dtype)
 
-    # Asked for by name, jax never replaces cuDNN: it refuses here, or when it lowers for a platform without it.
+    # If cuDNN is asked for by name, jax never falls back: it raises here, or when it lowers for another platform.
     try:
         if query.dtype == jnp.float16 and implementation != "cudnn":
-            # jax asks for float16 products with float32 sums by a name that only GPUs know. Which platform it is, is
-            # settled when it lowers, and a GPU gets the program that it had.
+            # jax requests float16 products with float32 sums by an algorithm that only GPUs have. The platform is known
+            # at lowering only, so the choice is made there.
             return jax.lax.platform_dependent(query, key, value, cpu=in_float32, tpu=in_float32, default=attend)
         return attend(query, key, value)
     except (RuntimeError, NotImplementedError, ValueError) as error:
@@ -179,7 +179,7 @@ def check_heads(query: Array, key: Array) -> tuple[int, int]:
 
 
 def lowest(dtype: jnp.dtype) -> float:
-    """The score of a hidden key: finite, so that the difference of two of them is no NaN."""
+    """The score of a masked key: finite, so that the difference of two of them is not NaN."""
     return float(jnp.finfo(dtype).min) / 4
 
 

@@ -1,1 +1,1 @@
-"""Mixtures of experts: routers, dispatch, balance, and the products of many experts at once."""
+"""Mixtures of experts: routers, dispatch, balance losses, and grouped products."""

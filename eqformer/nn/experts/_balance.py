@@ -1,4 +1,4 @@
-"""Losses and a rule that keep experts equally busy."""
+"""Auxiliary losses, and an update rule of biases, that balance the load of experts."""
 
 import abc
 from collections.abc import Callable
@@ -16,12 +16,12 @@ Total = Callable[[Array], Array]
 
 
 def alone(x: Array) -> Array:
-    """The sum over the devices that share a batch, or a row, when there is but one."""
+    """The sum over devices on a single device, which is the value itself."""
     return x
 
 
 class BalanceLoss(eqx.Module):
-    """What a routing costs: `coefficient` times a sum over this call's real tokens, so that sums over devices add up.
+    """An auxiliary loss of a routing: `coefficient` times a sum over this call's tokens, so that devices' add up.
 
     The model's loss is divided by its tokens' weights in the end, their number where all count; where few do, the
     coefficient has to be as much smaller. "Batch" is the rows of a call: of a microbatch, where there are several.

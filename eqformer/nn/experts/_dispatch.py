@@ -1,4 +1,4 @@
-"""Two ways to bring tokens to their experts and the results back: dropping none, or to a fixed number of slots."""
+"""Two ways of dispatch, from tokens to their experts and back: dropless, or with a fixed capacity of each expert."""
 
 import math
 
@@ -29,7 +29,7 @@ class Dropless(eqx.Module):
         *,
         weighs_inputs: bool = False,
     ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
-        """The weighted sum of each token's experts, and how many choices had no place: none."""
+        """The weighted sum of each token's experts, and the number of dropped choices, which is 0."""
         number = math.prod(x.shape[:-1])
         flat = (array.reshape(number, array.shape[-1]) for array in (x, routing.experts, routing.weights))
         y = sum_of_experts(experts, *flat, weighs_inputs=weighs_inputs)
@@ -38,7 +38,7 @@ class Dropless(eqx.Module):
     def kept(
         self, chosen: Int[Array, "*batch seq top_k"], experts: int
     ) -> tuple[Int[Array, "*batch seq top_k"], Int[Array, ""]]:
-        """The choices that are computed, -1 for others, and how many are not: none."""
+        """The choices that are kept (all), and the number of dropped ones, which is 0."""
         return chosen, jnp.zeros((), jnp.int32)
 
     def without_drops(self, experts: Experts, routing: Routing) -> "Dropless":
@@ -80,7 +80,7 @@ class Capacity(eqx.Module):
         *,
         weighs_inputs: bool = False,
     ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
-        """The weighted sum of each token's experts that had a slot, and how many choices had none."""
+        """The weighted sum of each token's experts that had a slot, and the number of dropped choices."""
         chosen, slot, count = self._slots(routing.experts, len(experts))
         groups = chosen.shape[0]
         rows = x.reshape(*chosen.shape[:2], x.shape[-1])
@@ -103,7 +103,7 @@ class Capacity(eqx.Module):
     def kept(
         self, chosen: Int[Array, "*batch seq top_k"], experts: int
     ) -> tuple[Int[Array, "*batch seq top_k"], Int[Array, ""]]:
-        """The choices that have a slot, -1 for others, and how many have none."""
+        """The choices that have a slot, with -1 for others, and the number of dropped choices."""
         grouped, slot, _ = self._slots(chosen, experts)
         dropped = (grouped >= 0) & (slot < 0)
         return jnp.where(dropped, -1, grouped).reshape(chosen.shape), jnp.sum(dropped, dtype=jnp.int32)
@@ -178,7 +178,7 @@ def by_expert(
 def take_rows(
     x: Float[Array, "rows embed"], place: Int[Array, "taken"], back: Int[Array, "rows times"]
 ) -> Float[Array, "taken embed"]:
-    """`x[place]`, where `back` tells for each row the places at which it was taken: its gradient needs no scatter."""
+    """`x[place]`, where `back` has for each row the places that took it, so that its gradient needs no scatter."""
     return x[place]
 
 

@@ -1,4 +1,4 @@
-"""A router with the roles exchanged: each expert takes its best tokens."""
+"""Expert-choice routing: each expert chooses its best tokens."""
 
 import math
 

@@ -72,7 +72,7 @@ class Experts(eqx.Module):
 
 
 class _Called(eqx.Module):
-    """Stands for a map: it can be called, and holds nothing to read."""
+    """Takes the place of a linear map in a trace: it can be called, and has no weight to read."""
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows inputs"]:
         return x
