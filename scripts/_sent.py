@@ -1,4 +1,4 @@
-"""What a device sends in a step of a plan, by cause: told from shapes, and counted in a compiled program."""
+"""What a device sends in a step of a plan, by cause: computed from shapes, and counted in a compiled program."""
 
 import math
 from collections.abc import Iterable, Iterator

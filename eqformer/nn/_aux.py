@@ -8,10 +8,10 @@ from ._dims import modules
 
 
 class Aux(eqx.Module):
-    """A mixture of experts' losses and counts, each a sum over the tokens of a call, padding left out.
+    """The auxiliary losses and counts of a mixture of experts, each a sum over the tokens of a call without padding.
 
-    A stack puts a `layers` dim in front. `loss` is to be added to the sum of the tokens' losses; `load` counts the
-    choices of each expert, dropped ones among them; `entropy` sums, in nats, that of each token's scores over experts.
+    In a stack, each array has a `layers` dim in front. `loss` is added to the sum of the tokens' losses; `load` counts
+    the choices of each expert, also those dropped; `entropy` sums the entropy of each token's scores, in nats.
     """
 
     loss: Float[Array, "*layers"]

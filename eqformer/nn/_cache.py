@@ -18,10 +18,9 @@ from ._tokens import Tokens
 class KVCache(eqx.Module):
     """Keys and values of past tokens. A token's slot is its position (modulo the capacity where `rolling`).
 
-    Rows fill at their own pace: a slot's position says whether it is filled (-1: nothing). A cache that is not
-    rolling has no room for tokens beyond its capacity: they are not stored, and `without_room` makes what attention
-    gives for them NaN. A piece of a cache holds of its `capacity` slots those from `first` on; the pieces together see
-    what the whole would.
+    Rows may have different lengths: a slot's position says whether it is filled (-1: empty). A cache that is not
+    rolling does not store tokens beyond its capacity, and `without_room` makes the output of attention NaN for them. A
+    shard of a cache has those of its `capacity` slots that begin at `first`.
     """
 
     keys: Float[Array, "*batch kv_seq kv_heads head_dim"]
@@ -69,10 +68,10 @@ class LatentCache(eqx.Module):
 
 
 class DeltaCache(eqx.Module):
-    """What a gated delta net remembers of its rows, of one size however long they are.
+    """The cache of a gated delta net, whose size does not depend on the length of its rows.
 
-    `state` holds what the recurrence does, in float32 at least, `queries`, `keys` and `values` the last tokens before
-    their convolutions, and `lengths` the position that each row's next token has.
+    `state` is the recurrent state, in float32 at least; `queries`, `keys` and `values` are those of the last tokens,
+    before the convolutions; `lengths` is the position of each row's next token.
     """
 
     state: Float[Array, "*batch heads head_dim v_dim"]
@@ -97,9 +96,9 @@ def check_one_document(tokens: Tokens) -> None:
 
 
 def check_cached(tokens: Tokens, cache: PyTree) -> None:
-    """Raise a `ValueError` for packed rows and, where positions are known, for some beyond a cache that does not roll.
+    """Raise a `ValueError` for packed rows and, outside of a trace, for positions beyond a cache that does not roll.
 
-    While a program is traced they are not known; what such a token comes to is then NaN (`without_room`).
+    While a program is traced, positions are not known; the outputs of such tokens are then NaN (`without_room`).
     """
     check_one_document(tokens)
     positions = tokens.positions
@@ -170,7 +169,7 @@ def _store(old: tuple, cache: KVCache | LatentCache, new: tuple, tokens: Tokens)
 def _write(memory: Array, slots: Int[Array, "*batch seq"], new: Array) -> Array:
     """`memory[row, slot] = new` for each row; slots at the capacity are dropped."""
     batch = slots.shape[:-1]
-    rows = math.prod(batch)  # spelled out, since -1 cannot be told where a dim is 0: latents without rotary keys
+    rows = math.prod(batch)  # not -1, which is ambiguous if a dim is 0: latents without rotary keys
     flat, new = (x.reshape((rows, *x.shape[len(batch) :])) for x in (memory, new))
     row, slot = jnp.arange(rows)[:, None], slots.reshape(rows, slots.shape[-1])
     written = flat.at[row, slot].set(new, mode="drop")

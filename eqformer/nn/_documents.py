@@ -7,9 +7,9 @@ from ._tokens import Tokens
 
 
 def documents_of(tokens: Tokens, shape: tuple[int, ...]) -> Int[Array, "*batch seq"]:
-    """The documents of each row, numbered in their order; 0 is the one that a cache holds the beginning of.
+    """The documents of each row, numbered in order; number 0 continues the document in the cache.
 
-    A document begins at position 0 and where the segment is another than the token's before. Padding belongs to the
+    A document begins at position 0, and where the segment differs from the previous token's. Padding belongs to the
     document before it.
     """
     positions = jnp.broadcast_to(tokens.positions, shape)

@@ -1,8 +1,8 @@
-"""The one rule of sums: those over tokens and over devices are in float32 at least, forward and backward.
+"""Broadcasts whose gradients, sums over tokens, are taken in float32 at least.
 
-What is broadcast over tokens (a bias, a scale, a gate) has a gradient that is a sum over tokens, and JAX takes that sum
-in the dtype in which it was broadcast. A bfloat16 sum of thousands of numbers stops growing where what is added is less
-than half a step of the total; so these functions widen first, broadcast then, and round once.
+An array that is broadcast over tokens (a bias, a scale, a gate) has a gradient that is a sum over tokens, and JAX takes
+that sum in the dtype of the broadcast. A sum of thousands of bfloat16 numbers stops growing when the addends are less
+than half a step of the total. So these functions cast to float32 first, then broadcast, and round once.
 """
 
 from typing import Any
@@ -37,8 +37,8 @@ def spread(x: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "..."
 def look_up(table: Float[Array, "rows embed"], ids: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
     """`table[ids]`; NaN for an id outside the table, be it negative or too large.
 
-    The gradient of a token that comes a thousand times in a batch has a thousand addends. The table itself is not
-    widened; its gradient is, while it is made.
+    The gradient of a token that occurs a thousand times in a batch has a thousand addends. So the gradient is summed in
+    float32, without a float32 copy of the table.
     """
     return _rows(table, ids)
 

@@ -60,10 +60,10 @@ class Transformer(eqx.Module):
     def encode(
         self, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """The final norm's output. The cache is a tuple of one a stack; positions count on from what it holds.
+        """The final norm's output, the new cache (a tuple with one for each stack), and the aux of routed layers.
 
-        Third, what routed layers tell: for each stack a tree of `Aux` with a `layers` dim in front, None for others.
-        Where there is a cache, `tokens` must be given: only the caller knows how far each row has come.
+        The aux has, for each stack, a tree of `Aux` with a `layers` dim in front, None for other layers. With a cache,
+        `tokens` must be given, since their positions say how long each row is already.
         """
         tokens = tokens_or_default(tokens, ids.shape, cache)
         if cache is not None:

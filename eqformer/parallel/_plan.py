@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def aux_spec(self) -> PartitionSpec:
-        """Where what routed layers tell is: with the layers that a schedule runs, or else everywhere."""
+        """The spec of routed layers' aux: split like the layers that a schedule runs, or else replicated."""
         return PartitionSpec(PIPE) if self.runs_schedule else PartitionSpec()
 
     @property
@@ -143,17 +143,17 @@ class Plan:
         return in_reading_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
 
     def aux_to_ring_order(self, aux: PyTree) -> PyTree:
-        """What layers told in reading order, each array with a `layers` dim in front, in the order of a schedule's."""
+        """Layers' aux in reading order, each array with a `layers` dim in front, brought into ring order."""
         return jax.tree.map(ring_mover(self.timetable().part_of), aux) if self.runs_schedule else aux
 
     def aux_to_reading_order(self, aux: PyTree) -> PyTree:
-        """What a schedule's layers told, each array with a `layers` dim in front, in reading order."""
+        """Layers' aux in ring order, each array with a `layers` dim in front, brought into reading order."""
         return jax.tree.map(reading_mover(self.timetable().part_of), aux) if self.runs_schedule else aux
 
     def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
         """The batch with each row's tokens in the order in which they are split over `context`.
 
-        What no piece of a row can tell, the lengths of its documents, is said beside it.
+        The lengths of documents, which cannot be computed from a piece of a row, are added to its tokens.
         """
         if self.size(CONTEXT) == 1:
             return batch, tokens

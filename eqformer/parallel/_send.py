@@ -1,4 +1,4 @@
-"""What devices send each other: every collective of the transforms, by a name that its compiled program tells.
+"""Every collective of the transforms, each with a name that is found in the compiled program.
 
 A name stands in the program's metadata (`op_name`), before that of the operation; what the backward pass sends for it
 goes by the same name. So profiles, counted bytes and the tests that leave one out all speak of the same things.

@@ -24,10 +24,10 @@ from ._rotary import Rotary
 class LatentAttention(Mixer):
     """MLA of DeepSeek-V2 (2024), section 2.1: low-rank joint compression of keys and values, decoupled rotary key.
 
-    A token is remembered as `latent` numbers, from which each head's key and value are rebuilt, and one rotated key of
-    `rope_dim` channels that all heads share. Queries come from the input or, with `q_latent`, from a latent of their
-    own. Without a `rotary` there is no decoupled key (NoPE). One token decoded at a time attends to the latents
-    themselves: the up-projections are absorbed into query and output, as the paper notes, with equal results.
+    A token is cached as a latent of `latent` channels, from which each head's key and value are computed, and one
+    rotated key of `rope_dim` channels that all heads share. Queries come from the input or, with `q_latent`, from a
+    latent of their own. Without a `rotary` there is no decoupled key (NoPE). A single decoded token attends to the
+    latents directly: the up-projections are absorbed into query and output, as in the paper, with equal results.
     """
 
     query_down: Linear | None

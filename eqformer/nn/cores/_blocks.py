@@ -46,7 +46,8 @@ _WIDEST = 16
 def cut(most: int, rows, columns, places: Tokens, kv_places: Tokens):
     """Arrays of queries and of keys in blocks of up to `most` tokens, and a zero for carries, typed as they are.
 
-    Few queries, as where text is decoded, take more keys at a time: as many scores, up to `_WIDEST` blocks in one.
+    For few queries, as in decoding, blocks of keys are larger (up to `_WIDEST` times), so that a pair of blocks has as
+    many scores.
     """
     block = min(most, places.positions.shape[-1])
     kv_block = min(most * min(most // max(block, 1), _WIDEST), kv_places.positions.shape[-1])

@@ -30,7 +30,7 @@ class BlockwiseCore(eqx.Module):
     The program is of one size for any length. Pairs of blocks that the mask, the segments or padding leave empty are
     not computed. `block` is the tokens of a block; the scores of a pair of blocks take `4 * batch * heads * block**2`
     bytes, and on a CPU the core is fastest where they fit its cache (about 1 MB). `softcap` and `sinks` as in
-    `ReferenceCore`, which serves few queries of stored keys, as in decoding: it reads the cache where it lies.
+    `ReferenceCore`, which is used for few queries of cached keys, as in decoding, since it reads the cache in place.
     Differentiable in reverse mode, once; `DotProductCore` has all derivatives.
     """
 
@@ -164,8 +164,8 @@ def attend_backward(
 ]:
     """The gradients of query, key and value from those of output and logsum.
 
-    `saved` holds the arguments of `attend_forward` after its rules, then output and logsum. Where these are of a
-    softmax over more keys than the given ones, the results are the given keys' part of the gradients.
+    `saved` holds the array arguments of `attend_forward`, then output and logsum. If these are of a softmax over more
+    keys than are given (ring attention), the results are the given keys' part of the gradients.
     """
     query, key, value, places, kv_places, output, logsum = saved
     to_output, to_logsum = gradients

@@ -1,8 +1,8 @@
 """Attention cores: softmax(scale * query key^T) value under a mask, and nothing else.
 
-Every core is called alike. `kv_tokens=None` says that the keys are the queries' own tokens. What a query sees is told
-from positions and segments, wherever tokens stand; only where `tokens.are_whole_rows` are the rules also true of
-indices. Query head `h` reads kv head `h // (heads // kv_heads)`. Rows of padding queries are finite and mean nothing.
+All cores have the same signature. `kv_tokens=None` says that the keys are the queries' own tokens. What a query sees
+depends on positions and segments, wherever tokens stand; only if `tokens.are_whole_rows` are positions equal to
+indices. Query head `h` reads kv head `h // (heads // kv_heads)`. Outputs of padding queries are finite and meaningless.
 """
 
 from typing import Any, Literal
@@ -65,13 +65,12 @@ class ReferenceCore(eqx.Module):
 class DotProductCore(eqx.Module):
     """Attention by `jax.nn.dot_product_attention`: XLA's own (`None`, `"xla"`) or cuDNN's fused kernel (`"cudnn"`).
 
-    Causal and sliding-window calls on whole rows (`Tokens.are_whole_rows`) are told to the kernel by name, calls on
-    whole rows without any mask by each row's length; every other call hands over a mask array of `batch 1 seq kv_seq`,
-    which is what makes their memory quadratic with cuDNN too. Raises `ValueError`
-    while tracing when cuDNN was asked for and cannot serve the call: there is no silent fall-back. Sinks and softcaps
-    are beyond this kernel (`ReferenceCore`, `BlockwiseCore`). Unequal `head_dim` and `v_dim` are padded with zeros to
-    the larger, at the cost of the products with the padding. For 16-bit arrays jax's own code needs its standard dtype
-    promotion, while tracing and lowering.
+    For whole rows (`Tokens.are_whole_rows`) the kernel gets its causal flag and a window or, without a mask, the rows'
+    lengths. Every other call passes a mask of `batch 1 seq kv_seq`, so that its memory is quadratic with cuDNN too.
+    Raises a `ValueError` while tracing if cuDNN was asked for and cannot compute the call: it never falls back
+    silently. It has no sinks and softcaps (`ReferenceCore` and `BlockwiseCore` have). If `head_dim` and `v_dim` differ,
+    the smaller is padded with zeros. For 16-bit arrays jax's own code needs its standard dtype promotion, while tracing
+    and lowering.
     """
 
     implementation: Literal["xla", "cudnn"] | None = eqx.field(static=True, default=None)

@@ -23,11 +23,10 @@ def alone(x: Array) -> Array:
 class BalanceLoss(eqx.Module):
     """An auxiliary loss of a routing: `coefficient` times a sum over this call's tokens, so that devices' add up.
 
-    The model's loss is divided by its tokens' weights in the end, their number where all count; where few do, the
-    coefficient has to be as much smaller. "Batch" is the rows of a call: of a microbatch, where there are several.
-    `total` sums an array over all devices that share
-    the batch; `row_total` over those that hold parts of the same rows (context parallelism). On one device both are
-    the identity.
+    The model's loss is divided by the weights of its tokens in the end. If only few tokens have a weight, the
+    coefficient must be smaller in proportion. "Batch" means the rows of a call, which is a microbatch if there are
+    several. `total` sums an array over all devices that share the batch, `row_total` over those that hold parts of the
+    same rows (context parallelism). On one device both are the identity.
     """
 
     coefficient: eqx.AbstractVar[float]

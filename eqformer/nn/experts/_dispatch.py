@@ -15,10 +15,10 @@ from ._routing import Routing, Slots
 
 
 class Dropless(eqx.Module):
-    """Every choice is computed: choices are sorted by expert and each product is one over groups (MegaBlocks).
+    """Dropless dispatch: choices are sorted by expert, and products are grouped products (MegaBlocks).
 
-    Results are combined token by token, in float32 at least and in the order of the choices, so that they do not
-    depend on where experts are. There is one derivative, in reverse mode: no `jax.jvp`, no gradient of a gradient.
+    Results are summed for each token in float32 at least and in the order of its choices, so that they do not depend on
+    which device has which expert. There is a first derivative in reverse mode: no `jax.jvp`, no second derivative.
     """
 
     def __call__(
@@ -47,17 +47,17 @@ class Dropless(eqx.Module):
 
 
 class Capacity(eqx.Module):
-    """Each expert has `ceil(factor * choices / experts)` slots a group; a choice that finds them full is dropped.
+    """Each expert has `ceil(factor * choices / experts)` slots in a group; choices beyond these are dropped.
 
-    Padding chooses nobody and is not counted, so that rows may be padded to any length.
+    Padding chooses no expert and is not counted, so that rows may be padded to any length.
 
     Groups are rows (`per="sequence"`, so that neither the batch nor a mesh that splits it changes who is dropped) or
     all rows of a call (`"batch"`). First choices go before second ones, and earlier tokens before later ones (GShard,
     arXiv:2006.16668, algorithm 1; Switch, arXiv:2101.03961, section 2.2). A dropped choice adds nothing: with all
     dropped, a token passes through the residual stream. Works with experts of any kind of module.
 
-    Slots are a means of training. A layer asks for `without_drops` elsewhere: who finds a slot depends on later tokens
-    (their first choices go before earlier tokens' second ones) and on how many tokens a call has.
+    Choices are dropped in training only; in inference, layers use `without_drops`, since which choices are dropped
+    depends on later tokens (whose first choices go before earlier tokens' second ones) and on the length of the call.
     """
 
     factor: float = eqx.field(static=True)
@@ -109,9 +109,9 @@ class Capacity(eqx.Module):
         return jnp.where(dropped, -1, grouped).reshape(chosen.shape), jnp.sum(dropped, dtype=jnp.int32)
 
     def without_drops(self, experts: Experts, routing: Routing) -> "Dropless | Capacity":
-        """What computes every choice: `Dropless`, or a slot for every token where experts do more than call maps.
+        """A dispatch that drops nothing: `Dropless`, or a slot for every token if experts are not made of `Linear`s.
 
-        The experts may be those of one device; `routing` knows of all.
+        The experts may be those of one device; `routing` is of all.
         """
         number, top_k = routing.scores.shape[-1], routing.experts.shape[-1]
         return Dropless() if experts.only_call_maps() else Capacity(number / top_k, self.per)

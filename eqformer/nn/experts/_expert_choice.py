@@ -18,9 +18,9 @@ class ExpertChoiceRouter(eqx.Module):
 
     Scores are the softmax over experts, and the weights; equal scores: the earlier token. `n` counts the real tokens of
     a group: of a row (`per="sequence"`) or of the whole call (`per="batch"`), so that padding changes nothing. A
-    token is taken by `factor` experts on average, by none or by all. The load is balanced by construction. Which
-    tokens are taken depends on later ones: the future leaks into a causal model, and a prompt is routed otherwise
-    alone than in its continuation.
+    token is taken by `factor` experts on average, and possibly by none or by all. The load is balanced by construction.
+    Which tokens are taken depends on later ones: the future leaks into a causal model, and a prompt is routed in
+    another way alone than with its continuation.
     """
 
     linear: Linear

@@ -85,11 +85,11 @@ def blocked_backward(
 
 
 class Slots:
-    """As many slots for each group as even loads have rows, times `room`, or none where these rows are few.
+    """The number of slots for each group: the rows of an even load, times `room`; 0 if these are few.
 
-    The first rows of a group are computed in its slots, all groups in one product, so that nothing copies their
-    parameters; the rest of a group is computed after that. Slots are not used where loads are so uneven that a quarter
-    of the rows would find none.
+    The first rows of each group are computed in its slots, all groups in one batched product, which copies no
+    parameters; the other rows are computed after that. Slots are not used if loads are so uneven that a quarter of the
+    rows would be left over.
     """
 
     number: int

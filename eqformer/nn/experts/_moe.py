@@ -24,10 +24,10 @@ from ._routing import is_real, Routing, Slots
 class MoE(Routed):
     """`shared(x) + sum_k w_k experts[i_k](x)`, the experts `i` and weights `w` of each token chosen by the router.
 
-    `dispatch` is how tokens come to experts: `Dropless()` or `Capacity(factor)`; experts that choose their tokens
-    (`ExpertChoiceRouter`) bring slots of their own. Tokens without keys, those of evaluation and generation, lose no
-    choice by any dispatch, so that what one gets depends on no later one and not on the length of the call. `shared`
-    sees every token. `losses` are summed into `Aux.loss`. With `weighs_inputs` it is
+    `dispatch` is how tokens reach experts: `Dropless()` or `Capacity(factor)`; with experts that choose their tokens
+    (`ExpertChoiceRouter`) it is not used. For tokens without keys, those of evaluation and generation, nothing is
+    dropped by any dispatch, so that a token's output does not depend on later tokens or on the length of the call.
+    `shared` runs on every token. `losses` are summed into `Aux.loss`. With `weighs_inputs` the layer is
     `shared(x) + sum_k experts[i_k](w_k x)` (Llama 4).
     """
 

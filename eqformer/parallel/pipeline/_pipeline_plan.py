@@ -21,7 +21,7 @@ class Link(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """What a link brings a device in a tick: the slot, and whether it brings any device something, told to all."""
+    """What a link brings a device in a tick: the slot, and whether it brings any device something (known to all)."""
 
     slot: Int[Array, "*ticks"]
     is_used: Bool[Array, "*ticks"]

@@ -18,12 +18,11 @@ from .._vary import vary, varying_axes
 class PipelinedStack(eqx.Module):
     """This device's layers of a stack split over the axis `pipe`, run on `microbatches` pieces of the rows in turn.
 
-    In tick `t` of `m + p - 1`, stage `i` runs its layers on microbatch `t - i`, or nothing; `order` tells which device
-    is which stage, by default `i` is device `i`. Differentiated, it is
-    GPipe: the stages run backward in the opposite order, from their inputs, of which it remembers `m + p - 1`. Rows
-    come and go whole on every device of the axis, or split over it too (`splits_rows`): each device then holds as many
-    microbatches of inputs as of outputs, and these move one device on in each tick, so that the first stage has the
-    next one at hand and what is computed before and after is spread over all stages (GSPMD's pipelines, praxis).
+    In tick `t` of `m + p - 1`, stage `i` runs its layers on microbatch `t - i`, or nothing; `order` says which device
+    is which stage, by default stage `i` is device `i`. Its derivative is GPipe: the stages run backward in the opposite
+    order, from their inputs, of which each keeps `m + p - 1`. Rows are replicated over the axis, before and after, or
+    split over it (`splits_rows`): the microbatches then move to the next device in each tick, so that the first stage
+    has its next input and the last stage's outputs spread over all devices (as in GSPMD's pipelines and praxis).
 
     A cache holds this device's layers for all rows. Rows are the first dim, microbatch after microbatch.
     """
@@ -48,9 +47,9 @@ class PipelinedStack(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch *dims embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "batch *dims embed"], PyTree, PyTree]:
-        """The whole stack's output, the cache of this device's layers, and what all layers told.
+        """The whole stack's output, the cache of this device's layers, and the layers' aux.
 
-        Of the latter each device has that of its own layers, and zeros for others: their sum over `pipe` is the whole.
+        The aux of a device is that of its own layers, with zeros for the others: the sum over `pipe` is the whole.
         """
         stages, order = jax.lax.axis_size(PIPE), self.order or range(jax.lax.axis_size(PIPE))
         rank = jnp.asarray(np.argsort(order), jnp.int32)[jax.lax.axis_index(PIPE)]

@@ -168,11 +168,11 @@ class CacheCore(eqx.Module):
 def _encode(
     model: nn.Transformer, plan: Plan, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
 ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
-    if plan.size(TENSOR) > 1:  # the norm alone: what gives logits is told that it may differ
+    if plan.size(TENSOR) > 1:  # the norm alone: logits are computed from values typed as varying
         model = eqx.tree_at(lambda m: m.norm, model, model.norm.inner)  # type: ignore[attr-defined]
     pieces = plan.size(CONTEXT)
     if pieces > 1:
-        lengths = jnp.broadcast_to(nn.document_lengths(tokens), ids.shape)  # which no piece could tell
+        lengths = jnp.broadcast_to(nn.document_lengths(tokens), ids.shape)  # which a piece of a row does not show
         tokens = dataclasses.replace(tokens, lengths=lengths)
         cache = _each_cache(cache, lambda one: _piece(one, pieces))
     x, cache, _ = model.encode(ids, tokens, cache)

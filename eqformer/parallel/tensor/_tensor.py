@@ -78,7 +78,7 @@ class TensorMixer(nn.Mixer):
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
         """The mixer's own call; `x` as for `Tensor`, `tokens` are whole rows'."""
         if self.tensor.residual == "sequence" and tokens is None and cache is None:
-            # Told nothing of its tokens, the mixer would count those of `x`, but it is given all devices'.
+            # Without `tokens` the mixer would number the tokens of `x`, but it is given those of all devices.
             tokens = nn.positions_like((*x.shape[:-2], x.shape[-2] * jax.lax.axis_size(TENSOR)))
         return self.tensor(x, tokens, cache)
 
