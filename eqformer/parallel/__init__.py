@@ -63,7 +63,7 @@ from .pipeline._schedules import (
 )
 from .pipeline._simulate import Entries as Entries, simulate as simulate, Simulation as Simulation, Timing as Timing
 from .pipeline._timeline import draw_timeline as draw_timeline, picture_timeline as picture_timeline
-from .pipeline._v_schedules import zero_bubble_v as zero_bubble_v
+from .pipeline._v_schedules import dualpipe_v as dualpipe_v, zero_bubble_v as zero_bubble_v
 from .pipeline._weight_gradients import differentiable as differentiable
 from .serving._planned import CacheCore as CacheCore, Planned as Planned
 from .serving._weight_stationary import WeightStationary as WeightStationary

@@ -172,7 +172,7 @@ class Recipe:
     """How tokens reach experts: all are gathered (exact), or each choice is sent by all-to-all, within a capacity."""
     expert_factor: float = 2.0
     """The capacity of --expert-method exchange for each pair of devices, relative to an even load."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1", "zb-v"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
     """Microbatches of a step that go through the pipeline; it is multiplied with --accumulate."""

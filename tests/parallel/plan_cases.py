@@ -14,7 +14,9 @@ TENSOR += [{"residual": r, "overlap": o} for r in ("sequence", "feature") for o 
 CONTEXT = [{"context_method": method} for method in ("ring", "gather", "heads")]
 PIPE: list[dict[str, Any]] = [{"schedule": name, "microbatches": 4} for name in ("gpipe", "1f1b", "zb-h1")]
 PIPE += [{"schedule": "gpipe", "microbatches": 4, "edges": "spread"}]
-PIPE += [{"schedule": name, "microbatches": 2, "chunks": 2} for name in ("interleaved", "looping", "zb-v")]
+PIPE += [
+    {"schedule": name, "microbatches": 2, "chunks": 2} for name in ("interleaved", "looping", "zb-v", "dualpipe-v")
+]
 
 # Every axis, stage of ZeRO, stream, overlap, method, schedule and remat at least once.
 EVERY_RUN = [
@@ -42,6 +44,7 @@ EVERY_RUN = [
     Case("shared mixture", {"expert": 2, "tensor": 2}, {"expert_method": "exchange", "expert_factor": 8.0}),
     Case("llama", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 4, "chunks": 2}),
     Case("sublayers", {"pipe": 2, "tensor": 2}, {"schedule": "1f1b", "microbatches": 2, "residual": "sequence"}),
+    Case("gpt2", {"fsdp": 2, "pipe": 2}, {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2}),
 ]
 EVERY_STEP = [
     Case(

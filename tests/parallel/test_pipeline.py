@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from eqformer import nn
 from eqformer.parallel import (
     check_depth,
+    dualpipe_v,
     filter_shard_map,
     gpipe,
     interleaved,
@@ -44,6 +45,7 @@ SCHEDULES = {
     "looping": lambda: looping(STAGES, MICROBATCHES, 2),
     "zb-h1": lambda: zero_bubble(STAGES, MICROBATCHES),
     "zb-v": lambda: zero_bubble_v(STAGES, MICROBATCHES),
+    "dualpipe-v": lambda: dualpipe_v(STAGES, MICROBATCHES),
 }
 EVERY_RUN = ("zb-v",)  # which has messages of both kinds in both directions, hand-overs, and weight entries
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from eqformer.parallel import (
+    dualpipe_v,
     gpipe,
     IDLE,
     interleaved,
@@ -123,6 +124,26 @@ def test_a_v_halves_the_zero_bubble(stages, microbatches, costs):
                         2 * found.asynchronous.idle
                         == simulate(zero_bubble(p, m), **times((f, b, w), 2)).asynchronous.idle
                     )
+
+
+@pytest.mark.parametrize("stages,microbatches,costs", WIDE)
+def test_dualpipe_cut_in_half_waits_no_longer_for_more_microbatches(stages, microbatches, costs):
+    """In lock-step, whatever a forward and a backward cost; and within the published bubble without it."""
+    for p in stages:
+        idle = [simulate(dualpipe_v(p, 2 * p), **times(cost, chunks=2)).lock_step.idle for cost in costs]
+        for m in microbatches:
+            table = dualpipe_v(p, m)
+            for (f, b, w), expected in zip(costs, idle):
+                found = simulate(table, **times((f, b, w), chunks=2))
+                assert found.peak().max() <= 2 * p + 1  # of halves of a device's microbatches
+                if m < 2 * p:
+                    continue
+                assert table.ticks == 2 * m + 5 * p - 2
+                same(found.peak(), np.full(p, 2 * p + 1))
+                same(found.peak(0.0, 1.0), np.arange(p) + 1)
+                assert found.lock_step.idle == expected
+                if w <= f <= b:
+                    assert found.asynchronous.idle <= (p - 1) * (f + 2 * b - w)
 
 
 def test_the_published_examples():

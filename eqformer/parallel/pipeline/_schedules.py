@@ -14,7 +14,7 @@ from jaxtyping import Int
 from ._check_schedule import check_schedule
 from ._pack import pack_schedule, Turns, Work
 from ._schedule import check_counts, IDLE, ring_placement, Schedule
-from ._v_schedules import zero_bubble_v
+from ._v_schedules import dualpipe_v, zero_bubble_v
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -118,6 +118,7 @@ SCHEDULES: Mapping[str, Kind] = {
     "looping": Kind(looping, chunks=None),
     "zb-h1": Kind(zero_bubble),
     "zb-v": Kind(zero_bubble_v, chunks=2),
+    "dualpipe-v": Kind(dualpipe_v, chunks=2),
 }
 
 
