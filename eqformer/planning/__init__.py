@@ -1,4 +1,4 @@
-"""What a run will cost: parameters, operations, bytes sent, and the machine's measured speed."""
+"""The costs of a run: parameters, operations, bytes sent, and the machine's measured speed."""
 
 from ._bounds import (
     context_bytes as context_bytes,

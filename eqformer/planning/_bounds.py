@@ -1,7 +1,7 @@
-"""The least that each way to split a model can send: closed formulas, in bytes sent by one device.
+"""Lower bounds of what each way to split a model sends: closed formulas, in bytes sent by one device.
 
 Rings are optimal in bandwidth (Patarasuk and Yuan 2009): to gather or to reduce-scatter `S` bytes over `n` devices,
-each sends `(n-1)/n S`; to all-reduce them, twice that. `communication` counts what a compiled program sends in truth.
+each sends `(n-1)/n S`; to all-reduce them, twice that. `communication` counts what a compiled program does send.
 """
 
 Number = int | float
@@ -23,7 +23,7 @@ def sharded_state_bytes(
     weight_bytes: Number = 2,
     gradient_bytes: Number = 2,
 ) -> Number:
-    """Bytes a step of data parallelism over `devices` with the training state whole (`zero=0`) or split (1, 2, 3).
+    """Bytes a step of data parallelism over `devices`, with the training state replicated (`zero=0`) or split (1 to 3).
 
     With `f = (n-1)/n`, `P` parameters and `G` microbatches, ZeRO (arXiv:1910.02054) sends `2 f P b_g` at stage 0 (plain
     data parallelism), `f P (b_g + b_w)` at 1, `f P (G b_g + b_w)` at 2, where each microbatch's gradients are
@@ -113,29 +113,29 @@ def expert_bytes(
 
 
 def transfer_seconds(sent: Number, gigabits: Number, *, gigabit: int = 10**9) -> Number:
-    """How long `sent` bytes take on a wire of so many gigabits a second (networks' are of 10^9 bits; some say 2^30)."""
+    """The seconds that `sent` bytes take on a link of so many gigabits a second, of 10^9 bits (or of `gigabit`)."""
     return 8 * sent / (gigabits * gigabit)
 
 
 def ffn_gradient_bytes(embed: int, hidden: int, *, gradient_bytes: Number = 4) -> Number:
-    """The gradients of a feed-forward layer's two matrices, which data parallelism sends: `2 d h b`, at any batch."""
+    """Bytes of the gradients of a feed-forward layer's two matrices, which data parallelism reduces: `2 d h b`."""
     return 2 * embed * hidden * gradient_bytes
 
 
 def ffn_activation_bytes(batch: int, embed: int, *, activation_bytes: Number = 4) -> Number:
-    """The output of a feed-forward layer, which tensor parallelism sums: `B d a`, however wide the layer is."""
+    """Bytes of the output of a feed-forward layer, which tensor parallelism reduces: `B d a`."""
     return batch * embed * activation_bytes
 
 
 def gpipe_idle_share(stages: int, microbatches: int) -> Number:
-    """The share of time that a device of a GPipe waits: `(p-1)/(m+p-1)` (arXiv:1811.06965)."""
+    """The share of time that a device is idle under GPipe: `(p-1)/(m+p-1)` (arXiv:1811.06965)."""
     return (stages - 1) / (microbatches + stages - 1)
 
 
 def gpipe_activations(batch: Number, layers: int, stages: int, microbatches: int, *, recompute: bool = True) -> Number:
-    """Rows of activations that a device of a GPipe holds at its peak: `B + L/p B/m` with recomputation, else `B L/p`.
+    """Rows of activations that a device holds at its peak under GPipe: `B + L/p B/m` with recomputation, else `B L/p`.
 
-    Recomputing, it holds the input of its stage for the whole batch, and each layer's for the microbatch at hand.
+    With recomputation it holds the inputs of its stage for the whole batch, and of each layer for one microbatch.
     """
     depth = layers / stages
     return batch + depth * batch / microbatches if recompute else batch * depth

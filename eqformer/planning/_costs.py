@@ -22,10 +22,10 @@ from ..nn import (
 
 
 def parameter_count(model: PyTree, *, embeddings: bool = True, active: bool = False) -> int:
-    """How many numbers are trained; without `embeddings`, those outside tables of tokens, positions and logits.
+    """The number of trainable parameters; without `embeddings`, tables of tokens, positions and logits are left out.
 
-    With `active`, of experts as many as a token takes on average. Takes a model or its shapes
-    (`equinox.filter_eval_shape`), so that one of any size can be counted.
+    With `active`, only as many experts are counted as a token takes on average. Takes a model or its shapes
+    (`equinox.filter_eval_shape`), so that models of any size can be counted.
     """
     marks = jax.tree.leaves(matrices(model), is_leaf=lambda x: x is None)
     leaves = jax.tree.leaves(model, is_leaf=lambda x: x is None)
@@ -74,7 +74,7 @@ def flops_per_token(
 
 
 def visible_keys(mask: Mask, seq: int) -> float:
-    """How many keys a query sees under `mask`, on average over the positions of a row of `seq` tokens."""
+    """The number of keys that a query sees under `mask`, on average over the positions of a row of `seq` tokens."""
     if not mask.is_causal:
         return float(seq)
     reach = mask.reach(seq)
@@ -95,7 +95,7 @@ def _score_channels(module: Attention | LatentAttention) -> int:
 
 
 def _idle(moe: MoE) -> float:
-    """Numbers of the experts that a token does not take, on average."""
+    """The number of parameters of experts that a token does not take, on average."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(moe.experts) if is_trainable(x)) * _idle_share(moe)
 
 
