@@ -173,6 +173,33 @@ def test_each_listed_name_is_that_of_a_collective():
     assert {name for name in NAMES if name not in page} == set()
 
 
+# Words that have another meaning here, or none, by the folders whose names may not have them: the schedule is a
+# pipeline's (learning rates are `rates`), sinks are the softmax's (metrics have a `MetricWriter`).
+TAKEN = {"eqformer": {"told", "tells"}, "eqformer/training": {"schedule", "sink"}, "scripts": {"sink", "told", "tells"}}
+
+
+def misnamed(folder: str, source: str) -> set[str]:
+    """Names that a file defines with a word that is taken."""
+    taken = {word for place, words in TAKEN.items() if folder.startswith(place) for word in words}
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    words_of = lambda name: {word.removesuffix("s") for word in name.lower().split("_")} | {*name.lower().split("_")}
+    return {name for name in found if words_of(name) & taken}
+
+
+def test_words_have_one_meaning():
+    for path in [*FILES, *sorted((ROOT / "scripts").rglob("*.py"))]:
+        assert misnamed(path.parent.relative_to(ROOT).as_posix(), path.read_text()) == set(), path
+    assert misnamed("eqformer/training", "def schedule(peak): sinks = told = 1") == {"schedule", "sinks", "told"}
+    assert misnamed("eqformer/parallel", "def make_schedule(sinks): return sinks") == set()
+
+
 def unencoded(tree: ast.AST) -> list[int]:
     """Lines that read or write text without saying in which encoding: the machine's settings would decide."""
     found = []
