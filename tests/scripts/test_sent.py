@@ -124,8 +124,8 @@ def test_no_mixer_is_left_out():
     """Whatever `nn` has is in the one list by which the transforms split and the formulas count."""
     found = {kind for kind in vars(nn).values() if isinstance(kind, type) and is_mixer(kind)}
     assert found == {*parallel.MIXERS} and len(found) > 2
-    by_formula = {name: by_formula_of(f"{flags} --mesh.tensor 2")[TENSOR] for name, flags in KINDS.items()}
-    assert min(by_formula.values()) > 0
+    sent = {name: by_formula_of(f"{flags} --mesh.tensor 2")[TENSOR] for name, flags in KINDS.items()}
+    assert min(sent.values()) > 0
 
 
 def test_formula_bytes_of_factors_are_theirs_alone():
@@ -155,10 +155,10 @@ def test_formula_bytes_of_experts_are_the_closed_formulas():
     layers, ways = 4, {"gather": {}, "exchange": {"factor": 1.5}}
     for method, more in ways.items():
         flags = f"--recipe moe --mesh.expert 4 --mesh.fsdp 2 --execution.remat none --expert-method {method}"
-        by_formula = by_formula_of(f"{flags} --expert-factor 1.5")[EXPERT]
+        sent = by_formula_of(f"{flags} --expert-factor 1.5")[EXPERT]
         form = planning.expert_bytes(tokens, embed, 4, top_k=top_k, method=method, activation_bytes=4, **more)
         beside = 3 * tokens * top_k * 3 * 4 if method == "gather" else 3 / 4 * 1.5 * tokens * top_k * 4
-        assert by_formula == layers * (form + beside)  # choices and weights are sent too
+        assert sent == layers * (form + beside)  # choices and weights are sent too
 
 
 def test_a_pipeline_gathers_three_times():
