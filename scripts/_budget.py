@@ -17,7 +17,7 @@ from eqformer.parallel import PIPE
 
 def state_bytes(plan: parallel.Plan, states: State) -> dict[str, tuple[int, int]]:
     """Bytes on one device, and in all, of parameters, gradients and the optimizer's state."""
-    shapes = states.shapes()
+    shapes = states.held_shapes()
     wide = lambda x: jax.ShapeDtypeStruct(x.shape, nn.at_least_float32(x.dtype))
     trained = jax.tree.map(wide, states.optimizer.trained(shapes.model))
     # Gradients are reduce-scattered as soon as they are computed, or kept whole until the end of the backward pass.
@@ -36,6 +36,7 @@ def activation_bytes(plan: parallel.Plan, model: nn.Transformer, batch: Batch) -
     In a pipeline: the inputs of a stage for as many microbatches as the schedule has in flight, and what the backward
     pass of one microbatch through one stage keeps.
     """
+    model = plan.shapes(model)
     waiting, kept = (sum(x.size * x.dtype.itemsize for x in shapes) for shapes in _kept_shapes(plan, model, batch))
     if not plan.is_pipelined:
         return {"kept for the backward pass": kept}
@@ -93,11 +94,16 @@ def _loss(plan: parallel.Plan, model: nn.Transformer, wrapped: Any, batch: Batch
 
 def _stage(plan: parallel.Plan, wrapped: Any, batch: Batch, tokens: nn.Tokens) -> tuple:
     """One chunk of a stage's layers, and its input."""
-    stack = wrapped.stacks[0]
-    # With spread edges, the stack is a `PipelinedStack` around the stage's layers.
-    stack = stack.stack if isinstance(stack, parallel.PipelinedStack) else stack
+    # With spread edges, a stack is a `PipelinedStack` around the stage's layers.
+    stacks = [stack.stack if isinstance(stack, parallel.PipelinedStack) else stack for stack in wrapped.stacks]
     x = parallel.vary(wrapped.embed(batch.ids, tokens), [PIPE])
-    return lambda stack, x: stack(x, tokens.fold_in(0))[0], stack[: len(stack) // plan.timetable().chunks], x
+
+    def run(stacks: tuple, x: jax.Array) -> jax.Array:
+        for number, stack in enumerate(stacks):
+            x = stack(x, tokens.fold_in(number))[0]
+        return x
+
+    return run, tuple(stack[: len(stack) // plan.timetable().chunks] for stack in stacks), x
 
 
 def _beside(pull: PyTree, there: PyTree) -> list[jax.Array]:

@@ -190,6 +190,13 @@ class State:
         """The state's shapes in reading order, with the plan's shardings: what a checkpoint is restored into."""
         return placed(self._unplaced, self._shardings(eqx.filter(self._unplaced, is_shape)))
 
+    def held_shapes(self) -> training.TrainState:
+        """The shapes of what a step takes: in ring order, each where the plan keeps it."""
+        parts = lambda s: (s.model, s.optimizer_state)
+        held = tuple(eqx.filter_eval_shape(self.plan.to_ring_order, part) for part in parts(self._unplaced))
+        state = eqx.tree_at(parts, self._unplaced, held)
+        return placed(state, self._shardings(eqx.filter(state, is_shape)))
+
     def under(self, plan: parallel.Plan) -> "State":
         """The same state under another plan; shapes are shared, since tracing them takes long."""
         other = State(self.recipe, plan, self.optimizer)
@@ -209,20 +216,32 @@ class State:
         return self._ordered(state, self.plan.to_reading_order)
 
     def _ordered(self, state: training.TrainState, order: Callable[..., Any]) -> training.TrainState:
-        """The state with its layers in another order; arrays are donated one after another, so that at any time at
-        most one array exists twice.
+        """The state with its layers in another order; donates the one it is given, one array at a time.
+
+        So there is never a second copy of more than one array.
         """
         arrays, rest = eqx.partition(state, eqx.is_array)
         parts = lambda s: (s.model, s.optimizer_state)
-        moved = tuple(order(part, self._taken) for part in parts(arrays))
+        given = parts(arrays)
+        orders = tuple(order(part, lambda x, order: order) for part in given)  # or the array, if it stays as it is
+        if all(x is rows for x, rows in zip(jax.tree.leaves(given), jax.tree.leaves(orders), strict=True)):
+            return state
+        after = eqx.tree_at(parts, arrays, tuple(eqx.filter_eval_shape(order, part) for part in given))
+        move = lambda x, rows, sharding: x if x is rows else self._taken(x, rows, sharding)
+        moved = jax.tree.map(move, given, orders, parts(self._shardings(after)))
         return eqx.combine(eqx.tree_at(parts, arrays, moved), rest)
 
-    def _taken(self, x: Any, order: np.ndarray) -> Any:
-        """The rows of an array in another order, with the same sharding; the array is donated."""
-        if x.sharding not in self._movers:
-            take = lambda x, order: x[order]
-            self._movers[x.sharding] = jax.jit(take, donate_argnums=0, out_shardings=x.sharding)
-        return self._movers[x.sharding](x, order)
+    def _taken(self, x: Any, order: np.ndarray, sharding: NamedSharding) -> Any:
+        """The rows of an array in an order, donated; zeros for numbers beyond its last, where rows are padding."""
+        is_as_long = len(order) == x.shape[0]
+        if (key := (is_as_long, sharding)) not in self._movers:
+            take = lambda x, order: x.at[order].get(mode="fill", fill_value=0)
+            donated = (0,) if is_as_long else ()  # another shape has no use for the memory
+            self._movers[key] = jax.jit(take, donate_argnums=donated, out_shardings=sharding)
+        taken = self._movers[key](x, order)
+        if not is_as_long:
+            x.delete()
+        return taken
 
     def everywhere(self, key: Any) -> Any:
         """A random key, replicated on all devices."""

@@ -37,6 +37,7 @@ def sent_bytes(
     """
     pieces = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
     tokens = rows // pieces * seq // plan.size(CONTEXT)
+    model = plan.shapes(model)
     moving = trained(model)
     found = list(_of_state(plan, model, moving))
     if plan.size(TENSOR) > 1:
@@ -87,7 +88,7 @@ def counted_bytes(plan: parallel.Plan, transfers: Iterable[planning.Transfer]) -
 def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[Sent]:
     what = f"parameters and gradients, zero {plan.zero}"
     # A pipeline's backward entry runs its layers forward once more, and gathers them for it; a single one it keeps.
-    is_deep = plan.spreads_edges or any(len(stack) > plan.timetable().parts for stack in model.stacks)
+    is_deep = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
     for leaf, number, weight, is_layers, moves in _arrays(plan, model, moving):
         if not (moves or plan.zero == 3):  # it stays where it is, whole
             continue

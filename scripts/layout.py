@@ -88,7 +88,8 @@ def report(command: Command) -> None:
     check_plan(recipe, plan, model)
     states = State(recipe, plan, optimizer_of(recipe, model))
     print(mesh_line(plan), end="\n\n")
-    print(parallel.layout_table(model, plan.parameter_specs(model), plan.mesh).partition("\n")[2], end="\n\n")
+    held = plan.shapes(model)
+    print(parallel.layout_table(held, plan.parameter_specs(held), plan.mesh).partition("\n")[2], end="\n\n")
     state, activations = _print_bytes(recipe, plan, states, model)
     if memory is not None:
         print(fitting(recipe, memory, state, activations), end="\n\n")
@@ -149,7 +150,7 @@ def compiled_step(recipe: Recipe, plan: parallel.Plan, model: Any, **options: An
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch_shapes(recipe))
     key = states.everywhere(keys_of(recipe).steps)
     step = step_of(recipe, plan, optimizer)
-    arrays, rest = eqx.partition(states.shapes(), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    arrays, rest = eqx.partition(states.held_shapes(), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
     def run(arrays: Any, batch: Any, key: Any) -> Any:
         state, metrics = step(eqx.combine(arrays, rest), batch, key)
@@ -161,6 +162,7 @@ def compiled_step(recipe: Recipe, plan: parallel.Plan, model: Any, **options: An
 def _draw(path: Path, recipe: Recipe, model: Any) -> None:
     plan = plan_of(recipe, jax.devices())
     assert isinstance(plan.mesh, Mesh)
+    model = plan.shapes(model)
     parallel.picture_layout(model, plan.parameter_specs(model), plan.mesh, path)
     print(f"drawn: {path}")
     if plan.is_pipelined:

@@ -18,12 +18,14 @@ class Stack(Layer):
     The blocks are built in one trace and run in one trace, so neither start-up nor compilation grows with depth. A
     slice of layers is plain indexing: `stack[2]` is a block, `stack[2:4]` a stack. Unlike blocks that repeat go into
     one `Period`; kinds that do not repeat go into stacks of their own. What the backward pass recomputes (`remat`, see
-    `REMAT`) and how many layers a turn of the scan runs (`unroll`) is set by `run_with`.
+    `REMAT`) and how many layers a turn of the scan runs (`unroll`) is set by `run_with`. `depth` is how many layers the
+    whole stack has, of which a device may hold a few; in a pipeline of unequal stages it holds rows of padding too.
     """
 
     numbers: Int[Array, "layers"]
     remat: str = eqx.field(static=True)
     unroll: int = eqx.field(static=True)
+    depth: int = eqx.field(static=True)
     blocks: Layer = ensemble("layers")
 
     def __init__(self, make: Callable[[Key[Array, ""]], Layer], layers: int, *, key: Key[Array, ""]):
@@ -33,7 +35,7 @@ class Stack(Layer):
         self.blocks = eqx.filter_vmap(make)(jax.random.split(key, layers))
         # Each layer keeps its own number, whatever slice it is in: random keys are folded with it.
         self.numbers = jnp.arange(layers, dtype=jnp.int32)
-        self.remat, self.unroll = "none", 1
+        self.remat, self.unroll, self.depth = "none", 1, layers
 
     def __len__(self) -> int:
         return self.numbers.shape[0]
@@ -47,7 +49,9 @@ class Stack(Layer):
             return blocks
         if not len(range(len(self))[place]):
             raise ValueError(f"stack[{place.start}:{place.stop}]: no layer is left of {len(self)}.")
-        return eqx.tree_at(lambda s: (s.blocks, s.numbers), self, (blocks, self.numbers[place]))
+        part = eqx.tree_at(lambda s: (s.blocks, s.numbers), self, (blocks, self.numbers[place]))
+        object.__setattr__(part, "depth", len(part))
+        return part
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None

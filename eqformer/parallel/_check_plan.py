@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from types import NoneType
 from typing import Any
 
@@ -16,7 +17,7 @@ from ._check_mixture import check_mixture
 from ._mixture import EXPERT_METHODS
 from .context._context import check_context, CONTEXT_METHODS, refuse_recurrence
 from .layouts._layout import axes_of, is_spec
-from .pipeline._depth import check_depth
+from .pipeline._depth import check_depth, Rows
 from .pipeline._schedules import SCHEDULES
 from .tensor._collective_matmul import OVERLAPS
 from .tensor._tensor import MIXERS, RESIDUALS, TENSOR_MODULES
@@ -73,19 +74,25 @@ def check_choices(plan: Any) -> None:
 def check_model(plan: Any, model: nn.Transformer) -> None:
     """Raise a `ValueError` where the plan's mesh cannot split this model; `model` may be shapes."""
     if plan.is_pipelined:  # first, since what it says of depths helps more than what layouts say of the dim `layers`
-        if len(model.stacks) != 1:
-            raise ValueError(
-                f"Plan over pipe={plan.size(PIPE)}: the model has {len(model.stacks)} stacks of unlike layers, and a "
-                "pipeline's stages hold equal parts of one; put the unlike layers into one Stack of Periods, or give "
-                "the devices to another axis."
-            )
-        check_depth(len(model.stacks[0]), plan.size(PIPE), plan.timetable().chunks)
+        check_depth(sum(stack.depth for stack in model.stacks), plan.size(PIPE), plan.timetable().chunks)
+        model = plan.shapes(model)
     specs = plan.parameter_specs(model)
     plan.state_specs(model)
     if plan.size(TENSOR) > 1:
         _check_tensor(plan, model, specs)
     for path, moe in nn.named_modules(model, (nn.MoE,)):
         check_mixture(plan, path, moe)
+
+
+def check_ring_order(plan: Any, model: nn.Transformer, rows: Sequence[Rows]) -> None:
+    """Raise a `ValueError` for a model in reading order where stages hold unequal numbers of layers."""
+    there, wanted = [len(stack) for stack in model.stacks], [len(each.order) for each in rows]
+    if there != wanted:
+        raise ValueError(
+            f"Plan over pipe={plan.size(PIPE)}: a model whose stacks have {[each.depth for each in rows]} layers lies "
+            f"in {wanted} rows on the ring of stages, some of them padding, but this one has {there}; put it in ring "
+            "order by plan.to_ring_order(model)."
+        )
 
 
 def check_rows(plan: Any, model: nn.Transformer, rows: int, seq: int) -> None:

@@ -1,7 +1,6 @@
 """One entry for all transforms: a mesh and choices, and how a plain model is laid out, wrapped and differentiated."""
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +15,15 @@ from .. import nn
 from .._shapes import Batch
 from . import _send as send
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
-from ._check_plan import check_choices, check_model, check_rows
+from ._check_plan import check_choices, check_model, check_ring_order, check_rows
 from ._vary import vary, vary_like
 from ._wrap import split_mixtures, split_over_context, split_over_tensor
 from .context._context import context_order
 from .layouts._layout import axes_of, Layout, partition_specs
 from .layouts._mesh import axis_sizes
-from .pipeline._depth import in_reading_order, in_ring_order, reading_mover, ring_mover
-from .pipeline._pipelined_stack import PipelinedStack
+from .pipeline._depth import from_rows, in_reading_order, in_ring_order, layer_rows, Rows, taken_rows, to_rows
+from .pipeline._padding import pass_over_padding
+from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import make_schedule
 from .state._fully_sharded import Gathered, Scattered
@@ -44,8 +44,8 @@ class Plan:
     - `context_method`: how attention works over rows that the axis `context` splits, see `ContextCore`.
     - `expert_method`, `expert_factor`: how tokens come to experts that the axis `expert` splits, see `SplitMoE`.
     - `schedule`, `microbatches`, `chunks`: the pipeline over the axis `pipe`, see `make_schedule`, which takes a name,
-      a function or a table of one's own. `edges`: whether
-      embedding and loss are computed at its `"ends"` or, under GPipe, `"spread"` over all stages.
+      a function or a table of one's own. `edges`: whether embedding and loss are computed at its `"ends"` or, under
+      GPipe, `"spread"` over all stages.
     - `smallest`: arrays of fewer entries are not split over `fsdp`.
 
     A plan takes and gives global arrays, laid out by its specs; what happens on each device happens inside one
@@ -81,7 +81,9 @@ class Plan:
         """The layout of parameters or, with `splits_fsdp`, of what else is split over the axis `fsdp`."""
         split = FEATURE_DIMS if self.residual == "feature" else HEAD_DIMS
         dims = {"layers": PIPE, "experts": EXPERT, **dict.fromkeys((*split, "vocab"), TENSOR)}
-        return Layout(dims, frozenset({"kv_heads", "vocab"}), FSDP if splits_fsdp else None, self.smallest)
+        # Stages may not divide the layers in reading order; in ring order they do.
+        lenient, moving = frozenset({"kv_heads", "vocab"}), frozenset({"layers"})
+        return Layout(dims, lenient, FSDP if splits_fsdp else None, self.smallest, moving)
 
     def parameter_specs(self, model: PyTree) -> PyTree:
         """Where the parameters are kept."""
@@ -129,26 +131,35 @@ class Plan:
         """What each stage of the pipeline does when."""
         return make_schedule(self.schedule, stages=self.size(PIPE), microbatches=self.microbatches, chunks=self.chunks)
 
-    def to_ring_order(self, tree: PyTree, taken: Callable[..., Any] = operator.getitem) -> PyTree:
+    def to_ring_order(self, tree: PyTree, taken: Callable[..., Any] = taken_rows) -> PyTree:
         """A model, or a tree of such, with its layers in the order in which the ring of stages holds them.
 
-        That is another than reading order where devices hold several parts. Such a model trains in ring order and is
-        saved in reading order. `taken(x, order)` gives the entries of an array along its first dim in an order, for who
+        That is another than reading order where devices hold several parts; and where parts hold unequal numbers of
+        layers, it has rows of padding, which are zero and passed over. Such a model trains in ring order and is saved
+        in reading order. `taken(x, order)` gives the entries of an array along its first dim in an order, for who
         has another way to move one that is large.
         """
         return in_ring_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
 
-    def to_reading_order(self, tree: PyTree, taken: Callable[..., Any] = operator.getitem) -> PyTree:
+    def to_reading_order(self, tree: PyTree, taken: Callable[..., Any] = taken_rows) -> PyTree:
         """What `to_ring_order` gave, with its layers in the order in which the model is read."""
         return in_reading_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
 
-    def aux_to_ring_order(self, aux: PyTree) -> PyTree:
-        """Layers' aux in reading order, each array with a `layers` dim in front, brought into ring order."""
-        return jax.tree.map(ring_mover(self.timetable().part_of), aux) if self.runs_schedule else aux
+    def aux_to_ring_order(self, aux: PyTree, model: nn.Transformer) -> PyTree:
+        """Layers' aux in reading order, for each of the model's stacks, brought into ring order."""
+        return to_rows(aux, self._rows(model)) if self.runs_schedule else aux
 
-    def aux_to_reading_order(self, aux: PyTree) -> PyTree:
-        """Layers' aux in ring order, each array with a `layers` dim in front, brought into reading order."""
-        return jax.tree.map(reading_mover(self.timetable().part_of), aux) if self.runs_schedule else aux
+    def aux_to_reading_order(self, aux: PyTree, model: nn.Transformer) -> PyTree:
+        """Layers' aux in ring order, for each of the model's stacks, brought into reading order."""
+        return from_rows(aux, self._rows(model)) if self.runs_schedule else aux
+
+    def shapes(self, model: nn.Transformer) -> nn.Transformer:
+        """The shapes of a model, or of its shapes, as devices hold it: in ring order, whichever order it is in."""
+        is_plain = all(len(stack) == stack.depth for stack in model.stacks)
+        return eqx.filter_eval_shape(self.to_ring_order if is_plain else lambda model: model, model)
+
+    def _rows(self, model: nn.Transformer) -> list[Rows]:
+        return layer_rows([stack.depth for stack in model.stacks], self.timetable().part_of)
 
     def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
         """The batch with each row's tokens in the order in which they are split over `context`.
@@ -159,13 +170,14 @@ class Plan:
             return batch, tokens
         order = context_order(self.context_method, batch.ids.shape[1], self.size(CONTEXT))
         lengths = jnp.broadcast_to(nn.document_lengths(tokens), batch.ids.shape)
-        is_in_order = bool(np.all(np.diff(order) == 1))
-        whole_rows = tokens.whole_rows if is_in_order else None
+        whole_rows = tokens.whole_rows if np.all(np.diff(order) == 1) else None
         tokens = nn.of_whole_rows(dataclasses.replace(tokens, lengths=lengths), whole_rows)
         return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))
 
     def leaves(self, model: nn.Transformer) -> PyTree:
-        """A tree like `model` with what this plan decides of each array."""
+        """A tree like `model`, which is in ring order, with what this plan decides of each array."""
+        if self.is_pipelined:
+            check_ring_order(self, model, self._rows(model))
         residual = self.residual if self.size(TENSOR) > 1 else None
         axes = *self.batch_axes, CONTEXT
         return leaves_of(model, self.parameter_specs(model), self.state_specs(model), axes, residual)
@@ -208,6 +220,9 @@ class Plan:
         if is_apart:
             blocks = tuple(map(self._with_blocks, model.stacks, leaves.stacks, whole.stacks))
             model = eqx.tree_at(lambda m: m.stacks, model, blocks)
+        if self.is_pipelined:
+            stacks = pass_over_padding(model.stacks, list(map(len, shapes.stacks)), self.timetable().part_of)
+            model = eqx.tree_at(lambda m: m.stacks, model, stacks)
         if self.spreads_edges:
             stacks = tuple(PipelinedStack(stack, self.microbatches, splits_rows=True) for stack in model.stacks)
             model = eqx.tree_at(lambda m: m.stacks, model, stacks)
@@ -260,12 +275,8 @@ class Plan:
         wrapped = self.wrap(model, model, leaves, shapes)
         if not self.is_pipelined or self.spreads_edges:
             return wrapped
-        (stack,), schedule = wrapped.stacks, self.timetable()
-        size = len(stack) // schedule.chunks
-        chunks = (stack[i * size : (i + 1) * size] for i in range(schedule.chunks))
-        orders = schedule.stage_of.reshape(schedule.chunks, -1).tolist()
-        rounds = (PipelinedStack(s, self.microbatches, order=tuple(o)) for s, o in zip(chunks, orders))
-        return eqx.tree_at(lambda m: m.stacks, wrapped, tuple(rounds))
+        rounds = pipelined_rounds(wrapped.stacks, self.timetable(), self.microbatches)
+        return eqx.tree_at(lambda m: m.stacks, wrapped, rounds)
 
     def reduce(self, gradients: PyTree, leaves: PyTree) -> PyTree:
         """Each gradient reduced once over the axes on which it is partial, and scattered if the state is split."""

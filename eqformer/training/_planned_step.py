@@ -45,7 +45,7 @@ def planned_gradients(plan: Plan) -> GradientsOf:
             out = whole, (whole, plan.aux_spec), plan.state_specs(model)
             mapped = filter_shard_map(local.gradients, plan.mesh, specs, out)
             total, (count, aux), gradients = mapped(model, pieces, scale)
-            aux = plan.aux_to_reading_order(aux)
+            aux = plan.aux_to_reading_order(aux, model)
             return total, Tally(count, aux) if nn.aux_of(aux) else count, gradients
 
         return of_batch
@@ -157,29 +157,32 @@ class _Local:
             batch, tokens = piece
             return edges.embed(batch.ids, tokens)
 
-        def stage(stack: PyTree, x: Array, piece: PyTree) -> tuple[Array, PyTree]:
-            x, _, aux = stack(x, piece[1].fold_in(0))
-            return x, aux
+        def stage(stacks: PyTree, x: Array, piece: PyTree) -> tuple[Array, PyTree]:
+            found = []
+            for number, stack in enumerate(stacks):
+                x, _, aux = stack(x, piece[1].fold_in(number))
+                found.append(aux)
+            return x, tuple(found)
 
         def last(edges: PyTree, x: Array, piece: PyTree) -> tuple[Any, Any]:
             return self._loss(_with_stacks(edges, (_Done(x),)), piece)
 
         pieces = in_microbatches(pieces, self.plan.microbatches)
         start = seed(scale, jax.tree.map(lambda x: x[0], pieces))
-        total, count, aux, (of_edges, of_stack) = pipeline_gradients(
+        total, count, aux, (of_edges, of_stacks) = pipeline_gradients(
             self.plan.timetable(),
             first,
             stage,
             last,
-            (edges, wrapped.stacks[0]),
+            (edges, wrapped.stacks),
             pieces,
             has_aux=True,
             seed=start,
         )
-        gradients = unscaled(_with_stacks(of_edges, (of_stack,)), start)
+        gradients = unscaled(_with_stacks(of_edges, of_stacks), start)
         assert jax.tree.map(jnp.dtype, gradients) == jax.tree.map(jnp.dtype, like)
         (of_parameters,) = pull(gradients)
-        return total, Tally(count, (aux,)), self.trained(of_parameters)
+        return total, Tally(count, aux), self.trained(of_parameters)
 
 
 class _Done(eqx.Module):

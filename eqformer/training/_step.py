@@ -68,7 +68,7 @@ def make_step(
     balance_rate: float = 0.0,
     gradients_of: GradientsOf | None = None,
     place: Callable[[TrainState], TrainState] = lambda state: state,
-    as_held: Callable[[PyTree], PyTree] = lambda aux: aux,
+    as_held: Callable[[PyTree, PyTree], PyTree] = lambda aux, model: aux,
 ) -> Step:
     """A jitted step that minimises `sum / count` of `loss_fn(model, batch, key) -> (sum, count)`.
 
@@ -109,7 +109,7 @@ def make_step(
             scaled = jax.tree.map(lambda x: x * scale.astype(x.dtype), gradients)
             parameters, memory = optimizer.update(scaled, memory, parameters, learning_rate)
             aux = tally.aux if balance_rate and isinstance(tally, Tally) else ()
-            return (rebalanced(parameters, as_held(aux), balance_rate) if aux else parameters), memory
+            return (rebalanced(parameters, as_held(aux, parameters), balance_rate) if aux else parameters), memory
 
         # `cond` instead of `where` on every leaf: four times as fast on a CPU, where `where` keeps XLA from fusing the
         # update into one pass.

@@ -62,7 +62,8 @@ def assert_same(plan: Plan, name: str, changes: Changes = ()) -> None:
     want = of_one_device(name, changes, microbatches)
     batch = batch_of(model, ROWS, SEQ)
     plan.check(model, rows=ROWS, seq=SEQ)
-    got = compiled(planned_gradients(plan)(next_token_loss, 1), place(model, plan), batch)
+    got = compiled(planned_gradients(plan)(next_token_loss, 1), place(plan.to_ring_order(model), plan), batch)
+    got = got._replace(gradients=plan.to_reading_order(got.gradients))
     assert differences(got, want, ROUNDING) == {}
     assert differences(got._replace(total=got.total * (1 + 1e-4)), want, ROUNDING)  # the comparison can tell
 
@@ -85,16 +86,15 @@ def test_over_data_and_heads(name, record_property):
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_over_data_and_stages(name, record_property):
-    """A pipeline carries one stack whose depth its stages divide, and refuses all others."""
+    """A pipeline carries any stacks, of any depth, that have a layer for each stage."""
     changes = DEEPER.get(name, ())
     model = model_of(name, changes)
-    stages = next((size for size in (2, 3) if len(model.stacks[0]) % size == 0), 2)
-    plan = plan_over({"fsdp": 2, "pipe": stages}, microbatches=2)
-    if len(model.stacks) == 1 < len(model.stacks[0]):
+    plan = plan_over({"fsdp": 2, "pipe": 2}, microbatches=2)
+    if model.depth > 1:
         assert_same(plan, name, changes)
         record_property("layout", "fsdp x pipe")
     else:
-        with pytest.raises(ValueError, match=r"stacks of unlike layers|more parts than layers"):
+        with pytest.raises(ValueError, match="more parts than layers"):
             plan.check(model, rows=ROWS, seq=SEQ)
 
 

@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 from eqformer import nn
 from eqformer.parallel import filter_shard_map, layer_order, pipeline_gradients
 from eqformer.parallel._axes import BATCH_AXES, PIPE
+from eqformer.parallel.pipeline._depth import taken_rows
+from eqformer.parallel.pipeline._padding import pass_over_padding, Skipping
 
 
 EMBED, VOCAB, SEQ, LAYERS = 16, 32, 12, 8
@@ -149,11 +151,17 @@ def one_device(model, data):
 
 def pipelined(mesh, schedule, functions=(first, stage, last), specs=P(PIPE), batch=BATCH_AXES, run=pipeline_gradients):
     """`(model, data) -> (sum, count, gradients)` as a pipeline, whatever the mesh; gradients are reduced at the end."""
-    order = lambda stack: layer_order(len(stack), schedule.part_of)
+    order = lambda stack: layer_order(stack.depth, schedule.part_of)
+    back = lambda stack: np.argsort(order(stack), kind="stable")[: stack.depth]
     split = lambda x: x.reshape(schedule.microbatches, -1, *x.shape[1:])
+    is_skipping = lambda node: isinstance(node, Skipping)
+    unpadded = lambda tree: jax.tree.map(lambda n: n.inner if is_skipping(n) else n, tree, is_leaf=is_skipping)
 
     def per_device(model, data):
-        total, count, (edges, blocks) = run(schedule, *functions, model, data)
+        (edges, stack), rows = model, len(order(model[1]))
+        (stack,) = pass_over_padding((stack,), [rows], schedule.part_of)
+        total, count, (edges, blocks) = run(schedule, *functions, (edges, stack), data)
+        blocks = unpadded(blocks)
         return jax.lax.psum((total, count), batch), jax.tree.map(lambda g: jax.lax.psum(g, batch), (edges, blocks))
 
     mapped = filter_shard_map(per_device, mesh, ((P(), specs), P(None, batch)), ((P(), P()), (P(), specs)))
@@ -161,9 +169,9 @@ def pipelined(mesh, schedule, functions=(first, stage, last), specs=P(PIPE), bat
     def whole(model, data):
         edges, stack = model
         arrays, rest = eqx.partition(stack, eqx.is_array)
-        stack = eqx.combine(jax.tree.map(lambda x: x[order(stack)], arrays), rest)
+        stack = eqx.combine(jax.tree.map(lambda x: taken_rows(x, order(stack)), arrays), rest)
         (total, count), (edges, blocks) = mapped((edges, stack), jax.tree.map(split, data))
-        return total, count, (edges, jax.tree.map(lambda x: x[np.argsort(order(stack))], blocks))
+        return total, count, (edges, jax.tree.map(lambda x: x[back(stack)], blocks))
 
     return whole
 

@@ -42,13 +42,14 @@ EVERY_RUN = [
     ),
     Case("llama", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "looping", "microbatches": 2, "chunks": 2}),
     Case("shared mixture", {"expert": 2, "tensor": 2}, {"expert_method": "exchange", "expert_factor": 8.0}),
-    Case("llama", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 4, "chunks": 2}),
+    Case("five layers", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 4, "chunks": 2}),
+    Case("dense, then mixtures", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2}),
     Case("sublayers", {"pipe": 2, "tensor": 2}, {"schedule": "1f1b", "microbatches": 2, "residual": "sequence"}),
     Case("gpt2", {"fsdp": 2, "pipe": 2}, {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2}),
 ]
 EVERY_STEP = [
     Case(
-        "llama",
+        "five layers",
         {"fsdp": 2, "pipe": 2, "tensor": 2},
         {"zero": 1, "schedule": "interleaved", "microbatches": 2, "chunks": 2},
     ),
@@ -57,7 +58,7 @@ EVERY_STEP = [
 
 def grid() -> list[Case]:
     """Everything but `EVERY_RUN`; the three families take turns where it is too much for each."""
-    found = {case.name: case for case in (*_alone(), *_pairs(), *_triples(), *_others())}
+    found = {case.name: case for case in (*_alone(), *_pairs(), *_triples(), *_others(), *_unequal())}
     return [case for name, case in found.items() if name not in {case.name for case in EVERY_RUN}]
 
 
@@ -88,8 +89,24 @@ def step_grid() -> list[Case]:
             {"schedule": "interleaved", "microbatches": 2, "chunks": 2},
         ),
     ]
-    muon = [case._replace(optimizer="muon") for case in (cases[1], cases[5])]
+    cases.append(Case("five layers", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "zb-h1", "microbatches": 2}))
+    cases.append(Case("dense, then mixtures", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 2, "chunks": 2}))
+    muon = [case._replace(optimizer="muon") for case in (cases[1], cases[5], *cases[-2:])]
     return cases + muon
+
+
+def _unequal() -> Iterator[Case]:
+    """Stages of unequal numbers of layers, and of unlike ones, under every schedule and beside other axes."""
+    for choices, remat in zip(PIPE, itertools.cycle(("none", "products", "full"))):
+        yield Case("five layers", {"pipe": 2, "fsdp": 2}, choices | {"zero": 2}, remat)
+        yield Case("dense, then mixtures", {"pipe": 2}, choices, remat)
+    v = {"schedule": "zb-v", "microbatches": 2, "chunks": 2}
+    yield Case("five layers", {"pipe": 2, "context": 2}, v)
+    yield Case("five layers", {"pipe": 4}, {"schedule": "zb-h1", "microbatches": 4})
+    yield Case("dense, then mixtures", {"pipe": 2, "expert": 2}, v)
+    yield Case("unlike stacks", {"pipe": 2, "tensor": 2}, {"microbatches": 2, "residual": "sequence"})
+    yield Case("unlike stacks", {"pipe": 2, "tensor": 2}, {"microbatches": 2, "residual": "feature", "zero": 3} | v)
+    yield Case("five layers lora", {"pipe": 2}, v)
 
 
 def _turns() -> Iterator[tuple[str, str, int]]:

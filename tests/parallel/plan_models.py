@@ -43,6 +43,7 @@ FAMILIES: dict[str, Any] = {
         mlp=MLP,
         scaling=nn.DynamicScaling(factor=4.0, original_length=6),
     ),
+    "five layers": models.Llama(vocab=48, embed=EMBED, layers=5, heads=HEADS, kv_heads=2, head_dim=HEAD_DIM, mlp=MLP),
     "rows of 256": models.GPT2(vocab=50, embed=EMBED, layers=2, heads=4, max_seq=256, mlp=MLP),
 }
 CORES = {"rows of 256": nn.ReferenceCore()}  # which takes no steps of eight tokens
@@ -228,6 +229,7 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "sublayers": (sublayers,),
     "latents": (latents,),
     "unlike stacks": (latents, side_by_side),
+    "dense, then mixtures": (latents, shared_mixture),
     "mixture": (mixture,),
     "shared mixture": (shared_mixture,),
     "weighed inputs": (weighed_inputs,),
@@ -238,12 +240,17 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
 }
 
 
-def of_blocks(*makes: Make, remat: str = "none", vocab: int = 50) -> nn.Transformer:
-    """Stacks of four such layers between a scaled embedding and a head with a bias."""
-    keys = jax.random.split(jax.random.key(0), 3)
+# How many layers of each kind, where these are not four.
+DEPTHS = {"dense, then mixtures": (1, 5)}
+
+
+def of_blocks(*makes: Make, depths: tuple[int, ...] | None = None, remat: str = "none") -> nn.Transformer:
+    """Stacks of such layers, by default of four each, between a scaled embedding and a head with a bias."""
+    keys, vocab = jax.random.split(jax.random.key(0), 3), 50
+    depths = depths or (4,) * len(makes)
     return nn.Transformer(
         nn.Embedding(vocab=vocab, embed=EMBED, scale=2.0, key=keys[0]),
-        tuple(nn.run_with(nn.Stack(make, 4, key=keys[1]), remat=remat) for make in makes),
+        tuple(nn.run_with(nn.Stack(make, n, key=keys[1]), remat=remat) for make, n in zip(makes, depths, strict=True)),
         norm(),
         nn.Linear("embed -> vocab", embed=EMBED, vocab=vocab, bias=True, key=keys[2]),
         dropout=nn.Dropout(0.1),
@@ -277,7 +284,7 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
 
     def build() -> nn.Transformer:
         if plain in BLOCKS:
-            model = of_blocks(*BLOCKS[plain], remat=remat)
+            model = of_blocks(*BLOCKS[plain], depths=DEPTHS.get(plain), remat=remat)
         else:
             model = models.build(FAMILIES[plain], key=jax.random.key(0))
             model = nn.run_with(model, core=CORES.get(plain, CORE), remat=remat)

@@ -6,7 +6,7 @@ from jax.sharding import AxisType
 from plan_models import batch_of, model_of, plan_over, shapes
 
 from eqformer import nn, training
-from eqformer.parallel import AXES, make_mesh, Plan
+from eqformer.parallel import AXES, gpipe, make_mesh, Plan, zero_bubble_v
 
 
 CHOICES = {
@@ -53,6 +53,14 @@ def test_choices_that_are_none_or_do_not_go_together(name):
 def test_a_choice_that_meets_no_axis_is_no_error():
     assert plan_over({"fsdp": 2}, overlap="ring", residual="replicated").overlap == "ring"
     assert plan_over({"fsdp": 2}, schedule="looping", microbatches=1, chunks=4).chunks == 4
+
+
+def test_a_schedule_is_a_name_a_function_or_a_table():
+    table = zero_bubble_v(2, 4)
+    assert plan_over({"pipe": 2}, schedule=table, microbatches=4).timetable() is table
+    assert plan_over({"pipe": 2}, schedule=gpipe, microbatches=3).timetable().ticks == gpipe(2, 3).ticks
+    with pytest.raises(ValueError, match="'zb-v' is for stages=2 and microbatches=4, but stages=4 and microbatches=4"):
+        plan_over({"pipe": 4}, schedule=table, microbatches=4)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,21 @@ def test_a_lenient_dim_stays_whole_and_any_other_is_an_error(mesh):
     assert [word for word in words if word not in str(error.value)] == []
 
 
+def test_the_axis_of_a_moving_dim_splits_another_where_it_does_not_divide(mesh):
+    """The largest that is free and divisible; of those that are left, the fsdp axis has taken its own before."""
+    moving = lambda layers, **more: of(
+        "layers mlp embed",
+        dict(layers=layers, mlp=6, embed=8),
+        mesh,
+        dims={"layers": "tensor"},
+        moving=frozenset({"layers"}),
+        **more,
+    )
+    assert moving(4) == P("tensor", None, None)
+    assert moving(3) == P(None, None, "tensor")
+    assert moving(3, fsdp_axis="fsdp", smallest=1) == P(None, "tensor", "fsdp")
+
+
 def test_the_fsdp_axis_takes_the_largest_dim_that_is_divisible_and_whole(mesh):
     split = lambda names, shape, **more: of(names, shape, mesh, fsdp_axis="fsdp", smallest=1, **more)
     assert split("mlp embed", dict(mlp=8, embed=4)) == P("fsdp", None)

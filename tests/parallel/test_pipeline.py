@@ -30,7 +30,7 @@ from eqformer.parallel import (
     zero_bubble_v,
 )
 from eqformer.parallel._axes import FSDP, PIPE, TENSOR
-from eqformer.parallel.pipeline import _pipeline as executor
+from eqformer.parallel.pipeline import _padding as padding, _pipeline as executor
 from eqformer.parallel.pipeline._pipeline_plan import route
 from eqformer.parallel.pipeline._schedule import IDLE
 
@@ -178,6 +178,24 @@ def test_only_useful_work_is_done(schedule):
     assert distance(result, small.one_device(model, data)) < CLOSE
 
 
+@pytest.mark.parametrize("schedule", [one_f_one_b(2, 4), zero_bubble_v(2, 4)], ids=lambda s: s.name)
+def test_rows_of_padding_are_passed_over(monkeypatch, schedule):
+    """Five layers over two stages or four parts: exact, and no more blocks are run than there are layers."""
+    model, data = small.make_model(layers=5, block=small.counted_block), small.make_data(8, keys=False)
+    mesh, parts = make_mesh(pipe=2, devices=jax.devices()[:2]), schedule.parts
+    small.counts.clear()
+    result = run(mesh, schedule, model, data)
+    jax.effects_barrier()
+    last = 5 // parts  # the last part runs in its backward alone
+    assert len(small.counts) == (5 - last) * 4 + 5 * 4
+    assert distance(result, small.one_device(model, data)) < CLOSE
+    monkeypatch.setattr(padding, "Skipping", lambda inner, is_layer: inner)
+    small.counts.clear()
+    run(mesh, schedule, model, data)
+    jax.effects_barrier()
+    assert len(small.counts) > (5 - last) * 4 + 5 * 4
+
+
 def lowered(schedule, run=pipeline_gradients):
     """The program of a schedule over pipe=2 and fsdp=2 with gradients of this device alone, and what it allocates."""
     model, data = (
@@ -262,11 +280,9 @@ def test_calls_that_do_not_fit_are_refused():
         jax.eval_shape(lambda: small.pipelined(mesh, gpipe(2, 4), run=another_number)(model, data))
 
 
-def test_depths_that_do_not_divide_name_the_nearest():
-    check_depth(16, 4, 2)
-    with pytest.raises(ValueError, match=r"layers=12, stages=4, chunks=2.*take 8 or 16 layers"):
-        check_depth(12, 4, 2)
-    with pytest.raises(ValueError, match="take 4 layers"):
-        check_depth(3, 4)
+def test_each_part_has_a_layer():
+    check_depth(9, 4, 2)
+    with pytest.raises(ValueError, match=r"layers=7, stages=4, chunks=2.*take 8 layers or more"):
+        check_depth(7, 4, 2)
     assert layer_order(8, ring_placement(2, 2)).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert layer_order(8, v_placement(2)).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]

@@ -7,8 +7,7 @@ from haste import FAST
 from plan_parity import batch_of, model_of, place
 
 from eqformer import planning, training
-from eqformer.parallel import IDLE, init_sharded, make_mesh, Plan, shardings
-from eqformer.parallel.pipeline._pipeline_plan import route
+from eqformer.parallel import init_sharded, link_ticks, make_mesh, Plan, shardings
 
 
 ROWS, SEQ, LAYERS, EMBED, KV_EMBED = 8, 32, 4, 32, 8
@@ -124,8 +123,7 @@ def test_a_pipeline_sends_each_microbatch_up_and_down():
     unit = SEQ * EMBED * 4
     schedule = plan.timetable()
     assert permutes == {"pipe": 2 * schedule.ticks * unit}
-    turns = route(schedule).turns
-    busy = (turns.any_input[:, 0] != IDLE).sum() + (turns.any_cotangent[:, 0] != IDLE).sum()
+    busy = sum(link_ticks(schedule).values())
     assert busy == 2 * (4 + 4 - 2)
     least = planning.pipeline_bytes(SEQ, EMBED, 4, activation_bytes=4)
     assert busy * unit / least == (4 + 4 - 2) / 4

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from plan_models import plan_over
+from plan_models import model_of, plan_over
 
 from eqformer import generation, models, nn
 from eqformer.parallel import Planned, shardings
@@ -68,6 +68,15 @@ def test_tokens_beyond_a_cache_in_pieces_are_refused_or_nan():
     hidden, cache, _ = eqx.filter_jit(lambda ids, tokens, cache: cut.encode(ids, tokens, cache))(ids, tokens, cache)
     assert bool(jnp.isnan(hidden[:, 6:]).all()) and sorted(cache[0].positions.reshape(-1).tolist()) == list(range(6))
     assert jnp.allclose(hidden[:, :6], model.encode(ids[:, :6])[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["five layers", pytest.param("dense, then mixtures", marks=pytest.mark.grid)])
+def test_stages_of_unequal_numbers_of_layers(name):
+    """The model is given as it is read, and the caches of its stages have rows of padding."""
+    model = model_of(name)
+    cut = planned(model, plan_over({"pipe": 2}))
+    sizes = lambda model: [jax.tree.leaves(cache)[0].shape[0] for cache in model.init_cache(3, 8)]
+    assert (sizes(cut) != sizes(model)) and same(written(cut, 3), written(model, 3))
 
 
 @pytest.mark.grid

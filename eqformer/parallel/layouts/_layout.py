@@ -20,7 +20,8 @@ class Layout:
 
     An axis splits an array once: where several of its dims ask for one axis, the last takes it, which in a linear map
     (outputs, then inputs) is the side that it contracts. Dims in `lenient` stay whole where their axis does not divide
-    them; any other such dim is an error. `fsdp_axis` is one more axis, over which every array of at least `smallest`
+    them; where that of a dim in `moving` does not, it splits another dim of the array, the largest that it can; any
+    other such dim is an error. `fsdp_axis` is one more axis, over which every array of at least `smallest`
     entries is split on its largest dim that is divisible and still whole, ensemble dims apart: fully sharded state.
     """
 
@@ -28,6 +29,7 @@ class Layout:
     lenient: frozenset[str] = frozenset()
     fsdp_axis: str | None = None
     smallest: int = 1024
+    moving: frozenset[str] = frozenset()
 
 
 def partition_specs(model: PyTree, layout: Layout, mesh: Mesh | AbstractMesh) -> PyTree:
@@ -83,6 +85,7 @@ def _divisors(size: int) -> str:
 def _spec(layout: Layout, sizes: dict[str, int], path: str, names: list[str], shape: tuple[int, ...]) -> PartitionSpec:
     entries: list[str | None] = [None] * len(shape)
     taken: set[str] = set()
+    elsewhere = dict.fromkeys(() if layout.fsdp_axis is None else (layout.fsdp_axis,), layout.smallest)
     for place in reversed(range(len(shape))):
         axis = layout.dims.get(names[place])
         if axis is None or axis in taken or sizes[axis] == 1:
@@ -90,19 +93,22 @@ def _spec(layout: Layout, sizes: dict[str, int], path: str, names: list[str], sh
         if shape[place] % sizes[axis]:
             if names[place] in layout.lenient:
                 continue
+            if names[place] in layout.moving:
+                elsewhere[axis] = 0
+                continue
             raise ValueError(
                 f"the layout splits dim {names[place]!r} over axis {axis!r}, but {path} has {shape[place]} of it and "
                 f"the axis {sizes[axis]} devices; take an axis that divides the dim: {_divisors(shape[place])}."
             )
         entries[place] = axis
         taken.add(axis)
-    number = 1 if layout.fsdp_axis is None or layout.fsdp_axis in taken else sizes[layout.fsdp_axis]
-    if number > 1 and math.prod(shape) >= layout.smallest:
+    for axis, smallest in elsewhere.items():
         free = [
             place
             for place, size in enumerate(shape)
-            if entries[place] is None and names[place] not in ENSEMBLE_DIMS and size % number == 0
+            if entries[place] is None and names[place] not in ENSEMBLE_DIMS and size % sizes[axis] == 0
         ]
-        if free:
-            entries[max(free, key=lambda place: shape[place])] = layout.fsdp_axis
+        if free and axis not in taken and sizes[axis] > 1 and math.prod(shape) >= smallest:
+            entries[max(free, key=lambda place: shape[place])] = axis
+            taken.add(axis)
     return PartitionSpec(*entries)

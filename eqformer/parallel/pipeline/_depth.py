@@ -1,68 +1,131 @@
-"""How layers fall into the parts of a pipeline."""
+"""How layers fall into the parts of a pipeline, and in which rows of their arrays they lie there."""
 
-import operator
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import Bool, Int, PyTree
 
 from ... import nn
 
 
 Placement = Int[np.ndarray, "stages chunks"]  # which part of the model each chunk of a device is
-Taken = Callable[[Any, np.ndarray], Any]  # the entries of an array along its first dim, in an order
+Taken = Callable[[Any, np.ndarray], Any]  # the entries of an array along its first dim in an order, as `taken_rows`
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """Which of the `depth` layers of a stack lies in each row of its arrays; `depth` itself where a row is padding."""
+
+    order: Int[np.ndarray, "rows"]
+    depth: int
+
+    @property
+    def back(self) -> Int[np.ndarray, "layers"]:
+        """In which row each layer lies."""
+        return np.argsort(self.order, kind="stable")[: self.depth]
+
+    @property
+    def is_layer(self) -> Bool[np.ndarray, "rows"]:
+        """Whether each row is a layer."""
+        return self.order < self.depth
 
 
 def check_depth(layers: int, stages: int, chunks: int = 1) -> None:
-    """A `ValueError` that names the nearest depths, unless `layers` divide evenly into `stages * chunks` parts."""
-    parts = stages * chunks
-    if layers < parts or layers % parts:
-        below, above = layers // parts * parts, (layers // parts + 1) * parts
-        nearest = f"{below} or {above}" if below else f"{above}"
-        wrong = f"{layers % parts} would be left over" if below else "there are more parts than layers"
+    """A `ValueError` unless each of `stages * chunks` parts has at least one of the layers."""
+    if layers < (parts := stages * chunks):
         raise ValueError(
-            f"check_depth(layers={layers}, stages={stages}, chunks={chunks}): each of the {parts} parts holds equally "
-            f"many layers of the stack (a period or block of several counts once), but {wrong}; take {nearest} layers, "
-            "or other stages or chunks."
+            f"check_depth(layers={layers}, stages={stages}, chunks={chunks}): each of the {parts} parts holds at least "
+            f"one layer (a period or block of several counts once), but there are more parts than layers; take {parts} "
+            "layers or more, or fewer stages or chunks."
         )
 
 
-def layer_order(layers: int, part_of: Placement) -> Int[np.ndarray, "layers"]:
-    """The order in which layers lie on the devices of a schedule: device after device, each with its chunks in turn.
+def layers_of_parts(depths: Sequence[int], parts: int) -> Int[np.ndarray, "stacks parts"]:
+    """How many layers of each of the stacks, which follow each other, each part holds.
 
-    `array[layer_order(layers, schedule.part_of)]`, split evenly over the devices, gives each its layers; `argsort` of
-    it goes back.
+    All layers together are cut into equal parts; where they do not divide, the first parts have one more, since the
+    last has the loss.
     """
-    check_depth(layers, *part_of.shape)
-    return np.arange(layers).reshape(part_of.size, -1)[part_of].reshape(-1)
+    number = np.full(parts, sum(depths) // parts) + (np.arange(parts) < sum(depths) % parts)
+    until, ends = np.cumsum(number), np.cumsum(depths)[:, None]
+    starts = ends - np.array(depths)[:, None]
+    return np.maximum(np.minimum(until, ends) - np.maximum(until - number, starts), 0)
 
 
-def in_ring_order(tree: PyTree, part_of: Placement, taken: Taken = operator.getitem) -> PyTree:
-    """The tree with every array that has a `layers` dim in front in `layer_order`."""
-    return _with_layers(tree, ring_mover(part_of, taken))
+def layer_rows(depths: Sequence[int], part_of: Placement) -> list[Rows]:
+    """The rows of each stack as the devices hold them: device after device, each with its chunks in turn.
+
+    Every part has as many rows as the part with most layers of the stack, so that the rows split evenly over devices.
+    """
+    check_depth(sum(depths), *part_of.shape)
+    found = []
+    for depth, numbers in zip(depths, layers_of_parts(depths, part_of.size), strict=True):
+        place = np.arange(numbers.max())
+        order = np.where(place < numbers[:, None], (np.cumsum(numbers) - numbers)[:, None] + place, depth)
+        found.append(Rows(order[part_of].reshape(-1), depth))
+    return found
 
 
-def in_reading_order(tree: PyTree, part_of: Placement, taken: Taken = operator.getitem) -> PyTree:
+def layer_order(layers: int, part_of: Placement) -> Int[np.ndarray, "rows"]:
+    """The order in which the layers of a single stack lie on the devices; `layers` where a row is padding.
+
+    `taken_rows(array, layer_order(...))`, split evenly over the devices, gives each its layers.
+    """
+    return layer_rows([layers], part_of)[0].order
+
+
+def taken_rows(x: Any, order: Int[np.ndarray, "rows"]) -> Any:
+    """The entries of an array along its first dim in an order; zeros for numbers beyond its last."""
+    return x[order] if order.max() < x.shape[0] else x.at[order].get(mode="fill", fill_value=0)
+
+
+def in_ring_order(tree: PyTree, part_of: Placement, taken: Taken = taken_rows) -> PyTree:
+    """A model, or a tree of such, with the rows of each stack as in `layer_rows`; padding is zero."""
+    return _of_each_model(tree, part_of, lambda stacks, rows: to_rows(stacks, rows, taken))
+
+
+def in_reading_order(tree: PyTree, part_of: Placement, taken: Taken = taken_rows) -> PyTree:
     """What `in_ring_order` gave, back in the order in which the model is read."""
-    return _with_layers(tree, reading_mover(part_of, taken))
+    return _of_each_model(tree, part_of, lambda stacks, rows: from_rows(stacks, rows, taken))
 
 
-def ring_mover(part_of: Placement, taken: Taken = operator.getitem) -> Callable[[Any], Any]:
-    """Puts an array's layers in the order of the ring; an array that is in it already stays as it is."""
-    return lambda x: _moved(x, layer_order(x.shape[0], part_of), taken)
+def to_rows(trees: Sequence[PyTree], rows: Sequence[Rows], taken: Taken = taken_rows) -> tuple[PyTree, ...]:
+    """For each stack a tree of arrays with a `layers` dim in front, in reading order: the same as in `layer_rows`."""
+    return tuple(_moved(tree, each.order, each.depth, taken) for tree, each in zip(trees, rows, strict=True))
 
 
-def reading_mover(part_of: Placement, taken: Taken = operator.getitem) -> Callable[[Any], Any]:
-    """Undoes `ring_mover`."""
-    return lambda x: _moved(x, np.argsort(layer_order(x.shape[0], part_of)), taken)
+def from_rows(trees: Sequence[PyTree], rows: Sequence[Rows], taken: Taken = taken_rows) -> tuple[PyTree, ...]:
+    """Undoes `to_rows`."""
+    return tuple(_moved(tree, each.back, len(each.order), taken) for tree, each in zip(trees, rows, strict=True))
 
 
-def _moved(x: Any, order: Int[np.ndarray, "layers"], taken: Taken) -> Any:
-    return x if np.all(np.diff(order) == 1) else taken(x, order)
+def _moved(tree: PyTree, order: Int[np.ndarray, "rows"], there: int, taken: Taken) -> PyTree:
+    def one(x: Any) -> Any:
+        if not nn.has_shape(x):
+            return x
+        if x.shape[0] != there:
+            raise ValueError(
+                f"Plan.to_ring_order, Plan.to_reading_order: an array of layers has {there} rows where it is moved "
+                f"from, but this one has {x.shape[0]}; each is for what the other gave, or a plain model."
+            )
+        return x if np.array_equal(order, np.arange(there)) else taken(x, order)
+
+    return jax.tree.map(one, tree)
 
 
-def _with_layers(tree: PyTree, move: Callable[[Any], Any]) -> PyTree:
-    is_layers = lambda names, x: nn.has_shape(x) and names.startswith("layers")
-    return jax.tree.map(lambda names, x: move(x) if is_layers(names, x) else x, nn.dims(tree), tree)
+def _of_each_model(tree: PyTree, part_of: Placement, move: Callable[[Sequence[PyTree], list[Rows]], tuple]) -> PyTree:
+    """The tree with the stacks of each model in it moved together, for where one ends the next begins."""
+
+    def one(node: Any) -> Any:
+        if isinstance(node, nn.Stack):
+            return move((node,), layer_rows([node.depth], part_of))[0]
+        if not isinstance(node, nn.Transformer) or not all(isinstance(stack, nn.Stack) for stack in node.stacks):
+            return node
+        depths = [stack.depth for stack in node.stacks]
+        return eqx.tree_at(lambda m: m.stacks, node, move(node.stacks, layer_rows(depths, part_of)))
+
+    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, nn.Stack | nn.Transformer))

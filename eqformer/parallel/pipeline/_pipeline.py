@@ -43,9 +43,9 @@ def pipeline_gradients(
 
     The model is `last(edges, stage(blocks, ... first(edges, piece)), piece) -> (sum, count)` with one `stage` a part:
     `stage(part of blocks, x, piece) -> x`. `parameters` are `(edges, blocks)`: `edges` whole on every device of the
-    axis `pipe`, `blocks` this device's layers, each array with a `layers` dim in front that holds `chunks` equal
-    groups in turn. `data` has a leading dim `microbatches` and is whole on every device of the axis. The functions may
-    use collectives over other axes.
+    axis `pipe`, `blocks` this device's layers, of a stack or of several, each array with a `layers` dim in front that
+    holds `chunks` equal groups in turn. `data` has a leading dim `microbatches` and is whole on every device of the
+    axis. The functions may use collectives over other axes.
 
     A device keeps only the inputs of its parts, in as many slots as are in use at once, and recomputes a part in its
     backward; so the forward entry of the model's last part does nothing, and its backward computes the loss. An idle
@@ -106,7 +106,7 @@ class _Run:
         self.first, self.stage, self.last = functions
         self.edges, self.blocks = parameters
         self.rank = jax.lax.axis_index(PIPE)
-        self.layers = _check_shapes(schedule, self.blocks, data)
+        _check_shapes(schedule, self.blocks, data)
         self.axes, self.x, self.loss, self.aux, self.taps = self._trace()
 
     def _trace(self) -> tuple:
@@ -140,9 +140,8 @@ class _Run:
     def start(self) -> _State:
         """Empty stashes and zero sums, typed as varying like what will be added to them."""
         stash = lambda slots: jax.tree.map(lambda x: zeros(x, self.axes, max(slots, 1)), self.x)
-        layers = self.layers // self.schedule.chunks
-        slots = self.routes.products, layers
-        products = {n: (zeros(t[0], t[1], *slots), zeros(t[2], t[3], *slots)) for n, t in self.taps.items()}
+        slots = self.routes.products
+        products = {n: (zeros(t[0], t[1], slots), zeros(t[2], t[3], slots)) for n, t in self.taps.items()}
         loss = tuple(zeros(x, axes) for x, axes in self.loss)
         rows = lambda x: jax.ShapeDtypeStruct((x.shape[0] * self.schedule.chunks, *x.shape[1:]), x.dtype)
         aux = jax.tree.map(lambda x: zeros(rows(x), varying_axes(x) | {PIPE}), self.aux)
@@ -260,8 +259,7 @@ class _Run:
         """The sums with the gradients of the entry's group of layers added to its rows."""
         if self.schedule.chunks == 1:
             return add(sums, more)
-        start = entry // self.schedule.microbatches * (self.layers // self.schedule.chunks)
-        return add_rows(sums, start, more)
+        return add_rows(sums, entry // self.schedule.microbatches, more)
 
 
 def _over_ring(sums: PyTree) -> PyTree:
@@ -277,8 +275,8 @@ def _shapes(tree: PyTree) -> list[str]:
     return [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(tree)]
 
 
-def _check_shapes(schedule: Schedule, blocks: PyTree, data: PyTree) -> int:
-    """The number of layers here; each chunk holds equally many, and the data as many pieces as microbatches."""
+def _check_shapes(schedule: Schedule, blocks: PyTree, data: PyTree) -> None:
+    """Each chunk has as many rows of an array of blocks, and the data as many pieces as microbatches."""
     call = f"pipeline_gradients(schedule={schedule.name!r})"
     for leaf in jax.tree.leaves(data):
         if leaf.shape[:1] != (schedule.microbatches,):
@@ -287,9 +285,8 @@ def _check_shapes(schedule: Schedule, blocks: PyTree, data: PyTree) -> int:
                 f"{schedule.microbatches}; an array has shape {leaf.shape}; reshape it to (microbatches, rows, ...)."
             )
     layers = {leaf.shape[0] for leaf in jax.tree.leaves(eqx.filter(blocks, eqx.is_array))}
-    if len(layers) != 1 or min(layers) % schedule.chunks:
+    if any(number % schedule.chunks for number in layers):
         raise ValueError(
-            f"{call}: the arrays of blocks have one dim of layers in front, a multiple of chunks={schedule.chunks}; "
-            f"here it is {sorted(layers)}; see check_depth."
+            f"{call}: the arrays of blocks have a dim of layers in front, a multiple of chunks={schedule.chunks}; "
+            f"here it is {sorted(layers)}; see layer_order."
         )
-    return layers.pop()

@@ -13,6 +13,8 @@ from ... import nn
 from .. import _send as send
 from .._axes import PIPE
 from .._vary import vary, varying_axes
+from ._depth import layers_of_parts
+from ._schedule import Schedule
 
 
 class PipelinedStack(eqx.Module):
@@ -139,6 +141,19 @@ class PipelinedStack(eqx.Module):
             return jnp.roll(stream, -(stages - 1), 0)
         outputs = jnp.where(rank == stages - 1, stream, jnp.zeros_like(stream))
         return send.psum("outputs of the last stage", outputs, PIPE)
+
+
+def pipelined_rounds(stacks: Sequence[nn.Stack], schedule: Schedule, microbatches: int) -> tuple[PipelinedStack, ...]:
+    """This device's stacks for a forward pass: one after the other, each once through all devices for each chunk."""
+    held = layers_of_parts([stack.depth for stack in stacks], schedule.parts)
+    orders = schedule.stage_of.reshape(schedule.chunks, -1).tolist()
+    rounds = []
+    for stack, numbers in zip(stacks, held.reshape(len(held), schedule.chunks, -1), strict=True):
+        size = len(stack) // schedule.chunks
+        for chunk in np.flatnonzero(numbers.any(axis=1)).tolist():
+            part = stack[chunk * size : (chunk + 1) * size]
+            rounds.append(PipelinedStack(part, microbatches, order=tuple(orders[chunk])))
+    return tuple(rounds)
 
 
 def _among_all(x: Array, stages: int) -> Array:

@@ -39,12 +39,13 @@ def add(sums: PyTree, more: PyTree) -> PyTree:
     return jax.tree.map(one, sums, more, is_leaf=lambda x: x is None)
 
 
-def add_rows(sums: PyTree, start: Int[Array, ""], more: PyTree) -> PyTree:
-    """`add` to the rows that begin at `start`."""
+def add_rows(sums: PyTree, group: Int[Array, ""], more: PyTree) -> PyTree:
+    """`add` to one of the equal groups of rows of each array."""
 
     def one(x: Array | None, y: Array | None) -> Array | None:
         if x is None or y is None:
             return x
+        start = group * y.shape[0]
         rows = jax.lax.dynamic_slice_in_dim(x, start, y.shape[0]) + y.astype(x.dtype)
         return jax.lax.dynamic_update_slice_in_dim(x, rows, start, 0)
 

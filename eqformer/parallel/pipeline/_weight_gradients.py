@@ -24,7 +24,7 @@ from ._taps import holding, is_map, Notes, Seen, Tapped
 
 
 def taps(blocks: PyTree, notes: dict[int, Notes], tokens: int) -> dict[int, tuple]:
-    """Which of the blocks' Linears can be tapped, by number: shape, dtype and axes of their inputs and outputs.
+    """Which of the blocks' Linears can be tapped, by number: shape, dtype and axes of all layers' inputs and outputs.
 
     They are called once a layer, on at least `tokens` vectors (fewer: inside a loop of a layer's own), and their weight
     is the layer's own: neither gathered, nor one of several under `vmap`, nor read by someone else.
@@ -36,7 +36,8 @@ def taps(blocks: PyTree, notes: dict[int, Notes], tokens: int) -> dict[int, tupl
             continue
         shape, into, into_axes, out, out_axes = calls[0]
         if shape == _whole_shape(linear, dim)[1:] and math.prod(into.shape[: -len(linear.inputs)]) >= tokens:
-            found[number] = (into, into_axes, out, out_axes)
+            rows = lambda x, layers=linear.weight.shape[0]: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype)
+            found[number] = (rows(into), into_axes, rows(out), out_axes)
     return found
 
 
@@ -53,8 +54,7 @@ def tapped(blocks: PyTree, wanted: dict[int, tuple]) -> PyTree:
     linears = _linears(blocks)
 
     def tap(linear: nn.Linear, into: Any, into_axes: frozenset, out: Any, out_axes: frozenset) -> Tapped:
-        layers = linear.weight.shape[:1]
-        zeros = lambda like, axes: vary(jnp.zeros((*layers, *like.shape), like.dtype), axes)
+        zeros = lambda like, axes: vary(jnp.zeros(like.shape, like.dtype), axes)
         both = {"into": zeros(into, into_axes), "out": zeros(out, out_axes)}
         return holding(linear, linear.weight, linear.bias, Tapped, **both)
 

@@ -19,6 +19,7 @@ from .._shard_map import filter_shard_map
 from .._vary import vary, vary_like
 from .._wrap import replace
 from ..context._context import ContextCore, ring_rules
+from ..layouts._layout import shardings
 from ._served import filled, filled_tokens, multiple, Served
 
 
@@ -47,8 +48,8 @@ class Planned(Served):
             expert_factor=plan.expert_factor,
             smallest=plan.smallest,
         )
-        self.model = model
         self.plan.check(model, rows=self._rows(1), seq=2 * self.plan.size(CONTEXT))
+        self.model = _in_ring_order(model, self.plan)
 
     def encode(
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
@@ -163,6 +164,14 @@ class CacheCore(eqx.Module):
         whole = send.psum("sums over split caches", output.astype(share.dtype) * share[..., None], CONTEXT)
         whole = (whole / total[..., None]).astype(output.dtype)
         return whole if sinks is None else nn.blockwise.with_sinks(whole, jnp.log(total) + peak, sinks)
+
+
+def _in_ring_order(model: nn.Transformer, plan: Plan) -> nn.Transformer:
+    """The model as it is, or, where stages hold unequal numbers of layers, with rows of padding where they lie."""
+    if all(len(old) == len(new) for old, new in zip(model.stacks, plan.shapes(model).stacks, strict=True)):
+        return model
+    arrays, rest = eqx.partition(plan.to_ring_order(model), eqx.is_array)
+    return eqx.combine(jax.device_put(arrays, shardings(plan.parameter_specs(arrays), plan.mesh)), rest)
 
 
 def _encode(
