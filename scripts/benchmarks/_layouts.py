@@ -56,6 +56,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "pipeline, interleaved": ({FSDP: 2, PIPE: 4}, {"schedule": "interleaved", "microbatches": 8, "chunks": 2}),
     "pipeline, looping": ({FSDP: 2, PIPE: 4}, {"schedule": "looping", "microbatches": 8, "chunks": 2}),
     "pipeline, zb-h1": ({FSDP: 2, PIPE: 4}, {"schedule": "zb-h1", "microbatches": 8}),
+    "pipeline, zb-v": ({FSDP: 2, PIPE: 4}, {"schedule": "zb-v", "microbatches": 8, "chunks": 2}),
+    "pipeline, dualpipe-v": ({FSDP: 2, PIPE: 4}, {"schedule": "dualpipe-v", "microbatches": 8, "chunks": 2}),
     "fsdp x tensor x pipe": (
         {FSDP: 2, TENSOR: 2, PIPE: 2},
         {"zero": 3, "residual": "sequence", "microbatches": 4},

@@ -177,7 +177,7 @@ class Recipe:
     microbatches: int = 1
     """Microbatches of a step that go through the pipeline; it is multiplied with --accumulate."""
     chunks: int = 1
-    """Parts of the model that each stage holds, with --schedule interleaved or looping."""
+    """Parts of the model that each stage holds: any number for interleaved and looping, 2 for zb-v and dualpipe-v."""
     edges: Literal["ends", "spread"] = "ends"
     """Embedding and loss are computed by the first and last stage or, with --schedule gpipe, spread over all stages."""
 
