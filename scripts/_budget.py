@@ -64,14 +64,14 @@ def batch_shapes(recipe: Recipe) -> Batch:
 def _kept_shapes(plan: parallel.Plan, model: nn.Transformer, batch: Batch) -> Any:
     """Shapes on a device: of a stage's input (None without a pipeline), and of what a backward pass keeps."""
     arrays, rest = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    leaves = plan.leaves(model)
+    device = plan.on_device(model)
 
     def of_device(own: PyTree, pieces: tuple) -> Any:
-        wrapped = plan.wrap(plan.parameters(own, leaves), own, leaves, model)
+        wrapped = device.wrap(device.parameters(own), own)
         # With spread edges the rows are split over the stages too, and a microbatch holds rows of all of them.
         shares = plan.size(PIPE) if plan.spreads_edges else 1
         one = jax.tree.map(lambda x: x[: x.shape[0] * shares // plan.microbatches], pieces)
-        run, *given = _stage(plan, wrapped, *one) if plan.is_pipelined else _loss(plan, model, wrapped, *one)
+        run, *given = _stage(plan, wrapped, *one) if plan.is_pipelined else _loss(device, wrapped, *one)
         _, pull = eqx.filter_vjp(run, *given)
         # Returned as zeros, which do not vary over devices, so that `shard_map` accepts a replicated result.
         there = own, wrapped, pieces, one, given
@@ -87,8 +87,8 @@ def _kept_shapes(plan: parallel.Plan, model: nn.Transformer, batch: Batch) -> An
     return jax.eval_shape(program, arrays, batch)
 
 
-def _loss(plan: parallel.Plan, model: nn.Transformer, wrapped: Any, batch: Batch, tokens: nn.Tokens) -> tuple:
-    views = {"tokens": tokens, "vocabulary": plan.vocabulary(model)}
+def _loss(device: parallel.OnDevice, wrapped: Any, batch: Batch, tokens: nn.Tokens) -> tuple:
+    views = {"tokens": tokens, "vocabulary": device.vocabulary}
     return lambda wrapped: training.next_token_loss(wrapped, batch, None, **views)[0], wrapped
 
 

@@ -5,10 +5,11 @@ import inspect
 import math
 import os
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import tyro
 from _flags import check_names, flags_of, naming_flags, with_hyphens
@@ -21,6 +22,26 @@ from eqformer import models, nn
 
 
 Command = TypeVar("Command")
+
+
+_REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _words(info: Any) -> Any:
+    """A choice of words or of what no command line can spell (a schedule's table), as one of words."""
+    kinds = typing.get_args(info.type)
+    words = [typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is Literal]
+    if not words or not any(map(dataclasses.is_dataclass, kinds)):
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{" + ",".join(words[0]) + "}",
+        instance_from_str=lambda given: given[0],
+        is_instance=lambda value: isinstance(value, str),
+        str_from_instance=lambda value: [value],
+        choices=words[0],
+    )
 
 
 def read(kind: type[Command], arguments: Sequence[str]) -> Command:
@@ -55,6 +76,7 @@ def parse(
         default=default,
         args=["--help" if argument == "--help-all" else argument for argument in arguments],
         config=(tyro.conf.AvoidSubcommands,),
+        registry=_REGISTRY,
         description=f"{about}\n\nRecipes (or any preset of eqformer.models):\n{known}",
     )
     run = command.run

@@ -98,13 +98,17 @@ def _search(
         enough = TRACED if offered else MOST_TRACED
         if len(offered) == MOST_OFFERED or len(traced) >= enough:
             break
-        if any((one.recipe.mesh, one.recipe.zero) == (other.recipe.mesh, other.recipe.zero) for other, _ in offered):
+        if any(_devices(one) == _devices(other) for other, _ in offered):
             continue  # the same mesh fits already with less recomputation
         held = one.state + sum(activation_bytes(one.plan, one.model, batch_shapes(one.recipe)).values())
         traced.append((one, held))
         if held <= memory:
             offered.append((one, held))
     return offered, min(traced, key=lambda its: its[1]), len(traced)
+
+
+def _devices(one: Candidate) -> tuple[Mesh, int]:
+    return one.recipe.mesh, one.recipe.plan.zero
 
 
 def _candidates(recipe: Recipe, memory: int) -> tuple[list[Candidate], int, int]:
@@ -121,7 +125,7 @@ def _candidates(recipe: Recipe, memory: int) -> tuple[list[Candidate], int, int]
     found, sizes = [], []
     for mesh, zero in _meshes(recipe):
         for one, model in zip(recipes, models):
-            own = dataclasses.replace(one, mesh=mesh, zero=zero)
+            own = dataclasses.replace(one, mesh=mesh, plan=dataclasses.replace(one.plan, zero=zero))
             try:
                 plan = abstract_plan(own)
                 check_plan(own, plan, model)
@@ -141,10 +145,10 @@ def _meshes(recipe: Recipe) -> Iterator[tuple[Mesh, int]]:
     mesh = recipe.mesh
     number = mesh.replica * mesh.fsdp * mesh.tensor * mesh.pipe
     for tensor, pipe in itertools.product(range(1, min(number, MOST_TENSOR) + 1), range(1, number + 1)):
-        if number % (tensor * pipe) or (pipe > 1 and recipe.microbatches * recipe.accumulate < pipe):
+        if number % (tensor * pipe) or (pipe > 1 and recipe.plan.microbatches * recipe.accumulate < pipe):
             continue
         sizes = dataclasses.replace(mesh, replica=1, fsdp=number // (tensor * pipe), tensor=tensor, pipe=pipe)
-        yield from ((sizes, zero) for zero in sorted({recipe.zero, 3} if sizes.fsdp > 1 else {recipe.zero}))
+        yield from ((sizes, zero) for zero in sorted({recipe.plan.zero, 3} if sizes.fsdp > 1 else {recipe.plan.zero}))
 
 
 def _choices(before: Recipe, one: Candidate) -> str:

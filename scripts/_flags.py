@@ -87,7 +87,7 @@ def _flag_of(name: str, flags: Mapping[str, Any]) -> str | None:
 
 
 # Fields whose flags have another name.
-_NAMED = {"run": "", "machine": "", "published": "model"}
+_NAMED = {"run": "", "machine": "", "plan": "", "published": "model"}
 
 # Names of the library that differ from the flags': calls (with a bracket) and arguments, with the flags that set them.
 WORDS = {

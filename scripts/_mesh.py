@@ -12,7 +12,7 @@ import numpy as np
 from _screen import Screen
 from _setup import adapted, build_model, is_shape, load_model, placed
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from recipes import Lora, PLAN_CHOICES, Recipe
+from recipes import Lora, Recipe
 
 from eqformer import Batch, parallel, training
 
@@ -45,8 +45,7 @@ def abstract_plan(recipe: Recipe) -> parallel.Plan:
 
 def plan_over(recipe: Recipe, mesh: Any) -> parallel.Plan:
     """The recipe's plan over a mesh; its microbatches are --accumulate times --microbatches."""
-    choices: dict[str, Any] = {name: getattr(recipe, name) for name in PLAN_CHOICES}
-    choices["microbatches"] *= recipe.accumulate
+    choices = {**vars(recipe.plan), "microbatches": recipe.plan.microbatches * recipe.accumulate}
     return in_flags(recipe, lambda: parallel.Plan(mesh, **choices))
 
 
@@ -68,8 +67,9 @@ def check_sizes(recipe: Recipe) -> dict[str, int]:
 def flags(recipe: Recipe) -> str:
     """The mesh, and the plan's choices that differ from the defaults, as flags."""
     plain = {field.name: field.default for field in dataclasses.fields(Recipe)}
+    plain |= vars(plain["plan"])
     axes = [f"--mesh.{axis} {size}" for axis, size in dataclasses.asdict(recipe.mesh).items() if size != 1]
-    chosen = [(name, getattr(recipe, name)) for name in (*PLAN_CHOICES, "accumulate")]
+    chosen = [*vars(recipe.plan).items(), ("accumulate", recipe.accumulate)]
     return " ".join(axes + [f"--{name.replace('_', '-')} {value}" for name, value in chosen if value != plain[name]])
 
 

@@ -8,13 +8,13 @@ from typing import Any
 from _whole import write_whole
 from recipes import Execution, Lora, Mesh, Metrics, Optimization, Recipe, Text
 
-from eqformer import models, nn
+from eqformer import models, nn, parallel
 
 
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Recipe, Text, Optimization, Lora, Execution, Metrics, Mesh, nn.Precision),
+        *(Recipe, Text, Optimization, Lora, Execution, Metrics, Mesh, nn.Precision, parallel.Choices),
         *(family.numbers for family in models.FAMILIES.values()),
         *(nn.LinearScaling, nn.DynamicScaling, nn.YarnScaling, nn.Llama3Scaling, nn.LongRopeScaling),
     )

@@ -107,9 +107,8 @@ def plan_for(command: Command, recipe: Recipe) -> parallel.Plan | None:
     """The plan of the command's mesh, None for one device; raises a `ValueError` if the model does not suit it."""
     if command.mesh == Mesh() and command.simulate is None:
         return None
-    plan = plan_of(
-        Recipe(recipe.model, mesh=command.mesh, zero=command.zero), devices_of(Machine(simulate=command.simulate))
-    )
+    asked = Recipe(recipe.model, mesh=command.mesh, plan=parallel.Choices(zero=command.zero))
+    plan = plan_of(asked, devices_of(Machine(simulate=command.simulate)))
     parallel.Planned(eqx.filter_eval_shape(build_model, recipe), plan)
     return plan
 

@@ -10,6 +10,7 @@ from ._axes import (
     REPLICA as REPLICA,
     TENSOR as TENSOR,
 )
+from ._choices import Choices as Choices, values_of as values_of
 from ._collectives import (
     reference_all_gather as reference_all_gather,
     reference_all_to_all as reference_all_to_all,
@@ -19,7 +20,9 @@ from ._collectives import (
     ring_all_gather as ring_all_gather,
     ring_psum_scatter as ring_psum_scatter,
 )
+from ._on_device import OnDevice as OnDevice
 from ._per_rank import PerRank as PerRank
+from ._placement import Placement as Placement
 from ._plan import Plan as Plan
 from ._send import COLLECTIVES as COLLECTIVES, STATE as STATE
 from ._shard_map import filter_shard_map as filter_shard_map
@@ -78,7 +81,6 @@ from .tensor._feature import FeatureLinear as FeatureLinear
 from .tensor._norms import SplitNorm as SplitNorm
 from .tensor._tensor import (
     MIXERS as MIXERS,
-    RESIDUALS as RESIDUALS,
     stream_maps as stream_maps,
     Tensor as Tensor,
     TENSOR_MODULES as TENSOR_MODULES,

@@ -1,15 +1,15 @@
 """What a plan asks of a model's mixtures of experts."""
 
 import math
-from typing import Any
 
 import jax
 
 from .. import nn
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
+from ._placement import Placement
 
 
-def check_mixture(plan: Any, path: str, moe: nn.MoE) -> None:
+def check_mixture(plan: Placement, path: str, moe: nn.MoE) -> None:
     """Raise a `ValueError` if a mixture's results would depend on the mesh, or its experts cannot be split.
 
     The former: a capacity, or experts that choose, count over rows or a batch of which a device has only a part. The
@@ -39,7 +39,7 @@ def check_mixture(plan: Any, path: str, moe: nn.MoE) -> None:
                 )
 
 
-def _check_counting(plan: Any, path: str, moe: nn.MoE) -> None:
+def _check_counting(plan: Placement, path: str, moe: nn.MoE) -> None:
     context, rows = plan.size(CONTEXT), math.prod(map(plan.size, BATCH_AXES))
     if isinstance(moe.router, nn.ExpertChoiceRouter):
         what, counts, per = "ExpertChoiceRouter", True, moe.router.per

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from types import NoneType
 from typing import Any
 
@@ -14,16 +13,15 @@ from jaxtyping import PyTree
 from .. import nn
 from ._axes import AXES, BATCH_AXES, CONTEXT, PIPE, TENSOR
 from ._check_mixture import check_mixture
-from ._mixture import EXPERT_METHODS
-from .context._context import check_context, CONTEXT_METHODS, refuse_recurrence
+from ._choices import check_values
+from ._placement import Placement
+from .context._context import check_context, refuse_recurrence
 from .layouts._layout import axes_of, is_spec
-from .pipeline._depth import check_depth, Rows
-from .pipeline._schedules import SCHEDULES
-from .tensor._collective_matmul import OVERLAPS
-from .tensor._tensor import MIXERS, RESIDUALS, TENSOR_MODULES
+from .pipeline._depth import check_depth
+from .tensor._tensor import MIXERS, TENSOR_MODULES
 
 
-def check_choices(plan: Any) -> None:
+def check_choices(plan: Placement) -> None:
     """Raise a `ValueError` for an unknown choice, or for two that do not go together."""
     axes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_types))
     if axes != dict.fromkeys(AXES, AxisType.Auto):
@@ -31,25 +29,7 @@ def check_choices(plan: Any) -> None:
             f"Plan(mesh): a mesh has the axes {', '.join(AXES)}, all of type Auto; this one has "
             f"{', '.join(f'{axis} ({kind.name})' for axis, kind in axes.items())}; make it by make_mesh."
         )
-    for name, value, known in (
-        ("zero", plan.zero, (0, 1, 2, 3)),
-        ("residual", plan.residual, RESIDUALS),
-        ("overlap", plan.overlap, OVERLAPS),
-        ("context_method", plan.context_method, CONTEXT_METHODS),
-        ("expert_method", plan.expert_method, EXPERT_METHODS),
-        ("schedule", plan.schedule, tuple(SCHEDULES) if isinstance(plan.schedule, str) else (plan.schedule,)),
-        ("edges", plan.edges, ("ends", "spread")),
-    ):
-        if value not in known:
-            raise ValueError(f"Plan({name}={value!r}): the choices are {', '.join(map(str, known))}.")
-    if not 0 < plan.expert_factor < math.inf:
-        raise ValueError(
-            f"Plan(expert_factor={plan.expert_factor}): a pair of devices has that many times the slots that even "
-            "loads need; give a positive and finite number, such as 2.0, or, to drop nothing, the axis' size."
-        )
-    for name, value in (("microbatches", plan.microbatches), ("chunks", plan.chunks)):
-        if value < 1:
-            raise ValueError(f"Plan({name}={value}): it counts, so give at least 1.")
+    check_values(plan)
     if plan.overlap != "none" and plan.residual == "replicated" and plan.size(TENSOR) > 1:
         raise ValueError(
             f"Plan(overlap={plan.overlap!r}, residual='replicated'): a replicated stream is reduced whole, with no "
@@ -71,7 +51,7 @@ def check_choices(plan: Any) -> None:
             )
 
 
-def check_model(plan: Any, model: nn.Transformer) -> None:
+def check_model(plan: Placement, model: nn.Transformer) -> None:
     """Raise a `ValueError` where the plan's mesh cannot split this model; `model` may be shapes."""
     if plan.is_pipelined:  # first, since what it says of depths helps more than what layouts say of the dim `layers`
         check_depth(sum(stack.depth for stack in model.stacks), plan.size(PIPE), plan.timetable().chunks)
@@ -84,18 +64,7 @@ def check_model(plan: Any, model: nn.Transformer) -> None:
         check_mixture(plan, path, moe)
 
 
-def check_ring_order(plan: Any, model: nn.Transformer, rows: Sequence[Rows]) -> None:
-    """Raise a `ValueError` for a model in reading order where stages hold unequal numbers of layers."""
-    there, wanted = [len(stack) for stack in model.stacks], [len(each.order) for each in rows]
-    if there != wanted:
-        raise ValueError(
-            f"Plan over pipe={plan.size(PIPE)}: a model whose stacks have {[each.depth for each in rows]} layers lies "
-            f"in {wanted} rows on the ring of stages, some of them padding, but this one has {there}; put it in ring "
-            "order by plan.to_ring_order(model)."
-        )
-
-
-def check_rows(plan: Any, model: nn.Transformer, rows: int, seq: int) -> None:
+def check_rows(plan: Placement, model: nn.Transformer, rows: int, seq: int) -> None:
     """Raise a `ValueError` if the rows of a microbatch, or the tokens of a row, do not divide over the devices."""
     devices = math.prod(plan.size(axis) for axis in BATCH_AXES)
     if rows % (devices * plan.microbatches):
@@ -122,7 +91,7 @@ def check_rows(plan: Any, model: nn.Transformer, rows: int, seq: int) -> None:
         _check_mixer(plan, path, module, seq)
 
 
-def _check_mixer(plan: Any, path: str, module: Any, seq: int) -> None:
+def _check_mixer(plan: Placement, path: str, module: Any, seq: int) -> None:
     size, tensor = plan.size(CONTEXT), plan.size(TENSOR)
     heads = _first(module.query)
     kv_heads = heads if isinstance(module, nn.LatentAttention) else _first(module.key)
@@ -149,7 +118,7 @@ def _check_mixer(plan: Any, path: str, module: Any, seq: int) -> None:
             raise ValueError(f"Plan over context={size}: {path}: {error}") from error
 
 
-def _check_tensor(plan: Any, model: nn.Transformer, specs: PyTree) -> None:
+def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None:
     known = (*TENSOR_MODULES, nn.MoE, nn.Embedding, nn.LearnedPositions, nn.RMSNorm, nn.LayerNorm)
     is_known = lambda node: isinstance(node, known)
     headless = lambda tree: eqx.tree_at(lambda m: m.head, tree, None, is_leaf=lambda node: node is None)
@@ -181,7 +150,7 @@ def _check_tensor(plan: Any, model: nn.Transformer, specs: PyTree) -> None:
                 )
 
 
-def _check_feature(plan: Any, path: str, node: Any) -> None:
+def _check_feature(plan: Placement, path: str, node: Any) -> None:
     if not isinstance(node, nn.Attention | nn.GatedDeltaNet):
         return
     shares = _first(node.key) % plan.size(TENSOR) != 0

@@ -1,6 +1,6 @@
 """Expert parallelism: tokens are gathered on all devices of the axis `expert`, or sent to those with their experts."""
 
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ from .pipeline._taps import holding, is_map
 from .state._gather import gather_parameter
 
 
-EXPERT_METHODS = ("gather", "exchange")
+ExpertMethod = Literal["gather", "exchange"]
 
 
 class SplitMoE(nn.Routed):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import nn
 from .._shapes import Batch
-from ..parallel import differentiable, filter_shard_map, pipeline_gradients, Plan, shardings
+from ..parallel import differentiable, filter_shard_map, OnDevice, pipeline_gradients, Plan, shardings
 from ._loss import batch_tokens, evaluation_sums
 from ._loss_scale import seed, unscaled
 from ._optimizer import Optimizer, trainable, Trained
@@ -36,9 +36,7 @@ def planned_gradients(plan: Plan) -> GradientsOf:
 
         def of_batch(model: PyTree, batch: PyTree, key: Any, scale: Any = None) -> tuple[Any, Any, PyTree]:
             in_pieces.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1])
-            leaves, shapes = plan.leaves(model), eqx.filter_eval_shape(lambda: model)
-            scanned = 1 if plan.is_pipelined else pieces_of_rows
-            local = _Local(in_pieces, loss_fn, scanned, trained, leaves, shapes)
+            local = _Local(in_pieces.on_device(model), loss_fn, 1 if plan.is_pipelined else pieces_of_rows, trained)
             pieces = plan.arrange(batch, batch_tokens(batch, key))
             whole = PartitionSpec()
             specs = plan.parameter_specs(model), plan.batch_specs(pieces), whole
@@ -60,12 +58,12 @@ def planned_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[
     @eqx.filter_jit
     def of_batch(model: PyTree, batch: Batch) -> dict[str, Float[Array, ""]]:
         in_pieces.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1])
-        leaves, shapes = plan.leaves(model), eqx.filter_eval_shape(lambda: model)
+        device = plan.on_device(model)
 
         def per_device(model: PyTree, pieces: PyTree) -> dict[str, Array]:
-            wrapped = plan.wrap_forward(model, leaves, shapes)
-            sums = evaluation_sums(wrapped, pieces[0], tokens=pieces[1], vocabulary=plan.vocabulary(shapes))
-            return {name: plan.total(each) for name, each in sums.items()}
+            wrapped = device.wrap_forward(model)
+            sums = evaluation_sums(wrapped, pieces[0], tokens=pieces[1], vocabulary=device.vocabulary)
+            return {name: device.total(each) for name, each in sums.items()}
 
         pieces = plan.arrange(batch, batch_tokens(batch))
         specs = plan.parameter_specs(model), plan.batch_specs(pieces)
@@ -116,40 +114,37 @@ def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
 class _Local:
     """What runs on one device, inside `shard_map`; the fields are constants of the call."""
 
-    def __init__(self, plan: Plan, loss_fn: LossFn, accumulate: int, trained: Trained, leaves: PyTree, shapes: PyTree):
-        self.plan, self.loss_fn, self.accumulate, self.trained = plan, loss_fn, accumulate, trained
-        self.leaves, self.shapes = leaves, shapes
-        self.vocabulary = plan.vocabulary(shapes)
+    def __init__(self, device: OnDevice, loss_fn: LossFn, accumulate: int, trained: Trained):
+        self.device, self.loss_fn, self.accumulate, self.trained = device, loss_fn, accumulate, trained
+        self.plan = device.plan
 
     def gradients(self, model: PyTree, pieces: PyTree, scale: Any) -> tuple[Any, Any, PyTree]:
         """The loss's sum, its count and the gradients, reduced over all devices."""
-        parameters = self.plan.parameters(model, self.leaves)
+        parameters = self.device.parameters(model)
         of_pieces = self._pipelined if self.plan.runs_schedule else self._accumulated
         total, tally, gradients = of_pieces(model, parameters, pieces, scale)
         count, aux = (tally.count, tally.aux) if isinstance(tally, Tally) else (tally, None)
-        aux = jax.tree.map(self.plan.total, aux)
-        return self.plan.total(total), (self.plan.total(count), aux), self.plan.reduce(gradients, self.leaves)
-
-    def _wrapped(self, parameters: PyTree, model: PyTree) -> PyTree:
-        return self.plan.wrap(parameters, model, self.leaves, self.shapes)
+        aux = jax.tree.map(self.device.total, aux)
+        return self.device.total(total), (self.device.total(count), aux), self.device.reduce(gradients)
 
     def _loss(self, model: PyTree, pieces: PyTree) -> tuple[Any, Any]:
-        return self.loss_fn(model, pieces[0], None, tokens=pieces[1], vocabulary=self.vocabulary)
+        return self.loss_fn(model, pieces[0], None, tokens=pieces[1], vocabulary=self.device.vocabulary)
 
     def _accumulated(self, model: PyTree, parameters: PyTree, pieces: PyTree, scale: Any) -> tuple[Any, Any, PyTree]:
         def loss(parameters: PyTree, pieces: PyTree, key: None) -> tuple[Any, Any]:
-            return self._loss(self._wrapped(parameters, model), pieces)
+            return self._loss(self.device.wrap(parameters, model), pieces)
 
         return accumulated_gradients(loss, self.accumulate, self.trained)(parameters, pieces, None, scale)
 
     def _pipelined(self, model: PyTree, parameters: PyTree, pieces: PyTree, scale: Any) -> tuple[Any, Any, PyTree]:
         """Gradients by a pipeline schedule; parameters outside of the stack are gathered once, before the schedule
         runs, and their gradients are reduced once, after it."""
-        wrapped = self._wrapped(parameters, model)
+        wrapped = self.device.wrap(parameters, model)
         # Differentiated at float32 parameters that are gathered in float32, so that the reductions of the gradients,
         # which are summed over microbatches by then, are float32 too.
-        wide_model, wide_leaves = _wide(model), _travelling_wide(self.leaves)
-        of_wide = lambda wide: self.plan.wrap(wide, wide_model, wide_leaves, self.shapes)
+        wide_model = _wide(model)
+        wide_device = dataclasses.replace(self.device, leaves=_travelling_wide(self.device.leaves))
+        of_wide = lambda wide: wide_device.wrap(wide, wide_model)
         like, pull = eqx.filter_vjp(lambda wide: differentiable(of_wide(wide)), _wide(parameters))
         edges = eqx.tree_at(lambda m: m.stacks, wrapped, None)
 

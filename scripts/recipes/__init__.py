@@ -10,7 +10,6 @@ from ._recipe import (
     Mesh as Mesh,
     Metrics as Metrics,
     Optimization as Optimization,
-    PLAN_CHOICES as PLAN_CHOICES,
     Recipe as Recipe,
     Text as Text,
 )

@@ -8,6 +8,7 @@ import tyro
 
 from eqformer.models import Numbers
 from eqformer.nn import Precision
+from eqformer.parallel import Choices
 
 
 def _number_or_none(words: list[str]) -> float | None:
@@ -160,31 +161,8 @@ class Recipe:
     prompt: str = "def "
     """The prompt of those samples."""
     mesh: Mesh = Mesh()
-    zero: Literal[0, 1, 2, 3] = 1
-    """What --mesh.fsdp splits: 0 rows only, 1 also the optimizer's state, 2 also gradients, 3 also parameters."""
-    residual: Literal["replicated", "sequence", "feature"] = "replicated"
-    """The residual stream over --mesh.tensor: replicated, or split by tokens or by features."""
-    overlap: Literal["none", "ring", "bidirectional"] = "none"
-    """How a split stream is gathered and scattered: by one collective, or in rings that overlap with the products."""
-    context_method: Literal["ring", "gather", "heads"] = "ring"
-    """How attention sees other devices' tokens: keys and values pass round a ring, or are gathered, or by Ulysses."""
-    expert_method: Literal["gather", "exchange"] = "gather"
-    """How tokens reach experts: all are gathered (exact), or each choice is sent by all-to-all, within a capacity."""
-    expert_factor: float = 2.0
-    """The capacity of --expert-method exchange for each pair of devices, relative to an even load."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"
-    """The order in which the stages of a pipeline work."""
-    microbatches: int = 1
-    """Microbatches of a step that go through the pipeline; it is multiplied with --accumulate."""
-    chunks: int = 1
-    """Parts of the model that each stage holds: any number for interleaved and looping, 2 for zb-v and dualpipe-v."""
-    edges: Literal["ends", "spread"] = "ends"
-    """Embedding and loss are computed by the first and last stage or, with --schedule gpipe, spread over all stages."""
+    plan: Annotated[Choices, tyro.conf.arg(name="")] = Choices(zero=1)
 
-
-# Fields that are a plan's choices, by the same names.
-PLAN_CHOICES = ("zero", "residual", "overlap", "context_method", "expert_method", "expert_factor")
-PLAN_CHOICES += ("schedule", "microbatches", "chunks", "edges")
 
 # Fields that may change when a run is continued, since they do not change the steps already taken.
 CHANGEABLE = frozenset(
@@ -192,5 +170,5 @@ CHANGEABLE = frozenset(
     + ("sample_every", "prompt", "metrics", "execution")
     # The mesh and the microbatches decide where and when numbers are computed, not their values. Only mixtures differ
     # a little: balance losses are over a microbatch, and --expert-method exchange may drop choices.
-    + ("mesh", "accumulate", *PLAN_CHOICES)
+    + ("mesh", "accumulate", "plan")
 )

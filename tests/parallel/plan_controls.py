@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from eqformer.parallel import _plan, _send, _wrap, COLLECTIVES, Plan, vary
+from eqformer.parallel import _send, _wrap, BATCH_AXES, COLLECTIVES, CONTEXT, OnDevice, Plan, vary
 from eqformer.parallel.state import _leaves
 from eqformer.parallel.tensor import _tensor
 
@@ -82,6 +82,11 @@ def own_exchange(x: Any, axis_name: str, *, split_axis: int, concat_axis: int, *
     return jnp.concatenate([vary(mine, [axis_name])] * count, concat_axis)
 
 
+def own_alone(x: Any, axis: str, **options: Any) -> Any:
+    """This device's piece in place of every piece, and on the way back its slice of its own part."""
+    return (own_piece if "axis" in options else own_part)(x, axis, **options)
+
+
 def kept_all(x: Any, *_: Any, **__: Any) -> Any:
     """What this device would send to all others, kept."""
     return x
@@ -93,7 +98,7 @@ def kept_all(x: Any, *_: Any, **__: Any) -> Any:
 def of_first_over(*axes: str) -> Callable[[Any], None]:
     """Gradients of the first device along some axes in the place of the sum over these."""
 
-    def total(self: Plan, x: Any, over: tuple[str, ...] = (), name: str = "") -> Any:
+    def total(self: OnDevice, x: Any, over: tuple[str, ...] = (), name: str = "") -> Any:
         rest = tuple(axis for axis in over if axis not in axes)
         left = tuple(axis for axis in over if axis in axes)
         x = jax.lax.psum(vary(x, rest), rest) if rest else x
@@ -112,17 +117,17 @@ def gradients_unsummed(monkeypatch: Any) -> None:
     _total(lambda number: (lambda self, x, *_: x) if number > 1 else None)(monkeypatch)
 
 
-_AXES = (*_plan.BATCH_AXES, _plan.CONTEXT)
+_AXES = (*BATCH_AXES, CONTEXT)
 
 
 def _total(choose: Callable[[int], Callable[..., Any] | None]) -> Callable[[Any], None]:
     def change(monkeypatch: Any) -> None:
-        whole, calls = Plan.total, iter(range(10**6))
+        whole, calls = OnDevice.total, iter(range(10**6))
 
-        def total(self: Plan, *args: Any) -> Any:
+        def total(self: OnDevice, *args: Any) -> Any:
             return (choose(next(calls)) or whole)(self, *args)
 
-        monkeypatch.setattr(Plan, "total", total)
+        monkeypatch.setattr(OnDevice, "total", total)
 
     return change
 

@@ -1,12 +1,14 @@
 """What does not fit a mesh is said in one clear error each, from shapes alone: nothing is compiled or even made."""
 
+import dataclasses
+
 import jax
 import pytest
 from jax.sharding import AxisType
 from plan_models import batch_of, model_of, plan_over, shapes
 
 from eqformer import nn, training
-from eqformer.parallel import AXES, gpipe, make_mesh, Plan, zero_bubble_v
+from eqformer.parallel import AXES, gpipe, make_mesh, Plan, SCHEDULES, values_of, zero_bubble_v
 
 
 CHOICES = {
@@ -46,8 +48,16 @@ CHOICES = {
 @pytest.mark.parametrize("name", CHOICES)
 def test_choices_that_are_none_or_do_not_go_together(name):
     mesh, choices, message = CHOICES[name]
+    plan = object.__new__(Plan)  # as without the type checks of the tests, which refuse a value by its annotation
+    for field in dataclasses.fields(Plan):
+        object.__setattr__(plan, field.name, choices.get(field.name, field.default))
+    object.__setattr__(plan, "mesh", plan_over(mesh).mesh)
     with pytest.raises(ValueError, match=message):
-        plan_over(mesh, **choices)
+        plan.__post_init__()
+
+
+def test_every_schedule_is_a_choice():
+    assert values_of("schedule") == (*SCHEDULES,) and values_of("microbatches") == ()
 
 
 def test_a_choice_that_meets_no_axis_is_no_error():

@@ -136,7 +136,7 @@ CONTROLS: dict[str, Control] = {
     "features exchanged for tokens": Control(without("features to tokens", own_exchange), FEATURES),
     "tokens exchanged for features": Control(without("tokens to features", own_exchange), FEATURES),
     "experts' features exchanged": Control(without("features of experts", own_exchange), FEATURES),
-    "gather of the router's features": Control(without("weights over tensor", own_piece), FEATURES),
+    "gather of the router's features": Control(without("weights over tensor", control.own_alone), FEATURES),
     # Context.
     "keys go round": Control(without("keys and values round", permuted_nowhere), ROUND, every_run=True),
     "keys are gathered": Control(without("keys and values gathered", own_piece), GATHERED),

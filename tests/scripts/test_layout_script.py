@@ -9,6 +9,8 @@ import _mesh
 import layout
 import pytest
 
+from eqformer.parallel import Choices
+
 
 @pytest.fixture
 def report(capsys):
@@ -125,7 +127,7 @@ def test_the_search_goes_on_until_a_plan_fits(monkeypatch):
     monkeypatch.setattr(_fitting, "TRACED", 1)
     monkeypatch.setattr(_fitting, "batch_shapes", lambda recipe: None)
     numbered: list[Any] = [
-        SimpleNamespace(recipe=SimpleNamespace(mesh=number, zero=1), plan=number, model=None, state=0)
+        SimpleNamespace(recipe=SimpleNamespace(mesh=number, plan=Choices(zero=1)), plan=number, model=None, state=0)
         for number in range(80)
     ]
     monkeypatch.setattr(_fitting, "activation_bytes", lambda plan, *_: {"kept": 100 - plan})

@@ -13,6 +13,7 @@ from _setup import build_model, optimizer_of
 from recipes import Mesh, Recipe
 
 from eqformer import models
+from eqformer.parallel import Choices
 
 
 def live():
@@ -23,7 +24,7 @@ def live():
 def test_a_state_in_another_order_takes_no_second_state(zero, layers):
     numbers = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=layers, heads=2, kv_heads=2, mlp=64)
     mesh = Mesh(pipe=2, fsdp=2)
-    recipe = Recipe(numbers, mesh=mesh, zero=zero, schedule="interleaved", chunks=2, microbatches=2)
+    recipe = Recipe(numbers, mesh=mesh, plan=Choices(zero=zero, schedule="interleaved", chunks=2, microbatches=2))
     plan = plan_of(recipe, jax.devices()[:4])
     states = State(recipe, plan, optimizer_of(recipe, eqx.filter_eval_shape(build_model, recipe)))
     gc.collect()

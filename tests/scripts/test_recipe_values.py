@@ -33,6 +33,9 @@ def value_of(kind: Any, draw, old=None) -> Any:
         return draw.choice(typing.get_args(kind))
     if origin in (typing.Union, types.UnionType):
         kinds = typing.get_args(kind)
+        words = [each for each in kinds if typing.get_origin(each) is typing.Literal]
+        if words and any(map(dataclasses.is_dataclass, kinds)):  # a schedule by its name
+            return value_of(words[0], draw)
         if any(dataclasses.is_dataclass(each) for each in kinds):
             return old if dataclasses.is_dataclass(old) or old is None else value_of(draw.choice(kinds), draw)
         return value_of(draw.choice(kinds), draw)
@@ -86,7 +89,8 @@ def test_what_no_file_can_hold_is_refused_in_every_field(value):
         for field in dataclasses.fields(part):
             old, name = getattr(part, field.name), f"{flag}{field.name.replace('_', '-')}"
             if dataclasses.is_dataclass(old):
-                yield from ((n, dataclasses.replace(part, **{field.name: new})) for n, new in fields(old, f"{name}."))
+                below = "" if field.name == "plan" else f"{name}."
+                yield from ((n, dataclasses.replace(part, **{field.name: new})) for n, new in fields(old, below))
                 continue
             kinds = {hints[field.name], *typing.get_args(hints[field.name])}
             if type(value) in kinds and typing.get_origin(hints[field.name]) is not typing.Literal:

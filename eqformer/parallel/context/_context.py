@@ -3,7 +3,7 @@
 Only attention mixes tokens, so only the attention core is replaced; everything else runs on a device's own tokens.
 """
 
-from typing import Any, NoReturn
+from typing import Any, get_args, Literal, NoReturn
 
 import equinox as eqx
 import jax
@@ -20,7 +20,8 @@ from .._vary import vary
 from ._ring_attention import ring_attend
 
 
-CONTEXT_METHODS = ("ring", "gather", "heads")
+ContextMethod = Literal["ring", "gather", "heads"]
+CONTEXT_METHODS: tuple[str, ...] = get_args(ContextMethod)
 
 
 class ContextCore(eqx.Module):

@@ -6,7 +6,7 @@ A bubble is the time that a device is idle.
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -102,6 +102,7 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
 
 
 Maker = Callable[[int, int], Schedule]  # of stages and microbatches
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1", "zb-v", "dualpipe-v"]
 
 
 class Kind(NamedTuple):

@@ -123,10 +123,10 @@ class Planned(Served):
         stages = self.plan.size(PIPE)
         pieces = max(number for number in range(1, stages + 1) if own % number == 0)
         plan = dataclasses.replace(self.plan, microbatches=pieces)
-        leaves, shapes = plan.leaves(self.model), eqx.filter_eval_shape(lambda: self.model)
+        device = plan.on_device(self.model)
 
         def per_device(model: nn.Transformer, *given: Any) -> Any:
-            wrapped = plan.wrap_forward(model, leaves, shapes)
+            wrapped = device.wrap_forward(model)
             wrapped = replace(wrapped, ContextCore, lambda core: CacheCore(core.inner))
             return call(wrapped, *given)
 

@@ -4,7 +4,7 @@ The ring forms follow "Overlap Communication with Dependent Computation via Deco
 Models" (Wang et al., ASPLOS 2023): a device multiplies the piece that it holds while the next one travels.
 """
 
-from typing import Literal, overload
+from typing import get_args, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from .._ring import circulate, collect, Ring
 from .._vary import vary, vary_like
 
 
-OVERLAPS = ("none", "ring", "bidirectional")
+Overlap = Literal["none", "ring", "bidirectional"]
+OVERLAPS: tuple[str, ...] = get_args(Overlap)
 
 Weights = tuple[Float[Array, "_ inputs"], ...]
 

@@ -7,7 +7,7 @@ the stream between the layers is split over tokens, and the reduction becomes a 
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -22,7 +22,7 @@ from ..pipeline._taps import is_map, Map
 from ._collective_matmul import all_gather_matmul, matmul_reduce_scatter
 
 
-RESIDUALS = ("replicated", "sequence", "feature")
+StreamKind = Literal["replicated", "sequence", "feature"]
 HEAD_DIMS = ("heads", "kv_heads", "mlp")  # which are split where the stream between layers keeps its features whole
 MIXERS = (nn.Attention, nn.LatentAttention, nn.GatedDeltaNet)
 TENSOR_MODULES = (*MIXERS, nn.MLP, nn.GatedMLP)

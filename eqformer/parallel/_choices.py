@@ -1,0 +1,65 @@
+"""What one chooses of a plan, whatever the mesh: plain data, that the command line reads with its documentation."""
+
+import dataclasses
+import math
+import typing
+from typing import Literal
+
+from ._mixture import ExpertMethod
+from .context._context import ContextMethod
+from .pipeline._schedule import Schedule
+from .pipeline._schedules import Maker, ScheduleName
+from .tensor._collective_matmul import Overlap
+from .tensor._tensor import StreamKind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choices:
+    """How a model runs over the axes of a mesh. Plain data: a `Plan` checks it."""
+
+    zero: Literal[0, 1, 2, 3] = 0
+    """What --mesh.fsdp splits: 0 rows only, 1 also the optimizer's state, 2 also gradients, 3 also parameters."""
+    residual: StreamKind = "replicated"
+    """The residual stream over --mesh.tensor: replicated, or split by tokens or by features."""
+    overlap: Overlap = "none"
+    """How a split stream is gathered and scattered: by one collective, or in rings that overlap with the products."""
+    context_method: ContextMethod = "ring"
+    """How attention sees other devices' tokens: keys and values pass round a ring, or are gathered, or by Ulysses."""
+    expert_method: ExpertMethod = "gather"
+    """How tokens reach experts: all are gathered (exact), or each choice is sent by all-to-all, within a capacity."""
+    expert_factor: float = 2.0
+    """The capacity of --expert-method exchange for each pair of devices, relative to an even load."""
+    schedule: ScheduleName | Maker | Schedule = "1f1b"
+    """The order in which the stages of a pipeline work."""
+    microbatches: int = 1
+    """Microbatches of a step that go through the pipeline; it is multiplied with --accumulate."""
+    chunks: int = 1
+    """Parts of the model that each stage holds: any number for interleaved and looping, 2 for zb-v and dualpipe-v."""
+    edges: Literal["ends", "spread"] = "ends"
+    """Embedding and loss are computed by the first and last stage or, with --schedule gpipe, spread over all stages."""
+    smallest: int = 1024
+    """Arrays of fewer entries are not split over --mesh.fsdp."""
+
+
+def values_of(name: str) -> tuple[str | int, ...]:
+    """The values that a choice is one of; none where it is a number. A schedule may also be a function or a table."""
+    kind = typing.get_type_hints(Choices)[name]
+    words = [one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is Literal]
+    return typing.get_args(words[0]) if words else ()
+
+
+def check_values(choices: Choices) -> None:
+    """Raise a `ValueError` for a value that is none of its choice's."""
+    for field in dataclasses.fields(Choices):
+        name, value, known = field.name, getattr(choices, field.name), values_of(field.name)
+        is_made = name == "schedule" and not isinstance(value, str)
+        if known and value not in known and not is_made:
+            raise ValueError(f"Plan({name}={value!r}): the choices are {', '.join(map(str, known))}.")
+    if not 0 < choices.expert_factor < math.inf:
+        raise ValueError(
+            f"Plan(expert_factor={choices.expert_factor}): a pair of devices has that many times the slots that even "
+            "loads need; give a positive and finite number, such as 2.0, or, to drop nothing, the axis' size."
+        )
+    for name, value in (("microbatches", choices.microbatches), ("chunks", choices.chunks)):
+        if value < 1:
+            raise ValueError(f"Plan({name}={value}): it counts, so give at least 1.")

@@ -1,0 +1,152 @@
+"""What one device of a plan does with its slices of one model."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from .. import nn
+from . import _send as send
+from ._axes import CONTEXT, FSDP, TENSOR
+from ._placement import Placement
+from ._vary import vary, vary_like
+from ._wrap import split_mixtures, split_over_context, split_over_tensor
+from .layouts._layout import axes_of
+from .pipeline._padding import pass_over_padding
+from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack
+from .state._fully_sharded import Gathered, Scattered
+from .state._leaves import Leaf
+from .state._stand_ins import gather, is_narrow, routed, scatter, stand_in
+from .tensor._vocabulary import SplitVocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDevice:
+    """A model under a plan as one device runs it; all methods are for use inside `filter_shard_map`.
+
+    `leaves` has what the plan decides of each array (`Placement.leaves`), `shapes` the whole model's.
+    """
+
+    plan: Placement
+    leaves: PyTree
+    shapes: nn.Transformer
+
+    def parameters(self, model: nn.Transformer) -> PyTree:
+        """What to differentiate: the model's shards, typed so that each device's gradients stay partial sums.
+
+        Arrays whose gradient is wider than they are, or is split (`zero=2`), are replaced by a stand-in of zeros.
+        """
+
+        def own(leaf: Leaf, x: Any) -> Any:
+            is_split = self.plan.zero == 2 and leaf.fsdp_dim is not None
+            if not (is_split or is_narrow(x)):
+                return vary(x, leaf.partial)
+            pieces = [self.plan.size(FSDP) if is_split and i == leaf.fsdp_dim else 1 for i in range(x.ndim)]
+            shape = [size // piece for size, piece in zip(x.shape, pieces, strict=True)]
+            spec = leaf.state_spec if is_split else leaf.spec
+            return vary(jnp.zeros(shape, nn.at_least_float32(x.dtype)), {*leaf.partial, *axes_of(spec)})
+
+        return jax.tree.map(own, self.leaves, model)
+
+    def wrap(self, parameters: PyTree, model: nn.Transformer) -> nn.Transformer:
+        """The wrapped model on this device, with the model's values and the gradients going to `parameters`."""
+        plan, leaves, whole, is_apart = self.plan, self.leaves, model, self._holds_values_apart(model)
+        outside = [eqx.tree_at(lambda m: m.stacks, tree, ()) for tree in (leaves, whole, parameters)]
+        in_stacks = self._in_block if is_apart else self._with_value
+        stacks = jax.tree.map(in_stacks, leaves.stacks, whole.stacks, parameters.stacks)
+        model = eqx.tree_at(lambda m: m.stacks, jax.tree.map(self._with_value, *outside), stacks)
+        if plan.size(TENSOR) > 1:
+            specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
+            model = split_over_tensor(model, specs, self.shapes, plan.residual, plan.overlap, plan.is_pipelined)
+        if plan.mesh.size > 1:
+            residual = plan.residual if plan.size(TENSOR) > 1 else None
+            model = split_mixtures(model, plan.expert_method, plan.expert_factor, residual)
+        if plan.size(CONTEXT) > 1:
+            model = split_over_context(model, plan.context_method, plan.is_pipelined)
+        if is_apart:
+            blocks = tuple(map(self._with_blocks, model.stacks, leaves.stacks, whole.stacks))
+            model = eqx.tree_at(lambda m: m.stacks, model, blocks)
+        if plan.is_pipelined:
+            depths = list(map(len, self.shapes.stacks))
+            stacks = pass_over_padding(model.stacks, depths, plan.timetable().part_of)
+            model = eqx.tree_at(lambda m: m.stacks, model, stacks)
+        if plan.spreads_edges:
+            stacks = tuple(PipelinedStack(stack, plan.microbatches, splits_rows=True) for stack in model.stacks)
+            model = eqx.tree_at(lambda m: m.stacks, model, stacks)
+        return model
+
+    def _holds_values_apart(self, model: nn.Transformer) -> bool:
+        """Whether blocks of layers are put together from values and stand-ins when they are called.
+
+        A pipeline that loops over microbatches adds up the gradients of what its stages are given.
+        """
+        is_summed = self.plan.spreads_edges and any(map(is_narrow, jax.tree.leaves(model.stacks)))
+        return self.plan.zero == 3 or self.plan.scatters_layers or is_summed
+
+    def _with_value(self, leaf: Leaf, x: Any, parameter: Any) -> Any:
+        """An array with its value and the parameter's gradient, outside of blocks that are put together."""
+        if self.plan.zero == 3 and leaf.spec is not None:
+            # Once: it is used at both ends, and no backward pass needs it.
+            return gather(parameter, leaf.fsdp_dim, leaf.dtype, x if is_narrow(x) else None)
+        dim = leaf.fsdp_dim if self.plan.zero == 2 else None
+        return parameter if dim is None and not is_narrow(x) else routed(x, parameter, dim)
+
+    def _in_block(self, leaf: Leaf, x: Any, parameter: Any) -> Any:
+        """What the block differentiates by; a pipeline scatters it after all microbatches."""
+        if self.plan.zero != 2 or self.plan.scatters_layers or leaf.fsdp_dim is None:
+            return parameter
+        return routed(stand_in(x) if is_narrow(x) else x, parameter, leaf.fsdp_dim)
+
+    def _with_blocks(self, stack: nn.Stack, leaves: nn.Stack, whole: nn.Stack) -> nn.Stack:
+        """The stack with blocks of what it has and, where these are stand-ins, their values."""
+        arrays = [leaf for leaf in jax.tree.leaves(leaves.blocks) if leaf.spec is not None]
+        is_split = self.plan.zero == 3 or self.plan.scatters_layers
+        # A block has no dim `layers`.
+        dims = tuple(leaf.fsdp_dim - 1 if is_split and leaf.fsdp_dim is not None else None for leaf in arrays)
+
+        def value(x: Array, parameter: Array, leaf: Leaf) -> Array | None:
+            is_apart = is_narrow(x) or (self.plan.scatters_layers and leaf.fsdp_dim is not None)
+            # `pcast` outside of the scan over layers: inside, each layer's weights would be saved.
+            return vary_like(x, parameter) if is_apart else None
+
+        arrays_of = lambda stack: jax.tree.leaves(eqx.filter(stack.blocks, eqx.is_array))
+        values = tuple(map(value, arrays_of(whole), arrays_of(stack), arrays))
+        if self.plan.zero == 3:
+            dtypes = tuple(leaf.dtype for leaf in arrays)
+            blocks = Gathered(stack.blocks, dims, dtypes, stack.remat != "none", values)
+        else:
+            blocks = Scattered(stack.blocks, values, dims)
+        return eqx.tree_at(lambda s: s.blocks, stack, blocks)
+
+    def wrap_forward(self, model: nn.Transformer) -> nn.Transformer:
+        """The model on this device for a pass without gradients, a pipeline's stages included."""
+        wrapped = self.wrap(model, model)
+        if not self.plan.is_pipelined or self.plan.spreads_edges:
+            return wrapped
+        rounds = pipelined_rounds(wrapped.stacks, self.plan.timetable(), self.plan.microbatches)
+        return eqx.tree_at(lambda m: m.stacks, wrapped, rounds)
+
+    def reduce(self, gradients: PyTree) -> PyTree:
+        """Each gradient reduced once over the axes on which it is partial, and scattered if the state is split."""
+
+        def one(leaf: Leaf, gradient: Any) -> Any:
+            if gradient is None:
+                return None
+            if self.plan.zero == 1 and leaf.fsdp_dim is not None:
+                gradient = scatter(vary(gradient, [FSDP]), leaf.fsdp_dim)
+            return self.total(gradient, leaf.reduced, "gradients over replicas")
+
+        return jax.tree.map(one, self.leaves, gradients)
+
+    def total(self, x: Array, axes: tuple[str, ...] | None = None, name: str = "losses and counts") -> Array:
+        """The sum over the devices of some axes, by default all between which tokens are split."""
+        axes = (*self.plan.batch_axes, CONTEXT) if axes is None else axes
+        return send.psum(name, vary(x, axes), axes) if axes else x
+
+    @property
+    def vocabulary(self) -> SplitVocabulary | None:
+        """How the loss reads logits of which each device holds a part; None if a device holds all."""
+        return SplitVocabulary(self.shapes.vocab) if self.plan.size(TENSOR) > 1 else None

@@ -1,0 +1,153 @@
+"""Where a plan keeps arrays: parameters, what is remembered of them, batches and layers, over a mesh."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import PyTree
+
+from .. import nn
+from .._shapes import Batch
+from ._axes import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
+from ._choices import Choices
+from .context._context import context_order
+from .layouts._layout import Layout, partition_specs
+from .layouts._mesh import axis_sizes
+from .pipeline._depth import from_rows, in_reading_order, in_ring_order, layer_rows, Rows, taken_rows, to_rows
+from .pipeline._schedule import Schedule
+from .pipeline._schedules import make_schedule
+from .state._leaves import leaves_of
+from .tensor._feature import FEATURE_DIMS
+from .tensor._tensor import HEAD_DIMS
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement(Choices):
+    """Choices over a mesh, and by them where global arrays are kept and in which order."""
+
+    mesh: Mesh | AbstractMesh
+
+    def size(self, axis: str) -> int:
+        """How many devices an axis has."""
+        return axis_sizes(self.mesh)[axis]
+
+    def layout(self, *, splits_fsdp: bool) -> Layout:
+        """The layout of parameters or, with `splits_fsdp`, of what else is split over the axis `fsdp`."""
+        split = FEATURE_DIMS if self.residual == "feature" else HEAD_DIMS
+        dims = {"layers": PIPE, "experts": EXPERT, **dict.fromkeys((*split, "vocab"), TENSOR)}
+        # Stages may not divide the layers in reading order; in ring order they do.
+        lenient, moving = frozenset({"kv_heads", "vocab"}), frozenset({"layers"})
+        return Layout(dims, lenient, FSDP if splits_fsdp else None, self.smallest, moving)
+
+    def parameter_specs(self, model: PyTree) -> PyTree:
+        """Where the parameters are kept."""
+        return partition_specs(model, self.layout(splits_fsdp=self.zero == 3), self.mesh)
+
+    def state_specs(self, model: PyTree) -> PyTree:
+        """Where gradients, and what the optimizer remembers of the parameters, are kept."""
+        return partition_specs(model, self.layout(splits_fsdp=self.zero >= 1), self.mesh)
+
+    def batch_specs(self, batch: PyTree) -> PyTree:
+        """Rows over the axes that split the batch, tokens over `context`."""
+        return jax.tree.map(lambda x: PartitionSpec(self.batch_axes, *(CONTEXT,) * (x.ndim > 1)), batch)
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether layers are split over the axis `pipe`."""
+        return self.size(PIPE) > 1
+
+    @property
+    def scatters_layers(self) -> bool:
+        """Whether the gradient of each layer is split as soon as it is made; a pipeline splits them after its last."""
+        return self.zero == 2 and not self.is_pipelined
+
+    @property
+    def spreads_edges(self) -> bool:
+        """Whether embedding and loss are computed by all stages, each for its rows, not by the first and the last."""
+        return self.is_pipelined and self.edges == "spread"
+
+    @property
+    def runs_schedule(self) -> bool:
+        """Whether gradients are made by the schedule's table, embedding and loss at its ends."""
+        return self.is_pipelined and not self.spreads_edges
+
+    @property
+    def aux_spec(self) -> PartitionSpec:
+        """The spec of routed layers' aux: split like the layers that a schedule runs, or else replicated."""
+        return PartitionSpec(PIPE) if self.runs_schedule else PartitionSpec()
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that rows are split over."""
+        return (*BATCH_AXES, PIPE) if self.spreads_edges else BATCH_AXES
+
+    def timetable(self) -> Schedule:
+        """What each stage of the pipeline does when."""
+        return make_schedule(self.schedule, stages=self.size(PIPE), microbatches=self.microbatches, chunks=self.chunks)
+
+    def to_ring_order(self, tree: PyTree, taken: Callable[..., Any] = taken_rows) -> PyTree:
+        """A model, or a tree of such, with its layers in the order in which the ring of stages holds them.
+
+        That is another than reading order where devices hold several parts; and where parts hold unequal numbers of
+        layers, it has rows of padding, which are zero and passed over. Such a model trains in ring order and is saved
+        in reading order. `taken(x, order)` gives the entries of an array along its first dim in an order, for who
+        has another way to move one that is large.
+        """
+        return in_ring_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
+
+    def to_reading_order(self, tree: PyTree, taken: Callable[..., Any] = taken_rows) -> PyTree:
+        """What `to_ring_order` gave, with its layers in the order in which the model is read."""
+        return in_reading_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
+
+    def aux_to_ring_order(self, aux: PyTree, model: nn.Transformer) -> PyTree:
+        """Layers' aux in reading order, for each of the model's stacks, brought into ring order."""
+        return to_rows(aux, self._rows(model)) if self.runs_schedule else aux
+
+    def aux_to_reading_order(self, aux: PyTree, model: nn.Transformer) -> PyTree:
+        """Layers' aux in ring order, for each of the model's stacks, brought into reading order."""
+        return from_rows(aux, self._rows(model)) if self.runs_schedule else aux
+
+    def shapes(self, model: nn.Transformer) -> nn.Transformer:
+        """The shapes of a model, or of its shapes, as devices hold it: in ring order, whichever order it is in."""
+        is_plain = all(len(stack) == stack.depth for stack in model.stacks)
+        return eqx.filter_eval_shape(self.to_ring_order if is_plain else lambda model: model, model)
+
+    def _rows(self, model: nn.Transformer) -> list[Rows]:
+        return layer_rows([stack.depth for stack in model.stacks], self.timetable().part_of)
+
+    def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
+        """The batch with each row's tokens in the order in which they are split over `context`.
+
+        The lengths of documents, which cannot be computed from a piece of a row, are added to its tokens.
+        """
+        if self.size(CONTEXT) == 1:
+            return batch, tokens
+        order = context_order(self.context_method, batch.ids.shape[1], self.size(CONTEXT))
+        lengths = jnp.broadcast_to(nn.document_lengths(tokens), batch.ids.shape)
+        whole_rows = tokens.whole_rows if np.all(np.diff(order) == 1) else None
+        tokens = nn.of_whole_rows(dataclasses.replace(tokens, lengths=lengths), whole_rows)
+        return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))
+
+    def leaves(self, model: nn.Transformer) -> PyTree:
+        """A tree like `model`, which is in ring order, with what this plan decides of each array."""
+        if self.is_pipelined:
+            self._check_ring_order(model)
+        residual = self.residual if self.size(TENSOR) > 1 else None
+        axes = *self.batch_axes, CONTEXT
+        return leaves_of(model, self.parameter_specs(model), self.state_specs(model), axes, residual)
+
+    def _check_ring_order(self, model: nn.Transformer) -> None:
+        """Raise a `ValueError` for a model in reading order where stages hold unequal numbers of layers."""
+        rows = self._rows(model)
+        there, wanted = [len(stack) for stack in model.stacks], [len(each.order) for each in rows]
+        if there != wanted:
+            raise ValueError(
+                f"Plan over pipe={self.size(PIPE)}: a model whose stacks have {[each.depth for each in rows]} layers "
+                f"lies in {wanted} rows on the ring of stages, some of them padding, but this one has {there}; put it "
+                "in ring order by plan.to_ring_order(model)."
+            )
