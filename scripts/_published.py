@@ -26,7 +26,7 @@ def recipe_of_folder(folder: Path, run: RunDirectory | None = None) -> Recipe:
     source = folder
     if run is not None and not folder.exists() and run.began_from(folder):
         source = run.published
-    return Recipe(model=models.read_numbers(source), published=folder, optimizer=Optimization(learning_rate=1e-4))
+    return Recipe(model=models.read_config(source), published=folder, optimizer=Optimization(learning_rate=1e-4))
 
 
 def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
@@ -57,7 +57,7 @@ def published_tokenizer(folder: Path, end_of_text: str | None = None) -> data.To
     file, ends = folder / "tokenizer.json", ends_of(folder)
     if file.exists():
         return data.FileTokenizer(file, end_of_text=next(iter(ends), None) if end_of_text is None else end_of_text)
-    if models.read_numbers(folder).vocab == data.ByteTokenizer.vocab:
+    if models.read_config(folder).vocab == data.ByteTokenizer.vocab:
         return _bytes(end_of_text)
     raise ValueError(f"--model {folder}: the folder has no tokenizer.json; put the model's own there.")
 

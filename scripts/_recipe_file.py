@@ -15,7 +15,7 @@ _KINDS = {
     kind.__name__: kind
     for kind in (
         *(Recipe, Text, Optimization, Lora, Execution, Metrics, Mesh, nn.Precision, parallel.Choices),
-        *(family.numbers for family in models.FAMILIES.values()),
+        *(family.config for family in models.FAMILIES.values()),
         *(nn.LinearScaling, nn.DynamicScaling, nn.YarnScaling, nn.Llama3Scaling, nn.LongRopeScaling),
     )
 }

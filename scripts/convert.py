@@ -62,7 +62,7 @@ def _publish(source: RunDirectory, target: Path, adapter: bool, screen: Screen) 
     model = latest_model(source, recipe)
     if adapter:
         base = str(recipe.published) if recipe.published is not None else None
-        models.save_adapter(model, target, numbers=recipe.model, base=base)
+        models.save_adapter(model, target, config=recipe.model, base=base)
         screen.note(f"{target} holds the low-rank changes, for peft")
         return
     models.save(nn.merge_lora(model), target, **to_publish(recipe, source))

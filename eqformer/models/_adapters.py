@@ -13,10 +13,9 @@ from .._extra import load_extra
 from ..nn import float_dtype, LoRA, path_name, Transformer
 from ._adapter_config import AdapterConfig, read_adapter_config, write_adapter_config
 from ._adapter_sites import is_map, maps, Site, sites_of
-from ._families import Numbers
+from ._family import Family, ModelConfig
 from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, new_folder, read_json, write_json
 from ._published import check_shapes, format_of
-from ._weights import Published
 
 
 def load_adapter(
@@ -24,12 +23,12 @@ def load_adapter(
     path: str | Path,
     *,
     like: str | Path | None = None,
-    numbers: Numbers | None = None,
+    config: ModelConfig | None = None,
     dtype: DTypeLike | None = None,
 ) -> Transformer:
     """The model with the `LoRA`s of a folder that peft wrote.
 
-    `like` is the published folder that the model came from; one that came from none has `numbers`. Each factor has the
+    `like` is the published folder that the model came from; one that came from none has a `config`. Each factor has the
     file's dtype for it, one that holds those of all layers, or `dtype`. Maps that are published as one share A, and
     each has its rows of B. Layers without factors get zeros, which add nothing and learn nothing. `lora_dropout` is
     passed over: a `LoRA` has none. Raises a `ValueError` for options that are no plain LoRA's, and one that lists what
@@ -38,12 +37,12 @@ def load_adapter(
     folder = Folder(path, ADAPTER, "load_adapter")
     call = folder.call
     dtype = None if dtype is None else float_dtype(dtype, f"{call}: dtype={dtype!r}")
-    published, numbers = format_of(call, like, numbers)
-    config = read_adapter_config(read_json(folder.path / CONFIG), str(folder.path / CONFIG))
+    family, config = format_of(call, like, config)
+    adapter = read_adapter_config(read_json(folder.path / CONFIG), str(folder.path / CONFIG))
     if any(isinstance(node, LoRA) for node in maps(model)):
         raise ValueError(f"{call}: the model has LoRAs already; merge_lora them first.")
-    sites = _sites(model, published, numbers, call)
-    prefix = published.prefix
+    sites = _sites(model, family, config, call)
+    prefix = family.prefix
     if not any(name.startswith(f"base_model.model.{prefix}") for name in folder.names):
         sites = [site.without(prefix) for site in sites]  # of a model without its head's class
 
@@ -52,8 +51,8 @@ def load_adapter(
         return (folder.read(a), folder.read(b)) if a in folder.names else None
 
     try:
-        _check_names(folder, config, sites)
-        settings = lambda module: (config.rank_of(module), config.scale_of(module))
+        _check_names(folder, adapter, sites)
+        settings = lambda module: (adapter.rank_of(module), adapter.scale_of(module))
         loras = [lora for site in sites for lora in site.read(pair, settings, dtype)]
     except re.error as error:
         raise ValueError(f"{folder.path / CONFIG}: a pattern for modules cannot be read ({error}).") from None
@@ -68,12 +67,12 @@ def save_adapter(
     path: str | Path,
     *,
     like: str | Path | None = None,
-    numbers: Numbers | None = None,
+    config: ModelConfig | None = None,
     base: str | None = None,
 ) -> None:
     """Write a model's `LoRA`s as a folder that peft loads; it appears whole or not at all, and replaces nothing.
 
-    `like` or `numbers` as for `load_adapter`; `base` is the published model's name, by default `like`. Maps that are
+    `like` or `config` as for `load_adapter`; `base` is the published model's name, by default `like`. Maps that are
     published as one and have one A are written so; others as blocks of a wider pair, of the ranks' sum, which computes
     the same. Raises a `ValueError` for a model without a `LoRA`, and for one on a map that is not published as a
     module.
@@ -81,8 +80,8 @@ def save_adapter(
     call, target = f"save_adapter({str(path)!r})", Path(path)
     if target.exists():
         raise ValueError(f"{call}: something is there already; give a new folder.")
-    published, numbers = format_of(call, like, numbers)
-    sites = _sites(model, published, numbers, call)
+    family, config = format_of(call, like, config)
+    sites = _sites(model, family, config, call)
     base = str(like) if base is None and like is not None else base
     adapted = [site for site in sites if site.loras]
     held = {id(lora) for site in adapted for lora in site.loras}
@@ -100,10 +99,10 @@ def save_adapter(
     _write(target, arrays, write_adapter_config(settings, modules, base))
 
 
-def _sites(model: Transformer, published: Published, numbers: Numbers, call: str) -> list[Site]:
+def _sites(model: Transformer, family: Family, config: ModelConfig, call: str) -> list[Site]:
     plain = jax.tree.map(lambda node: node.linear if isinstance(node, LoRA) else node, model, is_leaf=is_map)
-    check_shapes(call, plain, numbers)
-    return sites_of(published.weights(numbers), model)
+    check_shapes(call, plain, config)
+    return sites_of(family.rules(config, model), model)
 
 
 def _check_names(folder: Folder, config: AdapterConfig, sites: list[Site]) -> None:
@@ -116,7 +115,7 @@ def _check_names(folder: Folder, config: AdapterConfig, sites: list[Site]) -> No
 
 
 def _write(target: Path, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
-    save_file = load_extra("safetensors.numpy", extra="train", call="save_adapter(model, numbers, path)").save_file
+    save_file = load_extra("safetensors.numpy", extra="train", call="save_adapter(model, path, config)").save_file
     packed = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     with new_folder(target) as part:
         save_file(packed, part / ADAPTER, metadata={"format": "pt"})

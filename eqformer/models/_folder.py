@@ -123,7 +123,7 @@ def write_folder(
     path: Path, arrays: Iterator[tuple[str, np.ndarray]], config: Mapping[str, Any], shard_bytes: int
 ) -> None:
     """Write `config.json` and the arrays, in as many files as need be; only the arrays of one file are held at once."""
-    save_file = load_extra("safetensors.numpy", extra="train", call="save(model, numbers, path)").save_file
+    save_file = load_extra("safetensors.numpy", extra="train", call="save(model, path, config)").save_file
     file_of: dict[str, int] = {}
     part: dict[str, np.ndarray] = {}
     number, held, total = 0, 0, 0

@@ -18,15 +18,16 @@ from jaxtyping import Array
 from .. import nn
 from ..nn import float_dtype
 from ..parallel import Plan, shardings
-from ._families import build, Numbers
+from ._families import build
+from ._family import Family, ModelConfig
 from ._folder import Folder
-from ._published import numbers_of, rules_of
-from ._weights import Published, Weight
+from ._published import config_of, rules_of
+from ._weights import Weight
 
 
-def read_numbers(path: str | Path) -> Numbers:
-    """The numbers of the model published in a folder."""
-    return numbers_of(Path(path))[1]
+def read_config(path: str | Path) -> ModelConfig:
+    """The config of the model published in a folder."""
+    return config_of(Path(path))[1]
 
 
 def load(
@@ -53,10 +54,10 @@ def load(
     plan = _plan(path, mesh, plan)
     folder = Folder(path)
     dtype = None if dtype is None else float_dtype(dtype, f"{folder.call}: dtype={dtype!r}")
-    published, numbers = numbers_of(folder.path)
-    rules = rules_of(folder, published, numbers)
-    shapes = eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))
-    _check_names(folder, published, rules, shapes)
+    family, config = config_of(folder.path)
+    shapes = eqx.filter_eval_shape(lambda: build(config, key=jax.random.key(0)))
+    rules = rules_of(folder, family, config, shapes)
+    _check_names(folder, family, rules, shapes)
     kept = _dtypes(folder, rules, shapes, dtype)
     arrays, rest = eqx.partition(shapes, _is_shape)
     places = _places(plan, arrays)
@@ -89,7 +90,7 @@ def _places(plan: Plan | None, shapes: Any) -> Any:
     return shardings(plan.parameter_specs(shapes), plan.mesh)
 
 
-def _check_names(folder: Folder, published: Published, rules: list[Weight], shapes: nn.Transformer) -> None:
+def _check_names(folder: Folder, family: Family, rules: list[Weight], shapes: nn.Transformer) -> None:
     filled, wanted = set[int](), set[str]()
     for rule in rules:
         leaves = rule.leaves(shapes)
@@ -98,8 +99,8 @@ def _check_names(folder: Folder, published: Published, rules: list[Weight], shap
     named = jax.tree_util.tree_leaves_with_path(shapes)
     empty = [jax.tree_util.keystr(path) for path, leaf in named if id(leaf) not in filled and _is_float(leaf)]
     missing, spare = wanted - folder.names, folder.names - wanted
-    spare = {name for name in spare if not name.endswith(published.ignored_suffixes)}
-    spare = {name for name in spare if not name.startswith(published.ignored_prefixes)}
+    spare = {name for name in spare if not name.endswith(family.ignored_suffixes)}
+    spare = {name for name in spare if not name.startswith(family.ignored_prefixes)}
     if is_stored := shapes.head is None and _HEAD in spare:
         spare.remove(_HEAD)
     if missing or spare or empty:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..nn import LoRA, modules, Transformer
-from ._families import Numbers
+from ._family import ModelConfig
 from ._folder import CONFIG, new_folder, read_json, write_folder
 from ._published import check_shapes, format_of
 from ._weights import Weight
@@ -28,7 +28,7 @@ def save(
     path: str | Path,
     *,
     like: str | Path | None = None,
-    numbers: Numbers | None = None,
+    config: ModelConfig | None = None,
     attributes: Mapping[str, Any] = _NOTHING,
     files: Mapping[str, str | bytes] = _NOTHING,
     shard_bytes: int = 5_000_000_000,
@@ -36,27 +36,27 @@ def save(
     """Write a model as a folder that transformers loads; the folder is written atomically and must not exist yet.
 
     `like` is the published folder that the model came from: its configuration, tokenizer, chat template and sampling
-    settings are copied. For a model that was built here, pass the `numbers` that it was built from. `attributes` are
+    settings are copied. For a model that was built here, pass the `config` that it was built from. `attributes` are
     added to the configuration (`eos_token_id`), and `files`, by name, to the folder. Raises a `ValueError` before
-    anything is written: if `path` exists, if the model has `LoRA`s or does not have these numbers, and if the format
-    cannot express one of them.
+    anything is written: if `path` exists, if the model has `LoRA`s or is not of this config, and if the format cannot
+    express one of its numbers.
     """
     target, call = Path(path), f"save(model, {str(path)!r})"
     if target.exists():
         raise ValueError(f"{call}: something is there already; give a new folder.")
     if modules(model, LoRA):
         raise ValueError(f"{call}: the model has LoRAs; nn.merge_lora it, or save_adapter.")
-    published, of = format_of(call, like, numbers)
+    family, config = format_of(call, like, config)
     if like is None:
-        config = {"architectures": [published.architecture], "model_type": published.model_type} | published.write(of)
+        said = {"architectures": [family.architecture], "model_type": family.model_type} | family.write(config)
     else:
-        config = {name: value for name, value in read_json(Path(like) / CONFIG).items() if name not in _DTYPES}
+        said = {name: value for name, value in read_json(Path(like) / CONFIG).items() if name not in _DTYPES}
         files = _companions(Path(like)) | dict(files)
-    check_shapes(call, model, of)
-    rules = published.weights(of)
-    config |= {_DTYPES[0]: str(rules[0].leaves(model)[0].dtype), **attributes}
+    check_shapes(call, model, config)
+    rules = family.rules(config, model)
+    said |= {_DTYPES[0]: str(rules[0].leaves(model)[0].dtype), **attributes}
     with new_folder(target) as part:
-        write_folder(part, published_arrays(rules, model), config, shard_bytes)
+        write_folder(part, published_arrays(rules, model), said, shard_bytes)
         for name, content in files.items():
             (part / name).write_bytes(content.encode() if isinstance(content, str) else content)
 

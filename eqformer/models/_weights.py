@@ -1,6 +1,7 @@
 """Rules from published arrays to a model's leaves and back: one table a family, read in both directions."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -10,7 +11,7 @@ from typing import Any
 import einops
 import numpy as np
 
-from ._config import Config
+from ..nn import Period, Transformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +91,73 @@ class Weight:
 
 
 @dataclasses.dataclass(frozen=True)
-class Published:
-    """How a family is published: its names there, and what turns configurations and weights into ours and back."""
+class Rule:
+    """A line of a family's table of weights: a published name, and the path of its leaf in a model.
 
-    architecture: str
-    model_type: str
-    read: Callable[[Config], Any]  # a configuration to numbers
-    write: Callable[[Any], dict[str, Any]]  # numbers to a configuration
-    weights: Callable[[Any], list[Weight]]  # numbers to rules
-    ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)  # of names of buffers, which say nothing
-    ignored_prefixes: tuple[str, ...] = ()  # of names in parts that are not ours: predictors of further tokens
-    prefix: str = ""  # which all names may have or lack
+    A name with `{layer}` stands for every layer's array, and its path is one in a layer. Several paths are of leaves
+    that are published as one. A rule says nothing of a model, or of a layer, without its leaves, nor without what
+    `needs` is the path of, or with what `lacks` is. The others are a `Weight`'s; `groups` may name a config's number.
+    """
+
+    name: str
+    path: str | tuple[str, ...]
+    pattern: str = ""
+    axis: int = 0
+    interleaved: bool = False
+    groups: int | str = 1
+    needs: str = ""
+    lacks: str = ""
+
+    def leaves(self, holder: Any) -> Any:
+        """The leaf of a model or a layer, or a tuple of several; None where the rule says nothing of it."""
+        if (self.needs and _at(holder, self.needs) is None) or (self.lacks and _at(holder, self.lacks) is not None):
+            return None
+        if isinstance(self.path, str):
+            return _at(holder, self.path)
+        found = tuple(_at(holder, path) for path in self.path)
+        return None if any(leaf is None for leaf in found) else found
+
+
+def weights_of(table: Sequence[Rule], config: Any, model: Transformer) -> list[Weight]:
+    """What a family's table says of a model of this config, for the model and then for each of its layers."""
+    found = [_weight(rule, config, rule.leaves, ()) for rule in table if _says(rule, model, is_of_layers=False)]
+    for where, layers in places(model):
+        for rule in table:
+            if _says(rule, where(model), is_of_layers=True):
+                leaves = lambda model, rule=rule, where=where: rule.leaves(where(model))
+                found.append(_weight(rule, config, leaves, layers))
+    return found
+
+
+def _says(rule: Rule, holder: Any, is_of_layers: bool) -> bool:
+    return ("{layer}" in rule.name) == is_of_layers and rule.leaves(holder) is not None
+
+
+def _weight(rule: Rule, config: Any, where: Callable[[Any], Any], layers: Sequence[int]) -> Weight:
+    groups = getattr(config, rule.groups) if isinstance(rule.groups, str) else rule.groups
+    return Weight(rule.name, where, rule.pattern, layers, rule.axis, rule.interleaved, groups)
+
+
+def places(model: Transformer) -> list[tuple[Callable[[Any], Any], range]]:
+    """For each place of each stack's period: what gives the layers there, and their numbers in the model."""
+    found, first = [], 0
+    for number, stack in enumerate(model.stacks):
+        size = len(stack.blocks.blocks) if isinstance(stack.blocks, Period) else 1
+        end = first + size * len(stack)
+        for place in range(size):
+            where = functools.partial(_layer_at, number, place if isinstance(stack.blocks, Period) else None)
+            found.append((where, range(first + place, end, size)))
+        first = end
+    return found
+
+
+def _layer_at(stack: int, place: int | None, model: Transformer) -> Any:
+    layers = model.stacks[stack].blocks
+    return layers if place is None else layers.blocks[place]  # type: ignore[attr-defined]
+
+
+def _at(holder: Any, path: str) -> Any:
+    """What is at a path of names; None where there is nothing."""
+    for name in path.split("."):
+        holder = getattr(holder, name, None)
+    return holder

@@ -31,7 +31,7 @@ from eqformer.parallel import (
 
 
 ROWS, SEQ = 16, 256
-NUMBERS = models.Llama(vocab=256, embed=128, layers=8, heads=8, kv_heads=4, mlp=384)
+NUMBERS = models.LlamaConfig(vocab=256, embed=128, layers=8, heads=8, kv_heads=4, mlp=384)
 _AS_RECIPES: dict[str, Any] = {"core": nn.BlockwiseCore(), "remat": "products"}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "data": ({REPLICA: 8}, {}),
@@ -69,12 +69,12 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 class Run:
     """A step over a mesh, its state and a batch, ready to be called."""
 
-    def __init__(self, plan: Plan, numbers: models.Llama = NUMBERS, rows: int = ROWS, **how: Any):
-        make = lambda: nn.run_with(models.build(numbers, key=jax.random.key(0)), **_AS_RECIPES | how)
+    def __init__(self, plan: Plan, config: models.LlamaConfig = NUMBERS, rows: int = ROWS, **how: Any):
+        make = lambda: nn.run_with(models.build(config, key=jax.random.key(0)), **_AS_RECIPES | how)
         optimizer = training.optimizer("adamw", eqx.filter_eval_shape(make), rate=1e-3)
         first = lambda: training.init_state(plan.to_ring_order(make()), optimizer)
         self.state = init_sharded(first, lambda shapes: training.state_shardings(plan, optimizer, shapes))
-        batch = _ours.random_batch(numbers.vocab, rows, SEQ)
+        batch = _ours.random_batch(config.vocab, rows, SEQ)
         self.batch = jax.device_put(batch, shardings(plan.batch_specs(batch), plan.mesh))
         step = training.planned_step(training.next_token_loss, optimizer, plan)
         start = time.perf_counter()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from eqformer.models import Llama
+from eqformer.models import LlamaConfig
 
 
 def are_installed() -> bool:
@@ -16,7 +16,7 @@ def are_installed() -> bool:
     return all(importlib.util.find_spec(package) for package in ("torch", "transformers"))
 
 
-def model_of(numbers: Llama, max_length: int) -> Any:
+def model_of(numbers: LlamaConfig, max_length: int) -> Any:
     """transformers' Llama of these numbers, with random weights in float32."""
     import transformers  # pyright: ignore[reportMissingImports]  # an extra
 
@@ -40,7 +40,7 @@ def model_of(numbers: Llama, max_length: int) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def train_step(numbers: Llama, ids: np.ndarray, targets: np.ndarray, *, compiled: bool) -> Callable[[], float]:
+def train_step(numbers: LlamaConfig, ids: np.ndarray, targets: np.ndarray, *, compiled: bool) -> Callable[[], float]:
     """One step of forward, backward, clipping and fused AdamW; returns the loss."""
     import torch  # pyright: ignore[reportMissingImports]  # an extra
 
@@ -92,7 +92,7 @@ def delta_net(x: np.ndarray, *, heads: int, kv_heads: int, head_dim: int) -> Cal
     return _gradients(layer, x)
 
 
-def decode(numbers: Llama, ids: np.ndarray, new: int) -> Callable[[], Any]:
+def decode(numbers: LlamaConfig, ids: np.ndarray, new: int) -> Callable[[], Any]:
     """Greedy `generate` with the static cache."""
     import torch  # pyright: ignore[reportMissingImports]  # an extra
 

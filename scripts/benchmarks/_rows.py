@@ -20,19 +20,19 @@ _AS_RECIPES: dict[str, Any] = {"core": nn.BlockwiseCore(), "remat": "products"}
 
 def train(rounds: int) -> Iterator[Row]:
     """Tokens a second of a train step (8 M parameters, 8 x 256 tokens, float32) against PyTorch, and MFU."""
-    numbers = _llama("llama-byte-8m")
-    batch = _ours.random_batch(numbers.vocab, ROWS, SEQ)
+    config = _llama("llama-byte-8m")
+    batch = _ours.random_batch(config.vocab, ROWS, SEQ)
     contenders: dict[str, Callable[[], Any]] = {
-        "eqformer": _ours.train_step(numbers, batch, **_AS_RECIPES),
-        "eqformer, jax.nn core, keep all": _ours.train_step(numbers, batch, core=nn.DotProductCore()),
+        "eqformer": _ours.train_step(config, batch, **_AS_RECIPES),
+        "eqformer, jax.nn core, keep all": _ours.train_step(config, batch, core=nn.DotProductCore()),
     }
     if _peers.are_installed():
         ids, targets = np.asarray(batch.ids), np.asarray(batch.targets)
-        contenders["PyTorch, compiled"] = _peers.train_step(numbers, ids, targets, compiled=True)
-        contenders["PyTorch, eager"] = _peers.train_step(numbers, ids, targets, compiled=False)
+        contenders["PyTorch, compiled"] = _peers.train_step(config, ids, targets, compiled=True)
+        contenders["PyTorch, eager"] = _peers.train_step(config, ids, targets, compiled=False)
     rows = rate_rows("train", "tokens/s", ROWS * SEQ, seconds_in_turn(contenders, rounds))
     yield from rows
-    shapes = eqx.filter_eval_shape(lambda key: models.build(numbers, key=key), jax.random.key(0))
+    shapes = eqx.filter_eval_shape(lambda key: models.build(config, key=key), jax.random.key(0))
     peak = planning.matmul_peak()
     for attention in ("half", "full"):
         flops = planning.flops_per_token(shapes, SEQ, attention=attention)
@@ -44,15 +44,15 @@ def train(rounds: int) -> Iterator[Row]:
 
 def decode(rounds: int) -> Iterator[Row]:
     """Tokens a second of greedy decoding (8 M parameters, prompt 32, 128 new tokens) against `generate`."""
-    numbers, prompt, new = _llama("llama-byte-8m"), 32, 128
+    config, prompt, new = _llama("llama-byte-8m"), 32, 128
     for batch in (1, 16):
-        ids = np.random.default_rng(0).integers(1, numbers.vocab, (batch, prompt), dtype=np.int32)
+        ids = np.random.default_rng(0).integers(1, config.vocab, (batch, prompt), dtype=np.int32)
         contenders = {
-            "eqformer, layers apart": _ours.decode(numbers, ids, new, apart=True),
-            "eqformer": _ours.decode(numbers, ids, new, apart=False),
+            "eqformer, layers apart": _ours.decode(config, ids, new, apart=True),
+            "eqformer": _ours.decode(config, ids, new, apart=False),
         }
         if _peers.are_installed():
-            contenders["transformers, static cache"] = _peers.decode(numbers, ids, new)
+            contenders["transformers, static cache"] = _peers.decode(config, ids, new)
         times = seconds_in_turn(contenders, max(2, rounds // 3))
         yield from rate_rows(f"decode, batch {batch}", "tokens/s", batch * new, times)
 
@@ -61,9 +61,9 @@ def compilation(rounds: int) -> Iterator[Row]:
     """Seconds to trace, lower and compile a train step at 4, 16 and 64 layers."""
     first = None
     for layers in (4, 16, 64):
-        numbers = dataclasses.replace(_llama("llama-byte-1m"), layers=layers)
-        batch = _ours.random_batch(numbers.vocab, 2, 64)
-        step, state = _ours.step_and_state(numbers, **_AS_RECIPES)
+        config = dataclasses.replace(_llama("llama-byte-1m"), layers=layers)
+        batch = _ours.random_batch(config.vocab, 2, 64)
+        step, state = _ours.step_and_state(config, **_AS_RECIPES)
         start = time.perf_counter()
         lowered = step.lower(state, batch)
         traced = time.perf_counter() - start
@@ -76,29 +76,29 @@ def compilation(rounds: int) -> Iterator[Row]:
 
 def memory(rounds: int) -> Iterator[Row]:
     """Bytes that a compiled train step holds at once, against a count by hand."""
-    numbers = _llama("llama-byte-8m")
-    batch = _ours.random_batch(numbers.vocab, ROWS, SEQ)
-    step, state = _ours.step_and_state(numbers, **_AS_RECIPES)
+    config = _llama("llama-byte-8m")
+    batch = _ours.random_batch(config.vocab, ROWS, SEQ)
+    step, state = _ours.step_and_state(config, **_AS_RECIPES)
     parameters = planning.parameter_count(state.model)
     found = step.lower(state, batch).compile().compiled.memory_analysis()
     held = found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes
     held -= found.alias_size_in_bytes
     # Float32 of parameters, two moments and gradients, and of what the policy `products` keeps for each token and
     # layer: the residual stream, the results of its linear maps (the last is not needed), and those of attention.
-    width = numbers.embed
-    kept = width + (width + 2 * width * numbers.kv_heads // numbers.heads + width) + 2 * numbers.mlp
-    kept += width + numbers.heads
-    counted = 4 * (4 * parameters + ROWS * SEQ * numbers.layers * kept)
+    width = config.embed
+    kept = width + (width + 2 * width * config.kv_heads // config.heads + width) + 2 * config.mlp
+    kept += width + config.heads
+    counted = 4 * (4 * parameters + ROWS * SEQ * config.layers * kept)
     yield Row("memory", "train step, compiled", held / 2**20, "MiB", held / counted, "ratio: to the count by hand")
     yield Row(
         "memory", "train step, by hand", counted / 2**20, "MiB", None, "parameters, moments, gradients, activations"
     )
 
 
-def _llama(name: str) -> models.Llama:
-    numbers = models.preset(name)
-    assert isinstance(numbers, models.Llama)
-    return numbers
+def _llama(name: str) -> models.LlamaConfig:
+    config = models.preset(name)
+    assert isinstance(config, models.LlamaConfig)
+    return config
 
 
 OF_MESHES: dict[str, Callable[[int], Iterator[Row]]] = {

@@ -15,13 +15,15 @@ from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import generation, models, nn
 
 
-LARGE = models.Llama(vocab=32_000, embed=1024, layers=18, heads=16, kv_heads=8, mlp=2816, tied=True)
+LARGE = models.LlamaConfig(vocab=32_000, embed=1024, layers=18, heads=16, kv_heads=8, mlp=2816, tied=True)
 SHAPE: dict[str, Any] = {"vocab": 8192, "embed": 512, "layers": 6, "heads": 8, "kv_heads": 4}
-FAMILIES: dict[str, models.Numbers] = {
-    "Llama": models.Llama(**SHAPE, mlp=1536),
-    "Qwen3": models.Qwen3(**SHAPE, mlp=1536, head_dim=64),
-    "Gemma 2": models.Gemma2(**SHAPE, mlp=1536, head_dim=64, query_scalar=64, windowed=(0, 2, 4), window=128),
-    "Mixtral": models.Mixtral(**SHAPE, mlp=768, experts=8, top_k=2),
+FAMILIES: dict[str, models.ModelConfig] = {
+    "Llama": models.LlamaConfig(**SHAPE, mlp=1536),
+    "Qwen3": models.Qwen3Config(**SHAPE, mlp=1536, head_dim=64),
+    "Gemma 2": models.Gemma2Config(
+        **SHAPE, mlp=1536, head_dim=64, query_scalar=64, window_layers=(0, 2, 4), window=128
+    ),
+    "Mixtral": models.MixtralConfig(**SHAPE, mlp=768, experts=8, top_k=2),
 }
 ROWS, SEQ = 4, 256
 
@@ -30,12 +32,12 @@ def zoo(rounds: int) -> Iterator[Row]:
     """Reading 1 GB of safetensors, tokens a second of forward passes, and milliseconds to a first token."""
     with tempfile.TemporaryDirectory() as folder:
         yield from _loading(Path(folder), rounds)
-        for name, numbers in FAMILIES.items():
-            yield from _forward(Path(folder) / name, name, numbers, rounds)
+        for name, config in FAMILIES.items():
+            yield from _forward(Path(folder) / name, name, config, rounds)
 
 
 def _loading(folder: Path, rounds: int) -> Iterator[Row]:
-    models.save(models.build(LARGE, key=jax.random.key(0)), folder / "large", numbers=LARGE)
+    models.save(models.build(LARGE, key=jax.random.key(0)), folder / "large", config=LARGE)
     (file,) = (folder / "large").glob("*.safetensors")
     size = file.stat().st_size
 
@@ -53,8 +55,8 @@ def _loading(folder: Path, rounds: int) -> Iterator[Row]:
     file.unlink()
 
 
-def _forward(folder: Path, name: str, numbers: models.Numbers, rounds: int) -> Iterator[Row]:
-    models.save(models.build(numbers, key=jax.random.key(0)), folder, numbers=numbers)
+def _forward(folder: Path, name: str, config: models.ModelConfig, rounds: int) -> Iterator[Row]:
+    models.save(models.build(config, key=jax.random.key(0)), folder, config=config)
     model = models.load(folder)
     ids = np.random.default_rng(0).integers(1, SHAPE["vocab"], (ROWS, SEQ), dtype=np.int32)
     run = eqx.filter_jit(lambda model, ids: model(ids)[0])

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from eqformer.models import Numbers
+from eqformer.models import ModelConfig
 from eqformer.nn import Precision
 from eqformer.parallel import Choices
 
@@ -122,7 +122,7 @@ class Mesh:
 class Recipe:
     """A model, its text, and how it is trained."""
 
-    model: Numbers
+    model: ModelConfig
     """The model's family and its hyperparameters."""
     published: Annotated[Path | None, tyro.conf.arg(name="model", metavar="FOLDER")] = None
     """A folder of safetensors and config.json, as published, whose model, weights and tokenizer the run starts from."""

@@ -24,9 +24,9 @@ def close(actual, expected, tolerance=2e-5):
     return np.max(np.abs(np.asarray(actual) - expected)) <= tolerance * np.max(np.abs(expected))
 
 
-def built(numbers) -> Any:
+def built(config) -> Any:
     """The model with NaN in every parameter: what the mapping forgets, the logits show."""
-    shapes = eqx.filter_eval_shape(lambda: models.build(numbers, key=jax.random.key(0)))
+    shapes = eqx.filter_eval_shape(lambda: models.build(config, key=jax.random.key(0)))
 
     def fill(leaf):
         if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -83,7 +83,7 @@ def llama(arrays, name, parameters=None):
     settings = SETTINGS[name]
     parameters = parameters or settings["rope_parameters"]
     biased, tied = settings.get("attention_bias", False), settings.get("tie_word_embeddings", False)
-    numbers = models.Llama(
+    config = models.LlamaConfig(
         vocab=VOCAB,
         embed=EMBED,
         layers=LAYERS,
@@ -121,7 +121,7 @@ def llama(arrays, name, parameters=None):
     weights = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
     if tied:
         del mapping["lm_head.weight"], weights["lm_head.weight"]
-    return loaded(built(numbers), weights, mapping)
+    return loaded(built(config), weights, mapping)
 
 
 def gpt2_qkv(part):
@@ -130,7 +130,7 @@ def gpt2_qkv(part):
 
 
 def gpt2(arrays):
-    numbers = models.GPT2(vocab=VOCAB, embed=EMBED, layers=LAYERS, heads=HEADS, max_seq=16)
+    config = models.GPT2Config(vocab=VOCAB, embed=EMBED, layers=LAYERS, heads=HEADS, max_seq=16)
     prefix = "gpt2/weights/"
     weights = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
     assert np.array_equal(weights.pop("lm_head.weight"), weights["transformer.wte.weight"])
@@ -163,4 +163,4 @@ def gpt2(arrays):
         "transformer.ln_f.weight": (lambda m: m.norm.weight, same),
         "transformer.ln_f.bias": (lambda m: m.norm.bias, same),
     }
-    return loaded(built(numbers), weights, mapping)
+    return loaded(built(config), weights, mapping)

@@ -49,7 +49,7 @@ def based(name: str) -> tuple[Any, Any, dict[str, np.ndarray]]:
     """The case's model without the adapter, its numbers, and its arrays as they are published."""
     with tempfile.TemporaryDirectory() as folder:
         arrays = write(Path(folder), name)
-        return models.load(folder), models.read_numbers(folder), arrays
+        return models.load(folder), models.read_config(folder), arrays
 
 
 def product(name: str, module: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
@@ -65,8 +65,8 @@ def product(name: str, module: str, arrays: dict[str, np.ndarray]) -> np.ndarray
 def test_the_merged_model_is_published_with_the_products_added(name, tmp_path):
     model, numbers, before = based(name)
     arrays = adapter(tmp_path / "adapter", name)
-    adapted = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
-    models.save(nn.merge_lora(adapted), tmp_path / "merged", numbers=numbers)
+    adapted = models.load_adapter(model, tmp_path / "adapter", config=numbers)
+    models.save(nn.merge_lora(adapted), tmp_path / "merged", config=numbers)
     after = load_file(tmp_path / "merged" / "model.safetensors")
     wanted = {key.split(".model.", 1)[1].rsplit(".", 2)[0] for key in arrays}
     changed = {key.removesuffix(".weight") for key in before if not np.array_equal(before[key], after[key])}
@@ -82,7 +82,7 @@ def test_an_adapter_gives_pefts_logits(name, logits, tmp_path):
     model, numbers, _ = based(name)
     ids = jnp.asarray(ids_of(model.vocab), jnp.int32)
     adapter(tmp_path / "adapter", name)
-    adapted = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
+    adapted = models.load_adapter(model, tmp_path / "adapter", config=numbers)
     assert close(run(adapted, ids), logits[name])
     assert not close(run(model, ids), logits[name], 1e-2)
 
@@ -91,9 +91,9 @@ def test_an_adapter_gives_pefts_logits(name, logits, tmp_path):
 def test_an_adapter_goes_back_out(name, tmp_path):
     model, numbers, _ = based(name)
     arrays = adapter(tmp_path / "adapter", name)
-    adapted = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
-    models.save_adapter(adapted, tmp_path / "back", numbers=numbers, base="somewhere")
-    again = models.load_adapter(model, tmp_path / "back", numbers=numbers)
+    adapted = models.load_adapter(model, tmp_path / "adapter", config=numbers)
+    models.save_adapter(adapted, tmp_path / "back", config=numbers, base="somewhere")
+    again = models.load_adapter(model, tmp_path / "back", config=numbers)
     assert eqx.tree_equal(nn.lora_factors(again), nn.lora_factors(adapted), rtol=1e-6)
     back = load_file(tmp_path / "back" / ARRAYS)
     # Layers without factors come back as zeros, and factors narrower than other layers' as wide as those.
@@ -128,13 +128,13 @@ def test_maps_published_as_one_are_written_as_blocks(name, where, fused, tmp_pat
     """Each has an A of its own: what is read back, with one wider A for all, computes the same."""
     model, numbers, _ = based(name)
     adapted = with_factors(model, where, rank=2, alpha=3.0)
-    models.save_adapter(adapted, tmp_path / "out", numbers=numbers)
+    models.save_adapter(adapted, tmp_path / "out", config=numbers)
     config = json.loads((tmp_path / "out" / CONFIG).read_text())
     arrays = load_file(tmp_path / "out" / ARRAYS)
     rows = {len(array) for key, array in arrays.items() if f"{fused}.lora_A" in key}
     assert rows == {{"phi3 window": 4, "gpt2 plain": 6, "deepseek_v3 plain": 2}[name]}
     assert config["r"] == 2 or config["rank_pattern"]
-    again = models.load_adapter(model, tmp_path / "out", numbers=numbers)
+    again = models.load_adapter(model, tmp_path / "out", config=numbers)
     merged, wanted = (eqx.filter(nn.merge_lora(each), eqx.is_array) for each in (again, adapted))
     assert eqx.tree_equal(merged, wanted, rtol=1e-5, atol=1e-5)
     assert not eqx.tree_equal(eqx.filter(model, eqx.is_array), wanted, rtol=1e-2, atol=1e-2)
@@ -153,7 +153,7 @@ def test_ranks_and_scales_of_one_model_may_differ(tmp_path):
     assert config["target_modules"] == [f"{x}_proj" for x in ("mlp.up", "self_attn.k", "self_attn.q", "self_attn.v")]
     assert (config["r"], config["lora_alpha"], config["rank_pattern"]) == (2, 3, {r"mlp\.up_proj": 3})
     assert config["alpha_pattern"] == {r"mlp\.up_proj": pytest.approx(5 * 3**0.5)}
-    again: Any = models.load_adapter(model, tmp_path / "out", numbers=numbers, dtype="bfloat16")
+    again: Any = models.load_adapter(model, tmp_path / "out", config=numbers, dtype="bfloat16")
     assert again.stacks[0].blocks.feed_forward.layer.up.scale == pytest.approx(5 / 3**0.5)
     assert {str(x.dtype) for x in jax.tree.leaves(nn.lora_factors(again))} == {"bfloat16"}
 
@@ -165,10 +165,10 @@ def test_factors_of_bfloat16_and_float16_are_held_by_float32(tmp_path):
     dtype_of = lambda name: "bfloat16" if "h.1." in name else "float16"
     mixed = {name: array.astype(dtype_of(name)) for name, array in arrays.items()}
     save_file(mixed, tmp_path / "adapter" / ARRAYS)
-    adapted: Any = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
+    adapted: Any = models.load_adapter(model, tmp_path / "adapter", config=numbers)
     wide = eqx.filter(adapted, eqx.is_array)
     assert {str(x.dtype) for x in jax.tree.leaves(nn.lora_factors(adapted))} == {"float32"}
-    models.save_adapter(adapted, tmp_path / "back", numbers=numbers)
+    models.save_adapter(adapted, tmp_path / "back", config=numbers)
     back = load_file(tmp_path / "back" / ARRAYS)
     same = [name for name, array in mixed.items() if array.shape == back[name].shape]
     assert len(same) > len(mixed) / 2
@@ -176,8 +176,8 @@ def test_factors_of_bfloat16_and_float16_are_held_by_float32(tmp_path):
 
     where = lambda m: [getattr(m.stacks[0].blocks.mixer.layer, name).up.weight for name in ("query", "key")]
     narrow = [x.astype(dtype) for x, dtype in zip(where(adapted), ("bfloat16", "float16"))]
-    models.save_adapter(eqx.tree_at(where, adapted, narrow), tmp_path / "beside", numbers=numbers)
-    again = models.load_adapter(model, tmp_path / "beside", numbers=numbers)
+    models.save_adapter(eqx.tree_at(where, adapted, narrow), tmp_path / "beside", config=numbers)
+    again = models.load_adapter(model, tmp_path / "beside", config=numbers)
     assert jax.tree.structure(eqx.filter(again, eqx.is_array)) == jax.tree.structure(wide)
 
 
@@ -191,9 +191,9 @@ def test_each_factor_keeps_its_own_dtype(tmp_path):
     narrow = {name: array for name, array in mixed.items() if array.dtype != np.float32}
     assert min(mixed) in narrow and len(narrow) < len(mixed) / 2
     save_file(mixed, tmp_path / "adapter" / ARRAYS)
-    adapted = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
+    adapted = models.load_adapter(model, tmp_path / "adapter", config=numbers)
     assert {str(x.dtype) for x in jax.tree.leaves(nn.lora_factors(adapted))} == {"float32"}
-    models.save_adapter(adapted, tmp_path / "back", numbers=numbers)
+    models.save_adapter(adapted, tmp_path / "back", config=numbers)
     back = load_file(tmp_path / "back" / ARRAYS)
     same = [name for name, array in mixed.items() if array.shape == back[name].shape]
     assert config["r"] and len(same) > len(mixed) / 2
@@ -201,10 +201,10 @@ def test_each_factor_keeps_its_own_dtype(tmp_path):
 
     halves = {name: array.astype("bfloat16" if "lora_A" in name else "float32") for name, array in arrays.items()}
     save_file(halves, tmp_path / "adapter" / ARRAYS)
-    adapted: Any = models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
+    adapted: Any = models.load_adapter(model, tmp_path / "adapter", config=numbers)
     query = adapted.stacks[0].blocks.mixer.layer.query
     assert (str(query.down.weight.dtype), str(query.up.weight.dtype)) == ("bfloat16", "float32")
-    models.save_adapter(adapted, tmp_path / "halves", numbers=numbers)
+    models.save_adapter(adapted, tmp_path / "halves", config=numbers)
     back = load_file(tmp_path / "halves" / ARRAYS)
     assert {name: str(array.dtype) for name, array in back.items() if name in halves} == {
         name: str(array.dtype) for name, array in halves.items()
@@ -238,7 +238,7 @@ def test_what_is_no_plain_lora_is_refused(changes, words, tmp_path):
     model, numbers, _ = based("phi3 window")
     adapter(tmp_path / "adapter", "phi3 window", **changes)
     with pytest.raises(ValueError, match=words):
-        models.load_adapter(model, tmp_path / "adapter", numbers=numbers)
+        models.load_adapter(model, tmp_path / "adapter", config=numbers)
 
 
 def test_what_cannot_be_is_refused(tmp_path):
@@ -250,19 +250,19 @@ def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"load_adapter\(.* no adapter_model.safetensors .* Pickled weights .* are never read"
     ):
-        models.load_adapter(model, pickled, numbers=numbers)
-    models.save_adapter(adapted, tmp_path / "out", numbers=numbers)
+        models.load_adapter(model, pickled, config=numbers)
+    models.save_adapter(adapted, tmp_path / "out", config=numbers)
     for call in (models.save_adapter, models.load_adapter):
         with pytest.raises(ValueError, match="something is there already|has LoRAs already"):
-            call(adapted, tmp_path / "out", numbers=numbers)
-        with pytest.raises(ValueError, match="give either the folder that the model is like=, or the numbers="):
+            call(adapted, tmp_path / "out", config=numbers)
+        with pytest.raises(ValueError, match="give either the folder that the model is like=, or the config="):
             call(adapted, tmp_path / "out" / "side") if call is models.save_adapter else call(model, tmp_path / "out")
     with pytest.raises(ValueError, match="the model is not one of"):
-        models.load_adapter(model, tmp_path / "out", numbers=models.preset("llama-byte-1m"))
+        models.load_adapter(model, tmp_path / "out", config=models.preset("llama-byte-1m"))
     with pytest.raises(ValueError, match="the model has no LoRA"):
-        models.save_adapter(model, tmp_path / "none", numbers=numbers)
+        models.save_adapter(model, tmp_path / "none", config=numbers)
     experts, of_experts, _ = based("gpt_oss plain")
     with pytest.raises(ValueError, match=r"mlps.up are published as no module of their own"):
-        models.save_adapter(with_factors(experts, ["mlps.up"], rank=2), tmp_path / "none", numbers=of_experts)
+        models.save_adapter(with_factors(experts, ["mlps.up"], rank=2), tmp_path / "none", config=of_experts)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [CONFIG, ARRAYS]
     assert not (tmp_path / "none").exists()

@@ -11,10 +11,11 @@ from safetensors.numpy import save_file
 from test_published import FIXTURES, RECORDED, write
 
 from eqformer import models
-from eqformer.models._config import Config
+from eqformer.models._config import PublishedConfig
+from eqformer.models._rotary_attributes import RotaryFraction, RotaryPositions
 
 
-PUBLISHED = {family.published.model_type: family.published for family in models.FAMILIES.values() if family.published}
+PUBLISHED = {family.model_type: family for family in models.FAMILIES.values() if family.model_type}
 # How a model was trained, is stored, or is to be sampled from.
 HARMLESS = {
     *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
@@ -49,7 +50,7 @@ UNUSED = {
 
 def numbers_of(config: dict[str, Any]) -> Any:
     """The numbers of a configuration, as of a folder's."""
-    given = Config(config, "config.json")
+    given = PublishedConfig(config, "config.json")
     found = PUBLISHED[given.take("model_type")].read(given)
     given.finish()
     return found
@@ -124,8 +125,7 @@ def test_an_activation_that_the_family_has_not_is_refused(family):
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_presets_say_all_their_numbers(family):
     """What is written of any preset reads as the same numbers."""
-    its = next(its for its in models.FAMILIES.values() if its.published and its.published.model_type == family)
-    for numbers in its.presets.values():
+    for numbers in PUBLISHED[family].presets.values():
         said = {"model_type": family} | PUBLISHED[family].write(numbers)
         assert numbers_of(said) == numbers
         vocab = dataclasses.replace(numbers, vocab=numbers.vocab + 1)
@@ -204,17 +204,16 @@ def test_a_refusal_names_the_file(family, changes):
         numbers_of(case(family) | changes)
 
 
-def test_a_part_that_turns_is_read_whenever_it_is_asked_for():
+def test_a_rotary_fraction_is_read_whenever_it_is_asked_for():
+    part, positions = RotaryFraction(), RotaryPositions()
+    want = {"rotary_fraction": 0.5, "theta": 10_000.0, "scaling": None}
     for inside in (True, False):
         said = {"partial_rotary_factor": 0.5}
-        config = Config({"rope_parameters": {"rope_theta": 1e4} | said} if inside else said, "config.json")
-        first, then = (config.partial_rotary, config.rotary) if inside else (config.rotary, config.partial_rotary)
-        assert {first(), then()} == {0.5, (10_000.0, None)}
-        config.finish()
-    config = Config({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "config.json")
-    assert config.rotary() == (10_000.0, None) and config.partial_rotary() == 0.5
-    config.finish()
-    config = Config({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "config.json")
-    config.rotary()
+        for entries in ((part, positions), (positions, part)):
+            config = PublishedConfig({"rope_parameters": {"rope_theta": 1e4} | said} if inside else said, "config.json")
+            assert entries[0].read(config) | entries[1].read(config) == want
+            config.finish()
+    config = PublishedConfig({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "config.json")
+    positions.read(config)
     with pytest.raises(ValueError, match="does not know: partial_rotary_factor=0.5"):
         config.finish()

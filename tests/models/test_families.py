@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import pytest
 
-from eqformer.models import build, FAMILIES, GPT2, JAXformer, Llama, preset, presets
+from eqformer.models import build, FAMILIES, GPT2Config, JAXformerConfig, LlamaConfig, preset, presets
 from eqformer.nn import Attention, Block, dims, LatentAttention, Period, Rotary
 from eqformer.planning import parameter_count
 
@@ -118,7 +118,7 @@ def test_one_row_of_a_table_less_is_counted():
 
 
 def test_every_large_preset_is_counted():
-    published = {family: names for family, its in FAMILIES.items() if its.published for names in [its.presets]}
+    published = {family: names for family, its in FAMILIES.items() if its.model_type for names in [its.presets]}
     assert {name for names in published.values() for name in names if "-byte-" not in name} == set(PUBLISHED)
 
 
@@ -137,15 +137,17 @@ def test_an_unknown_preset_is_refused_with_the_nearest_names():
         preset("llama-3-7b")
 
 
-@pytest.mark.parametrize("numbers", [GPT2(9, 10, 1, 3), JAXformer(9, 10, 1, 1, heads=3, latent=4, rope_dim=2)])
-def test_heads_must_divide_the_width(numbers):
+@pytest.mark.parametrize(
+    "config", [GPT2Config(9, 10, 1, 3), JAXformerConfig(9, 10, 1, 1, heads=3, latent=4, rope_dim=2)]
+)
+def test_heads_must_divide_the_width(config):
     with pytest.raises(ValueError, match=r"embed=10, heads=3\): heads must divide embed"):
-        shapes_of(numbers)
+        shapes_of(config)
 
 
 def test_key_heads_must_divide_heads():
     with pytest.raises(ValueError, match=r"heads=8, kv_heads=3\).*take one of \[1, 2, 4, 8\]"):
-        shapes_of(Llama(9, 16, 1, heads=8, kv_heads=3, mlp=8))
+        shapes_of(LlamaConfig(9, 16, 1, heads=8, kv_heads=3, mlp=8))
 
 
 def _attention(block):
@@ -154,7 +156,7 @@ def _attention(block):
 
 
 def test_the_last_layer_of_a_jaxformer_block_has_no_rotary_position():
-    numbers = JAXformer(9, 16, blocks=2, layers_per_block=3, heads=2, latent=4, rope_dim=2)
+    numbers = JAXformerConfig(9, 16, blocks=2, layers_per_block=3, heads=2, latent=4, rope_dim=2)
     period = shapes_of(numbers).stacks[0].blocks
     assert isinstance(period, Period)
     assert [_attention(block).rotary for block in period.blocks] == [Rotary(2, 10_000.0, interleaved=True)] * 2 + [None]
@@ -171,7 +173,7 @@ def test_a_preset_of_any_size_is_laid_out_without_allocating_it():
 
 def test_residual_projections_start_smaller_in_deeper_models():
     def spread(layers):
-        model = build(Llama(16, 32, layers, heads=4, kv_heads=2, mlp=64), key=jax.random.key(1))
+        model = build(LlamaConfig(16, 32, layers, heads=4, kv_heads=2, mlp=64), key=jax.random.key(1))
         block = model.stacks[0].blocks
         assert isinstance(block, Block) and isinstance(block.mixer.layer, Attention)
         return float(block.mixer.layer.output.weight.std())

@@ -32,13 +32,13 @@ def test_logits_and_gradients_in_float64(name, tmp_path, record_property):
     expected, names = ALL[f"{name}/logits"], sorted(RECORDED[name]["shapes"])
     want = dict(zip(names, ALL[f"{name}/gradients"], strict=True))
     write(tmp_path, name)
-    numbers = models.read_numbers(tmp_path)
+    config = models.read_config(tmp_path)
     with jax.enable_x64(True):
         model = models.load(tmp_path, dtype="float64")
-        ids = jnp.asarray(ids_of(numbers.vocab), jnp.int32)
+        ids = jnp.asarray(ids_of(config.vocab), jnp.int32)
         (_, logits), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))(model, ids)
         logits = np.asarray(logits)[..., ::8]
-        rules = format_of("test", None, numbers)[0].weights(numbers)
+        rules = format_of("test", None, config)[0].rules(config, model)
         found = {key: sketch(key, array) for key, array in published_arrays(rules, gradient)}
     difference = np.max(np.abs(logits - expected)) / np.std(expected)
     record_property("exact", float(difference))

@@ -62,8 +62,8 @@ def test_from_transformers_and_back(name, tmp_path):
     assert close(decoded(ours, ids), want) and not close(decoded(ours, ids[::-1]), want, 1e-2)
     # Some families' padding token is by default one that the small vocabulary has not, and then nothing loads.
     attributes = {"pad_token_id": RECORDED[name]["config"].get("pad_token_id")}
-    numbers = models.read_numbers(tmp_path / "theirs")
-    models.save(ours, tmp_path / "back", numbers=numbers, attributes=attributes, shard_bytes=20_000)
+    numbers = models.read_config(tmp_path / "theirs")
+    models.save(ours, tmp_path / "back", config=numbers, attributes=attributes, shard_bytes=20_000)
     back = opened(tmp_path / "back")
     assert unlike(theirs, back) == set() and (logits_of(back, ids) == want).all()
 
@@ -95,8 +95,8 @@ def test_in_bfloat16_those_arrays_stay_float32_that_do_in_transformers(name, tmp
     made(tmp_path, name)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)
     kept = {name for name, x in theirs.state_dict().items() if x.dtype == torch.float32}
-    numbers, ours = models.read_numbers(tmp_path / "theirs"), models.load(tmp_path / "theirs", dtype="bfloat16")
-    models.save(ours, tmp_path / "ours", numbers=numbers)
+    numbers, ours = models.read_config(tmp_path / "theirs"), models.load(tmp_path / "theirs", dtype="bfloat16")
+    models.save(ours, tmp_path / "ours", config=numbers)
     folder = Folder(tmp_path / "ours")
     assert {name for name in folder.names if folder.dtype(name) == "float32"} == kept
     assert bool(kept) == (name.split()[0] == "deepseek_v3")

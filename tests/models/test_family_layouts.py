@@ -28,9 +28,9 @@ ROUNDING = 4e-5  # twice the logits': fourteen layers of random weights magnify 
 ROWS, SEQ = 4, 24
 EIGHT = (("experts", 8),)  # the cases' odd numbers of experts do not split
 DEEPER = {  # of families whose cases hold one period each
-    "gemma3_text capped": (("layers", 4), ("windowed", (0, 2))),
-    "llama4_text plain": (("unrotated", (1, 3)), ("whole", (1, 3))),
-    "qwen3_next plain": (("layers", 4), ("attending", (1, 3))),
+    "gemma3_text capped": (("layers", 4), ("window_layers", (0, 2))),
+    "llama4_text plain": (("no_rotary_layers", (1, 3)), ("full_layers", (1, 3))),
+    "qwen3_next plain": (("layers", 4), ("attention_layers", (1, 3))),
 }
 COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 MIXTURES = [name for name, one in RECORDED.items() if COUNTS & set(one["config"])]
@@ -45,7 +45,7 @@ def model_of(name: str, changes: Changes = ()) -> nn.Transformer:
         write(Path(folder), name)
         if not changes:
             return models.load(folder)
-        numbers: Any = dataclasses.replace(models.read_numbers(folder), **dict(changes))
+        numbers: Any = dataclasses.replace(models.read_config(folder), **dict(changes))
     return filled(lambda: models.build(numbers, key=jax.random.key(0)))
 
 

@@ -18,8 +18,8 @@ from eqformer.parallel import make_mesh, Plan
 
 def tiny(seed=0, **changes):
     """A model whose arrays are large beside what loading makes otherwise: 30 of 256 KiB among them."""
-    numbers = models.Llama(vocab=512, embed=128, layers=8, heads=4, kv_heads=2, mlp=512, **changes)
-    return numbers, eqx.filter_jit(lambda: models.build(numbers, key=jax.random.key(seed)))()
+    config = models.LlamaConfig(vocab=512, embed=128, layers=8, heads=4, kv_heads=2, mlp=512, **changes)
+    return config, eqx.filter_jit(lambda: models.build(config, key=jax.random.key(seed)))()
 
 
 def arrays_of(model):
@@ -27,8 +27,8 @@ def arrays_of(model):
 
 
 def test_a_mesh_alone_splits_all_it_can(tmp_path):
-    numbers, model = tiny()
-    models.save(model, tmp_path / "published", numbers=numbers)
+    config, model = tiny()
+    models.save(model, tmp_path / "published", config=config)
     mesh = make_mesh(fsdp=8)
     split = models.load(tmp_path / "published", mesh)
     assert all(np.array_equal(one, other) for one, other in zip(arrays_of(model), arrays_of(split), strict=True))
@@ -41,8 +41,8 @@ def test_a_mesh_alone_splits_all_it_can(tmp_path):
 
 
 def test_layers_of_bfloat16_and_float16_are_held_by_float32(tmp_path):
-    numbers = models.Llama(vocab=32, embed=16, layers=2, heads=2, kv_heads=2, mlp=16)
-    models.save(models.build(numbers, key=jax.random.key(0)), tmp_path / "mixed", numbers=numbers)
+    config = models.LlamaConfig(vocab=32, embed=16, layers=2, heads=2, kv_heads=2, mlp=16)
+    models.save(models.build(config, key=jax.random.key(0)), tmp_path / "mixed", config=config)
     (file,) = (tmp_path / "mixed").glob("*.safetensors")
     arrays = {name: x.astype("bfloat16" if ".1." in name else "float16") for name, x in load_file(file).items()}
     save_file(arrays, file)
@@ -57,8 +57,8 @@ def test_layers_of_bfloat16_and_float16_are_held_by_float32(tmp_path):
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 8}, {"fsdp": 2, "pipe": 2, "tensor": 2}])
 def test_beside_the_parts_little_is_held(sizes, tmp_path):
     """The most memory that arrays of the host take: the model's own, since the devices are here, and one array more."""
-    numbers, model = tiny(tied=True)
-    models.save(model, tmp_path / "published", numbers=numbers)
+    config, model = tiny(tied=True)
+    models.save(model, tmp_path / "published", config=config)
     own = sum(x.nbytes for x in arrays_of(model))
     largest = 512 * 128 * 4
     plan = Plan(make_mesh(**sizes), zero=3, smallest=1) if sizes else None
@@ -84,16 +84,18 @@ def test_the_biases_of_choice_of_deepseek_v3_are_never_rounded(sizes, tmp_path):
         "expert_mlp": 8,
         "q_latent": 8,
     }
-    numbers = models.DeepSeekV3(**widths, latent=8, head_dim=4, rope_dim=4, v_dim=4, experts=16, first_dense=1, top_k=2)
-    model = eqx.filter_jit(lambda: models.build(numbers, key=jax.random.key(0)))()
+    config = models.DeepSeekV3Config(
+        **widths, latent=8, head_dim=4, rope_dim=4, v_dim=4, experts=16, first_dense=1, top_k=2
+    )
+    model = eqx.filter_jit(lambda: models.build(config, key=jax.random.key(0)))()
     bias_of = lambda model: nn.modules(model, nn.TopKRouter)[0].selection_bias
     exact = 5 + 0.02 * np.random.default_rng(0).normal(size=bias_of(model).shape).astype(np.float32)
     model = eqx.tree_at(bias_of, model, jnp.asarray(exact))
-    models.save(model, tmp_path / "wide", numbers=numbers)
+    models.save(model, tmp_path / "wide", config=config)
     mesh = make_mesh(**sizes, devices=jax.devices()[:4]) if sizes else None
     narrow = models.load(tmp_path / "wide", mesh, dtype="bfloat16")
     assert narrow.embedding.weight.dtype == jnp.bfloat16 and np.array_equal(bias_of(narrow), exact)
-    models.save(narrow, tmp_path / "narrow", numbers=numbers)
+    models.save(narrow, tmp_path / "narrow", config=config)
     for again in (models.load(tmp_path / "narrow"), nn.Precision("bfloat16", "bfloat16").apply(model)):
         assert again.embedding.weight.dtype == jnp.bfloat16 and np.array_equal(bias_of(again), exact)
     rounded = exact.astype(jnp.bfloat16).astype(np.float32)

@@ -1,6 +1,12 @@
 """Layers of several kinds are cut into the fewest periods, and every layer has its place."""
 
-from eqformer.models.families._pattern import all_but_every, every, places, Run, runs
+import equinox as eqx
+import jax
+
+from eqformer import models
+from eqformer.models._layer_attributes import all_but_every, every
+from eqformer.models._weights import places
+from eqformer.models.families._pattern import Run, runs
 
 
 def pattern(period, layers):
@@ -17,9 +23,12 @@ def test_layers_are_cut_into_periods_and_what_is_left_over():
 
 def test_every_layer_has_one_place_of_its_kind():
     kinds = pattern(6, 26)
-    held = sorted(layer for _, layers in places(kinds) for layer in layers)
-    assert held == list(range(26))
-    assert all(len({kinds[layer] for layer in layers}) == 1 for _, layers in places(kinds))
+    windows = tuple(layer for layer, kind in enumerate(kinds) if kind == "local")
+    config = models.Gemma3Config(9, 8, 26, heads=2, kv_heads=1, mlp=8, head_dim=4, window_layers=windows)
+    model = eqx.filter_eval_shape(lambda: models.build(config, key=jax.random.key(0)))
+    held = {layer: where(model) for where, layers in places(model) for layer in layers}
+    assert sorted(held) == list(range(26))
+    assert all((held[n].mixer.layer.mask.window is None) == (kind == "full") for n, kind in enumerate(kinds))
 
 
 def test_layers_are_numbered_from_zero_and_counted_from_one():

@@ -68,9 +68,9 @@ def test_a_published_model_gives_its_logits_and_goes_back_out(name, logits, tmp_
     found = run(model, ids)
     assert close(found, logits[name], float32s(name)) and not close(found, logits[name][:, ::-1], 1e-2)
     record_property("difference", float(np.max(np.abs(found - logits[name])) / np.std(logits[name])))
-    numbers = models.read_numbers(tmp_path)
-    models.save(model, tmp_path / "back", numbers=numbers, shard_bytes=20_000)
-    assert models.read_numbers(tmp_path / "back") == numbers
+    numbers = models.read_config(tmp_path)
+    models.save(model, tmp_path / "back", config=numbers, shard_bytes=20_000)
+    assert models.read_config(tmp_path / "back") == numbers
     files = sorted((tmp_path / "back").glob("*.safetensors"))
     back = {key: array for file in files for key, array in load_file(file).items()}
     assert len(files) > 1 and set(back) == set(arrays)
@@ -106,7 +106,7 @@ def test_parameters_keep_their_dtype_or_get_another(tmp_path):
     assert half.compute_dtype == "bfloat16" and wide.compute_dtype == "float32"
     for model, dtype in ((half, "bfloat16"), (wide, "float32")):
         assert {str(x.dtype) for x in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))} == {dtype}
-    models.save(half, tmp_path / "back", numbers=models.read_numbers(tmp_path))
+    models.save(half, tmp_path / "back", config=models.read_config(tmp_path))
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert all(back[name].dtype == array.dtype and np.array_equal(back[name], array) for name, array in arrays.items())
 
@@ -121,12 +121,12 @@ def test_dtypes_of_one_folder_may_differ(tmp_path):
     model = nn.run_with(model, core=nn.ReferenceCore())  # the default one takes no steps of four tokens
     assert progress[-1] == (sum(array.nbytes for array in mixed.values()),) * 2 and model.compute_dtype == "bfloat16"
     assert eqx.filter_eval_shape(model, jnp.zeros((1, 4), jnp.int32))[0].dtype == "float32"
-    models.save(model, tmp_path / "back", numbers=models.read_numbers(tmp_path))
+    models.save(model, tmp_path / "back", config=models.read_config(tmp_path))
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert all(back[name].dtype == array.dtype and np.array_equal(back[name], array) for name, array in mixed.items())
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     narrow: Any = models.load(tmp_path, dtype="bfloat16")
-    models.save(narrow, tmp_path / "narrow", numbers=models.read_numbers(tmp_path))
+    models.save(narrow, tmp_path / "narrow", config=models.read_config(tmp_path))
     kept = load_file(tmp_path / "narrow" / "model.safetensors")  # the biases stay float32 whatever dtype is asked for
     assert all(kept[name].dtype == array.dtype and np.array_equal(kept[name], array) for name, array in mixed.items())
 
@@ -135,7 +135,7 @@ def test_layers_of_unlike_dtypes_lose_nothing(tmp_path):
     is_wide, arrays = lambda name: "layers.1." in name, write(tmp_path, "llama plain")
     mixed = {name: array if is_wide(name) else array.astype("bfloat16") for name, array in arrays.items()}
     save_file(mixed, tmp_path / "model.safetensors")
-    models.save(models.load(tmp_path), tmp_path / "back", numbers=models.read_numbers(tmp_path))
+    models.save(models.load(tmp_path), tmp_path / "back", config=models.read_config(tmp_path))
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert all(np.array_equal(back[name], array) for name, array in mixed.items())
     assert {str(back[name].dtype) for name in mixed if "layers.2." in name} == {"float32"}

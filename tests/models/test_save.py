@@ -28,34 +28,37 @@ def test_a_folder_goes_back_out_with_all_it_came_with(tmp_path):
     kept = {path.name: path.read_text() for path in out.iterdir() if path.suffix not in (".safetensors", ".json")}
     assert kept == {"chat_template.jinja": "a template", "README.md": "mine"}
     assert (out / "tokenizer.json").read_text() == "a tokenizer"
-    assert models.read_numbers(out) == models.read_numbers(tmp_path)
+    assert models.read_config(out) == models.read_config(tmp_path)
     again = jax.tree.leaves(models.load(out)), jax.tree.leaves(models.load(tmp_path))
     assert all(np.array_equal(one, other) for one, other in zip(*again, strict=True))
 
 
 def test_what_cannot_be_saved_leaves_nothing(tmp_path):
     write(tmp_path, NAME)
-    model, numbers, out = models.load(tmp_path), models.read_numbers(tmp_path), tmp_path / "out"
+    model, numbers, out = models.load(tmp_path), models.read_config(tmp_path), tmp_path / "out"
     (tmp_path / "taken").mkdir()
     with pytest.raises(ValueError, match="something is there already"):
-        models.save(model, tmp_path / "taken", numbers=numbers)
-    for given in ({}, {"like": tmp_path, "numbers": numbers}):
-        with pytest.raises(ValueError, match="give either the folder that the model is like=, or the numbers="):
+        models.save(model, tmp_path / "taken", config=numbers)
+    for given in ({}, {"like": tmp_path, "config": numbers}):
+        with pytest.raises(ValueError, match="give either the folder that the model is like=, or the config="):
             models.save(model, out, **given)
-    with pytest.raises(ValueError, match=r"the model is not one of Llama\(.*: \(.*\), not \(.*was built from"):
-        models.save(model, out, numbers=models.preset("llama-byte-1m"))
+    with pytest.raises(ValueError, match=r"the model is not one of LlamaConfig\(.*: \(.*\), not \(.*was built from"):
+        models.save(model, out, config=models.preset("llama-byte-1m"))
     with pytest.raises(ValueError, match="in no common format"):
-        models.save(model, out, numbers=models.preset("jaxformer-byte-1m"))
+        models.save(model, out, config=models.preset("jaxformer-byte-1m"))
     adapted = nn.with_lora(model, ["query"], rank=2, key=jax.random.key(0))
     with pytest.raises(ValueError, match="the model has LoRAs; nn.merge_lora it, or save_adapter"):
-        models.save(adapted, out, numbers=numbers)
+        models.save(adapted, out, config=numbers)
     mixtral = models.preset("mixtral-byte-500k")
     for limited, words in (
-        (dataclasses.replace(mixtral, capacity=1.25), "says a capacity"),
+        (
+            dataclasses.replace(mixtral, capacity=1.25),
+            r"MixtralConfig\(capacity=1.25\)\): no published configuration says it, and without one no token",
+        ),
         (mixtral, "is not one of"),
     ):
         with pytest.raises(ValueError, match=words):
-            models.save(model, out, numbers=limited)
+            models.save(model, out, config=limited)
     with pytest.raises(TypeError):  # in the middle of writing
-        models.save(model, out, numbers=numbers, files={"a": 3})  # pyright: ignore[reportArgumentType]
+        models.save(model, out, config=numbers, files={"a": 3})  # pyright: ignore[reportArgumentType]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "taken"]

@@ -18,11 +18,11 @@ CORE = nn.BlockwiseCore(block=8)
 EMBED, HEADS, HEAD_DIM, MLP = 32, 8, 4, 48
 FAMILIES: dict[str, Any] = {
     # The axis `tensor` divides neither 50 nor 2.
-    "gpt2": models.GPT2(vocab=50, embed=EMBED, layers=4, heads=HEADS, max_seq=32, mlp=MLP, dropout=0.1),
-    "llama": models.Llama(
+    "gpt2": models.GPT2Config(vocab=50, embed=EMBED, layers=4, heads=HEADS, max_seq=32, mlp=MLP, dropout=0.1),
+    "llama": models.LlamaConfig(
         vocab=48, embed=EMBED, layers=4, heads=HEADS, kv_heads=2, head_dim=HEAD_DIM, mlp=MLP, bias=True
     ),
-    "jaxformer": models.JAXformer(
+    "jaxformer": models.JAXformerConfig(
         vocab=64,
         embed=EMBED,
         blocks=4,
@@ -33,8 +33,8 @@ FAMILIES: dict[str, Any] = {
         mlp=MLP,
         dropout=0.1,
     ),
-    "tied": models.Llama(vocab=50, embed=EMBED, layers=2, heads=HEADS, kv_heads=1, mlp=MLP, tied=True),
-    "long": models.Llama(
+    "tied": models.LlamaConfig(vocab=50, embed=EMBED, layers=2, heads=HEADS, kv_heads=1, mlp=MLP, tied=True),
+    "long": models.LlamaConfig(
         vocab=48,
         embed=EMBED,
         layers=2,
@@ -43,8 +43,10 @@ FAMILIES: dict[str, Any] = {
         mlp=MLP,
         scaling=nn.DynamicScaling(factor=4.0, original_length=6),
     ),
-    "five layers": models.Llama(vocab=48, embed=EMBED, layers=5, heads=HEADS, kv_heads=2, head_dim=HEAD_DIM, mlp=MLP),
-    "rows of 256": models.GPT2(vocab=50, embed=EMBED, layers=2, heads=4, max_seq=256, mlp=MLP),
+    "five layers": models.LlamaConfig(
+        vocab=48, embed=EMBED, layers=5, heads=HEADS, kv_heads=2, head_dim=HEAD_DIM, mlp=MLP
+    ),
+    "rows of 256": models.GPT2Config(vocab=50, embed=EMBED, layers=2, heads=4, max_seq=256, mlp=MLP),
 }
 CORES = {"rows of 256": nn.ReferenceCore()}  # which takes no steps of eight tokens
 

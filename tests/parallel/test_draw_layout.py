@@ -15,7 +15,7 @@ from eqformer import models, nn
 from eqformer.parallel import draw_array, layout_table, make_mesh, partition_specs, picture_layout, Plan
 
 
-LLAMA = models.Llama(vocab=64, embed=32, layers=4, heads=8, kv_heads=4, mlp=48)
+LLAMA = models.LlamaConfig(vocab=64, embed=32, layers=4, heads=8, kv_heads=4, mlp=48)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from eqformer.parallel import init_sharded, make_mesh, Plan, shardings
 from eqformer.parallel.state import _fully_sharded
 
 
-NUMBERS = models.Llama(vocab=64, embed=64, layers=8, heads=8, kv_heads=8, mlp=256)
+NUMBERS = models.LlamaConfig(vocab=64, embed=64, layers=8, heads=8, kv_heads=8, mlp=256)
 STACK = 8 * 4 * (4 * 64 * 64 + 3 * 64 * 256)  # bytes of all layers' matrices
 
 

@@ -12,9 +12,11 @@ from eqformer import models, nn, training
 from eqformer.parallel import Layout, make_mesh, partition_specs, Plan, shardings
 
 
-LLAMA = models.Llama(vocab=48, embed=32, layers=4, heads=8, kv_heads=2, head_dim=4, mlp=48, bias=True)
-GPT2 = models.GPT2(vocab=50, embed=32, layers=4, heads=8, max_seq=32, mlp=48)
-JAXFORMER = models.JAXformer(vocab=64, embed=32, blocks=4, layers_per_block=2, heads=8, latent=16, rope_dim=4, mlp=48)
+LLAMA = models.LlamaConfig(vocab=48, embed=32, layers=4, heads=8, kv_heads=2, head_dim=4, mlp=48, bias=True)
+GPT2 = models.GPT2Config(vocab=50, embed=32, layers=4, heads=8, max_seq=32, mlp=48)
+JAXFORMER = models.JAXformerConfig(
+    vocab=64, embed=32, blocks=4, layers_per_block=2, heads=8, latent=16, rope_dim=4, mlp=48
+)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +143,7 @@ def test_a_llama_under_a_plan_in_full(mesh):
     }
 
 
-@pytest.mark.parametrize("numbers", [LLAMA, GPT2, JAXFORMER], ids=lambda numbers: type(numbers).__name__)
+@pytest.mark.parametrize("numbers", [LLAMA, GPT2, JAXFORMER], ids=lambda config: type(config).__name__)
 def test_every_array_of_every_family_obeys_the_rules(mesh, numbers):
     shapes = shapes_of(numbers)
     layout = Plan(mesh, zero=3, smallest=64).layout(splits_fsdp=True)

@@ -59,8 +59,8 @@ def test_text_is_one_devices(monkeypatch):
 
 def test_tokens_beyond_a_cache_in_pieces_are_refused_or_nan():
     """Refused where positions are known, before anything is compiled; NaN where they are not, and the others right."""
-    numbers = models.Llama(vocab=16, embed=8, layers=1, heads=2, kv_heads=1, mlp=8)
-    model = eqx.filter_jit(lambda: models.build(numbers, key=jax.random.key(0)))()
+    config = models.LlamaConfig(vocab=16, embed=8, layers=1, heads=2, kv_heads=1, mlp=8)
+    model = eqx.filter_jit(lambda: models.build(config, key=jax.random.key(0)))()
     cut, ids = planned(model, plan_over({"context": 2})), jnp.arange(9)[None]
     cache, tokens = cut.init_cache(1, 6), nn.positions_like((1, 9))
     with pytest.raises(ValueError, match="up to position 8 .* capacity 6"):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from eqformer import nn
-from eqformer.models import build, GPT2, JAXformer, Llama
+from eqformer.models import build, GPT2Config, JAXformerConfig, LlamaConfig
 from eqformer.nn import causal, chunked, full, positions_like, sliding_window
 from eqformer.planning import flops_per_token, parameter_count, visible_keys
 
 
-NUMBERS = Llama(vocab=100, embed=16, layers=3, heads=4, kv_heads=2, mlp=40)
+NUMBERS = LlamaConfig(vocab=100, embed=16, layers=3, heads=4, kv_heads=2, mlp=40)
 KEY = jax.random.key(0)
 
 
@@ -49,7 +49,7 @@ def test_frozen_weights_have_no_gradient():
 
 
 def test_a_gpt2_by_hand():
-    model = shapes_of(GPT2(vocab=50, embed=8, layers=2, heads=2, max_seq=12))
+    model = shapes_of(GPT2Config(vocab=50, embed=8, layers=2, heads=2, max_seq=12))
     layer = 4 * (8 * 8 + 8) + (8 * 32 + 32) + (32 * 8 + 8) + 2 * 2 * 8
     assert parameter_count(model) == 2 * layer + 2 * 8 + 50 * 8 + 12 * 8
     products = 2 * (4 * 8 * 8 + 2 * 8 * 32) + 50 * 8
@@ -57,7 +57,7 @@ def test_a_gpt2_by_hand():
 
 
 def test_latent_attention_by_hand():
-    numbers = JAXformer(vocab=50, embed=8, blocks=3, layers_per_block=2, heads=2, latent=6, rope_dim=4)
+    numbers = JAXformerConfig(vocab=50, embed=8, blocks=3, layers_per_block=2, heads=2, latent=6, rope_dim=4)
     model = shapes_of(numbers)
     shared = 8 * 6 + 6 * 8 + 8 * 6 + 6 * 8 + 6 * 8 + 8 * 8  # down and up for queries, keys and values, then out
     rotated = 6 * 8 + 8 * 4  # two heads of four rotated channels, and the shared key
@@ -74,6 +74,6 @@ def test_visible_keys_is_the_mean_of_the_mask(mask, seq):
 
 
 def test_an_unknown_custom_of_counting_is_refused():
-    model = shapes_of(Llama(vocab=10, embed=8, layers=1, heads=2, kv_heads=1, mlp=8))
+    model = shapes_of(LlamaConfig(vocab=10, embed=8, layers=1, heads=2, kv_heads=1, mlp=8))
     with pytest.raises(ValueError, match="give 'half' .* or 'full'"):
         flops_per_token(model, 4, attention="causal")

@@ -19,8 +19,8 @@ def start(request):
     """The optimizer, and the state before the first step."""
     sizes = {"vocab": VOCAB, "embed": 16, "blocks": 2, "heads": 4, "latent": 8, "rope_dim": 4, "dropout": 0.1}
     experts = 3  # no multiple of any axis
-    numbers = models.JAXformer(**sizes, layers_per_block=request.param, experts=experts, shared=2)
-    build = lambda: models.build(numbers, key=jax.random.key(0))
+    config = models.JAXformerConfig(**sizes, layers_per_block=request.param, experts=experts, shared=2)
+    build = lambda: models.build(config, key=jax.random.key(0))
     # With an eps above what is left of the keys' biases' gradients, which are zero: Adam would make moves of rounding.
     optimizer = training.optimizer("adamw", eqx.filter_eval_shape(build), rate=1e-2, eps=1e-6)
     return optimizer, eqx.filter_jit(lambda: training.init_state(build(), optimizer))()

@@ -9,7 +9,7 @@ import pytest
 from eqformer import Batch, models, nn, training
 
 
-NUMBERS = models.Llama(vocab=29, embed=16, layers=2, heads=4, kv_heads=2, mlp=24)
+NUMBERS = models.LlamaConfig(vocab=29, embed=16, layers=2, heads=4, kv_heads=2, mlp=24)
 STEPS = 3
 
 

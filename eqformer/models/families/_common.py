@@ -1,189 +1,171 @@
-"""What most published decoders share: attributes of configurations, and names of arrays."""
+"""The tables that most published decoders share: attributes of configurations, and names of arrays."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-from .._config import Config, layer_types, rotary_attributes
-from .._weights import Weight
+from .._attributes import Attribute, Count, Entry
+from .._config import PublishedConfig
+from .._rotary_attributes import RotaryPositions
+from .._weights import Rule
 
 
-_ATTRIBUTES = {
-    "vocab": "vocab_size",
-    "embed": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "mlp": "intermediate_size",
-}
+LAYER = "model.layers.{layer}."
+SIZES: tuple[Entry, ...] = (
+    Count("vocab", "vocab_size"),
+    Count("embed", "hidden_size"),
+    Count("layers", "num_hidden_layers"),
+    Count("heads", "num_attention_heads"),
+    Count("mlp", "intermediate_size"),
+)
 
 
-def common_numbers(
-    config: Config,
-    theta: float = 10_000.0,
-    layer_type: str | None = None,
+@dataclasses.dataclass(frozen=True)
+class KeyHeads(Entry):
+    """How many key heads there are: as many as heads, where null or, without a `default`, missing."""
+
+    default: int | None = None
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`kv_heads`."""
+        return {
+            "kv_heads": published.nullable("num_key_value_heads", self.default)
+            or published.count("num_attention_heads")
+        }
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Its attribute."""
+        return {"num_key_value_heads": config.kv_heads}
+
+
+class AsManyKeyHeads(KeyHeads):
+    """The same of a family that has as many key heads as heads, and no number for them."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """Nothing; refuse another number."""
+        heads, kv_heads = published.count("num_attention_heads"), super().read(published)["kv_heads"]
+        if kv_heads != heads:
+            published.refuse(f"num_key_value_heads={kv_heads}: latent attention has as many as heads, {heads}.")
+        return {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The attribute."""
+        return {"num_key_value_heads": config.heads}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSize(Entry):
+    """Channels of a head; None is `embed / heads`, and left out unless transformers has another `default`."""
+
+    default: int | None = None
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`head_dim`."""
+        return {"head_dim": published.take("head_dim", self.default)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Its attribute."""
+        return {} if self.default is None and config.head_dim is None else {"head_dim": config.head_size}
+
+
+def decoder_attributes(
+    rotary: RotaryPositions = RotaryPositions(),
     *,
     head_dim: int | None = None,
     kv_heads: int | None = None,
     eps: str = "rms_norm_eps",
     tied: bool = False,
-) -> dict[str, Any]:
-    """Sizes, rotary positions, norms' eps, and whether the head is tied, under our names.
+) -> tuple[Entry, ...]:
+    """The numbers of a `DecoderConfig`; those given are what transformers takes for what is missing.
 
-    Those given are the family's defaults, `layer_type` the layers whose rotary positions these are, and `eps` the
-    attribute that says it.
+    `eps` is the attribute that says it.
     """
-    found: dict[str, Any] = {name: config.count(attribute) for name, attribute in _ATTRIBUTES.items()}
-    found["theta"], found["scaling"] = config.rotary(theta, layer_type)
-    found["kv_heads"] = config.nullable("num_key_value_heads", kv_heads) or found["heads"]
-    found["head_dim"] = config.take("head_dim", head_dim)
-    found["eps"] = config.take(eps)
-    found["tied"] = config.take("tie_word_embeddings", tied)
-    found["max_seq"] = config.take("max_position_embeddings", 2048)
-    return found
+    return (
+        *SIZES,
+        KeyHeads(kv_heads),
+        HeadSize(head_dim),
+        rotary,
+        Attribute("eps", eps),
+        Attribute("tied", "tie_word_embeddings", tied),
+        Attribute("max_seq", "max_position_embeddings", 2048),
+    )
 
 
-def common_attributes(numbers: Any) -> dict[str, Any]:
-    """The same the other way."""
-    return {
-        **{attribute: getattr(numbers, name) for name, attribute in _ATTRIBUTES.items()},
-        "num_key_value_heads": numbers.kv_heads,
-        **({} if numbers.head_dim is None else {"head_dim": numbers.head_dim}),
-        "rms_norm_eps": numbers.eps,
-        "tie_word_embeddings": numbers.tied,
-        "max_position_embeddings": numbers.max_seq,
-        **rotary_attributes(numbers.theta, numbers.scaling),
-    }
+# The embedding, the last norm and, where it is not tied, the head.
+EDGES = (
+    Rule("model.embed_tokens.weight", "embedding.weight"),
+    Rule("model.norm.weight", "norm.weight"),
+    Rule("lm_head.weight", "head.weight"),
+)
 
 
-def switched_windows(config: Config, layers: int, window: int | None, default: Iterable[int]) -> dict[str, Any]:
-    """A window that `use_sliding_window` switches on, and the numbers of its layers; given are the defaults."""
-    window = config.nullable("sliding_window", window)
-    window = window if config.take("use_sliding_window", False) else None
-    windowed = config.windowed(layers, window, default)
-    return {"window": window if windowed else None, "windowed": windowed}
-
-
-def switched_window_attributes(numbers: Any) -> dict[str, Any]:
-    """The same the other way."""
-    return {
-        "use_sliding_window": numbers.window is not None,
-        "sliding_window": numbers.window,
-        "layer_types": layer_types(numbers.layers, numbers.windowed),
-    }
-
-
-def edge_weights(tied: bool) -> list[Weight]:
-    """The embedding, the last norm and, where it is not tied, the head."""
-    head = [] if tied else [Weight("lm_head.weight", lambda m: m.head.weight)]
-    table = Weight("model.embed_tokens.weight", lambda m: m.embedding.weight)
-    return [table, Weight("model.norm.weight", lambda m: m.norm.weight), *head]
-
-
-def block_weights(
-    where: Callable[[Any], Any],
-    layers: Sequence[int],
-    *,
-    bias: bool = False,
-    output_bias: bool | None = None,
-    gated: int = 0,
-) -> list[Weight]:
-    """Of a pre-norm block: the attention's projections and both norms."""
-    options: dict[str, Any] = {"bias": bias, "output_bias": output_bias, "gated": gated}
-    projections = attention_weights(lambda m: where(m).mixer.layer, layers, **options)
-    return projections + pre_norm_weights(where, layers)
-
-
-def attention_weights(
-    where: Callable[[Any], Any],
-    layers: Sequence[int],
-    *,
-    prefix: str = "model.layers.{layer}.self_attn.",
-    bias: bool = False,
-    output_bias: bool | None = None,
-    gated: int = 0,
-) -> list[Weight]:
-    """An `Attention`'s projections, published as `q_proj`, `k_proj`, `v_proj` and `o_proj`.
+def attention_weights(*, prefix: str = f"{LAYER}self_attn.", gated: int | str = 0) -> tuple[Rule, ...]:
+    """An `Attention`'s projections, published as `q_proj`, `k_proj`, `v_proj` and `o_proj`, with biases if it has some.
 
     Of so many `gated` heads, each head's gate is published behind its query.
     """
     found = []
     for name, published in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o")):
+        own: Any = f"mixer.layer.{name}.weight"
+        own, groups = ((own, "mixer.layer.gate.weight"), gated) if gated and name == "query" else (own, 1)
         is_output = name == "output"
-        pattern = "embed (heads head_dim) -> embed heads head_dim" if is_output else _HEADS
-        find, groups = _attribute(where, f"{name}.weight"), 1
-        if name == "query" and gated:
-            find, groups = lambda m: (where(m).query.weight, where(m).gate.weight), gated
-        found.append(Weight(f"{prefix}{published}_proj.weight", find, pattern, layers, groups=groups))
-        if bias if not is_output or output_bias is None else output_bias:
-            pattern = "" if is_output else "(heads head_dim) -> heads head_dim"
-            found.append(Weight(f"{prefix}{published}_proj.bias", _attribute(where, f"{name}.bias"), pattern, layers))
-    return found
+        found += [
+            Rule(f"{prefix}{published}_proj.weight", own, OUT_OF_HEADS if is_output else INTO_HEADS, groups=groups),
+            Rule(f"{prefix}{published}_proj.bias", f"mixer.layer.{name}.bias", "" if is_output else OF_HEADS),
+        ]
+    return tuple(found)
 
 
-def norm_weights(
-    where: Callable[[Any], Any],
-    layers: Sequence[int],
-    names: Mapping[str, str],
-    *,
-    prefix: str = "model.layers.{layer}.",
-    pattern: str = "",
-) -> list[Weight]:
-    """Scales of norms: by our attribute the name published."""
-    return [
-        Weight(f"{prefix}{its}.weight", _attribute(where, f"{own}.weight"), pattern, layers)
-        for own, its in names.items()
-    ]
+INTO_HEADS = "(heads head_dim) embed -> heads head_dim embed"
+OUT_OF_HEADS = "embed (heads head_dim) -> embed heads head_dim"
+OF_HEADS = "(heads head_dim) -> heads head_dim"
 
 
-def pre_norm_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
-    """The norms before both sublayers, under the names of Llama."""
-    names = {"mixer.norm": "input_layernorm", "feed_forward.norm": "post_attention_layernorm"}
-    return norm_weights(where, layers, names)
+def head_norm_weights(pattern: str = "") -> tuple[Rule, ...]:
+    """An `Attention`'s norms of queries and keys, if it has some, published as `q_norm` and `k_norm`."""
+    prefix = f"{LAYER}self_attn."
+    return (
+        Rule(f"{prefix}q_norm.weight", "mixer.layer.query_norm.weight", pattern),
+        Rule(f"{prefix}k_norm.weight", "mixer.layer.key_norm.weight", pattern),
+    )
 
 
-def four_norm_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
-    """The norms before and after both sublayers, under the names of Gemma 2."""
-    names = {
-        "mixer.norm": "input_layernorm",
-        "mixer.output_norm": "post_attention_layernorm",
-        "feed_forward.norm": "pre_feedforward_layernorm",
-        "feed_forward.output_norm": "post_feedforward_layernorm",
-    }
-    return norm_weights(where, layers, names)
+def norm_weights(**names: str) -> tuple[Rule, ...]:
+    """Scales of norms before and after a block's sublayers, if it has some: for each the name published."""
+    return tuple(Rule(f"{LAYER}{its}.weight", f"{_NORMS[own]}.weight") for own, its in names.items())
 
 
-def query_key_norm_weights(where: Callable[[Any], Any], layers: Sequence[int], pattern: str = "") -> list[Weight]:
-    """Of an `Attention`'s norms of queries and keys, published as `q_norm` and `k_norm`."""
-    names = {"query_norm": "q_norm", "key_norm": "k_norm"}
-    return norm_weights(where, layers, names, prefix="model.layers.{layer}.self_attn.", pattern=pattern)
+_NORMS = {
+    "mixer": "mixer.norm",
+    "feed_forward": "feed_forward.norm",
+    "mixer_output": "mixer.output_norm",
+    "feed_forward_output": "feed_forward.output_norm",
+}
 
 
 def gated_weights(
-    where: Callable[[Any], Any],
-    layers: Sequence[int],
+    path: str = "feed_forward.layer",
     *,
-    prefix: str = "model.layers.{layer}.mlp.",
+    prefix: str = f"{LAYER}mlp.",
     names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
-) -> list[Weight]:
-    """A `GatedMLP`'s maps."""
-    pairs = zip(("gate", "up", "down"), names, strict=True)
-    return [Weight(f"{prefix}{its}.weight", _attribute(where, f"{name}.weight"), "", layers) for name, its in pairs]
+) -> tuple[Rule, ...]:
+    """The maps of a `GatedMLP` at this path of a layer."""
+    own = (f"{path}.{name}.weight" for name in ("gate", "up", "down"))
+    return tuple(Rule(f"{prefix}{its}.weight", path) for its, path in zip(names, own, strict=True))
 
 
-def joined_gated_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
-    """Of a `GatedMLP` whose first two maps are published as one."""
-    prefix, ups = "model.layers.{layer}.mlp.", lambda m: (where(m).gate.weight, where(m).up.weight)
-    down = Weight(f"{prefix}down_proj.weight", _attribute(where, "down.weight"), "", layers)
-    return [Weight(f"{prefix}gate_up_proj.weight", ups, "", layers), down]
-
-
-_HEADS = "(heads head_dim) embed -> heads head_dim embed"
-
-
-def _attribute(where: Callable[[Any], Any], path: str) -> Callable[[Any], Any]:
-    def find(model: Any) -> Any:
-        found = where(model)
-        for name in path.split("."):
-            found = getattr(found, name)
-        return found
-
-    return find
+ATTENTION, GATED = attention_weights(), gated_weights()
+# A `GatedMLP` whose first two maps are published as one.
+JOINED_GATED = (
+    Rule(f"{LAYER}mlp.gate_up_proj.weight", ("feed_forward.layer.gate.weight", "feed_forward.layer.up.weight")),
+    Rule(f"{LAYER}mlp.down_proj.weight", "feed_forward.layer.down.weight"),
+)
+PRE_NORMS = norm_weights(mixer="input_layernorm", feed_forward="post_attention_layernorm")
+POST_NORMS = norm_weights(mixer_output="post_attention_layernorm", feed_forward_output="post_feedforward_layernorm")
+FOUR_NORMS = norm_weights(
+    mixer="input_layernorm",
+    mixer_output="post_attention_layernorm",
+    feed_forward="pre_feedforward_layernorm",
+    feed_forward_output="post_feedforward_layernorm",
+)
+LLAMA_WEIGHTS = (*EDGES, *ATTENTION, *head_norm_weights(), *PRE_NORMS, *GATED)

@@ -1,168 +1,154 @@
 """What DeepSeek-V2 and V3 share: attributes of configurations, blocks of latent attention, and names of arrays."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import (
-    Block,
-    Experts,
-    GatedMLP,
-    LatentAttention,
-    LoadBalance,
-    MoE,
-    Residual,
-    RMSNorm,
-    Rotary,
-    TopKRouter,
-    yarn_magnitude,
-    YarnScaling,
-)
-from .._config import Config, rotary_attributes
-from .._weights import Weight
-from ._common import common_numbers, gated_weights, pre_norm_weights
-from ._mixtures import mixture_weights
+from ...nn import Block, LatentAttention, RMSNorm, Rotary, RotaryScaling, Transformer, yarn_magnitude, YarnScaling
+from .._attributes import Attribute, Entry, Expect, Ignore
+from .._family import ModelConfig
+from .._rotary_attributes import SharpenedRotaryPositions
+from .._weights import Rule
+from ._common import AsManyKeyHeads, EDGES, GATED, gated_weights, LAYER, PRE_NORMS, SIZES
+from ._decoder import damping, decoder, gated_mlp, pre_norm_block
+from ._mixtures import MIXTURE, mixture
 
 
-_ATTRIBUTES = {
-    "vocab": "vocab_size",
-    "embed": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "mlp": "intermediate_size",
-    "expert_mlp": "moe_intermediate_size",
-    "latent": "kv_lora_rank",
-    "q_latent": "q_lora_rank",
-    "head_dim": "qk_nope_head_dim",
-    "rope_dim": "qk_rope_head_dim",
-    "v_dim": "v_head_dim",
-    "experts": "n_routed_experts",
-    "top_k": "num_experts_per_tok",
-    "shared": "n_shared_experts",
-    "first_dense": "first_k_dense_replace",
-    "scale": "routed_scaling_factor",
-    "groups": "n_group",
-    "kept_groups": "topk_group",
-    "eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
-    "max_seq": "max_position_embeddings",
-}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig(ModelConfig):
+    """The numbers that DeepSeek-V2 and V3 have in common.
+
+    `mlp` is a dense layer's width, `expert_mlp` an expert's; `shared` counts experts that see every token. `head_dim`
+    channels of a head's key are not rotated. With a `temperature` (of YaRN, `mscale_all_dim`), scores grow with its
+    factor.
+    """
+
+    layers: int
+    heads: int
+    mlp: int
+    expert_mlp: int
+    q_latent: int | None
+    latent: int = 512
+    head_dim: int = 128
+    rope_dim: int = 64
+    v_dim: int = 128
+    experts: int
+    top_k: int
+    shared: int
+    first_dense: int  # layers without experts
+    groups: int
+    kept_groups: int
+    scale: float
+    balance: float  # of `LoadBalance`, row by row
+    theta: float = 10_000.0
+    scaling: RotaryScaling | None = None
+    temperature: float = 0.0
+    eps: float = 1e-6
+    tied: bool = False
+    max_seq: int = 163_840  # the longest rows it was trained on; it changes nothing
 
 
-def latent_numbers(config: Config) -> dict[str, Any]:
-    """All numbers but those of one version alone."""
-    config.expect("hidden_act", "silu")
-    config.expect("attention_bias", False)
-    config.expect("moe_layer_freq", 1)
-    # Of training: how losses are summed and where experts are.
-    for name in ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim"):
-        config.take(name, None)
-    found = common_numbers(config)
-    if (kv_heads := found.pop("kv_heads")) != found["heads"]:
-        config.refuse(f"num_key_value_heads={kv_heads}: latent attention has as many as heads, {found['heads']}.")
-    given = config.nested("rope_parameters") or config.nested("rope_scaling")
-    found["temperature"] = float(given.get("mscale_all_dim") or 0.0) if found["scaling"] is not None else 0.0
-    for name in _ATTRIBUTES.keys() - found.keys() | {"head_dim"}:
-        found[name] = config.take(_ATTRIBUTES[name])
-    found["groups"], found["kept_groups"] = found["groups"] or 1, found["kept_groups"] or 1
-    return found
-
-
-def latent_attributes(numbers: Any) -> dict[str, Any]:
-    """The same the other way."""
-    said = {attribute: getattr(numbers, name) for name, attribute in _ATTRIBUTES.items()}
-    said |= rotary_attributes(numbers.theta, numbers.scaling)
-    if numbers.temperature:
-        said["rope_scaling"] |= {"mscale": numbers.temperature, "mscale_all_dim": numbers.temperature}
-    said |= {"num_key_value_heads": numbers.heads, "hidden_act": "silu", "attention_bias": False}
-    return said | {"moe_layer_freq": 1}
-
-
-def latent_block(
-    numbers: Any,
-    is_mixture: bool,
+def build_latent(
+    config: LatentConfig,
     *,
-    router: Callable[[Key[Array, ""]], TopKRouter],
-    losses: tuple[LoadBalance, ...],
     interleaved: bool,
+    router: Mapping[str, Any],
+    balance: Mapping[str, Any],
     key: Key[Array, ""],
-) -> Block:
-    """Latent attention, whose scores YaRN sharpens by `temperature` too, and a gated layer or a mixture."""
-    embed, damping = numbers.embed, (2 * numbers.layers) ** -0.5
-    scaling, sharper = numbers.scaling, 1.0
-    if numbers.temperature and isinstance(scaling, YarnScaling):
-        sharper = yarn_magnitude(scaling.factor, numbers.temperature) ** 2
+) -> Transformer:
+    """Latent attention, whose scores YaRN sharpens by `temperature` too, and gated layers or mixtures.
 
-    def gated(mlp: int, key: Key[Array, ""]) -> GatedMLP:
-        return GatedMLP(embed=embed, mlp=mlp, output_std=damping * mlp**-0.5, key=key)
+    `router` and `balance` are options of `TopKRouter` and `LoadBalance`.
+    """
 
-    def mixture(key: Key[Array, ""]) -> MoE:
-        choose, experts, shared = jax.random.split(key, 3)
-        return MoE(
-            router(choose),
-            Experts(lambda key: gated(numbers.expert_mlp, key), numbers.experts, key=experts),
-            shared=gated(numbers.shared * numbers.expert_mlp, shared),
-            losses=losses,
-        )
+    def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        fed = _mixture(config, router, balance, feed_forward) if is_mixture else gated_mlp(config, key=feed_forward)
+        return pre_norm_block(config, _attention(config, interleaved, mixer), fed)
 
-    attention, feed_forward = jax.random.split(key)
-    return Block(
-        mixer=Residual(
-            LatentAttention(
-                embed=embed,
-                heads=numbers.heads,
-                head_dim=numbers.head_dim,
-                latent=numbers.latent,
-                q_latent=numbers.q_latent,
-                v_dim=numbers.v_dim,
-                latent_norm=RMSNorm("latent", latent=numbers.latent),
-                query_latent_norm=None if numbers.q_latent is None else RMSNorm("q_latent", q_latent=numbers.q_latent),
-                rotary=Rotary(numbers.rope_dim, numbers.theta, interleaved=interleaved, scaling=scaling),
-                output_std=damping * (numbers.heads * numbers.v_dim) ** -0.5,
-                scale=sharper * (numbers.head_dim + numbers.rope_dim) ** -0.5,
-                key=attention,
-            ),
-            RMSNorm("embed", embed=embed, eps=numbers.eps),
-        ),
-        feed_forward=Residual(
-            mixture(feed_forward) if is_mixture else gated(numbers.mlp, feed_forward),
-            RMSNorm("embed", embed=embed, eps=numbers.eps),
-        ),
+    return decoder(config, block, [layer >= config.first_dense for layer in range(config.layers)], key=key)
+
+
+def _mixture(config: LatentConfig, options: Mapping[str, Any], balance: Mapping[str, Any], key: Key[Array, ""]) -> Any:
+    router, experts, shared = jax.random.split(key, 3)
+    return mixture(
+        config,
+        lambda key: gated_mlp(config, mlp=config.expert_mlp, key=key),
+        shared=gated_mlp(config, mlp=config.shared * config.expert_mlp, key=shared),
+        balance={"per": "sequence", **balance},
+        scale=config.scale,
+        groups=config.groups,
+        kept_groups=config.kept_groups,
+        **options,
+        router=router,
+        experts=experts,
     )
 
 
-def latent_block_weights(
-    numbers: Any, is_mixture: bool, where: Callable[[Any], Any], layers: Sequence[int]
-) -> list[Weight]:
-    """Of a block of latent attention and a gated layer or a mixture."""
-    attention, fed = lambda m: where(m).mixer.layer, lambda m: where(m).feed_forward.layer
-    prefix, heads = "model.layers.{layer}.self_attn.", numbers.heads
-    queries = lambda m: (attention(m).query.weight, attention(m).query_rope.weight)
-    latents = lambda m: (attention(m).latent_down.weight, attention(m).key_rope.weight)
-    ups = lambda m: (attention(m).key_up.weight, attention(m).value_up.weight)
-    split, joined = "(heads width) inputs -> heads width inputs", "embed (heads width) -> embed heads width"
-    found = [
-        Weight(f"{prefix}kv_a_proj_with_mqa.weight", latents, "", layers),
-        Weight(f"{prefix}kv_a_layernorm.weight", lambda m: attention(m).latent_norm.weight, "", layers),
-        Weight(f"{prefix}kv_b_proj.weight", ups, split, layers, groups=heads),
-        Weight(f"{prefix}o_proj.weight", lambda m: attention(m).output.weight, joined, layers),
-        *pre_norm_weights(where, layers),
-    ]
-    if numbers.q_latent is None:
-        found += [Weight(f"{prefix}q_proj.weight", queries, split, layers, groups=heads)]
-    else:
-        down, norm = lambda m: attention(m).query_down.weight, lambda m: attention(m).query_latent_norm.weight
-        found += [Weight(f"{prefix}q_a_proj.weight", down, "", layers)]
-        found += [Weight(f"{prefix}q_a_layernorm.weight", norm, "", layers)]
-        found += [Weight(f"{prefix}q_b_proj.weight", queries, split, layers, groups=heads)]
-    if not is_mixture:
-        return [*found, *gated_weights(fed, layers)]
-    shared = gated_weights(lambda m: fed(m).shared, layers, prefix="model.layers.{layer}.mlp.shared_experts.")
-    return [*found, *mixture_weights(fed, layers), *shared]
+def _attention(config: LatentConfig, interleaved: bool, key: Key[Array, ""]) -> LatentAttention:
+    scaling, sharper = config.scaling, 1.0
+    if config.temperature and isinstance(scaling, YarnScaling):
+        sharper = yarn_magnitude(scaling.factor, config.temperature) ** 2
+    return LatentAttention(
+        embed=config.embed,
+        heads=config.heads,
+        head_dim=config.head_dim,
+        latent=config.latent,
+        q_latent=config.q_latent,
+        v_dim=config.v_dim,
+        latent_norm=RMSNorm("latent", latent=config.latent),
+        query_latent_norm=None if config.q_latent is None else RMSNorm("q_latent", q_latent=config.q_latent),
+        rotary=Rotary(config.rope_dim, config.theta, interleaved=interleaved, scaling=scaling),
+        output_std=damping(config) * (config.heads * config.v_dim) ** -0.5,
+        scale=sharper * (config.head_dim + config.rope_dim) ** -0.5,
+        key=key,
+    )
 
 
-def mixtures_after_dense(numbers: Any) -> tuple[bool, ...]:
-    """Which layers have experts: all but the first."""
-    return tuple(layer >= numbers.first_dense for layer in range(numbers.layers))
+LATENT_ATTRIBUTES: tuple[Entry, ...] = (
+    *(*SIZES, AsManyKeyHeads(), SharpenedRotaryPositions()),
+    Attribute("expert_mlp", "moe_intermediate_size"),
+    Attribute("latent", "kv_lora_rank"),
+    Attribute("q_latent", "q_lora_rank"),
+    Attribute("head_dim", "qk_nope_head_dim"),
+    Attribute("rope_dim", "qk_rope_head_dim"),
+    Attribute("v_dim", "v_head_dim"),
+    Attribute("experts", "n_routed_experts"),
+    Attribute("top_k", "num_experts_per_tok"),
+    Attribute("shared", "n_shared_experts"),
+    Attribute("first_dense", "first_k_dense_replace"),
+    Attribute("scale", "routed_scaling_factor"),
+    Attribute("groups", "n_group", convert=lambda count: count or 1),
+    Attribute("kept_groups", "topk_group", convert=lambda count: count or 1),
+    Attribute("eps", "rms_norm_eps"),
+    Attribute("tied", "tie_word_embeddings", False),
+    Attribute("max_seq", "max_position_embeddings", 2048),
+    Expect("hidden_act", "silu"),
+    Expect("attention_bias", False),
+    Expect("moe_layer_freq", 1),
+    Ignore("head_dim", "qk_head_dim"),  # which follow
+    Ignore("aux_loss_alpha", "seq_aux", "ep_size"),  # of training: how losses are summed and where experts are
+)
+
+_ATTENTION, _INTO = f"{LAYER}self_attn.", "(heads width) inputs -> heads width inputs"
+_QUERIES = ("mixer.layer.query.weight", "mixer.layer.query_rope.weight")
+LATENT_WEIGHTS = (
+    *(*EDGES, *PRE_NORMS, *GATED, *MIXTURE),
+    *gated_weights("feed_forward.layer.shared", prefix=f"{LAYER}mlp.shared_experts."),
+    Rule(f"{_ATTENTION}kv_a_proj_with_mqa.weight", ("mixer.layer.latent_down.weight", "mixer.layer.key_rope.weight")),
+    Rule(f"{_ATTENTION}kv_a_layernorm.weight", "mixer.layer.latent_norm.weight"),
+    Rule(
+        f"{_ATTENTION}kv_b_proj.weight",
+        ("mixer.layer.key_up.weight", "mixer.layer.value_up.weight"),
+        _INTO,
+        groups="heads",
+    ),
+    Rule(f"{_ATTENTION}o_proj.weight", "mixer.layer.output.weight", "embed (heads width) -> embed heads width"),
+    Rule(f"{_ATTENTION}q_proj.weight", _QUERIES, _INTO, groups="heads", lacks="mixer.layer.query_down"),
+    Rule(f"{_ATTENTION}q_a_proj.weight", "mixer.layer.query_down.weight"),
+    Rule(f"{_ATTENTION}q_a_layernorm.weight", "mixer.layer.query_latent_norm.weight"),
+    Rule(f"{_ATTENTION}q_b_proj.weight", _QUERIES, _INTO, groups="heads", needs="mixer.layer.query_down"),
+)

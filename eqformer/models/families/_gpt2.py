@@ -1,7 +1,6 @@
 """GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases everywhere, tied embedding."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -19,16 +18,15 @@ from ...nn import (
     Stack,
     Transformer,
 )
-from .._config import Config
-from .._weights import Published, Weight
+from .._attributes import Attribute, Expect, Ignore
+from .._family import Family, ModelConfig
+from .._weights import Rule
 
 
 @dataclasses.dataclass(frozen=True)
-class GPT2:
+class GPT2Config(ModelConfig):
     """The numbers of a GPT-2. Dropout acts on the embeddings and on both residual additions, not inside the softmax."""
 
-    vocab: int
-    embed: int
     layers: int
     heads: int
     max_seq: int = 1024
@@ -37,13 +35,13 @@ class GPT2:
     dropout: float = 0.0
 
 
-def build_gpt2(numbers: GPT2, *, key: Key[Array, ""]) -> Transformer:
+def build_gpt2(config: GPT2Config, *, key: Key[Array, ""]) -> Transformer:
     """A GPT-2 with random weights."""
-    embed, mlp = numbers.embed, numbers.mlp or 4 * numbers.embed
-    if embed % numbers.heads:
-        raise ValueError(f"GPT2(embed={embed}, heads={numbers.heads}): heads must divide embed.")
-    damping = (2 * numbers.layers) ** -0.5
-    dropout = Dropout(numbers.dropout) if numbers.dropout else None
+    embed, mlp = config.embed, config.mlp or 4 * config.embed
+    if embed % config.heads:
+        raise ValueError(f"GPT2Config(embed={embed}, heads={config.heads}): heads must divide embed.")
+    damping = (2 * config.layers) ** -0.5
+    dropout = Dropout(config.dropout) if config.dropout else None
 
     def block(key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
@@ -51,13 +49,13 @@ def build_gpt2(numbers: GPT2, *, key: Key[Array, ""]) -> Transformer:
             mixer=Residual(
                 Attention(
                     embed=embed,
-                    heads=numbers.heads,
-                    head_dim=embed // numbers.heads,
+                    heads=config.heads,
+                    head_dim=embed // config.heads,
                     bias=True,
                     output_std=damping * embed**-0.5,
                     key=attention,
                 ),
-                LayerNorm("embed", embed=embed, eps=numbers.eps),
+                LayerNorm("embed", embed=embed, eps=config.eps),
                 dropout=dropout,
             ),
             feed_forward=Residual(
@@ -69,91 +67,76 @@ def build_gpt2(numbers: GPT2, *, key: Key[Array, ""]) -> Transformer:
                     output_std=damping * mlp**-0.5,
                     key=feed_forward,
                 ),
-                LayerNorm("embed", embed=embed, eps=numbers.eps),
+                LayerNorm("embed", embed=embed, eps=config.eps),
                 dropout=dropout,
             ),
         )
 
     embedding, positions, stack = jax.random.split(key, 3)
     return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        positions=LearnedPositions(max_seq=numbers.max_seq, embed=embed, key=positions),
-        stacks=(Stack(block, numbers.layers, key=stack),),
-        norm=LayerNorm("embed", embed=embed, eps=numbers.eps),
+        embedding=Embedding(vocab=config.vocab, embed=embed, key=embedding),
+        positions=LearnedPositions(max_seq=config.max_seq, embed=embed, key=positions),
+        stacks=(Stack(block, config.layers, key=stack),),
+        norm=LayerNorm("embed", embed=embed, eps=config.eps),
         dropout=dropout,
     )
 
 
-GPT2_PRESETS = {
-    "gpt2-byte-1m": GPT2(vocab=256, embed=128, layers=4, heads=8, max_seq=512),
-    "gpt2": GPT2(vocab=50_257, embed=768, layers=12, heads=12, dropout=0.1),
-    "gpt2-medium": GPT2(vocab=50_257, embed=1024, layers=24, heads=16, dropout=0.1),
-    "gpt2-large": GPT2(vocab=50_257, embed=1280, layers=36, heads=20, dropout=0.1),
-    "gpt2-xl": GPT2(vocab=50_257, embed=1600, layers=48, heads=25, dropout=0.1),
+_PRESETS = {
+    "gpt2-byte-1m": GPT2Config(vocab=256, embed=128, layers=4, heads=8, max_seq=512),
+    "gpt2": GPT2Config(vocab=50_257, embed=768, layers=12, heads=12, dropout=0.1),
+    "gpt2-medium": GPT2Config(vocab=50_257, embed=1024, layers=24, heads=16, dropout=0.1),
+    "gpt2-large": GPT2Config(vocab=50_257, embed=1280, layers=36, heads=20, dropout=0.1),
+    "gpt2-xl": GPT2Config(vocab=50_257, embed=1600, layers=48, heads=25, dropout=0.1),
 }
 
-
-def _read(config: Config) -> GPT2:
-    config.expect("activation_function", "gelu_new")
-    config.expect("scale_attn_weights", True)
-    config.expect("scale_attn_by_inverse_layer_idx", False)
-    config.expect("reorder_and_upcast_attn", False)  # which changes rounding alone
-    config.expect("add_cross_attention", False)
-    config.expect("tie_word_embeddings", True)
-    for name in ("n_ctx", *(f"summary_{x}" for x in _OF_SUMMARIES)):
-        config.take(name, None)
-    return GPT2(
-        vocab=config.take("vocab_size", 50_257),
-        embed=config.take("n_embd", 768),
-        layers=config.take("n_layer", 12),
-        heads=config.take("n_head", 12),
-        max_seq=config.take("n_positions", 1024),
-        mlp=config.take("n_inner", None),
-        eps=config.take("layer_norm_epsilon", 1e-5),
-        dropout=config.take("resid_pdrop", 0.1),
-    )
-
-
-def _write(numbers: GPT2) -> dict[str, Any]:
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop"), numbers.dropout)
-    sizes = {"vocab_size": numbers.vocab, "n_embd": numbers.embed, "n_layer": numbers.layers, "n_head": numbers.heads}
-    more = {"n_positions": numbers.max_seq, "n_inner": numbers.mlp, "layer_norm_epsilon": numbers.eps}
-    return sizes | more | dropouts | {"attn_pdrop": 0.0, "activation_function": "gelu_new"}
-
-
-def _weights(numbers: GPT2) -> list[Weight]:
-    """Maps are stored inputs first; queries, keys and values side by side."""
-    layers, layer = range(numbers.layers), "transformer.h.{layer}."
-    block, attention = lambda m: m.stacks[0].blocks, lambda m: m.stacks[0].blocks.mixer.layer
-    joined = lambda name: lambda m: tuple(getattr(getattr(attention(m), x), name) for x in ("query", "key", "value"))
-    turned = "inputs outputs -> outputs inputs"
-    return [
-        Weight("transformer.wte.weight", lambda m: m.embedding.weight),
-        Weight("transformer.wpe.weight", lambda m: m.positions.weight),
-        Weight(f"{layer}ln_1.weight", lambda m: block(m).mixer.norm.weight, "", layers),
-        Weight(f"{layer}ln_1.bias", lambda m: block(m).mixer.norm.bias, "", layers),
-        Weight(f"{layer}attn.c_attn.weight", joined("weight"), "embed (h d) -> h d embed", layers, axis=1),
-        Weight(f"{layer}attn.c_attn.bias", joined("bias"), "(h d) -> h d", layers),
-        Weight(f"{layer}attn.c_proj.weight", lambda m: attention(m).output.weight, "(h d) embed -> embed h d", layers),
-        Weight(f"{layer}attn.c_proj.bias", lambda m: attention(m).output.bias, "", layers),
-        Weight(f"{layer}ln_2.weight", lambda m: block(m).feed_forward.norm.weight, "", layers),
-        Weight(f"{layer}ln_2.bias", lambda m: block(m).feed_forward.norm.bias, "", layers),
-        Weight(f"{layer}mlp.c_fc.weight", lambda m: block(m).feed_forward.layer.up.weight, turned, layers),
-        Weight(f"{layer}mlp.c_fc.bias", lambda m: block(m).feed_forward.layer.up.bias, "", layers),
-        Weight(f"{layer}mlp.c_proj.weight", lambda m: block(m).feed_forward.layer.down.weight, turned, layers),
-        Weight(f"{layer}mlp.c_proj.bias", lambda m: block(m).feed_forward.layer.down.bias, "", layers),
-        Weight("transformer.ln_f.weight", lambda m: m.norm.weight),
-        Weight("transformer.ln_f.bias", lambda m: m.norm.bias),
-    ]
-
-
-_OF_SUMMARIES = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
-GPT2_PUBLISHED = Published(
+_LAYER, _TURNED = "transformer.h.{layer}.", "inputs outputs -> outputs inputs"
+_joined = lambda leaf: tuple(f"mixer.layer.{name}.{leaf}" for name in ("query", "key", "value"))
+# Maps are stored inputs first; queries, keys and values side by side.
+_WEIGHTS = (
+    Rule("transformer.wte.weight", "embedding.weight"),
+    Rule("transformer.wpe.weight", "positions.weight"),
+    Rule(f"{_LAYER}ln_1.weight", "mixer.norm.weight"),
+    Rule(f"{_LAYER}ln_1.bias", "mixer.norm.bias"),
+    Rule(f"{_LAYER}attn.c_attn.weight", _joined("weight"), "embed (h d) -> h d embed", axis=1),
+    Rule(f"{_LAYER}attn.c_attn.bias", _joined("bias"), "(h d) -> h d"),
+    Rule(f"{_LAYER}attn.c_proj.weight", "mixer.layer.output.weight", "(h d) embed -> embed h d"),
+    Rule(f"{_LAYER}attn.c_proj.bias", "mixer.layer.output.bias"),
+    Rule(f"{_LAYER}ln_2.weight", "feed_forward.norm.weight"),
+    Rule(f"{_LAYER}ln_2.bias", "feed_forward.norm.bias"),
+    Rule(f"{_LAYER}mlp.c_fc.weight", "feed_forward.layer.up.weight", _TURNED),
+    Rule(f"{_LAYER}mlp.c_fc.bias", "feed_forward.layer.up.bias"),
+    Rule(f"{_LAYER}mlp.c_proj.weight", "feed_forward.layer.down.weight", _TURNED),
+    Rule(f"{_LAYER}mlp.c_proj.bias", "feed_forward.layer.down.bias"),
+    Rule("transformer.ln_f.weight", "norm.weight"),
+    Rule("transformer.ln_f.bias", "norm.bias"),
+)
+_SUMMARY = tuple(f"summary_{x}" for x in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"))
+GPT2 = Family(
+    "gpt2",
+    GPT2Config,
+    build_gpt2,
+    _PRESETS,
     "GPT2LMHeadModel",
     "gpt2",
-    _read,
-    _write,
-    _weights,
+    (
+        Attribute("vocab", "vocab_size", 50_257),
+        Attribute("embed", "n_embd", 768),
+        Attribute("layers", "n_layer", 12),
+        Attribute("heads", "n_head", 12),
+        Attribute("max_seq", "n_positions", 1024),
+        Attribute("mlp", "n_inner", None),
+        Attribute("eps", "layer_norm_epsilon", 1e-5),
+        Attribute("dropout", "resid_pdrop", 0.1, written=("resid_pdrop", "embd_pdrop")),
+        Expect("activation_function", "gelu_new"),
+        Expect("scale_attn_weights", True, written=False),
+        Expect("scale_attn_by_inverse_layer_idx", False, written=False),
+        Expect("reorder_and_upcast_attn", False, written=False),  # which changes rounding alone
+        Expect("add_cross_attention", False, written=False),
+        Expect("tie_word_embeddings", True, written=False),
+        Ignore("n_ctx", *_SUMMARY, attn_pdrop=0.0),
+    ),
+    _WEIGHTS,
     ignored_suffixes=(".attn.bias", ".attn.masked_bias"),
     prefix="transformer.",
 )

@@ -6,85 +6,41 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import (
-    Attention,
-    Block,
-    Embedding,
-    GatedMLP,
-    Linear,
-    Residual,
-    RMSNorm,
-    Rotary,
-    RotaryScaling,
-    Stack,
-    Transformer,
-)
-from .._config import Config
-from .._weights import Published, Weight
-from ._common import block_weights, common_attributes, common_numbers, edge_weights, gated_weights
+from ...nn import Block, Transformer
+from .._attributes import Attribute, Expect
+from .._family import DecoderConfig, Family
+from ._common import decoder_attributes, LLAMA_WEIGHTS
+from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 
 
-@dataclasses.dataclass(frozen=True)
-class Granite:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraniteConfig(DecoderConfig):
     """The numbers of a Granite; logits are divided by `logit_divisor`."""
 
-    vocab: int
-    embed: int
-    layers: int
-    heads: int
-    kv_heads: int
-    mlp: int
     embedding_scale: float
     attention_scale: float
     residual_scale: float
     logit_divisor: float
-    head_dim: int | None = None  # embed / heads by default
-    theta: float = 10_000.0
-    scaling: RotaryScaling | None = None
     eps: float = 1e-5
     tied: bool = True
-    max_seq: int = 4096  # the longest rows it was trained on; it changes nothing
+    max_seq: int = 4096
 
 
-def build_granite(numbers: Granite, *, key: Key[Array, ""]) -> Transformer:
+def build_granite(config: GraniteConfig, *, key: Key[Array, ""]) -> Transformer:
     """A Granite with random weights."""
-    embed, head_dim = numbers.embed, numbers.head_dim or numbers.embed // numbers.heads
 
-    def block(key: Key[Array, ""]) -> Block:
-        attention, mlp = jax.random.split(key)
-        return Block(
-            mixer=Residual(
-                Attention(
-                    embed=embed,
-                    heads=numbers.heads,
-                    kv_heads=numbers.kv_heads,
-                    head_dim=head_dim,
-                    rotary=Rotary(head_dim, numbers.theta, scaling=numbers.scaling),
-                    scale=numbers.attention_scale,
-                    key=attention,
-                ),
-                RMSNorm("embed", embed=embed, eps=numbers.eps),
-                scale=numbers.residual_scale,
-            ),
-            feed_forward=Residual(
-                GatedMLP(embed=embed, mlp=numbers.mlp, key=mlp),
-                RMSNorm("embed", embed=embed, eps=numbers.eps),
-                scale=numbers.residual_scale,
-            ),
-        )
+    def block(_: None, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        attended = attention(config, scale=config.attention_scale, output_std=None, key=mixer)
+        gated = gated_mlp(config, output_std=None, key=feed_forward)
+        return pre_norm_block(config, attended, gated, residual_scale=config.residual_scale)
 
-    embedding, stack, head = jax.random.split(key, 3)
-    return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=embed, scale=numbers.embedding_scale, key=embedding),
-        stacks=(Stack(block, numbers.layers, key=stack),),
-        norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
-        head=None if numbers.tied else Linear("embed -> vocab", embed=embed, vocab=numbers.vocab, key=head),
-        logit_scale=1 / numbers.logit_divisor,
-    )
+    ends: dict[str, Any] = {"embedding_scale": config.embedding_scale, "logit_scale": 1 / config.logit_divisor}
+    return decoder(config, block, **ends, key=key)
 
 
-def _granite(embed: int, heads: int, mlp: int, head_dim: int, logit_divisor: float, **more: Any) -> Granite:
-    return Granite(
+def _granite(embed: int, heads: int, mlp: int, head_dim: int, logit_divisor: float, **more: Any) -> GraniteConfig:
+    return GraniteConfig(
         vocab=49_155,
         embed=embed,
         layers=40,
@@ -99,8 +55,8 @@ def _granite(embed: int, heads: int, mlp: int, head_dim: int, logit_divisor: flo
     )
 
 
-GRANITE_PRESETS = {
-    "granite-byte-500k": Granite(
+_PRESETS = {
+    "granite-byte-500k": GraniteConfig(
         vocab=256,
         embed=96,
         layers=4,
@@ -118,31 +74,23 @@ GRANITE_PRESETS = {
     "granite-3.1-2b": _granite(2048, 32, 8192, 64, 8.0, theta=5_000_000.0, max_seq=131_072),
     "granite-3.1-8b": _granite(4096, 32, 12_800, 128, 16.0, theta=10_000_000.0, max_seq=131_072),
 }
-_MULTIPLIERS = {
-    "embedding_scale": "embedding_multiplier",
-    "attention_scale": "attention_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_divisor": "logits_scaling",
-}
 
-
-def _read(config: Config) -> Granite:
-    config.expect("hidden_act", "silu")
-    config.expect("attention_bias", False)
-    config.expect("mlp_bias", False)
-    multipliers: dict[str, Any] = {name: float(config.take(its, 1.0)) for name, its in _MULTIPLIERS.items()}
-    return Granite(**common_numbers(config), **multipliers)
-
-
-def _write(numbers: Granite) -> dict[str, Any]:
-    multipliers = {its: getattr(numbers, name) for name, its in _MULTIPLIERS.items()}
-    return common_attributes(numbers) | multipliers | {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-
-
-def _weights(numbers: Granite) -> list[Weight]:
-    blocks, layers = lambda m: m.stacks[0].blocks, range(numbers.layers)
-    feed_forward = gated_weights(lambda m: blocks(m).feed_forward.layer, layers)
-    return [*edge_weights(numbers.tied), *block_weights(blocks, layers), *feed_forward]
-
-
-GRANITE_PUBLISHED = Published("GraniteForCausalLM", "granite", _read, _write, _weights)
+GRANITE = Family(
+    "granite",
+    GraniteConfig,
+    build_granite,
+    _PRESETS,
+    "GraniteForCausalLM",
+    "granite",
+    (
+        *decoder_attributes(),
+        Attribute("embedding_scale", "embedding_multiplier", 1.0, float),
+        Attribute("attention_scale", "attention_multiplier", 1.0, float),
+        Attribute("residual_scale", "residual_multiplier", 1.0, float),
+        Attribute("logit_divisor", "logits_scaling", 1.0, float),
+        Expect("hidden_act", "silu"),
+        Expect("attention_bias", False),
+        Expect("mlp_bias", False),
+    ),
+    LLAMA_WEIGHTS,
+)

@@ -32,14 +32,13 @@ from ...nn import (
     TopKRouter,
     Transformer,
 )
+from .._family import Family, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class JAXformer:
+class JAXformerConfig(ModelConfig):
     """The numbers of a JAXformer; `blocks` repeat, each of `layers_per_block` layers."""
 
-    vocab: int
-    embed: int
     blocks: int
     layers_per_block: int
     heads: int
@@ -56,13 +55,13 @@ class JAXformer:
     balance: float = 0.01
 
 
-def build_jaxformer(numbers: JAXformer, *, key: Key[Array, ""]) -> Transformer:
+def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transformer:
     """A JAXformer with random weights."""
-    embed, mlp = numbers.embed, numbers.mlp or 4 * numbers.embed
-    if embed % numbers.heads:
-        raise ValueError(f"JAXformer(embed={embed}, heads={numbers.heads}): heads must divide embed.")
-    damping = (2 * numbers.blocks * numbers.layers_per_block) ** -0.5
-    dropout = Dropout(numbers.dropout) if numbers.dropout else None
+    embed, mlp = config.embed, config.mlp or 4 * config.embed
+    if embed % config.heads:
+        raise ValueError(f"JAXformerConfig(embed={embed}, heads={config.heads}): heads must divide embed.")
+    damping = (2 * config.blocks * config.layers_per_block) ** -0.5
+    dropout = Dropout(config.dropout) if config.dropout else None
 
     def dense(key: Key[Array, ""], times: int = 1) -> MLP:
         width = times * mlp
@@ -75,70 +74,72 @@ def build_jaxformer(numbers: JAXformer, *, key: Key[Array, ""]) -> Transformer:
             TopKRouter(
                 embed=embed,
                 experts=experts,
-                top_k=numbers.top_k,
+                top_k=config.top_k,
                 score="sigmoid",
                 normalise=True,
                 bias=True,
                 key=router,
             ),
             Experts(dense, experts, key=routed),
-            dispatch=Capacity(numbers.capacity),
-            shared=dense(shared, numbers.shared) if numbers.shared else None,
-            losses=(LoadBalance(numbers.balance, normalise=True),),
+            dispatch=Capacity(config.capacity),
+            shared=dense(shared, config.shared) if config.shared else None,
+            losses=(LoadBalance(config.balance, normalise=True),),
         )
 
     def layer(rotary: Rotary | None, key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
-        experts = numbers.experts if rotary is None else None
+        experts = config.experts if rotary is None else None
         return Block(
             mixer=Residual(
                 LatentAttention(
                     embed=embed,
-                    heads=numbers.heads,
-                    head_dim=embed // numbers.heads,
-                    latent=numbers.latent,
-                    q_latent=numbers.latent,
+                    heads=config.heads,
+                    head_dim=embed // config.heads,
+                    latent=config.latent,
+                    q_latent=config.latent,
                     rotary=rotary,
                     bias=True,
                     output_std=damping * embed**-0.5,
                     key=attention,
                 ),
-                RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
+                RMSNorm("embed", embed=embed, eps=config.eps, shift=True),
                 dropout=dropout,
             ),
             feed_forward=Residual(
                 dense(feed_forward) if experts is None else mixture(experts, feed_forward),
-                RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
+                RMSNorm("embed", embed=embed, eps=config.eps, shift=True),
                 dropout=dropout,
             ),
         )
 
     def block(key: Key[Array, ""]) -> Period:
-        rotary = Rotary(numbers.rope_dim, numbers.theta, interleaved=True)
-        kinds = (rotary,) * (numbers.layers_per_block - 1) + (None,)
-        return Period(tuple(map(layer, kinds, jax.random.split(key, numbers.layers_per_block))))
+        rotary = Rotary(config.rope_dim, config.theta, interleaved=True)
+        kinds = (rotary,) * (config.layers_per_block - 1) + (None,)
+        return Period(tuple(map(layer, kinds, jax.random.split(key, config.layers_per_block))))
 
     embedding, stack = jax.random.split(key)
     return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=(Stack(block, numbers.blocks, key=stack),),
-        norm=RMSNorm("embed", embed=embed, eps=numbers.eps, shift=True),
+        embedding=Embedding(vocab=config.vocab, embed=embed, key=embedding),
+        stacks=(Stack(block, config.blocks, key=stack),),
+        norm=RMSNorm("embed", embed=embed, eps=config.eps, shift=True),
     )
 
 
-JAXFORMER_PRESETS = {
-    "jaxformer-byte-1m": JAXformer(vocab=256, embed=128, blocks=2, layers_per_block=2, heads=8, latent=64, rope_dim=16),
-    "jaxformer-byte-7m": JAXformer(
+_PRESETS = {
+    "jaxformer-byte-1m": JAXformerConfig(
+        vocab=256, embed=128, blocks=2, layers_per_block=2, heads=8, latent=64, rope_dim=16
+    ),
+    "jaxformer-byte-7m": JAXformerConfig(
         vocab=256, embed=256, blocks=4, layers_per_block=2, heads=8, latent=64, rope_dim=16, dropout=0.1
     ),
-    "jaxformer-byte-4m": JAXformer(
+    "jaxformer-byte-4m": JAXformerConfig(
         vocab=256, embed=128, blocks=2, layers_per_block=2, heads=8, latent=64, rope_dim=16, experts=16
     ),
     # The published 8 blocks of 6 layers, without its experts and with them.
-    "jaxformer-dense": JAXformer(
+    "jaxformer-dense": JAXformerConfig(
         vocab=100_277, embed=768, blocks=8, layers_per_block=6, heads=12, latent=128, rope_dim=64, dropout=0.1
     ),
-    "jaxformer": JAXformer(
+    "jaxformer": JAXformerConfig(
         vocab=100_277,
         embed=768,
         blocks=8,
@@ -150,3 +151,5 @@ JAXFORMER_PRESETS = {
         experts=16,
     ),
 }
+
+JAXFORMER = Family("jaxformer", JAXformerConfig, build_jaxformer, _PRESETS)

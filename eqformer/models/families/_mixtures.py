@@ -1,97 +1,135 @@
-"""What published mixtures share: attributes of Qwen's configurations, and names of arrays."""
+"""What published mixtures share: how they are built, attributes of configurations, and names of arrays."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._config import Config
-from .._weights import Weight
-from ._common import gated_weights
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Dropless, Experts, GatedShared, LoadBalance, MoE, TopKRouter
+from .._attributes import Attribute, Count, Entry
+from .._config import PublishedConfig
+from .._family import DecoderConfig
+from .._weights import Rule
+from ._common import gated_weights, LAYER
+from ._decoder import gated_mlp
 
 
-def mixture_numbers(config: Config, experts: int, top_k: int, *, normalise: bool = False) -> dict[str, Any]:
-    """Experts, their width, how they are chosen, and which layers have them, as Qwen's configurations say it."""
-    return choice_numbers(config, experts, top_k, normalise=normalise) | {
-        "expert_mlp": config.take("moe_intermediate_size"),
-        "dense": tuple(config.take("mlp_only_layers", None) or ()),
-        "every": config.count("decoder_sparse_step", 1),
-    }
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenMoEConfig(DecoderConfig):
+    """The numbers that Qwen's mixtures have in common."""
+
+    expert_mlp: int
+    experts: int
+    top_k: int
+    normalise: bool
+    dense_layers: tuple[int, ...] = ()  # layers without experts, and
+    moe_every: int = 1  # every how many layers there are some
+    theta: float = 1_000_000.0
+    balance: float = 0.001  # of `LoadBalance`, over the batch
 
 
-def mixture_attributes(numbers: Any) -> dict[str, Any]:
-    """The same the other way."""
-    return choice_attributes(numbers) | {
-        "moe_intermediate_size": numbers.expert_mlp,
-        "mlp_only_layers": list(numbers.dense),
-        "decoder_sparse_step": numbers.every,
-    }
-
-
-def choice_numbers(
-    config: Config, experts: int, top_k: int, *, normalise: bool = False, balance: float = 0.001
-) -> dict[str, Any]:
-    """Of these, how many experts there are, and how they are chosen; what is given are the family's defaults."""
-    return {
-        "experts": config.take("num_experts", config.take("num_local_experts", experts)),
-        "top_k": config.take("num_experts_per_tok", top_k),
-        "normalise": config.take("norm_topk_prob", normalise),
-        "balance": config.take("router_aux_loss_coef", balance),
-    }
-
-
-def choice_attributes(numbers: Any) -> dict[str, Any]:
-    """The same the other way."""
-    return {
-        "num_experts": numbers.experts,
-        "num_experts_per_tok": numbers.top_k,
-        "norm_topk_prob": numbers.normalise,
-        "router_aux_loss_coef": numbers.balance,
-    }
-
-
-def which_are_mixtures(numbers: Any) -> tuple[bool, ...]:
-    """Which layers have experts: every so many, but those that are named."""
-    return tuple(layer not in numbers.dense and (layer + 1) % numbers.every == 0 for layer in range(numbers.layers))
-
-
-def mixture_weights(where: Callable[[Any], Any], layers: Sequence[int]) -> list[Weight]:
-    """Of a `MoE`: its router's map, and its gated experts."""
-    prefix = "model.layers.{layer}.mlp."
-    experts = gated_weights(lambda m: where(m).experts.mlps, layers, prefix=prefix + "experts.{expert}.")
-    return [Weight(f"{prefix}gate.weight", lambda m: where(m).router.linear.weight, "", layers), *experts]
-
-
-def shared_mixture_weights(where: Callable[[Any], Any], layers: Sequence[int], is_mixture: bool = True) -> list[Weight]:
-    """Of a `MoE` with a `GatedShared` expert or, of layers without experts, of a `GatedMLP`."""
-    if not is_mixture:
-        return gated_weights(where, layers)
-    prefix = "model.layers.{layer}.mlp.shared_expert"
-    shared = gated_weights(lambda m: where(m).shared.layer, layers, prefix=f"{prefix}.")
-    gate = Weight(f"{prefix}_gate.weight", lambda m: where(m).shared.gate.weight, "", layers)
-    return [*mixture_weights(where, layers), *shared, gate]
-
-
-def stacked_mixture_weights(
-    where: Callable[[Any], Any],
-    layers: Sequence[int],
+def mixture(
+    config: Any,
+    expert: Callable[[Key[Array, ""]], Any],
     *,
-    prefix: str = "model.layers.{layer}.mlp.",
-    bias: bool = True,
-    interleaved: bool = True,
-) -> list[Weight]:
+    shared: Any = None,
+    dispatch: Any = Dropless(),
+    balance: Mapping[str, Any] = {},
+    weighs_inputs: bool = False,
+    router: Key[Array, ""],
+    experts: Key[Array, ""],
+    **options: Any,
+) -> MoE:
+    """A mixture of `expert(key)`s from two keys; `options` are the router's, and `balance` are `LoadBalance`'s."""
+    sizes: dict[str, Any] = {"embed": config.embed, "experts": config.experts, "top_k": config.top_k}
+    return MoE(
+        TopKRouter(**sizes, **options, key=router),
+        Experts(expert, config.experts, key=experts),
+        dispatch=dispatch,
+        shared=shared,
+        losses=(LoadBalance(config.balance, **balance),) if config.balance else (),
+        weighs_inputs=weighs_inputs,
+    )
+
+
+def mixture_beside_gated_shared(config: Any, key: Key[Array, ""]) -> MoE:
+    """Small experts beside a shared one, of which each token takes as much as it wants (Qwen2-MoE)."""
+    router, experts, shared, gate = jax.random.split(key, 4)
+    return mixture(
+        config,
+        lambda key: gated_mlp(config, mlp=config.expert_mlp, key=key),
+        shared=GatedShared(gated_mlp(config, mlp=config.shared_mlp, key=shared), embed=config.embed, key=gate),
+        normalise=config.normalise,
+        router=router,
+        experts=experts,
+    )
+
+
+def which_are_mixtures(config: Any) -> tuple[bool, ...]:
+    """Which layers have experts: every so many, but those that are named."""
+    return tuple(
+        layer not in config.dense_layers and (layer + 1) % config.moe_every == 0 for layer in range(config.layers)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseLayers(Entry):
+    """The numbers of the layers without experts; none where nothing is said."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`dense_layers`."""
+        return {"dense_layers": tuple(published.listed("mlp_only_layers", empty=True) or ())}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The list."""
+        return {"mlp_only_layers": list(config.dense_layers)}
+
+
+def choice_attributes(
+    experts: int, top_k: int, *, normalise: bool = False, balance: float = 0.001
+) -> tuple[Entry, ...]:
+    """How many experts there are, and how they are chosen; given is what transformers takes for what is missing."""
+    return (
+        Attribute("experts", ("num_experts", "num_local_experts"), experts),
+        Attribute("top_k", "num_experts_per_tok", top_k),
+        Attribute("normalise", "norm_topk_prob", normalise),
+        Attribute("balance", "router_aux_loss_coef", balance),
+    )
+
+
+def mixture_attributes(experts: int, top_k: int, *, normalise: bool = False) -> tuple[Entry, ...]:
+    """The same, with the experts' width, and which layers have them, as Qwen's configurations say it."""
+    return (
+        *choice_attributes(experts, top_k, normalise=normalise),
+        Attribute("expert_mlp", "moe_intermediate_size"),
+        DenseLayers(),
+        Count("moe_every", "decoder_sparse_step", 1),
+    )
+
+
+# A `MoE`'s router and its gated experts.
+MIXTURE = (
+    Rule(f"{LAYER}mlp.gate.weight", "feed_forward.layer.router.linear.weight"),
+    *gated_weights("feed_forward.layer.experts.mlps", prefix=f"{LAYER}mlp.experts.{{expert}}."),
+)
+# Its `GatedShared` expert.
+GATED_SHARED = (
+    *gated_weights("feed_forward.layer.shared.layer", prefix=f"{LAYER}mlp.shared_expert."),
+    Rule(f"{LAYER}mlp.shared_expert_gate.weight", "feed_forward.layer.shared.gate.weight"),
+)
+
+
+def stacked_mixture_weights(prefix: str = f"{LAYER}mlp.", *, interleaved: bool) -> tuple[Rule, ...]:
     """Of a `MoE` whose experts are published as one array, inputs first, gates and ups in turns or in halves."""
-    router, experts = lambda m: where(m).router.linear, lambda m: where(m).experts.mlps
-    turned = "experts inputs outputs -> experts outputs inputs"
-    ups = lambda m: (experts(m).gate.weight, experts(m).up.weight)
-    biases = lambda m: (experts(m).gate.bias, experts(m).up.bias)
-    found = [
-        Weight(f"{prefix}router.weight", lambda m: router(m).weight, "", layers),
-        Weight(f"{prefix}experts.gate_up_proj", ups, turned, layers, axis=2, interleaved=interleaved),
-        Weight(f"{prefix}experts.down_proj", lambda m: experts(m).down.weight, turned, layers),
-    ]
-    if bias:
-        found += [
-            Weight(f"{prefix}router.bias", lambda m: router(m).bias, "", layers),
-            Weight(f"{prefix}experts.gate_up_proj_bias", biases, "", layers, axis=1, interleaved=interleaved),
-            Weight(f"{prefix}experts.down_proj_bias", lambda m: experts(m).down.bias, "", layers),
-        ]
-    return found
+    experts, turned = "feed_forward.layer.experts.mlps", "experts inputs outputs -> experts outputs inputs"
+    ups = lambda leaf: (f"{experts}.gate.{leaf}", f"{experts}.up.{leaf}")
+    return (
+        Rule(f"{prefix}router.weight", "feed_forward.layer.router.linear.weight"),
+        Rule(f"{prefix}router.bias", "feed_forward.layer.router.linear.bias"),
+        Rule(f"{prefix}experts.gate_up_proj", ups("weight"), turned, axis=2, interleaved=interleaved),
+        Rule(f"{prefix}experts.gate_up_proj_bias", ups("bias"), axis=1, interleaved=interleaved),
+        Rule(f"{prefix}experts.down_proj", f"{experts}.down.weight", turned),
+        Rule(f"{prefix}experts.down_proj_bias", f"{experts}.down.bias"),
+    )

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Embedding, Layer, Linear, Period, RMSNorm, Stack, Transformer
-from .._weights import Weight
+from ...nn import Layer, Period, Stack
 
 
 class Run(NamedTuple):
@@ -53,58 +52,9 @@ def stacks_of(
     )
 
 
-def decoder(
-    numbers: Any,
-    block: Callable[[Any, Key[Array, ""]], Layer],
-    kinds: Sequence[Hashable],
-    *,
-    offset: float = 0.0,
-    embedding_scale: float | None = None,
-    logit_softcap: float | None = None,
-    key: Key[Array, ""],
-) -> Transformer:
-    """Stacks of `block(kind, key)` for these kinds, between a table and an RMSNorm and, if not tied, a head."""
-    embedding, stacks, head = jax.random.split(key, 3)
-    return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=numbers.embed, scale=embedding_scale, key=embedding),
-        stacks=stacks_of(block, kinds, key=stacks),
-        norm=RMSNorm("embed", embed=numbers.embed, eps=numbers.eps, offset=offset),
-        head=None if numbers.tied else Linear("embed -> vocab", embed=numbers.embed, vocab=numbers.vocab, key=head),
-        logit_softcap=logit_softcap,
-    )
-
-
-def places(kinds: Sequence[Hashable]) -> list[tuple[Callable[[Any], Any], range]]:
-    """For each place of each period of `stacks_of`: where its blocks are in a model, and their layers' numbers."""
-    found = []
-    for stack, run in enumerate(runs(tuple(kinds))):
-        size = len(run.kinds)
-        for place in range(size):
-            layers = range(run.first + place, run.first + size * run.periods, size)
-            found.append((functools.partial(_block_at, stack, None if size == 1 else place), layers))
-    return found
-
-
-def layer_weights(
-    kinds: Sequence[Any], rules: Callable[[Any, Callable[[Any], Any], Sequence[int]], list[Weight]]
-) -> list[Weight]:
-    """The rules of all layers: `rules(kind, where, layers)` for each place."""
-    return [rule for where, layers in places(kinds) for rule in rules(kinds[layers[0]], where, layers)]
-
-
-def windows_of(numbers: Any) -> list[int | None]:
-    """Of each layer its window: that of the numbers for the layers that they call windowed."""
-    return [numbers.window if layer in numbers.windowed else None for layer in range(numbers.layers)]
-
-
-def every(period: int, layers: int) -> tuple[int, ...]:
-    """The numbers of each `period`-th of so many layers."""
-    return tuple(range(period - 1, layers, period))
-
-
-def all_but_every(period: int, layers: int) -> tuple[int, ...]:
-    """The numbers of the others."""
-    return tuple(number for number in range(layers) if (number + 1) % period)
+def windows_of(config: Any) -> list[int | None]:
+    """Of each layer its window: the config's for its window layers."""
+    return [config.window if layer in config.window_layers else None for layer in range(config.layers)]
 
 
 def _period(block: Callable[..., Layer], kinds: tuple[Any, ...], key: Key[Array, ""]) -> Layer:
@@ -112,8 +62,3 @@ def _period(block: Callable[..., Layer], kinds: tuple[Any, ...], key: Key[Array,
         return block(kinds[0], key)
     keys = jax.random.split(key, len(kinds))
     return Period(tuple(block(kind, key) for kind, key in zip(kinds, keys, strict=True)))
-
-
-def _block_at(stack: int, place: int | None, model: Any) -> Any:
-    blocks = model.stacks[stack].blocks
-    return blocks if place is None else blocks.blocks[place]

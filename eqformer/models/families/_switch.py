@@ -30,14 +30,13 @@ from ...nn import (
     TopKRouter,
     Transformer,
 )
+from .._family import Family, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class GShard:
+class GShardConfig(ModelConfig):
     """The numbers of a decoder in GShard's manner: top-2, the second by chance, `f p` loss of first choices."""
 
-    vocab: int
-    embed: int
     layers: int  # every second one a mixture, so an even number
     heads: int
     mlp: int
@@ -49,11 +48,9 @@ class GShard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Switch:
+class SwitchConfig(ModelConfig):
     """The numbers of a decoder in Switch's manner: top-1, jitter, capacity factor, load-balance loss."""
 
-    vocab: int
-    embed: int
     layers: int  # every second one a mixture, so an even number
     heads: int
     mlp: int
@@ -65,30 +62,30 @@ class Switch:
     eps: float = 1e-6
 
 
-def build_switch(numbers: GShard | Switch, *, key: Key[Array, ""]) -> Transformer:
+def build_switch(config: GShardConfig | SwitchConfig, *, key: Key[Array, ""]) -> Transformer:
     """Either decoder with random weights."""
-    embed, kind = numbers.embed, type(numbers).__name__
-    if numbers.layers % 2:
-        raise ValueError(f"{kind}(layers={numbers.layers}): every second layer is a mixture; give an even number.")
-    if embed % numbers.heads:
-        raise ValueError(f"{kind}(embed={embed}, heads={numbers.heads}): heads must divide embed.")
-    damping = (2 * numbers.layers) ** -0.5
-    rotary = Rotary(embed // numbers.heads, numbers.theta)
+    embed, kind = config.embed, type(config).__name__
+    if config.layers % 2:
+        raise ValueError(f"{kind}(layers={config.layers}): every second layer is a mixture; give an even number.")
+    if embed % config.heads:
+        raise ValueError(f"{kind}(embed={embed}, heads={config.heads}): heads must divide embed.")
+    damping = (2 * config.layers) ** -0.5
+    rotary = Rotary(embed // config.heads, config.theta)
 
     def expert(key: Key[Array, ""]) -> MLP:
-        output_std = damping * numbers.mlp**-0.5
-        return MLP(embed=embed, mlp=numbers.mlp, activation=relu, output_std=output_std, key=key)
+        output_std = damping * config.mlp**-0.5
+        return MLP(embed=embed, mlp=config.mlp, activation=relu, output_std=output_std, key=key)
 
     def router(key: Key[Array, ""]) -> Router:
-        if isinstance(numbers, GShard):
-            return RandomSecondRouter(embed=embed, experts=numbers.experts, key=key)
-        return TopKRouter(embed=embed, experts=numbers.experts, top_k=1, jitter=numbers.jitter, key=key)
+        if isinstance(config, GShardConfig):
+            return RandomSecondRouter(embed=embed, experts=config.experts, key=key)
+        return TopKRouter(embed=embed, experts=config.experts, top_k=1, jitter=config.jitter, key=key)
 
     def mixture(key: Key[Array, ""]) -> MoE:
         choose, experts = jax.random.split(key)
-        losses = (LoadBalance(numbers.balance, choices=1),)
-        dispatch = Capacity(numbers.capacity)
-        return MoE(router(choose), Experts(expert, numbers.experts, key=experts), dispatch=dispatch, losses=losses)
+        losses = (LoadBalance(config.balance, choices=1),)
+        dispatch = Capacity(config.capacity)
+        return MoE(router(choose), Experts(expert, config.experts, key=experts), dispatch=dispatch, losses=losses)
 
     def layer(make: Callable[..., MLP | MoE], key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
@@ -96,15 +93,15 @@ def build_switch(numbers: GShard | Switch, *, key: Key[Array, ""]) -> Transforme
             mixer=Residual(
                 Attention(
                     embed=embed,
-                    heads=numbers.heads,
-                    head_dim=embed // numbers.heads,
+                    heads=config.heads,
+                    head_dim=embed // config.heads,
                     output_std=damping * embed**-0.5,
                     rotary=rotary,
                     key=attention,
                 ),
-                RMSNorm("embed", embed=embed, eps=numbers.eps),
+                RMSNorm("embed", embed=embed, eps=config.eps),
             ),
-            feed_forward=Residual(make(feed_forward), RMSNorm("embed", embed=embed, eps=numbers.eps)),
+            feed_forward=Residual(make(feed_forward), RMSNorm("embed", embed=embed, eps=config.eps)),
         )
 
     def pair(key: Key[Array, ""]) -> Period:
@@ -112,17 +109,20 @@ def build_switch(numbers: GShard | Switch, *, key: Key[Array, ""]) -> Transforme
 
     embedding, stack = jax.random.split(key)
     return Transformer(
-        embedding=Embedding(vocab=numbers.vocab, embed=embed, key=embedding),
-        stacks=(Stack(pair, numbers.layers // 2, key=stack),),
-        norm=RMSNorm("embed", embed=embed, eps=numbers.eps),
+        embedding=Embedding(vocab=config.vocab, embed=embed, key=embedding),
+        stacks=(Stack(pair, config.layers // 2, key=stack),),
+        norm=RMSNorm("embed", embed=embed, eps=config.eps),
     )
 
 
-GSHARD_PRESETS = {
-    "gshard-byte-400k": GShard(vocab=256, embed=64, layers=4, heads=4, mlp=128, experts=8),
-    "gshard-byte-4m": GShard(vocab=256, embed=128, layers=4, heads=8, mlp=512, experts=16),
+_GSHARD_PRESETS = {
+    "gshard-byte-400k": GShardConfig(vocab=256, embed=64, layers=4, heads=4, mlp=128, experts=8),
+    "gshard-byte-4m": GShardConfig(vocab=256, embed=128, layers=4, heads=8, mlp=512, experts=16),
 }
-SWITCH_PRESETS = {
-    "switch-byte-400k": Switch(vocab=256, embed=64, layers=4, heads=4, mlp=128, experts=8),
-    "switch-byte-4m": Switch(vocab=256, embed=128, layers=4, heads=8, mlp=512, experts=16),
+_SWITCH_PRESETS = {
+    "switch-byte-400k": SwitchConfig(vocab=256, embed=64, layers=4, heads=4, mlp=128, experts=8),
+    "switch-byte-4m": SwitchConfig(vocab=256, embed=128, layers=4, heads=8, mlp=512, experts=16),
 }
+
+GSHARD = Family("gshard", GShardConfig, build_switch, _GSHARD_PRESETS)
+SWITCH = Family("switch", SwitchConfig, build_switch, _SWITCH_PRESETS)

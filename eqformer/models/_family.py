@@ -1,0 +1,83 @@
+"""What a family is: one object that says how its models are built, and how they are published."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..nn import RotaryScaling, Transformer
+from ._attributes import Entry
+from ._config import PublishedConfig
+from ._weights import Rule, Weight, weights_of
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The numbers of a model; each family has a class of its own for them."""
+
+    vocab: int
+    embed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
+    """The numbers that most families have."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    _: dataclasses.KW_ONLY
+    head_dim: int | None = None  # embed / heads by default
+    theta: float = 10_000.0  # the base of rotary positions
+    scaling: RotaryScaling | None = None  # of rotary positions
+    eps: float = 1e-6
+    tied: bool = False  # whether the head is the embedding's table
+    max_seq: int = 32_768  # the longest rows it was trained on; it changes nothing
+
+    @property
+    def head_size(self) -> int:
+        """Channels of a head."""
+        return self.head_dim or self.embed // self.heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family: its configs' class, what builds a model from one, presets by name, and how it is published.
+
+    A family that is published in no common format has no `model_type`. `attributes` is the table between a
+    `config.json` and a config, `weights` that between published arrays and a model's leaves; both are read in both
+    directions.
+    """
+
+    name: str
+    config: type[ModelConfig]
+    build: Callable[..., Transformer]  # of a config and a `key`
+    presets: Mapping[str, Any]
+    architecture: str = ""
+    model_type: str | None = None
+    attributes: tuple[Entry, ...] = ()
+    weights: tuple[Rule, ...] = ()
+    ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)  # of names of buffers, which say nothing
+    ignored_prefixes: tuple[str, ...] = ()  # of names in parts that are not ours: predictors of further tokens
+    prefix: str = ""  # which all names may have or lack
+
+    def read(self, published: PublishedConfig) -> Any:
+        """A configuration's numbers; raises a `ValueError` for what the family has not."""
+        found: dict[str, Any] = {}
+        for entry in self.attributes:
+            found |= entry.read(published)
+        try:
+            return self.config(**found)
+        except ValueError as error:
+            published.refuse(str(error))
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The configuration of such numbers; raises a `ValueError` where none can say them."""
+        found: dict[str, Any] = {}
+        for entry in self.attributes:
+            found |= entry.write(config)
+        return found
+
+    def rules(self, config: Any, model: Transformer) -> list[Weight]:
+        """Where each published array of a model of these numbers stands in it."""
+        return weights_of(self.weights, config, model)

@@ -1,0 +1,194 @@
+"""How configurations say which layers are of which kind: windows, rotary positions, experts, attention."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ._attributes import Entry
+from ._config import PublishedConfig
+from ._rotary_attributes import FULL, SLIDING
+
+
+LAYERS = "num_hidden_layers"
+By = Callable[[PublishedConfig, int], Iterable[int]]  # of a configuration and so many layers the numbers of some
+
+
+def every(period: int, layers: int) -> tuple[int, ...]:
+    """The numbers of each `period`-th of so many layers."""
+    return tuple(range(period - 1, layers, period))
+
+
+def all_but_every(period: int, layers: int) -> tuple[int, ...]:
+    """The numbers of the others."""
+    return tuple(number for number in range(layers) if (number + 1) % period)
+
+
+@dataclasses.dataclass(frozen=True)
+class Period:
+    """Each so many-th layer or, `but` them, the others; attributes, of which the last that is there counts, say which.
+
+    A table's entries have it for what a configuration without a list of its layers means.
+    """
+
+    period: int
+    published: tuple[str, ...] = ()
+    but: bool = False
+
+    def __call__(self, published: PublishedConfig, layers: int) -> tuple[int, ...]:
+        """The numbers of these layers; raises a `ValueError` for an attribute that is no count."""
+        period = self.period
+        for name in self.published:
+            period = published.count(name, period)
+        return (all_but_every if self.but else every)(period, layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTypes(Entry):
+    """`layer_types`: which layers are of the first type, `name` with us; the others are of the second.
+
+    `default` gives them where no list is there, or an `empty` one.
+    """
+
+    name: str
+    types: tuple[str, str]
+    default: By
+    empty: bool = False
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """The numbers of the layers; refuse lists of other lengths and types."""
+        layers, types = published.count(LAYERS), published.listed("layer_types", empty=self.empty)
+        own = {*self.default(published, layers)}
+        if types is None:
+            types = [self.types[number not in own] for number in range(layers)]
+        if len(types) != layers or set(types) - {*self.types}:
+            known = " or ".join(map(repr, sorted(self.types)))
+            published.refuse(f"layer_types={types} must name {layers} layers, each {known}.")
+        return {self.name: tuple(number for number, name in enumerate(types) if name == self.types[0])}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """A type for each layer."""
+        own = getattr(config, self.name)
+        return {"layer_types": [self.types[number not in own] for number in range(config.layers)]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows(Entry):
+    """The `window`, and `window_layers`, those that have it; `default`s for what is missing."""
+
+    window: int | None
+    default: By
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """Both; refuse layers with a window where none is in use."""
+        return self._read(published, published.take("sliding_window", self.window))
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Both attributes."""
+        return {"sliding_window": config.window} | self._types(self.default).write(config)
+
+    def _read(self, published: PublishedConfig, window: int | None) -> dict[str, Any]:
+        found = self._types(lambda *given: tuple(self.default(*given)) * (window is not None)).read(published)
+        if found["window_layers"] and window is None:
+            types = published.take("layer_types")
+            published.refuse(f"layer_types={types} has sliding layers, and no window is in use.")
+        return {"window": window} | found
+
+    def _types(self, default: By) -> LayerTypes:
+        return LayerTypes("window_layers", (SLIDING, FULL), default)
+
+
+class SwitchedWindows(Windows):
+    """The same where `use_sliding_window` switches them on; `window` is None where no layer has one."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """Both."""
+        window = published.nullable("sliding_window", self.window)
+        found = self._read(published, window if published.take("use_sliding_window", False) else None)
+        return found if found["window_layers"] else found | {"window": None}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Both attributes, and the switch."""
+        return super().write(config) | {"use_sliding_window": config.window is not None}
+
+
+class LateWindows(SwitchedWindows):
+    """The same where the first `max_window_layers` layers have none."""
+
+    def __init__(self, window: int, first: int):
+        super().__init__(window, lambda published, layers: range(published.take("max_window_layers", first), layers))
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Both attributes, the switch, and the first layer with a window."""
+        first = min(config.window_layers, default=config.layers)
+        return super().write(config) | {"max_window_layers": first}
+
+
+class NoWindows(Entry):
+    """A family without windows, whose configurations have the attributes for them."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """Nothing; refuse a window that is in use."""
+        published.expect("use_sliding_window", False)
+        for name in ("sliding_window", "max_window_layers"):  # which say nothing without the switch
+            published.take(name, None)
+        return {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The switch."""
+        return {"use_sliding_window": False}
+
+
+class FullLayers(Entry):
+    """A family whose configurations list the types of layers, and that has one type."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """Nothing; refuse another type."""
+        Windows(None, Period(1))._read(published, None)
+        return {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class NoRotaryLayers(Entry):
+    """The layers without rotary positions: each fourth where no list is there, or an `empty` one."""
+
+    empty: bool = False
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`no_rotary_layers`; refuse a list of another length."""
+        return {"no_rotary_layers": self(published, published.count(LAYERS))}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """For each layer whether it has them, which the attribute's name denies."""
+        return {"no_rope_layers": [int(layer not in config.no_rotary_layers) for layer in range(config.layers)]}
+
+    def __call__(self, published: PublishedConfig, layers: int) -> tuple[int, ...]:
+        """Their numbers, for entries that take them for a default."""
+        by_default = Period(4, ("no_rope_layer_interval",))(published, layers)
+        rotated = published.listed("no_rope_layers", empty=self.empty)
+        if rotated is None:
+            return by_default
+        if len(rotated) != layers:
+            published.refuse(f"no_rope_layers={rotated} must say of {layers} layers, the model's, whether they turn.")
+        return tuple(layer for layer in range(layers) if not rotated[layer])
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedLayers(Entry):
+    """The numbers of some layers, listed; `default` for a list that is missing."""
+
+    name: str
+    published: str
+    default: By
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """The numbers."""
+        by_default, said = self.default(published, published.count(LAYERS)), published.listed(self.published)
+        return {self.name: tuple(by_default if said is None else said)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The list."""
+        return {self.published: list(getattr(config, self.name))}

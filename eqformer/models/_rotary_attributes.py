@@ -1,0 +1,227 @@
+"""How configurations say rotary positions: base, scaling, and which part of a head's channels they turn."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from ..nn import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RotaryScaling,
+    yarn_magnitude,
+    YarnScaling,
+)
+from ._attributes import Entry
+from ._config import PublishedConfig
+
+
+_TYPES = FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryPositions(Entry):
+    """Base and scaling, `theta` where the base is missing.
+
+    `layer_type` is for families whose `rope_parameters` say both for each type of layer, and may say it once for all.
+    `stated` is for those where transformers scales what says nothing, so that a configuration has to say something.
+    """
+
+    theta: float = 10_000.0
+    layer_type: str | None = None
+    stated: bool = False
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`theta` and `scaling`."""
+        if self.stated and not (published.nested("rope_parameters") or published.nested("rope_scaling")):
+            published.take("rope_parameters")
+        theta, scaling = read_rotary(published, self.theta, self.layer_type)
+        return {"theta": theta, "scaling": scaling}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The older attributes for both, which every version of transformers reads."""
+        found = {"rope_theta": config.theta} | _scaling_attributes(config.scaling)
+        return {"rope_scaling": {"rope_type": "default"}} | found if self.stated else found
+
+
+class RotaryOfWholeRows(RotaryPositions):
+    """Rotary positions that may be scaled in layers without a window alone (OLMo 3)."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`theta`, which all layers share, and the scaling of layers without a window."""
+        found, given = super().read(published), published.nested("rope_parameters")
+        if SLIDING in given and read_rotary(published, self.theta, SLIDING) != (found["theta"], None):
+            published.refuse(
+                f"rope_parameters={given}: only the layers without a window may have a scaling of their own."
+            )
+        return found
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The older attributes and, for each type of layer, the newer."""
+        found, plain = super().write(config), {"rope_type": "default", "rope_theta": config.theta}
+        both = {SLIDING: plain, FULL: plain | found.get("rope_scaling", {})}
+        return found | {"rope_parameters": both}  # newer transformers take the base of layers with windows from here
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalRotaryPositions(Entry):
+    """The base of layers with a window, which have no scaling (Gemma 3)."""
+
+    name: str
+    published: str
+    theta: float
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """The base."""
+        return {self.name: read_rotary(published, self.theta, SLIDING, (self.published, None))[0]}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The older attribute."""
+        return {self.published: getattr(config, self.name)}
+
+
+class LongRotaryPositions(RotaryPositions):
+    """Rotary positions whose original length is said beside them (Phi-3)."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`theta` and `scaling`; refuse a LongRoPE of another original length than the configuration's."""
+        found = super().read(published)
+        # Where it is missing, transformers takes 4096, not the longest length.
+        original, scaling = published.take("original_max_position_embeddings", 4096), found["scaling"]
+        if isinstance(scaling, LongRopeScaling) and scaling.original_length != original:
+            published.refuse(f"original_max_position_embeddings={original}: rope_scaling says {scaling}.")
+        return found
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The older attributes, and the original length."""
+        scaling = config.scaling
+        said = {"original_max_position_embeddings": getattr(scaling, "original_length", None)}
+        return super().write(config) | (said if isinstance(scaling, LongRopeScaling) else {})
+
+
+class SharpenedRotaryPositions(RotaryPositions):
+    """Rotary positions whose YaRN says too how much scores are sharpened (DeepSeek)."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`theta`, `scaling` and `temperature`, which is 0 without a scaling."""
+        given, found = published.nested("rope_parameters") or published.nested("rope_scaling"), super().read(published)
+        sharper = 0.0 if found["scaling"] is None else float(given.get("mscale_all_dim") or 0.0)
+        return found | {"temperature": sharper}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The older attributes, with YaRN's two of scores."""
+        found, sharper = super().write(config), config.temperature
+        if sharper:
+            found["rope_scaling"] |= {"mscale": sharper, "mscale_all_dim": sharper}
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryFraction(Entry):
+    """Which part of a head's channels is rotated; a family without this entry has whole heads."""
+
+    default: float = 1.0
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`rotary_fraction`, said beside the base or by itself."""
+        given = published.nested("rope_parameters") or published.nested("rope_scaling")
+        own = published.take("partial_rotary_factor", self.default)
+        return {"rotary_fraction": given.get("partial_rotary_factor") or own}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Its attribute."""
+        return {"partial_rotary_factor": config.rotary_fraction}
+
+
+def read_rotary(
+    published: PublishedConfig,
+    default_theta: float = 10_000.0,
+    layer_type: str | None = None,
+    older: tuple[str, str | None] = ("rope_theta", "rope_scaling"),
+) -> tuple[float, RotaryScaling | None]:
+    """Base and scaling of the rotary positions, of the `older` attributes or of `rope_parameters`.
+
+    A type of layer whose scaling has no older name is refused where it has one.
+    """
+    given = published.nested("rope_parameters")
+    by_type = any(isinstance(value, dict) for value in given.values())
+    if by_type and layer_type and (others := {name for name in given if name not in _TYPES}):
+        published.refuse(f"rope_parameters are by type of layer, and {sorted(others)} are no types.")
+    given = dict(given.get(layer_type) or {} if by_type and layer_type else given)
+    theta = published.take(older[0], None)
+    scaling = published.nested(older[1]) if older[1] else {}
+    given = given or dict(scaling)
+    if (part := given.pop("partial_rotary_factor", None)) is not None:
+        published.add("partial_rotary_factor", part)
+    theta = given.pop("rope_theta", None) or theta or default_theta
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    longest = 0 if kind == "default" else published.count("max_position_embeddings")
+    original = published.take("original_max_position_embeddings", None)
+    original = given.pop("original_max_position_embeddings", None) or original or longest
+    scaling = _scaling(published.refuse, kind, given, original, longest)
+    if scaling is not None and older[1] is None:
+        published.refuse(f"rope_parameters: {layer_type} has {kind!r}, and this family no scaling.")
+    return float(theta), scaling
+
+
+def _scaling(
+    refuse: Callable[[str], NoReturn], kind: str, given: dict[str, Any], original: int, longest: int
+) -> RotaryScaling | None:
+    if kind == "default":
+        make, fields = None, {}
+    elif (named := "longrope" if kind == "su" else kind) in _SCALINGS:
+        make, fields = _SCALINGS[named]
+        _complete(named, given, original, longest)
+    else:
+        refuse(f"rope_type={kind!r} is not known.")
+    found: dict[str, Any] = {}
+    for name, published in fields.items():
+        value = given.pop(published, None)
+        if value is None and name not in _OPTIONAL:
+            refuse(f"rope_type={kind!r} needs {published!r}, which is not said.")
+        found[name] = tuple(map(float, value)) if isinstance(value, list) else value
+    if given:
+        refuse(f"rope_type={kind!r} has attributes that are not known: {given}.")
+    return None if make is None else make(**found)
+
+
+def _complete(kind: str, given: dict[str, Any], original: int, longest: int) -> None:
+    """Say what is left out, or said in other words."""
+    if "original_length" in _SCALINGS[kind][1]:
+        given["original_max_position_embeddings"] = original
+    if kind == "longrope":
+        given["factor"] = given.get("factor") or longest / original
+    if kind == "yarn":
+        over, under = given.pop("mscale", None), given.pop("mscale_all_dim", None)
+        if given.get("attention_factor") is None and given.get("factor") and over and under:
+            given["attention_factor"] = yarn_magnitude(given["factor"], over) / yarn_magnitude(given["factor"], under)
+        given |= {"beta_fast": given.get("beta_fast") or 32.0, "beta_slow": given.get("beta_slow") or 1.0}
+        given.setdefault("truncate", True)
+
+
+def _scaling_attributes(scaling: RotaryScaling | None) -> dict[str, Any]:
+    """The older attribute for a scaling; none without one."""
+    if scaling is None:
+        return {}
+    for kind, (make, fields) in _SCALINGS.items():
+        if type(scaling) is make:
+            said = {published: getattr(scaling, name) for name, published in fields.items()}
+            said = {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
+            return {"rope_scaling": {"rope_type": kind} | {name: its for name, its in said.items() if its is not None}}
+    raise ValueError(f"{type(scaling).__name__}: no configuration has a name for this scaling.")
+
+
+# By `rope_type` the scaling, and what configurations call its numbers.
+_FACTOR, _ORIGINAL = {"factor": "factor"}, {"original_length": "original_max_position_embeddings"}
+_FREQUENCIES = {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"}
+_YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "magnitude": "attention_factor", "truncate": "truncate"}
+_DIVISORS = {"short_divisors": "short_factor", "long_divisors": "long_factor", "magnitude": "attention_factor"}
+_SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, str]]] = {
+    "linear": (LinearScaling, _FACTOR),
+    "dynamic": (DynamicScaling, _FACTOR | _ORIGINAL),
+    "llama3": (Llama3Scaling, _FACTOR | _FREQUENCIES | _ORIGINAL),
+    "yarn": (YarnScaling, _FACTOR | _YARN | _ORIGINAL),
+    "longrope": (LongRopeScaling, _DIVISORS | _FACTOR | _ORIGINAL),
+}
+_OPTIONAL = {"magnitude", "truncate"}

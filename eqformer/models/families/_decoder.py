@@ -1,0 +1,111 @@
+"""What most decoders are built of: attention with rotary positions, gated layers, norms around both, stacks of them."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import (
+    Attention,
+    Block,
+    causal,
+    Embedding,
+    GatedMLP,
+    Layer,
+    Linear,
+    Residual,
+    RMSNorm,
+    Rotary,
+    sliding_window,
+    Stack,
+    Transformer,
+)
+from .._family import DecoderConfig
+from ._pattern import stacks_of
+
+
+def damping(config: Any) -> float:
+    """What multiplies the deviation of maps back into the residual stream.
+
+    Each of the `2 * layers` additions to it starts smaller, so that their sum does not grow with depth.
+    """
+    return (2 * config.layers) ** -0.5
+
+
+def norm(config: Any, dims: str = "embed", **options: Any) -> RMSNorm:
+    """An `RMSNorm` over dims of the config's sizes."""
+    sizes = {name: config.head_size if name == "head_dim" else getattr(config, name) for name in dims.split()}
+    return RMSNorm(dims, eps=config.eps, **sizes, **options)
+
+
+def head_norms(config: Any, *, all_heads: bool = False, **options: Any) -> dict[str, Any]:
+    """An `Attention`'s norms of queries and keys, of each head or over `all_heads`; `options` are `RMSNorm`'s."""
+    dims = ("heads head_dim", "kv_heads head_dim") if all_heads else ("head_dim", "head_dim")
+    return {name: norm(config, its, **options) for name, its in zip(("query_norm", "key_norm"), dims)}
+
+
+def attention(config: DecoderConfig, *, window: int | None = None, key: Key[Array, ""], **options: Any) -> Attention:
+    """Causal attention with rotary positions, of the config's heads; `options` are `Attention`'s, and come first."""
+    size = config.head_size
+    given: dict[str, Any] = {
+        "output_std": damping(config) * (config.heads * size) ** -0.5,
+        "rotary": Rotary(size, config.theta, scaling=config.scaling),
+        "mask": causal() if window is None else sliding_window(window),
+    }
+    sizes: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": size}
+    return Attention(embed=config.embed, **sizes, **given | options, key=key)
+
+
+def gated_mlp(config: Any, *, mlp: int | None = None, key: Key[Array, ""], **options: Any) -> GatedMLP:
+    """A `GatedMLP` as wide as the config says, or `mlp`; `options` are its own, and come first."""
+    width: int = config.mlp if mlp is None else mlp
+    given: dict[str, Any] = {"output_std": damping(config) * width**-0.5}
+    return GatedMLP(embed=config.embed, mlp=width, **given | options, key=key)
+
+
+def pre_norm_block(
+    config: Any, mixer: Any, feed_forward: Any, *, residual_scale: float | None = None, **options: Any
+) -> Block:
+    """Both sublayers with a norm before (Llama); `options` are the norms'."""
+    sublayer = lambda layer: Residual(layer, norm(config, **options), scale=residual_scale)
+    return Block(sublayer(mixer), sublayer(feed_forward))
+
+
+def post_norm_block(config: Any, mixer: Any, feed_forward: Any) -> Block:
+    """Both sublayers with a norm of what they give (OLMo 2)."""
+    sublayer = lambda layer: Residual(layer, output_norm=norm(config))
+    return Block(sublayer(mixer), sublayer(feed_forward))
+
+
+def four_norm_block(config: Any, mixer: Any, feed_forward: Any, **options: Any) -> Block:
+    """Both sublayers with norms before and after (Gemma 2); `options` are the norms'."""
+    sublayer = lambda layer: Residual(layer, norm(config, **options), output_norm=norm(config, **options))
+    return Block(sublayer(mixer), sublayer(feed_forward))
+
+
+def decoder(
+    config: Any,
+    block: Callable[[Any, Key[Array, ""]], Layer],
+    kinds: Sequence[Hashable] | None = None,
+    *,
+    final_norm: Any = None,
+    embedding_scale: float | None = None,
+    logit_scale: float | None = None,
+    logit_softcap: float | None = None,
+    key: Key[Array, ""],
+) -> Transformer:
+    """Layers `block(kind, key)` of these kinds, or all alike of kind None, between a table and a norm and a head."""
+    embedding, stacks, head = jax.random.split(key, 3)
+    if kinds is None:
+        made: tuple[Stack, ...] = (Stack(lambda key: block(None, key), config.layers, key=stacks),)
+    else:
+        made = stacks_of(block, kinds, key=stacks)
+    return Transformer(
+        embedding=Embedding(vocab=config.vocab, embed=config.embed, scale=embedding_scale, key=embedding),
+        stacks=made,
+        norm=norm(config) if final_norm is None else final_norm,
+        head=None if config.tied else Linear("embed -> vocab", embed=config.embed, vocab=config.vocab, key=head),
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+    )
