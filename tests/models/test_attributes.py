@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from test_published import FIXTURES, RECORDED, write
 
 from eqformer import models
+from eqformer.models._attributes import Attribute, Unpublished
 from eqformer.models._config import PublishedConfig
 from eqformer.models._rotary_attributes import RotaryFraction, RotaryPositions
 
@@ -217,3 +218,35 @@ def test_a_rotary_fraction_is_read_whenever_it_is_asked_for():
     positions.read(config)
     with pytest.raises(ValueError, match="does not know: partial_rotary_factor=0.5"):
         config.finish()
+
+
+@pytest.mark.parametrize(
+    "family, name",
+    [
+        ("qwen3", "layer_types"),
+        ("qwen3_next", "layer_types"),
+        ("qwen3_moe", "mlp_only_layers"),
+        ("smollm3", "no_rope_layers"),
+        ("llama4_text", "moe_layers"),
+    ],
+)
+def test_what_lists_layers_is_a_list(family, name):
+    for value in (3, True, "full_attention", {"0": 1}):
+        with pytest.raises(ValueError, match=rf"^config.json: {name}=.*: it must be a list"):
+            numbers_of(case(family) | {name: value})
+
+
+def test_what_no_configuration_says_is_not_written():
+    entry = Unpublished("capacity", None, "without one no token is dropped")
+    config = models.preset("mixtral-byte-500k")
+    assert entry.write(config) == {} and entry.read(PublishedConfig({}, "config.json")) == {"capacity": None}
+    with pytest.raises(ValueError, match=r"MixtralConfig\(capacity=2.0\)\): no published configuration says it"):
+        entry.write(dataclasses.replace(config, capacity=2.0))  # pyright: ignore[reportCallIssue]
+
+
+def test_of_several_names_the_first_that_is_there_counts():
+    entry = Attribute("balance", ("new", "old"), 0.5, written=("old",))
+    read = lambda **said: entry.read(PublishedConfig(said, "config.json"))["balance"]
+    assert [read(), read(old=1.0), read(new=2.0), read(new=2.0, old=1.0), read(new=None, old=1.0)] == [0.5, 1, 2, 2, 1]
+    assert entry.write(models.preset("olmoe-byte-500k")) == {"old": 0.01}
+    assert Attribute("balance", ("new", "old")).write(models.preset("olmoe-byte-500k")) == {"new": 0.01}

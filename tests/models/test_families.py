@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from eqformer.models import build, FAMILIES, GPT2Config, JAXformerConfig, LlamaConfig, preset, presets
-from eqformer.nn import Attention, Block, dims, LatentAttention, Period, Rotary
+from eqformer.models._weights import places, Rule
+from eqformer.nn import Attention, Block, dims, LatentAttention, Period, Rotary, YarnScaling
 from eqformer.planning import parameter_count
 
 
@@ -179,3 +180,43 @@ def test_residual_projections_start_smaller_in_deeper_models():
         return float(block.mixer.layer.output.weight.std())
 
     assert spread(8) == pytest.approx(spread(2) / 2, rel=0.05)
+
+
+def _paths(table, model):
+    """The paths of the rules that say something of a model."""
+    layers = [where(model) for where, _ in places(model)]
+    return {
+        rule.path
+        for rule in table
+        for holder in (layers if "{layer}" in rule.name else [model])
+        if rule.leaves(holder) is not None
+    }
+
+
+def test_every_rule_of_weights_is_of_some_model():
+    """A rule whose path leads nowhere is passed over, so that biases need no conditions: none leads nowhere always."""
+    found, llama = set(), FAMILIES["llama"]
+    for family in FAMILIES.values():
+        for name in family.presets:
+            found |= _paths(family.weights, shapes_of(name)) if "-byte-" in name else set()
+    assert {rule.path for family in FAMILIES.values() for rule in family.weights} == found
+    wrong = dataclasses.replace(llama.weights[0], path="embeding.weight")
+    assert _paths([wrong], shapes_of("llama-byte-1m")) == set()
+
+
+def test_a_rule_that_needs_or_lacks_a_part_says_nothing_of_other_layers():
+    model = shapes_of("qwen3-next-byte-500k")
+    layers = [where(model) for where, _ in places(model)]
+    has = [hasattr(layer.mixer.layer, "log_rate") for layer in layers]
+    path, part = "mixer.layer.output.weight", "mixer.layer.log_rate"
+    needs, lacks = Rule("x.{layer}", path, needs=part), Rule("x.{layer}", path, lacks=part)
+    assert [needs.leaves(layer) is not None for layer in layers] == has and len(set(has)) == 2
+    assert [lacks.leaves(layer) is None for layer in layers] == has
+    assert all(Rule("x.{layer}", path).leaves(layer) is not None for layer in layers)
+
+
+def test_norms_after_a_rotation_are_refused_with_scalings_that_change_lengths():
+    llama4 = preset("llama4-byte-500k")
+    with pytest.raises(ValueError, match=r"Llama4Config\(qk_norm=True, scaling=YarnScaling\(.*known of no scaling"):
+        dataclasses.replace(llama4, scaling=YarnScaling(2.0, 64))  # pyright: ignore[reportCallIssue]
+    dataclasses.replace(llama4, scaling=YarnScaling(2.0, 64), qk_norm=False)  # pyright: ignore[reportCallIssue]
