@@ -128,12 +128,15 @@ def _of_tensor(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, toke
     """By the numbers of a token that the stack's sublayers gather or scatter; an all-reduce does both."""
     embed = model.embedding.weight.shape[-1]
     # A sublayer reads the stream once, and each of its maps back into it is summed by itself: of a LoRA two.
-    sublayers = nn.modules(stack, (*parallel.TENSOR_MODULES, nn.Experts))
+    layers = nn.modules(stack, (nn.Mixer, nn.FeedForward, nn.Experts))
+    sublayers = [layer for layer in layers if isinstance(layer, nn.Experts) or parallel.is_split(layer)]
+    whole = [layer for layer in layers if not any(layer is one for one in sublayers)]
     outputs = sum(1 if isinstance(m, nn.Experts) else len(parallel.stream_maps(m, "outputs")) for m in sublayers)
     if plan.residual == "feature":
-        there = forward = sum(_outputs(plan, linear) for linear in nn.modules(stack, (nn.Linear, nn.LoRA)))
+        maps = len(whole) * embed - sum(_outputs(plan, linear) for linear in nn.linear_maps(whole))
+        there = forward = maps + sum(_outputs(plan, linear) for linear in nn.linear_maps(stack))
     else:
-        forward = (len(sublayers) + outputs) * embed
+        forward = (len(sublayers) + outputs + len(whole) * (plan.residual == "sequence")) * embed
         there = 2 * outputs * embed if plan.residual == "replicated" else forward
     again = plan.is_pipelined * there
     if _recomputes(stack):  # all but the last output, which the next layer's input is kept for
@@ -160,7 +163,7 @@ def _of_vocabulary(plan: parallel.Plan, model: nn.Transformer, moving: Any, toke
 
 def _of_context(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
     method, total = plan.context_method, 0.0
-    for module in nn.modules(stack, parallel.MIXERS):
+    for module in nn.modules(stack, nn.Mixer):
         query, key, value, output = _channels(plan, module)
         each = planning.context_bytes(
             tokens * plan.size(CONTEXT),
@@ -216,32 +219,23 @@ def _arrays(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator
             yield leaf, number, x.dtype.itemsize, id(leaf) in of_layers, moved is not None
 
 
-def _channels(plan: parallel.Plan, module: Any) -> tuple[float, float, float, float]:
+def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float, float]:
     """Numbers a token of queries, keys, values and outputs on a device, which has at least one head of each."""
     least = plan.size(CONTEXT) if plan.context_method == "heads" else 1
-
-    def of(linear: nn.Linear | None) -> float:
-        heads, width = (0, 0) if linear is None else _sizes(linear)
-        return max(heads / plan.size(TENSOR), least) * width
-
-    if isinstance(module, nn.Attention):
-        return of(module.query), of(module.key), of(module.value), of(module.query)
-    if not isinstance(module, nn.LatentAttention):
-        raise TypeError(f"no formula says what a {type(module).__name__} sends over the axis context; write one here.")
-    rotated, value = of(module.query_rope), of(module.value_up)
-    return of(module.query) + rotated, of(module.key_up) + rotated, value, value
+    attends = mixer.facts().attends
+    if attends is None:
+        raise ValueError(f"{type(mixer).__name__} says of no core by which the axis context could cut its rows.")
+    of = lambda channels: sum(max(heads / plan.size(TENSOR), least) * width for heads, width in channels)
+    return of(attends.query), of(attends.key), of(attends.value), of(attends.output)
 
 
-def _outputs(plan: parallel.Plan, linear: nn.Linear | nn.LoRA) -> int:
+def _outputs(plan: parallel.Plan, linear: nn.LinearMap) -> int:
     """Numbers a token that a map of the feature stream scatters; twice those that it has to sum whole."""
-    split = linear.outputs[0] in plan.layout(splits_fsdp=False).dims and _sizes(linear)[0] % plan.size(TENSOR) == 0
-    narrow = 2 * _sizes(linear.down)[0] if isinstance(linear, nn.LoRA) else 0
-    return math.prod(_sizes(linear)) * (1 if split else 2) + narrow
-
-
-def _sizes(linear: nn.Linear | nn.LoRA) -> tuple[int, ...]:
-    """The output dims' sizes, whatever ensembles the map stands in."""
-    return linear.weight.shape[-len(linear.weight_dims) :][: len(linear.outputs)]
+    dims = plan.layout(splits_fsdp=False).dims
+    if not set(linear.inputs) & set(dims):  # no sum over devices: each holds all that it contracts
+        return 0
+    split = linear.outputs[0] in dims and linear.output_shape[0] % plan.size(TENSOR) == 0
+    return math.prod(linear.output_shape) * (1 if split else 2)
 
 
 def _evaluations(plan: parallel.Plan, stack: nn.Stack) -> float:

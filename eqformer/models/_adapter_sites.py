@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..nn import beside, holding, Linear, LoRA, modules, Transformer
+from ..nn import beside, DenseMap, holding, LinearMap, LoRA, Transformer
 from ._weights import Weight
 
 
@@ -28,7 +28,7 @@ class Site:
     rule: Weight  # of the weights
     down: Weight  # of each Linear's A
     up: Weight  # of all their B
-    linears: tuple[Linear | LoRA, ...]
+    linears: tuple[DenseMap | LoRA, ...]
 
     @property
     def short(self) -> str:
@@ -86,8 +86,8 @@ class Site:
         Linears with one A share it; those with several get a block each of a wider pair, of the ranks' sum.
         """
         loras, scale = self.loras, self.loras[0].scale
-        downs = _alike([np.asarray(lora.down.weight) for lora in loras])
-        ups = _alike([_scaled(np.asarray(lora.up.weight), lora.scale, scale) for lora in loras])
+        downs = _alike([np.asarray(lora.down.matrix()) for lora in loras])
+        ups = _alike([_scaled(np.asarray(lora.up.matrix()), lora.scale, scale) for lora in loras])
         shared = len(loras) == len(self.linears) and all(np.array_equal(downs[0], down) for down in downs)
         ranks = [down.shape[self.rule.outer] for down in downs]
         total, starts = (ranks[0], [0] * len(ranks)) if shared else (sum(ranks), np.cumsum([0, *ranks]).tolist())
@@ -95,7 +95,7 @@ class Site:
             blocks = {id(lora): (start, up[place]) for lora, start, up in zip(loras, starts, ups)}
             parts = []
             for linear in self.linears:
-                outputs = linear.weight.shape[self.rule.outer :][: len(linear.outputs)]
+                outputs = linear.output_shape
                 parts.append(np.zeros((*outputs, total), ups[0].dtype))
                 if id(linear) in blocks:
                     start, up = blocks[id(linear)]
@@ -119,17 +119,17 @@ def sites_of(rules: Sequence[Weight], model: Transformer) -> list[Site]:
     return found
 
 
-def maps(model: Any) -> list[Linear | LoRA]:
-    """Every Linear of a model, with its factors if it has some."""
-    return modules(model, (Linear, LoRA))
+def maps(model: Any) -> list[Any]:
+    """Every map of a model that has a weight to publish, with its factors if it has some."""
+    return [node for node in jax.tree.leaves(model, is_leaf=is_published) if is_published(node)]
 
 
-def is_map(node: Any) -> bool:
-    """Whether a node is a Linear, or one with factors."""
-    return isinstance(node, Linear | LoRA)
+def is_published(node: Any) -> bool:
+    """Whether a node is a map that has a weight to publish, with factors or without."""
+    return isinstance(node, DenseMap) or (isinstance(node, LoRA) and isinstance(node.linear, DenseMap))
 
 
-def _patterns(rule: Weight, linears: Sequence[Linear | LoRA]) -> tuple[str, str] | None:
+def _patterns(rule: Weight, linears: Sequence[LinearMap]) -> tuple[str, str] | None:
     """A rule's patterns for A and B; None where what is published is no matrix from the inputs to the outputs."""
     count = len(linears[0].outputs)
     if rule.pattern:
@@ -137,7 +137,7 @@ def _patterns(rule: Weight, linears: Sequence[Linear | LoRA]) -> tuple[str, str]
         names = after.split()
         groups = [(merged or alone).split() for merged, alone in re.findall(r"\(([^)]*)\)|(\S+)", before)]
     else:
-        names = list(linears[0].weight_dims)
+        names = [*linears[0].outputs, *linears[0].inputs]
         groups = [[name] for name in names]
     outputs, inputs = names[:count], names[count:]
     sides = ["B" if set(group) <= set(outputs) else "A" if set(group) <= set(inputs) else "" for group in groups]
@@ -149,9 +149,9 @@ def _patterns(rule: Weight, linears: Sequence[Linear | LoRA]) -> tuple[str, str]
 
 
 def _empty(
-    linear: Linear | LoRA, outer: int, rank: int, of_down: np.dtype, of_up: np.dtype
+    linear: LinearMap, outer: int, rank: int, of_down: np.dtype, of_up: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    shape, count = linear.weight.shape, outer + len(linear.outputs)
+    shape, count = linear.shape, outer + len(linear.outputs)
     return np.zeros((*shape[:outer], rank, *shape[count:]), of_down), np.zeros((*shape[:count], rank), of_up)
 
 

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from .._extra import load_extra
 from ..nn import float_dtype, LoRA, path_name, Transformer
 from ._adapter_config import AdapterConfig, read_adapter_config, write_adapter_config
-from ._adapter_sites import is_map, maps, Site, sites_of
+from ._adapter_sites import is_published, maps, Site, sites_of
 from ._family import Family, ModelConfig
 from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, new_folder, read_json, write_json
 from ._published import check_shapes, format_of
@@ -59,7 +59,8 @@ def load_adapter(
     except ValueError as error:
         raise ValueError(f"{call}: {error}.") from None
     found = {id(lora.weight): lora for lora in loras}
-    return jax.tree.map(lambda node: found.get(id(node.weight), node) if is_map(node) else node, model, is_leaf=is_map)
+    adapted = lambda node: found.get(id(node.weight), node) if is_published(node) else node
+    return jax.tree.map(adapted, model, is_leaf=is_published)
 
 
 def save_adapter(
@@ -85,7 +86,7 @@ def save_adapter(
     base = str(like) if base is None and like is not None else base
     adapted = [site for site in sites if site.loras]
     held = {id(lora) for site in adapted for lora in site.loras}
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_map)
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_published)
     if left := [path_name(at) for at, node in nodes if isinstance(node, LoRA) and id(node) not in held]:
         raise ValueError(f"{call}: {', '.join(left)} are published as no module of their own; merge_lora before.")
     if not adapted:
@@ -100,7 +101,7 @@ def save_adapter(
 
 
 def _sites(model: Transformer, family: Family, config: ModelConfig, call: str) -> list[Site]:
-    plain = jax.tree.map(lambda node: node.linear if isinstance(node, LoRA) else node, model, is_leaf=is_map)
+    plain = jax.tree.map(lambda node: node.linear if isinstance(node, LoRA) else node, model, is_leaf=is_published)
     check_shapes(call, plain, config)
     return sites_of(family.rules(config, model), model)
 

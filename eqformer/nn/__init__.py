@@ -16,8 +16,16 @@ from ._cache import (
     DeltaCache as DeltaCache,
     KVCache as KVCache,
     LatentCache as LatentCache,
+    SlotCache as SlotCache,
 )
-from ._contracts import Layer as Layer, Mixer as Mixer, Routed as Routed
+from ._contracts import (
+    Attends as Attends,
+    FeedForward as FeedForward,
+    Layer as Layer,
+    Mixer as Mixer,
+    MixerFacts as MixerFacts,
+    Routed as Routed,
+)
 from ._dims import (
     dims as dims,
     dims_table as dims_table,
@@ -35,7 +43,16 @@ from ._dims import (
 from ._dropout import Dropout as Dropout
 from ._dtype import at_least_float32 as at_least_float32, float_dtype as float_dtype, holding as holding
 from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions, unembed as unembed
-from ._linear import Linear as Linear
+from ._linear import dense as dense, Linear as Linear
+from ._linear_map import (
+    Answered as Answered,
+    ComposedMap as ComposedMap,
+    DenseMap as DenseMap,
+    is_map as is_map,
+    linear_maps as linear_maps,
+    LinearMap as LinearMap,
+    MapAround as MapAround,
+)
 from ._lora import (
     beside as beside,
     LoRA as LoRA,

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -15,13 +15,29 @@ from jaxtyping import Array, Float, Int, PyTree
 from ._tokens import Tokens
 
 
-class KVCache(eqx.Module):
-    """Keys and values of past tokens. A token's slot is its position (modulo the capacity where `rolling`).
+class SlotCache(eqx.Module):
+    """Memories of past tokens in slots. A token's slot is its position (modulo the capacity where `rolling`).
 
-    Rows may have different lengths: a slot's position says whether it is filled (-1: empty). A cache that is not
-    rolling does not store tokens beyond its capacity, and `without_room` makes the output of attention NaN for them. A
-    shard of a cache has those of its `capacity` slots that begin at `first`.
+    Its arrays name their dim of slots `kv_seq`, so that slots may be split over devices. Rows may have different
+    lengths: a slot's position says whether it is filled (-1: empty). A cache that is not rolling does not store tokens
+    beyond its capacity, and `without_room` makes the output of attention NaN for them. A shard of a cache has those of
+    its `capacity` slots that begin at `first`.
     """
+
+    if TYPE_CHECKING:  # an abstract variable would be taken for an argument of each constructor
+        positions: Array = eqx.field(init=False)
+        rolling: bool = eqx.field(init=False)
+        first: Array | None = eqx.field(init=False)
+        capacity: int | None = eqx.field(init=False)
+    else:
+        positions: eqx.AbstractVar[Int[Array, "*batch kv_seq"]]
+        rolling: eqx.AbstractVar[bool]
+        first: eqx.AbstractVar[Int[Array, "*batch"] | None]
+        capacity: eqx.AbstractVar[int | None]
+
+
+class KVCache(SlotCache):
+    """Keys and values of past tokens."""
 
     keys: Float[Array, "*batch kv_seq kv_heads head_dim"]
     values: Float[Array, "*batch kv_seq kv_heads v_dim"]
@@ -44,8 +60,8 @@ class KVCache(eqx.Module):
         return kept, seen[0], seen[1], Tokens(seen[2])
 
 
-class LatentCache(eqx.Module):
-    """Compressed keys and values of past tokens and their rotated keys (MLA's two caches), in slots as `KVCache`."""
+class LatentCache(SlotCache):
+    """Compressed keys and values of past tokens and their rotated keys (MLA's two caches)."""
 
     latents: Float[Array, "*batch kv_seq latent"]
     rotary_keys: Float[Array, "*batch kv_seq rope_dim"]
@@ -115,7 +131,7 @@ def check_cached(tokens: Tokens, cache: PyTree) -> None:
 
 
 def without_room(
-    attended: Float[Array, "*batch seq heads v_dim"], tokens: Tokens, cache: KVCache | LatentCache
+    attended: Float[Array, "*batch seq heads v_dim"], tokens: Tokens, cache: SlotCache
 ) -> Float[Array, "*batch seq heads v_dim"]:
     """The output of attention, with NaN for tokens beyond the cache's capacity, which could not be stored."""
     if cache.rolling:
@@ -125,14 +141,14 @@ def without_room(
 
 
 def _has_slots(node: Any) -> bool:
-    return isinstance(node, KVCache | LatentCache)
+    return isinstance(node, SlotCache)
 
 
-def _capacity(cache: KVCache | LatentCache) -> int:
+def _capacity(cache: SlotCache) -> int:
     return cache.positions.shape[-1] if cache.capacity is None else cache.capacity
 
 
-def _store(old: tuple, cache: KVCache | LatentCache, new: tuple, tokens: Tokens) -> tuple[tuple, tuple]:
+def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens) -> tuple[tuple, tuple]:
     """The memories with the new tokens in their slots, and the memories that those tokens may see."""
     check_cached(tokens, cache)
     old_positions, capacity = cache.positions, _capacity(cache)

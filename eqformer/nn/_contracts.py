@@ -1,12 +1,44 @@
 """What modules must be to stand in a block or a stack: abstract modules, which anybody's own may follow."""
 
 import abc
+import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import equinox as eqx
 from jaxtyping import Array, Float, PyTree
 
 from ._tokens import Tokens
+from .attention._mask import Mask
+
+
+Channels = tuple[tuple[int, ...], ...]  # numbers of a token: how many heads, and channels of each; all are added up
+
+
+class Attends(NamedTuple):
+    """What a mixer gives its attention core, by which its rows may be cut over devices; it holds that as `core`."""
+
+    mask: Mask
+    query: Channels
+    key: Channels
+    value: Channels
+    output: Channels
+    has_sinks: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class MixerFacts:
+    """What a mixer says of itself, sizes by the slice that a device holds; the defaults are safe for any mixer.
+
+    - `splits_heads`: it runs on a slice of its `heads`, `kv_heads` or `mlp`, where its maps out of the stream give such
+      slices and what its maps back into the stream give is summed. Else every device has the whole of it.
+    - `attends`: None for one that reads tokens in turn, whose rows cannot be cut.
+    - `operations`: a token, beyond those of its linear maps and its core; a multiplication and an addition are two.
+    """
+
+    splits_heads: bool = False
+    attends: Attends | None = None
+    operations: int | float = 0
 
 
 class Mixer(eqx.Module):
@@ -20,7 +52,23 @@ class Mixer(eqx.Module):
 
     @abc.abstractmethod
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """An empty cache for `batch` rows of up to `capacity` tokens."""
+        """An empty cache for `batch` rows of up to `capacity` tokens, with a name for each dim of its arrays."""
+
+    def facts(self) -> MixerFacts:
+        """What transforms and costs must know; nothing but what is safe, unless a mixer says more."""
+        return MixerFacts()
+
+
+class FeedForward(eqx.Module):
+    """A layer for each token by itself that runs on a slice of its `mlp` hidden features.
+
+    Its maps out of the stream give such a slice, and what its maps back into the stream give is summed over slices. A
+    layer that is none of these is a plain function, of which every device has the whole.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
+        """Map each token by itself."""
 
 
 class Routed(eqx.Module):

@@ -1,18 +1,18 @@
 """A linear map between named dims."""
 
 import math
+from typing import Any
 
-import einops
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from ._dims import named_by
-from ._sums import wide_sum
+from ._linear_map import DenseMap, LinearMap
 
 
-class Linear(eqx.Module):
+class Linear(DenseMap):
     """`y = W x + b` over named dims: `Linear("embed -> heads head_dim", embed=512, heads=8, head_dim=64, key=key)`.
 
     The weight's dims are the outputs, then the inputs (`heads head_dim embed`), as published checkpoints have them, and
@@ -37,24 +37,31 @@ class Linear(eqx.Module):
         self.weight = deviation * jax.random.normal(key, [sizes[dim] for dim in self.weight_dims], jnp.float32)
         self.bias = jnp.zeros([sizes[dim] for dim in self.outputs], jnp.float32) if bias else None
 
-    @property
-    def weight_dims(self) -> tuple[str, ...]:
-        """Names of the weight's dims: the outputs, then the inputs."""
-        return self.outputs + self.inputs
-
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Map the trailing input dims of `x` to the output dims; leading dims stay."""
-        wanted = self.weight.shape[len(self.outputs) :]
+    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+        """`W x`, of the trailing dims of `x`; sums and result in `dtype` where one is given."""
+        wanted = tuple(self.sizes[name] for name in self.inputs)
         if x.shape[-len(wanted) :] != wanted:
             spec = f"{' '.join(self.inputs)} -> {' '.join(self.outputs)}"
             raise ValueError(
                 f"Linear({spec!r})(x): the last dims of x must be {dict(zip(self.inputs, wanted))}; "
                 f"x has shape {x.shape}."
             )
-        inputs, outputs = " ".join(self.inputs), " ".join(self.outputs)
-        pattern = f"... {inputs}, {outputs} {inputs} -> ... {outputs}"
-        y = einops.einsum(x, self.weight.astype(x.dtype), pattern)
-        return wide_sum(y, self.bias)
+        # Numbers stand for the dims: the inputs' first, then the outputs'.
+        into = list(range(len(wanted)))
+        out = list(range(len(wanted), len(wanted) + len(self.outputs)))
+        weight = self.weight.astype(x.dtype)
+        return jnp.einsum(x, [..., *into], weight, [*out, *into], [..., *out], preferred_element_type=dtype)
+
+
+def dense(linear: LinearMap) -> DenseMap:
+    """A map whose weight is what this map computes: itself, or a plain `Linear`."""
+    if isinstance(linear, DenseMap):
+        return linear
+    sizes = dict.fromkeys((*linear.outputs, *linear.inputs), 1)
+    spec = f"{' '.join(linear.inputs)} -> {' '.join(linear.outputs)}"
+    plain = eqx.filter_eval_shape(Linear, spec, bias=linear.bias is not None, key=jax.random.key(0), **sizes)
+    parts = lambda m: (m.weight, m.bias)
+    return eqx.tree_at(parts, plain, (linear.matrix(), linear.bias), is_leaf=lambda leaf: leaf is None)
 
 
 def _parse(spec: str, sizes: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:

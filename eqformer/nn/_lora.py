@@ -8,27 +8,28 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Key, PyTree
 
-from ._dims import is_trainable, path_name
+from ._dims import is_trainable, named_modules, path_name
 from ._dtype import at_least_float32
-from ._linear import Linear
+from ._linear import dense, Linear
+from ._linear_map import ComposedMap, LinearMap
 
 
-class LoRA(eqx.Module):
-    """`W x + b + scale * B A x` (Hu et al. 2021): a `Linear`, and beside it A (`down`) and B (`up`), also `Linear`s.
+class LoRA(ComposedMap):
+    """`W x + b + scale * B A x` (Hu et al. 2021): a linear map, and beside it A (`down`) and B (`up`), also maps.
 
-    It stands wherever a `Linear` does, in a stack or among experts too; `with_lora` puts it there. There is no dropout
-    before A: a map sees no token's key.
+    It stands wherever a `LinearMap` does, in a stack or among experts too; `with_lora` puts it there. There is no
+    dropout before A: a map sees no token's key.
     """
 
-    linear: Linear
-    down: Linear
-    up: Linear
+    linear: LinearMap
+    down: LinearMap
+    up: LinearMap
     scale: float = eqx.field(static=True)
 
     @property
     def weight(self) -> Any:  # an array, or what stands for one in a tree like the model
-        """The weight that stays; `weight_of` gives the sum."""
-        return self.linear.weight
+        """The weight that stays, of a map that has one; `matrix` gives the sum."""
+        return self.linear.weight  # type: ignore[attr-defined]
 
     @property
     def bias(self) -> Any:
@@ -46,20 +47,25 @@ class LoRA(eqx.Module):
         return self.linear.outputs
 
     @property
-    def weight_dims(self) -> tuple[str, ...]:
-        """Names of the weight's dims: the outputs, then the inputs."""
-        return self.outputs + self.inputs
+    def shape(self) -> tuple[int, ...]:
+        """That of the map which stays."""
+        return self.linear.shape
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Map the trailing input dims of `x` to the output dims; leading dims stay."""
-        return self.linear(x) + self.added(x)
+    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+        """What the map gives and what the factors add to it."""
+        return self.linear.product(x, dtype) + self.scale * self.up.product(self.down.product(x), dtype)
 
-    def added(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """What the factors add."""
-        return self.scale * self.up(self.down(x))
+    def matrix(self, dtype: Any = None) -> Float[Array, "..."]:
+        """The sum `W + scale * B A`, added in float32 at least."""
+        weight = self.linear.matrix()
+        wide, own = at_least_float32(weight.dtype), weight.dtype if dtype is None else dtype
+        outputs, inputs = " ".join(self.outputs), " ".join(self.inputs)
+        pattern = f"... {outputs} rank, ... rank {inputs} -> ... {outputs} {inputs}"
+        change = einops.einsum(self.up.matrix(wide), self.down.matrix(wide), pattern)
+        return (weight.astype(wide) + self.scale * change).astype(own)
 
 
-Where = Callable[[str, Linear], bool] | Iterable[str | type]
+Where = Callable[[str, LinearMap], bool] | Iterable[str | type]
 
 
 def with_lora(
@@ -71,20 +77,20 @@ def with_lora(
     rank_stabilised: bool = False,
     key: Key[Array, ""],
 ) -> PyTree:
-    """The model with a `LoRA` in the place of each chosen `Linear`; its outputs are unchanged, since B starts at zero.
+    """The model with a `LoRA` in the place of each chosen map; its outputs are unchanged, since B starts at zero.
 
-    `where` lists names (`"query"`, `"feed_forward.layer.up"`: ends of paths) and types (every `Linear` in an
-    `nn.Attention`), or is a function of path and `Linear`. The scale is `alpha / rank`, `rank_stabilised` `alpha /
+    `where` lists names (`"query"`, `"feed_forward.layer.up"`: ends of paths) and types (every map in an
+    `nn.Attention`), or is a function of path and `LinearMap`. The scale is `alpha / rank`, `rank_stabilised` `alpha /
     sqrt(rank)` (arXiv:2312.03732); `alpha=None` makes it 1. Each layer and expert has factors of its own, in float32;
     A is drawn with deviation `1 / sqrt(inputs)`. Raises a `ValueError` where nothing, or a `LoRA`, is chosen.
     """
     if rank < 1:
         raise ValueError(f"with_lora(rank={rank}): the rank counts, so give at least 1.")
-    wanted, maps = _wanted(model, where), _maps(model)
+    wanted, maps = _wanted(model, where), named_modules(model, LinearMap)
     chosen = [name for name, linear in maps if wanted(name, linear)]
     if not chosen:
         known = ", ".join(name for name, _ in maps) or "none"
-        raise ValueError(f"with_lora(where={where!r}): no Linear is chosen; the model's are {known}.")
+        raise ValueError(f"with_lora(where={where!r}): no linear map is chosen; the model's are {known}.")
     if twice := [name for name, linear in maps if name in set(chosen) and isinstance(linear, LoRA)]:
         raise ValueError(
             f"with_lora(where={where!r}): {', '.join(twice)} {'has' if len(twice) == 1 else 'have'} a LoRA already; "
@@ -97,14 +103,19 @@ def with_lora(
         name = path_name(path)
         return beside(node, rank, scale, key=keys[name]) if name in keys else node
 
-    return jax.tree_util.tree_map_with_path(one, model, is_leaf=_is_map)
+    return jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda node: isinstance(node, LinearMap))
 
 
 def merge_lora(model: PyTree) -> PyTree:
-    """The plain model of equal outputs: `W + scale * B A` in the place of each `LoRA`, added in float32 at least."""
+    """The model of equal outputs without a `LoRA`: in its place a map of `W + scale * B A`, added in float32 at least.
+
+    That is a plain `Linear` where the map beneath has no weight to change, as one of eight bits.
+    """
 
     def merged(node: Any) -> Any:
-        return eqx.tree_at(lambda m: m.weight, node.linear, weight_of(node)) if isinstance(node, LoRA) else node
+        if not isinstance(node, LoRA):
+            return node
+        return eqx.tree_at(lambda m: m.weight, dense(node.linear), node.matrix())
 
     return jax.tree.map(merged, model, is_leaf=lambda node: isinstance(node, LoRA))
 
@@ -128,32 +139,20 @@ def lora_factors(model: PyTree) -> PyTree:
     return jax.tree.map(factors, model, is_leaf=is_lora)
 
 
-def weight_of(linear: Linear | LoRA) -> Float[Array, "..."]:
-    """The weight of what the map computes, a `LoRA`'s change added."""
-    if isinstance(linear, Linear):
-        return linear.weight
-    wide = at_least_float32(linear.weight.dtype)
-    outputs, inputs = " ".join(linear.outputs), " ".join(linear.inputs)
-    pattern = f"... {outputs} rank, ... rank {inputs} -> ... {outputs} {inputs}"
-    change = einops.einsum(linear.up.weight.astype(wide), linear.down.weight.astype(wide), pattern)
-    return (linear.weight.astype(wide) + linear.scale * change).astype(linear.weight.dtype)
-
-
-def beside(linear: Linear, rank: int, scale: float, *, key: Key[Array, ""]) -> LoRA:
-    """A `Linear` with fresh factors, which have the dims in front that its ensembles have."""
-    outer = linear.weight.ndim - len(linear.weight_dims)
-    sizes = dict(zip(linear.weight_dims, linear.weight.shape[outer:]))
-    into: Any = {name: sizes[name] for name in linear.inputs}
-    out: Any = {name: sizes[name] for name in linear.outputs}
+def beside(linear: LinearMap, rank: int, scale: float, *, key: Key[Array, ""]) -> LoRA:
+    """A map with fresh factors, which have the dims in front that its ensembles have."""
+    outer = linear.shape[: len(linear.shape) - len(linear.sizes)]
+    into: Any = {name: linear.sizes[name] for name in linear.inputs}
+    out: Any = {name: linear.sizes[name] for name in linear.outputs}
     inputs, outputs = " ".join(linear.inputs), " ".join(linear.outputs)
 
     def make(key: Key[Array, ""]) -> tuple[Linear, Linear]:
         down = Linear(f"{inputs} -> rank", rank=rank, key=key, **into)
         return down, Linear(f"rank -> {outputs}", rank=rank, std=0.0, key=key, **out)
 
-    for _ in range(outer):
+    for _ in outer:
         make = eqx.filter_vmap(make)
-    return LoRA(linear, *make(jax.random.split(key, linear.weight.shape[:outer]) if outer else key), scale)
+    return LoRA(linear, *make(jax.random.split(key, outer) if outer else key), scale)
 
 
 def _wanted(model: PyTree, where: Where) -> Callable[[str, Any], bool]:
@@ -169,12 +168,3 @@ def _wanted(model: PyTree, where: Where) -> Callable[[str, Any], bool]:
     owners = tuple(path_name(path) for path, node in nodes if is_owner(node))
     inside = lambda name: any(name == owner or not owner or name.startswith(f"{owner}.") for owner in owners)
     return lambda name, _: f".{name}".endswith(names) or inside(name)
-
-
-def _maps(model: PyTree) -> list[tuple[str, Any]]:
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_map)
-    return [(path_name(path), node) for path, node in nodes if _is_map(node)]
-
-
-def _is_map(node: Any) -> bool:
-    return isinstance(node, Linear | LoRA)

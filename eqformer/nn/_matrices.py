@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from ._dims import has_shape
 from ._embedding import Embedding, LearnedPositions
-from ._linear import Linear
+from ._linear_map import DenseMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +29,11 @@ def matrices(model: PyTree) -> PyTree:
     """A tree like `model` with a `Matrix` for each weight that is one and None for biases, norms and the rest."""
 
     def is_module(node: object) -> bool:
-        return isinstance(node, Linear | Embedding | LearnedPositions | eqx.nn.Linear | eqx.nn.Embedding)
+        return isinstance(node, DenseMap | Embedding | LearnedPositions | eqx.nn.Linear | eqx.nn.Embedding)
 
     def mark(node: PyTree) -> PyTree:
         nothing = jax.tree.map(lambda _: None, node)
-        if isinstance(node, Linear):
+        if isinstance(node, DenseMap):
             outputs, inputs = len(node.outputs), len(node.inputs)
             table = "vocab" in node.outputs
         elif is_module(node):

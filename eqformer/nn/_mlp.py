@@ -8,14 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from ._activation import gelu_tanh, silu
+from ._contracts import FeedForward
 from ._linear import Linear
+from ._linear_map import LinearMap
 
 
-class MLP(eqx.Module):
+class MLP(FeedForward):
     """`W_down act(W_up x)`: widen, bend, narrow."""
 
-    up: Linear
-    down: Linear
+    up: LinearMap
+    down: LinearMap
     activation: Callable[[Array], Array] = eqx.field(static=True)
 
     def __init__(
@@ -39,16 +41,16 @@ class MLP(eqx.Module):
         return self.down(_recomputed(self.activation)(self.up(x)))
 
 
-class GatedMLP(eqx.Module):
+class GatedMLP(FeedForward):
     """`W_down (act(W_gate x) * W_up x)` (Shazeer 2020): SwiGLU with silu, GeGLU with gelu.
 
     `limit` clamps the gate from above and the other factor on both sides before they meet, against runaway activations.
     `offset` is added to the other factor (gpt-oss: 1).
     """
 
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate: LinearMap
+    up: LinearMap
+    down: LinearMap
     activation: Callable[[Array], Array] = eqx.field(static=True)
     limit: float | None = eqx.field(static=True)
     offset: float = eqx.field(static=True)

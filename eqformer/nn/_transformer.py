@@ -8,10 +8,9 @@ from jaxtyping import Array, Float, Int, PyTree
 from ._block import Norm
 from ._cache import check_cached
 from ._dropout import Dropout
-from ._dtype import float_dtype
-from ._embedding import Embedding, LearnedPositions, unembed
-from ._linear import Linear
-from ._lora import LoRA
+from ._dtype import at_least_float32, float_dtype
+from ._embedding import Embedding, LearnedPositions
+from ._linear_map import LinearMap
 from ._stack import Stack
 from ._sums import wide_sum
 from ._tokens import Tokens, tokens_or_default
@@ -33,7 +32,7 @@ class Transformer(eqx.Module):
     embedding: Embedding
     stacks: tuple[Stack, ...]
     norm: Norm
-    head: Linear | LoRA | None = None
+    head: LinearMap | None = None
     positions: LearnedPositions | None = None
     dropout: Dropout | None = None
     compute_dtype: str = eqx.field(static=True, default="float32", converter=_compute_dtype)
@@ -89,10 +88,7 @@ class Transformer(eqx.Module):
         if self.head is None:
             logits = self.embedding.unembed(hidden)
         else:
-            logits = unembed(hidden, self.head.weight)
-            if isinstance(self.head, LoRA):
-                logits = logits + self.head.added(hidden).astype(logits.dtype)
-            logits = wide_sum(logits, self.head.bias)
+            logits = wide_sum(self.head.product(hidden, at_least_float32(hidden.dtype)), self.head.bias)
         return soft_capped(logits if self.logit_scale is None else logits * self.logit_scale, self.logit_softcap)
 
     def init_cache(self, batch: int | Sequence[int], capacity: int, dtype: str | None = None) -> PyTree:

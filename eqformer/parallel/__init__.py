@@ -80,10 +80,10 @@ from .tensor._collective_matmul import (
 from .tensor._feature import FeatureLinear as FeatureLinear
 from .tensor._norms import SplitNorm as SplitNorm
 from .tensor._tensor import (
-    MIXERS as MIXERS,
+    is_split as is_split,
     stream_maps as stream_maps,
     Tensor as Tensor,
-    TENSOR_MODULES as TENSOR_MODULES,
     TensorMixer as TensorMixer,
+    Whole as Whole,
 )
 from .tensor._vocabulary import SplitEmbedding as SplitEmbedding, SplitVocabulary as SplitVocabulary

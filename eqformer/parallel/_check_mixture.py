@@ -13,17 +13,17 @@ def check_mixture(plan: Placement, path: str, moe: nn.MoE) -> None:
     """Raise a `ValueError` if a mixture's results would depend on the mesh, or its experts cannot be split.
 
     The former: a capacity, or experts that choose, count over rows or a batch of which a device has only a part. The
-    latter: experts that are not made of `Linear`s, or whose hidden dim the layout leaves whole.
+    latter: experts that are not made of linear maps, or whose hidden dim the layout leaves whole.
     """
     _check_counting(plan, path, moe)
-    linears: list[nn.Linear] = []
+    linears: list[nn.LinearMap] = []
     rest = nn.map_linears(linears.append, moe.experts)
     splits = plan.size(EXPERT) > 1 or plan.size(TENSOR) > 1
     if splits and not isinstance(moe.router, nn.ExpertChoiceRouter) and any(map(nn.has_shape, jax.tree.leaves(rest))):
         raise ValueError(
             f"Plan over expert={plan.size(EXPERT)}, tensor={plan.size(TENSOR)}: {path} has experts with parameters "
-            "that are not those of a Linear, and choices are brought to split experts as rows sorted by expert; leave "
-            "both axes at 1, or build the experts of Linears."
+            "that are not those of a linear map, and choices are brought to split experts as rows sorted by expert; "
+            "leave both axes at 1, or build the experts of nn.LinearMaps."
         )
     if plan.size(TENSOR) > 1:
         split = plan.layout(splits_fsdp=False).dims

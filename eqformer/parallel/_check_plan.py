@@ -18,7 +18,8 @@ from ._placement import Placement
 from .context._context import check_context, refuse_recurrence
 from .layouts._layout import axes_of, is_spec
 from .pipeline._depth import check_depth
-from .tensor._tensor import MIXERS, TENSOR_MODULES
+from .tensor._norms import reduced_dims
+from .tensor._tensor import size_of
 
 
 def check_choices(plan: Placement) -> None:
@@ -87,54 +88,55 @@ def check_rows(plan: Placement, model: nn.Transformer, rows: int, seq: int) -> N
             f"Plan(residual={plan.residual!r}) over tensor={plan.size(TENSOR)}: the {seq // size} tokens that a device "
             f"of context={size} holds {who}; take a multiple of {size * plan.size(TENSOR)} tokens."
         )
-    for path, module in nn.named_modules(model, MIXERS):
+    for path, module in nn.named_modules(model, nn.Mixer):
         _check_mixer(plan, path, module, seq)
 
 
 def _check_mixer(plan: Placement, path: str, module: Any, seq: int) -> None:
-    size, tensor = plan.size(CONTEXT), plan.size(TENSOR)
-    heads = _first(module.query)
-    kv_heads = heads if isinstance(module, nn.LatentAttention) else _first(module.key)
-    if tensor > 1 and kv_heads % tensor and tensor % kv_heads:
+    size, tensor, facts = plan.size(CONTEXT), plan.size(TENSOR), module.facts()
+    kv_heads = size_of(module, "kv_heads") or size_of(module, "heads") or tensor
+    if facts.splits_heads and kv_heads % tensor and tensor % kv_heads:
         raise ValueError(
             f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, which neither split over {tensor} devices "
             "nor are shared by equal groups of them; take an axis that divides them, or that they divide."
         )
-    if size > 1 and isinstance(module, nn.GatedDeltaNet):
-        refuse_recurrence(size, path)
+    if size > 1 and facts.attends is None:
+        refuse_recurrence(size, path, module)
     if size > 1:
-        sinks = isinstance(module, nn.Attention) and module.sinks is not None
+        heads, kv_heads = (channels[0][0] for channels in (facts.attends.query, facts.attends.key))
+        pieces = tensor if facts.splits_heads else 1
         try:
             check_context(
                 plan.context_method,
                 size,
                 module.core,
                 seq=seq,
-                heads=heads // tensor,
-                kv_heads=max(1, kv_heads // tensor),
-                has_sinks=sinks,
+                heads=heads // pieces,
+                kv_heads=max(1, kv_heads // pieces),
+                has_sinks=facts.attends.has_sinks,
             )
         except ValueError as error:
             raise ValueError(f"Plan over context={size}: {path}: {error}") from error
 
 
 def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None:
-    known = (*TENSOR_MODULES, nn.MoE, nn.Embedding, nn.LearnedPositions, nn.RMSNorm, nn.LayerNorm)
+    known = (nn.Mixer, nn.FeedForward, nn.MoE, nn.Embedding, nn.LearnedPositions, nn.RMSNorm, nn.LayerNorm)
     is_known = lambda node: isinstance(node, known)
     headless = lambda tree: eqx.tree_at(lambda m: m.head, tree, None, is_leaf=lambda node: node is None)
     nodes = jax.tree_util.tree_leaves_with_path(headless(model), is_leaf=is_known)
     parts = jax.tree.map(lambda _, part: _Part(part), headless(model), headless(specs), is_leaf=is_known)
     for (path, node), part in zip(nodes, jax.tree.leaves(parts), strict=True):
-        is_split = any(TENSOR in axes_of(spec) for spec in jax.tree.leaves(part.specs, is_leaf=is_spec))
-        if is_split and not is_known(node):
+        splits = any(TENSOR in axes_of(spec) for spec in jax.tree.leaves(part.specs, is_leaf=is_spec))
+        if splits and not is_known(node):
             raise ValueError(
                 f"Plan over tensor={plan.size(TENSOR)}: {nn.path_name(path)} would be split by the names of its dims, "
                 "but no transform knows how to run the module that it is in on a slice; name its dims otherwise, or "
                 "build it of attentions and feed-forward layers of eqformer.nn."
             )
-        if plan.residual == "feature":
-            _check_feature(plan, nn.path_name(path), node)
     if plan.residual == "feature":
+        holders = _holders_of_key_heads(model)
+        for path, mixer in nn.named_modules(model, nn.Mixer):
+            _check_feature(plan, path, mixer, holders)
         parts = [("norm", model.norm)]
         for path, block in nn.named_modules(model, nn.ParallelBlock):
             parts += [(f"{path}.norm", block.norm), (f"{path}.sum_norm", block.sum_norm)]
@@ -150,20 +152,26 @@ def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None
                 )
 
 
-def _check_feature(plan: Placement, path: str, node: Any) -> None:
-    if not isinstance(node, nn.Attention | nn.GatedDeltaNet):
+def _check_feature(plan: Placement, path: str, mixer: nn.Mixer, holders: list[str]) -> None:
+    """Key heads that devices share are summed whole by their maps; nothing else may hold them."""
+    kv_heads = size_of(mixer, "kv_heads")
+    if not mixer.facts().splits_heads or kv_heads is None or kv_heads % plan.size(TENSOR) == 0:
         return
-    shares = _first(node.key) % plan.size(TENSOR) != 0
-    if shares and isinstance(node, nn.GatedDeltaNet):
+    if found := [holder for holder in holders if holder.startswith(f"{path}.")]:
         raise ValueError(
-            f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} convolves {_first(node.key)} key heads, "
-            "fewer than the axis has devices; take residual='replicated' or 'sequence', or a smaller axis."
+            f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} has {kv_heads} key heads, fewer than "
+            f"the axis has devices, and {', '.join(found)} is of all of them; take residual='replicated' or 'sequence' "
+            "or a smaller axis."
         )
-    if shares and isinstance(node, nn.Attention) and "kv_heads" in getattr(node.key_norm, "dims", ()):
-        raise ValueError(
-            f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} normalises all its key heads together "
-            "and has fewer than the axis has devices; take residual='replicated' or 'sequence', or a smaller axis."
-        )
+
+
+def _holders_of_key_heads(model: nn.Transformer) -> list[str]:
+    """The paths of arrays with key heads that belong to no map, and of norms over key heads."""
+    bare = jax.tree.map(lambda node: None if nn.is_map(node) else node, model, is_leaf=nn.is_map)
+    names = jax.tree_util.tree_leaves_with_path(nn.dims(bare))
+    found = [nn.path_name(path) for path, dims in names if isinstance(dims, str) and "kv_heads" in dims.split()]
+    norms = nn.named_modules(model, (nn.RMSNorm, nn.LayerNorm))
+    return found + [path for path, norm in norms if "kv_heads" in reduced_dims(norm) and norm.weight is None]
 
 
 class _Part:
@@ -171,8 +179,3 @@ class _Part:
 
     def __init__(self, specs: PyTree):
         self.specs = specs
-
-
-def _first(linear: nn.Linear | nn.LoRA) -> int:
-    """The size of a map's first output dim, ensembles left out."""
-    return linear.weight.shape[linear.weight.ndim - len(linear.weight_dims)]

@@ -12,8 +12,9 @@ from .. import nn
 from . import _send as send
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 from ._vary import vary
-from .pipeline._taps import holding, is_map
+from .pipeline._taps import Watched
 from .state._gather import gather_parameter
+from .tensor._tensor import HEAD_DIMS
 
 
 ExpertMethod = Literal["gather", "exchange"]
@@ -154,23 +155,17 @@ class SplitMoE(nn.Routed):
         """This device's experts, so that the sum over the axis `tensor` is theirs: biases of sums are added once."""
         if self.residual is None:
             return self.inner.experts
+        experts = self.inner.experts
+        if self.residual == "feature":
+            experts = jax.tree.map(_of_hidden_features, experts, nn.dims(experts))
         is_first = jax.lax.axis_index(TENSOR) == 0
 
-        def own(linear: nn.Linear) -> nn.Linear:
-            weight, bias = linear.weight, linear.bias
-            if self.residual == "feature" and "rank" in linear.weight_dims and "embed" in linear.weight_dims:
-                dim = weight.ndim - (1 if linear.inputs == ("embed",) else 2)
-                weight = gather_parameter(weight, dim)
-            elif self.residual == "feature" and linear.inputs == ("embed",):  # from a slice of embed to one of mlp
-                weight = send.all_to_all("features of experts", weight, TENSOR, -2, -1)
-            if bias is not None and linear.outputs == ("embed",):
-                whole = self.residual == "feature"
-                bias = gather_parameter(bias, -1) if whole else bias
-                bias = jnp.where(is_first, bias, 0)
-            parts = lambda m: (m.weight, m.bias)
-            return eqx.tree_at(parts, linear, (weight, bias), is_leaf=lambda leaf: leaf is None)
+        def own(linear: nn.LinearMap) -> nn.LinearMap:
+            if linear.bias is None or linear.outputs != ("embed",):
+                return linear
+            return eqx.tree_at(lambda m: m.bias, linear, jnp.where(is_first, linear.bias, 0))
 
-        return nn.map_linears(own, self.inner.experts)
+        return nn.map_linears(own, experts)
 
 
 def _sum(x: Array, axes: tuple[str, ...]) -> Array:
@@ -194,10 +189,24 @@ def _features_of_tokens(x: Float[Array, "*batch seq embed"]) -> Float[Array, "*b
     return send.all_to_all("tokens to features", x, TENSOR, -1, -2)
 
 
+def _of_hidden_features(leaf: Any, names: Any) -> Any:
+    """An expert's array by hidden features alone: from a slice of `embed` to one of these, or to the whole of it."""
+    if not eqx.is_array(leaf) or "embed" not in names.split():
+        return leaf
+    of_embed = names.split().index("embed")
+    hidden = [dim for dim, name in enumerate(names.split()) if name in HEAD_DIMS]
+    if not hidden:
+        return gather_parameter(leaf, of_embed)
+    if of_embed < hidden[0]:  # of two dims the last is split, which in a map is the one that it contracts
+        return leaf
+    return send.all_to_all("features of experts", leaf, TENSOR, hidden[0], of_embed)
+
+
 def _with_whole_features(router: PyTree) -> Any:
     def whole(linear: Any) -> Any:
-        weight = gather_parameter(linear.weight, -1)
-        return holding(linear, weight, linear.bias)  # a plain map: who watches it sees that it is not its own
+        plain = nn.dense(linear.inner if isinstance(linear, Watched) else linear)
+        # No longer what was watched, since its weight is not its own.
+        return eqx.tree_at(lambda m: m.weight, plain, gather_parameter(plain.weight, -1))
 
-    is_split = lambda node: is_map(node) and node.inputs == ("embed",)
-    return jax.tree.map(lambda node: whole(node) if is_split(node) else node, router, is_leaf=is_map)
+    is_split = lambda node: nn.is_map(node) and node.inputs == ("embed",)
+    return jax.tree.map(lambda node: whole(node) if is_split(node) else node, router, is_leaf=nn.is_map)

@@ -14,17 +14,21 @@ from ._axes import CONTEXT, TENSOR
 from ._mixture import SplitMoE
 from ._vary import own_part
 from .context._context import ContextCore, refuse_recurrence
-from .layouts._layout import axes_of, dim_over
+from .layouts._layout import dim_over
 from .state._gather import gather_parameter
 from .tensor._feature import FEATURE_DIMS, FeatureKeyHead, FeatureLinear
 from .tensor._norms import reduced_dims, SplitNorm
-from .tensor._tensor import HEAD_DIMS, MIXERS, Tensor, TENSOR_MODULES, TensorMixer
+from .tensor._tensor import HEAD_DIMS, is_split, size_of, Tensor, TensorMixer, Whole
 from .tensor._vocabulary import FeatureEmbedding, HeadInput, own_rows, rows_of_features, SplitEmbedding
 
 
 def replace(model: PyTree, kinds: type | tuple[type, ...], make: Callable[..., Any], *likes: PyTree) -> PyTree:
     """The model with each module of some kinds replaced by `make(module, *parts of likes)`."""
-    is_kind = lambda node: isinstance(node, kinds)
+    return replace_where(model, lambda node: isinstance(node, kinds), make, *likes)
+
+
+def replace_where(model: PyTree, is_kind: Callable[[Any], bool], make: Callable[..., Any], *likes: PyTree) -> PyTree:
+    """The same for each module of which `is_kind` is true."""
     return jax.tree.map(lambda *nodes: make(*nodes) if is_kind(nodes[0]) else nodes[0], model, *likes, is_leaf=is_kind)
 
 
@@ -36,49 +40,54 @@ def split_over_tensor(
     `specs` and `shapes` are those of the whole model. The arrays of the stacks stay what and where they were.
     """
     norms = (nn.RMSNorm, nn.LayerNorm)
-    kinds = (*TENSOR_MODULES, *norms, nn.MoE)
+    kinds = (nn.Mixer, nn.FeedForward, *norms, nn.MoE)
+    names = nn.dims(shapes)
 
-    def wrap(module: PyTree, spec: PyTree, shape: PyTree) -> PyTree:
+    def wrap(module: PyTree, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
         if isinstance(module, norms):
             return _split_norm(module, residual)
         if isinstance(module, nn.MoE):
-            shared = replace(module.shared, kinds, wrap, spec.shared, shape.shared)
+            shared = replace(module.shared, kinds, wrap, spec.shared, shape.shared, name.shared)
             if residual == "feature" and isinstance(shared, nn.GatedShared):
                 shared = eqx.tree_at(lambda m: m.gate, shared, FeatureLinear(shared.gate, False))
             return eqx.tree_at(lambda m: m.shared, module, shared, is_leaf=_is_none)
+        if not is_split(module):
+            return Whole(module, residual)
         if residual == "feature":
-            return _feature_module(module, shape, overlap, is_branched)
+            return _feature_module(module, (shape, spec, name), overlap, is_branched)
         inner = replace(module, norms, lambda norm: _split_norm(norm, residual))
-        tensor = Tensor(inner, residual, overlap, is_branched, shares_kv_heads(module, spec))
+        tensor = Tensor(inner, residual, overlap, is_branched, shares_kv_heads(shape))
         return TensorMixer(tensor) if isinstance(module, nn.Mixer) else tensor
 
     whole = model
-    model = replace(model, kinds, wrap, specs, shapes)
+    model = replace(model, kinds, wrap, specs, shapes, names)
     if residual == "feature":
         model = replace(model, nn.Dropout, FeatureDropout)
     if residual == "sequence":
         model = replace(model, nn.Dropout, TokensDropout)
         model = replace(model, nn.LearnedPositions, TokensPositions)
     model = eqx.tree_at(lambda m: m.norm, model, HeadInput(model.norm, residual))
-    embedding, head = _split_vocabulary(whole, specs, residual, shapes.vocab)
+    embedding, head = _split_vocabulary(whole, specs, names, residual, shapes.vocab)
     model = eqx.tree_at(lambda m: m.embedding, model, embedding)
     return model if head is None else eqx.tree_at(lambda m: m.head, model, head)
 
 
-def shares_kv_heads(module: PyTree, specs: PyTree) -> bool:
+def shares_kv_heads(shapes: PyTree) -> bool:
     """Whether a mixer's key heads are held whole while its other heads are split."""
-    return isinstance(module, nn.Attention | nn.GatedDeltaNet) and TENSOR not in axes_of(specs.key.weight)
+    kv_heads = size_of(shapes, "kv_heads")
+    return kv_heads is not None and kv_heads % jax.lax.axis_size(TENSOR) != 0
 
 
 def split_over_context(model: PyTree, method: str, is_branched: bool) -> PyTree:
     """The model with every attention's core replaced by one for pieces of rows; refuses recurrences over them."""
 
-    def split(module: PyTree) -> PyTree:
-        if isinstance(module, nn.GatedDeltaNet):
-            refuse_recurrence(jax.lax.axis_size(CONTEXT), "the model")
+    def split(module: Any) -> Any:
+        if module.facts().attends is None:
+            refuse_recurrence(jax.lax.axis_size(CONTEXT), "the model", module)
         return eqx.tree_at(lambda m: m.core, module, ContextCore(module.core, method, is_branched))
 
-    return replace(model, MIXERS, split)
+    is_bare = lambda node: isinstance(node, nn.Mixer) and not isinstance(node, TensorMixer | Whole)
+    return replace_where(model, is_bare, split)
 
 
 def split_mixtures(model: PyTree, method: str, factor: float, residual: str | None) -> PyTree:
@@ -131,61 +140,63 @@ def _split_norm(norm: nn.RMSNorm | nn.LayerNorm, residual: str) -> PyTree:
     return SplitNorm(norm, TENSOR) if set(reduced_dims(norm)) & set(split) else norm
 
 
-def _feature_module(module: PyTree, shapes: PyTree, overlap: str, is_branched: bool) -> PyTree:
-    """A layer whose every map reduces and scatters; key heads that the axis does not divide are summed whole."""
+def _feature_module(module: PyTree, likes: tuple[PyTree, PyTree, PyTree], overlap: str, is_branched: bool) -> PyTree:
+    """A layer whose every map reduces and scatters; key heads that the axis does not divide are summed whole.
 
-    def feature(part: PyTree, shape: PyTree) -> PyTree:
-        if not isinstance(part, nn.Linear):
+    `likes` are its shapes, specs and names of dims.
+    """
+
+    def feature(part: PyTree, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
+        if not nn.is_map(part):
             return _split_norm(part, "feature")
-        if part.inputs == ("rank",):  # whole on each device, which has the outputs' slice
+        if not set(part.inputs) & set(FEATURE_DIMS):  # whole on each device, which has the outputs' slice
             return part
-        return FeatureLinear(part, _scatters(shape), overlap, is_branched)
+        return FeatureLinear(part, _scatters(shape), overlap, is_branched, _split_outputs(part, spec, name))
 
-    module = replace(module, (nn.Linear, nn.RMSNorm, nn.LayerNorm), feature, shapes)
-    if not isinstance(module, nn.Attention):
+    is_part = lambda node: nn.is_map(node) or isinstance(node, nn.RMSNorm | nn.LayerNorm)
+    one = lambda part, *like: feature(part, *like) if is_part(part) else part
+    module = jax.tree.map(one, module, *likes, is_leaf=is_part)
+    if not shares_kv_heads(likes[0]):
         return module
-    key = module.key.linear if isinstance(module.key, nn.LoRA) else module.key
-    if key.scatters:  # type: ignore[attr-defined]
-        return module
-    heads = FeatureKeyHead(module.key), FeatureKeyHead(module.value)
-    return eqx.tree_at(lambda m: (m.key, m.value), module, heads)
+    own = lambda linear: FeatureKeyHead(linear) if linear.outputs[0] == "kv_heads" else linear
+    return replace(module, nn.LinearMap, own)
 
 
-def _scatters(linear: nn.Linear) -> bool:
-    size = linear.weight.shape[linear.weight.ndim - len(linear.weight_dims)]
-    return linear.outputs[0] in FEATURE_DIMS and size % jax.lax.axis_size(TENSOR) == 0
+def _scatters(linear: nn.LinearMap) -> bool:
+    return linear.outputs[0] in FEATURE_DIMS and linear.output_shape[0] % jax.lax.axis_size(TENSOR) == 0
+
+
+def _split_outputs(linear: nn.LinearMap, specs: PyTree, names: PyTree) -> tuple[int | None, ...]:
+    """For each array the dim, from the end, by which it is a slice of the map's outputs over the axis `tensor`."""
+
+    def of_outputs(spec: PartitionSpec, names: str) -> int | None:
+        dim, each = dim_over(spec, TENSOR), names.split()
+        return None if dim is None or each[dim] not in linear.outputs else dim - len(each)
+
+    columns = map(jax.tree.structure(linear).flatten_up_to, (linear, specs, names))
+    return tuple(of_outputs(spec, name) for x, spec, name in zip(*columns, strict=True) if eqx.is_array(x))
 
 
 def _split_vocabulary(
-    model: nn.Transformer, specs: PyTree, residual: str, vocab: int
-) -> tuple[SplitEmbedding | FeatureEmbedding, nn.Linear | nn.LoRA | None]:
+    model: nn.Transformer, specs: PyTree, names: PyTree, residual: str, vocab: int
+) -> tuple[SplitEmbedding | FeatureEmbedding, nn.LinearMap | None]:
     """The embedding and the head of which each device holds the rows of its own ids."""
+
+    def rows(table: Any, spec: PartitionSpec, names: str) -> Any:
+        dims, split = names.split(), dim_over(spec, TENSOR)
+        if "vocab" not in dims:  # a factor of the head, which is given whole features
+            return table if split is None else gather_parameter(table, split)
+        ids = dims.index("vocab")
+        if split is None:
+            return own_rows(table, ids)
+        return table if split == ids else rows_of_features(table, ids, split)
+
     embedding, head = model.embedding, model.head
-
-    def rows(table: Array, spec: PartitionSpec) -> Array:
-        if dim_over(spec, TENSOR) == 1:
-            return rows_of_features(table)
-        return table if TENSOR in axes_of(spec) else own_rows(table)
-
-    def of_own_ids(linear: nn.Linear, specs: PyTree) -> nn.Linear:
-        linear = eqx.tree_at(lambda m: m.weight, linear, rows(linear.weight, specs.weight))
-        if linear.bias is None or TENSOR in axes_of(specs.bias):
-            return linear
-        return eqx.tree_at(lambda m: m.bias, linear, own_rows(linear.bias))
-
-    if isinstance(head, nn.LoRA):
-        down, is_split = head.down, TENSOR in axes_of(specs.head.down.weight)
-        if is_split:  # the head is given whole features
-            down = eqx.tree_at(lambda m: m.weight, down, gather_parameter(down.weight, 1))
-        own = of_own_ids(head.linear, specs.head.linear), down, of_own_ids(head.up, specs.head.up)
-        head = eqx.tree_at(lambda m: (m.linear, m.down, m.up), head, own)
-    elif head is not None:
-        head = of_own_ids(head, specs.head)
+    own_table = lambda: rows(embedding.weight, specs.embedding.weight, names.embedding.weight)
+    head = None if head is None else jax.tree.map(rows, head, specs.head, names.head)
     if residual == "feature":
-        looked_up = rows(embedding.weight, specs.embedding.weight) if head is None else embedding.weight
-        return FeatureEmbedding(embedding, looked_up), head
-    table = rows(embedding.weight, specs.embedding.weight)
-    return SplitEmbedding(table, embedding.scale, vocab, residual), head
+        return FeatureEmbedding(embedding, own_table() if head is None else embedding.weight), head
+    return SplitEmbedding(own_table(), embedding.scale, vocab, residual), head
 
 
 def _is_none(node: Any) -> bool:

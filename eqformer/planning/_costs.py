@@ -7,14 +7,12 @@ import jax
 from jaxtyping import PyTree
 
 from ..nn import (
-    Attention,
     ExpertChoiceRouter,
-    GatedDeltaNet,
     is_trainable,
-    LatentAttention,
-    Linear,
+    linear_maps,
     Mask,
     matrices,
+    Mixer,
     modules,
     MoE,
     Transformer,
@@ -55,21 +53,21 @@ def flops_per_token(
     """
     if attention not in ("half", "full"):
         raise ValueError(f"flops_per_token(attention={attention!r}): give 'half' (visible keys) or 'full' (all keys).")
-    moving = {id(leaf) for leaf in jax.tree.leaves(model if trained is None else trained(model))}
-    idle = {id(weight): _idle_share(moe) for moe in modules(model, MoE) for weight in _weights(moe.experts)}
-    tied = [model.embedding.weight] if model.head is None else []
+    moving = {id(x) for x in jax.tree.leaves(model if trained is None else trained(model)) if is_trainable(x)}
+    idle = {id(one): _idle_share(moe) for moe in modules(model, MoE) for one in linear_maps(moe.experts)}
     forward = of_weights = 0.0
-    for weight in (*_weights(model), *tied):
-        products = 2 * math.prod(weight.shape) * (1 - idle.get(id(weight), 0))
+    for one in (*linear_maps(model), *([model.embedding.weight] if model.head is None else [])):
+        products = 2 * math.prod(one.shape) * (1 - idle.get(id(one), 0))
         forward += products
-        of_weights += products * (id(weight) in moving)
+        of_weights += products * any(id(x) in moving and x.size == math.prod(one.shape) for x in jax.tree.leaves(one))
     others = 0.0
-    for module in modules(model, (Attention, LatentAttention, GatedDeltaNet)):
-        if isinstance(module, GatedDeltaNet):  # its state is read by the key, corrected, and read by the query
-            others += 3 * 2 * math.prod(module.value.weight.shape[:-1]) * module.query.weight.shape[-2]
-        else:
-            keys = seq if attention == "full" else visible_keys(module.mask, seq)
-            others += 2 * keys * _score_channels(module)
+    for mixer in modules(model, Mixer):
+        facts, copies = mixer.facts(), _copies(mixer)
+        others += copies * facts.operations
+        if facts.attends is not None:  # a visible key costs two operations for each channel of queries and of values
+            keys = seq if attention == "full" else visible_keys(facts.attends.mask, seq)
+            channels = (*facts.attends.query, *facts.attends.output)
+            others += copies * 2 * keys * sum(heads * width for heads, width in channels)
     return forward + others + ((forward + others) + (of_weights + others)) * backward
 
 
@@ -85,13 +83,10 @@ def visible_keys(mask: Mask, seq: int) -> float:
     return (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
 
 
-def _score_channels(module: Attention | LatentAttention) -> int:
-    """Channels of queries and of values, over all heads and layers: a visible key costs two operations for each."""
-    query = math.prod(module.query.weight.shape[:-1])
-    if isinstance(module, Attention):
-        return 2 * query
-    rotated = 0 if module.query_rope is None else math.prod(module.query_rope.weight.shape[:-1])
-    return query + rotated + math.prod(module.value_up.weight.shape[:-1])
+def _copies(mixer: Mixer) -> int:
+    """How many layers an ensemble of a mixer holds."""
+    first = linear_maps(mixer)[0]
+    return math.prod(first.shape[: len(first.shape) - len(first.sizes)])
 
 
 def _idle(moe: MoE) -> float:
@@ -102,9 +97,5 @@ def _idle(moe: MoE) -> float:
 def _idle_share(moe: MoE) -> float:
     """The part of its experts that a token does not take, on average."""
     taken = moe.router.factor if isinstance(moe.router, ExpertChoiceRouter) else moe.router.top_k
-    first = modules(moe.experts, Linear)[0]
-    return 1 - taken / first.weight.shape[-len(first.weight_dims) - 1]
-
-
-def _weights(tree: PyTree) -> list:
-    return [linear.weight for linear in modules(tree, Linear)]
+    first = linear_maps(moe.experts)[0]
+    return 1 - taken / first.shape[-len(first.sizes) - 1]

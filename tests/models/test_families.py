@@ -162,7 +162,7 @@ def test_the_last_layer_of_a_jaxformer_block_has_no_rotary_position():
     assert isinstance(period, Period)
     assert [_attention(block).rotary for block in period.blocks] == [Rotary(2, 10_000.0, interleaved=True)] * 2 + [None]
     key_rope = _attention(period.blocks[0]).key_rope
-    assert key_rope is not None and key_rope.weight.shape == (2, 2, 16)
+    assert key_rope is not None and key_rope.shape == (2, 2, 16)
 
 
 def test_a_preset_of_any_size_is_laid_out_without_allocating_it():
@@ -177,7 +177,7 @@ def test_residual_projections_start_smaller_in_deeper_models():
         model = build(LlamaConfig(16, 32, layers, heads=4, kv_heads=2, mlp=64), key=jax.random.key(1))
         block = model.stacks[0].blocks
         assert isinstance(block, Block) and isinstance(block.mixer.layer, Attention)
-        return float(block.mixer.layer.output.weight.std())
+        return float(block.mixer.layer.output.matrix().std())
 
     assert spread(8) == pytest.approx(spread(2) / 2, rel=0.05)
 

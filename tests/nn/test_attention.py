@@ -200,10 +200,10 @@ def test_gradients_reach_every_parameter_and_agree_with_differences():
 
 def test_initial_deviations():
     module = nn.Attention(embed=64, heads=4, head_dim=16, output_std=0.3, sinks=True, key=KEY)
-    assert abs(float(jnp.std(module.query.weight)) * 8 - 1) < 0.05
-    assert abs(float(jnp.std(module.output.weight)) / 0.3 - 1) < 0.05
+    assert abs(float(jnp.std(module.query.matrix())) * 8 - 1) < 0.05
+    assert abs(float(jnp.std(module.output.matrix())) / 0.3 - 1) < 0.05
     assert module.sinks is not None and not jnp.any(module.sinks) and module.scale == 0.25
-    assert not np.array_equal(module.query.weight, module.key.weight)
+    assert not np.array_equal(module.query.matrix(), module.key.matrix())
 
 
 def test_kv_heads_must_divide_heads():

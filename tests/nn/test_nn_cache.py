@@ -1,5 +1,7 @@
 """Slots of the caches: where tokens go, what is dropped, and that memory is updated in place."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,8 @@ from eqformer import nn
 
 def cache(slots=4, rolling=False, batch=(2,)):
     shape = (*batch, slots, 1, 2)
-    return nn.KVCache(jnp.zeros(shape), jnp.zeros(shape), jnp.full((*batch, slots), -1, jnp.int32), rolling)
+    empty = jnp.full((*batch, slots), -1, jnp.int32)
+    return nn.KVCache(keys=jnp.zeros(shape), values=jnp.zeros(shape), positions=empty, rolling=rolling)
 
 
 def put(memory, places):
@@ -138,7 +141,8 @@ def test_any_leading_dims(batch):
 
 
 def test_a_latent_cache_stores_both_of_its_parts():
-    empty = nn.LatentCache(jnp.zeros((1, 3, 2)), jnp.zeros((1, 3, 4)), jnp.full((1, 3), -1, jnp.int32))
+    arrays: dict[str, Any] = {"latents": jnp.zeros((1, 3, 2)), "rotary_keys": jnp.zeros((1, 3, 4))}
+    empty = nn.LatentCache(**arrays, positions=jnp.full((1, 3), -1, jnp.int32))
     latents, rotated = normal(1, 1, 1, 2), normal(2, 1, 1, 4)
     memory, c, r, seen = empty.update(latents, rotated, nn.Tokens(jnp.array([[1]])))
     assert np.array_equal(memory.latents[:, 1:2], latents) and np.array_equal(memory.rotary_keys[:, 1:2], rotated)
@@ -192,7 +196,8 @@ def test_a_donated_cache_is_updated_in_place(rolling):
 
 
 def test_a_donated_cache_of_latents_is_updated_in_place():
-    memory = nn.LatentCache(jnp.zeros((2, 1024, 8)), jnp.zeros((2, 1024, 4)), jnp.full((2, 1024), -1))
+    arrays: dict[str, Any] = {"latents": jnp.zeros((2, 1024, 8)), "rotary_keys": jnp.zeros((2, 1024, 4))}
+    memory = nn.LatentCache(**arrays, positions=jnp.full((2, 1024), -1))
     new = jnp.ones((2, 1, 8)), jnp.ones((2, 1, 4)), jnp.zeros((2, 1), jnp.int32)
     step = lambda memory, latents, keys, places: memory.update(latents, keys, nn.Tokens(places))[0]
     compiled = jax.jit(step, donate_argnums=0).lower(memory, *new).compile()

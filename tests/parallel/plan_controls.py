@@ -155,7 +155,7 @@ def _entry(monkeypatch: Any, enter: Callable[[Any], Any]) -> None:
 
 def bias_before(monkeypatch: Any) -> None:
     """The bias of the map back into the stream added by every device, before the sum."""
-    row = lambda self, x: jax.lax.psum(self.linear(x), "tensor")
+    row = lambda self, x: jax.lax.psum(self.inner(x), "tensor")
     monkeypatch.setattr(_tensor._Row, "__call__", row)
 
 

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from foreign import Fading, Int8Map
 
 from eqformer import Batch, models, nn
 from eqformer.parallel import make_mesh, Plan
@@ -221,6 +222,15 @@ def recurrence(key: Any, kv_heads: int = 4) -> nn.Period:
     )
 
 
+def fading(key: Any, splits: bool = True) -> nn.Period:
+    """A mixer of somebody's own without a feed-forward layer, and an attention with one."""
+    one, two = jax.random.split(key)
+    mixer = Fading(embed=EMBED, heads=HEADS, v_dim=6, splits=splits, key=one)
+    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
+    alone = nn.Block(nn.Residual(mixer, norm(), dropout=nn.Dropout(0.1)))
+    return nn.Period((alone, nn.Block(nn.Residual(attention(two), norm()), nn.Residual(mlp, norm()))))
+
+
 Make = Callable[[Any], Any]
 BLOCKS: dict[str, tuple[Make, ...]] = {
     "windows": (windows,),
@@ -238,6 +248,7 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "batch mixture": (batch_mixture,),
     "choosing experts": (choosing_experts,),
     "recurrence": (recurrence,),
+    "fading": (fading,),
     "few recurrence": (functools.partial(recurrence, kv_heads=2),),
 }
 
@@ -280,8 +291,11 @@ def filled(build: Callable[[], Any], seed: int = 0) -> Any:
 def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32", "float32")) -> nn.Transformer:
     """A small model by its name, filled; `dtypes` are those of parameters and of computation.
 
-    Of a name that ends in `lora` every Linear has one.
+    Of a name that ends in `int8` every map is somebody's own, of eight bits; of one in `lora` every map has one.
     """
+    if name.endswith(" int8"):
+        with jax.ensure_compile_time_eval():
+            return nn.map_linears(Int8Map.of, model_of(name.removesuffix(" int8"), remat, dtypes))
     plain = name.removesuffix(" lora")
 
     def build() -> nn.Transformer:

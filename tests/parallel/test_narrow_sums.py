@@ -23,8 +23,8 @@ from eqformer.training._step import accumulated_gradients
 MEANT = {
     # Partial sums of a map's outputs over the axis `tensor`, and of the gradients of its inputs.
     ("Tensor._read", ("tensor",)),
-    ("_Row.__call__", ("tensor",)),
-    ("FeatureLinear.__call__", ("tensor",)),
+    ("_Row.product", ("tensor",)),
+    ("FeatureLinear.product", ("tensor",)),
     ("matmul_reduce_scatter", ("tensor",)),
     ("HeadInput.__call__", ("tensor",)),
     ("SplitMoE._whole_rows", ("tensor",)),
@@ -33,7 +33,7 @@ MEANT = {
     ("all_gather_matmul", ()),
     ("matmul_reduce_scatter", ()),
     # A factor of LoRA's, a slice of whose outputs each device has.
-    ("Linear.__call__", ("tensor",)),
+    ("Linear.product", ("tensor",)),
     # A token's chosen experts, on whatever devices they are, and the gradients that they have for it.
     ("SplitMoE._gathered", ("expert",)),
     ("SplitMoE._taken", ("expert",)),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from foreign import Int8Map
 from weight_stationary_cases import gathered, logits, palm, PROMPT, ROWS, serial, stationary, step, VOCAB
 
 from eqformer import generation, nn
@@ -163,8 +164,6 @@ def test_controls(models, monkeypatch, what):
             lambda m: stationary(of_block(m, lambda b: nn.Block(normed(b.mixer, b), normed(b.feed_forward, b))), 2, 4),
             "a block has mixer.output_norm; it is made for blocks that normalise before their layers",
         ),
-        (lambda m: stationary(with_lora(m, "feed_forward.layer.gate"), 2, 4), "a layer's map is a LoRA; merge it"),
-        (lambda m: stationary(with_lora(m, "feed_forward.layer.up"), 2, 4), "a layer's map is a LoRA; merge it"),
     ],
 )
 def test_what_does_not_fit(models, make, message):
@@ -184,13 +183,18 @@ def normed(sublayer, block):
     return dataclasses.replace(sublayer, norm=block.norm, output_norm=block.norm)
 
 
-def with_lora(model, name):
-    return nn.with_lora(model, [name], rank=2, key=jax.random.key(2))
+def test_maps_with_factors_and_maps_of_eight_bits(models):
+    """Matrices are put together of the slices that a device holds."""
+    model = nn.with_lora(models["serial"][0], [nn.Attention, "up", "head"], rank=2, key=jax.random.key(2))
+    drawn = lambda m: [linear.weight for linear in nn.linear_maps(m) if linear.inputs == ("rank",)]
+    model = eqx.tree_at(drawn, model, [0.2 + x for x in drawn(model)])
+    model = eqx.tree_at(lambda m: m.stacks[0].blocks.feed_forward, model, replace_fn=lambda m: nn.map_linears(of_8, m))
+    want = logits(model, IDS)
+    assert error(logits(stationary(model, 2, 4), IDS), want) < 2e-6 < error(models["serial"][1], want)
 
 
-def test_changes_that_are_merged_fit(models):
-    laid_out = stationary(nn.merge_lora(with_lora(models["palm"][0], "feed_forward.layer.gate")), 2, 4)
-    assert laid_out.vocab == models["palm"][0].vocab and not nn.modules(laid_out.model, nn.LoRA)
+def of_8(linear):
+    return linear if "rank" in linear.sizes else Int8Map.of(linear)
 
 
 def test_packed_rows_are_refused(models):

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from .._cache import empty_slots, KVCache, without_room
-from .._contracts import Mixer
+from .._contracts import Attends, Mixer, MixerFacts
 from .._dtype import float_dtype
 from .._linear import Linear
+from .._linear_map import LinearMap
 from .._norm import LayerNorm, RMSNorm
 from .._sums import wide_product
 from .._tokens import document_lengths, Tokens, tokens_or_default
@@ -29,15 +30,15 @@ class Attention(Mixer):
     on a slice of its heads.
     """
 
-    query: Linear
-    key: Linear
-    value: Linear
-    output: Linear
+    query: LinearMap
+    key: LinearMap
+    value: LinearMap
+    output: LinearMap
     query_norm: RMSNorm | LayerNorm | None
     key_norm: RMSNorm | LayerNorm | None
     rotary: Rotary | None
     temperature: LogTemperature | None
-    gate: Linear | None
+    gate: LinearMap | None
     sinks: Float[Array, "heads"] | None
     mask: Mask
     core: Callable[..., Array]
@@ -138,6 +139,12 @@ class Attention(Mixer):
         """An empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it is so long only, and rolls."""
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         reach = self.mask.reach(capacity)
-        shape = (*batch, reach, *self.key.weight.shape[:2])
-        keys, values = jnp.zeros(shape, dtype), jnp.zeros((*shape[:-1], self.value.weight.shape[1]), dtype)
-        return KVCache(keys, values, empty_slots(batch, reach), rolling=reach < capacity)
+        shape = (*batch, reach, *self.key.output_shape)
+        keys, values = jnp.zeros(shape, dtype), jnp.zeros((*shape[:-2], *self.value.output_shape), dtype)
+        return KVCache(keys=keys, values=values, positions=empty_slots(batch, reach), rolling=reach < capacity)
+
+    def facts(self) -> MixerFacts:
+        """It runs on a slice of its heads, and its core attends for pieces of rows."""
+        query, key, value = (self.query.output_shape,), (self.key.output_shape,), (self.value.output_shape,)
+        output = ((query[0][0], value[0][1]),)
+        return MixerFacts(True, Attends(self.mask, query, key, value, output, self.sinks is not None))

@@ -1,6 +1,7 @@
 """Multi-head latent attention: keys and values rebuilt from one small latent a token."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import einops
 import equinox as eqx
@@ -9,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from .._cache import empty_slots, LatentCache, without_room
-from .._contracts import Mixer
+from .._contracts import Attends, Mixer, MixerFacts
 from .._dtype import float_dtype
 from .._linear import Linear
-from .._lora import weight_of
+from .._linear_map import LinearMap
 from .._norm import RMSNorm
 from .._sums import spread, wide_sum
 from .._tokens import document_lengths, Tokens, tokens_or_default
@@ -30,16 +31,16 @@ class LatentAttention(Mixer):
     latents directly: the up-projections are absorbed into query and output, as in the paper, with equal results.
     """
 
-    query_down: Linear | None
+    query_down: LinearMap | None
     query_latent_norm: RMSNorm | None
-    query: Linear
-    query_rope: Linear | None
-    latent_down: Linear
+    query: LinearMap
+    query_rope: LinearMap | None
+    latent_down: LinearMap
     latent_norm: RMSNorm | None
-    key_rope: Linear | None
-    key_up: Linear
-    value_up: Linear
-    output: Linear
+    key_rope: LinearMap | None
+    key_up: LinearMap
+    value_up: LinearMap
+    output: LinearMap
     rotary: Rotary | None
     mask: Mask
     core: Callable[..., Array]
@@ -121,7 +122,7 @@ class LatentAttention(Mixer):
         absorbed = cache is not None and x.shape[-2] == 1
         if absorbed:
             # The bias of key_up adds the same number to all scores of a query, which does not change the softmax.
-            query = einops.einsum(query, weight_of(self.key_up).astype(x.dtype), "... h d, h d latent -> ... h latent")
+            query = einops.einsum(query, self.key_up.matrix(x.dtype), "... h d, h d latent -> ... h latent")
             key = value = latents[..., None, :]
         else:
             key, value = self.key_up(latents), self.value_up(latents)
@@ -134,7 +135,7 @@ class LatentAttention(Mixer):
             attended = without_room(attended, tokens, cache)
         if absorbed:
             up = self.value_up
-            attended = einops.einsum(attended, weight_of(up).astype(x.dtype), "... h latent, h v latent -> ... h v")
+            attended = einops.einsum(attended, up.matrix(x.dtype), "... h latent, h v latent -> ... h v")
             attended = wide_sum(attended, up.bias)
         return self.output(attended), cache
 
@@ -155,6 +156,14 @@ class LatentAttention(Mixer):
         """An empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it is so long only, and rolls."""
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         reach = self.mask.reach(capacity)
-        latents = jnp.zeros((*batch, reach, self.latent_down.weight.shape[0]), dtype)
+        latents = jnp.zeros((*batch, reach, *self.latent_down.output_shape), dtype)
         rotary_keys = jnp.zeros((*batch, reach, 0 if self.rotary is None else self.rotary.dim), dtype)
-        return LatentCache(latents, rotary_keys, empty_slots(batch, reach), rolling=reach < capacity)
+        slots: dict[str, Any] = {"positions": empty_slots(batch, reach), "rolling": reach < capacity}
+        return LatentCache(latents=latents, rotary_keys=rotary_keys, **slots)
+
+    def facts(self) -> MixerFacts:
+        """It runs on a slice of its heads, and its core attends for pieces of rows; the rotated key is every head's."""
+        rotated = () if self.query_rope is None else (self.query_rope.output_shape,)
+        query, key = (self.query.output_shape, *rotated), (self.key_up.output_shape, *rotated)
+        value = (self.value_up.output_shape,)
+        return MixerFacts(True, Attends(self.mask, query, key, value, value))

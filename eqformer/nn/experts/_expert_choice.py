@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Key
 
 from .._counting import even_share
 from .._linear import Linear
+from .._linear_map import LinearMap
 from .._tokens import Tokens
 from ._routing import best_places, is_real, router_logits, Slots
 
@@ -23,7 +24,7 @@ class ExpertChoiceRouter(eqx.Module):
     another way alone than with its continuation.
     """
 
-    linear: Linear
+    linear: LinearMap
     factor: float = eqx.field(static=True)
     per: str = eqx.field(static=True)
 

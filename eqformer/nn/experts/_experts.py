@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from .._dims import ensemble, path_name
+from .._linear import dense
+from .._linear_map import LinearMap
 from ._grouped import grouped
 from ._grouped_maps import map_linears
 
@@ -16,7 +18,7 @@ class Experts(eqx.Module):
     """`experts` feed-forward layers, each array with an `experts` dim in front.
 
     `mlps` may be any module that maps the last dim of an array; `sorted_rows` asks that its parameters be those of
-    `Linear`s. An expert is plain indexing: `experts[2]` is a layer.
+    linear maps. An expert is plain indexing: `experts[2]` is a layer.
     """
 
     mlps: Callable[[Array], Array] = ensemble("experts")
@@ -45,27 +47,29 @@ class Experts(eqx.Module):
     def sorted_rows(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
         """The first `sizes[0]` rows by expert 0, the next `sizes[1]` by expert 1, and so on; zeros for rows behind.
 
-        Raises a `ValueError` for parameters that are not those of `Linear`s of one dim to one.
+        Raises a `ValueError` for parameters that are not those of linear maps of one dim to one.
         """
         if others := self._more_than_maps():
             raise ValueError(
-                f"Experts.sorted_rows: of an expert's parameters, {', '.join(others)} are not those of a Linear of one "
-                "dim to one, and rows sorted by expert need such; dispatch by Capacity, which runs any module."
+                f"Experts.sorted_rows: of an expert's parameters, {', '.join(others)} are not those of a linear map of "
+                "one dim to one, and rows sorted by expert need such; dispatch by Capacity, which runs any module."
             )
-        return grouped(self.mlps, x, sizes)
+        return grouped(map_linears(dense, self.mlps), x, sizes)
 
     def only_call_maps(self) -> bool:
         """Whether rows sorted by expert can run these experts: all that they do with parameters is to call maps."""
         if self._more_than_maps():
             return False
+        is_any = lambda node: isinstance(node, LinearMap)
+        called = jax.tree.map(lambda node: _Called() if is_any(node) else node, self.mlps, is_leaf=is_any)
         try:  # sizes do not matter, and those of one device's slices do not fit together
-            jax.eval_shape(map_linears(lambda _: _Called(), self.mlps), jax.ShapeDtypeStruct((1, 2), jnp.float32))
+            jax.eval_shape(called, jax.ShapeDtypeStruct((1, 2), jnp.float32))
         except (AttributeError, TypeError):  # it reads what a map holds
             return False
         return True
 
     def _more_than_maps(self) -> list[str]:
-        """The paths of parameters that are not those of `Linear`s of one dim to one; of most experts there are none."""
+        """The paths of parameters that are not those of linear maps of one dim to one; most have none."""
         is_grouped = lambda linear: len(linear.inputs) == len(linear.outputs) == 1
         rest = map_linears(lambda linear: None if is_grouped(linear) else linear, self.mlps)
         return [path_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(rest) if eqx.is_array(leaf)]

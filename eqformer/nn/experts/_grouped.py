@@ -20,10 +20,10 @@ def grouped(
 ) -> Float[Array, "rows outputs"]:
     """`modules[g](x[i])` for each row `i` of group `g`, where the first `sizes[0]` rows are of group 0, and so on.
 
-    `modules` is an ensemble over groups whose parameters are all of `Linear`s of one dim to one; it maps rows one by
+    `modules` is an ensemble over groups whose parameters are all of `DenseMap`s of one dim to one; it maps rows one by
     one. Rows behind the last group give zeros. On CPUs each group has slots for as many rows as with an even load,
     which are computed together, and the other rows are computed in blocks of one group each, as in MegaBlocks
-    (arXiv:2211.15841). On GPUs and TPUs each `Linear` is a `jax.lax.ragged_dot`. (A CPU, or a GPU without a kernel for
+    (arXiv:2211.15841). On GPUs and TPUs each map is a `jax.lax.ragged_dot`. (A CPU, or a GPU without a kernel for
     it, would compute that for every group and row.) The products' results are kept for the backward pass, which
     recomputes the rest; there are no second derivatives and no forward mode. Weights are cast to the dtype of `x`; sums
     are float32 at least.

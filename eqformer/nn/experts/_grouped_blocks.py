@@ -21,7 +21,7 @@ def blocked(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> Array:
 
 
 def blocked_forward(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> tuple[Array, list[Array]]:
-    """The rows' outputs, and what the modules' `Linear`s gave of the rows in slots, slot by slot."""
+    """The rows' outputs, and what the modules' linear maps gave of the rows in slots, slot by slot."""
     return _outputs(static, arrays, x, sizes, Slots(sizes, len(x)))
 
 

@@ -1,5 +1,6 @@
-"""What the two ways of `grouped` share: a module with its `Linear`s computed in another way, or already known."""
+"""What the two ways of `grouped` share: a module with its linear maps computed in another way, or already known."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -7,39 +8,38 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._linear import Linear
+from .._linear_map import Answered, DenseMap, is_map
 
 
 Parameters = tuple[Array, Array | None]  # a weight and, where there is one, a bias
 
 
 class Maps(NamedTuple):
-    """How a `Linear` is computed, and the gradients of its parameters and its input by those of its output."""
+    """How a linear map is computed, and the gradients of its parameters and its input by those of its output."""
 
-    forward: Callable[[Linear, Array], Array]
+    forward: Callable[[DenseMap, Array], Array]
     backward: Callable[[Parameters, Array, Array], tuple[Parameters, Array]]
 
 
-def map_linears(change: Callable[[Linear], Any], module: Any) -> Any:
-    """The module with each `Linear` changed."""
-    is_linear = lambda node: isinstance(node, Linear)
-    return jax.tree.map(lambda node: change(node) if is_linear(node) else node, module, is_leaf=is_linear)
+def map_linears(change: Callable[[Any], Any], module: Any) -> Any:
+    """The module with each linear map changed."""
+    return jax.tree.map(lambda node: change(node) if is_map(node) else node, module, is_leaf=is_map)
 
 
 def recorded(module: Any, x: Array, maps: Maps) -> tuple[Array, list[Array]]:
-    """The module's output, and those of its `Linear`s in the order of their calls, all but one that is the output."""
+    """The module's output, and those of its linear maps in the order of their calls, all but one that is the output."""
     kept: list[Array] = []
 
-    def call(linear: Linear, x: Array) -> Array:
+    def call(linear: DenseMap, x: Array) -> Array:
         kept.append(maps.forward(linear, x))
         return kept[-1]
 
-    y = map_linears(lambda linear: lambda x: call(linear, x), module)(x)
+    y = map_linears(lambda linear: Answered(linear, functools.partial(call, linear)), module)(x)
     return y, [one for one in kept if one is not y]
 
 
 def replayed(module: Any, x: Array, maps: Maps, kept: Sequence[Array]) -> Array:
-    """The module with the outputs of its `Linear`s given."""
+    """The module with the outputs of its linear maps given."""
     given = list(kept)
 
     @jax.custom_vjp
@@ -50,8 +50,8 @@ def replayed(module: Any, x: Array, maps: Maps, kept: Sequence[Array]) -> Array:
         return *maps.backward(*saved, gradient), None
 
     known.defvjp(lambda parameters, x, y: (y, (parameters, x)), backward)
-    call = lambda linear: lambda x: known((linear.weight, linear.bias), x, given.pop(0))
-    return map_linears(call, module)(x)
+    call = lambda linear, x: known((linear.weight, linear.bias), x, given.pop(0))
+    return map_linears(lambda linear: Answered(linear, functools.partial(call, linear)), module)(x)
 
 
 def zero_of(tree: Any, *more: Array) -> Array:

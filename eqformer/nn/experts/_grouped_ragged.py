@@ -1,4 +1,4 @@
-"""`grouped` on GPUs and TPUs: all rows at once, a ragged product for each `Linear`."""
+"""`grouped` on GPUs and TPUs: all rows at once, a ragged product for each linear map."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._dtype import at_least_float32
-from .._linear import Linear
+from .._linear_map import DenseMap
 from .._sums import wide_sum
 from ._grouped_maps import Maps, Parameters, recorded, replayed
 
@@ -19,7 +19,7 @@ def ragged(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> Array:
 
 
 def ragged_forward(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> tuple[Array, list[Array]]:
-    """The rows' outputs, and what the modules' `Linear`s gave."""
+    """The rows' outputs, and what the modules' linear maps gave."""
     y, kept = recorded(eqx.combine(arrays, static), x, _maps(sizes, len(x)))
     return jnp.where(_is_real(x, sizes), y, 0), kept
 
@@ -42,7 +42,7 @@ def _maps(sizes: Array, rows: int) -> Maps:
         exact = at_least_float32(x.dtype)
         return jax.lax.ragged_dot(x, weight.astype(x.dtype), sizes, preferred_element_type=exact).astype(x.dtype)
 
-    def forward(linear: Linear, x: Array) -> Array:
+    def forward(linear: DenseMap, x: Array) -> Array:
         y = product(x, jnp.swapaxes(linear.weight, 1, 2))
         return wide_sum(y, None if linear.bias is None else linear.bias[owners])
 

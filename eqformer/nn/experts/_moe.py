@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from .._aux import Aux
 from .._contracts import Routed
-from .._dims import modules
 from .._linear import Linear
+from .._linear_map import linear_maps, LinearMap
 from .._sums import wide_product
 from .._tokens import Tokens, tokens_or_default
 from ._balance import alone, BalanceLoss, Total
@@ -50,7 +50,7 @@ class MoE(Routed):
     ):
         """Put the parts together. Raises a `ValueError` where they do not fit, or `losses` have nothing to read."""
         choosing = isinstance(router, ExpertChoiceRouter)
-        scored = router.linear.weight.shape[0] if choosing else candidates(router, len(experts))
+        scored = candidates(router, len(experts))
         if scored != len(experts):
             raise ValueError(
                 f"MoE(router, experts): the router chooses among {scored} experts and there are {len(experts)}; "
@@ -111,7 +111,7 @@ class GatedShared(eqx.Module):
     """`sigmoid(w . x) layer(x)`: a shared expert that each token takes as far as it wants (Qwen2-MoE)."""
 
     layer: Callable[[Array], Array]
-    gate: Linear
+    gate: LinearMap
 
     def __init__(self, layer: Callable[[Array], Array], *, embed: int, key: Key[Array, ""]):
         """Draw the gate, a map to one number."""
@@ -130,10 +130,10 @@ def aux_of_slots(slots: Slots, tokens: Tokens, x: Float[Array, "*batch seq embed
     return Aux(zero, load, jnp.zeros((), jnp.int32), zero, real)
 
 
-def candidates(router: Router, otherwise: int) -> int:
+def candidates(router: Router | ExpertChoiceRouter, otherwise: int) -> int:
     """How many experts the router scores, by its map to `candidates`; unknown of one without such a map."""
-    scoring = [linear for linear in modules(router, Linear) if linear.outputs == ("candidates",)]
-    return scoring[0].weight.shape[-2] if scoring else otherwise
+    scoring = [linear for linear in linear_maps(router) if linear.outputs == ("candidates",)]
+    return scoring[0].sizes["candidates"] if scoring else otherwise
 
 
 ROUTER = 2  # folded into tokens' keys, where a block's dropouts fold 0 and 1

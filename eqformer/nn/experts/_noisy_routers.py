@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from .._linear import Linear
+from .._linear_map import LinearMap
 from .._tokens import Tokens
 from ._router import Router
 from ._routing import best_places, check_top_k, drawn_each, router_logits, Routing, routing_of
@@ -19,8 +20,8 @@ class NoisyTopKRouter(Router):
     expert is chosen. The scores are the softmax of `H` over all experts. Without keys `H` is `W x`.
     """
 
-    linear: Linear
-    noise: Linear
+    linear: LinearMap
+    noise: LinearMap
     top_k: int = eqx.field(static=True)
 
     def __init__(self, *, embed: int, experts: int, top_k: int, std: float | None = 0.0, key: Key[Array, ""]):
@@ -66,7 +67,7 @@ class RandomSecondRouter(Router):
     probability `2 g2 / (g1 + g2)`, which is at most 1; the first keeps its weight either way. Without keys both are.
     """
 
-    linear: Linear
+    linear: LinearMap
 
     def __init__(self, *, embed: int, experts: int, std: float | None = None, key: Key[Array, ""]):
         """Draw the map."""

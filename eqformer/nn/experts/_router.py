@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Key
 from .._dims import float32_at_least
 from .._dtype import at_least_float32
 from .._linear import Linear
+from .._linear_map import LinearMap
 from .._tokens import Tokens
 from ._routing import best_places, check_top_k, drawn_each, normalised, router_logits, Routing, routing_of
 
@@ -47,7 +48,7 @@ class TopKRouter(Router):
       `groups=8, kept_groups=4, group_score="top2", scale=2.5`.
     """
 
-    linear: Linear
+    linear: LinearMap
     top_k: int = eqx.field(static=True)
     score: str = eqx.field(static=True)
     normalise: bool = eqx.field(static=True)

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from .._cache import check_one_document, DeltaCache
-from .._contracts import Mixer
+from .._contracts import Mixer, MixerFacts
 from .._documents import documents_of
 from .._dtype import at_least_float32, float_dtype
 from .._linear import Linear
+from .._linear_map import LinearMap
 from .._norm import RMSNorm
 from .._tokens import Tokens, tokens_or_default
 from ._conv import CausalConv
@@ -30,19 +31,19 @@ class GatedDeltaNet(Mixer):
     begins at position 0 or with another segment. Head counts are read off the weights.
     """
 
-    query: Linear
-    key: Linear
-    value: Linear
-    gate: Linear
-    rate: Linear
-    decay: Linear
+    query: LinearMap
+    key: LinearMap
+    value: LinearMap
+    gate: LinearMap
+    rate: LinearMap
+    decay: LinearMap
     query_conv: CausalConv
     key_conv: CausalConv
     value_conv: CausalConv
     log_rate: Float[Array, "heads"]
     decay_bias: Float[Array, "heads"]
     norm: RMSNorm
-    output: Linear
+    output: LinearMap
     chunk: int = eqx.field(static=True)
 
     def __init__(
@@ -143,12 +144,17 @@ class GatedDeltaNet(Mixer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> DeltaCache:
         """An empty cache; `capacity` does not matter."""
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
-        kv_heads, head_dim = self.key.weight.shape[:2]
-        heads, v_dim = self.value.weight.shape[:2]
+        kv_heads, head_dim = self.key.output_shape
+        heads, v_dim = self.value.output_shape
         kept = (*batch, self.key_conv.weight.shape[-1] - 1)
         few, many = jnp.zeros((*kept, kv_heads, head_dim), dtype), jnp.zeros((*kept, heads, v_dim), dtype)
         state = jnp.zeros((*batch, heads, head_dim, v_dim), at_least_float32(jnp.dtype(dtype)))
         return DeltaCache(state, few, few, many, jnp.zeros(tuple(batch), jnp.int32))
+
+    def facts(self) -> MixerFacts:
+        """It runs on a slice of its heads; its state is read by the key, corrected, and read by the query."""
+        heads, v_dim = self.value.output_shape
+        return MixerFacts(True, operations=3 * 2 * heads * v_dim * self.query.sizes["head_dim"])
 
 
 def _unit(x: Float[Array, "*batch channels"]) -> Float[Array, "*batch channels"]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ...nn import blockwise, BlockwiseCore, DotProductCore, Mask, of_whole_rows, ReferenceCore, spread, Tokens
+from ...nn import blockwise, BlockwiseCore, DotProductCore, Mask, Mixer, of_whole_rows, ReferenceCore, spread, Tokens
 from .. import _send as send
 from .._axes import CONTEXT
 from .._ring import Ring
@@ -165,11 +165,11 @@ def check_context(
         )
 
 
-def refuse_recurrence(size: int, path: str) -> NoReturn:
-    """Raise a `ValueError` for a recurrence over rows in pieces, each of which would wait for the one before it."""
+def refuse_recurrence(size: int, path: str, mixer: Mixer) -> NoReturn:
+    """Raise a `ValueError` for a mixer without a core over rows in pieces: each would wait for the one before it."""
     raise ValueError(
-        f"Plan over context={size}: {path} has a GatedDeltaNet, which reads a row's tokens one after another, and a "
-        "device has pieces of rows; give the devices to another axis, such as tensor, which splits its heads."
+        f"Plan over context={size}: {path} has a {type(mixer).__name__}, which reads a row's tokens one after another, "
+        "and a device has pieces of rows; give the devices to another axis, such as tensor, which splits its heads."
     )
 
 

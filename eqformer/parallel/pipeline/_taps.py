@@ -12,71 +12,63 @@ from .._vary import vary_like, varying_axes
 
 
 class Notes:
-    """What happened to one Linear in a trace: the shapes of each call."""
+    """What happened to one map in a trace: the shapes of each call."""
 
     def __init__(self):
         self.calls: list[tuple] = []
 
 
-class Seen(eqx.Module):
-    """Stands for a Linear and notes what it is called on."""
+class Watched(nn.DenseMap):
+    """Stands for a map in some blocks of a pipeline."""
 
-    outputs: tuple[str, ...] = eqx.field(static=True)
-    inputs: tuple[str, ...] = eqx.field(static=True)
+    inner: Any  # a `DenseMap`, or what stands for one in a tree like the blocks
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The map's own."""
+        return self.inner.inputs
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The map's own."""
+        return self.inner.outputs
+
+    @property
+    def weight(self) -> Any:
+        """The map's own."""
+        return self.inner.weight
+
+    @property
+    def bias(self) -> Any:
+        """The map's own."""
+        return self.inner.bias
+
+
+class Seen(Watched):
+    """Stands for a map and notes what it is called on."""
+
     notes: Notes = eqx.field(static=True)
-    weight: Float[Array, "..."] = nn.named_by("weight_dims")
-    bias: Float[Array, "..."] | None = nn.named_by("outputs")
 
-    @property
-    def weight_dims(self) -> tuple[str, ...]:
-        """Names of the weight's dims."""
-        return self.outputs + self.inputs
-
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The map's own result."""
-        y = holding(self, self.weight, None)(x)
-        self.notes.calls.append((self.weight.shape, *_typed(vary_like(x, self.weight)), *_typed(y)))
-        return nn.wide_sum(y, self.bias)
+    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+        """The map's own."""
+        y = self.inner.product(x, dtype)
+        self.notes.calls.append((self.inner.shape, *_typed(vary_like(x, self.inner.weight)), *_typed(y)))
+        return y
 
 
-class Tapped(eqx.Module):
-    """Stands for a Linear whose weight gets no gradient: those of `into` and `out` are its input and its cotangent."""
+class Tapped(Watched):
+    """Stands for a map whose weight gets no gradient: those of `into` and `out` are its input and its cotangent."""
 
-    outputs: tuple[str, ...] = eqx.field(static=True)
-    inputs: tuple[str, ...] = eqx.field(static=True)
-    weight: Float[Array, "..."] = nn.named_by("weight_dims")
-    bias: Float[Array, "..."] | None = nn.named_by("outputs")
-    into: Float[Array, "..."]  # type: ignore[misc]  # no field has a default
-    out: Float[Array, "..."]  # type: ignore[misc]
+    into: Float[Array, "..."]
+    out: Float[Array, "..."]
 
-    @property
-    def weight_dims(self) -> tuple[str, ...]:
-        """Names of the weight's dims."""
-        return self.outputs + self.inputs
-
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The map's own result."""
+    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+        """The map's own."""
         # Typed alike before the product: the sums over axes that the input does not vary over are this line's.
-        x = vary_like(x, self.weight)
-        y = _product((self.outputs, self.inputs), x, self.weight.astype(x.dtype), self.into, self.out)
-        return nn.wide_sum(y, self.bias)
-
-
-Map = nn.Linear | Seen | Tapped
-
-
-def is_map(node: Any) -> bool:
-    """Whether a node is a linear map, or stands for one."""
-    return isinstance(node, Map)
-
-
-def holding(node: Any, weight: Any, bias: Any, kind: type = nn.Linear, **more: Any) -> Any:
-    """A `kind` of the node's dims that holds what it is given, checked by nobody: shapes, gradients or None."""
-    linear = object.__new__(kind)
-    fields = {"outputs": node.outputs, "inputs": node.inputs, "weight": weight, "bias": bias}
-    for name, value in (fields | more).items():
-        object.__setattr__(linear, name, value)
-    return linear
+        weight = self.inner.weight
+        x = vary_like(x, weight)
+        y = _product((self.outputs, self.inputs), x, weight.astype(x.dtype), self.into, self.out)
+        return y if dtype is None else y.astype(dtype)
 
 
 def _contract(dims: tuple, x: Array, weight: Array) -> Array:

@@ -1,7 +1,7 @@
 """Gradients of linear maps' weights put off until later, without running anything twice.
 
 A backward pass through `y = W x` needs `W` alone to go on; the weight's gradient, the product `dy x^T`, can wait if `x`
-and `dy` are kept. To that end each `nn.Linear` of some blocks is replaced by one whose product has two more inputs,
+and `dy` are kept. To that end each `nn.DenseMap` of some blocks is replaced by one whose product has two more inputs,
 zeros that it ignores: the "gradients" of those are `x` and `dy`. A scan over layers stacks them like any gradient.
 """
 
@@ -20,11 +20,11 @@ from .._axes import FSDP
 from .._vary import vary
 from ..state._fully_sharded import Gathered
 from ..state._stand_ins import scatter
-from ._taps import holding, is_map, Notes, Seen, Tapped
+from ._taps import Notes, Seen, Tapped
 
 
 def taps(blocks: PyTree, notes: dict[int, Notes], tokens: int) -> dict[int, tuple]:
-    """Which of the blocks' Linears can be tapped, by number: shape, dtype and axes of all layers' inputs and outputs.
+    """Which of the blocks' maps can be tapped, by number: shape, dtype and axes of all layers' inputs and outputs.
 
     They are called once a layer, on at least `tokens` vectors (fewer: inside a loop of a layer's own), and their weight
     is the layer's own: neither gathered, nor one of several under `vmap`, nor read by someone else.
@@ -42,21 +42,19 @@ def taps(blocks: PyTree, notes: dict[int, Notes], tokens: int) -> dict[int, tupl
 
 
 def watched(blocks: PyTree) -> tuple[PyTree, dict[int, Notes]]:
-    """The blocks with every Linear noting its calls, for one trace; and the notes by number."""
+    """The blocks with every map noting its calls, for one trace; and the notes by number."""
     linears = _linears(blocks)
     notes = {number: Notes() for number in linears}
-    seen = {n: holding(x, x.weight, x.bias, Seen, notes=notes[n]) for n, x in linears.items()}
-    return _replaced(blocks, seen), notes
+    return _replaced(blocks, {number: Seen(linear, notes[number]) for number, linear in linears.items()}), notes
 
 
 def tapped(blocks: PyTree, wanted: dict[int, tuple]) -> PyTree:
-    """The blocks with taps in place of the Linears `wanted`."""
+    """The blocks with taps in place of the maps `wanted`."""
     linears = _linears(blocks)
 
-    def tap(linear: nn.Linear, into: Any, into_axes: frozenset, out: Any, out_axes: frozenset) -> Tapped:
+    def tap(linear: nn.DenseMap, into: Any, into_axes: frozenset, out: Any, out_axes: frozenset) -> Tapped:
         zeros = lambda like, axes: vary(jnp.zeros(like.shape, like.dtype), axes)
-        both = {"into": zeros(into, into_axes), "out": zeros(out, out_axes)}
-        return holding(linear, linear.weight, linear.bias, Tapped, **both)
+        return Tapped(linear, zeros(into, into_axes), zeros(out, out_axes))
 
     new = _replaced(blocks, {number: tap(linears[number], *shapes) for number, shapes in wanted.items()})
     return _each_gathered(_not_gathering_taps, new, blocks)
@@ -71,7 +69,7 @@ def is_differentiated(blocks: PyTree) -> PyTree:
             no_values = jax.tree.map(lambda _: False, node.values)
             return Gathered(is_differentiated(node.inner), node.dims, node.dtypes, node.keeps, no_values)
         kept = jax.tree.map(eqx.is_inexact_array, node)
-        return eqx.tree_at(lambda n: n.weight, kept, False) if isinstance(node, Tapped) else kept
+        return eqx.tree_at(lambda n: n.inner.weight, kept, False) if isinstance(node, Tapped) else kept
 
     return jax.tree.map(flags, blocks, is_leaf=lambda node: isinstance(node, Tapped | Gathered))
 
@@ -87,7 +85,7 @@ def split_gradients(
     """From gradients of tapped blocks: those of plain blocks, None for tapped weights; and the taps' pairs."""
     taken = {number: node for number, node in _linears(gradients).items() if number in wanted}
     products = {number: (node.into, node.out) for number, node in taken.items()}
-    plain = {number: holding(node, None, node.bias) for number, node in taken.items()}
+    plain = {number: node.inner for number, node in taken.items()}
     nothing = lambda values: jax.tree.map(lambda _: None, values)
     restored = lambda new, old: Gathered(new.inner, old.dims, old.dtypes, old.keeps, nothing(old.values))
     return _each_gathered(restored, _replaced(gradients, plain), blocks), products
@@ -100,14 +98,16 @@ def weight_gradients(blocks: PyTree, products: dict[int, tuple[Array, Array]]) -
     """
     sites = _sites(blocks)
 
-    def multiply(linear: nn.Linear, dim: int | None, into: Array, out: Array) -> nn.Linear:
+    def multiply(linear: nn.DenseMap, dim: int | None, into: Array, out: Array) -> nn.DenseMap:
         layers = linear.weight.shape[0]
         into = into.reshape(layers, -1, math.prod(into.shape[into.ndim - len(linear.inputs) :]))
         out = out.reshape(layers, -1, math.prod(out.shape[out.ndim - len(linear.outputs) :]))
         exact = nn.at_least_float32(into.dtype)
         product = jnp.einsum("lni,lno->loi", into, out, preferred_element_type=exact)
         product = product.reshape(_whole_shape(linear, dim))
-        return holding(linear, product if dim is None else scatter(product, dim + 1), None)
+        product = product if dim is None else scatter(product, dim + 1)
+        nothing = jax.tree.map(lambda _: None, linear)
+        return eqx.tree_at(lambda m: m.weight, nothing, product, is_leaf=lambda node: node is None)
 
     nothing = jax.tree.map(lambda _: None, blocks)
     return _replaced(nothing, {number: multiply(*sites[number], *pair) for number, pair in products.items()})
@@ -115,34 +115,43 @@ def weight_gradients(blocks: PyTree, products: dict[int, tuple[Array, Array]]) -
 
 def _is_node(node: Any) -> bool:
     # Experts are taken as one: their maps run many matrices at once.
-    return is_map(node) or isinstance(node, nn.Experts)
+    return isinstance(node, nn.DenseMap | nn.Experts)
 
 
-def _sites(blocks: PyTree) -> list[tuple[nn.Linear, int | None]]:
-    """The Linears in the tree's order, each with the dim of a layer's weight that is gathered for its use, or None."""
+def _is_map(node: Any) -> bool:
+    return isinstance(node, nn.DenseMap)
+
+
+def _sites(blocks: PyTree) -> list[tuple[nn.DenseMap, int | None]]:
+    """The maps in the tree's order, each with the dim of a layer's weight that is gathered for its use, or None."""
     found = []
     for node in jax.tree.leaves(blocks, is_leaf=lambda node: _is_node(node) or isinstance(node, Gathered)):
         if isinstance(node, Gathered):
             for linear, dims in zip(_nodes(node), _by_node(node, node.dims)):
-                found += [(linear, dims[0])] if is_map(linear) else []
-        elif is_map(node):
+                found += [(linear, dims[_place_of_weight(linear)])] if isinstance(linear, nn.DenseMap) else []
+        elif _is_map(node):
             found.append((node, None))
     return found
 
 
 def _linears(blocks: PyTree) -> dict[int, Any]:
-    return dict(enumerate(filter(is_map, jax.tree.leaves(blocks, is_leaf=_is_node))))
+    return dict(enumerate(filter(_is_map, jax.tree.leaves(blocks, is_leaf=_is_node))))
 
 
 def _replaced(blocks: PyTree, new: dict[int, Any]) -> PyTree:
     nodes, structure = jax.tree.flatten(blocks, is_leaf=_is_node)
-    places = [place for place, node in enumerate(nodes) if is_map(node)]
+    places = [place for place, node in enumerate(nodes) if _is_map(node)]
     for number, node in new.items():
         nodes[places[number]] = node
     return structure.unflatten(nodes)
 
 
-def _whole_shape(linear: nn.Linear, dim: int | None) -> tuple[int, ...]:
+def _place_of_weight(linear: nn.DenseMap) -> int:
+    arrays = jax.tree.leaves(eqx.filter(linear, eqx.is_array))
+    return next(place for place, array in enumerate(arrays) if array is linear.weight)
+
+
+def _whole_shape(linear: nn.DenseMap, dim: int | None) -> tuple[int, ...]:
     shape = list(linear.weight.shape)
     if dim is not None:
         shape[dim + 1] *= jax.lax.axis_size(FSDP)
@@ -172,7 +181,7 @@ def _nodes(gathered: Gathered) -> list:
 
 
 def _by_node(gathered: Gathered, values: tuple) -> list[tuple]:
-    """What a `Gathered` says of each array, grouped by Linear, and by leaf outside of one."""
+    """What a `Gathered` says of each array, grouped by map, and by leaf outside of one."""
     rest = iter(values)
     counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(gathered)]
     return [tuple(itertools.islice(rest, count)) for count in counts]

@@ -23,9 +23,6 @@ from ..layouts._layout import shardings
 from ._served import filled, filled_tokens, multiple, Served
 
 
-_CACHES = nn.KVCache, nn.LatentCache
-
-
 class Planned(Served):
     """A model laid out by `plan`, that encodes tokens, keeps caches and gives logits as one device would.
 
@@ -195,7 +192,7 @@ def _piece(cache: Any, pieces: int) -> Any:
 
 
 def _each_cache(tree: PyTree, change: Callable[[Any], Any]) -> PyTree:
-    is_cache = lambda node: isinstance(node, _CACHES)
+    is_cache = lambda node: isinstance(node, nn.SlotCache)
     return jax.tree.map(lambda node: change(node) if is_cache(node) else node, tree, is_leaf=is_cache)
 
 

@@ -5,7 +5,6 @@ heads and hidden features over `tensor` (YZ), and the stream between layers over
 devices each sends less, since what is gathered or reduced over one axis is split over the other.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,12 +80,12 @@ class TwoDimBlock(nn.Layer):
         if attention is not None:
             key, value = narrow
             attended, cache = self._attend(attention, wide.pop(0), key, value, tokens, cache)
-            pairs.append((attended, _matrix(attention.output, x.dtype)))
+            pairs.append((attended, attention.output.flat_matrix(x.dtype)))
             outputs.append(attention.output)
         if mlp is not None:
             stands = *map(_Given, wide), _Left()
             bent = eqx.tree_at(lambda m: [*(getattr(m, name) for name in ups), m.down], mlp, stands)(wide[0])
-            pairs.append((bent, _matrix(mlp.down, x.dtype)))
+            pairs.append((bent, mlp.down.flat_matrix(x.dtype)))
             outputs.append(mlp.down)
         y = scattered_sum(pairs, self.overlap)
         for linear in outputs:
@@ -94,16 +93,16 @@ class TwoDimBlock(nn.Layer):
         return y if scale is None else y * scale, cache
 
     def _read(
-        self, x: Float[Array, "batch seq embed"], wide: list[nn.Linear], narrow: list[nn.Linear]
+        self, x: Float[Array, "batch seq embed"], wide: list[nn.LinearMap], narrow: list[nn.LinearMap]
     ) -> tuple[list[Array], list[Array]]:
         """This device's outputs of maps to heads or hidden features, and keys and values of its rows, or of all."""
         by_rows = self.attention == "rows"
-        weights = [_matrix(linear, x.dtype) for linear in wide]
-        whole = [_matrix(linear, x.dtype) for linear in narrow]
+        weights = [linear.flat_matrix(x.dtype) for linear in wide]
+        whole = [linear.flat_matrix(x.dtype) for linear in narrow]
         products, partial = gathered_products(x, weights, whole, self.overlap, by_rows)
         outputs = []
         for linear, y in zip(wide, products, strict=True):
-            y = y.reshape(*y.shape[:-1], -1, *linear.weight.shape[1 : len(linear.outputs)])
+            y = y.reshape(*y.shape[:-1], -1, *linear.output_shape[1:])
             outputs.append(_with_own(y, linear.bias, FSDP, 0))
         keys = []
         for linear, y in zip(narrow, partial, strict=True):
@@ -111,7 +110,7 @@ class TwoDimBlock(nn.Layer):
                 y = send.psum_scatter("keys and values of rows", y, FSDP)
             else:
                 y = send.psum("keys and values of rows", y, FSDP)
-            y = y.reshape(*y.shape[:-1], *linear.weight.shape[: len(linear.outputs)])
+            y = y.reshape(*y.shape[:-1], *linear.output_shape)
             keys.append(nn.wide_sum(y, linear.bias))
         return outputs, keys
 
@@ -245,9 +244,3 @@ def _product(
     x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"]
 ) -> Float[Array, "*batch outputs"]:
     return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=nn.at_least_float32(x.dtype))
-
-
-def _matrix(linear: nn.Linear, dtype: jnp.dtype) -> Float[Array, "outputs inputs"]:
-    assert isinstance(linear, nn.Linear), "what else computes more than its weight says"
-    outputs = math.prod(linear.weight.shape[: len(linear.outputs)])
-    return linear.weight.reshape(outputs, -1).astype(dtype)

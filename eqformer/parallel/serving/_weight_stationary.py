@@ -20,7 +20,7 @@ from ..tensor._collective_matmul import OVERLAPS
 from ..tensor._norms import SplitNorm
 from ..tensor._vocabulary import SplitEmbedding
 from ._served import filled, filled_tokens, multiple, Served
-from ._two_dim import HEADS, STREAM, TwoDimBlock, TwoDimVocabulary, ups_of
+from ._two_dim import HEADS, STREAM, TwoDimBlock, TwoDimVocabulary
 
 
 ATTENTIONS = ("rows", "heads")
@@ -114,9 +114,9 @@ class WeightStationary(Served):
             return TwoDimBlock(inner, self.attention, self.overlap)
 
         table, head = model.embedding, model.head
-        bias = head.bias if isinstance(head, nn.Linear) else None
+        bias = None if head is None else head.bias
         found = SplitEmbedding(table.weight, table.scale, self.vocab, "feature")
-        embedding = TwoDimVocabulary(found, table.weight if head is None else head.weight, bias)  # type: ignore
+        embedding = TwoDimVocabulary(found, table.weight if head is None else head.matrix(), bias)
         model = eqx.tree_at(lambda m: m.stacks, model, replace(model.stacks, BLOCKS, block))
         if model.positions is not None:
             own = own_part(model.positions.weight, TENSOR, 1)
@@ -133,8 +133,6 @@ def _check(layout: WeightStationary) -> None:
     if others := {axis: size for axis, size in sizes.items() if axis not in STREAM and size > 1}:
         raise ValueError(f"{call}: weights are split over these two axes alone; make {others} of size 1.")
     count = layout.mesh.size
-    if model.head is not None and not isinstance(model.head, nn.Linear):
-        raise ValueError(f"{call}: the head is a {type(model.head).__name__}; merge it into a Linear.")
     _divides(call, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
     for stack in model.stacks:
         block = stack.blocks
@@ -144,8 +142,8 @@ def _check(layout: WeightStationary) -> None:
                 "nn.ParallelBlock with a feed-forward layer."
             )
         attention, mlp = _checked(call, block)
-        _divides(call, count, "each layer", heads=attention.query.weight.shape[1], mlp=mlp.up.weight.shape[1])
-        if layout.attention == "heads" and (kv_heads := attention.key.weight.shape[1]) != 1:
+        _divides(call, count, "each layer", heads=attention.query.sizes["heads"], mlp=mlp.up.sizes["mlp"])
+        if layout.attention == "heads" and (kv_heads := attention.key.sizes["kv_heads"]) != 1:
             raise ValueError(
                 f"{call}, attention='heads': each device keeps the one key head whole, but there are {kv_heads}; take "
                 "attention='rows'."
@@ -166,9 +164,6 @@ def _checked(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Attentio
     if not isinstance(attention, nn.Attention) or not isinstance(mlp, nn.MLP | nn.GatedMLP):
         kinds = f"{type(attention).__name__} and {type(mlp).__name__}"
         raise ValueError(f"{call}: a block holds {kinds}; it is made for Attention beside or before MLP or GatedMLP.")
-    maps = [attention.query, attention.key, attention.value, attention.output, *ups_of(mlp).values(), mlp.down]
-    if wrong := [type(one).__name__ for one in maps if not isinstance(one, nn.Linear)]:
-        raise ValueError(f"{call}: a layer's map is a {wrong[0]}; merge it into a Linear.")
     if attention.gate is not None or attention.sinks is not None:
         raise ValueError(f"{call}: an attention has a gate or sinks, which the layout does not split; use Planned.")
     for norm in (attention.query_norm, attention.key_norm):

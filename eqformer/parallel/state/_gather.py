@@ -1,16 +1,17 @@
 """Small parameters that the axis `tensor` splits, put together where they are used."""
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Shaped
 
-from ...nn import at_least_float32
+from ...nn import at_least_float32, is_trainable
 from .. import _send as send
 from .._axes import TENSOR
 
 
-def gather_parameter(leaf: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
+def gather_parameter(leaf: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
     """The whole of a parameter that is split along `dim` over `tensor`; its gradient is summed in float32 at least."""
-    return _gather(dim % leaf.ndim, leaf)
+    gather = _gather if is_trainable(leaf) else _gather_plainly
+    return gather(dim % leaf.ndim, leaf)
 
 
 def _gather_plainly(dim: int, leaf: Array) -> Array:

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from ... import nn
 from .._axes import FSDP, TENSOR
 from ..layouts._layout import axes_of, dim_over
-from ..tensor._tensor import stream_maps, TENSOR_MODULES
+from ..tensor._tensor import is_split, stream_maps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,7 @@ def leaves_of(
     def leaf(x: Any, spec: Any, state_spec: Any, in_slices: bool, matrix: Any, in_router: bool) -> Leaf:
         if spec is None:
             return Leaf(None, None, (), "")
+        state_spec = state_spec if nn.is_trainable(x) else spec  # a number that is not trained has no state
         over = axes + (TENSOR,) * in_slices
         is_cast = matrix is not None and not matrix.table and not in_router  # routers are computed in float32
         dtype = model.compute_dtype if is_cast else str(x.dtype)
@@ -77,12 +78,12 @@ def _in_slices(model: nn.Transformer, residual: str | None) -> PyTree:
         return everywhere(model)
 
     def mark(node: Any) -> Any:
-        if not isinstance(node, kinds):
+        if not is_kind(node):
             return False
         if isinstance(node, nn.GatedShared):
             unmarked = jax.tree.map(lambda _: False, node)
             return eqx.tree_at(lambda m: m.layer, unmarked, jax.tree.map(mark, node.layer, is_leaf=is_kind))
-        if isinstance(node, nn.Router):
+        if isinstance(node, nn.Router) or (isinstance(node, nn.Mixer) and not is_split(node)):
             return jax.tree.map(lambda _: False, node)
         marks = everywhere(node)
         if isinstance(node, nn.Experts | nn.ExpertChoiceRouter):
@@ -91,5 +92,6 @@ def _in_slices(model: nn.Transformer, residual: str | None) -> PyTree:
         return eqx.tree_at(biases, marks, [False] * len(biases(marks)))
 
     is_kind = lambda node: isinstance(node, kinds)
-    kinds = (*TENSOR_MODULES, nn.GatedShared, nn.Experts, nn.Router, nn.ExpertChoiceRouter, nn.Embedding, nn.Linear)
+    layers = (nn.Mixer, nn.FeedForward, nn.GatedShared)
+    kinds = (*layers, nn.Experts, nn.Router, nn.ExpertChoiceRouter, nn.Embedding, nn.LinearMap)
     return jax.tree.map(mark, model, is_leaf=is_kind)

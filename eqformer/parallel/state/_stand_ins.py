@@ -39,6 +39,8 @@ def gather(leaf: Array, dim: int | None, dtype: str, value: Array | None = None)
     """
     if dim is None:
         return leaf if value is None else routed(value, leaf)
+    if not nn.is_trainable(leaf):
+        return _gather_plainly(dim, dtype, None, leaf)
     return _gather(dim, dtype, None if value is None else vary_like(value, leaf), leaf)
 
 

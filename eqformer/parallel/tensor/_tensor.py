@@ -5,27 +5,23 @@ into it a slice of their inputs, so that one reduction a layer is left. With the
 the stream between the layers is split over tokens, and the reduction becomes a gather before and a scatter after.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from ... import nn
 from .. import _send as send
 from .._axes import TENSOR
-from ..pipeline._taps import is_map, Map
+from .._vary import own_part
 from ._collective_matmul import all_gather_matmul, matmul_reduce_scatter
 
 
 StreamKind = Literal["replicated", "sequence", "feature"]
 HEAD_DIMS = ("heads", "kv_heads", "mlp")  # which are split where the stream between layers keeps its features whole
-MIXERS = (nn.Attention, nn.LatentAttention, nn.GatedDeltaNet)
-TENSOR_MODULES = (*MIXERS, nn.MLP, nn.GatedMLP)
 
 
 class Tensor(eqx.Module):
@@ -45,24 +41,25 @@ class Tensor(eqx.Module):
     def __call__(self, x: Float[Array, "*batch seq embed"], *rest: Any) -> Any:
         """The layer's own call; `x` is whole (`replicated`) or this device's tokens (`sequence`)."""
         inner = self._local()
+        both = lambda m: (*stream_maps(m, "inputs"), *stream_maps(m, "outputs"))
         given = self._read(x, stream_maps(inner, "inputs"))
-        inner = eqx.tree_at(lambda m: stream_maps(m, "inputs"), inner, given)
         rows = [_Row(linear, self.residual, self.overlap, self.is_branched) for linear in stream_maps(inner, "outputs")]
-        return eqx.tree_at(lambda m: stream_maps(m, "outputs"), inner, rows)(x, *rest)
+        return eqx.tree_at(both, inner, (*given, *rows))(x, *rest)
 
-    def _read(self, x: Float[Array, "*batch seq embed"], linears: list[Map]) -> list["_Given"]:
+    def _read(self, x: Float[Array, "*batch seq embed"], linears: list[nn.LinearMap]) -> list["_Given"]:
         if self.residual == "replicated":
             # Its gradient is summed over the axis here, once for all maps.
             x = send.vary("maps from the stream", x, [TENSOR])
-            return [_Given(linear(x)) for linear in linears]
+            return [_Given(linear, linear.product(x)) for linear in linears]
         if self.overlap == "none":
             x = send.all_gather("maps from the stream", x, TENSOR, -2)
-            return [_Given(linear(x)) for linear in linears]
-        weights = tuple(_as_matrix(linear, x.dtype) for linear in linears)
+            return [_Given(linear, linear.product(x)) for linear in linears]
+        weights = tuple(linear.flat_matrix(x.dtype) for linear in linears)
         kind = {"overlap": self.overlap, "is_branched": self.is_branched, "name": "maps from the stream"}
         products = all_gather_matmul(x, weights, TENSOR, **kind)
         products = [checkpoint_name(y, "product") for y in products]
-        return [_Given(_with_bias(linear, y)) for linear, y in zip(linears, products)]
+        shaped = lambda linear, y: y.reshape(*y.shape[:-1], *linear.output_shape)
+        return [_Given(linear, shaped(linear, y)) for linear, y in zip(linears, products)]
 
     def _local(self) -> PyTree:
         return own_kv_head(self.inner) if self.shares_kv_heads else self.inner
@@ -87,36 +84,54 @@ class TensorMixer(nn.Mixer):
         return self.tensor._local().init_cache(batch, capacity, dtype)
 
 
-class _Given(eqx.Module):
-    """Stands for a map whose result is known."""
+class Whole(nn.Mixer):
+    """A mixer of which every device has the whole: it is given all tokens and features, and keeps this device's."""
+
+    inner: nn.Mixer
+    residual: str = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
+        """The mixer's own call."""
+        if self.residual == "replicated":
+            return self.inner(x, tokens, cache)
+        dim = -2 if self.residual == "sequence" else -1
+        y, cache = self.inner(send.all_gather("maps from the stream", x, TENSOR, dim), tokens, cache)
+        return own_part(y, TENSOR, dim), cache
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """The mixer's own empty cache."""
+        return self.inner.init_cache(batch, capacity, dtype)
+
+
+class _Given(nn.MapAround):
+    """Stands for a map whose product is known."""
 
     value: Float[Array, "..."]
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        return self.value
+    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+        return self.value if dtype is None else self.value.astype(dtype)
 
 
-class _Row(eqx.Module):
+class _Row(nn.MapAround):
     """A map back into the stream, of which this device holds a slice of the inputs."""
 
-    linear: Map
     residual: str = eqx.field(static=True)
     overlap: str = eqx.field(static=True)
     is_branched: bool = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        bare = eqx.tree_at(lambda m: m.bias, self.linear, None, is_leaf=lambda leaf: leaf is None)
+    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
         if self.residual == "replicated":
-            y = send.psum("maps to the stream", bare(x), TENSOR)
+            y = send.psum("maps to the stream", self.inner.product(x, dtype), TENSOR)
         elif self.overlap == "none":
-            y = send.psum_scatter("maps to the stream", bare(x), TENSOR, -2)
+            y = send.psum_scatter("maps to the stream", self.inner.product(x, dtype), TENSOR, -2)
         else:
-            flat = x.reshape(*x.shape[: x.ndim - len(self.linear.inputs)], -1)
-            weight = _as_matrix(self.linear, x.dtype)
+            flat = x.reshape(*x.shape[: x.ndim - len(self.inputs)], -1)
+            weight = self.inner.flat_matrix(x.dtype)
             kind = {"scatter": "seq", "overlap": self.overlap, "is_branched": self.is_branched}
             y = matmul_reduce_scatter(flat, weight, TENSOR, name="maps to the stream", **kind)
-        y = checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
-        return nn.wide_sum(y, self.linear.bias)
+        return checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
 
 
 def own_kv_head(module: PyTree) -> PyTree:
@@ -124,7 +139,8 @@ def own_kv_head(module: PyTree) -> PyTree:
 
     Where there are fewer key heads than devices, so that each key head serves the heads of several.
     """
-    kv_heads = module.key.weight.shape[0]
+    kv_heads = size_of(module, "kv_heads")
+    assert kv_heads is not None
     first = jax.lax.axis_index(TENSOR) * kv_heads // jax.lax.axis_size(TENSOR)
     leaves, structure = jax.tree.flatten(module)
     names = [str(name).split() for name in jax.tree.leaves(nn.dims(module))]
@@ -135,17 +151,16 @@ def own_kv_head(module: PyTree) -> PyTree:
     return jax.tree.unflatten(structure, own)
 
 
-def stream_maps(module: PyTree, side: str) -> list[Map]:
+def is_split(module: Any) -> bool:
+    """Whether a module is a layer that runs on a slice of its heads or hidden features."""
+    return isinstance(module, nn.FeedForward) or (isinstance(module, nn.Mixer) and module.facts().splits_heads)
+
+
+def size_of(module: PyTree, dim: str) -> int | None:
+    """The size of a dim of a layer's maps, or None where it has no such dim."""
+    return next((linear.sizes[dim] for linear in nn.linear_maps(module) if dim in linear.sizes), None)
+
+
+def stream_maps(module: PyTree, side: str) -> list[nn.LinearMap]:
     """The maps out of the residual stream (`side="inputs"`) or back into it (`"outputs"`)."""
-    nodes = jax.tree.leaves(module, is_leaf=is_map)
-    return [node for node in nodes if is_map(node) and getattr(node, side) == ("embed",)]
-
-
-def _as_matrix(linear: Map, dtype: jnp.dtype) -> Float[Array, "outputs inputs"]:
-    outputs = math.prod(linear.weight.shape[: len(linear.outputs)])
-    return linear.weight.reshape(outputs, -1).astype(dtype)
-
-
-def _with_bias(linear: Map, y: Float[Array, "*batch outputs"]) -> Float[Array, "..."]:
-    y = y.reshape(*y.shape[:-1], *linear.weight.shape[: len(linear.outputs)])
-    return nn.wide_sum(y, linear.bias)
+    return [linear for linear in nn.linear_maps(module) if getattr(linear, side) == ("embed",)]

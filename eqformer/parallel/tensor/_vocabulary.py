@@ -5,7 +5,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ... import nn
 from .. import _send as send
@@ -78,20 +78,23 @@ class HeadInput(eqx.Module):
         return send.all_gather("stream for the head", y, TENSOR, -2 if self.residual == "sequence" else -1)
 
 
-def own_rows(table: Float[Array, "rows *rest"]) -> Float[Array, "vocab *rest"]:
-    """This device's part of a table that every device holds whole, the last part filled up with zeros."""
-    count = jax.lax.axis_size(TENSOR)
-    size = -(-table.shape[0] // count)
-    padded = jnp.pad(table, [(0, size * count - table.shape[0])] + [(0, 0)] * (table.ndim - 1))
-    return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(TENSOR) * size, size, 0)
+def own_rows(table: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
+    """This device's part, along `dim`, of a table that every device holds whole, the last one filled up with zeros."""
+    padded = _filled(table, dim)
+    size = padded.shape[dim] // jax.lax.axis_size(TENSOR)
+    return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(TENSOR) * size, size, dim)
 
 
-def rows_of_features(table: Float[Array, "rows features"]) -> Float[Array, "vocab embed"]:
+def rows_of_features(table: Shaped[Array, "..."], rows: int, features: int) -> Shaped[Array, "..."]:
     """From all rows of a slice of the features to a slice of the rows with all features, by an all-to-all."""
+    return send.all_to_all("table from features to ids", _filled(table, rows), TENSOR, rows, features)
+
+
+def _filled(table: Array, dim: int) -> Array:
     count = jax.lax.axis_size(TENSOR)
-    size = -(-table.shape[0] // count)
-    padded = jnp.pad(table, [(0, size * count - table.shape[0]), (0, 0)])
-    return send.all_to_all("table from features to ids", padded, TENSOR, 0, 1)
+    widths = [(0, 0)] * table.ndim
+    widths[dim] = (0, -table.shape[dim] % count)
+    return jnp.pad(table, widths)
 
 
 class SplitVocabulary(eqx.Module):

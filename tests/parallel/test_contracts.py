@@ -1,0 +1,136 @@
+"""Somebody's own modules run over every axis like those of the library, since no room asks for a class."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plan_controls as control
+import pytest
+from foreign import Int8Map
+from plan_models import model_of
+from plan_parity import Case, differences, of_one_device, of_plan, place
+
+from eqformer import generation, nn, planning
+from eqformer.parallel import Planned
+from eqformer.parallel.tensor import _feature
+
+
+KEY = jax.random.key(0)
+ROUNDING = 50 * float(np.finfo(np.float32).eps)
+FEATURE = Case("llama int8", {"tensor": 4}, {"residual": "feature"})
+SPLIT = Case("llama int8", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1})
+STAGES = {"schedule": "zb-h1", "microbatches": 2, "residual": "sequence", "overlap": "ring"}
+EXPERTS = Case("shared mixture int8", {"expert": 2, "tensor": 2}, {"residual": "feature"})
+MORE = [
+    Case("llama int8", {"tensor": 2}, {"residual": "sequence"}),
+    Case("llama int8", {"fsdp": 4, "tensor": 2}, {"zero": 2, "residual": "feature", "overlap": "ring"}, "full"),
+    Case("gpt2 int8", {"tensor": 4}),
+    Case("jaxformer int8", {"fsdp": 2, "tensor": 2}, {"zero": 1, "residual": "feature"}),
+    Case("shared mixture int8", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_factor": 8.0}),
+    Case("llama int8", {"fsdp": 2, "pipe": 2}, {"zero": 2, "microbatches": 2}),
+]
+
+
+ROUNDED = [SPLIT, FEATURE, Case("llama int8", {"pipe": 2, "tensor": 2}, STAGES), EXPERTS]
+
+
+def named(every_run: list[Case], grid: list[Case]) -> list:
+    """Cases for every run, and others for the grid."""
+    marks = [pytest.mark.grid]
+    return [pytest.param(case, id=case.name, marks=[] if case in every_run else marks) for case in (*every_run, *grid)]
+
+
+@pytest.mark.parametrize("case", named(ROUNDED, MORE))
+def test_maps_of_eight_bits_are_split_like_any(case):
+    want = of_one_device(case)
+    assert jnp.any(want.gradients.stacks[0].blocks.feed_forward.layer.down.scale) if "llama" in case.name else True
+    assert differences(of_plan(case), want, ROUNDING) == {}
+
+
+def test_the_scales_of_outputs_are_gathered_where_sums_are_of_all(monkeypatch):
+    """Without it a device would scale all outputs by its own ones' scales."""
+    tiled = lambda x, dim: jnp.concatenate([x] * jax.lax.axis_size("tensor"), dim)
+    monkeypatch.setattr(_feature, "gather_parameter", tiled)
+    assert max(differences(of_plan(FEATURE), of_one_device(FEATURE), ROUNDING).values()) > 1e-3
+
+
+def test_a_map_of_eight_bits_takes_factors_and_gives_them_back():
+    linear = Int8Map.of(nn.Linear("embed -> heads head_dim", embed=6, heads=2, head_dim=4, bias=True, key=KEY))
+    x = jax.random.normal(KEY, (3, 6))
+    up = nn.Linear("rank -> heads head_dim", rank=2, heads=2, head_dim=4, key=KEY)
+    lora = eqx.tree_at(lambda m: m.up, nn.with_lora(linear, [Int8Map], rank=2, alpha=1.0, key=KEY), up)
+    expected = np.einsum("hde,be->bhd", np.asarray(linear.rounded) * np.asarray(linear.scale)[..., None], x)
+    expected += np.asarray(linear.bias) + 0.5 * np.einsum("hdr,re,be->bhd", lora.up.weight, lora.down.weight, x)
+    merged = nn.merge_lora(lora)
+    assert isinstance(merged, nn.Linear) and merged.weight.dtype == jnp.float32
+    assert np.allclose(lora(x), expected, atol=1e-5) and np.allclose(merged(x), expected, atol=1e-5)
+    assert not np.allclose(linear(x), expected, atol=1e-3)
+
+
+def test_maps_of_eight_bits_are_counted_like_any():
+    plain, rounded = model_of("llama"), model_of("llama int8")
+    forward = planning.flops_per_token(plain, 16, backward=False)
+    assert planning.flops_per_token(rounded, 16, backward=False) == forward
+    # Rounded weights have no gradients.
+    assert planning.flops_per_token(plain, 16) > planning.flops_per_token(rounded, 16) > 2 * forward
+
+
+MIXED = [
+    Case("fading", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1}),
+    Case("fading", {"tensor": 4}, {"residual": "feature"}),
+    Case("fading", {"pipe": 2, "tensor": 2}, STAGES),
+]
+MORE_MIXED = [
+    Case("fading", {"fsdp": 2, "tensor": 4}, {"zero": 2, "residual": "sequence", "overlap": "ring"}, "full"),
+    Case("fading int8", {"fsdp": 2, "tensor": 2}, {"zero": 1, "residual": "feature"}),
+]
+
+
+@pytest.mark.parametrize("case", named(MIXED, MORE_MIXED))
+def test_a_mixer_of_ones_own_is_split_like_any(case):
+    assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
+
+
+def test_a_mixer_in_slices_needs_its_sum(monkeypatch):
+    case = Case("fading", {"tensor": 2})
+    want = of_one_device(case)
+    control.without("maps to the stream", control.of_first)(monkeypatch)
+    assert max(differences(of_plan(case), want, ROUNDING).values()) > 1e-3
+
+
+def test_text_with_a_cache_of_ones_own():
+    """Over heads and stages, and rows."""
+    model = model_of("fading")
+    options = {"max_new_tokens": 8, "log_probabilities": True, "key": KEY}
+    write = lambda model: generation.generate(model, [[3, 5, 7, 9], [4], [1, 2]], **options)
+    plan = Case("fading", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"microbatches": 2}).plan
+    cut, alone = write(Planned(place(model, plan), plan)), write(model)
+    assert np.array_equal(cut.ids, alone.ids)
+    np.testing.assert_allclose(cut.log_probabilities, alone.log_probabilities, atol=2e-5)  # type: ignore
+    state = Planned(model, plan).init_cache(4, 16)[0][0].state
+    assert state.shape == (4, 4, 8, 6) and state.addressable_shards[0].data.shape == (2, 2, 4, 6)
+
+
+def test_a_mixer_of_ones_own_is_counted():
+    """Three operations a channel beside those of its maps, in four layers."""
+    model = model_of("fading")
+    mixer = lambda model: model.stacks[0].blocks.blocks[0].mixer.layer
+    silent = eqx.tree_at(mixer, model, Silent(mixer(model)))
+    count = functools.partial(planning.flops_per_token, seq=16, backward=False)
+    assert count(model) - count(silent) == 4 * 3 * 8 * 6
+
+
+class Silent(nn.Mixer):
+    """A mixer that says nothing of itself."""
+
+    inner: nn.Mixer
+
+    def __call__(self, x, tokens=None, cache=None):
+        """The mixer's own call."""
+        return self.inner(x, tokens, cache)
+
+    def init_cache(self, *args):
+        """The mixer's own cache."""
+        return self.inner.init_cache(*args)
