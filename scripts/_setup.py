@@ -15,7 +15,7 @@ from recipes import Recipe
 from eqformer import data, models, nn, parallel, training
 
 
-CORES: dict[str, Callable[[], Callable[..., Any]]] = {
+CORES: dict[str, Callable[[], nn.Core]] = {
     "xla": nn.DotProductCore,
     "reference": nn.ReferenceCore,
     "blockwise": nn.BlockwiseCore,

@@ -104,6 +104,7 @@ from .attention._rotary_scaling import (
 from .attention._temperature import LogTemperature as LogTemperature
 from .cores import _blocks as blocks, _blockwise as blockwise  # noqa: F401  # each with its names
 from .cores._blockwise import BlockwiseCore as BlockwiseCore
+from .cores._contract import Core as Core
 from .cores._core import DotProductCore as DotProductCore, lowest as lowest, ReferenceCore as ReferenceCore
 from .experts import _dispatch as dispatch  # noqa: F401
 from .experts._balance import (

@@ -16,14 +16,17 @@ Channels = tuple[tuple[int, ...], ...]  # numbers of a token: how many heads, an
 
 
 class Attends(NamedTuple):
-    """What a mixer gives its attention core, by which its rows may be cut over devices; it holds that as `core`."""
+    """What a mixer gives its attention core, by which its rows may be cut over devices; it holds that as `core`.
+
+    `needs` are those of `softcap` and `sinks` that the core must compute.
+    """
 
     mask: Mask
     query: Channels
     key: Channels
     value: Channels
     output: Channels
-    has_sinks: bool = False
+    needs: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,19 +1,14 @@
 """How a model runs, and not what it computes: set on a built model."""
 
 import copy
-import dataclasses
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-from jaxtyping import Array
 
+from ._contracts import Mixer
 from ._stack import REMAT, Stack
-from .attention._attention import Attention
-from .attention._latent_attention import LatentAttention
-from .cores._blockwise import BlockwiseCore
-from .cores._core import ReferenceCore
+from .cores._contract import Core
 
 
 Model = TypeVar("Model")
@@ -22,16 +17,16 @@ Model = TypeVar("Model")
 def run_with(
     model: Model,
     *,
-    core: Callable[..., Array] | None = None,
+    core: Core | None = None,
     remat: str | None = None,
     unroll: int | None = None,
 ) -> Model:
     """The model, or any part of one, run another way; what is None stays as it is.
 
-    `core` computes every attention's softmax (a softcap stays as the family needs it), `remat` says what the backward
+    `core` computes every attention's softmax (what that is, a softcap included, stays), `remat` says what the backward
     pass recomputes in every `Stack`, one of `REMAT`, and `unroll` how many layers a turn of its scan runs. Arrays are
     not touched: the shapes of `equinox.filter_eval_shape` do as well. Raises a `ValueError` for a policy that there is
-    not, an `unroll` below one, and a core that has no softcap where the model needs one.
+    not, an `unroll` below one, and a core without the softcap or sinks that the model needs.
     """
     if remat is not None and remat not in REMAT:
         raise ValueError(f"run_with(remat={remat!r}): the policies are {', '.join(REMAT)}.")
@@ -39,7 +34,7 @@ def run_with(
         raise ValueError(f"run_with(unroll={unroll}): a turn of the scan runs at least one layer.")
 
     def change(module: Any) -> Any:
-        if isinstance(module, _WITH_CORES):
+        if _has_core(module):
             return module if core is None else _exchanged(module, core)
         if not isinstance(module, Stack):
             return module
@@ -50,21 +45,19 @@ def run_with(
         return changed
 
     def everywhere(tree: Any) -> Any:
-        return jax.tree.map(change, tree, is_leaf=lambda node: isinstance(node, (*_WITH_CORES, Stack)))
+        return jax.tree.map(change, tree, is_leaf=lambda node: _has_core(node) or isinstance(node, Stack))
 
     return everywhere(model)
 
 
-_WITH_CORES = (Attention, LatentAttention)
-_CAPPED = (BlockwiseCore, ReferenceCore)
+def _has_core(node: Any) -> bool:
+    return isinstance(node, Mixer) and node.facts().attends is not None
 
 
-def _exchanged(module: Any, core: Any) -> Any:
-    if isinstance(module.core, _CAPPED) and module.core.softcap is not None:
-        if not isinstance(core, _CAPPED):
-            raise ValueError(
-                f"run_with(core={core}): the model's scores have a softcap of {module.core.softcap}, which this core "
-                "has not; pass BlockwiseCore() or ReferenceCore()."
-            )
-        core = dataclasses.replace(core, softcap=module.core.softcap)
-    return eqx.tree_at(lambda m: m.core, module, core)
+def _exchanged(mixer: Any, core: Core) -> Any:
+    if lacking := [name for name in mixer.facts().attends.needs if name in core.lacks()]:
+        raise ValueError(
+            f"run_with(core={core}): an attention of the model has {' and '.join(lacking)}, which this core has not; "
+            "pass BlockwiseCore() or ReferenceCore()."
+        )
+    return eqx.tree_at(lambda m: m.core, mixer, core)

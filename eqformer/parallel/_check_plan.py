@@ -113,7 +113,7 @@ def _check_mixer(plan: Placement, path: str, module: Any, seq: int) -> None:
                 seq=seq,
                 heads=heads // pieces,
                 kv_heads=max(1, kv_heads // pieces),
-                has_sinks=facts.attends.has_sinks,
+                needs=facts.attends.needs,
             )
         except ValueError as error:
             raise ValueError(f"Plan over context={size}: {path}: {error}") from error

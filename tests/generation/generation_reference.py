@@ -57,7 +57,7 @@ KINDS = {
             rotary=_rotary(), gate=True, query_norm=_norm("head_dim", HEAD_DIM), key_norm=_norm("head_dim", HEAD_DIM)
         ),
     ),
-    "sinks and softcap": (_attention(rotary=_rotary(), kv_heads=2, sinks=True, core=nn.ReferenceCore(softcap=3.0)),),
+    "sinks and softcap": (_attention(rotary=_rotary(), kv_heads=2, sinks=True, softcap=3.0, core=nn.ReferenceCore()),),
     "sinks, sliding window": (
         _attention(rotary=_rotary(), sinks=True, core=nn.ReferenceCore(), mask=nn.sliding_window(5)),
     ),

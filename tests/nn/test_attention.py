@@ -55,7 +55,7 @@ CORNERS = {
     "gate": lambda: make(gate=True),
     "temperature": lambda: make(temperature=nn.LogTemperature(2, 0.7)),
     "sinks": lambda: make(sinks=True, core=nn.ReferenceCore()),
-    "softcap": lambda: make(core=nn.ReferenceCore(softcap=0.7)),
+    "softcap": lambda: make(softcap=0.7),
     "window": lambda: make(mask=nn.sliding_window(2)),
     "chunks": lambda: make(mask=nn.chunked(2)),
     "both ways": lambda: make(mask=nn.full()),
@@ -63,7 +63,8 @@ CORNERS = {
         bias=True,
         gate=True,
         sinks=True,
-        core=nn.ReferenceCore(softcap=0.2),
+        softcap=0.2,
+        core=nn.ReferenceCore(),
         temperature=nn.LogTemperature(3, 0.9),
         **head_norms(),
     ),
@@ -84,8 +85,7 @@ def literal(module, x, places, visible):
         for place in np.ndindex(places.shape):
             query[place] *= 1 + strength * math.log(1 + (places[place] + 1) // every)
     sinks = None if module.sinks is None else wide(module.sinks)
-    softcap = module.core.softcap if isinstance(module.core, nn.ReferenceCore) else None
-    y = attend(query, key, value, visible, module.scale, sinks, softcap)
+    y = attend(query, key, value, visible, module.scale, sinks, module.softcap)
     y = y if module.gate is None else y / (1 + np.exp(-linear(x, module.gate)))
     return linear(y, module.output)
 
@@ -123,7 +123,7 @@ def test_the_corners_differ():
         {"rotary": None},
         {"temperature": None},
     )
-    for change in (*without, {"scale": 0.4}, {"core": nn.ReferenceCore()}, {"mask": nn.full()}):
+    for change in (*without, {"scale": 0.4}, {"softcap": None}, {"mask": nn.full()}):
         assert not close(run(replaced(module, **change), x), y, 1e-3), change
 
 

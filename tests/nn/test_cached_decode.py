@@ -30,7 +30,7 @@ def latent(**options):
 
 KINDS = {
     "grouped": lambda: attention(query_norm=nn.RMSNorm("head_dim", head_dim=4), bias=True, gate=True),
-    "sinks": lambda: attention(sinks=True, core=nn.ReferenceCore(softcap=3.0), mask=nn.sliding_window(4)),
+    "sinks": lambda: attention(sinks=True, softcap=3.0, core=nn.ReferenceCore(), mask=nn.sliding_window(4)),
     "window": lambda: attention(mask=nn.sliding_window(3)),
     "window of one": lambda: attention(mask=nn.sliding_window(1)),
     "window beyond capacity": lambda: attention(mask=nn.sliding_window(100)),

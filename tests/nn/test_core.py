@@ -17,9 +17,9 @@ from eqformer.nn.cores._core import DotProductCore, ReferenceCore
 
 
 CORES = {
-    "reference": lambda case: ReferenceCore(softcap=case.softcap),
+    "reference": lambda case: ReferenceCore(),
     "dot_product": lambda case: DotProductCore(),
-    "blockwise": lambda case: BlockwiseCore(block=4, softcap=case.softcap),
+    "blockwise": lambda case: BlockwiseCore(block=4),
 }
 TABLE = [
     pytest.param(core, name, id=f"{core}-{name}")
@@ -79,7 +79,7 @@ def attended(core, case: Case, arrays: dict, tokens: Tokens, kv_tokens: Tokens |
     @jax.jit
     def run(inputs: dict, direction, tokens: Tokens, kv_tokens: Tokens | None):
         def call(given):
-            return core(**given, mask=case.mask, tokens=tokens, kv_tokens=kv_tokens, scale=SCALE)
+            return core(**given, mask=case.mask, tokens=tokens, kv_tokens=kv_tokens, scale=SCALE, softcap=case.softcap)
 
         output, pull = jax.vjp(call, inputs)
         return {**pull(direction)[0], "output": output}
@@ -211,7 +211,7 @@ def test_is_traced_once_for_any_positions(core):
     def call(core, tokens):
         nonlocal traces
         traces += 1
-        return core(**given, mask=case.mask, tokens=tokens, scale=SCALE)
+        return core(**given, mask=case.mask, tokens=tokens, scale=SCALE, softcap=case.softcap)
 
     first = call(CORES[core](case), tokens)
     second = call(CORES[core](case), Tokens(tokens.positions, jnp.zeros_like(tokens.positions)))

@@ -70,7 +70,7 @@ CASES = {
         ),
         projections() | NORMS,
     ),
-    "gemma2_softcap": lambda: (attention(scale=24**-0.5, core=nn.ReferenceCore(softcap=1.5)), projections()),
+    "gemma2_softcap": lambda: (attention(scale=24**-0.5, softcap=1.5), projections()),
     "gpt_oss_sinks": lambda: (
         attention(sinks=True, bias=True, mask=nn.sliding_window(4), core=nn.ReferenceCore()),
         projections(bias=True) | SINKS,
@@ -95,7 +95,7 @@ BREAKS = {
     "interleaved rotary": ("qwen3", lambda m: replaced(m, rotary=nn.Rotary(8, 10000.0, interleaved=True))),
     "no query norm": ("qwen3", lambda m: replaced(m, query_norm=None)),
     "a window of one more": ("mistral_window", lambda m: replaced(m, mask=nn.sliding_window(4))),
-    "no softcap": ("gemma2_softcap", lambda m: replaced(m, core=nn.ReferenceCore())),
+    "no softcap": ("gemma2_softcap", lambda m: replaced(m, softcap=None)),
     "no sinks": ("gpt_oss_sinks", lambda m: replaced(m, sinks=None)),
     "half the scale": ("llama_mha", lambda m: replaced(m, scale=m.scale / 2)),
 }

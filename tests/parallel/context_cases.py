@@ -24,6 +24,7 @@ class Case(NamedTuple):
     kv_heads: int = 8
     head_dim: int = 4
     v_dim: int = 4
+    softcap: float | None = None
     has_sinks: bool = False
     is_packed: bool = False
     is_padded: bool = False
@@ -36,10 +37,10 @@ CASES = {
     "full": Case(mask=nn.full(), core=nn.ReferenceCore(), is_padded=True),
     "documents": Case(kv_heads=2, is_packed=True, is_padded=True),
     "documents, any core": Case(core=nn.DotProductCore(), is_packed=True, mask=nn.sliding_window(5)),
-    "softcap": Case(core=nn.BlockwiseCore(block=8, softcap=0.7), head_dim=6, v_dim=2),
+    "softcap": Case(core=nn.BlockwiseCore(block=8), head_dim=6, v_dim=2, softcap=0.7),
     "sinks": Case(kv_heads=4, has_sinks=True, mask=nn.Mask(is_causal=False, window=9)),
     "all at once": Case(
-        nn.sliding_window(6), nn.ReferenceCore(softcap=0.9), 8, 2, 6, 4, has_sinks=True, is_packed=True, is_padded=True
+        nn.sliding_window(6), nn.ReferenceCore(), 8, 2, 6, 4, 0.9, has_sinks=True, is_packed=True, is_padded=True
     ),
 }
 
@@ -67,7 +68,8 @@ def call(core, case: Case, arrays: tuple, tokens: nn.Tokens, direction: jax.Arra
 
     def product(arrays: tuple) -> tuple[jax.Array, jax.Array]:
         query, key, value, sinks = arrays
-        output = core(query, key, value, mask=case.mask, tokens=tokens, scale=0.6, sinks=sinks)
+        given: dict[str, Any] = {"mask": case.mask, "scale": 0.6, "softcap": case.softcap, "sinks": sinks}
+        output = core(query, key, value, tokens=tokens, **given)
         return jnp.sum(output * direction), output * (tokens.positions >= 0).astype(output.dtype)[..., None, None]
 
     gradients, output = jax.grad(product, has_aux=True)(arrays)

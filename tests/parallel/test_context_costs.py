@@ -146,7 +146,6 @@ SIZES: Any = {"seq": 32, "heads": 8, "kv_heads": 8}
         (lambda: context_order("heads", 10, 4), r"context_order\('heads', seq=10, pieces=4\).*multiple of 4.*12"),
         (lambda: ContextCore(nn.BlockwiseCore(), "star"), r"method='star'.*ring, gather, heads"),
         (lambda: ContextCore(nn.DotProductCore("cudnn"), "ring"), r"cudnn.*method='ring'.*core=BlockwiseCore\(\)"),
-        (lambda: ContextCore(abs, "ring"), r"built-in.*method='ring'"),
         (lambda: check_context("gather", 4, nn.BlockwiseCore(), **SIZES | {"seq": 30}), r"zigzag\(seq=30, pieces=4\)"),
         (
             lambda: check_context("heads", 4, nn.BlockwiseCore(), **SIZES | {"heads": 6}),
@@ -157,7 +156,7 @@ SIZES: Any = {"seq": 32, "heads": 8, "kv_heads": 8}
             r"6 key heads.*neither a multiple nor a divisor of the 4 devices.*'ring' or 'gather'",
         ),
         (
-            lambda: check_context("gather", 4, nn.DotProductCore(), **SIZES | {"has_sinks": True}),
+            lambda: check_context("gather", 4, nn.DotProductCore(), **SIZES | {"needs": ("sinks",)}),
             r"no place for sinks.*BlockwiseCore\(\), or method='ring'",
         ),
     ],
@@ -169,9 +168,9 @@ def test_what_cannot_be_split_is_refused_before_compiling(call, words):
 
 def test_what_can_be_split_is_not_refused():
     for method in METHODS:
-        check_context(method, 4, nn.BlockwiseCore(), seq=32, heads=8, kv_heads=8, has_sinks=True)
+        check_context(method, 4, nn.BlockwiseCore(), seq=32, heads=8, kv_heads=8, needs=("sinks",))
         check_context(method, 4, nn.DotProductCore(), seq=32, heads=8, kv_heads=2)
-    check_context("ring", 4, nn.DotProductCore(), seq=32, heads=8, kv_heads=8, has_sinks=True)
+    check_context("ring", 4, nn.DotProductCore(), seq=32, heads=8, kv_heads=8, needs=("sinks",))
 
 
 def test_a_cache_is_refused():

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, BlockwiseCore, gelu_tanh, Transformer
+from ...nn import Block, gelu_tanh, Transformer
 from .._attributes import Attribute, Expect, Ignore, Nullable
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
@@ -36,7 +36,7 @@ def build_gemma2(config: Gemma2Config, *, key: Key[Array, ""]) -> Transformer:
         mixer, feed_forward = jax.random.split(key)
         scores: dict[str, Any] = {
             "scale": config.query_scalar**-0.5,
-            "core": BlockwiseCore(softcap=config.score_softcap),
+            "softcap": config.score_softcap,
         }
         attended = attention(config, window=window, output_std=None, **scores, key=mixer)
         gated = gated_mlp(config, activation=gelu_tanh, output_std=None, key=feed_forward)

@@ -1,6 +1,6 @@
 """Softmax attention: multi-head, multi-query and grouped-query as corners of one module."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import equinox as eqx
 import jax
@@ -16,6 +16,7 @@ from .._norm import LayerNorm, RMSNorm
 from .._sums import wide_product
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._blockwise import BlockwiseCore
+from ..cores._contract import Core
 from ._mask import causal, Mask
 from ._rotary import Rotary
 from ._temperature import LogTemperature
@@ -41,8 +42,9 @@ class Attention(Mixer):
     gate: LinearMap | None
     sinks: Float[Array, "heads"] | None
     mask: Mask
-    core: Callable[..., Array]
+    core: Core
     scale: float = eqx.field(static=True)
+    softcap: float | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -61,8 +63,9 @@ class Attention(Mixer):
         gate: bool = False,
         sinks: bool = False,
         mask: Mask | None = None,
-        core: Callable[..., Array] | None = None,
+        core: Core | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
         key: Key[Array, ""],
     ):
         """Draw the projections; parts that are modules (norms, rotary, temperature, mask, core) are passed built.
@@ -95,6 +98,7 @@ class Attention(Mixer):
         self.mask = causal() if mask is None else mask
         self.core = BlockwiseCore() if core is None else core
         self.scale = head_dim**-0.5 if scale is None else scale
+        self.softcap = softcap
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: KVCache | None = None
@@ -127,6 +131,7 @@ class Attention(Mixer):
             tokens=tokens,
             kv_tokens=kv_tokens,
             scale=self.scale,
+            softcap=self.softcap,
             sinks=self.sinks,
         )
         if cache is not None:
@@ -147,4 +152,6 @@ class Attention(Mixer):
         """It runs on a slice of its heads, and its core attends for pieces of rows."""
         query, key, value = (self.query.output_shape,), (self.key.output_shape,), (self.value.output_shape,)
         output = ((query[0][0], value[0][1]),)
-        return MixerFacts(True, Attends(self.mask, query, key, value, output, self.sinks is not None))
+        needs = {"softcap": self.softcap is not None, "sinks": self.sinks is not None}
+        needed = tuple(name for name, is_needed in needs.items() if is_needed)
+        return MixerFacts(True, Attends(self.mask, query, key, value, output, needed))

@@ -1,6 +1,6 @@
 """Multi-head latent attention: keys and values rebuilt from one small latent a token."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import einops
@@ -18,6 +18,7 @@ from .._norm import RMSNorm
 from .._sums import spread, wide_sum
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._blockwise import BlockwiseCore
+from ..cores._contract import Core
 from ._mask import causal, Mask
 from ._rotary import Rotary
 
@@ -43,7 +44,7 @@ class LatentAttention(Mixer):
     output: LinearMap
     rotary: Rotary | None
     mask: Mask
-    core: Callable[..., Array]
+    core: Core
     scale: float = eqx.field(static=True)
 
     def __init__(
@@ -61,7 +62,7 @@ class LatentAttention(Mixer):
         bias: bool = False,
         output_std: float | None = None,
         mask: Mask | None = None,
-        core: Callable[..., Array] | None = None,
+        core: Core | None = None,
         scale: float | None = None,
         key: Key[Array, ""],
     ):

@@ -4,7 +4,7 @@ Online softmax over blocks of keys, after FlashAttention-2 (arXiv:2307.08691): t
 row's sum are saved, and the backward pass makes the probabilities again, block by block.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,13 +18,14 @@ from .._tokens import Tokens
 from ..attention._mask import Mask
 from ._block_pairs import possible_pairs, spans
 from ._blocks import block_of, cut, grouped, joined, ungrouped
-from ._core import lowest, ReferenceCore, soft_capped
+from ._contract import Core
+from ._core import BLOCK, lowest, ReferenceCore, soft_capped
 
 
 _FEW = 8  # queries, whose scores for all keys are few too
 
 
-class BlockwiseCore(eqx.Module):
+class BlockwiseCore(Core):
     """Attention in memory linear in the sequence: a loop over blocks of queries and, in it, over blocks of keys.
 
     The program is of one size for any length. Pairs of blocks that the mask, the segments or padding leave empty are
@@ -34,8 +35,7 @@ class BlockwiseCore(eqx.Module):
     Differentiable in reverse mode, once; `DotProductCore` has all derivatives.
     """
 
-    block: int = eqx.field(static=True, default=128)
-    softcap: float | None = eqx.field(static=True, default=None)
+    block: int = eqx.field(static=True, default=BLOCK)
 
     def __check_init__(self):
         if self.block < 1:
@@ -51,14 +51,19 @@ class BlockwiseCore(eqx.Module):
         tokens: Tokens,
         kv_tokens: Tokens | None = None,
         scale: float,
+        softcap: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
         if kv_tokens is not None and query.shape[-3] <= _FEW:
-            plain = ReferenceCore(self.softcap)
-            return plain(query, key, value, mask=mask, tokens=tokens, kv_tokens=kv_tokens, scale=scale, sinks=sinks)
-        rules = Rules(mask, scale, self.softcap, self.block)
+            given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
+            return ReferenceCore()(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **given)
+        rules = Rules(mask, scale, softcap, self.block)
         output, logsum = attend(rules, query, key, value, tokens, kv_tokens)
         return output if sinks is None else with_sinks(output, logsum, sinks)
+
+    def ring_block(self) -> int:
+        """Its own."""
+        return self.block
 
 
 def with_sinks(

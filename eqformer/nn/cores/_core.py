@@ -15,17 +15,17 @@ from jaxtyping import Array, Float
 from .._dtype import at_least_float32
 from .._tokens import Tokens
 from ..attention._mask import Mask
+from ._contract import Core
 
 
-class ReferenceCore(eqx.Module):
+BLOCK = 128  # tokens that a loop over blocks takes, where nobody says otherwise
+
+
+class ReferenceCore(Core):
     """Attention in plain jnp, with any mask, a softcap and sinks; builds the whole matrix of probabilities.
 
-    `softcap` bounds the scores, `softcap * tanh(scores / softcap)`, before the mask (Gemma 2, arXiv:2408.00118).
-    `sinks` hold one score a head that joins the softmax and is then dropped (gpt-oss). Softmax and sums are float32, or
-    float64 for such inputs. A query that sees nothing gets zeros.
+    Softmax and sums are float32, or float64 for such inputs. A query that sees nothing gets zeros.
     """
-
-    softcap: float | None = eqx.field(static=True, default=None)
 
     def __call__(
         self,
@@ -37,13 +37,14 @@ class ReferenceCore(eqx.Module):
         tokens: Tokens,
         kv_tokens: Tokens | None = None,
         scale: float,
+        softcap: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
         heads, kv_heads = check_heads(query, key)
         exact = at_least_float32(query.dtype)
         grouped = query.reshape(*query.shape[:-2], kv_heads, heads // kv_heads, query.shape[-1])
         scores = jnp.einsum("...qkgd,...skd->...kgqs", grouped, key, preferred_element_type=exact)
-        scores = soft_capped(scores * scale, self.softcap)
+        scores = soft_capped(scores * scale, softcap)
         visible = mask(tokens, tokens if kv_tokens is None else kv_tokens)[..., None, None, :, :]
         scores = jnp.where(visible, scores, lowest(exact))
         peak = jnp.max(scores, axis=-1, keepdims=True)
@@ -61,8 +62,12 @@ class ReferenceCore(eqx.Module):
         )
         return output.reshape(*query.shape[:-1], value.shape[-1]).astype(query.dtype)
 
+    def ring_block(self) -> int:
+        """That of `BlockwiseCore()`."""
+        return BLOCK
 
-class DotProductCore(eqx.Module):
+
+class DotProductCore(Core):
     """Attention by `jax.nn.dot_product_attention`: XLA's own (`None`, `"xla"`) or cuDNN's fused kernel (`"cudnn"`).
 
     For whole rows (`Tokens.are_whole_rows`) the kernel gets its causal flag and a window or, without a mask, the rows'
@@ -92,13 +97,15 @@ class DotProductCore(eqx.Module):
         tokens: Tokens,
         kv_tokens: Tokens | None = None,
         scale: float,
+        softcap: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
         check_heads(query, key)
-        if sinks is not None:
+        given = {"softcap": softcap is not None, "sinks": sinks is not None}
+        if lacking := [name for name in self.lacks() if given[name]]:
             raise ValueError(
-                f"DotProductCore was given sinks of shape {sinks.shape}, which jax.nn.dot_product_attention has no "
-                "place for: pass core=BlockwiseCore() or core=ReferenceCore()."
+                f"DotProductCore was given {' and '.join(lacking)}, which jax.nn.dot_product_attention has no place "
+                "for: pass core=BlockwiseCore() or core=ReferenceCore()."
             )
         batch, v_dim = query.shape[:-3], value.shape[-1]
         width = max(query.shape[-1], v_dim)
@@ -121,6 +128,14 @@ class DotProductCore(eqx.Module):
         if sighted is not None:  # the kernel gives the mean of all values to a query that sees no key
             output = jnp.where(sighted, output, jnp.zeros_like(output))
         return output[..., :v_dim].reshape(*query.shape[:-1], v_dim)
+
+    def lacks(self) -> tuple[str, ...]:
+        """Both."""
+        return "softcap", "sinks"
+
+    def ring_block(self) -> int | None:
+        """That of `BlockwiseCore()`, unless cuDNN was asked for by name."""
+        return None if self.implementation == "cudnn" else BLOCK
 
 
 def _dot_product_attention(

@@ -3,7 +3,8 @@
 Only attention mixes tokens, so only the attention core is replaced; everything else runs on a device's own tokens.
 """
 
-from typing import Any, get_args, Literal, NoReturn
+from collections.abc import Sequence
+from typing import get_args, Literal, NoReturn
 
 import equinox as eqx
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ...nn import blockwise, BlockwiseCore, DotProductCore, Mask, Mixer, of_whole_rows, ReferenceCore, spread, Tokens
+from ...nn import blockwise, Core, Mask, Mixer, of_whole_rows, spread, Tokens
 from .. import _send as send
 from .._axes import CONTEXT
 from .._ring import Ring
@@ -24,7 +25,7 @@ ContextMethod = Literal["ring", "gather", "heads"]
 CONTEXT_METHODS: tuple[str, ...] = get_args(ContextMethod)
 
 
-class ContextCore(eqx.Module):
+class ContextCore(Core):
     """An attention core for rows split over the mesh axis `context`; inside `shard_map` it takes the place of `inner`.
 
     Each device passes the queries, keys, values and tokens of its piece and gets its queries' outputs; pieces are in
@@ -32,8 +33,7 @@ class ContextCore(eqx.Module):
     `T` tokens a row, and `n`, `m` bytes a token of queries or of keys and values):
 
     - `"ring"`: keys and values pass round a ring while each device attends to those it has (Liu et al., 2310.01889);
-      memory for two pieces of them; `3 m T (c-1)/c`. Computed as by `BlockwiseCore`, with the block and the softcap of
-      `inner`.
+      memory for two pieces of them; `3 m T (c-1)/c`. Computed as by `BlockwiseCore`, with the block of `inner`.
     - `"gather"`: all keys and values are gathered, in the backward pass again; `3 m T (c-1)/c`. Any `inner`. Of its
       results only those that it names are kept (`BlockwiseCore`'s), others are computed again.
     - `"heads"`: an all-to-all gives each device whole rows of `heads / c` heads and a second one brings the outputs
@@ -42,7 +42,7 @@ class ContextCore(eqx.Module):
     `is_branched` as for `shift`. Raises `ValueError` while tracing for heads that do not split, and for a cache.
     """
 
-    inner: Any
+    inner: Core
     method: str = eqx.field(static=True)
     is_branched: bool = eqx.field(static=True, default=False)
 
@@ -50,7 +50,7 @@ class ContextCore(eqx.Module):
         if self.method not in CONTEXT_METHODS:
             raise ValueError(f"ContextCore(method={self.method!r}): the methods are {', '.join(CONTEXT_METHODS)}.")
         if self.method == "ring":
-            ring_rules(self.inner)
+            ring_block(self.inner)
 
     def __call__(
         self,
@@ -62,6 +62,7 @@ class ContextCore(eqx.Module):
         tokens: Tokens,
         kv_tokens: Tokens | None = None,
         scale: float,
+        softcap: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
         if kv_tokens is not None:
@@ -71,11 +72,10 @@ class ContextCore(eqx.Module):
             )
         query, key, value, tokens = vary((query, key, value, _bare(tokens)), (CONTEXT,))
         attend = {"ring": self._ring, "gather": self._gather, "heads": self._heads}[self.method]
-        return attend(query, key, value, tokens, sinks, {"mask": mask, "scale": scale})
+        return attend(query, key, value, tokens, sinks, {"mask": mask, "scale": scale, "softcap": softcap})
 
     def _ring(self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict) -> Array:
-        block, softcap = ring_rules(self.inner)
-        rules = blockwise.Rules(given["mask"], given["scale"], softcap, block)
+        rules = blockwise.Rules(**given, block=ring_block(self.inner))
         ring = Ring("keys and values round", CONTEXT, is_branched=self.is_branched)
         output, logsum = ring_attend(rules, ring, query, key, value, tokens)
         return output if sinks is None else blockwise.with_sinks(output, logsum, sinks)
@@ -148,7 +148,7 @@ def context_order(method: str, seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
 
 
 def check_context(
-    method: str, size: int, core: Any, *, seq: int, heads: int, kv_heads: int, has_sinks: bool = False
+    method: str, size: int, core: Core, *, seq: int, heads: int, kv_heads: int, needs: Sequence[str] = ()
 ) -> None:
     """Raise the `ValueError` that an attention over `size` pieces of a row would end in, before anything is compiled.
 
@@ -158,10 +158,10 @@ def check_context(
     context_order(method, seq, size)
     if method == "heads":
         _copies(size, heads, kv_heads, f"check_context('heads', size={size})")
-    if has_sinks and method != "ring" and isinstance(core, DotProductCore):
+    if method != "ring" and (lacking := [name for name in needs if name in core.lacks()]):
         raise ValueError(
-            f"check_context({method!r}, core=DotProductCore()): jax.nn.dot_product_attention has no place for sinks; "
-            "take core=BlockwiseCore(), or method='ring', which computes by blocks itself."
+            f"check_context({method!r}, core={core}): the core has no place for {' and '.join(lacking)}; take "
+            "core=BlockwiseCore(), or method='ring', which computes by blocks itself."
         )
 
 
@@ -173,14 +173,10 @@ def refuse_recurrence(size: int, path: str, mixer: Mixer) -> NoReturn:
     )
 
 
-def ring_rules(core: Any) -> tuple[int, float | None]:
-    """The block and the softcap with which the ring computes what `core` would."""
-    if isinstance(core, BlockwiseCore):
-        return core.block, core.softcap
-    if isinstance(core, ReferenceCore):
-        return BlockwiseCore().block, core.softcap
-    if isinstance(core, DotProductCore) and core.implementation != "cudnn":
-        return BlockwiseCore().block, None
+def ring_block(core: Core) -> int:
+    """The block with which the ring computes what `core` would."""
+    if (block := core.ring_block()) is not None:
+        return block
     raise ValueError(
         f"ContextCore({core}, method='ring'): the ring combines partial results by the logarithms of their sums, which "
         "only eqformer's own loop over blocks gives; take core=BlockwiseCore(), or method='gather' or 'heads', which "

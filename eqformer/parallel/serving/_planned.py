@@ -18,7 +18,7 @@ from .._plan import Plan
 from .._shard_map import filter_shard_map
 from .._vary import vary, vary_like
 from .._wrap import replace
-from ..context._context import ContextCore, ring_rules
+from ..context._context import ContextCore, ring_block
 from ..layouts._layout import shardings
 from ._served import filled, filled_tokens, multiple, Served
 
@@ -130,14 +130,14 @@ class Planned(Served):
         return per_device
 
 
-class CacheCore(eqx.Module):
+class CacheCore(nn.Core):
     """An attention core for caches whose slots are split over the axis `context`.
 
     Queries, which are replicated, attend to the keys that the device holds; the results are combined by their
     logsumexps, as in flash decoding with split keys: `2 + v_dim` numbers a query and head are reduced.
     """
 
-    inner: Any
+    inner: nn.Core
 
     def __call__(
         self,
@@ -149,10 +149,10 @@ class CacheCore(eqx.Module):
         tokens: nn.Tokens,
         kv_tokens: nn.Tokens,
         scale: float,
+        softcap: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
-        block, softcap = ring_rules(self.inner)
-        rules = nn.blockwise.Rules(mask, scale, softcap, block)
+        rules = nn.blockwise.Rules(mask, scale, softcap, ring_block(self.inner))
         bare = nn.Tokens(tokens.positions)
         output, logsum = nn.blockwise.attend(rules, *vary((query, key, value, bare, kv_tokens), (CONTEXT,)))
         peak = send.pmax("peaks over split caches", logsum, CONTEXT)

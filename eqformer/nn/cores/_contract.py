@@ -1,0 +1,41 @@
+"""What an attention core is: softmax(scale * query key^T) value under a mask, however it is computed."""
+
+import abc
+
+import equinox as eqx
+from jaxtyping import Array, Float
+
+from .._tokens import Tokens
+from ..attention._mask import Mask
+
+
+class Core(eqx.Module):
+    """How an attention is computed. What is computed comes with each call, so that cores can be exchanged.
+
+    `softcap` bounds the scores, `softcap * tanh(scores / softcap)`, before the mask (Gemma 2, arXiv:2408.00118).
+    `sinks` hold one score a head that joins the softmax and is then dropped (gpt-oss).
+    """
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        query: Float[Array, "*batch seq heads head_dim"],
+        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+        *,
+        mask: Mask,
+        tokens: Tokens,
+        kv_tokens: Tokens | None = None,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Float[Array, "heads"] | None = None,
+    ) -> Float[Array, "*batch seq heads v_dim"]:
+        """Attend; `kv_tokens=None` says that the keys are the queries' own tokens."""
+
+    def lacks(self) -> tuple[str, ...]:
+        """Which of `softcap` and `sinks` it cannot compute."""
+        return ()
+
+    def ring_block(self) -> int | None:
+        """The tokens of a block if the loop of `BlockwiseCore` may compute the same in its place, as a ring does."""
+        return None
