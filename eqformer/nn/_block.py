@@ -8,11 +8,8 @@ from jaxtyping import Array, Float, PyTree
 
 from ._contracts import Layer, Mixer, Routed
 from ._dropout import Dropout
-from ._norm import LayerNorm, RMSNorm
+from ._norm import Norm
 from ._tokens import Tokens, tokens_or_default
-
-
-Norm = RMSNorm | LayerNorm | Callable[[Array], Array]
 
 
 class Residual(Layer):
@@ -24,9 +21,9 @@ class Residual(Layer):
     """
 
     layer: Mixer | Routed | Callable[..., Any]
-    norm: Norm | None = None
-    output_norm: Norm | None = None
-    sum_norm: Norm | None = None
+    norm: Norm | Callable[[Array], Array] | None = None
+    output_norm: Norm | Callable[[Array], Array] | None = None
+    sum_norm: Norm | Callable[[Array], Array] | None = None
     dropout: Dropout | None = None
     scale: float | None = eqx.field(static=True, default=None)
 
@@ -97,8 +94,8 @@ class ParallelBlock(Layer):
 
     mixer: Residual
     feed_forward: Residual
-    norm: Norm | None = None
-    sum_norm: Norm | None = None
+    norm: Norm | Callable[[Array], Array] | None = None
+    sum_norm: Norm | Callable[[Array], Array] | None = None
 
     def __check_init__(self):
         for name in ("mixer", "feed_forward"):
@@ -146,6 +143,8 @@ class Period(Layer):
         return tuple(block.init_cache(batch, capacity, dtype) for block in self.blocks)
 
 
-def apply_norm(norm: Norm | None, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
+def apply_norm(
+    norm: Norm | Callable[[Array], Array] | None, x: Float[Array, "*batch embed"]
+) -> Float[Array, "*batch embed"]:
     """The normed array, or the array itself where there is no norm."""
     return x if norm is None else norm(x)

@@ -1,5 +1,8 @@
 """Normalisation over named dims, with the reduction in float32."""
 
+import abc
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,31 @@ from ._dims import named_by
 from ._dtype import at_least_float32
 
 
-class RMSNorm(eqx.Module):
+Mean = Callable[[Array, str], Array]  # the mean over a norm's dims, which are kept; and of what: "means", "squares"
+
+
+class Norm(eqx.Module):
+    """A normalisation of trailing dims by averages over them, which may be taken over the slices of many devices."""
+
+    @property
+    @abc.abstractmethod
+    def reduced(self) -> tuple[str, ...]:
+        """The names of the trailing dims that averages are taken over."""
+
+    @abc.abstractmethod
+    def normalised(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
+        """`x`, or this device's slice of it, normalised by what `mean` gives of wide arrays of its shape."""
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Normalise the trailing dims of `x`; the result has the dtype of `x`."""
+        return self.normalised(x, lambda y, _: self.mean(y))
+
+    def mean(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The mean over the dims of an array."""
+        return jnp.mean(y, tuple(range(-len(self.reduced), 0)), keepdims=True)
+
+
+class RMSNorm(Norm):
     """`x / sqrt(mean(x^2) + eps) * (offset + weight) + shift` over named dims (Zhang and Sennrich 2019).
 
     `RMSNorm("embed", embed=512)` normalises a residual stream, `RMSNorm("head_dim", head_dim=64)` each head by itself,
@@ -38,11 +65,16 @@ class RMSNorm(eqx.Module):
         self.weight = jnp.full(shape, 1.0 - offset, jnp.float32) if scale else None
         self.shift = jnp.zeros(shape, jnp.float32) if shift else None
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Normalise the trailing dims of `x`; the result has the dtype of `x`."""
-        axes = _check_sizes("RMSNorm", self.dims, self.weight, x)
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """All its dims."""
+        return self.dims
+
+    def normalised(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
+        """By the mean of squares."""
+        _check_sizes("RMSNorm", self.dims, self.weight, x)
         wide = x.astype(at_least_float32(x.dtype))
-        y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axes, keepdims=True) + self.eps)
+        y = wide * jax.lax.rsqrt(mean(wide * wide, "squares") + self.eps)
         if self.weight is not None:
             y = y * (self.offset + self.weight.astype(y.dtype))
         if self.shift is not None:
@@ -50,7 +82,7 @@ class RMSNorm(eqx.Module):
         return y.astype(x.dtype)
 
 
-class LayerNorm(eqx.Module):
+class LayerNorm(Norm):
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over named dims (Ba, Kiros and Hinton 2016).
 
     With `over`, the last of the dims, mean and variance are over these alone: `LayerNorm("heads head_dim",
@@ -82,12 +114,17 @@ class LayerNorm(eqx.Module):
         self.weight = jnp.ones(shape, jnp.float32) if scale else None
         self.bias = jnp.zeros(shape, jnp.float32) if bias else None
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Normalise the trailing dims of `x`; the result has the dtype of `x`."""
-        axes = _check_sizes("LayerNorm", self.dims, self.weight, x)[-self.over :]
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """The last of its dims, or all."""
+        return self.dims[-self.over :]
+
+    def normalised(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
+        """By the mean, and the mean of squares of what is left."""
+        _check_sizes("LayerNorm", self.dims, self.weight, x)
         wide = x.astype(at_least_float32(x.dtype))
-        centred = wide - jnp.mean(wide, axes, keepdims=True)
-        y = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axes, keepdims=True) + self.eps)
+        centred = wide - mean(wide, "means")
+        y = centred * jax.lax.rsqrt(mean(centred * centred, "squares") + self.eps)
         if self.weight is not None:
             y = y * self.weight.astype(y.dtype)
         if self.bias is not None:
@@ -102,11 +139,10 @@ def _named_shape(call: str, dims: str, sizes: dict[str, int]) -> tuple[tuple[str
     return names, [sizes[name] for name in names]
 
 
-def _check_sizes(call: str, dims: tuple[str, ...], weight: Array | None, x: Array) -> tuple[int, ...]:
-    """The trailing dims to reduce over; raises if their sizes differ from the weight's, which would broadcast."""
+def _check_sizes(call: str, dims: tuple[str, ...], weight: Array | None, x: Array) -> None:
+    """Raise where sizes differ from the weight's, which would broadcast."""
     if weight is not None and x.shape[-len(dims) :] != weight.shape:
         raise ValueError(
             f"{call}({' '.join(dims)!r})(x): the last dims of x must be {dict(zip(dims, weight.shape))}; "
             f"x has shape {x.shape}."
         )
-    return tuple(range(-len(dims), 0))

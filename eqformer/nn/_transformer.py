@@ -1,16 +1,16 @@
 """A language model: embed, run the stacks, normalise, unembed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 from jaxtyping import Array, Float, Int, PyTree
 
-from ._block import Norm
 from ._cache import check_cached
 from ._dropout import Dropout
 from ._dtype import at_least_float32, float_dtype
 from ._embedding import Embedding, LearnedPositions
 from ._linear_map import LinearMap
+from ._norm import Norm
 from ._stack import Stack
 from ._sums import wide_sum
 from ._tokens import Tokens, tokens_or_default
@@ -31,7 +31,7 @@ class Transformer(eqx.Module):
 
     embedding: Embedding
     stacks: tuple[Stack, ...]
-    norm: Norm
+    norm: Norm | Callable[[Array], Array]
     head: LinearMap | None = None
     positions: LearnedPositions | None = None
     dropout: Dropout | None = None

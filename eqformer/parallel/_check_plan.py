@@ -18,7 +18,6 @@ from ._placement import Placement
 from .context._context import check_context, refuse_recurrence
 from .layouts._layout import axes_of, is_spec
 from .pipeline._depth import check_depth
-from .tensor._norms import reduced_dims
 from .tensor._tensor import size_of
 
 
@@ -120,7 +119,7 @@ def _check_mixer(plan: Placement, path: str, module: Any, seq: int) -> None:
 
 
 def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None:
-    known = (nn.Mixer, nn.FeedForward, nn.MoE, nn.Embedding, nn.LearnedPositions, nn.RMSNorm, nn.LayerNorm)
+    known = (nn.Mixer, nn.FeedForward, nn.MoE, nn.Embedding, nn.LearnedPositions, nn.Norm)
     is_known = lambda node: isinstance(node, known)
     headless = lambda tree: eqx.tree_at(lambda m: m.head, tree, None, is_leaf=lambda node: node is None)
     nodes = jax.tree_util.tree_leaves_with_path(headless(model), is_leaf=is_known)
@@ -170,8 +169,8 @@ def _holders_of_key_heads(model: nn.Transformer) -> list[str]:
     bare = jax.tree.map(lambda node: None if nn.is_map(node) else node, model, is_leaf=nn.is_map)
     names = jax.tree_util.tree_leaves_with_path(nn.dims(bare))
     found = [nn.path_name(path) for path, dims in names if isinstance(dims, str) and "kv_heads" in dims.split()]
-    norms = nn.named_modules(model, (nn.RMSNorm, nn.LayerNorm))
-    return found + [path for path, norm in norms if "kv_heads" in reduced_dims(norm) and norm.weight is None]
+    norms = nn.named_modules(model, nn.Norm)
+    return found + [path for path, norm in norms if "kv_heads" in norm.reduced and not jax.tree.leaves(norm)]
 
 
 class _Part:

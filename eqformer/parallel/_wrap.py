@@ -17,7 +17,7 @@ from .context._context import ContextCore, refuse_recurrence
 from .layouts._layout import dim_over
 from .state._gather import gather_parameter
 from .tensor._feature import FEATURE_DIMS, FeatureKeyHead, FeatureLinear
-from .tensor._norms import reduced_dims, SplitNorm
+from .tensor._norms import SplitNorm
 from .tensor._tensor import HEAD_DIMS, is_split, size_of, Tensor, TensorMixer, Whole
 from .tensor._vocabulary import FeatureEmbedding, HeadInput, own_rows, rows_of_features, SplitEmbedding
 
@@ -39,12 +39,11 @@ def split_over_tensor(
 
     `specs` and `shapes` are those of the whole model. The arrays of the stacks stay what and where they were.
     """
-    norms = (nn.RMSNorm, nn.LayerNorm)
-    kinds = (nn.Mixer, nn.FeedForward, *norms, nn.MoE)
+    kinds = (nn.Mixer, nn.FeedForward, nn.Norm, nn.MoE)
     names = nn.dims(shapes)
 
     def wrap(module: PyTree, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
-        if isinstance(module, norms):
+        if isinstance(module, nn.Norm):
             return _split_norm(module, residual)
         if isinstance(module, nn.MoE):
             shared = replace(module.shared, kinds, wrap, spec.shared, shape.shared, name.shared)
@@ -55,7 +54,7 @@ def split_over_tensor(
             return Whole(module, residual)
         if residual == "feature":
             return _feature_module(module, (shape, spec, name), overlap, is_branched)
-        inner = replace(module, norms, lambda norm: _split_norm(norm, residual))
+        inner = replace(module, nn.Norm, lambda norm: _split_norm(norm, residual))
         tensor = Tensor(inner, residual, overlap, is_branched, shares_kv_heads(shape))
         return TensorMixer(tensor) if isinstance(module, nn.Mixer) else tensor
 
@@ -133,11 +132,11 @@ class TokensPositions(eqx.Module):
         return self.inner(own_part(positions, TENSOR, -1))
 
 
-def _split_norm(norm: nn.RMSNorm | nn.LayerNorm, residual: str) -> PyTree:
+def _split_norm(norm: nn.Norm, residual: str) -> PyTree:
     # By the names of its dims, since a norm need not have an array to lay out. Key heads that devices share are each
     # held by equally many, so that there too the mean of the devices' means is the mean.
     split = FEATURE_DIMS if residual == "feature" else HEAD_DIMS
-    return SplitNorm(norm, TENSOR) if set(reduced_dims(norm)) & set(split) else norm
+    return SplitNorm(norm, TENSOR) if set(norm.reduced) & set(split) else norm
 
 
 def _feature_module(module: PyTree, likes: tuple[PyTree, PyTree, PyTree], overlap: str, is_branched: bool) -> PyTree:
@@ -153,7 +152,7 @@ def _feature_module(module: PyTree, likes: tuple[PyTree, PyTree, PyTree], overla
             return part
         return FeatureLinear(part, _scatters(shape), overlap, is_branched, _split_outputs(part, spec, name))
 
-    is_part = lambda node: nn.is_map(node) or isinstance(node, nn.RMSNorm | nn.LayerNorm)
+    is_part = lambda node: nn.is_map(node) or isinstance(node, nn.Norm)
     one = lambda part, *like: feature(part, *like) if is_part(part) else part
     module = jax.tree.map(one, module, *likes, is_leaf=is_part)
     if not shares_kv_heads(likes[0]):

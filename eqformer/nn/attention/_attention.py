@@ -12,7 +12,7 @@ from .._contracts import Attends, Mixer, MixerFacts
 from .._dtype import float_dtype
 from .._linear import Linear
 from .._linear_map import LinearMap
-from .._norm import LayerNorm, RMSNorm
+from .._norm import Norm
 from .._sums import wide_product
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._blockwise import BlockwiseCore
@@ -35,8 +35,8 @@ class Attention(Mixer):
     key: LinearMap
     value: LinearMap
     output: LinearMap
-    query_norm: RMSNorm | LayerNorm | None
-    key_norm: RMSNorm | LayerNorm | None
+    query_norm: Norm | None
+    key_norm: Norm | None
     rotary: Rotary | None
     temperature: LogTemperature | None
     gate: LinearMap | None
@@ -56,8 +56,8 @@ class Attention(Mixer):
         bias: bool = False,
         output_bias: bool | None = None,
         output_std: float | None = None,
-        query_norm: RMSNorm | LayerNorm | None = None,
-        key_norm: RMSNorm | LayerNorm | None = None,
+        query_norm: Norm | None = None,
+        key_norm: Norm | None = None,
         rotary: Rotary | None = None,
         temperature: LogTemperature | None = None,
         gate: bool = False,

@@ -14,7 +14,7 @@ from .._contracts import Attends, Mixer, MixerFacts
 from .._dtype import float_dtype
 from .._linear import Linear
 from .._linear_map import LinearMap
-from .._norm import RMSNorm
+from .._norm import Norm
 from .._sums import spread, wide_sum
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._blockwise import BlockwiseCore
@@ -33,11 +33,11 @@ class LatentAttention(Mixer):
     """
 
     query_down: LinearMap | None
-    query_latent_norm: RMSNorm | None
+    query_latent_norm: Norm | None
     query: LinearMap
     query_rope: LinearMap | None
     latent_down: LinearMap
-    latent_norm: RMSNorm | None
+    latent_norm: Norm | None
     key_rope: LinearMap | None
     key_up: LinearMap
     value_up: LinearMap
@@ -56,8 +56,8 @@ class LatentAttention(Mixer):
         latent: int,
         q_latent: int | None = None,
         v_dim: int | None = None,
-        latent_norm: RMSNorm | None = None,
-        query_latent_norm: RMSNorm | None = None,
+        latent_norm: Norm | None = None,
+        query_latent_norm: Norm | None = None,
         rotary: Rotary | None = None,
         bias: bool = False,
         output_std: float | None = None,

@@ -167,16 +167,17 @@ def _checked(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Attentio
     if attention.gate is not None or attention.sinks is not None:
         raise ValueError(f"{call}: an attention has a gate or sinks, which the layout does not split; use Planned.")
     for norm in (attention.query_norm, attention.key_norm):
-        if norm is not None and norm.dims != ("head_dim",):
+        # An array has a dim of layers in front.
+        if norm is not None and (norm.reduced != ("head_dim",) or any(x.ndim != 2 for x in jax.tree.leaves(norm))):
             raise ValueError(
-                f"{call}: a norm of queries or keys is over {norm.dims}; one over head_dim alone would do."
+                f"{call}: a norm of queries or keys is over {' '.join(norm.reduced)}, or scales each head by itself; "
+                "one of head_dim alone would do."
             )
-    norms = (nn.RMSNorm, nn.LayerNorm)
     is_shared = isinstance(block, nn.ParallelBlock) and block.norm is not None
     if len(_stream_norms(block)) != (1 if is_shared else 2) or not all(
-        isinstance(norm, norms) for norm in _stream_norms(block)
+        isinstance(norm, nn.Norm) for norm in _stream_norms(block)
     ):
-        raise ValueError(f"{call}: each layer reads its input through an RMSNorm or LayerNorm; this block's does not.")
+        raise ValueError(f"{call}: each layer reads its input through a norm of eqformer.nn; this block's does not.")
     later = [f"{name}.{kind}" for name, one in sublayers.items() for kind in _LATER if getattr(one, kind) is not None]
     if later or (isinstance(block, nn.ParallelBlock) and block.sum_norm is not None):
         later = [*later, "sum_norm"]
