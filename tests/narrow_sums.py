@@ -109,10 +109,10 @@ def _told(equation: Any, name: str, axes: tuple[str, ...], variable: Any) -> Nar
 
 
 def _function_of(equation: Any) -> str:
-    """The innermost of eqformer's functions or of the tests', but for `vary`, which many call."""
+    """The innermost of eqformer's functions or of the tests', but for those that send and `vary`, which many call."""
     traceback = equation.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
         path = Path(frame.file_name)
-        if path.name != "_vary.py" and any(room in path.parents for room in ROOMS):
+        if path.name not in ("_vary.py", "_send.py") and any(room in path.parents for room in ROOMS):
             return frame.function_name.split(".<locals>")[0]
     return "somewhere"

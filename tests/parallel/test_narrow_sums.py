@@ -36,6 +36,7 @@ MEANT = {
     ("Linear.product", ("tensor",)),
     # A token's chosen experts, on whatever devices they are, and the gradients that they have for it.
     ("SplitMoE._gathered", ("expert",)),
+    ("_to_all", ("expert",)),
     ("SplitMoE._taken", ("expert",)),
     # Gradients of keys and values that were gathered.
     ("_in_reading_order", ("context",)),

@@ -7,6 +7,9 @@ from ... import nn
 from .. import _send as send
 
 
+_NAMES = {"means": "means of split norms", "squares": "squares of split norms"}
+
+
 class SplitNorm(eqx.Module):
     """A norm over dims of which this device holds a slice: the averages are taken over `axis`, one or several.
 
@@ -20,7 +23,7 @@ class SplitNorm(eqx.Module):
         """Normalise the trailing dims of the whole, of which `x` is a slice."""
 
         def mean(y: Array, what: str) -> Array:
-            name = f"{what} of split norms"
+            name = _NAMES[what]
             return send.vary(name, send.pmean(name, self.inner.mean(y), self.axis), self.axis)
 
         return self.inner.normalised(x, mean)
