@@ -40,7 +40,7 @@ def forgotten_programs():
     """
     yield
     mappings = Path("/proc/self/maps")
-    if mappings.exists() and mappings.read_bytes().count(b"\n") > 25_000:
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > 12_000:
         jax.clear_caches()
         gc.collect()
 

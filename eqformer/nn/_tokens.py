@@ -28,7 +28,7 @@ class Tokens(eqx.Module):
     segments: Int[Array, "*batch seq"] | None = None
     keys: Key[Array, "*batch seq"] | None = None
     lengths: Int[Array, "*batch seq"] | None = None
-    whole_rows: int | None = eqx.field(static=True, init=False, default=None)
+    whole_rows: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
 
     @property
     def are_whole_rows(self) -> bool:

@@ -136,7 +136,7 @@ def test_controls(models, monkeypatch, what):
             lambda m: stationary(
                 eqx.tree_at(lambda m: m.stacks[0].blocks.norm, m, None, is_leaf=lambda x: x is None), 2, 4
             ),
-            "reads its input through an RMSNorm or LayerNorm",
+            "reads its input through a norm of eqformer.nn",
         ),
         (
             lambda m: stationary(
