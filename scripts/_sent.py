@@ -40,11 +40,13 @@ def sent_bytes(
     model = plan.shapes(model)
     moving = trained(model)
     found = list(_of_state(plan, model, moving))
-    if plan.size(TENSOR) > 1:
-        layers = sum(_of_tensor(plan, model, stack, tokens) for stack in model.stacks)
+    if plan.stream is not None:
+        layers = sum(_of_tensor(plan, plan.stream, model, stack, tokens) for stack in model.stacks)
         at_ends = ", where they are computed" if plan.is_pipelined and not plan.spreads_edges else ""
         found.append(Sent(TENSOR, f"layers with a {plan.residual} stream", layers))
-        found.append(Sent(TENSOR, f"embedding and loss{at_ends}", _of_vocabulary(plan, model, moving, tokens)))
+        found.append(
+            Sent(TENSOR, f"embedding and loss{at_ends}", _of_vocabulary(plan, plan.stream, model, moving, tokens))
+        )
     if plan.size(CONTEXT) > 1:
         attended = sum(_of_context(plan, model, stack, tokens) for stack in model.stacks)
         found.append(Sent(CONTEXT, f"attention by {plan.context_method}", attended))
@@ -118,13 +120,16 @@ def _of_edges(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> float:
         return 0.0
     arrays = _arrays(plan, model, moving)
     size = sum(number * max(weight, 4) for _, number, weight, is_layers, moves in arrays if moves and not is_layers)
-    if plan.residual == "feature" and plan.size(TENSOR) > 1 and moving.embedding.weight is not None:  # by ids too
+    splits_features = plan.stream is not None and plan.stream.splits_features
+    if splits_features and moving.embedding.weight is not None:  # by ids too
         table = model.embedding.weight
         size += table.size / plan.size(TENSOR) * max(table.dtype.itemsize, 4)
     return 2 * planning.gather_bytes(size, plan.size(PIPE))
 
 
-def _of_tensor(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
+def _of_tensor(
+    plan: parallel.Plan, stream: parallel.Stream, model: nn.Transformer, stack: nn.Stack, tokens: float
+) -> float:
     """By the numbers of a token that the stack's sublayers gather or scatter; an all-reduce does both."""
     embed = model.embedding.weight.shape[-1]
     # A sublayer reads the stream once, and each of its maps back into it is summed by itself: of a LoRA two.
@@ -132,30 +137,32 @@ def _of_tensor(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, toke
     sublayers = [layer for layer in layers if isinstance(layer, nn.Experts) or parallel.is_split(layer)]
     whole = [layer for layer in layers if not any(layer is one for one in sublayers)]
     outputs = sum(1 if isinstance(m, nn.Experts) else len(parallel.stream_maps(m, "outputs")) for m in sublayers)
-    if plan.residual == "feature":
+    if stream.splits_features:
         maps = len(whole) * embed - sum(_outputs(plan, linear) for linear in nn.linear_maps(whole))
         there = forward = maps + sum(_outputs(plan, linear) for linear in nn.linear_maps(stack))
     else:
-        forward = (len(sublayers) + outputs + len(whole) * (plan.residual == "sequence")) * embed
-        there = 2 * outputs * embed if plan.residual == "replicated" else forward
+        forward = (len(sublayers) + outputs + len(whole) * stream.splits_tokens) * embed
+        there = 2 * outputs * embed if stream.is_whole else forward
     again = plan.is_pipelined * there
     if _recomputes(stack):  # all but the last output, which the next layer's input is kept for
-        again += there - embed * (2 if plan.residual == "replicated" else 1)
-    elif plan.residual == "sequence" and (stack.remat != "none" or plan.overlap != "none"):
+        again += there - embed * (2 if stream.is_whole else 1)
+    elif stream.splits_tokens and (stack.remat != "none" or stream.overlap != "none"):
         again += len(sublayers) * embed  # what was gathered is not kept
     sent = tokens * (2 * forward + again) * _width(model)
     return _evaluations(plan, stack) * planning.gather_bytes(sent, plan.size(TENSOR))
 
 
-def _of_vocabulary(plan: parallel.Plan, model: nn.Transformer, moving: Any, tokens: float) -> float:
+def _of_vocabulary(
+    plan: parallel.Plan, stream: parallel.Stream, model: nn.Transformer, moving: Any, tokens: float
+) -> float:
     """Lookup and the loss's input in both passes, and three numbers of each token's loss."""
     table = model.embedding.weight
     embed, weight = table.shape[-1], table.dtype.itemsize
     passes = 1 if moving.embedding.weight is None else 2
-    lookup = {"replicated": 2, "sequence": passes, "feature": 0}[plan.residual] * embed * weight
+    lookup = (2 if stream.is_whole else passes if stream.splits_tokens else 0) * embed * weight
     rounds = plan.microbatches / (plan.size(PIPE) if plan.spreads_edges else 1)
     sent = rounds * tokens * (lookup + 2 * embed * _width(model) + 2 * 3 * 4)
-    if plan.residual == "feature":  # the table, from slices of features to slices of ids, and its gradient back
+    if stream.splits_features:  # the table, from slices of features to slices of ids, and its gradient back
         swaps = 1 if plan.is_pipelined else plan.microbatches
         sent += passes * swaps * table.size / plan.size(TENSOR) * weight
     return planning.gather_bytes(sent, plan.size(TENSOR))
@@ -202,7 +209,7 @@ def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float
     """All devices send in each tick in which any has something to send."""
     # With spread edges the first stage's next input goes round beside the stages' outputs, in all ticks.
     rounds = 2 * _ticks(plan) if plan.spreads_edges else sum(parallel.link_ticks(plan.timetable()).values()) / 2
-    slices = 1 if plan.residual == "replicated" else plan.size(TENSOR)
+    slices = 1 if plan.stream is None or plan.stream.is_whole else plan.size(TENSOR)
     embed = model.embedding.weight.shape[-1]
     return planning.pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_width(model))
 

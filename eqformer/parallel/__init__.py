@@ -77,10 +77,14 @@ from .tensor._collective_matmul import (
     matmul_reduce_scatter as matmul_reduce_scatter,
     OVERLAPS as OVERLAPS,
 )
-from .tensor._feature import FeatureLinear as FeatureLinear
+from .tensor._feature import ByFeature as ByFeature, FeatureLinear as FeatureLinear
 from .tensor._norms import SplitNorm as SplitNorm
+from .tensor._stream import Stream as Stream
+from .tensor._streams import stream_of as stream_of, STREAMS as STREAMS
 from .tensor._tensor import (
+    ByToken as ByToken,
     is_split as is_split,
+    Replicated as Replicated,
     stream_maps as stream_maps,
     Tensor as Tensor,
     TensorMixer as TensorMixer,

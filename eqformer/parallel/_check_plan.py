@@ -30,7 +30,7 @@ def check_choices(plan: Placement) -> None:
             f"{', '.join(f'{axis} ({kind.name})' for axis, kind in axes.items())}; make it by make_mesh."
         )
     check_values(plan)
-    if plan.overlap != "none" and plan.residual == "replicated" and plan.size(TENSOR) > 1:
+    if plan.overlap != "none" and plan.stream is not None and plan.stream.is_whole:
         raise ValueError(
             f"Plan(overlap={plan.overlap!r}, residual='replicated'): a replicated stream is reduced whole, with no "
             "gather to overlap; take residual='sequence' or 'feature', or overlap='none'."
@@ -80,9 +80,10 @@ def check_rows(plan: Placement, model: nn.Transformer, rows: int, seq: int) -> N
             f"Plan over context={size} by {plan.context_method!r}: rows of {seq} tokens are cut into {pieces} equal "
             f"pieces; take a multiple of {pieces} tokens."
         )
-    routes = plan.residual == "feature" and bool(nn.named_modules(model, (nn.MoE,)))
-    if (plan.residual == "sequence" or routes) and (seq // size) % plan.size(TENSOR):
-        who = "are split over the axis" if plan.residual == "sequence" else "are split over the axis where they choose"
+    stream = plan.stream
+    routes = stream is not None and stream.routed.splits_tokens and bool(nn.named_modules(model, (nn.MoE,)))
+    if stream is not None and (stream.splits_tokens or routes) and (seq // size) % plan.size(TENSOR):
+        who = "are split over the axis" if stream.splits_tokens else "are split over the axis where they choose"
         raise ValueError(
             f"Plan(residual={plan.residual!r}) over tensor={plan.size(TENSOR)}: the {seq // size} tokens that a device "
             f"of context={size} holds {who}; take a multiple of {size * plan.size(TENSOR)} tokens."
@@ -132,7 +133,7 @@ def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None
                 "but no transform knows how to run the module that it is in on a slice; name its dims otherwise, or "
                 "build it of attentions and feed-forward layers of eqformer.nn."
             )
-    if plan.residual == "feature":
+    if plan.stream is not None and plan.stream.splits_features:
         holders = _holders_of_key_heads(model)
         for path, mixer in nn.named_modules(model, nn.Mixer):
             _check_feature(plan, path, mixer, holders)

@@ -10,7 +10,7 @@ from .context._context import ContextMethod
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import Maker, ScheduleName
 from .tensor._collective_matmul import Overlap
-from .tensor._tensor import StreamKind
+from .tensor._stream import StreamKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

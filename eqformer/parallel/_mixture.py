@@ -14,6 +14,7 @@ from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 from ._vary import vary
 from .pipeline._taps import Watched
 from .state._gather import gather_parameter
+from .tensor._stream import Stream
 from .tensor._tensor import HEAD_DIMS
 
 
@@ -28,22 +29,22 @@ class SplitMoE(nn.Routed):
     by two all-to-alls, with `factor` times the slots for a pair of devices that even loads need; what finds no slot is
     dropped and counted. It sends less where `factor` times a token's choices is less than the axis has devices
     (DeepSpeed-MoE, arXiv:2201.05596). Outside of training, where nothing may be dropped, it gathers. Each token is
-    routed once, on one device. `residual` is the stream over the axis `tensor`, None where that has one device: split
-    tokens or features are put together for the experts.
+    routed once, on one device. `stream` is that over the axis `tensor`, None where that has one device: split tokens or
+    features are put together for the experts.
     """
 
     inner: nn.MoE
     method: str = eqx.field(static=True)
     factor: float = eqx.field(static=True)
-    residual: str | None = eqx.field(static=True)
+    stream: Stream | None = eqx.field(static=True)
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], nn.Aux]:
         """The layer's output for this device's tokens, and their `Aux`."""
-        tokens = nn.positions_like(self._whole_rows(x).shape[:-1]) if tokens is None else tokens
-        given = _tokens_of_features(x) if self.residual == "feature" else x
-        router = _with_whole_features(self.inner.router) if self.residual == "feature" else self.inner.router
+        given = x if self.stream is None else self.stream.to_routed(x)
+        tokens = nn.positions_like(self._whole_rows(given).shape[:-1]) if tokens is None else tokens
+        router = _with_whole_features(self.inner.router) if self._splits_features else self.inner.router
         if isinstance(router, nn.ExpertChoiceRouter):
             y, aux = self._taken(router, given, tokens.fold_in(nn.ROUTER))
         else:
@@ -53,12 +54,16 @@ class SplitMoE(nn.Routed):
             aux = self.inner.aux_of_routing(routing, own, dropped, self._total, self._row_total)
             if self._splits_tokens:
                 aux = eqx.tree_at(lambda a: a.dropped, jax.tree.map(lambda leaf: _sum(leaf, (TENSOR,)), aux), dropped)
-        y = checkpoint_name(_features_of_tokens(y) if self.residual == "feature" else y, "product")
+        y = checkpoint_name(y if self.stream is None else self.stream.from_routed(y), "product")
         return (y if self.inner.shared is None else y + self.inner.shared(x)), aux
 
     @property
     def _splits_tokens(self) -> bool:
-        return self.residual in ("sequence", "feature")
+        return self.stream is not None and self.stream.routed.splits_tokens
+
+    @property
+    def _splits_features(self) -> bool:
+        return self.stream is not None and self.stream.splits_features
 
     def _total(self, x: Array) -> Array:
         return _sum(x, (*BATCH_AXES, CONTEXT, *(TENSOR,) * self._splits_tokens))
@@ -75,22 +80,18 @@ class SplitMoE(nn.Routed):
 
     def _whole_rows(self, x: Shaped[Array, "*batch seq dim"]) -> Shaped[Array, "*batch full_seq dim"]:
         """All tokens of this device's rows, on every device of `tensor`."""
-        if self.residual == "replicated":
-            return send.vary("rows for experts", x, [TENSOR])
-        return send.all_gather("rows for experts", x, TENSOR, -2) if self._splits_tokens else x
+        return x if self.stream is None else self.stream.routed.whole("rows for experts", x)
 
     def _reduced(self, y: Float[Array, "*batch full_seq embed"]) -> Float[Array, "*batch seq embed"]:
         """The sum over slices of hidden features, of the tokens that `_whole_rows` was given."""
-        if self.residual == "replicated":
-            return send.psum("slices of experts", y, TENSOR)
-        return send.psum_scatter("slices of experts", y, TENSOR, -2) if self._splits_tokens else y
+        return y if self.stream is None else self.stream.routed.summed("slices of experts", y)
 
     def _chosen(
         self, x: Float[Array, "*batch seq embed"], routing: nn.Routing, tokens: nn.Tokens
     ) -> tuple[Array, Int[Array, ""]]:
         """What the chosen experts add to each token, and how many choices were dropped."""
         dispatch = self.inner.dispatch_of(tokens, routing)
-        if self.residual is None and jax.lax.axis_size(EXPERT) == 1:
+        if self.stream is None and jax.lax.axis_size(EXPERT) == 1:
             return dispatch(self.inner.experts, x, routing, weighs_inputs=self.inner.weighs_inputs)
         number = routing.scores.shape[-1]
         x, choices, weights = (self._whole_rows(array) for array in (x, routing.experts, routing.weights))
@@ -102,7 +103,7 @@ class SplitMoE(nn.Routed):
             exchanges = self.method == "exchange" and tokens.is_training
             y, more = (self._exchanged if exchanges else self._gathered)(*flat)
         dropped = dropped + more
-        dropped = dropped if self.residual is None else _same(dropped)
+        dropped = dropped if self.stream is None else _same(dropped)
         return self._reduced(y.reshape(x.shape)), dropped
 
     def _gathered(self, x: Array, choices: Array, weights: Array) -> tuple[Array, Array]:
@@ -141,7 +142,7 @@ class SplitMoE(nn.Routed):
         x = self._whole_rows(x)
         slots, experts = router(x, tokens), self._experts()
         aux = nn.aux_of_slots(slots, tokens, x)
-        if self.residual is not None:  # the same on all devices of the axis
+        if self.stream is not None:  # the same on all devices of the axis
             aux = jax.tree.map(_same, aux)
         if jax.lax.axis_size(EXPERT) == 1:
             return self._reduced(nn.dispatch.run_slots(experts, x, slots)), aux
@@ -153,10 +154,10 @@ class SplitMoE(nn.Routed):
 
     def _experts(self) -> nn.Experts:
         """This device's experts, so that the sum over the axis `tensor` is theirs: biases of sums are added once."""
-        if self.residual is None:
+        if self.stream is None:
             return self.inner.experts
         experts = self.inner.experts
-        if self.residual == "feature":
+        if self._splits_features:
             experts = jax.tree.map(_of_hidden_features, experts, nn.dims(experts))
         is_first = jax.lax.axis_index(TENSOR) == 0
 
@@ -179,14 +180,6 @@ def _to_all(x: Array) -> Array:
 def _same(x: Array) -> Array:
     """A value that all devices of `tensor` have computed alike, typed as replicated."""
     return send.pmax("same on all slices", vary(x, [TENSOR]), TENSOR)
-
-
-def _tokens_of_features(x: Float[Array, "*batch full_seq part"]) -> Float[Array, "*batch seq embed"]:
-    return send.all_to_all("features to tokens", x, TENSOR, -2, -1)
-
-
-def _features_of_tokens(x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch full_seq part"]:
-    return send.all_to_all("tokens to features", x, TENSOR, -1, -2)
 
 
 def _of_hidden_features(leaf: Any, names: Any) -> Any:

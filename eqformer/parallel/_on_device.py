@@ -58,14 +58,13 @@ class OnDevice:
         in_stacks = self._in_block if is_apart else self._with_value
         stacks = jax.tree.map(in_stacks, leaves.stacks, whole.stacks, parameters.stacks)
         model = eqx.tree_at(lambda m: m.stacks, jax.tree.map(self._with_value, *outside), stacks)
-        if plan.size(TENSOR) > 1:
+        if plan.stream is not None:
             specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
-            model = split_over_tensor(model, specs, self.shapes, plan.residual, plan.overlap, plan.is_pipelined)
+            model = split_over_tensor(model, specs, self.shapes, plan.stream)
         if plan.mesh.size > 1:
-            residual = plan.residual if plan.size(TENSOR) > 1 else None
-            model = split_mixtures(model, plan.expert_method, plan.expert_factor, residual)
+            model = split_mixtures(model, plan.expert_method, plan.expert_factor, plan.stream)
         if plan.size(CONTEXT) > 1:
-            model = split_over_context(model, plan.context_method, plan.is_pipelined)
+            model = split_over_context(model, plan.context_method)
         if is_apart:
             blocks = tuple(map(self._with_blocks, model.stacks, leaves.stacks, whole.stacks))
             model = eqx.tree_at(lambda m: m.stacks, model, blocks)

@@ -22,8 +22,8 @@ from .pipeline._depth import from_rows, in_reading_order, in_ring_order, layer_r
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import make_schedule
 from .state._leaves import leaves_of
-from .tensor._feature import FEATURE_DIMS
-from .tensor._tensor import HEAD_DIMS
+from .tensor._stream import Stream
+from .tensor._streams import stream_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Placement(Choices):
 
     def layout(self, *, splits_fsdp: bool) -> Layout:
         """The layout of parameters or, with `splits_fsdp`, of what else is split over the axis `fsdp`."""
-        split = FEATURE_DIMS if self.residual == "feature" else HEAD_DIMS
-        dims = {"layers": PIPE, "experts": EXPERT, **dict.fromkeys((*split, "vocab"), TENSOR)}
+        split = *stream_of(self.residual).split_dims, "vocab"
+        dims = {"layers": PIPE, "experts": EXPERT, **dict.fromkeys(split, TENSOR)}
         # Stages may not divide the layers in reading order; in ring order they do.
         lenient, moving = frozenset({"kv_heads", "vocab"}), frozenset({"layers"})
         return Layout(dims, lenient, FSDP if splits_fsdp else None, self.smallest, moving)
@@ -55,6 +55,11 @@ class Placement(Choices):
     def batch_specs(self, batch: PyTree) -> PyTree:
         """Rows over the axes that split the batch, tokens over `context`."""
         return jax.tree.map(lambda x: PartitionSpec(self.batch_axes, *(CONTEXT,) * (x.ndim > 1)), batch)
+
+    @property
+    def stream(self) -> Stream | None:
+        """The residual stream over the axis `tensor`; None where that has one device."""
+        return stream_of(self.residual, self.overlap) if self.size(TENSOR) > 1 else None
 
     @property
     def is_pipelined(self) -> bool:
@@ -137,9 +142,8 @@ class Placement(Choices):
         """A tree like `model`, which is in ring order, with what this plan decides of each array."""
         if self.is_pipelined:
             self._check_ring_order(model)
-        residual = self.residual if self.size(TENSOR) > 1 else None
         axes = *self.batch_axes, CONTEXT
-        return leaves_of(model, self.parameter_specs(model), self.state_specs(model), axes, residual)
+        return leaves_of(model, self.parameter_specs(model), self.state_specs(model), axes, self.stream)
 
     def _check_ring_order(self, model: nn.Transformer) -> None:
         """Raise a `ValueError` for a model in reading order where stages hold unequal numbers of layers."""

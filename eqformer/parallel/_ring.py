@@ -17,12 +17,11 @@ Parts = tuple[Float[Array, "..."], ...]
 
 
 class Ring(NamedTuple):
-    """How pieces go round `axis`: upwards, or in halves both ways round; `name` and `is_branched` as for `shift`."""
+    """How pieces go round `axis`: upwards, or in halves both ways round; `name` as for `shift`."""
 
     name: str
     axis: str
     bidirectional: bool = False
-    is_branched: bool = False
 
     @property
     def devices(self) -> int:
@@ -94,4 +93,4 @@ def collect(
 
 
 def _sent(ring: Ring, parts: Parts, dim: int) -> Parts:
-    return pass_on(parts, ring.axis, dim, name=ring.name, is_branched=ring.is_branched)
+    return pass_on(parts, ring.axis, dim, name=ring.name)

@@ -9,9 +9,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from eqformer.parallel import _send, _wrap, BATCH_AXES, COLLECTIVES, CONTEXT, OnDevice, Plan, vary
+from eqformer.parallel import _send, BATCH_AXES, COLLECTIVES, CONTEXT, OnDevice, Plan, vary
 from eqformer.parallel.state import _leaves
-from eqformer.parallel.tensor import _tensor
+from eqformer.parallel.tensor import _stream_parts, _tensor
 
 
 def without(name: str, replacement: Callable[..., Any]) -> Callable[[Any], None]:
@@ -167,14 +167,14 @@ def first_tokens(kind: type) -> Callable[[Any], None]:
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * 0, size, dim % x.ndim)
 
     def change(monkeypatch: Any) -> None:
-        own, call = _wrap.own_part, kind.__call__
+        own, call = _stream_parts.own_part, kind.__call__
 
         def swapped(self: Any, *args: Any) -> Any:
-            _wrap.own_part = take
+            _stream_parts.own_part = take
             try:
                 return call(self, *args)
             finally:
-                _wrap.own_part = own
+                _stream_parts.own_part = own
 
         monkeypatch.setattr(kind, "__call__", swapped)
 
@@ -199,7 +199,7 @@ def in_reading_order(*names: str) -> Callable[[Any], None]:
 
 def marks(value: bool) -> Callable[[Any], None]:
     """Every array, or none, said to meet slices."""
-    everywhere = lambda model, residual: jax.tree.map(lambda _: value, model)
+    everywhere = lambda model, stream: jax.tree.map(lambda _: value, model)
     return lambda monkeypatch: monkeypatch.setattr(_leaves, "_in_slices", everywhere)
 
 

@@ -16,7 +16,14 @@ from eqformer.parallel._shard_map import filter_shard_map
 from eqformer.parallel._vary import vary
 
 
-WAYS = (("none", False), ("ring", False), ("bidirectional", False), ("ring", True), ("bidirectional", True))
+# How, and the other axis of the mesh: beside `pipe`, pieces are swapped.
+WAYS = (
+    ("none", "replica"),
+    ("ring", "replica"),
+    ("bidirectional", "replica"),
+    ("ring", "pipe"),
+    ("bidirectional", "pipe"),
+)
 BATCH, INPUTS = 4, 5
 SIZES = ((2, 6), (3, 6), (4, 12), (8, 8))  # devices and tokens: pieces of three rows, of two, and of one
 
@@ -37,9 +44,9 @@ def way_back(fn, x, weights, gradients):
     return y, *back(gradients)
 
 
-def cases(devices, tokens):
+def cases(devices, tokens, other):
     """By name: the function of an axis, a way and its arguments, whole arrays, and their specs; y = x @ weight.T."""
-    rows, features = P("replica", "tensor"), P("replica", None, "tensor")
+    rows, features = P(other, "tensor"), P(other, None, "tensor")
     wide = [numbers(3 * devices, INPUTS), numbers(2 * devices, INPUTS)]
     deep = numbers(3 * devices, INPUTS * devices)
 
@@ -74,14 +81,15 @@ def errors(actual, wanted):
     "devices,tokens", [pytest.param(*s, marks=[pytest.mark.grid] * (s[0] in (2, 8))) for s in SIZES]
 )
 def test_values_and_gradients_equal_one_device(devices, tokens):
-    mesh, programs, arguments, wanted = mesh_of(devices), {}, {}, {}
-    for name, (fn, x, weights, *specs) in cases(devices, tokens).items():
-        gradients = tuple(numbers(BATCH, tokens, len(weight)) for weight in weights)
-        arguments[name], wanted[name] = (x, weights, gradients), expected(x, weights, gradients)
-        for overlap, is_branched in WAYS:
-            product = functools.partial(way_back, functools.partial(fn, overlap=overlap, is_branched=is_branched))
+    programs, arguments, wanted = {}, {}, {}
+    for overlap, other in WAYS:
+        mesh = mesh_of(devices, other)
+        for name, (fn, x, weights, *specs) in cases(devices, tokens, other).items():
+            gradients = tuple(numbers(BATCH, tokens, len(weight)) for weight in weights)
+            arguments[name], wanted[name] = (x, weights, gradients), expected(x, weights, gradients)
+            product = functools.partial(way_back, functools.partial(fn, overlap=overlap))
             ins, outs = (specs[0], specs[1], specs[2]), (specs[2], specs[0], specs[1])
-            programs[name, overlap, is_branched] = filter_shard_map(product, mesh, ins, outs)
+            programs[name, overlap, other] = filter_shard_map(product, mesh, ins, outs)
     run = jax.jit(lambda arguments: {case: program(*arguments[case[0]]) for case, program in programs.items()})
     results = run.lower(arguments).compile(compiler_options=FAST)(arguments)
     for (name, *way), result in results.items():
@@ -112,8 +120,11 @@ def test_inside_a_scan_under_a_checkpoint_and_a_branch_that_other_devices_do_not
         return 2 * jnp.sum(y**2) if alike else jnp.sum(y**2) + jnp.sum((2 * x) ** 2)
 
     specs = P(None, "tensor"), P(None, "tensor"), P(None, None, "tensor")
-    pairs = {"overlap": "bidirectional", "is_branched": True}
-    for alike, way in ((False, {"overlap": "none"}), (False, pairs), (True, {"overlap": "ring"})):
+    for alike, way in (
+        (False, {"overlap": "none"}),
+        (False, {"overlap": "bidirectional"}),
+        (True, {"overlap": "ring"}),
+    ):
         wanted = jax.value_and_grad(one_device, (0, 1, 2))(x, up, down, alike)
         mapped = filter_shard_map(functools.partial(loss, alike=alike, **way), mesh, specs, P())
         compiled = jax.jit(jax.value_and_grad(mapped, (0, 1, 2))).lower(x, up, down).compile(compiler_options=FAST)
@@ -140,10 +151,10 @@ def test_sixteen_bits_are_summed_in_float32(overlap):
     assert errors(reduced, again)[0] < 2**-8  # rounded each time the sum is passed on
 
 
-def compiled_text(devices, overlap, is_branched=False, gradient=True, scatter=None):
+def compiled_text(devices, overlap, stages=1, gradient=True, scatter=None):
     x, weight = numbers(2, 3 * devices, 4 * devices), numbers(3 * devices, 4 * devices)
     rows, features = P(None, "tensor"), P(None, None, "tensor")
-    way = {"axis": "tensor", "overlap": overlap, "is_branched": is_branched}
+    way = {"axis": "tensor", "overlap": overlap}
     if scatter:
         product = functools.partial(matmul_reduce_scatter, scatter=scatter, **way)
         ins, out = (features, P(None, "tensor")), rows if scatter == "seq" else features
@@ -157,7 +168,8 @@ def compiled_text(devices, overlap, is_branched=False, gradient=True, scatter=No
         y, back = jax.vjp(product, x, weight)
         return y, *back(y)
 
-    mesh = jax.make_mesh((devices,), ("tensor",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((stages, devices), ("pipe", "tensor"), kinds, devices=jax.devices()[: stages * devices])
     outs = (out, *ins) if gradient else out
     return jax.jit(filter_shard_map(fn, mesh, ins, outs)).lower(x, weight).compile().as_text() or ""
 
@@ -180,7 +192,7 @@ def test_the_program_does_not_grow_with_the_axis_and_gathers_nothing_whole():
             assert four == eight and four["while"] == 2
             assert four["collective-permute"] == 2 * ways  # the sums, and their gradient
             assert not four["all-gather"] and not four["reduce-scatter"] and not four["all-reduce"]
-    swaps = operations(compiled_text(4, "bidirectional", is_branched=True))
+    swaps = operations(compiled_text(4, "bidirectional", stages=2))
     assert swaps["all-to-all"] == 3 * 2 and not swaps["collective-permute"]
     plain = operations(compiled_text(4, "none"))
     assert plain["all-gather"] >= 1 and not plain["collective-permute"]
@@ -194,7 +206,7 @@ def test_no_piece_is_passed_on_in_vain():
 
 def test_an_axis_of_one_device_is_a_product():
     x, weight = numbers(8, 3, 5), numbers(4, 5)
-    ways = [{"overlap": overlap, "is_branched": is_branched} for overlap, is_branched in WAYS]
+    ways = [{"overlap": overlap} for overlap in ("none", "ring", "bidirectional")]
 
     def every_way(x, weight):
         gathers = [all_gather_matmul(x, weight, "tensor", **way) for way in ways]

@@ -135,19 +135,19 @@ def test_per_device_code_inside_a_partitioned_program_and_alone_with_prints(capf
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_every_device_gets_what_the_one_before_it_has_even_where_others_do_not_ask(size):
     mesh = jax.make_mesh(
-        (8 // size, size), ("other", "axis"), (AxisType.Auto,) * 2, devices=jax.devices()[: 8 // size * size]
+        (8 // size, size), ("pipe", "axis"), (AxisType.Auto,) * 2, devices=jax.devices()[: 8 // size * size]
     )
     rows = np.arange(8 // size * size).reshape(-1, size)
 
     def each(x, ask):
         tree = {"float": x[0, 0].astype(jnp.bfloat16), "bool": x[0] % 2 == 0, "int": x}
-        sent = lambda tree: shift(tree, "axis", is_branched=True)
+        sent = lambda tree: shift(tree, "axis")
         tree = jax.lax.cond(ask[0], sent, lambda tree: tree, tree)
         return jax.tree.map(lambda leaf: leaf.reshape(1, 1), tree | {"always": shift(x, "axis")})
 
     ask = np.arange(8 // size) % 2 == 0  # every other group of devices
-    specs = P("other", "axis"), P("other")
-    result = jax.jit(filter_shard_map(each, mesh, specs, P("other", "axis")))(jnp.asarray(rows), jnp.asarray(ask))
+    specs = P("pipe", "axis"), P("pipe")
+    result = jax.jit(filter_shard_map(each, mesh, specs, P("pipe", "axis")))(jnp.asarray(rows), jnp.asarray(ask))
     before = np.roll(rows, 1, axis=1)
     want = np.where(ask[:, None], before, rows)
     np.testing.assert_array_equal(result["always"], before)

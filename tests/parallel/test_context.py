@@ -178,9 +178,7 @@ def test_in_a_branch_that_not_all_devices_take(method):
         row = P(PIPE, None, CONTEXT)
         order = context_order(method, SEQ, 4)
         mapped = filter_shard_map(
-            partial(
-                gradients, ContextCore(case.core, method, True), lambda: 1 + 2 * jax.lax.axis_index(PIPE).astype(int)
-            ),
+            partial(gradients, ContextCore(case.core, method), lambda: 1 + 2 * jax.lax.axis_index(PIPE).astype(int)),
             make_mesh(pipe=2, context=4),
             (row, row, row),
             row,

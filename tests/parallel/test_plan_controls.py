@@ -16,7 +16,8 @@ from plan_models import batch_of, model_of
 from plan_parity import Case, differences, hastily, of_one_device, of_plan, place
 
 from eqformer import training
-from eqformer.parallel import _wrap, COLLECTIVES
+from eqformer.parallel import COLLECTIVES
+from eqformer.parallel.tensor import _stream_parts
 
 
 TYPES = "var(y|ies|ying)|differ"
@@ -101,9 +102,9 @@ CONTROLS: dict[str, Control] = {
     "mean of means": Control(without("means of split norms", nothing), FEATURE),
     "mean of squares": Control(without("squares of split norms", nothing), FEATURE),
     "mean of squares over all heads": Control(without("squares of split norms", nothing), FULL_NORMS),
-    "own tokens' dropout": Control(control.first_tokens(_wrap.TokensDropout), SEQUENCE),
-    "own tokens' positions": Control(control.first_tokens(_wrap.TokensPositions), SEQUENCE),
-    "own features' dropout": Control(control.first_tokens(_wrap.FeatureDropout), FEATURE),
+    "own tokens' dropout": Control(control.first_tokens(_stream_parts.TokensDropout), SEQUENCE),
+    "own tokens' positions": Control(control.first_tokens(_stream_parts.TokensPositions), SEQUENCE),
+    "own features' dropout": Control(control.first_tokens(_stream_parts.FeatureDropout), FEATURE),
     "no array marked as meeting slices": Control(control.marks(False), SEQUENCE, "nothing"),
     "every array marked as meeting slices": Control(control.marks(True), ROWS, "types"),
     # Vocabulary.

@@ -13,6 +13,7 @@ from plan_parity import hastily
 
 from eqformer import nn
 from eqformer.parallel import (
+    ByToken,
     ContextCore,
     FeatureLinear,
     filter_shard_map,
@@ -20,9 +21,11 @@ from eqformer.parallel import (
     Layout,
     make_mesh,
     partition_specs,
+    Replicated,
     SplitEmbedding,
     SplitNorm,
     SplitVocabulary,
+    stream_of,
     Tensor,
     TensorMixer,
     zigzag,
@@ -74,7 +77,7 @@ def test_tensor_around_a_feed_forward_layer(mesh, residual):
     module = mlp()
     specs = partition_specs(module, Layout({"mlp": "tensor"}), mesh)
     stream = P("fsdp", "tensor") if residual == "sequence" else P("fsdp")
-    run = lambda module, x: Tensor(module, residual)(x)
+    run = lambda module, x: Tensor(module, stream_of(residual))(x)
     split = filter_shard_map(run, mesh, (specs, stream), stream)
     assert alike(split, lambda module, x: module(x), module, *x_and_direction(ROWS, SEQ, EMBED)) < CLOSE
 
@@ -91,7 +94,7 @@ def test_tensor_around_an_attention_of_shared_keys(mesh):
     specs = partition_specs(module, layout, mesh)
 
     def run(module, x):
-        return TensorMixer(Tensor(module, "sequence", overlap="ring", shares_kv_heads=True))(x)[0]
+        return TensorMixer(Tensor(module, ByToken("ring"), shares_kv_heads=True))(x)[0]
 
     stream = P("fsdp", "tensor")
     split = filter_shard_map(run, mesh, (specs, stream), stream)
@@ -131,7 +134,7 @@ def test_a_vocabulary_that_is_split(mesh, vocab):
 
     def run(table, ids, targets):
         rows = table.weight  # this device's
-        split = SplitEmbedding(rows, table.scale, total=vocab, residual="replicated")
+        split = SplitEmbedding(rows, table.scale, total=vocab, stream=Replicated())
         hidden = jax.lax.pcast(jnp.tanh(split(ids)), "tensor", to="varying")
         logits = split.unembed(hidden).reshape(-1, rows.shape[0])
         nats, _ = SplitVocabulary(vocab).nats(logits, targets.reshape(-1))

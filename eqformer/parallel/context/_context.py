@@ -39,12 +39,11 @@ class ContextCore(Core):
     - `"heads"`: an all-to-all gives each device whole rows of `heads / c` heads and a second one brings the outputs
       back (DeepSpeed Ulysses, 2309.14509); `(4 n + 2 m) T (c-1)/c^2`. Any `inner`; `heads` must be a multiple of `c`.
 
-    `is_branched` as for `shift`. Raises `ValueError` while tracing for heads that do not split, and for a cache.
+    Raises `ValueError` while tracing for heads that do not split, and for a cache.
     """
 
     inner: Core
     method: str = eqx.field(static=True)
-    is_branched: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self):
         if self.method not in CONTEXT_METHODS:
@@ -76,7 +75,7 @@ class ContextCore(Core):
 
     def _ring(self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict) -> Array:
         rules = blockwise.Rules(**given, block=ring_block(self.inner))
-        ring = Ring("keys and values round", CONTEXT, is_branched=self.is_branched)
+        ring = Ring("keys and values round", CONTEXT)
         output, logsum = ring_attend(rules, ring, query, key, value, tokens)
         return output if sinks is None else blockwise.with_sinks(output, logsum, sinks)
 

@@ -106,4 +106,4 @@ _ring.defvjp(_ring_forward, _ring_backward)
 
 
 def _send(ring: Ring, tree: PyTree) -> PyTree:
-    return shift(tree, ring.axis, name=ring.name, is_branched=ring.is_branched)
+    return shift(tree, ring.axis, name=ring.name)

@@ -5,33 +5,41 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Shaped
 
 from .. import _send as send
+from .._axes import PIPE
 from .._vary import vary_like
 
 
 Parts = tuple[Shaped[Array, "..."], ...]
 
 
-def shift(tree: PyTree, axis: str, *, name: str = "ring", is_branched: bool = False) -> PyTree:
+def shift(tree: PyTree, axis: str, *, name: str = "ring") -> PyTree:
     """Each array of the previous device along `axis`; the first device gets the last one's.
 
-    `name` is the collective's name in the compiled program. `is_branched` says that the call is in a branch that not
-    all devices take, such as a pipeline's. On XLA's CPUs, all devices of the program must enter a permute, whatever its
-    pairs, and would wait for ever for those that did not take the branch; on GPUs, all devices form one group too. So
-    in branches, except on TPUs, pairs of neighbours swap their arrays instead, in two rounds.
+    `name` is the collective's name in the compiled program. Where the mesh has an axis `pipe`, the call may be in a
+    branch that the devices of other stages do not take. On XLA's CPUs, all devices of the program must enter a permute,
+    whatever its pairs, and would wait for ever for those; on GPUs, all devices form one group too. So there, except on
+    TPUs, pairs of neighbours swap their arrays instead, in two rounds.
     """
-    return jax.tree.map(lambda x: pass_on((x,), axis, 0, name=name, is_branched=is_branched)[0], tree)
+    return jax.tree.map(lambda x: pass_on((x,), axis, 0, name=name)[0], tree)
 
 
-def pass_on(parts: Parts, axis: str, dim: int, *, name: str, is_branched: bool) -> Parts:
+def pass_on(parts: Parts, axis: str, dim: int, *, name: str) -> Parts:
     """Send the first part to the next device and the second, if there is one, to the previous device.
 
     They have the same shape except along `dim`, where the first is at least as large as the second.
     """
-    if not is_branched:
+    if axis == PIPE or _stages() == 1:
         return _permuted(name, parts, axis)
     swapped = _swapped if jax.lax.axis_size(axis) % 2 == 0 else _picked
     permuted = lambda parts: _permuted(name, parts, axis)
     return jax.lax.platform_dependent(parts, tpu=permuted, default=lambda parts: swapped(name, parts, axis, dim))
+
+
+def _stages() -> int:
+    try:
+        return jax.lax.axis_size(PIPE)
+    except NameError:  # a mesh of other axes
+        return 1
 
 
 def _permuted(name: str, parts: Parts, axis: str) -> Parts:

@@ -17,6 +17,7 @@ from .._wrap import replace
 from ..layouts._layout import Layout, partition_specs
 from ..layouts._mesh import axis_sizes
 from ..tensor._collective_matmul import OVERLAPS
+from ..tensor._feature import ByFeature
 from ..tensor._norms import SplitNorm
 from ..tensor._vocabulary import SplitEmbedding
 from ._served import filled, filled_tokens, multiple, Served
@@ -115,7 +116,7 @@ class WeightStationary(Served):
 
         table, head = model.embedding, model.head
         bias = None if head is None else head.bias
-        found = SplitEmbedding(table.weight, table.scale, self.vocab, "feature")
+        found = SplitEmbedding(table.weight, table.scale, self.vocab, ByFeature())
         embedding = TwoDimVocabulary(found, table.weight if head is None else head.matrix(), bias)
         model = eqx.tree_at(lambda m: m.stacks, model, replace(model.stacks, BLOCKS, block))
         if model.positions is not None:

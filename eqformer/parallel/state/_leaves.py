@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from ... import nn
 from .._axes import FSDP, TENSOR
 from ..layouts._layout import axes_of, dim_over
+from ..tensor._stream import Stream
 from ..tensor._tensor import is_split, stream_maps
 
 
@@ -35,14 +36,14 @@ class Leaf:
 
 
 def leaves_of(
-    model: nn.Transformer, specs: PyTree, state_specs: PyTree, axes: tuple[str, ...], residual: str | None
+    model: nn.Transformer, specs: PyTree, state_specs: PyTree, axes: tuple[str, ...], stream: Stream | None
 ) -> PyTree:
     """A tree like `model` with a `Leaf` for each of its leaves.
 
-    `axes` are those that split the batch's tokens; `residual=None`: nothing is split over `tensor`.
+    `axes` are those that split the batch's tokens; `stream=None`: nothing is split over `tensor`.
     """
     structure = jax.tree.structure(model)
-    marks = structure.flatten_up_to(_in_slices(model, residual))
+    marks = structure.flatten_up_to(_in_slices(model, stream))
     matrices = structure.flatten_up_to(nn.matrices(model))
     routers = structure.flatten_up_to(_in_routers(model))
 
@@ -65,16 +66,16 @@ def _in_routers(model: nn.Transformer) -> PyTree:
     return jax.tree.map(everywhere, model, is_leaf=is_router)
 
 
-def _in_slices(model: nn.Transformer, residual: str | None) -> PyTree:
+def _in_slices(model: nn.Transformer, stream: Stream | None) -> PyTree:
     """Whether an array that is replicated over `tensor` is used with split activations, so its gradient is partial.
 
     With a replicated stream these are the arrays within layers, except for biases that are added after the reduction,
     and tables, of which each device uses a part.
     """
     everywhere = lambda node: jax.tree.map(lambda _: True, node)
-    if residual is None:
+    if stream is None:
         return jax.tree.map(lambda _: False, model)
-    if residual != "replicated":
+    if not stream.is_whole:
         return everywhere(model)
 
     def mark(node: Any) -> Any:

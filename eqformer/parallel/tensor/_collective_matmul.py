@@ -29,7 +29,6 @@ def all_gather_matmul(
     axis: str,
     *,
     overlap: str = "none",
-    is_branched: bool = False,
     name: str = "all_gather_matmul",
 ) -> Float[Array, "*batch full_seq outputs"]:
     """One weight, one product."""
@@ -42,7 +41,6 @@ def all_gather_matmul(
     axis: str,
     *,
     overlap: str = "none",
-    is_branched: bool = False,
     name: str = "all_gather_matmul",
 ) -> tuple[Float[Array, "*batch full_seq _"], ...]:
     """Several weights, a product of each."""
@@ -54,7 +52,6 @@ def all_gather_matmul(
     axis: str,
     *,
     overlap: str = "none",
-    is_branched: bool = False,
     name: str = "all_gather_matmul",
 ) -> Float[Array, "*batch full_seq outputs"] | tuple[Float[Array, "*batch full_seq _"], ...]:
     """`all_gather(x, axis) @ weight.T` for this device's piece `x` of the sequence; several weights share one gather.
@@ -65,10 +62,8 @@ def all_gather_matmul(
     unless `jax.checkpoint` says otherwise. Products are summed in float32 at least and returned in the dtype of `x`;
     so are the gradients' sums, which travel in that dtype. Reverse mode only.
 
-    `is_branched` says that the call stands in a `lax.cond` that devices elsewhere on the mesh may not enter, such as a
-    pipeline's. XLA's CPU devices meet all at once for a permute, whatever its pairs, and would wait for ever for those
-    that stayed out; so there, and on CPUs alone, pieces are passed by swaps of two: as many bytes both ways round,
-    twice as many one way (beyond two devices). `name` is what goes by in the compiled program.
+    In a pipeline's stages, off TPUs, pieces are passed by swaps of two (see `shift`): as many bytes both ways round,
+    twice as many one way (beyond two devices). `name` is the collective's in the compiled program.
     """
     weights = weight if isinstance(weight, tuple) else (weight,)
     x, weights = _alike("all_gather_matmul", x, weights, axis, overlap)
@@ -76,7 +71,7 @@ def all_gather_matmul(
         full = send.all_gather(name, x, axis, -2)
         products = tuple(_product(full, one).astype(x.dtype) for one in weights)
     else:
-        products = _gathered(Ring(name, axis, overlap == "bidirectional", is_branched), x, weights)
+        products = _gathered(Ring(name, axis, overlap == "bidirectional"), x, weights)
     return products if isinstance(weight, tuple) else products[0]
 
 
@@ -87,14 +82,13 @@ def matmul_reduce_scatter(
     *,
     scatter: Literal["seq", "outputs"],
     overlap: str = "none",
-    is_branched: bool = False,
     name: str = "matmul_reduce_scatter",
 ) -> Float[Array, "*batch kept_seq kept_outputs"]:
     """`psum_scatter(x @ weight.T, axis)` over the sequence or the outputs, where devices hold slices of `inputs`.
 
     Sends `(n-1)/n` of the unreduced product. In a ring, the sum for a device is passed on towards it and each device
     computes its share of the next sum meanwhile; the backward pass is one ring that gathers the gradient. `overlap`,
-    `is_branched`, dtypes and differentiation as in `all_gather_matmul`.
+    dtypes and differentiation as in `all_gather_matmul`.
     """
     x, (weight,) = _alike("matmul_reduce_scatter", x, (weight,), axis, overlap)
     devices = jax.lax.axis_size(axis)
@@ -107,7 +101,7 @@ def matmul_reduce_scatter(
     if overlap == "none":
         product = _product(x, weight).astype(x.dtype)
         return send.psum_scatter(name, product, axis, -2 if scatter == "seq" else -1)
-    return _scattered(Ring(name, axis, overlap == "bidirectional", is_branched), scatter, x, weight)
+    return _scattered(Ring(name, axis, overlap == "bidirectional"), scatter, x, weight)
 
 
 def _alike(call: str, x: Array, weights: tuple[Array, ...], axis: str, overlap: str) -> tuple[Array, tuple[Array, ...]]:

@@ -4,18 +4,25 @@ JAXformer's division: a map holds a slice of what it contracts, so that its prod
 which are reduced and scattered over the outputs' first dim. Nothing is ever gathered but attention's few shared keys.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, PyTree, Shaped
 
 from ... import nn
 from .. import _send as send
 from .._axes import TENSOR
+from ..layouts._layout import dim_over
 from ..state._gather import gather_parameter
 from ._collective_matmul import matmul_reduce_scatter
+from ._stream import Stream
+from ._stream_parts import FeatureDropout
+from ._tensor import ByToken, shares_kv_heads
+from ._vocabulary import FeatureEmbedding
 
 
 # The dims of activations that are split; `rope_dim` stays whole, since all heads read the one rotated key.
@@ -31,7 +38,6 @@ class FeatureLinear(nn.MapAround):
 
     scatters: bool = eqx.field(static=True)
     overlap: str = eqx.field(static=True, default="none")
-    is_branched: bool = eqx.field(static=True, default=False)
     split_outputs: tuple[int | None, ...] | None = eqx.field(static=True, default=None)
 
     def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
@@ -42,8 +48,8 @@ class FeatureLinear(nn.MapAround):
             y = send.psum("whole maps of features", linear.product(x, dtype), TENSOR)
         else:
             flat = x.reshape(*x.shape[: x.ndim - len(linear.inputs)], -1)
-            kind = {"scatter": "outputs", "overlap": self.overlap, "is_branched": self.is_branched}
-            y = matmul_reduce_scatter(flat, linear.flat_matrix(x.dtype), TENSOR, name="maps of features", **kind)
+            kind: Any = {"scatter": "outputs", "overlap": self.overlap, "name": "maps of features"}
+            y = matmul_reduce_scatter(flat, linear.flat_matrix(x.dtype), TENSOR, **kind)
             y = y.reshape(*y.shape[:-1], -1, *outputs[1:])
         return checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
 
@@ -74,3 +80,72 @@ class FeatureKeyHead(nn.MapAround):
         y = self.inner(x)
         first = jax.lax.axis_index(TENSOR) * y.shape[-2] // jax.lax.axis_size(TENSOR)
         return jax.lax.dynamic_slice_in_dim(y, first, 1, y.ndim - 2)
+
+
+class ByFeature(Stream):
+    """Each device has some of the features of every token."""
+
+    dim: ClassVar[int | None] = -1
+    split_dims: ClassVar[tuple[str, ...]] = FEATURE_DIMS
+
+    @property
+    def routed(self) -> Stream:
+        """By tokens, which have all their features where they are routed."""
+        return ByToken()
+
+    def to_routed(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """Some tokens with all features, of all tokens with some."""
+        return send.all_to_all("features to tokens", x, TENSOR, -2, -1)
+
+    def from_routed(self, y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """All tokens with some features, of some tokens with all."""
+        return send.all_to_all("tokens to features", y, TENSOR, -1, -2)
+
+    def layer(self, module: Any, shapes: PyTree, specs: PyTree, names: PyTree) -> Any:
+        """The layer whose every map reduces and scatters; key heads that the axis does not divide are summed whole."""
+
+        def feature(part: Any, shape: PyTree, spec: PyTree, name: PyTree) -> Any:
+            if not nn.is_map(part):
+                return self.norm(part) if isinstance(part, nn.Norm) else part
+            if not set(part.inputs) & set(FEATURE_DIMS):  # whole on each device, which has the outputs' slice
+                return part
+            return FeatureLinear(part, _scatters(shape), self.overlap, _split_outputs(part, spec, name))
+
+        is_part = lambda node: nn.is_map(node) or isinstance(node, nn.Norm)
+        module = jax.tree.map(feature, module, shapes, specs, names, is_leaf=is_part)
+        if not shares_kv_heads(shapes):
+            return module
+        is_map = lambda node: isinstance(node, nn.LinearMap)
+        own = lambda node: FeatureKeyHead(node) if is_map(node) and node.outputs[0] == "kv_heads" else node
+        return jax.tree.map(own, module, is_leaf=is_map)
+
+    def gate(self, linear: nn.LinearMap) -> nn.LinearMap:
+        """The sum over the devices' slices."""
+        return FeatureLinear(linear, False)
+
+    def dropout(self, dropout: nn.Dropout) -> FeatureDropout:
+        """Its features' part of each token's mask."""
+        return FeatureDropout(dropout)
+
+    def positions(self, positions: nn.LearnedPositions) -> nn.LearnedPositions:
+        """The positions themselves, of which it holds its features."""
+        return positions
+
+    def embedding(self, embedding: nn.Embedding, own_table: Callable[[], Array], total: int, *, is_tied: bool) -> Any:
+        """The lookup in all ids' slices; tied logits are by the rows of its ids."""
+        return FeatureEmbedding(embedding, own_table() if is_tied else embedding.weight)
+
+
+def _scatters(linear: nn.LinearMap) -> bool:
+    return linear.outputs[0] in FEATURE_DIMS and linear.output_shape[0] % jax.lax.axis_size(TENSOR) == 0
+
+
+def _split_outputs(linear: nn.LinearMap, specs: PyTree, names: PyTree) -> tuple[int | None, ...]:
+    """For each array the dim, from the end, by which it is a slice of the map's outputs over the axis `tensor`."""
+
+    def of_outputs(spec: PartitionSpec, names: str) -> int | None:
+        dim, each = dim_over(spec, TENSOR), names.split()
+        return None if dim is None or each[dim] not in linear.outputs else dim - len(each)
+
+    columns = map(jax.tree.structure(linear).flatten_up_to, (linear, specs, names))
+    return tuple(of_outputs(spec, name) for x, spec, name in zip(*columns, strict=True) if eqx.is_array(x))

@@ -5,58 +5,51 @@ into it a slice of their inputs, so that one reduction a layer is left. With the
 the stream between the layers is split over tokens, and the reduction becomes a gather before and a scatter after.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PyTree, Shaped
 
 from ... import nn
-from .. import _send as send
 from .._axes import TENSOR
-from .._vary import own_part
 from ._collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from ._stream import Stream
+from ._stream_parts import TokensDropout, TokensPositions
+from ._vocabulary import SplitEmbedding
 
 
-StreamKind = Literal["replicated", "sequence", "feature"]
 HEAD_DIMS = ("heads", "kv_heads", "mlp")  # which are split where the stream between layers keeps its features whole
 
 
 class Tensor(eqx.Module):
-    """A layer run on this device's slice of its heads or features, between residual streams of kind `residual`.
+    """A layer run on this device's slice of its heads or features, between a residual stream of whole features.
 
     All maps that read the stream share one gather; what they gave is put in their place while the layer runs. The bias
     of the map back into the stream is added once, after the reduction. Key heads fewer than the axis are held whole,
-    and each device reads the one that its query heads share. `is_branched` as for `all_gather_matmul`.
+    and each device reads the one that its query heads share.
     """
 
     inner: PyTree
-    residual: str = eqx.field(static=True)
-    overlap: str = eqx.field(static=True, default="none")
-    is_branched: bool = eqx.field(static=True, default=False)
+    stream: Stream = eqx.field(static=True)
     shares_kv_heads: bool = eqx.field(static=True, default=False)
 
     def __call__(self, x: Float[Array, "*batch seq embed"], *rest: Any) -> Any:
-        """The layer's own call; `x` is whole (`replicated`) or this device's tokens (`sequence`)."""
+        """The layer's own call; `x` is what this device holds of the stream."""
         inner = self._local()
         both = lambda m: (*stream_maps(m, "inputs"), *stream_maps(m, "outputs"))
         given = self._read(x, stream_maps(inner, "inputs"))
-        rows = [_Row(linear, self.residual, self.overlap, self.is_branched) for linear in stream_maps(inner, "outputs")]
+        rows = [_Row(linear, self.stream) for linear in stream_maps(inner, "outputs")]
         return eqx.tree_at(both, inner, (*given, *rows))(x, *rest)
 
     def _read(self, x: Float[Array, "*batch seq embed"], linears: list[nn.LinearMap]) -> list["_Given"]:
-        if self.residual == "replicated":
-            # Its gradient is summed over the axis here, once for all maps.
-            x = send.vary("maps from the stream", x, [TENSOR])
-            return [_Given(linear, linear.product(x)) for linear in linears]
-        if self.overlap == "none":
-            x = send.all_gather("maps from the stream", x, TENSOR, -2)
+        if self.stream.overlap == "none":  # the gradient is summed over the axis here, once for all maps
+            x = self.stream.whole("maps from the stream", x)
             return [_Given(linear, linear.product(x)) for linear in linears]
         weights = tuple(linear.flat_matrix(x.dtype) for linear in linears)
-        kind = {"overlap": self.overlap, "is_branched": self.is_branched, "name": "maps from the stream"}
-        products = all_gather_matmul(x, weights, TENSOR, **kind)
+        products = all_gather_matmul(x, weights, TENSOR, overlap=self.stream.overlap, name="maps from the stream")
         products = [checkpoint_name(y, "product") for y in products]
         shaped = lambda linear, y: y.reshape(*y.shape[:-1], *linear.output_shape)
         return [_Given(linear, shaped(linear, y)) for linear, y in zip(linears, products)]
@@ -74,7 +67,7 @@ class TensorMixer(nn.Mixer):
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
         """The mixer's own call; `x` as for `Tensor`, `tokens` are whole rows'."""
-        if self.tensor.residual == "sequence" and tokens is None and cache is None:
+        if self.tensor.stream.splits_tokens and tokens is None and cache is None:
             # Without `tokens` the mixer would number the tokens of `x`, but it is given those of all devices.
             tokens = nn.positions_like((*x.shape[:-2], x.shape[-2] * jax.lax.axis_size(TENSOR)))
         return self.tensor(x, tokens, cache)
@@ -88,17 +81,16 @@ class Whole(nn.Mixer):
     """A mixer of which every device has the whole: it is given all tokens and features, and keeps this device's."""
 
     inner: nn.Mixer
-    residual: str = eqx.field(static=True)
+    stream: Stream = eqx.field(static=True)
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
         """The mixer's own call."""
-        if self.residual == "replicated":
+        if self.stream.is_whole:
             return self.inner(x, tokens, cache)
-        dim = -2 if self.residual == "sequence" else -1
-        y, cache = self.inner(send.all_gather("maps from the stream", x, TENSOR, dim), tokens, cache)
-        return own_part(y, TENSOR, dim), cache
+        y, cache = self.inner(self.stream.whole("maps from the stream", x), tokens, cache)
+        return self.stream.own(y), cache
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The mixer's own empty cache."""
@@ -117,20 +109,16 @@ class _Given(nn.MapAround):
 class _Row(nn.MapAround):
     """A map back into the stream, of which this device holds a slice of the inputs."""
 
-    residual: str = eqx.field(static=True)
-    overlap: str = eqx.field(static=True)
-    is_branched: bool = eqx.field(static=True)
+    stream: Stream = eqx.field(static=True)
 
     def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
-        if self.residual == "replicated":
-            y = send.psum("maps to the stream", self.inner.product(x, dtype), TENSOR)
-        elif self.overlap == "none":
-            y = send.psum_scatter("maps to the stream", self.inner.product(x, dtype), TENSOR, -2)
+        if self.stream.overlap == "none":
+            y = self.stream.summed("maps to the stream", self.inner.product(x, dtype))
         else:
             flat = x.reshape(*x.shape[: x.ndim - len(self.inputs)], -1)
             weight = self.inner.flat_matrix(x.dtype)
-            kind = {"scatter": "seq", "overlap": self.overlap, "is_branched": self.is_branched}
-            y = matmul_reduce_scatter(flat, weight, TENSOR, name="maps to the stream", **kind)
+            kind: Any = {"scatter": "seq", "overlap": self.stream.overlap, "name": "maps to the stream"}
+            y = matmul_reduce_scatter(flat, weight, TENSOR, **kind)
         return checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
 
 
@@ -164,3 +152,71 @@ def size_of(module: PyTree, dim: str) -> int | None:
 def stream_maps(module: PyTree, side: str) -> list[nn.LinearMap]:
     """The maps out of the residual stream (`side="inputs"`) or back into it (`"outputs"`)."""
     return [linear for linear in nn.linear_maps(module) if getattr(linear, side) == ("embed",)]
+
+
+def shares_kv_heads(shapes: PyTree) -> bool:
+    """Whether a mixer's key heads are held whole while its other heads are split."""
+    kv_heads = size_of(shapes, "kv_heads")
+    return kv_heads is not None and kv_heads % jax.lax.axis_size(TENSOR) != 0
+
+
+class _WholeFeatures(Stream):
+    """What streams of whole features have in common: layers are split by their heads and hidden features."""
+
+    split_dims: ClassVar[tuple[str, ...]] = HEAD_DIMS
+
+    @property
+    def routed(self) -> Stream:
+        """Itself."""
+        return self
+
+    def to_routed(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """As it is."""
+        return x
+
+    def from_routed(self, y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """As it is."""
+        return y
+
+    def layer(self, module: Any, shapes: PyTree, specs: PyTree, names: PyTree) -> Any:
+        """The layer inside `Tensor`."""
+        is_norm = lambda node: isinstance(node, nn.Norm)
+        split = lambda node: self.norm(node) if is_norm(node) else node
+        tensor = Tensor(jax.tree.map(split, module, is_leaf=is_norm), self, shares_kv_heads(shapes))
+        return TensorMixer(tensor) if isinstance(module, nn.Mixer) else tensor
+
+    def gate(self, linear: nn.LinearMap) -> nn.LinearMap:
+        """The map itself, which every device has whole."""
+        return linear
+
+    def embedding(self, embedding: nn.Embedding, own_table: Callable[[], Array], total: int, *, is_tied: bool) -> Any:
+        """The lookup in the rows of this device's ids."""
+        return SplitEmbedding(own_table(), embedding.scale, total, self)
+
+
+class Replicated(_WholeFeatures):
+    """Each device has all of the stream."""
+
+    dim: ClassVar[int | None] = None
+
+    def dropout(self, dropout: nn.Dropout) -> nn.Dropout:
+        """Dropout itself."""
+        return dropout
+
+    def positions(self, positions: nn.LearnedPositions) -> nn.LearnedPositions:
+        """The positions themselves."""
+        return positions
+
+
+class ByToken(_WholeFeatures):
+    """Each device has some of the tokens."""
+
+    dim: ClassVar[int | None] = -2
+
+    def dropout(self, dropout: nn.Dropout) -> TokensDropout:
+        """By its tokens' keys."""
+        return TokensDropout(dropout)
+
+    def positions(self, positions: nn.LearnedPositions) -> TokensPositions:
+        """Those of its tokens."""
+        return TokensPositions(positions)

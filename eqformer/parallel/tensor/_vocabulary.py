@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from ... import nn
 from .. import _send as send
 from .._axes import TENSOR
+from ._stream import Stream
 
 
 class SplitEmbedding(eqx.Module):
@@ -22,10 +23,10 @@ class SplitEmbedding(eqx.Module):
     weight: Float[Array, "vocab embed"]
     scale: float | None = eqx.field(static=True)
     total: int = eqx.field(static=True)
-    residual: str = eqx.field(static=True)
+    stream: Stream = eqx.field(static=True)
 
     def __call__(self, ids: Int[Array, "*batch full_seq"]) -> Float[Array, "*batch seq embed"]:
-        """One vector a token: of all tokens (`replicated`), of this device's (`sequence`), or its part (`feature`)."""
+        """What this device holds of each token's vector."""
         count = self.weight.shape[0]
         own = ids - jax.lax.axis_index(TENSOR) * count
         is_here = (own >= 0) & (own < count)
@@ -33,10 +34,7 @@ class SplitEmbedding(eqx.Module):
         x = jnp.where(is_here[..., None], found, jnp.zeros_like(found))
         # As in the whole table, an id outside it gives NaN.
         x = jnp.where(((ids >= 0) & (ids < self.total))[..., None], x, jnp.full_like(x, jnp.nan))
-        if self.residual != "replicated":
-            x = send.psum_scatter("looked-up vectors", x, TENSOR, -2 if self.residual == "sequence" else -1)
-        else:
-            x = send.psum("looked-up vectors", x, TENSOR)
+        x = self.stream.summed("looked-up vectors", x)
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
@@ -68,14 +66,11 @@ class HeadInput(eqx.Module):
     """The final norm, and then what the split vocabulary needs: every token's whole vector on every device."""
 
     inner: Callable[[Array], Array]
-    residual: str = eqx.field(static=True)
+    stream: Stream = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalise, then gather what is split; the gradient is reduced on the way back."""
-        y = self.inner(x)
-        if self.residual == "replicated":
-            return send.vary("stream for the head", y, [TENSOR])
-        return send.all_gather("stream for the head", y, TENSOR, -2 if self.residual == "sequence" else -1)
+        return self.stream.whole("stream for the head", self.inner(x))
 
 
 def own_rows(table: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:

@@ -1,0 +1,100 @@
+"""The residual stream between layers over the axis `tensor`: what a device holds of it, and how it gets the rest."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+from jaxtyping import Array, PyTree, Shaped
+
+from ... import nn
+from .. import _send as send
+from .._axes import TENSOR
+from .._vary import own_part
+from ._collective_matmul import Overlap
+from ._norms import SplitNorm
+
+
+StreamKind = Literal["replicated", "sequence", "feature"]  # as a person types it
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream(abc.ABC):
+    """A residual stream of one kind, between layers that are split over the axis `tensor`.
+
+    It knows how a layer is entered and left, and what dropout, positions, norms, the embedding and the head make of it.
+    `dim` is the dim of an activation (`*batch seq embed`) that is split, None where each device has the whole;
+    `split_dims` are the names of all dims of activations that are split inside layers. `overlap` says how its gathers
+    and scatters overlap with products, see `all_gather_matmul`.
+    """
+
+    overlap: Overlap = "none"
+
+    dim: ClassVar[int | None]
+    split_dims: ClassVar[tuple[str, ...]]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each device has all tokens with all features."""
+        return self.dim is None
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether each device has some of the tokens."""
+        return self.dim == -2
+
+    @property
+    def splits_features(self) -> bool:
+        """Whether each device has some of the features."""
+        return self.dim == -1
+
+    def whole(self, name: str, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """All tokens and features on each device; the gradient is summed, and scattered if the stream is split."""
+        return send.vary(name, x, TENSOR) if self.dim is None else send.all_gather(name, x, TENSOR, self.dim)
+
+    def summed(self, name: str, y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """The sum of all devices' `y`, and of it what this device holds of the stream."""
+        return send.psum(name, y, TENSOR) if self.dim is None else send.psum_scatter(name, y, TENSOR, self.dim)
+
+    def own(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """What this device holds of an array that each has whole."""
+        return x if self.dim is None else own_part(x, TENSOR, self.dim)
+
+    def norm(self, norm: nn.Norm) -> PyTree:
+        """A norm where dims that it takes means over may be split."""
+        # By the names of its dims, since a norm need not have an array to lay out. Key heads that devices share are
+        # each held by equally many, so that there too the mean of the devices' means is the mean.
+        return SplitNorm(norm, TENSOR) if set(norm.reduced) & set(self.split_dims) else norm
+
+    @property
+    @abc.abstractmethod
+    def routed(self) -> "Stream":
+        """The stream of whole features by which routers and experts go."""
+
+    @abc.abstractmethod
+    def to_routed(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """From this stream to `routed`."""
+
+    @abc.abstractmethod
+    def from_routed(self, y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """From `routed` to this stream."""
+
+    @abc.abstractmethod
+    def layer(self, module: Any, shapes: PyTree, specs: PyTree, names: PyTree) -> Any:
+        """A mixer or feed-forward layer that runs on a slice; `shapes`, `specs` and `names` of dims are the whole's."""
+
+    @abc.abstractmethod
+    def gate(self, linear: nn.LinearMap) -> nn.LinearMap:
+        """A map from the stream to one number."""
+
+    @abc.abstractmethod
+    def dropout(self, dropout: nn.Dropout) -> Any:
+        """Dropout of what this device holds, as all tokens' keys have it."""
+
+    @abc.abstractmethod
+    def positions(self, positions: nn.LearnedPositions) -> Any:
+        """Learned positions of what this device holds."""
+
+    @abc.abstractmethod
+    def embedding(self, embedding: nn.Embedding, own_table: Callable[[], Array], total: int, *, is_tied: bool) -> Any:
+        """The lookup of what this device holds; `own_table()` has the rows of its ids, of `total` in all."""
