@@ -18,7 +18,7 @@ from eqformer.parallel import COLLECTIVES, CONTEXT, EXPERT, PIPE, TENSOR
 
 TINY = "--model.embed 64 --model.heads 8 --model.mlp 160 --seq 32 --batch 16 --optimizer.name adamw"
 LLAMA, JAXFORMER = "--model.layers 4 --model.kv-heads 4", "--model.blocks 2"
-NETS = "--recipe qwen3-next-byte-500k --model.net-kv-heads 4 --model.kv-heads 4 --model.dense 0 1 2 3"
+NETS = "--recipe qwen3-next-byte-500k --model.net-kv-heads 4 --model.kv-heads 4 --model.dense-layers 0 1 2 3"
 FACTORS = "--lora.rank 4 --lora.maps query value output up down"
 MESHES = {
     "sequence": "--mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
