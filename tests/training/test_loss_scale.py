@@ -11,7 +11,7 @@ from eqformer import nn, training
 from eqformer.training._loss_scale import loss_scale, seed
 
 
-ROWS, SEQ, STEPS = 256, 64, 6
+ROWS, SEQ, STEPS = 256, 64, 9
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_a_batch_that_overflows_is_learnt(make_model, many, parameters):
         state, metrics = step(state, many)
         found.append({name: float(value) for name, value in metrics.items()})
     first = next(row for row in found if row["skipped_in_a_row"] == 0)
-    assert found[-1]["skipped"] < 5 and found[-1]["loss"] < first["loss"] - 0.1
+    assert found[-1]["skipped"] < STEPS - 3 and found[-1]["loss"] < first["loss"] - 0.1
     assert first["grad_norm"] == pytest.approx(float(exact[1] / exact[0]), rel=0.01)
     scales = [row["loss_scale"] for row in found]
     assert scales == [2.0 ** (16 - min(i, int(first["skipped"]))) for i in range(STEPS)]
