@@ -141,7 +141,8 @@ def _of_tensor(
         maps = len(whole) * embed - sum(_outputs(plan, linear) for linear in nn.linear_maps(whole))
         there = forward = maps + sum(_outputs(plan, linear) for linear in nn.linear_maps(stack))
     else:
-        forward = (len(sublayers) + outputs + len(whole) * stream.splits_tokens) * embed
+        outputs += len(whole) * stream.is_whole  # the first device's result goes to all
+        forward = (len(layers) + outputs) * embed
         there = 2 * outputs * embed if stream.is_whole else forward
     again = plan.is_pipelined * there
     if _recomputes(stack):  # all but the last output, which the next layer's input is kept for

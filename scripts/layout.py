@@ -43,7 +43,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recipes import Recipe
 
 from eqformer import nn, parallel, planning, training
-from eqformer.parallel import CONTEXT
+from eqformer.parallel import CONTEXT, TENSOR
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +90,7 @@ def report(command: Command) -> None:
     print(mesh_line(plan), end="\n\n")
     held = plan.shapes(model)
     print(parallel.layout_table(held, plan.parameter_specs(held), plan.mesh).partition("\n")[2], end="\n\n")
+    _print_whole(plan, held)
     state, activations = _print_bytes(recipe, plan, states, model)
     if memory is not None:
         print(fitting(recipe, memory, state, activations), end="\n\n")
@@ -100,6 +101,11 @@ def report(command: Command) -> None:
         _print_compiled(recipe, model)
     if command.picture is not None:
         _draw(command.picture, recipe, model)
+
+
+def _print_whole(plan: parallel.Plan, model: Any) -> None:
+    if plan.size(TENSOR) > 1 and (paths := parallel.whole_mixers(model)):
+        print(f"computed whole by every device of {TENSOR}, as they name no heads to split: {', '.join(paths)}\n")
 
 
 def _print_bytes(recipe: Recipe, plan: parallel.Plan, states: State, model: Any) -> tuple[int, int]:

@@ -89,5 +89,6 @@ from .tensor._tensor import (
     Tensor as Tensor,
     TensorMixer as TensorMixer,
     Whole as Whole,
+    whole_mixers as whole_mixers,
 )
 from .tensor._vocabulary import SplitEmbedding as SplitEmbedding, SplitVocabulary as SplitVocabulary

@@ -45,7 +45,9 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
             if isinstance(shared, nn.GatedShared):
                 shared = eqx.tree_at(lambda m: m.gate, shared, stream.gate(shared.gate))
             return eqx.tree_at(lambda m: m.shared, module, shared, is_leaf=_is_none)
-        return stream.layer(module, shape, spec, name) if is_split(module) else Whole(module, stream)
+        if is_split(module):
+            return stream.layer(module, shape, spec, name)
+        return Whole(module, stream, _split_dims(module, spec))
 
     whole = model
     model = replace(model, kinds, wrap, specs, shapes, names)
@@ -72,6 +74,13 @@ def split_over_context(model: PyTree, method: str) -> PyTree:
 def split_mixtures(model: PyTree, method: str, factor: float, stream: Stream | None) -> PyTree:
     """The model with every mixture of experts replaced by one for the experts, and tokens, that this device holds."""
     return replace(model, nn.MoE, lambda moe: SplitMoE(moe, method, factor, stream))
+
+
+def _split_dims(module: PyTree, specs: PyTree) -> tuple[int | None, ...]:
+    """For each array the dim, counted from the end, that the axis `tensor` splits."""
+    dim = lambda x, spec: None if (found := dim_over(spec, TENSOR)) is None else found - x.ndim
+    columns = map(jax.tree.structure(module).flatten_up_to, (module, specs))
+    return tuple(dim(x, spec) for x, spec in zip(*columns, strict=True) if eqx.is_array(x))
 
 
 def _split_vocabulary(

@@ -249,6 +249,7 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "choosing experts": (choosing_experts,),
     "recurrence": (recurrence,),
     "fading": (fading,),
+    "whole fading": (functools.partial(fading, splits=False),),
     "few recurrence": (functools.partial(recurrence, kv_heads=2),),
 }
 

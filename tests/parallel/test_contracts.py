@@ -5,6 +5,7 @@ import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import layout
 import numpy as np
 import plan_controls as control
 import pytest
@@ -13,8 +14,9 @@ from plan_models import model_of
 from plan_parity import Case, differences, of_one_device, of_plan, place
 
 from eqformer import generation, nn, planning
-from eqformer.parallel import Planned
-from eqformer.parallel.tensor import _feature
+from eqformer.parallel import Planned, whole_mixers
+from eqformer.parallel._vary import own_part
+from eqformer.parallel.tensor import _feature, _stream
 
 
 KEY = jax.random.key(0)
@@ -91,6 +93,37 @@ MORE_MIXED = [
 @pytest.mark.parametrize("case", named(MIXED, MORE_MIXED))
 def test_a_mixer_of_ones_own_is_split_like_any(case):
     assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
+
+
+WHOLE = [
+    Case("whole fading", {"tensor": 4}, {"residual": "feature"}),
+    Case("whole fading", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1}),
+]
+MORE_WHOLE = [
+    Case("whole fading", {"pipe": 2, "tensor": 2}, STAGES),
+    Case("whole fading", {"fsdp": 2, "tensor": 4}, {"zero": 2, "residual": "sequence"}, "full"),
+]
+
+
+@pytest.mark.parametrize("case", named(WHOLE, MORE_WHOLE))
+def test_a_mixer_that_says_nothing_is_whole_on_every_device(case):
+    """Though the names of its dims are split: its arrays are gathered for it."""
+    assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
+
+
+def test_what_is_whole_is_told_and_its_cache_is_not_split(capsys):
+    model, path = model_of("whole fading"), "stacks[0].blocks.blocks[0].mixer.layer"
+    assert whole_mixers(model) == [path] and not whole_mixers(model_of("fading"))
+    layout._print_whole(Case("whole fading", {"tensor": 2}).plan, model)
+    layout._print_whole(Case("fading", {"tensor": 2}).plan, model_of("fading"))
+    assert capsys.readouterr().out.split(": ")[-1].strip() == path
+    with pytest.raises(ValueError, match=r"mixer.layer says of no heads to split, and its cache has heads"):
+        Planned(model, Case("whole fading", {"tensor": 2}).plan)
+
+
+def test_a_whole_mixer_counts_once(monkeypatch):
+    monkeypatch.setattr(_stream, "own_part", lambda y, axis, dim: own_part(y, axis, dim) * 0)
+    assert max(differences(of_plan(WHOLE[0]), of_one_device(WHOLE[0]), ROUNDING).values()) > 1e-3
 
 
 def test_a_mixer_in_slices_needs_its_sum(monkeypatch):

@@ -20,6 +20,7 @@ from .._vary import vary, vary_like
 from .._wrap import replace
 from ..context._context import ContextCore, ring_block
 from ..layouts._layout import shardings
+from ..tensor._tensor import whole_mixers
 from ._served import filled, filled_tokens, multiple, Served
 
 
@@ -46,6 +47,8 @@ class Planned(Served):
             smallest=plan.smallest,
         )
         self.plan.check(model, rows=self._rows(1), seq=2 * self.plan.size(CONTEXT))
+        if self.plan.size(TENSOR) > 1:
+            _check_whole(model)
         self.model = _in_ring_order(model, self.plan)
 
     def encode(
@@ -169,6 +172,18 @@ def _in_ring_order(model: nn.Transformer, plan: Plan) -> nn.Transformer:
         return model
     arrays, rest = eqx.partition(plan.to_ring_order(model), eqx.is_array)
     return eqx.combine(jax.device_put(arrays, shardings(plan.parameter_specs(arrays), plan.mesh)), rest)
+
+
+def _check_whole(model: nn.Transformer) -> None:
+    """Refuse caches split by their heads of mixers that every device runs whole."""
+    for path in whole_mixers(model):
+        mixer = dict(nn.named_modules(model, nn.Mixer))[path]
+        names = jax.tree.leaves(nn.dims(eqx.filter_eval_shape(lambda mixer=mixer: mixer.init_cache((1,), 2))))
+        if found := {"heads", "kv_heads"} & set(" ".join(map(str, names)).split()):
+            raise ValueError(
+                f"Planned over {TENSOR}: {path} says of no heads to split, and its cache has {' and '.join(found)}, "
+                "which are split; say so in its facts(), or name the cache's dims otherwise."
+            )
 
 
 def _encode(

@@ -84,10 +84,12 @@ def _in_slices(model: nn.Transformer, stream: Stream | None) -> PyTree:
         if isinstance(node, nn.GatedShared):
             unmarked = jax.tree.map(lambda _: False, node)
             return eqx.tree_at(lambda m: m.layer, unmarked, jax.tree.map(mark, node.layer, is_leaf=is_kind))
-        if isinstance(node, nn.Router) or (isinstance(node, nn.Mixer) and not is_split(node)):
+        if isinstance(node, nn.Router):
             return jax.tree.map(lambda _: False, node)
         marks = everywhere(node)
         if isinstance(node, nn.Experts | nn.ExpertChoiceRouter):
+            return marks
+        if isinstance(node, nn.Mixer) and not is_split(node):  # run whole, and the first device's result taken
             return marks
         biases = lambda m: [linear.bias for linear in stream_maps(m, "outputs") if linear.bias is not None]
         return eqx.tree_at(biases, marks, [False] * len(biases(marks)))

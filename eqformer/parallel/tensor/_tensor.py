@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from ... import nn
 from .._axes import TENSOR
+from ..state._gather import gather_parameter
 from ._collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from ._stream import Stream
 from ._stream_parts import TokensDropout, TokensPositions
@@ -78,23 +80,37 @@ class TensorMixer(nn.Mixer):
 
 
 class Whole(nn.Mixer):
-    """A mixer of which every device has the whole: it is given all tokens and features, and keeps this device's."""
+    """A mixer that says of no heads to split: every device runs the whole of it, on all tokens and features.
+
+    Arrays that the layout splits by the names of their dims are gathered for it; `dims` has the dim of each, counted
+    from the end, or None. What it gives counts once: a device keeps its part, or takes the first device's result.
+    """
 
     inner: nn.Mixer
     stream: Stream = eqx.field(static=True)
+    dims: tuple[int | None, ...] = eqx.field(static=True)
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """The mixer's own call."""
-        if self.stream.is_whole:
-            return self.inner(x, tokens, cache)
-        y, cache = self.inner(self.stream.whole("maps from the stream", x), tokens, cache)
-        return self.stream.own(y), cache
+        """The mixer's own call; `x` is what this device holds of the stream, `tokens` are whole rows'."""
+        y, cache = gathered(self.inner, self.dims)(self.stream.whole("maps from the stream", x), tokens, cache)
+        if not self.stream.is_whole:
+            return self.stream.own(y), cache
+        first = jnp.where(jax.lax.axis_index(TENSOR) == 0, y, jnp.zeros_like(y))
+        return self.stream.summed("maps to the stream", first), cache
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The mixer's own empty cache."""
-        return self.inner.init_cache(batch, capacity, dtype)
+        return gathered(self.inner, self.dims).init_cache(batch, capacity, dtype)
+
+
+def gathered(module: PyTree, dims: tuple[int | None, ...]) -> Any:
+    """A module with its arrays put together from the devices' slices along `dims`; None leaves one as it is."""
+    arrays, rest = eqx.partition(module, eqx.is_array)
+    leaves, structure = jax.tree.flatten(arrays)
+    pairs = zip(leaves, dims, strict=True)
+    return eqx.combine(structure.unflatten([x if dim is None else gather_parameter(x, dim) for x, dim in pairs]), rest)
 
 
 class _Given(nn.MapAround):
@@ -142,6 +158,11 @@ def own_kv_head(module: PyTree) -> PyTree:
 def is_split(module: Any) -> bool:
     """Whether a module is a layer that runs on a slice of its heads or hidden features."""
     return isinstance(module, nn.FeedForward) or (isinstance(module, nn.Mixer) and module.facts().splits_heads)
+
+
+def whole_mixers(model: PyTree) -> list[str]:
+    """The paths of a model's mixers that say of no heads to split, so that every device of `tensor` runs the whole."""
+    return [path for path, mixer in nn.named_modules(model, nn.Mixer) if not is_split(mixer)]
 
 
 def size_of(module: PyTree, dim: str) -> int | None:
