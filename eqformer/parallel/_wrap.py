@@ -1,4 +1,4 @@
-"""A plain model with its modules wrapped, by type, for the device that holds these slices of it."""
+"""A plain model with its modules wrapped, by contract, for the device that holds these slices of it."""
 
 from collections.abc import Callable
 from typing import Any
