@@ -73,13 +73,15 @@ def by_cause(found: Iterable[Sent]) -> dict[str, float]:
 def counted_bytes(plan: parallel.Plan, transfers: Iterable[planning.Transfer]) -> dict[str, float]:
     """What a program's collectives send, by the causes of `sent_bytes`, which the names of collectives tell.
 
-    What has no name is the partitioner's, which sends parameters after the optimizer's step: state.
+    Without a name are what the partitioner adds, parameters after the optimizer's step (state), and few sums that JAX
+    adds to a backward pass. All that goes over `tensor` alone counts as its: XLA makes one sum, by one of their names,
+    of gradients and of what the loss reduces there.
     In a pipeline each counts in the ticks in which it is done: entries are branches, and idle ones send nothing.
     """
 
     def sent(transfer: planning.Transfer) -> Sent:
         name, times = transfer.named(COLLECTIVES), transfer.times or 0
-        cause = STATE if name is None else COLLECTIVES[name]
+        cause = TENSOR if transfer.axes == (TENSOR,) else STATE if name is None else COLLECTIVES[name]
         is_in_ticks = plan.is_pipelined and times and times % _ticks(plan) == 0
         share = _share_of_ticks(plan, cause) if is_in_ticks else 1.0
         return Sent(cause, name or transfer.kind, share * times * transfer.sent)
@@ -111,7 +113,7 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterat
         over = [axis for axis in leaf.reduced if plan.size(axis) > 1]
         copies = math.prod(map(plan.size, over))
         summed = planning.sharded_state_bytes(number / pieces, copies, zero=0, gradient_bytes=max(weight, 4))
-        yield Sent(STATE, what, summed)
+        yield Sent(TENSOR, "gradients of what all hold", summed) if over == [TENSOR] else Sent(STATE, what, summed)
 
 
 def _of_edges(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> float:

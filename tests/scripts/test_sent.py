@@ -107,9 +107,9 @@ def test_a_compiled_step_sends_what_formulas_say(name):
     transfers = planning.communication(program, mesh=plan.mesh)
     counted = counted_bytes(plan, transfers)
     assert counted == pytest.approx(by_formula(recipe, plan), rel=0.03)
-    # What has no name is the partitioner's, outside of what each device does by itself.
+    # What has no name is the partitioner's, or a sum that JAX adds to a backward pass: a factor's, of a LoRA.
     unnamed = [t for t in transfers if t.named(COLLECTIVES) is None and "shard_map" in t.scopes]
-    assert planning.bytes_sent(unnamed) <= 0.001 * planning.bytes_sent(transfers), unnamed
+    assert planning.bytes_sent(unnamed) <= 0.02 * planning.bytes_sent(transfers), unnamed
 
 
 KINDS = {"attention": "", "nets": NETS, "latents": "--recipe jaxformer"}
