@@ -82,9 +82,9 @@ def own_exchange(x: Any, axis_name: str, *, split_axis: int, concat_axis: int, *
     return jnp.concatenate([vary(mine, [axis_name])] * count, concat_axis)
 
 
-def own_alone(x: Any, axis: str, **options: Any) -> Any:
+def own_alone(x: Any, over: str, **options: Any) -> Any:
     """This device's piece in place of every piece, and on the way back its slice of its own part."""
-    return (own_piece if "axis" in options else own_part)(x, axis, **options)
+    return (own_piece if "axis" in options else own_part)(x, over, **options)
 
 
 def kept_all(x: Any, *_: Any, **__: Any) -> Any:
