@@ -103,7 +103,7 @@ def to_publish(recipe: Recipe, directory: RunDirectory) -> dict[str, Any]:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": recipe.seq}
     settings |= {"eos_token": added[tokenizer.end_of_text]} if tokenizer.end_of_text in added else {}
     return {
-        "numbers": recipe.model,
+        "config": recipe.model,
         "attributes": {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None},
         "files": {"tokenizer.json": written, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"},
     }

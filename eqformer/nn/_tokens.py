@@ -1,5 +1,6 @@
 """What a layer may read of each token beside its vector."""
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 
@@ -51,9 +52,7 @@ class Tokens(eqx.Module):
 
 def of_whole_rows(tokens: Tokens, number: int | None) -> Tokens:
     """The same tokens, said to be rows of so many, each one document from position 0 on; None says nothing."""
-    said = object.__new__(Tokens)
-    for field in dataclasses.fields(tokens):
-        object.__setattr__(said, field.name, getattr(tokens, field.name))
+    said = copy.copy(tokens)  # `dataclasses.replace` leaves `whole_rows` out, which is its point
     object.__setattr__(said, "whole_rows", number)
     return said
 

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int, PyTree
 from ... import nn
 
 
-Placement = Int[np.ndarray, "stages chunks"]  # which part of the model each chunk of a device is
+PartOf = Int[np.ndarray, "stages chunks"]  # which part of the model each chunk of a device is
 Taken = Callable[[Any, np.ndarray], Any]  # the entries of an array along its first dim in an order, as `taken_rows`
 
 
@@ -56,7 +56,7 @@ def layers_of_parts(depths: Sequence[int], parts: int) -> Int[np.ndarray, "stack
     return np.maximum(np.minimum(until, ends) - np.maximum(until - number, starts), 0)
 
 
-def layer_rows(depths: Sequence[int], part_of: Placement) -> list[Rows]:
+def layer_rows(depths: Sequence[int], part_of: PartOf) -> list[Rows]:
     """The rows of each stack as the devices hold them: device after device, each with its chunks in turn.
 
     Every part has as many rows as the part with most layers of the stack, so that the rows split evenly over devices.
@@ -70,7 +70,7 @@ def layer_rows(depths: Sequence[int], part_of: Placement) -> list[Rows]:
     return found
 
 
-def layer_order(layers: int, part_of: Placement) -> Int[np.ndarray, "rows"]:
+def layer_order(layers: int, part_of: PartOf) -> Int[np.ndarray, "rows"]:
     """The order in which the layers of a single stack lie on the devices; `layers` where a row is padding.
 
     `taken_rows(array, layer_order(...))`, split evenly over the devices, gives each its layers.
@@ -83,12 +83,12 @@ def taken_rows(x: Any, order: Int[np.ndarray, "rows"]) -> Any:
     return x[order] if order.max() < x.shape[0] else x.at[order].get(mode="fill", fill_value=0)
 
 
-def in_ring_order(tree: PyTree, part_of: Placement, taken: Taken = taken_rows) -> PyTree:
+def in_ring_order(tree: PyTree, part_of: PartOf, taken: Taken = taken_rows) -> PyTree:
     """A model, or a tree of such, with the rows of each stack as in `layer_rows`; padding is zero."""
     return _of_each_model(tree, part_of, lambda stacks, rows: to_rows(stacks, rows, taken))
 
 
-def in_reading_order(tree: PyTree, part_of: Placement, taken: Taken = taken_rows) -> PyTree:
+def in_reading_order(tree: PyTree, part_of: PartOf, taken: Taken = taken_rows) -> PyTree:
     """What `in_ring_order` gave, back in the order in which the model is read."""
     return _of_each_model(tree, part_of, lambda stacks, rows: from_rows(stacks, rows, taken))
 
@@ -117,7 +117,7 @@ def _moved(tree: PyTree, order: Int[np.ndarray, "rows"], there: int, taken: Take
     return jax.tree.map(one, tree)
 
 
-def _of_each_model(tree: PyTree, part_of: Placement, move: Callable[[Sequence[PyTree], list[Rows]], tuple]) -> PyTree:
+def _of_each_model(tree: PyTree, part_of: PartOf, move: Callable[[Sequence[PyTree], list[Rows]], tuple]) -> PyTree:
     """The tree with the stacks of each model in it moved together, for where one ends the next begins."""
 
     def one(node: Any) -> Any:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from ... import nn
 from .._axes import PIPE
 from .._vary import vary, varying_axes
-from ._depth import layer_rows, Placement
+from ._depth import layer_rows, PartOf
 
 
 class Skipping(eqx.Module):
@@ -35,7 +35,7 @@ class Skipping(eqx.Module):
         return self.inner.init_cache(batch, capacity, dtype)
 
 
-def pass_over_padding(stacks: Sequence[Any], rows: Sequence[int], part_of: Placement) -> tuple[Any, ...]:
+def pass_over_padding(stacks: Sequence[Any], rows: Sequence[int], part_of: PartOf) -> tuple[Any, ...]:
     """This device's stacks, with `Skipping` around the blocks of each that has padding in its `rows` of all devices."""
     found, changed = layer_rows([stack.depth for stack in stacks], part_of), []
     for stack, number, each in zip(stacks, rows, found, strict=True):

@@ -18,30 +18,13 @@ class Notes:
         self.calls: list[tuple] = []
 
 
-class Watched(nn.DenseMap):
-    """Stands for a map in some blocks of a pipeline."""
-
-    inner: Any  # a `DenseMap`, or what stands for one in a tree like the blocks
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The map's own."""
-        return self.inner.inputs
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The map's own."""
-        return self.inner.outputs
+class Watched(nn.MapAround, nn.DenseMap):
+    """Stands for a `DenseMap` in some blocks of a pipeline."""
 
     @property
     def weight(self) -> Any:
         """The map's own."""
         return self.inner.weight
-
-    @property
-    def bias(self) -> Any:
-        """The map's own."""
-        return self.inner.bias
 
 
 class Seen(Watched):

@@ -17,11 +17,10 @@ from ... import nn
 from .. import _send as send
 from .._axes import TENSOR
 from ..layouts._layout import dim_over
-from ..state._gather import gather_parameter
 from ._collective_matmul import matmul_reduce_scatter
 from ._stream import Stream
 from ._stream_parts import FeatureDropout
-from ._tensor import ByToken, shares_kv_heads
+from ._tensor import ByToken, gathered, shares_kv_heads
 from ._vocabulary import FeatureEmbedding
 
 
@@ -32,8 +31,8 @@ FEATURE_DIMS = ("embed", "heads", "kv_heads", "mlp", "latent", "q_latent")
 class FeatureLinear(nn.MapAround):
     """A map of which this device holds a slice of the inputs; it gives a slice of the outputs' first dim, or all.
 
-    `split_outputs` tells for each of its arrays the dim, counted from the end, by which it is a slice of the outputs:
-    the bias is added to such a slice, and anything else is gathered, since it belongs to the sums.
+    `split_outputs` has for each of its arrays the dim, counted from the end, by which it is a slice of the outputs and
+    along which it is gathered, since it belongs to the sums; None for the bias, which is added to such a slice.
     """
 
     scatters: bool = eqx.field(static=True)
@@ -42,7 +41,7 @@ class FeatureLinear(nn.MapAround):
 
     def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
         """Contract the slices, add them up over the devices, and keep this device's outputs."""
-        linear = self._of_all_outputs()
+        linear = self.inner if self.split_outputs is None else gathered(self.inner, self.split_outputs)
         outputs = linear.output_shape
         if not self.scatters:
             y = send.psum("whole maps of features", linear.product(x, dtype), TENSOR)
@@ -52,15 +51,6 @@ class FeatureLinear(nn.MapAround):
             y = matmul_reduce_scatter(flat, linear.flat_matrix(x.dtype), TENSOR, **kind)
             y = y.reshape(*y.shape[:-1], -1, *outputs[1:])
         return checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
-
-    def _of_all_outputs(self) -> nn.LinearMap:
-        if self.split_outputs is None or all(dim is None for dim in self.split_outputs):
-            return self.inner
-        arrays, rest = eqx.partition(self.inner, eqx.is_array)
-        leaves, structure = jax.tree.flatten(arrays)
-        pairs = zip(leaves, self.split_outputs, strict=True)
-        whole = [x if dim is None or x is self.inner.bias else gather_parameter(x, dim) for x, dim in pairs]
-        return eqx.combine(jax.tree.unflatten(structure, whole), rest)
 
 
 class FeatureKeyHead(nn.MapAround):
@@ -141,11 +131,11 @@ def _scatters(linear: nn.LinearMap) -> bool:
 
 
 def _split_outputs(linear: nn.LinearMap, specs: PyTree, names: PyTree) -> tuple[int | None, ...]:
-    """For each array the dim, from the end, by which it is a slice of the map's outputs over the axis `tensor`."""
+    """For each array but the bias the dim, from the end, by which it is a slice of the map's outputs over `tensor`."""
 
-    def of_outputs(spec: PartitionSpec, names: str) -> int | None:
+    def of_outputs(x: Array, spec: PartitionSpec, names: str) -> int | None:
         dim, each = dim_over(spec, TENSOR), names.split()
-        return None if dim is None or each[dim] not in linear.outputs else dim - len(each)
+        return None if x is linear.bias or dim is None or each[dim] not in linear.outputs else dim - len(each)
 
     columns = map(jax.tree.structure(linear).flatten_up_to, (linear, specs, names))
-    return tuple(of_outputs(spec, name) for x, spec, name in zip(*columns, strict=True) if eqx.is_array(x))
+    return tuple(of_outputs(*row) for row in zip(*columns, strict=True) if eqx.is_array(row[0]))
