@@ -1,5 +1,6 @@
 """Where a traced program adds up 16-bit numbers: over dims and devices, by scatters, and in what loops carry."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 import eqformer
+from eqformer.parallel._send import COLLECTIVES
 
 
 SUMS = ("reduce_sum", "cumsum", "cumlogsumexp", "reduce_window_sum", "scatter-add", "scatter_add")
@@ -18,17 +20,20 @@ ROOMS = Path(eqformer.__file__).parent, Path(__file__).parent
 
 
 class NarrowSum(NamedTuple):
-    """Its primitive, the function that it or what it is the gradient of stands in, the mesh axes, and what is added."""
+    """Its primitive, whose sum it or what it is the gradient of is, the mesh axes, and what is added.
+
+    A sum over devices is a collective's, by its name in `COLLECTIVES`; any other is the function's in which it stands.
+    """
 
     primitive: str
-    function: str
+    whose: str
     axes: tuple[str, ...]
     shape: tuple[int, ...]
 
     @property
     def place(self) -> tuple[str, tuple[str, ...]]:
         """By what a sum that is meant is listed."""
-        return self.function, self.axes
+        return self.whose, self.axes
 
 
 def narrow_sums(program: Any) -> list[NarrowSum]:
@@ -43,14 +48,15 @@ def _walk(jaxpr: Any) -> Iterator[NarrowSum]:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in SUMS and _is_narrow(equation.outvars[0]) and not _is_of_one_each(equation):
-            yield _told(equation, name, (), equation.invars[0])
+            yield NarrowSum(name, _function_of(equation), (), equation.invars[0].aval.shape)
         if name in OVER_DEVICES and any(map(_is_narrow, equation.outvars)):
             axes = equation.params["axes"] if "axes" in equation.params else equation.params["axis_name"]
-            yield _told(equation, name, tuple(axes) if isinstance(axes, tuple | list) else (axes,), equation.invars[0])
+            axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+            yield NarrowSum(name, _collective_of(equation), axes, equation.invars[0].aval.shape)
         for inner in _within(equation.params):
             yield from _walk(inner)
         for carried in _carried_sums(equation):
-            yield _told(equation, f"{name} that adds", (), carried)
+            yield NarrowSum(f"{name} that adds", _function_of(equation), (), carried.aval.shape)
 
 
 def _is_of_one_each(equation: Any) -> bool:
@@ -104,8 +110,10 @@ def _is_narrow(variable: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 
-def _told(equation: Any, name: str, axes: tuple[str, ...], variable: Any) -> NarrowSum:
-    return NarrowSum(name, _function_of(equation), axes, variable.aval.shape)
+def _collective_of(equation: Any) -> str:
+    """The name by which it is sent; a function's where it has none."""
+    parts = re.split(r"[/()]", str(equation.source_info.name_stack))
+    return next((part for part in reversed(parts) if part in COLLECTIVES), _function_of(equation))
 
 
 def _function_of(equation: Any) -> str:

@@ -22,27 +22,21 @@ from eqformer.training._step import accumulated_gradients
 # be twice as large in float32.
 MEANT = {
     # Partial sums of a map's outputs over the axis `tensor`, and of the gradients of its inputs.
-    ("Tensor._read", ("tensor",)),
-    ("_Row.product", ("tensor",)),
-    ("FeatureLinear.product", ("tensor",)),
-    ("matmul_reduce_scatter", ("tensor",)),
-    ("HeadInput.__call__", ("tensor",)),
-    ("SplitMoE._whole_rows", ("tensor",)),
-    ("SplitMoE._reduced", ("tensor",)),
+    *((name, ("tensor",)) for name in ("maps from the stream", "maps to the stream", "stream for the head")),
+    *((name, ("tensor",)) for name in ("maps of features", "whole maps of features")),
+    *((name, ("tensor",)) for name in ("rows for experts", "slices of experts")),
     # The same by messages in a ring: added in float32, and rounded for each hop.
     ("all_gather_matmul", ()),
     ("matmul_reduce_scatter", ()),
     # A factor of LoRA's, a slice of whose outputs each device has.
     ("Linear.product", ("tensor",)),
     # A token's chosen experts, on whatever devices they are, and the gradients that they have for it.
-    ("SplitMoE._gathered", ("expert",)),
-    ("_to_all", ("expert",)),
-    ("SplitMoE._taken", ("expert",)),
+    *((name, ("expert",)) for name in ("tokens to all experts", "sums of all experts")),
     # Gradients of keys and values that were gathered.
-    ("_in_reading_order", ("context",)),
+    ("keys and values gathered", ("context",)),
 }
 # With narrow parameters their vectors are looked up narrow: one device has each, and the others add zeros.
-MEANT_OF_NARROW = MEANT | {("SplitEmbedding.__call__", ("tensor",))}
+MEANT_OF_NARROW = MEANT | {("looked-up vectors", ("tensor",))}
 
 CASES = [
     Case("gpt2", {"replica": 2, "tensor": 2}, {"residual": "replicated"}),

@@ -98,7 +98,6 @@ def test_what_cannot_work_is_refused_before_anything_is_written(arguments, words
         ("--mesh.context 8 --seq 250", ["--mesh.context 8", "250 tokens", "multiple of 16"]),
         ("--mesh.context 2 --mesh.tensor 4 --residual sequence --seq 36", ["'sequence'", "18 tokens", "multiple of 8"]),
         ("--mesh.pipe 8", ["--mesh.pipe 8", "layers=4", "more parts than layers", "take 8 layers"]),
-        ("--mesh.pipe 8 --microbatches 8 --model.layers 12", ["--mesh.pipe 8", "layers=12", "8 or 16"]),
         (
             "--mesh.pipe 4 --mesh.replica 2 --schedule looping --microbatches 2",
             ["--schedule looping", "microbatches=2", "at least 4"],
