@@ -16,7 +16,7 @@ from plan_parity import Case, differences, of_one_device, of_plan, place
 from eqformer import generation, nn, planning
 from eqformer.parallel import Planned, whole_mixers
 from eqformer.parallel._vary import own_part
-from eqformer.parallel.tensor import _feature, _stream
+from eqformer.parallel.tensor import _stream, _tensor
 
 
 KEY = jax.random.key(0)
@@ -54,7 +54,7 @@ def test_maps_of_eight_bits_are_split_like_any(case):
 def test_the_scales_of_outputs_are_gathered_where_sums_are_of_all(monkeypatch):
     """Without it a device would scale all outputs by its own ones' scales."""
     tiled = lambda x, dim: jnp.concatenate([x] * jax.lax.axis_size("tensor"), dim)
-    monkeypatch.setattr(_feature, "gather_parameter", tiled)
+    monkeypatch.setattr(_tensor, "gather_parameter", tiled)
     assert max(differences(of_plan(FEATURE), of_one_device(FEATURE), ROUNDING).values()) > 1e-3
 
 
