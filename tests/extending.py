@@ -20,3 +20,18 @@ def section(title: str) -> types.ModuleType:
     for block in re.findall(r"^```python\n(.*?)^```", found, re.MULTILINE | re.DOTALL):
         exec(compile(block, f"{PAGE.name}: {title}", "exec"), module.__dict__)
     return module
+
+
+@functools.cache
+def beside(name: str) -> types.ModuleType:
+    """The module of a block of Python that begins with `# name.py`, as the page's other blocks import it."""
+    (block,) = (block for block in blocks() if block.startswith(f"# {name}.py\n"))
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(block, f"{PAGE.name}: {name}.py", "exec"), module.__dict__)
+    return module
+
+
+def blocks(page: Path = PAGE) -> list[str]:
+    """A page's blocks of Python."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

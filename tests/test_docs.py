@@ -1,7 +1,11 @@
-"""Every block of Python in the README and the docs runs as it stands, and links inside the project lead somewhere."""
+"""Every block of Python in the README and the docs runs as it stands, and links inside the project lead somewhere.
+
+A block that begins with `# name.py` is a file, which the other blocks of its page may import.
+"""
 
 import pathlib
 import re
+import sys
 
 import pytest
 
@@ -9,23 +13,30 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# (\w+\.py)\n")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
 def blocks() -> list:
-    """Each block of Python with the name of its page and its line."""
+    """Each block of Python with the files of its page, and the name of the page and its line."""
     found = []
     for page in PAGES:
         text = page.read_text()
+        codes = [match.group(1) for match in BLOCK.finditer(text)]
+        files = {name.group(1): code for code in codes if (name := FILE.match(code))}
         for match in BLOCK.finditer(text):
             line = text[: match.start()].count("\n") + 2
-            found.append(pytest.param(match.group(1), id=f"{page.name}:{line}"))
+            found.append(pytest.param(match.group(1), files, id=f"{page.name}:{line}"))
     return found
 
 
-@pytest.mark.parametrize("code", blocks())
-def test_a_block_of_python_runs(code, tmp_path, monkeypatch):
+@pytest.mark.parametrize("code,files", blocks())
+def test_a_block_of_python_runs(code, files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     exec(compile(code, "<documentation>", "exec"), {"__name__": "__main__"})
     assert "import" in code  # a block stands by itself
 

@@ -6,7 +6,8 @@ import equinox as eqx
 import jax.numpy as jnp
 import pytest
 from jaxtyping import Array, Float
-from plan_models import attention, EMBED, HEAD_DIM, MLP, model_of, norm, of_blocks, plan_over, shapes
+from plan_blocks import attention, EMBED, HEAD_DIM, MLP, norm
+from plan_models import model_of, of_blocks, plan_over, shapes
 
 from eqformer import nn
 

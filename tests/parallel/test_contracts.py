@@ -9,7 +9,7 @@ import layout
 import numpy as np
 import plan_controls as control
 import pytest
-from foreign import Int8Map
+from plan_blocks import Int8Map
 from plan_models import model_of
 from plan_parity import Case, differences, of_one_device, of_plan, place
 
@@ -93,6 +93,33 @@ MORE_MIXED = [
 @pytest.mark.parametrize("case", named(MIXED, MORE_MIXED))
 def test_a_mixer_of_ones_own_is_split_like_any(case):
     assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
+
+
+ARRANGED = [
+    Case("rezero", {"fsdp": 2, "expert": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "residual": "feature"}),
+    Case("rezero", {"context": 2, "tensor": 2}, {"residual": "sequence", "overlap": "ring"}),
+]
+MORE_ARRANGED = [
+    Case("rezero", {"pipe": 2, "tensor": 2}, STAGES),
+    Case("rezero", {"fsdp": 2, "pipe": 2, "context": 2}, {"zero": 2, "microbatches": 2}, "full"),
+    Case("rezero", {"replica": 2, "tensor": 4}),
+]
+
+
+@pytest.mark.parametrize("case", named(ARRANGED, MORE_ARRANGED))
+def test_an_arrangement_of_ones_own_is_split_like_any(case):
+    want = of_one_device(case)
+    assert all(jnp.any(layer.amount) for layer in want.gradients.stacks[0].blocks.blocks)
+    assert differences(of_plan(case), want, ROUNDING) == {}
+
+
+def test_the_gradient_of_an_arrangements_number_is_of_all_tokens(monkeypatch):
+    """Without the sum over the axis each device would have that of its own tokens."""
+    case = Case("rezero", {"context": 2})
+    want = of_one_device(case)
+    control.without("gradients over replicas", control.of_first)(monkeypatch)
+    found = differences(of_plan(case), want, ROUNDING)
+    assert max(size for path, size in found.items() if path.endswith("amount")) > 1e-3
 
 
 WHOLE = [

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from narrow_sums import narrow_sums, NarrowSum
-from plan_models import batch_of, EMBED, model_of, of_blocks
+from plan_blocks import EMBED
+from plan_models import batch_of, model_of, of_blocks
 from plan_parity import Case
 
 from eqformer import nn

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from foreign import Int8Map
+from plan_blocks import Int8Map
 from weight_stationary_cases import gathered, logits, palm, PROMPT, ROWS, serial, stationary, step, VOCAB
 
 from eqformer import generation, nn

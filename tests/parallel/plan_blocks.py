@@ -1,0 +1,238 @@
+"""Blocks to lay out over meshes, of kinds that are in no family or in few, and of kinds that somebody else wrote."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from extending import beside
+
+from eqformer import nn
+
+
+Fading: Any = beside("fading").Fading
+Int8Map: Any = beside("eight_bits").Int8Map
+ReZero: Any = beside("rezero").ReZero
+CORE = nn.BlockwiseCore(block=8)
+EMBED, HEADS, HEAD_DIM, MLP = 32, 8, 4, 48
+
+
+def attention(key: Any, **options: Any) -> nn.Attention:
+    """An attention of the sizes above with rotary positions."""
+    rotary = nn.Rotary(HEAD_DIM, 1e4)
+    options = {"kv_heads": 4, "core": CORE, "rotary": rotary, **options}
+    return nn.Attention(embed=EMBED, heads=HEADS, head_dim=HEAD_DIM, key=key, **options)
+
+
+def norm(offset: float = 0.0) -> nn.RMSNorm:
+    """A norm of the stream."""
+    return nn.RMSNorm("embed", embed=EMBED, offset=offset)
+
+
+def windows(key: Any) -> nn.Period:
+    """Like gpt-oss: sinks and biases, windows and whole rows in turn, clamped gates; and dropout."""
+
+    def block(mask: nn.Mask, key: Any) -> nn.Block:
+        one, two = jax.random.split(key)
+        mixer = attention(one, mask=mask, sinks=True, bias=True)
+        gated = nn.GatedMLP(embed=EMBED, mlp=MLP, bias=True, limit=2.0, key=two)
+        return nn.Block(
+            nn.Residual(mixer, norm(), dropout=nn.Dropout(0.1)), nn.Residual(gated, norm(), dropout=nn.Dropout(0.1))
+        )
+
+    return nn.Period(tuple(map(block, (nn.sliding_window(5), nn.causal()), jax.random.split(key))))
+
+
+def full_norms(key: Any) -> nn.Block:
+    """Like OLMo 2: queries and keys normalised over all their heads together, norms behind the layers."""
+    one, two = jax.random.split(key)
+    norms = {
+        "query_norm": nn.RMSNorm("heads head_dim", heads=HEADS, head_dim=HEAD_DIM),
+        "key_norm": nn.RMSNorm("kv_heads head_dim", kv_heads=4, head_dim=HEAD_DIM),
+    }
+    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
+    return nn.Block(
+        nn.Residual(attention(one, **norms), output_norm=norm()),
+        nn.Residual(mlp, output_norm=norm()),
+    )
+
+
+def bare_norms(key: Any) -> nn.Block:
+    """Norms without arrays, of which no layout says whether they are split."""
+    one, two = jax.random.split(key)
+    norms = {
+        "query_norm": nn.RMSNorm("heads head_dim", scale=False, heads=HEADS, head_dim=HEAD_DIM),
+        "key_norm": nn.RMSNorm("kv_heads head_dim", scale=False, kv_heads=4, head_dim=HEAD_DIM),
+    }
+    bare = nn.LayerNorm("embed", embed=EMBED, scale=False, bias=False)
+    return nn.Block(
+        nn.Residual(attention(one, **norms), bare), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), bare)
+    )
+
+
+def few_full_norms(key: Any) -> nn.Block:
+    """Two key heads, normalised together."""
+    one, two = jax.random.split(key)
+    norms = {"key_norm": nn.RMSNorm("kv_heads head_dim", kv_heads=2, head_dim=HEAD_DIM)}
+    return nn.Block(
+        nn.Residual(attention(one, kv_heads=2, **norms), norm()),
+        nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm()),
+    )
+
+
+def side_by_side(key: Any) -> nn.ParallelBlock:
+    """Both layers on one input, whose norm they share; gated heads, one key head, norms within each head."""
+    one, two = jax.random.split(key)
+    # Four numbers whose deviation may be tiny: the larger eps keeps their norm from magnifying rounding.
+    norms = {n: nn.LayerNorm("head_dim", head_dim=HEAD_DIM, eps=0.1) for n in ("query_norm", "key_norm")}
+    mlp = nn.MLP(embed=EMBED, mlp=MLP, bias=True, key=two)
+    mixer = attention(one, kv_heads=1, gate=True, output_bias=True, **norms)
+    return nn.ParallelBlock(
+        nn.Residual(mixer, dropout=nn.Dropout(0.2)),
+        nn.Residual(mlp, dropout=nn.Dropout(0.2)),
+        norm=nn.LayerNorm("embed", embed=EMBED),
+    )
+
+
+def sublayers(key: Any) -> nn.Period:
+    """A mixer with no feed-forward layer behind it, then three layers beside the stream by themselves."""
+    one, two, three, four = jax.random.split(key, 4)
+    alone = nn.Block(nn.Residual(attention(one, mask=nn.sliding_window(5)), norm(), dropout=nn.Dropout(0.1)))
+    layers = attention(two), nn.MLP(embed=EMBED, mlp=MLP, key=three), nn.GatedMLP(embed=EMBED, mlp=MLP, key=four)
+    return nn.Period((alone, *(nn.Residual(layer, norm(), dropout=nn.Dropout(0.1)) for layer in layers)))
+
+
+def latents(key: Any) -> nn.Block:
+    """Like DeepSeek-V2: queries from a latent of their own, latents normalised, biases everywhere."""
+    one, two = jax.random.split(key)
+    mixer = nn.LatentAttention(
+        embed=EMBED,
+        heads=HEADS,
+        head_dim=HEAD_DIM,
+        latent=16,
+        q_latent=8,
+        latent_norm=nn.RMSNorm("latent", latent=16),
+        query_latent_norm=nn.RMSNorm("q_latent", q_latent=8),
+        rotary=nn.Rotary(4, 1e4, interleaved=True),
+        bias=True,
+        core=CORE,
+        key=one,
+    )
+    return nn.Block(nn.Residual(mixer, norm(1.0)), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm(1.0)))
+
+
+def mixture(key: Any, *losses: nn.BalanceLoss, **options: Any) -> nn.Block:
+    """Eight experts of which a token takes two, with biases, balanced row by row."""
+    one, two, three = jax.random.split(key, 3)
+    options = {"router": nn.TopKRouter(embed=EMBED, experts=8, top_k=2, normalise=True, jitter=0.1, key=two), **options}
+    make = lambda key: nn.GatedMLP(embed=EMBED, mlp=16, bias=True, key=key)
+    losses = losses or (nn.LoadBalance(0.5, per="sequence"), nn.RouterZ(0.1))
+    mixer = options.pop("mixer", attention(one))
+    moe = nn.MoE(options.pop("router"), nn.Experts(make, 8, key=three), losses=losses, **options)
+    return nn.Block(nn.Residual(mixer, norm()), nn.Residual(moe, norm()))
+
+
+def weighed_inputs(key: Any) -> nn.Period:
+    """Like Llama 4: chunks of rows and whole ones in turn, the latter sharpened, and sigmoids that weigh inputs."""
+    one, two = jax.random.split(key)
+    router = nn.TopKRouter(embed=EMBED, experts=8, top_k=2, score="sigmoid", key=two)
+    mixers = attention(one, mask=nn.chunked(5)), attention(one, rotary=None, temperature=nn.LogTemperature(3, 0.5))
+    balance = nn.LoadBalance(0.5, per="sequence", normalise=True)
+    options = {"router": router, "weighs_inputs": True}
+    return nn.Period(tuple(mixture(two, balance, mixer=mixer, **options) for mixer in mixers))
+
+
+def shared_mixture(key: Any) -> nn.Period:
+    """Like DeepSeek: dense and routed layers in turn, sigmoid scores in groups, a bias, a shared expert, slots."""
+    one, two, three, four = jax.random.split(key, 4)
+    router = nn.TopKRouter(
+        embed=EMBED, experts=8, top_k=2, score="sigmoid", normalise=True, scale=1.5, groups=4, kept_groups=2, key=one
+    )
+    router = eqx.tree_at(lambda r: r.selection_bias, router, jnp.linspace(-0.2, 0.2, 8), is_leaf=lambda x: x is None)
+    shared = nn.GatedShared(nn.GatedMLP(embed=EMBED, mlp=16, bias=True, key=two), embed=EMBED, key=two)
+    balance = nn.LoadBalance(0.5, per="sequence", normalise=True)
+    routed = mixture(three, balance, router=router, shared=shared, dispatch=nn.Capacity(0.75))
+    return nn.Period((full_norms(four), routed))
+
+
+def batch_mixture(key: Any) -> nn.Block:
+    """Balanced over all the rows of a batch; noise in the choice, and losses that are not sums over tokens."""
+    router = nn.NoisyTopKRouter(embed=EMBED, experts=8, top_k=2, std=0.2, key=key)
+    return mixture(key, nn.LoadBalance(0.5), nn.Importance(0.3), nn.NoisyLoad(0.3), router=router)
+
+
+def choosing_experts(key: Any) -> nn.Block:
+    """Experts that choose their tokens."""
+    one, two, three = jax.random.split(key, 3)
+    router = nn.ExpertChoiceRouter(embed=EMBED, experts=8, factor=2.0, key=two)
+    experts = nn.Experts(lambda key: nn.MLP(embed=EMBED, mlp=16, bias=True, key=key), 8, key=three)
+    return nn.Block(nn.Residual(attention(one), norm()), nn.Residual(nn.MoE(router, experts), norm()))
+
+
+def recurrence(key: Any, kv_heads: int = 4) -> nn.Period:
+    """Like Qwen3-Next: a gated delta net, and an attention whose heads have gates, under norms that count from one."""
+    one, two = jax.random.split(key)
+    sizes = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": HEAD_DIM, "v_dim": 6}
+    net = nn.GatedDeltaNet(embed=EMBED, **sizes, chunk=5, key=one)
+    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
+    mixers = net, attention(two, kv_heads=kv_heads, gate=True)
+    return nn.Period(
+        tuple(
+            nn.Block(
+                nn.Residual(mixer, norm(1.0), dropout=nn.Dropout(0.1)),
+                nn.Residual(mlp, norm(1.0), dropout=nn.Dropout(0.1)),
+            )
+            for mixer in mixers
+        )
+    )
+
+
+class WholeFading(Fading):
+    """The same mixer, but it says nothing of itself."""
+
+    def facts(self) -> nn.MixerFacts:
+        """What is safe."""
+        return nn.MixerFacts()
+
+
+def fading(key: Any, mixer: type = Fading) -> nn.Period:
+    """A mixer of somebody's own without a feed-forward layer, and an attention with one."""
+    one, two = jax.random.split(key)
+    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
+    alone = nn.Block(nn.Residual(mixer(embed=EMBED, heads=HEADS, v_dim=6, key=one), norm(), dropout=nn.Dropout(0.1)))
+    return nn.Period((alone, nn.Block(nn.Residual(attention(two), norm()), nn.Residual(mlp, norm()))))
+
+
+def rezero(key: Any) -> nn.Period:
+    """An arrangement of somebody's own around a mixer, a feed-forward layer and a mixture."""
+    keys = jax.random.split(key, 3)
+    routed = mixture(keys[2]).feed_forward.layer
+    layers = attention(keys[0]), nn.GatedMLP(embed=EMBED, mlp=MLP, key=keys[1]), routed
+    sublayers = [nn.Residual(layer, norm(), dropout=nn.Dropout(0.1)) for layer in layers]
+    return nn.Period(tuple(ReZero(sublayer, jnp.array(0.0, jnp.float32)) for sublayer in sublayers))
+
+
+Make = Callable[[Any], Any]
+BLOCKS: dict[str, tuple[Make, ...]] = {
+    "windows": (windows,),
+    "full norms": (full_norms,),
+    "bare norms": (bare_norms,),
+    "few full norms": (few_full_norms,),
+    "side by side": (side_by_side,),
+    "sublayers": (sublayers,),
+    "latents": (latents,),
+    "unlike stacks": (latents, side_by_side),
+    "dense, then mixtures": (latents, shared_mixture),
+    "mixture": (mixture,),
+    "shared mixture": (shared_mixture,),
+    "weighed inputs": (weighed_inputs,),
+    "batch mixture": (batch_mixture,),
+    "choosing experts": (choosing_experts,),
+    "recurrence": (recurrence,),
+    "fading": (fading,),
+    "whole fading": (functools.partial(fading, mixer=WholeFading),),
+    "rezero": (rezero,),
+    "few recurrence": (functools.partial(recurrence, kv_heads=2),),
+}
