@@ -45,6 +45,18 @@ def forgotten_programs():
         gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def listed_families():
+    """A family that a test registers is let go after it."""
+    from eqformer.models import _families  # here, so that what pytest checks the shapes of is not imported before
+
+    before = dict(_families._REGISTERED)
+    yield
+    if len(_families._REGISTERED) != len(before):
+        _families._REGISTERED.clear()
+        _families._REGISTERED.update(before)
+
+
 @pytest.fixture
 def key():
     return jax.random.key(0)

@@ -1,11 +1,34 @@
 """Families: configs, builders, presets, and how all of them are published. One file a family."""
 
+from . import (  # noqa: F401
+    _layer_attributes as layer_attributes,
+    _rotary_attributes as rotary_attributes,
+)
 from ._adapters import load_adapter as load_adapter, save_adapter as save_adapter
-from ._families import build as build, FAMILIES as FAMILIES, preset as preset, presets as presets
+from ._attributes import (
+    Attribute as Attribute,
+    Count as Count,
+    Entry as Entry,
+    Expect as Expect,
+    Ignore as Ignore,
+    Nullable as Nullable,
+    Switched as Switched,
+    Unpublished as Unpublished,
+)
+from ._config import PublishedConfig as PublishedConfig
+from ._families import (
+    build as build,
+    FAMILIES as FAMILIES,
+    preset as preset,
+    presets as presets,
+    register as register,
+)
 from ._family import DecoderConfig as DecoderConfig, Family as Family, ModelConfig as ModelConfig
 from ._folder import read_json as read_json
 from ._load import load as load, read_config as read_config
 from ._save import COMPANIONS as COMPANIONS, save as save
+from ._weights import Rule as Rule
+from .families import _common as tables, _decoder as decoders, _mixtures as mixtures  # noqa: F401
 from .families._cohere import CohereConfig as CohereConfig
 from .families._deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
 from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config

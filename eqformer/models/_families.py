@@ -1,6 +1,8 @@
 """The list of families, and models by name."""
 
 import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from jaxtyping import Array, Key
 
@@ -39,7 +41,40 @@ _LISTED = (
     *(LLAMA, LLAMA4, MISTRAL, MIXTRAL, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT),
     *(SMOLLM3, SWITCH),
 )
-FAMILIES: dict[str, Family] = {family.name: family for family in _LISTED}
+_REGISTERED: dict[str, Family] = {}
+FAMILIES: Mapping[str, Family] = MappingProxyType(_REGISTERED)
+
+
+def register(family: Family) -> None:
+    """Make a family known to `build`, `load`, `save` and `presets` in this process.
+
+    Raises a `ValueError` where another family has its name, `model_type`, architecture, class of configs or a preset's
+    name.
+    """
+    own = _identity(family)
+    for other in FAMILIES.values():
+        for what, its in _identity(other).items():
+            if taken := own[what] & its:
+                raise ValueError(
+                    f"register({family.name!r}): the family {other.name!r} has the same {what}, "
+                    f"{', '.join(sorted(map(str, taken)))}; give this one another."
+                )
+    _REGISTERED[family.name] = family
+
+
+def _identity(family: Family) -> dict[str, set]:
+    """What no two families share."""
+    return {
+        "name": {family.name},
+        "model_type": {family.model_type} - {None},
+        "architecture": {family.architecture} - {""},
+        "class of configs": {family.config},
+        "name of a preset": {*family.presets},
+    }
+
+
+for _family in _LISTED:
+    register(_family)
 
 
 def presets() -> dict[str, ModelConfig]:

@@ -65,17 +65,26 @@ def of_one_device(case: Case) -> Outcome:
 @functools.cache
 def _of_one_device(model: str, dtypes: tuple[str, str], shape: tuple[int, int]) -> Outcome:
     plain = model_of(model, dtypes=dtypes)
-    return compiled(accumulated_gradients(next_token_loss), plain, batch_of(plain, *shape))
+    return alone(plain, batch_of(plain, *shape))
 
 
 def of_plan(case: Case) -> Outcome:
     """The same under the plan."""
-    model, plan = model_of(case.model, case.remat, case.dtypes), case.plan
-    batch = batch_of(model, *case.shape)
+    model = model_of(case.model, case.remat, case.dtypes)
+    return under(case.plan, model, batch_of(model, *case.shape), accumulate=case.accumulate)
+
+
+def under(plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_token_loss, accumulate: int = 1) -> Outcome:
+    """What a plan makes of any model, batch and loss."""
     plan.check(model, rows=len(batch.ids), seq=batch.ids.shape[1])
     placed = place(plan.to_ring_order(model), plan)
-    got = compiled(planned_gradients(plan)(next_token_loss, case.accumulate), placed, batch)
+    got = compiled(planned_gradients(plan)(loss, accumulate), placed, batch)
     return got._replace(gradients=plan.to_reading_order(got.gradients))
+
+
+def alone(model: nn.Transformer, batch: Any, loss: Any = next_token_loss, accumulate: int = 1) -> Outcome:
+    """What one device makes of them."""
+    return compiled(accumulated_gradients(loss, accumulate), model, batch)
 
 
 def place(model: nn.Transformer, plan: Plan) -> nn.Transformer:
