@@ -10,6 +10,7 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from .._dtype import at_least_float32
@@ -60,7 +61,8 @@ class ReferenceCore(Core):
         output = jnp.einsum(
             "...kgqs,...skd->...qkgd", probabilities.astype(value.dtype), value, preferred_element_type=exact
         )
-        return output.reshape(*query.shape[:-1], value.shape[-1]).astype(query.dtype)
+        output = output.reshape(*query.shape[:-1], value.shape[-1]).astype(query.dtype)
+        return checkpoint_name(output, "attended")  # for remat policies that keep it
 
     def ring_block(self) -> int:
         """That of `BlockwiseCore()`."""
