@@ -149,10 +149,25 @@ def _of_tensor(
     again = plan.is_pipelined * there
     if _recomputes(stack):  # all but the last output, which the next layer's input is kept for
         again += there - embed * (2 if stream.is_whole else 1)
-    elif stream.splits_tokens and (stack.remat != "none" or stream.overlap != "none"):
-        again += len(sublayers) * embed  # what was gathered is not kept
-    sent = tokens * (2 * forward + again) * _width(model)
+    elif not stream.is_whole and (stack.remat != "none" or stream.overlap != "none"):
+        again += len(layers if stream.splits_tokens else whole) * embed  # what was gathered is not kept
+    sent = tokens * (2 * forward + again) * _width(model) + _of_whole_arrays(plan, stack)
     return _evaluations(plan, stack) * planning.gather_bytes(sent, plan.size(TENSOR))
+
+
+def _of_whole_arrays(plan: parallel.Plan, stack: nn.Stack) -> float:
+    """A layer's arrays of mixers that run whole, where their dims' names split them: gathered, and gradients back."""
+
+    def split(module: Any, specs: Any) -> int:
+        if not isinstance(module, nn.Mixer) or parallel.is_split(module):
+            return 0
+        pairs = zip(jax.tree.leaves(module), jax.tree.leaves(specs), strict=True)
+        return sum(x.size * x.dtype.itemsize for x, spec in pairs if TENSOR in jax.tree.leaves(tuple(spec)))
+
+    specs = parallel.partition_specs(stack, plan.layout(splits_fsdp=False), plan.mesh)
+    sizes = jax.tree.map(split, stack, specs, is_leaf=lambda node: isinstance(node, nn.Mixer))
+    size = sum(jax.tree.leaves(sizes)) / len(stack)
+    return size * (2 + (stack.remat != "none" or plan.is_pipelined))
 
 
 def _of_vocabulary(

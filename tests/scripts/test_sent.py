@@ -2,6 +2,7 @@
 
 import shlex
 
+import _mesh
 import equinox as eqx
 import jax
 import layout
@@ -10,6 +11,7 @@ from _command import parse
 from _mesh import abstract_plan, plan_of
 from _sent import by_cause, counted_bytes, sent_bytes, STATE
 from _setup import build_model, optimizer_of
+from extending import beside
 from haste import HASTE
 
 from eqformer import nn, planning
@@ -110,6 +112,43 @@ def test_a_compiled_step_sends_what_formulas_say(name):
     # What has no name is the partitioner's, or a sum that JAX adds to a backward pass: a factor's, of a LoRA.
     unnamed = [t for t in transfers if t.named(COLLECTIVES) is None and "shard_map" in t.scopes]
     assert planning.bytes_sent(unnamed) <= 0.02 * planning.bytes_sent(transfers), unnamed
+
+
+def silent(module):
+    """A mixer of one's own that says nothing of itself, so that every device has the whole of it."""
+    module.Fading = type("Fading", (module.Fading,), {"facts": lambda _: nn.MixerFacts()})
+
+
+OWN = {
+    "sequence": ("--mesh.fsdp 2 --mesh.tensor 4 --residual sequence", ()),
+    "whole, feature": ("--mesh.fsdp 2 --mesh.tensor 4 --residual feature", (silent,)),
+    "feature": ("--mesh.fsdp 2 --mesh.tensor 4 --residual feature", ()),
+    "replicated, pipe": ("--mesh.fsdp 2 --mesh.tensor 2 --mesh.pipe 2 --microbatches 2", ()),
+    "whole": ("--mesh.fsdp 2 --mesh.tensor 4", (silent,)),
+    "whole, sequence": ("--mesh.fsdp 2 --mesh.tensor 4 --residual sequence", (silent,)),
+    "whole, all again": ("--mesh.fsdp 2 --mesh.tensor 4 --residual sequence --execution.remat full", (silent,)),
+    "whole, pipe": ("--mesh.fsdp 2 --mesh.tensor 2 --mesh.pipe 2 --microbatches 2", (silent,)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*list(OWN)[:2], *(pytest.param(name, marks=pytest.mark.grid) for name in list(OWN)[2:])]
+)
+def test_a_step_with_mixers_of_ones_own_sends_what_formulas_say(name, monkeypatch):
+    flags, changes = OWN[name]
+    recipe, module = recipe_of(flags), beside("fading")
+    monkeypatch.setattr(module, "Fading", module.Fading)
+    for change in changes:
+        change(module)
+    build = lambda _: nn.run_with(module.hybrid(jax.random.key(0), vocab=256, layers=4), remat=recipe.execution.remat)
+    monkeypatch.setattr(_mesh, "build_model", build)
+    model = eqx.filter_eval_shape(build, recipe)
+    plan = plan_of(recipe, jax.devices())
+    counted = counted_bytes(
+        plan, planning.communication(layout.compiled_step(recipe, plan, model, **HASTE), mesh=plan.mesh)
+    )
+    told = sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=optimizer_of(recipe, model).trained)
+    assert counted == pytest.approx(by_cause(told), rel=0.03)
 
 
 KINDS = {"attention": "", "nets": NETS, "latents": "--recipe jaxformer"}

@@ -98,7 +98,7 @@ class Whole(nn.Mixer):
         if not self.stream.is_whole:
             return self.stream.own(y), cache
         first = jnp.where(jax.lax.axis_index(TENSOR) == 0, y, jnp.zeros_like(y))
-        return self.stream.summed("maps to the stream", first), cache
+        return checkpoint_name(self.stream.summed("maps to the stream", first), "product"), cache
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The mixer's own empty cache."""
