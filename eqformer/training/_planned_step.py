@@ -196,7 +196,12 @@ def _wide(model: PyTree) -> PyTree:
 
 def _travelling_wide(leaves: PyTree) -> PyTree:
     """The plan's leaves, changed so that those outside of the stacks are gathered in float32 at least."""
-    wide = lambda leaf: dataclasses.replace(leaf, dtype=leaf.dtype and str(nn.at_least_float32(jnp.dtype(leaf.dtype))))
+
+    def wide(leaf: Any) -> Any:
+        if not leaf.dtype or not jnp.issubdtype(leaf.dtype, jnp.inexact):  # no array, or one that has no gradient
+            return leaf
+        return dataclasses.replace(leaf, dtype=str(nn.at_least_float32(jnp.dtype(leaf.dtype))))
+
     return eqx.tree_at(lambda m: m.stacks, jax.tree.map(wide, leaves), leaves.stacks)
 
 

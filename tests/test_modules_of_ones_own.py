@@ -1,0 +1,89 @@
+"""What `docs/extending.md` makes is laid out, counted, saved and loaded like the library's own."""
+
+import _mesh
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import layout
+import numpy as np
+import pytest
+from extending import beside
+
+from eqformer import generation, models, nn, parallel, planning, training
+
+
+KEY = jax.random.key(0)
+VOCAB = beside("trained").VOCAB
+LLAMA = models.LlamaConfig(vocab=VOCAB, embed=32, layers=2, heads=4, kv_heads=2, mlp=48)
+
+
+def of_eight_bits():
+    return nn.map_linears(beside("eight_bits").Int8Map.of, models.build(LLAMA, key=KEY))
+
+
+def hybrid():
+    return beside("fading").hybrid(KEY, vocab=VOCAB)
+
+
+def macaron():
+    return beside("rezero").macaron(KEY, vocab=VOCAB, amount=0.5)
+
+
+MAKES = [hybrid, of_eight_bits, macaron]
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_a_model_is_saved_under_one_mesh_and_loaded_under_another(make, tmp_path):
+    """Bit for bit, and it writes the same text there with its cache."""
+    plan = parallel.Plan(parallel.make_mesh(fsdp=2, pipe=2, tensor=2), microbatches=2, zero=3, smallest=1)
+    model, _ = beside("trained").trained(make, plan, steps=1, rate=1e-3)
+    model = jax.device_get(plan.to_reading_order(model))
+    with training.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(model, 1, training.run_metadata(recipe={}, step=1, data={}, key=KEY))
+    other = parallel.Plan(parallel.make_mesh(fsdp=4, tensor=2), residual="feature")
+    shardings = parallel.shardings(other.parameter_specs(model), other.mesh)
+    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    arrays, rest = eqx.partition(eqx.filter_eval_shape(make), nn.has_shape)
+    loaded, _ = training.Checkpointer(tmp_path).restore(eqx.combine(jax.tree.map(place, arrays, shardings), rest))
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (loaded, model))))
+    assert not all(map(np.array_equal, *map(jax.tree.leaves, (loaded, make()))))  # the control: a step was taken
+    write = lambda model: generation.generate(model, [[3, 5, 7], [4], [1, 2], [9]], max_new_tokens=5, key=KEY)
+    alone = write(jax.tree.map(lambda x: jnp.asarray(x) if eqx.is_array(x) else x, model))
+    assert np.array_equal(write(parallel.Planned(loaded, other)).ids, alone.ids)
+
+
+@pytest.mark.parametrize(
+    "make,paths",
+    [
+        (hybrid, ["blocks.blocks[0].mixer.layer.keep.weight"]),
+        (of_eight_bits, ["blocks.mixer.layer.query.rounded", "blocks.mixer.layer.query.scale"]),
+        (macaron, ["blocks.blocks[2].amount", "blocks.blocks[1].sublayer.layer.query.weight"]),
+    ],
+)
+def test_a_layout_has_a_line_for_each_array(make, paths, monkeypatch, capsys):
+    build = lambda *_: make()
+    monkeypatch.setattr(layout, "build_model", build)
+    monkeypatch.setattr(_mesh, "build_model", build)
+    layout.main("--batch 8 --seq 16 --mesh.fsdp 2 --mesh.tensor 4".split())
+    lines = capsys.readouterr().out.splitlines()
+    for path in paths:
+        assert any(path in line for line in lines), (path, lines)
+    line = next(line for line in lines if paths[0] in line)
+    assert "tensor" in line or paths[0].endswith("amount")  # split by the names of its dims
+    assert any("layers with a replicated stream" in line for line in lines)
+
+
+def test_what_is_added_to_a_model_is_counted():
+    """Numbers of each module, by hand."""
+    count = planning.parameter_count
+    fading = 2 * (32 * 4 * 6 + 4 * 6 + 32 * 4 + 4 * 6 * 32 + 32) + 2 * 32
+    plain = eqx.tree_at(lambda m: [s.blocks.blocks[0].mixer for s in m.stacks], hybrid(), [nn.Residual(abs)])
+    assert count(hybrid()) - count(plain) == fading
+    llama, outputs = models.build(LLAMA, key=KEY), 2 * (32 + 16 + 16 + 32 + 48 + 48 + 32) + VOCAB
+    weights = sum(linear.weight.size for linear in nn.linear_maps(llama))
+    assert count(of_eight_bits()) == count(llama) - weights + outputs  # what is rounded is not trained
+    is_own = lambda node: isinstance(node, beside("rezero").ReZero)
+    bare = lambda model: jax.tree.map(lambda node: node.sublayer if is_own(node) else node, model, is_leaf=is_own)
+    assert count(macaron()) - count(bare(macaron())) == 2 * 3
+    flops = lambda model: planning.flops_per_token(model, 16)
+    assert flops(macaron()) == flops(bare(macaron()))
