@@ -71,7 +71,7 @@ def by_cause(found: Iterable[Sent]) -> dict[str, float]:
 
 
 def counted_bytes(plan: parallel.Plan, transfers: Iterable[planning.Transfer]) -> dict[str, float]:
-    """What a program's collectives send, by the causes of `sent_bytes`, which the names of collectives tell.
+    """What a program's collectives send, by the causes of `sent_bytes`, found by the collectives' names.
 
     Without a name are what the partitioner adds, parameters after the optimizer's step (state), and few sums that JAX
     adds to a backward pass. All that goes over `tensor` alone counts as its: XLA makes one sum, by one of their names,

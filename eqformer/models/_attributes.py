@@ -1,4 +1,4 @@
-"""Tables of attributes: each entry says some of a model's numbers in a published configuration, read and written."""
+"""Tables of attributes: each entry reads and writes some of a config's fields in a published configuration."""
 
 import abc
 import dataclasses

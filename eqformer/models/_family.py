@@ -12,7 +12,7 @@ from ._weights import Rule, Weight, weights_of
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The numbers of a model; each family has a class of its own for them."""
+    """The sizes and choices of a model; each family has a class of its own for them."""
 
     vocab: int
     embed: int
@@ -20,7 +20,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
-    """The numbers that most families have."""
+    """The fields that most families' configs have."""
 
     layers: int
     heads: int
@@ -62,7 +62,7 @@ class Family:
     prefix: str = ""  # which all names may have or lack
 
     def read(self, published: PublishedConfig) -> Any:
-        """A configuration's numbers; raises a `ValueError` for what the family has not."""
+        """The config of a model published with this configuration; raises a `ValueError` for what is not supported."""
         found: dict[str, Any] = {}
         for entry in self.attributes:
             found |= entry.read(published)
@@ -72,12 +72,12 @@ class Family:
             published.refuse(str(error))
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The configuration of such numbers; raises a `ValueError` where none can say them."""
+        """The configuration to publish; raises a `ValueError` for what none can say."""
         found: dict[str, Any] = {}
         for entry in self.attributes:
             found |= entry.write(config)
         return found
 
     def rules(self, config: Any, model: Transformer) -> list[Weight]:
-        """Where each published array of a model of these numbers stands in it."""
+        """Where each published array of a model of this config stands in it."""
         return weights_of(self.weights, config, model)

@@ -212,7 +212,7 @@ def _scaling_attributes(scaling: RotaryScaling | None) -> dict[str, Any]:
     raise ValueError(f"{type(scaling).__name__}: no configuration has a name for this scaling.")
 
 
-# By `rope_type` the scaling, and what configurations call its numbers.
+# By `rope_type` the scaling, and what configurations call its fields.
 _FACTOR, _ORIGINAL = {"factor": "factor"}, {"original_length": "original_max_position_embeddings"}
 _FREQUENCIES = {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"}
 _YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "magnitude": "attention_factor", "truncate": "truncate"}

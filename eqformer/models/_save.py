@@ -39,7 +39,7 @@ def save(
     settings are copied. For a model that was built here, pass the `config` that it was built from. `attributes` are
     added to the configuration (`eos_token_id`), and `files`, by name, to the folder. Raises a `ValueError` before
     anything is written: if `path` exists, if the model has `LoRA`s or is not of this config, and if the format cannot
-    express one of its numbers.
+    express a field of its config.
     """
     target, call = Path(path), f"save(model, {str(path)!r})"
     if target.exists():

@@ -12,11 +12,11 @@ from ._tokens import Tokens
 from .attention._mask import Mask
 
 
-Channels = tuple[tuple[int, ...], ...]  # numbers of a token: how many heads, and channels of each; all are added up
+Channels = tuple[tuple[int, ...], ...]  # (heads, channels of each) of what a token has; a cost adds them up
 
 
 class Attends(NamedTuple):
-    """What a mixer gives its attention core, by which its rows may be cut over devices; it holds that as `core`.
+    """What a mixer passes to its attention core, its field `core`, whose exchange lets rows be cut over devices.
 
     `needs` are those of `softcap` and `sinks` that the core must compute.
     """
@@ -31,10 +31,13 @@ class Attends(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MixerFacts:
-    """What a mixer says of itself, sizes by the slice that a device holds; the defaults are safe for any mixer.
+    """What transforms and cost formulas must know of a mixer; the defaults are safe for any mixer.
 
-    - `splits_heads`: it runs on a slice of its `heads`, `kv_heads` or `mlp`, where its maps out of the stream give such
-      slices and what its maps back into the stream give is summed. Else every device has the whole of it.
+    Sizes are those of the slice that a device holds.
+
+    - `splits_heads`: whether it runs on a slice of its `heads`, `kv_heads` or `mlp`: its maps out of the stream return
+      such slices, and the results of its maps back into the stream are summed over devices. If not, every device runs
+      the whole of it.
     - `attends`: None for one that reads tokens in turn, whose rows cannot be cut.
     - `operations`: a token, beyond those of its linear maps and its core; a multiplication and an addition are two.
     """
@@ -58,15 +61,15 @@ class Mixer(eqx.Module):
         """An empty cache for `batch` rows of up to `capacity` tokens, with a name for each dim of its arrays."""
 
     def facts(self) -> MixerFacts:
-        """What transforms and costs must know; nothing but what is safe, unless a mixer says more."""
+        """What transforms and cost formulas must know; by default what is safe for any mixer."""
         return MixerFacts()
 
 
 class FeedForward(eqx.Module):
     """A layer for each token by itself that runs on a slice of its `mlp` hidden features.
 
-    Its maps out of the stream give such a slice, and what its maps back into the stream give is summed over slices. A
-    layer that is none of these is a plain function, of which every device has the whole.
+    Its maps out of the stream return such a slice, and the results of its maps back into the stream are summed over
+    slices. Any other layer is run as a function that every device has whole.
     """
 
     @abc.abstractmethod

@@ -14,7 +14,7 @@ from ._linear_map import LinearMap
 
 
 class MLP(FeedForward):
-    """`W_down act(W_up x)`: widen, bend, narrow."""
+    """`W_down act(W_up x)`."""
 
     up: LinearMap
     down: LinearMap

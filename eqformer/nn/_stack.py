@@ -56,7 +56,7 @@ class Stack(Layer):
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """Run the layers in turn; the cache, and what routed layers tell, have a `layers` dim in front."""
+        """Run the layers in turn; the cache and the aux of routed layers have a `layers` dim in front."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
 

@@ -51,7 +51,7 @@ class Tokens(eqx.Module):
 
 
 def of_whole_rows(tokens: Tokens, number: int | None) -> Tokens:
-    """The same tokens, said to be rows of so many, each one document from position 0 on; None says nothing."""
+    """The same tokens, marked as rows of `number` tokens, each one document from position 0 on; None marks nothing."""
     said = copy.copy(tokens)  # `dataclasses.replace` leaves `whole_rows` out, which is its point
     object.__setattr__(said, "whole_rows", number)
     return said

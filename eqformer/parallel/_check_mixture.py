@@ -29,7 +29,7 @@ def check_mixture(plan: Placement, path: str, moe: nn.MoE) -> None:
         split = plan.layout(splits_fsdp=False).dims
         for linear in linears:
             hidden = (*linear.inputs, *linear.outputs)
-            if "rank" in hidden:  # of a LoRA, whose other factor or place beside a Linear sees to it
+            if "rank" in hidden:  # a factor of a LoRA: its other factor, or the map itself, is split
                 continue
             if "embed" in hidden and not any(split.get(dim) == TENSOR for dim in hidden if dim != "embed"):
                 raise ValueError(

@@ -98,10 +98,10 @@ class Placement(Choices):
     def to_ring_order(self, tree: PyTree, taken: Callable[..., Any] = taken_rows) -> PyTree:
         """A model, or a tree of such, with its layers in the order in which the ring of stages holds them.
 
-        That is another than reading order where devices hold several parts; and where parts hold unequal numbers of
-        layers, it has rows of padding, which are zero and passed over. Such a model trains in ring order and is saved
-        in reading order. `taken(x, order)` gives the entries of an array along its first dim in an order, for who
-        has another way to move one that is large.
+        It differs from reading order where devices hold several parts; and where parts hold unequal numbers of layers,
+        it has rows of padding, which are zero and skipped. Such a model trains in ring order and is saved in reading
+        order. `taken(x, order)`, by default `taken_rows`, puts the rows of an array in an order; a caller may pass its
+        own for large arrays.
         """
         return in_ring_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
 

@@ -26,8 +26,8 @@ def planned_gradients(plan: Plan) -> GradientsOf:
 
     The loss is called as `loss_fn(model, batch, None, tokens=..., vocabulary=...)` with the wrapped model, this
     device's rows and tokens, and the `Vocabulary` that reads split logits, as `next_token_loss` takes them. In a
-    pipeline the model's stack is replaced by the output of its last layer. There are `accumulate` times the plan's
-    `microbatches` microbatches; they go through the pipeline or, without one, are computed one after another.
+    pipeline the last stage calls it with a model whose stacks only return the layers' output. There are `accumulate`
+    times the plan's `microbatches` microbatches; they go through the pipeline or, without one, are computed in turn.
     """
 
     def gradients_of(loss_fn: LossFn, accumulate: int, trained: Trained = trainable) -> Gradients:
@@ -195,7 +195,7 @@ def _wide(model: PyTree) -> PyTree:
 
 
 def _travelling_wide(leaves: PyTree) -> PyTree:
-    """The plan's leaves, changed so that those outside of the stacks are gathered in float32 at least."""
+    """The plan's leaves, changed so that arrays outside of the stacks are gathered in float32 at least."""
 
     def wide(leaf: Any) -> Any:
         if not leaf.dtype or not jnp.issubdtype(leaf.dtype, jnp.inexact):  # no array, or one that has no gradient

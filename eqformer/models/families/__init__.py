@@ -1,1 +1,1 @@
-"""One file a family: its numbers, its constructor calls, its published names, its presets."""
+"""One file a family: its config, its constructor calls, its published names, its presets."""

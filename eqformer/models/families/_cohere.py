@@ -17,7 +17,7 @@ from ._decoder import attention, decoder, gated_mlp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CohereConfig(DecoderConfig):
-    """The numbers of a Command R; with `qk_norm`, each head has a norm of its queries or keys, its own scale."""
+    """The config of a Command R; with `qk_norm`, each head has a norm of its queries or keys, its own scale."""
 
     theta: float = 8_000_000.0
     eps: float = 1e-5

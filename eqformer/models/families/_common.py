@@ -76,7 +76,7 @@ def decoder_attributes(
     eps: str = "rms_norm_eps",
     tied: bool = False,
 ) -> tuple[Entry, ...]:
-    """The numbers of a `DecoderConfig`; those given are what transformers takes for what is missing.
+    """The fields of a `DecoderConfig`; those given are what transformers takes for what is missing.
 
     `eps` is the attribute that says it.
     """

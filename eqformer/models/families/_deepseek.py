@@ -19,7 +19,7 @@ from ._mixtures import MIXTURE, mixture
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig(ModelConfig):
-    """The numbers that DeepSeek-V2 and V3 have in common.
+    """What the configs of DeepSeek-V2 and V3 have in common.
 
     `mlp` is a dense layer's width, `expert_mlp` an expert's; `shared` counts experts that see every token. `head_dim`
     channels of a head's key are not rotated. With a `temperature` (of YaRN, `mscale_all_dim`), scores grow with its

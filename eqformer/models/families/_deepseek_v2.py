@@ -14,7 +14,7 @@ from ._deepseek import build_latent, LATENT_ATTRIBUTES, LATENT_WEIGHTS, LatentCo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSeekV2Config(LatentConfig):
-    """The numbers of a DeepSeek-V2."""
+    """The config of a DeepSeek-V2."""
 
     experts: int = 64
     top_k: int = 6

@@ -15,7 +15,7 @@ from ._deepseek import build_latent, LATENT_ATTRIBUTES, LATENT_WEIGHTS, LatentCo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSeekV3Config(LatentConfig):
-    """The numbers of a DeepSeek-V3."""
+    """The config of a DeepSeek-V3."""
 
     experts: int = 256
     top_k: int = 8

@@ -15,7 +15,7 @@ from ._decoder import attention, decoder, gated_mlp, norm, pre_norm_block
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmaConfig(DecoderConfig):
-    """The numbers of a Gemma."""
+    """The config of a Gemma."""
 
     head_dim: int = 256
     tied: bool = True

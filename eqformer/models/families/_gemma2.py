@@ -17,7 +17,7 @@ from ._pattern import windows_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma2Config(DecoderConfig):
-    """The numbers of a Gemma 2; the layers numbered in `window_layers` see a `window`, the others everything."""
+    """The config of a Gemma 2; the layers numbered in `window_layers` see a `window`, the others everything."""
 
     window_layers: tuple[int, ...]
     window: int = 4096

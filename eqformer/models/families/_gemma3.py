@@ -18,7 +18,7 @@ from ._pattern import windows_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3Config(DecoderConfig):
-    """The numbers of a Gemma 3; the local layers, in `window_layers`, see a `window` and have no `scaling`."""
+    """The config of a Gemma 3; the local layers, in `window_layers`, see a `window` and have no `scaling`."""
 
     window_layers: tuple[int, ...]
     window: int = 1024

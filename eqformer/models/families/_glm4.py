@@ -15,7 +15,7 @@ from ._decoder import attention, decoder, four_norm_block, gated_mlp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GLM4Config(DecoderConfig):
-    """The numbers of a GLM-4; `rotary_fraction` is the part of a head's channels that has rotary positions."""
+    """The config of a GLM-4; `rotary_fraction` is the part of a head's channels that has rotary positions."""
 
     rotary_fraction: float = 0.5
     eps: float = 1e-5

@@ -25,7 +25,7 @@ from .._weights import Rule
 
 @dataclasses.dataclass(frozen=True)
 class GPT2Config(ModelConfig):
-    """The numbers of a GPT-2. Dropout acts on the embeddings and on both residual additions, not inside the softmax."""
+    """The config of a GPT-2. Dropout acts on the embeddings and on both residual additions, not inside the softmax."""
 
     layers: int
     heads: int

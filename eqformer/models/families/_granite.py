@@ -15,7 +15,7 @@ from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraniteConfig(DecoderConfig):
-    """The numbers of a Granite; logits are divided by `logit_divisor`."""
+    """The config of a Granite; logits are divided by `logit_divisor`."""
 
     embedding_scale: float
     attention_scale: float

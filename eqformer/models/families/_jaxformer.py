@@ -37,7 +37,7 @@ from .._family import Family, ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class JAXformerConfig(ModelConfig):
-    """The numbers of a JAXformer; `blocks` repeat, each of `layers_per_block` layers."""
+    """The config of a JAXformer; `blocks` repeat, each of `layers_per_block` layers."""
 
     blocks: int
     layers_per_block: int

@@ -14,7 +14,7 @@ from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """The numbers of a Llama."""
+    """The config of a Llama."""
 
     eps: float = 1e-5
     bias: bool = False  # of the attention's four projections

@@ -18,7 +18,7 @@ from ._mixtures import mixture, stacked_mixture_weights
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama4Config(DecoderConfig):
-    """The numbers of a Llama 4; `mlp` is an expert's width and the shared expert's, `dense_mlp` a dense layer's."""
+    """The config of a Llama 4; `mlp` is an expert's width and the shared expert's, `dense_mlp` a dense layer's."""
 
     dense_mlp: int
     moe_layers: tuple[int, ...]  # the numbers of the layers with experts,

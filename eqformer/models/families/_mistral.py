@@ -15,7 +15,7 @@ from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MistralConfig(DecoderConfig):
-    """The numbers of a Mistral."""
+    """The config of a Mistral."""
 
     eps: float = 1e-5
     window: int | None = None  # of every layer

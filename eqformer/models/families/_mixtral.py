@@ -17,7 +17,7 @@ from ._mixtures import mixture
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtralConfig(DecoderConfig):
-    """The numbers of a Mixtral; `mlp` is one expert's. `capacity` limits the experts' slots (None: nothing dropped)."""
+    """The config of a Mixtral; `mlp` is one expert's. `capacity` limits the experts' slots (None: nothing dropped)."""
 
     experts: int = 8
     top_k: int = 2

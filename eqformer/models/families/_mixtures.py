@@ -18,7 +18,7 @@ from ._decoder import gated_mlp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenMoEConfig(DecoderConfig):
-    """The numbers that Qwen's mixtures have in common."""
+    """What the configs of Qwen's mixtures have in common."""
 
     expert_mlp: int
     experts: int

@@ -14,7 +14,7 @@ from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Olmo2Config(DecoderConfig):
-    """The numbers of an OLMo 2."""
+    """The config of an OLMo 2."""
 
     theta: float = 500_000.0
     bias: bool = False  # of the attention's four projections

@@ -19,7 +19,7 @@ from ._pattern import windows_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Olmo3Config(DecoderConfig):
-    """The numbers of an OLMo 3; the layers numbered in `window_layers` see a `window`, and have no `scaling`."""
+    """The config of an OLMo 3; the layers numbered in `window_layers` see a `window`, and have no `scaling`."""
 
     window_layers: tuple[int, ...]
     window: int = 4096

@@ -15,7 +15,7 @@ from ._mixtures import choice_attributes, MIXTURE, mixture
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OLMoEConfig(DecoderConfig):
-    """The numbers of an OLMoE; `mlp` is one expert's."""
+    """The config of an OLMoE; `mlp` is one expert's."""
 
     experts: int = 64
     top_k: int = 8

@@ -17,7 +17,7 @@ from ._phi3_divisors import PHI3_MINI, PHI4_MINI, PHI35_MINI
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phi3Config(DecoderConfig):
-    """The numbers of a Phi-3; `rotary_fraction` is the part of a head's channels that has rotary positions."""
+    """The config of a Phi-3; `rotary_fraction` is the part of a head's channels that has rotary positions."""
 
     rotary_fraction: float = 1.0
     window: int | None = None

@@ -16,7 +16,7 @@ from ._pattern import windows_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2Config(DecoderConfig):
-    """The numbers of a Qwen2; the layers numbered in `window_layers` see a `window`, the others everything."""
+    """The config of a Qwen2; the layers numbered in `window_layers` see a `window`, the others everything."""
 
     theta: float = 1_000_000.0
     window: int | None = None

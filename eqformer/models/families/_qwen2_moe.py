@@ -23,7 +23,7 @@ from ._mixtures import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2MoEConfig(QwenMoEConfig):
-    """The numbers of a Qwen2-MoE; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` the experts'."""
+    """The config of a Qwen2-MoE; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` the experts'."""
 
     shared_mlp: int
     experts: int = 60

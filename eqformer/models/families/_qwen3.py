@@ -16,7 +16,7 @@ from ._pattern import windows_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3Config(DecoderConfig):
-    """The numbers of a Qwen3; the layers numbered in `window_layers` see a `window`, the others everything."""
+    """The config of a Qwen3; the layers numbered in `window_layers` see a `window`, the others everything."""
 
     head_dim: int = 128
     theta: float = 1_000_000.0

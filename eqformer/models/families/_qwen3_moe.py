@@ -16,7 +16,7 @@ from ._mixtures import MIXTURE, mixture, mixture_attributes, QwenMoEConfig, whic
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3MoEConfig(QwenMoEConfig):
-    """The numbers of a Qwen3-MoE; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+    """The config of a Qwen3-MoE; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
 
     experts: int = 128
     top_k: int = 8

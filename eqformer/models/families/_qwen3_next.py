@@ -26,7 +26,7 @@ from ._mixtures import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3NextConfig(QwenMoEConfig):
-    """The numbers of a Qwen3-Next; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` the experts'."""
+    """The config of a Qwen3-Next; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` the experts'."""
 
     shared_mlp: int
     attention_layers: tuple[int, ...]  # the numbers of the layers with attention; others have nets

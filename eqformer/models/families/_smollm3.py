@@ -18,7 +18,7 @@ from ._pattern import windows_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(DecoderConfig):
-    """The numbers of a SmolLM3. The layers numbered in `no_rotary_layers` have no rotary positions, those in
+    """The config of a SmolLM3. The layers numbered in `no_rotary_layers` have no rotary positions, those in
     `window_layers` see a `window`.
     """
 

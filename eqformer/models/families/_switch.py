@@ -35,7 +35,7 @@ from .._family import Family, ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class GShardConfig(ModelConfig):
-    """The numbers of a decoder in GShard's manner: top-2, the second by chance, `f p` loss of first choices."""
+    """The config of a decoder in GShard's manner: top-2, the second by chance, `f p` loss of first choices."""
 
     layers: int  # every second one a mixture, so an even number
     heads: int
@@ -49,7 +49,7 @@ class GShardConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class SwitchConfig(ModelConfig):
-    """The numbers of a decoder in Switch's manner: top-1, jitter, capacity factor, load-balance loss."""
+    """The config of a decoder in Switch's manner: top-1, jitter, capacity factor, load-balance loss."""
 
     layers: int  # every second one a mixture, so an even number
     heads: int

@@ -57,7 +57,7 @@ class Experts(eqx.Module):
         return grouped(map_linears(dense, self.mlps), x, sizes)
 
     def only_call_maps(self) -> bool:
-        """Whether rows sorted by expert can run these experts: all that they do with parameters is to call maps."""
+        """Whether `sorted_rows` can run these experts: they use their parameters only by calling linear maps."""
         if self._more_than_maps():
             return False
         is_any = lambda node: isinstance(node, LinearMap)

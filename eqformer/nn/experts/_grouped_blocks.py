@@ -121,7 +121,7 @@ class Slots:
         return jnp.where(has_one[:, None], flat[jnp.where(has_one, mine * self.number + slot, 0)], 0)
 
     def flat(self, slots: Array) -> Array:
-        """Slots as an array of as many rows as there are: a few are behind all slots, or cut off with `room`."""
+        """Slots one after another in `count` rows: padded with zeros or, with `room`, without the last slots."""
         flat = slots.reshape(self.groups * self.number, -1)[: self.count]
         return jnp.pad(flat, [(0, self.count - len(flat)), (0, 0)])
 
@@ -156,7 +156,7 @@ _WHOLE = Maps(lambda linear, x: linear(x), _whole_backward)
 def _over_blocks(
     step: Callable[[Array, int, Array | None, Any], Any], carry: Any, start: Array, end: Array, rows: int, groups: int
 ) -> Any:
-    """`step(start, size, is_own, carry)` for each block of these rows; `is_own` marks them where others are beside."""
+    """`step(start, size, is_own, carry)` for each block of these rows; `is_own` marks them where a block has others."""
     even = 2 ** max(0, (rows // groups).bit_length() - 1)
     large, small = (min(rows, size) for size in (max(64, min(256, even)), 64 if even >= 256 else 32))
     number = (end - start) // large
@@ -165,7 +165,7 @@ def _over_blocks(
 
     def rest(n: Array, carry: Any) -> Any:
         first = left + n * small
-        begin = jnp.minimum(first, rows - small)  # the last block of all may begin within the one before
+        begin = jnp.minimum(first, rows - small)  # the last block may overlap the one before it
         place = begin + jnp.arange(small, dtype=jnp.int32)
         return step(begin, small, ((place >= first) & (place < end))[:, None], carry)
 

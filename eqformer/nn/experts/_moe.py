@@ -108,7 +108,7 @@ class MoE(Routed):
 
 
 class GatedShared(eqx.Module):
-    """`sigmoid(w . x) layer(x)`: a shared expert that each token takes as far as it wants (Qwen2-MoE)."""
+    """`sigmoid(w . x) layer(x)`: a shared expert with a gate for each token (Qwen2-MoE)."""
 
     layer: Callable[[Array], Array]
     gate: LinearMap

@@ -17,7 +17,7 @@ from ._routing import best_places, check_top_k, drawn_each, normalised, router_l
 
 
 class Router(eqx.Module):
-    """What chooses experts for tokens: each token by itself, in float32 at least, padding to none.
+    """Chooses experts for each token by itself, in float32 at least, and none for padding.
 
     Noise is drawn from each token's own key and there is none without keys, so a token's experts are the same in any
     batch and on any mesh.

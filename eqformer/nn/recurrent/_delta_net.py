@@ -25,7 +25,7 @@ class GatedDeltaNet(Mixer):
 
     Queries, keys and values go through short convolutions and silu; queries and keys get length 1. Each of `heads` has
     a matrix that the `delta_rule` changes: it decays by `exp(-exp(log_rate) softplus(decay(x) + decay_bias))` and is
-    corrected at the rate `sigmoid(rate(x))`. What it answers is normalised within each head and multiplied by
+    corrected at the rate `sigmoid(rate(x))`. Its outputs are normalised within each head and multiplied by
     `silu(gate(x))`. `kv_heads` count the heads of queries and of keys, of which each serves `heads / kv_heads` heads of
     values. There are no positions: tokens come in reading order, any padding last in a row of a call, and a document
     begins at position 0 or with another segment. Head counts are read off the weights.
@@ -158,5 +158,5 @@ class GatedDeltaNet(Mixer):
 
 
 def _unit(x: Float[Array, "*batch channels"]) -> Float[Array, "*batch channels"]:
-    """Vectors of length 1, as far as they are not next to nothing."""
+    """Vectors divided by their length, which a small number keeps from being zero."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

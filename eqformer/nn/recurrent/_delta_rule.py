@@ -32,7 +32,7 @@ def delta_rule(
     size = min(chunk, seq)
     by_heads = lambda x: jnp.swapaxes(_cut(x.reshape(-1, *x.shape[len(batch) :]), size), 2, 3)
     query, key, value, rate, decay = map(by_heads, (query, key, value, rate, decay))
-    # What fills the last chunk is of the document before it, with rate and decay 0.
+    # The last chunk is padded with tokens of the last document, of rate and decay 0.
     owners = _cut(documents.reshape(-1, seq), size, mode="edge")
     within, passing, ending, kept = _fading(decay, owners)
     weighed = rate[..., None] * key
@@ -71,8 +71,8 @@ def _step(
 def _solved(system: Float[Array, "n b h chunk chunk"], sides: Float[Array, "n b h chunk d"]) -> Array:
     """The solution `x` of `x + system x = sides`, where `system` has nothing on its diagonal or above.
 
-    By products alone, and by a tenth of the time that LAPACK takes. (Its solver for many systems has the threads of the
-    CPU's simulated devices wait for threads: where all of them do, for ever.)
+    By products alone, in a tenth of the time that LAPACK takes. (Its batched solver waits for threads of a pool that
+    simulated CPU devices use too: where all of them wait, they do for ever.)
     """
     inverse = jax.lax.stop_gradient(_inverse(system))
     return jax.lax.custom_linear_solve(
@@ -110,7 +110,7 @@ def _fading(decay: Float[Array, "n batch heads chunk"], owners: Int[Array, "n ba
     total = jnp.cumsum(decay, axis=-1)
     earlier = jnp.tril(jnp.ones((decay.shape[-1],) * 2, bool))
     visible = (earlier & (owners[..., :, None] == owners[..., None, :]))[:, :, None]
-    # Of what is hidden the exponential may be infinite, and its gradient no number.
+    # The exponential of a masked entry may be infinite, and its gradient NaN.
     within = jnp.where(visible, jnp.exp(jnp.where(visible, total[..., :, None] - total[..., None, :], 0)), 0)
     before = jnp.concatenate([jnp.zeros_like(owners[:1, :, -1]), owners[:-1, :, -1]])
     goes_on = (owners == before[..., None])[:, :, None]

@@ -16,9 +16,9 @@ def shift(tree: PyTree, axis: str, *, name: str = "ring") -> PyTree:
     """Each array of the previous device along `axis`; the first device gets the last one's.
 
     `name` is the collective's name in the compiled program. Where the mesh has an axis `pipe`, the call may be in a
-    branch that the devices of other stages do not take. On XLA's CPUs, all devices of the program must enter a permute,
-    whatever its pairs, and would wait for ever for those; on GPUs, all devices form one group too. So there, except on
-    TPUs, pairs of neighbours swap their arrays instead, in two rounds.
+    branch that the devices of other stages do not take. On CPUs and GPUs, XLA's permute waits for all devices of the
+    program, whatever its pairs are, and so would wait for ever. There, pairs of neighbours swap their arrays instead,
+    in two rounds; TPUs permute.
     """
     return jax.tree.map(lambda x: pass_on((x,), axis, 0, name=name)[0], tree)
 
@@ -38,7 +38,7 @@ def pass_on(parts: Parts, axis: str, dim: int, *, name: str) -> Parts:
 def _stages() -> int:
     try:
         return jax.lax.axis_size(PIPE)
-    except NameError:  # a mesh of other axes
+    except NameError:  # the mesh has no such axis
         return 1
 
 

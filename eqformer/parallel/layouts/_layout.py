@@ -20,9 +20,9 @@ class Layout:
 
     An axis splits an array once: where several of its dims ask for one axis, the last takes it, which in a linear map
     (outputs, then inputs) is the side that it contracts. Dims in `lenient` stay whole where their axis does not divide
-    them; where that of a dim in `moving` does not, it splits another dim of the array, the largest that it can; any
-    other such dim is an error. `fsdp_axis` is one more axis, over which every array of at least `smallest`
-    entries is split on its largest dim that is divisible and still whole, ensemble dims apart: fully sharded state.
+    them. Where the axis of a dim in `moving` does not, it splits the largest other dim that it can. For all other
+    dims that is an error. `fsdp_axis` is one more axis, over which every array of at least `smallest` entries is split
+    on its largest dim that it divides and that is still whole, but not on an ensemble's: fully sharded state.
     """
 
     dims: Mapping[str, str] = dataclasses.field(default_factory=dict)

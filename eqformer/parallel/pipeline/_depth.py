@@ -1,4 +1,4 @@
-"""How layers fall into the parts of a pipeline, and in which rows of their arrays they lie there."""
+"""Which layers each part of a pipeline has, and which rows of the stacked arrays hold them (ring order)."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from ... import nn
 
 
 PartOf = Int[np.ndarray, "stages chunks"]  # which part of the model each chunk of a device is
-Taken = Callable[[Any, np.ndarray], Any]  # the entries of an array along its first dim in an order, as `taken_rows`
+Taken = Callable[[Any, np.ndarray], Any]  # (array, order) -> rows in that order, as `taken_rows`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ def in_reading_order(tree: PyTree, part_of: PartOf, taken: Taken = taken_rows) -
 
 
 def to_rows(trees: Sequence[PyTree], rows: Sequence[Rows], taken: Taken = taken_rows) -> tuple[PyTree, ...]:
-    """For each stack a tree of arrays with a `layers` dim in front, in reading order: the same as in `layer_rows`."""
+    """A tree of arrays with a `layers` dim in front for each stack, from reading order into that of `layer_rows`."""
     return tuple(_moved(tree, each.order, each.depth, taken) for tree, each in zip(trees, rows, strict=True))
 
 
@@ -118,7 +118,7 @@ def _moved(tree: PyTree, order: Int[np.ndarray, "rows"], there: int, taken: Take
 
 
 def _of_each_model(tree: PyTree, part_of: PartOf, move: Callable[[Sequence[PyTree], list[Rows]], tuple]) -> PyTree:
-    """The tree with the stacks of each model in it moved together, for where one ends the next begins."""
+    """The tree with each model's stacks moved together, since one part may hold layers of two stacks."""
 
     def one(node: Any) -> Any:
         if isinstance(node, nn.Stack):

@@ -1,4 +1,4 @@
-"""Stages of unequal numbers of layers: all devices hold as many rows, and pass over those that are no layers."""
+"""Stages of unequal numbers of layers: all devices hold equally many rows of a stack, and skip those of padding."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from ._depth import layer_rows, PartOf
 
 
 class Skipping(eqx.Module):
-    """A block of a stack of which some rows are padding: those give what they are given, and compute nothing."""
+    """A block of a stack of which some rows are padding: these compute nothing, and return their input."""
 
     inner: Any
     is_layer: Bool[Array, "*layers"]
@@ -23,7 +23,7 @@ class Skipping(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """What the block gives, or what it is given and zeros for what routed layers tell."""
+        """The block's results or, for padding, `x` and `cache` as they are, with zeros for aux."""
         run = lambda: self.inner(x, tokens, cache)
         shapes = jax.eval_shape(run)
         typed = lambda tree: jax.tree.map(lambda y, like: vary(y, varying_axes(like) | {PIPE}), tree, shapes)

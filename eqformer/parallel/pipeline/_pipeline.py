@@ -57,7 +57,7 @@ def pipeline_gradients(
     floating-point, and are those of `seed` times the loss sum. With `has_aux`, a stage returns `(x, aux)`, where `aux`
     is a tree of `nn.Aux` with a `layers` dim in front of each array: their losses are added to the loss sum, and their
     sums over microbatches, for this device's layers, are returned third, before the gradients. If the schedule is
-    split, the gradients of `nn.Linear`s' weights in `blocks` are computed in the weight entries (see
+    split, the gradients of `nn.DenseMap`s' weights in `blocks` are computed in the weight entries (see
     `_weight_gradients`); all other gradients come with the backward entries.
     """
     if (there := jax.lax.axis_size(PIPE)) != schedule.stages:
@@ -68,8 +68,8 @@ def pipeline_gradients(
     data = vary(data, [PIPE])
     # Typed as varying like the data, so that gradients stay partial sums and nothing is reduced within the loop.
     parameters = vary_like(parameters, data)
-    telling = stage if has_aux else lambda *given: (stage(*given), None)
-    run = _Run(schedule, route(schedule), (first, telling, last), parameters, data, seed)
+    with_aux = stage if has_aux else lambda *given: (stage(*given), None)
+    run = _Run(schedule, route(schedule), (first, with_aux, last), parameters, data, seed)
     turns = jax.tree.map(lambda table: jnp.asarray(table)[:, run.rank], run.routes.turns)
     sums = jax.lax.scan(lambda state, turn: (run.tick(state, turn), None), run.start(), turns)[0].sums
     # Loss sums and edges are partial on every device of the ring; blocks are a device's own.
@@ -78,8 +78,8 @@ def pipeline_gradients(
 
 
 class _Sums(eqx.Module):
-    """The sums that entries add to: loss sum and count, layers' aux, gradients; and the factors of weights' gradients
-    by slot."""
+    """What entries add to: loss sum and count, layers' aux and gradients; and, by slot, inputs and cotangents of maps
+    whose weights' gradients are still to be computed."""
 
     loss: tuple[Array, ...]
     aux: PyTree

@@ -63,8 +63,8 @@ class Routes:
 def route(schedule: Schedule) -> Routes:
     """The routes of a schedule; a `ValueError` where it breaks a rule of `check_schedule`."""
     forward, backward, weight = checked_ticks(schedule)
-    never = np.zeros_like(forward[:1])  # of the last part: no other sends it a cotangent
-    # A moment is a tick's third: forward, backward, then weight and arrivals. A slot is free again at its end.
+    never = np.zeros_like(forward[:1])  # for the last part, to which no other sends a cotangent
+    # Times are in thirds of a tick: forward, backward, then weight and arrivals. A slot is free from its end on.
     arrival = np.concatenate([3 * forward[:1], 3 * forward[:-1] + 2])
     inputs, input_slots = _slots(schedule, arrival, 3 * backward + 1)
     start = np.concatenate([3 * backward[1:] + 2, never])

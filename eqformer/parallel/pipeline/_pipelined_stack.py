@@ -126,7 +126,7 @@ class PipelinedStack(eqx.Module):
         return turn % len(stream) if self.splits_rows else jnp.minimum(turn, len(stream) - 1)
 
     def _after(self, stream: Array, y: Array, turn: Array, stages: int, rank: Array) -> Array:
-        """The stream with the last stage's output in it: in the output's place, or in that of the input used up."""
+        """The stream with the last stage's output in the place of an input that is no longer needed."""
         is_last = rank == stages - 1
         if self.splits_rows:
             slot = turn % len(stream)
@@ -157,7 +157,7 @@ def pipelined_rounds(stacks: Sequence[nn.Stack], schedule: Schedule, microbatche
 
 
 def _among_all(x: Array, stages: int) -> Array:
-    """The rows of this device's layers among those of all, which are zero."""
+    """The rows of this device's layers in their places among the layers of all devices, whose rows are zero."""
     whole = vary(jnp.zeros((stages * x.shape[0], *x.shape[1:]), x.dtype), varying_axes(x))
     return jax.lax.dynamic_update_slice_in_dim(whole, x, jax.lax.axis_index(PIPE) * x.shape[0], 0)
 

@@ -73,6 +73,6 @@ class Scattered(eqx.Module):
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    # Nor another shape or dtype of what was gathered; to make these again costs nothing.
+    # Reshaped, transposed or cast copies of what was gathered are not kept either: they cost nothing to make again.
     is_gather = primitive.name.startswith("all_gather") and parameters.get("axis_name") == (FSDP,)
     return not is_gather and primitive.name not in ("reshape", "convert_element_type", "transpose")

@@ -22,7 +22,7 @@ class Leaf:
     spec: PartitionSpec | None  # None: no array
     state_spec: PartitionSpec | None
     partial: tuple[str, ...]
-    dtype: str  # in which it travels when it is gathered: that of its use
+    dtype: str  # in which it is gathered: the one in which it is used
 
     @property
     def fsdp_dim(self) -> int | None:

@@ -29,10 +29,11 @@ FEATURE_DIMS = ("embed", "heads", "kv_heads", "mlp", "latent", "q_latent")
 
 
 class FeatureLinear(nn.MapAround):
-    """A map of which this device holds a slice of the inputs; it gives a slice of the outputs' first dim, or all.
+    """A map of which this device holds a slice of the inputs; it returns a slice of the outputs' first dim, or all.
 
-    `split_outputs` has for each of its arrays the dim, counted from the end, by which it is a slice of the outputs and
-    along which it is gathered, since it belongs to the sums; None for the bias, which is added to such a slice.
+    `split_outputs` has for each of its arrays the dim, counted from the end, along which it is split by outputs. Such
+    an array is gathered, since partial sums are of all outputs. It is None for others, and for the bias, which is added
+    to a slice of the sums.
     """
 
     scatters: bool = eqx.field(static=True)
@@ -63,10 +64,10 @@ class FeatureKeyHead(nn.MapAround):
 
     @property
     def bias(self) -> None:
-        """None that is left to add: the heads' sums have theirs."""
+        """None: the inner map adds it."""
 
     def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
-        """All heads' sums, then this device's head."""
+        """The inner map's result for all heads, of which this device's is kept."""
         y = self.inner(x)
         first = jax.lax.axis_index(TENSOR) * y.shape[-2] // jax.lax.axis_size(TENSOR)
         return jax.lax.dynamic_slice_in_dim(y, first, 1, y.ndim - 2)
@@ -80,15 +81,15 @@ class ByFeature(Stream):
 
     @property
     def routed(self) -> Stream:
-        """By tokens, which have all their features where they are routed."""
+        """By tokens, since a router reads all features of a token."""
         return ByToken()
 
     def to_routed(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """Some tokens with all features, of all tokens with some."""
+        """From all tokens with some features to some tokens with all, by an all-to-all."""
         return send.all_to_all("features to tokens", x, TENSOR, -2, -1)
 
     def from_routed(self, y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """All tokens with some features, of some tokens with all."""
+        """From some tokens with all features to all tokens with some, by an all-to-all."""
         return send.all_to_all("tokens to features", y, TENSOR, -1, -2)
 
     def layer(self, module: Any, shapes: PyTree, specs: PyTree, names: PyTree) -> Any:
@@ -97,7 +98,7 @@ class ByFeature(Stream):
         def feature(part: Any, shape: PyTree, spec: PyTree, name: PyTree) -> Any:
             if not nn.is_map(part):
                 return self.norm(part) if isinstance(part, nn.Norm) else part
-            if not set(part.inputs) & set(FEATURE_DIMS):  # whole on each device, which has the outputs' slice
+            if not set(part.inputs) & set(FEATURE_DIMS):  # inputs are whole here, outputs a slice
                 return part
             return FeatureLinear(part, _scatters(shape), self.overlap, _split_outputs(part, spec, name))
 
@@ -122,7 +123,7 @@ class ByFeature(Stream):
         return positions
 
     def embedding(self, embedding: nn.Embedding, own_table: Callable[[], Array], total: int, *, is_tied: bool) -> Any:
-        """The lookup in all ids' slices; tied logits are by the rows of its ids."""
+        """The lookup of this device's features of all ids; tied logits are made by the rows of its own ids."""
         return FeatureEmbedding(embedding, own_table() if is_tied else embedding.weight)
 
 
@@ -131,7 +132,7 @@ def _scatters(linear: nn.LinearMap) -> bool:
 
 
 def _split_outputs(linear: nn.LinearMap, specs: PyTree, names: PyTree) -> tuple[int | None, ...]:
-    """For each array but the bias the dim, from the end, by which it is a slice of the map's outputs over `tensor`."""
+    """`FeatureLinear.split_outputs`: for each array but the bias its dim of outputs that `tensor` splits, or None."""
 
     def of_outputs(x: Array, spec: PartitionSpec, names: str) -> int | None:
         dim, each = dim_over(spec, TENSOR), names.split()

@@ -15,14 +15,14 @@ from ._collective_matmul import Overlap
 from ._norms import SplitNorm
 
 
-StreamKind = Literal["replicated", "sequence", "feature"]  # as a person types it
+StreamKind = Literal["replicated", "sequence", "feature"]  # values of `Plan(residual=)` and of the command line
 
 
 @dataclasses.dataclass(frozen=True)
 class Stream(abc.ABC):
     """A residual stream of one kind, between layers that are split over the axis `tensor`.
 
-    It knows how a layer is entered and left, and what dropout, positions, norms, the embedding and the head make of it.
+    Its methods gather and reduce it around layers, and wrap layers, norms, dropout, positions and the embedding for it.
     `dim` is the dim of an activation (`*batch seq embed`) that is split, None where each device has the whole;
     `split_dims` are the names of all dims of activations that are split inside layers. `overlap` says how its gathers
     and scatters overlap with products, see `all_gather_matmul`.
@@ -53,23 +53,23 @@ class Stream(abc.ABC):
         return send.vary(name, x, TENSOR) if self.dim is None else send.all_gather(name, x, TENSOR, self.dim)
 
     def summed(self, name: str, y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """The sum of all devices' `y`, and of it what this device holds of the stream."""
+        """What this device holds of the sum of all devices' `y`: all of it, or its slice."""
         return send.psum(name, y, TENSOR) if self.dim is None else send.psum_scatter(name, y, TENSOR, self.dim)
 
     def own(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """What this device holds of an array that each has whole."""
+        """What this device holds of an array that every device has whole."""
         return x if self.dim is None else own_part(x, TENSOR, self.dim)
 
     def norm(self, norm: nn.Norm) -> PyTree:
-        """A norm where dims that it takes means over may be split."""
-        # By the names of its dims, since a norm need not have an array to lay out. Key heads that devices share are
-        # each held by equally many, so that there too the mean of the devices' means is the mean.
+        """The norm, or a `SplitNorm` where a dim that it averages over is split."""
+        # Decided by the names of its dims, since a norm need not have an array with a spec. Key heads that devices
+        # share are each on equally many devices, so that the mean of the devices' means is the mean there too.
         return SplitNorm(norm, TENSOR) if set(norm.reduced) & set(self.split_dims) else norm
 
     @property
     @abc.abstractmethod
     def routed(self) -> "Stream":
-        """The stream of whole features by which routers and experts go."""
+        """The stream of whole features that routers and experts read: itself, or by tokens where features are split."""
 
     @abc.abstractmethod
     def to_routed(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -85,11 +85,11 @@ class Stream(abc.ABC):
 
     @abc.abstractmethod
     def gate(self, linear: nn.LinearMap) -> nn.LinearMap:
-        """A map from the stream to one number."""
+        """A map from the stream to one number a token, such as the gate of a shared expert."""
 
     @abc.abstractmethod
     def dropout(self, dropout: nn.Dropout) -> Any:
-        """Dropout of what this device holds, as all tokens' keys have it."""
+        """Dropout of what this device holds, with its part of the mask that one device would draw."""
 
     @abc.abstractmethod
     def positions(self, positions: nn.LearnedPositions) -> Any:

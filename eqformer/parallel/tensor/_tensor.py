@@ -29,9 +29,9 @@ HEAD_DIMS = ("heads", "kv_heads", "mlp")  # which are split where the stream bet
 class Tensor(eqx.Module):
     """A layer run on this device's slice of its heads or features, between a residual stream of whole features.
 
-    All maps that read the stream share one gather; what they gave is put in their place while the layer runs. The bias
-    of the map back into the stream is added once, after the reduction. Key heads fewer than the axis are held whole,
-    and each device reads the one that its query heads share.
+    All maps that read the stream share one gather; while the layer runs, their results stand in their places. The bias
+    of the map back into the stream is added once, after the reduction. If there are fewer key heads than devices, they
+    are held whole, and each device reads the one that its query heads share.
     """
 
     inner: PyTree
@@ -80,10 +80,11 @@ class TensorMixer(nn.Mixer):
 
 
 class Whole(nn.Mixer):
-    """A mixer that says of no heads to split: every device runs the whole of it, on all tokens and features.
+    """A mixer whose `facts()` name no heads to split: every device runs the whole of it, on all tokens and features.
 
     Arrays that the layout splits by the names of their dims are gathered for it; `dims` has the dim of each, counted
-    from the end, or None. What it gives counts once: a device keeps its part, or takes the first device's result.
+    from the end, or None. Its output, which all devices have computed, is not summed: of a split stream each device
+    keeps its part, and a replicated one is the first device's.
     """
 
     inner: nn.Mixer
@@ -161,7 +162,7 @@ def is_split(module: Any) -> bool:
 
 
 def whole_mixers(model: PyTree) -> list[str]:
-    """The paths of a model's mixers that say of no heads to split, so that every device of `tensor` runs the whole."""
+    """The paths of mixers whose `facts()` name no heads to split, so that every device of `tensor` runs the whole."""
     return [path for path, mixer in nn.named_modules(model, nn.Mixer) if not is_split(mixer)]
 
 
