@@ -13,18 +13,18 @@ class Entry(abc.ABC):
 
     @abc.abstractmethod
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """What the configuration says, under our names; raises a `ValueError` for what the family has not."""
+        """The config's fields, from the configuration; raises a `ValueError` for what the family does not support."""
 
     @abc.abstractmethod
     def write(self, config: Any) -> dict[str, Any]:
-        """The same the other way: attributes of a configuration."""
+        """The configuration's attributes, from the config."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Attribute(Entry):
-    """One number, `name` with us; missing or null, it is the `default`, and without one must be there.
+    """One field, `name` in the config; `default` where the attribute is missing or null, which else is an error.
 
-    Of several `published` names the first that is there is read. The first is written, or those that are `written`.
+    Of several `published` names the first that is there is read. The first is written, or those in `written`.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Attribute(Entry):
     written: tuple[str, ...] = ()
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """The number's value."""
+        """The field's value."""
         value = self.default
         for name in reversed(self._published):
             value = published.take(name, value)
@@ -50,10 +50,10 @@ class Attribute(Entry):
 
 
 class Count(Attribute):
-    """One number by which something is counted or divided: a whole number of at least 1."""
+    """One field by which something is counted or divided: a whole number of at least 1."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """The number's value."""
+        """The field's value."""
         value = self.default
         for name in reversed(self._published):
             value = published.count(name, value)
@@ -61,16 +61,16 @@ class Count(Attribute):
 
 
 class Nullable(Attribute):
-    """One number that may be null, which says that there is no such thing, and not the `default`."""
+    """One field whose attribute may be null, which means that there is no such thing (not the `default`)."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """The number's value, or None."""
+        """The field's value, or None."""
         (name,) = self._published
         return {self.name: published.nullable(name, self.default)}
 
 
 class Expect(Entry):
-    """An attribute that has one of these values, of which the first is the default, or another model is meant."""
+    """An attribute that must have one of these values, since this family has no other; the first is the default."""
 
     def __init__(self, published: str, *allowed: Any, written: bool = True):
         self.published, self.allowed, self.written = published, allowed, written
@@ -86,7 +86,7 @@ class Expect(Entry):
 
 
 class Ignore(Entry):
-    """Attributes that change nothing of this family, whatever they are; those with values are written with them."""
+    """Attributes that change nothing in this family, whatever their values; those given with a value are written."""
 
     def __init__(self, *published: str, **written: Any):
         self.published, self.written = (*published, *written), written
@@ -98,19 +98,19 @@ class Ignore(Entry):
         return {}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """What readers elsewhere ask for."""
+        """The attributes that other readers require."""
         return self.written
 
 
 @dataclasses.dataclass(frozen=True)
 class Switched(Entry):
-    """A number that another attribute switches on and off; off it is 0."""
+    """A field that another attribute switches on and off; off it is 0."""
 
     number: Attribute
     switch: str
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """The number's value, or 0."""
+        """The field's value, or 0."""
         found = self.number.read(published)
         return found if published.take(self.switch, True) else {self.number.name: 0.0}
 
@@ -121,7 +121,7 @@ class Switched(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class Unpublished(Entry):
-    """A number that no configuration says: what is published has this value."""
+    """A field that no configuration has: in published models it has this value."""
 
     name: str
     value: Any

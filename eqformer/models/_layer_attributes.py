@@ -10,24 +10,24 @@ from ._rotary_attributes import FULL, SLIDING
 
 
 LAYERS = "num_hidden_layers"
-By = Callable[[PublishedConfig, int], Iterable[int]]  # of a configuration and so many layers the numbers of some
+By = Callable[[PublishedConfig, int], Iterable[int]]  # (configuration, number of layers) -> the numbers of some of them
 
 
 def every(period: int, layers: int) -> tuple[int, ...]:
-    """The numbers of each `period`-th of so many layers."""
+    """The numbers of every `period`-th of `layers` layers."""
     return tuple(range(period - 1, layers, period))
 
 
 def all_but_every(period: int, layers: int) -> tuple[int, ...]:
-    """The numbers of the others."""
+    """The numbers of all others."""
     return tuple(number for number in range(layers) if (number + 1) % period)
 
 
 @dataclasses.dataclass(frozen=True)
 class Period:
-    """Each so many-th layer or, `but` them, the others; attributes, of which the last that is there counts, say which.
+    """Every `period`-th layer or, with `but`, all others: what a configuration without a list of its layers means.
 
-    A table's entries have it for what a configuration without a list of its layers means.
+    The last attribute of `published` that is there replaces `period`.
     """
 
     period: int
@@ -44,9 +44,9 @@ class Period:
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes(Entry):
-    """`layer_types`: which layers are of the first type, `name` with us; the others are of the second.
+    """`layer_types`: the layers of the first type are in the config's field `name`, the others are of the second type.
 
-    `default` gives them where no list is there, or an `empty` one.
+    `default` gives them where there is no list or, with `empty`, an empty one.
     """
 
     name: str

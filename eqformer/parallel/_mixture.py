@@ -72,7 +72,7 @@ class SplitMoE(nn.Routed):
         return _sum(x, (CONTEXT, *(TENSOR,) * self._splits_tokens))
 
     def _own(self, tokens: nn.Tokens, size: int) -> nn.Tokens:
-        """Tokens of those that this device routes."""
+        """The tokens that this device routes."""
         if not self._splits_tokens:
             return tokens
         start = jax.lax.axis_index(TENSOR) * size
@@ -153,7 +153,7 @@ class SplitMoE(nn.Routed):
         return self._reduced(send.psum_scatter("sums of all experts", y, EXPERT)), aux
 
     def _experts(self) -> nn.Experts:
-        """This device's experts, so that the sum over the axis `tensor` is theirs: biases of sums are added once."""
+        """This device's experts; as outputs are summed over `tensor`, only the first device adds their biases."""
         if self.stream is None:
             return self.inner.experts
         experts = self.inner.experts
@@ -183,7 +183,7 @@ def _same(x: Array) -> Array:
 
 
 def _of_hidden_features(leaf: Any, names: Any) -> Any:
-    """An expert's array by hidden features alone: from a slice of `embed` to one of these, or to the whole of it."""
+    """An expert's array split by hidden features, where it was split by `embed`; whole if it has no hidden dim."""
     if not eqx.is_array(leaf) or "embed" not in names.split():
         return leaf
     of_embed = names.split().index("embed")
@@ -198,7 +198,7 @@ def _of_hidden_features(leaf: Any, names: Any) -> Any:
 def _with_whole_features(router: PyTree) -> Any:
     def whole(linear: Any) -> Any:
         plain = nn.dense(linear.inner if isinstance(linear, Watched) else linear)
-        # No longer what was watched, since its weight is not its own.
+        # No longer a `Watched` map: its weight is not the parameter itself.
         return eqx.tree_at(lambda m: m.weight, plain, gather_parameter(plain.weight, -1))
 
     is_split = lambda node: nn.is_map(node) and node.inputs == ("embed",)

@@ -147,7 +147,7 @@ def _draw_pieces(axes: Any, array: Placed, mesh: Mesh, x: float, y: float, heigh
         dark, text = first in devices, compact(devices)
         _box(axes, left, top, wide, high, FIRST if dark else OTHERS, 2)
         size = min(8.5, 72 * high * 0.8, 72 * wide * 0.9 / (0.6 * len(text)))
-        if size >= 4.5:  # smaller numbers are only dirt
+        if size >= 4.5:  # smaller ones would not be legible
             middle = left + wide / 2, top + high / 2
             ink = "white" if dark else INK
             axes.text(*middle, text, fontsize=size, color=ink, ha="center", va="center_baseline", zorder=4)

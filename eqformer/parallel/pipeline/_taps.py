@@ -47,7 +47,7 @@ class Tapped(Watched):
 
     def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
         """The map's own."""
-        # Typed alike before the product: the sums over axes that the input does not vary over are this line's.
+        # `pcast` before the product: its transpose sums the input's gradient over axes that the input is the same on.
         weight = self.inner.weight
         x = vary_like(x, weight)
         y = _product((self.outputs, self.inputs), x, weight.astype(x.dtype), self.into, self.out)

@@ -116,7 +116,7 @@ def _picture_one(axes: Any, simulation: Simulation, timing: Timing, longest: flo
     )
     digits = len(str(schedule.microbatches - 1))
     size = min(9.0, 72 * 0.9 * inch * durations[durations > 0].min() / (0.62 * digits))
-    if size >= 3.5:  # smaller numbers are only dirt
+    if size >= 3.5:  # smaller ones would not be legible
         middles = timing.starts + durations / 2
         for stage, middle, k, s in zip(entries.stage, middles, entries.microbatch, shade):
             ink = LAST_INK if s > 0.5 else FIRST_INK

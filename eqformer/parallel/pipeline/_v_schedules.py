@@ -73,7 +73,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
 
 
 class _Device:
-    """A device's work in order, each kind on each chunk with its microbatches in turn; those beyond `most` are none."""
+    """A device's work in order: microbatches are numbered as each kind of work on a chunk is added, up to `most`."""
 
     def __init__(self, most: int):
         self.most, self.turns = most, list[tuple[Work, ...]]()

@@ -159,7 +159,7 @@ def _whole_shape(linear: nn.DenseMap, dim: int | None) -> tuple[int, ...]:
 
 
 def _each_gathered(change: Callable[[Gathered, Gathered], Gathered], tree: PyTree, like: PyTree) -> PyTree:
-    """The tree with each `Gathered` changed in view of the one in its place in `like`."""
+    """The tree with `change(node, its counterpart in like)` in the place of each `Gathered`."""
     is_gathered = lambda node: isinstance(node, Gathered)
     olds = iter([node for node in jax.tree.leaves(like, is_leaf=is_gathered) if is_gathered(node)])
     return jax.tree.map(lambda node: change(node, next(olds)) if is_gathered(node) else node, tree, is_leaf=is_gathered)

@@ -1,4 +1,4 @@
-"""A whole model under a plan, called like any: for text, whose tokens come one by one."""
+"""A whole model under a plan, called like a model: for generating text."""
 
 import dataclasses
 import math
@@ -73,7 +73,7 @@ class Planned(Served):
         run = self._run(rows, lambda model, x: model.unembed(vary(x, over)))
         given, given_back = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, *over)
         logits = filter_shard_map(run, self.plan.mesh, (self._specs, given), given_back)(self.model, x)
-        return logits[: hidden.shape[0], : self.vocab]  # where the axis does not divide it, the last part is filled up
+        return logits[: hidden.shape[0], : self.vocab]  # without the padding where the axis does not divide it
 
     def init_cache(self, batch: int, capacity: int) -> PyTree:
         """An empty cache for `batch` rows of up to `capacity` tokens, in parts where the plan keeps them."""
@@ -85,13 +85,13 @@ class Planned(Served):
             if "kv_seq" in sizes:
                 sizes["kv_seq"] = multiple(sizes["kv_seq"], pieces)
             if "kv_heads" in sizes:
-                sizes["kv_heads"] = max(sizes["kv_heads"], tensor)  # key heads that devices share: each has its own
+                sizes["kv_heads"] = max(sizes["kv_heads"], tensor)  # each device stores the key head that it shares
             if _is_whole(names, x):
                 sizes["batch"] *= tensor
             return tuple(sizes.values())
 
         def empty(spec: PartitionSpec, names: str, x: Any) -> Array:
-            value = -1 if _dims(names)[-1] == "kv_seq" else 0  # of a slot's position: nothing is in it
+            value = -1 if _dims(names)[-1] == "kv_seq" else 0  # position -1 marks an empty slot
             made = jnp.full(resized(names, x), value, x.dtype)
             return jax.lax.with_sharding_constraint(made, NamedSharding(self.plan.mesh, spec))
 
@@ -102,7 +102,7 @@ class Planned(Served):
         return self.plan.parameter_specs(self.model)
 
     def _rows(self, batch: int) -> int:
-        """So many rows, or a few more, of which each device of the batch's axes has as many."""
+        """`batch` rounded up to a multiple of the devices that rows are split over."""
         return multiple(batch, math.prod(self.plan.size(axis) for axis in BATCH_AXES))
 
     def _cache_specs(self, cache: PyTree) -> PyTree:
@@ -167,7 +167,7 @@ class CacheCore(nn.Core):
 
 
 def _in_ring_order(model: nn.Transformer, plan: Plan) -> nn.Transformer:
-    """The model as it is, or, where stages hold unequal numbers of layers, with rows of padding where they lie."""
+    """The model as it is or, where stages hold unequal numbers of layers, in ring order with its rows of padding."""
     if all(len(old) == len(new) for old, new in zip(model.stacks, plan.shapes(model).stacks, strict=True)):
         return model
     arrays, rest = eqx.partition(plan.to_ring_order(model), eqx.is_array)
@@ -193,7 +193,7 @@ def _encode(
         model = eqx.tree_at(lambda m: m.norm, model, model.norm.inner)  # type: ignore[attr-defined]
     pieces = plan.size(CONTEXT)
     if pieces > 1:
-        lengths = jnp.broadcast_to(nn.document_lengths(tokens), ids.shape)  # which a piece of a row does not show
+        lengths = jnp.broadcast_to(nn.document_lengths(tokens), ids.shape)  # not known from a piece of a row
         tokens = dataclasses.replace(tokens, lengths=lengths)
         cache = _each_cache(cache, lambda one: _piece(one, pieces))
     x, cache, _ = model.encode(ids, tokens, cache)

@@ -1,4 +1,4 @@
-"""What models laid out over devices for text have in common: they stand where the model itself would."""
+"""What models laid out over devices for generating text have in common: each is used in the model's place."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from ... import nn
 
 
 class Served(eqx.Module):
-    """A model over devices, of as many ids as the model, with its positions and its stream."""
+    """A model over devices, with the vocabulary, positions and dtype of the model itself."""
 
     model: eqx.AbstractVar[nn.Transformer]
 
@@ -29,7 +29,7 @@ class Served(eqx.Module):
 
 
 def filled(x: Int[Array, "batch seq"], rows: int, value: int) -> Int[Array, "full_batch seq"]:
-    """The rows, and below them so many of `value` that there are `rows`."""
+    """The array padded with rows of `value` to `rows` rows."""
     return jnp.pad(x, [(0, rows - x.shape[0]), (0, 0)], constant_values=value)
 
 
@@ -40,5 +40,5 @@ def filled_tokens(tokens: nn.Tokens, rows: int) -> nn.Tokens:
 
 
 def multiple(number: int, of: int) -> int:
-    """The least multiple that is not below the number."""
+    """The number rounded up to a multiple of `of`."""
     return -(-number // of) * of

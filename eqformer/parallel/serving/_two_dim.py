@@ -22,8 +22,8 @@ from ..tensor._collective_matmul import matmul_reduce_scatter
 from ..tensor._vocabulary import SplitEmbedding
 
 
-STREAM = (FSDP, TENSOR)  # a device's features: its part, over `tensor`, of its part over `fsdp`
-HEADS = (TENSOR, FSDP)  # its heads and hidden features once they are whole, its rows, its ids: the other way about
+STREAM = (FSDP, TENSOR)  # features of the stream are split over `fsdp` first, then `tensor`
+HEADS = (TENSOR, FSDP)  # heads and hidden features after their sums, rows of caches, ids: the other way round
 
 Pairs = list[tuple[Float[Array, "batch seq _"], Float[Array, "full_embed _"]]]
 
@@ -137,9 +137,9 @@ class TwoDimBlock(nn.Layer):
 
 
 class TwoDimVocabulary(eqx.Module):
-    """Lookup in a table of which this device holds some ids' features in part, and logits of a part of the ids.
+    """Lookup and logits by tables of which this device holds a slice of some ids' features.
 
-    What is looked up is scattered over features; hidden vectors are gathered over `tensor`, and their partial logits
+    Looked-up vectors are scattered over features; hidden vectors are gathered over `tensor`, and their partial logits
     scattered over `fsdp`. `rows` is the table that gives logits.
     """
 
@@ -189,8 +189,9 @@ def gathered_products(
 ) -> tuple[list[Float[Array, "batch seq _"]], list[Float[Array, "_ seq _"]]]:
     """`gather(x) @ weight.T` for each weight, summed over `fsdp` and scattered there; partial sums for the `narrow`.
 
-    These, with `by_rows`, are of this device's rows over `tensor` alone. `x` is gathered over `tensor` on its features,
-    which the products contract. Overlapped are the scatters or, where `fsdp` has but one device, the gather.
+    `x` is gathered over `tensor` on its features, which the products contract. With `by_rows`, the narrow products are
+    computed for this device's rows (over `tensor`) only. `overlap` hides the scatters behind products or, where `fsdp`
+    has one device, the gather.
     """
     own = (lambda y: own_part(y, TENSOR, 0)) if by_rows else (lambda y: y)
     if overlap == "none" or jax.lax.axis_size(FSDP) > 1:

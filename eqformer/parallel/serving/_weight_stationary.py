@@ -34,7 +34,7 @@ class WeightStationary(Served):
     """A model whose weights stay where they are, split on both dims; it encodes, keeps caches and gives logits.
 
     Over `mesh`, `embed` is split over `fsdp`, heads, hidden features and ids over `tensor` (Pope et al. 2022, with X
-    and YZ; `fsdp=1` is the 1-D layout), and what layers pass on over both. Arrays come and go global.
+    and YZ; `fsdp=1` is the 1-D layout), and the stream between layers over both. Inputs and outputs are global arrays.
     `attention="rows"` splits attention and its caches over rows, which are filled up with padding to a multiple of the
     devices; `"heads"`, for fewer rows, splits it over heads and keeps the single key head whole on every device.
     `overlap` as for `all_gather_matmul`. Raises a `ValueError` where the model does not fit the mesh.
@@ -100,14 +100,14 @@ class WeightStationary(Served):
         return multiple(batch, self.mesh.size) if self.attention == "rows" else batch
 
     def _cache_specs(self, cache: PyTree) -> PyTree:
-        """Dims are of layers, rows, slots; a cache that every device has whole, each has for itself."""
+        """Dims are of layers, rows, slots; a cache that every device has whole is stored as copies along the rows."""
         split, whole = PartitionSpec(None, HEADS), PartitionSpec()
         by_rows = self.attention == "rows"
         return jax.tree.map(lambda x: whole if jnp.issubdtype(x.dtype, jnp.integer) and not by_rows else split, cache)
 
     def _wrapped(self, model: nn.Transformer) -> nn.Transformer:
         """The model as it is on one device, from its slices."""
-        model = vary(model, STREAM)  # where an axis has one device, nothing else would say so
+        model = vary(model, STREAM)  # over an axis of one device, no gather or slice would type it so
         split = lambda norm: SplitNorm(jax.tree.map(lambda x: own_part(x, TENSOR, -1), norm), STREAM)
 
         def block(inner: nn.Block | nn.ParallelBlock) -> TwoDimBlock:
