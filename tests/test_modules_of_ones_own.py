@@ -64,7 +64,7 @@ def test_a_layout_has_a_line_for_each_array(make, paths, monkeypatch, capsys):
     build = lambda *_: make()
     monkeypatch.setattr(layout, "build_model", build)
     monkeypatch.setattr(_mesh, "build_model", build)
-    layout.main("--batch 8 --seq 16 --mesh.fsdp 2 --mesh.tensor 4".split())
+    layout.main([*"--batch 8 --seq 16 --mesh.fsdp 2 --mesh.tensor 4".split()])
     lines = capsys.readouterr().out.splitlines()
     for path in paths:
         assert any(path in line for line in lines), (path, lines)

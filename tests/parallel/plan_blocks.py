@@ -208,8 +208,8 @@ def fading(key: Any, mixer: type = Fading) -> nn.Period:
 def rezero(key: Any) -> nn.Period:
     """An arrangement of somebody's own around a mixer, a feed-forward layer and a mixture."""
     keys = jax.random.split(key, 3)
-    routed = mixture(keys[2]).feed_forward.layer
-    layers = attention(keys[0]), nn.GatedMLP(embed=EMBED, mlp=MLP, key=keys[1]), routed
+    routed: Any = mixture(keys[2]).feed_forward
+    layers = attention(keys[0]), nn.GatedMLP(embed=EMBED, mlp=MLP, key=keys[1]), routed.layer
     sublayers = [nn.Residual(layer, norm(), dropout=nn.Dropout(0.1)) for layer in layers]
     return nn.Period(tuple(ReZero(sublayer, jnp.array(0.0, jnp.float32)) for sublayer in sublayers))
 
