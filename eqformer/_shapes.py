@@ -45,7 +45,8 @@ class Batch(eqx.Module):
     `weights` is 1 where the target counts and 0 where it does not (padding, the end of a document). `examples` numbers
     the rows over the whole run, so that randomness can follow the example instead of the device that happens to hold
     it. `positions` and `segments` restart and change with each packed document; without them (`None`) each row is one
-    text from position 0 on and nothing of it is padding, which attention then knows before it is compiled.
+    text from position 0 on and nothing of it is padding, which attention then knows before it is compiled. Each `group`
+    of so many rows is never parted by devices or microbatches, for a loss that compares them.
     """
 
     ids: Int[Array, "batch seq"]
@@ -54,6 +55,7 @@ class Batch(eqx.Module):
     examples: Int[Array, "batch"]
     positions: Int[Array, "batch seq"] | None = None
     segments: Int[Array, "batch seq"] | None = None
+    group: int = eqx.field(static=True, default=1)
 
     def __check_init__(self):
         if self.positions is None and self.segments is not None:

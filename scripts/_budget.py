@@ -55,8 +55,8 @@ def batch_shapes(recipe: Recipe) -> Batch:
 
     def make() -> Batch:
         ids, weights, examples = jnp.zeros(row, jnp.int32), jnp.zeros(row), jnp.zeros(row[:1], jnp.int32)
-        packed = {"positions": ids, "segments": ids} if recipe.text.packing == "documents" else {}
-        return Batch(ids=ids, targets=ids, weights=weights, examples=examples, **packed)
+        packed = (ids, ids) if recipe.text.packing == "documents" else ()
+        return Batch(ids, ids, weights, examples, *packed)
 
     return eqx.filter_eval_shape(make)
 

@@ -35,6 +35,7 @@ from .context._context import (
     zigzag as zigzag,
     zigzag_inverse as zigzag_inverse,
 )
+from .context._row_sums import row_sums as row_sums
 from .context._shift import shift as shift
 from .layouts._draw_layout import draw_array as draw_array, layout_table as layout_table
 from .layouts._init import init_sharded as init_sharded, lower_sharded as lower_sharded

@@ -64,14 +64,15 @@ def check_model(plan: Placement, model: nn.Transformer) -> None:
         check_mixture(plan, path, moe)
 
 
-def check_rows(plan: Placement, model: nn.Transformer, rows: int, seq: int) -> None:
+def check_rows(plan: Placement, model: nn.Transformer, rows: int, seq: int, group: int = 1) -> None:
     """Raise a `ValueError` if the rows of a microbatch, or the tokens of a row, do not divide over the devices."""
     devices = math.prod(plan.size(axis) for axis in BATCH_AXES)
-    if rows % (devices * plan.microbatches):
+    if rows % (devices * plan.microbatches * group):
+        what = "pieces" if group == 1 else f"pieces of whole groups of {group} rows"
         raise ValueError(
             f"Plan over {devices} pieces of the batch ({', '.join(f'{a}={plan.size(a)}' for a in BATCH_AXES)}) in "
             f"{plan.microbatches} microbatches: {rows} rows do not fall into {devices} x {plan.microbatches} equal "
-            f"pieces; take a multiple of {devices * plan.microbatches} rows."
+            f"{what}; take a multiple of {devices * plan.microbatches * group} rows."
         )
     size = plan.size(CONTEXT)
     pieces = 2 * size if size > 1 and plan.context_method != "heads" else size

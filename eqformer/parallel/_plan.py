@@ -21,10 +21,13 @@ class Plan(Placement):
     def __post_init__(self):
         check_choices(self)
 
-    def check(self, model: nn.Transformer, *, rows: int, seq: int) -> None:
-        """Raise a `ValueError`, before anything is compiled, where model, rows or tokens do not fit the mesh."""
+    def check(self, model: nn.Transformer, *, rows: int, seq: int, group: int = 1) -> None:
+        """Raise a `ValueError`, before anything is compiled, where model, rows or tokens do not fit the mesh.
+
+        `group` is the batch's: so many rows stay together.
+        """
         check_model(self, model)
-        check_rows(self, model, rows, seq)
+        check_rows(self, model, rows, seq, group)
 
     def on_device(self, model: nn.Transformer) -> OnDevice:
         """What each device does with its slices of a model, which is given whole and may be of shapes."""

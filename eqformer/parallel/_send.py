@@ -19,6 +19,7 @@ STATE = "state"  # parameters and gradients, over all axes along which they are 
 # What asks for each: the axis whose split does, or the state that devices share.
 COLLECTIVES: dict[str, str] = {
     "losses and counts": STATE,
+    "sums of rows": CONTEXT,
     "gradients over replicas": STATE,
     "gradients over fsdp": STATE,
     "parameters over fsdp": STATE,

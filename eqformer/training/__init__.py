@@ -35,6 +35,7 @@ from ._optimizer import (
 from ._planned_step import (
     planned_evaluation as planned_evaluation,
     planned_gradients as planned_gradients,
+    planned_row_nats as planned_row_nats,
     planned_step as planned_step,
     state_shardings as state_shardings,
 )
@@ -48,6 +49,7 @@ from ._rates import (
     warmup_stable_decay as warmup_stable_decay,
 )
 from ._rebalance import rebalanced as rebalanced
+from ._row_loss import row_loss as row_loss, row_nats as row_nats
 from ._run_metadata import run_metadata as run_metadata, saved_key as saved_key, versions as versions
 from ._step import (
     accumulated_gradients as accumulated_gradients,

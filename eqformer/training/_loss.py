@@ -156,6 +156,21 @@ def evaluation_sums(
     return _sum_over_chunks(of_chunk, flat, _chunks(flat[1].shape[0], vocab, chunk))[0]
 
 
+def nats_of_tokens(
+    unembed: Callable[..., Any],
+    hidden: Float[Array, "*batch seq embed"],
+    targets: Int[Array, "*batch seq"],
+    *,
+    chunk: int | None = None,
+    nats: TokenNats = token_nats,
+) -> Float[Array, "*batch seq"]:
+    """Each token's `-log p[target]`, from the logits of `chunk` tokens at a time; not meant to be differentiated."""
+    flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
+    of_chunk = lambda piece: ((), nats(widened(unembed(piece[0])), piece[1])[0])
+    return _sum_over_chunks(of_chunk, flat, _chunks(flat[1].shape[0], vocab, chunk))[1].reshape(targets.shape)
+
+
 def _is_first(logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
     return jnp.argmax(logits, axis=-1).astype(targets.dtype) == targets
 

@@ -16,6 +16,7 @@ from ..parallel import differentiable, filter_shard_map, OnDevice, pipeline_grad
 from ._loss import batch_tokens, evaluation_sums
 from ._loss_scale import seed, unscaled
 from ._optimizer import Optimizer, trainable, Trained
+from ._row_loss import row_nats
 from ._step import accumulated_gradients, Gradients, GradientsOf, in_microbatches, LossFn, make_step, Step, TrainState
 from ._tally import Tally
 from ._wide import widened
@@ -35,7 +36,7 @@ def planned_gradients(plan: Plan) -> GradientsOf:
         in_pieces = dataclasses.replace(plan, microbatches=pieces_of_rows)
 
         def of_batch(model: PyTree, batch: PyTree, key: Any, scale: Any = None) -> tuple[Any, Any, PyTree]:
-            in_pieces.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1])
+            in_pieces.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1], group=batch.group)
             local = _Local(in_pieces.on_device(model), loss_fn, 1 if plan.is_pipelined else pieces_of_rows, trained)
             pieces = plan.arrange(batch, batch_tokens(batch, key))
             whole = PartitionSpec()
@@ -53,21 +54,34 @@ def planned_gradients(plan: Plan) -> GradientsOf:
 
 def planned_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
     """`evaluation_sums` under a plan, jitted."""
+
+    def totals(device: OnDevice, *args: Any, **given: Any) -> dict[str, Array]:
+        return {name: device.total(each) for name, each in evaluation_sums(*args, **given).items()}
+
+    return _forward(plan, totals, PartitionSpec())
+
+
+def planned_row_nats(plan: Plan) -> Callable[[PyTree, Batch], Float[Array, "batch"]]:
+    """`row_nats` under a plan, jitted."""
+    return _forward(plan, lambda _, *args, **given: row_nats(*args, **given), PartitionSpec(plan.batch_axes))
+
+
+def _forward(plan: Plan, function: Callable[..., Any], out: PartitionSpec) -> Callable[[PyTree, Batch], Any]:
+    """`function(device, model, batch, tokens=..., vocabulary=...)` of each device's rows, without gradients, jitted."""
     in_pieces = plan if plan.is_pipelined else dataclasses.replace(plan, microbatches=1)
 
     @eqx.filter_jit
-    def of_batch(model: PyTree, batch: Batch) -> dict[str, Float[Array, ""]]:
+    def of_batch(model: PyTree, batch: Batch) -> Any:
         in_pieces.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1])
         device = plan.on_device(model)
 
-        def per_device(model: PyTree, pieces: PyTree) -> dict[str, Array]:
-            wrapped = device.wrap_forward(model)
-            sums = evaluation_sums(wrapped, pieces[0], tokens=pieces[1], vocabulary=device.vocabulary)
-            return {name: device.total(each) for name, each in sums.items()}
+        def per_device(model: PyTree, pieces: PyTree) -> Any:
+            wrapped, (batch, tokens) = device.wrap_forward(model), pieces
+            return function(device, wrapped, batch, tokens=tokens, vocabulary=device.vocabulary)
 
         pieces = plan.arrange(batch, batch_tokens(batch))
         specs = plan.parameter_specs(model), plan.batch_specs(pieces)
-        return filter_shard_map(per_device, plan.mesh, specs, PartitionSpec())(model, pieces)
+        return filter_shard_map(per_device, plan.mesh, specs, out)(model, pieces)
 
     return of_batch
 

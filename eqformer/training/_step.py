@@ -1,5 +1,6 @@
 """One training step: gradients over microbatches, exact clipping, and steps skipped where numbers are not finite."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key, PyTree
 
+from .._shapes import Batch
 from ..parallel import is_narrow, routed, stand_in, vary, varying_axes
 from ._loss_scale import loss_scale, LossScale, seed, unscaled
 from ._optimizer import divided, global_norm, Optimizer, trainable, Trained
@@ -145,7 +147,8 @@ def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1, trained: Trained
 
     There are gradients of the parameters that `trained` picks, and None in the place of all else.
 
-    Microbatch `i` holds rows `i`, `i + accumulate`, ..., so that rows which are split over devices stay on theirs. All
+    Microbatch `i` holds rows `i`, `i + accumulate`, ..., so that rows which are split over devices stay on theirs; of a
+    `Batch` with groups of rows, it holds groups. All
     microbatches get the same key: random numbers depend on the example, so the result is that of the whole batch.
     Gradients and their sums are float32 at least, whatever the parameters' dtype. A loss over the whole batch
     (`LoadBalance(per="batch")`) is computed for each microbatch. `scale` is a `LossScale`'s value.
@@ -181,15 +184,23 @@ def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1, trained: Trained
 
 
 def in_microbatches(batch: PyTree, number: int) -> PyTree:
-    """The batch with a leading dim of microbatches: microbatch `i` holds rows `i`, `i + number`, and so on."""
+    """The batch with a leading dim of microbatches: microbatch `i` holds rows `i`, `i + number`, and so on.
+
+    Of a `Batch` with groups of rows, it holds groups `i`, `i + number`, and so on.
+    """
+    is_batch = lambda node: isinstance(node, Batch)
+    groups = [node.group for node in jax.tree.leaves(batch, is_leaf=is_batch) if is_batch(node)]
+    group = math.lcm(*groups)
 
     def cut(x: Array) -> Array:
-        if x.shape[0] % number:
+        if left := x.shape[0] % (number * group):
+            what = "" if group == 1 else f" of whole groups of {group} rows"
             raise ValueError(
                 f"make_step(accumulate={number}): the batch of {x.shape[0]} rows must divide into as many "
-                f"microbatches, but {x.shape[0] % number} rows would be left; change one of them."
+                f"microbatches{what}, but {left} rows would be left; change one of them."
             )
-        return jnp.asarray(x).reshape(x.shape[0] // number, number, *x.shape[1:]).swapaxes(0, 1)
+        grouped = jnp.asarray(x).reshape(-1, number, group, *x.shape[1:]).swapaxes(0, 1)
+        return grouped.reshape(number, -1, *x.shape[1:])
 
     return jax.tree.map(cut, batch)
 

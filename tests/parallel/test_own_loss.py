@@ -1,0 +1,145 @@
+"""A loss over pairs of rows (`docs/extending.md`) is that of one device over every axis."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plan_controls as control
+import pytest
+from extending import beside
+from plan_models import batch_of, model_of, plan_over
+from plan_parity import alone, Case, differences, leaf_differences, place, under
+
+from eqformer import planning, training
+from eqformer.parallel import COLLECTIVES
+
+
+ROUNDING = 50 * float(np.finfo(np.float32).eps)
+
+
+@functools.cache
+def pairs(model: str, rows: int = 8, group: int = 2) -> Any:
+    """A batch of pairs, with a reference that is another model's."""
+    batch = batch_of(model_of(model), rows)
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)} | {"group": group}
+    reference = np.random.default_rng(3).normal(30.0, 10.0, rows).astype(np.float32)
+    return beside("preference").Pairs(**fields, reference=reference)
+
+
+def loss(*args, **given):
+    """DPO, steep enough that pairs are far from alike."""
+    return training.row_loss(functools.partial(beside("preference").preference, beta=0.05))(*args, **given)
+
+
+@functools.cache
+def of_one(model: str) -> Any:
+    return alone(model_of(model), pairs(model), loss)
+
+
+def of_plan(case: Case, batch: Any = None) -> Any:
+    batch = pairs(case.model) if batch is None else batch
+    return under(case.plan, model_of(case.model, case.remat), batch, loss, case.accumulate)
+
+
+def test_it_is_the_formula():
+    """In float64, with all logits at once."""
+    with jax.enable_x64(True):
+        model = model_of("gpt2", dtypes=("float64", "float64"))
+        batch = pairs("gpt2")
+        batch = dataclasses.replace(batch, reference=batch.reference.astype("float64"))
+
+        def formula(model):
+            logits = model(jnp.asarray(batch.ids), training.batch_tokens(batch))[0]
+            found = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(batch.targets)[..., None], -1)[..., 0]
+            gains = jnp.sum(found * batch.weights.astype("float64"), -1) + batch.reference
+            return jnp.sum(jnp.log1p(jnp.exp(-0.05 * (gains[::2] - gains[1::2]))))
+
+        total, gradients = eqx.filter_jit(eqx.filter_value_and_grad(formula))(model)
+        given = lambda m, b, key: loss(m, b, None, chunk=24)  # which does not divide the tokens, and no dropout
+        got = alone(model, batch, given)
+        assert float(got.count) == 4 and np.isclose(float(got.total), float(total), rtol=1e-12)
+        assert leaf_differences(got.gradients, gradients, 1e-10, rounding=1e-12) == {}
+        swapped = dataclasses.replace(batch, reference=batch.reference[::-1])
+        assert not np.isclose(float(alone(model, swapped, given).total), float(total), rtol=1e-3)
+
+
+EVERY_RUN = [
+    Case("llama", {"fsdp": 2, "context": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "residual": "sequence"}),
+    Case("llama", {"fsdp": 2, "pipe": 2, "context": 2}, {"zero": 2, "schedule": "zb-h1", "microbatches": 2}),
+]
+GRID = [
+    Case("shared mixture", {"fsdp": 2, "tensor": 2}, {"zero": 1, "residual": "feature"}, accumulate=2),
+    Case("gpt2", {"context": 4, "tensor": 2}, {"context_method": "gather", "residual": "feature"}, "full"),
+    Case("gpt2", {"replica": 2, "context": 2}, {"microbatches": 2}, accumulate=1),
+    Case("jaxformer", {"context": 2, "tensor": 4}, {"residual": "sequence", "context_method": "heads"}),
+    Case("llama", {"pipe": 2, "tensor": 2}, {"schedule": "gpipe", "edges": "spread", "microbatches": 4}),
+    Case("llama", {"pipe": 2, "context": 2, "tensor": 2}, {"schedule": "1f1b", "microbatches": 2}, accumulate=2),
+    Case("llama", {"pipe": 2}, {"schedule": "interleaved", "chunks": 2, "microbatches": 2}, accumulate=2),
+    Case("shared mixture", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_factor": 8.0}),
+    Case("shared mixture", {"pipe": 2, "fsdp": 2}, {"microbatches": 2}),
+    Case("fading", {"fsdp": 4, "tensor": 2}, {"zero": 3, "smallest": 1}),
+]
+CASES = [*EVERY_RUN, *(pytest.param(case, marks=pytest.mark.grid) for case in GRID)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_loss_and_gradients_equal_one_devices(case):
+    assert differences(of_plan(case), of_one(case.model), ROUNDING) == {}
+
+
+def test_microbatches_of_one_device_hold_whole_pairs():
+    want, model = of_one("llama"), model_of("llama")
+    assert differences(alone(model, pairs("llama"), loss, 2), want, ROUNDING) == {}
+    parted = alone(model, pairs("llama", group=1), loss, 2)  # rows 0, 2, 4 and 6, as if 0 and 2 were a pair
+    assert "total" in differences(parted, want, 1e-3)
+
+
+def test_rows_need_their_sums(monkeypatch):
+    control.without("sums of rows", control.kept_all)(monkeypatch)
+    case = EVERY_RUN[0]
+    assert max(differences(of_plan(case), of_one(case.model), ROUNDING).values()) > 1e-3
+
+
+def test_half_a_group_is_refused():
+    case = Case("llama", {"fsdp": 4}, {"microbatches": 2})
+    with pytest.raises(
+        ValueError, match=r"8 rows do not fall into 4 x 2 equal pieces of whole groups of 2 rows; take a"
+    ):
+        of_plan(case)
+    with pytest.raises(ValueError, match=r"accumulate=8\): the batch of 8 rows .* of whole groups of 2 rows"):
+        alone(model_of("llama"), pairs("llama"), loss, 8)
+
+
+def test_nats_of_rows_and_what_is_sent():
+    model, batch, plan = model_of("llama"), pairs("llama"), EVERY_RUN[0].plan
+    want = eqx.filter_jit(training.row_nats)(model, batch)
+    found, placed = training.planned_row_nats(plan), place(model, plan)
+    assert np.allclose(found(placed, batch), want, rtol=1e-5)
+    assert np.allclose(jnp.sum(want), training.evaluation_sums(model, batch)["nats"], rtol=1e-5)
+    sent = planning.communication(found.lower(placed, batch).compile().compiled, mesh=plan.mesh)
+    rows = [transfer for transfer in sent if transfer.named(COLLECTIVES) == "sums of rows"]
+    assert planning.bytes_sent(rows, axes=("context",)) == planning.bytes_sent(rows) == 4 * 4  # of four rows
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("mesh", [{"context": 2, "tensor": 2}, {"fsdp": 2, "pipe": 2}])
+def test_it_trains_as_on_one_device(mesh):
+    """Three steps, with a reference computed under the same plan."""
+    model, batch, plan = model_of("llama"), pairs("llama"), plan_over(mesh, microbatches=2)
+    optimizer = training.optimizer("adamw", model, rate=1e-2, eps=1e-3)
+    metrics = []
+    for step, its_nats in (
+        (training.make_step(loss, optimizer), training.row_nats),
+        (training.planned_step(loss, optimizer, plan), training.planned_row_nats(plan)),
+    ):
+        state = training.init_state(jax.tree.map(lambda x: x + 0 if eqx.is_array(x) else x, model), optimizer)
+        own = dataclasses.replace(batch, reference=np.asarray(its_nats(model, batch)))
+        for _ in range(3):
+            state, of_step = step(state, own, None)
+            metrics.append([float(of_step[name]) for name in ("loss", "grad_norm", "count")])
+    assert np.allclose(metrics[:3], metrics[3:], rtol=ROUNDING * 4)
+    assert np.isclose(metrics[0][0], np.log(2), rtol=1e-4) and metrics[2][0] < metrics[0][0]
