@@ -29,10 +29,10 @@ def load_adapter(
     """The model with the `LoRA`s of a folder that peft wrote.
 
     `like` is the published folder that the model came from; one that came from none has a `config`. Each factor has the
-    file's dtype for it, one that holds those of all layers, or `dtype`. Maps that are published as one share A, and
-    each has its rows of B. Layers without factors get zeros, which add nothing and learn nothing. `lora_dropout` is
-    passed over: a `LoRA` has none. Raises a `ValueError` for options that are no plain LoRA's, and one that lists what
-    is left over: arrays that are no factors of a Linear, modules that the configuration names and that no array fills.
+    file's dtype for it (one wide enough for all layers), or `dtype`. Maps that are published as one share A, and each
+    has its rows of B. Layers without factors get zeros, which add nothing and learn nothing. `lora_dropout` is ignored.
+    Raises a `ValueError` for options that are no plain LoRA's, and one that lists what is left over: arrays that are no
+    factors of a Linear, modules that the configuration names and that no array fills.
     """
     folder = Folder(path, ADAPTER, "load_adapter")
     call = folder.call

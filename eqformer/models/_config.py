@@ -5,15 +5,15 @@ from typing import Any, NoReturn
 
 
 REQUIRED: Any = object()
-# What says how a model was trained, stored or is to be run, and nothing of what it computes.
+# Attributes of how a model was trained or stored or is to be run, which do not change what it computes.
 _OF_MODELS = (
     "attention_dropout attn_pdrop auto_map embd_pdrop hidden_dropout initializer_range keys_to_ignore_at_inference "
     "max_position_embeddings output_router_logits pretraining_tp resid_pdrop transformers.js_config unsloth_fixed "
     "unsloth_version"
 )
-# What every configuration of transformers has or had, whatever its model. `add_cross_attention`, `is_decoder`,
-# `is_encoder_decoder`, `per_layer_config`, `pruned_heads` and `tie_encoder_decoder` are missing, since they change the
-# model where they say anything, and `tie_word_embeddings`, which the families read.
+# Attributes that transformers puts, or has put, into the configuration of any model. `add_cross_attention`,
+# `is_decoder`, `is_encoder_decoder`, `per_layer_config`, `pruned_heads` and `tie_encoder_decoder` are not listed, since
+# they change the model where they have a value, nor is `tie_word_embeddings`, which the families read.
 _OF_EVERY_CONFIGURATION = (
     "_attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash "
     "_experts_implementation _experts_implementation_internal _flash_attn_2_enabled _name_or_path _output_attentions "
@@ -23,7 +23,7 @@ _OF_EVERY_CONFIGURATION = (
     "sep_token_id task_specific_params tf_legacy_loss tokenizer_class torch_dtype torchscript transformers_version "
     "unk_token_id use_bfloat16 use_cache xla_device"
 )
-# What transformers takes out of a configuration, since it says how to sample.
+# Attributes that transformers moves out of a configuration, since they are settings of sampling.
 _OF_GENERATION = (
     "assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty "
     "do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff "
@@ -50,7 +50,7 @@ class PublishedConfig:
         return default if value is None and default is not REQUIRED else value
 
     def add(self, name: str, value: Any) -> None:
-        """Say an attribute that was found within another; `finish` refuses it of a family that never takes it."""
+        """Add an attribute that was found within another; `finish` refuses it if the family never takes it."""
         self._values[name] = value
 
     def refuse(self, text: str) -> NoReturn:

@@ -73,13 +73,13 @@ class LayerTypes(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class Windows(Entry):
-    """The `window`, and `window_layers`, those that have it; `default`s for what is missing."""
+    """The `window`, and `window_layers`, the layers that have it; `default`s where the attributes are missing."""
 
     window: int | None
     default: By
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Both; refuse layers with a window where none is in use."""
+        """Both fields; refuse layers with a window where no window is in use."""
         return self._read(published, published.take("sliding_window", self.window))
 
     def write(self, config: Any) -> dict[str, Any]:
@@ -98,10 +98,10 @@ class Windows(Entry):
 
 
 class SwitchedWindows(Windows):
-    """The same where `use_sliding_window` switches them on; `window` is None where no layer has one."""
+    """`Windows` that `use_sliding_window` switches on; `window` is None where no layer has one."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Both."""
+        """Both fields."""
         window = published.nullable("sliding_window", self.window)
         found = self._read(published, window if published.take("use_sliding_window", False) else None)
         return found if found["window_layers"] else found | {"window": None}
@@ -112,7 +112,7 @@ class SwitchedWindows(Windows):
 
 
 class LateWindows(SwitchedWindows):
-    """The same where the first `max_window_layers` layers have none."""
+    """`SwitchedWindows` that the first `max_window_layers` layers do not have."""
 
     def __init__(self, window: int, first: int):
         super().__init__(window, lambda published, layers: range(published.take("max_window_layers", first), layers))
@@ -129,7 +129,7 @@ class NoWindows(Entry):
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """Nothing; refuse a window that is in use."""
         published.expect("use_sliding_window", False)
-        for name in ("sliding_window", "max_window_layers"):  # which say nothing without the switch
+        for name in ("sliding_window", "max_window_layers"):  # which are without effect while the switch is off
             published.take(name, None)
         return {}
 
@@ -153,7 +153,7 @@ class FullLayers(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class NoRotaryLayers(Entry):
-    """The layers without rotary positions: each fourth where no list is there, or an `empty` one."""
+    """The layers without rotary positions; every fourth where there is no list or, with `empty`, an empty one."""
 
     empty: bool = False
 
@@ -162,11 +162,11 @@ class NoRotaryLayers(Entry):
         return {"no_rotary_layers": self(published, published.count(LAYERS))}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """For each layer whether it has them, which the attribute's name denies."""
+        """`no_rope_layers`, which in spite of its name has a 1 for each layer with rotary positions."""
         return {"no_rope_layers": [int(layer not in config.no_rotary_layers) for layer in range(config.layers)]}
 
     def __call__(self, published: PublishedConfig, layers: int) -> tuple[int, ...]:
-        """Their numbers, for entries that take them for a default."""
+        """The layers' numbers; other entries take them as their default."""
         by_default = Period(4, ("no_rope_layer_interval",))(published, layers)
         rotated = published.listed("no_rope_layers", empty=self.empty)
         if rotated is None:
@@ -178,7 +178,7 @@ class NoRotaryLayers(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class ListedLayers(Entry):
-    """The numbers of some layers, listed; `default` for a list that is missing."""
+    """A list of layers' numbers; `default` where it is missing."""
 
     name: str
     published: str

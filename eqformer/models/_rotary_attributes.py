@@ -22,10 +22,10 @@ _TYPES = FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclasses.dataclass(frozen=True)
 class RotaryPositions(Entry):
-    """Base and scaling, `theta` where the base is missing.
+    """Base and scaling; `theta` is the base where it is missing.
 
-    `layer_type` is for families whose `rope_parameters` say both for each type of layer, and may say it once for all.
-    `stated` is for those where transformers scales what says nothing, so that a configuration has to say something.
+    `layer_type` is for families whose `rope_parameters` may have both for each type of layer. `stated` is for families
+    that transformers scales by default, so that a configuration has to say how, even if not at all.
     """
 
     theta: float = 10_000.0

@@ -94,9 +94,10 @@ class Weight:
 class Rule:
     """A line of a family's table of weights: a published name, and the path of its leaf in a model.
 
-    A name with `{layer}` stands for every layer's array, and its path is one in a layer. Several paths are of leaves
-    that are published as one. A rule says nothing of a model, or of a layer, without its leaves, nor without what
-    `needs` is the path of, or with what `lacks` is. The others are a `Weight`'s; `groups` may name a config's number.
+    A name with `{layer}` stands for every layer's array, and its path begins at a layer. Several paths are of leaves
+    that are published as one array. A rule applies only to a model or a layer that has its leaves, has something at
+    the path `needs`, and nothing at the path `lacks`. The other fields are a `Weight`'s; `groups` may name a field of
+    the config.
     """
 
     name: str
@@ -109,7 +110,7 @@ class Rule:
     lacks: str = ""
 
     def leaves(self, holder: Any) -> Any:
-        """The leaf of a model or a layer, or a tuple of several; None where the rule says nothing of it."""
+        """The leaf of a model or a layer, or a tuple of several; None where the rule does not apply."""
         if (self.needs and _at(holder, self.needs) is None) or (self.lacks and _at(holder, self.lacks) is not None):
             return None
         if isinstance(self.path, str):
@@ -119,7 +120,7 @@ class Rule:
 
 
 def weights_of(table: Sequence[Rule], config: Any, model: Transformer) -> list[Weight]:
-    """What a family's table says of a model of this config, for the model and then for each of its layers."""
+    """The rules of a family's table that apply to a model of this config: the model's, then those of its layers."""
     found = [_weight(rule, config, rule.leaves, ()) for rule in table if _says(rule, model, is_of_layers=False)]
     for where, layers in places(model):
         for rule in table:
@@ -139,7 +140,7 @@ def _weight(rule: Rule, config: Any, where: Callable[[Any], Any], layers: Sequen
 
 
 def places(model: Transformer) -> list[tuple[Callable[[Any], Any], range]]:
-    """For each place of each stack's period: what gives the layers there, and their numbers in the model."""
+    """For each place in each stack's period: a function from a model to the layers there, and the layers' numbers."""
     found, first = [], 0
     for number, stack in enumerate(model.stacks):
         size = len(stack.blocks.blocks) if isinstance(stack.blocks, Period) else 1

@@ -49,7 +49,7 @@ def delta_rule(
         output = _product("bhid,bhdv->bhiv", asked, state) + _product("bhij,bhjv->bhiv", scores, news)
         return state * kept[..., None, None] + _product("bhjd,bhjv->bhdv", stored, news), output
 
-    # Typed as what comes of it, under `shard_map` too.
+    # The zero has the carry vary, under `shard_map`, over all mesh axes that the later states vary over.
     start = state.reshape(-1, *state.shape[len(batch) :]) + jnp.zeros_like(solved, shape=())
     last, output = jax.lax.scan(one_chunk, start, (added, corrected, scores, asked, stored, kept))
     output = jnp.moveaxis(jnp.swapaxes(output, 2, 3), 0, 1).reshape(*batch, -1, heads, value.shape[-1])
@@ -77,7 +77,7 @@ def _solved(system: Float[Array, "n b h chunk chunk"], sides: Float[Array, "n b 
     inverse = jax.lax.stop_gradient(_inverse(system))
     return jax.lax.custom_linear_solve(
         lambda x: x + _exact(system, x),
-        sides + jnp.zeros_like(system, shape=()),  # typed as what comes of it, under `shard_map` too
+        sides + jnp.zeros_like(system, shape=()),  # varying over mesh axes as the result does
         lambda _, sides: _exact(inverse, sides),
         lambda _, sides: _exact(inverse.mT, sides),
     )
