@@ -26,7 +26,7 @@ WIDTH = 96  # characters a line of the picture
 
 def has_choices(model: nn.Transformer) -> bool:
     """Whether the model has a mixture whose tokens choose their experts."""
-    return any(isinstance(moe.router, nn.Router) for moe in nn.modules(model, nn.MoE))
+    return any(not moe.router.facts().gives_slots for moe in nn.modules(model, nn.MoE))
 
 
 def color(directory: RunDirectory, model: nn.Transformer, tokenizer: data.Tokenizer, ids: np.ndarray) -> None:

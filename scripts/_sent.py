@@ -156,16 +156,16 @@ def _of_tensor(
 
 
 def _of_whole_arrays(plan: parallel.Plan, stack: nn.Stack) -> float:
-    """A layer's arrays of mixers that run whole, where their dims' names split them: gathered, and gradients back."""
+    """A layer's arrays of what runs whole, where their dims' names split them: gathered, and gradients back."""
 
     def split(module: Any, specs: Any) -> int:
-        if not isinstance(module, nn.Mixer) or parallel.is_split(module):
+        if not isinstance(module, nn.Mixer | nn.Router) or parallel.is_split(module):
             return 0
         pairs = zip(jax.tree.leaves(module), jax.tree.leaves(specs), strict=True)
         return sum(x.size * x.dtype.itemsize for x, spec in pairs if TENSOR in jax.tree.leaves(tuple(spec)))
 
     specs = parallel.partition_specs(stack, plan.layout(splits_fsdp=False), plan.mesh)
-    sizes = jax.tree.map(split, stack, specs, is_leaf=lambda node: isinstance(node, nn.Mixer))
+    sizes = jax.tree.map(split, stack, specs, is_leaf=lambda node: isinstance(node, nn.Mixer | nn.Router))
     size = sum(jax.tree.leaves(sizes)) / len(stack)
     return size * (2 + (stack.remat != "none" or plan.is_pipelined))
 
@@ -207,7 +207,8 @@ def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
     """Tokens, choices and weights to the experts, results back, and gradients of all but the choices."""
     devices, total = plan.size(EXPERT), 0.0
     for moe in nn.modules(stack, (nn.MoE,)):
-        top_k, vector = getattr(moe.router, "top_k", 0), model.embedding.weight.shape[-1] * _width(model)
+        facts, vector = moe.router.facts(), model.embedding.weight.shape[-1] * _width(model)
+        top_k = 0 if facts.gives_slots else int(facts.choices)  # what experts choose is known where they are
         if plan.expert_method == "exchange" and top_k:
             slots = devices * nn.dispatch.slots_of(plan.expert_factor, int(tokens) * top_k, devices)
             vectors, choices, weights = slots * vector, slots * 4, 0.0

@@ -115,6 +115,7 @@ from .experts._balance import (
     RouterZ as RouterZ,
     updated_selection_bias as updated_selection_bias,
 )
+from .experts._contract import Dispatch as Dispatch, Router as Router, RouterFacts as RouterFacts
 from .experts._dispatch import Capacity as Capacity, Dropless as Dropless
 from .experts._expert_choice import ExpertChoiceRouter as ExpertChoiceRouter
 from .experts._experts import Experts as Experts
@@ -122,13 +123,12 @@ from .experts._first_experts import first_experts as first_experts
 from .experts._grouped_maps import map_linears as map_linears
 from .experts._moe import (
     aux_of_slots as aux_of_slots,
-    candidates as candidates,
     GatedShared as GatedShared,
     MoE as MoE,
     ROUTER as ROUTER,
 )
 from .experts._noisy_routers import NoisyTopKRouter as NoisyTopKRouter, RandomSecondRouter as RandomSecondRouter
-from .experts._router import Router as Router, TopKRouter as TopKRouter
+from .experts._router import TopKRouter as TopKRouter
 from .experts._routing import Routing as Routing, Slots as Slots
 from .recurrent._conv import CausalConv as CausalConv
 from .recurrent._delta_net import GatedDeltaNet as GatedDeltaNet

@@ -86,6 +86,10 @@ class Routed(eqx.Module):
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
         """The layer's output and an `Aux`."""
 
+    def rebalanced(self, aux: PyTree, rate: float | Float[Array, ""]) -> "Routed":
+        """The layer after a step with this `Aux`, its loads moved by `rate` towards even ones; the same by default."""
+        return self
+
 
 class Layer(eqx.Module):
     """What a stack repeats: a block, a period of blocks, a residual sublayer alone."""

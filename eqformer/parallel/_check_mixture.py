@@ -12,14 +12,17 @@ from ._placement import Placement
 def check_mixture(plan: Placement, path: str, moe: nn.MoE) -> None:
     """Raise a `ValueError` if a mixture's results would depend on the mesh, or its experts cannot be split.
 
-    The former: a capacity, or experts that choose, count over rows or a batch of which a device has only a part. The
-    latter: experts that are not made of linear maps, or whose hidden dim the layout leaves whole.
+    The former: choices that depend on rows or a batch of which a device has only a part. The latter: experts that are
+    not made of linear maps, or whose hidden dim the layout leaves whole.
     """
-    _check_counting(plan, path, moe)
+    facts = moe.router.facts()
+    _check_among(plan, path, moe.router, facts.among)
+    if not facts.gives_slots:
+        _check_among(plan, path, moe.dispatch, moe.dispatch.among(facts))
     linears: list[nn.LinearMap] = []
     rest = nn.map_linears(linears.append, moe.experts)
     splits = plan.size(EXPERT) > 1 or plan.size(TENSOR) > 1
-    if splits and not isinstance(moe.router, nn.ExpertChoiceRouter) and any(map(nn.has_shape, jax.tree.leaves(rest))):
+    if splits and not facts.gives_slots and any(map(nn.has_shape, jax.tree.leaves(rest))):
         raise ValueError(
             f"Plan over expert={plan.size(EXPERT)}, tensor={plan.size(TENSOR)}: {path} has experts with parameters "
             "that are not those of a linear map, and choices are brought to split experts as rows sorted by expert; "
@@ -39,23 +42,16 @@ def check_mixture(plan: Placement, path: str, moe: nn.MoE) -> None:
                 )
 
 
-def _check_counting(plan: Placement, path: str, moe: nn.MoE) -> None:
-    context, rows = plan.size(CONTEXT), math.prod(map(plan.size, BATCH_AXES))
-    if isinstance(moe.router, nn.ExpertChoiceRouter):
-        what, counts, per = "ExpertChoiceRouter", True, moe.router.per
-    elif isinstance(moe.dispatch, nn.Capacity):
-        # A token takes an expert at most once: with as many slots as tokens, nothing is ever dropped.
-        counts = moe.dispatch.factor * moe.router.top_k < nn.candidates(moe.router, 0)
-        what, per = "Capacity", moe.dispatch.per
-    else:
-        return
-    if counts and context > 1:
+def _check_among(plan: Placement, path: str, part: nn.Router | nn.Dispatch, among: str) -> None:
+    context, rows, what = plan.size(CONTEXT), math.prod(map(plan.size, BATCH_AXES)), type(part).__name__
+    if among != "token" and context > 1:
         raise ValueError(
-            f"Plan over context={context}: {path} counts the slots of {what} in whole rows, and a device has pieces of "
-            "them; take Dropless, a factor of experts / top_k, which drops nothing, or another axis."
+            f"Plan over context={context}: {path} has a {what}, whose choices depend on whole rows, and a device has "
+            "pieces of them; take another axis, a router by which each token chooses, and Dropless or a factor of "
+            "experts / top_k, which drop nothing."
         )
-    if counts and per == "batch" and rows > 1:
+    if among not in ("token", "sequence") and rows > 1:
         raise ValueError(
-            f"Plan over {rows} pieces of the batch: {path} counts the slots of {what} over the whole batch, and a "
-            "device has some of its rows; take per='sequence'."
+            f"Plan over {rows} pieces of the batch: {path} has a {what}, whose choices depend on the whole batch, and "
+            "a device has some of its rows; take per='sequence'."
         )

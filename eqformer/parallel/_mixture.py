@@ -6,16 +6,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from .. import nn
 from . import _send as send
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 from ._vary import vary
-from .pipeline._taps import Watched
 from .state._gather import gather_parameter
 from .tensor._stream import Stream
-from .tensor._tensor import HEAD_DIMS
+from .tensor._tensor import counted_once, HEAD_DIMS, Sliced
 
 
 ExpertMethod = Literal["gather", "exchange"]
@@ -44,12 +43,11 @@ class SplitMoE(nn.Routed):
         """The layer's output for this device's tokens, and their `Aux`."""
         given = x if self.stream is None else self.stream.to_routed(x)
         tokens = nn.positions_like(self._whole_rows(given).shape[:-1]) if tokens is None else tokens
-        router = _with_whole_features(self.inner.router) if self._splits_features else self.inner.router
-        if isinstance(router, nn.ExpertChoiceRouter):
-            y, aux = self._taken(router, given, tokens.fold_in(nn.ROUTER))
+        own = self._own(tokens, given.shape[-2])
+        routing = self._routed(given, tokens, own)
+        if isinstance(routing, nn.Slots):
+            y, aux = self._taken(given, routing, tokens)
         else:
-            own = self._own(tokens, given.shape[-2])
-            routing = router(given, own.fold_in(nn.ROUTER))
             y, dropped = self._chosen(given, routing, own)
             aux = self.inner.aux_of_routing(routing, own, dropped, self._total, self._row_total)
             if self._splits_tokens:
@@ -70,6 +68,19 @@ class SplitMoE(nn.Routed):
 
     def _row_total(self, x: Array) -> Array:
         return _sum(x, (CONTEXT, *(TENSOR,) * self._splits_tokens))
+
+    def _routed(self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens, own: nn.Tokens) -> Any:
+        """What the router gives; where a choice depends on other tokens too, it sees the whole rows, `tokens`."""
+        router, stream, own = self.inner.router, self.stream, own.fold_in(nn.ROUTER)
+        if stream is None:
+            return router(x, own)
+        assert isinstance(router, Sliced)
+        if self._splits_tokens and router.whole.facts().among != "token":
+            routing = router.whole(self._whole_rows(x), tokens.fold_in(nn.ROUTER))
+            return routing if isinstance(routing, nn.Slots) else jax.tree.map(stream.routed.own, routing)
+        once = lambda leaf: counted_once(stream, leaf) if nn.is_trainable(leaf) else _same(leaf)
+        routing = router.whole(x, own)
+        return jax.tree.map(once, routing) if router.is_split and not self._splits_tokens else routing
 
     def _own(self, tokens: nn.Tokens, size: int) -> nn.Tokens:
         """The tokens that this device routes."""
@@ -137,13 +148,13 @@ class SplitMoE(nn.Routed):
         given = nn.look_up(back, jnp.maximum(slot, 0))
         return nn.dispatch.combine(given, weights), jnp.sum((choices >= 0) & ~has_slot, dtype=jnp.int32)
 
-    def _taken(self, router: nn.ExpertChoiceRouter, x: Array, tokens: nn.Tokens) -> tuple[Array, nn.Aux]:
-        """What experts that choose their tokens add, and what they took; they choose among whole rows."""
-        x = self._whole_rows(x)
-        slots, experts = router(x, tokens), self._experts()
+    def _taken(self, x: Array, slots: nn.Slots, tokens: nn.Tokens) -> tuple[Array, nn.Aux]:
+        """What experts that have chosen tokens of whole rows add, and what they took."""
+        x, experts = self._whole_rows(x), self._experts()
         aux = nn.aux_of_slots(slots, tokens, x)
         if self.stream is not None:  # the same on all devices of the axis
             aux = jax.tree.map(_same, aux)
+            slots = slots if self._splits_tokens else jax.tree.map(self._whole_rows, slots)
         if jax.lax.axis_size(EXPERT) == 1:
             return self._reduced(nn.dispatch.run_slots(experts, x, slots)), aux
         rows, slots = jax.tree.map(_to_all, (x, slots))
@@ -193,13 +204,3 @@ def _of_hidden_features(leaf: Any, names: Any) -> Any:
     if of_embed < hidden[0]:  # of two dims the last is split, which in a map is the one that it contracts
         return leaf
     return send.all_to_all("features of experts", leaf, TENSOR, hidden[0], of_embed)
-
-
-def _with_whole_features(router: PyTree) -> Any:
-    def whole(linear: Any) -> Any:
-        plain = nn.dense(linear.inner if isinstance(linear, Watched) else linear)
-        # No longer a `Watched` map: its weight is not the parameter itself.
-        return eqx.tree_at(lambda m: m.weight, plain, gather_parameter(plain.weight, -1))
-
-    is_split = lambda node: nn.is_map(node) and node.inputs == ("embed",)
-    return jax.tree.map(lambda node: whole(node) if is_split(node) else node, router, is_leaf=nn.is_map)

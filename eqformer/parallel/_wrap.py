@@ -15,7 +15,7 @@ from .context._context import ContextCore, refuse_recurrence
 from .layouts._layout import dim_over
 from .state._gather import gather_parameter
 from .tensor._stream import Stream
-from .tensor._tensor import is_split, TensorMixer, Whole
+from .tensor._tensor import is_split, Sliced, TensorMixer, Whole
 from .tensor._vocabulary import HeadInput, own_rows, rows_of_features
 
 
@@ -44,10 +44,11 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
             shared = replace(module.shared, kinds, wrap, spec.shared, shape.shared, name.shared)
             if isinstance(shared, nn.GatedShared):
                 shared = eqx.tree_at(lambda m: m.gate, shared, stream.gate(shared.gate))
-            return eqx.tree_at(lambda m: m.shared, module, shared, is_leaf=_is_none)
+            parts = lambda m: (m.router, m.shared)
+            return eqx.tree_at(parts, module, (sliced(module.router, spec.router), shared), is_leaf=_is_none)
         if is_split(module):
             return stream.layer(module, shape, spec, name)
-        return Whole(module, stream, _split_dims(module, spec))
+        return Whole(sliced(module, spec), stream)
 
     whole = model
     model = replace(model, kinds, wrap, specs, shapes, names)
@@ -76,11 +77,11 @@ def split_mixtures(model: PyTree, method: str, factor: float, stream: Stream | N
     return replace(model, nn.MoE, lambda moe: SplitMoE(moe, method, factor, stream))
 
 
-def _split_dims(module: PyTree, specs: PyTree) -> tuple[int | None, ...]:
-    """For each array the dim, counted from the end, that the axis `tensor` splits."""
+def sliced(module: PyTree, specs: PyTree) -> Sliced:
+    """A module to be put together where it runs, by the dims that the axis `tensor` splits."""
     dim = lambda x, spec: None if (found := dim_over(spec, TENSOR)) is None else found - x.ndim
     columns = map(jax.tree.structure(module).flatten_up_to, (module, specs))
-    return tuple(dim(x, spec) for x, spec in zip(*columns, strict=True) if eqx.is_array(x))
+    return Sliced(module, tuple(dim(x, spec) for x, spec in zip(*columns, strict=True) if eqx.is_array(x)))
 
 
 def _split_vocabulary(

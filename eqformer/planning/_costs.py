@@ -7,7 +7,6 @@ import jax
 from jaxtyping import PyTree
 
 from ..nn import (
-    ExpertChoiceRouter,
     is_trainable,
     linear_maps,
     Mask,
@@ -96,6 +95,5 @@ def _idle(moe: MoE) -> float:
 
 def _idle_share(moe: MoE) -> float:
     """The part of its experts that a token does not take, on average."""
-    taken = moe.router.factor if isinstance(moe.router, ExpertChoiceRouter) else moe.router.top_k
-    first = linear_maps(moe.experts)[0]
-    return 1 - taken / first.shape[-len(first.sizes) - 1]
+    facts = moe.router.facts()
+    return 1 - facts.choices / facts.experts

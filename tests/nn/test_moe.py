@@ -75,7 +75,7 @@ def test_the_mixture_is_its_sum_and_tells_what_it_did(name):
     # Padding is counted nowhere and changes nobody.
     other = every(router, experts, np.where(REAL[..., None], X, np.float32(9)), tokens, dispatches)[-1]
     assert all_close(found, other)
-    assert (np.sum(chosen < 0) > PADDING * router.top_k) == (name == "random second")
+    assert (np.sum(chosen < 0) > PADDING * router.facts().choices) == (name == "random second")
     if name == "softmax":
         assert all_close(found[0], found[1]) and not all_close(found[0][0], found[2][0])
 
@@ -268,14 +268,15 @@ def test_parts_that_do_not_fit():
 
 
 class Hashed(nn.Router):
-    """Chooses by position, with no map: its experts are not counted."""
-
-    top_k: int = eqx.field(static=True, default=1)
+    """Chooses by position, with no map."""
 
     def __call__(self, x, tokens):
         chosen = (tokens.positions % EXPERTS)[..., None]
         scores = jnp.zeros((*chosen.shape[:-1], EXPERTS))
         return nn.Routing(chosen, jnp.ones(chosen.shape), scores, scores)
+
+    def facts(self):
+        return nn.RouterFacts(EXPERTS, 1, "token")
 
 
 def test_a_router_of_ones_own():

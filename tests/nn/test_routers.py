@@ -177,8 +177,8 @@ def test_dims_and_public_shape():
     names = nn.dims(eqx.filter_eval_shape(lambda: nn.TopKRouter(embed=EMBED, key=KEY, **CASES["deepseek-v3"])))
     assert names.linear.weight == "candidates embed" and names.selection_bias == "candidates"
     with pytest.raises(TypeError, match="abstract"):
-        nn.Router(2)  # pyright: ignore[reportAbstractUsage]
-    assert all(isinstance(router, nn.Router) and router.top_k == 2 for router in NOISY.values())
+        nn.Router()  # pyright: ignore[reportAbstractUsage]
+    assert all(isinstance(router, nn.Router) and router.facts().choices == 2 for router in NOISY.values())
 
 
 @pytest.mark.parametrize(

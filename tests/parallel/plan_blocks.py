@@ -12,6 +12,7 @@ from extending import beside
 from eqformer import nn
 
 
+Cosine: Any = beside("cosine").Cosine
 Fading: Any = beside("fading").Fading
 Int8Map: Any = beside("eight_bits").Int8Map
 ReZero: Any = beside("rezero").ReZero
@@ -163,6 +164,11 @@ def batch_mixture(key: Any) -> nn.Block:
     return mixture(key, nn.LoadBalance(0.5), nn.Importance(0.3), nn.NoisyLoad(0.3), router=router)
 
 
+def cosine(key: Any, rows: bool = False) -> nn.Block:
+    """A router of somebody's own, with an array that belongs to no map."""
+    return mixture(key, router=Cosine(embed=EMBED, mlp=12, experts=8, rows=rows, key=key))
+
+
 def choosing_experts(key: Any) -> nn.Block:
     """Experts that choose their tokens."""
     one, two, three = jax.random.split(key, 3)
@@ -230,6 +236,8 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "weighed inputs": (weighed_inputs,),
     "batch mixture": (batch_mixture,),
     "choosing experts": (choosing_experts,),
+    "cosine": (cosine,),
+    "cosine rows": (functools.partial(cosine, rows=True),),
     "recurrence": (recurrence,),
     "fading": (fading,),
     "whole fading": (functools.partial(fading, mixer=WholeFading),),

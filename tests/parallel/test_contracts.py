@@ -9,12 +9,14 @@ import layout
 import numpy as np
 import plan_controls as control
 import pytest
-from plan_blocks import Int8Map
-from plan_models import model_of
+from _sent import by_cause, counted_bytes, sent_bytes
+from haste import HASTE
+from plan_blocks import Cosine, Int8Map
+from plan_models import batch_of, model_of
 from plan_parity import Case, differences, of_one_device, of_plan, place
 
-from eqformer import generation, nn, planning
-from eqformer.parallel import Planned, whole_mixers
+from eqformer import generation, nn, planning, training
+from eqformer.parallel import _mixture, EXPERT, Planned, whole_mixers
 from eqformer.parallel._vary import own_part
 from eqformer.parallel.tensor import _stream, _tensor
 
@@ -180,6 +182,75 @@ def test_a_mixer_of_ones_own_is_counted():
     silent = eqx.tree_at(mixer, model, Silent(mixer(model)))
     count = functools.partial(planning.flops_per_token, seq=16, backward=False)
     assert count(model) - count(silent) == 4 * 3 * 8 * 6
+
+
+ROUTED = [
+    Case("cosine", {"expert": 2, "tensor": 2}, {"residual": "feature"}),
+    Case("cosine", {"expert": 2, "tensor": 2}, {"expert_method": "exchange", "expert_factor": 8.0}),
+    Case("cosine rows", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "residual": "sequence"}),
+]
+MORE_ROUTED = [
+    Case("cosine rows", {"expert": 2, "tensor": 2}, {"residual": "feature"}),
+    Case("cosine", {"fsdp": 2, "expert": 2, "context": 2}, {"zero": 2}),
+    Case("cosine", {"pipe": 2, "tensor": 2}, STAGES),
+]
+
+
+@pytest.mark.parametrize("case", named(ROUTED, MORE_ROUTED))
+def test_a_router_of_ones_own_chooses_as_on_one_device(case):
+    assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
+
+
+def test_a_router_that_needs_rows_must_say_so(monkeypatch):
+    """Each device would take the mean of its own tokens."""
+    alone = nn.RouterFacts(8, 2, "token")
+    want = of_one_device(ROUTED[2])
+    with monkeypatch.context() as patched:
+        patched.setattr(Cosine, "facts", lambda self: alone)
+        assert max(differences(of_plan(ROUTED[2]), want, ROUNDING).values()) > 1e-3
+    model = model_of("cosine rows")
+    with pytest.raises(ValueError, match=r"context=2: .*layer has a Cosine, whose choices depend on whole rows"):
+        Case("cosine rows", {"context": 2}).plan.check(model, rows=8, seq=16)
+    Case("cosine", {"context": 2}).plan.check(model_of("cosine"), rows=8, seq=16)
+
+
+def test_a_router_in_slices_is_put_together_and_counts_once(monkeypatch):
+    case = ROUTED[1]
+    want = of_one_device(case)
+    monkeypatch.setattr(_mixture, "counted_once", lambda stream, y: stream.summed("maps to the stream", y))
+    assert max(differences(of_plan(case), want, ROUNDING).values()) > 1e-3
+
+
+def test_a_router_of_ones_own_is_counted():
+    """A token takes two of eight experts; beside them there is the map to twelve numbers, for one to eight."""
+    plain, own = model_of("mixture"), model_of("cosine")
+    count = functools.partial(planning.flops_per_token, seq=16, backward=False)
+    assert count(own) - count(plain) == 4 * 2 * 32 * (12 - 8)
+    idle = lambda model: planning.parameter_count(model) - planning.parameter_count(model, active=True)
+    assert idle(own) == idle(plain) == 4 * 6 * (3 * 32 * 16 + 2 * 16 + 32)
+
+
+def test_bytes_that_experts_of_a_foreign_router_send():
+    case = Case("cosine", {"expert": 2, "fsdp": 2}, {"expert_method": "exchange", "expert_factor": 2.0})
+    model, plan = model_of(case.model), case.plan
+    gradients = training.planned_gradients(plan)(training.next_token_loss, 1)
+    arrays, rest = eqx.partition(place(model, plan), eqx.is_array)
+    run = jax.jit(lambda arrays, batch, key: gradients(eqx.combine(arrays, rest), batch, key))
+    program = run.lower(arrays, batch_of(model), KEY).compile(compiler_options=HASTE)
+    counted = counted_bytes(plan, planning.communication(program, mesh=plan.mesh))
+    told = by_cause(sent_bytes(plan, model, rows=8, seq=16))
+    assert counted[EXPERT] == pytest.approx(told[EXPERT], rel=0.03)
+
+
+def test_a_routers_own_rule_rebalances_it():
+    model = model_of("cosine")
+    aux = of_one_device(ROUTED[0]).aux
+    router = lambda model: model.stacks[0].blocks.feed_forward.layer.router
+    moved = router(training.rebalanced(model, aux, 0.1)).handicap
+    load = np.asarray(aux[0].load)
+    assert load.shape == (4, 8) and np.ptp(load) > 0
+    expected = router(model).handicap + 0.1 * (load / load.mean(-1, keepdims=True) - 1)
+    np.testing.assert_allclose(moved, expected, atol=1e-6)
 
 
 class Silent(nn.Mixer):

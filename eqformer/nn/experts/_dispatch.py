@@ -10,11 +10,12 @@ from jaxtyping import Array, Float, Int
 from .._counting import check_indices, even_share
 from .._dtype import at_least_float32
 from .._sums import look_up, wide_product
+from ._contract import Dispatch, RouterFacts
 from ._experts import Experts
 from ._routing import Routing, Slots
 
 
-class Dropless(eqx.Module):
+class Dropless(Dispatch):
     """Dropless dispatch: choices are sorted by expert, and products are grouped products (MegaBlocks).
 
     Results are summed for each token in float32 at least and in the order of its choices, so that they do not depend on
@@ -45,8 +46,12 @@ class Dropless(eqx.Module):
         """Itself."""
         return self
 
+    def among(self, facts: RouterFacts) -> str:
+        """All choices are kept."""
+        return "token"
 
-class Capacity(eqx.Module):
+
+class Capacity(Dispatch):
     """Each expert has `ceil(factor * choices / experts)` slots in a group; choices beyond these are dropped.
 
     Padding chooses no expert and is not counted, so that rows may be padded to any length.
@@ -108,13 +113,17 @@ class Capacity(eqx.Module):
         dropped = (grouped >= 0) & (slot < 0)
         return jnp.where(dropped, -1, grouped).reshape(chosen.shape), jnp.sum(dropped, dtype=jnp.int32)
 
-    def without_drops(self, experts: Experts, routing: Routing) -> "Dropless | Capacity":
+    def without_drops(self, experts: Experts, routing: Routing) -> Dispatch:
         """A dispatch that drops nothing: `Dropless`, or a slot for every token if experts are not made of `Linear`s.
 
         The experts may be those of one device; `routing` is of all.
         """
         number, top_k = routing.scores.shape[-1], routing.experts.shape[-1]
         return Dropless() if experts.only_call_maps() else Capacity(number / top_k, self.per)
+
+    def among(self, facts: RouterFacts) -> str:
+        """Slots are counted `per` row or batch, unless there are as many as tokens: a token takes an expert once."""
+        return self.per if self.factor * facts.choices < facts.experts else "token"
 
     def _slots(self, chosen: Int[Array, "*batch seq top_k"], experts: int) -> tuple[Array, Array, int]:
         """Choices by group, the slot of each or -1, and slots an expert."""

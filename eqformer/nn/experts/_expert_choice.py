@@ -11,10 +11,11 @@ from .._counting import even_share
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._tokens import Tokens
+from ._contract import Router, RouterFacts
 from ._routing import best_places, is_real, router_logits, Slots
 
 
-class ExpertChoiceRouter(eqx.Module):
+class ExpertChoiceRouter(Router):
     """Each expert takes the `ceil(factor * n / experts)` tokens that score it highest (Zhou et al. 2022, eq. 1-2).
 
     Scores are the softmax over experts, and the weights; equal scores: the earlier token. `n` counts the real tokens of
@@ -62,3 +63,7 @@ class ExpertChoiceRouter(eqx.Module):
         number = jnp.sum(real, axis=-1, keepdims=True, dtype=jnp.int32)
         is_filled = jnp.arange(capacity, dtype=jnp.int32) < even_share(self.factor, number, experts)
         return Slots(jnp.where(is_filled, token, -1), jnp.where(is_filled, weight, 0))
+
+    def facts(self) -> RouterFacts:
+        """Experts choose, so that a token takes `factor` on average."""
+        return RouterFacts(self.linear.sizes["candidates"], self.factor, self.per, gives_slots=True)

@@ -10,14 +10,13 @@ from jaxtyping import Array, Float, Int, Key
 from .._aux import Aux
 from .._contracts import Routed
 from .._linear import Linear
-from .._linear_map import linear_maps, LinearMap
+from .._linear_map import LinearMap
 from .._sums import wide_product
 from .._tokens import Tokens, tokens_or_default
 from ._balance import alone, BalanceLoss, Total
-from ._dispatch import Capacity, Dropless, run_slots
-from ._expert_choice import ExpertChoiceRouter
+from ._contract import Dispatch, Router
+from ._dispatch import Dropless, run_slots
 from ._experts import Experts
-from ._router import Router
 from ._routing import is_real, Routing, Slots
 
 
@@ -31,39 +30,38 @@ class MoE(Routed):
     `shared(x) + sum_k experts[i_k](w_k x)` (Llama 4).
     """
 
-    router: Router | ExpertChoiceRouter
+    router: Router
     experts: Experts
-    dispatch: Dropless | Capacity
+    dispatch: Dispatch
     shared: Callable[[Array], Array] | None
     losses: tuple[BalanceLoss, ...]
     weighs_inputs: bool = eqx.field(static=True)
 
     def __init__(
         self,
-        router: Router | ExpertChoiceRouter,
+        router: Router,
         experts: Experts,
         *,
-        dispatch: Dropless | Capacity | None = None,
+        dispatch: Dispatch | None = None,
         shared: Callable[[Array], Array] | None = None,
         losses: tuple[BalanceLoss, ...] = (),
         weighs_inputs: bool = False,
     ):
         """Put the parts together. Raises a `ValueError` where they do not fit, or `losses` have nothing to read."""
-        choosing = isinstance(router, ExpertChoiceRouter)
-        scored = candidates(router, len(experts))
-        if scored != len(experts):
+        facts, name = router.facts(), type(router).__name__
+        if facts.experts != len(experts):
             raise ValueError(
-                f"MoE(router, experts): the router chooses among {scored} experts and there are {len(experts)}; "
+                f"MoE(router, experts): the router chooses among {facts.experts} experts and there are {len(experts)}; "
                 "build both for one number."
             )
-        if losses and isinstance(router, ExpertChoiceRouter):
+        if losses and facts.gives_slots:
             raise ValueError(
-                f"MoE(ExpertChoiceRouter, losses={losses}): experts that choose their tokens are equally busy by "
+                f"MoE({name}, losses={losses}): experts that choose their tokens are equally busy by "
                 "construction; pass no losses."
             )
-        if weighs_inputs and choosing:
+        if weighs_inputs and facts.gives_slots:
             raise ValueError(
-                "MoE(ExpertChoiceRouter, weighs_inputs=True): experts that choose their tokens weigh what they give; "
+                f"MoE({name}, weighs_inputs=True): experts that choose their tokens weigh what they give; "
                 "leave weighs_inputs out, or take a router by which tokens choose."
             )
         self.weighs_inputs = weighs_inputs
@@ -84,7 +82,7 @@ class MoE(Routed):
             aux = self.aux_of_routing(routing, tokens, dropped)
         return (y if self.shared is None else y + self.shared(x)), aux
 
-    def dispatch_of(self, tokens: Tokens, routing: Routing) -> Dropless | Capacity:
+    def dispatch_of(self, tokens: Tokens, routing: Routing) -> Dispatch:
         """How these tokens come to experts: by `dispatch` in training, by one that drops none elsewhere."""
         return self.dispatch if tokens.is_training else self.dispatch.without_drops(self.experts, routing)
 
@@ -105,6 +103,10 @@ class MoE(Routed):
         entropy = jnp.where(real, -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1), 0)
         load = jnp.sum(counts, axis=tuple(range(counts.ndim - 1)), dtype=jnp.int32)
         return Aux(loss, load, dropped, jnp.sum(entropy), jnp.sum(real, dtype=jnp.int32))
+
+    def rebalanced(self, aux: Aux, rate: float | Float[Array, ""]) -> "MoE":
+        """With its router rebalanced by the load."""
+        return eqx.tree_at(lambda m: m.router, self, self.router.rebalanced(aux.load, rate))
 
 
 class GatedShared(eqx.Module):
@@ -128,12 +130,6 @@ def aux_of_slots(slots: Slots, tokens: Tokens, x: Float[Array, "*batch seq embed
     load = jnp.sum(slots.token >= 0, axis=(0, 2), dtype=jnp.int32)
     real = jnp.sum(is_real(tokens, x.shape[:-1]), dtype=jnp.int32)
     return Aux(zero, load, jnp.zeros((), jnp.int32), zero, real)
-
-
-def candidates(router: Router | ExpertChoiceRouter, otherwise: int) -> int:
-    """How many experts the router scores, by its map to `candidates`; unknown of one without such a map."""
-    scoring = [linear for linear in linear_maps(router) if linear.outputs == ("candidates",)]
-    return scoring[0].sizes["candidates"] if scoring else otherwise
 
 
 ROUTER = 2  # folded into tokens' keys, where a block's dropouts fold 0 and 1

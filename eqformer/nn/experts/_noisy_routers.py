@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Key
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._tokens import Tokens
-from ._router import Router
+from ._contract import Router, RouterFacts
 from ._routing import best_places, check_top_k, drawn_each, router_logits, Routing, routing_of
 
 
@@ -46,6 +46,10 @@ class NoisyTopKRouter(Router):
         load = self._load(logits, noisy, deviation)
         return routing_of(tokens, experts, weights, jax.nn.softmax(noisy), logits, load)
 
+    def facts(self) -> RouterFacts:
+        """Each token chooses `top_k`."""
+        return RouterFacts(self.linear.sizes["candidates"], self.top_k, "token")
+
     def _load(
         self,
         logits: Float[Array, "*batch seq experts"],
@@ -74,11 +78,6 @@ class RandomSecondRouter(Router):
         check_top_k("RandomSecondRouter", 2, experts)
         self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=key)
 
-    @property
-    def top_k(self) -> int:
-        """Two."""
-        return 2
-
     def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Routing:
         """Choose one or two experts for each token."""
         logits = router_logits(self.linear, x)
@@ -89,3 +88,7 @@ class RandomSecondRouter(Router):
             taken = jnp.concatenate([jnp.ones_like(draws, bool), 2 * weights[..., 1:] > draws], axis=-1)
             experts, weights = jnp.where(taken, experts, -1), jnp.where(taken, weights, 0)
         return routing_of(tokens, experts, weights, jax.nn.softmax(logits), logits)
+
+    def facts(self) -> RouterFacts:
+        """Each token chooses two at most."""
+        return RouterFacts(self.linear.sizes["candidates"], 2, "token")

@@ -1,33 +1,20 @@
 """Routers that send each token to its best experts."""
 
-import abc
 from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, Num
 
 from .._dims import float32_at_least
 from .._dtype import at_least_float32
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._tokens import Tokens
+from ._balance import updated_selection_bias
+from ._contract import Router, RouterFacts
 from ._routing import best_places, check_top_k, drawn_each, normalised, router_logits, Routing, routing_of
-
-
-class Router(eqx.Module):
-    """Chooses experts for each token by itself, in float32 at least, and none for padding.
-
-    Noise is drawn from each token's own key and there is none without keys, so a token's experts are the same in any
-    batch and on any mesh.
-    """
-
-    top_k: eqx.AbstractVar[int]
-
-    @abc.abstractmethod
-    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Routing:
-        """Choose `top_k` experts for each token, and their weights."""
 
 
 class TopKRouter(Router):
@@ -105,6 +92,16 @@ class TopKRouter(Router):
             weights = jnp.take_along_axis(scores, experts, axis=-1)
             weights = normalised(weights) if self.normalise else weights
         return routing_of(tokens, experts, self.scale * weights, scores, logits)
+
+    def facts(self) -> RouterFacts:
+        """Each token chooses `top_k`."""
+        return RouterFacts(self.linear.sizes["candidates"], self.top_k, "token")
+
+    def rebalanced(self, load: Num[Array, "*layers experts"], rate: float | Float[Array, ""]) -> "TopKRouter":
+        """With its selection bias, where it has one, moved towards an even load (`updated_selection_bias`)."""
+        if self.selection_bias is None:
+            return self
+        return eqx.tree_at(lambda r: r.selection_bias, self, updated_selection_bias(self.selection_bias, load, rate))
 
     def _chosen(self, scores: Float[Array, "*batch seq experts"]) -> Int[Array, "*batch seq top_k"]:
         merit = jax.lax.stop_gradient(scores)

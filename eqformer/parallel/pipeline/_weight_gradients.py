@@ -20,6 +20,7 @@ from .._axes import FSDP
 from .._vary import vary
 from ..state._fully_sharded import Gathered
 from ..state._stand_ins import scatter
+from ..tensor._tensor import Sliced
 from ._taps import Notes, Seen, Tapped
 
 
@@ -114,8 +115,8 @@ def weight_gradients(blocks: PyTree, products: dict[int, tuple[Array, Array]]) -
 
 
 def _is_node(node: Any) -> bool:
-    # Experts are taken as one: their maps run many matrices at once.
-    return isinstance(node, nn.DenseMap | nn.Experts)
+    # Taken as one are experts, whose maps run many matrices at once, and what is put together over `tensor`.
+    return isinstance(node, nn.DenseMap | nn.Experts | Sliced)
 
 
 def _is_map(node: Any) -> bool:

@@ -61,40 +61,31 @@ def leaves_of(
 
 
 def _in_routers(model: nn.Transformer) -> PyTree:
-    is_router = lambda node: isinstance(node, nn.Router | nn.ExpertChoiceRouter)
-    everywhere = lambda node: jax.tree.map(lambda _: is_router(node), node)
-    return jax.tree.map(everywhere, model, is_leaf=is_router)
+    is_router = lambda node: isinstance(node, nn.Router)
+    return jax.tree.map(lambda node: _everywhere(node, is_router(node)), model, is_leaf=is_router)
 
 
 def _in_slices(model: nn.Transformer, stream: Stream | None) -> PyTree:
     """Whether an array that is replicated over `tensor` is used with split activations, so its gradient is partial.
 
-    With a replicated stream these are the arrays within layers, except for biases that are added after the reduction,
-    and tables, of which each device uses a part.
+    With a replicated stream these are the arrays within mixers, feed-forward layers and experts, except for biases that
+    are added after the reduction, and tables at the ends, of which each device uses a part.
     """
-    everywhere = lambda node: jax.tree.map(lambda _: True, node)
-    if stream is None:
-        return jax.tree.map(lambda _: False, model)
-    if not stream.is_whole:
-        return everywhere(model)
+    if stream is None or not stream.is_whole:
+        return _everywhere(model, stream is not None)
 
     def mark(node: Any) -> Any:
-        if not is_kind(node):
-            return False
-        if isinstance(node, nn.GatedShared):
-            unmarked = jax.tree.map(lambda _: False, node)
-            return eqx.tree_at(lambda m: m.layer, unmarked, jax.tree.map(mark, node.layer, is_leaf=is_kind))
-        if isinstance(node, nn.Router):
-            return jax.tree.map(lambda _: False, node)
-        marks = everywhere(node)
-        if isinstance(node, nn.Experts | nn.ExpertChoiceRouter):
-            return marks
-        if isinstance(node, nn.Mixer) and not is_split(node):  # run whole, and the first device's result taken
+        marks = _everywhere(node, isinstance(node, layers))
+        if not is_split(node):
             return marks
         biases = lambda m: [linear.bias for linear in stream_maps(m, "outputs") if linear.bias is not None]
         return eqx.tree_at(biases, marks, [False] * len(biases(marks)))
 
-    is_kind = lambda node: isinstance(node, kinds)
-    layers = (nn.Mixer, nn.FeedForward, nn.GatedShared)
-    kinds = (*layers, nn.Experts, nn.Router, nn.ExpertChoiceRouter, nn.Embedding, nn.LinearMap)
-    return jax.tree.map(mark, model, is_leaf=is_kind)
+    layers = (nn.Mixer, nn.FeedForward, nn.Experts)
+    marks = jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, layers))
+    ends = lambda m: (m.embedding, m.head)
+    return eqx.tree_at(ends, marks, _everywhere(ends(model), True), is_leaf=lambda node: node is None)
+
+
+def _everywhere(tree: PyTree, value: bool) -> PyTree:
+    return jax.tree.map(lambda _: value, tree)

@@ -80,30 +80,49 @@ class TensorMixer(nn.Mixer):
 
 
 class Whole(nn.Mixer):
-    """A mixer whose `facts()` name no heads to split: every device runs the whole of it, on all tokens and features.
+    """A mixer whose `facts()` name no heads to split: every device runs the whole of it, on all tokens and features."""
 
-    Arrays that the layout splits by the names of their dims are gathered for it; `dims` has the dim of each, counted
-    from the end, or None. Its output, which all devices have computed, is not summed: of a split stream each device
-    keeps its part, and a replicated one is the first device's.
-    """
-
-    inner: nn.Mixer
+    inner: "Sliced"
     stream: Stream = eqx.field(static=True)
-    dims: tuple[int | None, ...] = eqx.field(static=True)
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
         """The mixer's own call; `x` is what this device holds of the stream, `tokens` are whole rows'."""
-        y, cache = gathered(self.inner, self.dims)(self.stream.whole("maps from the stream", x), tokens, cache)
-        if not self.stream.is_whole:
-            return self.stream.own(y), cache
-        first = jnp.where(jax.lax.axis_index(TENSOR) == 0, y, jnp.zeros_like(y))
-        return checkpoint_name(self.stream.summed("maps to the stream", first), "product"), cache
+        y, cache = self.inner.whole(self.stream.whole("maps from the stream", x), tokens, cache)
+        return counted_once(self.stream, y), cache
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The mixer's own empty cache."""
-        return gathered(self.inner, self.dims).init_cache(batch, capacity, dtype)
+        return self.inner.whole.init_cache(batch, capacity, dtype)
+
+
+class Sliced(eqx.Module):
+    """A module that every device runs whole, though the layout may split its arrays by the names of their dims.
+
+    `dims` has the dim, counted from the end, along which each of them is a slice over `tensor`, or None.
+    """
+
+    inner: PyTree
+    dims: tuple[int | None, ...] = eqx.field(static=True)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any array is."""
+        return any(dim is not None for dim in self.dims)
+
+    @property
+    def whole(self) -> Any:
+        """The module with its arrays put together."""
+        return gathered(self.inner, self.dims)
+
+
+def counted_once(stream: Stream, y: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Of an output that all devices have computed, not to be summed: each its part, or the first device's for all."""
+    if not stream.is_whole:
+        return stream.own(y)
+    first = jnp.where(jax.lax.axis_index(TENSOR) == 0, y, jnp.zeros_like(y))
+    return checkpoint_name(stream.summed("maps to the stream", first), "product")
 
 
 def gathered(module: PyTree, dims: tuple[int | None, ...]) -> Any:
