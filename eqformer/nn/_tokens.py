@@ -33,12 +33,12 @@ class Tokens(eqx.Module):
 
     @property
     def are_whole_rows(self) -> bool:
-        """Whether `whole_rows` is said of these tokens themselves, and not of rows that they are a part of."""
+        """Whether `whole_rows` is set for these tokens themselves, not for longer rows that they are a part of."""
         return self.segments is None and self.whole_rows == self.positions.shape[-1]
 
     @property
     def is_training(self) -> bool:
-        """Whether layers may do to these tokens what training alone asks for: noise, dropout, full experts."""
+        """Whether the tokens are trained on, so that layers use dropout, router noise and experts' capacities."""
         return self.keys is not None
 
     def fold_in(self, number: int | Int[Array, ""]) -> "Tokens":

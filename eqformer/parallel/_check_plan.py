@@ -53,7 +53,7 @@ def check_choices(plan: Placement) -> None:
 
 def check_model(plan: Placement, model: nn.Transformer) -> None:
     """Raise a `ValueError` where the plan's mesh cannot split this model; `model` may be shapes."""
-    if plan.is_pipelined:  # first, since what it says of depths helps more than what layouts say of the dim `layers`
+    if plan.is_pipelined:  # first: its message on depth is clearer than that of layouts on the dim `layers`
         check_depth(sum(stack.depth for stack in model.stacks), plan.size(PIPE), plan.timetable().chunks)
         model = plan.shapes(model)
     specs = plan.parameter_specs(model)
@@ -132,7 +132,7 @@ def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None
             raise ValueError(
                 f"Plan over tensor={plan.size(TENSOR)}: {nn.path_name(path)} would be split by the names of its dims, "
                 "but no transform knows how to run the module that it is in on a slice; name its dims otherwise, or "
-                "build it of attentions and feed-forward layers of eqformer.nn."
+                "make the module an nn.Mixer or nn.FeedForward."
             )
     if plan.stream is not None and plan.stream.splits_features:
         holders = _holders_of_key_heads(model)
@@ -149,7 +149,7 @@ def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None
                 raise ValueError(
                     f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} is a {type(part).__name__}, "
                     "which would be given a slice of each token's features and take it for all; take "
-                    "residual='replicated' or 'sequence', or a layer or norm of eqformer.nn."
+                    "residual='replicated' or 'sequence', or an nn.Mixer, nn.FeedForward, nn.MoE or nn.Norm."
                 )
 
 

@@ -35,7 +35,7 @@ class _Method(Entry):
     """How experts are chosen: one by one, in which case there are no groups, or from groups."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """That there are no groups, whatever else is said of them, or nothing."""
+        """A single group where choices are greedy, whatever other attributes say of groups; else nothing."""
         published.expect("topk_method", "greedy", "group_limited_greedy")
         is_greedy = published.take("topk_method", "greedy") == "greedy"
         return {"groups": 1, "kept_groups": 1} if is_greedy else {}

@@ -1,7 +1,7 @@
 """Decoders in the manner of GShard (Lepikhin et al. 2020) and Switch (Fedus et al. 2021): every other layer a mixture.
 
 Both papers' models are encoders and decoders with relative positions; these are decoders alone, with rotary positions.
-What they say of experts is followed: where they stand, how they are chosen, how many slots they have, and the losses.
+Their experts are as in the papers: which layers have them, how they are chosen, how many slots they have, the losses.
 """
 
 import dataclasses
