@@ -55,8 +55,8 @@ def batch_shapes(recipe: Recipe) -> Batch:
 
     def make() -> Batch:
         ids, weights, examples = jnp.zeros(row, jnp.int32), jnp.zeros(row), jnp.zeros(row[:1], jnp.int32)
-        packed = (ids, ids) if recipe.text.packing == "documents" else ()
-        return Batch(ids, ids, weights, examples, *packed)
+        places = ids if recipe.text.packing == "documents" else None  # positions and segments
+        return Batch(ids, ids, weights, examples, places, places)
 
     return eqx.filter_eval_shape(make)
 
