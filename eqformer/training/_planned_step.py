@@ -114,15 +114,28 @@ def planned_step(
 
 
 def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
-    """The sharding of each array of a `TrainState` (of arrays or shapes), as a tree like it; None for other leaves."""
-    whole = PartitionSpec()
-    of_parameters = plan.state_specs(optimizer.trained(state.model))
-    memory = optimizer.map_state(lambda _, spec: spec, state.optimizer_state, of_parameters, other=whole)
+    """The sharding of each array of a `TrainState` (of arrays or shapes), as a tree like it; None for other leaves.
+
+    Raises a `ValueError` for an optimizer whose state has another shape than the parameter.
+    """
+    whole, parameters = PartitionSpec(), optimizer.trained(state.model)
+    specs_and_shapes = plan.state_specs(parameters), parameters
+    memory = optimizer.map_state(_spec_of_memory, state.optimizer_state, *specs_and_shapes, other=whole)
     scale = jax.tree.map(lambda _: whole, state.loss_scale)
     parts = plan.parameter_specs(state.model), memory, whole, whole, whole, scale
     fields = lambda s: (s.model, s.optimizer_state, s.step, s.skipped, s.skipped_in_a_row, s.loss_scale)
     specs = eqx.tree_at(fields, state, parts, is_leaf=_is_none)
     return shardings(specs, plan.mesh)
+
+
+def _spec_of_memory(held: Any, spec: PartitionSpec, parameter: Any) -> PartitionSpec:
+    """The spec of what an optimizer holds for a parameter."""
+    if held.shape != parameter.shape:
+        raise ValueError(
+            f"state_shardings: the optimizer holds an array of shape {held.shape} for a parameter of shape "
+            f"{parameter.shape}, but under a plan it is laid out like the parameter; hold it in the parameter's shape."
+        )
+    return spec
 
 
 class _Local:
