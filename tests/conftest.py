@@ -5,6 +5,7 @@ a few times.
 """
 
 import gc
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ import pytest
 
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+TESTS = itertools.count(1)
 
 
 def pytest_collection_finish():
@@ -32,17 +34,30 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 50)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forgotten_programs():
-    """Programs of finished files are let go before the system's limit of mappings a process ends the worker.
+def forget_programs(most: int) -> None:
+    """Let programs go before the system's limit of mappings a process ends the worker, and before memory is full.
 
-    Each function that XLA compiles for the CPU takes three, and Linux allows 65,530; beyond them compiling segfaults.
+    Each function that XLA compiles for the CPU takes three mappings, and Linux allows 65,530; beyond them compiling
+    segfaults.
     """
-    yield
     mappings = Path("/proc/self/maps")
-    if mappings.exists() and mappings.read_bytes().count(b"\n") > 12_000:
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > most:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_programs():
+    """Programs of finished files are let go; those of a file that is not finished only if there are very many."""
+    yield
+    forget_programs(12_000)
+
+
+@pytest.fixture(autouse=True)
+def forgotten_programs_of_long_files():
+    yield
+    if next(TESTS) % 16 == 0:
+        forget_programs(24_000)
 
 
 @pytest.fixture(autouse=True)
