@@ -67,13 +67,14 @@ WIDER = [
 ]
 
 
-def program_of(case: Case, model: Any = None) -> Any:
+def program_of(case: Case, model: Any = None, batch: Any = None, loss: Any = next_token_loss) -> Any:
     """The trace of the gradients, under the case's plan or on one device."""
     model = model_of(case.model, case.remat, case.dtypes) if model is None else model
     of_batch = planned_gradients(case.plan) if case.mesh else accumulated_gradients
-    function = of_batch(next_token_loss, case.accumulate)
+    function = of_batch(loss, case.accumulate)
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
-    arrays, rest = eqx.partition((model, batch_of(model), jax.random.key(7)), is_array)
+    batch = batch_of(model) if batch is None else batch
+    arrays, rest = eqx.partition((model, batch, jax.random.key(7)), is_array)
     return jax.make_jaxpr(lambda arrays: eqx.filter(function(*eqx.combine(arrays, rest)), eqx.is_array))(arrays)
 
 

@@ -11,8 +11,10 @@ import numpy as np
 import plan_controls as control
 import pytest
 from extending import beside
+from narrow_sums import narrow_sums
 from plan_models import batch_of, model_of, plan_over
 from plan_parity import alone, Case, differences, leaf_differences, place, under
+from test_narrow_sums import MEANT_OF_NARROW, not_meant, program_of
 
 from eqformer import planning, training
 from eqformer.parallel import COLLECTIVES
@@ -104,6 +106,12 @@ def test_rows_need_their_sums(monkeypatch):
     assert max(differences(of_plan(case), of_one(case.model), ROUNDING).values()) > 1e-3
 
 
+def test_it_adds_up_in_float32():
+    """Of a model in 16 bits, over tokens, rows and devices."""
+    case = EVERY_RUN[0]._replace(dtypes=("bfloat16", "bfloat16"))
+    assert not_meant(narrow_sums(program_of(case, batch=pairs("llama"), loss=loss)), MEANT_OF_NARROW) == []
+
+
 def test_half_a_group_is_refused():
     case = Case("llama", {"fsdp": 4}, {"microbatches": 2})
     with pytest.raises(
@@ -123,6 +131,17 @@ def test_nats_of_rows_and_what_is_sent():
     sent = planning.communication(found.lower(placed, batch).compile().compiled, mesh=plan.mesh)
     rows = [transfer for transfer in sent if transfer.named(COLLECTIVES) == "sums of rows"]
     assert planning.bytes_sent(rows, axes=("context",)) == planning.bytes_sent(rows) == 4 * 4  # of four rows
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    "case", [case for case in (*EVERY_RUN[1:], *GRID) if "pipe" in case.mesh], ids=lambda case: case.name
+)
+def test_nats_of_rows_come_back_in_order_from_pipelines(case):
+    model, batch, plan = model_of(case.model), pairs(case.model), case.plan
+    found = training.planned_row_nats(plan)(place(plan.to_ring_order(model), plan), batch)
+    assert np.allclose(found, eqx.filter_jit(training.row_nats)(model, batch), rtol=1e-5)
+    assert len({*np.asarray(found).tolist()}) == 8
 
 
 @pytest.mark.grid

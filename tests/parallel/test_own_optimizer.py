@@ -117,6 +117,7 @@ def test_it_is_the_formula(name):
     assert len(stayed) > 2  # a mean over all together would be another
 
 
+@pytest.mark.grid  # the page's program does as much, but for one loss
 def test_it_is_restored_under_another_mesh(tmp_path):
     """Bit by bit, and goes on as if it had been there from the start."""
     first = plan_over({"fsdp": 4, "tensor": 2}, zero=3, smallest=1)
