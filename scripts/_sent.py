@@ -135,39 +135,43 @@ def _of_tensor(
     """By the numbers of a token that the stack's sublayers gather or scatter; an all-reduce does both."""
     embed = model.embedding.weight.shape[-1]
     # A sublayer reads the stream once, and each of its maps back into it is summed by itself: of a LoRA two.
+    found, sizes = [layer for _, layer in parallel.whole_layers(stack)], _sizes_of_slices(plan, stack)
     layers = nn.modules(stack, (nn.Mixer, nn.FeedForward, nn.Experts))
-    sublayers = [layer for layer in layers if isinstance(layer, nn.Experts) or parallel.is_split(layer)]
-    whole = [layer for layer in layers if not any(layer is one for one in sublayers)]
+    sublayers = [layer for layer in layers if not any(layer is one for one in found)]
+    # Of these a mixer is given all, and another layer all features, where its arrays or these are split.
+    is_given = lambda one: stream.splits_features or (stream.is_whole and sizes[id(one)] > 0)
+    whole = [layer for layer in found if isinstance(layer, nn.Mixer) or is_given(layer)]
     outputs = sum(1 if isinstance(m, nn.Experts) else len(parallel.stream_maps(m, "outputs")) for m in sublayers)
     if stream.splits_features:
         maps = len(whole) * embed - sum(_outputs(plan, linear) for linear in nn.linear_maps(whole))
         there = forward = maps + sum(_outputs(plan, linear) for linear in nn.linear_maps(stack))
     else:
         outputs += len(whole) * stream.is_whole  # the first device's result goes to all
-        forward = (len(layers) + outputs) * embed
+        forward = (len(sublayers) + len(whole) + outputs) * embed
         there = 2 * outputs * embed if stream.is_whole else forward
     again = plan.is_pipelined * there
     if _recomputes(stack):  # all but the last output, which the next layer's input is kept for
         again += there - embed * (2 if stream.is_whole else 1)
     elif not stream.is_whole and (stack.remat != "none" or stream.overlap != "none"):
-        again += len(layers if stream.splits_tokens else whole) * embed  # what was gathered is not kept
-    sent = tokens * (2 * forward + again) * _width(model) + _of_whole_arrays(plan, stack)
+        again += (len(whole) + len(sublayers) * stream.splits_tokens) * embed  # what was gathered is not kept
+    slices = sum(sizes.values()) / len(stack) * (2 + (stack.remat != "none" or plan.is_pipelined))
+    sent = tokens * (2 * forward + again) * _width(model) + slices
     return _evaluations(plan, stack) * planning.gather_bytes(sent, plan.size(TENSOR))
 
 
-def _of_whole_arrays(plan: parallel.Plan, stack: nn.Stack) -> float:
-    """A layer's arrays of what runs whole, where their dims' names split them: gathered, and gradients back."""
+def _sizes_of_slices(plan: parallel.Plan, stack: nn.Stack) -> dict[int, int]:
+    """Bytes of the arrays of what runs whole, by its id, where dims' names split them: gathered, and gradients back."""
+    sizes = {id(one): 0 for one in (*nn.modules(stack, nn.Router), *(one for _, one in parallel.whole_layers(stack)))}
 
-    def split(module: Any, specs: Any) -> int:
-        if not isinstance(module, nn.Mixer | nn.Router) or parallel.is_split(module):
-            return 0
-        pairs = zip(jax.tree.leaves(module), jax.tree.leaves(specs), strict=True)
-        return sum(x.size * x.dtype.itemsize for x, spec in pairs if TENSOR in jax.tree.leaves(tuple(spec)))
+    def add(module: Any, specs: Any) -> None:
+        if id(module) in sizes:
+            pairs = zip(jax.tree.leaves(module), jax.tree.leaves(specs), strict=True)
+            split = [x for x, spec in pairs if TENSOR in jax.tree.leaves(tuple(spec))]
+            sizes[id(module)] = sum(x.size * x.dtype.itemsize for x in split)
 
     specs = parallel.partition_specs(stack, plan.layout(splits_fsdp=False), plan.mesh)
-    sizes = jax.tree.map(split, stack, specs, is_leaf=lambda node: isinstance(node, nn.Mixer | nn.Router))
-    size = sum(jax.tree.leaves(sizes)) / len(stack)
-    return size * (2 + (stack.remat != "none" or plan.is_pipelined))
+    jax.tree.map(add, stack, specs, is_leaf=lambda node: id(node) in sizes)
+    return sizes
 
 
 def _of_vocabulary(

@@ -104,8 +104,9 @@ def report(command: Command) -> None:
 
 
 def _print_whole(plan: parallel.Plan, model: Any) -> None:
-    if plan.size(TENSOR) > 1 and (paths := parallel.whole_mixers(model)):
-        print(f"computed whole by every device of {TENSOR}, as they name no heads to split: {', '.join(paths)}\n")
+    if plan.size(TENSOR) > 1 and (layers := parallel.whole_layers(model)):
+        paths = ", ".join(path for path, _ in layers)
+        print(f"computed whole by every device of {TENSOR}, as they name nothing to split: {paths}\n")
 
 
 def _print_bytes(recipe: Recipe, plan: parallel.Plan, states: State, model: Any) -> tuple[int, int]:

@@ -68,8 +68,9 @@ class Mixer(eqx.Module):
 class FeedForward(eqx.Module):
     """A layer for each token by itself that runs on a slice of its `mlp` hidden features.
 
-    Its maps out of the stream return such a slice, and the results of its maps back into the stream are summed over
-    slices. Any other layer is run as a function that every device has whole.
+    Its maps out of the stream to `mlp` then give such a slice, and what its maps back into the stream give is summed
+    over slices. What other maps out of the stream give, such as a number for each token, every device has whole.
+    A layer for which this does not hold is a plain function, of which every device runs the whole.
     """
 
     @abc.abstractmethod

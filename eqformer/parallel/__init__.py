@@ -89,7 +89,6 @@ from .tensor._tensor import (
     stream_maps as stream_maps,
     Tensor as Tensor,
     TensorMixer as TensorMixer,
-    Whole as Whole,
-    whole_mixers as whole_mixers,
 )
 from .tensor._vocabulary import SplitEmbedding as SplitEmbedding, SplitVocabulary as SplitVocabulary
+from .tensor._whole import Whole as Whole, whole_layers as whole_layers

@@ -19,6 +19,7 @@ from .context._context import check_context, refuse_recurrence
 from .layouts._layout import axes_of, is_spec
 from .pipeline._depth import check_depth
 from .tensor._tensor import size_of
+from .tensor._whole import is_plain, PLACES
 
 
 def check_choices(plan: Placement) -> None:
@@ -122,10 +123,13 @@ def _check_mixer(plan: Placement, path: str, module: Any, seq: int) -> None:
 
 def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None:
     known = (nn.Mixer, nn.FeedForward, nn.MoE, nn.Embedding, nn.LearnedPositions, nn.Norm)
-    is_known = lambda node: isinstance(node, known)
     headless = lambda tree: eqx.tree_at(lambda m: m.head, tree, None, is_leaf=lambda node: node is None)
-    nodes = jax.tree_util.tree_leaves_with_path(headless(model), is_leaf=is_known)
-    parts = jax.tree.map(lambda _, part: _Part(part), headless(model), headless(specs), is_leaf=is_known)
+    rest = headless(model)
+    layers = [layer_of(module) for kind, layer_of, _ in PLACES for module in nn.modules(rest, kind)]
+    plain = {id(layer) for layer in layers if is_plain(layer)}  # every device runs the whole of these
+    is_known = lambda node: isinstance(node, known) or id(node) in plain
+    nodes = jax.tree_util.tree_leaves_with_path(rest, is_leaf=is_known)
+    parts = jax.tree.map(lambda _, part: _Part(part), rest, headless(specs), is_leaf=is_known)
     for (path, node), part in zip(nodes, jax.tree.leaves(parts), strict=True):
         splits = any(TENSOR in axes_of(spec) for spec in jax.tree.leaves(part.specs, is_leaf=is_spec))
         if splits and not is_known(node):
@@ -143,7 +147,8 @@ def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None
             parts += [(f"{path}.norm", block.norm), (f"{path}.sum_norm", block.sum_norm)]
         for path, sublayer in nn.named_modules(model, nn.Residual):
             fields = [field.name for field in dataclasses.fields(sublayer) if not field.metadata.get("static")]
-            parts += [(f"{path}.{name}", getattr(sublayer, name)) for name in fields]
+            parts += [(f"{path}.{name}", getattr(sublayer, name)) for name in fields if name != "layer"]
+            parts += [] if is_plain(sublayer.layer) else [(f"{path}.layer", sublayer.layer)]
         for path, part in parts:
             if not isinstance(part, (*known, nn.Dropout, NoneType)):
                 raise ValueError(

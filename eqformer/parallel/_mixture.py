@@ -14,7 +14,8 @@ from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 from ._vary import vary
 from .state._gather import gather_parameter
 from .tensor._stream import Stream
-from .tensor._tensor import counted_once, HEAD_DIMS, Sliced
+from .tensor._tensor import HEAD_DIMS
+from .tensor._whole import counted_once, Sliced
 
 
 ExpertMethod = Literal["gather", "exchange"]

@@ -15,8 +15,9 @@ from .context._context import ContextCore, refuse_recurrence
 from .layouts._layout import dim_over
 from .state._gather import gather_parameter
 from .tensor._stream import Stream
-from .tensor._tensor import is_split, Sliced, TensorMixer, Whole
+from .tensor._tensor import is_split, TensorMixer
 from .tensor._vocabulary import HeadInput, own_rows, rows_of_features
+from .tensor._whole import is_plain, PLACES, Sliced, Whole, WholeLayer
 
 
 def replace(model: PyTree, kinds: type | tuple[type, ...], make: Callable[..., Any], *likes: PyTree) -> PyTree:
@@ -34,7 +35,7 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
 
     `specs` and `shapes` are those of the whole model. The arrays of the stacks stay what and where they were.
     """
-    kinds = (nn.Mixer, nn.FeedForward, nn.Norm, nn.MoE)
+    kinds = (nn.Mixer, nn.FeedForward, nn.Norm, nn.MoE, WholeLayer)
     names = nn.dims(shapes)
 
     def wrap(module: PyTree, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
@@ -42,15 +43,19 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
             return stream.norm(module)
         if isinstance(module, nn.MoE):
             shared = replace(module.shared, kinds, wrap, spec.shared, shape.shared, name.shared)
-            if isinstance(shared, nn.GatedShared):
-                shared = eqx.tree_at(lambda m: m.gate, shared, stream.gate(shared.gate))
             parts = lambda m: (m.router, m.shared)
             return eqx.tree_at(parts, module, (sliced(module.router, spec.router), shared), is_leaf=_is_none)
+        if isinstance(module, WholeLayer):
+            return module
         if is_split(module):
             return stream.layer(module, shape, spec, name)
-        return Whole(sliced(module, spec), stream)
+        if isinstance(module, nn.Mixer):
+            return Whole(sliced(module, spec), stream)
+        return _run_whole(module, spec, stream)
 
     whole = model
+    for kind, layer_of, _ in PLACES:
+        model = replace(model, kind, lambda module, spec, of=layer_of: _with_plain(module, spec, of, stream), specs)
     model = replace(model, kinds, wrap, specs, shapes, names)
     model = replace(model, nn.Dropout, stream.dropout)
     model = replace(model, nn.LearnedPositions, stream.positions)
@@ -75,6 +80,19 @@ def split_over_context(model: PyTree, method: str) -> PyTree:
 def split_mixtures(model: PyTree, method: str, factor: float, stream: Stream | None) -> PyTree:
     """The model with every mixture of experts replaced by one for the experts, and tokens, that this device holds."""
     return replace(model, nn.MoE, lambda moe: SplitMoE(moe, method, factor, stream))
+
+
+def _with_plain(module: Any, spec: PyTree, layer_of: Callable[[Any], Any], stream: Stream) -> Any:
+    layer = layer_of(module)
+    if not is_plain(layer):
+        return module
+    return eqx.tree_at(layer_of, module, _run_whole(layer, layer_of(spec), stream), is_leaf=lambda node: node is layer)
+
+
+def _run_whole(layer: Any, spec: PyTree, stream: Stream) -> Any:
+    """A layer for each token by itself on all its features; itself where a device has these and all its arrays."""
+    inner = sliced(layer, spec)
+    return WholeLayer(inner, stream) if stream.splits_features or inner.is_split else layer
 
 
 def sliced(module: PyTree, specs: PyTree) -> Sliced:

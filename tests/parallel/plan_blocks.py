@@ -164,6 +164,43 @@ def batch_mixture(key: Any) -> nn.Block:
     return mixture(key, nn.LoadBalance(0.5), nn.Importance(0.3), nn.NoisyLoad(0.3), router=router)
 
 
+class Bending(nn.FeedForward):
+    """A feed-forward layer of somebody's own, which each token takes as far as it wants."""
+
+    up: nn.LinearMap
+    down: nn.LinearMap
+    amount: nn.LinearMap
+
+    def __call__(self, x):
+        """Map each token by itself."""
+        return nn.wide_product(self.down(jnp.sin(self.up(x))), jax.nn.sigmoid(self.amount(x)))
+
+
+class Centred(eqx.Module):
+    """A layer that follows no contract and reads all features of a token at once."""
+
+    up: nn.LinearMap
+    down: nn.LinearMap
+
+    def __call__(self, x):
+        """Map each token by itself."""
+        return self.down(jnp.tanh(self.up(x - jnp.mean(x, -1, keepdims=True))))
+
+
+def own_layers(key: Any) -> nn.Period:
+    """Layers of somebody's own: split, of a contract but with nothing to split, and of none."""
+
+    def maps(key: Any, hidden: str) -> tuple[nn.Linear, nn.Linear]:
+        one, two, sizes = *jax.random.split(key), {"embed": EMBED, hidden: MLP, "bias": True}
+        return nn.Linear(f"embed -> {hidden}", **sizes, key=one), nn.Linear(f"{hidden} -> embed", **sizes, key=two)
+
+    one, two, three, four = jax.random.split(key, 4)
+    amounts = [nn.Linear("embed -> amount", embed=EMBED, amount=1, bias=True, key=key) for key in (two, three)]
+    split, unsplit = Bending(*maps(two, "mlp"), amounts[0]), Bending(*maps(three, "hidden"), amounts[1])
+    feeding = nn.Block(nn.Residual(attention(one), norm()), nn.Residual(split, norm()))
+    return nn.Period((feeding, *(nn.Residual(layer, norm()) for layer in (unsplit, Centred(*maps(four, "mlp"))))))
+
+
 def cosine(key: Any, rows: bool = False) -> nn.Block:
     """A router of somebody's own, with an array that belongs to no map."""
     return mixture(key, router=Cosine(embed=EMBED, mlp=12, experts=8, rows=rows, key=key))
@@ -236,6 +273,7 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "weighed inputs": (weighed_inputs,),
     "batch mixture": (batch_mixture,),
     "choosing experts": (choosing_experts,),
+    "own layers": (own_layers,),
     "cosine": (cosine,),
     "cosine rows": (functools.partial(cosine, rows=True),),
     "recurrence": (recurrence,),

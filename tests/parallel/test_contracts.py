@@ -16,9 +16,11 @@ from plan_models import batch_of, model_of
 from plan_parity import Case, differences, of_one_device, of_plan, place
 
 from eqformer import generation, nn, planning, training
-from eqformer.parallel import _mixture, EXPERT, Planned, whole_mixers
+from eqformer.parallel import _mixture, EXPERT, Planned, TENSOR, whole_layers
 from eqformer.parallel._vary import own_part
-from eqformer.parallel.tensor import _stream, _tensor
+from eqformer.parallel.state import _gather
+from eqformer.parallel.tensor import _stream, _whole
+from eqformer.parallel.tensor._whole import counted_once
 
 
 KEY = jax.random.key(0)
@@ -56,7 +58,7 @@ def test_maps_of_eight_bits_are_split_like_any(case):
 def test_the_scales_of_outputs_are_gathered_where_sums_are_of_all(monkeypatch):
     """Without it a device would scale all outputs by its own ones' scales."""
     tiled = lambda x, dim: jnp.concatenate([x] * jax.lax.axis_size("tensor"), dim)
-    monkeypatch.setattr(_tensor, "gather_parameter", tiled)
+    monkeypatch.setattr(_gather, "gather_parameter", tiled)
     assert max(differences(of_plan(FEATURE), of_one_device(FEATURE), ROUNDING).values()) > 1e-3
 
 
@@ -142,7 +144,7 @@ def test_a_mixer_that_says_nothing_is_whole_on_every_device(case):
 
 def test_what_is_whole_is_told_and_its_cache_is_not_split(capsys):
     model, path = model_of("whole fading"), "stacks[0].blocks.blocks[0].mixer.layer"
-    assert whole_mixers(model) == [path] and not whole_mixers(model_of("fading"))
+    assert [found for found, _ in whole_layers(model)] == [path] and not whole_layers(model_of("fading"))
     layout._print_whole(Case("whole fading", {"tensor": 2}).plan, model)
     layout._print_whole(Case("fading", {"tensor": 2}).plan, model_of("fading"))
     assert capsys.readouterr().out.split(": ")[-1].strip() == path
@@ -232,14 +234,57 @@ def test_a_router_of_ones_own_is_counted():
 
 def test_bytes_that_experts_of_a_foreign_router_send():
     case = Case("cosine", {"expert": 2, "fsdp": 2}, {"expert_method": "exchange", "expert_factor": 2.0})
+    counted, told = bytes_of_gradients(case)
+    assert counted[EXPERT] == pytest.approx(told[EXPERT], rel=0.03)
+
+
+def bytes_of_gradients(case: Case) -> tuple[dict[str, float], dict[str, float]]:
+    """What the compiled program sends by cause, and what formulas say."""
     model, plan = model_of(case.model), case.plan
     gradients = training.planned_gradients(plan)(training.next_token_loss, 1)
     arrays, rest = eqx.partition(place(model, plan), eqx.is_array)
     run = jax.jit(lambda arrays, batch, key: gradients(eqx.combine(arrays, rest), batch, key))
     program = run.lower(arrays, batch_of(model), KEY).compile(compiler_options=HASTE)
     counted = counted_bytes(plan, planning.communication(program, mesh=plan.mesh))
-    told = by_cause(sent_bytes(plan, model, rows=8, seq=16))
-    assert counted[EXPERT] == pytest.approx(told[EXPERT], rel=0.03)
+    return counted, by_cause(sent_bytes(plan, model, rows=8, seq=16))
+
+
+LAYERS = [
+    Case("own layers", {"tensor": 4}, {"residual": "feature"}),
+    Case("own layers", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1}),
+    Case("own layers", {"pipe": 2, "tensor": 2}, STAGES),
+]
+MORE_LAYERS = [
+    Case("own layers lora", {"fsdp": 2, "tensor": 2}, {"zero": 2, "residual": "sequence"}),
+    Case("own layers lora", {"tensor": 2}, {"residual": "feature"}),
+    Case("own layers int8", {"tensor": 2}),
+]
+
+
+@pytest.mark.parametrize("case", named(LAYERS, MORE_LAYERS))
+def test_feed_forward_layers_of_ones_own_are_split_or_whole(case):
+    assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
+
+
+@pytest.mark.parametrize("case", LAYERS[:2], ids=lambda case: case.name)
+def test_a_whole_layer_counts_once(monkeypatch, case):
+    want = of_one_device(case)
+    monkeypatch.setattr(_whole, "counted_once", lambda stream, y: counted_once(stream, y) * 0)
+    assert max(differences(of_plan(case), want, ROUNDING).values()) > 1e-3
+
+
+def test_whole_layers_are_told_and_their_bytes_counted(capsys):
+    model = model_of("own layers")
+    layout._print_whole(LAYERS[0].plan, model)
+    told = capsys.readouterr().out.split(": ")[-1].strip()
+    assert told == "stacks[0].blocks.blocks[1].layer, stacks[0].blocks.blocks[2].layer"
+    for case in (
+        LAYERS[0],
+        Case("own layers", {"tensor": 2}),
+        Case("own layers", {"tensor": 2}, {"residual": "sequence"}),
+    ):
+        counted, told = bytes_of_gradients(case)
+        assert counted[TENSOR] == pytest.approx(told[TENSOR], rel=0.03), case.name
 
 
 def test_a_routers_own_rule_rebalances_it():

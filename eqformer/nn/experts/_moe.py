@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from .._aux import Aux
-from .._contracts import Routed
+from .._contracts import FeedForward, Routed
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._sums import wide_product
@@ -109,7 +109,7 @@ class MoE(Routed):
         return eqx.tree_at(lambda m: m.router, self, self.router.rebalanced(aux.load, rate))
 
 
-class GatedShared(eqx.Module):
+class GatedShared(FeedForward):
     """`sigmoid(w . x) layer(x)`: a shared expert with a gate for each token (Qwen2-MoE)."""
 
     layer: Callable[[Array], Array]

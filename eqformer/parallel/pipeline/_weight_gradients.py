@@ -20,7 +20,7 @@ from .._axes import FSDP
 from .._vary import vary
 from ..state._fully_sharded import Gathered
 from ..state._stand_ins import scatter
-from ..tensor._tensor import Sliced
+from ..tensor._whole import Sliced
 from ._taps import Notes, Seen, Tapped
 
 

@@ -20,7 +20,7 @@ from .._vary import vary, vary_like
 from .._wrap import replace
 from ..context._context import ContextCore, ring_block
 from ..layouts._layout import shardings
-from ..tensor._tensor import whole_mixers
+from ..tensor._whole import whole_layers
 from ._served import filled, filled_tokens, multiple, Served
 
 
@@ -176,8 +176,9 @@ def _in_ring_order(model: nn.Transformer, plan: Plan) -> nn.Transformer:
 
 def _check_whole(model: nn.Transformer) -> None:
     """Refuse caches split by their heads of mixers that every device runs whole."""
-    for path in whole_mixers(model):
-        mixer = dict(nn.named_modules(model, nn.Mixer))[path]
+    for path, mixer in whole_layers(model):
+        if not isinstance(mixer, nn.Mixer):
+            continue
         names = jax.tree.leaves(nn.dims(eqx.filter_eval_shape(lambda mixer=mixer: mixer.init_cache((1,), 2))))
         if found := {"heads", "kv_heads"} & set(" ".join(map(str, names)).split()):
             raise ValueError(

@@ -1,7 +1,10 @@
 """Small parameters that the axis `tensor` splits, put together where they are used."""
 
+from typing import Any
+
+import equinox as eqx
 import jax
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from ...nn import at_least_float32, is_trainable
 from .. import _send as send
@@ -12,6 +15,14 @@ def gather_parameter(leaf: Shaped[Array, "..."], dim: int) -> Shaped[Array, "...
     """The whole of a parameter that is split along `dim` over `tensor`; its gradient is summed in float32 at least."""
     gather = _gather if is_trainable(leaf) else _gather_plainly
     return gather(dim % leaf.ndim, leaf)
+
+
+def gathered(module: PyTree, dims: tuple[int | None, ...]) -> Any:
+    """A module with its arrays put together from the devices' slices along `dims`; None leaves one as it is."""
+    arrays, rest = eqx.partition(module, eqx.is_array)
+    leaves, structure = jax.tree.flatten(arrays)
+    pairs = zip(leaves, dims, strict=True)
+    return eqx.combine(structure.unflatten([x if dim is None else gather_parameter(x, dim) for x, dim in pairs]), rest)
 
 
 def _gather_plainly(dim: int, leaf: Array) -> Array:

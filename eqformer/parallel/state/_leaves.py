@@ -12,7 +12,7 @@ from ... import nn
 from .._axes import FSDP, TENSOR
 from ..layouts._layout import axes_of, dim_over
 from ..tensor._stream import Stream
-from ..tensor._tensor import is_split, stream_maps
+from ..tensor._tensor import is_split, stream_maps, token_maps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +75,10 @@ def _in_slices(model: nn.Transformer, stream: Stream | None) -> PyTree:
         return _everywhere(model, stream is not None)
 
     def mark(node: Any) -> Any:
-        marks = _everywhere(node, isinstance(node, layers))
+        marks = _everywhere(node, is_split(node) or isinstance(node, nn.Mixer | nn.Experts))
         if not is_split(node):
             return marks
+        marks = eqx.tree_at(token_maps, marks, _everywhere(token_maps(marks), False))
         biases = lambda m: [linear.bias for linear in stream_maps(m, "outputs") if linear.bias is not None]
         return eqx.tree_at(biases, marks, [False] * len(biases(marks)))
 

@@ -17,10 +17,11 @@ from ... import nn
 from .. import _send as send
 from .._axes import TENSOR
 from ..layouts._layout import dim_over
+from ..state._gather import gathered
 from ._collective_matmul import matmul_reduce_scatter
 from ._stream import Stream
 from ._stream_parts import FeatureDropout
-from ._tensor import ByToken, gathered, shares_kv_heads
+from ._tensor import ByToken, shares_kv_heads
 from ._vocabulary import FeatureEmbedding
 
 
@@ -109,10 +110,6 @@ class ByFeature(Stream):
         is_map = lambda node: isinstance(node, nn.LinearMap)
         own = lambda node: FeatureKeyHead(node) if is_map(node) and node.outputs[0] == "kv_heads" else node
         return jax.tree.map(own, module, is_leaf=is_map)
-
-    def gate(self, linear: nn.LinearMap) -> nn.LinearMap:
-        """The sum over the devices' slices."""
-        return FeatureLinear(linear, False)
 
     def dropout(self, dropout: nn.Dropout) -> FeatureDropout:
         """Its features' part of each token's mask."""

@@ -84,10 +84,6 @@ class Stream(abc.ABC):
         """A mixer or feed-forward layer that runs on a slice; `shapes`, `specs` and `names` of dims are the whole's."""
 
     @abc.abstractmethod
-    def gate(self, linear: nn.LinearMap) -> nn.LinearMap:
-        """A map from the stream to one number a token, such as the gate of a shared expert."""
-
-    @abc.abstractmethod
     def dropout(self, dropout: nn.Dropout) -> Any:
         """Dropout of what this device holds, with its part of the mask that one device would draw."""
 

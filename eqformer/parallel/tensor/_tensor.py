@@ -10,13 +10,11 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from ... import nn
 from .._axes import TENSOR
-from ..state._gather import gather_parameter
 from ._collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from ._stream import Stream
 from ._stream_parts import TokensDropout, TokensPositions
@@ -41,8 +39,8 @@ class Tensor(eqx.Module):
     def __call__(self, x: Float[Array, "*batch seq embed"], *rest: Any) -> Any:
         """The layer's own call; `x` is what this device holds of the stream."""
         inner = self._local()
-        both = lambda m: (*stream_maps(m, "inputs"), *stream_maps(m, "outputs"))
-        given = self._read(x, stream_maps(inner, "inputs"))
+        both = lambda m: (*_reading(m), *stream_maps(m, "outputs"))
+        given = self._read(x, _reading(inner))
         rows = [_Row(linear, self.stream) for linear in stream_maps(inner, "outputs")]
         return eqx.tree_at(both, inner, (*given, *rows))(x, *rest)
 
@@ -77,60 +75,6 @@ class TensorMixer(nn.Mixer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """An empty cache for this device's heads."""
         return self.tensor._local().init_cache(batch, capacity, dtype)
-
-
-class Whole(nn.Mixer):
-    """A mixer whose `facts()` name no heads to split: every device runs the whole of it, on all tokens and features."""
-
-    inner: "Sliced"
-    stream: Stream = eqx.field(static=True)
-
-    def __call__(
-        self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
-    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """The mixer's own call; `x` is what this device holds of the stream, `tokens` are whole rows'."""
-        y, cache = self.inner.whole(self.stream.whole("maps from the stream", x), tokens, cache)
-        return counted_once(self.stream, y), cache
-
-    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """The mixer's own empty cache."""
-        return self.inner.whole.init_cache(batch, capacity, dtype)
-
-
-class Sliced(eqx.Module):
-    """A module that every device runs whole, though the layout may split its arrays by the names of their dims.
-
-    `dims` has the dim, counted from the end, along which each of them is a slice over `tensor`, or None.
-    """
-
-    inner: PyTree
-    dims: tuple[int | None, ...] = eqx.field(static=True)
-
-    @property
-    def is_split(self) -> bool:
-        """Whether any array is."""
-        return any(dim is not None for dim in self.dims)
-
-    @property
-    def whole(self) -> Any:
-        """The module with its arrays put together."""
-        return gathered(self.inner, self.dims)
-
-
-def counted_once(stream: Stream, y: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Of an output that all devices have computed, not to be summed: each its part, or the first device's for all."""
-    if not stream.is_whole:
-        return stream.own(y)
-    first = jnp.where(jax.lax.axis_index(TENSOR) == 0, y, jnp.zeros_like(y))
-    return checkpoint_name(stream.summed("maps to the stream", first), "product")
-
-
-def gathered(module: PyTree, dims: tuple[int | None, ...]) -> Any:
-    """A module with its arrays put together from the devices' slices along `dims`; None leaves one as it is."""
-    arrays, rest = eqx.partition(module, eqx.is_array)
-    leaves, structure = jax.tree.flatten(arrays)
-    pairs = zip(leaves, dims, strict=True)
-    return eqx.combine(structure.unflatten([x if dim is None else gather_parameter(x, dim) for x, dim in pairs]), rest)
 
 
 class _Given(nn.MapAround):
@@ -177,12 +121,10 @@ def own_kv_head(module: PyTree) -> PyTree:
 
 def is_split(module: Any) -> bool:
     """Whether a module is a layer that runs on a slice of its heads or hidden features."""
-    return isinstance(module, nn.FeedForward) or (isinstance(module, nn.Mixer) and module.facts().splits_heads)
-
-
-def whole_mixers(model: PyTree) -> list[str]:
-    """The paths of mixers whose `facts()` name no heads to split, so that every device of `tensor` runs the whole."""
-    return [path for path, mixer in nn.named_modules(model, nn.Mixer) if not is_split(mixer)]
+    if isinstance(module, nn.FeedForward):
+        back = _maps(module, "outputs")
+        return bool(back) and all(set(linear.inputs) & set(HEAD_DIMS) for linear in back)
+    return isinstance(module, nn.Mixer) and module.facts().splits_heads
 
 
 def size_of(module: PyTree, dim: str) -> int | None:
@@ -193,6 +135,25 @@ def size_of(module: PyTree, dim: str) -> int | None:
 def stream_maps(module: PyTree, side: str) -> list[nn.LinearMap]:
     """The maps out of the residual stream (`side="inputs"`) or back into it (`"outputs"`)."""
     return [linear for linear in nn.linear_maps(module) if getattr(linear, side) == ("embed",)]
+
+
+def token_maps(module: PyTree) -> list[nn.LinearMap]:
+    """Of a feed-forward layer the maps out of the stream to no slice, for the tokens that a device holds."""
+    if not isinstance(module, nn.FeedForward):
+        return []
+    return [linear for linear in _maps(module, "inputs") if linear.outputs[0] not in HEAD_DIMS]
+
+
+def _maps(module: PyTree, side: str) -> list[nn.LinearMap]:
+    """As `stream_maps`, with maps that are made of maps as one."""
+    is_map = lambda node: isinstance(node, nn.LinearMap)
+    return [m for m in jax.tree.leaves(module, is_leaf=is_map) if is_map(m) and getattr(m, side) == ("embed",)]
+
+
+def _reading(module: PyTree) -> list[nn.LinearMap]:
+    """The maps that read the stream together, of all tokens."""
+    alone = set(map(id, nn.linear_maps(token_maps(module))))
+    return [linear for linear in stream_maps(module, "inputs") if id(linear) not in alone]
 
 
 def shares_kv_heads(shapes: PyTree) -> bool:
@@ -225,10 +186,6 @@ class _WholeFeatures(Stream):
         split = lambda node: self.norm(node) if is_norm(node) else node
         tensor = Tensor(jax.tree.map(split, module, is_leaf=is_norm), self, shares_kv_heads(shapes))
         return TensorMixer(tensor) if isinstance(module, nn.Mixer) else tensor
-
-    def gate(self, linear: nn.LinearMap) -> nn.LinearMap:
-        """The map itself, which every device has whole."""
-        return linear
 
     def embedding(self, embedding: nn.Embedding, own_table: Callable[[], Array], total: int, *, is_tied: bool) -> Any:
         """The lookup in the rows of this device's ids."""
