@@ -23,7 +23,7 @@ from eqformer.training import next_token_loss
 from eqformer.training._step import accumulated_gradients
 
 
-ROUNDING = 50 * float(np.finfo(np.float32).eps)
+ROUNDING = 64 * float(np.finfo(np.float32).eps)
 
 
 def wide(every_run: list[Case], grid: list[Case]) -> list:

@@ -128,12 +128,16 @@ def _scatters(linear: nn.LinearMap) -> bool:
     return linear.outputs[0] in FEATURE_DIMS and linear.output_shape[0] % jax.lax.axis_size(TENSOR) == 0
 
 
-def _split_outputs(linear: nn.LinearMap, specs: PyTree, names: PyTree) -> tuple[int | None, ...]:
-    """`FeatureLinear.split_outputs`: for each array but the bias its dim of outputs that `tensor` splits, or None."""
+def _split_outputs(linear: nn.LinearMap, specs: PyTree, names: PyTree) -> tuple[int | None, ...] | None:
+    """`FeatureLinear.split_outputs`: for each array but the bias its dim of outputs that `tensor` splits, or None.
+
+    None for a map without such an array, in whose place a pipeline may put a stand-in that has others.
+    """
 
     def of_outputs(x: Array, spec: PartitionSpec, names: str) -> int | None:
         dim, each = dim_over(spec, TENSOR), names.split()
         return None if x is linear.bias or dim is None or each[dim] not in linear.outputs else dim - len(each)
 
     columns = map(jax.tree.structure(linear).flatten_up_to, (linear, specs, names))
-    return tuple(of_outputs(*row) for row in zip(*columns, strict=True) if eqx.is_array(row[0]))
+    found = tuple(of_outputs(*row) for row in zip(*columns, strict=True) if eqx.is_array(row[0]))
+    return None if all(dim is None for dim in found) else found
