@@ -28,4 +28,5 @@ def aux_of(aux: PyTree) -> list[Aux]:
 
 def aux_loss(aux: PyTree) -> Float[Array, ""]:
     """The sum of all losses of routed layers; zero where there are none."""
-    return sum((jnp.sum(one.loss) for one in aux_of(aux)), start=jnp.zeros((), jnp.float32))
+    first, *others = [jnp.sum(one.loss) for one in aux_of(aux)] or [jnp.zeros((), jnp.float32)]
+    return sum(others, start=first)

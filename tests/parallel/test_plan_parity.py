@@ -66,6 +66,8 @@ FLOAT64 = [
     Case("recurrence", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "1f1b", "microbatches": 2}),
     Case("few recurrence", {"fsdp": 2, "tensor": 4}, {"residual": "replicated"}),
     Case("few recurrence", {"fsdp": 2, "tensor": 4}, {"residual": "sequence"}),
+    Case("shared mixture", {"expert": 2, "tensor": 2}),
+    Case("mixture", {"pipe": 2, "expert": 2}, {"microbatches": 2}),
 ]
 
 
