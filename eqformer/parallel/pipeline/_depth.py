@@ -79,8 +79,12 @@ def layer_order(layers: int, part_of: PartOf) -> Int[np.ndarray, "rows"]:
 
 
 def taken_rows(x: Any, order: Int[np.ndarray, "rows"]) -> Any:
-    """The entries of an array along its first dim in an order; zeros for numbers beyond its last."""
-    return x[order] if order.max() < x.shape[0] else x.at[order].get(mode="fill", fill_value=0)
+    """The entries of an array along its first dim in an order; zeros for numbers beyond its last.
+
+    Outside of `jit` they are waited for: on simulated devices many programs that wait for each other's messages can
+    hold all threads.
+    """
+    return jax.block_until_ready(x[order] if order.max() < x.shape[0] else x.at[order].get(mode="fill", fill_value=0))
 
 
 def in_ring_order(tree: PyTree, part_of: PartOf, taken: Taken = taken_rows) -> PyTree:
