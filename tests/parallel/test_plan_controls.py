@@ -189,6 +189,7 @@ ELSEWHERE = {
     "weights that stay": {"stream for wide maps", "wide maps", "keys and values of rows", "heads to rows"}
     | {"rows to heads", "inputs of maps to the stream", "stream for logits", "partial logits"},
     "functions of their own": {"all_gather_matmul", "matmul_reduce_scatter", "ring"},
+    "losses of rows": {"sums of rows"},
 }
 
 
