@@ -19,7 +19,7 @@ from .context._context import check_context, refuse_recurrence
 from .layouts._layout import axes_of, is_spec
 from .pipeline._depth import check_depth
 from .tensor._tensor import size_of
-from .tensor._whole import is_plain, PLACES
+from .tensor._whole import is_plain, plain_layers
 
 
 def check_choices(plan: Placement) -> None:
@@ -125,8 +125,7 @@ def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None
     known = (nn.Mixer, nn.FeedForward, nn.MoE, nn.Embedding, nn.LearnedPositions, nn.Norm)
     headless = lambda tree: eqx.tree_at(lambda m: m.head, tree, None, is_leaf=lambda node: node is None)
     rest = headless(model)
-    layers = [layer_of(module) for kind, layer_of, _ in PLACES for module in nn.modules(rest, kind)]
-    plain = {id(layer) for layer in layers if is_plain(layer)}  # every device runs the whole of these
+    plain = {id(layer) for _, layer in plain_layers(rest)}  # every device runs the whole of these
     is_known = lambda node: isinstance(node, known) or id(node) in plain
     nodes = jax.tree_util.tree_leaves_with_path(rest, is_leaf=is_known)
     parts = jax.tree.map(lambda _, part: _Part(part), rest, headless(specs), is_leaf=is_known)

@@ -111,11 +111,11 @@ class Placement(Choices):
 
     def aux_to_ring_order(self, aux: PyTree, model: nn.Transformer) -> PyTree:
         """Layers' aux in reading order, for each of the model's stacks, brought into ring order."""
-        return to_rows(aux, self._rows(model)) if self.is_pipelined and aux is not None else aux
+        return to_rows(aux, self._rows(model)) if self.is_pipelined else aux
 
     def aux_to_reading_order(self, aux: PyTree, model: nn.Transformer) -> PyTree:
         """Layers' aux in ring order, for each of the model's stacks, brought into reading order."""
-        return from_rows(aux, self._rows(model)) if self.is_pipelined and aux is not None else aux
+        return from_rows(aux, self._rows(model)) if self.is_pipelined else aux
 
     def shapes(self, model: nn.Transformer) -> nn.Transformer:
         """The shapes of a model, or of its shapes, as devices hold it: in ring order, whichever order it is in."""

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from .._shapes import Batch
-from ..nn import aux_loss, aux_of, positions_like, token_keys, Tokens
+from ..nn import positions_like, token_keys, Tokens
 from ..parallel import vary, varying_axes
-from ._tally import Tally
+from ._tally import tallied
 from ._wide import widened
 
 
@@ -126,9 +126,7 @@ def next_token_loss(
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
     nats = token_nats if vocabulary is None else vocabulary.nats
     total, count = cross_entropy(model.unembed, hidden, targets, weights, chunk=chunk, z_loss=z_loss, nats=nats)
-    if not aux_of(aux):
-        return total, count
-    return total + aux_loss(aux).astype(total.dtype), Tally(count, aux)
+    return tallied(total, count, aux)
 
 
 def evaluation_sums(

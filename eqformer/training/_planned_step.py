@@ -44,8 +44,8 @@ def planned_gradients(plan: Plan) -> GradientsOf:
             out = whole, (whole, plan.aux_spec), plan.state_specs(model)
             mapped = filter_shard_map(local.gradients, plan.mesh, specs, out)
             total, (count, aux), gradients = mapped(model, pieces, scale)
-            aux = plan.aux_to_reading_order(aux, model)
-            return total, Tally(count, aux) if nn.aux_of(aux) else count, gradients
+            tally = Tally(count, plan.aux_to_reading_order(aux, model)) if nn.aux_of(aux) else count
+            return total, tally, gradients
 
         return of_batch
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from .._shapes import Batch
-from ..nn import aux_loss, aux_of, Tokens
+from ..nn import Tokens
 from ..parallel import row_sums, vary_like
 from ._loss import batch_tokens, cross_entropy, nats_of_tokens, token_nats, Vocabulary
 from ._step import LossFn
-from ._tally import Tally
+from ._tally import tallied
 
 
 OfRows = Callable[[Float[Array, "batch"], Any], tuple[Any, Any]]  # (each row's nats, batch) -> (sum, count)
@@ -73,10 +73,7 @@ def row_loss(function: OfRows) -> LossFn:
         )
         # The gradient is that of the tokens here; of the value, each device that has a part of the row has its share.
         total = total + jax.lax.stop_gradient(value.astype(total.dtype) / devices - total)
-        count = count / devices
-        if not aux_of(aux):
-            return total, count
-        return total + aux_loss(aux).astype(total.dtype), Tally(count, aux)
+        return tallied(total, count / devices, aux)
 
     return loss_fn
 

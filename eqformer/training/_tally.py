@@ -16,6 +16,13 @@ class Tally(eqx.Module):
     aux: PyTree = None
 
 
+def tallied(total: Float[Array, ""], count: Any, aux: PyTree) -> tuple[Float[Array, ""], Any]:
+    """A loss's sum and count with what routed layers, where there are any, add to it: their losses, and a `Tally`."""
+    if not aux_of(aux):
+        return total, count
+    return total + aux_loss(aux).astype(total.dtype), Tally(count, aux)
+
+
 def count_of(tally: Any) -> Float[Array, ""]:
     """The weight of the tokens, from a loss that returns it alone or in a `Tally`."""
     return tally.count if isinstance(tally, Tally) else tally

@@ -87,11 +87,16 @@ PLACES: tuple[tuple[type, Callable[[Any], Any], str], ...] = (
 )
 
 
+def plain_layers(model: PyTree) -> list[tuple[str, Any]]:
+    """What stands in a model in the place of a layer and follows no contract of layers, with its path."""
+    found = []
+    for kind, layer_of, name in PLACES:
+        found += [(f"{path}.{name}", layer_of(module)) for path, module in nn.named_modules(model, kind)]
+    return [(path, layer) for path, layer in found if is_plain(layer)]
+
+
 def whole_layers(model: PyTree) -> list[tuple[str, Any]]:
     """A model's layers that name nothing to split, with their paths: every device of `tensor` runs the whole."""
     layers = nn.named_modules(model, (nn.Mixer, nn.FeedForward, nn.Experts))
     found = [(path, one) for path, one in layers if not (is_split(one) or isinstance(one, nn.Experts))]
-    for kind, layer_of, name in PLACES:
-        placed = [(f"{path}.{name}", layer_of(module)) for path, module in nn.named_modules(model, kind)]
-        found += [(path, one) for path, one in placed if is_plain(one) and any(map(nn.has_shape, jax.tree.leaves(one)))]
-    return found
+    return found + [(path, one) for path, one in plain_layers(model) if any(map(nn.has_shape, jax.tree.leaves(one)))]
