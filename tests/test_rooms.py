@@ -230,16 +230,31 @@ def test_the_top_level_holds_what_it_should_and_nothing_else():
     assert found - made_by_tools == allowed
 
 
+def listed_names(source: str) -> list[str]:
+    """What a room's `__init__.py` exports by the rules of typing: `X as X`, and private files assigned to a name.
+
+    Type checkers of those who install the package take any other import for private (`_x as x` is one).
+    """
+    found, files = [], set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ImportFrom):
+            aliases = [alias for alias in node.names if alias.asname is not None]
+            assert all(alias.asname == alias.name for alias in aliases), ast.unparse(node)
+            found += [alias.name for alias in aliases]
+            files |= {alias.name for alias in node.names if alias.asname is None}
+        elif isinstance(node, ast.Assign):
+            found += [ast.unparse(target) for target in node.targets]
+            files -= {ast.unparse(node.value)}
+    assert not files, f"imported and not listed: {sorted(files)}"
+    assert len(found) == len(set(found)) and not any(name.startswith("_") for name in found), found
+    return found
+
+
 def test_public_names_are_listed_once_and_documented():
-    for init in sorted(PACKAGE.glob("*/__init__.py")):
-        listed = [
-            alias.asname
-            for node in ast.walk(ast.parse(init.read_text()))
-            if isinstance(node, ast.ImportFrom)
-            for alias in node.names
-        ]
-        assert listed and len(listed) == len(set(listed)), init
-        assert all(name and not name.startswith("_") for name in listed), init
+    assert all(listed_names(init.read_text()) for init in sorted(PACKAGE.glob("*/__init__.py")))
+    for source in ("from ._a import b as c", "from ._a import b", "from . import _a as a", "from ._a import _b as _b"):
+        with pytest.raises(AssertionError):
+            listed_names(source)
     undocumented = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
         for path in FILES

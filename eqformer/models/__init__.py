@@ -1,9 +1,6 @@
 """Families: configs, builders, presets, and how all of them are published. One file a family."""
 
-from . import (  # noqa: F401
-    _layer_attributes as layer_attributes,
-    _rotary_attributes as rotary_attributes,
-)
+from . import _layer_attributes, _rotary_attributes
 from ._adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from ._attributes import (
     Attribute as Attribute,
@@ -28,7 +25,7 @@ from ._folder import read_json as read_json
 from ._load import load as load, read_config as read_config
 from ._save import COMPANIONS as COMPANIONS, save as save
 from ._weights import Rule as Rule
-from .families import _common as tables, _decoder as decoders, _mixtures as mixtures  # noqa: F401
+from .families import _common, _decoder, _mixtures
 from .families._cohere import CohereConfig as CohereConfig
 from .families._deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
 from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config
@@ -55,3 +52,11 @@ from .families._qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
 from .families._qwen3_next import Qwen3NextConfig as Qwen3NextConfig
 from .families._smollm3 import SmolLM3Config as SmolLM3Config
 from .families._switch import GShardConfig as GShardConfig, SwitchConfig as SwitchConfig
+
+
+# Files listed whole, each with its names. Type checkers take an import under another name for private, so assigned.
+layer_attributes = _layer_attributes
+rotary_attributes = _rotary_attributes
+tables = _common
+decoders = _decoder
+mixtures = _mixtures

@@ -102,11 +102,11 @@ from .attention._rotary_scaling import (
     YarnScaling as YarnScaling,
 )
 from .attention._temperature import LogTemperature as LogTemperature
-from .cores import _blocks as blocks, _blockwise as blockwise  # noqa: F401  # each with its names
+from .cores import _blocks, _blockwise
 from .cores._blockwise import BlockwiseCore as BlockwiseCore
 from .cores._contract import Core as Core
 from .cores._core import DotProductCore as DotProductCore, lowest as lowest, ReferenceCore as ReferenceCore
-from .experts import _dispatch as dispatch  # noqa: F401
+from .experts import _dispatch
 from .experts._balance import (
     BalanceLoss as BalanceLoss,
     Importance as Importance,
@@ -132,3 +132,9 @@ from .experts._router import TopKRouter as TopKRouter
 from .experts._routing import Routing as Routing, Slots as Slots
 from .recurrent._conv import CausalConv as CausalConv
 from .recurrent._delta_net import GatedDeltaNet as GatedDeltaNet
+
+
+# Files listed whole, each with its names. Type checkers take an import under another name for private, so assigned.
+blocks = _blocks
+blockwise = _blockwise
+dispatch = _dispatch
