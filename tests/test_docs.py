@@ -12,7 +12,7 @@ from extending import BLOCK
 
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FILE = re.compile(r"# (\w+\.py)\n")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
@@ -41,7 +41,7 @@ def test_a_block_of_python_runs(code, files, tmp_path, monkeypatch):
     assert "import" in code  # a block stands by itself
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_inside_the_project_lead_somewhere(page):
     targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
     missing = [target for target in targets if not (page.parent / target).exists()]
