@@ -7,12 +7,13 @@ and B its output dims, in the published order, merged as published, and joined w
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeGuard
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from ..nn import beside, DenseMap, holding, LinearMap, LoRA, Transformer
 from ._weights import Weight
@@ -119,12 +120,12 @@ def sites_of(rules: Sequence[Weight], model: Transformer) -> list[Site]:
     return found
 
 
-def maps(model: Any) -> list[Any]:
+def maps(model: PyTree) -> list[DenseMap | LoRA]:
     """Every map of a model that has a weight to publish, with its factors if it has some."""
     return [node for node in jax.tree.leaves(model, is_leaf=is_published) if is_published(node)]
 
 
-def is_published(node: Any) -> bool:
+def is_published(node: object) -> TypeGuard[DenseMap | LoRA]:
     """Whether a node is a map that has a weight to publish, with factors or without."""
     return isinstance(node, DenseMap) or (isinstance(node, LoRA) and isinstance(node.linear, DenseMap))
 
@@ -155,7 +156,7 @@ def _empty(
     return np.zeros((*shape[:outer], rank, *shape[count:]), of_down), np.zeros((*shape[:count], rank), of_up)
 
 
-def _beside(linear: Any, down: np.ndarray, up: np.ndarray, scale: float) -> LoRA:
+def _beside(linear: LinearMap, down: np.ndarray, up: np.ndarray, scale: float) -> LoRA:
     rank = up.shape[-1]
     shapes = eqx.filter_eval_shape(lambda: beside(linear, rank, scale, key=jax.random.key(0)))
     parts = linear, jnp.asarray(down), jnp.asarray(up)

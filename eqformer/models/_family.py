@@ -52,7 +52,7 @@ class Family:
     name: str
     config: type[ModelConfig]
     build: Callable[..., Transformer]  # of a config and a `key`
-    presets: Mapping[str, Any]
+    presets: Mapping[str, ModelConfig]
     architecture: str = ""
     model_type: str | None = None
     attributes: tuple[Entry, ...] = ()
@@ -61,7 +61,7 @@ class Family:
     ignored_prefixes: tuple[str, ...] = ()  # of names in parts that are not ours: predictors of further tokens
     prefix: str = ""  # which all names may have or lack
 
-    def read(self, published: PublishedConfig) -> Any:
+    def read(self, published: PublishedConfig) -> ModelConfig:
         """The config of a model published with this configuration; raises a `ValueError` for what is not supported."""
         found: dict[str, Any] = {}
         for entry in self.attributes:
@@ -71,13 +71,13 @@ class Family:
         except ValueError as error:
             published.refuse(str(error))
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> dict[str, Any]:
         """The configuration to publish; raises a `ValueError` for what none can say."""
         found: dict[str, Any] = {}
         for entry in self.attributes:
             found |= entry.write(config)
         return found
 
-    def rules(self, config: Any, model: Transformer) -> list[Weight]:
+    def rules(self, config: ModelConfig, model: Transformer) -> list[Weight]:
         """Where each published array of a model of this config stands in it."""
         return weights_of(self.weights, config, model)

@@ -5,15 +5,15 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .. import nn
 from ..nn import float_dtype
@@ -83,7 +83,7 @@ def _plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan | None
     return plan
 
 
-def _places(plan: Plan | None, shapes: Any) -> Any:
+def _places(plan: Plan | None, shapes: PyTree) -> PyTree:
     if plan is None:
         first = SingleDeviceSharding(jax.local_devices()[0])
         return jax.tree.map(lambda _: first, shapes)
@@ -150,7 +150,7 @@ class _Part(NamedTuple):
         self.values[at] = own[tuple(slice(*bound) for bound in self.bounds[len(place) :])]
 
 
-def _read(folder: Folder, rule: Weight, leaves: tuple, places: list[Any], dtype: str) -> list[Array]:
+def _read(folder: Folder, rule: Weight, leaves: tuple, places: list[Sharding], dtype: str) -> list[Array]:
     """The leaves that one rule fills; each published array is looked at once, and copied to whom it belongs."""
     parts = [_parts(leaf, place, dtype) for leaf, place in zip(leaves, places, strict=True)]
     distinct = [{part.bounds: part for part in its.values()}.values() for its in parts]
@@ -175,7 +175,7 @@ def _read(folder: Folder, rule: Weight, leaves: tuple, places: list[Any], dtype:
     ]
 
 
-def _parts(leaf: Any, sharding: Any, dtype: str) -> dict[Any, _Part]:
+def _parts(leaf: jax.ShapeDtypeStruct, sharding: Any, dtype: str) -> dict[Any, _Part]:
     """By device its part, not yet filled; devices that hold the same have one together."""
     made: dict[tuple, _Part] = {}
     found = {}
@@ -198,15 +198,15 @@ def _aligned(shape: list[int], dtype: str) -> np.ndarray:
 _ALIGNMENT, _THREADS, _HEAD = 64, 4, "lm_head.weight"
 
 
-def _numbers_of_layers(shapes: nn.Transformer, sharding_of: dict[int, Any]) -> dict[int, Array]:
+def _numbers_of_layers(shapes: nn.Transformer, sharding_of: dict[int, Sharding]) -> dict[int, Array]:
     """The arrays that are no parameters: layers' numbers."""
     leaves = [stack.numbers for stack in nn.modules(shapes, nn.Stack)]
     return {id(leaf): jax.device_put(np.arange(leaf.size, dtype=leaf.dtype), sharding_of[id(leaf)]) for leaf in leaves}
 
 
-def _is_shape(leaf: Any) -> bool:
+def _is_shape(leaf: object) -> TypeGuard[jax.ShapeDtypeStruct]:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _is_float(leaf: Any) -> bool:
+def _is_float(leaf: object) -> bool:
     return _is_shape(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)

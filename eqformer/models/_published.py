@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -57,6 +56,6 @@ def check_shapes(call: str, model: Transformer, config: ModelConfig) -> None:
         raise ValueError(f"{call}: the model is not one of {config} ({changes}); give the one it was built from.")
 
 
-def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(model)
     return {path_name(path): leaf.shape for path, leaf in leaves if has_shape(leaf)}

@@ -9,9 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import einops
+import jax
 import numpy as np
 
-from ..nn import Period, Transformer
+from .._shapes import Array
+from ..nn import Layer, Period, Transformer
+
+
+Shaped = Array | jax.ShapeDtypeStruct  # a leaf of a model, or of its shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +31,14 @@ class Weight:
     """
 
     name: str
-    where: Callable[[Any], Any]
+    where: Callable[[Transformer], Any]
     pattern: str = ""
     layers: Sequence[int] = ()
     axis: int = 0
     interleaved: bool = False
     groups: int = 1
 
-    def leaves(self, model: Any) -> tuple[Any, ...]:
+    def leaves(self, model: Transformer) -> tuple[Any, ...]:
         """The model's leaves, in the order in which they are published."""
         found = self.where(model)
         return found if isinstance(found, tuple) else (found,)
@@ -43,13 +48,13 @@ class Weight:
         """How many dims of a leaf count layers and experts."""
         return ("{layer}" in self.name) + ("{expert}" in self.name)
 
-    def places(self, leaf: Any) -> Iterator[tuple[tuple[int, ...], str]]:
+    def places(self, leaf: Shaped) -> Iterator[tuple[tuple[int, ...], str]]:
         """The places of the leaf's outer dims, and the name of the array published for each."""
         for place in itertools.product(*map(range, leaf.shape[: self.outer])):
             layer = self.layers[place[0]] if "{layer}" in self.name else None
             yield place, self.name.format(layer=layer, expert=place[-1] if place else None)
 
-    def to_own(self, whole: np.ndarray, leaves: Sequence[Any], number: int) -> np.ndarray:
+    def to_own(self, whole: np.ndarray, leaves: Sequence[Shaped], number: int) -> np.ndarray:
         """What of a published array is leaf `number`'s; raises a `ValueError` for a shape that does not fit."""
         parts = [self._published_shape(leaf.shape[self.outer :]) for leaf in leaves]
         wanted = list(parts[0])
@@ -109,7 +114,7 @@ class Rule:
     needs: str = ""
     lacks: str = ""
 
-    def leaves(self, holder: Any) -> Any:
+    def leaves(self, holder: Transformer | Layer) -> Any:
         """The leaf of a model or a layer, or a tuple of several; None where the rule does not apply."""
         if (self.needs and _at(holder, self.needs) is None) or (self.lacks and _at(holder, self.lacks) is not None):
             return None
@@ -119,7 +124,7 @@ class Rule:
         return None if any(leaf is None for leaf in found) else found
 
 
-def weights_of(table: Sequence[Rule], config: Any, model: Transformer) -> list[Weight]:
+def weights_of(table: Sequence[Rule], config: object, model: Transformer) -> list[Weight]:
     """The rules of a family's table that apply to a model of this config: the model's, then those of its layers."""
     found = [_weight(rule, config, rule.leaves, ()) for rule in table if _says(rule, model, is_of_layers=False)]
     for where, layers in places(model):
@@ -130,16 +135,16 @@ def weights_of(table: Sequence[Rule], config: Any, model: Transformer) -> list[W
     return found
 
 
-def _says(rule: Rule, holder: Any, is_of_layers: bool) -> bool:
+def _says(rule: Rule, holder: Transformer | Layer, is_of_layers: bool) -> bool:
     return ("{layer}" in rule.name) == is_of_layers and rule.leaves(holder) is not None
 
 
-def _weight(rule: Rule, config: Any, where: Callable[[Any], Any], layers: Sequence[int]) -> Weight:
+def _weight(rule: Rule, config: object, where: Callable[[Transformer], Any], layers: Sequence[int]) -> Weight:
     groups = getattr(config, rule.groups) if isinstance(rule.groups, str) else rule.groups
     return Weight(rule.name, where, rule.pattern, layers, rule.axis, rule.interleaved, groups)
 
 
-def places(model: Transformer) -> list[tuple[Callable[[Any], Any], range]]:
+def places(model: Transformer) -> list[tuple[Callable[[Transformer], Any], range]]:
     """For each place in each stack's period: a function from a model to the layers there, and the layers' numbers."""
     found, first = [], 0
     for number, stack in enumerate(model.stacks):
@@ -152,12 +157,12 @@ def places(model: Transformer) -> list[tuple[Callable[[Any], Any], range]]:
     return found
 
 
-def _layer_at(stack: int, place: int | None, model: Transformer) -> Any:
+def _layer_at(stack: int, place: int | None, model: Transformer) -> Layer:
     layers = model.stacks[stack].blocks
     return layers if place is None else layers.blocks[place]  # type: ignore[attr-defined]
 
 
-def _at(holder: Any, path: str) -> Any:
+def _at(holder: object, path: str) -> Any:
     """What is at a path of names; None where there is nothing."""
     for name in path.split("."):
         holder = getattr(holder, name, None)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -140,7 +140,7 @@ def without_room(
     return jnp.where(_like(beyond, attended), jnp.nan, attended)
 
 
-def _has_slots(node: Any) -> bool:
+def _has_slots(node: object) -> bool:
     return isinstance(node, SlotCache)
 
 

@@ -4,13 +4,15 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
+
+from .._shapes import Array
 
 
 def named_by(attribute: str) -> Any:
@@ -42,7 +44,7 @@ def dims(model: PyTree) -> PyTree:
 def stays_wide(model: PyTree) -> PyTree:
     """A tree like `model` of flags: which leaves are of a field that is `float32_at_least`."""
 
-    def is_wide(path: tuple, _: Any) -> bool:
+    def is_wide(path: tuple, _: object) -> bool:
         fields = [field for _, field in _along(model, path)]
         return bool(fields) and fields[-1] is not None and "float32_at_least" in fields[-1].metadata
 
@@ -66,12 +68,12 @@ def path_name(path: tuple) -> str:
     return jax.tree_util.keystr(path).lstrip(".")
 
 
-def has_shape(leaf: Any) -> bool:
+def has_shape(leaf: object) -> TypeGuard[Array | jax.ShapeDtypeStruct]:
     """Whether a leaf is an array or the shape and dtype of one."""
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)
 
 
-def is_trainable(leaf: Any) -> bool:
+def is_trainable(leaf: object) -> bool:
     """Whether a leaf is a floating-point array, or the shape of one: what training changes."""
     return has_shape(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
@@ -107,7 +109,7 @@ def _is_figure(cell: str) -> bool:
     return not cell or cell[0] in "-.0123456789"
 
 
-def _dims_at(model: PyTree, path: tuple, leaf: Any) -> Any:
+def _dims_at(model: PyTree, path: tuple, leaf: object) -> object:
     if not has_shape(leaf):
         return leaf
     prefix, own = [], None
@@ -141,12 +143,12 @@ def _along(model: PyTree, path: tuple) -> Iterator[tuple[Any, dataclasses.Field 
             return
 
 
-def _fields(node: Any) -> dict[str, dataclasses.Field]:
+def _fields(node: object) -> dict[str, dataclasses.Field]:
     # Named tuples, of which optimizer states are made, have attributes and no fields.
     return {field.name: field for field in dataclasses.fields(node)} if dataclasses.is_dataclass(node) else {}
 
 
-def _own_dims(node: Any, field: dataclasses.Field) -> list[str] | None:
+def _own_dims(node: object, field: dataclasses.Field) -> list[str] | None:
     if "named_by" in field.metadata:
         return list(getattr(node, field.metadata["named_by"]))
     annotation = field.type

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 
 def at_least_float32(dtype: np.dtype) -> np.dtype:
@@ -12,7 +13,7 @@ def at_least_float32(dtype: np.dtype) -> np.dtype:
     return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype("float32")
 
 
-def holding(*dtypes: Any) -> np.dtype:
+def holding(*dtypes: DTypeLike) -> np.dtype:
     """The narrowest floating-point dtype in which no number of these dtypes loses anything.
 
     float32 for bfloat16 beside float16, of which neither holds the other and for which NumPy has no answer.
@@ -27,7 +28,7 @@ def _holds(dtype: np.dtype, other: np.dtype) -> bool:
     return own.nmant >= its.nmant and own.maxexp >= its.maxexp and own.minexp <= its.minexp
 
 
-def float_dtype(dtype: Any, call: str) -> str:
+def float_dtype(dtype: object, call: str) -> str:
     """The full name of a dtype that weights and computation can have, of a short one (`bf16`, `half`) or of a dtype.
 
     Raises a `ValueError` that begins with `call` for any other, and for float64 where JAX has it switched off.

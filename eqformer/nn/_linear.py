@@ -1,11 +1,11 @@
 """A linear map between named dims."""
 
 import math
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from ._dims import named_by
@@ -37,7 +37,7 @@ class Linear(DenseMap):
         self.weight = deviation * jax.random.normal(key, [sizes[dim] for dim in self.weight_dims], jnp.float32)
         self.bias = jnp.zeros([sizes[dim] for dim in self.outputs], jnp.float32) if bias else None
 
-    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """`W x`, of the trailing dims of `x`; sums and result in `dtype` where one is given."""
         wanted = tuple(self.sizes[name] for name in self.inputs)
         if x.shape[-len(wanted) :] != wanted:

@@ -3,10 +3,11 @@
 import abc
 import math
 from collections.abc import Callable
-from typing import Any, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING, TypeGuard
 
 import equinox as eqx
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from ._sums import wide_sum
@@ -35,11 +36,11 @@ class LinearMap(eqx.Module):
         """The sizes of W's dims, outputs then inputs; in front those of the ensembles that the map stands in."""
 
     @abc.abstractmethod
-    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """`W x`, of the trailing dims of `x`, without the bias; in `dtype` where one is given, else in that of `x`."""
 
     @abc.abstractmethod
-    def matrix(self, dtype: Any = None) -> Float[Array, "..."]:
+    def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """W in `dtype` or its own, of the dims of `shape`."""
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -57,7 +58,7 @@ class LinearMap(eqx.Module):
         """The sizes of the output dims."""
         return tuple(self.sizes[name] for name in self.outputs)
 
-    def flat_matrix(self, dtype: Any = None) -> Float[Array, "outputs inputs"]:
+    def flat_matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "outputs inputs"]:
         """`matrix` with all outputs as rows and all inputs as columns, of a map that stands in no ensemble."""
         return self.matrix(dtype).reshape(math.prod(self.output_shape), -1)
 
@@ -83,7 +84,7 @@ class DenseMap(LinearMap):
         """Names of the weight's dims: the outputs, then the inputs."""
         return (*self.outputs, *self.inputs)
 
-    def matrix(self, dtype: Any = None) -> Float[Array, "..."]:
+    def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """The weight."""
         return self.weight if dtype is None else self.weight.astype(dtype)
 
@@ -117,7 +118,7 @@ class MapAround(LinearMap):
         """That of `inner`."""
         return self.inner.shape
 
-    def matrix(self, dtype: Any = None) -> Float[Array, "..."]:
+    def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """That of `inner`."""
         return self.inner.matrix(dtype)
 
@@ -131,13 +132,13 @@ class Answered(MapAround):
     def bias(self) -> None:
         """None that is left to add."""
 
-    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """The result."""
         y = self.answer(x)
         return y if dtype is None else y.astype(dtype)
 
 
-def is_map(node: Any) -> bool:
+def is_map(node: object) -> TypeGuard[LinearMap]:
     """Whether a node is a linear map, and none that is made of others."""
     return isinstance(node, LinearMap) and not isinstance(node, ComposedMap)
 

@@ -6,6 +6,7 @@ from typing import Any
 import einops
 import equinox as eqx
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
 from ._dims import is_trainable, named_modules, path_name
@@ -51,11 +52,11 @@ class LoRA(ComposedMap):
         """That of the map which stays."""
         return self.linear.shape
 
-    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """What the map gives and what the factors add to it."""
         return self.linear.product(x, dtype) + self.scale * self.up.product(self.down.product(x), dtype)
 
-    def matrix(self, dtype: Any = None) -> Float[Array, "..."]:
+    def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """The sum `W + scale * B A`, added in float32 at least."""
         weight = self.linear.matrix()
         wide, own = at_least_float32(weight.dtype), weight.dtype if dtype is None else dtype
@@ -99,7 +100,7 @@ def with_lora(
     scale = 1.0 if alpha is None else alpha / (rank**0.5 if rank_stabilised else rank)
     keys = dict(zip(chosen, jax.random.split(key, len(chosen))))
 
-    def one(path: tuple, node: Any) -> Any:
+    def one(path: tuple, node: PyTree) -> PyTree:
         name = path_name(path)
         return beside(node, rank, scale, key=keys[name]) if name in keys else node
 
@@ -112,7 +113,7 @@ def merge_lora(model: PyTree) -> PyTree:
     That is a plain `Linear` where the map beneath has no weight to change, as one of eight bits.
     """
 
-    def merged(node: Any) -> Any:
+    def merged(node: PyTree) -> PyTree:
         if not isinstance(node, LoRA):
             return node
         return eqx.tree_at(lambda m: m.weight, dense(node.linear), node.matrix())
@@ -129,7 +130,7 @@ def lora_factors(model: PyTree) -> PyTree:
     if not any(map(is_lora, jax.tree.leaves(model, is_leaf=is_lora))):
         raise ValueError("lora_factors(model): the model has no LoRA; give it some by with_lora.")
 
-    def factors(node: Any) -> Any:
+    def factors(node: PyTree) -> PyTree:
         nothing = jax.tree.map(lambda _: None, node)
         if not isinstance(node, LoRA):
             return nothing
@@ -142,8 +143,8 @@ def lora_factors(model: PyTree) -> PyTree:
 def beside(linear: LinearMap, rank: int, scale: float, *, key: Key[Array, ""]) -> LoRA:
     """A map with fresh factors, which have the dims in front that its ensembles have."""
     outer = linear.shape[: len(linear.shape) - len(linear.sizes)]
-    into: Any = {name: linear.sizes[name] for name in linear.inputs}
-    out: Any = {name: linear.sizes[name] for name in linear.outputs}
+    into: dict[str, Any] = {name: linear.sizes[name] for name in linear.inputs}
+    out: dict[str, Any] = {name: linear.sizes[name] for name in linear.outputs}
     inputs, outputs = " ".join(linear.inputs), " ".join(linear.outputs)
 
     def make(key: Key[Array, ""]) -> tuple[Linear, Linear]:

@@ -1,10 +1,11 @@
 """How a model runs, and not what it computes: set on a built model."""
 
 import copy
-from typing import Any, TypeVar
+from typing import TypeGuard, TypeVar
 
 import equinox as eqx
 import jax
+from jaxtyping import PyTree
 
 from ._contracts import Mixer
 from ._stack import REMAT, Stack
@@ -33,7 +34,7 @@ def run_with(
     if unroll is not None and unroll < 1:
         raise ValueError(f"run_with(unroll={unroll}): a turn of the scan runs at least one layer.")
 
-    def change(module: Any) -> Any:
+    def change(module: PyTree) -> PyTree:
         if _has_core(module):
             return module if core is None else _exchanged(module, core)
         if not isinstance(module, Stack):
@@ -44,18 +45,21 @@ def run_with(
         object.__setattr__(changed, "unroll", module.unroll if unroll is None else unroll)
         return changed
 
-    def everywhere(tree: Any) -> Any:
+    def everywhere(tree: PyTree) -> PyTree:
         return jax.tree.map(change, tree, is_leaf=lambda node: _has_core(node) or isinstance(node, Stack))
 
     return everywhere(model)
 
 
-def _has_core(node: Any) -> bool:
+def _has_core(node: object) -> TypeGuard[Mixer]:
     return isinstance(node, Mixer) and node.facts().attends is not None
 
 
-def _exchanged(mixer: Any, core: Core) -> Any:
-    if lacking := [name for name in mixer.facts().attends.needs if name in core.lacks()]:
+def _exchanged(mixer: Mixer, core: Core) -> Mixer:
+    attends = mixer.facts().attends
+    if attends is None:
+        return mixer
+    if lacking := [name for name in attends.needs if name in core.lacks()]:
         raise ValueError(
             f"run_with(core={core}): an attention of the model has {' and '.join(lacking)}, which this core has not; "
             "pass BlockwiseCore() or ReferenceCore()."

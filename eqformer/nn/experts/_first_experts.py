@@ -1,7 +1,5 @@
 """Which expert each token takes first, in every mixture of a model."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -42,6 +40,6 @@ class _Showing(Routed):
         return self.inner(x, tokens)[0], routing.experts[..., 0]
 
 
-def _showing(model: Any) -> Any:
+def _showing(model: Transformer) -> Transformer:
     is_mixture = lambda node: isinstance(node, MoE)
     return jax.tree.map(lambda node: _Showing(node) if is_mixture(node) else node, model, is_leaf=is_mixture)

@@ -46,7 +46,7 @@ def _make(structure: Any, leaves: tuple) -> Callable[[PyTree, Array, Array], Arr
     }
 
     @functools.partial(jax.jit, static_argnums=0)
-    def on_platform(which: int, *args: Any) -> Any:
+    def on_platform(which: int, *args: PyTree) -> PyTree:
         found = {name: functools.partial(way[which], static) for name, way in ways.items()}
         return jax.lax.platform_dependent(*args, **found)
 

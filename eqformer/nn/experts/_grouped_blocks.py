@@ -1,7 +1,7 @@
 """`grouped` on CPUs: as many rows of each group as even loads have are computed together, the rest in blocks."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -12,6 +12,7 @@ from .._dtype import at_least_float32
 from ._grouped_maps import Maps, Parameters, recorded, replayed, zero_of
 
 
+Carry = TypeVar("Carry")
 LEAST = 16  # rows a group by even loads, from which on groups are computed together
 
 
@@ -133,10 +134,10 @@ class Slots:
         """The first row of a group that has no slot, and the end of the group."""
         return self._firsts[group], self.ends[group]
 
-    def over_rests(self, step: Callable[[Array, Any], Any], carry: Any) -> Any:
+    def over_rests(self, step: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
         """`step(group, carry)` for each group with rows that have no slot: in decoding, few have rows at all."""
 
-        def one(group: Array, carry: Any) -> Any:
+        def one(group: Array, carry: Carry) -> Carry:
             return jax.lax.cond(self._firsts[group] < self.ends[group], step, lambda _, same: same, group, carry)
 
         return jax.lax.fori_loop(0, self.groups, one, carry)
@@ -154,8 +155,13 @@ _WHOLE = Maps(lambda linear, x: linear(x), _whole_backward)
 
 
 def _over_blocks(
-    step: Callable[[Array, int, Array | None, Any], Any], carry: Any, start: Array, end: Array, rows: int, groups: int
-) -> Any:
+    step: Callable[[Array, int, Array | None, Carry], Carry],
+    carry: Carry,
+    start: Array,
+    end: Array,
+    rows: int,
+    groups: int,
+) -> Carry:
     """`step(start, size, is_own, carry)` for each block of these rows; `is_own` marks them where a block has others."""
     even = 2 ** max(0, (rows // groups).bit_length() - 1)
     large, small = (min(rows, size) for size in (max(64, min(256, even)), 64 if even >= 256 else 32))
@@ -163,7 +169,7 @@ def _over_blocks(
     carry = jax.lax.fori_loop(0, number, lambda n, carry: step(start + n * large, large, None, carry), carry)
     left = start + number * large
 
-    def rest(n: Array, carry: Any) -> Any:
+    def rest(n: Array, carry: Carry) -> Carry:
         first = left + n * small
         begin = jnp.minimum(first, rows - small)  # the last block may overlap the one before it
         place = begin + jnp.arange(small, dtype=jnp.int32)

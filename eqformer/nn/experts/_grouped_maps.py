@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._linear_map import Answered, DenseMap, is_map
 
@@ -21,12 +21,12 @@ class Maps(NamedTuple):
     backward: Callable[[Parameters, Array, Array], tuple[Parameters, Array]]
 
 
-def map_linears(change: Callable[[Any], Any], module: Any) -> Any:
+def map_linears(change: Callable[[Any], PyTree], module: PyTree) -> PyTree:
     """The module with each linear map changed."""
     return jax.tree.map(lambda node: change(node) if is_map(node) else node, module, is_leaf=is_map)
 
 
-def recorded(module: Any, x: Array, maps: Maps) -> tuple[Array, list[Array]]:
+def recorded(module: PyTree, x: Array, maps: Maps) -> tuple[Array, list[Array]]:
     """The module's output, and those of its linear maps in the order of their calls, all but one that is the output."""
     kept: list[Array] = []
 
@@ -38,7 +38,7 @@ def recorded(module: Any, x: Array, maps: Maps) -> tuple[Array, list[Array]]:
     return y, [one for one in kept if one is not y]
 
 
-def replayed(module: Any, x: Array, maps: Maps, kept: Sequence[Array]) -> Array:
+def replayed(module: PyTree, x: Array, maps: Maps, kept: Sequence[Array]) -> Array:
     """The module with the outputs of its linear maps given."""
     given = list(kept)
 
@@ -54,7 +54,7 @@ def replayed(module: Any, x: Array, maps: Maps, kept: Sequence[Array]) -> Array:
     return map_linears(lambda linear: Answered(linear, functools.partial(call, linear)), module)(x)
 
 
-def zero_of(tree: Any, *more: Array) -> Array:
+def zero_of(tree: PyTree, *more: Array) -> Array:
     """A zero that varies over a mesh as all these arrays do, of the dtype of the first of `more`."""
     first, *others = more
     zero = jnp.zeros_like(first, shape=())
