@@ -37,6 +37,7 @@ LEGEND = {
 ENSEMBLE_DIMS = ("layers", "experts")  # put in front of a leaf's own dims by a vmapped ensemble
 
 Array = jax.Array | np.ndarray
+ArrayOrShape = Array | jax.ShapeDtypeStruct
 
 
 class Batch(eqx.Module):

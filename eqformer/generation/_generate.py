@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, Key
+from jaxtyping import Bool, Float, Int, Key
 
 from .._shapes import Array
 from ._decode import advance, Draws, prefill, Rows, Sizes
@@ -189,7 +189,7 @@ def _count(number: int) -> Int[jax.Array, ""]:
     return jnp.asarray(number, jnp.int32)
 
 
-def _check(sound: Any) -> None:
+def _check(sound: Bool[Array, ""]) -> None:
     if not sound:
         raise ValueError(
             "generate: the model gave NaN logits, from which nothing can be drawn; its parameters hold NaN or "

@@ -9,14 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import einops
-import jax
 import numpy as np
 
-from .._shapes import Array
+from .._shapes import ArrayOrShape
 from ..nn import Layer, Period, Transformer
-
-
-Shaped = Array | jax.ShapeDtypeStruct  # a leaf of a model, or of its shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +44,13 @@ class Weight:
         """How many dims of a leaf count layers and experts."""
         return ("{layer}" in self.name) + ("{expert}" in self.name)
 
-    def places(self, leaf: Shaped) -> Iterator[tuple[tuple[int, ...], str]]:
+    def places(self, leaf: ArrayOrShape) -> Iterator[tuple[tuple[int, ...], str]]:
         """The places of the leaf's outer dims, and the name of the array published for each."""
         for place in itertools.product(*map(range, leaf.shape[: self.outer])):
             layer = self.layers[place[0]] if "{layer}" in self.name else None
             yield place, self.name.format(layer=layer, expert=place[-1] if place else None)
 
-    def to_own(self, whole: np.ndarray, leaves: Sequence[Shaped], number: int) -> np.ndarray:
+    def to_own(self, whole: np.ndarray, leaves: Sequence[ArrayOrShape], number: int) -> np.ndarray:
         """What of a published array is leaf `number`'s; raises a `ValueError` for a shape that does not fit."""
         parts = [self._published_shape(leaf.shape[self.outer :]) for leaf in leaves]
         wanted = list(parts[0])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._shapes import Array
+from .._shapes import ArrayOrShape
 
 
 def named_by(attribute: str) -> Any:
@@ -68,7 +68,7 @@ def path_name(path: tuple) -> str:
     return jax.tree_util.keystr(path).lstrip(".")
 
 
-def has_shape(leaf: object) -> TypeGuard[Array | jax.ShapeDtypeStruct]:
+def has_shape(leaf: object) -> TypeGuard[ArrayOrShape]:
     """Whether a leaf is an array or the shape and dtype of one."""
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)
 

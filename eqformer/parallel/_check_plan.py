@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from types import NoneType
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -94,7 +93,7 @@ def check_rows(plan: Placement, model: nn.Transformer, rows: int, seq: int, grou
         _check_mixer(plan, path, module, seq)
 
 
-def _check_mixer(plan: Placement, path: str, module: Any, seq: int) -> None:
+def _check_mixer(plan: Placement, path: str, module: nn.Mixer, seq: int) -> None:
     size, tensor, facts = plan.size(CONTEXT), plan.size(TENSOR), module.facts()
     kv_heads = size_of(module, "kv_heads") or size_of(module, "heads") or tensor
     if facts.splits_heads and kv_heads % tensor and tensor % kv_heads:
@@ -102,23 +101,24 @@ def _check_mixer(plan: Placement, path: str, module: Any, seq: int) -> None:
             f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, which neither split over {tensor} devices "
             "nor are shared by equal groups of them; take an axis that divides them, or that they divide."
         )
-    if size > 1 and facts.attends is None:
+    if size == 1:
+        return
+    if facts.attends is None:
         refuse_recurrence(size, path, module)
-    if size > 1:
-        heads, kv_heads = (channels[0][0] for channels in (facts.attends.query, facts.attends.key))
-        pieces = tensor if facts.splits_heads else 1
-        try:
-            check_context(
-                plan.context_method,
-                size,
-                module.core,
-                seq=seq,
-                heads=heads // pieces,
-                kv_heads=max(1, kv_heads // pieces),
-                needs=facts.attends.needs,
-            )
-        except ValueError as error:
-            raise ValueError(f"Plan over context={size}: {path}: {error}") from error
+    heads, kv_heads = (channels[0][0] for channels in (facts.attends.query, facts.attends.key))
+    pieces = tensor if facts.splits_heads else 1
+    try:
+        check_context(
+            plan.context_method,
+            size,
+            module.core,  # type: ignore[attr-defined]
+            seq=seq,
+            heads=heads // pieces,
+            kv_heads=max(1, kv_heads // pieces),
+            needs=facts.attends.needs,
+        )
+    except ValueError as error:
+        raise ValueError(f"Plan over context={size}: {path}: {error}") from error
 
 
 def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None:

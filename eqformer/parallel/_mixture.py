@@ -1,12 +1,12 @@
 """Expert parallelism: tokens are gathered on all devices of the axis `expert`, or sent to those with their experts."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from .. import nn
 from . import _send as send
@@ -70,7 +70,7 @@ class SplitMoE(nn.Routed):
     def _row_total(self, x: Array) -> Array:
         return _sum(x, (CONTEXT, *(TENSOR,) * self._splits_tokens))
 
-    def _routed(self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens, own: nn.Tokens) -> Any:
+    def _routed(self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens, own: nn.Tokens) -> nn.Routing | nn.Slots:
         """What the router gives; where a choice depends on other tokens too, it sees the whole rows, `tokens`."""
         router, stream, own = self.inner.router, self.stream, own.fold_in(nn.ROUTER)
         if stream is None:
@@ -194,7 +194,7 @@ def _same(x: Array) -> Array:
     return send.pmax("same on all slices", vary(x, [TENSOR]), TENSOR)
 
 
-def _of_hidden_features(leaf: Any, names: Any) -> Any:
+def _of_hidden_features(leaf: PyTree, names: PyTree) -> PyTree:
     """An expert's array split by hidden features, where it was split by `embed`; whole if it has no hidden dim."""
     if not eqx.is_array(leaf) or "embed" not in names.split():
         return leaf

@@ -1,7 +1,6 @@
 """What one device of a plan does with its slices of one model."""
 
 import dataclasses
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -40,7 +39,7 @@ class OnDevice:
         Arrays whose gradient is wider than they are, or is split (`zero=2`), are replaced by a stand-in of zeros.
         """
 
-        def own(leaf: Leaf, x: Any) -> Any:
+        def own(leaf: Leaf, x: PyTree) -> PyTree:
             is_split = self.plan.zero == 2 and leaf.fsdp_dim is not None
             if not (is_split or is_narrow(x)):
                 return vary(x, leaf.partial)
@@ -85,7 +84,7 @@ class OnDevice:
         is_summed = self.plan.spreads_edges and any(map(is_narrow, jax.tree.leaves(model.stacks)))
         return self.plan.zero == 3 or self.plan.scatters_layers or is_summed
 
-    def _with_value(self, leaf: Leaf, x: Any, parameter: Any) -> Any:
+    def _with_value(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
         """An array with its value and the parameter's gradient, outside of blocks that are put together."""
         if self.plan.zero == 3 and leaf.spec is not None:
             # Once: it is used at both ends, and no backward pass needs it.
@@ -93,7 +92,7 @@ class OnDevice:
         dim = leaf.fsdp_dim if self.plan.zero == 2 else None
         return parameter if dim is None and not is_narrow(x) else routed(x, parameter, dim)
 
-    def _in_block(self, leaf: Leaf, x: Any, parameter: Any) -> Any:
+    def _in_block(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
         """What the block differentiates by; a pipeline scatters it after all microbatches."""
         if self.plan.zero != 2 or self.plan.scatters_layers or leaf.fsdp_dim is None:
             return parameter
@@ -131,7 +130,7 @@ class OnDevice:
     def reduce(self, gradients: PyTree) -> PyTree:
         """Each gradient reduced once over the axes on which it is partial, and scattered if the state is split."""
 
-        def one(leaf: Leaf, gradient: Any) -> Any:
+        def one(leaf: Leaf, gradient: Array | None) -> Array | None:
             if gradient is None:
                 return None
             if self.plan.zero == 1 and leaf.fsdp_dim is not None:

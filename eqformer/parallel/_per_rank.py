@@ -35,7 +35,7 @@ class PerRank(eqx.Module):
             )
         modules = eqx.filter_vmap(make)(jax.random.split(key, ranks))
 
-        def keep(x: Any) -> Any:
+        def keep(x: PyTree) -> PyTree:
             if only is None or not eqx.is_inexact_array(x):
                 return x
             return jnp.zeros_like(x).at[only].set(x[only])
@@ -46,10 +46,10 @@ class PerRank(eqx.Module):
         """The call of this device's own module."""
         return self.own()(*args, **kwargs)
 
-    def own(self) -> Any:
+    def own(self) -> PyTree:
         """This device's module; inside `shard_map`, over an axis of as many devices as ranks."""
 
-        def one(x: Any) -> Any:
+        def one(x: PyTree) -> PyTree:
             if not eqx.is_array(x):
                 return x
             if x.shape[0] != 1:

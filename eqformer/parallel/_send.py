@@ -133,6 +133,6 @@ def ppermute(name: str, x: Array, axis: str, pairs: Sequence[tuple[int, int]]) -
     return _sent("ppermute", name, x, axis, perm=pairs)
 
 
-def _sent(kind: str, name: str, x: Any, axes: Any, **options: Any) -> Any:
+def _sent(kind: str, name: str, x: PyTree, axes: str | tuple[str, ...], **options: Any) -> PyTree:
     with jax.named_scope(name):
         return getattr(jax.lax, kind)(x, axes, **options)

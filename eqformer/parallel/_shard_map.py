@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import nn
+from .._shapes import Array
 from ._vary import varying_axes
 from .layouts._layout import axes_of, is_spec
 from .layouts._mesh import axis_sizes
@@ -35,7 +36,7 @@ def filter_shard_map(
     sizes = axis_sizes(mesh)
     out_specs = jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, out_specs, is_leaf=_is_spec)
 
-    def mapped(*args: Any) -> Any:
+    def mapped(*args: PyTree) -> PyTree:
         if len(args) != len(in_specs):
             raise ValueError(
                 f"filter_shard_map: the function was called with {len(args)} arguments, but in_specs has "
@@ -46,7 +47,7 @@ def filter_shard_map(
         specs = [spec for path, leaf, spec in _by_leaf(in_specs, args, "in_specs") if _fits(path, leaf, spec, sizes)]
         result_rest: list[Any] = []
 
-        def per_device(*leaves: Any) -> PyTree:
+        def per_device(*leaves: Array) -> PyTree:
             result = fn(*eqx.combine(jax.tree.unflatten(structure, leaves), rest))
             result, others = eqx.partition(result, _is_array)
             for path, leaf, spec in _by_leaf(out_specs, result, "out_specs"):
@@ -60,11 +61,11 @@ def filter_shard_map(
     return mapped
 
 
-def _is_array(node: Any) -> bool:
+def _is_array(node: object) -> TypeGuard[Array]:
     return eqx.is_array(node) or isinstance(node, np.ndarray)
 
 
-def _is_spec(node: Any) -> bool:
+def _is_spec(node: object) -> bool:
     return node is None or is_spec(node)
 
 
@@ -72,7 +73,7 @@ def _by_leaf(specs: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any, Any
     """Path, leaf and spec of each leaf, from a tree of specs in which one may stand for a whole subtree."""
     found: list[tuple[str, Any, Any]] = []
 
-    def below(path: tuple, spec: Any, part: PyTree) -> None:
+    def below(path: tuple, spec: object, part: PyTree) -> None:
         for rest, leaf in jax.tree_util.tree_leaves_with_path(part):
             found.append((nn.path_name((*path, *rest)), leaf, PartitionSpec() if spec is None else spec))
 
@@ -89,7 +90,7 @@ def _by_leaf(specs: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any, Any
     return found
 
 
-def _fits(path: str, leaf: Any, spec: Any, sizes: dict[str, int]) -> bool:
+def _fits(path: str, leaf: object, spec: Any, sizes: dict[str, int]) -> bool:
     """Whether a leaf is an array, whose spec must then name dims that it has and axes that divide them."""
     if not _is_array(leaf):
         return False
@@ -106,7 +107,7 @@ def _fits(path: str, leaf: Any, spec: Any, sizes: dict[str, int]) -> bool:
     return True
 
 
-def _check_spec(what: str, leaf: Any, spec: Any, sizes: dict[str, int]) -> str:
+def _check_spec(what: str, leaf: Array, spec: Any, sizes: dict[str, int]) -> str:
     call = f"filter_shard_map: {what} has shape {leaf.shape} and the spec {spec!r}"
     if not is_spec(spec):
         raise ValueError(f"{call}, which is no PartitionSpec; write PartitionSpec('tensor'), say, or None.")
@@ -117,7 +118,7 @@ def _check_spec(what: str, leaf: Any, spec: Any, sizes: dict[str, int]) -> str:
     return call
 
 
-def _check_result(path: str, leaf: Any, spec: Any, sizes: dict[str, int]) -> None:
+def _check_result(path: str, leaf: Array, spec: Any, sizes: dict[str, int]) -> None:
     """Check that a result has the dims of its spec, and varies only over axes that the spec splits it over."""
     call = _check_spec(f"result {path}".strip(), leaf, spec, sizes)
     if differs := sorted(varying_axes(leaf) - axes_of(spec)):

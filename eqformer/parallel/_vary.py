@@ -1,14 +1,14 @@
 """Over which mesh axes a value varies, as `shard_map` tracks it; and slices of a value that does not vary."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import equinox as eqx
 import jax
+from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
 
-def varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
     """The manual mesh axes over which an array inside `shard_map` may differ; none outside."""
     return jax.typeof(x).manual_axis_type.varying
 
@@ -20,7 +20,7 @@ def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
     """
     wanted = tuple(axes)
 
-    def one(x: Any) -> Any:
+    def one(x: PyTree) -> PyTree:
         if not eqx.is_array(x):
             return x
         missing = tuple(axis for axis in wanted if axis not in varying_axes(x))

@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .. import nn
 from ._axes import CONTEXT, TENSOR
@@ -68,10 +68,10 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
 def split_over_context(model: PyTree, method: str) -> PyTree:
     """The model with every attention's core replaced by one for pieces of rows; refuses recurrences over them."""
 
-    def split(module: Any) -> Any:
+    def split(module: nn.Mixer) -> nn.Mixer:
         if module.facts().attends is None:
             refuse_recurrence(jax.lax.axis_size(CONTEXT), "the model", module)
-        return eqx.tree_at(lambda m: m.core, module, ContextCore(module.core, method))
+        return eqx.tree_at(lambda m: m.core, module, ContextCore(module.core, method))  # type: ignore[attr-defined]
 
     is_bare = lambda node: isinstance(node, nn.Mixer) and not isinstance(node, TensorMixer | Whole)
     return replace_where(model, is_bare, split)
@@ -82,14 +82,14 @@ def split_mixtures(model: PyTree, method: str, factor: float, stream: Stream | N
     return replace(model, nn.MoE, lambda moe: SplitMoE(moe, method, factor, stream))
 
 
-def _with_plain(module: Any, spec: PyTree, layer_of: Callable[[Any], Any], stream: Stream) -> Any:
+def _with_plain(module: PyTree, spec: PyTree, layer_of: Callable[[PyTree], PyTree], stream: Stream) -> PyTree:
     layer = layer_of(module)
     if not is_plain(layer):
         return module
     return eqx.tree_at(layer_of, module, _run_whole(layer, layer_of(spec), stream), is_leaf=lambda node: node is layer)
 
 
-def _run_whole(layer: Any, spec: PyTree, stream: Stream) -> Any:
+def _run_whole(layer: Callable[..., Any], spec: PyTree, stream: Stream) -> Callable[..., Any]:
     """A layer for each token by itself on all its features; itself where a device has these and all its arrays."""
     inner = sliced(layer, spec)
     return WholeLayer(inner, stream) if stream.splits_features or inner.is_split else layer
@@ -104,10 +104,10 @@ def sliced(module: PyTree, specs: PyTree) -> Sliced:
 
 def _split_vocabulary(
     model: nn.Transformer, specs: PyTree, names: PyTree, stream: Stream, vocab: int
-) -> tuple[Any, nn.LinearMap | None]:
+) -> tuple[eqx.Module, nn.LinearMap | None]:
     """The embedding and the head of which each device holds the rows of its own ids."""
 
-    def rows(table: Any, spec: PartitionSpec, names: str) -> Any:
+    def rows(table: Array, spec: PartitionSpec, names: str) -> Array:
         dims, split = names.split(), dim_over(spec, TENSOR)
         if "vocab" not in dims:  # a factor of the head, which is given whole features
             return table if split is None else gather_parameter(table, split)
@@ -122,5 +122,5 @@ def _split_vocabulary(
     return stream.embedding(embedding, own_table, vocab, is_tied=head is None), head
 
 
-def _is_none(node: Any) -> bool:
+def _is_none(node: object) -> bool:
     return node is None

@@ -5,14 +5,16 @@ import dataclasses
 import math
 import re
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
 from ._hlo import called, groups_of, Instruction, parse, scopes_of, size_of
 
 
+AnyMesh = Mesh | AbstractMesh
 # Bytes sent by each of n devices for each byte of its operands (rings; Patarasuk and Yuan 2009).
 SENT = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
@@ -50,7 +52,7 @@ class Transfer:
         return next((scope for scope in reversed(self.scopes) if scope in names), None)
 
 
-def communication(compiled: Any, *, mesh: Any = None) -> tuple[Transfer, ...]:
+def communication(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None = None) -> tuple[Transfer, ...]:
     """What each device sends in one run of a compiled program (`jax.jit(f).lower(...).compile()`, or its HLO text).
 
     All-reduce `2(n-1)/n S`; all-gather `(n-1)/n S` of its result; reduce-scatter and all-to-all `(n-1)/n S` of their
@@ -58,13 +60,13 @@ def communication(compiled: Any, *, mesh: Any = None) -> tuple[Transfer, ...]:
     conditional, the branch that sends most is counted. With the `mesh` the program was compiled for, axes are named.
     The bytes are those of the program: XLA's CPU backend, for one, adds up 16-bit numbers as float32.
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     program, entry = parse(text)
     count = re.search(r"num_partitions=(\d+)", text), re.search(r"replica_count=(\d+)", text)
     everyone = math.prod(int(match.group(1)) for match in count if match)
-    if mesh is not None and mesh.devices.size != everyone:
+    if mesh is not None and mesh.size != everyone:
         raise ValueError(
-            f"communication(mesh={dict(mesh.shape)}): the mesh has {mesh.devices.size} devices, but the program was "
+            f"communication(mesh={dict(mesh.shape)}): the mesh has {mesh.size} devices, but the program was "
             f"compiled for {everyone}; pass the mesh it runs on."
         )
     known: dict[str, tuple[Transfer, ...]] = {}
@@ -138,7 +140,7 @@ def _most(transfers: tuple[Transfer, ...]) -> float:
     return float(sum(math.inf if transfer.total is None else transfer.total for transfer in transfers))
 
 
-def _transfer(kind: str, line: Instruction, size: int, everyone: int, mesh: Any) -> Transfer:
+def _transfer(kind: str, line: Instruction, size: int, everyone: int, mesh: AnyMesh | None) -> Transfer:
     if kind == "collective-permute":
         listed = re.search(r"source_target_pairs=\{(.*?)\}\}", line.attributes)
         found = re.findall(r"(\d+),(\d+)", listed.group(1)) if listed else []
@@ -149,12 +151,14 @@ def _transfer(kind: str, line: Instruction, size: int, everyone: int, mesh: Any)
     return Transfer(kind, _axes(groups, mesh), devices, float(size * SENT[kind](devices)), 1)
 
 
-def _axes(groups: Int[np.ndarray, "groups devices"], mesh: Any, is_permute: bool = False) -> tuple[str, ...] | None:
+def _axes(
+    groups: Int[np.ndarray, "groups devices"], mesh: AnyMesh | None, is_permute: bool = False
+) -> tuple[str, ...] | None:
     """The mesh axes along which the devices of a group differ, if together they make up the group."""
     if mesh is None:
         return None
-    places = np.stack(np.unravel_index(groups, mesh.devices.shape), axis=-1)
+    places = np.stack(np.unravel_index(groups, mesh.axis_sizes), axis=-1)
     along = (places != places[:, :1]).any(axis=(0, 1))
     names = tuple(name for name, differs in zip(mesh.axis_names, along) if differs)
-    size = math.prod(length for length, differs in zip(mesh.devices.shape, along) if differs)
+    size = math.prod(length for length, differs in zip(mesh.axis_sizes, along) if differs)
     return names if is_permute or size == groups.shape[1] else None

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from .._extra import load_extra
 from .._failures import reason_and_fix
+from .._shapes import ArrayOrShape
 from ._durable import make_folder, remove, sync_folder, sync_tree
 from ._manifest import check_files, describe_files, read_manifest, write_manifest
 from ._named_arrays import is_array, leaf_faults, named_arrays
@@ -270,7 +271,7 @@ def _all_agree(mine: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.array(mine)).all())
 
 
-def _sharding(leaf: Any) -> jax.sharding.Sharding:
+def _sharding(leaf: ArrayOrShape) -> jax.sharding.Sharding:
     known = None if isinstance(leaf, np.ndarray) else leaf.sharding
     return jax.sharding.SingleDeviceSharding(jax.devices()[0]) if known is None else known
 

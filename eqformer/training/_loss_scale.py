@@ -1,7 +1,5 @@
 """Dynamic loss scaling: keeps the gradients within float16's range, 6e-8 to 65,504, while they are computed."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,6 +9,7 @@ from .. import nn
 
 
 LARGEST = 2.0**24
+Scale = Float[Array, ""] | None  # a `LossScale`'s value
 
 
 class LossScale(eqx.Module):
@@ -45,7 +44,7 @@ def loss_scale(model: PyTree) -> LossScale | None:
     return LossScale(jnp.full((), 2.0**16, jnp.float32), jnp.zeros((), jnp.int32))
 
 
-def seed(scale: Float[Array, ""] | None, batch: PyTree) -> Any:
+def seed(scale: Scale, batch: PyTree) -> Float[Array, ""] | int:
     """The cotangent of the summed loss: about `scale` over the number of tokens, a power of two; 1 without a scale.
 
     The number of tokens is the size of the batch's first array.
@@ -56,6 +55,6 @@ def seed(scale: Float[Array, ""] | None, batch: PyTree) -> Any:
     return scale * 2.0 ** -(max(tokens, 1) - 1).bit_length()
 
 
-def unscaled(gradients: PyTree, seed: Any) -> PyTree:
+def unscaled(gradients: PyTree, seed: Float[Array, ""] | int) -> PyTree:
     """The gradients divided by the seed that they were computed with; they are float32 or wider."""
     return gradients if isinstance(seed, int) else jax.tree.map(lambda x: x * (1 / seed).astype(x.dtype), gradients)

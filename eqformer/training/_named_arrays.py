@@ -1,18 +1,19 @@
 """The arrays of a state by name, as a checkpoint holds them."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
+from .._shapes import ArrayOrShape
 
-def is_array(leaf: Any) -> bool:
+
+def is_array(leaf: object) -> TypeGuard[ArrayOrShape]:
     """Whether a leaf is an array or the shape of one."""
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    return isinstance(leaf, ArrayOrShape)
 
 
 def named_arrays(tree: PyTree) -> dict[str, Any]:

@@ -62,11 +62,11 @@ class Optimizer(eqx.Module):
 
         return jax.tree.map(move, parameters, wide, updates), state
 
-    def map_state(self, function: Callable[..., Any], state: PyTree, *like_parameters: PyTree, other: Any) -> PyTree:
+    def map_state(self, function: Callable[..., Any], state: PyTree, *like_parameters: PyTree, other: PyTree) -> PyTree:
         """Applies `function` to each array that `state` holds for a parameter, with that parameter's leaves of
         `like_parameters` (trees like the trained parameters, such as partition specs); counters become `other`."""
 
-        def of_leaf(leaf: Any, *likes: Any) -> Any:
+        def of_leaf(leaf: PyTree, *likes: PyTree) -> PyTree:
             return leaf if _is_masked(leaf) else function(leaf, *likes)
 
         return optax.tree.map_params(
@@ -171,7 +171,7 @@ def global_norm(tree: PyTree) -> Float[Array, ""]:
     return jnp.sqrt(sum(squares, start=jnp.zeros((), widest)))
 
 
-def _is_mark(node: Any) -> bool:
+def _is_mark(node: object) -> bool:
     return node is None or isinstance(node, nn.Matrix)
 
 
@@ -179,14 +179,14 @@ def _marks(model: PyTree, matrices: PyTree, trained: Trained) -> PyTree:
     """A tree like the trained parameters with a `Matrix` or False for each; holds no arrays."""
     marks = nn.matrices(model) if matrices is None else matrices
 
-    def mark(parameter: Any, mark: Any) -> Any:
+    def mark(parameter: PyTree, mark: nn.Matrix | None) -> nn.Matrix | bool | None:
         return None if parameter is None else False if mark is None else mark
 
     return jax.tree.map(mark, trained(model), marks, is_leaf=lambda node: node is None)
 
 
 def _decay_mask(marks: PyTree, decay_tables: bool) -> Callable[..., PyTree]:
-    def decays(mark: Any) -> bool:
+    def decays(mark: object) -> bool:
         return isinstance(mark, nn.Matrix) and (decay_tables or not mark.table)
 
     mask = jax.tree.map(decays, marks, is_leaf=_is_mark)
@@ -197,7 +197,7 @@ def _over_marked(function: Callable[..., Any], updates: PyTree, marks: PyTree) -
     return jax.tree.map(lambda x, m: x if _is_masked(x) else function(x, m), updates, marks, is_leaf=_is_masked)
 
 
-def _is_masked(node: Any) -> bool:
+def _is_masked(node: object) -> bool:
     # `optax.partition` puts this in the place of leaves that belong to another transformation.
     return isinstance(node, optax.MaskedNode)
 

@@ -11,15 +11,18 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from .. import nn
-from .._shapes import Batch
+from .._shapes import ArrayOrShape, Batch
 from ..parallel import differentiable, filter_shard_map, OnDevice, pipeline_gradients, Plan, shardings
 from ._loss import batch_tokens, evaluation_sums
-from ._loss_scale import seed, unscaled
+from ._loss_scale import Scale, seed, unscaled
 from ._optimizer import Optimizer, trainable, Trained
 from ._row_loss import row_nats
 from ._step import accumulated_gradients, Gradients, GradientsOf, in_microbatches, LossFn, make_step, Step, TrainState
-from ._tally import Tally
+from ._tally import Count, Tally
 from ._wide import widened
+
+
+Found = tuple[Array, PyTree, PyTree]  # a loss's sum, its count and aux, and gradients
 
 
 def planned_gradients(plan: Plan) -> GradientsOf:
@@ -35,7 +38,7 @@ def planned_gradients(plan: Plan) -> GradientsOf:
         pieces_of_rows = accumulate * plan.microbatches
         in_pieces = dataclasses.replace(plan, microbatches=pieces_of_rows)
 
-        def of_batch(model: PyTree, batch: PyTree, key: Any, scale: Any = None) -> tuple[Any, Any, PyTree]:
+        def of_batch(model: PyTree, batch: PyTree, key: PyTree, scale: Scale = None) -> Found:
             in_pieces.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1], group=batch.group)
             local = _Local(in_pieces.on_device(model), loss_fn, 1 if plan.is_pipelined else pieces_of_rows, trained)
             pieces = plan.arrange(batch, batch_tokens(batch, key))
@@ -71,11 +74,11 @@ def _forward(plan: Plan, function: Callable[..., Any], out: PartitionSpec) -> Ca
     in_pieces = plan if plan.is_pipelined else dataclasses.replace(plan, microbatches=1)
 
     @eqx.filter_jit
-    def of_batch(model: PyTree, batch: Batch) -> Any:
+    def of_batch(model: PyTree, batch: Batch) -> PyTree:
         in_pieces.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1])
         device = plan.on_device(model)
 
-        def per_device(model: PyTree, pieces: PyTree) -> Any:
+        def per_device(model: PyTree, pieces: PyTree) -> PyTree:
             wrapped, (batch, tokens) = device.wrap_forward(model), pieces
             return function(device, wrapped, batch, tokens=tokens, vocabulary=device.vocabulary)
 
@@ -128,7 +131,7 @@ def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
     return shardings(specs, plan.mesh)
 
 
-def _spec_of_memory(held: Any, spec: PartitionSpec, parameter: Any) -> PartitionSpec:
+def _spec_of_memory(held: ArrayOrShape, spec: PartitionSpec, parameter: ArrayOrShape) -> PartitionSpec:
     """The spec of what an optimizer holds for a parameter."""
     if held.shape != parameter.shape:
         raise ValueError(
@@ -145,7 +148,7 @@ class _Local:
         self.device, self.loss_fn, self.accumulate, self.trained = device, loss_fn, accumulate, trained
         self.plan = device.plan
 
-    def gradients(self, model: PyTree, pieces: PyTree, scale: Any) -> tuple[Any, Any, PyTree]:
+    def gradients(self, model: PyTree, pieces: PyTree, scale: Scale) -> Found:
         """The loss's sum, its count and the gradients, reduced over all devices."""
         parameters = self.device.parameters(model)
         of_pieces = self._pipelined if self.plan.runs_schedule else self._accumulated
@@ -154,16 +157,16 @@ class _Local:
         aux = jax.tree.map(self.device.total, aux)
         return self.device.total(total), (self.device.total(count), aux), self.device.reduce(gradients)
 
-    def _loss(self, model: PyTree, pieces: PyTree) -> tuple[Any, Any]:
+    def _loss(self, model: PyTree, pieces: PyTree) -> tuple[Array, Count]:
         return self.loss_fn(model, pieces[0], None, tokens=pieces[1], vocabulary=self.device.vocabulary)
 
-    def _accumulated(self, model: PyTree, parameters: PyTree, pieces: PyTree, scale: Any) -> tuple[Any, Any, PyTree]:
-        def loss(parameters: PyTree, pieces: PyTree, key: None) -> tuple[Any, Any]:
+    def _accumulated(self, model: PyTree, parameters: PyTree, pieces: PyTree, scale: Scale) -> Found:
+        def loss(parameters: PyTree, pieces: PyTree, key: None) -> tuple[Array, Count]:
             return self._loss(self.device.wrap(parameters, model), pieces)
 
         return accumulated_gradients(loss, self.accumulate, self.trained)(parameters, pieces, None, scale)
 
-    def _pipelined(self, model: PyTree, parameters: PyTree, pieces: PyTree, scale: Any) -> tuple[Any, Any, PyTree]:
+    def _pipelined(self, model: PyTree, parameters: PyTree, pieces: PyTree, scale: Scale) -> Found:
         """Gradients by a pipeline schedule; parameters outside of the stack are gathered once, before the schedule
         runs, and their gradients are reduced once, after it."""
         wrapped = self.device.wrap(parameters, model)
@@ -186,7 +189,7 @@ class _Local:
                 found.append(aux)
             return x, tuple(found)
 
-        def last(edges: PyTree, x: Array, piece: PyTree) -> tuple[Any, Any]:
+        def last(edges: PyTree, x: Array, piece: PyTree) -> tuple[Array, Count]:
             return self._loss(_with_stacks(edges, (_Done(x),)), piece)
 
         pieces = in_microbatches(pieces, self.plan.microbatches)
@@ -212,7 +215,7 @@ class _Done(eqx.Module):
 
     value: Float[Array, "*batch seq embed"]
 
-    def __call__(self, *_: Any) -> tuple[Float[Array, "*batch seq embed"], None, None]:
+    def __call__(self, *_: PyTree) -> tuple[Float[Array, "*batch seq embed"], None, None]:
         return self.value, None, None
 
 
@@ -224,7 +227,7 @@ def _wide(model: PyTree) -> PyTree:
 def _travelling_wide(leaves: PyTree) -> PyTree:
     """The plan's leaves, changed so that arrays outside of the stacks are gathered in float32 at least."""
 
-    def wide(leaf: Any) -> Any:
+    def wide(leaf: PyTree) -> PyTree:
         if not leaf.dtype or not jnp.issubdtype(leaf.dtype, jnp.inexact):  # no array, or one that has no gradient
             return leaf
         return dataclasses.replace(leaf, dtype=str(nn.at_least_float32(jnp.dtype(leaf.dtype))))
@@ -236,5 +239,5 @@ def _with_stacks(edges: PyTree, stacks: PyTree) -> PyTree:
     return eqx.tree_at(lambda m: m.stacks, edges, stacks, is_leaf=_is_none)
 
 
-def _is_none(node: Any) -> bool:
+def _is_none(node: object) -> bool:
     return node is None

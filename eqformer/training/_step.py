@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, Key, PyTree
 
 from .._shapes import Batch
 from ..parallel import is_narrow, routed, stand_in, vary, varying_axes
-from ._loss_scale import loss_scale, LossScale, seed, unscaled
+from ._loss_scale import loss_scale, LossScale, Scale, seed, unscaled
 from ._optimizer import divided, global_norm, Optimizer, trainable, Trained
 from ._rebalance import rebalanced
 from ._tally import count_of, routing_metrics, Tally
@@ -154,7 +154,7 @@ def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1, trained: Trained
     (`LoadBalance(per="batch")`) is computed for each microbatch. `scale` is a `LossScale`'s value.
     """
 
-    def of_batch(model: PyTree, batch: PyTree, key: Any, scale: Any = None) -> tuple[Array, PyTree, PyTree]:
+    def of_batch(model: PyTree, batch: PyTree, key: PyTree, scale: Scale = None) -> tuple[Array, PyTree, PyTree]:
         moving, rest = divided(model, trained)
         places = jax.tree.map(lambda x: stand_in(x) if is_narrow(x) else x, moving)
 
@@ -224,7 +224,7 @@ def _each_its_own_buffer(tree: PyTree) -> PyTree:
     # An array that occurs twice in the tree cannot be donated twice.
     seen: set[int] = set()
 
-    def own(leaf: Any) -> Any:
+    def own(leaf: PyTree) -> PyTree:
         is_first = id(leaf) not in seen
         seen.add(id(leaf))
         return leaf if is_first or not eqx.is_array(leaf) else leaf.copy()

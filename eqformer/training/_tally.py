@@ -1,7 +1,5 @@
 """What a loss returns beside its sum: the tokens' weight and the layers' aux; and the routing metrics made of them."""
 
-from typing import Any
-
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
@@ -16,19 +14,22 @@ class Tally(eqx.Module):
     aux: PyTree = None
 
 
-def tallied(total: Float[Array, ""], count: Any, aux: PyTree) -> tuple[Float[Array, ""], Any]:
+Count = Float[Array, ""] | Tally
+
+
+def tallied(total: Float[Array, ""], count: Float[Array, ""], aux: PyTree) -> tuple[Float[Array, ""], Count]:
     """A loss's sum and count with what routed layers, where there are any, add to it: their losses, and a `Tally`."""
     if not aux_of(aux):
         return total, count
     return total + aux_loss(aux).astype(total.dtype), Tally(count, aux)
 
 
-def count_of(tally: Any) -> Float[Array, ""]:
+def count_of(tally: Count) -> Float[Array, ""]:
     """The weight of the tokens, from a loss that returns it alone or in a `Tally`."""
     return tally.count if isinstance(tally, Tally) else tally
 
 
-def routing_metrics(tally: Any) -> dict[str, Array]:
+def routing_metrics(tally: Count) -> dict[str, Array]:
     """Metrics of the routed layers in a step; empty for a model without such layers.
 
     `balance_loss`: the layers' part of the loss per token. `dropped_share`: the share of all choices that were dropped
@@ -36,8 +37,7 @@ def routing_metrics(tally: Any) -> dict[str, Array]:
     busiest expert over the even load, minus 1, in the worst layer (MaxVio of arXiv:2408.15664). `expert_load`: each
     expert's share of its layer's choices, `routed_layers experts`; layers with fewer experts are padded with zeros.
     """
-    found = aux_of(tally.aux) if isinstance(tally, Tally) else []
-    if not found:
+    if not isinstance(tally, Tally) or not (found := aux_of(tally.aux)):
         return {}
     count = tally.count.astype(jnp.float32)
     rows = lambda name: jnp.concatenate([getattr(aux, name).reshape(-1) for aux in found]).astype(jnp.float32)

@@ -106,7 +106,7 @@ def attention_weights(*, prefix: str = f"{LAYER}self_attn.", gated: int | str = 
     """
     found = []
     for name, published in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o")):
-        own: Any = f"mixer.layer.{name}.weight"
+        own: str | tuple[str, str] = f"mixer.layer.{name}.weight"
         own, groups = ((own, "mixer.layer.gate.weight"), gated) if gated and name == "query" else (own, 1)
         is_output = name == "output"
         found += [

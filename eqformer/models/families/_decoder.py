@@ -1,7 +1,7 @@
 """What most decoders are built of: attention with rotary positions, gated layers, norms around both, stacks of them."""
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Key
@@ -11,12 +11,16 @@ from ...nn import (
     Block,
     causal,
     Embedding,
+    FeedForward,
     GatedMLP,
     Layer,
     Linear,
+    Mixer,
+    Norm,
     Residual,
     RMSNorm,
     Rotary,
+    Routed,
     sliding_window,
     Stack,
     Transformer,
@@ -25,7 +29,28 @@ from .._family import DecoderConfig
 from ._pattern import stacks_of
 
 
-def damping(config: Any) -> float:
+Fed = FeedForward | Routed
+
+
+@runtime_checkable
+class Sizes(Protocol):
+    """What is read of every config here: of a `DecoderConfig`, or of another class with these fields."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def embed(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def mlp(self) -> int: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def tied(self) -> bool: ...
+
+
+def damping(config: Sizes) -> float:
     """What multiplies the deviation of maps back into the residual stream.
 
     Each of the `2 * layers` additions to it starts smaller, so that their sum does not grow with depth.
@@ -33,13 +58,13 @@ def damping(config: Any) -> float:
     return (2 * config.layers) ** -0.5
 
 
-def norm(config: Any, dims: str = "embed", **options: Any) -> RMSNorm:
+def norm(config: Sizes, dims: str = "embed", **options: Any) -> RMSNorm:
     """An `RMSNorm` over dims of the config's sizes."""
-    sizes = {name: config.head_size if name == "head_dim" else getattr(config, name) for name in dims.split()}
+    sizes = {name: getattr(config, "head_size" if name == "head_dim" else name) for name in dims.split()}
     return RMSNorm(dims, eps=config.eps, **sizes, **options)
 
 
-def head_norms(config: Any, *, all_heads: bool = False, **options: Any) -> dict[str, Any]:
+def head_norms(config: DecoderConfig, *, all_heads: bool = False, **options: Any) -> dict[str, Any]:
     """An `Attention`'s norms of queries and keys, of each head or over `all_heads`; `options` are `RMSNorm`'s."""
     dims = ("heads head_dim", "kv_heads head_dim") if all_heads else ("head_dim", "head_dim")
     return {name: norm(config, its, **options) for name, its in zip(("query_norm", "key_norm"), dims)}
@@ -57,39 +82,39 @@ def attention(config: DecoderConfig, *, window: int | None = None, key: Key[Arra
     return Attention(embed=config.embed, **sizes, **given | options, key=key)
 
 
-def gated_mlp(config: Any, *, mlp: int | None = None, key: Key[Array, ""], **options: Any) -> GatedMLP:
+def gated_mlp(config: Sizes, *, mlp: int | None = None, key: Key[Array, ""], **options: Any) -> GatedMLP:
     """A `GatedMLP` as wide as the config says, or `mlp`; `options` are its own, and come first."""
-    width: int = config.mlp if mlp is None else mlp
+    width = config.mlp if mlp is None else mlp
     given: dict[str, Any] = {"output_std": damping(config) * width**-0.5}
     return GatedMLP(embed=config.embed, mlp=width, **given | options, key=key)
 
 
 def pre_norm_block(
-    config: Any, mixer: Any, feed_forward: Any, *, residual_scale: float | None = None, **options: Any
+    config: Sizes, mixer: Mixer, feed_forward: Fed, *, residual_scale: float | None = None, **options: Any
 ) -> Block:
     """Both sublayers with a norm before (Llama); `options` are the norms'."""
     sublayer = lambda layer: Residual(layer, norm(config, **options), scale=residual_scale)
     return Block(sublayer(mixer), sublayer(feed_forward))
 
 
-def post_norm_block(config: Any, mixer: Any, feed_forward: Any) -> Block:
+def post_norm_block(config: Sizes, mixer: Mixer, feed_forward: Fed) -> Block:
     """Both sublayers with a norm of what they give (OLMo 2)."""
     sublayer = lambda layer: Residual(layer, output_norm=norm(config))
     return Block(sublayer(mixer), sublayer(feed_forward))
 
 
-def four_norm_block(config: Any, mixer: Any, feed_forward: Any, **options: Any) -> Block:
+def four_norm_block(config: Sizes, mixer: Mixer, feed_forward: Fed, **options: Any) -> Block:
     """Both sublayers with norms before and after (Gemma 2); `options` are the norms'."""
     sublayer = lambda layer: Residual(layer, norm(config, **options), output_norm=norm(config, **options))
     return Block(sublayer(mixer), sublayer(feed_forward))
 
 
 def decoder(
-    config: Any,
+    config: Sizes,
     block: Callable[[Any, Key[Array, ""]], Layer],
     kinds: Sequence[Hashable] | None = None,
     *,
-    final_norm: Any = None,
+    final_norm: Norm | None = None,
     embedding_scale: float | None = None,
     logit_scale: float | None = None,
     logit_softcap: float | None = None,

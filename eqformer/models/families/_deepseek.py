@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, LatentAttention, RMSNorm, Rotary, RotaryScaling, Transformer, yarn_magnitude, YarnScaling
+from ...nn import Block, LatentAttention, MoE, RMSNorm, Rotary, RotaryScaling, Transformer, yarn_magnitude, YarnScaling
 from .._attributes import Attribute, Entry, Expect, Ignore
 from .._family import ModelConfig
 from .._rotary_attributes import SharpenedRotaryPositions
@@ -72,7 +72,7 @@ def build_latent(
     return decoder(config, block, [layer >= config.first_dense for layer in range(config.layers)], key=key)
 
 
-def _mixture(config: LatentConfig, options: Mapping[str, Any], balance: Mapping[str, Any], key: Key[Array, ""]) -> Any:
+def _mixture(config: LatentConfig, options: Mapping[str, Any], balance: Mapping[str, Any], key: Key[Array, ""]) -> MoE:
     router, experts, shared = jax.random.split(key, 3)
     return mixture(
         config,

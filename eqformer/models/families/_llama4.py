@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Llama3Scaling, LogTemperature, Mask, Rotary, Transformer
+from ...nn import Block, Llama3Scaling, LogTemperature, Mask, MoE, Rotary, Transformer
 from .._attributes import Attribute, Expect, Nullable, Switched
 from .._family import DecoderConfig, Family
 from .._layer_attributes import every, LayerTypes, ListedLayers, NoRotaryLayers, Period
@@ -56,7 +56,7 @@ def build_llama4(config: Llama4Config, *, key: Key[Array, ""]) -> Transformer:
     """A Llama 4 with random weights."""
     sharper = LogTemperature(config.temperature_every, config.temperature) if config.temperature else None
 
-    def experts(key: Key[Array, ""]) -> Any:
+    def experts(key: Key[Array, ""]) -> MoE:
         router, experts, shared = jax.random.split(key, 3)
         options: dict[str, Any] = {"score": "sigmoid", "balance": {"normalise": True}, "weighs_inputs": True}
         options |= {"shared": gated_mlp(config, key=shared), "router": router, "experts": experts}

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Dropless, Experts, GatedShared, LoadBalance, MoE, TopKRouter
+from ...nn import Dispatch, Dropless, Experts, FeedForward, GatedShared, LoadBalance, MoE, TopKRouter
 from .._attributes import Attribute, Count, Entry
 from .._config import PublishedConfig
 from .._family import DecoderConfig
@@ -32,10 +32,10 @@ class QwenMoEConfig(DecoderConfig):
 
 def mixture(
     config: Any,
-    expert: Callable[[Key[Array, ""]], Any],
+    expert: Callable[[Key[Array, ""]], FeedForward],
     *,
-    shared: Any = None,
-    dispatch: Any = Dropless(),
+    shared: FeedForward | GatedShared | None = None,
+    dispatch: Dispatch = Dropless(),
     balance: Mapping[str, Any] = {},
     weighs_inputs: bool = False,
     router: Key[Array, ""],
@@ -67,7 +67,7 @@ def mixture_beside_gated_shared(config: Any, key: Key[Array, ""]) -> MoE:
     )
 
 
-def which_are_mixtures(config: Any) -> tuple[bool, ...]:
+def which_are_mixtures(config: QwenMoEConfig) -> tuple[bool, ...]:
     """Which layers have experts: every so many, but those that are named."""
     return tuple(
         layer not in config.dense_layers and (layer + 1) % config.moe_every == 0 for layer in range(config.layers)

@@ -1,14 +1,13 @@
 """Arrays created where they belong: no device, and no host, ever holds a whole model."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
 
-def init_sharded(make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: Any) -> PyTree:
+def init_sharded(make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: PyTree) -> PyTree:
     """`make(*args)` computed by all devices together, each its own pieces.
 
     `shardings` maps the shapes of the result to a tree of `NamedSharding`s. Random numbers are functions of a key and
@@ -20,7 +19,9 @@ def init_sharded(make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTr
     return eqx.combine(run(), rest)
 
 
-def lower_sharded(make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: Any) -> Any:
+def lower_sharded(
+    make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: PyTree
+) -> jax.stages.Lowered:
     """The program of `init_sharded`, lowered: `.compile().memory_analysis()` gives what each device needs."""
     shapes = eqx.filter_eval_shape(make, *args)
     with jax.default_device(None):

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeGuard
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -60,7 +60,7 @@ def shardings(specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
-def is_spec(node: Any) -> bool:
+def is_spec(node: object) -> TypeGuard[PartitionSpec]:
     """Whether a node is a `PartitionSpec`."""
     return isinstance(node, PartitionSpec)
 

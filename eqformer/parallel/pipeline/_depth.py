@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from ... import nn
 
@@ -78,7 +78,7 @@ def layer_order(layers: int, part_of: PartOf) -> Int[np.ndarray, "rows"]:
     return layer_rows([layers], part_of)[0].order
 
 
-def taken_rows(x: Any, order: Int[np.ndarray, "rows"]) -> Any:
+def taken_rows(x: Array, order: Int[np.ndarray, "rows"]) -> Array:
     """The entries of an array along its first dim in an order; zeros for numbers beyond its last.
 
     Outside of `jit` they are waited for: on simulated devices many programs that wait for each other's messages can
@@ -108,7 +108,7 @@ def from_rows(trees: Sequence[PyTree], rows: Sequence[Rows], taken: Taken = take
 
 
 def _moved(tree: PyTree, order: Int[np.ndarray, "rows"], there: int, taken: Taken) -> PyTree:
-    def one(x: Any) -> Any:
+    def one(x: PyTree) -> PyTree:
         if not nn.has_shape(x):
             return x
         if x.shape[0] != there:
@@ -124,7 +124,7 @@ def _moved(tree: PyTree, order: Int[np.ndarray, "rows"], there: int, taken: Take
 def _of_each_model(tree: PyTree, part_of: PartOf, move: Callable[[Sequence[PyTree], list[Rows]], tuple]) -> PyTree:
     """The tree with each model's stacks moved together, since one part may hold layers of two stacks."""
 
-    def one(node: Any) -> Any:
+    def one(node: PyTree) -> PyTree:
         if isinstance(node, nn.Stack):
             return move((node,), layer_rows([node.depth], part_of))[0]
         if not isinstance(node, nn.Transformer) or not all(isinstance(stack, nn.Stack) for stack in node.stacks):

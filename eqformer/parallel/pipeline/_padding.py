@@ -17,7 +17,7 @@ from ._depth import layer_rows, PartOf
 class Skipping(eqx.Module):
     """A block of a stack of which some rows are padding: these compute nothing, and return their input."""
 
-    inner: Any
+    inner: PyTree
     is_layer: Bool[Array, "*layers"]
 
     def __call__(

@@ -1,12 +1,12 @@
 """One executor for any schedule: a scan over ticks in which each device does what its column of the table says."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Int, PyTree
+from jaxtyping import Bool, Float, Int, PyTree
 
 from ... import nn
 from ..._shapes import Array
@@ -28,6 +28,10 @@ from ._weight_gradients import (
 )
 
 
+Module = TypeVar("Module", bound=eqx.Module)
+Seed = Float[Array, ""] | int
+
+
 def pipeline_gradients(
     schedule: Schedule,
     first: Callable[..., Any],
@@ -37,7 +41,7 @@ def pipeline_gradients(
     data: PyTree,
     *,
     has_aux: bool = False,
-    seed: Any = 1,
+    seed: Seed = 1,
 ) -> tuple[Any, ...]:
     """Loss sum, count and gradients of the sum over all microbatches, run as the schedule says; inside `shard_map`.
 
@@ -100,7 +104,7 @@ class _Run:
     """The constants of one call, and the three kinds of entry as functions of the state."""
 
     def __init__(
-        self, schedule: Schedule, routes: Routes, functions: tuple, parameters: tuple, data: PyTree, seed: Any
+        self, schedule: Schedule, routes: Routes, functions: tuple, parameters: tuple, data: PyTree, seed: Seed
     ):
         self.schedule, self.routes, self.data, self.seed = schedule, routes, data, seed
         self.first, self.stage, self.last = functions
@@ -266,7 +270,7 @@ def _over_ring(sums: PyTree) -> PyTree:
     return send.psum("sums over stages", sums, PIPE)
 
 
-def _with(state: Any, **new: Any) -> Any:
+def _with(state: Module, **new: PyTree) -> Module:
     names = tuple(new)
     return eqx.tree_at(lambda s: [getattr(s, name) for name in names], state, [new[name] for name in names])
 

@@ -29,7 +29,7 @@ class PipelinedStack(eqx.Module):
     A cache holds this device's layers for all rows. Rows are the first dim, microbatch after microbatch.
     """
 
-    stack: Any
+    stack: nn.Stack
     microbatches: int = eqx.field(static=True)
     splits_rows: bool = eqx.field(static=True, default=False)
     order: tuple[int, ...] | None = eqx.field(static=True, default=None)
@@ -152,6 +152,7 @@ def pipelined_rounds(stacks: Sequence[nn.Stack], schedule: Schedule, microbatche
         size = len(stack) // schedule.chunks
         for chunk in np.flatnonzero(numbers.any(axis=1)).tolist():
             part = stack[chunk * size : (chunk + 1) * size]
+            assert isinstance(part, nn.Stack)
             rounds.append(PipelinedStack(part, microbatches, order=tuple(orders[chunk])))
     return tuple(rounds)
 

@@ -1,18 +1,17 @@
 """Slots and sums of what a loop carries: trees of arrays, the slots with a dim in front."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Int, PyTree
 
-from ..._shapes import Array
+from ..._shapes import Array, ArrayOrShape
 from .._vary import vary
 from ._schedule import IDLE
 
 
-def zeros(like: Any, axes: Iterable[str], *dims: int) -> jax.Array:
+def zeros(like: ArrayOrShape, axes: Iterable[str], *dims: int) -> jax.Array:
     """Zeros of the shape and dtype of `like` with more dims in front, typed as varying over `axes`."""
     return vary(jnp.zeros((*dims, *like.shape), like.dtype), sorted(axes))
 

@@ -5,6 +5,7 @@ from typing import Any
 import einops
 import equinox as eqx
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ... import nn
@@ -32,7 +33,7 @@ class Seen(Watched):
 
     notes: Notes = eqx.field(static=True)
 
-    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """The map's own."""
         y = self.inner.product(x, dtype)
         self.notes.calls.append((self.inner.shape, *_typed(vary_like(x, self.inner.weight)), *_typed(y)))
@@ -45,7 +46,7 @@ class Tapped(Watched):
     into: Float[Array, "..."]
     out: Float[Array, "..."]
 
-    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """The map's own."""
         # `pcast` before the product: its transpose sums the input's gradient over axes that the input is the same on.
         weight = self.inner.weight

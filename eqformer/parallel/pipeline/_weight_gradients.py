@@ -8,7 +8,7 @@ zeros that it ignores: the "gradients" of those are `x` and `dy`. A scan over la
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
@@ -53,7 +53,13 @@ def tapped(blocks: PyTree, wanted: dict[int, tuple]) -> PyTree:
     """The blocks with taps in place of the maps `wanted`."""
     linears = _linears(blocks)
 
-    def tap(linear: nn.DenseMap, into: Any, into_axes: frozenset, out: Any, out_axes: frozenset) -> Tapped:
+    def tap(
+        linear: nn.DenseMap,
+        into: jax.ShapeDtypeStruct,
+        into_axes: frozenset,
+        out: jax.ShapeDtypeStruct,
+        out_axes: frozenset,
+    ) -> Tapped:
         zeros = lambda like, axes: vary(jnp.zeros(like.shape, like.dtype), axes)
         return Tapped(linear, zeros(into, into_axes), zeros(out, out_axes))
 
@@ -114,12 +120,12 @@ def weight_gradients(blocks: PyTree, products: dict[int, tuple[Array, Array]]) -
     return _replaced(nothing, {number: multiply(*sites[number], *pair) for number, pair in products.items()})
 
 
-def _is_node(node: Any) -> bool:
+def _is_node(node: object) -> bool:
     # Taken as one are experts, whose maps run many matrices at once, and what is put together over `tensor`.
     return isinstance(node, nn.DenseMap | nn.Experts | Sliced)
 
 
-def _is_map(node: Any) -> bool:
+def _is_map(node: object) -> TypeGuard[nn.DenseMap]:
     return isinstance(node, nn.DenseMap)
 
 
@@ -167,7 +173,7 @@ def _each_gathered(change: Callable[[Gathered, Gathered], Gathered], tree: PyTre
 
 
 def _not_gathering_taps(new: Gathered, old: Gathered) -> Gathered:
-    def with_taps(values: tuple, tap: Any) -> tuple:
+    def with_taps(values: tuple, tap: str | None) -> tuple:
         counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(new)]
         parts = _by_node(old, values)
         return tuple(x for part, count in zip(parts, counts) for x in (*part, *[tap] * (count - len(part))))

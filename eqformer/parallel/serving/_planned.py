@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
+from ..._shapes import ArrayOrShape
 from .. import _send as send
 from .._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
 from .._plan import Plan
@@ -19,7 +20,7 @@ from .._shard_map import filter_shard_map
 from .._vary import vary, vary_like
 from .._wrap import replace
 from ..context._context import ContextCore, ring_block
-from ..layouts._layout import shardings
+from ..layouts._layout import is_spec, shardings
 from ..tensor._whole import whole_layers
 from ._served import filled, filled_tokens, multiple, Served
 
@@ -90,12 +91,12 @@ class Planned(Served):
                 sizes["batch"] *= tensor
             return tuple(sizes.values())
 
-        def empty(spec: PartitionSpec, names: str, x: Any) -> Array:
+        def empty(spec: PartitionSpec, names: str, x: jax.ShapeDtypeStruct) -> Array:
             value = -1 if _dims(names)[-1] == "kv_seq" else 0  # position -1 marks an empty slot
             made = jnp.full(resized(names, x), value, x.dtype)
             return jax.lax.with_sharding_constraint(made, NamedSharding(self.plan.mesh, spec))
 
-        return jax.tree.map(empty, self._cache_specs(shapes), nn.dims(shapes), shapes, is_leaf=_is_spec)
+        return jax.tree.map(empty, self._cache_specs(shapes), nn.dims(shapes), shapes, is_leaf=is_spec)
 
     @property
     def _specs(self) -> PyTree:
@@ -109,7 +110,7 @@ class Planned(Served):
         axis_of = {"layers": PIPE, "kv_seq": CONTEXT, "kv_heads": TENSOR, "heads": TENSOR}
         used = {name: axis for name, axis in axis_of.items() if self.plan.size(axis) > 1}
 
-        def spec(names: str, x: Any) -> PartitionSpec:
+        def spec(names: str, x: ArrayOrShape) -> PartitionSpec:
             axes: dict[str, Any] = {name: used.get(name) for name in _dims(names)} | {"batch": BATCH_AXES}
             if "heads" in used and _is_whole(names, x):
                 axes["batch"] = (*BATCH_AXES, TENSOR)
@@ -125,7 +126,7 @@ class Planned(Served):
         plan = dataclasses.replace(self.plan, microbatches=pieces)
         device = plan.on_device(self.model)
 
-        def per_device(model: nn.Transformer, *given: Any) -> Any:
+        def per_device(model: nn.Transformer, *given: PyTree) -> PyTree:
             wrapped = device.wrap_forward(model)
             wrapped = replace(wrapped, ContextCore, lambda core: CacheCore(core.inner))
             return call(wrapped, *given)
@@ -201,7 +202,7 @@ def _encode(
     return x, _each_cache(cache, lambda one: dataclasses.replace(one, first=None, capacity=None))
 
 
-def _piece(cache: Any, pieces: int) -> Any:
+def _piece(cache: nn.SlotCache, pieces: int) -> nn.SlotCache:
     *outer, size = cache.positions.shape
     first = jnp.broadcast_to(jax.lax.axis_index(CONTEXT) * size, outer).astype(jnp.int32)
     return dataclasses.replace(cache, first=vary_like(first, cache.positions), capacity=size * pieces)
@@ -217,10 +218,6 @@ def _dims(names: str) -> list[str]:
     return ["layers", *names.split()[1:]]
 
 
-def _is_whole(names: str, x: Any) -> bool:
+def _is_whole(names: str, x: ArrayOrShape) -> bool:
     """Whether an array of a cache has no heads to split, so that each device of `tensor` has one of its own."""
     return not jnp.issubdtype(x.dtype, jnp.integer) and not {"heads", "kv_heads"} & set(_dims(names))
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)

@@ -67,8 +67,8 @@ class TwoDimBlock(nn.Layer):
         self,
         x: Float[Array, "batch seq embed"],
         scale: float | None,
-        attention: Any,
-        mlp: Any,
+        attention: PyTree,
+        mlp: PyTree,
         tokens: nn.Tokens,
         cache: PyTree,
     ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
@@ -116,7 +116,7 @@ class TwoDimBlock(nn.Layer):
 
     def _attend(
         self,
-        attention: Any,
+        attention: nn.Attention,
         query: Float[Array, "batch seq heads head_dim"],
         key: Float[Array, "own_batch seq kv_heads head_dim"],
         value: Float[Array, "own_batch seq kv_heads head_dim"],
@@ -196,8 +196,8 @@ def gathered_products(
     own = (lambda y: own_part(y, TENSOR, 0)) if by_rows else (lambda y: y)
     if overlap == "none" or jax.lax.axis_size(FSDP) > 1:
         full = send.all_gather("stream for wide maps", x, TENSOR, 2)
-        kind: Any = {"scatter": "outputs", "overlap": overlap, "name": "wide maps"}
-        products = [matmul_reduce_scatter(full, w, FSDP, **kind) for w in weights]
+        product = lambda w: matmul_reduce_scatter(full, w, FSDP, scatter="outputs", overlap=overlap, name="wide maps")
+        products = list(map(product, weights))
         return products, [_product(own(full), w).astype(x.dtype) for w in narrow]
 
     def grow(sums: Sequence[Array], piece: Array, start: Array) -> Sequence[Array]:

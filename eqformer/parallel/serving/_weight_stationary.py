@@ -84,7 +84,7 @@ class WeightStationary(Served):
         """An empty cache for `batch` rows of up to `capacity` tokens, in parts by rows or one whole on each device."""
         shapes = eqx.filter_eval_shape(lambda: self.model.init_cache(self._rows(batch), capacity))
 
-        def empty(x: Any, spec: PartitionSpec) -> Array:
+        def empty(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> Array:
             is_positions = jnp.issubdtype(x.dtype, jnp.integer)
             copies = 1 if is_positions or self.attention == "rows" else self.mesh.size
             made = jnp.full((x.shape[0], x.shape[1] * copies, *x.shape[2:]), -1 if is_positions else 0, x.dtype)

@@ -25,7 +25,7 @@ class Gathered(eqx.Module):
     keeps: bool = eqx.field(static=True, default=False)
     values: PyTree = None
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: PyTree) -> PyTree:
         """The block's own call."""
         arrays, rest = eqx.partition(self.inner, eqx.is_array)
         run = lambda arrays, values, args: eqx.combine(self._whole(arrays, values), rest)(*args)
@@ -33,7 +33,7 @@ class Gathered(eqx.Module):
             run = jax.checkpoint(run, policy=_all_but_gathered, prevent_cse=False)
         return run(arrays, self.values, args)
 
-    def init_cache(self, *args: Any) -> PyTree:
+    def init_cache(self, *args: PyTree) -> PyTree:
         """The block's own empty cache."""
         arrays, rest = eqx.partition(self.inner, eqx.is_array)
         return eqx.combine(self._whole(arrays, self.values), rest).init_cache(*args)
@@ -56,11 +56,11 @@ class Scattered(eqx.Module):
     values: PyTree
     dims: tuple[int | None, ...] = eqx.field(static=True)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: PyTree) -> PyTree:
         """The block's own call."""
         return self._whole()(*args)
 
-    def init_cache(self, *args: Any) -> PyTree:
+    def init_cache(self, *args: PyTree) -> PyTree:
         """The block's own empty cache."""
         return self._whole().init_cache(*args)
 

@@ -1,7 +1,5 @@
 """Small parameters that the axis `tensor` splits, put together where they are used."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 from jaxtyping import Array, PyTree, Shaped
@@ -17,7 +15,7 @@ def gather_parameter(leaf: Shaped[Array, "..."], dim: int) -> Shaped[Array, "...
     return gather(dim % leaf.ndim, leaf)
 
 
-def gathered(module: PyTree, dims: tuple[int | None, ...]) -> Any:
+def gathered(module: PyTree, dims: tuple[int | None, ...]) -> PyTree:
     """A module with its arrays put together from the devices' slices along `dims`; None leaves one as it is."""
     arrays, rest = eqx.partition(module, eqx.is_array)
     leaves, structure = jax.tree.flatten(arrays)

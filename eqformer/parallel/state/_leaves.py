@@ -1,7 +1,6 @@
 """What a plan decides of each array of a model."""
 
 import dataclasses
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -47,7 +46,14 @@ def leaves_of(
     matrices = structure.flatten_up_to(nn.matrices(model))
     routers = structure.flatten_up_to(_in_routers(model))
 
-    def leaf(x: Any, spec: Any, state_spec: Any, in_slices: bool, matrix: Any, in_router: bool) -> Leaf:
+    def leaf(
+        x: PyTree,
+        spec: PartitionSpec | None,
+        state_spec: PartitionSpec | None,
+        in_slices: bool,
+        matrix: nn.Matrix | None,
+        in_router: bool,
+    ) -> Leaf:
         if spec is None:
             return Leaf(None, None, (), "")
         state_spec = state_spec if nn.is_trainable(x) else spec  # a number that is not trained has no state
@@ -74,7 +80,7 @@ def _in_slices(model: nn.Transformer, stream: Stream | None) -> PyTree:
     if stream is None or not stream.is_whole:
         return _everywhere(model, stream is not None)
 
-    def mark(node: Any) -> Any:
+    def mark(node: PyTree) -> PyTree:
         marks = _everywhere(node, is_split(node) or isinstance(node, nn.Mixer | nn.Experts))
         if not is_split(node):
             return marks

@@ -5,10 +5,9 @@ devices in float32 at least, so a 16-bit array is not differentiated itself: its
 that of a stand-in, zeros in float32 whose values are never read.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from ... import nn
@@ -54,7 +53,7 @@ def _gather_plainly(dim: int, dtype: str, value: Array | None, leaf: Array) -> A
     return send.all_gather("parameters over fsdp", (leaf if value is None else value).astype(dtype), FSDP, dim)
 
 
-def _gather_backward(dim: int, dtype: str, like: Any, gradient: Array) -> tuple[None, Array]:
+def _gather_backward(dim: int, dtype: str, like: Array | np.ndarray, gradient: Array) -> tuple[None, Array]:
     return None, scatter(gradient, dim).astype(like.dtype)
 
 
@@ -62,7 +61,7 @@ _gather = jax.custom_vjp(_gather_plainly, nondiff_argnums=(0, 1))
 _gather.defvjp(lambda *given: (_gather_plainly(*given), jnp.zeros((), given[-1].dtype)), _gather_backward)
 
 
-def _route_backward(dim: int | None, like: Any, gradient: Array) -> tuple[None, Array]:
+def _route_backward(dim: int | None, like: Array | np.ndarray, gradient: Array) -> tuple[None, Array]:
     return None, (gradient if dim is None else scatter(gradient, dim)).astype(like.dtype)
 
 

@@ -5,12 +5,13 @@ which are reduced and scattered over the outputs' first dim. Nothing is ever gat
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from ... import nn
@@ -41,7 +42,7 @@ class FeatureLinear(nn.MapAround):
     overlap: str = eqx.field(static=True, default="none")
     split_outputs: tuple[int | None, ...] | None = eqx.field(static=True, default=None)
 
-    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Contract the slices, add them up over the devices, and keep this device's outputs."""
         linear = self.inner if self.split_outputs is None else gathered(self.inner, self.split_outputs)
         outputs = linear.output_shape
@@ -49,8 +50,8 @@ class FeatureLinear(nn.MapAround):
             y = send.psum("whole maps of features", linear.product(x, dtype), TENSOR)
         else:
             flat = x.reshape(*x.shape[: x.ndim - len(linear.inputs)], -1)
-            kind: Any = {"scatter": "outputs", "overlap": self.overlap, "name": "maps of features"}
-            y = matmul_reduce_scatter(flat, linear.flat_matrix(x.dtype), TENSOR, **kind)
+            weight, name = linear.flat_matrix(x.dtype), "maps of features"
+            y = matmul_reduce_scatter(flat, weight, TENSOR, scatter="outputs", overlap=self.overlap, name=name)
             y = y.reshape(*y.shape[:-1], -1, *outputs[1:])
         return checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
 
@@ -67,7 +68,7 @@ class FeatureKeyHead(nn.MapAround):
     def bias(self) -> None:
         """None: the inner map adds it."""
 
-    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """The inner map's result for all heads, of which this device's is kept."""
         y = self.inner(x)
         first = jax.lax.axis_index(TENSOR) * y.shape[-2] // jax.lax.axis_size(TENSOR)
@@ -93,10 +94,10 @@ class ByFeature(Stream):
         """From some tokens with all features to all tokens with some, by an all-to-all."""
         return send.all_to_all("tokens to features", y, TENSOR, -1, -2)
 
-    def layer(self, module: Any, shapes: PyTree, specs: PyTree, names: PyTree) -> Any:
+    def layer(self, module: nn.Mixer | nn.FeedForward, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
         """The layer whose every map reduces and scatters; key heads that the axis does not divide are summed whole."""
 
-        def feature(part: Any, shape: PyTree, spec: PyTree, name: PyTree) -> Any:
+        def feature(part: PyTree, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
             if not nn.is_map(part):
                 return self.norm(part) if isinstance(part, nn.Norm) else part
             if not set(part.inputs) & set(FEATURE_DIMS):  # inputs are whole here, outputs a slice
@@ -119,7 +120,9 @@ class ByFeature(Stream):
         """The positions themselves, of which it holds its features."""
         return positions
 
-    def embedding(self, embedding: nn.Embedding, own_table: Callable[[], Array], total: int, *, is_tied: bool) -> Any:
+    def embedding(
+        self, embedding: nn.Embedding, own_table: Callable[[], Array], total: int, *, is_tied: bool
+    ) -> eqx.Module:
         """The lookup of this device's features of all ids; tied logits are made by the rows of its own ids."""
         return FeatureEmbedding(embedding, own_table() if is_tied else embedding.weight)
 

@@ -3,8 +3,9 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
+import equinox as eqx
 from jaxtyping import Array, PyTree, Shaped
 
 from ... import nn
@@ -80,17 +81,19 @@ class Stream(abc.ABC):
         """From `routed` to this stream."""
 
     @abc.abstractmethod
-    def layer(self, module: Any, shapes: PyTree, specs: PyTree, names: PyTree) -> Any:
+    def layer(self, module: nn.Mixer | nn.FeedForward, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
         """A mixer or feed-forward layer that runs on a slice; `shapes`, `specs` and `names` of dims are the whole's."""
 
     @abc.abstractmethod
-    def dropout(self, dropout: nn.Dropout) -> Any:
+    def dropout(self, dropout: nn.Dropout) -> eqx.Module:
         """Dropout of what this device holds, with its part of the mask that one device would draw."""
 
     @abc.abstractmethod
-    def positions(self, positions: nn.LearnedPositions) -> Any:
+    def positions(self, positions: nn.LearnedPositions) -> eqx.Module:
         """Learned positions of what this device holds."""
 
     @abc.abstractmethod
-    def embedding(self, embedding: nn.Embedding, own_table: Callable[[], Array], total: int, *, is_tied: bool) -> Any:
+    def embedding(
+        self, embedding: nn.Embedding, own_table: Callable[[], Array], total: int, *, is_tied: bool
+    ) -> eqx.Module:
         """The lookup of what this device holds; `own_table()` has the rows of its ids, of `total` in all."""

@@ -6,11 +6,12 @@ the stream between the layers is split over tokens, and the reduction becomes a 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from ... import nn
@@ -36,7 +37,7 @@ class Tensor(eqx.Module):
     stream: Stream = eqx.field(static=True)
     shares_kv_heads: bool = eqx.field(static=True, default=False)
 
-    def __call__(self, x: Float[Array, "*batch seq embed"], *rest: Any) -> Any:
+    def __call__(self, x: Float[Array, "*batch seq embed"], *rest: PyTree) -> PyTree:
         """The layer's own call; `x` is what this device holds of the stream."""
         inner = self._local()
         both = lambda m: (*_reading(m), *stream_maps(m, "outputs"))
@@ -82,7 +83,7 @@ class _Given(nn.MapAround):
 
     value: Float[Array, "..."]
 
-    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         return self.value if dtype is None else self.value.astype(dtype)
 
 
@@ -91,14 +92,14 @@ class _Row(nn.MapAround):
 
     stream: Stream = eqx.field(static=True)
 
-    def product(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         if self.stream.overlap == "none":
             y = self.stream.summed("maps to the stream", self.inner.product(x, dtype))
         else:
             flat = x.reshape(*x.shape[: x.ndim - len(self.inputs)], -1)
             weight = self.inner.flat_matrix(x.dtype)
-            kind: Any = {"scatter": "seq", "overlap": self.stream.overlap, "name": "maps to the stream"}
-            y = matmul_reduce_scatter(flat, weight, TENSOR, **kind)
+            overlap, name = self.stream.overlap, "maps to the stream"
+            y = matmul_reduce_scatter(flat, weight, TENSOR, scatter="seq", overlap=overlap, name=name)
         return checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
 
 
@@ -119,7 +120,7 @@ def own_kv_head(module: PyTree) -> PyTree:
     return jax.tree.unflatten(structure, own)
 
 
-def is_split(module: Any) -> bool:
+def is_split(module: object) -> bool:
     """Whether a module is a layer that runs on a slice of its heads or hidden features."""
     if isinstance(module, nn.FeedForward):
         back = _maps(module, "outputs")
@@ -180,14 +181,16 @@ class _WholeFeatures(Stream):
         """As it is."""
         return y
 
-    def layer(self, module: Any, shapes: PyTree, specs: PyTree, names: PyTree) -> Any:
+    def layer(self, module: nn.Mixer | nn.FeedForward, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
         """The layer inside `Tensor`."""
         is_norm = lambda node: isinstance(node, nn.Norm)
         split = lambda node: self.norm(node) if is_norm(node) else node
         tensor = Tensor(jax.tree.map(split, module, is_leaf=is_norm), self, shares_kv_heads(shapes))
         return TensorMixer(tensor) if isinstance(module, nn.Mixer) else tensor
 
-    def embedding(self, embedding: nn.Embedding, own_table: Callable[[], Array], total: int, *, is_tied: bool) -> Any:
+    def embedding(
+        self, embedding: nn.Embedding, own_table: Callable[[], Array], total: int, *, is_tied: bool
+    ) -> eqx.Module:
         """The lookup in the rows of this device's ids."""
         return SplitEmbedding(own_table(), embedding.scale, total, self)
 

@@ -62,7 +62,7 @@ class Sliced(eqx.Module):
         return any(dim is not None for dim in self.dims)
 
     @property
-    def whole(self) -> Any:
+    def whole(self) -> PyTree:
         """The module with its arrays put together."""
         return gathered(self.inner, self.dims)
 
@@ -75,7 +75,7 @@ def counted_once(stream: Stream, y: Float[Array, "..."]) -> Float[Array, "..."]:
     return checkpoint_name(stream.summed("maps to the stream", first), "product")
 
 
-def is_plain(layer: Any) -> bool:
+def is_plain(layer: object) -> bool:
     """Whether what stands in the place of a layer follows no contract of layers."""
     return layer is not None and not isinstance(layer, nn.Mixer | nn.FeedForward | nn.Routed)
 
