@@ -126,10 +126,18 @@ def hub(
     revision: str | None = None,
     limit: int | None = None,
 ) -> Source:
-    """A dataset of the Hugging Face hub by name, streamed; `limit` is the number of rows to read at most.
+    """A dataset of the Hugging Face hub by name, streamed.
 
-    The fingerprint is a hash of these arguments, so a finished cache is found without a network; pass `revision` to pin
-    the dataset's version. Rows whose text is empty or null are left out.
+    The fingerprint is a hash of these arguments, so a finished cache is found without a network. Rows whose text is
+    empty or null are left out.
+
+    Args:
+        name: The dataset's name.
+        config: Which of its configurations; None: its default.
+        split: Its split.
+        field: The field of a row that holds the text.
+        revision: The version; pass it to pin the dataset.
+        limit: The number of rows to read at most.
 
     **Raises:** when it is read: `ImportError` if the package `datasets` is absent, `ValueError` if the dataset cannot
     be opened or its rows have no such field.

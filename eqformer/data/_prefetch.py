@@ -17,10 +17,17 @@ def prefetch(
     depth: int = 2,
     transform: Callable[[Any], Any] | None = None,
 ) -> "Prefetch":
-    """The batches of steps `start_step`, `start_step + 1`, ... up to `stop_step`, exclusive (None: without end).
+    """The batches of a loader, step by step, made by a thread of their own while others are used.
 
-    `rows` are the start and stop of the rows that this host needs (`Loader.rows`). `transform` is applied to each batch
-    in the background too, for example to send it to the devices. Use it in a `with` statement, or close it.
+    Use it in a `with` statement, or close it.
+
+    Args:
+        loader: Where batches come from.
+        start_step: The first step.
+        stop_step: The step before which it ends; None: it does not.
+        rows: The start and stop of the rows that this host needs (`Loader.rows`).
+        depth: How many batches are made ahead.
+        transform: Applied to each batch in the background too, for example to send it to the devices.
     """
     if start_step < 0 or (stop_step is not None and stop_step < start_step):
         raise ValueError(

@@ -29,20 +29,24 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class TokenStore:
-    """The tokens of one split: document `i` is `tokens[offsets[i]:offsets[i + 1]]`, the end of text last.
-
-    `text_bytes` counts the UTF-8 bytes of the texts, `largest` is the largest id that occurs, `vocab` and
-    `end_of_text` are the tokenizer's.
-    """
+    """The tokens of one split: document `i` is `tokens[offsets[i]:offsets[i + 1]]`, the end of text last."""
 
     path: Path
+    """The folder of the cache."""
     tokens: UInt[np.ndarray, "tokens"]
+    """All ids."""
     offsets: Int[np.ndarray, "borders"]
+    """Where documents begin, and where the last one ends."""
     text_bytes: int
+    """The UTF-8 bytes of the texts."""
     largest: int
+    """The largest id that occurs."""
     vocab: int
+    """The number of the tokenizer's ids."""
     end_of_text: int
+    """The id after each document."""
     fingerprint: str
+    """The tokenizer's fingerprint."""
 
     @property
     def documents(self) -> int:
@@ -67,12 +71,20 @@ def open_store(
 ) -> TokenStore:
     """The tokens of one split of a source, from the cache, or tokenised into it now.
 
-    A document belongs to the validation split if the hash of its name falls under `validation`, a share of the
-    documents; that depends on nothing else, so it is the same on any machine and however the corpus grows. A source
-    that cannot be read raises before anything is tokenised. Lone surrogates, which JSON can spell though they are no
-    characters, are replaced by U+FFFD, and a warning says how many documents had some. `progress` is called with the
-    bytes done and the bytes in all (0: unknown). `verify` compares the checksums of an existing cache (about half a
-    second a gigabyte), not only the sizes. A damaged cache is written anew, with a warning.
+    A document belongs to the validation split by the hash of its name and nothing else, so it is the same on any
+    machine and however the corpus grows. A source that cannot be read raises before anything is tokenised. Lone
+    surrogates, which JSON can spell though they are no characters, are replaced by U+FFFD, and a warning says how many
+    documents had some. A damaged cache is written anew, with a warning.
+
+    Args:
+        source: The documents.
+        tokenizer: What makes ids of their texts.
+        cache_dir: The folder of caches, made if it is not there.
+        split: `"train"` or `"validation"`.
+        validation: The share of the documents that is held out for validation.
+        progress: Called with the bytes done and the bytes in all (0: unknown).
+        verify: Whether to compare the checksums of an existing cache (about half a second a gigabyte), not only the
+            sizes.
 
     **Raises:** `ValueError` if the split has no text, a text cannot be tokenised, or the cache cannot be written.
     """

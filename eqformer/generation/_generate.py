@@ -49,16 +49,27 @@ def generate(
 ) -> Generation:
     """Continue each prompt by up to `max_new_tokens` tokens, each drawn from the model's transformed distribution.
 
-    `prompts` is a list of lists of ids, or an integer array whose rows have `lengths` ids each. Without `transforms`,
-    ids are drawn from the model's distribution; `sampling(temperature=0)` is greedy. A row ends with the first
-    `end_of_text` id that it draws, and decoding when every row has ended.
+    A row ends with the first id of `end_of_text` that it draws, and decoding when every row has ended. A row's draws
+    depend on `key`, on its number in `examples` and on positions, not on the other rows. Prefill and decode are one
+    compiled program. Sizes are rounded up to multiples of 64, so other prompts, other counts of new tokens and other
+    temperatures mostly run without compiling again; another number of rows does not.
 
-    A row's draws depend on `key`, on its number in `examples` (by default 0, 1, ...) and on positions, not on the other
-    rows. Prefill and decode are one compiled program. Sizes are rounded up to multiples of 64, so other prompts, other
-    counts of new tokens and other temperatures mostly run without compiling again; another number of rows does not.
-    Prompts are read in equal chunks of at most 1,024 tokens, or of `prefill_chunk` tokens, so that activations do not
-    grow with the prompt; the results are the same. Raises a `ValueError` for prompts that are empty or hold unknown
-    ids, for more tokens than learned positions, and if the model's logits are NaN.
+    Args:
+        model: What is asked for logits, with a cache.
+        prompts: A list of lists of ids, or an integer array whose rows have `lengths` ids each.
+        max_new_tokens: How many tokens are drawn at most.
+        lengths: The ids in each row of an array; None: all.
+        transforms: What is done to the logits before an id is drawn; without any, ids are drawn from the model's
+            distribution, and `sampling(temperature=0)` is greedy.
+        end_of_text: The id, or ids, that end a row; it is kept.
+        log_probabilities: Whether to return those of the drawn ids by the model itself.
+        examples: The rows' numbers; None: 0, 1, ...
+        prefill_chunk: The tokens of a prompt that are read at once, in equal chunks, so that activations do not grow
+            with the prompt; None: at most 1,024. The results are the same.
+        key: For all draws.
+
+    Raises a `ValueError` for prompts that are empty or hold unknown ids, for more tokens than learned positions, and if
+    the model's logits are NaN.
     """
     prepared = prepare(model, prompts, lengths, max_new_tokens, prefill_chunk)
     draws = _draws(model, len(prepared.ids), transforms, end_of_text, examples, key)
@@ -88,10 +99,21 @@ def stream(
     stride: int = 8,
     key: Key[jax.Array, ""],
 ) -> Iterator[int]:
-    """Yield the ids that `generate` draws for one prompt, whose number in `examples` is `example`, as they are drawn.
+    """Yield the ids that `generate` draws for one prompt, as they are drawn.
 
-    The host reads ids from the device `stride` at a time: a small stride yields more evenly, a large one runs faster.
     Raises what `generate` raises, at this call; only NaN logits are found later, while the text is drawn.
+
+    Args:
+        model: What is asked for logits, with a cache.
+        prompt: The ids.
+        max_new_tokens: How many tokens are drawn at most.
+        transforms: What is done to the logits before an id is drawn; without any, ids are drawn from the model's
+            distribution, and `sampling(temperature=0)` is greedy.
+        end_of_text: The id, or ids, that end a row; it is kept.
+        example: The prompt's number in `generate`'s `examples`.
+        prefill_chunk: The tokens of the prompt that are read at once; None: at most 1,024.
+        stride: How many ids the host reads from the device at a time: few yield more evenly, many run faster.
+        key: For all draws.
     """
     prepared = prepare(model, [prompt], None, max_new_tokens, prefill_chunk)
     if stride < 1:

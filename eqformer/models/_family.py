@@ -15,7 +15,9 @@ class ModelConfig:
     """The sizes and choices of a model; each family has a class of its own for them."""
 
     vocab: int
+    """Ids."""
     embed: int
+    """Channels of the residual stream."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,16 +25,26 @@ class DecoderConfig(ModelConfig):
     """The fields that most families' configs have."""
 
     layers: int
+    """Layers."""
     heads: int
+    """Heads of queries."""
     kv_heads: int
+    """Heads of keys and values."""
     mlp: int
+    """Hidden features of a feed-forward layer, or of an expert."""
     _: dataclasses.KW_ONLY
-    head_dim: int | None = None  # embed / heads by default
-    theta: float = 10_000.0  # the base of rotary positions
-    scaling: RotaryScaling | None = None  # of rotary positions
+    head_dim: int | None = None
+    """Channels of a head; None: embed / heads."""
+    theta: float = 10_000.0
+    """The base of rotary positions."""
+    scaling: RotaryScaling | None = None
+    """Of rotary positions."""
     eps: float = 1e-6
-    tied: bool = False  # whether the head is the embedding's table
-    max_seq: int = 32_768  # the longest rows it was trained on; it changes nothing
+    """What norms add before the root."""
+    tied: bool = False
+    """Whether the head is the embedding's table."""
+    max_seq: int = 32_768
+    """The longest rows it was trained on; it changes nothing."""
 
     @property
     def head_size(self) -> int:
@@ -42,24 +54,30 @@ class DecoderConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family: its configs' class, what builds a model from one, presets by name, and how it is published.
-
-    A family that is published in no common format has no `model_type`. `attributes` is the table between a
-    `config.json` and a config, `weights` that between published arrays and a model's leaves; both are read in both
-    directions.
-    """
+    """A family: its configs' class, what builds a model from one, presets by name, and how it is published."""
 
     name: str
+    """Its name here."""
     config: type[ModelConfig]
-    build: Callable[..., Transformer]  # of a config and a `key`
+    """The class of its configs."""
+    build: Callable[..., Transformer]
+    """Builds a model of a config and a `key`."""
     presets: Mapping[str, ModelConfig]
+    """Configs by name."""
     architecture: str = ""
+    """The name of its class in transformers."""
     model_type: str | None = None
+    """Its name in a `config.json`; None: it is published in no common format."""
     attributes: tuple[Entry, ...] = ()
+    """The table between a `config.json` and a config, read in both directions."""
     weights: tuple[Rule, ...] = ()
-    ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)  # of names of buffers, which say nothing
-    ignored_prefixes: tuple[str, ...] = ()  # of names in parts that are not ours: predictors of further tokens
-    prefix: str = ""  # which all names may have or lack
+    """The table between published arrays and a model's leaves, read in both directions."""
+    ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    """Of names of buffers, which say nothing."""
+    ignored_prefixes: tuple[str, ...] = ()
+    """Of names in parts that are not ours: predictors of further tokens."""
+    prefix: str = ""
+    """Which all names may have or lack."""
 
     def read(self, published: PublishedConfig) -> ModelConfig:
         """The config of a model published with this configuration; raises a `ValueError` for what is not supported."""

@@ -33,13 +33,20 @@ def save(
     files: Mapping[str, str | bytes] = _NOTHING,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a model as a folder that transformers loads; the folder is written atomically and must not exist yet.
+    """Write a model as a folder that transformers loads; the folder is written atomically.
 
-    `like` is the published folder that the model came from: its configuration, tokenizer, chat template and sampling
-    settings are copied. For a model that was built here, pass the `config` that it was built from. `attributes` are
-    added to the configuration (`eos_token_id`), and `files`, by name, to the folder. Raises a `ValueError` before
-    anything is written: if `path` exists, if the model has `LoRA`s or is not of this config, and if the format cannot
-    express a field of its config.
+    Args:
+        model: The model.
+        path: The folder, which must not exist yet.
+        like: The published folder that the model came from: its configuration, tokenizer, chat template and sampling
+            settings are copied.
+        config: For a model that was built here, the config that it was built from.
+        attributes: What is added to the configuration (`eos_token_id`).
+        files: Files that are added to the folder, by name.
+        shard_bytes: The size above which weights are written as several files.
+
+    Raises a `ValueError` before anything is written: if `path` exists, if the model has `LoRA`s or is not of this
+    config, and if the format cannot express a field of its config.
     """
     target, call = Path(path), f"save(model, {str(path)!r})"
     if target.exists():

@@ -95,20 +95,25 @@ class Weight:
 class Rule:
     """A line of a family's table of weights: a published name, and the path of its leaf in a model.
 
-    A name with `{layer}` stands for every layer's array, and its path begins at a layer. Several paths are of leaves
-    that are published as one array. A rule applies only to a model or a layer that has its leaves, has something at
-    the path `needs`, and nothing at the path `lacks`. The other fields are a `Weight`'s; `groups` may name a field of
-    the config.
+    A rule applies only to a model or a layer that has its leaves.
     """
 
     name: str
+    """The published name; with `{layer}` it stands for every layer's array."""
     path: str | tuple[str, ...]
+    """The path of its leaf, from a layer where the name has one; several are published as one array."""
     pattern: str = ""
+    """How einops rearranges a published array into a leaf."""
     axis: int = 0
+    """Along which several leaves are put together."""
     interleaved: bool = False
+    """Whether leaves take turns number by number."""
     groups: int | str = 1
+    """How many pieces of each leaf take turns, or the field of the config that says so."""
     needs: str = ""
+    """The rule applies only where there is something at this path."""
     lacks: str = ""
+    """The rule applies only where there is nothing at this path."""
 
     def leaves(self, holder: Transformer | Layer) -> Any:
         """The leaf of a model or a layer, or a tuple of several; None where the rule does not apply."""

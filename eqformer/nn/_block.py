@@ -15,17 +15,21 @@ from ._tokens import Tokens, tokens_or_default
 class Residual(Layer):
     """A residual sublayer: `sum_norm(x + scale * output_norm(layer(norm(x))))`.
 
-    `layer` is a `Mixer`, a `Routed` layer or a function of an array to one of its shape. Which norms are given decides
-    the arrangement: `norm` alone is pre-norm (GPT-2, Llama), `output_norm` alone OLMo 2's, both the sandwich of Gemma
-    2, `sum_norm` alone post-norm (Vaswani 2017). `scale` multiplies what is added (Granite), and `dropout` acts on it.
+    Which norms are given decides the arrangement.
     """
 
     layer: Mixer | Routed | Callable[..., Any]
+    """A `Mixer`, a `Routed` layer or a function of an array to one of its shape."""
     norm: Norm | Callable[[Array], Array] | None = None
+    """Of the layer's input: alone it is pre-norm (GPT-2, Llama), with `output_norm` the sandwich of Gemma 2."""
     output_norm: Norm | Callable[[Array], Array] | None = None
+    """Of the layer's output: alone it is OLMo 2's arrangement."""
     sum_norm: Norm | Callable[[Array], Array] | None = None
+    """Of the sum: alone it is post-norm (Vaswani 2017)."""
     dropout: Dropout | None = None
+    """Acts on what is added."""
     scale: float | None = eqx.field(static=True, default=None)
+    """What multiplies what is added (Granite)."""
 
     def __call__(
         self,

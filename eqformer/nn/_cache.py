@@ -40,11 +40,17 @@ class KVCache(SlotCache):
     """Keys and values of past tokens."""
 
     keys: Float[Array, "*batch kv_seq kv_heads head_dim"]
+    """The keys, rotated."""
     values: Float[Array, "*batch kv_seq kv_heads v_dim"]
+    """The values."""
     positions: Int[Array, "*batch kv_seq"]
+    """The position in each slot; -1: it is empty."""
     rolling: bool = eqx.field(static=True, default=False)
+    """Whether new tokens take the slots of the oldest."""
     first: Int[Array, "*batch"] | None = None
+    """Of a shard, its first slot; None: the cache is whole."""
     capacity: int | None = eqx.field(static=True, default=None)
+    """Of a shard, the slots of the whole cache."""
 
     def update(
         self,
@@ -64,11 +70,17 @@ class LatentCache(SlotCache):
     """Compressed keys and values of past tokens and their rotated keys (MLA's two caches)."""
 
     latents: Float[Array, "*batch kv_seq latent"]
+    """The latents of keys and values."""
     rotary_keys: Float[Array, "*batch kv_seq rope_dim"]
+    """The rotated keys, which all heads share."""
     positions: Int[Array, "*batch kv_seq"]
+    """The position in each slot; -1: it is empty."""
     rolling: bool = eqx.field(static=True, default=False)
+    """Whether new tokens take the slots of the oldest."""
     first: Int[Array, "*batch"] | None = None
+    """Of a shard, its first slot; None: the cache is whole."""
     capacity: int | None = eqx.field(static=True, default=None)
+    """Of a shard, the slots of the whole cache."""
 
     def update(
         self,

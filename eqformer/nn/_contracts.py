@@ -16,17 +16,20 @@ Channels = tuple[tuple[int, ...], ...]  # (heads, channels of each) of what a to
 
 
 class Attends(NamedTuple):
-    """What a mixer passes to its attention core, its field `core`, whose exchange lets rows be cut over devices.
-
-    `needs` are those of `softcap` and `sinks` that the core must compute.
-    """
+    """What a mixer passes to its attention core, its field `core`, whose exchange lets rows be cut over devices."""
 
     mask: Mask
+    """Which keys a query may see."""
     query: Channels
+    """The queries' heads and channels."""
     key: Channels
+    """The keys'."""
     value: Channels
+    """The values'."""
     output: Channels
+    """The output's."""
     needs: tuple[str, ...] = ()
+    """Which of `softcap` and `sinks` the core must compute."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,10 +80,17 @@ def with_lora(
 ) -> PyTree:
     """The model with a `LoRA` in the place of each chosen map; its outputs are unchanged, since B starts at zero.
 
-    `where` lists names (`"query"`, `"feed_forward.layer.up"`: ends of paths) and types (every map in an
-    `nn.Attention`), or is a function of path and `LinearMap`. The scale is `alpha / rank`, `rank_stabilised` `alpha /
-    sqrt(rank)` (arXiv:2312.03732); `alpha=None` makes it 1. Each layer and expert has factors of its own, in float32;
-    A is drawn with deviation `1 / sqrt(inputs)`. Raises a `ValueError` where nothing, or a `LoRA`, is chosen.
+    Each layer and expert has factors of its own, in float32; A is drawn with deviation `1 / sqrt(inputs)`. Raises a
+    `ValueError` where nothing, or a `LoRA`, is chosen.
+
+    Args:
+        model: Any tree of modules.
+        where: Names (`"query"`, `"feed_forward.layer.up"`: ends of paths) and types (every map in an `nn.Attention`),
+            or a function of path and `LinearMap`.
+        rank: The channels between the two factors.
+        alpha: The scale is `alpha / rank`; None makes it 1.
+        rank_stabilised: Whether it is `alpha / sqrt(rank)` (arXiv:2312.03732).
+        key: For A.
     """
     if rank < 1:
         raise ValueError(f"with_lora(rank={rank}): the rank counts, so give at least 1.")

@@ -30,7 +30,16 @@ class MLP(FeedForward):
         output_std: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the two maps; any function of an array to one of its shape may be the activation."""
+        """Draw the two maps.
+
+        Args:
+            embed: Channels of the input and the output.
+            mlp: Hidden features.
+            activation: Any function of an array to one of its shape.
+            bias: Whether the maps have biases.
+            output_std: The deviation of the last map's weights; None: as the others'.
+            key: For the weights.
+        """
         up, down = jax.random.split(key)
         self.up = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=up)
         self.down = Linear("mlp -> embed", embed=embed, mlp=mlp, bias=bias, std=output_std, key=down)
@@ -42,11 +51,7 @@ class MLP(FeedForward):
 
 
 class GatedMLP(FeedForward):
-    """`W_down (act(W_gate x) * W_up x)` (Shazeer 2020): SwiGLU with silu, GeGLU with gelu.
-
-    `limit` clamps the gate from above and the other factor on both sides before they meet, against runaway activations.
-    `offset` is added to the other factor (gpt-oss: 1).
-    """
+    """`W_down (act(W_gate x) * W_up x)` (Shazeer 2020): SwiGLU with silu, GeGLU with gelu."""
 
     gate: LinearMap
     up: LinearMap
@@ -67,7 +72,19 @@ class GatedMLP(FeedForward):
         output_std: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the three maps; any function of an array to one of its shape may be the activation."""
+        """Draw the three maps.
+
+        Args:
+            embed: Channels of the input and the output.
+            mlp: Hidden features.
+            activation: Any function of an array to one of its shape.
+            bias: Whether the maps have biases.
+            limit: A bound on the gate from above and on the other factor on both sides, against runaway activations
+                (gpt-oss).
+            offset: What is added to the other factor (gpt-oss: 1).
+            output_std: The deviation of the last map's weights; None: as the others'.
+            key: For the weights.
+        """
         gate, up, down = jax.random.split(key, 3)
         self.gate = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=gate)
         self.up = Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=up)

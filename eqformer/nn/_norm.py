@@ -60,6 +60,16 @@ class RMSNorm(Norm):
         shift: bool = False,
         **sizes: int,
     ):
+        """Begin with weights that leave the normalised input as it is.
+
+        Args:
+            dims: The names of the last dims of the input.
+            eps: What is added to the mean of squares.
+            offset: What is added to the weights: 1 counts them from one.
+            scale: Whether there are weights.
+            shift: Whether there is a shift.
+            **sizes: The size of each dim by its name.
+        """
         self.dims, shape = _named_shape("RMSNorm", dims, sizes)
         self.eps, self.offset = eps, offset
         self.weight = jnp.full(shape, 1.0 - offset, jnp.float32) if scale else None
@@ -105,6 +115,16 @@ class LayerNorm(Norm):
         over: str | None = None,
         **sizes: int,
     ):
+        """Begin with weights of 1 and biases of 0.
+
+        Args:
+            dims: The names of the last dims of the input.
+            eps: What is added to the variance.
+            scale: Whether there are weights.
+            bias: Whether there are biases.
+            over: The last of the dims, over which alone mean and variance are taken; None: over all.
+            **sizes: The size of each dim by its name.
+        """
         self.dims, shape = _named_shape("LayerNorm", dims, sizes)
         reduced = self.dims if over is None else tuple(over.split())
         if not reduced or self.dims[-len(reduced) :] != reduced:

@@ -24,20 +24,28 @@ def _compute_dtype(dtype: str) -> str:
 class Transformer(eqx.Module):
     """A decoder of tokens, in parts that are passed built; without a `head` the embedding's table gives the logits.
 
-    The residual stream is of `compute_dtype`; parameters keep their own dtype and are cast where they are used, and
-    norms, softmax and logits are computed in float32 at least. Logits are multiplied by `logit_scale` (Granite, Cohere)
-    and then bounded by `logit_softcap`, `softcap * tanh(logits / softcap)` (Gemma 2).
+    Parameters keep their own dtype and are cast where they are used; norms, softmax and logits are computed in float32
+    at least.
     """
 
     embedding: Embedding
+    """The table of tokens."""
     stacks: tuple[Stack, ...]
+    """The layers."""
     norm: Norm | Callable[[Array], Array]
+    """Of the last layer's output."""
     head: LinearMap | None = None
+    """What gives the logits; None: the embedding's table."""
     positions: LearnedPositions | None = None
+    """A table of positions that is added to the embeddings."""
     dropout: Dropout | None = None
+    """Acts on the embeddings."""
     compute_dtype: str = eqx.field(static=True, default="float32", converter=_compute_dtype)
+    """The dtype of the residual stream."""
     logit_scale: float | None = eqx.field(static=True, default=None)
+    """What multiplies the logits (Granite, Cohere)."""
     logit_softcap: float | None = eqx.field(static=True, default=None)
+    """The bound that they have then, `softcap * tanh(logits / softcap)` (Gemma 2)."""
 
     @property
     def vocab(self) -> int:

@@ -31,6 +31,7 @@ class Placement(Choices):
     """Choices over a mesh, and by them where global arrays are kept and in which order."""
 
     mesh: Mesh | AbstractMesh
+    """The devices; an abstract mesh is enough for layouts and checks."""
 
     def size(self, axis: str) -> int:
         """How many devices an axis has."""

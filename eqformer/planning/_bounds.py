@@ -30,6 +30,16 @@ def sharded_state_bytes(
     scattered, and `f P G (2 b_w + b_g)` at 3, where each microbatch gathers parameters in both passes; `gathers` is
     how often, 3 in a pipeline, which runs a stage once more for its backward. `replicas` of the group (HSDP) add an
     all-reduce of each device's share of the gradients, once a step.
+
+    Args:
+        parameters: How many there are.
+        devices: Devices of a group.
+        zero: What is split: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters.
+        microbatches: Microbatches of a step.
+        gathers: How often a microbatch gathers parameters.
+        replicas: Groups with the same state.
+        weight_bytes: The bytes of a parameter.
+        gradient_bytes: The bytes of a gradient.
     """
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"sharded_state_bytes(zero={zero}): the stages are 0, 1, 2 and 3.")
@@ -58,7 +68,16 @@ def tensor_bytes(
 def pipeline_bytes(
     tokens: Number, embed: int, microbatches: Number, *, chunks: int = 1, tensor: int = 1, activation_bytes: Number = 2
 ) -> Number:
-    """Bytes a step of a pipeline's inner device: `2 m v T h a`, over `tensor` where each of those sends its slice."""
+    """Bytes a step of a pipeline's inner device: `2 m v T h a`, over `tensor` where each of those sends its slice.
+
+    Args:
+        tokens: Tokens of a microbatch.
+        embed: Channels of a token.
+        microbatches: Microbatches of a step.
+        chunks: Parts of the model on a device.
+        tensor: Devices that each send a slice.
+        activation_bytes: The bytes of an activation.
+    """
     return 2 * microbatches * chunks * tokens * embed * activation_bytes / tensor
 
 
@@ -78,6 +97,15 @@ def context_bytes(
     `6 (c-1)/c T h_kv a`, where `kv_embed` is kv heads times head dim (4 where gathered keys and values are `saved`).
     `"heads"` (Ulysses, arXiv:2309.14509): queries, keys, values and outputs change hands in both passes:
     `2 (c-1)/c T/c (2 h + 2 h_kv) a`, with `embed` heads times head dim.
+
+    Args:
+        tokens: Tokens of the microbatch, over all pieces.
+        kv_embed: Heads of keys times their channels.
+        devices: Pieces of a row.
+        method: `"ring"`, `"gather"` or `"heads"`.
+        embed: Heads of queries times their channels.
+        saved: Whether gathered keys and values are kept for the backward pass.
+        activation_bytes: The bytes of an activation.
     """
     if method not in ("ring", "gather", "heads"):
         raise ValueError(f"context_bytes(method={method!r}): choose 'ring', 'gather' or 'heads'.")
@@ -105,6 +133,15 @@ def expert_bytes(
     `"exchange"`: each choice goes to its expert and back, in both passes: `4 f k (n-1)/n T h a`, where `f` is how many
     slots there are for a choice (GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596). `"gather"`: all tokens go
     to all devices and their sums come back: `4 (n-1) T h a`, which is less where `f k >= n`.
+
+    Args:
+        tokens: Tokens of each device.
+        embed: Channels of a token.
+        devices: Devices that the experts are split over.
+        top_k: Experts of a token.
+        method: `"exchange"` or `"gather"`.
+        factor: Slots for a choice.
+        activation_bytes: The bytes of an activation.
     """
     if method not in ("exchange", "gather"):
         raise ValueError(f"expert_bytes(method={method!r}): choose 'exchange' or 'gather'.")

@@ -27,20 +27,20 @@ SENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """One collective of a compiled program.
-
-    `axes` are the mesh axes it runs over, `None` where no mesh was given or its groups follow no axis. `devices` is the
-    size of a group; of a permute, how many devices of the mesh send. `sent` is the bytes each device sends each time,
-    a permute's averaged over the mesh. `times` is `None` inside a loop whose length the compiler does not know.
-    `scopes` are the names (of `jax.named_scope`, loops and functions) that it stands in, the innermost last.
-    """
+    """One collective of a compiled program."""
 
     kind: str
+    """Which collective it is."""
     axes: tuple[str, ...] | None
+    """The mesh axes it runs over; None where no mesh was given or its groups follow no axis."""
     devices: int
+    """The size of a group; of a permute, how many devices of the mesh send."""
     sent: float
+    """The bytes each device sends each time, a permute's averaged over the mesh."""
     times: int | None
+    """How often it runs; None inside a loop whose length the compiler does not know."""
     scopes: tuple[str, ...] = ()
+    """The names (of `jax.named_scope`, loops and functions) that it stands in, the innermost last."""
 
     @property
     def total(self) -> float | None:

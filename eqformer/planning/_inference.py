@@ -25,6 +25,15 @@ def weight_stationary_bytes(
     there, `widened` features are scattered over X and `narrowed` ones gathered. A parallel block widens to its
     queries and every map of its feed-forward layer (gated: two) and narrows from queries' and hidden features.
     `embed_devices=1` is the 1-D layout, `2 T E a`, the same however many devices there are.
+
+    Args:
+        tokens: Tokens of the call.
+        embed: Channels of a token.
+        widened: Features that a layer widens to.
+        narrowed: Features that it narrows from.
+        embed_devices: X, devices that split `embed`.
+        feature_devices: Y, devices that split features.
+        activation_bytes: The bytes of an activation.
     """
     of_stream = 2 * gather_bytes(tokens * embed / embed_devices, feature_devices)
     of_features = gather_bytes(tokens * (widened + narrowed) / feature_devices, embed_devices)
@@ -46,6 +55,15 @@ def attention_exchange_bytes(
     `"rows"`: queries change hands by an all-to-all and so do results, `2 f(n) T A/n a`, and each device's rows get
     their keys and values, `f(X) T/Y 2 K a`. `"heads"`: keys and values of all rows are summed whole, `2 f(X) T 2 K a`.
     `query_embed` (A) is heads times head dim, `kv_embed` (K) that of keys, `n = X Y`.
+
+    Args:
+        tokens: Tokens of the call.
+        query_embed: Heads of queries times their channels.
+        kv_embed: Heads of keys times their channels.
+        over: `"rows"` or `"heads"`.
+        embed_devices: X, devices that split `embed`.
+        feature_devices: Y, devices that split features.
+        activation_bytes: The bytes of an activation.
     """
     if over not in ("rows", "heads"):
         raise ValueError(f"attention_exchange_bytes(over={over!r}): choose 'rows' or 'heads'.")
@@ -73,6 +91,17 @@ def weight_gathered_bytes(
     More exactly `f(N) P/M b + 2 f(M) T/N E a`, where `stationary` (M = n/N) devices keep features apart; `whole` of the
     parameters are not split among these (the single key head, norms). `sums` is how often a layer's outputs are added
     up over them: a parallel block needs it once, but twice if each of its layers does so.
+
+    Args:
+        parameters: Those of a layer.
+        tokens: Tokens of the call.
+        embed: Channels of a token.
+        gathered: N, devices that gather each other's weights.
+        stationary: M, devices that keep features apart.
+        whole: The parameters that are not split among these.
+        sums: How often a layer's outputs are added up over them.
+        weight_bytes: The bytes of a parameter.
+        activation_bytes: The bytes of an activation.
     """
     weights = gather_bytes(((parameters - whole) / stationary + whole) * weight_bytes, gathered)
     return weights + 2 * sums * gather_bytes(tokens / gathered * embed * activation_bytes, stationary)
@@ -95,5 +124,13 @@ def best_gathered(
     """Over how many of `devices` to gather weights: `sqrt(2 T E n a / (P b))`, with `P = 2 E F` that is `sqrt(T n/F)`.
 
     Below 1 they should stay, above `devices` all be gathered.
+
+    Args:
+        parameters: Those of a layer.
+        tokens: Tokens of the call.
+        embed: Channels of a token.
+        devices: All devices.
+        weight_bytes: The bytes of a parameter.
+        activation_bytes: The bytes of an activation.
     """
     return math.sqrt(2 * tokens * embed * devices * activation_bytes / (parameters * weight_bytes))

@@ -58,12 +58,20 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`sum_i w_i (-log p_i[target_i] + z_loss log^2 Z_i)` in nats and `sum_i w_i`, the two halves of a mean.
 
-    `unembed` maps `tokens embed` to `tokens vocab`; the arrays that it uses (a tied or untied table, a bias, a scale)
-    receive gradients, whether it is a bound method of a module or closes over them. It is called on `chunk` tokens at
-    a time (`None`: see `chunk_size`). Under differentiation, the forward pass over a chunk also computes that chunk's
-    gradients, so the residuals of the backward pass are the gradients of `hidden` and of those arrays: no logits are
-    kept, and there are three products with the table, where recomputing chunks in the backward pass takes four. Sums
-    and accumulated gradients are float32 at least. `weights` get no gradient. `z_loss` as in arXiv 2204.02311.
+    Under differentiation, the forward pass over a chunk also computes that chunk's gradients, so the residuals of the
+    backward pass are the gradients of `hidden` and of the arrays that `unembed` uses: no logits are kept, and there are
+    three products with the table, where recomputing chunks in the backward pass takes four. Sums and accumulated
+    gradients are float32 at least.
+
+    Args:
+        unembed: Maps `tokens embed` to `tokens vocab`; the arrays that it uses (a tied or untied table, a bias, a
+            scale) receive gradients, whether it is a bound method of a module or closes over them.
+        hidden: The model's outputs before the logits.
+        targets: The ids that they predict.
+        weights: How much each counts; they get no gradient.
+        chunk: The tokens whose logits are there at once; None: see `chunk_size`.
+        z_loss: The factor of `log^2 Z` (arXiv 2204.02311).
+        nats: What gives the nats of logits; a mesh that splits the vocabulary has its own.
     """
     unembed, tables, vocab = _with_tables(unembed, hidden)
     flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), jax.lax.stop_gradient(weights.reshape(-1)))
@@ -117,9 +125,14 @@ def next_token_loss(
     The auxiliary losses of routed layers (load balancing, z-loss of the router) are added to the sum, and the weight is
     then a `Tally`, which holds the layers' `Aux` too.
 
-    `model` has `encode(ids, tokens) -> (hidden, cache, aux)` and `unembed(hidden) -> logits`. `key=None` is inference:
-    no dropout, no router noise, no dropped choices of experts. `tokens` replaces what `batch_tokens` makes of the batch
-    (a mesh that splits rows passes its own), and `vocabulary` reads logits that a mesh splits.
+    Args:
+        model: Has `encode(ids, tokens) -> (hidden, cache, aux)` and `unembed(hidden) -> logits`.
+        batch: Ids, targets and weights.
+        key: For dropout and routers; None is inference: no dropout, no router noise, no dropped choices of experts.
+        chunk: The tokens whose logits are there at once; None: see `chunk_size`.
+        z_loss: As in `cross_entropy`.
+        tokens: Replaces what `batch_tokens` makes of the batch; a mesh that splits rows passes its own.
+        vocabulary: Reads logits that a mesh splits.
     """
     tokens = batch_tokens(batch, key) if tokens is None else tokens
     hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)

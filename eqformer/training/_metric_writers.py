@@ -112,7 +112,16 @@ class WeightsAndBiases:
         identifier: str | None = None,
         recipe: Mapping[str, Any] | None = None,
     ):
-        """Starts or continues a run; offline files are kept in `folder`."""
+        """Start or continue a run.
+
+        Args:
+            project: Its project.
+            folder: Where offline files are kept.
+            mode: `"online"`, `"offline"` or `"disabled"`.
+            name: Its name; None: one is made up.
+            identifier: Continues the run that has it.
+            recipe: The settings to be shown with it.
+        """
         if mode not in ("online", "offline", "disabled"):
             raise ValueError(f"WeightsAndBiases(mode={mode!r}): the modes are online, offline, disabled.")
         self._run = self.package().init(

@@ -88,9 +88,18 @@ def adamw(
 ) -> Optimizer:
     """AdamW (arXiv 1711.05101): decay is not part of the moments and is multiplied by the learning rate.
 
-    Only the structure of `model` is read. `matrices` (`None`: `nn.matrices(model)`) marks the weights that decay;
-    biases, norms and other vectors never do, and embeddings and heads do if `decay_tables`. `trained` picks the
-    parameters that are trained, such as `nn.lora_factors`.
+    Biases, norms and other vectors never decay.
+
+    Args:
+        model: The model, of which only the structure is read.
+        rate: The learning rate as a function of the step.
+        b1: The decay of the mean of gradients.
+        b2: The decay of the mean of their squares.
+        eps: What is added to the root of the squares.
+        weight_decay: The share of a weight that goes with each step, times the learning rate.
+        decay_tables: Whether embeddings and heads decay too.
+        matrices: Marks of the weights that decay, a tree like the model; None: `nn.matrices(model)`.
+        trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
     decays = _decay_mask(_marks(model, matrices, trained), decay_tables)
     rule = optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays)
@@ -115,9 +124,22 @@ def muon(
     """Muon for hidden matrices: Nesterov momentum, orthogonalised by Newton-Schulz; AdamW for everything else.
 
     In a stack, the matrix of each layer (and expert) is orthogonalised on its own, with several output or input dims
-    flattened to one. Updates are scaled by `rms * sqrt(max(outputs, inputs))`, so that their root mean square is about
-    `rms`, as AdamW's is, and one learning rate serves both (arXiv 2502.16982). Embeddings, heads and vectors are
-    trained by AdamW with `b1` and `b2`.
+    flattened to one. Updates are scaled by `rms * sqrt(max(outputs, inputs))`, so that one learning rate serves both
+    (arXiv 2502.16982). Embeddings, heads and vectors are trained by AdamW.
+
+    Args:
+        model: The model, of which only the structure is read.
+        rate: The learning rate as a function of the step.
+        momentum: The decay of the mean of gradients that is orthogonalised.
+        newton_schulz_steps: The steps of the iteration that does so.
+        rms: About the root mean square of an update at a rate of 1, as AdamW's is.
+        b1: AdamW's decay of the mean of gradients.
+        b2: AdamW's decay of the mean of their squares.
+        eps: What AdamW adds to the root of the squares.
+        weight_decay: The share of a weight that goes with each step, times the learning rate.
+        decay_tables: Whether embeddings and heads decay too.
+        matrices: Marks of the weights that decay, a tree like the model; None: `nn.matrices(model)`.
+        trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
     marks = _marks(model, matrices, trained)
     is_hidden = jax.tree.map(lambda mark: isinstance(mark, nn.Matrix) and not mark.table, marks, is_leaf=_is_mark)
@@ -147,7 +169,18 @@ def sgd(
     matrices: PyTree = None,
     trained: Trained = trainable,
 ) -> Optimizer:
-    """Gradient descent, with `momentum` if given; decay is decoupled from the momentum, as in AdamW."""
+    """Gradient descent; decay is decoupled from the momentum, as in AdamW.
+
+    Args:
+        model: The model, of which only the structure is read.
+        rate: The learning rate as a function of the step.
+        momentum: The decay of a sum of gradients that is followed in their place.
+        nesterov: Whether to look ahead along it.
+        weight_decay: The share of a weight that goes with each step, times the learning rate.
+        decay_tables: Whether embeddings and heads decay too.
+        matrices: Marks of the weights that decay, a tree like the model; None: `nn.matrices(model)`.
+        trained: Picks the parameters that are trained, such as `nn.lora_factors`.
+    """
     step = optax.sgd(1.0, momentum=momentum, nesterov=nesterov)
     decay = optax.add_decayed_weights(-weight_decay, _decay_mask(_marks(model, matrices, trained), decay_tables))
     return Optimizer(optax.chain(step, decay), rate, trained)

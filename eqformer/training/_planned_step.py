@@ -98,7 +98,16 @@ def planned_step(
     clip: float | None = 1.0,
     balance_rate: float = 0.0,
 ) -> Step:
-    """`make_step` under a plan: the same numbers; the state is sharded as `state_shardings` says."""
+    """`make_step` under a plan: the same numbers; the state is sharded as `state_shardings` says.
+
+    Args:
+        loss_fn: `loss_fn(model, batch, key) -> (sum, count)`, whose quotient is minimised.
+        optimizer: What the gradients do to the model, and which parameters are trained.
+        plan: The mesh, and how the model runs over it.
+        accumulate: The microbatches that a batch is cut into, one after the other.
+        clip: The norm to which gradients are clipped; None: they are not.
+        balance_rate: The step size of the routers' selection biases, see `rebalanced`.
+    """
 
     def place(state: TrainState) -> TrainState:
         arrays, rest = eqx.partition(state, eqx.is_array)

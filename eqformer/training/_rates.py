@@ -58,6 +58,14 @@ def rates(
 
     Warmup rises linearly from `peak / (warmup + 1)` at step 0 to `peak` at step `warmup`, so that no step has a rate of
     zero. Raises a `ValueError` for an unknown name and for an option that the named rates do not have.
+
+    Args:
+        name: A name in `RATES`.
+        peak: The largest rate.
+        steps: The steps of the run.
+        warmup: The steps before the peak.
+        decay: The steps of the descent at the end, of rates that have one; None: a fifth of the run.
+        final: The share of the peak that is left at the end, of rates that have a descent; None: their default.
     """
     options = {"decay": decay, "final": final}
     given = {option: value for option, value in options.items() if value is not None}

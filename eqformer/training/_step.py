@@ -23,17 +23,20 @@ GradientsOf = Callable[..., Gradients]  # (loss_fn, accumulate, trained) -> grad
 
 
 class TrainState(eqx.Module):
-    """All that a step changes: the model, the optimizer's state, and the counts of steps taken and skipped.
-
-    `loss_scale` is None except for models in float16.
-    """
+    """All that a step changes: the model, the optimizer's state, and the counts of steps taken and skipped."""
 
     model: PyTree
+    """The model."""
     optimizer_state: PyTree
+    """The optimizer's state."""
     step: Int[Array, ""]
+    """The steps taken."""
     skipped: Int[Array, ""]
+    """The steps skipped."""
     skipped_in_a_row: Int[Array, ""]
+    """Those since the last that was not."""
     loss_scale: LossScale | None = None
+    """None except for models in float16."""
 
 
 def init_state(model: PyTree, optimizer: Optimizer) -> TrainState:
@@ -79,13 +82,19 @@ def make_step(
     loss or the norm is not finite, the step is skipped: the model and the optimizer's state are returned unchanged, bit
     for bit. A batch whose weights are all 0 is skipped too.
 
-    `balance_rate` is the step size of the routers' selection biases, see `rebalanced`.
-
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
     (so far), `skipped_in_a_row`, those of `routing_metrics` and, in float16, the step's `loss_scale`, see `LossScale`.
-    Three arguments are for meshes: `gradients_of(loss_fn, accumulate, trained)` computes the gradients, `place`
-    constrains the sharding of the new state, and `as_held` brings the layers' aux into the order in which the state
-    holds the layers. The state is donated.
+    The state is donated. The last three arguments are for meshes.
+
+    Args:
+        loss_fn: `loss_fn(model, batch, key) -> (sum, count)`, whose quotient is minimised.
+        optimizer: What the gradients do to the model, and which parameters are trained.
+        accumulate: The microbatches that a batch is cut into, one after the other.
+        clip: The norm to which gradients are clipped; None: they are not.
+        balance_rate: The step size of the routers' selection biases, see `rebalanced`.
+        gradients_of: Computes the gradients, `gradients_of(loss_fn, accumulate, trained)`.
+        place: Constrains the sharding of the new state.
+        as_held: Brings the layers' aux into the order in which the state holds the layers.
     """
     if accumulate < 1:
         raise ValueError(f"make_step(accumulate={accumulate}): a step has at least one microbatch.")

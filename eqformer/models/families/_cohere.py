@@ -17,13 +17,16 @@ from ._decoder import attention, decoder, gated_mlp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CohereConfig(DecoderConfig):
-    """The config of a Command R; with `qk_norm`, each head has a norm of its queries or keys, its own scale."""
+    """The config of a Command R."""
 
     theta: float = 8_000_000.0
     eps: float = 1e-5
-    bias: bool = False  # of the attention's four projections
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
     qk_norm: bool = False
+    """Whether each head has a norm of its queries and of its keys, its own scale."""
     logit_scale: float = 0.0625
+    """What logits are multiplied by."""
     tied: bool = True
     max_seq: int = 8192
 

@@ -120,7 +120,18 @@ def decoder(
     logit_softcap: float | None = None,
     key: Key[Array, ""],
 ) -> Transformer:
-    """Layers `block(kind, key)` of these kinds, or all alike of kind None, between a table and a norm and a head."""
+    """Layers of these kinds between a table and a norm and a head.
+
+    Args:
+        config: A `DecoderConfig`, or one with its fields.
+        block: `block(kind, key)`, which builds a layer.
+        kinds: The kind of each layer; None: all are alike, of kind None.
+        final_norm: The norm before the head; None: the family's usual one.
+        embedding_scale: What looked-up vectors are multiplied by.
+        logit_scale: What logits are multiplied by.
+        logit_softcap: What bounds them afterwards.
+        key: For the weights.
+    """
     embedding, stacks, head = jax.random.split(key, 3)
     if kinds is None:
         made: tuple[Stack, ...] = (Stack(lambda key: block(None, key), config.layers, key=stacks),)

@@ -19,36 +19,54 @@ from ._mixtures import MIXTURE, mixture
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig(ModelConfig):
-    """What the configs of DeepSeek-V2 and V3 have in common.
-
-    `mlp` is a dense layer's width, `expert_mlp` an expert's; `shared` counts experts that see every token. `head_dim`
-    channels of a head's key are not rotated. With a `temperature` (of YaRN, `mscale_all_dim`), scores grow with its
-    factor.
-    """
+    """What the configs of DeepSeek-V2 and V3 have in common."""
 
     layers: int
+    """Layers."""
     heads: int
+    """Heads."""
     mlp: int
+    """Hidden features of a dense layer."""
     expert_mlp: int
+    """Hidden features of an expert."""
     q_latent: int | None
+    """Channels of the queries' latent; None: there is none."""
     latent: int = 512
+    """Channels of the latent of keys and values."""
     head_dim: int = 128
+    """Channels of a head's key that are not rotated."""
     rope_dim: int = 64
+    """Channels of the rotated key."""
     v_dim: int = 128
+    """Channels of a head's value."""
     experts: int
+    """Experts of a layer."""
     top_k: int
+    """Experts of a token."""
     shared: int
-    first_dense: int  # layers without experts
+    """Experts that every token has."""
+    first_dense: int
+    """Layers at the beginning without experts."""
     groups: int
+    """Groups of experts."""
     kept_groups: int
+    """The groups from which a token's experts are chosen."""
     scale: float
-    balance: float  # of `LoadBalance`, row by row
+    """What the experts' weights are multiplied by."""
+    balance: float
+    """The weight of `LoadBalance`, row by row."""
     theta: float = 10_000.0
+    """The base of rotary positions."""
     scaling: RotaryScaling | None = None
+    """Of rotary positions."""
     temperature: float = 0.0
+    """YaRN's `mscale_all_dim`: with it, scores grow with its factor."""
     eps: float = 1e-6
+    """What norms add before the root."""
     tied: bool = False
-    max_seq: int = 163_840  # the longest rows it was trained on; it changes nothing
+    """Whether the head is the embedding's table."""
+    max_seq: int = 163_840
+    """The longest rows it was trained on; it changes nothing."""
 
 
 def build_latent(

@@ -25,7 +25,9 @@ class DeepSeekV3Config(LatentConfig):
     kept_groups: int = 4
     scale: float = 2.5
     normalise: bool = True
-    interleaved: bool = True  # whether the channels that turn together are neighbours
+    """Whether a token's weights add up to 1."""
+    interleaved: bool = True
+    """Whether the channels that turn together are neighbours."""
     balance: float = 0.0001
 
 

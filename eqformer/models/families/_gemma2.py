@@ -17,14 +17,19 @@ from ._pattern import windows_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma2Config(DecoderConfig):
-    """The config of a Gemma 2; the layers numbered in `window_layers` see a `window`, the others everything."""
+    """The config of a Gemma 2."""
 
     window_layers: tuple[int, ...]
+    """The numbers of the layers that see a `window`; the others see everything."""
     window: int = 4096
+    """The tokens that the layers of `window_layers` see."""
     head_dim: int = 256
-    query_scalar: int = 256  # scores are divided by its root
+    query_scalar: int = 256
+    """Scores are divided by its root."""
     score_softcap: float | None = 50.0
+    """The bound of scores."""
     logit_softcap: float | None = 30.0
+    """The bound of logits."""
     tied: bool = True
     max_seq: int = 8192
 

@@ -18,15 +18,20 @@ from ._pattern import windows_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3Config(DecoderConfig):
-    """The config of a Gemma 3; the local layers, in `window_layers`, see a `window` and have no `scaling`."""
+    """The config of a Gemma 3."""
 
     window_layers: tuple[int, ...]
+    """The numbers of the layers that see a `window` and have no `scaling`."""
     window: int = 1024
+    """The tokens that the layers of `window_layers` see."""
     head_dim: int = 256
-    query_scalar: int = 256  # scores are divided by its root
+    query_scalar: int = 256
+    """Scores are divided by its root."""
     logit_softcap: float | None = None
+    """The bound of logits."""
     theta: float = 1_000_000.0
     local_theta: float = 10_000.0
+    """The base of rotary positions in these layers."""
     tied: bool = True
     max_seq: int = 131_072
 

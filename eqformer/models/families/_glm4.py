@@ -15,11 +15,13 @@ from ._decoder import attention, decoder, four_norm_block, gated_mlp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GLM4Config(DecoderConfig):
-    """The config of a GLM-4; `rotary_fraction` is the part of a head's channels that has rotary positions."""
+    """The config of a GLM-4."""
 
     rotary_fraction: float = 0.5
+    """The part of a head's channels that has rotary positions."""
     eps: float = 1e-5
-    bias: bool = False  # of queries, keys and values
+    bias: bool = False
+    """Whether queries, keys and values have biases."""
 
 
 def build_glm4(config: GLM4Config, *, key: Key[Array, ""]) -> Transformer:

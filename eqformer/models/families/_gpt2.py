@@ -28,11 +28,17 @@ class GPT2Config(ModelConfig):
     """The config of a GPT-2. Dropout acts on the embeddings and on both residual additions, not inside the softmax."""
 
     layers: int
+    """Layers."""
     heads: int
+    """Heads."""
     max_seq: int = 1024
-    mlp: int | None = None  # 4 * embed by default
+    """The longest rows: the positions of the table."""
+    mlp: int | None = None
+    """Hidden features of a feed-forward layer; None: 4 * embed."""
     eps: float = 1e-5
+    """What norms add before the root."""
     dropout: float = 0.0
+    """The rate, on the embeddings and on both residual additions."""
 
 
 def build_gpt2(config: GPT2Config, *, key: Key[Array, ""]) -> Transformer:

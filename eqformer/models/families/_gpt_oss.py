@@ -20,19 +20,26 @@ from ._pattern import windows_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTOSSConfig(DecoderConfig):
-    """The numbers of a gpt-oss; `mlp` is one expert's, and the layers numbered in `window_layers` see a `window`."""
+    """The config of a gpt-oss; `mlp` is one expert's."""
 
     window_layers: tuple[int, ...]
+    """The numbers of the layers that see a `window`; the others see everything."""
     window: int = 128
+    """The tokens that the layers of `window_layers` see."""
     experts: int = 32
+    """Experts of a layer."""
     top_k: int = 4
+    """Experts of a token."""
     limit: float = 7.0
+    """The bound of an expert's gate and of its other factor."""
     head_dim: int = 64
     theta: float = 150_000.0
     scaling: RotaryScaling | None = YarnScaling(32.0, 4096, truncate=False)
     eps: float = 1e-5
-    bias: bool = True  # of the attention's four projections
-    balance: float = 0.001  # of `LoadBalance`, over the batch
+    bias: bool = True
+    """Whether the attention's four projections have biases."""
+    balance: float = 0.001
+    """The weight of `LoadBalance`, over the batch."""
     max_seq: int = 131_072
 
 

@@ -15,12 +15,16 @@ from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraniteConfig(DecoderConfig):
-    """The config of a Granite; logits are divided by `logit_divisor`."""
+    """The config of a Granite."""
 
     embedding_scale: float
+    """What looked-up vectors are multiplied by."""
     attention_scale: float
+    """What scores are multiplied by."""
     residual_scale: float
+    """What multiplies what a layer adds."""
     logit_divisor: float
+    """What logits are divided by."""
     eps: float = 1e-5
     tied: bool = True
     max_seq: int = 4096

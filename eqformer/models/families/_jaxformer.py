@@ -37,22 +37,36 @@ from .._family import Family, ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class JAXformerConfig(ModelConfig):
-    """The config of a JAXformer; `blocks` repeat, each of `layers_per_block` layers."""
+    """The config of a JAXformer."""
 
     blocks: int
+    """How often the layers of a block repeat."""
     layers_per_block: int
+    """Layers of a block."""
     heads: int
+    """Heads."""
     latent: int
+    """Channels of the latent of keys and values."""
     rope_dim: int
-    mlp: int | None = None  # 4 * embed by default
+    """Channels of the rotated key."""
+    mlp: int | None = None
+    """Hidden features; None: 4 * embed."""
     theta: float = 10_000.0
+    """The base of rotary positions."""
     eps: float = 1e-6
+    """What norms add before the root."""
     dropout: float = 0.0
-    experts: int | None = None  # None: dense layers throughout
+    """The rate."""
+    experts: int | None = None
+    """Experts of a mixture; None: dense layers throughout."""
     top_k: int = 2
-    shared: int = 2  # experts that see every token, as one of that many times the width
+    """Experts of a token."""
+    shared: int = 2
+    """Experts that see every token, as one of that many times the width."""
     capacity: float = 1.5
+    """Slots of the experts, over what even loads need."""
     balance: float = 0.01
+    """The weight of the balance loss."""
 
 
 def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -17,7 +17,8 @@ class LlamaConfig(DecoderConfig):
     """The config of a Llama."""
 
     eps: float = 1e-5
-    bias: bool = False  # of the attention's four projections
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
     max_seq: int = 8192
 
 

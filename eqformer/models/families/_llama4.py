@@ -21,20 +21,32 @@ class Llama4Config(DecoderConfig):
     """The config of a Llama 4; `mlp` is an expert's width and the shared expert's, `dense_mlp` a dense layer's."""
 
     dense_mlp: int
-    moe_layers: tuple[int, ...]  # the numbers of the layers with experts,
-    no_rotary_layers: tuple[int, ...]  # of those without rotary positions, whose scores grow by `LogTemperature`,
-    full_layers: tuple[int, ...]  # and of those that see whole rows
+    """Hidden features of a dense layer."""
+    moe_layers: tuple[int, ...]
+    """The numbers of the layers with experts."""
+    no_rotary_layers: tuple[int, ...]
+    """Those without rotary positions, whose scores grow by `LogTemperature`."""
+    full_layers: tuple[int, ...]
+    """Those that see whole rows."""
     experts: int = 16
+    """Experts of a layer."""
     top_k: int = 1
-    chunk: int | None = 8192  # which the others see
-    qk_norm: bool = True  # of rotated layers
+    """Experts of a token."""
+    chunk: int | None = 8192
+    """The tokens of a chunk, within which the other layers see."""
+    qk_norm: bool = True
+    """Whether rotated layers have norms of queries and keys."""
     temperature: float = 0.1
+    """The factor of `LogTemperature`."""
     temperature_every: int = 8192
+    """After how many tokens it grows."""
     head_dim: int = 128
     theta: float = 500_000.0
     eps: float = 1e-5
-    bias: bool = False  # of the attention's four projections
-    balance: float = 0.001  # of `LoadBalance`, over the batch
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    balance: float = 0.001
+    """The weight of `LoadBalance`, over the batch."""
     max_seq: int = 131_072
 
     def __post_init__(self):

@@ -18,7 +18,8 @@ class MistralConfig(DecoderConfig):
     """The config of a Mistral."""
 
     eps: float = 1e-5
-    window: int | None = None  # of every layer
+    window: int | None = None
+    """The tokens that every layer sees; None: all."""
 
 
 def build_mistral(config: MistralConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -17,16 +17,22 @@ from ._mixtures import mixture
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtralConfig(DecoderConfig):
-    """The config of a Mixtral; `mlp` is one expert's. `capacity` limits the experts' slots (None: nothing dropped)."""
+    """The config of a Mixtral; `mlp` is one expert's."""
 
     experts: int = 8
+    """Experts of a layer."""
     top_k: int = 2
+    """Experts of a token."""
     theta: float = 1_000_000.0
     eps: float = 1e-5
     window: int | None = None
-    balance: float = 0.02  # of `LoadBalance`, over the batch
+    """The tokens that every layer sees; None: all."""
+    balance: float = 0.02
+    """The weight of `LoadBalance`, over the batch."""
     capacity: float | None = None
+    """Slots of the experts, over what even loads need; None: nothing is dropped."""
     jitter: float = 0.0
+    """While training, by how much the router's input is varied."""
 
 
 def build_mixtral(config: MixtralConfig, *, key: Key[Array, ""]) -> Transformer:

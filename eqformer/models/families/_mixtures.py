@@ -21,13 +21,20 @@ class QwenMoEConfig(DecoderConfig):
     """What the configs of Qwen's mixtures have in common."""
 
     expert_mlp: int
+    """Hidden features of an expert."""
     experts: int
+    """Experts of a layer."""
     top_k: int
+    """Experts of a token."""
     normalise: bool
-    dense_layers: tuple[int, ...] = ()  # layers without experts, and
-    moe_every: int = 1  # every how many layers there are some
+    """Whether a token's weights add up to 1."""
+    dense_layers: tuple[int, ...] = ()
+    """The numbers of layers without experts."""
+    moe_every: int = 1
+    """Of the others, every how many have some."""
     theta: float = 1_000_000.0
-    balance: float = 0.001  # of `LoadBalance`, over the batch
+    balance: float = 0.001
+    """The weight of `LoadBalance`, over the batch."""
 
 
 def mixture(
@@ -42,7 +49,19 @@ def mixture(
     experts: Key[Array, ""],
     **options: Any,
 ) -> MoE:
-    """A mixture of `expert(key)`s from two keys; `options` are the router's, and `balance` are `LoadBalance`'s."""
+    """A mixture of experts by a config.
+
+    Args:
+        config: Has the numbers of experts and of those a token has, and the weight of the balance loss.
+        expert: `expert(key)`, which builds one.
+        shared: A layer that every token has beside its experts.
+        dispatch: How tokens reach experts.
+        balance: Further arguments of `LoadBalance`.
+        weighs_inputs: Whether weights multiply the experts' inputs.
+        router: The key of the router.
+        experts: The key of the experts.
+        **options: Further arguments of the router.
+    """
     sizes: dict[str, Any] = {"embed": config.embed, "experts": config.experts, "top_k": config.top_k}
     return MoE(
         TopKRouter(**sizes, **options, key=router),

@@ -17,7 +17,8 @@ class Olmo2Config(DecoderConfig):
     """The config of an OLMo 2."""
 
     theta: float = 500_000.0
-    bias: bool = False  # of the attention's four projections
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
     max_seq: int = 4096
 
 

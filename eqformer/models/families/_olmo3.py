@@ -19,12 +19,15 @@ from ._pattern import windows_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Olmo3Config(DecoderConfig):
-    """The config of an OLMo 3; the layers numbered in `window_layers` see a `window`, and have no `scaling`."""
+    """The config of an OLMo 3."""
 
     window_layers: tuple[int, ...]
+    """The numbers of the layers that see a `window` and have no `scaling`."""
     window: int = 4096
+    """The tokens that the layers of `window_layers` see."""
     theta: float = 500_000.0
-    bias: bool = False  # of the attention's four projections
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
     max_seq: int = 65_536
 
 

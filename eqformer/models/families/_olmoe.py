@@ -18,11 +18,16 @@ class OLMoEConfig(DecoderConfig):
     """The config of an OLMoE; `mlp` is one expert's."""
 
     experts: int = 64
+    """Experts of a layer."""
     top_k: int = 8
+    """Experts of a token."""
     normalise: bool = False
+    """Whether a token's weights add up to 1."""
     eps: float = 1e-5
-    bias: bool = False  # of the attention's four projections
-    balance: float = 0.01  # of `LoadBalance`, over the batch
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    balance: float = 0.01
+    """The weight of `LoadBalance`, over the batch."""
     max_seq: int = 4096
 
 

@@ -17,10 +17,12 @@ from ._phi3_divisors import PHI3_MINI, PHI4_MINI, PHI35_MINI
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phi3Config(DecoderConfig):
-    """The config of a Phi-3; `rotary_fraction` is the part of a head's channels that has rotary positions."""
+    """The config of a Phi-3."""
 
     rotary_fraction: float = 1.0
+    """The part of a head's channels that has rotary positions."""
     window: int | None = None
+    """The tokens that every layer sees; None: all."""
     eps: float = 1e-5
     max_seq: int = 4096
 

@@ -16,11 +16,13 @@ from ._pattern import windows_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2Config(DecoderConfig):
-    """The config of a Qwen2; the layers numbered in `window_layers` see a `window`, the others everything."""
+    """The config of a Qwen2."""
 
     theta: float = 1_000_000.0
     window: int | None = None
+    """The tokens that the layers of `window_layers` see."""
     window_layers: tuple[int, ...] = ()
+    """The numbers of the layers that see a `window`; the others see everything."""
 
 
 def build_qwen2(config: Qwen2Config, *, key: Key[Array, ""]) -> Transformer:

@@ -26,10 +26,12 @@ class Qwen2MoEConfig(QwenMoEConfig):
     """The config of a Qwen2-MoE; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` the experts'."""
 
     shared_mlp: int
+    """Hidden features of the shared expert."""
     experts: int = 60
     top_k: int = 4
     normalise: bool = False
-    bias: bool = True  # of queries, keys and values
+    bias: bool = True
+    """Whether queries, keys and values have biases."""
 
 
 def build_qwen2_moe(config: Qwen2MoEConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -16,13 +16,16 @@ from ._pattern import windows_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3Config(DecoderConfig):
-    """The config of a Qwen3; the layers numbered in `window_layers` see a `window`, the others everything."""
+    """The config of a Qwen3."""
 
     head_dim: int = 128
     theta: float = 1_000_000.0
-    bias: bool = False  # of the attention's four projections
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
     window: int | None = None
+    """The tokens that the layers of `window_layers` see."""
     window_layers: tuple[int, ...] = ()
+    """The numbers of the layers that see a `window`; the others see everything."""
 
 
 def build_qwen3(config: Qwen3Config, *, key: Key[Array, ""]) -> Transformer:

@@ -21,7 +21,8 @@ class Qwen3MoEConfig(QwenMoEConfig):
     experts: int = 128
     top_k: int = 8
     normalise: bool = True
-    bias: bool = False  # of the attention's four projections
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
     max_seq: int = 40_960
 
 

@@ -29,17 +29,25 @@ class Qwen3NextConfig(QwenMoEConfig):
     """The config of a Qwen3-Next; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` the experts'."""
 
     shared_mlp: int
-    attention_layers: tuple[int, ...]  # the numbers of the layers with attention; others have nets
+    """Hidden features of the shared expert."""
+    attention_layers: tuple[int, ...]
+    """The numbers of the layers with attention; others have nets."""
     net_heads: int = 32
+    """Heads of values in a net."""
     net_kv_heads: int = 16
+    """Heads of queries and keys in a net."""
     net_head_dim: int = 128
+    """Channels of their heads."""
     net_v_dim: int = 128
+    """Channels of a value's head in a net."""
     taps: int = 4
+    """Tokens that a net's convolutions see."""
     experts: int = 512
     top_k: int = 10
     normalise: bool = True
     head_dim: int = 256
-    rotary_fraction: float = 0.25  # the part of a head's channels that has rotary positions
+    rotary_fraction: float = 0.25
+    """The part of a head's channels that has rotary positions."""
     theta: float = 10_000_000.0
     max_seq: int = 262_144
 

@@ -18,14 +18,15 @@ from ._pattern import windows_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(DecoderConfig):
-    """The config of a SmolLM3. The layers numbered in `no_rotary_layers` have no rotary positions, those in
-    `window_layers` see a `window`.
-    """
+    """The config of a SmolLM3."""
 
     no_rotary_layers: tuple[int, ...]
+    """The numbers of the layers without rotary positions."""
     theta: float = 5_000_000.0
     window: int | None = None
+    """The tokens that the layers of `window_layers` see."""
     window_layers: tuple[int, ...] = ()
+    """The numbers of the layers that see a `window`; the others see everything."""
     tied: bool = True
     max_seq: int = 65_536
 

@@ -37,29 +37,46 @@ from .._family import Family, ModelConfig
 class GShardConfig(ModelConfig):
     """The config of a decoder in GShard's manner: top-2, the second by chance, `f p` loss of first choices."""
 
-    layers: int  # every second one a mixture, so an even number
+    layers: int
+    """Layers: every second one a mixture, so an even number."""
     heads: int
+    """Heads."""
     mlp: int
+    """Hidden features of a feed-forward layer and of an expert."""
     experts: int
-    capacity: float = 1.0  # slots for both choices, over what even loads need
+    """Experts of a layer."""
+    capacity: float = 1.0
+    """Slots for both choices, over what even loads need."""
     balance: float = 0.01
+    """The weight of the balance loss."""
     theta: float = 10_000.0
+    """The base of rotary positions."""
     eps: float = 1e-6
+    """What norms add before the root."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SwitchConfig(ModelConfig):
     """The config of a decoder in Switch's manner: top-1, jitter, capacity factor, load-balance loss."""
 
-    layers: int  # every second one a mixture, so an even number
+    layers: int
+    """Layers: every second one a mixture, so an even number."""
     heads: int
+    """Heads."""
     mlp: int
+    """Hidden features of a feed-forward layer and of an expert."""
     experts: int
+    """Experts of a layer."""
     capacity: float = 1.25
+    """Slots of the experts, over what even loads need."""
     balance: float = 0.01
+    """The weight of the balance loss."""
     jitter: float = 0.01
+    """While training, by how much the router's input is varied."""
     theta: float = 10_000.0
+    """The base of rotary positions."""
     eps: float = 1e-6
+    """What norms add before the root."""
 
 
 def build_switch(config: GShardConfig | SwitchConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -70,11 +70,26 @@ class Attention(Mixer):
     ):
         """Draw the projections; parts that are modules (norms, rotary, temperature, mask, core) are passed built.
 
-        `scale` multiplies the scores, by default `head_dim^-0.5`. The default core is `BlockwiseCore()`: its
-        memory is linear in the sequence, and it has one derivative, in reverse mode; for others (`jax.jvp`, Hessians)
-        pass `core=DotProductCore()`. `bias` is for queries, keys and values, `output_bias` (by default as `bias`)
-        for the output. `gate` multiplies each head's output by a sigmoid of the input; `sinks` adds one learned logit a
-        head to the softmax, which takes weight and gives nothing.
+        Args:
+            embed: Channels of the input and the output.
+            heads: Heads of queries.
+            head_dim: Channels of a head.
+            kv_heads: Heads of keys and values, a divisor of `heads`; None: as many.
+            bias: Whether queries, keys and values have biases.
+            output_bias: Whether the output has one; None: as `bias`.
+            output_std: The deviation of the output's weights; None: as the others'.
+            query_norm: A norm of the queries.
+            key_norm: A norm of the keys.
+            rotary: Rotary positions of queries and keys.
+            temperature: What sharpens queries of late positions.
+            gate: Whether each head's output is multiplied by a sigmoid of the input.
+            sinks: Whether each head has a learned logit in its softmax, which takes weight and gives nothing.
+            mask: Which keys a query may see; None: `causal()`.
+            core: How the attention is computed; None: `BlockwiseCore()`, whose memory is linear in the sequence, with
+                one derivative, in reverse mode. For others (`jax.jvp`, Hessians) pass `DotProductCore()`.
+            scale: What the scores are multiplied by; None: `head_dim^-0.5`.
+            softcap: The bound of the scores, `softcap * tanh(scores / softcap)` (Gemma 2).
+            key: For the weights.
         """
         kv_heads = heads if kv_heads is None else kv_heads
         if heads % kv_heads:

@@ -66,10 +66,24 @@ class LatentAttention(Mixer):
         scale: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the projections. `head_dim` counts a head's unrotated channels, `rotary.dim` its rotated ones.
+        """Draw the projections; parts that are modules (norms, rotary, mask, core) are passed built.
 
-        `scale` multiplies the scores, by default `(head_dim + rope_dim)^-0.5`. `v_dim` is `head_dim` by default;
-        the default core is `BlockwiseCore()`: its memory is linear in the sequence.
+        Args:
+            embed: Channels of the input and the output.
+            heads: Heads.
+            head_dim: Channels of a head's query and key that are not rotated; `rotary.dim` are.
+            latent: Channels of the latent of keys and values.
+            q_latent: Channels of the queries' latent; None: queries come from the input.
+            v_dim: Channels of a head's value; None: `head_dim`.
+            latent_norm: A norm of the latent of keys and values.
+            query_latent_norm: A norm of the queries' latent.
+            rotary: Rotary positions; None: there is no decoupled key.
+            bias: Whether the maps have biases.
+            output_std: The deviation of the output's weights; None: as the others'.
+            mask: Which keys a query may see; None: `causal()`.
+            core: How the attention is computed; None: `BlockwiseCore()`, whose memory is linear in the sequence.
+            scale: What the scores are multiplied by; None: `(head_dim + rope_dim)^-0.5`.
+            key: For the weights.
         """
         keys = jax.random.split(key, 8)
         rope_dim = 0 if rotary is None else rotary.dim

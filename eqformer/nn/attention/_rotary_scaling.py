@@ -82,20 +82,22 @@ class Llama3Scaling(RotaryScaling):
 
 
 class YarnScaling(RotaryScaling):
-    """YaRN (Peng et al. 2023): interpolate slow pairs by `factor`, keep fast ones, and sharpen attention.
-
-    Pairs that turn more than `beta_fast` times in `original_length` tokens stay, fewer than `beta_slow` are
-    interpolated. `magnitude` multiplies cosines and sines: by default `0.1 ln(factor) + 1`; DeepSeek divides two such
-    terms and passes the quotient. `truncate` rounds the ramp's ends to whole pairs.
-    """
+    """YaRN (Peng et al. 2023): interpolate slow pairs by `factor`, keep fast ones, and sharpen attention."""
 
     depends_on_length: ClassVar[bool] = False
     factor: float = eqx.field(static=True)
+    """By how much slow pairs are interpolated."""
     original_length: int = eqx.field(static=True)
+    """The tokens of the rows that the model was trained on first."""
     beta_fast: float = eqx.field(static=True, default=32.0)
+    """Pairs that turn more often than this in them stay."""
     beta_slow: float = eqx.field(static=True, default=1.0)
+    """Pairs that turn less often are interpolated in full."""
     magnitude: float | None = eqx.field(static=True, default=None)
+    """What multiplies cosines and sines; None: `0.1 ln(factor) + 1`. DeepSeek divides two such terms and passes the
+    quotient."""
     truncate: bool = eqx.field(static=True, default=True)
+    """Whether the ramp's ends are rounded to whole pairs."""
 
     def frequencies(
         self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]

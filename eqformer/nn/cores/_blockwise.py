@@ -96,6 +96,14 @@ def attend(
     """The attended values and the logarithm of each row's sum of exponentials (a very low number for an empty row).
 
     Two calls over different keys combine by their logarithms. Gradients flow through both results.
+
+    Args:
+        rules: The mask, scale and cap, and the tokens of a block.
+        query: The queries.
+        key: The keys.
+        value: The values.
+        tokens: The positions and segments of the queries.
+        kv_tokens: Those of the keys; None: the queries' own.
     """
     arrays = grouped(query, key, value, tokens, kv_tokens)
     # Under `shard_map` the arrays may vary over different mesh axes (replicated key heads, split query heads). A custom
@@ -115,7 +123,16 @@ def attend_forward(
     places: Tokens,
     kv_places: Tokens,
 ) -> tuple[Float[Array, "batch kv_heads _ seq v_dim"], Float[Array, "batch kv_heads _ seq"]]:
-    """What `attend` gives, of `grouped` arrays that all vary over the same mesh axes, and with no gradient."""
+    """What `attend` gives, of `grouped` arrays that all vary over the same mesh axes, and with no gradient.
+
+    Args:
+        rules: The mask, scale and cap, and the tokens of a block.
+        query: The queries, grouped by the key head that they read.
+        key: The keys.
+        value: The values.
+        places: The positions and segments of the queries.
+        kv_places: Those of the keys.
+    """
     queries, keys, here, there, zero = cut(rules.block, query, (key, value), places, kv_places)
 
     def one_query_block(_, xs):

@@ -30,7 +30,19 @@ class Core(eqx.Module):
         softcap: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
-        """Attend; `kv_tokens=None` says that the keys are the queries' own tokens."""
+        """Attend.
+
+        Args:
+            query: The queries.
+            key: The keys, of which each head serves `heads / kv_heads` heads of queries.
+            value: The values.
+            mask: Which keys a query may see.
+            tokens: The positions and segments of the queries.
+            kv_tokens: Those of the keys; None: the queries' own.
+            scale: What the scores are multiplied by.
+            softcap: The bound of the scores; None: there is none.
+            sinks: A score of each head that joins its softmax.
+        """
 
     def lacks(self) -> tuple[str, ...]:
         """Which of `softcap` and `sinks` it cannot compute."""

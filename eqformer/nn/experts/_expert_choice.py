@@ -39,7 +39,16 @@ class ExpertChoiceRouter(Router):
         std: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the map. Raises a `ValueError` for a factor below 0.01 or above `experts`, or an unknown group."""
+        """Draw the map. Raises a `ValueError` for a factor below 0.01 or above `experts`, or an unknown group.
+
+        Args:
+            embed: Channels of a token.
+            experts: How many there are to choose from.
+            factor: The experts that a token has on average.
+            per: Of what an expert chooses its tokens: `"sequence"` or `"batch"`.
+            std: The deviation of the map's weights; None: as any linear map's.
+            key: For the weights.
+        """
         if not 0.01 <= factor <= experts:
             raise ValueError(
                 f"ExpertChoiceRouter(factor={factor}, experts={experts}): a token is taken by `factor` experts on "

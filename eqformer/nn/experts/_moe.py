@@ -47,7 +47,16 @@ class MoE(Routed):
         losses: tuple[BalanceLoss, ...] = (),
         weighs_inputs: bool = False,
     ):
-        """Put the parts together. Raises a `ValueError` where they do not fit, or `losses` have nothing to read."""
+        """Put the parts together. Raises a `ValueError` where they do not fit, or `losses` have nothing to read.
+
+        Args:
+            router: Which experts a token has, and their weights.
+            experts: The experts.
+            dispatch: How tokens reach them; None: `Dropless()`.
+            shared: A layer that every token has beside its experts.
+            losses: Balance losses, summed into `Aux.loss`.
+            weighs_inputs: Whether weights multiply the experts' inputs in place of their outputs (Llama 4).
+        """
         facts, name = router.facts(), type(router).__name__
         if facts.experts != len(experts):
             raise ValueError(

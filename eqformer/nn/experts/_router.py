@@ -64,7 +64,24 @@ class TopKRouter(Router):
         std: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the map; `bias` is the map's own. Raises a `ValueError` for choices that no routing can satisfy."""
+        """Draw the map. Raises a `ValueError` for choices that no routing can satisfy.
+
+        Args:
+            embed: Channels of a token.
+            experts: How many there are to choose from.
+            top_k: How many each token has.
+            score: `"softmax"`, `"sigmoid"` or `"sqrt_softplus"` of the logits.
+            normalise: Whether the weights of the chosen add up to `scale`.
+            scale: What the weights are multiplied by.
+            groups: Groups of neighbouring experts.
+            kept_groups: The best groups, from which alone experts are chosen.
+            group_score: By what groups are compared: `"max"`, or `"top2"`, the sum of the two best.
+            balanced: Whether there is a `selection_bias`, which follows the load.
+            bias: Whether the map has a bias.
+            jitter: While training, by how much the input's channels are varied.
+            std: The deviation of the map's weights; None: as any linear map's.
+            key: For the weights.
+        """
         check_top_k("TopKRouter", top_k, experts)
         _check_groups(experts, top_k, groups, kept_groups, group_score)
         if score not in SCORES:

@@ -62,7 +62,17 @@ class GatedDeltaNet(Mixer):
     ):
         """Draw the maps, and decays of `exp(-a softplus(1))` with `a` from U(0.01, 16) where the input says nothing.
 
-        `head_dim` is a query's and a key's, `v_dim` a value's. `chunk` tokens are computed together.
+        Args:
+            embed: Channels of the input and the output.
+            heads: Heads of values.
+            kv_heads: Heads of queries and of keys, a divisor of `heads`.
+            head_dim: Channels of a query and a key.
+            v_dim: Channels of a value.
+            taps: Tokens that the short convolutions see.
+            chunk: Tokens that are computed together.
+            eps: What the output's norm adds to the mean of squares.
+            output_std: The deviation of the last map's weights; None: as the others'.
+            key: For the weights.
         """
         if heads % kv_heads:
             raise ValueError(

@@ -150,9 +150,16 @@ def context_order(method: str, seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
 def check_context(
     method: str, size: int, core: Core, *, seq: int, heads: int, kv_heads: int, needs: Sequence[str] = ()
 ) -> None:
-    """Raise the `ValueError` that an attention over `size` pieces of a row would end in, before anything is compiled.
+    """Raise the `ValueError` that an attention over pieces of a row would end in, before anything is compiled.
 
-    `heads` and `kv_heads` are those that one device holds (after a split over `tensor`), `seq` a whole row's tokens.
+    Args:
+        method: One of `CONTEXT_METHODS`.
+        size: The pieces of a row.
+        core: How the attention is computed.
+        seq: A whole row's tokens.
+        heads: The heads of queries that one device holds, after a split over `tensor`.
+        kv_heads: Those of keys and values.
+        needs: Which of `softcap` and `sinks` the core must compute.
     """
     ContextCore(core, method)
     context_order(method, seq, size)

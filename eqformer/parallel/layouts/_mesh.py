@@ -20,10 +20,19 @@ def make_mesh(
     tensor: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh with all six axes, most of size 1, over exactly `devices` (by default all there are).
+    """A mesh with all six axes, most of size 1.
 
     Nothing is guessed: a product that is not the number of devices raises a `ValueError` that says how many are
     missing or left over. Neighbours along the last axes, `tensor` first, are the closest in the hardware.
+
+    Args:
+        replica: Devices among which rows are split and all state is replicated.
+        fsdp: Devices among which rows and, by the plan's `zero`, state are split.
+        expert: Devices among which rows and experts are split.
+        pipe: Stages of a pipeline, among which layers are split.
+        context: Devices among which a row's tokens are split.
+        tensor: Devices among which heads and features are split.
+        devices: Exactly the devices to use; None: all there are.
     """
     sizes = dict(zip(AXES, (replica, fsdp, expert, pipe, context, tensor), strict=True))
     call = f"make_mesh({', '.join(f'{axis}={size}' for axis, size in sizes.items() if size != 1)})"

@@ -45,11 +45,8 @@ def pipeline_gradients(
 ) -> tuple[Any, ...]:
     """Loss sum, count and gradients of the sum over all microbatches, run as the schedule says; inside `shard_map`.
 
-    The model is `last(edges, stage(blocks, ... first(edges, piece)), piece) -> (sum, count)` with one `stage` a part:
-    `stage(part of blocks, x, piece) -> x`. `parameters` are `(edges, blocks)`: `edges` whole on every device of the
-    axis `pipe`, `blocks` this device's layers, of a stack or of several, each array with a `layers` dim in front that
-    holds `chunks` equal groups in turn. `data` has a leading dim `microbatches` and is whole on every device of the
-    axis. The functions may use collectives over other axes.
+    The model is `last(edges, stage(blocks, ... first(edges, piece)), piece) -> (sum, count)` with one `stage` a part.
+    The functions may use collectives over other axes.
 
     A device keeps only the inputs of its parts, in as many slots as are in use at once, and recomputes a part in its
     backward; so the forward entry of the model's last part does nothing, and its backward computes the loss. An idle
@@ -57,12 +54,21 @@ def pipeline_gradients(
     the same device. In a tick in which any device sends a message one way, all devices send one that way.
 
     Sum, count and the gradients of `edges` are reduced over `pipe`; over axes that the data vary over they are partial
-    sums, to be reduced once by the caller. Gradients are summed in float32 at least, are None for arrays that are not
-    floating-point, and are those of `seed` times the loss sum. With `has_aux`, a stage returns `(x, aux)`, where `aux`
-    is a tree of `nn.Aux` with a `layers` dim in front of each array: their losses are added to the loss sum, and their
-    sums over microbatches, for this device's layers, are returned third, before the gradients. If the schedule is
-    split, the gradients of `nn.DenseMap`s' weights in `blocks` are computed in the weight entries (see
-    `_weight_gradients`); all other gradients come with the backward entries.
+    sums, to be reduced once by the caller. Gradients are summed in float32 at least and are None for arrays that are
+    not floating-point. If the schedule is split, the gradients of `nn.DenseMap`s' weights in `blocks` are computed in
+    the weight entries (see `_weight_gradients`); all other gradients come with the backward entries.
+
+    Args:
+        schedule: Who does what, and when.
+        first: What comes before the layers.
+        stage: A part of the model, `stage(part of blocks, x, piece) -> x`.
+        last: What comes after the layers, and the loss.
+        parameters: `(edges, blocks)`: `edges` whole on every device of the axis `pipe`, `blocks` this device's layers,
+            each array with a `layers` dim in front that holds `chunks` equal groups in turn.
+        data: Pieces, with a leading dim `microbatches`, whole on every device of the axis.
+        has_aux: Whether a stage returns `(x, aux)`, a tree of `nn.Aux` with a `layers` dim in front: their losses join
+            the loss sum, and their sums over microbatches are returned third.
+        seed: What the loss sum is multiplied by for the gradients.
     """
     if (there := jax.lax.axis_size(PIPE)) != schedule.stages:
         raise ValueError(

@@ -24,11 +24,17 @@ class Schedule:
     """
 
     name: str
+    """Its name, in errors and pictures."""
     part_of: Int[np.ndarray, "stages chunks"]
+    """Which part of the model is each chunk of each device."""
     microbatches: int
+    """The microbatches of a step."""
     forward: Int[np.ndarray, "ticks stages"]
+    """The forward entry of each device in each tick."""
     backward: Int[np.ndarray, "ticks stages"]
+    """The backward entries."""
     weight: Int[np.ndarray, "ticks stages"]
+    """The weight entries; none at all where a backward gives weights' gradients too."""
 
     def __post_init__(self):
         expected = np.arange(self.parts).reshape(self.chunks, self.stages).T

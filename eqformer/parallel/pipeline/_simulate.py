@@ -43,19 +43,20 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Simulation:
-    """Time, memory, messages and work of a schedule.
-
-    `asynchronous` lets each device run its entries in the table's order as soon as their inputs are there;
-    `lock_step` lets a tick last as long as its longest device. `held` and `waiting` count, after each entry and on its
-    device, the microbatches of chunks between forward and backward, and those between backward and weight entry.
-    """
+    """Time, memory, messages and work of a schedule."""
 
     schedule: Schedule
+    """What was simulated."""
     entries: Entries
+    """All entries, one after the other."""
     asynchronous: Timing
+    """Each device runs its entries in the table's order as soon as their inputs are there."""
     lock_step: Timing
+    """A tick lasts as long as its longest device."""
     held: Int[np.ndarray, "entries"]
+    """After each entry, on its device: the microbatches of chunks between forward and backward."""
     waiting: Int[np.ndarray, "entries"]
+    """Those between backward and weight entry."""
 
     def peak(self, held: float = 1.0, waiting: float = 1.0) -> Float[np.ndarray, "stages"]:
         """The most that each device remembers at once, of microbatches of chunks that weigh this much.

@@ -63,6 +63,14 @@ def picture_timeline(
 
     A row a device; a colour a kind of entry, darker from chunk to chunk; the microbatch's number inside. Needs
     matplotlib.
+
+    Args:
+        schedules: One, or several.
+        path: Where to write the picture.
+        forward: The time of a forward entry.
+        backward: That of a backward entry.
+        weight: That of a weight entry.
+        clock: `"lock_step"`, in which a tick lasts as long as its longest device, or `"asynchronous"`.
     """
     figures = load_extra("matplotlib.figure", extra="train", call="picture_timeline(schedules, path)")
     chosen = [schedules] if isinstance(schedules, Schedule) else list(schedules)

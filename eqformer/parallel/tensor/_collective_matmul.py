@@ -87,8 +87,16 @@ def matmul_reduce_scatter(
     """`psum_scatter(x @ weight.T, axis)` over the sequence or the outputs, where devices hold slices of `inputs`.
 
     Sends `(n-1)/n` of the unreduced product. In a ring, the sum for a device is passed on towards it and each device
-    computes its share of the next sum meanwhile; the backward pass is one ring that gathers the gradient. `overlap`,
-    dtypes and differentiation as in `all_gather_matmul`.
+    computes its share of the next sum meanwhile; the backward pass is one ring that gathers the gradient. Dtypes and
+    differentiation as in `all_gather_matmul`.
+
+    Args:
+        x: This device's slice of the inputs.
+        weight: This device's slice of the weight.
+        axis: The mesh axis.
+        scatter: Which dim of the product is split.
+        overlap: As in `all_gather_matmul`.
+        name: The collective's name.
     """
     x, (weight,) = _alike("matmul_reduce_scatter", x, (weight,), axis, overlap)
     devices = jax.lax.axis_size(axis)
