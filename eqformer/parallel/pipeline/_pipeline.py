@@ -46,12 +46,10 @@ def pipeline_gradients(
     """Loss sum, count and gradients of the sum over all microbatches, run as the schedule says; inside `shard_map`.
 
     The model is `last(edges, stage(blocks, ... first(edges, piece)), piece) -> (sum, count)` with one `stage` a part.
-    The functions may use collectives over other axes.
-
-    A device keeps only the inputs of its parts, in as many slots as are in use at once, and recomputes a part in its
-    backward; so the forward entry of the model's last part does nothing, and its backward computes the loss. An idle
-    device computes nothing. Messages go as the schedule's placement says: up the ring, down it, or to the next part on
-    the same device. In a tick in which any device sends a message one way, all devices send one that way.
+    The functions may use collectives over other axes. A device keeps only the inputs of its parts, in as many slots as
+    are in use at once, and recomputes a part in its backward; so the forward entry of the model's last part does
+    nothing, and its backward computes the loss. An idle device computes nothing. In a tick in which any device sends a
+    message one way, all devices send one that way.
 
     Sum, count and the gradients of `edges` are reduced over `pipe`; over axes that the data vary over they are partial
     sums, to be reduced once by the caller. Gradients are summed in float32 at least and are None for arrays that are
@@ -59,15 +57,15 @@ def pipeline_gradients(
     the weight entries (see `_weight_gradients`); all other gradients come with the backward entries.
 
     Args:
-        schedule: Who does what, and when.
+        schedule: Who does what at which tick; messages go as its placement says.
         first: What comes before the layers.
         stage: A part of the model, `stage(part of blocks, x, piece) -> x`.
         last: What comes after the layers, and the loss.
         parameters: `(edges, blocks)`: `edges` whole on every device of the axis `pipe`, `blocks` this device's layers,
             each array with a `layers` dim in front that holds `chunks` equal groups in turn.
         data: Pieces, with a leading dim `microbatches`, whole on every device of the axis.
-        has_aux: Whether a stage returns `(x, aux)`, a tree of `nn.Aux` with a `layers` dim in front: their losses join
-            the loss sum, and their sums over microbatches are returned third.
+        has_aux: Whether a stage returns `(x, aux)`, of `nn.Aux` with a `layers` dim in front: their losses join the
+            loss sum, and their sums over microbatches are returned third.
         seed: What the loss sum is multiplied by for the gradients.
     """
     if (there := jax.lax.axis_size(PIPE)) != schedule.stages:
