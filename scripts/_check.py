@@ -3,21 +3,20 @@
 import math
 from typing import Any
 
-import equinox as eqx
 from _flags import flags_of
 from _published import tokenizer_of
-from _setup import build_model, optimizer_of
+from _setup import optimizer_of, shapes_of
 from recipes import Recipe
 
-from eqformer import training
+from eqformer import nn, training
 
 
 _COUNTS = "--steps --seq --batch --accumulate --log-every --checkpoint-every --keep --validate-every".split()
 _COUNTS += "--validation-batches --execution.unroll".split()
 
 
-def check(recipe: Recipe) -> None:
-    """Raise a `ValueError`, which names the flags, for a recipe that cannot work."""
+def check(recipe: Recipe) -> nn.Transformer:
+    """The shapes of the recipe's model; raises a `ValueError`, which names the flags, for a recipe that cannot work."""
     for flag, value in flags_of(recipe).items():
         _check_value(flag, value)
     if not 0 < (share := recipe.text.validation) < 1:
@@ -32,7 +31,7 @@ def check(recipe: Recipe) -> None:
             "equal pieces, so accumulate must divide batch."
         )
     _check_vocab(recipe)
-    shapes = eqx.filter_eval_shape(build_model, recipe)
+    shapes = shapes_of(recipe)
     if shapes.positions is not None and recipe.seq > (longest := shapes.positions.weight.shape[0]):
         raise ValueError(
             f"--seq {recipe.seq}: the model has {longest} learned positions; give --model.max-seq {recipe.seq} or a "
@@ -49,6 +48,7 @@ def check(recipe: Recipe) -> None:
         training.TensorBoard.package()
     if recipe.metrics.wandb is not None:
         training.WeightsAndBiases.package()
+    return shapes
 
 
 def _check_vocab(recipe: Recipe) -> None:

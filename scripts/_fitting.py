@@ -7,14 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import equinox as eqx
-from _budget import activation_bytes, batch_shapes, state_bytes
-from _mesh import abstract_plan, check_plan, flags, State
-from _sent import sent_bytes
-from _setup import build_model, optimizer_of
+from _mesh import abstract_plan, check_plan, flags, state_of
+from _setup import batch_shapes, optimizer_of, shapes_of
 from recipes import Mesh, Recipe
 
 from eqformer import nn, parallel
+from eqformer.planning import activation_bytes, sent_bytes, state_bytes
 
 
 MOST_TENSOR = 8  # the largest tensor axis that is tried: a larger one would send over the links between machines
@@ -120,8 +118,8 @@ def _candidates(recipe: Recipe, memory: int) -> tuple[list[Candidate], int, int]
         dataclasses.replace(recipe.execution, remat=remat) for remat in dict.fromkeys((recipe.execution.remat, "full"))
     ]
     recipes = [dataclasses.replace(recipe, execution=execution) for execution in executions]
-    models = [eqx.filter_eval_shape(build_model, one) for one in recipes]
-    states = State(recipe, abstract_plan(recipe), optimizer_of(recipe, models[0]))
+    models = [shapes_of(one) for one in recipes]
+    states = state_of(recipe, abstract_plan(recipe), optimizer_of(recipe, models[0]), models[0])
     found, sizes = [], []
     for mesh, zero in _meshes(recipe):
         for one, model in zip(recipes, models):
@@ -132,7 +130,7 @@ def _candidates(recipe: Recipe, memory: int) -> tuple[list[Candidate], int, int]
             except ValueError:  # the plan does not suit the model
                 break
             if one is recipes[0]:
-                sizes.append(sum(size for size, _ in state_bytes(plan, states.under(plan)).values()))
+                sizes.append(sum(size for size, _ in state_bytes(states.under(plan)).values()))
             if sizes[-1] > memory:
                 break
             sent = sent_bytes(plan, model, rows=own.batch, seq=own.seq, trained=states.optimizer.trained)

@@ -1,18 +1,14 @@
-"""From a recipe to its plan, and the placement of a run's batches and state under a plan."""
+"""From a recipe to its plan, its step and its state under a plan."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
-import numpy as np
-from _screen import Screen
-from _setup import adapted, build_model, is_shape, load_model, placed
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from recipes import Lora, Recipe
+from _setup import build_model
+from jax.sharding import AbstractMesh, AxisType
+from recipes import Recipe
 
 from eqformer import Batch, parallel, training
 
@@ -117,149 +113,8 @@ def step_of(recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer) 
     )
 
 
-class Rows:
-    """The rows of a batch that this process loads, and their placement on its devices."""
-
-    def __init__(self, plan: parallel.Plan, batch: int):
-        self._sharding = NamedSharding(plan.mesh, PartitionSpec(parallel.BATCH_AXES))
-        self._batch = batch
-        pieces = self._sharding.addressable_devices_indices_map((batch,)).values()
-        spans = [index[0].indices(batch) for index in pieces if index is not None]
-        self.start, self.stop = min(span[0] for span in spans), max(span[1] for span in spans)
-
-    def place(self, batch: Batch) -> Batch:
-        """The global batch on the mesh, from rows `start` to `stop - 1` here and the other rows in other processes."""
-
-        def put(x: Any) -> jax.Array:
-            shape = (self._batch, *x.shape[1:])
-
-            def piece(index: tuple[slice, ...] | None) -> np.ndarray:
-                assert index is not None
-                first, last, _ = index[0].indices(self._batch)
-                return x[first - self.start : last - self.start]
-
-            return jax.make_array_from_callback(shape, self._sharding, piece)
-
-        return jax.tree.map(put, batch)
-
-
-class State:
-    """The training state under a plan: made, restored and saved without an unsharded copy anywhere.
-
-    In training, layers are in ring order (the order in which the pipeline's devices hold them); a checkpoint has them
-    in reading order, so that it can be restored under any other plan.
-    """
-
-    def __init__(self, recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer):
-        self.recipe, self.plan, self.optimizer = recipe, plan, optimizer
-        self._movers: dict[Any, Callable] = {}  # a jitted program for each sharding, compiled once for all saves
-
-    def first(self, screen: Screen) -> training.TrainState:
-        """The state before the first step."""
-        if self.recipe.published is not None:
-            return self.of(load_model(self.recipe, self.plan, screen))
-
-        def make() -> training.TrainState:
-            return training.init_state(self.plan.to_ring_order(build_model(self.recipe)), self.optimizer)
-
-        return parallel.init_sharded(make, self._shardings)
-
-    def brought(self, checkpointer: training.Checkpointer) -> training.TrainState:
-        """The state before the first step, from a checkpoint that holds a model only."""
-        plain = State(dataclasses.replace(self.recipe, lora=Lora()), self.plan, self.optimizer)
-        saved, _ = checkpointer.restore({"model": plain.model_shapes()})
-        return self.of(adapted(self.recipe, saved["model"]))
-
-    def model_shapes(self) -> Any:
-        """The model's shapes in reading order, with the plan's shardings."""
-        shapes = eqx.filter_eval_shape(build_model, self.recipe)
-        return placed(shapes, parallel.shardings(self.plan.parameter_specs(shapes), self.plan.mesh))
-
-    def of(self, model: Any) -> training.TrainState:
-        """The state before the first step, from a model in memory."""
-        arrays, rest = eqx.partition(model, eqx.is_array)
-
-        def make(arrays: Any) -> training.TrainState:
-            return training.init_state(self.plan.to_ring_order(eqx.combine(arrays, rest)), self.optimizer)
-
-        shapes, others = eqx.partition(eqx.filter_eval_shape(make, arrays), is_shape)
-        run = jax.jit(lambda x: eqx.filter(make(x), eqx.is_array), out_shardings=self._shardings(shapes))
-        return eqx.combine(run(arrays), others)
-
-    def shapes(self) -> training.TrainState:
-        """The state's shapes in reading order, with the plan's shardings: what a checkpoint is restored into."""
-        return placed(self._unplaced, self._shardings(eqx.filter(self._unplaced, is_shape)))
-
-    def held_shapes(self) -> training.TrainState:
-        """The shapes of what a step takes: in ring order, each where the plan keeps it."""
-        parts = lambda s: (s.model, s.optimizer_state)
-        held = tuple(eqx.filter_eval_shape(self.plan.to_ring_order, part) for part in parts(self._unplaced))
-        state = eqx.tree_at(parts, self._unplaced, held)
-        return placed(state, self._shardings(eqx.filter(state, is_shape)))
-
-    def under(self, plan: parallel.Plan) -> "State":
-        """The same state under another plan; shapes are shared, since tracing them takes long."""
-        other = State(self.recipe, plan, self.optimizer)
-        other._unplaced = self._unplaced
-        return other
-
-    @functools.cached_property
-    def _unplaced(self) -> training.TrainState:
-        return eqx.filter_eval_shape(lambda: training.init_state(build_model(self.recipe), self.optimizer))
-
-    def to_ring_order(self, state: training.TrainState) -> training.TrainState:
-        """A state in reading order, brought into ring order."""
-        return self._ordered(state, self.plan.to_ring_order)
-
-    def to_reading_order(self, state: training.TrainState) -> training.TrainState:
-        """A state in ring order, brought into reading order."""
-        return self._ordered(state, self.plan.to_reading_order)
-
-    def _ordered(self, state: training.TrainState, order: Callable[..., Any]) -> training.TrainState:
-        """The state with its layers in another order; donates the one it is given, one array at a time.
-
-        So there is never a second copy of more than one array.
-        """
-        arrays, rest = eqx.partition(state, eqx.is_array)
-        parts = lambda s: (s.model, s.optimizer_state)
-        given = parts(arrays)
-        orders = tuple(order(part, lambda x, order: order) for part in given)  # or the array, if it stays as it is
-        if all(x is rows for x, rows in zip(jax.tree.leaves(given), jax.tree.leaves(orders), strict=True)):
-            return state
-        after = eqx.tree_at(parts, arrays, tuple(eqx.filter_eval_shape(order, part) for part in given))
-        move = lambda x, rows, sharding: x if x is rows else self._taken(x, rows, sharding)
-        moved = jax.tree.map(move, given, orders, parts(self._shardings(after)))
-        return eqx.combine(eqx.tree_at(parts, arrays, moved), rest)
-
-    def _taken(self, x: Any, order: np.ndarray, sharding: NamedSharding) -> Any:
-        """The rows of an array in an order, donated; zeros for numbers beyond its last, where rows are padding."""
-        is_as_long = len(order) == x.shape[0]
-        if (key := (is_as_long, sharding)) not in self._movers:
-            take = lambda x, order: x.at[order].get(mode="fill", fill_value=0)
-            donated = (0,) if is_as_long else ()  # another shape has no use for the memory
-            self._movers[key] = jax.jit(take, donate_argnums=donated, out_shardings=sharding)
-        # Waited for, so that there is one copy at a time, and as in `parallel.pipeline`'s `taken_rows`.
-        taken = jax.block_until_ready(self._movers[key](x, order))
-        if not is_as_long:
-            x.delete()
-        return taken
-
-    def everywhere(self, key: Any) -> Any:
-        """A random key, replicated on all devices."""
-        whole = NamedSharding(self.plan.mesh, PartitionSpec())
-        raw = np.asarray(jax.random.key_data(key))
-        copies = jax.make_array_from_callback(raw.shape, whole, raw.__getitem__)
-        return jax.random.wrap_key_data(copies, impl=str(jax.random.key_impl(key)))
-
-    def on_one_device(self, model: Any) -> Any:
-        """A copy of the model in reading order on this process's first device; all processes must call it together."""
-        arrays, rest = eqx.partition(model, eqx.is_array)
-        if jax.process_count() == 1:
-            arrays = self.plan.to_reading_order(arrays)
-            return eqx.combine(jax.device_put(arrays, jax.local_devices()[0]), rest)
-        whole = NamedSharding(self.plan.mesh, PartitionSpec())
-        copies = jax.jit(self.plan.to_reading_order, out_shardings=whole)(arrays)
-        return eqx.combine(jax.tree.map(lambda x: x.addressable_data(0), copies), rest)
-
-    def _shardings(self, shapes: Any) -> Any:
-        return training.state_shardings(self.plan, self.optimizer, shapes)
+def state_of(
+    recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer, shapes: Any = None
+) -> training.PlannedState:
+    """The recipe's training state under a plan; `shapes` are its model's, where they are known."""
+    return training.PlannedState(lambda: build_model(recipe), optimizer, plan, model_shapes=shapes)

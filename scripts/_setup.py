@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +11,7 @@ from _screen import Screen
 from jaxtyping import Array, Key
 from recipes import Recipe
 
-from eqformer import data, models, nn, parallel, training
+from eqformer import Batch, data, models, nn, parallel, planning, training
 
 
 CORES: dict[str, Callable[[], nn.Core]] = {
@@ -55,6 +54,11 @@ def build_model(recipe: Recipe) -> nn.Transformer:
     return as_recipe_says(recipe, models.build(recipe.model, key=keys_of(recipe).init))
 
 
+def shapes_of(recipe: Recipe) -> nn.Transformer:
+    """The shapes of the recipe's model."""
+    return eqx.filter_eval_shape(build_model, recipe)
+
+
 def as_recipe_says(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
     """The model with the recipe's execution settings, precision and LoRA."""
     its = recipe.execution
@@ -75,30 +79,15 @@ def adapted(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
 
 def latest_model(directory: RunDirectory, recipe: Recipe, plan: parallel.Plan | None = None) -> nn.Transformer:
     """The model of a run's latest checkpoint, sharded by the plan; raises a `ValueError` if there is none yet."""
-    shapes = eqx.filter_eval_shape(build_model, recipe)
-    if plan is not None:
-        shapes = placed(shapes, parallel.shardings(plan.parameter_specs(shapes), plan.mesh))
     with training.Checkpointer(directory.checkpoints) as checkpointer:
         if checkpointer.latest_step is None:
             raise ValueError(f"--run-dir {directory.path}: the run has no checkpoint yet; let it train on.")
-        saved, _ = checkpointer.restore({"model": shapes}, partial=True)
-    return saved["model"]
+        return training.restore_model(checkpointer, shapes_of(recipe), plan)
 
 
-def placed(shapes: Any, shardings: Any) -> Any:
-    """A tree of shapes, each with its sharding."""
-    arrays, rest = eqx.partition(shapes, is_shape)
-    with_place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return eqx.combine(jax.tree.map(with_place, arrays, eqx.filter(shardings, _is_sharding)), rest)
-
-
-def is_shape(leaf: Any) -> bool:
-    """Whether a leaf is the shape of an array."""
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def _is_sharding(leaf: Any) -> bool:
-    return isinstance(leaf, jax.sharding.Sharding)
+def batch_shapes(recipe: Recipe) -> Batch:
+    """The shapes of a batch."""
+    return planning.batch_shapes(recipe.batch, recipe.seq, packed=recipe.text.packing == "documents")
 
 
 def optimizer_of(

@@ -5,12 +5,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 from _clock import Clock
 from _colored_text import color, has_choices
-from _mesh import mesh_line, Rows, State, step_of
+from _mesh import mesh_line, state_of, step_of
 from _metric_writers import open_metrics, Write
 from _pictures import draw_loads, draw_losses
 from _processes import check_alike, first, together
@@ -20,9 +19,9 @@ from _recipe_file import to_json
 from _report import add_sample, closing, figures, opening
 from _run_directory import RunDirectory
 from _screen import Screen, Show
-from _setup import build_model, Keys, keys_of, loader_of, open_text, optimizer_of, source_of
+from _setup import adapted, Keys, keys_of, load_model, loader_of, open_text, optimizer_of, shapes_of, source_of
 from _stopping import signals, Votes
-from recipes import Recipe
+from recipes import Lora, Recipe
 
 from eqformer import data, generation, parallel, planning, training
 
@@ -30,7 +29,10 @@ from eqformer import data, generation, parallel, planning, training
 class Trainer:
     """One run of a recipe in a directory, from its latest checkpoint to its last step."""
 
-    def __init__(self, name: str, recipe: Recipe, plan: parallel.Plan, directory: RunDirectory, screen: Screen):
+    def __init__(
+        self, name: str, recipe: Recipe, shapes: Any, plan: parallel.Plan, directory: RunDirectory, screen: Screen
+    ):
+        """`shapes` are those of the recipe's model."""
         self.recipe, self.plan, self.directory, self.screen = recipe, plan, directory, screen
         self.name = name
         source, self.tokenizer = together(lambda: (source_of(recipe), tokenizer_of(recipe, directory)))
@@ -40,16 +42,15 @@ class Trainer:
         texts = first(read)  # the first process writes the cache, which the others then read
         self.text, validation_text = together(lambda: texts or read())
         check_alike({"the text": [self.text.path.name, validation_text.path.name]})
-        self.rows, self.votes = Rows(plan, recipe.batch), Votes(plan.mesh)
+        self.rows, self.votes = training.OwnRows(plan, recipe.batch), Votes(plan.mesh)
         self.loader, self.validation = loader_of(recipe, self.text), loader_of(recipe, validation_text)
         self.keys: Keys = keys_of(recipe)
         self.stopping = False
-        shapes = eqx.filter_eval_shape(build_model, recipe)
         self.stretches, self.rates_note = together(
             lambda: stretches_of(recipe, training.Checkpointer(directory.checkpoints))
         )
         self.optimizer = optimizer_of(recipe, shapes, self.stretches)
-        self.states = State(recipe, plan, self.optimizer)
+        self.states = state_of(recipe, plan, self.optimizer, shapes)
         self.flops_per_token = planning.flops_per_token(shapes, recipe.seq, trained=self.optimizer.trained)
         self.parameters = parameters(recipe, shapes)
         self.evaluate = training.planned_evaluation(plan)
@@ -84,17 +85,22 @@ class Trainer:
     def _state(self, checkpointer: training.Checkpointer) -> tuple[training.TrainState, int]:
         """The state to go on from: the latest checkpoint's or the first."""
         if checkpointer.latest_step is None:
-            return self.states.first(self.screen), 0
+            if self.recipe.published is None:
+                return self.states.init(), 0
+            return self.states.init_from(load_model(self.recipe, self.plan, self.screen)), 0
         if checkpointer.latest_step == 0:  # of a model that was brought here, and nothing else
-            return self.states.brought(checkpointer), 0
-        state, metadata = checkpointer.restore(self.states.shapes())
+            plain = shapes_of(dataclasses.replace(self.recipe, lora=Lora()))
+            model = training.restore_model(checkpointer, plain, self.plan)
+            return self.states.init_from(adapted(self.recipe, model)), 0
+        metadata = checkpointer.metadata()
         if (text := metadata["data"]["text"]) != self.text.path.name:
             raise ValueError(
                 f"--run-dir {self.directory.path}: its checkpoint was trained on {text}, but the text is now "
                 f"{self.text.path.name}; restore the files as they were, or begin a new run."
             )
         self.keys = dataclasses.replace(self.keys, steps=training.saved_key(metadata))
-        return self.states.to_ring_order(state), int(metadata["step"])
+        state, _ = self.states.restore(checkpointer)
+        return state, int(metadata["step"])
 
     def _loop(
         self,
@@ -163,9 +169,7 @@ class Trainer:
         place = {"text": self.text.path.name, "example": step * self.recipe.batch}
         recipe, stretches = {"name": self.name, "recipe": to_json(self.recipe)}, to_metadata(self.stretches)
         about = training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, rates=stretches)
-        state = self.states.to_reading_order(state)  # donates the other: there may be no memory for two
-        checkpointer.save(state, step, about)
-        return self.states.to_ring_order(state)
+        return self.states.save(checkpointer, state, step, about)
 
     def _sample(self, model: Any, step: int) -> None:
         model = self.states.on_one_device(model)

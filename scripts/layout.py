@@ -29,16 +29,14 @@ from typing import Annotated, Any
 import equinox as eqx
 import jax
 import tyro
-from _budget import activation_bytes, batch_shapes, state_bytes
 from _check import check
 from _command import parse
 from _fitting import fitting, memory_bytes
 from _flags import naming_flags
-from _mesh import abstract_plan, check_plan, check_sizes, mesh_line, plan_of, State, step_of
+from _mesh import abstract_plan, check_plan, check_sizes, mesh_line, plan_of, state_of, step_of
 from _processes import check_machine, Machine
 from _screen import one_message
-from _sent import sent_bytes
-from _setup import build_model, keys_of, optimizer_of
+from _setup import batch_shapes, keys_of, optimizer_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recipes import Recipe
 
@@ -82,16 +80,15 @@ def report(command: Command) -> None:
     recipe = command.run
     memory = None if command.memory is None else memory_bytes(command.memory)
     check_sizes(recipe)
-    check(recipe)
+    model = check(recipe)
     plan = abstract_plan(recipe)
-    model = eqx.filter_eval_shape(build_model, recipe)
     check_plan(recipe, plan, model)
-    states = State(recipe, plan, optimizer_of(recipe, model))
+    states = state_of(recipe, plan, optimizer_of(recipe, model), model)
     print(mesh_line(plan), end="\n\n")
     held = plan.shapes(model)
     print(parallel.layout_table(held, plan.parameter_specs(held), plan.mesh).partition("\n")[2], end="\n\n")
     _print_whole(plan, held)
-    state, activations = _print_bytes(recipe, plan, states, model)
+    state, activations = _print_bytes(recipe, states, model)
     if memory is not None:
         print(fitting(recipe, memory, state, activations), end="\n\n")
     _print_sent(recipe, plan, model, states.optimizer.trained)
@@ -109,12 +106,12 @@ def _print_whole(plan: parallel.Plan, model: Any) -> None:
         print(f"computed whole by every device of {TENSOR}, as they name nothing to split: {paths}\n")
 
 
-def _print_bytes(recipe: Recipe, plan: parallel.Plan, states: State, model: Any) -> tuple[int, int]:
+def _print_bytes(recipe: Recipe, states: training.PlannedState, model: Any) -> tuple[int, int]:
     """Print what a device holds; returns the bytes of its state and of its activations."""
     rows = [("bytes", "a device", "of", "share")]
-    held = state_bytes(plan, states)
+    plan, held = states.plan, planning.state_bytes(states)
     rows += [(name, f"{own:,}", f"{whole:,}", f"{own / max(whole, 1):.1%}") for name, (own, whole) in held.items()]
-    kept = activation_bytes(plan, model, batch_shapes(recipe))
+    kept = planning.activation_bytes(plan, model, batch_shapes(recipe))
     rows += [(f"activations: {name}", f"{size:,}", "", "") for name, size in kept.items()]
     state, activations = sum(own for own, _ in held.values()), sum(kept.values())
     rows.append(("sum", f"{state + activations:,}", "", ""))
@@ -125,7 +122,7 @@ def _print_bytes(recipe: Recipe, plan: parallel.Plan, states: State, model: Any)
 
 
 def _print_sent(recipe: Recipe, plan: parallel.Plan, model: Any, trained: training.Trained) -> None:
-    sent = sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=trained)
+    sent = planning.sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=trained)
     if not sent:
         print("nothing is sent between devices\n")
         return
@@ -152,7 +149,7 @@ def _print_compiled(recipe: Recipe, model: Any) -> None:
 def compiled_step(recipe: Recipe, plan: parallel.Plan, model: Any, **options: Any) -> Any:
     """The recipe's step, compiled from shapes, with XLA's `options`."""
     optimizer = optimizer_of(recipe, model)
-    states = State(recipe, plan, optimizer)
+    states = state_of(recipe, plan, optimizer, model)
     rows = NamedSharding(plan.mesh, PartitionSpec(parallel.BATCH_AXES))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch_shapes(recipe))
     key = states.everywhere(keys_of(recipe).steps)

@@ -11,7 +11,6 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-import equinox as eqx
 import tyro
 from _check import check
 from _command import parse
@@ -22,7 +21,6 @@ from _published import check_published
 from _recipe_file import to_json
 from _run_directory import RunDirectory
 from _screen import one_message, Screen
-from _setup import build_model
 from _trainer import Trainer
 from recipes import Recipe
 
@@ -44,13 +42,13 @@ def train(command: Command) -> None:
     recipe, machine = command.run, command.machine
     join(machine)
     check_alike({"--recipe": command.recipe} | {f"--{flag}": value for flag, value in to_json(recipe).items()})
-    check(recipe)
+    shapes = check(recipe)
     folder = command.run_dir or Path("runs") / command.recipe
     check_published(recipe, RunDirectory(folder))
     plan = plan_of(recipe, devices_of(machine))
-    check_plan(recipe, plan, eqx.filter_eval_shape(build_model, recipe))
+    check_plan(recipe, plan, shapes)
     with RunDirectory(folder) as directory:
-        Trainer(command.recipe, recipe, plan, directory, Screen(silent=not is_first())).run()
+        Trainer(command.recipe, recipe, shapes, plan, directory, Screen(silent=not is_first())).run()
 
 
 def main(arguments: list[str]) -> None:

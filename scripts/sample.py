@@ -12,7 +12,6 @@ import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-import equinox as eqx
 import jax
 import tyro
 from _command import read
@@ -22,7 +21,7 @@ from _processes import devices_of, Machine
 from _published import ends_of, published_tokenizer, recipe_of_folder, tokenizer_of
 from _run_directory import RunDirectory
 from _screen import one_message, Screen
-from _setup import build_model, latest_model
+from _setup import latest_model, shapes_of
 from recipes import Mesh, Recipe
 
 from eqformer import data, generation, models, nn, parallel
@@ -109,7 +108,7 @@ def plan_for(command: Command, recipe: Recipe) -> parallel.Plan | None:
         return None
     asked = Recipe(recipe.model, mesh=command.mesh, plan=parallel.Choices(zero=command.zero))
     plan = plan_of(asked, devices_of(Machine(simulate=command.simulate)))
-    parallel.Planned(eqx.filter_eval_shape(build_model, recipe), plan)
+    parallel.Planned(shapes_of(recipe), plan)
     return plan
 
 

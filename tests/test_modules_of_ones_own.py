@@ -1,6 +1,6 @@
 """What `docs/extending.md` makes is laid out, counted, saved and loaded like the library's own."""
 
-import _mesh
+import _setup
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -61,9 +61,7 @@ def test_a_model_is_saved_under_one_mesh_and_loaded_under_another(make, tmp_path
     ],
 )
 def test_a_layout_has_a_line_for_each_array(make, paths, monkeypatch, capsys):
-    build = lambda *_: make()
-    monkeypatch.setattr(layout, "build_model", build)
-    monkeypatch.setattr(_mesh, "build_model", build)
+    monkeypatch.setattr(_setup, "build_model", lambda _: make())
     layout.main([*"--batch 8 --seq 16 --mesh.fsdp 2 --mesh.tensor 4".split()])
     lines = capsys.readouterr().out.splitlines()
     for path in paths:

@@ -19,7 +19,7 @@ ROOMS = {
     "parallel": {"nn"},
     "generation": {"nn"},
     "training": {"nn", "parallel"},
-    "planning": {"nn"},
+    "planning": {"nn", "parallel", "training"},
 }
 SENDING = {"psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "ppermute", "pshuffle", "all_to_all"}
 COLLECTIVES = {*SENDING, "axis_index"}

@@ -1,4 +1,4 @@
-"""The costs of a run: parameters, operations, bytes sent, and the machine's measured speed."""
+"""The costs of a run: parameters, operations, bytes held and sent, and the machine's measured speed."""
 
 from ._bounds import (
     context_bytes as context_bytes,
@@ -20,6 +20,11 @@ from ._communication import (
     Transfer as Transfer,
 )
 from ._costs import flops_per_token as flops_per_token, parameter_count as parameter_count, visible_keys as visible_keys
+from ._held_bytes import (
+    activation_bytes as activation_bytes,
+    batch_shapes as batch_shapes,
+    state_bytes as state_bytes,
+)
 from ._inference import (
     attention_exchange_bytes as attention_exchange_bytes,
     best_embed_devices as best_embed_devices,
@@ -28,3 +33,9 @@ from ._inference import (
     weight_stationary_bytes as weight_stationary_bytes,
 )
 from ._peak import matmul_peak as matmul_peak
+from ._sent_bytes import (
+    by_cause as by_cause,
+    counted_bytes as counted_bytes,
+    Sent as Sent,
+    sent_bytes as sent_bytes,
+)

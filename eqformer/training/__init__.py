@@ -32,6 +32,8 @@ from ._optimizer import (
     trainable as trainable,
     Trained as Trained,
 )
+from ._own_rows import OwnRows as OwnRows
+from ._planned_state import PlannedState as PlannedState, restore_model as restore_model
 from ._planned_step import (
     planned_evaluation as planned_evaluation,
     planned_gradients as planned_gradients,

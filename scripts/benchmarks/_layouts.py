@@ -10,7 +10,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from _sent import by_cause, counted_bytes, sent_bytes
 
 from benchmarks import _ours
 from benchmarks._measure import Row, seconds_in_turn
@@ -18,7 +17,6 @@ from eqformer import models, nn, planning, training
 from eqformer.parallel import (
     CONTEXT,
     FSDP,
-    init_sharded,
     make_mesh,
     make_schedule,
     PIPE,
@@ -72,8 +70,7 @@ class Run:
     def __init__(self, plan: Plan, config: models.LlamaConfig = NUMBERS, rows: int = ROWS, **how: Any):
         make = lambda: nn.run_with(models.build(config, key=jax.random.key(0)), **_AS_RECIPES | how)
         optimizer = training.optimizer("adamw", eqx.filter_eval_shape(make), rate=1e-3)
-        first = lambda: training.init_state(plan.to_ring_order(make()), optimizer)
-        self.state = init_sharded(first, lambda shapes: training.state_shardings(plan, optimizer, shapes))
+        self.state = training.PlannedState(make, optimizer, plan).init()
         batch = _ours.random_batch(config.vocab, rows, SEQ)
         self.batch = jax.device_put(batch, shardings(plan.batch_specs(batch), plan.mesh))
         step = training.planned_step(training.next_token_loss, optimizer, plan)
@@ -131,8 +128,8 @@ def communication(rounds: int) -> Iterator[Row]:
     model = eqx.filter_eval_shape(lambda: nn.run_with(models.build(NUMBERS, key=jax.random.key(0)), **_AS_RECIPES))
     for name in LAYOUTS:
         plan = _plan(name)
-        counted = counted_bytes(plan, planning.communication(Run(plan).step.compiled, mesh=plan.mesh))
-        for cause, size in by_cause(sent_bytes(plan, model, rows=ROWS, seq=SEQ)).items():
+        counted = planning.counted_bytes(plan, planning.communication(Run(plan).step.compiled, mesh=plan.mesh))
+        for cause, size in planning.by_cause(planning.sent_bytes(plan, model, rows=ROWS, seq=SEQ)).items():
             sent = counted.get(cause, 0.0)
             yield Row(f"sent: {name}", cause, sent / 1e6, "MB", sent / size, f"formula {size / 1e6:.2f} MB")
 

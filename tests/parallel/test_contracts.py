@@ -9,7 +9,6 @@ import layout
 import numpy as np
 import plan_controls as control
 import pytest
-from _sent import by_cause, counted_bytes, sent_bytes
 from haste import HASTE
 from plan_blocks import Cosine, Int8Map
 from plan_models import batch_of, model_of
@@ -21,6 +20,7 @@ from eqformer.parallel._vary import own_part
 from eqformer.parallel.state import _gather
 from eqformer.parallel.tensor import _stream, _whole
 from eqformer.parallel.tensor._whole import counted_once
+from eqformer.planning import by_cause, counted_bytes, sent_bytes
 
 
 KEY = jax.random.key(0)

@@ -3,13 +3,11 @@
 import dataclasses
 import gc
 
-import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from _mesh import plan_of, State
-from _screen import Screen
-from _setup import build_model, optimizer_of
+from _mesh import plan_of, state_of
+from _setup import optimizer_of, shapes_of
 from recipes import Mesh, Recipe
 
 from eqformer import models
@@ -26,10 +24,10 @@ def test_a_state_in_another_order_takes_no_second_state(zero, layers):
     mesh = Mesh(pipe=2, fsdp=2)
     recipe = Recipe(numbers, mesh=mesh, plan=Choices(zero=zero, schedule="interleaved", chunks=2, microbatches=2))
     plan = plan_of(recipe, jax.devices()[:4])
-    states = State(recipe, plan, optimizer_of(recipe, eqx.filter_eval_shape(build_model, recipe)))
+    states = state_of(recipe, plan, optimizer_of(recipe, shapes_of(recipe)))
     gc.collect()
     before = live()
-    state = states.first(Screen(silent=True))
+    state = states.init()
     size = live() - before
     ring = [np.asarray(x) for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
     places = [x.sharding for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]

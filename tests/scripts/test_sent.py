@@ -2,20 +2,19 @@
 
 import shlex
 
-import _mesh
 import equinox as eqx
 import jax
 import layout
 import pytest
 from _command import parse
 from _mesh import abstract_plan, plan_of
-from _sent import by_cause, counted_bytes, sent_bytes, STATE
-from _setup import build_model, optimizer_of
+from _setup import optimizer_of, shapes_of
 from extending import beside
 from haste import HASTE
 
 from eqformer import nn, planning
-from eqformer.parallel import COLLECTIVES, CONTEXT, EXPERT, PIPE, TENSOR
+from eqformer.parallel import COLLECTIVES, CONTEXT, EXPERT, PIPE, STATE, TENSOR
+from eqformer.planning import by_cause, counted_bytes, sent_bytes
 
 
 TINY = "--model.embed 64 --model.heads 8 --model.mlp 160 --seq 32 --batch 16 --optimizer.name adamw"
@@ -91,7 +90,7 @@ def recipe_of(flags):
 
 
 def by_formula(recipe, plan):
-    model = eqx.filter_eval_shape(build_model, recipe)
+    model = shapes_of(recipe)
     trained = optimizer_of(recipe, model).trained
     return by_cause(sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=trained))
 
@@ -105,7 +104,7 @@ def by_formula_of(flags):
 def test_a_compiled_step_sends_what_formulas_say(name):
     recipe = recipe_of({**MESHES, **WIDER}[name])
     plan = plan_of(recipe, jax.devices())
-    program = layout.compiled_step(recipe, plan, eqx.filter_eval_shape(build_model, recipe), **HASTE)
+    program = layout.compiled_step(recipe, plan, shapes_of(recipe), **HASTE)
     transfers = planning.communication(program, mesh=plan.mesh)
     counted = counted_bytes(plan, transfers)
     assert counted == pytest.approx(by_formula(recipe, plan), rel=0.03)
@@ -140,9 +139,8 @@ def test_a_step_with_mixers_of_ones_own_sends_what_formulas_say(name, monkeypatc
     monkeypatch.setattr(module, "Fading", module.Fading)
     for change in changes:
         change(module)
-    build = lambda _: nn.run_with(module.hybrid(jax.random.key(0), vocab=256, layers=4), remat=recipe.execution.remat)
-    monkeypatch.setattr(_mesh, "build_model", build)
-    model = eqx.filter_eval_shape(build, recipe)
+    build = lambda: nn.run_with(module.hybrid(jax.random.key(0), vocab=256, layers=4), remat=recipe.execution.remat)
+    model = eqx.filter_eval_shape(build)
     plan = plan_of(recipe, jax.devices())
     counted = counted_bytes(
         plan, planning.communication(layout.compiled_step(recipe, plan, model, **HASTE), mesh=plan.mesh)

@@ -7,22 +7,25 @@ import jax
 from jaxtyping import PyTree
 
 
-def init_sharded(make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: PyTree) -> PyTree:
+def init_sharded(
+    make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: PyTree, shapes: PyTree | None = None
+) -> PyTree:
     """`make(*args)` computed by all devices together, each its own pieces.
 
-    `shardings` maps the shapes of the result to a tree of `NamedSharding`s. Random numbers are functions of a key and
-    a place in the array, so the values are those of one device, whatever the mesh.
+    `shardings` maps the shapes of the result to a tree of `NamedSharding`s; where these `shapes` are known already,
+    `make` is traced once and not twice. Random numbers are functions of a key and a place in the array, so the values
+    are those of one device, whatever the mesh.
     """
-    run = lower_sharded(make, shardings, *args).compile()
-    shapes = eqx.filter_eval_shape(make, *args)
+    shapes = eqx.filter_eval_shape(make, *args) if shapes is None else shapes
+    run = lower_sharded(make, shardings, *args, shapes=shapes).compile()
     rest = eqx.filter(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct), inverse=True)
     return eqx.combine(run(), rest)
 
 
 def lower_sharded(
-    make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: PyTree
+    make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: PyTree, shapes: PyTree | None = None
 ) -> jax.stages.Lowered:
     """The program of `init_sharded`, lowered: `.compile().memory_analysis()` gives what each device needs."""
-    shapes = eqx.filter_eval_shape(make, *args)
+    shapes = eqx.filter_eval_shape(make, *args) if shapes is None else shapes
     with jax.default_device(None):
         return jax.jit(lambda: eqx.filter(make(*args), eqx.is_array), out_shardings=shardings(shapes)).lower()

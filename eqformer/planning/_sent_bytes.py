@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from eqformer import nn, parallel, planning, training
-from eqformer.parallel import COLLECTIVES, CONTEXT, EXPERT, FSDP, PIPE, STATE, TENSOR
+from .. import nn, parallel, training
+from ..parallel import COLLECTIVES, CONTEXT, EXPERT, FSDP, PIPE, STATE, TENSOR
+from ._bounds import context_bytes, gather_bytes, pipeline_bytes, sharded_state_bytes
+from ._communication import Transfer
 
 
 class Sent(NamedTuple):
@@ -28,7 +30,7 @@ def sent_bytes(
     seq: int,
     trained: training.Trained = training.trainable,
 ) -> list[Sent]:
-    """By planning's formulas, for a batch of so many rows and tokens; `model` may be shapes.
+    """By formulas, for a batch of so many rows and tokens; `model` may be shapes.
 
     `trained` picks what moves, as an optimizer's does: of all else there are no gradients, and what is not split over
     devices is never sent.
@@ -36,7 +38,7 @@ def sent_bytes(
     what is small beside the rest: the norms' sums, the positions that go with keys.
     """
     pieces = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
-    tokens = rows // pieces * seq // plan.size(CONTEXT)
+    tokens = float(rows // pieces * seq // plan.size(CONTEXT))
     model = plan.shapes(model)
     moving = trained(model)
     found = list(_of_state(plan, model, moving))
@@ -70,7 +72,7 @@ def by_cause(found: Iterable[Sent]) -> dict[str, float]:
     return total
 
 
-def counted_bytes(plan: parallel.Plan, transfers: Iterable[planning.Transfer]) -> dict[str, float]:
+def counted_bytes(plan: parallel.Plan, transfers: Iterable[Transfer]) -> dict[str, float]:
     """What a program's collectives send, by the causes of `sent_bytes`, found by the collectives' names.
 
     Without a name are what the partitioner adds, parameters after the optimizer's step (state), and few sums that JAX
@@ -79,7 +81,7 @@ def counted_bytes(plan: parallel.Plan, transfers: Iterable[planning.Transfer]) -
     In a pipeline each counts in the ticks in which it is done: entries are branches, and idle ones send nothing.
     """
 
-    def sent(transfer: planning.Transfer) -> Sent:
+    def sent(transfer: Transfer) -> Sent:
         name, times = transfer.named(COLLECTIVES), transfer.times or 0
         cause = TENSOR if transfer.axes == (TENSOR,) else STATE if name is None else COLLECTIVES[name]
         is_in_ticks = plan.is_pipelined and times and times % _ticks(plan) == 0
@@ -98,7 +100,7 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterat
             continue
         pieces = plan.size(FSDP) if leaf.fsdp_dim is not None else 1
         once = plan.is_pipelined and not (plan.zero == 3 and is_layers)
-        shared_out = planning.sharded_state_bytes(
+        shared_out = sharded_state_bytes(
             number,
             pieces,
             zero=plan.zero,
@@ -112,7 +114,7 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterat
             continue
         over = [axis for axis in leaf.reduced if plan.size(axis) > 1]
         copies = math.prod(map(plan.size, over))
-        summed = planning.sharded_state_bytes(number / pieces, copies, zero=0, gradient_bytes=max(weight, 4))
+        summed = sharded_state_bytes(number / pieces, copies, zero=0, gradient_bytes=max(weight, 4))
         yield Sent(TENSOR, "gradients of what all hold", summed) if over == [TENSOR] else Sent(STATE, what, summed)
 
 
@@ -126,7 +128,7 @@ def _of_edges(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> float:
     if splits_features and moving.embedding.weight is not None:  # by ids too
         table = model.embedding.weight
         size += table.size / plan.size(TENSOR) * max(table.dtype.itemsize, 4)
-    return 2 * planning.gather_bytes(size, plan.size(PIPE))
+    return 2 * gather_bytes(size, plan.size(PIPE))
 
 
 def _of_tensor(
@@ -156,7 +158,7 @@ def _of_tensor(
         again += (len(whole) + len(sublayers) * stream.splits_tokens) * embed  # what was gathered is not kept
     slices = sum(sizes.values()) / len(stack) * (2 + (stack.remat != "none" or plan.is_pipelined))
     sent = tokens * (2 * forward + again) * _width(model) + slices
-    return _evaluations(plan, stack) * planning.gather_bytes(sent, plan.size(TENSOR))
+    return _evaluations(plan, stack) * gather_bytes(sent, plan.size(TENSOR))
 
 
 def _sizes_of_slices(plan: parallel.Plan, stack: nn.Stack) -> dict[int, int]:
@@ -187,14 +189,14 @@ def _of_vocabulary(
     if stream.splits_features:  # the table, from slices of features to slices of ids, and its gradient back
         swaps = 1 if plan.is_pipelined else plan.microbatches
         sent += passes * swaps * table.size / plan.size(TENSOR) * weight
-    return planning.gather_bytes(sent, plan.size(TENSOR))
+    return gather_bytes(sent, plan.size(TENSOR))
 
 
 def _of_context(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
     method, total = plan.context_method, 0.0
     for module in nn.modules(stack, nn.Mixer):
         query, key, value, output = _channels(plan, module)
-        each = planning.context_bytes(
+        each = context_bytes(
             tokens * plan.size(CONTEXT),
             (key + value) / 2,
             plan.size(CONTEXT),
@@ -224,7 +226,7 @@ def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
         again = (stack.remat != "none") * (vectors + choices + weights)
         again += (_recomputes(stack) and not weights) * vectors
         again += plan.is_pipelined * (2 * vectors + choices + weights)
-        total += planning.gather_bytes(4 * vectors + choices + 2 * weights + again, devices)
+        total += gather_bytes(4 * vectors + choices + 2 * weights + again, devices)
     return _evaluations(plan, stack) * total
 
 
@@ -234,7 +236,7 @@ def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float
     rounds = 2 * _ticks(plan) if plan.spreads_edges else sum(parallel.link_ticks(plan.timetable()).values()) / 2
     slices = 1 if plan.stream is None or plan.stream.is_whole else plan.size(TENSOR)
     embed = model.embedding.weight.shape[-1]
-    return planning.pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_width(model))
+    return pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_width(model))
 
 
 def _arrays(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[tuple[Any, int, int, bool, bool]]:

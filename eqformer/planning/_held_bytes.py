@@ -6,17 +6,17 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from _mesh import State
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
-from recipes import Recipe
 
-from eqformer import Batch, nn, parallel, training
-from eqformer.parallel import PIPE
+from .. import nn, parallel, training
+from .._shapes import Batch
+from ..parallel import PIPE
 
 
-def state_bytes(plan: parallel.Plan, states: State) -> dict[str, tuple[int, int]]:
+def state_bytes(states: training.PlannedState) -> dict[str, tuple[int, int]]:
     """Bytes on one device, and in all, of parameters, gradients and the optimizer's state."""
+    plan = states.plan
     shapes = states.held_shapes()
     wide = lambda x: jax.ShapeDtypeStruct(x.shape, nn.at_least_float32(x.dtype))
     trained = jax.tree.map(wide, states.optimizer.trained(shapes.model))
@@ -49,13 +49,12 @@ def activation_bytes(plan: parallel.Plan, model: nn.Transformer, batch: Batch) -
     return parts
 
 
-def batch_shapes(recipe: Recipe) -> Batch:
-    """The shapes of a batch."""
-    row = (recipe.batch, recipe.seq)
+def batch_shapes(rows: int, seq: int, *, packed: bool = False) -> Batch:
+    """The shapes of a batch; that of `packed` documents has positions and segments."""
 
     def make() -> Batch:
-        ids, weights, examples = jnp.zeros(row, jnp.int32), jnp.zeros(row), jnp.zeros(row[:1], jnp.int32)
-        places = ids if recipe.text.packing == "documents" else None  # positions and segments
+        ids, weights, examples = jnp.zeros((rows, seq), jnp.int32), jnp.zeros((rows, seq)), jnp.zeros(rows, jnp.int32)
+        places = ids if packed else None
         return Batch(ids, ids, weights, examples, places, places)
 
     return eqx.filter_eval_shape(make)
@@ -106,7 +105,7 @@ def _stage(plan: parallel.Plan, wrapped: Any, batch: Batch, tokens: nn.Tokens) -
     return run, tuple(stack[: len(stack) // plan.timetable().chunks] for stack in stacks), x
 
 
-def _beside(pull: PyTree, there: PyTree) -> list[jax.Array]:
+def _beside(pull: PyTree, there: PyTree) -> list[Any]:
     """The arrays that a backward pass keeps, without those in `there` (parameters, inputs) and without random keys."""
     known = {id(leaf) for leaf in jax.tree.leaves(there)}
     kept = {id(leaf): leaf for leaf in jax.tree.leaves(pull) if id(leaf) not in known and eqx.is_array(leaf)}

@@ -1,0 +1,167 @@
+"""The training state under a plan: made, restored and saved without an unsharded copy anywhere."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Key, PyTree
+
+from ..parallel import init_sharded, Plan, shardings
+from ._checkpoint import Checkpointer
+from ._optimizer import Optimizer
+from ._planned_step import state_shardings
+from ._step import init_state, TrainState
+
+
+class PlannedState:
+    """Makes, restores and saves the `TrainState` of a model under a plan, without an unsharded copy anywhere.
+
+    In training, layers are in ring order (the order in which a pipeline's devices hold them); a checkpoint has them in
+    reading order, so that it can be restored under any other plan.
+    """
+
+    def __init__(
+        self, build: Callable[[], PyTree], optimizer: Optimizer, plan: Plan, *, model_shapes: PyTree | None = None
+    ):
+        """`build` makes the model with its first weights; `model_shapes` are its shapes, where they are known."""
+        self.build, self.optimizer, self.plan = build, optimizer, plan
+        self._model_shapes = eqx.filter_eval_shape(build) if model_shapes is None else model_shapes
+        self._movers: dict[Any, Callable] = {}  # a jitted program for each sharding, compiled once for all saves
+
+    def init(self) -> TrainState:
+        """The state before the first step, each array made where the plan keeps it."""
+        make = lambda: init_state(self.plan.to_ring_order(self.build()), self.optimizer)
+        return init_sharded(make, self._shardings, shapes=self._held)
+
+    def init_from(self, model: PyTree) -> TrainState:
+        """The state before the first step of a model in memory, such as one that `models.load` gave."""
+        arrays, rest = eqx.partition(model, eqx.is_array)
+
+        def make(arrays: PyTree) -> TrainState:
+            return init_state(self.plan.to_ring_order(eqx.combine(arrays, rest)), self.optimizer)
+
+        shapes, others = eqx.partition(eqx.filter_eval_shape(make, arrays), _is_shape)
+        run = jax.jit(lambda x: eqx.filter(make(x), eqx.is_array), out_shardings=self._shardings(shapes))
+        return eqx.combine(run(arrays), others)
+
+    def restore(self, checkpointer: Checkpointer, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+        """The state of a checkpoint (the latest, or of `step`) that was saved under any plan, and its metadata."""
+        state, metadata = checkpointer.restore(self.shapes(), step)
+        return self.to_ring_order(state), metadata
+
+    def save(self, checkpointer: Checkpointer, state: TrainState, step: int, metadata: Mapping[str, Any]) -> TrainState:
+        """Start to save a state, which is donated; returns the state to train on with."""
+        state = self.to_reading_order(state)
+        checkpointer.save(state, step, metadata)
+        return self.to_ring_order(state)
+
+    def shapes(self) -> TrainState:
+        """The state's shapes in reading order, with the plan's shardings: what a checkpoint is restored into."""
+        return _placed(self._read, self._shardings(eqx.filter(self._read, _is_shape)))
+
+    def held_shapes(self) -> TrainState:
+        """The shapes of what a step takes: in ring order, each where the plan keeps it."""
+        return _placed(self._held, self._shardings(eqx.filter(self._held, _is_shape)))
+
+    def under(self, plan: Plan) -> "PlannedState":
+        """The same state under another plan; shapes are shared, since tracing them takes long."""
+        other = PlannedState(self.build, self.optimizer, plan, model_shapes=self._model_shapes)
+        other._read = self._read
+        return other
+
+    @functools.cached_property
+    def _read(self) -> TrainState:
+        return eqx.filter_eval_shape(lambda model: init_state(model, self.optimizer), self._model_shapes)
+
+    @functools.cached_property
+    def _held(self) -> TrainState:
+        held = tuple(eqx.filter_eval_shape(self.plan.to_ring_order, part) for part in _ordered_parts(self._read))
+        return eqx.tree_at(_ordered_parts, self._read, held)
+
+    def to_ring_order(self, state: TrainState) -> TrainState:
+        """A state in reading order, which is donated, brought into ring order."""
+        return self._ordered(state, self.plan.to_ring_order)
+
+    def to_reading_order(self, state: TrainState) -> TrainState:
+        """A state in ring order, which is donated, brought into reading order."""
+        return self._ordered(state, self.plan.to_reading_order)
+
+    def _ordered(self, state: TrainState, order: Callable[..., Any]) -> TrainState:
+        """The state with its layers in another order, moved one array at a time: never a second copy of more."""
+        arrays, rest = eqx.partition(state, eqx.is_array)
+        given = _ordered_parts(arrays)
+        orders = tuple(order(part, lambda x, order: order) for part in given)  # or the array, if it stays as it is
+        if all(x is rows for x, rows in zip(jax.tree.leaves(given), jax.tree.leaves(orders), strict=True)):
+            return state
+        after = eqx.tree_at(_ordered_parts, arrays, tuple(eqx.filter_eval_shape(order, part) for part in given))
+        move = lambda x, rows, sharding: x if x is rows else self._taken(x, rows, sharding)
+        moved = jax.tree.map(move, given, orders, _ordered_parts(self._shardings(after)))
+        return eqx.combine(eqx.tree_at(_ordered_parts, arrays, moved), rest)
+
+    def _taken(self, x: jax.Array, order: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        """The rows of an array in an order, donated; zeros for numbers beyond its last, where rows are padding."""
+        is_as_long = len(order) == x.shape[0]
+        if (key := (is_as_long, sharding)) not in self._movers:
+            take = lambda x, order: x.at[order].get(mode="fill", fill_value=0)
+            donated = (0,) if is_as_long else ()  # another shape has no use for the memory
+            self._movers[key] = jax.jit(take, donate_argnums=donated, out_shardings=sharding)
+        # Waited for, so that there is one copy at a time, and as in `parallel.pipeline`'s `taken_rows`.
+        taken = jax.block_until_ready(self._movers[key](x, order))
+        if not is_as_long:
+            x.delete()
+        return taken
+
+    def everywhere(self, key: Key[Array, ""]) -> Key[Array, ""]:
+        """A random key, replicated on all devices."""
+        whole = NamedSharding(self.plan.mesh, PartitionSpec())
+        raw = np.asarray(jax.random.key_data(key))
+        copies = jax.make_array_from_callback(raw.shape, whole, raw.__getitem__)
+        return jax.random.wrap_key_data(copies, impl=str(jax.random.key_impl(key)))
+
+    def on_one_device(self, model: PyTree) -> PyTree:
+        """A copy of the state's model in reading order on this process's first device; all processes call together."""
+        arrays, rest = eqx.partition(model, eqx.is_array)
+        if jax.process_count() == 1:
+            arrays = self.plan.to_reading_order(arrays)
+            return eqx.combine(jax.device_put(arrays, jax.local_devices()[0]), rest)
+        whole = NamedSharding(self.plan.mesh, PartitionSpec())
+        copies = jax.jit(self.plan.to_reading_order, out_shardings=whole)(arrays)
+        return eqx.combine(jax.tree.map(lambda x: x.addressable_data(0), copies), rest)
+
+    def _shardings(self, shapes: PyTree) -> PyTree:
+        return state_shardings(self.plan, self.optimizer, shapes)
+
+
+def restore_model(checkpointer: Checkpointer, shapes: PyTree, plan: Plan | None = None) -> PyTree:
+    """The model of the latest checkpoint, in reading order, on one device or sharded by a plan.
+
+    `shapes` are the model's, from `eqx.filter_eval_shape`. Raises a `CheckpointError` for a checkpoint of another
+    model.
+    """
+    if plan is not None:
+        shapes = _placed(shapes, shardings(plan.parameter_specs(shapes), plan.mesh))
+    return checkpointer.restore({"model": shapes}, partial=True)[0]["model"]
+
+
+def _ordered_parts(state: TrainState) -> tuple[PyTree, PyTree]:
+    """The parts of a state that hold layers."""
+    return state.model, state.optimizer_state
+
+
+def _placed(shapes: PyTree, shardings: PyTree) -> PyTree:
+    """A tree of shapes, each with its sharding."""
+    arrays, rest = eqx.partition(shapes, _is_shape)
+    with_place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return eqx.combine(jax.tree.map(with_place, arrays, eqx.filter(shardings, _is_sharding)), rest)
+
+
+def _is_shape(leaf: object) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _is_sharding(leaf: object) -> bool:
+    return isinstance(leaf, jax.sharding.Sharding)
