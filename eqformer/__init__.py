@@ -1,11 +1,39 @@
 """An Equinox-based, modular transformer zoo for JAX: one model, any mesh, the same numbers.
 
-Import the rooms: `eqformer.nn`, `eqformer.models`, `eqformer.data`, `eqformer.parallel`, `eqformer.training`,
-`eqformer.generation`, `eqformer.planning`.
+Its rooms are `eqformer.nn`, `eqformer.models`, `eqformer.data`, `eqformer.parallel`, `eqformer.training`,
+`eqformer.generation` and `eqformer.planning`; each is imported when it is first used.
 """
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ._failures import reason_and_fix as reason_and_fix
 from ._shapes import Batch as Batch, LEGEND as LEGEND
 
 
+if TYPE_CHECKING:
+    from . import (
+        data as data,
+        generation as generation,
+        models as models,
+        nn as nn,
+        parallel as parallel,
+        planning as planning,
+        training as training,
+    )
+
+
 __version__ = "0.1.0"  # the one place that says so: the build reads it here
+
+_ROOMS = ("data", "generation", "models", "nn", "parallel", "planning", "training")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _ROOMS:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ROOMS})

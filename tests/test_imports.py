@@ -32,3 +32,18 @@ def test_the_core_packages_suffice_to_import_everything():
     done = subprocess.run([sys.executable, "-c", block + imports + missing], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Checkpointer(directory) needs the package orbax" in done.stdout and "eqformer[train]" in done.stdout
+
+
+def test_rooms_come_when_they_are_used():
+    code = """
+import sys
+import eqformer
+before = set(sys.modules)
+assert not any(f"eqformer.{room}" in before for room in dir(eqformer) if not room.startswith("_"))
+print(eqformer.models.preset("llama-byte-1m").layers, [room for room in dir(eqformer) if room == "training"])
+assert "eqformer.models" in sys.modules and "eqformer.training" not in sys.modules
+eqformer.optimizers
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["4", "['training']"], done.stderr
+    assert "AttributeError: module 'eqformer' has no attribute 'optimizers'" in done.stderr
