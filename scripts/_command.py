@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import tyro
 from _flags import check_names, flags_of, naming_flags, with_hyphens
 from _help import short_help
+from _own_recipe import file_of, own_recipe, short_name
 from _published import recipe_of_folder, tokenizer_of
 from _run_directory import RunDirectory
 from recipes import Recipe, RECIPES
@@ -94,7 +95,7 @@ def _default(kind: Any, arguments: Sequence[str]) -> Any:
             nn.float_dtype(dtype, f"{flag} {dtype}")
     name, folder = _value("--recipe", arguments), _value("--model", arguments)
     called = name or ("default" if folder is None else Path(folder).absolute().name)
-    run = RunDirectory(Path(_value("--run-dir", arguments) or Path("runs") / called))
+    run = RunDirectory(Path(_value("--run-dir", arguments) or Path("runs") / short_name(called)))
     return kind(called, recipe_of(name or "default", None if folder is None else Path(folder), run))
 
 
@@ -121,9 +122,10 @@ def _value(flag: str, arguments: Sequence[str]) -> str | None:
 def recipe_of(name: str, folder: Path | None = None, run: RunDirectory | None = None) -> Recipe:
     """The recipe of that name; or, for a preset's name, one of AdamW and 800 steps with that model.
 
-    With the `folder` of a published model (or, where it is gone, the copy in the `run` that began from it), the recipe
-    trains that model. A recipe other than `default` then keeps its fields, except for the model and, unless it was
-    written for a published model, the optimizer, whose learning rate would be too high for trained weights.
+    `FILE.py:NAME` is a function in a file of one's own. With the `folder` of a published model (or, where it is gone,
+    the copy in the `run` that began from it), the recipe trains that model. A recipe other than `default` then keeps
+    its fields, except for the model and, unless it was written for a published model, the optimizer, whose learning
+    rate would be too high for trained weights.
     """
     if folder is not None:
         made = recipe_of_folder(folder, run)
@@ -132,9 +134,11 @@ def recipe_of(name: str, folder: Path | None = None, run: RunDirectory | None = 
         return dataclasses.replace(own, model=made.model, published=made.published, optimizer=optimizer)
     if name in RECIPES:
         return RECIPES[name]()
+    if file_of(name) is not None:
+        return own_recipe(name)
     if name in models.presets():
         return Recipe(model=models.preset(name))
     raise ValueError(
-        f"--recipe {name}: there is no such recipe; the recipes are {', '.join(RECIPES)}, and a preset of "
-        "eqformer.models by its name is one: AdamW and 800 steps with that model."
+        f"--recipe {name}: there is no such recipe; the recipes are {', '.join(RECIPES)}, a preset of "
+        "eqformer.models by its name is one: AdamW and 800 steps with that model; of one's own, give FILE.py:NAME."
     )

@@ -8,7 +8,7 @@ from typing import Any
 # Under each heading, flags with their descriptions; a command shows those that it has.
 GROUPS = {
     "model": {
-        "--recipe NAME": "{recipes}, or a preset's name",
+        "--recipe NAME": "{recipes}, a preset's name, or FILE.py:NAME",
         "--model FOLDER": "a published model to train on (a folder)",
         "--model.embed": "channels",
         "--model.layers": "layers",

@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from _own_recipe import classes_of, file_of
 from _whole import write_whole
 from recipes import Execution, Lora, Mesh, Metrics, Optimization, Recipe, Text
 
@@ -31,16 +34,20 @@ def to_json(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def from_json(value: Any) -> Any:
-    """The value that `to_json` wrote; raises a `ValueError` for a kind or a field that this version does not know."""
+def from_json(value: Any, own: Mapping[str, type] = MappingProxyType({})) -> Any:
+    """The value that `to_json` wrote; raises a `ValueError` for a kind or a field that this version does not know.
+
+    `own` are classes of the recipe's own file, by name.
+    """
     if isinstance(value, list):
-        return tuple(from_json(part) for part in value)
+        return tuple(from_json(part, own) for part in value)
     if not isinstance(value, dict):
         return value
-    fields = {name: from_json(part) for name, part in value.items() if name != "kind"}
-    kind = _KINDS.get(value.get("kind", ""))
+    fields = {name: from_json(part, own) for name, part in value.items() if name != "kind"}
+    kinds: Mapping[str, Any] = {**_KINDS, **own}
+    kind = kinds.get(value.get("kind", ""))
     if kind is None:
-        raise ValueError(f"recipe.json: kind {value.get('kind')!r} is unknown; it must be one of {sorted(_KINDS)}.")
+        raise ValueError(f"recipe.json: kind {value.get('kind')!r} is unknown; it must be one of {sorted(kinds)}.")
     known = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := sorted(fields.keys() - known.keys()):
         raise ValueError(f"recipe.json: {kind.__name__} has no fields {unknown}; it was written by another version.")
@@ -54,13 +61,21 @@ def read_recipe(path: Path) -> tuple[str, Recipe]:
     """The name and the recipe in a `recipe.json`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return content["name"], from_json(content["recipe"])
+        own = classes_of(source_beside(path)) if file_of(content["name"]) else {}
+        return content["name"], from_json(content["recipe"], own)
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: this is not a recipe that a run wrote ({type(error).__name__}: {error}).") from error
 
 
+def source_beside(path: Path) -> Path:
+    """The copy of a recipe's own file that is kept beside its `recipe.json`."""
+    return path.with_suffix(".py")
+
+
 def write_recipe(path: Path, name: str, recipe: Recipe) -> None:
-    """Write a `recipe.json`, whole or not at all."""
+    """Write a `recipe.json`, whole or not at all, and before it the copy of the recipe's own file, if it has one."""
+    if (file := file_of(name)) is not None:
+        write_whole(source_beside(path), file.read_text(encoding="utf-8"))
     write_whole(path, json.dumps({"name": name, "recipe": to_json(recipe)}, indent=2) + "\n")
 
 

@@ -8,8 +8,9 @@ import shutil
 from pathlib import Path
 from typing import IO
 
+from _own_recipe import file_of
 from _prolonged import stretches_of
-from _recipe_file import differences, read_recipe, write_recipe
+from _recipe_file import differences, read_recipe, source_beside, write_recipe
 from _whole import part_of
 from recipes import CHANGEABLE, Recipe
 
@@ -38,7 +39,9 @@ class RunDirectory:
         self.published = path / "published"
         self.identifier = path / "wandb-run"
         self.lock = path / ".lock"
-        self._beginning = {self.lock, part_of(self.recipe)}  # what remains if the disk was full at the first write
+        written = (self.recipe, source_beside(self.recipe))
+        # What remains if the disk was full at the first write.
+        self._beginning = {self.lock, written[1], *map(part_of, written)}
         self._lock: IO[str] | None = None
 
     def claim(self, name: str, recipe: Recipe) -> None:
@@ -68,6 +71,7 @@ class RunDirectory:
             ) from error
 
     def _check_same(self, name: str, recipe: Recipe) -> None:
+        self._check_source(name)
         old_name, old = read_recipe(self.recipe)
         changed = differences(old, recipe, self._may_differ())
         if changed:
@@ -75,6 +79,15 @@ class RunDirectory:
                 f"--run-dir {self.path}: it holds a run of recipe {old_name!r}, and this command's {name!r} differs in"
                 + "".join(f"\n  {line}" for line in changed)
                 + "\nGive the same values to continue that run, or another --run-dir to begin a new one."
+            )
+
+    def _check_source(self, name: str) -> None:
+        """Raise a `ValueError` for a recipe of one's own whose file is another than when the run began."""
+        file, kept = file_of(name), source_beside(self.recipe)
+        if file is not None and kept.exists() and file.read_text(encoding="utf-8") != kept.read_text(encoding="utf-8"):
+            raise ValueError(
+                f"--run-dir {self.path} --recipe {name}: {file} has changed since the run began, which goes on with "
+                f"its own copy only; give --recipe {kept} and the function's name, or another --run-dir."
             )
 
     def _may_differ(self) -> frozenset[str]:

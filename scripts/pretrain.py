@@ -16,6 +16,7 @@ from _check import check
 from _command import parse
 from _flags import naming_flags
 from _mesh import check_plan, plan_of
+from _own_recipe import short_name
 from _processes import check_alike, devices_of, is_first, join, Machine
 from _published import check_published
 from _recipe_file import to_json
@@ -30,7 +31,7 @@ class Command:
     """Train a transformer on text; run the same command again to continue a run that was stopped."""
 
     recipe: str
-    """The recipe to start from; see scripts/recipes. Flags below change its fields."""
+    """The recipe to start from; see scripts/recipes, or FILE.py:NAME, one's own. Flags below change its fields."""
     run: Annotated[Recipe, tyro.conf.arg(name="")]
     machine: Annotated[Machine, tyro.conf.arg(name="")] = Machine()
     run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/<recipe>)")] = None
@@ -43,7 +44,7 @@ def train(command: Command) -> None:
     join(machine)
     check_alike({"--recipe": command.recipe} | {f"--{flag}": value for flag, value in to_json(recipe).items()})
     shapes = check(recipe)
-    folder = command.run_dir or Path("runs") / command.recipe
+    folder = command.run_dir or Path("runs") / short_name(command.recipe)
     check_published(recipe, RunDirectory(folder))
     plan = plan_of(recipe, devices_of(machine))
     check_plan(recipe, plan, shapes)

@@ -1,0 +1,71 @@
+"""Recipes in files of one's own: trained, stopped, continued over another mesh, and sampled."""
+
+import shutil
+
+import numpy as np
+import pytest
+from extending import BLOCK, PAGE
+from script_helpers import losses, run, run_here, write_corpus
+
+
+TINY = "--model.embed 32 --model.periods 1 --model.window 8 --seq 32 --batch 4 --steps 6 --log-every 1 "
+TINY += "--checkpoint-every 3 --validate-every 6 --validation-batches 1 --sample-every 0 --optimizer.warmup 2"
+
+
+@pytest.fixture
+def file(tmp_path):
+    (text,) = (block for block in BLOCK.findall(PAGE.read_text(encoding="utf-8")) if block.startswith("# windowed.py"))
+    path = tmp_path / "elsewhere" / "windowed.py"
+    path.parent.mkdir()
+    path.write_text(text)
+    return path
+
+
+def arguments(file, run_dir, corpus):
+    return ["--recipe", f"{file}:small", "--run-dir", run_dir, "--data", corpus, *TINY.split()]
+
+
+def train(file, run_dir, corpus, *more):
+    return run_here("pretrain.py", *arguments(file, run_dir, corpus), *more)
+
+
+EIGHT = "--mesh.replica 2 --mesh.fsdp 2 --mesh.tensor 2".split()
+OTHER = "--mesh.fsdp 4 --mesh.tensor 2 --zero 3".split()
+
+
+def test_a_recipe_of_ones_own_trains_goes_on_and_writes(file, tmp_path):
+    corpus, whole, parted = write_corpus(tmp_path / "corpus"), tmp_path / "whole", tmp_path / "parted"
+    done = train(file, whole, corpus, *EIGHT)
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(whole, parted)
+    shutil.rmtree(parted / "checkpoints" / "6")  # as if it had been killed before its end
+    assert (parted / "recipe.py").read_text() == file.read_text()
+    done = train(file, parted, corpus, *OTHER)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(losses(parted), losses(whole), rtol=2e-5)
+    file.write_text(file.read_text().replace("kinds = (True, True, False)", "kinds = (True, False, False)"))
+    refused = run("pretrain.py", *arguments(file, parted, corpus), "--simulate", "8", *EIGHT)  # of a new process
+    assert refused.returncode == 2 and "has changed since the run began" in refused.stderr
+    file.unlink()
+    copy = train(parted / "recipe.py", parted, corpus, *EIGHT)
+    assert copy.returncode == 0 and "has its 6 steps already" in copy.stdout
+    written = run_here("sample.py", "--run-dir", parted, "--tokens", "5", "--temperature", "0")
+    assert written.returncode == 0 and written.stdout.startswith("def "), written.stderr
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("nothing.py:small", "there is no file nothing.py"),
+        (
+            "{file}:large",
+            "has no function 'large', which would give the recipe; it has WindowedConfig, build_",
+        ),
+        ("{file}", "has no function 'recipe'"),
+        ("{file}:number", "number() gave a int; return a recipes.Recipe"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused(name, message, file, tmp_path):
+    file.write_text(file.read_text() + "\n\ndef number():\n    return 7\n")
+    done = run_here("pretrain.py", "--recipe", name.format(file=file), "--run-dir", tmp_path / "run")
+    assert done.returncode == 2 and message in done.stderr and not (tmp_path / "run").exists()
