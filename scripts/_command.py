@@ -16,6 +16,7 @@ from _flags import check_names, flags_of, naming_flags, with_hyphens
 from _help import short_help
 from _own_recipe import file_of, own_recipe, short_name
 from _published import recipe_of_folder, tokenizer_of
+from _recipe_file import source_beside
 from _run_directory import RunDirectory
 from recipes import Recipe, RECIPES
 
@@ -81,6 +82,8 @@ def parse(
         description=f"{about}\n\nRecipes (or any preset of eqformer.models):\n{known}",
     )
     run = command.run
+    if run.from_run is not None:
+        run = dataclasses.replace(run, from_run=run.from_run.absolute())
     if run.published is not None:  # absolute, as in `recipe_of_folder`, so that the run resumes from any directory
         run = dataclasses.replace(run, published=run.published.absolute())
     elif run.text.tokenizer is not None:
@@ -94,9 +97,19 @@ def _default(kind: Any, arguments: Sequence[str]) -> Any:
         if (dtype := _value(flag, arguments)) is not None:
             nn.float_dtype(dtype, f"{flag} {dtype}")
     name, folder = _value("--recipe", arguments), _value("--model", arguments)
+    if (source := _value("--from-run", arguments)) is not None and name is None and folder is None:
+        return kind(*_of_run(RunDirectory(Path(source))))
     called = name or ("default" if folder is None else Path(folder).absolute().name)
     run = RunDirectory(Path(_value("--run-dir", arguments) or Path("runs") / short_name(called)))
     return kind(called, recipe_of(name or "default", None if folder is None else Path(folder), run))
+
+
+def _of_run(run: RunDirectory) -> tuple[str, Recipe]:
+    """The name and the recipe of a run, for another that starts from it."""
+    name, recipe = run.read()
+    if file_of(name) is not None:  # the run's copy, since the file may have changed
+        name = f"{source_beside(run.recipe)}:{name.rpartition(':')[2]}"
+    return name, dataclasses.replace(recipe, from_run=None, from_step=None, from_optimizer=False, prolong="refuse")
 
 
 def _with_vocabulary(recipe: Recipe, is_given: bool) -> Recipe:

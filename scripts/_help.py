@@ -10,6 +10,7 @@ GROUPS = {
     "model": {
         "--recipe NAME": "{recipes}, a preset's name, or FILE.py:NAME",
         "--model FOLDER": "a published model to train on (a folder)",
+        "--from-run FOLDER": "a run whose weights this one starts from",
         "--model.embed": "channels",
         "--model.layers": "layers",
         "--model.heads": "attention heads",

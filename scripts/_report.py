@@ -16,6 +16,8 @@ def opening(
 ) -> str:
     """One line: the model, its parameters (trained, all), the step, and the tokens (training, validation)."""
     where = f"goes on at step {start}" if start else "starts"
+    if not start and recipe.from_run is not None:
+        where += f" from {recipe.from_run}" + (f" at step {recipe.from_step}," if recipe.from_step else "")
     trained, there = parameters
     moving = "all trained" if trained == there else f"{trained:,} of them trained ({trained / there:.2%})"
     return (

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from _clock import Clock
 from _colored_text import color, has_choices
+from _forked import forked
 from _mesh import mesh_line, state_of, step_of
 from _metric_writers import open_metrics, Write
 from _pictures import draw_loads, draw_losses
@@ -85,6 +86,8 @@ class Trainer:
     def _state(self, checkpointer: training.Checkpointer) -> tuple[training.TrainState, int]:
         """The state to go on from: the latest checkpoint's or the first."""
         if checkpointer.latest_step is None:
+            if self.recipe.from_run is not None:
+                return forked(self.recipe, self.states), 0
             if self.recipe.published is None:
                 return self.states.init(), 0
             return self.states.init_from(load_model(self.recipe, self.plan, self.screen)), 0

@@ -15,6 +15,7 @@ import tyro
 from _check import check
 from _command import parse
 from _flags import naming_flags
+from _forked import check_fork
 from _mesh import check_plan, plan_of
 from _own_recipe import short_name
 from _processes import check_alike, devices_of, is_first, join, Machine
@@ -46,6 +47,7 @@ def train(command: Command) -> None:
     shapes = check(recipe)
     folder = command.run_dir or Path("runs") / short_name(command.recipe)
     check_published(recipe, RunDirectory(folder))
+    check_fork(recipe, shapes, RunDirectory(folder))
     plan = plan_of(recipe, devices_of(machine))
     check_plan(recipe, plan, shapes)
     with RunDirectory(folder) as directory:

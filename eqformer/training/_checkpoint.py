@@ -123,12 +123,10 @@ class Checkpointer:
         `CheckpointError` if there is no such checkpoint, if any of its files is missing or damaged, or if a leaf
         differs from `like` in name, shape or dtype.
         """
+        self.check(like, step, partial=partial)
         step, folder, manifest = self._manifest(step)
         arrays, rest = eqx.partition(like, is_array)
         wanted = named_arrays(arrays)
-        saved = manifest["leaves"]
-        if faults := leaf_faults({n: x for n, x in saved.items() if n in wanted} if partial else saved, wanted):
-            _refuse(folder, faults, "Restore into a model and an optimizer of the recipe that was saved.")
         # The first process alone computes the checksums, so that files are read for them once.
         faults = check_files(folder, manifest["files"]) if jax.process_index() == 0 else []
         if not _all_agree(not faults):
@@ -144,6 +142,13 @@ class Checkpointer:
             raise CheckpointError(f"{folder}: the checkpoint of step {step} cannot be read: {error}") from error
         found = jax.tree.unflatten(jax.tree.structure(arrays), [found[name] for name in wanted])
         return eqx.combine(found, rest), manifest["metadata"]
+
+    def check(self, like: PyTree, step: int | None = None, *, partial: bool = False) -> None:
+        """Raises the `CheckpointError` that `restore` would for leaves that differ from `like`, and reads no array."""
+        _, folder, manifest = self._manifest(step)
+        saved, wanted = manifest["leaves"], named_arrays(eqx.filter(like, is_array))
+        if faults := leaf_faults({n: x for n, x in saved.items() if n in wanted} if partial else saved, wanted):
+            _refuse(folder, faults, "Restore into a model and an optimizer of the recipe that was saved.")
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """What was saved beside the state of a step (`None`: the latest): enough to build `like`."""

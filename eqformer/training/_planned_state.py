@@ -136,15 +136,17 @@ class PlannedState:
         return state_shardings(self.plan, self.optimizer, shapes)
 
 
-def restore_model(checkpointer: Checkpointer, shapes: PyTree, plan: Plan | None = None) -> PyTree:
-    """The model of the latest checkpoint, in reading order, on one device or sharded by a plan.
+def restore_model(
+    checkpointer: Checkpointer, shapes: PyTree, plan: Plan | None = None, *, step: int | None = None
+) -> PyTree:
+    """The model of a checkpoint (the latest, or of `step`), in reading order, on one device or sharded by a plan.
 
     `shapes` are the model's, from `eqx.filter_eval_shape`. Raises a `CheckpointError` for a checkpoint of another
     model.
     """
     if plan is not None:
         shapes = _placed(shapes, shardings(plan.parameter_specs(shapes), plan.mesh))
-    return checkpointer.restore({"model": shapes}, partial=True)[0]["model"]
+    return checkpointer.restore({"model": shapes}, step, partial=True)[0]["model"]
 
 
 def _ordered_parts(state: TrainState) -> tuple[PyTree, PyTree]:

@@ -126,6 +126,12 @@ class Recipe:
     """The model's family and its hyperparameters."""
     published: Annotated[Path | None, tyro.conf.arg(name="model", metavar="FOLDER")] = None
     """A folder of safetensors and config.json, as published, whose model, weights and tokenizer the run starts from."""
+    from_run: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """A run whose weights this run starts from; its recipe is this one's too, where --recipe does not name another."""
+    from_step: int | None = None
+    """Which of that run's checkpoints; the latest by default."""
+    from_optimizer: bool = False
+    """Take the optimizer's memory too, and not the weights alone."""
     steps: int = 800
     """How many optimizer steps the run takes."""
     prolong: Literal["refuse", "hold", "rewarm", "reshape"] = "refuse"

@@ -1,0 +1,97 @@
+"""Runs that start from the weights of another run."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from script_helpers import losses, run_here, TINY, write_corpus
+
+from eqformer import training
+
+
+SMALL = [*TINY, "--batch", "8", "--mesh.replica", "8", "--validate-every", "6", "--sample-every", "0"]
+
+
+def train(run_dir, *more):
+    return run_here("pretrain.py", "--run-dir", run_dir, *more)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    done = train(folder / "run", "--data", write_corpus(folder / "corpus"), "--recipe", "gpt2", *SMALL)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def arrays(run_dir, step, part):
+    """The arrays of a part of a checkpoint, by name."""
+    manifest = json.loads((run_dir / "checkpoints" / str(step) / "manifest.json").read_text())["manifest"]
+    like = {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (dtype, shape) in manifest["leaves"].items()}
+    found = training.Checkpointer(run_dir / "checkpoints").restore(like, step)[0]
+    return {name: np.asarray(x) for name, x in found.items() if name.startswith(part)}
+
+
+def fork(source, run_dir, *more):
+    done = train(run_dir, "--from-run", source, *more)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+# A learning rate of nearly nothing leaves what a run started from.
+STILL = "--optimizer.rates constant --optimizer.warmup 0 --optimizer.learning-rate 1e-30 --optimizer.weight-decay 0 "
+STILL = f"{STILL} --steps 1 --checkpoint-every 1".split()
+
+
+def test_a_fork_has_the_weights_of_the_step_that_it_names(source, tmp_path):
+    assert training.Checkpointer(source / "checkpoints").steps == [3, 6]
+    for step, more in ((6, ()), (3, ("--from-step", 3))):
+        done = fork(source, tmp_path / f"of {step}", *STILL, *more)
+        assert f"starts from {source}" in done.stdout
+        got, wanted = arrays(tmp_path / f"of {step}", 1, "model"), arrays(source, step, "model")
+        other = arrays(source, 9 - step, "model")
+        assert got.keys() == wanted.keys()
+        assert all(np.array_equal(got[name], wanted[name]) for name in wanted)
+        assert not all(np.array_equal(got[name], other[name]) for name in wanted)  # the control
+
+
+def test_a_fork_takes_the_optimizers_memory_where_it_is_asked_to(source, tmp_path):
+    kept = "optimizer_state"
+    still = [*STILL, "--from-optimizer"]
+    with_memory, without = tmp_path / "with", tmp_path / "without"
+    fork(source, with_memory, *still)
+    fork(source, without, *STILL)
+    before = arrays(source, 6, kept)
+    distance = lambda run: sum(np.abs(x - before[name]).sum() for name, x in arrays(run, 1, kept).items())
+    # One step of Adam moves its memory by a tenth of the way to the gradient.
+    assert distance(with_memory) < 0.5 * distance(without)
+    assert losses(with_memory) == losses(without)
+    recipe = json.loads((with_memory / "recipe.json").read_text())["recipe"]
+    assert recipe["from_run"] == str(source) and recipe["model"]["kind"] == "GPT2Config"
+
+
+def test_low_rank_changes_start_from_a_run_and_change_nothing_at_first(source, tmp_path):
+    fork(source, tmp_path / "plain", *STILL)
+    fork(source, tmp_path / "factors", *STILL, "--lora.rank", "2")
+    np.testing.assert_allclose(losses(tmp_path / "factors"), losses(tmp_path / "plain"), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--from-run {source} --from-step 5", "the run has checkpoints of these steps: 3, 6"),
+        ("--from-run {source} --model.embed 64", "the recipe's model has other arrays than the run's"),
+        ("--from-run {source}/nothing", "there is no run (no recipe.json)"),
+        ("--from-run {source} --from-optimizer --optimizer.name sgd", "its memory is of another kind; leave out --opt"),
+        ("--from-step 5", "they choose what is taken of --from-run DIR; give that too"),
+    ],
+)
+def test_what_cannot_be_started_from_is_refused_before_anything_is_written(flags, message, source, tmp_path):
+    done = train(tmp_path / "run", *flags.format(source=source).split())
+    assert done.returncode == 2 and message in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_a_run_does_not_start_from_itself(source):
+    done = train(source, "--from-run", source, "--steps", "9")
+    assert done.returncode == 2, done.stdout
