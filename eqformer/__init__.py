@@ -5,14 +5,14 @@ Its rooms are `eqformer.nn`, `eqformer.models`, `eqformer.data`, `eqformer.paral
 """
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+import types
+import typing
 
 from ._failures import reason_and_fix as reason_and_fix
 from ._shapes import Batch as Batch, LEGEND as LEGEND
 
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from . import (
         data as data,
         generation as generation,
@@ -29,7 +29,7 @@ __version__ = "0.1.0"  # the one place that says so: the build reads it here
 _ROOMS = ("data", "generation", "models", "nn", "parallel", "planning", "training")
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> types.ModuleType:
     if name in _ROOMS:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
