@@ -5,6 +5,7 @@ Its rooms are `eqformer.nn`, `eqformer.models`, `eqformer.data`, `eqformer.paral
 """
 
 import importlib
+import pkgutil
 import types
 import typing
 
@@ -26,14 +27,16 @@ if typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"  # the one place that says so: the build reads it here
 
-_ROOMS = ("data", "generation", "models", "nn", "parallel", "planning", "training")
-
 
 def __getattr__(name: str) -> types.ModuleType:
-    if name in _ROOMS:
+    if name in _rooms():
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS})
+    return sorted({*globals(), *_rooms()})
+
+
+def _rooms() -> set[str]:
+    return {module.name for module in pkgutil.iter_modules(__path__) if module.ispkg}

@@ -8,8 +8,8 @@ from recipes import Recipe
 from eqformer import parallel, planning, training
 
 
-class Clock:
-    """A stopwatch that counts the seconds spent in steps, without validation, samples and checkpoints."""
+class Clock(training.Callback):
+    """A stopwatch that counts the seconds spent in steps, without what is done between them."""
 
     def __init__(self, recipe: Recipe, plan: parallel.Plan, flops_per_token: float):
         self._tokens_per_step, self._flops_per_token = recipe.batch * recipe.seq, flops_per_token
@@ -31,8 +31,17 @@ class Clock:
             self._seconds += time.perf_counter() - self._since
             self._since = None
 
+    def begin(self, run: training.Progress) -> None:
+        """Begin the first step."""
+        self.start()
+
+    def after_step(self, run: training.Progress) -> None:
+        """End the step."""
+        self.stop()
+
     def rate(self) -> dict[str, float]:
-        """The throughput of the steps since the last call."""
+        """The throughput of the steps since the last call; it ends the step."""
+        self.stop()
         tokens, seconds = self._steps * self._tokens_per_step, self._seconds
         self._steps, self._seconds = 0, 0.0
         return training.throughput(tokens, seconds, flops_per_token=self._flops_per_token, peak_flops=self._peak)

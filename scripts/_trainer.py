@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -72,16 +71,40 @@ class Trainer:
                 return
             if self.rates_note:
                 screen.note(self.rates_note)
-            clock = Clock(recipe, self.plan, self.flops_per_token)
+            step, key = step_of(recipe, self.plan, self.optimizer), self.states.everywhere(self.keys.steps)
             rows = self.rows.start, self.rows.stop
             with (
                 data.prefetch(self.loader, start, recipe.steps, rows=rows, transform=self.rows.place) as batches,
                 open_metrics(recipe, self.directory, start) as write,
                 screen.steps(recipe.steps, start) as show,
             ):
-                done, state = self._loop(state, start, batches, write, show, checkpointer, clock)
+                steps = {"start": start, "steps": recipe.steps, "callbacks": self._callbacks(write, show, checkpointer)}
+                run = training.train(step, state, batches, key, **steps)
                 checkpointer.wait()
-            screen.note(closing(recipe, self.directory, done, int(state.skipped), self.last))
+            screen.note(closing(recipe, self.directory, run.step, int(run.state.skipped), self.last))
+
+    def _callbacks(self, write: Write, show: Show, checkpointer: training.Checkpointer) -> list[training.Callback]:
+        """What is done after each step, in this order."""
+        recipe, every = self.recipe, training.Every
+        clock = Clock(recipe, self.plan, self.flops_per_token)
+        show_last = lambda run: show(run.step, figures(self.last), run.step == self.last.get("step"))
+        return [
+            training.Log(recipe.log_every, self._keeping(write), clock.rate),
+            clock,
+            every(1, self._vote),
+            every(recipe.validate_every, lambda run: self._validate(run, write)),
+            every(1, show_last),
+            training.Checkpoints(recipe.checkpoint_every, checkpointer, self._metadata, self.states),
+            *([every(recipe.sample_every, self._sample)] if recipe.sample_every else []),
+            every(1, lambda _: clock.start()),
+        ]
+
+    def _keeping(self, write: Write) -> Write:
+        """`write`, of rows that are kept as the last."""
+        return lambda row: (self.last.update(row), write(row))[1]
+
+    def _vote(self, run: training.Progress) -> None:
+        run.is_stopping = self.votes.any(self.stopping)
 
     def _state(self, checkpointer: training.Checkpointer) -> tuple[training.TrainState, int]:
         """The state to go on from: the latest checkpoint's or the first."""
@@ -105,54 +128,11 @@ class Trainer:
         state, _ = self.states.restore(checkpointer)
         return state, int(metadata["step"])
 
-    def _loop(
-        self,
-        state: training.TrainState,
-        start: int,
-        batches: Iterator,
-        write: Write,
-        show: Show,
-        checkpointer: training.Checkpointer,
-        clock: Clock,
-    ) -> tuple[int, training.TrainState]:
-        recipe = self.recipe
-        step, key = step_of(recipe, self.plan, self.optimizer), self.states.everywhere(self.keys.steps)
-        batch = next(batches)
-        # Compiled before the clock starts, so that the first rows do not count compilation as training.
-        step = training.Step(step.lower(state, batch, key).compile())
-        newest, done = None, start
-        for done in range(start + 1, recipe.steps + 1):
-            clock.start()
-            state, metrics = step(state, batch, key)
-            if newest is not None:
-                training.check_finite(newest)  # of the step before, so that the host does not wait for this one
-            newest, batch = metrics, next(batches, None)
-            if done % recipe.log_every == 0 or done == recipe.steps:
-                row = {name: _number(value) for name, value in metrics.items()}
-                clock.stop()
-                rate = clock.rate()
-                write({"step": done} | row | rate)
-                self.last.update({"step": done} | row | rate)
-            clock.stop()
-            stopping = self.votes.any(self.stopping)
-            if done % recipe.validate_every == 0 or done == recipe.steps:
-                write({"step": done} | self._validate(state.model))
-                first(self._draw)
-            show(done, figures(self.last), done == self.last.get("step"))
-            if done % recipe.checkpoint_every == 0 or done == recipe.steps or stopping:
-                training.check_finite(newest)
-                state = self._save(checkpointer, state, done)
-            if recipe.sample_every and (done % recipe.sample_every == 0 or done == recipe.steps):
-                self._sample(state.model, done)
-            if stopping:
-                break
-        return done, state
-
-    def _validate(self, model: Any) -> dict[str, float]:
+    def _validate(self, run: training.Progress, write: Write) -> None:
         totals = {"nats": 0.0, "correct": 0.0, "count": 0.0}
         rows = self.rows
         for batch in self.validation.epoch(self.recipe.validation_batches, start=rows.start, stop=rows.stop):
-            sums = self.evaluate(model, rows.place(batch))
+            sums = self.evaluate(run.state.model, rows.place(batch))
             totals = {name: total + float(sums[name]) for name, total in totals.items()}
         loss = totals["nats"] / totals["count"]
         row = {
@@ -161,22 +141,22 @@ class Trainer:
             "validation_accuracy": totals["correct"] / totals["count"],
         }
         self.last.update(row)
-        return row
+        write({"step": run.step} | row)
+        first(self._draw)
 
     def _draw(self) -> None:
         draw_losses(self.directory.metrics, self.directory.loss)
         draw_loads(self.directory.metrics, self.directory.loads)
 
-    def _save(self, checkpointer: training.Checkpointer, state: training.TrainState, step: int) -> training.TrainState:
-        """Start to save the state; returns the state to train on with."""
+    def _metadata(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps beside the state."""
         place = {"text": self.text.path.name, "example": step * self.recipe.batch}
         recipe, stretches = {"name": self.name, "recipe": to_json(self.recipe)}, to_metadata(self.stretches)
-        about = training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, rates=stretches)
-        return self.states.save(checkpointer, state, step, about)
+        return training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, rates=stretches)
 
-    def _sample(self, model: Any, step: int) -> None:
-        model = self.states.on_one_device(model)
-        first(lambda: self._write_sample(model, step))
+    def _sample(self, run: training.Progress) -> None:
+        model = self.states.on_one_device(run.state.model)
+        first(lambda: self._write_sample(model, run.step))
 
     def _write_sample(self, model: Any, step: int) -> None:
         known = None if model.positions is None else model.positions.weight.shape[0]
@@ -210,11 +190,3 @@ def parameters(recipe: Recipe, shapes: Any) -> tuple[int, int]:
     """The number of parameters that the recipe trains, and of all parameters."""
     trained = optimizer_of(recipe, shapes).trained(shapes)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)), planning.parameter_count(shapes)
-
-
-def _number(value: Any) -> Any:
-    array = np.asarray(value)
-    if array.ndim:
-        return array.round(6).tolist()
-    number = array.item()
-    return number if isinstance(number, int) else float(number)

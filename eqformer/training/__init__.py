@@ -4,6 +4,14 @@ from ._checkpoint import (
     Checkpointer as Checkpointer,
     CheckpointError as CheckpointError,
 )
+from ._loop import (
+    Callback as Callback,
+    Checkpoints as Checkpoints,
+    Every as Every,
+    Log as Log,
+    Progress as Progress,
+    train as train,
+)
 from ._loss import (
     batch_tokens as batch_tokens,
     chunk_size as chunk_size,

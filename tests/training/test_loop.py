@@ -1,0 +1,94 @@
+"""The loop: steps in order, callbacks in theirs, and what ends a run."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from same_bits import assert_same_bits
+
+from eqformer import training
+
+
+@pytest.fixture(scope="module")
+def line():
+    """The step, a first state, and the batches of a line that is fitted with noise; NaN where a batch is."""
+    optimizer = training.optimizer("adamw", [jnp.zeros(3)], rate=training.constant(0.1), matrices=[None])
+
+    def loss(model, batch, key):
+        return jnp.sum((model @ batch - 1 + 0.1 * jax.random.normal(key)) ** 2), jnp.ones(())
+
+    batches = [jnp.asarray(np.random.default_rng(n).normal(size=3), jnp.float32) for n in range(20)]
+    step = training.make_step(lambda model, batch, key: loss(model[0], batch, key), optimizer)
+    return step, lambda: training.init_state([jnp.ones(3)], optimizer), batches
+
+
+class Notes(training.Callback):
+    def __init__(self, kept, name):
+        self.kept, self.name = kept, name
+
+    def begin(self, run):
+        self.kept.append((self.name, "begins", run.step, dict(run.metrics)))
+
+    def after_step(self, run):
+        self.kept.append((self.name, run.step, int(run.state.step)))
+
+
+def test_callbacks_are_called_in_order_after_each_step(line):
+    step, first, batches = line
+    kept, key = [], jax.random.key(0)
+    third = training.Every(3, lambda run: kept.append(("third", run.step)))
+    run = training.train(step, first(), batches, key, steps=5, callbacks=[Notes(kept, "a"), third, Notes(kept, "b")])
+    assert (run.step, int(run.state.step), run.steps) == (5, 5, 5)
+    wanted = [("a", "begins", 0, {}), ("b", "begins", 0, {})]
+    for number in range(1, 6):
+        due = [("third", number)] if number in (3, 5) else []  # each third, and the last
+        wanted += [("a", number, number), *due, ("b", number, number)]
+    assert kept == wanted
+
+
+def test_the_loop_gives_the_bits_of_its_steps_and_goes_on_from_any(line):
+    step, first, batches = line
+    key, state = jax.random.key(0), first()
+    for batch in batches[:6]:
+        state, metrics = step(state, batch, key)
+    rows = []
+    run = training.train(step, first(), batches, key, steps=6, callbacks=[training.Log(2, rows.append)])
+    assert_same_bits(run.state, state)
+    assert [row["step"] for row in rows] == [2, 4, 6] and rows[-1]["loss"] == float(metrics["loss"])
+    part = training.train(step, first(), batches, key, steps=4)
+    rest = training.train(step, part.state, batches[4:], key, steps=6, start=part.step)
+    assert_same_bits(rest.state, state)
+    other = training.train(step, first(), batches[1:], key, steps=6)
+    assert not eqx.tree_equal(other.state, state)  # the control: other batches give other bits
+
+
+def test_a_callback_ends_the_run_with_a_checkpoint(line, tmp_path):
+    step, first, batches = line
+
+    class Ends(training.Callback):
+        def after_step(self, run):
+            run.is_stopping = run.step == 3
+
+    about = lambda step: training.run_metadata(recipe={}, step=step, data={}, key=jax.random.key(0))
+    with training.Checkpointer(tmp_path) as checkpointer:
+        save = training.Checkpoints(2, checkpointer, about)
+        run = training.train(step, first(), batches, jax.random.key(0), steps=9, callbacks=[Ends(), save])
+    assert run.step == 3 and run.is_stopping
+    kept = training.Checkpointer(tmp_path)
+    assert kept.steps == [2, 3] and kept.metadata(3)["step"] == 3
+
+
+def test_batches_that_end_too_soon_are_an_error(line):
+    step, first, batches = line
+    with pytest.raises(ValueError, match=r"train\(steps=9\): the batches ended after 4; give one for each step"):
+        training.train(step, first(), batches[:4], jax.random.key(0), steps=9)
+    done = training.train(step, first(), batches, jax.random.key(0), steps=2, start=2)
+    assert done.step == 2 and done.metrics == {}
+
+
+def test_numbers_that_are_not_finite_end_the_run(line):
+    step, first, batches = line
+    broken = [*batches[:2], *[batches[0] * jnp.nan] * 12]
+    with pytest.raises(training.DivergedError, match="10 steps in a row"):
+        training.train(step, first(), broken, jax.random.key(0), steps=14)
