@@ -5,10 +5,10 @@ What meshes cost is measured on 8 simulated devices: `python scripts/benchmark.p
 
 import sys
 
-import _environment
+from support import environment
 
 
-_environment.prepare(sys.argv[1:])
+environment.prepare(sys.argv[1:])
 
 import dataclasses
 import json
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-from _command import read
-from _screen import one_message
 from benchmarks._measure import Row
 from benchmarks._rows import BENCHMARKS, OF_MESHES
 from rich.console import Console
 from rich.table import Table
+from support.command import read
+from support.screen import one_message
 
 from eqformer import training
 

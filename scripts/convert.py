@@ -2,24 +2,24 @@
 
 import sys
 
-import _environment
+from support import environment
 
 
-_environment.prepare()
+environment.prepare()
 
 import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from _check import check
-from _command import read
-from _published import keep_companions, recipe_of_folder, to_publish
-from _recipe_file import to_json
-from _run_directory import RunDirectory
-from _screen import one_message, Screen
-from _setup import keys_of, latest_model, load_model
 from recipes import Recipe
+from support.check import check
+from support.command import read
+from support.published import keep_companions, recipe_of_folder, to_publish
+from support.recipe_file import to_json
+from support.run_directory import RunDirectory
+from support.screen import one_message, Screen
+from support.setup import keys_of, latest_model, load_model
 
 from eqformer import models, nn, training
 

@@ -2,20 +2,20 @@
 
 import sys
 
-import _environment
+from support import environment
 
 
-_environment.prepare()
+environment.prepare()
 
 import dataclasses
 from pathlib import Path
 
-from _colored_text import color
-from _command import read
-from _published import tokenizer_of
-from _run_directory import RunDirectory
-from _screen import one_message
-from _setup import latest_model
+from support.colored_text import color
+from support.command import read
+from support.published import tokenizer_of
+from support.run_directory import RunDirectory
+from support.screen import one_message
+from support.setup import latest_model
 
 
 EXAMPLE = '''def load(path, encoding="utf-8"):

@@ -3,7 +3,7 @@
 import math
 import sys
 
-import _environment
+from support import environment
 
 
 def _devices(arguments: list[str]) -> list[str]:
@@ -15,12 +15,12 @@ def _devices(arguments: list[str]) -> list[str]:
         if name.startswith("--mesh.")
     ]
     product = math.prod(int(size) for size in sizes if size.isdecimal())
-    given = _environment.simulated(arguments) is not None
+    given = environment.simulated(arguments) is not None
     return arguments if given else [*arguments, "--simulate", str(max(1, product))]
 
 
 if __name__ == "__main__":
-    _environment.prepare(_devices(sys.argv))
+    environment.prepare(_devices(sys.argv))
 
 import dataclasses
 from pathlib import Path
@@ -29,16 +29,16 @@ from typing import Annotated, Any
 import equinox as eqx
 import jax
 import tyro
-from _check import check
-from _command import parse
-from _fitting import fitting, memory_bytes
-from _flags import naming_flags
-from _mesh import abstract_plan, check_plan, check_sizes, mesh_line, plan_of, state_of, step_of
-from _processes import check_machine, Machine
-from _screen import one_message
-from _setup import batch_shapes, keys_of, optimizer_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recipes import Recipe
+from support.check import check
+from support.command import parse
+from support.fitting import fitting, memory_bytes
+from support.flags import naming_flags
+from support.mesh import abstract_plan, check_plan, check_sizes, mesh_line, plan_of, state_of, step_of
+from support.processes import check_machine, Machine
+from support.screen import one_message
+from support.setup import batch_shapes, keys_of, optimizer_of
 
 from eqformer import nn, parallel, planning, training
 from eqformer.parallel import CONTEXT, TENSOR

@@ -2,29 +2,29 @@
 
 import sys
 
-import _environment
+from support import environment
 
 
-_environment.prepare(sys.argv)
+environment.prepare(sys.argv)
 
 import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from _check import check
-from _command import parse
-from _flags import naming_flags
-from _forked import check_fork
-from _mesh import check_plan, plan_of
-from _own_recipe import short_name
-from _processes import check_alike, devices_of, is_first, join, Machine
-from _published import check_published
-from _recipe_file import to_json
-from _run_directory import RunDirectory
-from _screen import one_message, Screen
-from _trainer import Trainer
 from recipes import Recipe
+from support.check import check
+from support.command import parse
+from support.flags import naming_flags
+from support.forked import check_fork
+from support.mesh import check_plan, plan_of
+from support.own_recipe import short_name
+from support.processes import check_alike, devices_of, is_first, join, Machine
+from support.published import check_published
+from support.recipe_file import to_json
+from support.run_directory import RunDirectory
+from support.screen import one_message, Screen
+from support.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 import sys
 
-import _environment
+from support import environment
 
 
-_environment.prepare(sys.argv)
+environment.prepare(sys.argv)
 
 import dataclasses
 import datetime
@@ -14,15 +14,15 @@ from typing import Annotated, Literal
 
 import jax
 import tyro
-from _command import read
-from _flags import naming_flags
-from _mesh import plan_of
-from _processes import devices_of, Machine
-from _published import ends_of, published_tokenizer, recipe_of_folder, tokenizer_of
-from _run_directory import RunDirectory
-from _screen import one_message, Screen
-from _setup import latest_model, shapes_of
 from recipes import Mesh, Recipe
+from support.command import read
+from support.flags import naming_flags
+from support.mesh import plan_of
+from support.processes import devices_of, Machine
+from support.published import ends_of, published_tokenizer, recipe_of_folder, tokenizer_of
+from support.run_directory import RunDirectory
+from support.screen import one_message, Screen
+from support.setup import latest_model, shapes_of
 
 from eqformer import data, generation, models, nn, parallel
 

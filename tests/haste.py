@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from _xla import as_flags, known
+from support.xla import as_flags, known
 
 
 FAST: dict[str, Any] = known({"xla_backend_optimization_level": 0})

@@ -1,6 +1,5 @@
 """What `docs/extending.md` makes is laid out, counted, saved and loaded like the library's own."""
 
-import _setup
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,6 +7,7 @@ import layout
 import numpy as np
 import pytest
 from extending import beside
+from support import setup as _setup
 
 from eqformer import generation, models, nn, parallel, planning, training
 

@@ -12,8 +12,8 @@ import layout
 import pretrain
 import pytest
 import sample
-from _run_directory import RunDirectory
 from script_helpers import command, LLAMA, PLAIN, TINY, write_corpus
+from support.run_directory import RunDirectory
 
 from eqformer import data
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pretrain
 import pytest
-from _colored_text import WIDTH
-from _run_directory import RunDirectory
-from _setup import latest_model
 from script_helpers import LLAMA, rows, TINY, write_corpus
+from support.colored_text import WIDTH
+from support.run_directory import RunDirectory
+from support.setup import latest_model
 
 from eqformer import nn
 

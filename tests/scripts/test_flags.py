@@ -10,12 +10,12 @@ import layout
 import pretrain
 import pytest
 import sample
-from _check import check
-from _command import parse, recipe_of
-from _flags import flags_of, in_flags, USUAL_NAMES, WORDS
-from _help import GROUPS
 from recipes import RECIPES
 from script_helpers import SCRIPTS
+from support.check import check
+from support.command import parse, recipe_of
+from support.flags import flags_of, in_flags, USUAL_NAMES, WORDS
+from support.help import GROUPS
 
 from eqformer import data, models
 
@@ -95,7 +95,7 @@ def test_names_of_flags_may_have_underscores_and_values_keep_theirs(given):
 def test_help_of_a_field_is_one_line():
     # Lines after the first are indented, and the parser breaks the text there.
     documented = 0
-    for path in [*SCRIPTS.glob("*.py"), *SCRIPTS.glob("recipes/*.py")]:
+    for path in [*SCRIPTS.glob("*.py"), *SCRIPTS.glob("[rs]*/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             for field, words in pairwise(node.body if isinstance(node, ast.ClassDef) else []):
                 if isinstance(field, ast.AnnAssign) and isinstance(words, ast.Expr):

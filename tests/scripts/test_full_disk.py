@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from _metric_writers import open_metrics
-from _published import keep_companions
-from _run_directory import RunDirectory
 from recipes import Metrics, Recipe
+from support.metric_writers import open_metrics
+from support.published import keep_companions
+from support.run_directory import RunDirectory
 
 from eqformer import models
 

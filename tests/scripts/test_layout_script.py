@@ -4,10 +4,9 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import _fitting
-import _setup
 import layout
 import pytest
+from support import fitting as _fitting, setup as _setup
 
 from eqformer.parallel import Choices
 

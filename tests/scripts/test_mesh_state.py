@@ -6,9 +6,9 @@ import gc
 import jax
 import numpy as np
 import pytest
-from _mesh import plan_of, state_of
-from _setup import optimizer_of, shapes_of
 from recipes import Mesh, Recipe
+from support.mesh import plan_of, state_of
+from support.setup import optimizer_of, shapes_of
 
 from eqformer import models
 from eqformer.parallel import Choices

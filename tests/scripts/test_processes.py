@@ -8,11 +8,11 @@ import sys
 
 import pretrain
 import pytest
-from _command import parse
-from _processes import join, Machine
-from _run_directory import RunDirectory
 from jax._src.clusters import ClusterEnv
 from script_helpers import LLAMA, losses, start, start_code, TINY, wait_until, write_corpus
+from support.command import parse
+from support.processes import join, Machine
+from support.run_directory import RunDirectory
 
 from eqformer.training import Checkpointer
 
@@ -26,10 +26,10 @@ OTHER_RECIPE = "--seed 7 --mesh.fsdp 1 --mesh.replica 2".split()
 # Several command lines one after another, in processes that have met once: most of a short run is its beginning.
 SEVERAL = """
 import json, sys
-import _environment
-_environment.prepare(["--simulate", "2"])
+from support import environment
+environment.prepare(["--simulate", "2"])
 import pretrain
-from _processes import join, Machine
+from support.processes import join, Machine
 from eqformer import planning
 
 planning.matmul_peak = lambda *_, **__: 1e9  # a second of each processor

@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _check import check
-from _command import parse
-from _prolonged import rates_of, stretches_of, to_metadata, whole_run
-from _run_directory import RunDirectory
 from pretrain import Command
 from recipes import Optimization, Recipe
 from script_helpers import LLAMA, rows, run_here, TINY, write_corpus
+from support.check import check
+from support.command import parse
+from support.prolonged import rates_of, stretches_of, to_metadata, whole_run
+from support.run_directory import RunDirectory
 
 from eqformer import models, training
 

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import pretrain
 import pytest
-from _check import check
-from _recipe_file import from_json, read_recipe, to_json, write_recipe
 from recipes import Recipe
 from script_helpers import LLAMA, TINY, write_corpus
+from support.check import check
+from support.recipe_file import from_json, read_recipe, to_json, write_recipe
 
 from eqformer import models, training
 

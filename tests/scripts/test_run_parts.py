@@ -9,26 +9,24 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import _pictures
-import _screen
-import _trainer
 import convert
 import equinox as eqx
 import numpy as np
 import pretrain
 import pytest
 import sample
-from _command import parse, recipe_of
-from _metric_writers import open_metrics
-from _prolonged import to_metadata, whole_run
-from _published import check_published, ends_of, keep_companions, tokenizer_of
-from _recipe_file import to_json
-from _report import figures, opening
-from _run_directory import RunDirectory
-from _screen import Screen
-from _setup import build_model, keys_of
 from recipes import Lora, Metrics, Optimization, Recipe, RECIPES, Text
 from rich.console import Console
+from support import pictures as _pictures, screen as _screen, trainer as _trainer
+from support.command import parse, recipe_of
+from support.metric_writers import open_metrics
+from support.prolonged import to_metadata, whole_run
+from support.published import check_published, ends_of, keep_companions, tokenizer_of
+from support.recipe_file import to_json
+from support.report import figures, opening
+from support.run_directory import RunDirectory
+from support.screen import Screen
+from support.setup import build_model, keys_of
 
 from eqformer import data, models, nn, training
 from eqformer.generation._prompts import prepare

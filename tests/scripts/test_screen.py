@@ -4,19 +4,19 @@ import os
 import subprocess
 
 import pytest
-from _screen import one_message
 from script_helpers import command, PLAIN, SCRIPTS
+from support.screen import one_message
 
 
 # How each script writes: by print, by rich, into a buffer that is written out at the end, while it ends for help.
 WRITES = {
     "print": "print('text', flush=True)",
-    "rich": "_screen.Screen().note('text')",
+    "rich": "screen.Screen().note('text')",
     "buffer": "print('text')",
     "help": "print('text'); raise SystemExit(0)",
     "many": "[print('text' * 99) for _ in range(999)]",
 }
-CODE = "import sys; sys.path.insert(0, {!r}); import _screen\nwith _screen.one_message():\n    {}"
+CODE = "import sys; sys.path.insert(0, {!r}); from support import screen\nwith screen.one_message():\n    {}"
 
 
 def unread(arguments):

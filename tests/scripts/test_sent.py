@@ -6,11 +6,11 @@ import equinox as eqx
 import jax
 import layout
 import pytest
-from _command import parse
-from _mesh import abstract_plan, plan_of
-from _setup import optimizer_of, shapes_of
 from extending import beside
 from haste import HASTE
+from support.command import parse
+from support.mesh import abstract_plan, plan_of
+from support.setup import optimizer_of, shapes_of
 
 from eqformer import nn, planning
 from eqformer.parallel import COLLECTIVES, CONTEXT, EXPERT, PIPE, STATE, TENSOR

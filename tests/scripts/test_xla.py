@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 
-import _environment
 import pytest
-from _xla import as_flags, known
 from script_helpers import SCRIPTS
+from support import environment
+from support.xla import as_flags, known
 
 
 ROOT = SCRIPTS.parent
@@ -25,7 +25,7 @@ def test_those_that_xla_does_not_know_are_a_line_each(caplog):
 
 def test_xla_agrees():
     """XLA starts with what is given to it, and with no other: the control is a flag that is gone."""
-    words = _environment._CPU_FLAGS | {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    words = environment._CPU_FLAGS | {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
     assert _starts(as_flags(known(words | GONE)))
     assert not _starts(as_flags(GONE))
 
@@ -37,18 +37,18 @@ def _starts(flags: list[str]) -> bool:
 
 
 def test_a_flag_that_is_gone_ends_no_script(monkeypatch, caplog):
-    monkeypatch.setattr(_environment, "_CPU_FLAGS", GONE)
-    monkeypatch.setattr(_environment, "keep_pages", lambda libc: None)
+    monkeypatch.setattr(environment, "_CPU_FLAGS", GONE)
+    monkeypatch.setattr(environment, "keep_pages", lambda libc: None)
     monkeypatch.setenv("XLA_FLAGS", "--xla_of_the_user=1")
     with caplog.at_level(logging.WARNING, logger="eqformer"):
-        _environment.prepare()
+        environment.prepare()
     assert os.environ["XLA_FLAGS"].split() == ["--xla_of_the_user=1"]
     assert len(caplog.records) == 2
 
 
 # Where names of flags may stand: where they are asked about, in what says how to simulate devices, and here. The last
 # holds an attribute of transformers by such a name.
-ASKED = {"scripts/_environment.py", "tests/haste.py", "tests/conftest.py", "tests/scripts/test_xla.py"}
+ASKED = {"scripts/support/environment.py", "tests/haste.py", "tests/conftest.py", "tests/scripts/test_xla.py"}
 ASKED |= {"tests/fixtures/make_generic.py"}
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from _setup import build_model
 from jax.sharding import AbstractMesh, AxisType
 from recipes import Recipe
 
 from eqformer import Batch, parallel, training
+from support.setup import build_model
 
 
 def plan_of(recipe: Recipe, devices: Sequence[Any]) -> parallel.Plan:

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, ExitStack
 from typing import Any
 
-from _processes import first
-from _recipe_file import to_json
-from _run_directory import RunDirectory
-from _whole import write_whole
 from recipes import Recipe
 
 from eqformer import training
+from support.processes import first
+from support.recipe_file import to_json
+from support.run_directory import RunDirectory
+from support.whole import write_whole
 
 
 Write = Callable[[dict[str, Any]], None]

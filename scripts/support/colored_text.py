@@ -10,13 +10,13 @@ import equinox as eqx
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
-from _pictures import save_whole
-from _run_directory import RunDirectory
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
 from eqformer import data, nn
+from support.pictures import save_whole
+from support.run_directory import RunDirectory
 
 
 matplotlib.use("agg")

@@ -4,11 +4,11 @@ import dataclasses
 
 import equinox as eqx
 import jax
-from _run_directory import RunDirectory
-from _setup import adapted, shapes_of
 from recipes import Recipe
 
 from eqformer import nn, training
+from support.run_directory import RunDirectory
+from support.setup import adapted, shapes_of
 
 
 def check_fork(recipe: Recipe, shapes: nn.Transformer, directory: RunDirectory) -> None:

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from _mesh import abstract_plan, check_plan, flags, state_of
-from _setup import batch_shapes, optimizer_of, shapes_of
 from recipes import Mesh, Recipe
 
 from eqformer import nn, parallel
 from eqformer.planning import activation_bytes, sent_bytes, state_bytes
+from support.mesh import abstract_plan, check_plan, flags, state_of
+from support.setup import batch_shapes, optimizer_of, shapes_of
 
 
 MOST_TENSOR = 8  # the largest tensor axis that is tried: a larger one would send over the links between machines

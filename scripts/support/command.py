@@ -12,15 +12,15 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import tyro
-from _flags import check_names, flags_of, naming_flags, with_hyphens
-from _help import short_help
-from _own_recipe import file_of, own_recipe, short_name
-from _published import recipe_of_folder, tokenizer_of
-from _recipe_file import source_beside
-from _run_directory import RunDirectory
 from recipes import Recipe, RECIPES
 
 from eqformer import models, nn
+from support.flags import check_names, flags_of, naming_flags, with_hyphens
+from support.help import short_help
+from support.own_recipe import file_of, own_recipe, short_name
+from support.published import recipe_of_folder, tokenizer_of
+from support.recipe_file import source_beside
+from support.run_directory import RunDirectory
 
 
 Command = TypeVar("Command")

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from _own_recipe import classes_of, file_of
-from _whole import write_whole
 from recipes import Execution, Lora, Mesh, Metrics, Optimization, Recipe, Text
 
 from eqformer import models, nn, parallel
+from support.own_recipe import classes_of, file_of
+from support.whole import write_whole
 
 
 _KINDS = {

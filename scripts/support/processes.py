@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from _screen import warn
 from jax.experimental import multihost_utils
+
+from support.screen import warn
 
 
 Result = TypeVar("Result")

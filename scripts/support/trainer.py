@@ -6,24 +6,24 @@ from typing import Any
 
 import jax
 import numpy as np
-from _clock import Clock
-from _colored_text import color, has_choices
-from _forked import forked
-from _mesh import mesh_line, state_of, step_of
-from _metric_writers import open_metrics, Write
-from _pictures import draw_loads, draw_losses
-from _processes import check_alike, first, together
-from _prolonged import stretches_of, to_metadata
-from _published import keep_companions, tokenizer_of
-from _recipe_file import to_json
-from _report import add_sample, closing, figures, opening
-from _run_directory import RunDirectory
-from _screen import Screen, Show
-from _setup import adapted, Keys, keys_of, load_model, loader_of, open_text, optimizer_of, shapes_of, source_of
-from _stopping import signals, Votes
 from recipes import Lora, Recipe
 
 from eqformer import data, generation, parallel, planning, training
+from support.clock import Clock
+from support.colored_text import color, has_choices
+from support.forked import forked
+from support.mesh import mesh_line, state_of, step_of
+from support.metric_writers import open_metrics, Write
+from support.pictures import draw_loads, draw_losses
+from support.processes import check_alike, first, together
+from support.prolonged import stretches_of, to_metadata
+from support.published import keep_companions, tokenizer_of
+from support.recipe_file import to_json
+from support.report import add_sample, closing, figures, opening
+from support.run_directory import RunDirectory
+from support.screen import Screen, Show
+from support.setup import adapted, Keys, keys_of, load_model, loader_of, open_text, optimizer_of, shapes_of, source_of
+from support.stopping import signals, Votes
 
 
 class Trainer:

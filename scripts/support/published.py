@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from _recipe_file import differences
-from _run_directory import EVERYTHING_ELSE, RunDirectory
 from recipes import Optimization, Recipe
 
 from eqformer import data, models
+from support.recipe_file import differences
+from support.run_directory import EVERYTHING_ELSE, RunDirectory
 
 
 def recipe_of_folder(folder: Path, run: RunDirectory | None = None) -> Recipe:

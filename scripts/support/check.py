@@ -3,12 +3,12 @@
 import math
 from typing import Any
 
-from _flags import flags_of
-from _published import tokenizer_of
-from _setup import optimizer_of, shapes_of
 from recipes import Recipe
 
 from eqformer import nn, training
+from support.flags import flags_of
+from support.published import tokenizer_of
+from support.setup import optimizer_of, shapes_of
 
 
 _COUNTS = "--steps --seq --batch --accumulate --log-every --checkpoint-every --keep --validate-every".split()

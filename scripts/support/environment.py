@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from _xla import as_flags, known
+from support.xla import as_flags, known
 
 
 def prepare(arguments: Sequence[str] = ()) -> None:

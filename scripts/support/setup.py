@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
-from _prolonged import rates_of, Stretch, whole_run
-from _run_directory import RunDirectory
-from _screen import Screen
 from jaxtyping import Array, Key
 from recipes import Recipe
 
 from eqformer import Batch, data, models, nn, parallel, planning, training
+from support.prolonged import rates_of, Stretch, whole_run
+from support.run_directory import RunDirectory
+from support.screen import Screen
 
 
 CORES: dict[str, Callable[[], nn.Core]] = {

@@ -8,13 +8,13 @@ import shutil
 from pathlib import Path
 from typing import IO
 
-from _own_recipe import file_of
-from _prolonged import stretches_of
-from _recipe_file import differences, read_recipe, source_beside, write_recipe
-from _whole import part_of
 from recipes import CHANGEABLE, Recipe
 
 from eqformer import reason_and_fix, training
+from support.own_recipe import file_of
+from support.prolonged import stretches_of
+from support.recipe_file import differences, read_recipe, source_beside, write_recipe
+from support.whole import part_of
 
 
 EVERYTHING = frozenset(field.name for field in dataclasses.fields(Recipe))

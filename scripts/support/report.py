@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from _run_directory import RunDirectory
-from _whole import write_whole
 from recipes import Recipe
+
+from support.run_directory import RunDirectory
+from support.whole import write_whole
 
 
 def opening(

@@ -1,0 +1,1 @@
+"""What the commands share: flags, paths, clocks and screens. Nothing here is a command."""
