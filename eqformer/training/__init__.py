@@ -49,6 +49,7 @@ from ._planned_step import (
     planned_step as planned_step,
     state_shardings as state_shardings,
 )
+from ._profile import Profile as Profile
 from ._rates import (
     constant as constant,
     RATES as RATES,

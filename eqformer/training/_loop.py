@@ -109,15 +109,15 @@ class Log(Every):
         self,
         every: int,
         write: Callable[[dict[str, Any]], Any],
-        more: Callable[[], Mapping[str, Any]] = lambda: {},
+        more: Callable[[Progress], Mapping[str, Any]] = lambda run: {},
     ):
-        """`more()` gives what is written beside them, once they are computed: the speed, by a clock."""
+        """`more(run)` gives what is written beside them, once they are computed: the speed, by a clock."""
         super().__init__(every, self._write)
         self._to, self._more = write, more
 
     def _write(self, run: Progress) -> None:
         row = {"step": run.step} | {name: _number(value) for name, value in run.metrics.items()}
-        self._to(row | dict(self._more()))
+        self._to(row | dict(self._more(run)))
 
 
 class Checkpoints(Every):

@@ -152,6 +152,8 @@ class Recipe:
     precision: Precision = Precision()
     execution: Execution = Execution()
     metrics: Metrics = Metrics()
+    profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
+    """Write a trace of these steps into the run directory's profile/, for TensorBoard, XProf or Perfetto."""
     log_every: int = 10
     """Steps between rows of metrics.jsonl."""
     checkpoint_every: int = 200
@@ -173,7 +175,7 @@ class Recipe:
 # Fields that may change when a run is continued, since they do not change the steps already taken.
 CHANGEABLE = frozenset(
     ("steps", "prolong", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
-    + ("sample_every", "prompt", "metrics", "execution")
+    + ("sample_every", "prompt", "metrics", "execution", "profile")
     # The mesh and the microbatches decide where and when numbers are computed, not their values. Only mixtures differ
     # a little: balance losses are over a microbatch, and --expert-method exchange may drop choices.
     + ("mesh", "accumulate", "plan")

@@ -1,6 +1,7 @@
 """Checks a recipe, before anything is written."""
 
 import math
+import re
 from typing import Any
 
 from recipes import Recipe
@@ -30,6 +31,8 @@ def check(recipe: Recipe) -> nn.Transformer:
             f"--batch {recipe.batch} --accumulate {recipe.accumulate}: the rows of a step are computed in that many "
             "equal pieces, so accumulate must divide batch."
         )
+    if recipe.profile is not None:
+        steps_of(recipe.profile)
     _check_vocab(recipe)
     shapes = shapes_of(recipe)
     if shapes.positions is not None and recipe.seq > (longest := shapes.positions.weight.shape[0]):
@@ -49,6 +52,14 @@ def check(recipe: Recipe) -> nn.Transformer:
     if recipe.metrics.wandb is not None:
         training.WeightsAndBiases.package()
     return shapes
+
+
+def steps_of(profile: str) -> tuple[int, int]:
+    """The first and the last step of `20:25`; raises a `ValueError` for anything else."""
+    found = re.fullmatch(r"(\d+):(\d+)", profile)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"--profile {profile}: give the first and last step to trace, such as 20:25.")
+    return int(found[1]), int(found[2])
 
 
 def _check_vocab(recipe: Recipe) -> None:

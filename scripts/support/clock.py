@@ -1,5 +1,7 @@
 """Measures how fast a run trains."""
 
+import resource
+import sys
 import time
 
 import jax
@@ -39,9 +41,19 @@ class Clock(training.Callback):
         """End the step."""
         self.stop()
 
-    def rate(self) -> dict[str, float]:
-        """The throughput of the steps since the last call; it ends the step."""
+    def rate(self, run: training.Progress) -> dict[str, float]:
+        """The throughput of the steps since the last call, with tokens so far and memory; it ends the step."""
         self.stop()
-        tokens, seconds = self._steps * self._tokens_per_step, self._seconds
+        steps, seconds = self._steps, self._seconds
         self._steps, self._seconds = 0, 0.0
-        return training.throughput(tokens, seconds, flops_per_token=self._flops_per_token, peak_flops=self._peak)
+        row = {"tokens": run.step * self._tokens_per_step, "step_seconds": seconds / steps, "peak_bytes": _peak_bytes()}
+        tokens = steps * self._tokens_per_step
+        return row | training.throughput(tokens, seconds, flops_per_token=self._flops_per_token, peak_flops=self._peak)
+
+
+def _peak_bytes() -> int:
+    """The most bytes that one of this process's devices has held so far; on a CPU those of the whole process."""
+    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+    of_devices = max(one.get("peak_bytes_in_use", 0) for one in statistics)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return of_devices or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

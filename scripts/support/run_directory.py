@@ -37,6 +37,7 @@ class RunDirectory:
         self.samples = path / "samples.txt"
         self.data = path / "data"
         self.published = path / "published"
+        self.profile = path / "profile"
         self.identifier = path / "wandb-run"
         self.lock = path / ".lock"
         written = (self.recipe, source_beside(self.recipe))

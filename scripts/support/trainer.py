@@ -9,6 +9,7 @@ import numpy as np
 from recipes import Lora, Recipe
 
 from eqformer import data, generation, parallel, planning, training
+from support.check import steps_of
 from support.clock import Clock
 from support.colored_text import color, has_choices
 from support.forked import forked
@@ -89,6 +90,7 @@ class Trainer:
         clock = Clock(recipe, self.plan, self.flops_per_token)
         show_last = lambda run: show(run.step, figures(self.last), run.step == self.last.get("step"))
         return [
+            *([self._profile()] if recipe.profile else []),
             training.Log(recipe.log_every, self._keeping(write), clock.rate),
             clock,
             every(1, self._vote),
@@ -98,6 +100,9 @@ class Trainer:
             *([every(recipe.sample_every, self._sample)] if recipe.sample_every else []),
             every(1, lambda _: clock.start()),
         ]
+
+    def _profile(self) -> training.Profile:
+        return training.Profile(*steps_of(self.recipe.profile or ""), self.directory.profile)
 
     def _keeping(self, write: Write) -> Write:
         """`write`, of rows that are kept as the last."""

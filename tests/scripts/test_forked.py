@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from script_helpers import losses, run_here, TINY, write_corpus
+from script_helpers import losses, rows, run_here, TINY, write_corpus
 
 from eqformer import training
 
@@ -20,7 +20,9 @@ def train(run_dir, *more):
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
-    done = train(folder / "run", "--data", write_corpus(folder / "corpus"), "--recipe", "gpt2", *SMALL)
+    done = train(
+        folder / "run", "--data", write_corpus(folder / "corpus"), "--recipe", "gpt2", "--profile", "2:3", *SMALL
+    )
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -37,6 +39,13 @@ def fork(source, run_dir, *more):
     done = train(run_dir, "--from-run", source, *more)
     assert done.returncode == 0, done.stderr
     return done
+
+
+def test_a_trace_names_collectives_and_metrics_have_time_and_memory(source):
+    (trace,) = (source / "profile").rglob("*.xplane.pb")
+    assert b"gradients over replicas" in trace.read_bytes()
+    row = rows(source)[-1]
+    assert row["tokens"] == 6 * 8 * 32 and 0 < row["step_seconds"] < 60 and row["peak_bytes"] > 1e8
 
 
 # A learning rate of nearly nothing leaves what a run started from.

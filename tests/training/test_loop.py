@@ -92,3 +92,16 @@ def test_numbers_that_are_not_finite_end_the_run(line):
     broken = [*batches[:2], *[batches[0] * jnp.nan] * 12]
     with pytest.raises(training.DivergedError, match="10 steps in a row"):
         training.train(step, first(), broken, jax.random.key(0), steps=14)
+
+
+@pytest.mark.parametrize("first, last, traced", [(1, 2, 1), (3, 4, 1), (5, 99, 1), (6, 9, 1), (7, 9, 0)])
+def test_a_trace_of_some_steps_is_written(first, last, traced, line, tmp_path):
+    step, start, batches = line
+    profile = training.Profile(first, last, tmp_path)
+    training.train(step, start(), batches, jax.random.key(0), steps=6, callbacks=[profile])
+    assert len(list(tmp_path.rglob("*.xplane.pb"))) == traced
+
+
+def test_steps_of_a_trace_are_in_order():
+    with pytest.raises(ValueError, match=r"Profile\(first=4, last=3\): steps count from 1"):
+        training.Profile(4, 3, "anywhere")
