@@ -14,7 +14,8 @@ from support.xla import as_flags, known
 def prepare(arguments: Sequence[str] = ()) -> None:
     """Set XLA's flags and malloc's parameters for a CPU, except those that the user has set (see docs/benchmarks.md).
 
-    `--simulate N` among the arguments makes the CPU act as N devices, which must be set before JAX starts.
+    `--simulate N` among the arguments makes the CPU act as N devices, which must be set before JAX starts, and
+    `--check-shapes` has shapes and types of all calls of eqformer checked, which is decided when it is imported.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # characters that the terminal cannot show are escaped
@@ -27,6 +28,10 @@ def prepare(arguments: Sequence[str] = ()) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags = [flag for flag in flags if flag.partition("=")[0] != _DEVICES] + [f"{_DEVICES}={number}"]
     os.environ["XLA_FLAGS"] = " ".join(flags)
+    if {"--check-shapes", "--check_shapes"} & {*arguments}:
+        from jaxtyping import install_import_hook
+
+        install_import_hook("eqformer", "beartype.beartype")
     if platform.libc_ver()[0] == "glibc" and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
         keep_pages(ctypes.CDLL(None))
 

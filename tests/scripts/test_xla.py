@@ -16,6 +16,25 @@ ROOT = SCRIPTS.parent
 GONE = {"xla_cpu_no_such_flag": "1", "xla_cpu_use_fusion_emitter": True}  # the second but for its last letter
 
 
+def test_shapes_are_checked_where_that_is_asked_for():
+    code = f"""
+import sys
+sys.path.insert(0, {str(SCRIPTS)!r})
+from support import environment
+environment.prepare(sys.argv)
+from eqformer import nn
+try:
+    nn.RMSNorm("embed", embed=8, eps="small")
+except Exception as error:
+    print(type(error).__name__)
+"""
+    kinds = []
+    for flags in ([], ["--check-shapes"]):
+        done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True)
+        kinds.append(done.stdout.split())
+    assert kinds == [[], ["TypeCheckError"]], done.stderr
+
+
 def test_those_that_xla_does_not_know_are_a_line_each(caplog):
     with caplog.at_level(logging.WARNING, logger="eqformer"):
         assert known(GONE | {"xla_backend_optimization_level": 0}) == {"xla_backend_optimization_level": 0}
