@@ -1,0 +1,93 @@
+"""The grid in parts: `python tests/grid.py` says which ran at which commit, `python tests/grid.py PART ...` runs some.
+
+What ran is kept in `.grid.json`, which is not committed.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / ".grid.json"
+SOURCES = ("eqformer", "scripts", "tests", "pyproject.toml")
+# What each part holds; `parallel` all of its folder that no other part names.
+PARTS = {
+    "models": ("tests/models", "tests/generation", "tests/nn", "tests/training", "tests/systems"),
+    "parity": ("tests/parallel/test_plan_parity.py",),
+    "serving": (
+        "tests/parallel/test_planned.py",
+        "tests/parallel/test_weight_stationary.py",
+        "tests/parallel/test_inference_bytes.py",
+    ),
+    "parallel": ("tests/parallel",),
+    "scripts": ("tests/scripts",),
+}
+
+
+def part_of(file: str) -> str | None:
+    """The part that holds a test file, given from the project's folder."""
+    fits = [(len(path), part) for part, paths in PARTS.items() for path in paths if (file + "/").startswith(path + "/")]
+    return max(fits)[1] if fits else None
+
+
+def selection(part: str) -> list[str]:
+    """The arguments of pytest that choose a part."""
+    others = [path for name, paths in PARTS.items() if name != part for path in paths]
+    inside = [other for other in others if any(other.startswith(own + "/") for own in PARTS[part])]
+    return ["-m", "grid", *PARTS[part], *(f"--ignore={path}" for path in inside)]
+
+
+def git(*arguments: str) -> str:
+    """What git prints."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def told(record: dict[str, dict], changed: Callable[[str], int]) -> list[str]:
+    """A line for each part: when it ran, what came of it, and how many files have changed since."""
+    lines = []
+    for part in PARTS:
+        if (last := record.get(part)) is None:
+            lines.append(f"{part:<10} has not been run")
+            continue
+        number = changed(last["commit"])
+        since = f"{number} files changed since" if number else "nothing changed since"
+        lines.append(f"{part:<10} {last['commit'][:8]}  {last['result']}  {last['minutes']:.0f} min  {since}")
+    return lines
+
+
+def run(part: str) -> int:
+    """Run a part and keep what came of it; returns pytest's exit code."""
+    begun = time.monotonic()
+    code = subprocess.run([sys.executable, "-m", "pytest", *selection(part)], cwd=ROOT).returncode
+    uncommitted = "" if not git("status", "--porcelain", *SOURCES) else " with changes"
+    row = {
+        "commit": git("rev-parse", "HEAD"),
+        "result": ("passed" if code == 0 else "failed") + uncommitted,
+        "minutes": (time.monotonic() - begun) / 60,
+    }
+    RECORD.write_text(json.dumps(recorded() | {part: row}, indent=2) + "\n", encoding="utf-8")
+    return code
+
+
+def recorded() -> dict[str, dict]:
+    """What ran, by part."""
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+
+
+def main(parts: Sequence[str]) -> int:
+    """Run the parts, or say which ran."""
+    if unknown := [part for part in parts if part not in PARTS]:
+        print(f"there is no part {', '.join(unknown)}; the parts are {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    codes = [run(part) for part in parts]
+    changed = lambda commit: len(git("diff", "--name-only", commit, "--", *SOURCES).splitlines())
+    print("\n".join(told(recorded(), changed)))
+    return max(codes, default=0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
