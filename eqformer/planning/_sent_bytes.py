@@ -257,7 +257,7 @@ def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float
     attends = mixer.facts().attends
     if attends is None:
         raise ValueError(f"{type(mixer).__name__} says of no core by which the axis context could cut its rows.")
-    of = lambda channels: sum(max(heads / plan.size(TENSOR), least) * width for heads, width in channels)
+    of = lambda channels: float(sum(max(heads / plan.size(TENSOR), least) * width for heads, width in channels))
     return of(attends.query), of(attends.key), of(attends.value), of(attends.output)
 
 
