@@ -23,14 +23,14 @@ class Machine:
 
     simulate: int | None = None
     """Have the CPU act as so many devices (of each process): any mesh can be tried on any machine."""
-    check_shapes: bool = False
-    """Check the shapes and types of all that eqformer's functions take and give, while the program is traced."""
     coordinator: str | None = None
     """host:port of process 0, where the processes of a run meet; not needed under Slurm, Open MPI, TPUs, Kubernetes."""
     processes: int | None = None
     """How many processes the run has; with --coordinator."""
     process_id: int | None = None
     """This process's number, from 0; with --coordinator."""
+    check_shapes: bool = False
+    """Check the shapes and types of all that eqformer's functions take and give, while the program is traced."""
 
 
 def check_machine(machine: Machine) -> None:

@@ -127,7 +127,7 @@ CHANGES = {
     "model_type": {"model_type": "llama"},
     "architecture": {"architecture": "LlamaForCausalLM"},
     "class of configs": {"config": models.LlamaConfig},
-    "name of a preset": {"presets": {"llama-3-8b": None}},
+    "name of a preset": {"presets": {"llama-3-8b": models.preset("llama-byte-1m")}},
 }
 
 
