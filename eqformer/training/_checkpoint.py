@@ -123,8 +123,7 @@ class Checkpointer:
         `CheckpointError` if there is no such checkpoint, if any of its files is missing or damaged, or if a leaf
         differs from `like` in name, shape or dtype.
         """
-        self.check(like, step, partial=partial)
-        step, folder, manifest = self._manifest(step)
+        step, folder, manifest = self._fitting(like, step, partial)
         arrays, rest = eqx.partition(like, is_array)
         wanted = named_arrays(arrays)
         # The first process alone computes the checksums, so that files are read for them once.
@@ -145,10 +144,15 @@ class Checkpointer:
 
     def check(self, like: PyTree, step: int | None = None, *, partial: bool = False) -> None:
         """Raises the `CheckpointError` that `restore` would for leaves that differ from `like`, and reads no array."""
-        _, folder, manifest = self._manifest(step)
+        self._fitting(like, step, partial)
+
+    def _fitting(self, like: PyTree, step: int | None, partial: bool) -> tuple[int, Path, dict[str, Any]]:
+        """The step, its folder and its manifest, whose leaves are those of `like`."""
+        step, folder, manifest = self._manifest(step)
         saved, wanted = manifest["leaves"], named_arrays(eqx.filter(like, is_array))
         if faults := leaf_faults({n: x for n, x in saved.items() if n in wanted} if partial else saved, wanted):
             _refuse(folder, faults, "Restore into a model and an optimizer of the recipe that was saved.")
+        return step, folder, manifest
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """What was saved beside the state of a step (`None`: the latest): enough to build `like`."""

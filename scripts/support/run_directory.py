@@ -40,9 +40,8 @@ class RunDirectory:
         self.profile = path / "profile"
         self.identifier = path / "wandb-run"
         self.lock = path / ".lock"
-        written = (self.recipe, source_beside(self.recipe))
         # What remains if the disk was full at the first write.
-        self._beginning = {self.lock, written[1], *map(part_of, written)}
+        self._beginning = {self.lock, source_beside(self.recipe), part_of(self.recipe)}
         self._lock: IO[str] | None = None
 
     def claim(self, name: str, recipe: Recipe) -> None:

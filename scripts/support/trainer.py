@@ -79,8 +79,8 @@ class Trainer:
                 open_metrics(recipe, self.directory, start) as write,
                 screen.steps(recipe.steps, start) as show,
             ):
-                steps = {"start": start, "steps": recipe.steps, "callbacks": self._callbacks(write, show, checkpointer)}
-                run = training.train(step, state, batches, key, **steps)
+                callbacks = self._callbacks(write, show, checkpointer)
+                run = training.train(step, state, batches, key, start=start, steps=recipe.steps, callbacks=callbacks)
                 checkpointer.wait()
             screen.note(closing(recipe, self.directory, run.step, int(run.state.skipped), self.last))
 
@@ -106,7 +106,12 @@ class Trainer:
 
     def _keeping(self, write: Write) -> Write:
         """`write`, of rows that are kept as the last."""
-        return lambda row: (self.last.update(row), write(row))[1]
+
+        def keep(row: dict[str, Any]) -> None:
+            write(row)
+            self.last.update(row)
+
+        return keep
 
     def _vote(self, run: training.Progress) -> None:
         run.is_stopping = self.votes.any(self.stopping)

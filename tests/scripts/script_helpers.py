@@ -77,6 +77,18 @@ def losses(run_dir: pathlib.Path) -> list[float]:
     return [row["loss"] for row in rows(run_dir)]
 
 
+def saved_arrays(run_dir: pathlib.Path, step: int) -> dict:
+    """Every array of a checkpoint, by name."""
+    import jax
+
+    from eqformer.training import Checkpointer
+
+    leaves = json.loads((run_dir / "checkpoints" / str(step) / "manifest.json").read_text())["manifest"]["leaves"]
+    like = {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (dtype, shape) in leaves.items()}
+    # A flat dictionary has the same names as the tree that was saved, so it restores any of them.
+    return Checkpointer(run_dir / "checkpoints").restore(like, step)[0]
+
+
 def start(script: str, *arguments: object) -> subprocess.Popen:
     """A script in a process of its own, begun."""
     return _start(command(script, *arguments))

@@ -2,10 +2,9 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
-from script_helpers import losses, rows, run_here, TINY, write_corpus
+from script_helpers import losses, rows, run_here, saved_arrays, TINY, write_corpus
 
 from eqformer import training
 
@@ -29,10 +28,7 @@ def source(tmp_path_factory):
 
 def arrays(run_dir, step, part):
     """The arrays of a part of a checkpoint, by name."""
-    manifest = json.loads((run_dir / "checkpoints" / str(step) / "manifest.json").read_text())["manifest"]
-    like = {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (dtype, shape) in manifest["leaves"].items()}
-    found = training.Checkpointer(run_dir / "checkpoints").restore(like, step)[0]
-    return {name: np.asarray(x) for name, x in found.items() if name.startswith(part)}
+    return {name: np.asarray(x) for name, x in saved_arrays(run_dir, step).items() if name.startswith(part)}
 
 
 def fork(source, run_dir, *more):

@@ -4,11 +4,10 @@ import json
 import signal
 
 import equinox as eqx
-import jax
 import numpy as np
 import pretrain
 import pytest
-from script_helpers import LLAMA, PLAIN, rows, run, run_here, start_until, TINY, write_corpus
+from script_helpers import LLAMA, PLAIN, rows, run, run_here, saved_arrays, start_until, TINY, write_corpus
 
 from eqformer.training import Checkpointer
 
@@ -30,15 +29,6 @@ def trained(corpus, tmp_path_factory):
     done = run("pretrain.py", "--run-dir", run_dir, "--data", corpus, *TINY, *LLAMA, env=plain)
     assert done.returncode == 0, done.stderr
     return run_dir, done
-
-
-def saved_arrays(run_dir, step):
-    """Every array of a checkpoint, by name."""
-    checkpointer = Checkpointer(run_dir / "checkpoints")
-    leaves = json.loads((run_dir / "checkpoints" / str(step) / "manifest.json").read_text())["manifest"]["leaves"]
-    like = {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (dtype, shape) in leaves.items()}
-    # A flat dictionary has the same names as the tree that was saved, so it restores any of them.
-    return checkpointer.restore(like, step)[0]
 
 
 def test_a_run_leaves_what_it_promises(trained):
