@@ -5,9 +5,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import equinox as eqx
 from jaxtyping import Array, Float, PyTree
 
+from ._module import Module
 from ._tokens import Tokens
 from .attention._mask import Mask
 
@@ -50,7 +50,7 @@ class MixerFacts:
     operations: int | float = 0
 
 
-class Mixer(eqx.Module):
+class Mixer(Module):
     """What mixes tokens and can remember them: an attention, or a recurrence."""
 
     @abc.abstractmethod
@@ -68,7 +68,7 @@ class Mixer(eqx.Module):
         return MixerFacts()
 
 
-class FeedForward(eqx.Module):
+class FeedForward(Module):
     """A layer for each token by itself that runs on a slice of its `mlp` hidden features.
 
     Its maps out of the stream to `mlp` then give such a slice, and what its maps back into the stream give is summed
@@ -81,7 +81,7 @@ class FeedForward(eqx.Module):
         """Map each token by itself."""
 
 
-class Routed(eqx.Module):
+class Routed(Module):
     """A feed-forward layer that routes tokens: it reads their keys and padding too, and returns an `Aux`."""
 
     @abc.abstractmethod
@@ -95,7 +95,7 @@ class Routed(eqx.Module):
         return self
 
 
-class Layer(eqx.Module):
+class Layer(Module):
     """What a stack repeats: a block, a period of blocks, a residual sublayer alone."""
 
     @abc.abstractmethod

@@ -5,8 +5,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from ._module import Module
 
-class Dropout(eqx.Module):
+
+class Dropout(Module):
     """Zero each channel with probability `rate` and scale the rest by `1 / (1 - rate)` (Srivastava et al. 2014).
 
     Each token has a key of its own, so its mask is the same in any batch, on any mesh.

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from ._dtype import at_least_float32
+from ._module import Module
 from ._sums import look_up
 
 
-class Embedding(eqx.Module):
+class Embedding(Module):
     """A table with a vector for each token id, for lookup and, if tied, for the logits.
 
     `scale` multiplies looked-up vectors (Gemma: `sqrt(embed)`). An id outside the table gives NaN, never a neighbour.
@@ -32,7 +33,7 @@ class Embedding(eqx.Module):
         return unembed(x, self.weight)
 
 
-class LearnedPositions(eqx.Module):
+class LearnedPositions(Module):
     """A table with a vector for each position, added to the embeddings (GPT-2); NaN for positions outside the table."""
 
     weight: Float[Array, "max_seq embed"]

@@ -10,10 +10,11 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
+from ._module import Module
 from ._sums import wide_sum
 
 
-class LinearMap(eqx.Module):
+class LinearMap(Module):
     """`y = W x + b` between named dims, however W is held: the contract of `Linear`, `LoRA` and a map of one's own.
 
     A module that follows it stands wherever a `Linear` does. Its arrays name their dims (`nn.named_by`), so that a

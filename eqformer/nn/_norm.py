@@ -10,12 +10,13 @@ from jaxtyping import Array, Float
 
 from ._dims import named_by
 from ._dtype import at_least_float32
+from ._module import Module
 
 
 Mean = Callable[[Array, str], Array]  # the mean over a norm's dims, which are kept; and of what: "means", "squares"
 
 
-class Norm(eqx.Module):
+class Norm(Module):
     """A normalisation of trailing dims by averages over them, which may be taken over the slices of many devices."""
 
     @property

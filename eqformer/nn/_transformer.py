@@ -10,6 +10,7 @@ from ._dropout import Dropout
 from ._dtype import at_least_float32, float_dtype
 from ._embedding import Embedding, LearnedPositions
 from ._linear_map import LinearMap
+from ._module import Module
 from ._norm import Norm
 from ._stack import Stack
 from ._sums import wide_sum
@@ -21,7 +22,7 @@ def _compute_dtype(dtype: str) -> str:
     return float_dtype(dtype, f"Transformer(compute_dtype={dtype!r})")
 
 
-class Transformer(eqx.Module):
+class Transformer(Module):
     """A decoder of tokens, in parts that are passed built; without a `head` the embedding's table gives the logits.
 
     Parameters keep their own dtype and are cast where they are used; norms, softmax and logits are computed in float32

@@ -94,7 +94,7 @@ def _loss(device: parallel.OnDevice, wrapped: Any, batch: Batch, tokens: nn.Toke
 def _stage(plan: parallel.Plan, wrapped: Any, batch: Batch, tokens: nn.Tokens) -> tuple:
     """One chunk of a stage's layers, and its input."""
     # With spread edges, a stack is a `PipelinedStack` around the stage's layers.
-    stacks = [stack.stack if isinstance(stack, parallel.PipelinedStack) else stack for stack in wrapped.stacks]
+    stacks = [stack.inner if isinstance(stack, parallel.PipelinedStack) else stack for stack in wrapped.stacks]
     x = parallel.vary(wrapped.embed(batch.ids, tokens), [PIPE])
 
     def run(stacks: tuple, x: jax.Array) -> jax.Array:

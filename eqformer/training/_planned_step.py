@@ -194,7 +194,8 @@ class _Local:
         def stage(stacks: PyTree, x: Array, piece: PyTree) -> tuple[Array, PyTree]:
             found = []
             for number, stack in enumerate(stacks):
-                x, _, aux = stack(x, piece[1].fold_in(number))
+                with jax.named_scope(f"stacks[{number}]"):  # as in the whole model, which is not called here
+                    x, _, aux = stack(x, piece[1].fold_in(number))
                 found.append(aux)
             return x, tuple(found)
 

@@ -10,7 +10,8 @@ from ._loop import Callback, Progress
 class Profile(Callback):
     """Writes a trace of the steps `first` to `last` into a folder, for TensorBoard, XProf or Perfetto.
 
-    Each collective stands in it under its name, see `parallel.COLLECTIVES`. Tracing costs time: metrics of these steps
+    Modules stand in it under their paths, see `nn.Module`, and collectives under their names, see
+    `parallel.COLLECTIVES`. Tracing costs time: metrics of these steps
     are slower than the run's.
     """
 

@@ -1,5 +1,7 @@
 """What compiled gradients and steps send, counted in their programs, against the least that each split has to."""
 
+import re
+
 import equinox as eqx
 import jax
 import pytest
@@ -20,12 +22,17 @@ def model_and_batch(plan: Plan, remat: str):
 
 
 def sent_by_gradients(plan: Plan, remat: str = "none", kind: str = "") -> dict[str, float]:
-    """Bytes a device for loss and gradients, by the axes they go over, in a program optimised as usual."""
+    """Bytes a device for loss and gradients, by the axes they go over."""
+    return by_axes(plan, program_of_gradients(plan, remat), kind)
+
+
+def program_of_gradients(plan: Plan, remat: str):
+    """The program of loss and gradients, optimised as usual."""
     model, batch = model_and_batch(plan, remat)
     arrays, rest = eqx.partition(place(model, plan), eqx.is_array)
     gradients = training.planned_gradients(plan)(training.next_token_loss, 1)
     run = jax.jit(lambda arrays, batch, key: gradients(eqx.combine(arrays, rest), batch, key))
-    return by_axes(plan, run.lower(arrays, batch, jax.random.key(0)).compile(compiler_options=FAST), kind)
+    return run.lower(arrays, batch, jax.random.key(0)).compile(compiler_options=FAST)
 
 
 def by_axes(plan: Plan, compiled, kind: str = "") -> dict[str, float]:
@@ -98,10 +105,17 @@ EDGES = 4 * share(4) * UNIT
 )
 def test_a_tensor_parallel_layer_sends_what_it_must(residual, overlap, remat, units):
     plan = Plan(make_mesh(fsdp=2, tensor=4), residual=residual, overlap=overlap)
-    sent = sent_by_gradients(plan, remat)
+    program = program_of_gradients(plan, remat)
+    sent = by_axes(plan, program)
     least = LAYERS * planning.tensor_bytes(4 * SEQ, EMBED, 4, activation_bytes=4) * units / 8 + EDGES
     scalars = 2 * share(4) * 3 * 4 * SEQ * 4  # each token's peak, normaliser and target logit, in the loss
     assert sent["tensor"] / (least + scalars) == pytest.approx(1, abs=0.001)
+    # What modules send stands under their paths: that of the maps, and not under any path that there is not.
+    paths = [".".join(transfer.scopes) for transfer in planning.communication(program, mesh=plan.mesh)]
+    stands = lambda *names: any(re.search(r"\..*".join(map(re.escape, names)), path) for path in paths)
+    assert stands("stacks[0]", "blocks.mixer.layer.output", "maps to the stream") and stands("embedding.looked-up")
+    assert stands("stacks[0]", "blocks.feed_forward.layer.down", "maps to the stream")
+    assert not stands("blocks.mixer.layer.query", "maps to the stream")
 
 
 @pytest.mark.parametrize("method", ["ring", *(pytest.param(m, marks=pytest.mark.grid) for m in ("gather", "heads"))])

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._dtype import at_least_float32
+from .._module import Module
 from ._rotary_scaling import base_frequencies, RotaryScaling
 
 
-class Rotary(eqx.Module):
+class Rotary(Module):
     """Rotate pairs of channels by `position * theta^(-2i/dim)` (Su et al. 2021).
 
     The first `dim` channels turn, the rest pass (GPT-NeoX's partial rotary). Pairs are channels `(i, i + dim/2)`, the

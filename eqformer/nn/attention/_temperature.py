@@ -4,8 +4,10 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._module import Module
 
-class LogTemperature(eqx.Module):
+
+class LogTemperature(Module):
     """`1 + strength * log(1 + floor((position + 1) / every))`, which multiplies a query (Llama 4).
 
     Over longer rows a softmax spreads its weight over more keys; scores that grow with the logarithm of their number

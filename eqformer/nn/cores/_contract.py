@@ -2,14 +2,14 @@
 
 import abc
 
-import equinox as eqx
 from jaxtyping import Array, Float
 
+from .._module import Module
 from .._tokens import Tokens
 from ..attention._mask import Mask
 
 
-class Core(eqx.Module):
+class Core(Module):
     """How an attention is computed. What is computed comes with each call, so that cores can be exchanged.
 
     `softcap` bounds the scores, `softcap * tanh(scores / softcap)`, before the mask (Gemma 2, arXiv:2408.00118).

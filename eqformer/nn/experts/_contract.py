@@ -3,9 +3,9 @@
 import abc
 import dataclasses
 
-import equinox as eqx
 from jaxtyping import Array, Float, Int, Num
 
+from .._module import Module
 from .._tokens import Tokens
 from ._experts import Experts
 from ._routing import Routing, Slots
@@ -28,7 +28,7 @@ class RouterFacts:
     gives_slots: bool = False
 
 
-class Router(eqx.Module):
+class Router(Module):
     """What brings tokens and experts together, computed in float32 at least; padding goes nowhere.
 
     Noise is drawn from each token's own key and there is none without keys, so a token's experts are the same in any
@@ -51,7 +51,7 @@ class Router(eqx.Module):
         return self
 
 
-class Dispatch(eqx.Module):
+class Dispatch(Module):
     """How tokens reach the experts that they chose."""
 
     @abc.abstractmethod

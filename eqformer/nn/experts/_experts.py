@@ -10,11 +10,12 @@ from jaxtyping import Array, Float, Int, Key
 from .._dims import ensemble, path_name
 from .._linear import dense
 from .._linear_map import LinearMap
+from .._module import Module
 from ._grouped import grouped
 from ._grouped_maps import map_linears
 
 
-class Experts(eqx.Module):
+class Experts(Module):
     """`experts` feed-forward layers, each array with an `experts` dim in front.
 
     `mlps` may be any module that maps the last dim of an array; `sorted_rows` asks that its parameters be those of

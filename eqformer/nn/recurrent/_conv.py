@@ -7,9 +7,10 @@ from jaxtyping import Array, Float, Int, Key
 
 from .._dims import named_by
 from .._dtype import at_least_float32
+from .._module import Module
 
 
-class CausalConv(eqx.Module):
+class CausalConv(Module):
     """`y_t = sum_i w_i x_(t - taps + 1 + i)` for each channel of the named dims, over tokens of one document alone.
 
     `CausalConv("heads head_dim", taps=4, heads=8, head_dim=64, key=key)` reads a token and the three before it; the

@@ -14,7 +14,7 @@ from .._vary import vary, varying_axes
 from ._depth import layer_rows, PartOf
 
 
-class Skipping(eqx.Module):
+class Skipping(nn.Module):
     """A block of a stack of which some rows are padding: these compute nothing, and return their input."""
 
     inner: PyTree

@@ -17,7 +17,7 @@ from ._depth import layers_of_parts
 from ._schedule import Schedule
 
 
-class PipelinedStack(eqx.Module):
+class PipelinedStack(nn.Module):
     """This device's layers of a stack split over the axis `pipe`, run on `microbatches` pieces of the rows in turn.
 
     In tick `t` of `m + p - 1`, stage `i` runs its layers on microbatch `t - i`, or nothing; `order` says which device
@@ -29,7 +29,7 @@ class PipelinedStack(eqx.Module):
     A cache holds this device's layers for all rows. Rows are the first dim, microbatch after microbatch.
     """
 
-    stack: nn.Stack
+    inner: nn.Stack
     microbatches: int = eqx.field(static=True)
     splits_rows: bool = eqx.field(static=True, default=False)
     order: tuple[int, ...] | None = eqx.field(static=True, default=None)
@@ -44,7 +44,7 @@ class PipelinedStack(eqx.Module):
             )
 
     def __len__(self) -> int:
-        return len(self.stack)
+        return len(self.inner)
 
     def __call__(
         self, x: Float[Array, "batch *dims embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
@@ -57,7 +57,7 @@ class PipelinedStack(eqx.Module):
         rank = jnp.asarray(np.argsort(order), jnp.int32)[jax.lax.axis_index(PIPE)]
         pieces = self._split(x, self._local_pieces(x.shape[0], stages))
         tokens = self._tokens(x, tokens, cache, stages)
-        arrays, rest = eqx.partition(self.stack, eqx.is_array)
+        arrays, rest = eqx.partition(self.inner, eqx.is_array)
         rows = pieces.shape[1]
 
         @jax.checkpoint
@@ -95,7 +95,7 @@ class PipelinedStack(eqx.Module):
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """An empty cache of this device's layers."""
-        return self.stack.init_cache(batch, capacity, dtype)
+        return self.inner.init_cache(batch, capacity, dtype)
 
     def _local_pieces(self, rows: int, stages: int) -> int:
         call = f"PipelinedStack(microbatches={self.microbatches})"

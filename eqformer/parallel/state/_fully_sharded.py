@@ -6,11 +6,12 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from ... import nn
 from .._axes import FSDP
 from ._stand_ins import gather, routed
 
 
-class Gathered(eqx.Module):
+class Gathered(nn.Module):
     """A block whose arrays are split over devices; they are gathered when it is called, and not kept.
 
     `dims` has, for each array, the dim that is split or None, and `dtypes` the dtype in which it is gathered and used.
@@ -45,7 +46,7 @@ class Gathered(eqx.Module):
         return jax.tree.unflatten(structure, [gather(*one) for one in each])
 
 
-class Scattered(eqx.Module):
+class Scattered(nn.Module):
     """A block whose arrays have gradients of another dtype (16-bit arrays) or shape (split by ZeRO-2).
 
     `inner` is the block with stand-ins for such arrays, and `values` has their values, None for the others. `dims` has

@@ -10,7 +10,7 @@ from .. import _send as send
 _NAMES = {"means": "means of split norms", "squares": "squares of split norms"}
 
 
-class SplitNorm(eqx.Module):
+class SplitNorm(nn.Module):
     """A norm over dims of which this device holds a slice: the averages are taken over `axis`, one or several.
 
     Slices are equal, so the mean of the devices' means is the mean.

@@ -1,6 +1,5 @@
 """Dropout and learned positions of the part of the stream that a device holds."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
@@ -10,7 +9,7 @@ from .._axes import TENSOR
 from .._vary import own_part
 
 
-class TokensDropout(eqx.Module):
+class TokensDropout(nn.Module):
     """Dropout of this device's tokens, with their own keys out of all tokens' keys."""
 
     inner: nn.Dropout
@@ -22,7 +21,7 @@ class TokensDropout(eqx.Module):
         return self.inner(x, None if keys is None else own_part(keys, TENSOR, -1))
 
 
-class FeatureDropout(eqx.Module):
+class FeatureDropout(nn.Module):
     """Dropout of this device's features: its slice of the mask of all features."""
 
     inner: nn.Dropout
@@ -38,7 +37,7 @@ class FeatureDropout(eqx.Module):
         return jnp.where(is_kept, x / (1 - self.inner.rate), jnp.zeros_like(x))
 
 
-class TokensPositions(eqx.Module):
+class TokensPositions(nn.Module):
     """Learned positions of this device's tokens."""
 
     inner: nn.LearnedPositions

@@ -25,7 +25,7 @@ from ._vocabulary import SplitEmbedding
 HEAD_DIMS = ("heads", "kv_heads", "mlp")  # which are split where the stream between layers keeps its features whole
 
 
-class Tensor(eqx.Module):
+class Tensor(nn.Module):
     """A layer run on this device's slice of its heads or features, between a residual stream of whole features.
 
     All maps that read the stream share one gather; while the layer runs, their results stand in their places. The bias
@@ -62,20 +62,20 @@ class Tensor(eqx.Module):
 class TensorMixer(nn.Mixer):
     """A mixer that `Tensor` runs on this device's heads, with the cache of those."""
 
-    tensor: Tensor
+    inner: Tensor
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
         """The mixer's own call; `x` as for `Tensor`, `tokens` are whole rows'."""
-        if self.tensor.stream.splits_tokens and tokens is None and cache is None:
+        if self.inner.stream.splits_tokens and tokens is None and cache is None:
             # Without `tokens` the mixer would number the tokens of `x`, but it is given those of all devices.
             tokens = nn.positions_like((*x.shape[:-2], x.shape[-2] * jax.lax.axis_size(TENSOR)))
-        return self.tensor(x, tokens, cache)
+        return self.inner(x, tokens, cache)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """An empty cache for this device's heads."""
-        return self.tensor._local().init_cache(batch, capacity, dtype)
+        return self.inner._local().init_cache(batch, capacity, dtype)
 
 
 class _Given(nn.MapAround):

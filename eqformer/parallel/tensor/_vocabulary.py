@@ -13,7 +13,7 @@ from .._axes import TENSOR
 from ._stream import Stream
 
 
-class SplitEmbedding(eqx.Module):
+class SplitEmbedding(nn.Module):
     """Lookup in a table of which this device holds `rows`, padded at the end where the axis does not divide `total`.
 
     Each device looks up the ids that it has; the sum over devices is the whole lookup, kept whole or scattered over
@@ -42,7 +42,7 @@ class SplitEmbedding(eqx.Module):
         return nn.unembed(x, self.weight)
 
 
-class FeatureEmbedding(eqx.Module):
+class FeatureEmbedding(nn.Module):
     """An embedding of which this device holds all ids and a slice of the features; logits by `rows`, a slice of ids."""
 
     inner: nn.Embedding
@@ -62,7 +62,7 @@ class FeatureEmbedding(eqx.Module):
         return nn.unembed(x, self.rows)
 
 
-class HeadInput(eqx.Module):
+class HeadInput(nn.Module):
     """The final norm, and then what the split vocabulary needs: every token's whole vector on every device."""
 
     inner: Callable[[Array], Array]

@@ -34,7 +34,7 @@ class Whole(nn.Mixer):
         return self.inner.whole.init_cache(batch, capacity, dtype)
 
 
-class WholeLayer(eqx.Module):
+class WholeLayer(nn.Module):
     """A layer for each token by itself that names nothing to split: every device runs the whole of it."""
 
     inner: "Sliced"

@@ -1,0 +1,81 @@
+"""Names of modules in programs: the path of each in its model, in the forward and in the backward pass."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqformer import nn
+
+
+class Plain(eqx.Module):
+    """Somebody's own layer, which is no `nn.Module`."""
+
+    weight: jax.Array
+
+    def __call__(self, x):
+        return jnp.tanh(x * self.weight)
+
+
+class Own(nn.Module):
+    """The same, with a name, and a wrapper of a layer that was made anew for its call."""
+
+    inner: nn.Module
+
+    def __call__(self, x):
+        return jax.tree.map(lambda leaf: leaf, self.inner)(x)
+
+
+@pytest.fixture(scope="module")
+def model():
+    key = jax.random.key(0)
+    one = nn.Block(
+        nn.Residual(nn.Attention(embed=8, heads=2, head_dim=4, key=key), nn.RMSNorm("embed", embed=8)),
+        nn.Residual(Own(nn.MLP(embed=8, mlp=8, key=key))),
+    )
+    period = nn.Period((one, nn.Residual(Plain(jnp.ones(8)))))
+    stacks = nn.Stack(lambda _: period, 2, key=key), nn.Stack(lambda _: one, 1, key=key)
+    return nn.Transformer(nn.Embedding(vocab=16, embed=8, key=key), stacks, nn.RMSNorm("embed", embed=8))
+
+
+def scopes(text: str) -> set[str]:
+    """The names in which a program's operations stand, without those of transformations and of the operation."""
+    found = set()
+    for name in re.findall(r'op_name="([^"]*)"', text):
+        names = (re.sub(r"^(?:\w+\()*|\)*$", "", part) for part in name.split("/")[:-1])
+        found.add(".".join(part for part in names if not re.fullmatch(r"loss|while|body|cond|closed_call", part)))
+    return found
+
+
+def test_what_a_module_computes_stands_under_its_path(model):
+    def loss(model, ids):
+        return jnp.sum(model(ids)[0] ** 2)
+
+    run = eqx.filter_jit(eqx.filter_grad(loss))
+    found = scopes(run.lower(model, jnp.ones((1, 4), jnp.int32)).compile().compiled.as_text())
+    maps = [path for path, _ in nn.named_modules(model, nn.LinearMap)]
+    assert len(maps) == 12
+    # A wrapper's `inner` has the wrapper's name, also where it was put together anew.
+    written = {path.replace(".inner", "") for path in maps}
+    cores = {f"stacks[{n}].blocks{block}.mixer.layer.core" for n, block in enumerate([".blocks[0]", ""])}
+    assert written | cores | {"embedding", "norm", "stacks[0].blocks.blocks[1]"} <= {
+        path for scope in found for path in (scope, *(scope.rsplit(".", n)[0] for n in range(1, 4)))
+    }
+    # The controls: what is no `nn.Module` has no name of its own, and names of modules that are not there are not.
+    assert not any("layer" in scope for scope in found if "blocks[1]" in scope)
+    assert not any("gate" in scope for scope in found)
+
+
+def test_names_end_with_the_call_of_the_module_that_gives_them(model):
+    def names(function, *args):
+        return {str(line.source_info.name_stack) for line in jax.make_jaxpr(function)(*args).eqns}
+
+    def both(x):
+        with pytest.raises(TypeError):
+            model.embed("no ids", nn.tokens_or_default(None, (1, 2), None))
+        return model.norm(x)  # called by no module
+
+    assert names(both, jnp.ones(8)) == {""}
+    assert names(lambda ids: model(ids)[0], jnp.ones((1, 2), jnp.int32)) > {"stacks[0]", "norm"}
