@@ -36,7 +36,7 @@ class Command:
     run: Annotated[Recipe, tyro.conf.arg(name="")]
     machine: Annotated[Machine, tyro.conf.arg(name="")] = Machine()
     run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/<recipe>)")] = None
-    """The folder of the run; everything is written there."""
+    """The folder of the run; everything is written there, except for tokens, which runs share (docs/data.md)."""
 
 
 def train(command: Command) -> None:

@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices and strict dtype promotion, set before JAX is first used.
+"""Eight simulated CPU devices and strict dtype promotion, set before JAX is first used; a folder for texts' tokens.
 
 Programs are compiled in haste, and without the lines that they came from: the tests run thousands of small ones, each
 a few times.
@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -19,6 +20,10 @@ from haste import FLAGS
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(["--xla_force_host_platform_device_count=8", *FLAGS])
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # no lines, but the names of scopes
+# Tokens of the scripts' texts are made once for all tests, and none in the user's home. Workers have their parent's.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _TOKENS = tempfile.TemporaryDirectory(prefix="tokens", ignore_cleanup_errors=True)
+    os.environ["EQFORMER_TOKENS"] = _TOKENS.name
 
 import jax
 import pytest

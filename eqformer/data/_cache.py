@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import platform
 import shutil
 import uuid
 import zlib
@@ -70,14 +71,15 @@ def writing(target: Path) -> Iterator[Writer]:
     """A `Writer` whose folder becomes `target` when the block ends without an error, and is removed if it raises.
 
     The folder is built beside `target` under a name that starts with a dot, and renamed at the end. If another process
-    has made `target` in the meantime, that one stays. Unfinished folders of killed processes are removed first.
+    has made `target` in the meantime, that one stays. Unfinished folders that killed processes of this machine left are
+    removed first; whether those of other machines are still written to, their locks may not say over a network.
 
     **Raises:** `Unwritable`.
     """
     with _writes():
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target)
-    folder = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}"
+    folder = target.parent / f"{_unfinished(target)}.{uuid.uuid4().hex[:12]}"
     writer = Writer(folder)
     try:
         with _held(folder):
@@ -167,9 +169,14 @@ def _held(folder: Path) -> Iterator[None]:
         yield
 
 
+def _unfinished(target: Path) -> str:
+    """How names of unfinished folders of this machine begin."""
+    return f".{target.name}.{zlib.crc32(platform.node().encode()):08x}"
+
+
 def _sweep(target: Path) -> None:
-    """Remove unfinished folders of killed processes; nothing on systems without such locks."""
-    for folder in target.parent.glob(f".{target.name}.*"):
+    """Remove unfinished folders of this machine's killed processes; nothing on systems without such locks."""
+    for folder in target.parent.glob(f"{_unfinished(target)}.*"):
         with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as file:
             if _lock(file):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -1,10 +1,11 @@
 """Documents, tokenised once into files that are memory-mapped."""
 
 import hashlib
+import os.path
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -62,7 +63,7 @@ class TokenStore:
 def open_store(
     source: Source,
     tokenizer: Tokenizer,
-    cache_dir: str | PathLike[str],
+    cache_dir: str | PathLike[str] | Sequence[str | PathLike[str]],
     split: Split = "train",
     *,
     validation: float = 0.05,
@@ -79,7 +80,8 @@ def open_store(
     Args:
         source: The documents.
         tokenizer: What makes ids of their texts.
-        cache_dir: The folder of caches, made if it is not there.
+        cache_dir: The folder of caches, made if it is not there. Of several all are searched, and new tokens are
+            written to the first that can be written, with a warning about those before it.
         split: `"train"` or `"validation"`.
         validation: The share of the documents that is held out for validation.
         progress: Called with the bytes done and the bytes in all (0: unknown).
@@ -95,26 +97,31 @@ def open_store(
         raise ValueError(f"{call}: validation is a share of the documents, at least 0 and below 1; 0.05 is usual.")
     key = digest((source.fingerprint(), tokenizer.fingerprint, split, repr(float(validation)), str(_FORMAT)))
     slug = re.sub(r"[^a-z0-9]+", "-", source.name.lower()).strip("-")[:40] or "texts"
-    target = Path(cache_dir) / f"{slug}-{split}-{key[:16]}"
-    if target.exists():
+    given = [cache_dir] if isinstance(cache_dir, (str, PathLike)) else cache_dir
+    targets = [Path(folder) / f"{slug}-{split}-{key[:16]}" for folder in given]
+    damaged = []
+    for target in filter(os.path.exists, targets):
         try:
             return _mapped(target, verify=verify)
         except Damaged as damage:
-            warnings.warn(f"{call}: the cache {target} is damaged: {damage}; it is written anew.", stacklevel=2)
-    try:
-        source.check()
-        if target.exists():
-            remove(target)
-        with writing(target) as writer:
-            _tokenise(writer, source, tokenizer, split, validation, progress, call)
-    except Unwritable as failure:
-        raise _unwritable(call, target, failure.error) from failure
-    try:
-        return _mapped(target, verify=False)
-    except Damaged as damage:  # another process's cache, written at the same time, or a faulty disk
-        raise ValueError(
-            f"{call}: the cache {target} is damaged just after it was written: {damage}; remove it."
-        ) from damage
+            damaged.append(f"{call}: the cache {target} is damaged: {damage}; it is written anew.")
+    for message in damaged:
+        warnings.warn(message, stacklevel=2)
+    source.check()
+    for target, following in zip(targets, [*targets[1:], None]):
+        try:
+            if os.path.exists(target):  # not `Path.exists`, which raises for what may not be read
+                remove(target)
+            with writing(target) as writer:
+                _tokenise(writer, source, tokenizer, split, validation, progress, call)
+            return _mapped(target, verify=False)
+        except (Unwritable, Damaged) as failure:
+            if following is None:
+                raise _refused(call, target, failure) from failure
+            reason = failure if isinstance(failure, Damaged) else reason_and_fix(failure.error)[0]
+            place = f"the tokens cannot be written to {target.parent} ({reason}), but to {following.parent}"
+            warnings.warn(f"{call}: {place}.", stacklevel=2)
+    raise ValueError(f"{call}: cache_dir must name a folder, but is {cache_dir!r}; pass one or several.")
 
 
 def is_validation(name: str, share: float) -> bool:
@@ -256,9 +263,11 @@ def _mapped(target: Path, *, verify: bool) -> TokenStore:
     return store
 
 
-def _unwritable(call: str, target: Path, error: OSError) -> ValueError:
-    folder = next(place for place in (target.parent, *target.parents, Path(".")) if place.is_dir())
-    free, (reason, fix) = shutil.disk_usage(folder).free, reason_and_fix(error)
+def _refused(call: str, target: Path, failure: Unwritable | Damaged) -> ValueError:
+    if isinstance(failure, Damaged):  # another process has removed it or made it at the same time, or a faulty disk
+        return ValueError(f"{call}: the cache {target} is damaged just after it was written: {failure}; remove it.")
+    folder = next(place for place in (target.parent, *target.parents, Path(".")) if os.path.isdir(place))
+    free, (reason, fix) = shutil.disk_usage(folder).free, reason_and_fix(failure.error)
     return ValueError(
         f"{call}: the tokens must be written to {target.parent}, but the system says {reason}; {free} bytes are free "
         f"there, and nothing of the cache was left behind; {fix or 'see why'}, or pass another `cache_dir`."

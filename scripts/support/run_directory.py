@@ -23,7 +23,7 @@ EVERYTHING_ELSE = EVERYTHING - {"model", "published"}
 
 
 class RunDirectory:
-    """The paths of a run. Nothing outside this folder is written."""
+    """The paths of a run. Nothing outside this folder is written, but for the tokens that a user's runs share."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -35,7 +35,7 @@ class RunDirectory:
         self.experts = path / "experts.png"
         self.experts_page = path / "experts.html"
         self.samples = path / "samples.txt"
-        self.data = path / "data"
+        self.data = path / "data"  # tokens, where the shared folder cannot be written
         self.published = path / "published"
         self.profile = path / "profile"
         self.identifier = path / "wandb-run"

@@ -1,4 +1,4 @@
-"""From a recipe to its parts: tokenizer, text, model, optimizer."""
+"""From a recipe to its parts: model, optimizer, keys."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Key
 from recipes import Recipe
 
-from eqformer import Batch, data, models, nn, parallel, planning, training
+from eqformer import Batch, models, nn, parallel, planning, training
 from support.prolonged import rates_of, Stretch, whole_run
 from support.run_directory import RunDirectory
 from support.screen import Screen
@@ -98,34 +98,3 @@ def optimizer_of(
     rates = rates_of(chosen, whole_run(recipe) if stretches is None else stretches)
     kind = {"trained": nn.lora_factors} if recipe.lora.rank else {}
     return training.optimizer(chosen.name, model, rate=rates, weight_decay=chosen.weight_decay, **kind)
-
-
-def source_of(recipe: Recipe) -> data.Source:
-    """The recipe's documents."""
-    if recipe.text.hub is not None and recipe.data is not None:
-        raise ValueError(f"--data {recipe.data} --text.hub {recipe.text.hub}: a run reads one of them; leave one out.")
-    if recipe.text.hub is not None:
-        return data.hub(recipe.text.hub, field=recipe.text.field)
-    if recipe.data is None:
-        return data.standard_library()
-    return data.files(recipe.data, field=recipe.text.field)
-
-
-def open_text(
-    recipe: Recipe, source: data.Source, tokenizer: data.Tokenizer, directory: RunDirectory, screen: Screen
-) -> tuple[data.TokenStore, data.TokenStore]:
-    """The tokens for training and for validation, from the run's cache or made now."""
-    stores = []
-    for split in ("train", "validation"):
-        with screen.bytes(f"reading {source.name} ({split})") as progress:
-            store = data.open_store(
-                source, tokenizer, directory.data, split, validation=recipe.text.validation, progress=progress
-            )
-        data.check_vocab(store, recipe.model.vocab)
-        stores.append(store)
-    return stores[0], stores[1]
-
-
-def loader_of(recipe: Recipe, store: data.TokenStore) -> data.Loader:
-    """Batches of the recipe's shape."""
-    return data.Loader(store, seq=recipe.seq, batch=recipe.batch, seed=recipe.seed, packing=recipe.text.packing)

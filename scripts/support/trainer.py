@@ -23,8 +23,9 @@ from support.recipe_file import to_json
 from support.report import add_sample, closing, figures, opening
 from support.run_directory import RunDirectory
 from support.screen import Screen, Show
-from support.setup import adapted, Keys, keys_of, load_model, loader_of, open_text, optimizer_of, shapes_of, source_of
+from support.setup import adapted, Keys, keys_of, load_model, optimizer_of, shapes_of
 from support.stopping import signals, Votes
+from support.text import loader_of, open_text, source_of
 
 
 class Trainer:

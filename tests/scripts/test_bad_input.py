@@ -226,9 +226,9 @@ def test_a_full_disk_is_reported_and_leaves_nothing_half_written(limit, place, c
     program = [sys.executable, "-c", limited + "; os.execv(sys.argv[1], sys.argv[1:])"]
     arguments = command("pretrain.py", "--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA)
     # Without bytecode: Python itself would leave files of it cut short, which the next process could not import.
-    unwritten = PLAIN | {"PYTHONDONTWRITEBYTECODE": "1"}
+    unwritten = PLAIN | {"PYTHONDONTWRITEBYTECODE": "1", "EQFORMER_TOKENS": str(tmp_path / "tokens")}
     done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=300, env=unwritten)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count("error:") == 1 and place in done.stderr and "File too large" in done.stderr, done.stderr
-    folder = tmp_path / "run" / place
-    assert not folder.exists() or not [path for path in folder.iterdir() if path.name[0].isalnum()]
+    for folder in (tmp_path / "run" / place, *([tmp_path / "tokens"] if place == "data" else [])):
+        assert not folder.exists() or not [path for path in folder.iterdir() if path.name[0].isalnum()]

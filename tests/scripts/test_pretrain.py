@@ -1,6 +1,7 @@
 """pretrain.py and sample.py as a user runs them: what they write, and that a killed run goes on bit for bit."""
 
 import json
+import shutil
 import signal
 
 import equinox as eqx
@@ -33,7 +34,7 @@ def trained(corpus, tmp_path_factory):
 
 def test_a_run_leaves_what_it_promises(trained):
     run_dir, done = trained
-    expected = {"recipe.json", "metrics.jsonl", "checkpoints", "loss.png", "samples.txt", "data", ".lock"}
+    expected = {"recipe.json", "metrics.jsonl", "checkpoints", "loss.png", "samples.txt", ".lock"}
     assert {path.name for path in run_dir.iterdir()} == expected
     assert json.loads((run_dir / "recipe.json").read_text())["recipe"]["model"]["embed"] == 32
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -100,8 +101,10 @@ def test_sampling_is_seeded_and_starts_with_the_prompt(trained):
     assert first.startswith("line 3 ")
 
 
-def test_a_killed_run_goes_on_bit_for_bit(corpus, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+def test_a_killed_run_goes_on_bit_for_bit(corpus, tmp_path, monkeypatch):
+    """Also where the tokens that runs share have been deleted."""
+    whole, killed, tokens = tmp_path / "whole", tmp_path / "killed", tmp_path / "tokens"
+    monkeypatch.setitem(PLAIN, "EQFORMER_TOKENS", str(tokens))
     done = run("pretrain.py", "--run-dir", whole, "--data", corpus, *KILLED)
     assert done.returncode == 0, done.stderr
     process = start_until(killed, 9, "pretrain.py", "--run-dir", killed, "--data", corpus, *KILLED)
@@ -110,9 +113,10 @@ def test_a_killed_run_goes_on_bit_for_bit(corpus, tmp_path):
     assert process.returncode == -signal.SIGKILL
     left_at = Checkpointer(killed / "checkpoints").latest_step
     assert left_at in (4, 8, 12)
+    shutil.rmtree(tokens)
     resumed = run("pretrain.py", "--run-dir", killed, "--data", corpus, *KILLED)
     assert resumed.returncode == 0, resumed.stderr
-    assert f"goes on at step {left_at}" in resumed.stdout
+    assert f"goes on at step {left_at}" in resumed.stdout and f"the tokens are in {tokens}, " in resumed.stdout
     numbers = ("step", "loss", "grad_norm", "learning_rate")
     assert [[row[n] for n in numbers] for row in rows(killed)] == [[row[n] for n in numbers] for row in rows(whole)]
     assert rows(killed, "validation_loss") == rows(whole, "validation_loss")
