@@ -30,17 +30,14 @@ def planned_gradients(plan: Plan) -> GradientsOf:
 
     The loss is called as `loss_fn(model, batch, None, tokens=..., vocabulary=...)` with the wrapped model, this
     device's rows and tokens, and the `Vocabulary` that reads split logits, as `next_token_loss` takes them. In a
-    pipeline the last stage calls it with a model whose stacks only return the layers' output. There are `accumulate`
-    times the plan's `microbatches` microbatches; they go through the pipeline or, without one, are computed in turn.
+    pipeline the last stage calls it with a model whose stacks only return the layers' output. The batch is cut into the
+    plan's `microbatches`, which go through the pipeline or, without one, run one after another.
     """
 
-    def gradients_of(loss_fn: LossFn, accumulate: int, trained: Trained = trainable) -> Gradients:
-        pieces_of_rows = accumulate * plan.microbatches
-        in_pieces = dataclasses.replace(plan, microbatches=pieces_of_rows)
-
+    def gradients_of(loss_fn: LossFn, trained: Trained = trainable) -> Gradients:
         def of_batch(model: PyTree, batch: PyTree, key: PyTree, scale: Scale = None) -> Found:
-            in_pieces.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1], group=batch.group)
-            local = _Local(in_pieces.on_device(model), loss_fn, 1 if plan.is_pipelined else pieces_of_rows, trained)
+            plan.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1], group=batch.group)
+            local = _Local(plan.on_device(model), loss_fn, trained)
             pieces = plan.arrange(batch, batch_tokens(batch, key))
             whole = PartitionSpec()
             specs = plan.parameter_specs(model), plan.batch_specs(pieces), whole
@@ -94,7 +91,6 @@ def planned_step(
     optimizer: Optimizer,
     plan: Plan,
     *,
-    accumulate: int = 1,
     clip: float | None = 1.0,
     balance_rate: float = 0.0,
 ) -> Step:
@@ -103,8 +99,7 @@ def planned_step(
     Args:
         loss_fn: `loss_fn(model, batch, key) -> (sum, count)`, whose quotient is minimised.
         optimizer: What the gradients do to the model, and which parameters are trained.
-        plan: The mesh, and how the model runs over it.
-        accumulate: The microbatches that a batch is cut into, one after the other.
+        plan: The mesh, and how the model runs over it, in how many microbatches.
         clip: The norm to which gradients are clipped; None: they are not.
         balance_rate: The step size of the routers' selection biases, see `rebalanced`.
     """
@@ -116,7 +111,6 @@ def planned_step(
     return make_step(
         loss_fn,
         optimizer,
-        accumulate=accumulate,
         clip=clip,
         balance_rate=balance_rate,
         gradients_of=planned_gradients(plan),
@@ -153,8 +147,8 @@ def _spec_of_memory(held: ArrayOrShape, spec: PartitionSpec, parameter: ArrayOrS
 class _Local:
     """What runs on one device, inside `shard_map`; the fields are constants of the call."""
 
-    def __init__(self, device: OnDevice, loss_fn: LossFn, accumulate: int, trained: Trained):
-        self.device, self.loss_fn, self.accumulate, self.trained = device, loss_fn, accumulate, trained
+    def __init__(self, device: OnDevice, loss_fn: LossFn, trained: Trained):
+        self.device, self.loss_fn, self.trained = device, loss_fn, trained
         self.plan = device.plan
 
     def gradients(self, model: PyTree, pieces: PyTree, scale: Scale) -> Found:
@@ -173,7 +167,8 @@ class _Local:
         def loss(parameters: PyTree, pieces: PyTree, key: None) -> tuple[Array, Count]:
             return self._loss(self.device.wrap(parameters, model), pieces)
 
-        return accumulated_gradients(loss, self.accumulate, self.trained)(parameters, pieces, None, scale)
+        in_turn = 1 if self.plan.is_pipelined else self.plan.microbatches
+        return accumulated_gradients(loss, in_turn, self.trained)(parameters, pieces, None, scale)
 
     def _pipelined(self, model: PyTree, parameters: PyTree, pieces: PyTree, scale: Scale) -> Found:
         """Gradients by a pipeline schedule; parameters outside of the stack are gathered once, before the schedule

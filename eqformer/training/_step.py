@@ -19,7 +19,7 @@ from ._tally import count_of, routing_metrics, Tally
 
 LossFn = Callable[..., Any]  # (model, batch, key) -> (sum, count or Tally)
 Gradients = Callable[..., Any]  # (model, batch, key, scale or None) -> (sum, count or Tally, gradients of sum)
-GradientsOf = Callable[..., Gradients]  # (loss_fn, accumulate, trained) -> gradients
+GradientsOf = Callable[..., Gradients]  # (loss_fn, trained) -> gradients
 
 
 class TrainState(eqx.Module):
@@ -68,7 +68,7 @@ def make_step(
     loss_fn: LossFn,
     optimizer: Optimizer,
     *,
-    accumulate: int = 1,
+    microbatches: int = 1,
     clip: float | None = 1.0,
     balance_rate: float = 0.0,
     gradients_of: GradientsOf | None = None,
@@ -89,18 +89,26 @@ def make_step(
     Args:
         loss_fn: `loss_fn(model, batch, key) -> (sum, count)`, whose quotient is minimised.
         optimizer: What the gradients do to the model, and which parameters are trained.
-        accumulate: The microbatches that a batch is cut into, one after the other.
+        microbatches: How many microbatches a batch is cut into, one after another; their gradients are summed.
         clip: The norm to which gradients are clipped; None: they are not.
         balance_rate: The step size of the routers' selection biases, see `rebalanced`.
-        gradients_of: Computes the gradients, `gradients_of(loss_fn, accumulate, trained)`.
+        gradients_of: Computes the gradients of a batch, `gradients_of(loss_fn, trained)`, and cuts it as it likes.
         place: Constrains the sharding of the new state.
         as_held: Brings the layers' aux into the order in which the state holds the layers.
     """
-    if accumulate < 1:
-        raise ValueError(f"make_step(accumulate={accumulate}): a step has at least one microbatch.")
+    if microbatches < 1:
+        raise ValueError(f"make_step(microbatches={microbatches}): a step has at least one microbatch.")
+    if microbatches > 1 and gradients_of is not None:
+        raise ValueError(
+            f"make_step(microbatches={microbatches}, gradients_of=...): gradients_of cuts the batch itself; give their "
+            "number to it (a plan has microbatches of its own), and leave it out here."
+        )
     if clip is not None and not clip > 0:
         raise ValueError(f"make_step(clip={clip}): the largest norm is positive; pass None for no clipping.")
-    of_batch = (accumulated_gradients if gradients_of is None else gradients_of)(loss_fn, accumulate, optimizer.trained)
+    if gradients_of is None:
+        of_batch = accumulated_gradients(loss_fn, microbatches, optimizer.trained)
+    else:
+        of_batch = gradients_of(loss_fn, optimizer.trained)
 
     @eqx.filter_jit(donate="all-except-first")
     def run(data: tuple[PyTree, Any], state: TrainState) -> tuple[TrainState, dict[str, Array]]:
@@ -151,14 +159,14 @@ def make_step(
     return Step(run)
 
 
-def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1, trained: Trained = trainable) -> Callable[..., Any]:
-    """`(model, batch, key, scale=None) -> (sum, count, gradients of sum)`, by a scan over `accumulate` microbatches.
+def accumulated_gradients(loss_fn: LossFn, microbatches: int = 1, trained: Trained = trainable) -> Callable[..., Any]:
+    """`(model, batch, key, scale=None) -> (sum, count, gradients of sum)`, by a scan over `microbatches`.
 
     There are gradients of the parameters that `trained` picks, and None in the place of all else.
 
-    Microbatch `i` holds rows `i`, `i + accumulate`, ..., so that rows which are split over devices stay on theirs; of a
-    `Batch` with groups of rows, it holds groups. All
-    microbatches get the same key: random numbers depend on the example, so the result is that of the whole batch.
+    Microbatch `i` holds rows `i`, `i + microbatches`, ..., so that rows which are split over devices stay on theirs; of
+    a `Batch` with groups of rows, it holds groups. All microbatches get the same key: random numbers depend on the
+    example, so the result is that of the whole batch.
     Gradients and their sums are float32 at least, whatever the parameters' dtype. A loss over the whole batch
     (`LoadBalance(per="batch")`) is computed for each microbatch. `scale` is a `LossScale`'s value.
     """
@@ -176,9 +184,9 @@ def accumulated_gradients(loss_fn: LossFn, accumulate: int = 1, trained: Trained
             gradients, (total, tally) = eqx.filter_grad(loss, has_aux=True)(places, batch)
             return total, tally, unscaled(gradients, seed(scale, batch))
 
-        if accumulate == 1:
+        if microbatches == 1:
             return with_gradients(places, batch)
-        pieces = in_microbatches(batch, accumulate)
+        pieces = in_microbatches(batch, microbatches)
         start = jax.tree.map(jnp.zeros_like, places)
 
         def add(sums: tuple, piece: PyTree) -> tuple[tuple, None]:
@@ -205,7 +213,7 @@ def in_microbatches(batch: PyTree, number: int) -> PyTree:
         if left := x.shape[0] % (number * group):
             what = "" if group == 1 else f" of whole groups of {group} rows"
             raise ValueError(
-                f"make_step(accumulate={number}): the batch of {x.shape[0]} rows must divide into as many "
+                f"make_step(microbatches={number}): the batch of {x.shape[0]} rows must divide into as many "
                 f"microbatches{what}, but {left} rows would be left; change one of them."
             )
         grouped = jnp.asarray(x).reshape(-1, number, group, *x.shape[1:]).swapaxes(0, 1)

@@ -144,8 +144,6 @@ class Recipe:
     """Tokens a row."""
     batch: int = 16
     """Rows a step."""
-    accumulate: int = 1
-    """Microbatches that a step's rows are computed in, one after another: less memory, and (mixtures aside) equal."""
     text: Text = Text()
     optimizer: Optimization = Optimization()
     lora: Lora = Lora()
@@ -178,5 +176,5 @@ CHANGEABLE = frozenset(
     + ("sample_every", "prompt", "metrics", "execution", "profile")
     # The mesh and the microbatches decide where and when numbers are computed, not their values. Only mixtures differ
     # a little: balance losses are over a microbatch, and --expert-method exchange may drop choices.
-    + ("mesh", "accumulate", "plan")
+    + ("mesh", "plan")
 )

@@ -12,7 +12,7 @@ from support.published import tokenizer_of
 from support.setup import optimizer_of, shapes_of
 
 
-_COUNTS = "--steps --seq --batch --accumulate --log-every --checkpoint-every --keep --validate-every".split()
+_COUNTS = "--steps --seq --batch --log-every --checkpoint-every --keep --validate-every".split()
 _COUNTS += "--validation-batches --execution.unroll".split()
 
 
@@ -26,11 +26,6 @@ def check(recipe: Recipe) -> nn.Transformer:
         raise ValueError(f"--seed {recipe.seed}: give a number from 0 to 2**32 - 1.")
     if recipe.sample_every < 0:
         raise ValueError(f"--sample-every {recipe.sample_every}: give the steps between samples, or 0 for none at all.")
-    if recipe.batch % recipe.accumulate:
-        raise ValueError(
-            f"--batch {recipe.batch} --accumulate {recipe.accumulate}: the rows of a step are computed in that many "
-            "equal pieces, so accumulate must divide batch."
-        )
     if recipe.profile is not None:
         steps_of(recipe.profile)
     _check_vocab(recipe)

@@ -78,8 +78,8 @@ def _too_large_activations(least: Candidate, held: int, traced: int, number: int
     stopped = f"; the search stopped after {traced} of {number} plans, those that send least" * (traced < number)
     return (
         f"no mesh of as many devices was found that fits: the state does, with {_gigabytes(least.state)}, but not the "
-        f"activations beside it, {_gigabytes(held - least.state)} at least{stopped}; take more devices, --accumulate "
-        "more pieces, or a smaller --batch or --seq"
+        f"activations beside it, {_gigabytes(held - least.state)} at least{stopped}; take more devices, more "
+        "--microbatches, or a smaller --batch or --seq"
     )
 
 
@@ -143,7 +143,7 @@ def _meshes(recipe: Recipe) -> Iterator[tuple[Mesh, int]]:
     mesh = recipe.mesh
     number = mesh.replica * mesh.fsdp * mesh.tensor * mesh.pipe
     for tensor, pipe in itertools.product(range(1, min(number, MOST_TENSOR) + 1), range(1, number + 1)):
-        if number % (tensor * pipe) or (pipe > 1 and recipe.plan.microbatches * recipe.accumulate < pipe):
+        if number % (tensor * pipe) or (pipe > 1 and recipe.plan.microbatches < pipe):
             continue
         sizes = dataclasses.replace(mesh, replica=1, fsdp=number // (tensor * pipe), tensor=tensor, pipe=pipe)
         yield from ((sizes, zero) for zero in sorted({recipe.plan.zero, 3} if sizes.fsdp > 1 else {recipe.plan.zero}))

@@ -122,7 +122,7 @@ USUAL_NAMES = {
     "--steps": "max-steps num-steps train-steps iterations iters max-iters num-iterations train-iters",
     "--batch": "batch-size global-batch-size train-batch-size per-device-train-batch-size bs",
     "--seq": "seq-len seq-length sequence-length max-seq-len max-seq-length context-length block-size max-length",
-    "--accumulate": "gradient-accumulation-steps grad-accum accumulation-steps accumulate-grad-batches",
+    "--microbatches": "accumulate gradient-accumulation-steps grad-accum accumulation-steps accumulate-grad-batches",
     "--data": "dataset data-dir data-path dataset-path train-data input corpus",
     "--run-dir": "output-dir out-dir output out save-dir checkpoint-dir run logdir",
     "--seed": "random-seed rng-seed",

@@ -25,7 +25,7 @@ GROUPS = {
     "training": {
         "--steps": "optimizer steps",
         "--batch": "rows a step",
-        "--accumulate": "pieces a step is computed in",
+        "--microbatches": "pieces a step is computed in",
         "--optimizer.name": "adamw, muon or sgd",
         "--optimizer.learning-rate": "the highest learning rate",
         "--precision.compute": "float32, or bfloat16 for mixed precision",

@@ -40,9 +40,8 @@ def abstract_plan(recipe: Recipe) -> parallel.Plan:
 
 
 def plan_over(recipe: Recipe, mesh: Any) -> parallel.Plan:
-    """The recipe's plan over a mesh; its microbatches are --accumulate times --microbatches."""
-    choices = {**vars(recipe.plan), "microbatches": recipe.plan.microbatches * recipe.accumulate}
-    return in_flags(recipe, lambda: parallel.Plan(mesh, **choices))
+    """The recipe's plan over a mesh."""
+    return in_flags(recipe, lambda: parallel.Plan(mesh, **vars(recipe.plan)))
 
 
 def check_plan(recipe: Recipe, plan: parallel.Plan, model: Any) -> None:
@@ -62,11 +61,10 @@ def check_sizes(recipe: Recipe) -> dict[str, int]:
 
 def flags(recipe: Recipe) -> str:
     """The mesh, and the plan's choices that differ from the defaults, as flags."""
-    plain = {field.name: field.default for field in dataclasses.fields(Recipe)}
-    plain |= vars(plain["plan"])
+    plain = vars(Recipe.plan)
     axes = [f"--mesh.{axis} {size}" for axis, size in dataclasses.asdict(recipe.mesh).items() if size != 1]
-    chosen = [*vars(recipe.plan).items(), ("accumulate", recipe.accumulate)]
-    return " ".join(axes + [f"--{name.replace('_', '-')} {value}" for name, value in chosen if value != plain[name]])
+    chosen = [(name, value) for name, value in vars(recipe.plan).items() if value != plain[name]]
+    return " ".join(axes + [f"--{name.replace('_', '-')} {value}" for name, value in chosen])
 
 
 def in_flags(recipe: Recipe, call: Callable[[], Any], *more: str) -> Any:

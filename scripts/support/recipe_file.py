@@ -50,7 +50,10 @@ def from_json(value: Any, own: Mapping[str, type] = MappingProxyType({})) -> Any
         raise ValueError(f"recipe.json: kind {value.get('kind')!r} is unknown; it must be one of {sorted(kinds)}.")
     known = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := sorted(fields.keys() - known.keys()):
-        raise ValueError(f"recipe.json: {kind.__name__} has no fields {unknown}; it was written by another version.")
+        raise ValueError(
+            f"recipe.json: {kind.__name__} has no fields {unknown}; it was written by another version of "
+            "eqformer, with which the run can go on."
+        )
     for name in fields:
         if "Path" in str(known[name].type) and isinstance(fields[name], str):
             fields[name] = Path(fields[name])

@@ -62,7 +62,7 @@ def assert_same(plan: Plan, name: str, changes: Changes = ()) -> None:
     want = of_one_device(name, changes, microbatches)
     batch = batch_of(model, ROWS, SEQ)
     plan.check(model, rows=ROWS, seq=SEQ)
-    got = compiled(planned_gradients(plan)(next_token_loss, 1), place(plan.to_ring_order(model), plan), batch)
+    got = compiled(planned_gradients(plan)(next_token_loss), place(plan.to_ring_order(model), plan), batch)
     got = got._replace(gradients=plan.to_reading_order(got.gradients))
     assert differences(got, want, ROUNDING) == {}
     assert differences(got._replace(total=got.total * (1 + 1e-4)), want, ROUNDING)  # the comparison can tell

@@ -171,7 +171,7 @@ def test_a_step_s_metrics():
 
     weight = jnp.ones(())
     optimizer = training.optimizer("sgd", weight, rate=0.1)
-    step = training.make_step(cost, optimizer, accumulate=2)
+    step = training.make_step(cost, optimizer, microbatches=2)
     metrics = as_numpy(step(training.init_state(weight, optimizer), rows)[1])
     load, sums = rows["load"].sum(axis=0), {name: value.sum(axis=0) for name, value in rows.items()}
     share = load / load.sum(axis=-1, keepdims=True)

@@ -20,8 +20,8 @@ PIPE += [
 
 # Every axis, stage of ZeRO, stream, overlap, method, schedule and remat at least once.
 EVERY_RUN = [
-    Case("llama", {"replica": 2, "fsdp": 2}, {"zero": 3, "smallest": 1}, accumulate=2),
-    Case("gpt2", {"replica": 2, "expert": 2, "tensor": 2}, {"zero": 0, "residual": "replicated"}, accumulate=2),
+    Case("llama", {"replica": 2, "fsdp": 2}, {"zero": 3, "smallest": 1, "microbatches": 2}),
+    Case("gpt2", {"replica": 2, "expert": 2, "tensor": 2}, {"zero": 0, "residual": "replicated", "microbatches": 2}),
     Case("jaxformer", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}, "products"),
     Case("llama", {"fsdp": 2, "context": 4}, {"zero": 2, "context_method": "ring"}, "full"),
     Case(
@@ -66,7 +66,9 @@ def step_grid() -> list[Case]:
     """Layouts under which optimizers are run, Muon too."""
     cases = [
         Case("gpt2", {"replica": 2, "fsdp": 4}, {"zero": 1}),
-        Case("llama", {"fsdp": 4, "tensor": 2}, {"zero": 2, "residual": "sequence", "overlap": "ring"}, accumulate=2),
+        Case(
+            "llama", {"fsdp": 4, "tensor": 2}, {"zero": 2, "residual": "sequence", "overlap": "ring", "microbatches": 2}
+        ),
         Case("jaxformer", {"fsdp": 2, "tensor": 4}, {"zero": 3, "residual": "feature"}, "products"),
         Case("gpt2", {"context": 4, "tensor": 2}, {"context_method": "heads"}),
         Case(
@@ -80,7 +82,7 @@ def step_grid() -> list[Case]:
         Case("full norms", {"fsdp": 2, "tensor": 4}, {"zero": 3}),
         Case("llama lora", {"fsdp": 2, "tensor": 2}, {"zero": 3}, optimizer="adamw of factors"),
         Case("llama lora", {"fsdp": 2, "pipe": 2}, {"zero": 2, "microbatches": 2}, optimizer="muon of factors"),
-        Case("latents lora", {"fsdp": 2, "context": 2}, {"zero": 2}, accumulate=2, optimizer="adamw of factors"),
+        Case("latents lora", {"fsdp": 2, "context": 2}, {"zero": 2, "microbatches": 2}, optimizer="adamw of factors"),
         Case("shared mixture lora", {"expert": 2, "tensor": 2}, {"zero": 1}, optimizer="adamw of factors"),
         Case("shared mixture", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_factor": 8.0}),
         Case(
@@ -111,14 +113,14 @@ def _unequal() -> Iterator[Case]:
 
 def _turns() -> Iterator[tuple[str, str, int]]:
     """Families, remats and numbers of microbatches, each taking turns."""
-    accumulate = itertools.cycle((1, 1, 2, 1, 2))
-    return zip(itertools.cycle(THREE), itertools.cycle(("none", "products", "none", "full")), accumulate)
+    microbatches = itertools.cycle((1, 1, 2, 1, 2))
+    return zip(itertools.cycle(THREE), itertools.cycle(("none", "products", "none", "full")), microbatches)
 
 
-def _case(family: str, mesh: dict[str, int], choices: dict[str, Any], remat: str = "none", accumulate: int = 1) -> Case:
-    # A pipeline has microbatches of its own, and each device keeps a row in each.
-    fits = "pipe" not in mesh and mesh.get("fsdp", 1) * mesh.get("replica", 1) * accumulate <= 8
-    return Case(family, mesh, choices, remat, accumulate if fits else 1)
+def _case(family: str, mesh: dict[str, int], choices: dict[str, Any], remat: str = "none", pieces: int = 1) -> Case:
+    # A pipeline's choices say how many microbatches, and each device keeps a row in each.
+    fits = "pipe" not in mesh and mesh.get("fsdp", 1) * mesh.get("replica", 1) * pieces <= 8
+    return Case(family, mesh, choices | ({"microbatches": pieces} if fits and pieces > 1 else {}), remat)
 
 
 def _stages(choices: dict[str, Any]) -> int:
@@ -128,7 +130,7 @@ def _stages(choices: dict[str, Any]) -> int:
 def _alone() -> Iterator[Case]:
     for family in THREE:
         yield Case(family, {"replica": 8})
-        yield Case(family, {"expert": 4, "replica": 2}, accumulate=1)
+        yield Case(family, {"expert": 4, "replica": 2})
         for zero in ZERO:
             yield Case(family, {"fsdp": 8} if zero["zero"] % 2 else {"replica": 2, "fsdp": 2}, zero)
         for stream, size in itertools.chain(zip(TENSOR, itertools.cycle((2, 4, 8)))):
@@ -142,19 +144,19 @@ def _alone() -> Iterator[Case]:
 def _pairs() -> Iterator[Case]:
     turns = _turns()
     for zero, stream in itertools.product(ZERO, TENSOR):
-        family, remat, accumulate = next(turns)
+        family, remat, pieces = next(turns)
         sizes = {"fsdp": 2, "tensor": 4} if zero["zero"] % 2 else {"fsdp": 4, "tensor": 2}
-        yield _case(family, sizes, zero | stream, remat, accumulate)
+        yield _case(family, sizes, zero | stream, remat, pieces)
     for zero, method in itertools.product(ZERO, CONTEXT):
-        family, remat, accumulate = next(turns)
+        family, remat, pieces = next(turns)
         sizes = {"fsdp": 2, "context": 4} if zero["zero"] % 2 else {"fsdp": 4, "context": 2}
-        yield _case(family, sizes, zero | method, remat, accumulate)
+        yield _case(family, sizes, zero | method, remat, pieces)
     for zero, schedule in itertools.product(ZERO, PIPE):
         family, remat, _ = next(turns)
         yield _case(family, {"fsdp": 2, "pipe": _stages(schedule)}, zero | schedule, remat)
     for stream, method in itertools.product(TENSOR, CONTEXT):
-        family, remat, accumulate = next(turns)
-        yield _case(family, {"context": 2, "tensor": 2}, stream | method, remat, accumulate)
+        family, remat, pieces = next(turns)
+        yield _case(family, {"context": 2, "tensor": 2}, stream | method, remat, pieces)
     for stream, schedule in itertools.product(TENSOR, PIPE):
         family, remat, _ = next(turns)
         yield _case(family, {"pipe": _stages(schedule), "tensor": 2}, stream | schedule, remat)
@@ -176,11 +178,11 @@ def _triples() -> Iterator[Case]:
     axes = ("fsdp", "pipe", "tensor"), ("fsdp", "context", "tensor"), ("replica", "fsdp", "tensor")
     axes += ("pipe", "context", "tensor"), ("fsdp", "pipe", "context"), ("replica", "fsdp", "pipe")
     for three, number in itertools.product(axes, range(8)):
-        family, remat, accumulate = next(turns)
+        family, remat, pieces = next(turns)
         choices: dict[str, Any] = {}
         for axis in three:
             choices |= kinds[axis][(number + 3 * (axis == "fsdp")) % len(kinds[axis])]
-        yield _case(family, dict.fromkeys(three, 2), choices, remat, accumulate)
+        yield _case(family, dict.fromkeys(three, 2), choices, remat, pieces)
 
 
 def _others() -> Iterator[Case]:

@@ -27,7 +27,6 @@ class Case(NamedTuple):
     mesh: dict[str, int]
     choices: dict[str, Any] = {}
     remat: str = "none"
-    accumulate: int = 1
     dtypes: tuple[str, str] = ("float32", "float32")
     optimizer: str = "adamw"
     shape: tuple[int, int] = (8, 16)  # rows and their tokens
@@ -38,7 +37,7 @@ class Case(NamedTuple):
         mesh = ".".join(f"{axis}{size}" for axis, size in self.mesh.items())
         numbers = {name: f"{name}{value}" for name, value in self.choices.items() if isinstance(value, int | float)}
         words = [self.model, mesh, *(numbers.get(name, value) for name, value in self.choices.items())]
-        words += [self.remat] * (self.remat != "none") + [f"accumulate{self.accumulate}"] * (self.accumulate > 1)
+        words += [self.remat] * (self.remat != "none")
         return " ".join(words)
 
     @property
@@ -71,20 +70,20 @@ def _of_one_device(model: str, dtypes: tuple[str, str], shape: tuple[int, int]) 
 def of_plan(case: Case) -> Outcome:
     """The same under the plan."""
     model = model_of(case.model, case.remat, case.dtypes)
-    return under(case.plan, model, batch_of(model, *case.shape), accumulate=case.accumulate)
+    return under(case.plan, model, batch_of(model, *case.shape))
 
 
-def under(plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_token_loss, accumulate: int = 1) -> Outcome:
+def under(plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_token_loss) -> Outcome:
     """What a plan makes of any model, batch and loss."""
     plan.check(model, rows=len(batch.ids), seq=batch.ids.shape[1])
     placed = place(plan.to_ring_order(model), plan)
-    got = compiled(planned_gradients(plan)(loss, accumulate), placed, batch)
+    got = compiled(planned_gradients(plan)(loss), placed, batch)
     return got._replace(gradients=plan.to_reading_order(got.gradients))
 
 
-def alone(model: nn.Transformer, batch: Any, loss: Any = next_token_loss, accumulate: int = 1) -> Outcome:
+def alone(model: nn.Transformer, batch: Any, loss: Any = next_token_loss, microbatches: int = 1) -> Outcome:
     """What one device makes of them."""
-    return compiled(accumulated_gradients(loss, accumulate), model, batch)
+    return compiled(accumulated_gradients(loss, microbatches), model, batch)
 
 
 def place(model: nn.Transformer, plan: Plan) -> nn.Transformer:
@@ -178,7 +177,7 @@ def trained_by_plan(case: Case) -> Trained:
     """As many steps under the plan, from a state that is made where it is kept."""
     model, plan = model_of(case.model, case.remat, case.dtypes), case.plan
     rule = _optimizer(case.optimizer, model)
-    step = training.planned_step(next_token_loss, rule, plan, accumulate=case.accumulate, balance_rate=BALANCE)
+    step = training.planned_step(next_token_loss, rule, plan, balance_rate=BALANCE)
     make = lambda: training.init_state(plan.to_ring_order(model), rule)
     state = init_sharded(make, lambda shapes: training.state_shardings(plan, rule, shapes))
     got = _train(step, state, training.planned_evaluation(plan), batch_of(model))

@@ -114,12 +114,11 @@ def test_what_is_not_checked_beforehand_is_checked_by_the_step():
     model, optimizer = model_of("llama"), training.optimizer("adamw", model_of("llama"), rate=1e-3)
     state = shapes(lambda: training.init_state(model, optimizer))
 
-    def step(over, accumulate=1):
-        run = training.planned_step(training.next_token_loss, optimizer, over, accumulate=accumulate)
-        run.lower(state, batch_of(model))
+    def step(over):
+        training.planned_step(training.next_token_loss, optimizer, over).lower(state, batch_of(model))
 
     with pytest.raises(ValueError, match=r"8 rows do not fall into 2 x 6 equal pieces"):
-        step(plan_over({"fsdp": 2, "pipe": 2}, microbatches=2), accumulate=3)
+        step(plan_over({"fsdp": 2, "pipe": 2}, microbatches=6))
     with pytest.raises(ValueError, match=r"but .* has (48|8) of it and the axis 3"):
         step(plan_over({"tensor": 3}))
 

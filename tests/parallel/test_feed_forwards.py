@@ -73,7 +73,7 @@ class Way:
     """How to train: a mesh, whether rows and hidden features are split, and in how many parts a batch is taken."""
 
     mesh: dict[str, Any]
-    accumulate: int = 1
+    microbatches: int = 1
     reduce: bool = True
     average: bool = True
 
@@ -82,7 +82,7 @@ WAYS = {
     "data": Way(dict(replica=8)),
     "columns then rows": Way(dict(tensor=8)),
     "hybrid": Way(dict(replica=2, tensor=4)),
-    "accumulated": Way(dict(replica=4, tensor=2), accumulate=2),
+    "accumulated": Way(dict(replica=4, tensor=2), microbatches=2),
 }
 
 
@@ -96,7 +96,7 @@ def train(way, stack, samples):
         return jnp.mean(jnp.square(dataclasses.replace(stack, reduce=reduce)(x) - y))
 
     def step(stack, batch):
-        parts = jax.tree.map(lambda x: x.reshape(way.accumulate, -1, EMBED), batch)
+        parts = jax.tree.map(lambda x: x.reshape(way.microbatches, -1, EMBED), batch)
         local = vary(stack, ["replica"])  # gradients stay a device's own until they are averaged, once a step
 
         def add(total, part):
@@ -105,7 +105,7 @@ def train(way, stack, samples):
 
         zeros = jax.tree.map(jnp.zeros_like, (jnp.sum(parts[0]) * 0, local))
         total = jax.lax.scan(add, zeros, parts)[0]
-        mean = jax.tree.map(lambda x: x / way.accumulate, total)
+        mean = jax.tree.map(lambda x: x / way.microbatches, total)
         if way.average:
             value, gradients = jax.lax.pmean(mean, "replica")
         else:

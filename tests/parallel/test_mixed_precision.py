@@ -26,7 +26,7 @@ WIDER = [
     ),
     Case("llama", {"fsdp": 2, "tensor": 4}, {"zero": 3, "residual": "sequence"}),
     Case("windows", {"context": 2, "tensor": 4}, {"residual": "sequence", "overlap": "ring"}, "products"),
-    Case("jaxformer", {"fsdp": 2, "context": 4}, {"zero": 2}, accumulate=2),
+    Case("jaxformer", {"fsdp": 2, "context": 4}, {"zero": 2, "microbatches": 2}),
 ]
 
 

@@ -1,5 +1,6 @@
 """The rule of `nn/_sums.py`, held: gradients add up nothing in 16 bits over tokens, and few things over devices."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -63,15 +64,15 @@ WIDER = [
     Case("weighed inputs", {}),
     Case("batch mixture", {}),
     Case("choosing experts", {}),
-    Case("latents lora", {}, accumulate=2),
+    Case("latents lora", {}, {"microbatches": 2}),
 ]
 
 
 def program_of(case: Case, model: Any = None, batch: Any = None, loss: Any = next_token_loss) -> Any:
     """The trace of the gradients, under the case's plan or on one device."""
     model = model_of(case.model, case.remat, case.dtypes) if model is None else model
-    of_batch = planned_gradients(case.plan) if case.mesh else accumulated_gradients
-    function = of_batch(loss, case.accumulate)
+    on_one = functools.partial(accumulated_gradients, microbatches=case.choices.get("microbatches", 1))
+    function = (planned_gradients(case.plan) if case.mesh else on_one)(loss)
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
     batch = batch_of(model) if batch is None else batch
     arrays, rest = eqx.partition((model, batch, jax.random.key(7)), is_array)

@@ -44,7 +44,7 @@ def of_one(model: str) -> Any:
 
 def of_plan(case: Case, batch: Any = None) -> Any:
     batch = pairs(case.model) if batch is None else batch
-    return under(case.plan, model_of(case.model, case.remat), batch, loss, case.accumulate)
+    return under(case.plan, model_of(case.model, case.remat), batch, loss)
 
 
 def test_it_is_the_formula():
@@ -74,13 +74,13 @@ EVERY_RUN = [
     Case("llama", {"fsdp": 2, "pipe": 2, "context": 2}, {"zero": 2, "schedule": "zb-h1", "microbatches": 2}),
 ]
 GRID = [
-    Case("shared mixture", {"fsdp": 2, "tensor": 2}, {"zero": 1, "residual": "feature"}, accumulate=2),
+    Case("shared mixture", {"fsdp": 2, "tensor": 2}, {"zero": 1, "residual": "feature", "microbatches": 2}),
     Case("gpt2", {"context": 4, "tensor": 2}, {"context_method": "gather", "residual": "feature"}, "full"),
-    Case("gpt2", {"replica": 2, "context": 2}, {"microbatches": 2}, accumulate=1),
+    Case("gpt2", {"replica": 2, "context": 2}, {"microbatches": 2}),
     Case("jaxformer", {"context": 2, "tensor": 4}, {"residual": "sequence", "context_method": "heads"}),
     Case("llama", {"pipe": 2, "tensor": 2}, {"schedule": "gpipe", "edges": "spread", "microbatches": 4}),
-    Case("llama", {"pipe": 2, "context": 2, "tensor": 2}, {"schedule": "1f1b", "microbatches": 2}, accumulate=2),
-    Case("llama", {"pipe": 2}, {"schedule": "interleaved", "chunks": 2, "microbatches": 2}, accumulate=2),
+    Case("llama", {"pipe": 2, "context": 2, "tensor": 2}, {"schedule": "1f1b", "microbatches": 4}),
+    Case("llama", {"pipe": 2}, {"schedule": "interleaved", "chunks": 2, "microbatches": 4}),
     Case("shared mixture", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_factor": 8.0}),
     Case("shared mixture", {"pipe": 2, "fsdp": 2}, {"microbatches": 2}),
     Case("fading", {"fsdp": 4, "tensor": 2}, {"zero": 3, "smallest": 1}),
@@ -118,7 +118,7 @@ def test_half_a_group_is_refused():
         ValueError, match=r"8 rows do not fall into 4 x 2 equal pieces of whole groups of 2 rows; take a"
     ):
         of_plan(case)
-    with pytest.raises(ValueError, match=r"accumulate=8\): the batch of 8 rows .* of whole groups of 2 rows"):
+    with pytest.raises(ValueError, match=r"microbatches=8\): the batch of 8 rows .* of whole groups of 2 rows"):
         alone(model_of("llama"), pairs("llama"), loss, 8)
 
 

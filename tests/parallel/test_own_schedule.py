@@ -37,7 +37,7 @@ GRID = {
     ),
     "four devices": Case("eight layers", {"pipe": 4, "fsdp": 2}, {"schedule": once, "microbatches": 4, "zero": 1}),
     "unequal parts": Case("five layers", {"pipe": 2, "tensor": 2}, {"schedule": once, "microbatches": 2}),
-    "mixtures": Case("shared mixture", {"pipe": 2, "expert": 2}, {"schedule": once, "microbatches": 2}, accumulate=2),
+    "mixtures": Case("shared mixture", {"pipe": 2, "expert": 2}, {"schedule": once, "microbatches": 4}),
     "many microbatches": Case(
         "eight layers", {"pipe": 2}, {"schedule": waves, "microbatches": 8, "residual": "sequence"}
     ),

@@ -19,7 +19,7 @@ from eqformer.training import next_token_loss, planned_gradients
 NARROW = ("bfloat16", "bfloat16")
 PIPE: dict[str, Any] = {"microbatches": 2, "smallest": 1}
 CASES = [
-    Case("gpt2", {"replica": 2, "expert": 2}, accumulate=2),
+    Case("gpt2", {"replica": 2, "expert": 2}, {"microbatches": 2}),
     *(Case("tied", {"fsdp": 2, "context": 2}, {"zero": zero, "smallest": 1}) for zero in range(4)),
     Case("llama", {"fsdp": 2, "context": 2}, {"context_method": "heads"}),
     Case("gpt2 lora", {"fsdp": 2, "tensor": 2}, {"residual": "feature"}),
@@ -37,7 +37,7 @@ def sums_not_meant(case: Case) -> list[NarrowSum]:
     """What a program that gives gradients adds up in 16 bits, beside streams between layers."""
     model, plan = model_of(case.model, dtypes=NARROW), case.plan
     arrays, rest = eqx.partition(plan.to_ring_order(model), eqx.is_array)
-    gradients = planned_gradients(plan)(next_token_loss, case.accumulate)
+    gradients = planned_gradients(plan)(next_token_loss)
     run = lambda arrays, batch: jax.tree.leaves(gradients(eqx.combine(arrays, rest), batch, None)[2])
     program, shapes = jax.make_jaxpr(run, return_shape=True)(arrays, batch_of(model))
     assert {str(x.dtype) for x in shapes} == {"float32"}
@@ -69,7 +69,7 @@ def of_first_weights(model: Any, batch: Any, key: Any = None, *, tokens: Any = N
         Case("tied", {"replica": 2, "fsdp": 4}, {"zero": 1, "smallest": 1}),
         Case("tied", {"fsdp": 8}, {"zero": 2, "smallest": 1}),
         Case("tied", {"fsdp": 8}, {"zero": 3, "smallest": 1}),
-        Case("tied", {"fsdp": 2}, accumulate=4),
+        Case("tied", {"fsdp": 2}, {"microbatches": 4}),
         Case("tied", {"fsdp": 4, "pipe": 2}, {"zero": 3, "smallest": 1, "schedule": "1f1b", "microbatches": 2}),
     ],
     ids=lambda case: case.name,
@@ -81,7 +81,7 @@ def test_what_a_16_bit_sum_would_round_away_is_there(case):
     weights = np.ones_like(batch.weights)
     weights[0] = 256
     batch = eqx.tree_at(lambda b: b.weights, batch, weights)
-    got = compiled(planned_gradients(case.plan)(of_first_weights, case.accumulate), place(model, case.plan), batch)
+    got = compiled(planned_gradients(case.plan)(of_first_weights), place(model, case.plan), batch)
     assert np.asarray(got.gradients.embedding.weight).tolist() == np.full((50, 32), 263.0).tolist()
 
 
@@ -103,14 +103,14 @@ def test_clipped_gradients_of_narrow_parameters_have_the_norm_exactly():
     "case",
     [
         Case("mixture", {"fsdp": 2, "pipe": 2}, PIPE | {"zero": 3, "schedule": "zb-h1"}),
-        pytest.param(Case("mixture", {"fsdp": 2, "context": 2}, accumulate=2), marks=pytest.mark.grid),
+        pytest.param(Case("mixture", {"fsdp": 2, "context": 2}, {"microbatches": 2}), marks=pytest.mark.grid),
     ],
     ids=lambda case: case.name,
 )
 def test_a_loss_scale_changes_no_bit(case):
     """Of powers of two, where nothing overflows: those of balancing losses have it too."""
     plan, plain = case.plan, model_of(case.model)
-    of_batch = planned_gradients(plan)(next_token_loss, case.accumulate)
+    of_batch = planned_gradients(plan)(next_token_loss)
     model, batch, key = place(plan.to_ring_order(plain), plan), batch_of(plain), jax.random.key(0)
     run = hastily(lambda *given: of_batch(*given)[2], model, batch, key, jnp.float32(1))
     one, other = (run(model, batch, key, jnp.float32(scale)) for scale in (1, 2**12))

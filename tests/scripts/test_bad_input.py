@@ -47,6 +47,7 @@ def refused(capsys):
         ("--model.embd 64", ["model.embd", "--model.embed"]),
         ("--steps many", ["steps", "many"]),
         ("--optimizer.lr 1e-3", ["--optimizer.lr: there is no such flag; it is --optimizer.learning-rate here"]),
+        ("--accumulate 4", ["--accumulate: there is no such flag; it is --microbatches here"]),
         ("--batch-size=8", ["--batch-size: there is no such flag; it is --batch here"]),
         (
             "--text.tokenizer {file} --model.vocab 255",
@@ -59,7 +60,7 @@ def refused(capsys):
             ["--model.heads 8 --model.kv-heads 3", "heads=8, kv_heads=3", "[1, 2, 4, 8]"],
         ),
         ("--recipe gpt2 --model.embed 100", ["embed=100, heads=8", "divide"]),
-        ("--batch 16 --accumulate 3", ["--batch 16", "--accumulate 3", "divide"]),
+        ("--batch 16 --microbatches 3", ["--microbatches 3 --batch 16", "multiple of 3 rows"]),
         ("--recipe gpt2 --seq 1024", ["--seq 1024", "512 learned positions"]),
         ("--steps 0", ["--steps 0", "at least 1"]),
         ("--sample-every -1", ["--sample-every -1", "0 for none"]),
@@ -94,7 +95,6 @@ def test_what_cannot_work_is_refused_before_anything_is_written(arguments, words
         ("--mesh.tensor 8 --model.heads 12 --model.embed 96", ["--mesh.tensor 8", "'heads'", "12", "8 devices"]),
         ("--mesh.fsdp 8 --batch 12", ["--mesh.fsdp 8", "12 rows", "multiple of 8"]),
         ("--mesh.fsdp 8 --microbatches 4", ["--mesh.fsdp 8 --microbatches 4", "16 rows", "multiple of 32"]),
-        ("--mesh.fsdp 8 --accumulate 4", ["--mesh.fsdp 8 --accumulate 4", "16 rows", "multiple of 32"]),
         ("--mesh.context 8 --seq 250", ["--mesh.context 8", "250 tokens", "multiple of 16"]),
         ("--mesh.context 2 --mesh.tensor 4 --residual sequence --seq 36", ["'sequence'", "18 tokens", "multiple of 8"]),
         ("--mesh.pipe 8", ["--mesh.pipe 8", "layers=4", "more parts than layers", "take 8 layers"]),
@@ -185,6 +185,11 @@ def test_a_folder_of_another_recipe_and_a_folder_that_is_no_run(refused, corpus,
     error = refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--model.embed", 64)
     assert "model.embed: 32 -> 64" in error and "seq: 1000000 -> 32" in error
     assert (tmp_path / "run" / "recipe.json").read_text() == recipe
+    of_old = json.loads(recipe)
+    of_old["recipe"]["accumulate"] = 2  # as one wrote before
+    (tmp_path / "run" / "recipe.json").write_text(json.dumps(of_old))
+    error = refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA)
+    assert "Recipe has no fields ['accumulate']; it was written by another version" in error
     (tmp_path / "run" / "recipe.json").write_text(json.dumps({"name": "default"}))
     assert "not a recipe that a run wrote" in refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA)
 

@@ -131,7 +131,7 @@ def test_flags_that_are_there_are_no_other_names():
         ("rates('cosine', decay=3): no", "--optimizer.rates warmup-cosine: "),
         ("check_vocab(store, vocab=64): no", "--model.vocab 256: "),
         ("Loader(store, seq=1, batch=2, packing='windows'): no", "--seq 256 --batch 16 --text.packing windows: "),
-        ("make_step(accumulate=3): the batch of 16 rows", "--accumulate 1: "),
+        ("make_step(microbatches=3): the batch of 16 rows", "--microbatches 1: "),
         ("a message of another form: a=3", ""),
         ("--batch 3: seq=4", ""),
         ("FileTokenizer('x', end_of_text=None): no", ""),  # neither flag is set

@@ -53,9 +53,9 @@ WIDER = {
     "copies": "--mesh.replica 8",
     "zero 1": "--mesh.replica 2 --mesh.fsdp 4 --zero 1",
     "zero 2": "--mesh.fsdp 8 --zero 2",
-    "zero 2, pieces": "--mesh.fsdp 4 --mesh.replica 2 --zero 2 --accumulate 2",
+    "zero 2, pieces": "--mesh.fsdp 4 --mesh.replica 2 --zero 2 --microbatches 2",
     "zero 3": "--mesh.expert 2 --mesh.fsdp 4 --zero 3",
-    "zero 3, pieces": "--mesh.fsdp 4 --mesh.expert 2 --zero 3 --accumulate 2",
+    "zero 3, pieces": "--mesh.fsdp 4 --mesh.expert 2 --zero 3 --microbatches 2",
     "replicated": "--mesh.fsdp 2 --mesh.tensor 4",
     "replicated, all again": "--mesh.fsdp 2 --mesh.tensor 4 --execution.remat full",
     "replicated, few key heads": "--mesh.fsdp 2 --mesh.tensor 4 --model.kv-heads 2",
@@ -214,5 +214,5 @@ def test_a_pipeline_gathers_three_times():
 def test_a_pipelines_layers_run_forward_twice():
     share = 1 / 2 * 16 * 32 * 4
     layers, edges = 4 * 8 * 64 * share, (4 * 64 + 2 * 3) * share
-    assert by_formula_of("--mesh.tensor 2 --accumulate 4")[TENSOR] == layers + edges
+    assert by_formula_of("--mesh.tensor 2 --microbatches 4")[TENSOR] == layers + edges
     assert by_formula_of("--mesh.tensor 2 --mesh.pipe 2 --microbatches 4")[TENSOR] == layers / 2 * 12 / 8 + edges

@@ -57,7 +57,7 @@ def distance(ours, theirs):
 
 @pytest.mark.parametrize("schedule", ["looping", *(pytest.param(s, marks=pytest.mark.grid) for s in ("gpipe", "1f1b"))])
 def test_a_schedule_gives_the_gradients_of_plain_jax(schedule, model, gradients):
-    run = eqx.filter_jit(classifier.pipelined(plan(schedule))(None, 1, None))
+    run = eqx.filter_jit(classifier.pipelined(plan(schedule))(None, None))
     total, count, found = run(model, classifier.make_batch(), KEY)
     assert float(count) == classifier.ROWS
     assert distance((total, found), gradients) < 2e-5
@@ -67,7 +67,7 @@ def test_a_schedule_gives_the_gradients_of_plain_jax(schedule, model, gradients)
 @pytest.mark.grid
 @pytest.mark.parametrize("way", ["plain", "gpipe", "looping", "1f1b", "accumulated", "bfloat16", "remat"])
 def test_seventeen_steps_learn_the_batch(way):
-    options = {"accumulated": {"accumulate": 4}, "bfloat16": {"dtype": "bfloat16"}, "remat": {"remat": "full"}}
+    options = {"accumulated": {"microbatches": 4}, "bfloat16": {"dtype": "bfloat16"}, "remat": {"remat": "full"}}
     options |= {"plain": {}} | {name: {"plan": plan(name)} for name in ("gpipe", "looping", "1f1b")}
     trained, losses = classifier.train(**options[way])
     reached = classifier.evaluate(trained, make_mesh(replica=2, pipe=4))

@@ -56,7 +56,7 @@ def split(start):
 @pytest.fixture(scope="module")
 def plain(start):
     optimizer, state = start
-    step = training.make_step(training.next_token_loss, optimizer, accumulate=MICROBATCHES, clip=CLIP)
+    step = training.make_step(training.next_token_loss, optimizer, microbatches=MICROBATCHES, clip=CLIP)
     return stepped(step, jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, state))
 
 

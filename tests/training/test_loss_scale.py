@@ -73,8 +73,8 @@ def test_the_scale_is_halved_and_doubled():
 
 def test_the_scale_changes_no_bit_of_what_neither_overflows_nor_vanishes(make_model, make_batch):
     model, batch = make_model(layers=1), make_batch(rows=4)
-    for accumulate in (1, 2):
-        of_batch = training.accumulated_gradients(training.next_token_loss, accumulate)
+    for microbatches in (1, 2):
+        of_batch = training.accumulated_gradients(training.next_token_loss, microbatches)
         run = eqx.filter_jit(of_batch)
         one, other, none = (run(model, batch, None, scale) for scale in (jnp.float32(1), jnp.float32(2**20), None))
         assert_same_bits(one, other)

@@ -143,7 +143,7 @@ def test_float64_parameters_train_in_float64(quadratic):
 def test_everything_but_the_batch_is_updated_in_place(make_model, make_batch, key):
     model, batch = make_model(), jax.tree.map(jnp.asarray, make_batch())
     optimizer = training.optimizer("adamw", model, rate=1e-3)
-    step = training.make_step(loss, optimizer, accumulate=2)
+    step = training.make_step(loss, optimizer, microbatches=2)
     state = training.init_state(model, optimizer)
     memory = step.lower(state, batch, key).compile().compiled.memory_analysis()
     held = sum(x.nbytes for x in jax.tree.leaves(eqx.filter(state, eqx.is_array)))
@@ -185,10 +185,12 @@ def test_an_array_in_two_places_becomes_two():
 
 def test_bad_arguments_are_refused(quadratic, make_batch):
     make, _, optimizer, _, of_batch = quadratic
-    with pytest.raises(ValueError, match="accumulate=0"):
-        training.make_step(of_batch, optimizer, accumulate=0)
+    with pytest.raises(ValueError, match="microbatches=0"):
+        training.make_step(of_batch, optimizer, microbatches=0)
+    with pytest.raises(ValueError, match="microbatches=2, gradients_of=...*leave it out"):
+        training.make_step(of_batch, optimizer, microbatches=2, gradients_of=lambda loss_fn, trained: of_batch)
     with pytest.raises(ValueError, match="clip=0.0"):
         training.make_step(of_batch, optimizer, clip=0.0)
-    step = training.make_step(of_batch, optimizer, accumulate=3)
-    with pytest.raises(ValueError, match="accumulate=3.*4 rows.*1 rows"):
+    step = training.make_step(of_batch, optimizer, microbatches=3)
+    with pytest.raises(ValueError, match="microbatches=3.*4 rows.*1 rows"):
         step(training.init_state(make(), optimizer), make_batch(rows=4))

@@ -43,11 +43,11 @@ def trained(name, part, **options):
 
 
 @pytest.mark.parametrize(
-    "name, accumulate", [pytest.param("adamw", 1, marks=pytest.mark.grid), ("muon", 2), ("sgd", 1)]
+    "name, microbatches", [pytest.param("adamw", 1, marks=pytest.mark.grid), ("muon", 2), ("sgd", 1)]
 )
-def test_factors_alone_change_and_are_remembered(name, accumulate):
+def test_factors_alone_change_and_are_remembered(name, microbatches):
     factors = set(by_path(nn.lora_factors(adapted())))
-    changed, losses, remembered = trained(name, nn.lora_factors, accumulate=accumulate)
+    changed, losses, remembered = trained(name, nn.lora_factors, microbatches=microbatches)
     assert changed == factors and losses[0] > losses[1] > losses[2]
     shapes = {leaf.shape for leaf in by_path(nn.lora_factors(adapted())).values()}
     moments = {"adamw": 2, "muon": 1, "sgd": 0}[name]

@@ -85,7 +85,7 @@ def test_packed_rows_are_masked(calls):
 def test_whole_rows_stay_known_over_devices(calls, mesh, method):
     count = int(np.prod(list(mesh.values())))
     plan = parallel.Plan(parallel.make_mesh(**mesh, devices=jax.devices()[:count]), context_method=method)
-    run = training.planned_gradients(plan)(training.next_token_loss, 1)
+    run = training.planned_gradients(plan)(training.next_token_loss)
     eqx.filter_eval_shape(run, eqx.filter_eval_shape(model), batch(), jax.random.key(0))
     assert calls and all(rules == {"is_causal": True} for rules in calls)
 
