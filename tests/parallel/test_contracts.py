@@ -241,7 +241,7 @@ def test_bytes_that_experts_of_a_foreign_router_send():
 def bytes_of_gradients(case: Case) -> tuple[dict[str, float], dict[str, float]]:
     """What the compiled program sends by cause, and what formulas say."""
     model, plan = model_of(case.model), case.plan
-    gradients = training.planned_gradients(plan)(training.next_token_loss, 1)
+    gradients = training.planned_gradients(plan)(training.next_token_loss)
     arrays, rest = eqx.partition(place(model, plan), eqx.is_array)
     run = jax.jit(lambda arrays, batch, key: gradients(eqx.combine(arrays, rest), batch, key))
     program = run.lower(arrays, batch_of(model), KEY).compile(compiler_options=HASTE)

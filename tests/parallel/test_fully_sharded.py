@@ -19,7 +19,7 @@ def temporary(mesh, **choices):
     plan = Plan(make_mesh(**mesh), **choices)
     make = lambda: models.build(NUMBERS, key=jax.random.key(0))
     model = init_sharded(make, lambda shapes: shardings(plan.parameter_specs(shapes), plan.mesh))
-    gradients = training.planned_gradients(plan)(training.next_token_loss, 1)
+    gradients = training.planned_gradients(plan)(training.next_token_loss)
     run = eqx.filter_jit(lambda model, batch: gradients(model, batch, None)[2])
     return run.lower(model, batch_of(model)).compile().compiled.memory_analysis().temp_size_in_bytes
 

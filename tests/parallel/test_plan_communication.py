@@ -30,7 +30,7 @@ def program_of_gradients(plan: Plan, remat: str):
     """The program of loss and gradients, optimised as usual."""
     model, batch = model_and_batch(plan, remat)
     arrays, rest = eqx.partition(place(model, plan), eqx.is_array)
-    gradients = training.planned_gradients(plan)(training.next_token_loss, 1)
+    gradients = training.planned_gradients(plan)(training.next_token_loss)
     run = jax.jit(lambda arrays, batch, key: gradients(eqx.combine(arrays, rest), batch, key))
     return run.lower(arrays, batch, jax.random.key(0)).compile(compiler_options=FAST)
 
