@@ -4,6 +4,8 @@ from ._checkpoint import (
     Checkpointer as Checkpointer,
     CheckpointError as CheckpointError,
 )
+from ._debug_nans import DebugNans as DebugNans
+from ._first_non_finite import first_non_finite as first_non_finite, NonFinite as NonFinite
 from ._loop import (
     Callback as Callback,
     Checkpoints as Checkpoints,

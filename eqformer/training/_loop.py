@@ -24,6 +24,8 @@ class Progress:
     """Steps of the whole run."""
     metrics: dict[str, Array]
     """Those of the last step, on the devices: to read one waits for the step. Empty before the first."""
+    batch: PyTree = None
+    """That of the last step; None before the first."""
     is_stopping: bool = False
     """Set by a callback to end the run after this step."""
 
@@ -78,7 +80,7 @@ def train(
     while run.step < steps and not run.is_stopping:
         if batch is None:
             raise ValueError(f"train(steps={steps}): the batches ended after {run.step}; give one for each step.")
-        before = run.metrics
+        before, run.batch = run.metrics, batch
         run.state, run.metrics = step(run.state, batch, key)
         run.step += 1
         if before:

@@ -124,12 +124,18 @@ class PlannedState:
 
     def on_one_device(self, model: PyTree) -> PyTree:
         """A copy of the state's model in reading order on this process's first device; all processes call together."""
-        arrays, rest = eqx.partition(model, eqx.is_array)
+        return self._copied(model, self.plan.to_reading_order)
+
+    def copied(self, tree: PyTree) -> PyTree:
+        """A copy of a batch, or of anything that is not in ring order, on this process's first device."""
+        return self._copied(tree, lambda arrays: arrays)
+
+    def _copied(self, tree: PyTree, ordered: Callable[[PyTree], PyTree]) -> PyTree:
+        arrays, rest = eqx.partition(tree, eqx.is_array)
         if jax.process_count() == 1:
-            arrays = self.plan.to_reading_order(arrays)
-            return eqx.combine(jax.device_put(arrays, jax.local_devices()[0]), rest)
+            return eqx.combine(jax.device_put(ordered(arrays), jax.local_devices()[0]), rest)
         whole = NamedSharding(self.plan.mesh, PartitionSpec())
-        copies = jax.jit(self.plan.to_reading_order, out_shardings=whole)(arrays)
+        copies = jax.jit(ordered, out_shardings=whole)(arrays)
         return eqx.combine(jax.tree.map(lambda x: x.addressable_data(0), copies), rest)
 
     def _shardings(self, shapes: PyTree) -> PyTree:

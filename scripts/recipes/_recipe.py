@@ -152,6 +152,8 @@ class Recipe:
     metrics: Metrics = Metrics()
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
     """Write a trace of these steps into the run directory's profile/, for TensorBoard, XProf or Perfetto."""
+    debug_nans: bool = False
+    """End at the first loss or gradient that is not finite, and name the module and layer that it comes from."""
     log_every: int = 10
     """Steps between rows of metrics.jsonl."""
     checkpoint_every: int = 200
@@ -173,7 +175,7 @@ class Recipe:
 # Fields that may change when a run is continued, since they do not change the steps already taken.
 CHANGEABLE = frozenset(
     ("steps", "prolong", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
-    + ("sample_every", "prompt", "metrics", "execution", "profile")
+    + ("sample_every", "prompt", "metrics", "execution", "profile", "debug_nans")
     # The mesh and the microbatches decide where and when numbers are computed, not their values. Only mixtures differ
     # a little: balance losses are over a microbatch, and --expert-method exchange may drop choices.
     + ("mesh", "plan")

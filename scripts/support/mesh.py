@@ -100,14 +100,19 @@ def mesh_line(plan: parallel.Plan) -> str:
     return "; ".join(parts)
 
 
-def step_of(recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer) -> training.Step:
-    """The recipe's step under a plan."""
+def loss_of(recipe: Recipe) -> Callable[..., tuple[Any, Any]]:
+    """The recipe's loss."""
 
     def loss(model: Any, batch: Batch, key: Any, **views: Any) -> tuple[Any, Any]:
         return training.next_token_loss(model, batch, key, z_loss=recipe.optimizer.z_loss, **views)
 
+    return loss
+
+
+def step_of(recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer) -> training.Step:
+    """The recipe's step under a plan."""
     return training.planned_step(
-        loss, optimizer, plan, clip=recipe.optimizer.clip, balance_rate=recipe.optimizer.balance_rate
+        loss_of(recipe), optimizer, plan, clip=recipe.optimizer.clip, balance_rate=recipe.optimizer.balance_rate
     )
 
 

@@ -13,7 +13,7 @@ from support.check import steps_of
 from support.clock import Clock
 from support.colored_text import color, has_choices
 from support.forked import forked
-from support.mesh import mesh_line, state_of, step_of
+from support.mesh import loss_of, mesh_line, state_of, step_of
 from support.metric_writers import open_metrics, Write
 from support.pictures import draw_loads, draw_losses
 from support.processes import check_alike, first, together
@@ -94,6 +94,7 @@ class Trainer:
             *([self._profile()] if recipe.profile else []),
             training.Log(recipe.log_every, self._keeping(write), clock.rate),
             clock,
+            *([self._debug_nans()] if recipe.debug_nans else []),
             every(1, self._vote),
             every(recipe.validate_every, lambda run: self._validate(run, write)),
             every(1, show_last),
@@ -104,6 +105,11 @@ class Trainer:
 
     def _profile(self) -> training.Profile:
         return training.Profile(*steps_of(self.recipe.profile or ""), self.directory.profile)
+
+    def _debug_nans(self) -> training.DebugNans:
+        pieces, trained = self.plan.microbatches, self.optimizer.trained
+        key, loss = self.keys.steps, loss_of(self.recipe)
+        return training.DebugNans(loss, key, microbatches=pieces, trained=trained, states=self.states)
 
     def _keeping(self, write: Write) -> Write:
         """`write`, of rows that are kept as the last."""

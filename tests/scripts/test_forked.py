@@ -37,9 +37,10 @@ def fork(source, run_dir, *more):
     return done
 
 
-def test_a_trace_names_collectives_and_metrics_have_time_and_memory(source):
+def test_a_trace_names_modules_and_collectives_and_metrics_have_time_and_memory(source):
     (trace,) = (source / "profile").rglob("*.xplane.pb")
     assert b"gradients over replicas" in trace.read_bytes()
+    assert b"blocks/mixer/layer/query/" in trace.read_bytes()
     row = rows(source)[-1]
     assert row["tokens"] == 6 * 8 * 32 and 0 < row["step_seconds"] < 60 and row["peak_bytes"] > 1e8
 
@@ -59,6 +60,14 @@ def test_a_fork_has_the_weights_of_the_step_that_it_names(source, tmp_path):
         assert got.keys() == wanted.keys()
         assert all(np.array_equal(got[name], wanted[name]) for name in wanted)
         assert not all(np.array_equal(got[name], other[name]) for name in wanted)  # the control
+
+
+@pytest.mark.grid  # tests/training names steps and modules by the same callback
+def test_numbers_that_are_not_finite_are_traced_to_their_module(source, tmp_path):
+    wild = "--optimizer.rates constant --optimizer.learning-rate 1e30 --optimizer.warmup 0 --steps 4".split()
+    done = train(tmp_path / "run", "--from-run", source, *wild, "--debug-nans")
+    assert done.returncode == 2 and "error: step 2: the loss is" in done.stderr
+    assert "in the forward pass of stacks[0].blocks" in done.stderr and "The model is that of step 1" in done.stderr
 
 
 def test_a_fork_takes_the_optimizers_memory_where_it_is_asked_to(source, tmp_path):

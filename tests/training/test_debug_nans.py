@@ -1,0 +1,108 @@
+"""Where numbers that are not finite come from: the module, the layer, the operation and the step."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Float
+
+from eqformer import Batch, nn, parallel, training
+
+
+class Growing(nn.Module):
+    """`exp(factor x)` behind a mask of its own, whose minus infinities are meant."""
+
+    factor: Float[Array, "_"]
+    floor: Float[Array, "_"]
+
+    def __call__(self, x):
+        weights = jax.nn.softmax(jnp.where(jnp.arange(x.shape[-1]) < 3, x, -jnp.inf))
+        return weights * jnp.exp(self.factor * x) + jnp.sqrt(self.floor)
+
+
+def build(layers=3):
+    key = jax.random.key(0)
+    sublayer = lambda key: nn.Residual(Growing(jnp.ones(1), jnp.ones(1)), scale=0.1)
+    stack = nn.Stack(sublayer, layers, key=key)
+    norm = nn.RMSNorm("embed", embed=4)
+    return nn.run_with(nn.Transformer(nn.Embedding(vocab=8, embed=4, key=key), (stack,), norm), remat="full")
+
+
+def at_layer(name, value, layer=1):
+    leaf = lambda m: getattr(m.stacks[0].blocks.layer, name)
+    return eqx.tree_at(leaf, build(), leaf(build()).at[layer].set(value))
+
+
+def batch_of(number, rows=4):
+    ids = np.random.default_rng(number).integers(0, 8, (rows, 5)).astype(np.int32)
+    return Batch(ids[:, :-1], ids[:, 1:], np.ones((rows, 4), np.float32), np.arange(rows, dtype=np.int32))
+
+
+def found(model, **options):
+    return training.first_non_finite(training.next_token_loss, model, batch_of(0), **options)
+
+
+def test_the_module_the_layer_and_the_line_are_named():
+    assert found(build()) is None  # the control: the mask's infinities reach nothing
+    where = found(at_layer("factor", 1e5))
+    assert (where.kind, where.module, where.layer) == ("infinity", "stacks[0].blocks.layer", 1)
+    assert (where.operation, where.is_backward) == ("exp", False)
+    assert "test_debug_nans.py" in where.source and "Growing" in where.source
+    assert str(where).startswith("infinity from `exp` in the forward pass of stacks[0].blocks.layer, layer 1 (")
+    # Of the first layer if of two, and with microbatches.
+    both = eqx.tree_at(lambda m: m.stacks[0].blocks.layer.factor, build(), jnp.full((3, 1), 1e5))
+    assert found(both, microbatches=2) == found(at_layer("factor", 1e5, layer=0), microbatches=2)
+
+
+def test_a_gradient_alone_and_a_planted_leaf_are_named():
+    where = found(at_layer("floor", 0.0))  # of which the square root has a value, and no derivative
+    assert (where.module, where.layer, where.is_backward) == ("stacks[0].blocks.layer", 1, True)
+    where = found(at_layer("factor", jnp.nan, layer=2))
+    assert (where.kind, where.module, where.layer) == ("NaN", "stacks[0].blocks.layer.factor", 2)
+    assert str(where) == "NaN in stacks[0].blocks.layer.factor, layer 2"
+    weights = batch_of(0).weights.copy()
+    weights[1, 2] = np.inf
+    where = training.first_non_finite(
+        training.next_token_loss, build(), eqx.tree_at(lambda b: b.weights, batch_of(0), weights)
+    )
+    assert where.module == "the batch's weights"
+
+
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "tensor": 2}])
+def test_a_run_ends_at_its_first_such_step(axes):
+    plan = parallel.Plan(parallel.make_mesh(**axes, devices=jax.devices()[: 4 if axes else 1]), microbatches=2)
+    optimizer = training.optimizer("sgd", build(), rate=1e-3)
+    table, large = lambda m: m.embedding.weight, lambda x: x.at[7].set(2.0)
+    first = lambda: eqx.tree_at(table, at_layer("factor", 50.0, 2), replace_fn=large)
+    states = training.PlannedState(first, optimizer, plan)
+    step = training.planned_step(training.next_token_loss, optimizer, plan)
+    quiet, loud = batch_of(1), batch_of(2)
+    quiet = eqx.tree_at(lambda b: b.ids, quiet, np.zeros_like(quiet.ids))
+    key = states.everywhere(jax.random.key(0))
+
+    def train(*callbacks, steps=4):
+        return training.train(step, states.init(), [quiet, quiet, loud, quiet], key, steps=steps, callbacks=callbacks)
+
+    debug = training.DebugNans(training.next_token_loss, key, microbatches=2, states=states)
+    named = r"^step 3: .* `exp` .* stacks\[0\].blocks.layer, layer 2 .* that of step 2"
+    with pytest.raises(training.DivergedError, match=named):
+        train(debug)
+    assert train(debug, steps=2).step == 2
+    if not axes:
+        run = train()  # the control: without it the step is skipped, and the run goes on
+        assert int(run.state.skipped) == 1 and run.step == 4
+
+
+def test_a_batch_without_weights_is_told():
+    optimizer = training.optimizer("sgd", [jnp.ones(1)], rate=1e-3, matrices=[None])
+    loss = lambda model, batch, key: (jnp.sum(model[0] * batch), jnp.sum(batch))
+    debug = training.DebugNans(loss, None)
+    with pytest.raises(training.DivergedError, match="step 1: .* The batch has no token with a weight"):
+        training.train(
+            training.make_step(loss, optimizer),
+            training.init_state([jnp.ones(1)], optimizer),
+            [jnp.zeros(3)],
+            steps=1,
+            callbacks=[debug],
+        )
