@@ -6,6 +6,7 @@ from ._checkpoint import (
 )
 from ._debug_nans import DebugNans as DebugNans
 from ._first_non_finite import first_non_finite as first_non_finite, NonFinite as NonFinite
+from ._gradient_norms import module_gradient_norms as module_gradient_norms
 from ._loop import (
     Callback as Callback,
     Checkpoints as Checkpoints,

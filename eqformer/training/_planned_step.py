@@ -93,6 +93,7 @@ def planned_step(
     *,
     clip: float | None = 1.0,
     balance_rate: float = 0.0,
+    gradient_norms: bool = False,
 ) -> Step:
     """`make_step` under a plan: the same numbers; the state is sharded as `state_shardings` says.
 
@@ -102,6 +103,7 @@ def planned_step(
         plan: The mesh, and how the model runs over it, in how many microbatches.
         clip: The norm to which gradients are clipped; None: they are not.
         balance_rate: The step size of the routers' selection biases, see `rebalanced`.
+        gradient_norms: Whether metrics have the norm of each module's gradient too, see `module_gradient_norms`.
     """
 
     def place(state: TrainState) -> TrainState:
@@ -113,6 +115,7 @@ def planned_step(
         optimizer,
         clip=clip,
         balance_rate=balance_rate,
+        gradient_norms=gradient_norms,
         gradients_of=planned_gradients(plan),
         place=place,
         as_held=plan.aux_to_ring_order,

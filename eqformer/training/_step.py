@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, Key, PyTree
 
 from .._shapes import Batch
 from ..parallel import is_narrow, routed, stand_in, vary, varying_axes
+from ._gradient_norms import module_gradient_norms
 from ._loss_scale import loss_scale, LossScale, Scale, seed, unscaled
 from ._optimizer import divided, global_norm, Optimizer, trainable, Trained
 from ._rebalance import rebalanced
@@ -71,6 +72,7 @@ def make_step(
     microbatches: int = 1,
     clip: float | None = 1.0,
     balance_rate: float = 0.0,
+    gradient_norms: bool = False,
     gradients_of: GradientsOf | None = None,
     place: Callable[[TrainState], TrainState] = lambda state: state,
     as_held: Callable[[PyTree, PyTree], PyTree] = lambda aux, model: aux,
@@ -92,6 +94,7 @@ def make_step(
         microbatches: How many microbatches a batch is cut into, one after another; their gradients are summed.
         clip: The norm to which gradients are clipped; None: they are not.
         balance_rate: The step size of the routers' selection biases, see `rebalanced`.
+        gradient_norms: Whether metrics have the norm of each module's gradient too, see `module_gradient_norms`.
         gradients_of: Computes the gradients of a batch, `gradients_of(loss_fn, trained)`, and cuts it as it likes.
         place: Constrains the sharding of the new state.
         as_held: Brings the layers' aux into the order in which the state holds the layers.
@@ -153,6 +156,9 @@ def make_step(
         state = place(state)
         metrics = {"loss": loss, "count": count, "grad_norm": norm, "learning_rate": learning_rate}
         metrics |= routing_metrics(tally) | ({} if held is None else {"loss_scale": held.value + 0})
+        if gradient_norms:
+            norms = module_gradient_norms(gradients)
+            metrics |= {f"grad_norm/{name}": x / count.astype(x.dtype) for name, x in norms.items()}
         # `+ 0` copies, since the next step donates the state's own counters.
         return state, metrics | {"skipped": state.skipped + 0, "skipped_in_a_row": state.skipped_in_a_row + 0}
 

@@ -92,12 +92,14 @@ class Execution:
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """Where metrics are written beside metrics.jsonl."""
+    """Which metrics are written, and where beside metrics.jsonl."""
 
     tensorboard: bool = False
     """Write TensorBoard events into the run directory (extra `metrics`)."""
     wandb: str | None = None
     """The Weights & Biases project to log to (extra `metrics`)."""
+    gradient_norms: bool = False
+    """Write the norm of each module's gradient too."""
 
 
 @dataclasses.dataclass(frozen=True)

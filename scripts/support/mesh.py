@@ -111,9 +111,9 @@ def loss_of(recipe: Recipe) -> Callable[..., tuple[Any, Any]]:
 
 def step_of(recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer) -> training.Step:
     """The recipe's step under a plan."""
-    return training.planned_step(
-        loss_of(recipe), optimizer, plan, clip=recipe.optimizer.clip, balance_rate=recipe.optimizer.balance_rate
-    )
+    its = recipe.optimizer
+    options = {"balance_rate": its.balance_rate, "gradient_norms": recipe.metrics.gradient_norms}
+    return training.planned_step(loss_of(recipe), optimizer, plan, clip=its.clip, **options)
 
 
 def state_of(

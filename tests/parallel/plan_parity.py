@@ -166,7 +166,7 @@ def trained_on_one_device(model: str, optimizer: str, dtypes: tuple[str, str]) -
     rule = _optimizer(optimizer, plain)
     state = training.init_state(jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, plain), rule)
     return _train(
-        training.make_step(next_token_loss, rule, balance_rate=BALANCE),
+        training.make_step(next_token_loss, rule, balance_rate=BALANCE, gradient_norms=True),
         state,
         training.evaluation_sums,
         batch_of(plain),
@@ -177,7 +177,7 @@ def trained_by_plan(case: Case) -> Trained:
     """As many steps under the plan, from a state that is made where it is kept."""
     model, plan = model_of(case.model, case.remat, case.dtypes), case.plan
     rule = _optimizer(case.optimizer, model)
-    step = training.planned_step(next_token_loss, rule, plan, balance_rate=BALANCE)
+    step = training.planned_step(next_token_loss, rule, plan, balance_rate=BALANCE, gradient_norms=True)
     make = lambda: training.init_state(plan.to_ring_order(model), rule)
     state = init_sharded(make, lambda shapes: training.state_shardings(plan, rule, shapes))
     got = _train(step, state, training.planned_evaluation(plan), batch_of(model))
@@ -197,7 +197,8 @@ def _train(step: Any, state: Any, evaluate: Any, batch: Any) -> Trained:
     step = hastily(step, state, batch, key)
     for _ in range(STEPS):
         state, of_step = step(state, batch, key)
-        metrics.append({name: float(of_step[name]) for name in ("loss", "grad_norm", "count", "skipped")})
+        names = "loss", "count", "skipped", *(name for name in of_step if name.startswith("grad_norm"))
+        metrics.append({name: float(of_step[name]) for name in names})
     evaluation = hastily(evaluate, state.model, batch)(state.model, batch)
     evaluation = {name: float(value) for name, value in evaluation.items()}
     return Trained(state.model, state.optimizer_state, metrics, evaluation)

@@ -19,9 +19,8 @@ def train(run_dir, *more):
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
-    done = train(
-        folder / "run", "--data", write_corpus(folder / "corpus"), "--recipe", "gpt2", "--profile", "2:3", *SMALL
-    )
+    more = "--recipe", "gpt2", "--profile", "2:3", "--metrics.gradient-norms"
+    done = train(folder / "run", "--data", write_corpus(folder / "corpus"), *more, *SMALL)
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -42,6 +41,8 @@ def test_a_trace_names_modules_and_collectives_and_metrics_have_time_and_memory(
     assert b"gradients over replicas" in trace.read_bytes()
     assert b"blocks/mixer/layer/query/" in trace.read_bytes()
     row = rows(source)[-1]
+    norms = [value for name, value in row.items() if name.startswith("grad_norm/")]
+    assert len(norms) == 5 and np.linalg.norm(norms) == pytest.approx(row["grad_norm"])
     assert row["tokens"] == 6 * 8 * 32 and 0 < row["step_seconds"] < 60 and row["peak_bytes"] > 1e8
 
 

@@ -24,6 +24,7 @@ def test_microbatches_give_the_big_batch_s_gradient_with_dropout(make_model, mak
     np.testing.assert_allclose([found_total, found_count], [total, count], rtol=1e-6)
     for a, b in zip(leaves(found), leaves(gradients), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    _assert_norms_of_modules(gradients)
     # The controls: the mean of the microbatches' means is another gradient, and so is one with other examples' keys.
     is_half = [np.arange(4)[:, None] % 2 == i for i in range(2)]
     halves = [one(model, eqx.tree_at(lambda b: b.weights, batch, batch.weights * half), key) for half in is_half]
@@ -33,6 +34,20 @@ def test_microbatches_give_the_big_batch_s_gradient_with_dropout(make_model, mak
     assert max(np.abs(a - b).max() for a, b in zip(leaves(mean), leaves(wanted))) > 1e-3
     other = one(model, eqx.tree_at(lambda b: b.examples, batch, batch.examples + 1), key)
     assert abs(other[0] - total) > 1e-2
+
+
+def _assert_norms_of_modules(gradients):
+    """Their norms are those of the leaves in float64; under meshes, `test_plan_parity` has them in each step."""
+    got, block = training.module_gradient_norms(gradients), gradients.stacks[0].blocks
+    wanted = {"embedding": gradients.embedding, "norm": gradients.norm}
+    wanted |= {f"stacks[0].blocks.{name}": getattr(block, name) for name in ("mixer", "feed_forward")}
+    exact = lambda tree: np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in leaves(tree)))
+    assert got.keys() == wanted.keys()
+    for name, part in wanted.items():
+        np.testing.assert_allclose(got[name], exact(part), rtol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm([*got.values()]), exact(gradients), rtol=1e-6)
+    without_norm = exact(block.mixer.layer)  # the control: a module's norm is of all its leaves
+    assert abs(got["stacks[0].blocks.mixer"] / without_norm - 1) > 1e-3
 
 
 @pytest.fixture(scope="module")
