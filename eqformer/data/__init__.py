@@ -1,4 +1,4 @@
-"""Documents to batches: sources, tokenizers, a token cache on disk, packing, exactly resumable shuffling, prefetch."""
+"""Documents to batches: sources, tokenizers, a token cache on disk, packing, resumable order, mixtures, prefetch."""
 
 from ._chat import ChatTemplate as ChatTemplate, has_chat_template as has_chat_template
 from ._documents import (
@@ -10,6 +10,7 @@ from ._documents import (
 )
 from ._files import files as files
 from ._loader import Loader as Loader
+from ._mixture import Mixture as Mixture
 from ._order import shuffled as shuffled
 from ._packing import Documents as Documents, Windows as Windows
 from ._prefetch import Prefetch as Prefetch, prefetch as prefetch

@@ -46,7 +46,7 @@ def files(
     size = sum(entry.path.stat().st_size for entry in found)
     if not size:
         raise ValueError(
-            f"{call} must find some text, but all of its {len(found)} files are empty; pass files with text in them."
+            f"{call}: there must be some text in them, but all {len(found)} files are empty; pass files with text."
         )
 
     def documents() -> Iterator[Document]:

@@ -60,12 +60,10 @@ class Loader:
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         """Rows `start` to `stop - 1` of the batch at a step, without making the others: the rows of one host."""
-        if step < 0 or not 0 <= start < stop <= self.batch_size:
-            raise ValueError(
-                f"Loader.rows(step={step}, start={start}, stop={stop}): it must hold that 0 <= step and "
-                f"0 <= start < stop <= batch, but batch is {self.batch_size}; ask for rows of the batch."
-            )
-        examples = step * self.batch_size + np.arange(start, stop, dtype=np.int64)
+        return self.at(example_numbers("Loader", self.batch_size, step, start, stop))
+
+    def at(self, examples: Int[np.ndarray, "batch"]) -> Batch:
+        """The rows of these examples, by their numbers over the whole run."""
         rows = shuffled(examples, rows=self.rows_per_epoch, seed=self.seed)
         return replace(self.packing(rows), examples=as_examples(examples))
 
@@ -92,6 +90,16 @@ class Loader:
             made = self.packing(_spaced(np.minimum(places, total - 1), total, self.rows_per_epoch))
             weights = made.weights * (places < total).astype(np.float32)[:, None]
             yield replace(made, weights=weights)
+
+
+def example_numbers(kind: str, batch: int, step: int, start: int, stop: int) -> Int[np.ndarray, "batch"]:
+    """The examples that are rows `start` to `stop - 1` of the batch at a step; `ValueError` if there are none."""
+    if step < 0 or not 0 <= start < stop <= batch:
+        raise ValueError(
+            f"{kind}.rows(step={step}, start={start}, stop={stop}): it must hold that 0 <= step and "
+            f"0 <= start < stop <= batch, but batch is {batch}; ask for rows of the batch."
+        )
+    return step * batch + np.arange(start, stop, dtype=np.int64)
 
 
 def _spaced(places: Int[np.ndarray, "batch"], total: int, rows: int) -> Int[np.ndarray, "batch"]:

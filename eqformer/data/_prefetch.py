@@ -6,10 +6,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ._loader import Loader
+from ._mixture import Mixture
 
 
 def prefetch(
-    loader: Loader,
+    loader: Loader | Mixture,
     start_step: int = 0,
     stop_step: int | None = None,
     *,

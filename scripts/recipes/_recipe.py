@@ -30,6 +30,8 @@ class Text:
 
     hub: str | None = None
     """A Hugging Face dataset by name, in place of --data (extra `data`; needs the network)."""
+    mix: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH=WEIGHT ...")] = ()
+    """Several texts, in place of --data, and what share of the rows each has; hub:NAME=WEIGHT is a dataset."""
     tokenizer: Path | None = None
     """A tokenizer.json file, whose vocabulary the model gets; bytes (256 ids, 0 ends a text) by default."""
     round_vocab: int = 1

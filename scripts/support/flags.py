@@ -75,15 +75,19 @@ def in_flags(message: str, flags: Mapping[str, Any]) -> str:
         return message
     names = [f"{call[1]}(", *re.findall(r"\b\w+(?==)", call[0])]
     chosen = dict.fromkeys(flag for name in names if (flag := _flag_of(name, flags)) is not None)
-    front = " ".join(f"{flag} {flags[flag]}" for flag in chosen)
+    front = " ".join(f"{flag} {_spelled(flags[flag])}" for flag in chosen)
     return f"{front}: {message}" if front else message
+
+
+def _spelled(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _flag_of(name: str, flags: Mapping[str, Any]) -> str | None:
     """The flag that sets the argument or call `name` of the library, if the command has that flag and it is set."""
     hyphens = name.replace("_", "-")
     ours = WORDS.get(name, (f"--{hyphens}", *(flag for flag in flags if flag.endswith(f".{hyphens}"))))
-    return next((flag for flag in ours if flags.get(flag) is not None), None)
+    return next((flag for flag in ours if flags.get(flag) not in (None, ())), None)
 
 
 # Fields whose flags have another name.
@@ -92,8 +96,8 @@ _NAMED = {"run": "", "machine": "", "plan": "", "published": "model"}
 # Names of the library that differ from the flags': calls (with a bracket) and arguments, with the flags that set them.
 WORDS = {
     "FileTokenizer(": ("--text.tokenizer", "--model"),
-    "files(": ("--data",),
-    "hub(": ("--text.hub",),
+    "files(": ("--data", "--text.mix"),
+    "hub(": ("--text.hub", "--text.mix"),
     "load(": ("--model",),
     "optimizer(": ("--optimizer.name",),
     "rates(": ("--optimizer.rates",),

@@ -18,7 +18,7 @@ GROUPS = {
     },
     "text": {
         "--data PATH": "a file or folder; Python's own library",
-        "--text.hub NAME": "a Hugging Face dataset, in its place",
+        "--text.mix PATH=WEIGHT": "several, or datasets: hub:NAME=WEIGHT",
         "--text.tokenizer FILE": "a tokenizer.json; bytes without one",
         "--seq": "tokens in a row",
     },
@@ -70,6 +70,6 @@ def short_help(
 
 def _line(flag: str, value: Any, of: str, words: str) -> str:
     """A flag's line with its default value or, if it has none, with the kind of value it takes (`of`)."""
-    known = of if value is None or isinstance(value, bool) else str(value)
+    known = of if value in (None, ()) or isinstance(value, bool) else str(value)
     head = f"  {f'{flag} {known}':<{INDENT - 3}} "
     return textwrap.fill(words, WIDTH, initial_indent=head, subsequent_indent=" " * INDENT)

@@ -1,11 +1,13 @@
-"""From a recipe to its text: documents, their tokens in the folder that a user's runs share, and batches."""
+"""From a recipe to its text: sources, their tokens in the folder that a user's runs share, and batches."""
 
+import dataclasses
+import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from recipes import Recipe
 
@@ -15,46 +17,119 @@ from support.screen import Screen, warn
 
 
 SHARED = "EQFORMER_TOKENS"  # the environment variable that names the shared folder
+_HUB = "hub:"
 
 
-def source_of(recipe: Recipe) -> data.Source:
-    """The recipe's documents."""
-    if recipe.text.hub is not None and recipe.data is not None:
-        raise ValueError(f"--data {recipe.data} --text.hub {recipe.text.hub}: a run reads one of them; leave one out.")
-    if recipe.text.hub is not None:
-        return data.hub(recipe.text.hub, field=recipe.text.field)
-    if recipe.data is None:
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """A run's text: what batches are made of, and what each source has held out for validation, by its name."""
+
+    train: data.Loader | data.Mixture
+    held_out: Mapping[str, data.Loader]
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """The share of each source in the rows."""
+        return self.train.weights if isinstance(self.train, data.Mixture) else dict.fromkeys(self.held_out, 1.0)
+
+    @property
+    def loaders(self) -> Mapping[str, data.Loader]:
+        """What is trained on, by the names of sources."""
+        return self.train.loaders if isinstance(self.train, data.Mixture) else dict.fromkeys(self.held_out, self.train)
+
+    @property
+    def identity(self) -> str:
+        """What differs between texts and between mixtures of the same texts."""
+        names = {name: one.store.path.name for name, one in self.loaders.items()}
+        return " + ".join(
+            names[name] if len(names) == 1 else f"{its:.9g} {names[name]}" for name, its in self.weights.items()
+        )
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The tokens for training and those held out."""
+        count = lambda loaders: sum(len(one.store.tokens) for one in loaders.values())
+        return count(self.loaders), count(self.held_out)
+
+    def description(self, steps: int) -> str:
+        """A line on each source of a mixture: its tokens, its share, and how often the run goes through it."""
+        if not isinstance(self.train, data.Mixture):
+            return ""
+        epochs = self.train.epochs(steps)
+        each = (
+            f"{name} ({len(one.store.tokens):,} tokens) {self.weights[name]:.3g} of the rows, {epochs[name]:.3g} epochs"
+            for name, one in self.loaders.items()
+        )
+        return "the text is " + "; ".join(each)
+
+
+def sources_of(recipe: Recipe) -> dict[str, tuple[data.Source, float]]:
+    """The recipe's documents, by the names of their sources, each with its weight."""
+    text = recipe.text
+    given = {"--data": recipe.data, "--text.hub": text.hub, "--text.mix": " ".join(text.mix) or None}
+    if len(several := [f"{flag} {value}" for flag, value in given.items() if value is not None]) > 1:
+        raise ValueError(f"{' '.join(several)}: a run reads one of them; leave the others out.")
+    if not text.mix:
+        source = _source(recipe.data if text.hub is None else f"{_HUB}{text.hub}", text.field)
+        return {source.name: (source, 1.0)}
+    weights = dict(map(_weighted, text.mix))
+    if len(weights) < len(text.mix):
+        raise ValueError(f"--text.mix {' '.join(text.mix)}: a text is named twice; give each once, with one weight.")
+    sources = {place: _source(place, text.field) for place in weights}
+    short = len({source.name for source in sources.values()}) == len(sources)  # for messages and metrics
+    return {source.name if short else place: (source, weights[place]) for place, source in sources.items()}
+
+
+def _weighted(part: str) -> tuple[str, float]:
+    """The place and the weight of `PLACE=WEIGHT`."""
+    place, _, number = part.rpartition("=")
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not place.removeprefix(_HUB) or not (math.isfinite(weight) and weight > 0):
+        raise ValueError(f"--text.mix {part}: give PATH=WEIGHT or hub:NAME=WEIGHT, where the weight is above 0.")
+    return place, weight
+
+
+def _source(place: str | Path | None, field: str) -> data.Source:
+    """The documents at a path, or of a dataset (`hub:NAME`); by default the standard library's."""
+    if place is None:
         return data.standard_library()
-    return data.files(recipe.data, field=recipe.text.field)
+    if str(place).startswith(_HUB):
+        return data.hub(str(place).removeprefix(_HUB), field=field)
+    return data.files(place, field=field)
 
 
-def open_text(
-    recipe: Recipe, source: data.Source, tokenizer: data.Tokenizer, directory: RunDirectory, screen: Screen
-) -> tuple[data.TokenStore, data.TokenStore]:
-    """The tokens for training and for validation, as they are kept or made now."""
+def open_texts(
+    recipe: Recipe,
+    sources: Mapping[str, tuple[data.Source, float]],
+    tokenizer: data.Tokenizer,
+    directory: RunDirectory,
+    screen: Screen,
+) -> Texts:
+    """The texts as batches of the recipe's shape; their tokens as they are kept, or made now."""
     folders = [*shared_folder(), directory.data]
     before = _size(folders[0])
-    train = _open(recipe, source, tokenizer, folders, "train", screen)
-    folders = folders[folders.index(train.path.parent) :]  # one that could not be written is not tried again
-    validation = _open(recipe, source, tokenizer, folders, "validation", screen)
+    stores: dict[str, dict[str, data.TokenStore]] = {}
+    for name, (source, _) in sources.items():
+        stores[name] = {}
+        for split in ("train", "validation"):
+            with screen.bytes(f"reading {source.name} ({split})") as show, _one_line_each():
+                store = data.open_store(
+                    source, tokenizer, folders, split, validation=recipe.text.validation, progress=show
+                )
+            data.check_vocab(store, recipe.model.vocab)
+            stores[name][split] = store
+            folders = folders[folders.index(store.path.parent) :]  # one that could not be written is not tried again
     if (size := _size(folders[0])) > before and folders[0] != directory.data:
         screen.note(f"the tokens are in {folders[0]}, which all runs share ({size / 1e6:,.1f} MB; it may be deleted)")
-    return train, validation
-
-
-def _open(
-    recipe: Recipe,
-    source: data.Source,
-    tokenizer: data.Tokenizer,
-    folders: list[Path],
-    split: Literal["train", "validation"],
-    screen: Screen,
-) -> data.TokenStore:
-    share = recipe.text.validation
-    with screen.bytes(f"reading {source.name} ({split})") as show, _one_line_each():
-        store = data.open_store(source, tokenizer, folders, split, validation=share, progress=show)
-    data.check_vocab(store, recipe.model.vocab)
-    return store
+    options: Any = {"seq": recipe.seq, "batch": recipe.batch, "seed": recipe.seed, "packing": recipe.text.packing}
+    train = {name: data.Loader(its["train"], **options) for name, its in stores.items()}
+    held_out = {name: data.Loader(its["validation"], **options) for name, its in stores.items()}
+    weights = {name: weight for name, (_, weight) in sources.items()}
+    one = train[next(iter(train))]
+    return Texts(data.Mixture(train, weights, seed=recipe.seed) if recipe.text.mix else one, held_out)
 
 
 def _size(folder: Path) -> int:
@@ -90,8 +165,3 @@ def _one_line_each() -> Iterator[None]:
         yield
     for warning in caught:
         warn(str(warning.message))
-
-
-def loader_of(recipe: Recipe, store: data.TokenStore) -> data.Loader:
-    """Batches of the recipe's shape."""
-    return data.Loader(store, seq=recipe.seq, batch=recipe.batch, seed=recipe.seed, packing=recipe.text.packing)

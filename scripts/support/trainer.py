@@ -25,7 +25,10 @@ from support.run_directory import RunDirectory
 from support.screen import Screen, Show
 from support.setup import adapted, Keys, keys_of, load_model, optimizer_of, shapes_of
 from support.stopping import signals, Votes
-from support.text import loader_of, open_text, source_of
+from support.text import open_texts, sources_of
+
+
+_HELD_OUT = "nats", "correct", "bytes"
 
 
 class Trainer:
@@ -37,15 +40,14 @@ class Trainer:
         """`shapes` are those of the recipe's model."""
         self.recipe, self.plan, self.directory, self.screen = recipe, plan, directory, screen
         self.name = name
-        source, self.tokenizer = together(lambda: (source_of(recipe), tokenizer_of(recipe, directory)))
+        sources, self.tokenizer = together(lambda: (sources_of(recipe), tokenizer_of(recipe, directory)))
         first(lambda: (directory.claim(name, recipe), keep_companions(recipe, directory)))
         check_alike({f"--run-dir {directory.path}": directory.token()})
-        read = lambda: open_text(recipe, source, self.tokenizer, directory, screen)
-        texts = first(read)  # the first process writes the cache, which the others then read
-        self.text, validation_text = together(lambda: texts or read())
-        check_alike({"the text": [self.text.path.name, validation_text.path.name]})
+        read = lambda: open_texts(recipe, sources, self.tokenizer, directory, screen)
+        texts = first(read)  # the first process writes the tokens, which the others then read
+        self.texts = together(lambda: texts or read())
+        check_alike({"the text": [self.texts.identity, [one.store.path.name for one in self.texts.held_out.values()]]})
         self.rows, self.votes = training.OwnRows(plan, recipe.batch), Votes(plan.mesh)
-        self.loader, self.validation = loader_of(recipe, self.text), loader_of(recipe, validation_text)
         self.keys: Keys = keys_of(recipe)
         self.stopping = False
         self.stretches, self.rates_note = together(
@@ -64,8 +66,9 @@ class Trainer:
         checkpointer = training.Checkpointer(self.directory.checkpoints, keep=recipe.keep)
         with checkpointer, signals(self._stop):
             state, start = self._state(checkpointer)
-            tokens = len(self.text.tokens), len(self.validation.store.tokens)
-            screen.note(opening(self.name, recipe, self.directory, start, self.parameters, tokens))
+            screen.note(opening(self.name, recipe, self.directory, start, self.parameters, self.texts.tokens))
+            if mixed := self.texts.description(recipe.steps):
+                screen.note(mixed)
             if self.plan.mesh.size > 1:
                 screen.note(mesh_line(self.plan))
             if start >= recipe.steps:
@@ -76,7 +79,7 @@ class Trainer:
             step, key = step_of(recipe, self.plan, self.optimizer), self.states.everywhere(self.keys.steps)
             rows = self.rows.start, self.rows.stop
             with (
-                data.prefetch(self.loader, start, recipe.steps, rows=rows, transform=self.rows.place) as batches,
+                data.prefetch(self.texts.train, start, recipe.steps, rows=rows, transform=self.rows.place) as batches,
                 open_metrics(recipe, self.directory, start) as write,
                 screen.steps(recipe.steps, start) as show,
             ):
@@ -136,30 +139,38 @@ class Trainer:
             model = training.restore_model(checkpointer, plain, self.plan)
             return self.states.init_from(adapted(self.recipe, model)), 0
         metadata = checkpointer.metadata()
-        if (text := metadata["data"]["text"]) != self.text.path.name:
+        if (text := metadata["data"]["text"]) != self.texts.identity:
             raise ValueError(
                 f"--run-dir {self.directory.path}: its checkpoint was trained on {text}, but the text is now "
-                f"{self.text.path.name}; restore the files as they were, or begin a new run."
+                f"{self.texts.identity}; restore the files as they were, or begin a new run."
             )
         self.keys = dataclasses.replace(self.keys, steps=training.saved_key(metadata))
         state, _ = self.states.restore(checkpointer)
         return state, int(metadata["step"])
 
     def _validate(self, run: training.Progress, write: Write) -> None:
-        totals = {"nats": 0.0, "correct": 0.0, "count": 0.0}
-        rows = self.rows
-        for batch in self.validation.epoch(self.recipe.validation_batches, start=rows.start, stop=rows.stop):
-            sums = self.evaluate(run.state.model, rows.place(batch))
-            totals = {name: total + float(sums[name]) for name, total in totals.items()}
-        loss = totals["nats"] / totals["count"]
+        """Losses of what each source has held out, and their mean by the sources' weights."""
+        each = {name: self._held_out(run.state.model, one) for name, one in self.texts.held_out.items()}
+        mean = {field: sum(self.texts.weights[n] * its[field] for n, its in each.items()) for field in _HELD_OUT}
         row = {
-            "validation_loss": loss,
-            "validation_bits_per_byte": training.bits_per_byte(loss, self.validation.store.bytes_per_token),
-            "validation_accuracy": totals["correct"] / totals["count"],
+            "validation_loss": mean["nats"],
+            "validation_bits_per_byte": training.bits_per_byte(mean["nats"], mean["bytes"]),
+            "validation_accuracy": mean["correct"],
         }
+        if len(each) > 1:
+            row |= {f"validation_loss/{name}": its["nats"] for name, its in each.items()}
         self.last.update(row)
         write({"step": run.step} | row)
         first(self._draw)
+
+    def _held_out(self, model: Any, loader: data.Loader) -> dict[str, float]:
+        """A token's nats, whether it was right, and its bytes, in the mean over a source's validation batches."""
+        totals, rows = {"nats": 0.0, "correct": 0.0, "count": 0.0}, self.rows
+        for batch in loader.epoch(self.recipe.validation_batches, start=rows.start, stop=rows.stop):
+            sums = self.evaluate(model, rows.place(batch))
+            totals = {name: total + float(sums[name]) for name, total in totals.items()}
+        count = totals.pop("count")
+        return {name: total / count for name, total in totals.items()} | {"bytes": loader.store.bytes_per_token}
 
     def _draw(self) -> None:
         draw_losses(self.directory.metrics, self.directory.loss)
@@ -167,7 +178,7 @@ class Trainer:
 
     def _metadata(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps beside the state."""
-        place = {"text": self.text.path.name, "example": step * self.recipe.batch}
+        place = {"text": self.texts.identity, "example": step * self.recipe.batch}
         recipe, stretches = {"name": self.name, "recipe": to_json(self.recipe)}, to_metadata(self.stretches)
         return training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, rates=stretches)
 

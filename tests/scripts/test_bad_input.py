@@ -69,10 +69,24 @@ def refused(capsys):
         ("--data no/such/folder", ["no/such/folder"]),
         ("--text.tokenizer no/such.json", ["no/such.json"]),
         ("--data README.md --text.hub someone/texts", ["README.md", "someone/texts", "one of them"]),
+        ("--data docs --text.mix README.md=1", ["--data docs --text.mix README.md=1: a run reads one of them"]),
+        ("--text.mix docs=1 README.md", ["--text.mix README.md: give PATH=WEIGHT"]),
+        ("--text.mix docs=1 README.md=0", ["--text.mix README.md=0", "the weight is above 0"]),
+        ("--text.mix docs=-1 README.md=1", ["--text.mix docs=-1", "the weight is above 0"]),
+        ("--text.mix docs=1 README.md=nan", ["--text.mix README.md=nan", "the weight is above 0"]),
+        ("--text.mix docs=1 =1", ["--text.mix =1", "give PATH=WEIGHT"]),
+        ("--text.mix docs=1 hub:=1", ["--text.mix hub:=1", "or hub:NAME=WEIGHT"]),
+        ("--text.mix docs=1 docs=2", ["--text.mix docs=1 docs=2", "named twice"]),
+        (
+            "--text.mix docs=1 no/such=1",
+            ["--text.mix docs=1 no/such=1 ", "files('no/such'", "no file or folder no/such"],
+        ),
+        ("--text.mix docs=1 {empty}=1", ["--text.mix docs=1 ", "all 1 files are empty"]),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(arguments, words, refused, tmp_path):
-    named = {"file": tmp_path / "tokenizer.json", "run": tmp_path / "old"}
+    named = {"file": tmp_path / "tokenizer.json", "run": tmp_path / "old", "empty": tmp_path / "empty.txt"}
+    named["empty"].touch()
     named["file"].write_text(data.ByteTokenizer().to_json())
     named["run"].mkdir()
     (named["run"] / "recipe.json").write_text("{}")

@@ -34,7 +34,9 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("text") / "corpus")
+    """The flags of a mixture of two texts."""
+    folder = tmp_path_factory.mktemp("text")
+    return ["--text.mix", f"{write_corpus(folder / 'corpus')}=2", f"{write_corpus(folder / 'other', 60)}=1"]
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +54,7 @@ def run(corpus, tmp_path_factory):
 
 
 def train(run_dir, corpus, recipe, mesh):
-    paths = ["--run-dir", str(run_dir), "--data", str(corpus)]
-    pretrain.main([*paths, "--recipe", recipe, *SMALL, *FAMILIES[recipe], *mesh.split()])
+    pretrain.main(["--run-dir", str(run_dir), *corpus, "--recipe", recipe, *SMALL, *FAMILIES[recipe], *mesh.split()])
 
 
 def same(ours, theirs):

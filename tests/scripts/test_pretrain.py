@@ -102,19 +102,20 @@ def test_sampling_is_seeded_and_starts_with_the_prompt(trained):
 
 
 def test_a_killed_run_goes_on_bit_for_bit(corpus, tmp_path, monkeypatch):
-    """Also where the tokens that runs share have been deleted."""
+    """On a mixture of two texts, and where the tokens that runs share have been deleted."""
+    mix = ["--text.mix", f"{corpus}=0.7", f"{write_corpus(tmp_path / 'other', 60)}=0.3"]
     whole, killed, tokens = tmp_path / "whole", tmp_path / "killed", tmp_path / "tokens"
     monkeypatch.setitem(PLAIN, "EQFORMER_TOKENS", str(tokens))
-    done = run("pretrain.py", "--run-dir", whole, "--data", corpus, *KILLED)
+    done = run("pretrain.py", "--run-dir", whole, *mix, *KILLED)
     assert done.returncode == 0, done.stderr
-    process = start_until(killed, 9, "pretrain.py", "--run-dir", killed, "--data", corpus, *KILLED)
+    process = start_until(killed, 9, "pretrain.py", "--run-dir", killed, *mix, *KILLED)
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     left_at = Checkpointer(killed / "checkpoints").latest_step
     assert left_at in (4, 8, 12)
     shutil.rmtree(tokens)
-    resumed = run("pretrain.py", "--run-dir", killed, "--data", corpus, *KILLED)
+    resumed = run("pretrain.py", "--run-dir", killed, *mix, *KILLED)
     assert resumed.returncode == 0, resumed.stderr
     assert f"goes on at step {left_at}" in resumed.stdout and f"the tokens are in {tokens}, " in resumed.stdout
     numbers = ("step", "loss", "grad_norm", "learning_rate")
@@ -124,6 +125,11 @@ def test_a_killed_run_goes_on_bit_for_bit(corpus, tmp_path, monkeypatch):
     assert samples[0] == samples[1] and samples[0].count("--- step ") == 3
     ours, theirs = saved_arrays(killed, 14), saved_arrays(whole, 14)
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs) and len(ours) == len(theirs) > 20
+    # Validation is each source's own, and their mean by weight.
+    assert "the text is corpus (" in resumed.stdout and " tokens) 0.3 of the rows, " in resumed.stdout
+    for row in rows(whole, "validation_loss"):
+        mean = 0.7 * row["validation_loss/corpus"] + 0.3 * row["validation_loss/other"]
+        assert row["validation_loss"] == pytest.approx(mean) and row["validation_loss/other"] != row["validation_loss"]
     # The comparison can fail: two steps before, numbers were others.
     assert not eqx.tree_equal(saved_arrays(whole, 12), theirs)
     assert rows(killed)[-1]["loss"] != rows(whole)[-3]["loss"]

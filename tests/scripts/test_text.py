@@ -1,14 +1,17 @@
-"""Where a run's tokens are: shared by all runs, or in its own folder."""
+"""Where a run's tokens are, shared by all runs or its own; and mixtures of several texts."""
 
 import shutil
 from pathlib import Path
 
+import numpy as np
+import pretrain
 import pytest
-from recipes import Recipe
+from recipes import Recipe, Text
 from script_helpers import write_corpus
+from support.command import parse
 from support.run_directory import RunDirectory
 from support.screen import Screen
-from support.text import open_text, shared_folder, source_of
+from support.text import open_texts, shared_folder, sources_of
 
 from eqformer import data, models
 
@@ -24,9 +27,15 @@ def shared(tmp_path, monkeypatch):
     return tmp_path / "tokens"
 
 
+def texts_of(run, **fields):
+    recipe = Recipe(models.preset("llama-byte-1m"), seq=64, batch=4, **fields)
+    return open_texts(recipe, sources_of(recipe), data.ByteTokenizer(), RunDirectory(run), Screen())
+
+
 def opened(corpus, run):
-    recipe = Recipe(models.preset("llama-byte-1m"), data=corpus)
-    return open_text(recipe, source_of(recipe), data.ByteTokenizer(), RunDirectory(run), Screen())
+    """The tokens of a run on the corpus."""
+    texts = texts_of(run, data=corpus)
+    return [one.store for one in (*texts.loaders.values(), *texts.held_out.values())]
 
 
 def test_the_shared_folder_is_in_the_users_cache_or_where_the_user_says(monkeypatch, tmp_path):
@@ -61,9 +70,8 @@ def test_runs_share_tokens_and_make_them_again_once_deleted(corpus, shared, tmp_
 
 
 def test_a_run_with_tokens_of_its_own_uses_them(corpus, shared, tmp_path, capsys):
-    recipe = Recipe(models.preset("llama-byte-1m"), data=corpus)
     for split in ("train", "validation"):
-        data.open_store(source_of(recipe), data.ByteTokenizer(), tmp_path / "run" / "data", split)
+        data.open_store(data.files(corpus), data.ByteTokenizer(), tmp_path / "run" / "data", split)
     stores = opened(corpus, tmp_path / "run")
     assert {store.path.parent for store in stores} == {tmp_path / "run" / "data"}
     assert not shared.exists() and capsys.readouterr().out == ""
@@ -78,3 +86,40 @@ def test_where_the_shared_folder_cannot_be_written_the_run_keeps_its_own_and_say
     written, told = capsys.readouterr()
     assert written == "" and told.count("\n") == 1
     assert told.startswith("warning: ") and f"cannot be written to {shared}" in told and "run/data" in told
+
+
+def test_a_mixture_has_each_sources_own_order_and_its_own_held_out_text(corpus, shared, tmp_path):
+    other = write_corpus(tmp_path / "other", 80)
+    mix = (f"{corpus}=3", f"{other}=1")
+    texts = texts_of(tmp_path / "run", text=Text(mix=mix))
+    alone = {place.name: texts_of(tmp_path / "run", data=place) for place in (corpus, other)}
+    assert texts.weights == {"corpus": 0.75, "other": 0.25} and list(texts.loaders) == list(texts.held_out) == [*alone]
+    for name, its in alone.items():
+        assert texts.loaders[name].store.path == its.loaders[name].store.path
+        assert np.array_equal(texts.loaders[name].batch(5).ids, its.train.batch(5).ids)
+        assert texts.held_out[name].store.path == its.held_out[name].store.path
+    assert texts.tokens == tuple(map(sum, zip(*(its.tokens for its in alone.values()))))
+    # A checkpoint's text is another where a weight is, but not where both are multiplied.
+    same, others = (
+        texts_of(tmp_path, text=Text(mix=(f"{corpus}=0.75", f"{other}=0.25"))),
+        texts_of(tmp_path, text=Text(mix=mix[::-1])),
+    )
+    assert same.identity == texts.identity != others.identity and texts.identity.count(" + ") == 1
+    numbers = [rows * 100 * 4 / texts.loaders[name].rows_per_epoch for name, rows in texts.weights.items()]
+    counted = [f"{len(one.store.tokens):,}" for one in texts.loaders.values()]
+    assert texts.description(100) == (
+        f"the text is corpus ({counted[0]} tokens) 0.75 of the rows, {numbers[0]:.3g} epochs; "
+        f"other ({counted[1]} tokens) 0.25 of the rows, {numbers[1]:.3g} epochs"
+    )
+    assert alone["other"].description(100) == ""
+
+
+def test_a_mixture_of_folders_of_one_name_is_told_apart_by_their_paths(shared, tmp_path):
+    places = [write_corpus(tmp_path / where / "text") for where in ("a", "b")]
+    recipe = Recipe(models.preset("llama-byte-1m"), text=Text(mix=tuple(f"{place}=1" for place in places)))
+    assert list(sources_of(recipe)) == [str(place) for place in places]
+
+
+def test_the_command_line_spells_a_mixture():
+    command = parse(pretrain.Command, "--text.mix a/b=0.7 hub:owner/name=0.3 --steps 5".split())
+    assert command.run.text.mix == ("a/b=0.7", "hub:owner/name=0.3") and command.run.steps == 5
