@@ -18,7 +18,7 @@ from ._choices import Choices
 from .context._context import context_order
 from .layouts._layout import Layout, partition_specs
 from .layouts._mesh import axis_sizes
-from .pipeline._depth import from_rows, in_reading_order, in_ring_order, layer_rows, Rows, taken_rows, to_rows
+from .pipeline._depth import from_rows, in_reading_order, in_ring_order, layer_rows, Rows, taken_rows
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import make_schedule
 from .state._leaves import leaves_of
@@ -109,10 +109,6 @@ class Placement(Choices):
     def to_reading_order(self, tree: PyTree, taken: Callable[..., Any] = taken_rows) -> PyTree:
         """What `to_ring_order` gave, with its layers in the order in which the model is read."""
         return in_reading_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
-
-    def aux_to_ring_order(self, aux: PyTree, model: nn.Transformer) -> PyTree:
-        """Layers' aux in reading order, for each of the model's stacks, brought into ring order."""
-        return to_rows(aux, self._rows(model)) if self.is_pipelined else aux
 
     def aux_to_reading_order(self, aux: PyTree, model: nn.Transformer) -> PyTree:
         """Layers' aux in ring order, for each of the model's stacks, brought into reading order."""

@@ -28,6 +28,8 @@ Found = tuple[Array, PyTree, PyTree]  # a loss's sum, its count and aux, and gra
 def planned_gradients(plan: Plan) -> GradientsOf:
     """What `make_step` takes as `gradients_of` to run under a plan: the gradients equal those of one device.
 
+    They, and the aux of routed layers, are in the order of the model that is given: `plan.to_ring_order`'s.
+
     The loss is called as `loss_fn(model, batch, None, tokens=..., vocabulary=...)` with the wrapped model, this
     device's rows and tokens, and the `Vocabulary` that reads split logits, as `next_token_loss` takes them. In a
     pipeline the last stage calls it with a model whose stacks only return the layers' output. The batch is cut into the
@@ -44,8 +46,7 @@ def planned_gradients(plan: Plan) -> GradientsOf:
             out = whole, (whole, plan.aux_spec), plan.state_specs(model)
             mapped = filter_shard_map(local.gradients, plan.mesh, specs, out)
             total, (count, aux), gradients = mapped(model, pieces, scale)
-            tally = Tally(count, plan.aux_to_reading_order(aux, model)) if nn.aux_of(aux) else count
-            return total, tally, gradients
+            return total, Tally(count, aux) if nn.aux_of(aux) else count, gradients
 
         return of_batch
 
@@ -118,7 +119,7 @@ def planned_step(
         gradient_norms=gradient_norms,
         gradients_of=planned_gradients(plan),
         place=place,
-        as_held=plan.aux_to_ring_order,
+        as_read=plan.aux_to_reading_order,
     )
 
 

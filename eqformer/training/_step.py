@@ -75,7 +75,7 @@ def make_step(
     gradient_norms: bool = False,
     gradients_of: GradientsOf | None = None,
     place: Callable[[TrainState], TrainState] = lambda state: state,
-    as_held: Callable[[PyTree, PyTree], PyTree] = lambda aux, model: aux,
+    as_read: Callable[[PyTree, PyTree], PyTree] = lambda aux, model: aux,
 ) -> Step:
     """A jitted step that minimises `sum / count` of `loss_fn(model, batch, key) -> (sum, count)`.
 
@@ -97,7 +97,7 @@ def make_step(
         gradient_norms: Whether metrics have the norm of each module's gradient too, see `module_gradient_norms`.
         gradients_of: Computes the gradients of a batch, `gradients_of(loss_fn, trained)`, and cuts it as it likes.
         place: Constrains the sharding of the new state.
-        as_held: Brings the layers' aux into the order in which the state holds the layers.
+        as_read: Brings the layers' aux from the order in which the state holds them into the model's, for metrics.
     """
     if microbatches < 1:
         raise ValueError(f"make_step(microbatches={microbatches}): a step has at least one microbatch.")
@@ -131,7 +131,7 @@ def make_step(
             scaled = jax.tree.map(lambda x: x * scale.astype(x.dtype), gradients)
             parameters, memory = optimizer.update(scaled, memory, parameters, learning_rate)
             aux = tally.aux if balance_rate and isinstance(tally, Tally) else ()
-            return (rebalanced(parameters, as_held(aux, parameters), balance_rate) if aux else parameters), memory
+            return (rebalanced(parameters, aux, balance_rate) if aux else parameters), memory
 
         # `cond` instead of `where` on every leaf: four times as fast on a CPU, where `where` keeps XLA from fusing the
         # update into one pass.
@@ -155,6 +155,7 @@ def make_step(
         )
         state = place(state)
         metrics = {"loss": loss, "count": count, "grad_norm": norm, "learning_rate": learning_rate}
+        tally = Tally(count, as_read(tally.aux, state.model)) if isinstance(tally, Tally) else tally
         metrics |= routing_metrics(tally) | ({} if held is None else {"loss_scale": held.value + 0})
         if gradient_norms:
             norms = module_gradient_norms(gradients)

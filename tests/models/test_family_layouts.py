@@ -14,14 +14,14 @@ from test_published import RECORDED, write
 
 from eqformer import models, nn
 from eqformer.parallel import make_mesh, Plan
-from eqformer.training import next_token_loss, planned_gradients
+from eqformer.training import next_token_loss
 from eqformer.training._step import accumulated_gradients
 
 
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 
 from plan_models import batch_of, filled
-from plan_parity import compiled, differences, Outcome, place
+from plan_parity import compiled, differences, Outcome, under
 
 
 ROUNDING = 4e-5  # twice the logits': fourteen layers of random weights magnify it
@@ -60,10 +60,7 @@ def assert_same(plan: Plan, name: str, changes: Changes = ()) -> None:
     """The plan's loss and gradients are those of one device."""
     model, microbatches = model_of(name, changes), plan.microbatches if name in MIXTURES else 1
     want = of_one_device(name, changes, microbatches)
-    batch = batch_of(model, ROWS, SEQ)
-    plan.check(model, rows=ROWS, seq=SEQ)
-    got = compiled(planned_gradients(plan)(next_token_loss), place(plan.to_ring_order(model), plan), batch)
-    got = got._replace(gradients=plan.to_reading_order(got.gradients))
+    got = under(plan, model, batch_of(model, ROWS, SEQ))
     assert differences(got, want, ROUNDING) == {}
     assert differences(got._replace(total=got.total * (1 + 1e-4)), want, ROUNDING)  # the comparison can tell
 

@@ -76,8 +76,15 @@ def of_plan(case: Case) -> Outcome:
 def under(plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_token_loss) -> Outcome:
     """What a plan makes of any model, batch and loss."""
     plan.check(model, rows=len(batch.ids), seq=batch.ids.shape[1])
-    placed = place(plan.to_ring_order(model), plan)
-    got = compiled(planned_gradients(plan)(loss), placed, batch)
+    of_batch = planned_gradients(plan)(loss)
+
+    def read(*given: Any) -> tuple:
+        total, tally, gradients = of_batch(*given)
+        if isinstance(tally, Tally):
+            tally = Tally(tally.count, plan.aux_to_reading_order(tally.aux, model))
+        return total, tally, gradients
+
+    got = compiled(read, place(plan.to_ring_order(model), plan), batch)
     return got._replace(gradients=plan.to_reading_order(got.gradients))
 
 

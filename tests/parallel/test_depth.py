@@ -5,9 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from plan_models import model_of, plan_over
+from jax.extend.core import jaxprs_in_params, Var
+from plan_blocks import EMBED, norm
+from plan_models import batch_of, filled, model_of, of_blocks, plan_over
+from plan_parity import hastily
 
-from eqformer.parallel import ring_placement, v_placement
+from eqformer import nn, training
+from eqformer.parallel import init_sharded, ring_placement, v_placement
 from eqformer.parallel.pipeline._depth import layer_rows, layers_of_parts
 
 
@@ -51,3 +55,56 @@ def test_padding_is_zero_and_goes_again():
         plan.to_ring_order(held)
     with pytest.raises(ValueError, match=r"whose stacks have \[1, 5\] layers lies in \[4, 8\] rows .* has \[1, 5\]"):
         plan.leaves(model)
+
+
+def balanced(key):
+    """A mixture alone, whose choice a bias keeps even."""
+    one, two = jax.random.split(key)
+    router = nn.TopKRouter(embed=EMBED, experts=4, top_k=2, balanced=True, key=one)
+    experts = nn.Experts(lambda key: nn.MLP(embed=EMBED, mlp=8, key=key), 4, key=two)
+    return nn.Period((nn.Residual(nn.MoE(router, experts), norm()),))
+
+
+def equations_behind(program, results):
+    """What the results of a program need, but for what runs inside `shard_map`."""
+    needed = set(results)
+    for equation in reversed(program.eqns):
+        if needed.isdisjoint(equation.outvars) or equation.primitive.name == "shard_map":
+            continue
+        yield equation
+        for part in jaxprs_in_params(equation.params):
+            yield from equations_behind(part, part.outvars)
+        needed |= {value for value in equation.invars if isinstance(value, Var)}
+
+
+def test_a_step_balances_layers_in_the_order_that_it_holds_and_reads_them_in_the_models():
+    """Only what is read as metrics is moved; padding is in neither."""
+    model = filled(lambda: of_blocks(balanced, depths=(5,)))
+    batch, rule = batch_of(model), training.optimizer("sgd", model, rate=0.1)
+    plan = plan_over({"pipe": 2}, schedule="interleaved", chunks=2, microbatches=2)
+    make = lambda: training.init_state(plan.to_ring_order(model), rule)
+    state = init_sharded(make, lambda shapes: training.state_shardings(plan, rule, shapes))
+    step = training.planned_step(training.next_token_loss, rule, plan, balance_rate=0.5)
+
+    def results(arrays):
+        state, metrics = step.run.__wrapped__((batch, None), eqx.combine(arrays, rest))
+        return metrics["expert_load"], eqx.filter(state.model, eqx.is_array)
+
+    arrays, rest = eqx.partition(state, eqx.is_array)
+    load, *updated = (program := jax.make_jaxpr(results)(arrays).jaxpr).outvars
+    gathers = lambda *wanted: [e for e in equations_behind(program, wanted) if e.primitive.name == "gather"]
+    assert len(gathers(load)) == 1 and gathers(*updated) == []
+
+    alone = training.make_step(training.next_token_loss, rule, balance_rate=0.5)
+    plain = training.init_state(jax.tree.map(lambda x: x + 0 if eqx.is_array(x) else x, model), rule)
+    got, metrics = hastily(step, state, batch)(state, batch)
+    want, expected = hastily(alone, plain, batch)(plain, batch)
+    for name in ("expert_load", "load_violation", "router_entropy", "dropped_share", "balance_loss"):
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
+    biases = lambda model: model.stacks[0].blocks.blocks[0].layer.router.selection_bias
+    read = plan.to_reading_order(got.model)
+    np.testing.assert_allclose(biases(read), biases(want.model), rtol=1e-6)
+    assert eqx.tree_equal(plan.to_ring_order(read), jax.device_get(got.model))
+    # The controls: layers are told apart, and moved.
+    for rows in (expected["expert_load"], biases(want.model) - biases(model)):
+        assert np.abs(np.diff(rows, axis=0)).max(axis=-1).min() > 0.01
