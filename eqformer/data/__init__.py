@@ -3,12 +3,12 @@
 from ._chat import ChatTemplate as ChatTemplate, has_chat_template as has_chat_template
 from ._documents import (
     Document as Document,
-    hub as hub,
     Source as Source,
     standard_library as standard_library,
     texts as texts,
 )
 from ._files import files as files
+from ._hub import hub as hub
 from ._loader import Loader as Loader
 from ._mixture import Mixture as Mixture
 from ._order import shuffled as shuffled

@@ -1,4 +1,4 @@
-"""Documents and the sources that yield them: texts in memory, the standard library, the Hugging Face hub."""
+"""Documents and the sources that yield them: texts in memory, the standard library."""
 
 import functools
 import hashlib
@@ -6,11 +6,8 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
-
-from .._extra import load_extra
 
 
 class Document(NamedTuple):
@@ -115,55 +112,6 @@ def _library_files(folder: Path) -> list[str]:
         if module in sys.stdlib_module_names - _LEFT_OUT and _FOLDERS_LEFT_OUT.isdisjoint(folders):
             names.append("/".join((*folders, file)))
     return sorted(names)
-
-
-def hub(
-    name: str,
-    *,
-    config: str | None = None,
-    split: str = "train",
-    field: str = "text",
-    revision: str | None = None,
-    limit: int | None = None,
-) -> Source:
-    """A dataset of the Hugging Face hub by name, streamed.
-
-    The fingerprint is a hash of these arguments, so a finished cache is found without a network. Rows whose text is
-    empty or null are left out.
-
-    Args:
-        name: The dataset's name.
-        config: Which of its configurations; None: its default.
-        split: Its split.
-        field: The field of a row that holds the text.
-        revision: The version; pass it to pin the dataset.
-        limit: The number of rows to read at most.
-
-    **Raises:** when it is read: `ImportError` if the package `datasets` is absent, `ValueError` if the dataset cannot
-    be opened or its rows have no such field.
-    """
-    arguments = f"hub({name!r}, config={config!r}, split={split!r}, field={field!r}, revision={revision!r})"
-
-    def documents() -> Iterator[Document]:
-        datasets = load_extra("datasets", extra="data", call=arguments)
-        try:
-            rows = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
-        except (OSError, ValueError) as error:  # no such dataset, configuration or split, or no network
-            raise ValueError(
-                f"{arguments}: the dataset cannot be opened: {error}; correct the name, config or split, or go online "
-                f"(a complete cache needs no network)."
-            ) from error
-        for number, row in enumerate(islice(rows, limit)):
-            text = field_of(row, field, call=arguments, place=f"row {number}")
-            if text:
-                yield Document(f"{split}#{number}", text, len(to_bytes(text)))
-
-    return Source(
-        name=name,
-        size=0,
-        fingerprint=lambda: digest((arguments, str(limit))),
-        documents=documents,
-    )
 
 
 def field_of(row: object, field: str, *, call: str, place: str) -> str:

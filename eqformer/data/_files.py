@@ -60,7 +60,7 @@ def files(
 
     def fingerprint() -> str:
         options = [f"field={field} piece={piece} cuts=2"]
-        parts = [(entry.name, f"given={entry.is_given}", _file_digest(entry.path)) for entry in found]
+        parts = [(entry.name, f"given={entry.is_given}", file_digest(entry.path)) for entry in found]
         return digest(options + [part for its in parts for part in its])
 
     def check() -> None:
@@ -111,7 +111,8 @@ def _entries(root: Path, call: str) -> list[_Entry]:
     return sorted(_Entry(name, path, path.suffix.lower(), False) for name, path in named)
 
 
-def _file_digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """A hash of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
