@@ -26,9 +26,7 @@ from support.screen import Screen, Show
 from support.setup import adapted, Keys, keys_of, load_model, optimizer_of, shapes_of
 from support.stopping import signals, Votes
 from support.text import open_texts, sources_of
-
-
-_HELD_OUT = "nats", "correct", "bytes"
+from support.validation import validation_row
 
 
 class Trainer:
@@ -149,28 +147,11 @@ class Trainer:
         return state, int(metadata["step"])
 
     def _validate(self, run: training.Progress, write: Write) -> None:
-        """Losses of what each source has held out, and their mean by the sources' weights."""
-        each = {name: self._held_out(run.state.model, one) for name, one in self.texts.held_out.items()}
-        mean = {field: sum(self.texts.weights[n] * its[field] for n, its in each.items()) for field in _HELD_OUT}
-        row = {
-            "validation_loss": mean["nats"],
-            "validation_bits_per_byte": training.bits_per_byte(mean["nats"], mean["bytes"]),
-            "validation_accuracy": mean["correct"],
-        }
-        if len(each) > 1:
-            row |= {f"validation_loss/{name}": its["nats"] for name, its in each.items()}
+        sums = lambda batch: self.evaluate(run.state.model, self.rows.place(batch))
+        row = validation_row(self.texts, sums, self.recipe.validation_batches, (self.rows.start, self.rows.stop))
         self.last.update(row)
         write({"step": run.step} | row)
         first(self._draw)
-
-    def _held_out(self, model: Any, loader: data.Loader) -> dict[str, float]:
-        """A token's nats, whether it was right, and its bytes, in the mean over a source's validation batches."""
-        totals, rows = {"nats": 0.0, "correct": 0.0, "count": 0.0}, self.rows
-        for batch in loader.epoch(self.recipe.validation_batches, start=rows.start, stop=rows.stop):
-            sums = self.evaluate(model, rows.place(batch))
-            totals = {name: total + float(sums[name]) for name, total in totals.items()}
-        count = totals.pop("count")
-        return {name: total / count for name, total in totals.items()} | {"bytes": loader.store.bytes_per_token}
 
     def _draw(self) -> None:
         draw_losses(self.directory.metrics, self.directory.loss)

@@ -12,6 +12,7 @@ from support.command import parse
 from support.run_directory import RunDirectory
 from support.screen import Screen
 from support.text import open_texts, shared_folder, sources_of
+from support.validation import validation_row
 
 from eqformer import data, models
 
@@ -123,3 +124,30 @@ def test_a_mixture_of_folders_of_one_name_is_told_apart_by_their_paths(shared, t
 def test_the_command_line_spells_a_mixture():
     command = parse(pretrain.Command, "--text.mix a/b=0.7 hub:owner/name=0.3 --steps 5".split())
     assert command.run.text.mix == ("a/b=0.7", "hub:owner/name=0.3") and command.run.steps == 5
+
+
+def test_validation_is_the_mean_of_the_sources_by_their_weights(corpus, shared, tmp_path):
+    """With a model whose loss of a token is its id, against numpy over the held-out rows."""
+    other = write_corpus(tmp_path / "other", 80)
+    texts = texts_of(tmp_path / "run", text=Text(mix=(f"{corpus}=3", f"{other}=1")))
+
+    def sums(batch):
+        counted = {"nats": batch.ids, "correct": batch.ids < 60, "count": np.ones_like(batch.ids)}
+        return {name: (x * batch.weights).sum() for name, x in counted.items()}
+
+    row = validation_row(texts, sums, 10**6, (0, 4))
+    ids = [one.packing(np.arange(one.rows_per_epoch)).ids for one in texts.held_out.values()]
+    sizes = [one.store.bytes_per_token for one in texts.held_out.values()]
+    loss = 0.75 * ids[0].mean() + 0.25 * ids[1].mean()
+    assert row == pytest.approx(
+        {
+            "validation_loss": loss,
+            "validation_bits_per_byte": loss / np.log(2) / (0.75 * sizes[0] + 0.25 * sizes[1]),
+            "validation_accuracy": 0.75 * (ids[0] < 60).mean() + 0.25 * (ids[1] < 60).mean(),
+            "validation_loss/corpus": ids[0].mean(),
+            "validation_loss/other": ids[1].mean(),
+        }
+    )
+    assert loss != pytest.approx(np.concatenate(ids).mean(), rel=1e-4)  # the control: not the mean of all rows
+    alone = validation_row(texts_of(tmp_path / "run", data=other), sums, 10**6, (0, 4))
+    assert len(alone) == 3 and alone["validation_loss"] == row["validation_loss/other"]
