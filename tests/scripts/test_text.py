@@ -1,13 +1,14 @@
 """Where a run's tokens are, shared by all runs or its own; and mixtures of several texts."""
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pretrain
 import pytest
 from recipes import Recipe, Text
-from script_helpers import write_corpus
+from script_helpers import PLAIN, write_corpus
 from support.command import parse
 from support.run_directory import RunDirectory
 from support.screen import Screen
@@ -37,6 +38,11 @@ def opened(corpus, run):
     """The tokens of a run on the corpus."""
     texts = texts_of(run, data=corpus)
     return [one.store for one in (*texts.loaders.values(), *texts.held_out.values())]
+
+
+def test_tests_keep_tokens_out_of_the_users_home():
+    (folder,) = shared_folder()
+    assert Path(tempfile.gettempdir()) in folder.parents and PLAIN["EQFORMER_TOKENS"] == str(folder)
 
 
 def test_the_shared_folder_is_in_the_users_cache_or_where_the_user_says(monkeypatch, tmp_path):
