@@ -33,6 +33,18 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 TESTS = itertools.count(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """One case of each file is `quick`: its first, unless the file marks another."""
+    of_files = {}
+    for item in items:
+        if not any(item.iter_markers("grid")) and not any(item.iter_markers("hf")):
+            of_files.setdefault(item.path, []).append(item)
+    for own in of_files.values():
+        if not any(item.get_closest_marker("quick") for item in own):
+            own[0].add_marker("quick")
+
+
 def pytest_collection_finish():
     """What was imported stays: collecting garbage need not go through it again and again."""
     gc.freeze()
