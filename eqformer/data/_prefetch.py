@@ -17,6 +17,7 @@ def prefetch(
     rows: tuple[int, int] | None = None,
     depth: int = 2,
     transform: Callable[[Any], Any] | None = None,
+    batch_of: Callable[[int], int] = lambda step: step,
 ) -> "Prefetch":
     """The batches of a loader, step by step, made by a thread of their own while others are used.
 
@@ -29,6 +30,7 @@ def prefetch(
         rows: The start and stop of the rows that this host needs (`Loader.rows`).
         depth: How many batches are made ahead.
         transform: Applied to each batch in the background too, for example to send it to the devices.
+        batch_of: Which of the loader's batches a step takes; by default that of its number.
     """
     if start_step < 0 or (stop_step is not None and stop_step < start_step):
         raise ValueError(
@@ -38,7 +40,7 @@ def prefetch(
     start, stop = (0, loader.batch_size) if rows is None else rows
 
     def make(step: int) -> Any:
-        batch = loader.rows(step, start, stop)
+        batch = loader.rows(batch_of(step), start, stop)
         return batch if transform is None else transform(batch)
 
     return Prefetch(make, start_step, stop_step, depth=depth)

@@ -65,6 +65,7 @@ from ._rates import (
 from ._rebalance import rebalanced as rebalanced
 from ._row_loss import row_loss as row_loss, row_nats as row_nats
 from ._run_metadata import run_metadata as run_metadata, saved_key as saved_key, versions as versions
+from ._spikes import LossSpikeError as LossSpikeError, Spikes as Spikes
 from ._step import (
     accumulated_gradients as accumulated_gradients,
     check_finite as check_finite,

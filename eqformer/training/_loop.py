@@ -84,11 +84,11 @@ def train(
         run.state, run.metrics = step(run.state, batch, key)
         run.step += 1
         if before:
-            check_finite(before)  # of the step before, so that the host does not wait for this one
+            check_finite(before, step=run.step - 1)  # of the step before, so that the host does not wait for this one
         batch = next(source, None)
         for callback in callbacks:
             callback.after_step(run)
-    check_finite(run.metrics)
+    check_finite(run.metrics, step=run.step)
     return run
 
 
@@ -142,7 +142,7 @@ class Checkpoints(Every):
             self._save(run)
 
     def _save(self, run: Progress) -> None:
-        check_finite(run.metrics)
+        check_finite(run.metrics, step=run.step)
         about = self._metadata(run.step)
         if self._states is None:
             self._checkpointer.save(run.state, run.step, about)

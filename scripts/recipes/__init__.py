@@ -11,6 +11,7 @@ from ._recipe import (
     Metrics as Metrics,
     Optimization as Optimization,
     Recipe as Recipe,
+    Spikes as Spikes,
     Text as Text,
 )
 

@@ -105,6 +105,18 @@ class Metrics:
 
 
 @dataclasses.dataclass(frozen=True)
+class Spikes:
+    """Spikes of the loss: the run goes back to its last checkpoint and leaves out the batches since (as PaLM's)."""
+
+    factor: Annotated[float | None, _NUMBER_OR_NONE] = None
+    """A spike is a loss above this many times the median of the steps before it; None watches for none."""
+    window: int = 50
+    """Of how many steps."""
+    most: int = 3
+    """How often a run goes back before it ends with an error."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Mesh:
     """The mesh of devices, with an axis for each way to split; the sizes multiply to the number of devices."""
 
@@ -154,6 +166,7 @@ class Recipe:
     precision: Precision = Precision()
     execution: Execution = Execution()
     metrics: Metrics = Metrics()
+    spikes: Spikes = Spikes()
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
     """Write a trace of these steps into the run directory's profile/, for TensorBoard, XProf or Perfetto."""
     debug_nans: bool = False
@@ -179,7 +192,7 @@ class Recipe:
 # Fields that may change when a run is continued, since they do not change the steps already taken.
 CHANGEABLE = frozenset(
     ("steps", "prolong", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
-    + ("sample_every", "prompt", "metrics", "execution", "profile", "debug_nans")
+    + ("sample_every", "prompt", "metrics", "execution", "profile", "debug_nans", "spikes")
     # The mesh and the microbatches decide where and when numbers are computed, not their values. Only mixtures differ
     # a little: balance losses are over a microbatch, and --expert-method exchange may drop choices.
     + ("mesh", "plan")

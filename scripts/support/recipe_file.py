@@ -7,9 +7,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from recipes import Execution, Lora, Mesh, Metrics, Optimization, Recipe, Text
+from recipes import Recipe
 
-from eqformer import models, nn, parallel
+from eqformer import models, nn
 from support.own_recipe import classes_of, file_of
 from support.whole import write_whole
 
@@ -17,7 +17,8 @@ from support.whole import write_whole
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Recipe, Text, Optimization, Lora, Execution, Metrics, Mesh, nn.Precision, parallel.Choices),
+        Recipe,
+        *(type(field.default) for field in dataclasses.fields(Recipe) if dataclasses.is_dataclass(field.default)),
         *(family.config for family in models.FAMILIES.values()),
         *(nn.LinearScaling, nn.DynamicScaling, nn.YarnScaling, nn.Llama3Scaling, nn.LongRopeScaling),
     )

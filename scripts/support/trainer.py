@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,7 +48,7 @@ class Trainer:
         check_alike({"the text": [self.texts.identity, [one.store.path.name for one in self.texts.held_out.values()]]})
         self.rows, self.votes = training.OwnRows(plan, recipe.batch), Votes(plan.mesh)
         self.keys: Keys = keys_of(recipe)
-        self.stopping = False
+        self.stopping, self.spikes = False, training.Spikes(**dataclasses.asdict(recipe.spikes))
         self.stretches, self.rates_note = together(
             lambda: stretches_of(recipe, training.Checkpointer(directory.checkpoints))
         )
@@ -60,6 +61,10 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step, or until a signal asks to stop."""
+        self.spikes.past(self._run, self.screen.note)
+
+    def _run(self) -> None:
+        """Train from the last checkpoint to the last step, or to a spike of the loss."""
         recipe, screen = self.recipe, self.screen
         checkpointer = training.Checkpointer(self.directory.checkpoints, keep=recipe.keep)
         with checkpointer, signals(self._stop):
@@ -74,15 +79,23 @@ class Trainer:
                 return
             if self.rates_note:
                 screen.note(self.rates_note)
+            self.spikes.start(start, checkpointer.metadata().get("spikes") if start else None)
             step, key = step_of(recipe, self.plan, self.optimizer), self.states.everywhere(self.keys.steps)
             rows = self.rows.start, self.rows.stop
+            place, batch_of = self.rows.place, self.spikes.batch_of
             with (
-                data.prefetch(self.texts.train, start, recipe.steps, rows=rows, transform=self.rows.place) as batches,
+                data.prefetch(
+                    self.texts.train, start, recipe.steps, rows=rows, transform=place, batch_of=batch_of
+                ) as batches,
                 open_metrics(recipe, self.directory, start) as write,
                 screen.steps(recipe.steps, start) as show,
             ):
-                callbacks = self._callbacks(write, show, checkpointer)
-                run = training.train(step, state, batches, key, start=start, steps=recipe.steps, callbacks=callbacks)
+                callbacks, steps = self._callbacks(write, show, checkpointer), recipe.steps
+                try:
+                    run = training.train(step, state, batches, key, start=start, steps=steps, callbacks=callbacks)
+                except training.LossSpikeError:
+                    checkpointer.wait()  # so that all processes go back to the same checkpoint
+                    raise
                 checkpointer.wait()
             screen.note(closing(recipe, self.directory, run.step, int(run.state.skipped), self.last))
 
@@ -93,9 +106,10 @@ class Trainer:
         show_last = lambda run: show(run.step, figures(self.last), run.step == self.last.get("step"))
         return [
             *([self._profile()] if recipe.profile else []),
-            training.Log(recipe.log_every, self._keeping(write), clock.rate),
+            training.Log(recipe.log_every, self._keeping(write), self._more(clock)),
             clock,
             *([self._debug_nans()] if recipe.debug_nans else []),
+            self.spikes,
             every(1, self._vote),
             every(recipe.validate_every, lambda run: self._validate(run, write)),
             every(1, show_last),
@@ -120,6 +134,11 @@ class Trainer:
             self.last.update(row)
 
         return keep
+
+    def _more(self, clock: Clock) -> Callable[[training.Progress], dict[str, float]]:
+        """What rows have beside the step's metrics."""
+        left_out = sum(last - first + 1 for first, last in self.spikes.left_out)
+        return lambda run: clock.rate(run) | ({"batches_left_out": left_out} if left_out else {})
 
     def _vote(self, run: training.Progress) -> None:
         run.is_stopping = self.votes.any(self.stopping)
@@ -159,9 +178,10 @@ class Trainer:
 
     def _metadata(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps beside the state."""
-        place = {"text": self.texts.identity, "example": step * self.recipe.batch}
-        recipe, stretches = {"name": self.name, "recipe": to_json(self.recipe)}, to_metadata(self.stretches)
-        return training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, rates=stretches)
+        place = {"text": self.texts.identity, "example": self.spikes.batch_of(step) * self.recipe.batch}
+        recipe = {"name": self.name, "recipe": to_json(self.recipe)}
+        more = {"rates": to_metadata(self.stretches), "spikes": self.spikes.record()}
+        return training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, **more)
 
     def _sample(self, run: training.Progress) -> None:
         model = self.states.on_one_device(run.state.model)

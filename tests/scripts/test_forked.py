@@ -63,6 +63,22 @@ def test_a_fork_has_the_weights_of_the_step_that_it_names(source, tmp_path):
         assert not all(np.array_equal(got[name], other[name]) for name in wanted)  # the control
 
 
+@pytest.mark.grid  # tests/training shows that nothing else changes, and that killed runs do the same
+def test_a_run_goes_back_at_a_spike_and_leaves_batches_out(source, tmp_path):
+    watched = "--spikes.factor 1.0001 --spikes.window 1 --spikes.most 2".split()
+    wild = "--steps 12 --optimizer.learning-rate 0.3 --checkpoint-every 1".split()
+    done = train(tmp_path / "run", "--from-run", source, *wild, *watched)
+    assert done.returncode == 2 and "the run has gone back 2 of at most 2 times" in done.stderr
+    spike = int(done.stdout.split(": the loss is ")[0].split()[-1])
+    assert spike > 1 and "The run goes back to its last checkpoint" in done.stdout
+    saved = training.Checkpointer(tmp_path / "run" / "checkpoints")
+    latest = saved.steps[-1]
+    assert latest >= spike - 1
+    left_out = [last - first + 1 for first, last in saved.metadata()["spikes"]["left_out"]]
+    assert saved.metadata()["data"]["example"] == 8 * (latest + sum(left_out))
+    assert len(losses(tmp_path / "run")) >= latest  # each step once
+
+
 @pytest.mark.grid  # tests/training names steps and modules by the same callback
 def test_numbers_that_are_not_finite_are_traced_to_their_module(source, tmp_path):
     wild = "--optimizer.rates constant --optimizer.learning-rate 1e30 --optimizer.warmup 0 --steps 4".split()

@@ -133,6 +133,9 @@ NEVER = {
     "--lora.rank": ["-1"],
     "--lora.alpha": ["nan", "inf"],
     "--execution.unroll": ["0"],
+    "--spikes.factor": ["1", "nan"],
+    "--spikes.window": ["0"],
+    "--spikes.most": ["0"],
     "--model.rope-theta": ["nan"],
 }
 

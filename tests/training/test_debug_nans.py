@@ -39,12 +39,16 @@ def batch_of(number, rows=4):
     return Batch(ids[:, :-1], ids[:, 1:], np.ones((rows, 4), np.float32), np.arange(rows, dtype=np.int32))
 
 
-def found(model, **options):
-    return training.first_non_finite(training.next_token_loss, model, batch_of(0), **options)
+def found(model, batch=None, **options) -> training.NonFinite:
+    batch = batch_of(0) if batch is None else batch
+    where = training.first_non_finite(training.next_token_loss, model, batch, **options)
+    assert where is not None
+    return where
 
 
 def test_the_module_the_layer_and_the_line_are_named():
-    assert found(build()) is None  # the control: the mask's infinities reach nothing
+    # The control: the mask's infinities reach nothing.
+    assert training.first_non_finite(training.next_token_loss, build(), batch_of(0)) is None
     where = found(at_layer("factor", 1e5))
     assert (where.kind, where.module, where.layer) == ("infinity", "stacks[0].blocks.layer", 1)
     assert (where.operation, where.is_backward) == ("exp", False)
@@ -63,9 +67,7 @@ def test_a_gradient_alone_and_a_planted_leaf_are_named():
     assert str(where) == "NaN in stacks[0].blocks.layer.factor, layer 2"
     weights = batch_of(0).weights.copy()
     weights[1, 2] = np.inf
-    where = training.first_non_finite(
-        training.next_token_loss, build(), eqx.tree_at(lambda b: b.weights, batch_of(0), weights)
-    )
+    where = found(build(), eqx.tree_at(lambda b: b.weights, batch_of(0), weights))
     assert where.module == "the batch's weights"
 
 
