@@ -40,12 +40,16 @@ def model():
     return nn.Transformer(nn.Embedding(vocab=16, embed=8, key=key), stacks, nn.RMSNorm("embed", embed=8))
 
 
+# What versions of JAX put between: loops, and calls of programs.
+OF_JAX = re.compile(r"loss|while|body|cond|closed_call|eval_jaxpr|checkpoint|rematted_computation")
+
+
 def scopes(text: str) -> set[str]:
-    """The names in which a program's operations stand, without those of transformations and of the operation."""
+    """The names in which a program's operations stand, without those of JAX and of the operation."""
     found = set()
     for name in re.findall(r'op_name="([^"]*)"', text):
         names = (re.sub(r"^(?:\w+\()*|\)*$", "", part) for part in name.split("/")[:-1])
-        found.add(".".join(part for part in names if not re.fullmatch(r"loss|while|body|cond|closed_call", part)))
+        found.add(".".join(part for part in names if not OF_JAX.fullmatch(part)))
     return found
 
 
