@@ -1,7 +1,7 @@
 """Eight simulated CPU devices and strict dtype promotion, set before JAX is first used; a folder for texts' tokens.
 
 Programs are compiled in haste, and without the lines that they came from: the tests run thousands of small ones, each
-a few times.
+a few times. What was compiled is kept in `.pytest_cache/programs`, so that what has not changed is compiled once.
 """
 
 import gc
@@ -20,6 +20,10 @@ from haste import FLAGS
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(["--xla_force_host_platform_device_count=8", *FLAGS])
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # no lines, but the names of scopes
+PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / "programs"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"  # scopes are read by some tests
 # Tokens of the scripts' texts are made once for all tests, and none in the user's home. Workers have their parent's.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _TOKENS = tempfile.TemporaryDirectory(prefix="tokens", ignore_cleanup_errors=True)
@@ -33,9 +37,21 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 TESTS = itertools.count(1)
 
 
+def pytest_sessionstart():
+    """Programs of long ago are deleted, so that those kept stay under a gigabyte or so."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not PROGRAMS.exists():
+        return
+    left = 2**30
+    for file in sorted(PROGRAMS.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True):
+        left -= file.stat().st_size
+        if left < 0:
+            file.unlink(missing_ok=True)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """One case of each file is `quick`: its first, unless the file marks another."""
+    """Scripts, the slowest, come first; one case of each file is `quick`: its first, unless the file marks another."""
+    items.sort(key=lambda item: item.path.parent.name != "scripts")
     of_files = {}
     for item in items:
         if not any(item.iter_markers("grid")) and not any(item.iter_markers("hf")):
