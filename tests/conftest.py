@@ -50,11 +50,11 @@ def pytest_sessionstart():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Scripts, the slowest, come first; one case of each file is `quick`: its first, unless the file marks another."""
+    """Scripts, the slowest, come first; one case of each other file is `quick`: its first, unless it marks another."""
     items.sort(key=lambda item: item.path.parent.name != "scripts")
     of_files = {}
     for item in items:
-        if not any(item.iter_markers("grid")) and not any(item.iter_markers("hf")):
+        if item.path.parent.name != "scripts" and not any(map(item.get_closest_marker, ("grid", "hf"))):
             of_files.setdefault(item.path, []).append(item)
     for own in of_files.values():
         if not any(item.get_closest_marker("quick") for item in own):

@@ -140,6 +140,7 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(argument
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "arguments,words",
     [

@@ -50,6 +50,7 @@ def test_help_fits_on_a_screen_and_help_all_has_every_flag(kind, capsys, monkeyp
     assert f"--steps {RECIPES['default']().steps} " in short and page(kind, capsys, "--steps", "7", "-h") == short
 
 
+@pytest.mark.quick
 def test_help_knows_the_recipe_that_is_asked_for(capsys):
     assert "--optimizer.name adamw " in page(pretrain.Command, capsys, "--recipe", "adamw", "--help")
 

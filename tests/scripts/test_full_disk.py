@@ -104,6 +104,7 @@ def test_after_any_write_that_failed_the_next_start_works(tmp_path, monkeypatch)
     assert failures > 8 and not full.hit
 
 
+@pytest.mark.quick
 def test_a_folder_that_cannot_be_written_is_named_as_that(tmp_path, monkeypatch):
     def forbidden(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")

@@ -66,6 +66,7 @@ def test_gradients_are_split_as_soon_as_they_are_made_or_after_a_pipeline(mesh, 
     assert held[2] == (held[0] if "pipe" in mesh else held[3])
 
 
+@pytest.mark.quick
 def test_spread_edges_are_reported(report):
     text = report("--mesh.fsdp 2 --mesh.pipe 4 --microbatches 4 --schedule gpipe --edges spread")
     assert figure(text, "activations: inputs of stages, 4 at once") == 4 * 2 * 256 * 128 * 4

@@ -18,6 +18,7 @@ def live():
     return sum(x.nbytes for x in jax.live_arrays())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("zero,layers", [(0, 8), (1, 8), (1, 13)])
 def test_a_state_in_another_order_takes_no_second_state(zero, layers):
     numbers = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=layers, heads=2, kv_heads=2, mlp=64)

@@ -53,6 +53,7 @@ def test_a_recipe_of_ones_own_trains_goes_on_and_writes(file, tmp_path):
     assert written.returncode == 0 and written.stdout.startswith("def "), written.stderr
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "name, message",
     [

@@ -32,6 +32,7 @@ def trained(corpus, tmp_path_factory):
     return run_dir, done
 
 
+@pytest.mark.quick
 def test_a_run_leaves_what_it_promises(trained):
     run_dir, done = trained
     expected = {"recipe.json", "metrics.jsonl", "checkpoints", "loss.png", "samples.txt", ".lock"}

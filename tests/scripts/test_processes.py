@@ -146,6 +146,7 @@ def at_kubernetes(monkeypatch):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
 
 
+@pytest.mark.quick
 def test_a_missing_package_for_kubernetes_is_named_once(at_kubernetes, capsys):
     join(Machine())
     error = capsys.readouterr().err

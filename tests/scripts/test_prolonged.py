@@ -102,6 +102,7 @@ def test_a_plateau_goes_on_and_a_decay_that_began_is_refused_with_the_checkpoint
         stretches_of(recipe(95, "warmup-stable-decay"), saved)
 
 
+@pytest.mark.quick
 def test_a_warmup_that_does_not_fit_is_refused_and_the_default_is_a_share():
     with pytest.raises(ValueError, match="--optimizer.warmup 20 --steps 20: .*warmup must be shorter than the run"):
         check(recipe(20, warmup=20))

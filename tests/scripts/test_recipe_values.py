@@ -79,6 +79,7 @@ def test_every_recipe_is_the_same_after_a_save(preset, tmp_path):
 _KEY = jax.random.key(0)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2**63, "a\udcff"])
 def test_what_no_file_can_hold_is_refused_in_every_field(value):
     """In every field of a type that could hold it, under its flag."""

@@ -80,6 +80,7 @@ def test_a_published_model_is_trained_gently_by_every_recipe_that_was_not_writte
     assert parse(pretrain.Command, ["--recipe", "tune", "--model", str(folder)]).run.optimizer == own
 
 
+@pytest.mark.quick
 def test_dtypes_go_by_short_names():
     run = parse(pretrain.Command, ["--precision.compute", "bf16", "--precision.parameters=half"]).run
     assert run.precision == nn.Precision("float16", "bfloat16")

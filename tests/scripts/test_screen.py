@@ -36,6 +36,7 @@ def test_a_reader_that_has_seen_enough_ends_a_script_quietly():
     assert unread(command("layout.py")) == (141, b"")
 
 
+@pytest.mark.quick
 def test_every_script_ends_as_the_others():
     scripts = [path for path in SCRIPTS.glob("[a-z]*.py")]
     assert len(scripts) >= 6

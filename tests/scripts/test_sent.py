@@ -157,6 +157,7 @@ def is_mixer(kind):
     return issubclass(kind, nn.Mixer) and kind is not nn.Mixer
 
 
+@pytest.mark.quick
 def test_no_mixer_is_left_out():
     """Whatever `nn` has says by which dims the transforms split and the formulas count it."""
     found = {kind for kind in vars(nn).values() if isinstance(kind, type) and is_mixer(kind)}

@@ -45,6 +45,7 @@ def test_tests_keep_tokens_out_of_the_users_home():
     assert Path(tempfile.gettempdir()) in folder.parents and PLAIN["EQFORMER_TOKENS"] == str(folder)
 
 
+@pytest.mark.quick
 def test_the_shared_folder_is_in_the_users_cache_or_where_the_user_says(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("EQFORMER_TOKENS", "/big/disk")

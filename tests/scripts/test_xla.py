@@ -78,6 +78,7 @@ def test_no_flag_is_given_unasked(folder):
     assert {name: flags for name, flags in found.items() if flags} == {}
 
 
+@pytest.mark.quick
 def test_a_flag_given_unasked_is_found():
     unasked = 'jax.jit(f, compiler_options={"xla_of_today": 1}); flags += " --xla_too=1"'
     assert set(_flags_in(unasked)) == {"xla_of_today", " --xla_too=1"}
