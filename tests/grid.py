@@ -16,7 +16,10 @@ RECORD = ROOT / ".grid.json"
 SOURCES = ("eqformer", "scripts", "tests", "pyproject.toml")
 # What each part holds; `parallel` all of its folder that no other part names.
 PARTS = {
-    "models": ("tests/models", "tests/generation", "tests/nn", "tests/training", "tests/systems"),
+    "models": (
+        *("tests/models", "tests/generation", "tests/nn", "tests/training", "tests/systems"),
+        *("tests/test_docs.py", "tests/test_modules_of_ones_own.py"),
+    ),
     "parity": ("tests/parallel/test_plan_parity.py",),
     "serving": (
         "tests/parallel/test_planned.py",

@@ -1,6 +1,8 @@
 """Every block of Python in the README and the docs runs as it stands, and links inside the project lead somewhere.
 
-A block that begins with `# name.py` is a file, which the other blocks of its page may import.
+A block that begins with `# name.py` is a file, which the other blocks of its page may import. Most blocks that train by
+`docs/extending.md`'s `trained.py` do so in the grid alone, as what they train is compared leaf by leaf in
+`tests/parallel`; by default `trained` checks their models and plans, and trains nothing. So is the page's optimizer.
 """
 
 import pathlib
@@ -17,16 +19,35 @@ FILE = re.compile(r"# (\w+\.py)\n")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
+UNTRAINED = """
+
+def trained(build, plan=None, steps=3, rate=1e-2):
+    plan = parallel.Plan(parallel.make_mesh(devices=jax.devices()[:1])) if plan is None else plan
+    shapes = eqx.filter_eval_shape(build)
+    plan.check(shapes, rows=8, seq=16)
+    optimizer = training.optimizer("adamw", shapes, rate=rate)
+    training.state_shardings(plan, optimizer, eqx.filter_eval_shape(training.init_state, shapes, optimizer))
+    return shapes, [0.0] * steps
+"""
+
+
 def blocks() -> list:
     """Each block of Python with the files of its page, and the name of the page and its line."""
-    found = []
+    found, trains = [], []
     for page in PAGES:
         text = page.read_text()
         codes = [match.group(1) for match in BLOCK.finditer(text)]
         files = {name.group(1): code for code in codes if (name := FILE.match(code))}
         for match in BLOCK.finditer(text):
-            line = text[: match.start()].count("\n") + 2
-            found.append(pytest.param(match.group(1), files, id=f"{page.name}:{line}"))
+            code, name = match.group(1), f"{page.name}:{text[: match.start()].count(chr(10)) + 2}"
+            if "import trained" in code:
+                trains.append(name)
+            is_repeated = name in trains[1:]
+            is_grid = is_repeated or "import cautious_lion" in code
+            if is_repeated:
+                untrained = files | {"trained.py": files["trained.py"] + UNTRAINED}
+                found.append(pytest.param(code, untrained, id=f"{name} untrained"))
+            found.append(pytest.param(code, files, id=name, marks=[pytest.mark.grid] if is_grid else []))
     return found
 
 
@@ -41,6 +62,7 @@ def test_a_block_of_python_runs(code, files, tmp_path, monkeypatch):
     assert "import" in code  # a block stands by itself
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_inside_the_project_lead_somewhere(page):
     targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]

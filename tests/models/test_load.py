@@ -1,5 +1,6 @@
 """Loading onto meshes: what of a folder is held where, and for how long."""
 
+import functools
 import tracemalloc
 from typing import Any
 
@@ -16,6 +17,7 @@ from eqformer.models._load import _parts
 from eqformer.parallel import make_mesh, Plan
 
 
+@functools.cache
 def tiny(seed=0, **changes):
     """A model whose arrays are large beside what loading makes otherwise: 30 of 256 KiB among them."""
     config = models.LlamaConfig(vocab=512, embed=128, layers=8, heads=4, kv_heads=2, mlp=512, **changes)
@@ -42,7 +44,8 @@ def test_a_mesh_alone_splits_all_it_can(tmp_path):
 
 def test_layers_of_bfloat16_and_float16_are_held_by_float32(tmp_path):
     config = models.LlamaConfig(vocab=32, embed=16, layers=2, heads=2, kv_heads=2, mlp=16)
-    models.save(models.build(config, key=jax.random.key(0)), tmp_path / "mixed", config=config)
+    build = eqx.filter_jit(lambda: models.build(config, key=jax.random.key(0)))
+    models.save(build(), tmp_path / "mixed", config=config)
     (file,) = (tmp_path / "mixed").glob("*.safetensors")
     arrays = {name: x.astype("bfloat16" if ".1." in name else "float16") for name, x in load_file(file).items()}
     save_file(arrays, file)
@@ -54,7 +57,9 @@ def test_layers_of_bfloat16_and_float16_are_held_by_float32(tmp_path):
         assert published.dtype == dtype and np.array_equal(query[layer].reshape(16, 16), published.astype(np.float32))
 
 
-@pytest.mark.parametrize("sizes", [{}, {"fsdp": 8}, {"fsdp": 2, "pipe": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{}, pytest.param({"fsdp": 8}, marks=pytest.mark.grid), {"fsdp": 2, "pipe": 2, "tensor": 2}]
+)
 def test_beside_the_parts_little_is_held(sizes, tmp_path):
     """The most memory that arrays of the host take: the model's own, since the devices are here, and one array more."""
     config, model = tiny(tied=True)
@@ -72,7 +77,7 @@ def test_beside_the_parts_little_is_held(sizes, tmp_path):
     assert own < peak < own + 2 * largest  # half of a copy of the model would be 5 times the largest
 
 
-@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "expert": 2}])
+@pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.grid), {"fsdp": 2, "expert": 2}])
 def test_the_biases_of_choice_of_deepseek_v3_are_never_rounded(sizes, tmp_path):
     """Biases of 5 +- 0.02, which bfloat16 resolves to 0.03: rounded, they would choose other experts."""
     widths: dict[str, Any] = {

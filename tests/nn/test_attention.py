@@ -95,7 +95,13 @@ def run(module, x, places=PLACES, segments=None):
     return JITTED(module, x, tokens)
 
 
-@pytest.mark.parametrize("corner", CORNERS)
+# What "all at once" has too, and what others of these have, is for the grid alone.
+GRID = ("input biases alone", "one head", "multi-head", "scale", "sinks", "softcap", "gate", "temperature", "window")
+
+
+@pytest.mark.parametrize(
+    "corner", [pytest.param(name, marks=[pytest.mark.grid] if name in GRID else []) for name in CORNERS]
+)
 def test_every_corner_is_its_loops(corner):
     module, x = CORNERS[corner](), normal(1, 2, SEQ, EMBED)
     tokens = nn.Tokens(jnp.asarray(PLACES))

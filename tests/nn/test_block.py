@@ -58,18 +58,23 @@ def block(norms: Any = (0, 1), kind: Any = nn.Block, **options: Any) -> Any:
     return kind(nn.Residual(attention(), **own["mixer"]), feed_forward, **own["block"])
 
 
+run = eqx.filter_jit(lambda module, x, tokens=None, cache=None: module(x, tokens, cache))
+
+
 def outputs():
     x = normal(1, 2, 3, EMBED)
-    return x, {name: eqx.filter_jit(block(norms, kind))(x)[0] for name, (norms, kind, _) in ARRANGEMENTS.items()}
+    modules = {name: block(norms, kind) for name, (norms, kind, _) in ARRANGEMENTS.items()}
+    return x, eqx.filter_jit(lambda modules, x: {name: one(x)[0] for name, one in modules.items()})(modules, x)
 
 
 def test_every_arrangement_is_its_formula_and_no_other():
     x, found = outputs()
-    attend = eqx.filter_jit(lambda x: attention()(x)[0])
+    attend = lambda x: attention()(x)[0]
     feed = drawn(nn.MLP, embed=EMBED, mlp=6, key=KEY)
     norms = [norm(place) for place in range(len(NORMS))]
-    for name, (_, _, formula) in ARRANGEMENTS.items():
-        expected = formula(x, attend, feed, norms)
+    formulas = {name: formula for name, (_, _, formula) in ARRANGEMENTS.items()}
+    every = jax.jit(lambda x: {name: formula(x, attend, feed, norms) for name, formula in formulas.items()})
+    for name, expected in every(x).items():
         assert {other for other, y in found.items() if close(y, expected, 1e-5)} == {name}
 
 
@@ -81,26 +86,32 @@ def keyed(x, seed=0):
 
 def test_dropout_acts_on_both_sublayers_with_masks_of_their_own():
     x, dropout = normal(1, 2, 3, EMBED), nn.Dropout(0.5)
-    module, tokens = block(dropout=dropout), keyed(x)
-    attended = module.mixer.layer(module.mixer.norm(x), tokens)[0]
-    h = x + dropout(attended, tokens.fold_in(0).keys)
-    fed = module.feed_forward.layer(module.feed_forward.norm(h))
-    assert close(module(x, tokens)[0], h + dropout(fed, tokens.fold_in(1).keys), 1e-6)
-    assert not close(module(x, tokens)[0], h + dropout(fed, tokens.fold_in(0).keys), 1e-3)
-    assert close(module(x)[0], block()(x)[0], 1e-6)  # without keys nothing is dropped
-    side = block(kind=nn.ParallelBlock, dropout=dropout)
-    fed = dropout(module.feed_forward.layer(module.feed_forward.norm(x)), tokens.fold_in(1).keys)
-    assert close(side(x, tokens)[0], h + fed, 1e-6)
+    module, side, tokens = block(dropout=dropout), block(kind=nn.ParallelBlock, dropout=dropout), keyed(x)
+
+    @jax.jit
+    def by_hand(x, tokens):
+        attended = module.mixer.layer(module.mixer.norm(x), tokens)[0]
+        h = x + dropout(attended, tokens.fold_in(0).keys)
+        fed, beside = (module.feed_forward.layer(module.feed_forward.norm(y)) for y in (h, x))
+        ours, theirs = (tokens.fold_in(place).keys for place in (1, 0))
+        return h + dropout(fed, ours), h + dropout(fed, theirs), h + dropout(beside, ours)
+
+    in_turn, same_keys, beside = by_hand(x, tokens)
+    found = run(module, x, tokens)[0]
+    assert close(found, in_turn, 1e-6) and not close(found, same_keys, 1e-3)
+    assert close(run(module, x)[0], run(block(), x)[0], 1e-6)  # without keys nothing is dropped
+    assert close(run(side, x, tokens)[0], beside, 1e-6)
 
 
 def test_a_scale_multiplies_what_each_sublayer_adds():
     x, module = normal(1, 2, 3, EMBED), block((0, 1, 2, 3), scale=0.22)
-    n = [lambda x, place=place: wide(norm(place)(x)) for place in range(4)]
+    n = [lambda x, place=place: formula_of_norm(norm(place).weight, wide(x)) for place in range(4)]
     narrow = lambda x: jnp.asarray(x, jnp.float32)
-    h = wide(x) + 0.22 * n[2](module.mixer.layer(narrow(n[0](x)))[0])
-    expected = h + 0.22 * n[3](module.feed_forward.layer(narrow(n[1](narrow(h)))))
-    assert close(module(x)[0], expected, 1e-6)
-    assert not close(block((0, 1, 2, 3))(x)[0], expected, 1e-2)
+    attended, fed = (eqx.filter_jit(part.layer) for part in (module.mixer, module.feed_forward))
+    h = wide(x) + 0.22 * n[2](attended(narrow(n[0](x)))[0])
+    expected = h + 0.22 * n[3](fed(narrow(n[1](h))))
+    assert close(run(module, x)[0], expected, 1e-6)
+    assert not close(run(block((0, 1, 2, 3)), x)[0], expected, 1e-2)
 
 
 @pytest.mark.parametrize("place,name", [(4, "mixer"), (5, "feed_forward")])
@@ -113,13 +124,13 @@ def test_a_period_runs_its_blocks_in_turn_with_caches_and_keys_of_their_own():
     one, two = block(dropout=nn.Dropout(0.3)), block((2, 3), dropout=nn.Dropout(0.3))
     period, x = nn.Period((one, two)), normal(1, 2, 3, EMBED)
     tokens = keyed(x)
-    y, cache, _ = period(x, tokens)
-    h, _, _ = one(x, tokens.fold_in(0))
-    assert cache is None and close(y, two(h, tokens.fold_in(1))[0], 1e-6)
-    assert not close(y, two(h, tokens.fold_in(0))[0], 1e-3)
+    y, cache, _ = run(period, x, tokens)
+    h, _, _ = run(one, x, tokens.fold_in(0))
+    assert cache is None and close(y, run(two, h, tokens.fold_in(1))[0], 1e-6)
+    assert not close(y, run(two, h, tokens.fold_in(0))[0], 1e-3)
     empty = period.init_cache((2,), 5)
     assert [part.keys.shape for part in empty] == [(2, 5, 2, 2)] * 2
-    _, filled, _ = period(x, nn.positions_like((2, 3)), empty)
+    _, filled, _ = run(period, x, nn.positions_like((2, 3)), empty)
     assert not np.array_equal(filled[0].keys, filled[1].keys) and filled[1].positions[:, :3].tolist() == [[0, 1, 2]] * 2
 
 
@@ -127,8 +138,8 @@ def test_a_period_runs_its_blocks_in_turn_with_caches_and_keys_of_their_own():
 def test_a_blocks_cache_is_its_mixers(kind):
     module = block(kind=kind)
     cache = module.init_cache((2,), 5)
-    y, cache, _ = module(normal(1, 2, 3, EMBED), nn.positions_like((2, 3)), cache)
-    assert close(y, module(normal(1, 2, 3, EMBED))[0], 1e-6) and cache.positions[:, :3].tolist() == [[0, 1, 2]] * 2
+    y, cache, _ = run(module, normal(1, 2, 3, EMBED), nn.positions_like((2, 3)), cache)
+    assert close(y, run(module, normal(1, 2, 3, EMBED))[0], 1e-6) and cache.positions[:, :3].tolist() == [[0, 1, 2]] * 2
 
 
 class Smooth(nn.Mixer):
@@ -170,14 +181,14 @@ def formula_of_norm(weight, x):
 def test_a_mixer_without_a_feed_forward_layer():
     """As in Mamba: the formula in float64, a cache that is the mixer's, a stack of them."""
     x, module = normal(1, 2, 5, EMBED), nn.Block(nn.Residual(smooth(), norm(0)))
-    y, cache, aux = module(x)
+    y, cache, aux = run(module, x)
     normed = formula_of_norm(norm(0).weight, wide(x))
     expected = wide(x) + formula_of_smooth(smooth(), normed)
     assert cache is None and aux is None and close(y, expected, 1e-6)
     assert not close(x + formula_of_smooth(smooth(1), normed), expected, 1e-2)
     memory, found = module.init_cache((2,), 5), []
     for place in range(5):
-        one, memory, _ = module(x[:, place : place + 1], nn.Tokens(jnp.full((2, 1), place)), memory)
+        one, memory, _ = run(module, x[:, place : place + 1], nn.Tokens(jnp.full((2, 1), place)), memory)
         found.append(one)
     assert memory.shape == (2, EMBED) and close(jnp.concatenate(found, 1), expected, 1e-6)
 
@@ -203,11 +214,12 @@ def test_three_sublayers_in_a_row():
 
     found, wanted = gradient(lambda m, *given: m(*given)[0]), gradient(by_hand)
     assert all(close(*pair, 1e-5) for pair in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))
-    assert not close(period(x, tokens)[0], by_hand(period, x, tokens, swapped=True), 1e-2)
+    swapped = eqx.filter_jit(lambda period: by_hand(period, x, tokens, swapped=True))(period)
+    assert not close(run(period, x, tokens)[0], swapped, 1e-2)
     caches = period.init_cache((2,), 5)
     assert caches[0].shape == (2, EMBED) and caches[1].keys.shape == (2, 5, 2, 2) and caches[2] is None
-    whole, found = period(x)[0], []
+    whole, found = run(period, x)[0], []
     for place in range(5):
-        one, caches, _ = period(x[:, place : place + 1], nn.Tokens(jnp.full((2, 1), place)), caches)
+        one, caches, _ = run(period, x[:, place : place + 1], nn.Tokens(jnp.full((2, 1), place)), caches)
         found.append(one)
     assert close(jnp.concatenate(found, 1), whole, 1e-5)

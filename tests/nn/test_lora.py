@@ -1,5 +1,6 @@
 """LoRA against its formula in float64, in every place where a Linear stands."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -68,13 +69,18 @@ def mixture(dispatch):
     return make
 
 
+@functools.cache
 def transformer(make):
-    one, two, three = jax.random.split(KEY, 3)
-    head = nn.Linear("embed -> vocab", embed=6, vocab=11, bias=True, key=three)
-    stack = nn.Stack(make, 2, key=two)
-    return nn.Transformer(nn.Embedding(vocab=11, embed=6, key=one), (stack,), nn.RMSNorm("embed", embed=6), head)
+    def build():
+        one, two, three = jax.random.split(KEY, 3)
+        head = nn.Linear("embed -> vocab", embed=6, vocab=11, bias=True, key=three)
+        stack = nn.Stack(make, 2, key=two)
+        return nn.Transformer(nn.Embedding(vocab=11, embed=6, key=one), (stack,), nn.RMSNorm("embed", embed=6), head)
+
+    return eqx.filter_jit(build)()
 
 
+PLAIN = block(attention)
 BLOCKS = {
     "latents": block(latents),
     "sorted experts": block(attention, mixture(nn.Dropless())),
@@ -90,10 +96,10 @@ run = eqx.filter_jit(lambda model, ids: model(ids)[0])
 def test_the_model_with_loras_everywhere_is_the_merged_model(name):
     """Router and head among them; the router's own choice must not hang on rounding, so its factors stay small."""
     model = transformer(BLOCKS[name])
-    fresh = nn.with_lora(model, [nn.Linear], rank=2, key=KEY)
+    fresh = eqx.filter_jit(lambda model: nn.with_lora(model, [nn.Linear], rank=2, key=KEY))(model)
     assert np.array_equal(run(fresh, IDS), run(model, IDS))
     adapted = randomised(fresh)
-    merged = nn.merge_lora(adapted)
+    merged = eqx.filter_jit(nn.merge_lora)(adapted)
     assert jax.tree.structure(merged) == jax.tree.structure(model)
     assert close(run(adapted, IDS), wide(run(merged, IDS)), 1e-4)
     without = jax.tree.map(lambda node: node.linear if isinstance(node, nn.LoRA) else node, adapted, is_leaf=is_lora)
@@ -106,14 +112,16 @@ def is_lora(node):
 
 def test_cached_decoding_sees_the_change_of_absorbed_weights():
     """A LatentAttention contracts key_up and value_up with what is on either side of them."""
-    model = randomised(nn.with_lora(transformer(BLOCKS["latents"]), ["key_up", "value_up"], rank=2, key=KEY))
+    shapes = lambda: nn.with_lora(transformer(BLOCKS["latents"]), ["key_up", "value_up"], rank=2, key=KEY)
+    model = randomised(eqx.filter_eval_shape(shapes))
     step = eqx.filter_jit(lambda model, ids, places, cache: model(ids, nn.Tokens(places), cache))
-    cache, found = model.init_cache(2, 7), []
+    cache, found, ids = model.init_cache(2, 7), [], np.asarray(IDS)
     for place in range(7):
-        one, cache = step(model, IDS[:, place : place + 1], jnp.full((2, 1), place, jnp.int32), cache)
-        found.append(one)
+        at = jnp.asarray(np.full((2, 1), place, np.int32))
+        one, cache = step(model, jnp.asarray(ids[:, place : place + 1]), at, cache)
+        found.append(np.asarray(one))
     whole = wide(run(model, IDS))
-    assert close(jnp.concatenate(found, 1), whole, 1e-4) and not close(found[-1], whole[:, :1], 1e-2)
+    assert close(np.concatenate(found, 1), whole, 1e-4) and not close(found[-1], whole[:, :1], 1e-2)
 
 
 def test_layers_and_experts_have_factors_of_their_own():
@@ -139,7 +147,7 @@ def test_layers_and_experts_have_factors_of_their_own():
     ],
 )
 def test_where(where, expected):
-    model = nn.with_lora(transformer(block(attention)), where, rank=2, key=KEY)
+    model = eqx.filter_eval_shape(lambda: nn.with_lora(transformer(PLAIN), where, rank=2, key=KEY))
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_lora)
     found = {nn.path_name(path).removeprefix("stacks[0].blocks.") for path, node in nodes if is_lora(node)}
     assert found == expected
@@ -152,13 +160,13 @@ def test_scales():
 
 
 def test_factors_are_marked_alone():
-    model = nn.with_lora(transformer(block(attention)), ["query"], rank=2, key=KEY)
+    model = nn.with_lora(transformer(PLAIN), ["query"], rank=2, key=KEY)
     query = model.stacks[0].blocks.mixer.layer.query
     assert list(map(id, jax.tree.leaves(nn.lora_factors(model)))) == list(map(id, factors_of(query)))
 
 
 def test_refusals():
-    model = transformer(block(attention))
+    model = transformer(PLAIN)
     with pytest.raises(ValueError, match=r"no linear map is chosen; .* are stacks\[0\].blocks.mixer.layer.query, "):
         nn.with_lora(model, ["q_proj"], rank=2, key=KEY)
     with pytest.raises(ValueError, match=r"stacks\[0\].blocks.mixer.layer.query has a LoRA already; merge_lora first"):

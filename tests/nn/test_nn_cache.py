@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,22 +18,31 @@ def cache(slots=4, rolling=False, batch=(2,)):
     return nn.KVCache(keys=jnp.zeros(shape), values=jnp.zeros(shape), positions=empty, rolling=rolling)
 
 
+@eqx.filter_jit
+def stored(memory, keys, places):
+    after, seen_keys, seen_values, seen = memory.update(keys, -keys, nn.Tokens(places))
+    is_same = seen_keys is after.keys and seen_values is after.values and seen.positions is after.positions
+    return after, seen_keys, seen, is_same
+
+
 def put(memory, places):
-    """Store keys that are 100 * row + position and values that are their negatives."""
-    places = jnp.asarray(places, jnp.int32)
-    rows = jnp.arange(places.shape[0])[:, None]
-    numbers = jnp.where(places < 0, 777, 100 * rows + places).astype(jnp.float32)
-    keys = jnp.broadcast_to(numbers[..., None, None], (*places.shape, 1, 2))
-    return memory.update(keys, -keys, nn.Tokens(places))
+    """Store keys that are 100 * row + position and values that are their negatives.
+
+    The last of what is returned is whether what is seen is the memory itself, and no copy.
+    """
+    places = np.asarray(places, np.int32)
+    numbers = np.where(places < 0, 777, 100 * np.arange(len(places))[:, None] + places).astype(np.float32)
+    keys = np.broadcast_to(numbers[..., None, None], (*places.shape, 1, 2))
+    return stored(memory, jnp.asarray(keys), jnp.asarray(places))
 
 
 def test_a_slot_is_the_position_and_rows_fill_at_their_own_pace():
-    memory, keys, values, seen = put(cache(), [[0, 1, 2], [0, -1, -1]])
+    memory, _, _, is_same = put(cache(), [[0, 1, 2], [0, -1, -1]])
     assert memory.positions.tolist() == [[0, 1, 2, -1], [0, -1, -1, -1]]
     assert memory.keys[..., 0, 0].tolist() == [[0, 1, 2, 0], [100, 0, 0, 0]]
     assert np.array_equal(memory.values, -np.asarray(memory.keys))
-    assert keys is memory.keys and values is memory.values and seen.positions is memory.positions
-    memory, _, _, _ = put(memory, [[3], [1]])
+    assert is_same
+    memory, *_ = put(memory, [[3], [1]])
     assert memory.positions.tolist() == [[0, 1, 2, 3], [0, 1, -1, -1]]
     assert memory.keys[..., 0, 0].tolist() == [[0, 1, 2, 3], [100, 101, 0, 0]]
 
@@ -53,15 +63,14 @@ def test_a_rolling_cache_keeps_the_last_tokens():
     memory, *_ = put(cache(3, rolling=True), [[0, 1, 2, 3, 4], [0, 1, -1, -1, -1]])
     assert memory.positions.tolist() == [[3, 4, 2], [0, 1, -1]]
     assert memory.keys[..., 0, 0].tolist() == [[3, 4, 2], [100, 101, 0]]
-    memory, keys, _, seen = put(memory, [[5], [2]])
-    assert memory.positions.tolist() == [[3, 4, 5], [0, 1, 2]] and keys is memory.keys
-    assert seen.positions is memory.positions
+    memory, _, _, is_same = put(memory, [[5], [2]])
+    assert memory.positions.tolist() == [[3, 4, 5], [0, 1, 2]] and is_same
 
 
 def test_several_new_tokens_see_what_they_push_out():
     memory, *_ = put(cache(3, rolling=True), [[0, 1, 2], [0, 1, -1]])
-    memory, keys, _, seen = put(memory, [[3, 4], [2, -1]])
-    assert seen.positions.tolist() == [[0, 1, 2, 3, 4], [0, 1, -1, 2, -1]]
+    memory, keys, seen, is_same = put(memory, [[3, 4], [2, -1]])
+    assert not is_same and seen.positions.tolist() == [[0, 1, 2, 3, 4], [0, 1, -1, 2, -1]]
     assert keys[0, :, 0, 0].tolist() == [0, 1, 2, 3, 4]
     assert memory.positions.tolist() == [[3, 4, 2], [0, 1, 2]]
 
@@ -76,43 +85,49 @@ MODULES = {
 @pytest.mark.parametrize("kind", MODULES)
 def test_tokens_beyond_the_capacity_are_nan_and_spoil_nothing(kind):
     """Whole calls beyond it and calls that begin within it; what has room is as without a cache, in each row."""
-    module, x = MODULES[kind](), normal(1, 2, 9, 6)
+    module, x = MODULES[kind](), np.asarray(normal(1, 2, 9, 6))
     run = jax.jit(lambda x, places, cache: module(x, nn.Tokens(places), cache))
-    wanted = module(x)[0]
-    places = jnp.stack([jnp.arange(9), jnp.arange(9)])
+    wanted = np.asarray(jax.jit(lambda x: module(x)[0])(x))
+    places = np.stack([np.arange(9, dtype=np.int32)] * 2)
     for calls in ((9,), (4, 5)):
         memory, found, start = module.init_cache((2,), 6), [], 0
         for count in calls:
             part = slice(start, start + count)
             y, memory = run(x[:, part], places[:, part], memory)
             found, start = [*found, y], start + count
-        y = jnp.concatenate(found, axis=1)
+        y = np.concatenate(found, axis=1)
         np.testing.assert_allclose(y[:, :6], wanted[:, :6], atol=1e-6)
-        assert bool(jnp.isnan(y[:, 6:]).all())
+        assert np.isnan(y[:, 6:]).all()
         assert memory.positions.tolist() == [list(range(6))] * 2
-        assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(memory))
-    ahead = jnp.stack([jnp.arange(9), jnp.where(jnp.arange(9) < 6, jnp.arange(9), -1)])
-    y, _ = run(x, ahead, module.init_cache((2,), 6))
-    assert bool(jnp.isnan(y[0, 6:]).all()) and bool(jnp.isfinite(y[1]).all())
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(memory))
+    ahead = np.where([[True], [False]] | (places < 6), places, -1).astype(np.int32)
+    y = np.asarray(run(x, ahead, module.init_cache((2,), 6))[0])
+    assert np.isnan(y[0, 6:]).all() and np.isfinite(y[1]).all()
 
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_tokens_known_to_lie_beyond_the_capacity_are_refused(kind):
     module, x = MODULES[kind](), normal(1, 1, 4, 6)
-    with pytest.raises(ValueError, match=r"up to position 6 .* capacity 5.* at least 7"):
-        module(x, nn.Tokens(jnp.array([[3, 4, 5, 6]])), module.init_cache((1,), 5))
-    module(x, nn.Tokens(jnp.array([[3, 4, -1, -1]])), module.init_cache((1,), 5))
-    rolls = MODULES[kind](mask=nn.sliding_window(3))
-    rolls(x, nn.Tokens(jnp.array([[3, 4, 5, 6]])), rolls.init_cache((1,), 5))
+    tokens = [nn.Tokens(jnp.array([places], jnp.int32)) for places in ([3, 4, 5, 6], [3, 4, -1, -1])]
+    # Only the cache is traced: positions are as known as outside of a trace, and nothing need be computed.
+    traced = lambda module, tokens: jax.eval_shape(
+        lambda cache: module(x, tokens, cache)[0], module.init_cache((1,), 5)
+    )
+    words = r"up to position 6 .* capacity 5.* at least 7"
+    for call in (traced, lambda module, tokens: module(x, tokens, module.init_cache((1,), 5))):
+        with pytest.raises(ValueError, match=words):
+            call(module, tokens[0])
+    traced(module, tokens[1])
+    traced(MODULES[kind](mask=nn.sliding_window(3)), tokens[0])
 
 
 @pytest.mark.parametrize(("kind", "mask"), [("grouped", nn.sliding_window(3)), ("latent", nn.chunked(3))])
 def test_calls_longer_than_a_rolling_cache_are_the_uncached_pass(kind, mask):
     """Early tokens of a call see what its later ones overwrite, and rows end at their own places."""
-    module, x = MODULES[kind](mask=mask), normal(1, 2, 14, 6)
-    places = jnp.stack([jnp.arange(14), jnp.where(jnp.arange(14) < 9, jnp.arange(14), -1)])
+    module, x = MODULES[kind](mask=mask), np.asarray(normal(1, 2, 14, 6))
+    places = np.where(np.arange(14) < [[14], [9]], np.arange(14), -1).astype(np.int32)
     run = jax.jit(lambda x, places, cache: module(x, nn.Tokens(places), cache))
-    wanted, real = module(x)[0], np.asarray(places >= 0)
+    wanted, real = np.asarray(jax.jit(lambda x: module(x)[0])(x)), places >= 0
     for calls in ((14,), (4, 10)):
         memory, found, start = module.init_cache((2,), 14), [], 0
         assert memory.rolling and memory.positions.shape[-1] == 3
@@ -120,14 +135,14 @@ def test_calls_longer_than_a_rolling_cache_are_the_uncached_pass(kind, mask):
             part = slice(start, start + count)
             y, memory = run(x[:, part], places[:, part], memory)
             found, start = [*found, y], start + count
-        assert np.abs(jnp.concatenate(found, axis=1) - wanted)[real].max() < 1e-6
+        assert np.abs(np.concatenate(found, axis=1) - wanted)[real].max() < 1e-6
     forgetful, _ = run(x[:, part], places[:, part], module.init_cache((2,), 14))  # the control
     assert np.abs(forgetful[0, 0] - wanted[0, part.start]).max() > 1e-3
 
 
 def test_a_step_back_in_a_rolling_cache_writes_over_what_was_there():
     memory, *_ = put(cache(4, rolling=True), [[0, 1, 2, 3], [0, 1, 2, -1]])
-    _, _, _, seen = put(memory, [[2, 3], [3, -1]])
+    _, _, seen, _ = put(memory, [[2, 3], [3, -1]])
     assert seen.positions.tolist() == [[0, 1, -1, -1, 2, 3], [0, 1, 2, -1, 3, -1]]
 
 

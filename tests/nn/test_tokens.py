@@ -7,11 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
+from nn_reference import drawn, normal
 
 from eqformer import nn
 
 
 KEY = jax.random.key(0)
+
+
+token_keys = jax.jit(nn.token_keys)
 
 
 def data(keys):
@@ -26,17 +30,17 @@ def test_positions_count_from_zero_in_every_row():
 
 def test_a_tokens_key_is_a_function_of_example_and_place_alone():
     places = jnp.broadcast_to(jnp.arange(3), (4, 3))
-    whole = data(nn.token_keys(KEY, jnp.array([10, 11, 12, 13]), places))
-    part = data(nn.token_keys(KEY, jnp.array([13, 11]), places[:2, 1:]))
+    whole = data(token_keys(KEY, jnp.array([10, 11, 12, 13]), places))
+    part = data(token_keys(KEY, jnp.array([13, 11]), places[:2, 1:]))
     assert np.array_equal(part, whole[[3, 1], 1:])
     by_hand = jax.random.fold_in(jax.random.fold_in(KEY, 12), 2)
     assert np.array_equal(whole[2, 2], data(by_hand))
     assert len(np.unique(whole.reshape(12, -1), axis=0)) == 12
-    assert not np.array_equal(data(nn.token_keys(jax.random.key(1), jnp.array([10]), places[:1])), whole[:1])
+    assert not np.array_equal(data(token_keys(jax.random.key(1), jnp.array([10]), places[:1])), whole[:1])
 
 
 def test_fold_in_changes_keys_and_nothing_else():
-    keys = nn.token_keys(KEY, jnp.arange(2), jnp.broadcast_to(jnp.arange(3), (2, 3)))
+    keys = token_keys(KEY, jnp.arange(2), jnp.broadcast_to(jnp.arange(3), (2, 3)))
     tokens = nn.Tokens(jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3), jnp.int32), keys)
     folded = tokens.fold_in(5)
     assert np.array_equal(data(folded.keys)[1, 2], data(jax.random.fold_in(keys[1, 2], 5)))
@@ -49,17 +53,22 @@ def test_fold_in_changes_keys_and_nothing_else():
     assert bare.fold_in(5) is bare
 
 
+def made(kind, given):
+    """An attention of random numbers."""
+    return drawn(nn.Attention, **given) if kind == "grouped" else drawn(nn.LatentAttention, latent=5, **given)
+
+
 @pytest.mark.parametrize("kind", ["grouped", "latent"])
 def test_a_part_of_a_row_is_rotated_by_the_rows_length(kind):
     rotary = nn.Rotary(4, 100.0, scaling=nn.DynamicScaling(2.0, 3))
     given = {"embed": 6, "heads": 2, "head_dim": 4, "rotary": rotary, "key": KEY}
-    module = nn.Attention(**given) if kind == "grouped" else nn.LatentAttention(latent=5, **given)
-    x, places = jax.random.normal(KEY, (2, 8, 6)), jnp.stack([jnp.arange(8), jnp.minimum(jnp.arange(8), 5)])
-    places = jnp.where(jnp.arange(8) > places, -1, places)
+    module = made(kind, given)
+    x, places = np.asarray(normal(1, 2, 8, 6)), np.where(np.arange(8) < [[8], [6]], np.arange(8, dtype=np.int32), -1)
     run = jax.jit(lambda x, tokens, cache: module(x, tokens, cache)[0])
-    whole, part = run(x, nn.Tokens(places), None)[:, :4], (x[:, :4], places[:, :4])
+    whole = np.asarray(run(x, nn.Tokens(jnp.asarray(places)), None))[:, :4]
+    part = x[:, :4], jnp.asarray(places[:, :4])
     for cache in (None, module.init_cache((2,), 4)):
-        lengths = jnp.broadcast_to(jnp.array([[8], [6]]), part[1].shape)
+        lengths = jnp.asarray(np.broadcast_to(np.array([[8], [6]], np.int32), part[1].shape))
         found = run(part[0], nn.Tokens(part[1], lengths=lengths), cache)
         np.testing.assert_allclose(found, whole, atol=1e-6)
         assert np.abs(run(part[0], nn.Tokens(part[1]), cache) - whole).max() > 1e-3
@@ -75,15 +84,15 @@ def test_a_part_of_a_row_is_rotated_by_the_rows_length(kind):
 def test_documents_of_a_packed_row_are_rotated_by_their_own_lengths(kind, scaling):
     """Each document is what it would be alone in a row, one longer and one shorter than the original length."""
     given = {"embed": 6, "heads": 2, "head_dim": 4, "rotary": nn.Rotary(4, 100.0, scaling=scaling), "key": KEY}
-    module = nn.Attention(**given) if kind == "grouped" else nn.LatentAttention(latent=5, **given)
-    module = jax.tree.map(lambda x: 3 * x, module)  # so that rotations show
-    x = jax.random.normal(KEY, (1, 15, 6))
+    module = jax.tree.map(lambda x: 3 * x, made(kind, given))  # so that rotations show
+    x = np.asarray(normal(1, 1, 15, 6))
     places, segments = np.r_[0:10, 0:4, -1][None], np.r_[[3] * 10, [1] * 4, 9][None]
     run = jax.jit(lambda x, tokens: module(x, tokens)[0])
     packed = nn.Tokens(jnp.asarray(places), jnp.asarray(segments))
     whole, both = run(x, packed), (slice(0, 10), slice(10, 14))
-    alone = [run(x[:, part], nn.positions_like(x[:, part].shape[:2])) for part in both]
-    apart = lambda y: max(np.abs(y[:, part] - one).max() / np.abs(one).max() for part, one in zip(both, alone))
+    alone = [np.asarray(run(x[:, part], nn.positions_like(x[:, part].shape[:2]))) for part in both]
+    part_of = lambda y, part: np.asarray(y)[:, part]
+    apart = lambda y: max(np.abs(part_of(y, part) - one).max() / np.abs(one).max() for part, one in zip(both, alone))
     assert apart(whole) < 1e-5
     of_row = nn.Tokens(packed.positions, packed.segments, lengths=jnp.full((1, 15), 10))  # as if the row's were meant
     assert apart(run(x, of_row)) > 1e-3

@@ -31,7 +31,7 @@ def in_numpy(steps):
     return np.mean(losses)
 
 
-EVERY_RUN = ("hybrid", "pipeline", "accumulated", "all")
+EVERY_RUN = ("hybrid", "all")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ class Growing(nn.Module):
         return weights * jnp.exp(self.factor * x) + jnp.sqrt(self.floor)
 
 
+@eqx.filter_jit
 def build(layers=3):
     key = jax.random.key(0)
     sublayer = lambda key: nn.Residual(Growing(jnp.ones(1), jnp.ones(1)), scale=0.1)

@@ -13,6 +13,7 @@ NUMBERS = models.LlamaConfig(vocab=29, embed=16, layers=2, heads=4, kv_heads=2, 
 STEPS = 3
 
 
+@eqx.filter_jit
 def adapted():
     model = models.build(NUMBERS, key=jax.random.key(0))
     return nn.with_lora(model, ["query", "value", "up"], rank=2, alpha=4.0, key=jax.random.key(1))
