@@ -78,7 +78,8 @@ def filled(build: Callable[[], Any], seed: int = 0) -> Any:
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return jnp.arange(leaf.shape[0], dtype=leaf.dtype)
         fan_in = np.sqrt(leaf.shape[-1]) if leaf.ndim > 2 else 4.0
-        return jnp.asarray(("norm" in jax.tree_util.keystr(path)) + draw.normal(size=leaf.shape) / fan_in, leaf.dtype)
+        numbers = ("norm" in jax.tree_util.keystr(path)) + draw.normal(size=leaf.shape) / fan_in
+        return jnp.asarray(numbers.astype(leaf.dtype))  # cast by numpy, which compiles nothing
 
     shapes = eqx.filter_eval_shape(build)
     with jax.ensure_compile_time_eval():  # a model is kept for all tests, whatever is being traced when it is made
@@ -92,8 +93,9 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
     Of a name that ends in `int8` every map is somebody's own, of eight bits; of one in `lora` every map has one.
     """
     if name.endswith(" int8"):
+        plain = model_of(name.removesuffix(" int8"), remat, dtypes)
         with jax.ensure_compile_time_eval():
-            return nn.map_linears(Int8Map.of, model_of(name.removesuffix(" int8"), remat, dtypes))
+            return eqx.filter_jit(nn.map_linears)(Int8Map.of, plain)
     plain = name.removesuffix(" lora")
 
     def build() -> nn.Transformer:
@@ -104,8 +106,7 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
             model = nn.run_with(model, core=CORES.get(plain, CORE), remat=remat)
         return model if plain == name else nn.with_lora(model, [nn.Linear], rank=3, alpha=0.3, key=jax.random.key(1))
 
-    with jax.ensure_compile_time_eval():
-        return nn.Precision(*dtypes).apply(filled(build))
+    return filled(lambda: nn.Precision(*dtypes).apply(build()))
 
 
 def batch_of(model: nn.Transformer, rows: int = 8, seq: int = 16, seed: int = 0) -> Batch:

@@ -1,10 +1,12 @@
 """What a plan makes of a model and rows, beside what one device makes of them: losses, gradients, steps."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from haste import HASTE
 from plan_models import batch_of, model_of
@@ -73,8 +75,30 @@ def of_plan(case: Case) -> Outcome:
     return under(case.plan, model, batch_of(model, *case.shape))
 
 
+def total_of_plan(case: Case) -> float:
+    """The loss alone under the plan."""
+    model = model_of(case.model, case.remat, case.dtypes)
+    return total_under(case.plan, model, batch_of(model, *case.shape))
+
+
 def under(plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_token_loss) -> Outcome:
     """What a plan makes of any model, batch and loss."""
+    return program_under(plan, model, batch, loss)(model)
+
+
+def total_under(plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_token_loss) -> float:
+    """The loss alone, of a program that is smaller without gradients: enough for a control that the loss shows."""
+    plan.check(model, rows=len(batch.ids), seq=batch.ids.shape[1])
+    of_batch = planned_gradients(plan)(loss)
+    model, key = place(_moved(plan.to_ring_order, model), plan), jax.random.key(KEY)
+    only = lambda *given: of_batch(*given)[0]
+    return float(hastily(only, model, batch, key)(model, batch, key))
+
+
+def program_under(
+    plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_token_loss
+) -> Callable[[nn.Transformer], Outcome]:
+    """What a plan makes of a batch and any model of such shapes."""
     plan.check(model, rows=len(batch.ids), seq=batch.ids.shape[1])
     of_batch = planned_gradients(plan)(loss)
 
@@ -84,8 +108,27 @@ def under(plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_token_
             tally = Tally(tally.count, plan.aux_to_reading_order(tally.aux, model))
         return total, tally, gradients
 
-    got = compiled(read, place(plan.to_ring_order(model), plan), batch)
-    return got._replace(gradients=plan.to_reading_order(got.gradients))
+    placed = lambda model: place(_moved(plan.to_ring_order, model), plan)
+    key = jax.random.key(KEY)
+    program = hastily(read, placed(model), batch, key)
+
+    def run(model: nn.Transformer) -> Outcome:
+        got = _outcome(*program(placed(model), batch, key))
+        return got._replace(gradients=_moved(plan.to_reading_order, got.gradients))
+
+    run.program = program.program
+    return run
+
+
+def _moved(order: Callable[..., Any], tree: Any) -> Any:
+    """A model's layers in another order, taken by numpy, which compiles nothing."""
+
+    def taken(x: Any, rows: Any) -> Any:
+        x = np.asarray(x)
+        padded = np.concatenate([x, np.zeros_like(x[:1])])
+        return jnp.asarray(padded[np.minimum(rows, len(x))])
+
+    return order(tree, taken)
 
 
 def alone(model: nn.Transformer, batch: Any, loss: Any = next_token_loss, microbatches: int = 1) -> Outcome:
@@ -94,14 +137,19 @@ def alone(model: nn.Transformer, batch: Any, loss: Any = next_token_loss, microb
 
 
 def place(model: nn.Transformer, plan: Plan) -> nn.Transformer:
-    """The model's arrays where the plan keeps them."""
+    """The model's arrays where the plan keeps them, cut by numpy, which compiles nothing."""
     arrays, rest = eqx.partition(model, eqx.is_array)
-    return eqx.combine(jax.device_put(arrays, shardings(plan.parameter_specs(arrays), plan.mesh)), rest)
+    kept = shardings(plan.parameter_specs(arrays), plan.mesh)
+    return eqx.combine(jax.device_put(jax.device_get(arrays), kept), rest)
 
 
 def compiled(gradients: Any, model: nn.Transformer, batch: Any) -> Outcome:
     """Run `(model, batch, key) -> (sum, count, gradients)`, compiled in haste."""
-    total, tally, found = hastily(gradients, model, batch, jax.random.key(KEY))(model, batch, jax.random.key(KEY))
+    key = jax.random.key(KEY)
+    return _outcome(*hastily(gradients, model, batch, key)(model, batch, key))
+
+
+def _outcome(total: Any, tally: Any, found: Any) -> Outcome:
     aux = tuple(nn.aux_of(tally.aux)) if isinstance(tally, Tally) else ()
     return Outcome(total, count_of(tally), found, aux)
 
@@ -117,7 +165,9 @@ def hastily(function: Any, *args: Any) -> Any:
         return result
 
     program = jax.jit(run).lower(arrays).compile(compiler_options=HASTE)
-    return lambda *args: eqx.combine(program(eqx.filter(args, _is_array)), result_rest[0])
+    call = lambda *args: eqx.combine(program(eqx.filter(args, _is_array)), result_rest[0])
+    call.program = program
+    return call
 
 
 def _is_array(x: Any) -> bool:

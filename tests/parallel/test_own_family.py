@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from extending import beside
 from plan_models import batch_of, filled, plan_over
-from plan_parity import alone, differences, under
+from plan_parity import alone, differences, program_under
 from safetensors.numpy import load_file, save_file
 
 from eqformer import models, nn, parallel, planning
@@ -52,7 +52,7 @@ def drawn(name, shape):
 def published(page, folder):
     """A folder as transformers writes it, of the two layers above."""
     config = dataclasses.replace(tiny(page), layers=2)
-    models.save(models.build(config, key=jax.random.key(0)), folder / "shapes", config=config)
+    models.save(filled(lambda: models.build(config, key=jax.random.key(0))), folder / "shapes", config=config)
     shapes = load_file(folder / "shapes" / "model.safetensors")
     assert len(shapes) == 32  # as many as transformers saves
     arrays = {name: drawn(name, array.shape) for name, array in shapes.items()}
@@ -76,7 +76,7 @@ def test_it_gives_the_logits_of_transformers(page, tmp_path):
 
 def test_it_is_saved_and_loaded_alone_and_under_a_plan_bit_by_bit(page, tmp_path):
     config = tiny(page)
-    model = models.build(config, key=jax.random.key(1))
+    model = filled(lambda: models.build(config, key=jax.random.key(1)))
     models.save(model, tmp_path / "saved", config=config)
     mesh = parallel.make_mesh(fsdp=2, pipe=2, tensor=2)
     plan = parallel.Plan(mesh, zero=3, smallest=1, microbatches=2)
@@ -106,10 +106,11 @@ def test_it_trains_over_any_mesh(page, mesh, choices):
     model = filled(lambda: models.build(tiny(page), key=jax.random.key(1)))
     batch = batch_of(model)
     want = alone(model, batch)
-    assert differences(under(plan_over(mesh, **choices), model, batch), want, ROUNDING) == {}
+    run = program_under(plan_over(mesh, **choices), model, batch)
+    assert differences(run(model), want, ROUNDING) == {}
     turned = lambda m: m.stacks[0].blocks.mixer.norm.bias
     other = eqx.tree_at(turned, model, turned(model) + 1e-3)
-    assert differences(under(plan_over(mesh, **choices), other, batch), want, ROUNDING) != {}
+    assert differences(run(other), want, ROUNDING) != {}
 
 
 def test_it_is_counted(page):
