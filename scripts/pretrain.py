@@ -19,12 +19,14 @@ from support.flags import naming_flags
 from support.forked import check_fork
 from support.mesh import check_plan, plan_of
 from support.own_recipe import short_name
-from support.processes import check_alike, devices_of, is_first, join, Machine
+from support.processes import devices_of, join, Machine
 from support.published import check_published
 from support.recipe_file import to_json
 from support.run_directory import RunDirectory
 from support.screen import one_message, Screen
 from support.trainer import Trainer
+
+from eqformer.parallel import check_alike, is_first_process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,7 @@ def train(command: Command) -> None:
     plan = plan_of(recipe, devices_of(machine))
     check_plan(recipe, plan, shapes)
     with RunDirectory(folder) as directory:
-        Trainer(command.recipe, recipe, shapes, plan, directory, Screen(silent=not is_first())).run()
+        Trainer(command.recipe, recipe, shapes, plan, directory, Screen(silent=not is_first_process())).run()
 
 
 def main(arguments: list[str]) -> None:

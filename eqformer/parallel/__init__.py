@@ -24,6 +24,13 @@ from ._on_device import OnDevice as OnDevice
 from ._per_rank import PerRank as PerRank
 from ._placement import Placement as Placement
 from ._plan import Plan as Plan
+from ._processes import (
+    check_alike as check_alike,
+    is_first_process as is_first_process,
+    on_all_processes as on_all_processes,
+    on_first_process as on_first_process,
+    Votes as Votes,
+)
 from ._send import COLLECTIVES as COLLECTIVES, STATE as STATE
 from ._shard_map import filter_shard_map as filter_shard_map
 from ._vary import vary as vary, vary_like as vary_like, varying_axes as varying_axes

@@ -8,7 +8,7 @@ from typing import Any
 from recipes import Recipe
 
 from eqformer import training
-from support.processes import first
+from eqformer.parallel import on_first_process
 from support.recipe_file import to_json
 from support.run_directory import RunDirectory
 from support.whole import write_whole
@@ -25,8 +25,8 @@ def open_metrics(recipe: Recipe, directory: RunDirectory, start: int) -> Iterato
     steps after `start`, which will be run again, are dropped.
     """
     with ExitStack() as stack:
-        writers = first(lambda: _open(stack, recipe, directory, start)) or []
-        yield lambda row: first(lambda: _write(writers, row))
+        writers = on_first_process(lambda: _open(stack, recipe, directory, start)) or []
+        yield lambda row: on_first_process(lambda: _write(writers, row))
 
 
 def _open(stack: ExitStack, recipe: Recipe, directory: RunDirectory, start: int) -> list[training.MetricWriter]:

@@ -1,20 +1,13 @@
-"""One run by several processes: how they connect, and what only the first of them does."""
+"""One run by several processes: how they connect, and which devices they have."""
 
 import dataclasses
-import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from support.screen import warn
-
-
-Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,47 +86,6 @@ def devices_of(machine: Machine) -> list[Any]:
             )
         chosen += local
     return chosen
-
-
-def is_first() -> bool:
-    """Whether this process is the one that writes the run's files and prints its messages."""
-    return jax.process_index() == 0
-
-
-def together(action: Callable[[], Result]) -> Result:
-    """The result of `action`, run by every process; a barrier. If it raises in one process, all processes raise."""
-    if jax.process_count() == 1:
-        return action()
-    result: Any = None
-    failure = None
-    try:
-        result = action()
-    except Exception as error:
-        failure = error
-    failed = np.flatnonzero(multihost_utils.process_allgather(np.array(failure is not None)))
-    if failure is not None:
-        raise failure
-    if failed.size:
-        raise ValueError(f"process {failed[0]} could not go on, so neither can this one; its own message says why.")
-    return result
-
-
-def first(action: Callable[[], Result]) -> Result | None:
-    """The result of `action`, run by the first process; the others wait and get None. If it raises, all raise."""
-    return together(lambda: action() if is_first() else None)
-
-
-def check_alike(values: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` in every process if the values (their `repr`s) differ between processes."""
-    digests = [list(hashlib.sha256(repr(value).encode()).digest()) for value in values.values()]
-    all_digests = multihost_utils.process_allgather(np.array(digests, np.uint8))  # [process, value, byte]
-    differs = (all_digests != all_digests[0]).any(-1)
-    if differs.any():
-        names = ", ".join(name for name, differ in zip(values, differs.any(0)) if differ)
-        raise ValueError(
-            f"process {np.flatnonzero(differs.any(1))[0]} differs from process 0 in {names}; start all processes of a "
-            "run with the same flags, in one folder that all of them see, on the same text."
-        )
 
 
 def _in_cluster() -> bool:

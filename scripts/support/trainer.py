@@ -10,6 +10,7 @@ import numpy as np
 from recipes import Lora, Recipe
 
 from eqformer import data, generation, parallel, planning, training
+from eqformer.parallel import check_alike, on_all_processes, on_first_process
 from support.check import steps_of
 from support.clock import Clock
 from support.colored_text import color, has_choices
@@ -17,7 +18,6 @@ from support.forked import forked
 from support.mesh import loss_of, mesh_line, state_of, step_of
 from support.metric_writers import open_metrics, Write
 from support.pictures import draw_loads, draw_losses
-from support.processes import check_alike, first, together
 from support.prolonged import stretches_of, to_metadata
 from support.published import keep_companions, tokenizer_of
 from support.recipe_file import to_json
@@ -25,7 +25,7 @@ from support.report import add_sample, closing, figures, opening
 from support.run_directory import RunDirectory
 from support.screen import Screen, Show
 from support.setup import adapted, Keys, keys_of, load_model, optimizer_of, shapes_of
-from support.stopping import signals, Votes
+from support.stopping import signals
 from support.text import open_texts, sources_of
 from support.validation import validation_row
 
@@ -39,17 +39,17 @@ class Trainer:
         """`shapes` are those of the recipe's model."""
         self.recipe, self.plan, self.directory, self.screen = recipe, plan, directory, screen
         self.name = name
-        sources, self.tokenizer = together(lambda: (sources_of(recipe), tokenizer_of(recipe, directory)))
-        first(lambda: (directory.claim(name, recipe), keep_companions(recipe, directory)))
+        sources, self.tokenizer = on_all_processes(lambda: (sources_of(recipe), tokenizer_of(recipe, directory)))
+        on_first_process(lambda: (directory.claim(name, recipe), keep_companions(recipe, directory)))
         check_alike({f"--run-dir {directory.path}": directory.token()})
         read = lambda: open_texts(recipe, sources, self.tokenizer, directory, screen)
-        texts = first(read)  # the first process writes the tokens, which the others then read
-        self.texts = together(lambda: texts or read())
+        texts = on_first_process(read)  # the first process writes the tokens, which the others then read
+        self.texts = on_all_processes(lambda: texts or read())
         check_alike({"the text": [self.texts.identity, [one.store.path.name for one in self.texts.held_out.values()]]})
-        self.rows, self.votes = training.OwnRows(plan, recipe.batch), Votes(plan.mesh)
+        self.rows, self.votes = training.OwnRows(plan, recipe.batch), parallel.Votes(plan.mesh)
         self.keys: Keys = keys_of(recipe)
         self.stopping, self.spikes = False, training.Spikes(**dataclasses.asdict(recipe.spikes))
-        self.stretches, self.rates_note = together(
+        self.stretches, self.rates_note = on_all_processes(
             lambda: stretches_of(recipe, training.Checkpointer(directory.checkpoints))
         )
         self.optimizer = optimizer_of(recipe, shapes, self.stretches)
@@ -170,7 +170,7 @@ class Trainer:
         row = validation_row(self.texts, sums, self.recipe.validation_batches, (self.rows.start, self.rows.stop))
         self.last.update(row)
         write({"step": run.step} | row)
-        first(self._draw)
+        on_first_process(self._draw)
 
     def _draw(self) -> None:
         draw_losses(self.directory.metrics, self.directory.loss)
@@ -185,7 +185,7 @@ class Trainer:
 
     def _sample(self, run: training.Progress) -> None:
         model = self.states.on_one_device(run.state.model)
-        first(lambda: self._write_sample(model, run.step))
+        on_first_process(lambda: self._write_sample(model, run.step))
 
     def _write_sample(self, model: Any, step: int) -> None:
         known = None if model.positions is None else model.positions.weight.shape[0]

@@ -1,0 +1,82 @@
+"""One program by several processes: what all of them do together, what the first does alone, what they agree on."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+
+Result = TypeVar("Result")
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that writes files and prints messages."""
+    return jax.process_index() == 0
+
+
+def on_all_processes(action: Callable[[], Result]) -> Result:
+    """The result of `action`, run by every process; a barrier. If it raises in one process, all processes raise.
+
+    The others raise a `ValueError` that names the process, so that none waits forever for one that has ended.
+    """
+    if jax.process_count() == 1:
+        return action()
+    result: Any = None
+    failure = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    failed = np.flatnonzero(multihost_utils.process_allgather(np.array(failure is not None)))
+    if failure is not None:
+        raise failure
+    if failed.size:
+        raise ValueError(f"process {failed[0]} could not go on, so neither can this one; its own message says why.")
+    return result
+
+
+def on_first_process(action: Callable[[], Result]) -> Result | None:
+    """The result of `action`, run by the first process; the others wait and get None. If it raises, all raise."""
+    return on_all_processes(lambda: action() if is_first_process() else None)
+
+
+def check_alike(values: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` in every process if the values (their `repr`s) differ between processes."""
+    digests = [list(hashlib.sha256(repr(value).encode()).digest()) for value in values.values()]
+    all_digests = multihost_utils.process_allgather(np.array(digests, np.uint8))  # [process, value, byte]
+    differs = (all_digests != all_digests[0]).any(-1)
+    if differs.any():
+        names = ", ".join(name for name, differ in zip(values, differs.any(0)) if differ)
+        raise ValueError(
+            f"process {np.flatnonzero(differs.any(1))[0]} differs from process 0 in {names}; start all processes of a "
+            "run with the same flags, in one folder that all of them see, on the same text."
+        )
+
+
+class Votes:
+    """Lets all processes know, at the same step, whether any of them was asked to stop.
+
+    The votes of a step are summed on the devices while the next step is prepared, so that no process waits: the answer
+    is that of the step before.
+    """
+
+    def __init__(self, mesh: Mesh | AbstractMesh):
+        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._shape = (mesh.size,)
+        self._sum = jax.jit(lambda votes: votes.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._pending: Any = None
+
+    def any(self, mine: bool) -> bool:
+        """Cast this process's vote; returns whether any voted to stop at the step before (with one process: now)."""
+        if jax.process_count() == 1:
+            return mine
+        vote = np.full(self._shape, int(mine), np.int32)
+        pending, self._pending = (
+            self._pending,
+            self._sum(jax.make_array_from_callback(self._shape, self._sharding, vote.__getitem__)),
+        )
+        return pending is not None and int(pending) > 0
