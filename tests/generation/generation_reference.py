@@ -120,14 +120,14 @@ def _filled(shapes, draw):
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jnp.arange(leaf.size, dtype=leaf.dtype)
+            return jnp.asarray(np.arange(leaf.size, dtype=leaf.dtype))
         name = jax.tree_util.keystr(path)
         numbers = draw.normal(size=leaf.shape)
         if "norm" in name:
             numbers = 1 + 0.2 * numbers
         elif matrix is not None and not ("embedding" in name or "positions" in name):
             numbers = numbers / np.sqrt(np.prod(leaf.shape[matrix.ensemble + matrix.outputs :]))
-        return jnp.asarray(numbers, leaf.dtype)
+        return jnp.asarray(numbers.astype(leaf.dtype))
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     marks = structure.flatten_up_to(nn.matrices(shapes))

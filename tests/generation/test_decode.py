@@ -66,7 +66,8 @@ def difference(logits, references, first=0):
 # What others of these hold too, one by one.
 FOR_THE_GRID = {
     *("latent with biases", "latent, sliding window", "latent without rotary", "sinks, sliding window"),
-    *("latent, dynamic scaling", "longrope scaling"),
+    *("latent, dynamic scaling", "longrope scaling", "dynamic scaling", "local and global", "sliding window"),
+    *("multi-head", "multi-query", "query and key norm, gate"),
 }
 
 
@@ -152,6 +153,7 @@ def test_tokens_beyond_the_capacity_turn_their_row_to_nan(kind):
     assert np.isfinite(logits[1, 9:]).all()  # the row of nine tokens never overflows
 
 
+@pytest.mark.quick
 def test_a_rolling_cache_holds_its_window_alone():
     model = make_model("local and global")
     local, whole = model.init_cache(2, 20)[0]

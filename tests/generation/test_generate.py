@@ -24,6 +24,12 @@ def model():
 
 
 @pytest.fixture(scope="module")
+def plain():
+    """For what hangs on no kind of layer."""
+    return make_model(sharpness=2.0)
+
+
+@pytest.fixture(scope="module")
 def drawn(model):
     """Three rows, drawn with every transform and with log-probabilities."""
     transforms = generation.sampling(**SETTINGS)
@@ -32,13 +38,13 @@ def drawn(model):
     )
 
 
-def test_greedy_is_the_slow_loop(model):
+def test_greedy_is_the_slow_loop(plain):
     found = generation.generate(
-        model, PROMPTS, max_new_tokens=NEW, transforms=generation.sampling(temperature=0), key=KEY
+        plain, PROMPTS, max_new_tokens=NEW, transforms=generation.sampling(temperature=0), key=KEY
     )
-    wanted = [write_on(model, prompt, NEW, settings=dict(temperature=0))[0] for prompt in PROMPTS]
+    wanted = [write_on(plain, prompt, NEW, settings=dict(temperature=0))[0] for prompt in PROMPTS]
     assert found.new_ids() == wanted
-    other = make_model("local and global, few slots", sharpness=2.0, seed=1)
+    other = make_model(sharpness=2.0, seed=1)
     assert write_on(other, PROMPTS[0], NEW, settings=dict(temperature=0))[0] != wanted[0]
 
 
@@ -60,6 +66,27 @@ def test_rows_hold_prompt_and_text(drawn):
         assert length == len(prompt) + NEW
 
 
+def test_a_row_draws_the_same_wherever_it_stands(model, drawn):
+    """By its number, which is its place where no numbers are given."""
+    order = [2, 0, 1]
+
+    def write(examples):
+        return generation.generate(
+            model,
+            [PROMPTS[number] for number in order],
+            max_new_tokens=NEW,
+            transforms=generation.sampling(**SETTINGS),
+            log_probabilities=True,
+            examples=examples,
+            key=KEY,
+        ).new_ids()
+
+    wanted = [drawn.new_ids()[number] for number in order]
+    assert write(order) == wanted
+    assert all(other != row for other, row in zip(write([3, 4, 5]), wanted))
+
+
+@pytest.mark.grid
 def test_a_row_alone_draws_what_it_draws_in_a_batch(model, drawn):
     transforms = generation.sampling(**SETTINGS)
     for number in (0, 2):
@@ -109,7 +136,7 @@ def test_a_text_ends_at_its_end(model, drawn):
     assert list(streamed) == wanted[2]
 
 
-def test_the_loop_stops_when_every_row_has_ended(model):
+def test_the_loop_stops_when_every_row_has_ended(plain):
     """An end that is met at once: a limit of many tokens costs no more than one, and the array is no wider."""
     calls = []
 
@@ -117,7 +144,7 @@ def test_the_loop_stops_when_every_row_has_ended(model):
         jax.debug.callback(lambda: calls.append(1))
         return jnp.full_like(logits, -jnp.inf).at[:, 3].set(0.0)
 
-    found = generation.generate(model, PROMPTS, max_new_tokens=40, transforms=(count,), end_of_text=3, key=KEY)
+    found = generation.generate(plain, PROMPTS, max_new_tokens=40, transforms=(count,), end_of_text=3, key=KEY)
     jax.effects_barrier()
     assert found.new_ids() == [[3]] * 3 and found.ids.shape == (3, 10)
     assert len(calls) == 1
@@ -145,7 +172,7 @@ def test_an_array_with_lengths_is_a_list_of_prompts(model, drawn):
     assert whole.new_ids() != drawn.new_ids() and whole.prompt_lengths.tolist() == [9, 9, 9]
 
 
-def test_one_program_serves_other_prompts_counts_temperatures_and_keys(model):
+def test_one_program_serves_other_prompts_counts_temperatures_and_keys(plain):
     traces = []
 
     def count(logits, history):
@@ -154,7 +181,7 @@ def test_one_program_serves_other_prompts_counts_temperatures_and_keys(model):
 
     def run(prompts, new, temperature, seed):
         transforms = (count, generation.Temperature(temperature))
-        generation.generate(model, prompts, max_new_tokens=new, transforms=transforms, key=jax.random.key(seed))
+        generation.generate(plain, prompts, max_new_tokens=new, transforms=transforms, key=jax.random.key(seed))
 
     run(PROMPTS[:2], 5, 0.7, 0)
     traced = len(traces)
@@ -199,6 +226,7 @@ def test_bfloat16_writes_finite_text():
     assert {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype("bfloat16"), jnp.dtype("int32")}
 
 
+@pytest.mark.quick
 def test_draws_follow_the_distribution():
     """Of many rows of one prompt, each with a number of its own, tokens come as often as they are likely."""
     from eqformer.generation._decode import draw, Draws

@@ -59,8 +59,8 @@ def drawn(case: Case, dtype: str = "float64") -> tuple[tuple, nn.Tokens, jax.Arr
         positions[0, -3:], positions[1, -9:] = -1, -1
     direction *= (positions >= 0)[:, :, None, None]
     tokens = nn.Tokens(jnp.asarray(positions), jnp.asarray(segments) if case.is_packed else None)
-    arrays = tuple(None if x is None else jnp.asarray(x, dtype) for x in (*arrays, sinks))
-    return arrays, tokens, jnp.asarray(direction, dtype)
+    rounded = lambda x: jnp.asarray(np.asarray(x, jnp.dtype(dtype)))
+    return tuple(None if x is None else rounded(x) for x in (*arrays, sinks)), tokens, rounded(direction)
 
 
 def call(core, case: Case, arrays: tuple, tokens: nn.Tokens, direction: jax.Array):

@@ -146,16 +146,21 @@ def weighed_inputs(key: Any) -> nn.Period:
 
 
 def shared_mixture(key: Any) -> nn.Period:
-    """Like DeepSeek: dense and routed layers in turn, sigmoid scores in groups, a bias, a shared expert, slots."""
-    one, two, three, four = jax.random.split(key, 4)
+    """Dense and routed layers in turn."""
+    one, two = jax.random.split(key)
+    return nn.Period((full_norms(one), shared_experts(two)))
+
+
+def shared_experts(key: Any) -> nn.Block:
+    """Like DeepSeek: sigmoid scores in groups, a bias, a shared expert, slots."""
+    one, two, three = jax.random.split(key, 3)
     router = nn.TopKRouter(
         embed=EMBED, experts=8, top_k=2, score="sigmoid", normalise=True, scale=1.5, groups=4, kept_groups=2, key=one
     )
     router = eqx.tree_at(lambda r: r.selection_bias, router, jnp.linspace(-0.2, 0.2, 8), is_leaf=lambda x: x is None)
     shared = nn.GatedShared(nn.GatedMLP(embed=EMBED, mlp=16, bias=True, key=two), embed=EMBED, key=two)
     balance = nn.LoadBalance(0.5, per="sequence", normalise=True)
-    routed = mixture(three, balance, router=router, shared=shared, dispatch=nn.Capacity(0.75))
-    return nn.Period((full_norms(four), routed))
+    return mixture(three, balance, router=router, shared=shared, dispatch=nn.Capacity(0.75))
 
 
 def batch_mixture(key: Any) -> nn.Block:
@@ -267,7 +272,7 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "sublayers": (sublayers,),
     "latents": (latents,),
     "unlike stacks": (latents, side_by_side),
-    "dense, then mixtures": (latents, shared_mixture),
+    "dense, then mixtures": (full_norms, shared_experts),
     "mixture": (mixture,),
     "shared mixture": (shared_mixture,),
     "weighed inputs": (weighed_inputs,),

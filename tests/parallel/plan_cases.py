@@ -20,10 +20,18 @@ PIPE += [
 
 # Every axis, stage of ZeRO, stream, overlap, method, schedule and remat at least once.
 EVERY_RUN = [
-    Case("llama", {"replica": 2, "fsdp": 2}, {"zero": 3, "smallest": 1, "microbatches": 2}),
-    Case("gpt2", {"replica": 2, "expert": 2, "tensor": 2}, {"zero": 0, "residual": "replicated", "microbatches": 2}),
+    Case(
+        "gpt2",
+        {"replica": 2, "expert": 2, "tensor": 2},
+        {"zero": 0, "residual": "sequence", "overlap": "bidirectional", "microbatches": 2},
+    ),
     Case("jaxformer", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}, "products"),
-    Case("llama", {"fsdp": 2, "context": 4}, {"zero": 2, "context_method": "ring"}, "full"),
+    Case(
+        "llama",
+        {"fsdp": 2, "context": 4},
+        {"zero": 3, "smallest": 1, "microbatches": 2, "context_method": "ring"},
+        "full",
+    ),
     Case(
         "llama",
         {"pipe": 2, "context": 2, "tensor": 2},
@@ -31,27 +39,24 @@ EVERY_RUN = [
         | {"context_method": "heads", "residual": "sequence", "overlap": "ring"},
     ),
     Case(
-        "gpt2",
-        {"fsdp": 2, "pipe": 2, "tensor": 2},
-        {"zero": 2, "schedule": "1f1b", "microbatches": 2, "residual": "feature", "overlap": "bidirectional"},
-    ),
-    Case(
         "llama",
         {"fsdp": 2, "pipe": 2, "context": 2},
-        {"zero": 1, "schedule": "zb-h1", "microbatches": 2, "context_method": "gather"},
+        {"zero": 2, "schedule": "zb-h1", "microbatches": 2, "context_method": "gather"},
     ),
     Case("llama", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "looping", "microbatches": 2, "chunks": 2}),
-    Case("shared mixture", {"expert": 2, "tensor": 2}, {"expert_method": "exchange", "expert_factor": 8.0}),
-    Case("five layers", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 4, "chunks": 2}),
-    Case("dense, then mixtures", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2}),
-    Case("sublayers", {"pipe": 2, "tensor": 2}, {"schedule": "1f1b", "microbatches": 2, "residual": "sequence"}),
+    Case("llama", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 4, "chunks": 2}),
+    Case(
+        "dense, then mixtures",
+        {"expert": 2, "pipe": 2, "tensor": 2},
+        {"expert_method": "exchange", "expert_factor": 8.0, "schedule": "1f1b", "microbatches": 2},
+    ),
     Case("gpt2", {"fsdp": 2, "pipe": 2}, {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2}),
 ]
 EVERY_STEP = [
     Case(
         "five layers",
         {"fsdp": 2, "pipe": 2, "tensor": 2},
-        {"zero": 1, "schedule": "interleaved", "microbatches": 2, "chunks": 2},
+        {"zero": 1, "residual": "replicated", "schedule": "interleaved", "microbatches": 2, "chunks": 2},
     ),
 ]
 
@@ -188,6 +193,27 @@ def _triples() -> Iterator[Case]:
 def _others() -> Iterator[Case]:
     """What the three families do not have, and all at once."""
     yield Case("gpt2", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"})
+    yield Case("llama", {"replica": 2, "fsdp": 2}, {"zero": 3, "smallest": 1, "microbatches": 2})
+    yield Case(
+        "gpt2",
+        {"replica": 2, "expert": 2, "tensor": 2},
+        {"zero": 0, "residual": "replicated", "microbatches": 2},
+    )
+    yield Case("shared mixture", {"expert": 2, "tensor": 2}, {"expert_method": "exchange", "expert_factor": 8.0})
+    yield Case("five layers", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 4, "chunks": 2})
+    yield Case("dense, then mixtures", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2})
+    yield Case("llama", {"fsdp": 2, "context": 4}, {"zero": 2, "context_method": "ring"}, "full")
+    yield Case(
+        "gpt2",
+        {"fsdp": 2, "pipe": 2, "tensor": 2},
+        {"zero": 2, "schedule": "1f1b", "microbatches": 2, "residual": "feature", "overlap": "bidirectional"},
+    )
+    yield Case(
+        "llama",
+        {"fsdp": 2, "pipe": 2, "context": 2},
+        {"zero": 1, "schedule": "zb-h1", "microbatches": 2, "context_method": "gather"},
+    )
+    yield Case("sublayers", {"pipe": 2, "tensor": 2}, {"schedule": "1f1b", "microbatches": 2, "residual": "sequence"})
     yield Case("batch mixture", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_method": "gather"})
     yield Case("jaxformer", {"fsdp": 2, "tensor": 4}, {"zero": 3, "residual": "sequence"}, "products")
     yield Case(

@@ -238,7 +238,7 @@ def trained_by_plan(case: Case) -> Trained:
     make = lambda: training.init_state(plan.to_ring_order(model), rule)
     state = init_sharded(make, lambda shapes: training.state_shardings(plan, rule, shapes))
     got = _train(step, state, training.planned_evaluation(plan), batch_of(model))
-    ordered = lambda tree: plan.to_reading_order(tree)
+    ordered = lambda tree: _moved(plan.to_reading_order, tree)
     return got._replace(model=ordered(got.model), memory=ordered(got.memory))
 
 

@@ -32,14 +32,13 @@ def whole(name: str):
         return jax.tree.map(np.asarray, compiled(partial(call, nn.ReferenceCore(), case), *drawn(case)))
 
 
-def split(case: Case, method: str, dtype: str = "float64", context: int = 4, order=None, back=None):
+def split(case: Case, method: str, dtype: str = "float64", context: int = 4, order=None):
     """The same, in pieces: stored in the method's order, and put back."""
     mesh = make_mesh(context=context, tensor=8 // context)
     order = context_order(method, SEQ, context) if order is None else order
-    back = np.argsort(order) if back is None else back
     arrays, tokens, direction = drawn(case, dtype)
-    stored = lambda tree: jax.tree.map(lambda x: x[:, order], tree)
-    read = lambda x: x[:, back]
+    stored = lambda tree: jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[:, order]), tree)
+    read = lambda x: np.asarray(x)[:, np.argsort(order)]
     row = P(None, CONTEXT, TENSOR)
     specs = (row, row, row, P(TENSOR))
     run = filter_shard_map(
@@ -57,7 +56,7 @@ def split(case: Case, method: str, dtype: str = "float64", context: int = 4, ord
 
 def everything() -> list:
     """Each method with each case; of the wider grid, the default run takes those that differ most."""
-    few = {"ring": {"causal", "chunks", "documents", "all at once"}, "gather": {"documents"}, "heads": {"all at once"}}
+    few = {"ring": {"documents", "all at once"}, "gather": {"documents"}, "heads": {"all at once"}}
     return [
         pytest.param(name, method, marks=[] if name in few[method] else grid) for name in CASES for method in METHODS
     ]
@@ -74,11 +73,12 @@ def test_split_rows_are_as_whole_ones(name, method):
 @pytest.mark.parametrize(
     ("method", "context", "dtype", "tolerance"),
     [
-        ("ring", 8, "float32", NARROW),
+        pytest.param("ring", 8, "float32", NARROW, marks=grid),
         pytest.param("ring", 2, "float32", NARROW, marks=grid),
         pytest.param("gather", 8, "float32", NARROW, marks=grid),
         ("heads", 8, "float32", NARROW),  # fewer key heads than devices
-        ("ring", 4, "bfloat16", 3e-2),
+        ("ring", 8, "bfloat16", 3e-2),
+        pytest.param("ring", 4, "bfloat16", 3e-2, marks=grid),
         pytest.param("heads", 2, "float32", NARROW, marks=grid),
         pytest.param("gather", 2, "bfloat16", 3e-2, marks=grid),
     ],
@@ -94,7 +94,8 @@ def test_other_sizes_and_dtypes(method, context, dtype, tolerance):
 def test_a_ring_that_does_not_turn_is_found_out_and_rows_may_be_in_any_order(monkeypatch):
     case, want = CASES["documents"], whole("documents")
     assert distance(split(case, "heads", "float32", order=zigzag(SEQ, 4)), want) < 1e-5
-    assert distance(split(case, "ring", "float32", back=np.arange(SEQ)), want) > 0.1
+    unread = lambda x: x if x is None else x[:, zigzag(SEQ, 4)]  # as stored, and not put back
+    assert distance(jax.tree.map(unread, want), want) > 0.1
     monkeypatch.setattr(_ring_attention, "shift", lambda tree, axis, **_: tree)
     assert distance(split(case, "ring", "float32"), want) > 0.1
 
@@ -118,11 +119,12 @@ def test_whole_modules_and_their_weights(kind, method):
             if kind == "grouped"
             else partial(nn.LatentAttention, latent=5)
         )
-        module: Any = jax.tree.map(lambda x: x.astype("float64") if eqx.is_array(x) else x, make(**given))
+        wide = lambda: jax.tree.map(lambda x: x.astype("float64") if eqx.is_array(x) else x, make(**given))
+        module: Any = eqx.filter_jit(wide)()
         _, tokens, _ = drawn(CASES["documents"])
         x, direction = np.random.default_rng(0).normal(size=(2, BATCH, SEQ, 6))
         direction = jnp.asarray(direction * np.asarray(tokens.positions >= 0)[..., None])
-        lengths = nn.document_lengths(tokens)
+        lengths = eqx.filter_jit(nn.document_lengths)(tokens)
         assert len(np.unique(lengths)) > 2  # documents' own, and padding's
         tokens = eqx.tree_at(lambda t: t.lengths, tokens, lengths, is_leaf=lambda x: x is None)
 
@@ -142,9 +144,9 @@ def test_whole_modules_and_their_weights(kind, method):
                 ((P(), row), specs, row),
                 (P(CONTEXT) if is_partial else P(), row),
             )
-            stored = jax.tree.map(lambda x: x[:, order], tokens)
-            of_module, of_x = compiled(mapped, (pieces, jnp.asarray(x[:, order])), stored, direction[:, order])
-            return of_module, of_x[:, np.argsort(order)]
+            moved = lambda x: jnp.asarray(np.asarray(x)[:, order])
+            of_module, of_x = compiled(mapped, (pieces, moved(x)), jax.tree.map(moved, tokens), moved(direction))
+            return of_module, np.asarray(of_x)[:, np.argsort(order)]
 
         # Compiled in haste, XLA's exponentials and sines are right to 1e-8 in float64 too.
         assert distance(run(False, tokens), want) < 1e-7
@@ -162,7 +164,7 @@ def test_in_a_branch_that_not_all_devices_take(method):
     with jax.enable_x64(True):
         case = CASES["window"]
         (query, key, value, _), tokens, direction = drawn(case._replace(kv_heads=8))
-        twice = lambda tree: jax.tree.map(lambda x: jnp.stack([x, x]), tree)
+        twice = lambda tree: jax.tree.map(lambda x: jnp.asarray(np.stack([x, x])), tree)
 
         def gradients(core: Any, times: Any, arrays: tuple, tokens: nn.Tokens, direction: jax.Array) -> tuple:
             @jax.checkpoint
@@ -183,9 +185,11 @@ def test_in_a_branch_that_not_all_devices_take(method):
             (row, row, row),
             row,
         )
-        given = twice(jax.tree.map(lambda x: x[:, order], ((query, key, value), tokens, direction)))
-        got = [x[:, :, np.argsort(order)] for x in compiled(mapped, *given)]
-        for stage, times in enumerate((1, 3)):
-            one = partial(gradients, nn.ReferenceCore(), lambda times=times: times)
-            want = compiled(one, (query, key, value), tokens, direction)
-            assert distance([x[stage] for x in got], list(want)) < 1e-12
+        given = (query, key, value), tokens, direction
+        got = compiled(mapped, *twice(jax.tree.map(lambda x: np.asarray(x)[:, order], given)))
+        got = [np.asarray(x)[:, :, np.argsort(order)] for x in got]
+        one = lambda times, *given: gradients(nn.ReferenceCore(), lambda: times, *given)
+        each = lambda times, *given: jax.lax.map(lambda times: one(times, *given), times)
+        want = compiled(each, jnp.asarray(np.array([1, 3])), *given)
+        for stage in range(2):
+            assert distance([x[stage] for x in got], [x[stage] for x in want]) < 1e-12

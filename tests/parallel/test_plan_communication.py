@@ -96,7 +96,7 @@ EDGES = 4 * share(4) * UNIT
     [
         pytest.param("replicated", "none", "none", 8, marks=pytest.mark.grid),
         ("replicated", "none", "products", 8),
-        ("sequence", "none", "none", 8),
+        pytest.param("sequence", "none", "none", 8, marks=pytest.mark.grid),
         # Inputs are gathered again, as Megatron does, not kept.
         pytest.param("sequence", "none", "products", 10, marks=pytest.mark.grid),
         pytest.param("sequence", "ring", "none", 10, marks=pytest.mark.grid),

@@ -92,6 +92,7 @@ def test_balance_over_the_batch_is_over_each_microbatch_as_on_one_device(sizes):
     assert "total" in differences(of_one_device(case), want, ROUNDING)
 
 
+@pytest.mark.quick
 def test_every_run_holds_every_choice():
     cases = EVERY_RUN + EVERY_STEP
     assert {axis for case in cases for axis in case.mesh} == set(AXES)

@@ -1,14 +1,17 @@
 """Text under a plan: the ids and their probabilities are one device's, for the same seed, whatever the mesh."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from plan_models import model_of, plan_over
+from plan_parity import place
 
 from eqformer import generation, models, nn
-from eqformer.parallel import Planned, shardings
+from eqformer.parallel import Planned
 from eqformer.parallel.serving import _planned as module
 
 
@@ -29,8 +32,7 @@ def written(model, rows, **options):
 
 
 def planned(model, plan):
-    arrays, rest = eqx.partition(model, eqx.is_array)
-    return Planned(eqx.combine(jax.device_put(arrays, shardings(plan.parameter_specs(arrays), plan.mesh)), rest), plan)
+    return Planned(place(model, plan), plan)
 
 
 def built(name):
@@ -44,20 +46,28 @@ def same(one, other):
     return one.ids.shape == other.ids.shape and bool(np.array_equal(one.ids, other.ids) and close)
 
 
-def test_text_is_one_devices(monkeypatch):
-    """Rows of unequal lengths, over a pipeline, heads and caches in pieces."""
-    model = built("llama-byte-1m")
+def test_text_is_one_devices():
+    """Rows of unequal lengths, over a pipeline of unequal stages, heads and caches in pieces."""
+    config = dataclasses.replace(models.FAMILIES["llama"].presets["llama-byte-1m"], layers=5)
+    model = built(config)
     alone = written(model, 3)
     assert len(set(alone.ids[0].tolist())) > 10
     cut = planned(model, plan_over({"pipe": 2, "context": 2, "tensor": 2}))
     assert same(written(cut, 3), alone)
     keys = cut.init_cache(3, 64)[0].keys
-    assert keys.addressable_shards[0].data.size * 8 == keys.size == 4 * 3 * 64 * 4 * 16
-    monkeypatch.setattr(module.jnp, "exp", lambda x: jnp.ones_like(x))  # parts of the softmax that are not weighed
-    assert not same(written(planned(model, plan_over({"context": 2})), 3), alone)
+    assert model.init_cache(3, 64)[0].keys.shape[0] == 5  # and the last stage's sixth is padding
+    assert keys.addressable_shards[0].data.size * 8 == keys.size == 6 * 3 * 64 * 4 * 16
 
 
-def test_tokens_beyond_a_cache_in_pieces_are_refused_or_nan():
+class Unweighed:
+    """`jax.numpy`, but parts of a softmax are not weighed."""
+
+    def __getattr__(self, name):
+        return jnp.ones_like if name == "exp" else getattr(jnp, name)
+
+
+@pytest.mark.quick
+def test_tokens_beyond_a_cache_in_pieces_are_refused_or_nan(monkeypatch):
     """Refused where positions are known, before anything is compiled; NaN where they are not, and the others right."""
     config = models.LlamaConfig(vocab=16, embed=8, layers=1, heads=2, kv_heads=1, mlp=8)
     model = eqx.filter_jit(lambda: models.build(config, key=jax.random.key(0)))()
@@ -67,10 +77,15 @@ def test_tokens_beyond_a_cache_in_pieces_are_refused_or_nan():
         cut.encode(ids, tokens, cache)
     hidden, cache, _ = eqx.filter_jit(lambda ids, tokens, cache: cut.encode(ids, tokens, cache))(ids, tokens, cache)
     assert bool(jnp.isnan(hidden[:, 6:]).all()) and sorted(cache[0].positions.reshape(-1).tolist()) == list(range(6))
-    assert jnp.allclose(hidden[:, :6], model.encode(ids[:, :6])[0], atol=1e-5)
+    want = eqx.filter_jit(lambda ids: model.encode(ids)[0])(ids[:, :6])
+    assert np.allclose(hidden[:, :6], want, atol=1e-5)
+    monkeypatch.setattr(module, "jnp", Unweighed())
+    unweighed = eqx.filter_jit(lambda ids, tokens, cache: cut.encode(ids, tokens, cache)[0])
+    assert not np.allclose(unweighed(ids, tokens, cut.init_cache(1, 6))[:, :6], want, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["five layers", pytest.param("dense, then mixtures", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("name", ["five layers", "dense, then mixtures"])
 def test_stages_of_unequal_numbers_of_layers(name):
     """The model is given as it is read, and the caches of its stages have rows of padding."""
     model = model_of(name)

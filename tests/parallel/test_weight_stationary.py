@@ -1,6 +1,7 @@
 """Weights that stay, on one dim or both, and weights that are gathered: text and logits are one device's."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import jax
@@ -20,15 +21,32 @@ PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 1], [2]]
 IDS = jax.random.randint(jax.random.key(1), (ROWS, PROMPT + 1), 0, VOCAB)
 
 
+class Made:
+    """A model, and its logits after a prompt and after one more token on one device, each when it is asked for."""
+
+    def __init__(self, make):
+        self.make = make
+
+    @functools.cached_property
+    def model(self):
+        """The model."""
+        return eqx.filter_jit(self.make)()
+
+    @functools.cached_property
+    def logits(self):
+        """Its logits."""
+        return logits(self.model, IDS)
+
+
 @pytest.fixture(scope="module")
 def models():
-    """Each model with its logits after a prompt and after one more token, on one device."""
-    made = {make.__name__: eqx.filter_jit(make)() for make in (palm, serial)}
-    return {name: (model, logits(model, IDS)) for name, model in made.items()}
+    """Each by its name."""
+    return {"palm": Made(palm), "serial": Made(serial)}
 
 
 def error(got, want) -> float:
-    return float(jnp.max(jnp.abs(got - want)) / jnp.max(jnp.abs(want)))
+    got, want = np.asarray(got), np.asarray(want)
+    return float(np.max(np.abs(got - want)) / np.max(np.abs(want)))
 
 
 CASES = [(2, 4, "rows", "none"), (1, 8, "heads", "bidirectional")]
@@ -43,7 +61,7 @@ ALL = [
 @pytest.mark.parametrize("x,y,attention,overlap", CASES + [pytest.param(*c, marks=pytest.mark.grid) for c in ALL])
 def test_logits_are_one_devices(models, x, y, attention, overlap):
     """Of the prompt's next token and of the one after it, out of the cache."""
-    model, want = models["palm"]
+    model, want = models["palm"].model, models["palm"].logits
     assert error(logits(stationary(model, x, y, attention=attention, overlap=overlap), IDS), want) < 2e-6
 
 
@@ -51,14 +69,14 @@ def test_logits_are_one_devices(models, x, y, attention, overlap):
 @pytest.mark.parametrize("overlap", ["ring", pytest.param("none", marks=pytest.mark.grid)])
 def test_blocks_whose_layers_follow_each_other(models, x, overlap):
     """With biases, grouped keys, norms of queries, a window, learned positions, a scaled sum and a head of its own."""
-    model, want = models["serial"]
+    model, want = models["serial"].model, models["serial"].logits
     assert error(logits(stationary(model, x, 8 // x, overlap=overlap), IDS), want) < 2e-6
 
 
 @pytest.mark.grid
 def test_two_norms_side_by_side(models):
     """A parallel block whose layers read norms of their own shares no gather."""
-    model, _ = models["serial"]
+    model = models["serial"].model
     model = eqx.tree_at(lambda m: m.stacks[0].blocks, model, as_parallel(model.stacks[0].blocks))
     assert error(logits(stationary(model, 4, 2), IDS), logits(model, IDS)) < 2e-6
 
@@ -70,22 +88,26 @@ def as_parallel(block):
     )
 
 
-def test_text_is_one_devices(models):
-    """Three rows of unequal lengths: where rows are split they are filled up, and finished ones are left alone."""
-    model, _ = models["palm"]
+def write(model):
     options = {"max_new_tokens": 12, "log_probabilities": True, "key": jax.random.key(1), "end_of_text": 5}
-    write = lambda model: generation.generate(model, PROMPTS, **options)
+    return generation.generate(model, PROMPTS, **options)
+
+
+@pytest.mark.parametrize("split", [stationary, pytest.param(gathered, marks=pytest.mark.grid)])
+def test_text_is_one_devices(models, split):
+    """Three rows of unequal lengths: where rows are split they are filled up, and finished ones are left alone."""
+    model = models["palm"].model
     alone = write(model)
     assert alone.log_probabilities is not None and len(set(alone.ids[0].tolist())) > 8
-    for split in (stationary(model, 2, 4), gathered(model, 2, 4)):
-        text = write(split)
-        assert np.array_equal(text.ids, alone.ids) and np.array_equal(text.lengths, alone.lengths)
-        np.testing.assert_allclose(text.log_probabilities, alone.log_probabilities, atol=2e-5)  # type: ignore
+    text = write(split(model, 2, 4))
+    assert np.array_equal(text.ids, alone.ids) and np.array_equal(text.lengths, alone.lengths)
+    np.testing.assert_allclose(text.log_probabilities, alone.log_probabilities, atol=2e-5)  # type: ignore
 
 
+@pytest.mark.quick
 def test_each_device_keeps_its_share(models):
     """A fraction of every matrix, but for key and value, which one axis splits; keys of its own rows, or one head's."""
-    model, _ = models["palm"]
+    model = models["palm"].model
     mesh = make_mesh(fsdp=2, tensor=4)
     specs = WeightStationary.parameter_specs(model, mesh)
     blocks = specs.stacks[0].blocks
@@ -117,7 +139,7 @@ def test_controls(models, monkeypatch, what):
     else:
         first = lambda x, axis, dim: jax.lax.slice_in_dim(x, 0, x.shape[dim] // jax.lax.axis_size(axis), axis=dim)
         monkeypatch.setattr(_two_dim, "own_part", first)
-    model, want = models["serial"]
+    model, want = models["serial"].model, models["serial"].logits
     traced_anew = eqx.filter_jit(lambda model, ids: step(model, ids))
     assert error(traced_anew(stationary(model, 2, 4), IDS), want) > 1e-3
 
@@ -168,7 +190,7 @@ def test_controls(models, monkeypatch, what):
 )
 def test_what_does_not_fit(models, make, message):
     with pytest.raises(ValueError, match=message):
-        make(models["palm"][0])
+        make(models["palm"].model)
 
 
 def of_block(model, change):
@@ -185,12 +207,17 @@ def normed(sublayer, block):
 
 def test_maps_with_factors_and_maps_of_eight_bits(models):
     """Matrices are put together of the slices that a device holds."""
-    model = nn.with_lora(models["serial"][0], [nn.Attention, "up", "head"], rank=2, key=jax.random.key(2))
+    model = with_factors_and_eight_bits(models["serial"].model)
+    want = logits(model, IDS)
+    assert error(logits(stationary(model, 2, 4), IDS), want) < 2e-6 < error(models["serial"].logits, want)
+
+
+@eqx.filter_jit
+def with_factors_and_eight_bits(model):
+    model = nn.with_lora(model, [nn.Attention, "up", "head"], rank=2, key=jax.random.key(2))
     drawn = lambda m: [linear.weight for linear in nn.linear_maps(m) if linear.inputs == ("rank",)]
     model = eqx.tree_at(drawn, model, [0.2 + x for x in drawn(model)])
-    model = eqx.tree_at(lambda m: m.stacks[0].blocks.feed_forward, model, replace_fn=lambda m: nn.map_linears(of_8, m))
-    want = logits(model, IDS)
-    assert error(logits(stationary(model, 2, 4), IDS), want) < 2e-6 < error(models["serial"][1], want)
+    return eqx.tree_at(lambda m: m.stacks[0].blocks.feed_forward, model, replace_fn=lambda m: nn.map_linears(of_8, m))
 
 
 def of_8(linear):
@@ -199,7 +226,7 @@ def of_8(linear):
 
 def test_packed_rows_are_refused(models):
     """As by one device's caches; without segments the same tokens are read."""
-    model, _ = models["palm"]
+    model = models["palm"].model
     tokens = nn.positions_like(IDS.shape)
     packed = dataclasses.replace(tokens, segments=jnp.zeros(IDS.shape, jnp.int32))
     encode = lambda model, tokens: model.encode(IDS, tokens, model.init_cache(ROWS, 16))[0]
@@ -211,4 +238,4 @@ def test_packed_rows_are_refused(models):
 
 def test_one_key_head_alone_is_held_whole(models):
     with pytest.raises(ValueError, match="there are 2; take attention='rows'"):
-        stationary(models["serial"][0], 2, 4, attention="heads")
+        stationary(models["serial"].model, 2, 4, attention="heads")
