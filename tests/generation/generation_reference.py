@@ -69,6 +69,7 @@ KINDS = {
     "dynamic scaling": (_attention(rotary=_rotary(_DYNAMIC), kv_heads=2),),
     "longrope scaling": (_attention(rotary=_rotary(_LONG), kv_heads=2),),
     "dynamic scaling, sliding window": (_attention(rotary=_rotary(_DYNAMIC), mask=nn.sliding_window(5)),),
+    "sliding window, few slots": (_attention(rotary=_rotary(), kv_heads=2, mask=nn.sliding_window(3)),),
     "local and global, few slots": (
         _attention(rotary=_rotary(), kv_heads=2, mask=nn.sliding_window(3)),
         _attention(rotary=_rotary(), kv_heads=2),

@@ -67,7 +67,7 @@ def difference(logits, references, first=0):
 FOR_THE_GRID = {
     *("latent with biases", "latent, sliding window", "latent without rotary", "sinks, sliding window"),
     *("latent, dynamic scaling", "longrope scaling", "dynamic scaling", "local and global", "sliding window"),
-    *("multi-head", "multi-query", "query and key norm, gate"),
+    *("multi-head", "multi-query", "query and key norm, gate", "sliding window, few slots"),
 }
 
 

@@ -20,12 +20,12 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def model():
-    return make_model("local and global, few slots", sharpness=2.0)
+    return make_model("sliding window, few slots", sharpness=2.0)
 
 
 @pytest.fixture(scope="module")
 def plain():
-    """For what hangs on no kind of layer."""
+    """For what hangs on no kind of layer; it sees the whole text."""
     return make_model(sharpness=2.0)
 
 

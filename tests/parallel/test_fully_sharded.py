@@ -1,6 +1,7 @@
 """What ZeRO saves, as the compiled program's memory, and what of gathered parameters is kept."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -26,7 +27,8 @@ def temporary(tensor=1, **choices):
     arrays = jax.tree.map(placed, arrays, kept)
     gradients = training.planned_gradients(plan)(training.next_token_loss)
     run = jax.jit(lambda arrays, batch: eqx.filter(gradients(eqx.combine(arrays, rest), batch, None)[2], eqx.is_array))
-    return run.lower(arrays, batch_of(model)).compile().memory_analysis().temp_size_in_bytes
+    needs: Any = run.lower(arrays, batch_of(model)).compile().memory_analysis()
+    return needs.temp_size_in_bytes
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from plan_controls import nothing, of_first, own_exchange, own_part, own_piece, 
 from plan_models import batch_of, model_of
 from plan_parity import Case, differences, hastily, of_one_device, of_plan, place
 
-from eqformer import Batch, nn, training
+from eqformer import Batch, training
 from eqformer.parallel import COLLECTIVES
 from eqformer.parallel.tensor import _stream_parts
 
@@ -178,7 +178,7 @@ def right_guesses(name: str) -> Batch:
     model = model_of(name)
     batch = jax.tree.map(jnp.asarray, batch_of(model))
 
-    def guesses(model: nn.Transformer, batch: Batch) -> jax.Array:
+    def guesses(model: Any, batch: Any) -> jax.Array:
         hidden, *_ = model.encode(batch.ids, training.batch_tokens(batch))
         return model.unembed(hidden.reshape(-1, hidden.shape[-1])).argmax(-1).reshape(batch.targets.shape)
 
