@@ -73,6 +73,7 @@ def test_a_layout_has_a_line_for_each_array(make, paths, monkeypatch, capsys):
     assert any("layers with a replicated stream" in line for line in lines)
 
 
+@pytest.mark.quick
 def test_what_is_added_to_a_model_is_counted():
     """Numbers of each module, by hand."""
     count = planning.parameter_count

@@ -114,6 +114,7 @@ class OneOfEight:
         self.addressable_devices_indices_map = lambda shape: dict([*sharding.devices_indices_map(shape).items()][:1])
 
 
+@pytest.mark.quick
 def test_a_process_makes_the_parts_of_its_own_devices_alone():
     leaf, sharding = jax.ShapeDtypeStruct((8, 512, 128), "float32"), NamedSharding(make_mesh(fsdp=8), P(None, "fsdp"))
     parts = _parts(leaf, OneOfEight(sharding), "float32")

@@ -194,7 +194,11 @@ TOY: dict[str, tuple[Any, tuple[nn.BalanceLoss, ...], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", TOY)
+# Of each kind of means one by default, and the control.
+EVERY_RUN = ("load balance", "selection bias", "nothing")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EVERY_RUN else pytest.mark.grid) for n in TOY])
 def test_a_collapsed_router_recovers(name):
     """All tokens lean one way and one expert takes that side; the loss alone must spread them again."""
     router, losses, rate = TOY[name]
@@ -225,6 +229,7 @@ def test_a_collapsed_router_recovers(name):
     assert (worst[-10:].max() < 1.5) == (name != "nothing"), worst[-10:]
 
 
+@pytest.mark.quick
 def test_the_selection_bias_follows_the_missing_load():
     bias = jnp.asarray([[0.0, 1, 2], [0, 0, 0]])
     for load in (jnp.asarray([[1, 2, 3], [4, 4, 4]]), jnp.asarray([[1.0, 2, 3], [4, 4, 4]])):

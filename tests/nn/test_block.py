@@ -134,7 +134,7 @@ def test_a_period_runs_its_blocks_in_turn_with_caches_and_keys_of_their_own():
     assert not np.array_equal(filled[0].keys, filled[1].keys) and filled[1].positions[:, :3].tolist() == [[0, 1, 2]] * 2
 
 
-@pytest.mark.parametrize("kind", [nn.Block, nn.ParallelBlock])
+@pytest.mark.parametrize("kind", [pytest.param(nn.Block, marks=pytest.mark.quick), nn.ParallelBlock])
 def test_a_blocks_cache_is_its_mixers(kind):
     module = block(kind=kind)
     cache = module.init_cache((2,), 5)

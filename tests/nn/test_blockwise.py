@@ -106,6 +106,7 @@ def test_calls_over_parts_of_the_keys_combine():
     assert np.abs(half - whole[0]).max() > 0.1
 
 
+@pytest.mark.quick
 def test_under_vmap():
     query, key, value, _ = inputs(8, batch=3)
     positions = jnp.stack([jnp.arange(8), jnp.arange(8) - 1, jnp.arange(8)])

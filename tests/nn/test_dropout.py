@@ -37,6 +37,7 @@ def test_the_rate_and_the_mean():
     assert np.abs(np.mean(y == 0, axis=(0, 1)) - 0.25).max() < 5 * np.sqrt(0.25 * 0.75 / 256)
 
 
+@pytest.mark.quick
 def test_no_keys_or_no_rate_is_the_identity():
     x = jnp.ones((2, 3, 4))
     assert nn.Dropout(0.5)(x, None) is x

@@ -74,6 +74,7 @@ def test_gated_mlp(bias, limit):
     assert not close(module(x), swapped, 1e-3)
 
 
+@pytest.mark.quick
 def test_any_function_may_be_the_activation():
     module = drawn(nn.MLP, embed=3, mlp=5, activation=jnp.sin, key=KEY)
     x = normal(1, 2, 3)

@@ -280,6 +280,7 @@ class Hashed(nn.Router):
         return nn.RouterFacts(EXPERTS, 1, "token")
 
 
+@pytest.mark.quick
 def test_a_router_of_ones_own():
     x = normal(1, 1, EXPERTS, EMBED)
     y, aux = eqx.filter_jit(nn.MoE(Hashed(), experts_of()))(x)

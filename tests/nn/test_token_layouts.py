@@ -87,6 +87,7 @@ def test_every_core_is_the_plain_one_on_any_tokens():
         assert all(np.max(worst) < 1e-5 for worst in found.values()), found
 
 
+@pytest.mark.quick
 def test_every_core_is_the_plain_one_on_slots_of_a_cache():
     draw = np.random.default_rng(0)
     slots = np.stack([draw.permutation(np.r_[0:18, np.full(KV_SEQ - 18, -1)]) for _ in range(ROWS)])

@@ -75,7 +75,10 @@ def test_embed_run_normalise_unembed(tied, untied):
     assert (tied.vocab, tied.depth) == (7, 3)
 
 
-@pytest.mark.parametrize("scale,softcap", [(0.125, None), (None, 0.5), (3.0, 0.5)])
+@pytest.mark.parametrize(
+    "scale,softcap",
+    [*(pytest.param(*both, marks=pytest.mark.grid) for both in ((0.125, None), (None, 0.5))), (3.0, 0.5)],
+)
 def test_logits_are_scaled_and_then_capped(tied, untied, scale, softcap):
     for model in (tied, untied):
         plain = by_parts(model, IDS)
@@ -85,6 +88,7 @@ def test_logits_are_scaled_and_then_capped(tied, untied, scale, softcap):
         assert close(found, expected) and not close(found, plain, 1e-2)
 
 
+@pytest.mark.quick
 def test_one_row_without_a_batch(tied):
     assert np.allclose(run(tied, IDS[1])[0], run(tied, IDS)[0][1], atol=1e-6)
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from eqformer import Batch, models, training
 from eqformer.parallel import make_mesh, Plan
@@ -89,8 +90,14 @@ def test_replicas_are_bitwise_equal_after_steps(split):
     found = [spread(x) for x in arrays]
     assert max(far for far, _ in found) == 0.0
     assert {pieces for _, pieces in found} >= {1, 2, 4}  # some whole on all devices, some split over several axes
-    drifted = [x.data + 1e-7 * (shard == 3) for shard, x in enumerate(arrays[0].addressable_shards)]
-    assert spread(jax.make_array_from_single_device_arrays(arrays[0].shape, arrays[0].sharding, drifted))[0] > 0
+
+
+@pytest.mark.quick
+def test_control_a_replica_that_drifts_is_seen():
+    whole = jax.device_put(np.ones((4, 4), np.float32), NamedSharding(make_mesh(fsdp=8), PartitionSpec()))
+    drifted = [x.data + np.float32(1e-6 * (shard == 3)) for shard, x in enumerate(whole.addressable_shards)]
+    assert spread(whole) == (0.0, 1)
+    assert spread(jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, drifted))[0] > 0
 
 
 def test_shared_experts_are_trained(split, start):

@@ -42,6 +42,7 @@ def test_every_layout_descends_as_numpy_does(layout):
     assert regression.train(layout, 1, STEPS) == pytest.approx([in_numpy(STEPS)], rel=1e-6)
 
 
+@pytest.mark.quick
 def test_control_another_rate_is_seen(monkeypatch):
     right = in_numpy(STEPS)
     monkeypatch.setattr(regression, "RATE", 1.01 * regression.RATE)

@@ -97,6 +97,7 @@ def test_a_run_ends_at_its_first_such_step(axes):
         assert int(run.state.skipped) == 1 and run.step == 4
 
 
+@pytest.mark.quick
 def test_a_batch_without_weights_is_told():
     optimizer = training.optimizer("sgd", [jnp.ones(1)], rate=1e-3, matrices=[None])
     loss = lambda model, batch, key: (jnp.sum(model[0] * batch), jnp.sum(batch))

@@ -61,6 +61,7 @@ def test_other_dtypes_have_no_scale(make_model):
     assert of_half is not None and of_half.value == 2**16
 
 
+@pytest.mark.quick
 def test_the_scale_is_halved_and_doubled():
     scale, seen = training.LossScale(jnp.float32(2), jnp.int32(0), interval=3), []
     for is_finite in (False, False, True, True, True, True, True, False, True, True, True):

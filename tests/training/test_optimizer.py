@@ -211,6 +211,7 @@ def test_an_optimizer_can_be_made_from_shapes(make_model):
     assert jax.tree.structure(state) == jax.tree.structure(training.optimizer("muon", built, rate=RATE).init(built))
 
 
+@pytest.mark.quick
 def test_norm_is_of_all_leaves_together():
     draw = np.random.default_rng(0)
     leaves = [draw.normal(size=shape) for shape in ((3, 4), (5,), ())]

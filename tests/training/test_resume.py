@@ -5,6 +5,7 @@ import json
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import pytest
 from same_bits import assert_same_bits
 
 from eqformer import training
@@ -53,6 +54,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, make_model, ma
     assert differs(eqx.tree_at(lambda s: s.step, restored()[0], jnp.int32(0)), batches[3:], key)
 
 
+@pytest.mark.quick
 def test_the_metadata_of_a_run_is_json_and_holds_its_key():
     key = jax.random.fold_in(jax.random.key(3), 4)
     about = training.run_metadata(recipe={"embed": 8}, step=2, data={"epoch": 0}, key=key, note="more")

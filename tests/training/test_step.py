@@ -105,6 +105,7 @@ def test_a_step_that_is_not_finite_changes_nothing(quadratic, bad):
     assert state.model.note == "kept" and int(state.model.number) == 7
 
 
+@pytest.mark.quick
 def test_too_many_in_a_row_are_an_error(quadratic):
     make, batch, optimizer, step, _ = quadratic
     state = training.init_state(make(), optimizer)
