@@ -1,5 +1,7 @@
 """A small decoder in three pieces, on one device and as a pipeline, and how far two trees of gradients are apart."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -81,6 +83,7 @@ class Edges(eqx.Module):
     head: nn.Linear
 
 
+@functools.cache
 def make_model(layers=LAYERS, remat="none", dtype="float32", block=make_block):
     """Edges and a stack of blocks."""
 

@@ -46,9 +46,9 @@ FAMILIES: dict[str, Any] = {
         vocab=48, embed=EMBED, layers=5, heads=HEADS, kv_heads=2, head_dim=HEAD_DIM, mlp=MLP
     ),
     "eight layers": models.LlamaConfig(vocab=48, embed=EMBED, layers=8, heads=HEADS, kv_heads=4, mlp=MLP),
-    "rows of 256": models.GPT2Config(vocab=50, embed=EMBED, layers=2, heads=4, max_seq=256, mlp=MLP),
+    "long table": models.GPT2Config(vocab=50, embed=EMBED, layers=2, heads=4, max_seq=256, mlp=MLP),
 }
-CORES = {"rows of 256": nn.ReferenceCore()}  # which takes no steps of eight tokens
+CORES = {"long table": nn.ReferenceCore()}  # which takes no steps of eight tokens
 
 
 # How many layers of each kind, where these are not four.

@@ -113,6 +113,7 @@ def test_it_trains_over_any_mesh(page, mesh, choices):
     assert differences(run(other), want, ROUNDING) != {}
 
 
+@pytest.mark.quick
 def test_it_is_counted(page):
     preset = lambda name: eqx.filter_eval_shape(lambda: models.build(name, key=jax.random.key(0)))
     assert planning.parameter_count(preset("stablelm-2-1.6b")) == 1_644_515_328  # as its publisher says: 1.6 billion

@@ -117,6 +117,7 @@ def test_it_adds_up_in_float32():
     assert not_meant(narrow_sums(program_of(case, batch=pairs("llama"), loss=loss)), MEANT_OF_NARROW) == []
 
 
+@pytest.mark.quick
 def test_half_a_group_is_refused():
     case = Case("llama", {"fsdp": 4}, {"microbatches": 2})
     with pytest.raises(

@@ -161,6 +161,7 @@ def test_it_is_restored_under_another_mesh(tmp_path):
         assert loss != pytest.approx(stepped(model, second, optimizer, 1)[1], rel=1e-4)
 
 
+@pytest.mark.quick
 def test_a_state_of_another_shape_is_refused():
     """Such as the means over rows and columns of factored moments."""
     model = model_of("llama")

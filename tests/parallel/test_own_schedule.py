@@ -79,6 +79,7 @@ def test_it_is_complete_and_turns_without_sending(stages, microbatches, number):
     assert found.peak(1.0, 0.0).max() <= stages * schedule.chunks
 
 
+@pytest.mark.quick
 def test_its_timeline_is_the_pages():
     text = PAGE.read_text(encoding="utf-8").split("## A schedule\n")[1]
     shown = re.search(r"```text\n(.*?)\n```", text, re.DOTALL)

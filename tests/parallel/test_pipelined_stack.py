@@ -1,5 +1,7 @@
 """A stack over several devices gives one device's outputs, gradients and decoded tokens, and runs no idle work."""
 
+import functools
+import itertools
 from typing import Any
 
 import equinox as eqx
@@ -41,10 +43,9 @@ def loss_and_gradients(mesh, microbatches, splits_rows):
     return filter_shard_map(per_device, mesh, ((P(), P(PIPE)), P(rows)), (P(), P(PIPE)))
 
 
-def distance(mesh, microbatches, splits_rows, model, data):
+def distance(mesh, microbatches, splits_rows, model, data, expected):
     program, arrays = small.compiled(loss_and_gradients(mesh, microbatches, splits_rows), model, data)
     (total, count, of_edges), of_stack = program(arrays)
-    expected = small.one_device(model, data)
     assert count == expected[1]
     return max(abs(float(total / expected[0]) - 1), small.worst((of_edges, of_stack), expected[2])[0])
 
@@ -53,19 +54,38 @@ def distance(mesh, microbatches, splits_rows, model, data):
 @pytest.mark.parametrize("splits_rows", [False, True])
 def test_loss_and_gradients_are_one_devices(splits_rows):
     model, data = small.make_model(remat="full"), small.make_data(16)
-    assert distance(make_mesh(pipe=4, fsdp=2), 8, splits_rows, model, data) < CLOSE
+    expected = small.one_device(model, data)
+    assert distance(make_mesh(pipe=4, fsdp=2), 8, splits_rows, model, data, expected) < CLOSE
 
 
-@pytest.mark.parametrize("splits_rows", [False, True])
-@pytest.mark.parametrize("pipe,microbatches", [(1, 4), (2, 2), (4, 4), (2, 8)])
-def test_any_number_of_microbatches_will_do(monkeypatch, pipe, microbatches, splits_rows):
+@functools.cache
+def plain_layers():
+    """Four of them, eight rows, and what one device makes of these."""
     model, data = small.make_model(layers=4, block=small.plain_block), small.make_data(8, keys=False)
+    return model, data, small.one_device(model, data)
+
+
+@pytest.mark.parametrize(
+    "pipe,microbatches,splits_rows",
+    [
+        (1, 4, False),
+        (4, 4, False),
+        (4, 4, True),
+        (2, 8, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.grid)
+            for case in ((1, 4, True), (2, 2, False), (2, 2, True), (2, 8, False))
+        ),
+    ],
+)
+def test_any_number_of_microbatches_will_do(monkeypatch, pipe, microbatches, splits_rows):
+    given = plain_layers()
     mesh = make_mesh(pipe=pipe, devices=jax.devices()[:pipe])
-    assert distance(mesh, microbatches, splits_rows, model, data) < CLOSE
+    assert distance(mesh, microbatches, splits_rows, *given) < CLOSE
     if (pipe, microbatches) == (4, 4):  # messages the wrong way round the ring
         right = module._sent
         monkeypatch.setattr(module, "_sent", lambda x, step, stages: right(x, -step, stages))
-        assert not distance(mesh, microbatches, splits_rows, model, data) < 100 * CLOSE
+        assert not distance(mesh, microbatches, splits_rows, *given) < 100 * CLOSE
 
 
 @pytest.mark.parametrize("splits_rows", [False, True])
@@ -112,7 +132,8 @@ def test_decoding_through_stages_is_decoding():
     cache = stack.init_cache((rows,), capacity)
     mesh = make_mesh(pipe=2, fsdp=2, devices=jax.devices()[:4])
     rows_of_cache = P(PIPE, BATCH_AXES)
-    for splits_rows in (False, True):
+    expected, theirs = eqx.filter_jit(lambda stack, *given: stack(*given)[:2])(stack, x, tokens, cache)
+    for splits_rows, cuts in ((False, (0, 3, 4, 5)), (True, (0, 1, 2, 3, 4, 5))):
         specs = P((*BATCH_AXES, PIPE)) if splits_rows else P(BATCH_AXES)
         run = filter_shard_map(
             lambda stack, x, tokens, cache, split=splits_rows: PipelinedStack(stack, 2, split)(x, tokens, cache)[:2],
@@ -120,16 +141,16 @@ def test_decoding_through_stages_is_decoding():
             (P(PIPE), specs, specs, rows_of_cache),
             (specs, rows_of_cache),
         )
-        ours = theirs = cache
-        for piece in (slice(0, 3), slice(3, 4), slice(4, 5)):
-            given = x[:, piece], jax.tree.map(lambda t, piece=piece: t[:, piece], tokens)
-            got, ours = eqx.filter_jit(run)(stack, *given, ours)
-            expected, theirs, _ = stack(*given, theirs)
-            np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
-        for got, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-            np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
+        ours, run = cache, eqx.filter_jit(run)
+        for begin, end in itertools.pairwise(cuts):
+            piece = jax.tree.map(lambda t, begin=begin, end=end: t[:, begin:end], tokens)
+            got, ours = run(stack, x[:, begin:end], piece, ours)
+            np.testing.assert_allclose(got, expected[:, begin:end], rtol=0, atol=2e-5)
+        for got, whole in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(got, whole, rtol=0, atol=2e-5)
 
 
+@pytest.mark.quick
 def test_rows_and_microbatches_that_do_not_divide_are_refused():
     (_, stack) = small.make_model(layers=4, block=small.plain_block)
     mesh = make_mesh(pipe=2, devices=jax.devices()[:2])
