@@ -8,7 +8,7 @@ import sys
 from support import environment
 
 
-environment.prepare(sys.argv[1:])
+environment.prepare(sys.argv[1:], shared=False)
 
 import dataclasses
 import json

@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # importable, as it is for a script that runs
 
 from haste import FLAGS
+from support.user_folder import delete_oldest, MOST
 
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -38,14 +39,9 @@ TESTS = itertools.count(1)
 
 
 def pytest_sessionstart():
-    """Programs of long ago are deleted, so that those kept stay under a gigabyte or so."""
-    if "PYTEST_XDIST_WORKER" in os.environ or not PROGRAMS.exists():
-        return
-    left = 2**30
-    for file in sorted(PROGRAMS.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True):
-        left -= file.stat().st_size
-        if left < 0:
-            file.unlink(missing_ok=True)
+    """Programs of long ago are deleted."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        delete_oldest(PROGRAMS, MOST)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from support.user_folder import share_programs
 from support.xla import as_flags, known
 
 
-def prepare(arguments: Sequence[str] = ()) -> None:
+def prepare(arguments: Sequence[str] = (), *, shared: bool = True) -> None:
     """Set XLA's flags and malloc's parameters for a CPU, except those that the user has set (see docs/benchmarks.md).
 
+    What is compiled is kept for the user's next runs, unless `shared` is False, as where compilation is timed.
     `--simulate N` among the arguments makes the CPU act as N devices, which must be set before JAX starts, and
     `--check-shapes` has shapes and types of all calls of eqformer checked, which is decided when it is imported.
     """
@@ -28,6 +30,8 @@ def prepare(arguments: Sequence[str] = ()) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags = [flag for flag in flags if flag.partition("=")[0] != _DEVICES] + [f"{_DEVICES}={number}"]
     os.environ["XLA_FLAGS"] = " ".join(flags)
+    if shared:
+        share_programs()
     if {"--check-shapes", "--check_shapes"} & {*arguments}:
         from jaxtyping import install_import_hook
 

@@ -14,6 +14,7 @@ from recipes import Recipe
 from eqformer import data
 from support.run_directory import RunDirectory
 from support.screen import Screen, warn
+from support.user_folder import user_folder
 
 
 SHARED = "EQFORMER_TOKENS"  # the environment variable that names the shared folder
@@ -142,19 +143,11 @@ def _size(folder: Path) -> int:
 
 
 def shared_folder() -> list[Path]:
-    """The folder of tokens that all runs of a user share; none where the user has no home.
-
-    It is what `EQFORMER_TOKENS` names, or else `eqformer/tokens` in the user's cache, by the XDG base directory
-    specification.
-    """
+    """The folder of tokens that all runs of a user share, or what `EQFORMER_TOKENS` names; none without a home."""
     if chosen := os.environ.get(SHARED):
         return [Path(chosen)]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        cache = cache if cache.is_absolute() else Path.home() / ".cache"  # the specification ignores relative ones
-    except RuntimeError:
-        return []
-    return [cache / "eqformer" / "tokens"]
+    folder = user_folder("tokens")
+    return [] if folder is None else [folder]
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 
 import pytest
@@ -24,14 +23,8 @@ TINY = (
 ).split()
 LLAMA = "--model.kv-heads 2 --model.mlp 64".split()
 # Without the eight devices of the tests' own process: a script has one, or those it simulates. Programs are compiled
-# in haste too, and once for all runs.
-_CACHE = tempfile.TemporaryDirectory(prefix="compiled")
-PLAIN = os.environ | {
-    "XLA_FLAGS": " ".join(FLAGS),
-    "JAX_COMPILATION_CACHE_DIR": _CACHE.name,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
+# in haste too.
+PLAIN = os.environ | {"XLA_FLAGS": " ".join(FLAGS)}
 
 
 def write_corpus(folder: pathlib.Path, files: int = 40) -> pathlib.Path:
