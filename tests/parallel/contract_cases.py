@@ -1,0 +1,50 @@
+"""Somebody's own modules under a plan: one program a case, which tests share, and what it sends."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from plan_models import batch_of, model_of
+from plan_parity import Case, of_one_device, of_plan as afresh, Outcome, program_under, total_of_plan
+
+from eqformer import planning
+from eqformer.planning import by_cause, counted_bytes, sent_bytes
+
+
+ROUNDING = 50 * float(np.finfo(np.float32).eps)
+ZERO: dict[str, Any] = {"zero": 3, "smallest": 1}
+STAGES = {"schedule": "zb-h1", "microbatches": 2, "residual": "sequence", "overlap": "ring"}
+
+
+@functools.cache
+def ran(model: str, mesh: tuple, choices: tuple) -> tuple[Outcome, Any]:
+    """What a plan makes of the model, and the program that did it."""
+    case = Case(model, dict(mesh), dict(choices))
+    run = program_under(case.plan, model_of(model), batch_of(model_of(model)))
+    return run(model_of(model)), run.program  # type: ignore[attr-defined]
+
+
+def of_plan(case: Case) -> Outcome:
+    """What the plan makes of the model; the same for all tests but those that break something."""
+    return ran(case.model, (*case.mesh.items(),), (*case.choices.items(),))[0] if case.remat == "none" else afresh(case)
+
+
+def is_seen(case: Case) -> bool:
+    """Whether a plan in which something is broken has another loss than one device."""
+    want = float(of_one_device(case).total)
+    return abs(total_of_plan(case) - want) > 1e-3 * want
+
+
+def named(every_run: list[Case], grid: list[Case]) -> list:
+    """Cases for every run, and others for the grid."""
+    marks = [pytest.mark.grid]
+    return [pytest.param(case, id=case.name, marks=[] if case in every_run else marks) for case in (*every_run, *grid)]
+
+
+def bytes_of_gradients(case: Case) -> tuple[dict[str, float], dict[str, float]]:
+    """What the compiled program sends by cause, and what formulas say."""
+    model, plan = model_of(case.model), case.plan
+    program = ran(case.model, (*case.mesh.items(),), (*case.choices.items(),))[1]
+    counted = counted_bytes(plan, planning.communication(program, mesh=plan.mesh))
+    return counted, by_cause(sent_bytes(plan, model, rows=8, seq=16))
