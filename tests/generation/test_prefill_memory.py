@@ -38,6 +38,7 @@ def test_memory_grows_with_the_prompt_and_not_with_its_square(prefill_chunk):
     assert long < 4 * LONG**2  # one matrix of scores
 
 
+@pytest.mark.quick
 def test_a_core_that_holds_the_scores_is_found_out():
     """The control: all heads' scores of a prompt that is read at once."""
     at_once = held(SHORT, 2 * SHORT, core=nn.DotProductCore())

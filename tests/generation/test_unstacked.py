@@ -20,7 +20,7 @@ def step(model):
 
 
 def test_layers_apart_give_the_logits_of_the_stack():
-    model = make_model("local and global")
+    model = make_model("sliding window")
     apart = generation.unstacked(model)
     assert [len(stack) for stack in apart.stacks] == [1, 1]
     found, wanted = quickly(step, apart), quickly(step, model)

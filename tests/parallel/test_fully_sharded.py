@@ -48,7 +48,7 @@ def test_each_stage_of_zero_holds_less():
 @pytest.mark.parametrize(
     "beside",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.quick),
         pytest.param({"tensor": 2, "residual": "feature"}, marks=pytest.mark.grid),
         pytest.param({"tensor": 2, "residual": "sequence"}, marks=pytest.mark.grid),
         pytest.param({"tensor": 2, "residual": "sequence", "overlap": "ring"}, marks=pytest.mark.grid),

@@ -75,6 +75,7 @@ def test_each_layer_and_each_array_has_a_key_of_its_own(plain):
     assert np.abs(same).max() > 0.99  # a key used twice is seen
 
 
+@pytest.mark.quick
 def test_trees_with_more_than_arrays_come_back_whole():
     mesh = make_mesh(fsdp=2, tensor=4)
 

@@ -146,6 +146,7 @@ def test_dualpipe_cut_in_half_waits_no_longer_for_more_microbatches(stages, micr
                     assert found.asynchronous.idle <= (p - 1) * (f + 2 * b - w)
 
 
+@pytest.mark.quick
 def test_the_published_examples():
     """p=8, m=32, v=4: bubbles 21, 5.25, 5.25 and 7, peak 9.75; p=4, m=8, v=2: 9, 4.5, 4.5 and 3, of F=B=W=1."""
     for p, m, v, bubbles in ((8, 32, 4, (21, 21, 5.25, 5.25, 7)), (4, 8, 2, (9, 9, 4.5, 4.5, 3))):
