@@ -2,7 +2,9 @@
 
 A block that begins with `# name.py` is a file, which the other blocks of its page may import. Most blocks that train by
 `docs/extending.md`'s `trained.py` do so in the grid alone, as what they train is compared leaf by leaf in
-`tests/parallel`; by default `trained` checks their models and plans, and trains nothing. So is the page's optimizer.
+`tests/parallel`; by default `trained` checks their models and plans, and trains nothing. For the grid alone are also
+the page's program with an optimizer, which is compared there too, and the first blocks of two pages, which
+`tests/systems` runs.
 """
 
 import pathlib
@@ -19,6 +21,7 @@ FILE = re.compile(r"# (\w+\.py)\n")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
+IN_SYSTEMS = ("systems-classifier.md", "systems-regression.md")
 UNTRAINED = """
 
 def trained(build, plan=None, steps=3, rate=1e-2):
@@ -43,7 +46,8 @@ def blocks() -> list:
             if "import trained" in code:
                 trains.append(name)
             is_repeated = name in trains[1:]
-            is_grid = is_repeated or "import cautious_lion" in code
+            is_elsewhere = page.name in IN_SYSTEMS and code == codes[0]
+            is_grid = is_repeated or is_elsewhere or "import cautious_lion" in code
             if is_repeated:
                 untrained = files | {"trained.py": files["trained.py"] + UNTRAINED}
                 found.append(pytest.param(code, untrained, id=f"{name} untrained"))
