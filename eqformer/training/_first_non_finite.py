@@ -184,11 +184,10 @@ class _Walk:
             program, given = options["branches"][int(given[0].value)], given[1:]
         else:
             program = options.get("jaxpr", options.get("call_jaxpr"))
-        if isinstance(program, core.Jaxpr):
-            program = core.ClosedJaxpr(program, ())
-        if program is None or len(program.jaxpr.invars) != len(given):
+        lines, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())  # some are not closed
+        if lines is None or len(lines.invars) != len(given):
             return None
-        return [value.origin for value in self.lines(program.jaxpr, program.consts, given, place)]
+        return [value.origin for value in self.lines(lines, consts, given, place)]
 
     def _turns(self, line: core.JaxprEqn, given: list[_Value], place: _Place) -> list[_Origin | None]:
         """Those of a loop, of which only the turns whose results are not finite are looked into."""
