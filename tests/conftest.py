@@ -1,7 +1,7 @@
 """Eight simulated CPU devices and strict dtype promotion, set before JAX is first used; a folder for texts' tokens.
 
 Programs are compiled in haste, and without the lines that they came from: the tests run thousands of small ones, each
-a few times. What was compiled is kept in `.pytest_cache/programs`, so that what has not changed is compiled once.
+a few times.
 """
 
 import gc
@@ -15,16 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # importable, as it is for a script that runs
 
 from haste import FLAGS
-from support.user_folder import delete_oldest, MOST
 
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(["--xla_force_host_platform_device_count=8", *FLAGS])
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # no lines, but the names of scopes
-PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / "programs"
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"  # scopes are read by some tests
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # programs of several devices cannot be loaded again safely
 # Tokens of the scripts' texts are made once for all tests, and none in the user's home. Workers have their parent's.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _TOKENS = tempfile.TemporaryDirectory(prefix="tokens", ignore_cleanup_errors=True)
@@ -36,12 +32,6 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 TESTS = itertools.count(1)
-
-
-def pytest_sessionstart():
-    """Programs of long ago are deleted."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        delete_oldest(PROGRAMS, MOST)
 
 
 @pytest.hookimpl(tryfirst=True)

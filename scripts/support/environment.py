@@ -15,7 +15,8 @@ from support.xla import as_flags, known
 def prepare(arguments: Sequence[str] = (), *, shared: bool = True) -> None:
     """Set XLA's flags and malloc's parameters for a CPU, except those that the user has set (see docs/benchmarks.md).
 
-    What is compiled is kept for the user's next runs, unless `shared` is False, as where compilation is timed.
+    What is compiled is kept for the user's next runs, unless `shared` is False, as where compilation is timed, or the
+    CPU acts as several devices: a program of theirs that XLA has loaded again may wait for itself forever.
     `--simulate N` among the arguments makes the CPU act as N devices, which must be set before JAX starts, and
     `--check-shapes` has shapes and types of all calls of eqformer checked, which is decided when it is imported.
     """
@@ -30,7 +31,9 @@ def prepare(arguments: Sequence[str] = (), *, shared: bool = True) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags = [flag for flag in flags if flag.partition("=")[0] != _DEVICES] + [f"{_DEVICES}={number}"]
     os.environ["XLA_FLAGS"] = " ".join(flags)
-    if shared:
+    if not shared or any(flag.startswith(_DEVICES) for flag in flags) or "--coordinator" in " ".join(arguments):
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
+    else:
         share_programs()
     if {"--check-shapes", "--check_shapes"} & {*arguments}:
         from jaxtyping import install_import_hook

@@ -63,6 +63,8 @@ def join(machine: Machine) -> None:
             jax.distributed.initialize()
     except RuntimeError as error:
         raise ValueError(f"the processes of this run did not meet: {error}") from error
+    if jax.default_backend() == "cpu":  # as in `environment.prepare`
+        jax.config.update("jax_enable_compilation_cache", False)
     numbers = Counter(device.process_index for device in jax.devices())
     if len(set(numbers.values())) > 1:
         raise ValueError(

@@ -9,6 +9,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -23,8 +24,14 @@ TINY = (
 ).split()
 LLAMA = "--model.kv-heads 2 --model.mlp 64".split()
 # Without the eight devices of the tests' own process: a script has one, or those it simulates. Programs are compiled
-# in haste too.
-PLAIN = os.environ | {"XLA_FLAGS": " ".join(FLAGS)}
+# in haste too, and those of one device once for all runs.
+_CACHE = tempfile.TemporaryDirectory(prefix="compiled")
+PLAIN = os.environ | {
+    "XLA_FLAGS": " ".join(FLAGS),
+    "JAX_ENABLE_COMPILATION_CACHE": "1",
+    "JAX_COMPILATION_CACHE_DIR": _CACHE.name,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
 
 def write_corpus(folder: pathlib.Path, files: int = 40) -> pathlib.Path:

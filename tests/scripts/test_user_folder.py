@@ -7,20 +7,15 @@ from pathlib import Path
 
 import pytest
 from script_helpers import PLAIN, start_code
-from support import user_folder
+from support import environment, user_folder
 
 
 @pytest.fixture
 def at_home(monkeypatch, tmp_path):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "eqformer" / "programs"
-
-
-@pytest.mark.quick
-def test_tests_keep_programs_out_of_the_users_home():
-    assert Path(PLAIN["JAX_COMPILATION_CACHE_DIR"]).parent.name == ".pytest_cache"
 
 
 def test_a_second_process_compiles_nothing_anew(at_home, monkeypatch):
@@ -41,6 +36,17 @@ print(json.dumps([found.count("cache_hits"), found.count("cache_misses")]))
     assert [file.name.endswith("-cache") for file in next(at_home.iterdir()).iterdir()] == [True] * misses
 
 
+@pytest.mark.parametrize("flags", [["--simulate", "2"], ["--coordinator", "localhost:1"]])
+def test_programs_of_several_devices_of_a_cpu_are_not_kept(flags, at_home, monkeypatch):
+    for name in ("XLA_FLAGS", "JAX_ENABLE_COMPILATION_CACHE", "JAX_PLATFORMS"):
+        monkeypatch.setenv(name, "")
+    environment.prepare()
+    assert at_home.exists() and not os.environ["JAX_ENABLE_COMPILATION_CACHE"]
+    environment.prepare(flags)
+    assert os.environ["JAX_ENABLE_COMPILATION_CACHE"] == "0"
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("why", ["said by the user", "no room", "no right to write", "no home"])
 def test_no_folder_is_used_where_there_can_be_none(why, at_home, monkeypatch):
     if why == "said by the user":
