@@ -27,9 +27,9 @@ def share_programs() -> None:
 
     Machines of other processors have folders of their own, since programs for CPUs use what a processor has.
     """
-    folder = user_folder(f"programs/{_processor()}")
-    if PROGRAMS in os.environ or folder is None:
+    if PROGRAMS in os.environ or (shared := user_folder("programs")) is None:
         return
+    folder = shared / _processor()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > MOST:
