@@ -88,9 +88,9 @@ def report(command: Command) -> None:
     held = plan.shapes(model)
     print(parallel.layout_table(held, plan.parameter_specs(held), plan.mesh).partition("\n")[2], end="\n\n")
     _print_whole(plan, held)
-    state, activations = _print_bytes(recipe, states, model)
+    held_bytes = _print_bytes(recipe, states, model)
     if memory is not None:
-        print(fitting(recipe, memory, state, activations), end="\n\n")
+        print(fitting(recipe, memory, held_bytes, states, model), end="\n\n")
     _print_sent(recipe, plan, model, states.optimizer.trained)
     if plan.is_pipelined:
         print(f"timeline, a backward as long as two forwards\n{parallel.draw_timeline(plan.timetable())}\n")
@@ -106,19 +106,19 @@ def _print_whole(plan: parallel.Plan, model: Any) -> None:
         print(f"computed whole by every device of {TENSOR}, as they name nothing to split: {paths}\n")
 
 
-def _print_bytes(recipe: Recipe, states: training.PlannedState, model: Any) -> tuple[int, int]:
-    """Print what a device holds; returns the bytes of its state and of its activations."""
+def _print_bytes(recipe: Recipe, states: training.PlannedState, model: Any) -> int:
+    """Print what a device holds, and return its sum."""
     rows = [("bytes", "a device", "of", "share")]
     plan, held = states.plan, planning.state_bytes(states)
     rows += [(name, f"{own:,}", f"{whole:,}", f"{own / max(whole, 1):.1%}") for name, (own, whole) in held.items()]
     kept = planning.activation_bytes(plan, model, batch_shapes(recipe))
     rows += [(f"activations: {name}", f"{size:,}", "", "") for name, size in kept.items()]
-    state, activations = sum(own for own, _ in held.values()), sum(kept.values())
-    rows.append(("sum", f"{state + activations:,}", "", ""))
+    total = sum(own for own, _ in held.values()) + sum(kept.values())
+    rows.append(("sum", f"{total:,}", "", ""))
     pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
     tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
     print(f"{nn.format_table(rows)}\na microbatch on a device is {tokens}\n")
-    return state, activations
+    return total
 
 
 def _print_sent(recipe: Recipe, plan: parallel.Plan, model: Any, trained: training.Trained) -> None:

@@ -1,5 +1,11 @@
 """The costs of a run: parameters, operations, bytes held and sent, and the machine's measured speed."""
 
+from ._accelerators import (
+    Accelerator as Accelerator,
+    ACCELERATORS as ACCELERATORS,
+    Topology as Topology,
+    topology as topology,
+)
 from ._bounds import (
     context_bytes as context_bytes,
     expert_bytes as expert_bytes,
@@ -20,6 +26,14 @@ from ._communication import (
     Transfer as Transfer,
 )
 from ._costs import flops_per_token as flops_per_token, parameter_count as parameter_count, visible_keys as visible_keys
+from ._fitting import (
+    abstract_mesh as abstract_mesh,
+    Candidate as Candidate,
+    Fitting as Fitting,
+    fitting_plans as fitting_plans,
+    held_bytes as held_bytes,
+    meshes_of as meshes_of,
+)
 from ._held_bytes import (
     activation_bytes as activation_bytes,
     batch_shapes as batch_shapes,

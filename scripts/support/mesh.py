@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
 from recipes import Recipe
 
-from eqformer import Batch, parallel, training
+from eqformer import Batch, parallel, planning, training
 from support.setup import build_model
 
 
@@ -35,8 +34,7 @@ def plan_of(recipe: Recipe, devices: Sequence[Any]) -> parallel.Plan:
 
 def abstract_plan(recipe: Recipe) -> parallel.Plan:
     """The recipe's plan over an abstract mesh, which may be of any size, since it has no devices."""
-    sizes = check_sizes(recipe)
-    return plan_over(recipe, AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes)))
+    return plan_over(recipe, planning.abstract_mesh(check_sizes(recipe)))
 
 
 def plan_over(recipe: Recipe, mesh: Any) -> parallel.Plan:

@@ -1,0 +1,147 @@
+"""What accelerators have, by their data sheets, and how many of them stand together in what shape."""
+
+import dataclasses
+import math
+
+from jax.sharding import AbstractMesh, Mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Accelerator:
+    """One device as JAX sees it: a chip, or half of one where a chip is two devices. Speeds are a second's."""
+
+    name: str
+    """Its name in a topology, `v5e`."""
+    memory: int
+    """Bytes of memory that a program may fill."""
+    bandwidth: float
+    """Bytes that memory reads or writes."""
+    bf16: float
+    """Operations in bfloat16 (float16), a multiplication and an addition counted as two; no sparsity."""
+    fp8: float
+    """Operations in 8-bit floating point, or those of bfloat16 where it has none."""
+    int8: float
+    """Operations in 8-bit integers."""
+    link: float
+    """Bytes sent over one link in one direction."""
+    links: int
+    """How many links it has: two for each dim of a torus, or all into one switch."""
+    network: float
+    """Bytes sent in one direction over the slow network, between slices or machines."""
+    platform: str
+    """The compiler: `tpu` or `cuda`."""
+    per_chip: int = 1
+    """How many devices a chip is."""
+    switched: int = 1
+    """How many devices hang on one switch, so that any two are neighbours; 1 in a torus."""
+    round_trip: int = 4
+    """A dim of a torus that is a multiple of this is a ring, a shorter one a line."""
+
+    def peak(self, dtype: str) -> float:
+        """Operations a second in a dtype, by its name; those of any wider than 16 bits are taken as bfloat16's."""
+        return self.int8 if "int8" in dtype else self.fp8 if "float8" in dtype or "f8" in dtype else self.bf16
+
+
+_GIB = 2**30
+# Of TPUs, memory is what their compiler lets a program fill (the chip's, less what the system keeps); the rest is from
+# https://cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x: "bidirectional ICI bandwidth per chip" over its links and
+# two directions, "DCN bandwidth per chip"). Of GPUs, from NVIDIA's data sheets (H100 SXM, H200 SXM, HGX B200), dense;
+# between machines one port of 400 Gb/s each; memory is what CUDA reports of an H100, and in its share of the others.
+ACCELERATORS = {
+    one.name: one
+    for one in (
+        Accelerator("v4", 31 * _GIB, 1.228e12, 2.75e14, 2.75e14, 2.75e14, 5e10, 6, 6.25e9, "tpu"),
+        Accelerator(
+            "v5e", int(15.75 * _GIB), 8.19e11, 1.97e14, 1.97e14, 3.94e14, 5e10, 4, 3.125e9, "tpu", round_trip=16
+        ),
+        Accelerator("v5p", int(95.74 * _GIB), 2.765e12, 4.59e14, 4.59e14, 9.18e14, 1e11, 6, 6.25e9, "tpu"),
+        Accelerator(
+            "v6e", int(31.25 * _GIB), 1.638e12, 9.18e14, 9.18e14, 1.836e15, 1e11, 4, 1.25e10, "tpu", round_trip=16
+        ),
+        Accelerator(
+            "tpu7x", int(94.75 * _GIB), 3.69e12, 1.1535e15, 2.307e15, 1.1535e15, 5e10, 6, 6.25e9, "tpu", per_chip=2
+        ),
+        Accelerator("h100", 84_942_979_072, 3.35e12, 9.89e14, 1.979e15, 1.979e15, 2.5e10, 18, 5e10, "cuda", switched=8),
+        Accelerator("h200", 150_110_000_000, 4.8e12, 9.89e14, 1.979e15, 1.979e15, 2.5e10, 18, 5e10, "cuda", switched=8),
+        Accelerator("b200", 191_000_000_000, 8e12, 2.25e15, 4.5e15, 4.5e15, 5e10, 18, 5e10, "cuda", switched=8),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Accelerators in a shape: chips of a torus, `v5e:16x16`, or GPUs of a machine times machines, `h100:8x4`."""
+
+    accelerator: Accelerator
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.accelerator.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def devices(self) -> int:
+        """How many devices JAX sees."""
+        return math.prod(self.shape) * self.accelerator.per_chip
+
+    def speeds(self, mesh: Mesh | AbstractMesh) -> dict[str, float]:
+        """Bytes a second that a device sends in one direction over each axis of a mesh, the last axes the nearest.
+
+        In a torus an axis takes its dims one after another, and of each both links, or one where the dim is no ring.
+        Behind a switch axes have all its links, and the slow network once they reach beyond one machine. Raises a
+        `ValueError` for a mesh of another number of devices.
+        """
+        if mesh.size != self.devices:
+            sizes = " x ".join(f"{axis} {size}" for axis, size in dict(mesh.shape).items() if size > 1) or "1"
+            raise ValueError(
+                f"Topology({str(self)!r}).speeds(mesh={sizes}): the topology has {self.devices} devices, but the mesh "
+                f"has {mesh.size}; give axes whose sizes multiply to {self.devices}, such as fsdp {self.devices}."
+            )
+        return self._behind_switch(mesh) if self.accelerator.switched > 1 else self._in_torus(mesh)
+
+    def _behind_switch(self, mesh: Mesh | AbstractMesh) -> dict[str, float]:
+        one, found, inner = self.accelerator, {}, 1
+        for axis, size in reversed(dict(mesh.shape).items()):
+            inner *= size
+            found[axis] = one.link * one.links if inner <= min(one.switched, self.shape[0]) else one.network
+        return found
+
+    def _in_torus(self, mesh: Mesh | AbstractMesh) -> dict[str, float]:
+        one, found = self.accelerator, {}
+        dims, left = [size for size in self.shape if size > 1], 1
+        if one.per_chip > 1:
+            dims.append(one.per_chip)
+        whole = dims[-1] if dims else 1
+        for axis, size in reversed(dict(mesh.shape).items()):
+            links = 0
+            while size > 1 and (dims or left > 1):
+                if left == 1:
+                    whole = left = dims.pop()
+                taken = math.gcd(size, left)
+                if taken == 1:
+                    break
+                links += 2 if taken == whole and whole % one.round_trip == 0 else 1
+                size, left = size // taken, left // taken
+            found[axis] = one.link * max(links, 1)
+        return found
+
+
+def topology(text: str) -> Topology:
+    """`v5e:16x16`, or `h100:8` and `h100:8x4` for four machines of eight; a `ValueError` for anything else."""
+    name, _, sizes = text.partition(":")
+    parts = sizes.split("x")
+    if name not in ACCELERATORS:
+        known = ", ".join(ACCELERATORS)
+        raise ValueError(f"topology({text!r}): there is no accelerator {name!r}; known are {known}, as in v5e:16x16.")
+    one = ACCELERATORS[name]
+    most = 2 if one.platform == "cuda" or one.links == 4 else 3
+    if not all(part.isdecimal() and int(part) for part in parts) or len(parts) > most:
+        shape = "GPUs of a machine x machines, 8 or 8x4" if one.platform == "cuda" else "chips along each dim"
+        example = f"{name}:{'x'.join(['8', '4'] if one.platform == 'cuda' else ['4'] * most)}"
+        raise ValueError(f"topology({text!r}): give the shape after the name, {shape}, such as {example}.")
+    shape = tuple(map(int, parts))
+    if one.platform == "cuda" and shape[0] > one.switched:
+        raise ValueError(
+            f"topology({text!r}): a machine has at most {one.switched} {name}s; give several machines after an x, such "
+            f"as {name}:{one.switched}x{-(-shape[0] // one.switched)}."
+        )
+    return Topology(one, shape)

@@ -1,0 +1,35 @@
+"""The search for plans that fit, apart from models."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from jax.sharding import AbstractMesh
+
+from eqformer.parallel import AXES
+from eqformer.planning import _fitting, abstract_mesh, batch_shapes, meshes_of
+
+
+def numbered(number: int) -> _fitting.Candidate:
+    plan: Any = SimpleNamespace(mesh=abstract_mesh({"fsdp": number + 1}), zero=1, number=number)
+    return _fitting.Candidate(plan, model=None, state=0, sent=0.0)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.quick
+def test_the_search_goes_on_until_a_plan_fits(monkeypatch):
+    monkeypatch.setattr(_fitting, "TRACED", 1)
+    monkeypatch.setattr(_fitting, "activation_bytes", lambda plan, *_: {"kept": 100 - plan.number})
+    candidates = [numbered(number) for number in range(80)]
+    batch = batch_shapes(1, 1)
+    offered, traced = _fitting._search(candidates, batch, 80, 3)
+    assert [size for _, size in offered] == [80] and len(traced) == 21
+    offered, traced = _fitting._search(candidates, batch, 30, 3)
+    assert (offered, min(size for _, size in traced), len(traced)) == ([], 100 - 63, 64)
+
+
+def test_meshes_have_as_many_devices():
+    plan: Any = SimpleNamespace(mesh=abstract_mesh({"fsdp": 4, "tensor": 2, "context": 2}), zero=1, microbatches=2)
+    found = list(meshes_of(plan))
+    assert all(isinstance(mesh, AbstractMesh) and mesh.axis_names == AXES and mesh.size == 16 for mesh, _ in found)
+    assert all(mesh.shape["context"] == 2 and mesh.shape["pipe"] <= 2 for mesh, _ in found)
+    assert {zero for _, zero in found} == {1, 3}
