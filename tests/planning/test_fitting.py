@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from jax.sharding import AbstractMesh
 
-from eqformer.parallel import AXES
+from eqformer.parallel import AXES, Plan
 from eqformer.planning import _fitting, abstract_mesh, batch_shapes, meshes_of
 
 
@@ -28,7 +28,7 @@ def test_the_search_goes_on_until_a_plan_fits(monkeypatch):
 
 
 def test_meshes_have_as_many_devices():
-    plan: Any = SimpleNamespace(mesh=abstract_mesh({"fsdp": 4, "tensor": 2, "context": 2}), zero=1, microbatches=2)
+    plan = Plan(abstract_mesh({"fsdp": 4, "tensor": 2, "context": 2}), zero=1, microbatches=2)
     found = list(meshes_of(plan))
     assert all(isinstance(mesh, AbstractMesh) and mesh.axis_names == AXES and mesh.size == 16 for mesh, _ in found)
     assert all(mesh.shape["context"] == 2 and mesh.shape["pipe"] <= 2 for mesh, _ in found)
