@@ -34,6 +34,13 @@ from ._fitting import (
     held_bytes as held_bytes,
     meshes_of as meshes_of,
 )
+from ._forecast import (
+    best_plans as best_plans,
+    every_mesh as every_mesh,
+    Forecast as Forecast,
+    forecast as forecast,
+    Proposal as Proposal,
+)
 from ._held_bytes import (
     activation_bytes as activation_bytes,
     batch_shapes as batch_shapes,
@@ -47,6 +54,7 @@ from ._inference import (
     weight_stationary_bytes as weight_stationary_bytes,
 )
 from ._peak import matmul_peak as matmul_peak
+from ._roofline import Roofline as Roofline, roofline as roofline
 from ._sent_bytes import (
     by_cause as by_cause,
     counted_bytes as counted_bytes,

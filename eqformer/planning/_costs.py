@@ -53,7 +53,7 @@ def flops_per_token(
     if attention not in ("half", "full"):
         raise ValueError(f"flops_per_token(attention={attention!r}): give 'half' (visible keys) or 'full' (all keys).")
     moving = {id(x) for x in jax.tree.leaves(model if trained is None else trained(model)) if is_trainable(x)}
-    idle = {id(one): _idle_share(moe) for moe in modules(model, MoE) for one in linear_maps(moe.experts)}
+    idle = idle_shares(model)
     forward = of_weights = 0.0
     for one in (*linear_maps(model), *([model.embedding.weight] if model.head is None else [])):
         products = 2 * math.prod(one.shape) * (1 - idle.get(id(one), 0))
@@ -80,6 +80,11 @@ def visible_keys(mask: Mask, seq: int) -> float:
         return (whole * reach * (reach + 1) + rest * (rest + 1)) / 2 / seq
     # The first `reach` queries see 1, 2, ... keys, each later one `reach`.
     return (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
+
+
+def idle_shares(model: PyTree) -> dict[int, float]:
+    """The part of the experts that a token does not take, on average, by the `id` of each of their maps."""
+    return {id(one): _idle_share(moe) for moe in modules(model, MoE) for one in linear_maps(moe.experts)}
 
 
 def _copies(mixer: Mixer) -> int:

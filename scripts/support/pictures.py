@@ -1,4 +1,4 @@
-"""Pictures of a run: its losses, and the loads of its experts."""
+"""Pictures of a run: its losses, the loads of its experts, and what it will cost."""
 
 import json
 from pathlib import Path
@@ -63,6 +63,20 @@ def draw_loads(metrics: Path, target: Path) -> None:
         axes.set(ylabel=f"layer {number}", yticks=[0, experts - 1])
     panels[-1].set_xlabel("step")
     figure.colorbar(image, ax=list(panels), label="load over an even share")
+    save_whole(figure, target)
+
+
+def draw_costs(held: dict[str, int], memory: int, seconds: dict[str, float], target: Path) -> None:
+    """Draw the memory of a device by cause, against what it has, and the seconds of a step by cause."""
+    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for axes, found, scale, label in ((left, held, 1e-9, "GB a device"), (right, seconds, 1.0, "seconds a step")):
+        names, sizes = list(found), [scale * size for size in found.values()]
+        axes.barh(names[::-1], sizes[::-1], color="#1f4e79")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.25, axis="x")
+    left.axvline(memory * 1e-9, color="#c8552b", label="what it has")
+    left.legend(frameon=False)
     save_whole(figure, target)
 
 

@@ -1,0 +1,136 @@
+"""What a plan would hold, send and take on accelerators that are not here, by formulas alone."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.sharding import AbstractMesh
+
+from .. import nn, parallel, training
+from .._shapes import Batch
+from ..parallel import CONTEXT, EXPERT, FSDP, PIPE, TENSOR
+from ._accelerators import Topology
+from ._costs import flops_per_token, parameter_count
+from ._fitting import abstract_mesh, Candidate, fitting_plans
+from ._held_bytes import activation_bytes, state_bytes
+from ._roofline import Roofline, roofline
+from ._sent_bytes import by_cause, Sent, sent_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A training step by formulas: nothing was compiled or run."""
+
+    topology: Topology
+    held: dict[str, int]
+    """Bytes on a device by cause."""
+    sent: tuple[Sent, ...]
+    """Bytes that a device sends in a step, by cause."""
+    time: Roofline
+    parameters: int
+    operations: float
+    """The model's own operations of a step, on one device."""
+
+    @property
+    def total(self) -> int:
+        """All bytes held."""
+        return sum(self.held.values())
+
+    @property
+    def missing(self) -> int:
+        """The bytes that a device lacks; 0 where the plan fits."""
+        return max(0, self.total - self.topology.accelerator.memory)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {
+            "topology": str(self.topology),
+            "devices": self.topology.devices,
+            "parameters": self.parameters,
+            "memory": self.topology.accelerator.memory,
+            "held": self.held,
+            "fits": not self.missing,
+            "sent": by_cause(self.sent),
+            "sent_by": [{"over": cause, "what": what, "bytes": size} for cause, what, size in self.sent],
+            "operations": self.operations,
+            "seconds": self.time.seconds,
+            "seconds_by": self.time.by_cause,
+            "hidden": [cause for cause in self.time.hidden if cause in self.time.sent],
+            "bubble": self.time.bubble,
+            "bound": self.time.bound,
+            "mfu": self.time.utilization,
+        }
+
+
+def forecast(states: training.PlannedState, model: nn.Transformer, batch: Batch, topology: Topology) -> Forecast:
+    """What the plan of `states` holds, sends and takes for a step over the shapes of a batch.
+
+    Raises a `ValueError` where the plan's mesh has another number of devices than the topology.
+    """
+    plan, (rows, seq) = states.plan, batch.ids.shape
+    topology.speeds(plan.mesh)  # which refuses a mesh of another size before anything is traced
+    trained = states.optimizer.trained
+    held = {name: own for name, (own, _) in state_bytes(states).items()}
+    held |= {f"activations: {name}": size for name, size in activation_bytes(plan, model, batch).items()}
+    sent = tuple(sent_bytes(plan, model, rows=rows, seq=seq, trained=trained))
+    time = roofline(plan, model, sent, topology, rows=rows, seq=seq, trained=trained)
+    operations = flops_per_token(model, seq, trained=trained) * rows * seq / topology.devices
+    return Forecast(topology, held, sent, time, parameter_count(model), operations)
+
+
+class Proposal(NamedTuple):
+    """A plan that fits, with the bytes that a device holds and the seconds of a step."""
+
+    candidate: Candidate
+    held: int
+    time: Roofline
+
+    def as_dict(self) -> dict[str, Any]:
+        """What it takes, as plain data."""
+        return {
+            "held": self.held,
+            "sent": self.candidate.sent,
+            "seconds": self.time.seconds,
+            "seconds_by": self.time.by_cause,
+            "bound": self.time.bound,
+            "mfu": self.time.utilization,
+        }
+
+
+def best_plans(
+    states: training.PlannedState, model: nn.Transformer, batch: Batch, topology: Topology, *, most: int = 3
+) -> list[Proposal]:
+    """Of all meshes over a topology, those that fit into its memory and take the least time, by formulas."""
+    rows, seq = batch.ids.shape
+    plan, trained, memory = states.plan, states.optimizer.trained, topology.accelerator.memory
+
+    def time(one: Candidate) -> Roofline:
+        sent = sent_bytes(one.plan, one.model, rows=rows, seq=seq, trained=trained)
+        return roofline(one.plan, one.model, sent, topology, rows=rows, seq=seq, trained=trained)
+
+    meshes = every_mesh(topology.devices, plan, model)
+    cost = lambda one: time(one).seconds
+    found = fitting_plans(states, model, batch, memory, meshes=meshes, cost=cost, most=most)
+    return [Proposal(one, held, time(one)) for one, held in found.offered]
+
+
+def every_mesh(devices: int, plan: parallel.Plan, model: nn.Transformer) -> Iterator[tuple[AbstractMesh, int]]:
+    """Meshes of so many devices, with zero 3 wherever rows are split.
+
+    `tensor` and `context` have at most 8 devices, `pipe` as many stages as there are microbatches and layers, `expert`
+    as many as there are experts; `fsdp` has the rest.
+    """
+    experts = min((moe.router.facts().experts for moe in nn.modules(model, nn.MoE)), default=1)
+    stages = min(plan.microbatches, sum(map(len, model.stacks)))
+    sizes = (experts, stages, 8, 8)
+    for expert, pipe, context, tensor in itertools.product(*(divisors(devices, int(most)) for most in sizes)):
+        rest, left = divmod(devices, expert * pipe * context * tensor)
+        if rest and not left:
+            mesh = abstract_mesh({FSDP: rest, EXPERT: expert, PIPE: pipe, CONTEXT: context, TENSOR: tensor})
+            yield mesh, 3 if rest > 1 else plan.zero
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """The divisors of a number up to `most`."""
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0]

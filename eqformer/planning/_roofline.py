@@ -1,0 +1,112 @@
+"""The seconds of a step by a roofline: products, memory and links, each at its data sheet's speed."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+
+from .. import nn, parallel, training
+from ..parallel import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, STATE, TENSOR
+from ._accelerators import Accelerator, Topology
+from ._costs import flops_per_token, idle_shares
+from ._sent_bytes import by_cause, Sent
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Seconds of a step by cause, none of them measured."""
+
+    products: float
+    """Products of matrices at the peak, with those that are computed again."""
+    memory: float
+    """Reading and writing memory: weights, activations, gradients, the optimizer's state."""
+    sent: dict[str, float]
+    """Bytes sent, by what they are sent over, `state` for parameters and gradients."""
+    hidden: tuple[str, ...]
+    """Which of these are sent while products are computed: state, a ring's keys and values, a ring's products."""
+    bubble: float
+    """The share of the time in which a stage of a pipeline waits."""
+    of_model: float
+    """Seconds of the model's own operations at the peak, nothing computed twice."""
+
+    @property
+    def by_cause(self) -> dict[str, float]:
+        """Seconds of products and memory, and of what is sent by what it is sent over."""
+        return {"products": self.products, "memory": self.memory, **self.sent}
+
+    @property
+    def seconds(self) -> float:
+        """A step: the slowest of what happens at once, then what is sent with nothing beside it, and the bubble."""
+        beside = sum(size for cause, size in self.sent.items() if cause in self.hidden)
+        alone = sum(size for cause, size in self.sent.items() if cause not in self.hidden)
+        return (max(self.products, self.memory, beside) + alone) / (1 - self.bubble)
+
+    @property
+    def utilization(self) -> float:
+        """The model's own operations as a share of those that the devices could do (MFU)."""
+        return self.of_model / self.seconds
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: `products`, `memory`, or what is sent over an axis."""
+        return max(self.by_cause, key=lambda name: self.by_cause[name])
+
+
+def roofline(
+    plan: parallel.Plan,
+    model: nn.Transformer,
+    sent: Iterable[Sent],
+    topology: Topology,
+    *,
+    rows: int,
+    seq: int,
+    trained: training.Trained | None = None,
+) -> Roofline:
+    """The seconds of a training step, of which each device sends what `sent_bytes` says.
+
+    Products run at the peak of the compute dtype, each link at its data sheet's speed, and what is read and written is
+    counted by linear maps: what comes is close to a lower bound. Raises a `ValueError` if the mesh has another number
+    of devices than the topology.
+    """
+    one, speeds = topology.accelerator, topology.speeds(plan.mesh)
+    peak = one.peak(str(jnp.dtype(model.compute_dtype)))
+    tokens = rows * seq / plan.mesh.size
+    own = flops_per_token(model, seq, trained=trained) * tokens / peak
+    forward = flops_per_token(model, seq, backward=False) * tokens / peak
+    again = plan.is_pipelined + (model.stacks[0].remat in ("full", "dots_no_batch"))
+    bubble = parallel.simulate(plan.timetable()).lock_step.bubble if plan.is_pipelined else 0.0
+    links = {cause: size / _speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}
+    hidden = [STATE]
+    if plan.context_method == "ring":
+        hidden.append(CONTEXT)
+    if plan.overlap != "none":
+        hidden.append(TENSOR)
+    return Roofline(own + again * forward, _read(plan, model, tokens, one), links, tuple(hidden), bubble, own)
+
+
+def _speed(cause: str, plan: parallel.Plan, speeds: dict[str, float]) -> float:
+    """Of state, that of the axis it is split over, or of the slowest that holds copies."""
+    if cause != STATE:
+        return speeds[cause]
+    over = [axis for axis in (FSDP, *BATCH_AXES, CONTEXT, PIPE) if plan.size(axis) > 1]
+    return speeds[FSDP] if plan.size(FSDP) > 1 and plan.size(REPLICA) == 1 else min(speeds[axis] for axis in over)
+
+
+def _read(plan: parallel.Plan, model: nn.Transformer, tokens: float, one: Accelerator) -> float:
+    """Each map reads its input and weight and writes its output, three times over; the optimizer passes over state."""
+    width, idle = jnp.dtype(model.compute_dtype).itemsize, idle_shares(model)
+    weights = ends = 0.0
+    for linear in nn.linear_maps(model):
+        # A weight is whole in each pass, but for the axes that split its products, for each microbatch.
+        is_expert = id(linear) in idle
+        split = plan.size(TENSOR) * plan.size(PIPE) * (plan.size(EXPERT) if is_expert else 1)
+        weights += math.prod(linear.shape) / split * plan.microbatches
+        copies = math.prod(linear.shape[: len(linear.shape) - len(linear.sizes)]) * (1 - idle.get(id(linear), 0.0))
+        outputs = math.prod(linear.output_shape)
+        ends += copies * (outputs + math.prod(linear.sizes.values()) / outputs)
+    split = plan.size(TENSOR) * plan.size(PIPE) * plan.size(EXPERT) * (plan.size(FSDP) if plan.zero else 1)
+    held = sum(x.size for x in jax.tree.leaves(model) if nn.is_trainable(x)) / split
+    # Weights and moments are read and written, and gradients: 7 numbers of float32.
+    return (3 * width * (weights + ends * tokens) + 7 * 4 * held) / one.bandwidth

@@ -1,0 +1,59 @@
+"""Seconds of a step against counts made by hand."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import pytest
+
+from eqformer import nn
+from eqformer.models import build, LlamaConfig
+from eqformer.parallel import Plan
+from eqformer.planning import abstract_mesh, every_mesh, flops_per_token, roofline, sent_bytes, topology
+
+
+NUMBERS = LlamaConfig(vocab=128, embed=32, layers=4, heads=4, kv_heads=4, mlp=64)
+ROWS, SEQ = 16, 64
+
+
+def shapes_of(numbers=NUMBERS):
+    return eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))
+
+
+def time_of(plan, model, chips="v5e:2x4", bytes_factor=1.0):
+    sent = [each._replace(size=bytes_factor * each.size) for each in sent_bytes(plan, model, rows=ROWS, seq=SEQ)]
+    return roofline(plan, model, sent, topology(chips), rows=ROWS, seq=SEQ)
+
+
+@pytest.mark.quick
+def test_products_run_at_the_peak_and_state_is_sent_beside_them():
+    model, plan = shapes_of(), Plan(abstract_mesh({"fsdp": 8}), zero=3)
+    time, one = time_of(plan, model), topology("v5e:2x4").accelerator
+    operations = flops_per_token(model, SEQ) * ROWS * SEQ / 8
+    assert time.products == time.of_model == operations / one.bf16
+    assert time.sent == {"state": sum(each.size for each in sent_bytes(plan, model, rows=ROWS, seq=SEQ)) / one.link / 2}
+    assert time.seconds == max(time.products, time.memory, time.sent["state"])
+    assert time.utilization == time.products / time.seconds
+    slow = time_of(plan, model, bytes_factor=1e6)
+    assert slow.seconds == slow.sent["state"] and slow.bound == "state"
+    again = time_of(plan, nn.run_with(model, remat="full"))
+    assert again.products == pytest.approx(time.products * 4 / 3) and again.of_model == time.of_model
+
+
+def test_what_is_sent_with_nothing_beside_it_and_bubbles_are_added():
+    model = shapes_of()
+    plan = Plan(abstract_mesh({"fsdp": 2, "tensor": 4}), zero=3)
+    time = time_of(plan, model)
+    assert time.seconds == max(time.products, time.memory, time.sent["state"]) + time.sent["tensor"]
+    rings = Plan(abstract_mesh({"fsdp": 2, "tensor": 4}), zero=3, residual="sequence", overlap="ring")
+    assert "tensor" in time_of(rings, model).hidden
+    piped = time_of(Plan(abstract_mesh({"pipe": 4, "fsdp": 2}), microbatches=4), model)
+    busy = max(piped.products, piped.memory, piped.sent["state"]) + piped.sent["pipe"]
+    assert 0 < piped.bubble < 1 and piped.seconds == pytest.approx(busy / (1 - piped.bubble))
+
+
+def test_every_mesh_has_all_devices_and_no_more_stages_than_layers():
+    plan = Plan(abstract_mesh({"fsdp": 16}), zero=1, microbatches=8)
+    found = list(every_mesh(16, plan, shapes_of(dataclasses.replace(NUMBERS, layers=2))))
+    assert all(mesh.size == 16 and mesh.shape["pipe"] <= 2 and mesh.shape["expert"] == 1 for mesh, _ in found)
+    assert {mesh.shape["tensor"] for mesh, _ in found} == {1, 2, 4, 8} and len(set(found)) == len(found)

@@ -1,0 +1,65 @@
+"""plan.py tells what a step holds, sends and takes on accelerators that are not here."""
+
+import json
+
+import pytest
+from script_helpers import run_here
+
+
+TINY = "--model.embed 32 --model.layers 2 --model.heads 4 --model.mlp 64 --model.kv-heads 2 --seq 32 --batch 16"
+
+
+def told(arguments):
+    found = run_here("plan.py", *f"{TINY} {arguments}".split())
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+@pytest.mark.quick
+def test_what_is_told_is_what_layout_counts(tmp_path):
+    mesh = "--mesh.fsdp 4 --mesh.tensor 2 --zero 3"
+    found = json.loads(told(f"--topology v5e:2x4 {mesh} --json --picture {tmp_path}/costs.png"))
+    assert found["devices"] == 8 and found["fits"] and found["flags"] == mesh
+    counted = run_here("layout.py", *f"{TINY} {mesh} --memory 1GB".split()).stdout
+    assert f"fits: {sum(found['held'].values()) / 1e9:.3f} GB of 1.000 GB" in counted
+    assert f"{sum(found['sent'].values()):,.0f}" in counted
+    assert 0 < found["mfu"] < 1 and found["seconds"] > max(found["seconds_by"].values()) > 0
+    assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
+    text = told(f"--topology v5e:2x4 {mesh}")
+    assert text.startswith("v5e:2x4; 8 devices: fsdp 4 x tensor 2; zero 3") and "an MFU of" in text and "fits," in text
+
+
+def test_meshes_are_ranked_by_time():
+    found = json.loads(told("--topology h100:4 --search --json"))
+    times = [one["seconds"] for one in found]
+    assert times == sorted(times) and 2 <= len(times) <= 5
+    again = json.loads(told(f"--topology h100:4 --json {found[1]['flags']}"))
+    assert again["seconds"] == times[1] and sum(again["held"].values()) == found[1]["held"]
+
+
+LARGE = "--model.layers 1 --seq 65536 --batch 64 --model.embed 1024 --model.mlp 4096 --mesh.fsdp 8"
+
+
+def test_what_does_not_fit_has_other_plans_that_do():
+    text = told(f"{LARGE} --topology v5e:2x4 --execution.remat none")
+    assert "too much, of 16.9 GB" in text
+    offered = text.partition("as many devices would hold it by\n")[2].strip().splitlines()
+    assert 1 <= len(offered) <= 3 and all(" s a step" in line for line in offered)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--topology v9:4x4", "topology('v9:4x4'): there is no accelerator 'v9'"),
+        ("--topology v5e:4", "--topology v5e:4: Topology('v5e:4').speeds(mesh=1): the topology has 4 devices"),
+        (
+            "--topology v5e:2x2 --mesh.fsdp 8",
+            "--mesh.fsdp 8 --topology v5e:2x2: Topology('v5e:2x2').speeds(",
+        ),
+        ("--topology h100:16", "a machine has at most 8 h100s"),
+        ("--topology v5e:2x2 --search --model.vocab 4000000000", "no mesh was found that fits into 16.9 GB"),
+    ],
+)
+def test_bad_input_is_one_clear_error(flags, message):
+    found = run_here("plan.py", *f"{TINY} {flags}".split())
+    assert found.returncode == 2 and message in found.stderr and found.stderr.count("error:") == 1
