@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .._axes import AXES
+from ._devices import arranged
 
 
 def make_mesh(
@@ -23,7 +24,9 @@ def make_mesh(
     """A mesh with all six axes, most of size 1.
 
     Nothing is guessed: a product that is not the number of devices raises a `ValueError` that says how many are
-    missing or left over. Neighbours along the last axes, `tensor` first, are the closest in the hardware.
+    missing or left over. Whatever the devices' network is, every other product makes a mesh: neighbours along the last
+    axes, `tensor` first, are the closest in the hardware, and `replica` goes over the slow network between slices of
+    TPUs and hosts of GPUs (with `pipe`, then `fsdp`, where it is smaller than their number).
 
     Args:
         replica: Devices among which rows are split and all state is replicated.
@@ -52,7 +55,7 @@ def make_mesh(
             f"{call}: the axes multiply to {wanted} devices, and {left}; "
             f"{fix + ', or ' if fix else ''}pass devices=jax.devices()[:{wanted}] to leave them idle."
         )
-    return jax.make_mesh(tuple(sizes.values()), AXES, (AxisType.Auto,) * len(AXES), devices=devices)
+    return Mesh(arranged(devices, tuple(sizes.values())), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
