@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
-from ._hlo import called, groups_of, Instruction, parse, scopes_of, size_of
+from ._hlo import called, groups_of, hidden_starts, Instruction, parse, scopes_of, size_of, trips_of, Waits, waits
 
 
 AnyMesh = Mesh | AbstractMesh
@@ -41,6 +41,8 @@ class Transfer:
     """How often it runs; None inside a loop whose length the compiler does not know."""
     scopes: tuple[str, ...] = ()
     """The names (of `jax.named_scope`, loops and functions) that it stands in, the innermost last."""
+    hidden: bool = False
+    """Whether it is begun, and waited for only after other work."""
 
     @property
     def total(self) -> float | None:
@@ -58,9 +60,10 @@ def communication(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None =
     All-reduce `2(n-1)/n S`; all-gather `(n-1)/n S` of its result; reduce-scatter and all-to-all `(n-1)/n S` of their
     operands; permute `S`, times the share of devices that send. Calls are followed and loops multiplied out; of a
     conditional, the branch that sends most is counted. With the `mesh` the program was compiled for, axes are named.
-    The bytes are those of the program: XLA's CPU backend, for one, adds up 16-bit numbers as float32.
+    The bytes are those of the program: XLA's CPU backend, for one, adds up 16-bit numbers as float32. Raises a
+    `ValueError` where the program's text cannot be had, as of some TPU programs.
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    text = compiled if isinstance(compiled, str) else text_of(compiled)
     program, entry = parse(text)
     count = re.search(r"num_partitions=(\d+)", text), re.search(r"replica_count=(\d+)", text)
     everyone = math.prod(int(match.group(1)) for match in count if match)
@@ -74,27 +77,38 @@ def communication(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None =
     def sent_by(name: str) -> tuple[Transfer, ...]:
         if name not in known:
             lines = program.get(name, [])
-            sizes = {line.name: size_of(line.result) for line in lines}
-            known[name] = tuple(transfer for line in lines for transfer in of_line(line, sizes))
+            beside, begun = {line.name: line for line in lines}, hidden_starts(lines, program)
+            known[name] = tuple(transfer for line in lines for transfer in of_line(line, beside, begun))
         return known[name]
 
-    def of_line(line: Instruction, sizes: dict[str, int]) -> Iterator[Transfer]:
+    def of_line(line: Instruction, beside: dict[str, Instruction], begun: set[str]) -> Iterator[Transfer]:
         kind = line.operation.removesuffix("-start")
         if kind in SENT:
-            transfer = _transfer(kind, line, sum(sizes[name] for name in line.operands), everyone, mesh)
+            given = sum(size_of(beside[name].result) for name in line.operands)
+            transfer = _transfer(kind, line, given, everyone, mesh)
             if transfer.sent:
-                yield dataclasses.replace(transfer, scopes=scopes_of(line.attributes))
+                yield dataclasses.replace(transfer, scopes=scopes_of(line.attributes), hidden=line.name in begun)
             return
-        parts = [sent_by(name) for name in called(line)]
+        parts = [sent_by(name) for name in called(line) if waits(name, program.get(name, [])) not in _AGAIN]
         if line.operation == "conditional":
             parts = [max(parts, key=_most)]
-        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.attributes)
-        times = (int(trips.group(1)) if trips else None) if line.operation == "while" else 1
-        for transfer in (transfer for part in parts for transfer in part):
+        times = trips_of(line, program, beside) if line.operation == "while" else 1
+        for transfer in (_as_fused(transfer, line) for part in parts for transfer in part):
             product = None if transfer.times is None or times is None else transfer.times * times
-            yield dataclasses.replace(transfer, times=product)
+            yield dataclasses.replace(transfer, times=product, hidden=transfer.hidden or line.name in begun)
 
     return tuple(transfer for transfer in sent_by(entry) if transfer.times != 0)
+
+
+def text_of(compiled: jax.stages.Compiled) -> str:
+    """The text of a compiled program (HLO); raises a `ValueError` where its compiler cannot write it."""
+    try:
+        return compiled.as_text() or ""
+    except Exception as error:  # jaxlib's own kind of error, which JAX does not name
+        raise ValueError(
+            "communication: the text of this program cannot be had, so that its collectives cannot be counted: "
+            f"{str(error).splitlines()[0][:200]}"
+        ) from error
 
 
 def bytes_sent(transfers: Iterable[Transfer], *, axes: tuple[str, ...] | None = None) -> float:
@@ -134,6 +148,16 @@ def communication_table(transfers: Iterable[Transfer], *, names: Container[str] 
             for kind, over, times, sent, more, name in rows
         ]
     )
+
+
+_AGAIN = (Waits.WORKS, Waits.ENDS)  # a collective stands there once more, but was begun elsewhere
+
+
+def _as_fused(transfer: Transfer, line: Instruction) -> Transfer:
+    """An all-reduce of which each device keeps a slice is one reduce-scatter, where a TPU has an emitter of both."""
+    if transfer.kind != "all-reduce" or "AllReduceScatterFusion" not in line.attributes:
+        return transfer
+    return dataclasses.replace(transfer, kind="reduce-scatter", sent=transfer.sent / 2)
 
 
 def _most(transfers: tuple[Transfer, ...]) -> float:

@@ -1,7 +1,9 @@
 """The text of a compiled program (HLO), as computations of instructions."""
 
+import enum
 import math
 import re
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +18,9 @@ class Instruction(NamedTuple):
     operation: str
     operands: tuple[str, ...]
     attributes: str
+    literal: str = ""
+    """What stands in the brackets: of a constant its value, of a parameter its number."""
+    is_root: bool = False
 
 
 def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
@@ -27,22 +32,97 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
             current = start.group(2)
             program[current] = []
             entry = current if start.group(1) else entry
-        elif found := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$", line):
-            name, result, operation, rest = found.groups()
-            operands, attributes = _split_operands(rest)
-            program[current].append(Instruction(name, result, operation, operands, attributes))
+        elif found := re.match(r"\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$", line):
+            root, name, result, operation, rest = found.groups()
+            inside, attributes = _split_operands(rest)
+            operands = tuple(re.findall(r"%([\w.-]+)", inside))
+            program[current].append(Instruction(name, result, operation, operands, attributes, inside, bool(root)))
     if not entry:
         raise ValueError("communication: the text has no ENTRY; give the text of a compiled program (HLO).")
     return program, entry
 
 
-def _split_operands(rest: str) -> tuple[tuple[str, ...], str]:
+def _split_operands(rest: str) -> tuple[str, str]:
     depth = 1
     for place, letter in enumerate(rest):
         depth += (letter == "(") - (letter == ")")
         if not depth:
-            return tuple(re.findall(r"%([\w.-]+)", rest[:place])), rest[place + 1 :]
-    return (), rest
+            return rest[:place], rest[place + 1 :]
+    return "", rest
+
+
+def trips_of(line: Instruction, program: dict[str, list[Instruction]], beside: dict[str, Instruction]) -> int | None:
+    """How often a loop runs, as the compiler says or as its condition compares a counter with a constant; or None.
+
+    `beside` are the instructions of the computation that the loop stands in, by name: from them the counter's first
+    value is known. A counter goes up by one, as those of JAX's loops do.
+    """
+    if told := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.attributes):
+        return int(told.group(1))
+    found = re.search(r"condition=%?([\w.-]+)", line.attributes)
+    condition = {one.name: one for one in program.get(found.group(1), [])} if found else {}
+    root = next((one for one in condition.values() if one.is_root), None)
+    if root is None or root.operation != "compare" or "direction=LT" not in root.attributes:
+        return None
+    counter, bound = (condition.get(name) for name in root.operands)
+    last = None if bound is None else _constant(bound, condition)
+    number = re.search(r"index=(\d+)", counter.attributes) if counter else None
+    carried = beside.get(line.operands[0]) if line.operands else None
+    if last is None or number is None or carried is None or carried.operation != "tuple":
+        return None
+    first = beside.get(carried.operands[int(number.group(1))])
+    start = None if first is None else _constant(first, beside)
+    return None if start is None else max(0, last - start)
+
+
+def _constant(line: Instruction, beside: dict[str, Instruction]) -> int | None:
+    """The value of a whole number, through copies."""
+    while line.operation in ("copy", "bitcast", "copy-done", "copy-start") and line.operands[0] in beside:
+        line = beside[line.operands[0]]
+    return int(line.literal) if line.operation == "constant" and re.fullmatch(r"-?\d+", line.literal) else None
+
+
+class Waits(enum.Enum):
+    """What a computation of a TPU's program has to do with a collective that it runs beside other work."""
+
+    STARTS = "AsyncCollectiveStart"
+    ENDS = "AsyncCollectiveDone"
+    WORKS = "async_collective_fusion"
+
+
+def waits(name: str, lines: Iterable[Instruction]) -> Waits | None:
+    """Whether a computation starts a collective, waits for it, or computes beside it; the collective stands in each."""
+    if name.startswith(Waits.WORKS.value):
+        return Waits.WORKS
+    for line in lines:
+        if line.operation == "custom-call":
+            for one in (Waits.STARTS, Waits.ENDS):
+                if f'custom_call_target="{one.value}"' in line.attributes:
+                    return one
+    return None
+
+
+_WORK = {"fusion", "convolution", "dot", "while", "call", "custom-call", "sort", "scatter", "reduce", "conditional"}
+_PASSED = {"get-tuple-element", "bitcast", "tuple", "copy", "copy-start", "copy-done"}
+
+
+def hidden_starts(lines: Sequence[Instruction], program: dict[str, list[Instruction]]) -> set[str]:
+    """Names of the instructions that begin a collective and are waited for only after other work, in their order."""
+    kinds = {line.name: next((k for n in called(line) if (k := waits(n, program.get(n, [])))), None) for line in lines}
+    found = set()
+    for place, line in enumerate(lines):
+        if kinds[line.name] is not Waits.STARTS and not line.operation.endswith("-start"):
+            continue
+        handed, worked = {line.name}, False
+        for after in lines[place + 1 :]:
+            is_handed = not handed.isdisjoint(after.operands)
+            if is_handed and (kinds[after.name] is Waits.ENDS or after.operation.endswith("-done")):
+                found |= {line.name} if worked else set()
+                break
+            if is_handed and (kinds[after.name] is Waits.WORKS or after.operation in _PASSED):
+                handed.add(after.name)
+            worked |= after.operation in _WORK and kinds[after.name] not in (Waits.STARTS, Waits.ENDS)
+    return found
 
 
 def called(line: Instruction) -> list[str]:

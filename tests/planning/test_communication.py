@@ -1,5 +1,8 @@
 """Bytes read off compiled programs against counts made by hand."""
 
+import pathlib
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,3 +175,35 @@ def test_control_a_loop_counted_once_would_be_seen():
         lambda x: jax.lax.scan(lambda y, _: (jax.lax.ppermute(y * 2, "axis", RING), None), x, None, length=length)[0]
     )
     assert bytes_sent(communication(run(12))) == 12 / 9 * bytes_sent(communication(run(9))) == 12 * SIZE
+
+
+# From the step of a Llama (two layers of the real width, fsdp 4) compiled for v5e:2x2 by libtpu 0.0.52: a loop over
+# layers, a gather that runs beside a product, and a reduce-scatter that is fused with its slice; other lines left out.
+V5E = (pathlib.Path(__file__).parent / "programs" / "v5e.hlo").read_text()
+GATHER, SCATTER = 3 / 4 * 8 * 128 * 4096 * 2, 3 / 4 * 128576 * 4096 * 4
+
+
+def test_a_program_for_tpus():
+    gather, scatter = communication(V5E)
+    assert (gather.kind, gather.sent, gather.times, gather.hidden) == ("all-gather", GATHER, 2, True)
+    assert "parameters over fsdp" in gather.scopes
+    assert (scatter.kind, scatter.sent, scatter.times, scatter.hidden) == ("reduce-scatter", SCATTER, 1, False)
+
+
+def test_what_a_program_for_tpus_would_be_counted_as_otherwise():
+    longer, _ = communication(V5E.replace("s32[]{:T(128)} constant(2)", "s32[]{:T(128)} constant(7)"))
+    later, _ = communication(V5E.replace("s32[]{:T(128)} constant(0)", "s32[]{:T(128)} constant(1)"))
+    unknown, _ = communication(V5E.replace("direction=LT", "direction=NE"))
+    assert (longer.times, later.times, unknown.times) == (7, 1, None)
+    alone = "\n".join(line for line in V5E.splitlines() if "%fusion.602 = " not in line and "(%fusion.602)" not in line)
+    at_once, _ = communication(alone.replace("%get-tuple-element.5989,", "%get-tuple-element.5979,"))
+    assert (at_once.times, at_once.hidden) == (2, False)
+    _, summed = communication(V5E.replace("AllReduceScatterFusion", "Other"))
+    assert (summed.kind, summed.sent) == ("all-reduce", 2 * SCATTER)
+
+
+def test_a_program_whose_text_cannot_be_had():
+    program = mock.Mock(spec=jax.stages.Compiled)
+    program.as_text.side_effect = RuntimeError("INTERNAL: RET_CHECK failure async-update\nmore")
+    with pytest.raises(ValueError, match="text of this program cannot be had.*async-update$"):
+        communication(program)
