@@ -63,7 +63,7 @@ def test_a_plan_whose_steps_are_in_another_order_has_not(monkeypatch):
 def test_a_program_scatters_in_two_steps_and_sends_no_more():
     from eqformer.planning import bytes_sent, communication
 
-    def of(steps: tuple[int, ...]) -> list[tuple[str, int, float]]:
+    def of(steps: tuple[int, ...]) -> tuple[list[tuple[str, int, float]], float]:
         one = lambda x: send.psum_scatter("gradients over fsdp", x, "fsdp", steps=steps)
         mapped = jax.jit(filter_shard_map(one, make_mesh(fsdp=8), (P("fsdp"),), P("fsdp")))
         sent = communication(mapped.lower(jnp.ones((8 * 64, 4))).compile(), mesh=make_mesh(fsdp=8))
