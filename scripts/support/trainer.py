@@ -27,7 +27,6 @@ from support.screen import Screen, Show
 from support.setup import adapted, Keys, keys_of, load_model, optimizer_of, shapes_of
 from support.stopping import signals
 from support.text import open_texts, sources_of
-from support.validation import validation_row
 
 
 class Trainer:
@@ -167,7 +166,14 @@ class Trainer:
 
     def _validate(self, run: training.Progress, write: Write) -> None:
         sums = lambda batch: self.evaluate(run.state.model, self.rows.place(batch))
-        row = validation_row(self.texts, sums, self.recipe.validation_batches, (self.rows.start, self.rows.stop))
+        rows = self.rows.start, self.rows.stop
+        mean, each = self.texts.validation(sums, self.recipe.validation_batches, rows=rows)
+        row = {
+            "validation_loss": mean.loss,
+            "validation_bits_per_byte": training.bits_per_byte(mean.loss, mean.bytes_per_token),
+            "validation_accuracy": mean.accuracy,
+        }
+        row |= {f"validation_loss/{name}": its.loss for name, its in each.items()} if len(each) > 1 else {}
         self.last.update(row)
         write({"step": run.step} | row)
         on_first_process(self._draw)
