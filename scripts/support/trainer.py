@@ -18,7 +18,7 @@ from support.forked import forked
 from support.mesh import loss_of, mesh_line, state_of, step_of
 from support.metric_writers import open_metrics, Write
 from support.pictures import draw_loads, draw_losses
-from support.prolonged import stretches_of, to_metadata
+from support.prolonged import stretches_of
 from support.published import keep_companions, tokenizer_of
 from support.recipe_file import to_json
 from support.report import add_sample, closing, figures, opening
@@ -186,7 +186,7 @@ class Trainer:
         """What a checkpoint keeps beside the state."""
         place = {"text": self.texts.identity, "example": self.spikes.batch_of(step) * self.recipe.batch}
         recipe = {"name": self.name, "recipe": to_json(self.recipe)}
-        more = {"rates": to_metadata(self.stretches), "spikes": self.spikes.record()}
+        more = {"rates": list(map(dataclasses.asdict, self.stretches)), "spikes": self.spikes.record()}
         return training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, **more)
 
     def _sample(self, run: training.Progress) -> None:
