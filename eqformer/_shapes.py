@@ -47,7 +47,9 @@ class Batch(eqx.Module):
     the rows over the whole run, so that randomness can follow the example instead of the device that happens to hold
     it. `positions` and `segments` restart and change with each packed document; without them (`None`) each row is one
     text from position 0 on and nothing of it is padding, which attention then knows before it is compiled. Each `group`
-    of so many rows is never parted by devices or microbatches, for a loss that compares them.
+    of so many rows is never parted by devices or microbatches, for a loss that compares them. `documents` is the most
+    documents that any row of the run holds, if it is known that they stand one after another, each whole at positions
+    0, 1, 2, ... and the padding behind them: kernels of attention that need it are used then.
     """
 
     ids: Int[Array, "batch seq"]
@@ -57,10 +59,16 @@ class Batch(eqx.Module):
     positions: Int[Array, "batch seq"] | None = None
     segments: Int[Array, "batch seq"] | None = None
     group: int = eqx.field(static=True, default=1)
+    documents: int | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         if self.positions is None and self.segments is not None:
             raise ValueError(
                 "Batch(segments=..., positions=None): positions start anew in each document, so packed rows need both; "
                 "give positions, or leave out both where each row is one text."
+            )
+        if self.documents is not None and (self.segments is None or self.documents < 1):
+            raise ValueError(
+                f"Batch(documents={self.documents}): it is the most packed documents of a row, at least 1, and packed "
+                "rows have segments; give segments, or leave it out."
             )

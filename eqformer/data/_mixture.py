@@ -57,6 +57,8 @@ class Mixture:
         exact = [Fraction(str(float(weights[name]))) for name in loaders]  # 0.7 is 7/10 here
         self.weights: dict[str, float] = {name: float(one / sum(exact)) for name, one in zip(loaders, exact)}
         self._shares = [one / sum(exact[number:]) for number, one in enumerate(exact)]  # of what those before have left
+        most = [one.packing.documents for one in loaders.values()]
+        self._documents = None if None in most else max(number for number in most if number is not None)
         self._order = int.from_bytes(hashlib.blake2b(f"mixture {int(seed)}".encode(), digest_size=8).digest(), "big")
         self._block_at = functools.lru_cache(maxsize=4)(self._block)
 
@@ -72,7 +74,7 @@ class Mixture:
         """The rows of these examples, by their numbers over the whole run."""
         part, number = self.origin(examples)
         rows = [(part == index, loader) for index, loader in enumerate(self.loaders.values())]
-        return _joined([(its, loader.at(number[its])) for its, loader in rows if its.any()], examples)
+        return _joined([(its, loader.at(number[its])) for its, loader in rows if its.any()], examples, self._documents)
 
     def origin(self, examples: Int[np.ndarray, "batch"]) -> tuple[Int[np.ndarray, "batch"], Int[np.ndarray, "batch"]]:
         """The index of each example's loader, and the example's number in that loader's own run."""
@@ -108,8 +110,12 @@ class Mixture:
         return part, number
 
 
-def _joined(parts: Sequence[tuple[Bool[np.ndarray, "batch"], Batch]], examples: Int[np.ndarray, "batch"]) -> Batch:
-    """One batch of several: each with the rows that it fills."""
+def _joined(
+    parts: Sequence[tuple[Bool[np.ndarray, "batch"], Batch]],
+    examples: Int[np.ndarray, "batch"],
+    documents: int | None,
+) -> Batch:
+    """One batch of several, each with the rows that it fills; `documents` are the most of any row of the mixture."""
     like = parts[0][1]
     arrays = [field.name for field in fields(Batch) if isinstance(getattr(like, field.name), np.ndarray)]
     joined = {}
@@ -117,4 +123,4 @@ def _joined(parts: Sequence[tuple[Bool[np.ndarray, "batch"], Batch]], examples: 
         joined[name] = np.empty((len(examples), *getattr(like, name).shape[1:]), getattr(like, name).dtype)
         for rows, batch in parts:
             joined[name][rows] = getattr(batch, name)
-    return replace(like, **joined | {"examples": as_examples(examples)})
+    return replace(like, **joined | {"examples": as_examples(examples), "documents": documents})

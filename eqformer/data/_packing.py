@@ -15,6 +15,8 @@ class Windows:
     Every token but the first is a target once; up to `seq` tokens at the very end are not used.
     """
 
+    documents = None  # how many a row holds is not asked: each counts as one
+
     def __init__(self, store: TokenStore, *, seq: int):
         self.seq = seq
         self.rows = (len(store.tokens) - 1) // seq if seq > 0 else 0
@@ -73,6 +75,7 @@ class Documents:
         self._ends = (starts + sizes == store.offsets[document + 1])[order]
         self._first = np.searchsorted(row[order], np.arange(row.max() + 2))
         self.rows = len(self._first) - 1
+        self.documents = int(np.diff(self._first).max())  # the most of any row
         self.table_bytes = sum(part.nbytes for part in (self._starts, self._sizes, self._ends, self._first))
 
     def __call__(self, rows: Int[np.ndarray, "batch"]) -> Batch:
@@ -100,6 +103,7 @@ class Documents:
             positions=laid_out(position, -1, np.int32),
             segments=laid_out(np.repeat(segment, sizes), -1, np.int32),
             examples=as_examples(rows),
+            documents=self.documents,
         )
 
 

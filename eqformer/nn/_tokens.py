@@ -21,7 +21,9 @@ class Tokens(eqx.Module):
 
     `whole_rows` is the number of tokens in each row, if it is known at trace time that each row is one document, at
     positions 0, 1, 2, ... with any padding at its end. Attention kernels then get a causal flag or a window, instead of
-    a mask of `seq x seq`. It is set by `positions_like` and `right_padded` only; tokens made from other arrays, by
+    a mask of `seq x seq`. With `segments` it says that each row holds whole documents one after another, each at
+    positions 0, 1, 2, ..., and `documents` how many a row holds at most; kernels then get where they begin. It is set
+    by `positions_like`, `right_padded` and `packed_in_order` only; tokens made from other arrays, by
     `dataclasses.replace` too, are masked by their values.
     """
 
@@ -30,11 +32,18 @@ class Tokens(eqx.Module):
     keys: Key[Array, "*batch seq"] | None = None
     lengths: Int[Array, "*batch seq"] | None = None
     whole_rows: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
+    documents: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
 
     @property
     def are_whole_rows(self) -> bool:
         """Whether `whole_rows` is set for these tokens themselves, not for longer rows that they are a part of."""
         return self.segments is None and self.whole_rows == self.positions.shape[-1]
+
+    @property
+    def are_packed_in_order(self) -> bool:
+        """Whether it is known of these tokens themselves that their rows hold `documents` one after another, whole."""
+        is_said = self.segments is not None and self.documents is not None
+        return is_said and self.whole_rows == self.positions.shape[-1]
 
     @property
     def is_training(self) -> bool:
@@ -45,16 +54,23 @@ class Tokens(eqx.Module):
         """The same tokens with `number` folded into every key, as each layer and sublayer does with its own."""
         if self.keys is None:
             return self
-        return of_whole_rows(
-            dataclasses.replace(self, keys=fold_in_each(self.keys, jnp.uint32(number))), self.whole_rows
-        )
+        return known_as(dataclasses.replace(self, keys=fold_in_each(self.keys, jnp.uint32(number))), self)
 
 
-def of_whole_rows(tokens: Tokens, number: int | None) -> Tokens:
-    """The same tokens, marked as rows of `number` tokens, each one document from position 0 on; None marks nothing."""
+def of_whole_rows(tokens: Tokens, number: int | None, documents: int | None = None) -> Tokens:
+    """The same tokens, marked as rows of `number` tokens, each one document from position 0 on; None marks nothing.
+
+    With `documents`, each row is up to so many whole documents, one after another and numbered by `segments`.
+    """
     said = copy.copy(tokens)  # `dataclasses.replace` leaves `whole_rows` out, which is its point
     object.__setattr__(said, "whole_rows", number)
+    object.__setattr__(said, "documents", documents)
     return said
+
+
+def known_as(tokens: Tokens, other: Tokens) -> Tokens:
+    """The same tokens, of which is known what is known of `other`, in whose order they stand."""
+    return of_whole_rows(tokens, other.whole_rows, other.documents)
 
 
 def positions_like(shape: Sequence[int], keys: Key[Array, "*batch seq"] | None = None) -> Tokens:
@@ -67,6 +83,17 @@ def right_padded(lengths: Int[Array, "*batch"], seq: int) -> Tokens:
     """Tokens of one document a row, of these lengths, with padding behind it up to `seq` tokens."""
     places = jnp.arange(seq, dtype=jnp.int32)
     return of_whole_rows(Tokens(jnp.where(places < lengths[..., None], places, -1)), seq)
+
+
+def packed_in_order(
+    positions: Int[Array, "*batch seq"],
+    segments: Int[Array, "*batch seq"],
+    keys: Key[Array, "*batch seq"] | None = None,
+    *,
+    documents: int,
+) -> Tokens:
+    """Tokens of rows that hold up to `documents` whole documents one after another, with padding (-1) behind them."""
+    return of_whole_rows(Tokens(positions, segments, keys), positions.shape[-1], documents)
 
 
 def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree) -> Tokens:

@@ -16,7 +16,6 @@ from .._shapes import Batch
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._choices import Choices
 from .context._context import context_order
-from .layouts._devices import scatter_steps
 from .layouts._layout import Layout, partition_specs
 from .layouts._mesh import axis_sizes
 from .pipeline._depth import from_rows, in_reading_order, in_ring_order, layer_rows, Rows, taken_rows
@@ -62,14 +61,6 @@ class Placement(Choices):
     def stream(self) -> Stream | None:
         """The residual stream over the axis `tensor`; None where that has one device."""
         return stream_of(self.residual, self.overlap) if self.size(TENSOR) > 1 else None
-
-    @property
-    def scatter_steps(self) -> tuple[int, ...]:
-        """Among how many devices each, one after another, gradients are scattered over `fsdp`; none: at once.
-
-        Two steps where the axis is a whole square or box of a torus: one for its last side, before it one for the rest.
-        """
-        return scatter_steps(self.mesh.devices, FSDP) if isinstance(self.mesh, Mesh) else ()
 
     @property
     def is_pipelined(self) -> bool:
@@ -140,8 +131,9 @@ class Placement(Choices):
             return batch, tokens
         order = context_order(self.context_method, batch.ids.shape[1], self.size(CONTEXT))
         lengths = jnp.broadcast_to(nn.document_lengths(tokens), batch.ids.shape)
-        whole_rows = tokens.whole_rows if np.all(np.diff(order) == 1) else None
-        tokens = nn.of_whole_rows(dataclasses.replace(tokens, lengths=lengths), whole_rows)
+        is_kept = np.all(np.diff(order) == 1)
+        longer = dataclasses.replace(tokens, lengths=lengths)
+        tokens = nn.known_as(longer, tokens) if is_kept else longer
         return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))
 
     def leaves(self, model: nn.Transformer) -> PyTree:

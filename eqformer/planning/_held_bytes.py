@@ -50,12 +50,13 @@ def activation_bytes(plan: parallel.Plan, model: nn.Transformer, batch: Batch) -
 
 
 def batch_shapes(rows: int, seq: int, *, packed: bool = False) -> Batch:
-    """The shapes of a batch; that of `packed` documents has positions and segments."""
+    """The shapes of a batch; that of `packed` documents, of 128 tokens each, has places."""
 
     def make() -> Batch:
         ids, weights, examples = jnp.zeros((rows, seq), jnp.int32), jnp.zeros((rows, seq)), jnp.zeros(rows, jnp.int32)
         places = ids if packed else None
-        return Batch(ids, ids, weights, examples, places, places)
+        documents = max(seq // 128, 1) if packed else None
+        return Batch(ids, ids, weights, examples, places, places, documents=documents)
 
     return eqx.filter_eval_shape(make)
 

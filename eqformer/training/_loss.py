@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from .._shapes import Batch
-from ..nn import positions_like, token_keys, Tokens
+from ..nn import packed_in_order, positions_like, token_keys, Tokens
 from ..parallel import vary, varying_axes
 from ._tally import tallied
 from ._wide import widened
@@ -73,12 +73,11 @@ def cross_entropy(
         z_loss: The factor of `log^2 Z` (arXiv 2204.02311).
         nats: What gives the nats of logits; a mesh that splits the vocabulary has its own.
     """
+    unembed, tables, vocab = _with_tables(unembed, hidden)
     flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), jax.lax.stop_gradient(weights.reshape(-1)))
     if chunk is None and hidden.dtype == jnp.float16:
         chunk = 1024  # so that a chunk's gradient of the table, computed before any scaling, fits in float16
-    vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
     sizes = _chunks(flat[1].shape[0], vocab, chunk)
-    unembed, tables = _with_tables(unembed, flat[0][: sizes[1]])
 
     def of_chunk(tables: list, hidden: Array, targets: Array, weights: Array) -> Array:
         logits = widened(unembed(hidden, *tables))
@@ -199,8 +198,13 @@ def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
         keys = token_keys(key, jnp.asarray(batch.examples), jnp.broadcast_to(places, batch.ids.shape))
     if batch.positions is None:
         return positions_like(batch.ids.shape, keys)
-    segments = None if batch.segments is None else jnp.asarray(batch.segments)
-    return Tokens(jnp.asarray(batch.positions), segments, keys)
+    positions = jnp.asarray(batch.positions)
+    if batch.segments is None:
+        return Tokens(positions, None, keys)
+    segments = jnp.asarray(batch.segments)
+    if batch.documents is None:
+        return Tokens(positions, segments, keys)
+    return packed_in_order(positions, segments, keys, documents=batch.documents)
 
 
 def chunk_size(vocab: int) -> int:
@@ -244,32 +248,32 @@ def _sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int]) ->
     return sums, jax.tree.map(lambda x: x.reshape(number * size, *x.shape[2:])[:num_tokens], each)
 
 
-def _with_tables(unembed: Callable, chunk: Array) -> tuple[Callable, list[Array]]:
-    """`unembed` as a function of a chunk like this one and of the arrays that it reads; and those arrays."""
+def _with_tables(unembed: Callable, hidden: Array) -> tuple[Callable, list[Array], int]:
+    """`unembed` as a function of a chunk and of the arrays that it reads; those arrays; and the number of logits."""
     leaves, rest = eqx.partition(unembed, eqx.is_inexact_array)
     leaves, structure = jax.tree.flatten(leaves)
-    chunk = jax.lax.stop_gradient(chunk)
+    row = jax.lax.stop_gradient(hidden.reshape(-1, hidden.shape[-1])[:1])
 
-    def call(leaves: list[Array], chunk: Array) -> Array:
-        return eqx.combine(jax.tree.unflatten(structure, leaves), rest)(chunk)
+    def call(leaves: list[Array], row: Array) -> Array:
+        return eqx.combine(jax.tree.unflatten(structure, leaves), rest)(row)
 
     # A bound method holds the whole model: only the arrays that it reads get gradients here.
-    program = jax.make_jaxpr(call)(leaves, chunk)
+    program, logits = jax.make_jaxpr(call, return_shape=True)(leaves, row)
     read = {id(variable) for equation in program.eqns for variable in equation.invars}
     is_read = [id(variable) in read for variable in program.jaxpr.invars[: len(leaves)]]
     # Inside `shard_map` a replicated table is multiplied with hidden states that vary over devices. `pcast` to varying
     # here, outside of the custom rule: the table's gradient is then reduced once, after all chunks, not once a chunk.
-    tables = [vary(leaf, varying_axes(chunk)) for leaf, used in zip(leaves, is_read) if used]
+    tables = [vary(leaf, varying_axes(row)) for leaf, used in zip(leaves, is_read) if used]
 
-    def with_read(chunk: Array, *tables: Array) -> Array:
+    def with_read(row: Array, *tables: Array) -> Array:
         given = iter(tables)
-        return call([next(given) if used else leaf for leaf, used in zip(leaves, is_read)], chunk)
+        return call([next(given) if used else leaf for leaf, used in zip(leaves, is_read)], row)
 
-    converted, closed_over = jax.closure_convert(with_read, chunk, *tables)
-    if any(varying_axes(array) != varying_axes(chunk) for array in closed_over):
+    converted, closed_over = jax.closure_convert(with_read, row, *tables)
+    if any(varying_axes(array) != varying_axes(row) for array in closed_over):
         raise ValueError(
             "cross_entropy(unembed): inside shard_map, arrays that a plain function closes over must vary over the "
-            f"same axes as hidden, {sorted(varying_axes(chunk))}; pass a bound method of a module or a "
+            f"same axes as hidden, {sorted(varying_axes(row))}; pass a bound method of a module or a "
             "jax.tree_util.Partial."
         )
-    return converted, tables + list(closed_over)
+    return converted, tables + list(closed_over), logits.shape[-1]

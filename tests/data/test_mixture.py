@@ -129,6 +129,13 @@ def test_a_run_that_goes_on_and_any_number_of_readers_have_the_same_rows(stores,
     assert np.array_equal(wide.ids, np.concatenate([whole[6].ids, whole[7].ids]))
 
 
+def test_rows_of_all_texts_hold_as_many_documents_as_the_most_of_any(stores):
+    mixture = _mixture(stores, packing="documents", seq=1600)
+    each = [loader.packing.documents for loader in mixture.loaders.values()]
+    assert len({*each}) > 1 and {mixture.batch(step).documents for step in range(4)} == {max(each)}
+    assert _mixture(stores).batch(0).documents is None
+
+
 def test_one_text_alone_is_its_loader(stores):
     alone = Loader(stores["small"], seq=16, batch=8, seed=3)
     assert all(_equal(_mixture(stores, {"small": 0.2}).batch(step), alone.batch(step)) for step in (0, 1, 500))

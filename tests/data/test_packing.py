@@ -108,6 +108,12 @@ def test_packed_documents_are_those_of_a_literal_reference(case, tmp_path):
     _check_documents(store, batch, seq)
     dtypes = {name: getattr(batch, name).dtype for name in ("ids", "targets", "positions", "segments", "examples")}
     assert set(dtypes.values()) == {np.dtype(np.int32)} and batch.weights.dtype == np.float32
+    # How many documents a row holds at most is known, and that they stand in order.
+    assert batch.segments is not None and batch.positions is not None
+    assert packing.documents == batch.documents == max(len({*row} - {-1}) for row in batch.segments.tolist())
+    for segments, positions in zip(batch.segments, batch.positions):
+        filled = segments[positions >= 0]
+        assert np.all(np.diff(filled) >= 0) and np.all(positions[len(filled) :] == -1)
     # Every token but the first of a document is a target once.
     assert batch.weights.sum() == sum(length - 1 for length in lengths)
     # Any rows in any order are the same rows.

@@ -128,3 +128,12 @@ def test_keys_and_segments_have_the_positions_shape():
         nn.Tokens(jnp.zeros((2, 3), jnp.int32), lengths=jnp.ones((2,), jnp.int32))
     with pytest.raises(TypeCheckError):
         nn.Tokens(jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 4), jnp.int32))
+
+
+def test_documents_in_order_are_said_by_what_packs_them_and_not_of_their_parts():
+    positions, segments = jnp.array([[0, 1, 0, 1, 2, -1]]), jnp.array([[0, 0, 1, 1, 1, -1]])
+    packed = nn.packed_in_order(positions, segments, documents=2)
+    assert packed.are_packed_in_order and packed.fold_in(3).are_packed_in_order and packed.documents == 2
+    assert not packed.are_whole_rows and not jax.tree.map(lambda x: x[:, 2:], packed).are_packed_in_order
+    assert not nn.Tokens(positions, segments).are_packed_in_order
+    assert not dataclasses.replace(packed, segments=segments + 1).are_packed_in_order
