@@ -75,7 +75,9 @@ from ._sums import (
 )
 from ._tokens import (
     document_lengths as document_lengths,
+    known_as as known_as,
     of_whole_rows as of_whole_rows,
+    packed_in_order as packed_in_order,
     positions_like as positions_like,
     right_padded as right_padded,
     token_keys as token_keys,
@@ -104,6 +106,7 @@ from .attention._rotary_scaling import (
 )
 from .attention._temperature import LogTemperature as LogTemperature
 from .cores import _blocks, _blockwise
+from .cores._auto import AutoCore as AutoCore, CudnnCore as CudnnCore, SplashCore as SplashCore
 from .cores._blockwise import BlockwiseCore as BlockwiseCore
 from .cores._contract import Core as Core
 from .cores._core import DotProductCore as DotProductCore, lowest as lowest, ReferenceCore as ReferenceCore

@@ -84,8 +84,8 @@ class Lora:
 class Execution:
     """How the model runs; it changes speed and memory, and no results."""
 
-    core: Literal["xla", "reference", "blockwise", "cudnn"] = "blockwise"
-    """The attention core."""
+    core: Literal["auto", "xla", "reference", "blockwise", "cudnn", "splash"] = "auto"
+    """The attention core; auto takes what the platform has: cudnn on GPUs, splash on TPUs, blockwise elsewhere."""
     remat: Literal["none", "full", "dots", "dots_no_batch", "products"] = "products"
     """The rematerialisation policy: what the backward pass recomputes instead of keeping it."""
     unroll: int = 1

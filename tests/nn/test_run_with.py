@@ -42,7 +42,7 @@ def test_every_part_of_every_model_is_set_and_no_array_is_touched(preset):
     assert {(stack.remat, stack.unroll) for stack in changed.stacks} == {("full", 2)}
     assert cores(changed) and all(core == nn.BlockwiseCore(block=4) for core in cores(changed))
     assert eqx.tree_equal(nn.run_with(shapes), shapes)
-    assert eqx.tree_equal(nn.run_with(changed, core=nn.BlockwiseCore(), remat="none", unroll=1), shapes)
+    assert eqx.tree_equal(nn.run_with(changed, core=nn.AutoCore(), remat="none", unroll=1), shapes)
 
 
 def test_what_is_not_named_stays():

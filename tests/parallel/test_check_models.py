@@ -215,7 +215,7 @@ MODELS = {
         r"context=2: .*3 key heads on a device are neither a multiple nor a divisor",
     ),
     "a core that the ring does not know": (
-        lambda: built(core=nn.DotProductCore("cudnn")),
+        lambda: built(core=nn.CudnnCore()),
         {"context": 2},
         {},
         r"context=2: .*method='ring'\): the ring combines",

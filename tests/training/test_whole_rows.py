@@ -1,5 +1,7 @@
 """Rows of windows are known to be whole before anything is compiled: kernels are given a rule, and no mask is made."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from eqformer import Batch, nn, parallel, training
+from eqformer.nn.cores import _auto
 from eqformer.training._loss import batch_tokens
 
 
@@ -96,6 +99,23 @@ def test_rows_in_another_order_are_no_longer_whole():
     assert batch_tokens(given).are_whole_rows
     _, tokens = plan.arrange(given, batch_tokens(given))
     assert not tokens.are_whole_rows and np.all(tokens.lengths == SEQ)
+
+
+@pytest.mark.parametrize(("mesh", "method"), [({"fsdp": 2, "tensor": 2}, "ring"), ({"context": 2, "pipe": 2}, "heads")])
+def test_packed_documents_stay_known_over_devices(monkeypatch, mesh, method):
+    seen, known = [], _auto.known_rows
+    monkeypatch.setattr(_auto, "known_rows", lambda *given: seen.append(known(*given)) or seen[-1])
+    plan = parallel.Plan(parallel.make_mesh(**mesh, devices=jax.devices()[:4]), context_method=method)
+    run = training.planned_gradients(plan)(training.next_token_loss)
+    auto = eqx.filter_eval_shape(lambda: nn.run_with(model(), core=nn.AutoCore()))
+    given = dataclasses.replace(packed(), documents=3)
+    eqx.filter_eval_shape(run, auto, given, jax.random.key(0))
+    assert seen and {rows and rows.documents for rows in seen} == {3}
+    seen.clear()
+    eqx.filter_eval_shape(run, auto, packed(), jax.random.key(0))  # nobody says that they stand in order
+    assert seen and {*seen} == {None}
+    with pytest.raises(ValueError, match="documents=3.*give segments"):
+        dataclasses.replace(batch(), documents=3)
 
 
 def test_windows_give_the_loss_of_one_segment():

@@ -15,7 +15,7 @@ from .._linear_map import LinearMap
 from .._norm import Norm
 from .._sums import wide_product
 from .._tokens import document_lengths, Tokens, tokens_or_default
-from ..cores._blockwise import BlockwiseCore
+from ..cores._auto import AutoCore
 from ..cores._contract import Core
 from ._mask import causal, Mask
 from ._rotary import Rotary
@@ -85,8 +85,9 @@ class Attention(Mixer):
             gate: Whether each head's output is multiplied by a sigmoid of the input.
             sinks: Whether each head has a learned logit in its softmax, which takes weight and gives nothing.
             mask: Which keys a query may see; None: `causal()`.
-            core: How the attention is computed; None: `BlockwiseCore()`, whose memory is linear in the sequence, with
-                one derivative, in reverse mode. For others (`jax.jvp`, Hessians) pass `DotProductCore()`.
+            core: How the attention is computed; None: `AutoCore()`, by the platform's own kernel or in blocks, in
+                memory linear in the sequence, with one derivative, in reverse mode. For others (`jax.jvp`, Hessians)
+                pass `DotProductCore()`.
             scale: What the scores are multiplied by; None: `head_dim^-0.5`.
             softcap: The bound of the scores, `softcap * tanh(scores / softcap)` (Gemma 2).
             key: For the weights.
@@ -111,7 +112,7 @@ class Attention(Mixer):
         self.gate = Linear("embed -> heads head_dim", heads=heads, bias=False, key=keys[4], **sizes) if gate else None
         self.sinks = jnp.zeros(heads, jnp.float32) if sinks else None
         self.mask = causal() if mask is None else mask
-        self.core = BlockwiseCore() if core is None else core
+        self.core = AutoCore() if core is None else core
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
 

@@ -17,7 +17,7 @@ from .._linear_map import LinearMap
 from .._norm import Norm
 from .._sums import spread, wide_sum
 from .._tokens import document_lengths, Tokens, tokens_or_default
-from ..cores._blockwise import BlockwiseCore
+from ..cores._auto import AutoCore
 from ..cores._contract import Core
 from ._mask import causal, Mask
 from ._rotary import Rotary
@@ -81,7 +81,7 @@ class LatentAttention(Mixer):
             bias: Whether the maps have biases.
             output_std: The deviation of the output's weights; None: as the others'.
             mask: Which keys a query may see; None: `causal()`.
-            core: How the attention is computed; None: `BlockwiseCore()`, whose memory is linear in the sequence.
+            core: How the attention is computed; None: `AutoCore()`, in memory linear in the sequence.
             scale: What the scores are multiplied by; None: `(head_dim + rope_dim)^-0.5`.
             key: For the weights.
         """
@@ -112,7 +112,7 @@ class LatentAttention(Mixer):
         )
         self.rotary = rotary
         self.mask = causal() if mask is None else mask
-        self.core = BlockwiseCore() if core is None else core
+        self.core = AutoCore() if core is None else core
         self.scale = (head_dim + rope_dim) ** -0.5 if scale is None else scale
 
     def __call__(

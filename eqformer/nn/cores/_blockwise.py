@@ -4,6 +4,8 @@ Online softmax over blocks of keys, after FlashAttention-2 (arXiv:2307.08691): t
 row's sum are saved, and the backward pass makes the probabilities again, block by block.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -18,27 +20,30 @@ from .._tokens import Tokens
 from ..attention._mask import Mask
 from ._block_pairs import possible_pairs, spans
 from ._blocks import block_of, cut, grouped, joined, ungrouped
-from ._contract import Core
-from ._core import BLOCK, lowest, ReferenceCore, soft_capped
+from ._contract import Block, Core
+from ._core import lowest, ReferenceCore, soft_capped
+from ._platform import compilers
 
 
 _FEW = 8  # queries, whose scores for all keys are few too
+_BLOCK, _TPU_BLOCK = 128, 512  # tokens of a block: see `docs/accelerators.md`
 
 
 class BlockwiseCore(Core):
     """Attention in memory linear in the sequence: a loop over blocks of queries and, in it, over blocks of keys.
 
     The program is of one size for any length. Pairs of blocks that the mask, the segments or padding leave empty are
-    not computed. `block` is the tokens of a block; the scores of a pair of blocks take `4 * batch * heads * block**2`
-    bytes, and on a CPU the core is fastest where they fit its cache (about 1 MB). `softcap` and `sinks` as in
+    not computed. `block` is the tokens of a block, by default 512 on TPUs and 128 elsewhere; the scores of a pair of
+    blocks take `4 * batch * heads * block**2` bytes, and on a CPU the core is fastest where they fit its cache (about 1
+    MB). `softcap` and `sinks` as in
     `ReferenceCore`, which is used for few queries of cached keys, as in decoding, since it reads the cache in place.
     Differentiable in reverse mode, once; `DotProductCore` has all derivatives.
     """
 
-    block: int = eqx.field(static=True, default=BLOCK)
+    block: Block = eqx.field(static=True, default="platform")
 
     def __check_init__(self):
-        if self.block < 1:
+        if self.block != "platform" and self.block < 1:
             raise ValueError(f"BlockwiseCore(block={self.block}): block counts tokens and must be at least 1.")
 
     def __call__(
@@ -61,7 +66,7 @@ class BlockwiseCore(Core):
         output, logsum = attend(rules, query, key, value, tokens, kv_tokens)
         return output if sinks is None else with_sinks(output, logsum, sinks)
 
-    def ring_block(self) -> int:
+    def ring_block(self) -> Block:
         """Its own."""
         return self.block
 
@@ -82,7 +87,7 @@ class Rules(NamedTuple):
     mask: Mask
     scale: float
     softcap: float | None
-    block: int
+    block: Block
 
 
 def attend(
@@ -133,7 +138,23 @@ def attend_forward(
         places: The positions and segments of the queries.
         kv_places: Those of the keys.
     """
-    queries, keys, here, there, zero = cut(rules.block, query, (key, value), places, kv_places)
+    return _by_block(_forward_in_blocks, rules, query, key, value, places, kv_places)
+
+
+def _by_block(attend: Callable[..., Any], rules: Rules, *arrays: Any) -> Any:
+    """`attend(block, rules, *arrays)` with the rules' block or that of the platform."""
+    if rules.block != "platform":
+        return attend(rules.block, rules, *arrays)
+    if "tpu" not in compilers() or arrays[1].shape[2] <= _BLOCK:  # keys of one block
+        return attend(_BLOCK, rules, *arrays)
+    here, there = (functools.partial(attend, block, rules) for block in (_TPU_BLOCK, _BLOCK))
+    return jax.lax.platform_dependent(*arrays, tpu=here, default=there)
+
+
+def _forward_in_blocks(
+    block: int, rules: Rules, query: Array, key: Array, value: Array, places: Tokens, kv_places: Tokens
+) -> tuple[Array, Array]:
+    queries, keys, here, there, zero = cut(block, query, (key, value), places, kv_places)
 
     def one_query_block(_, xs):
         query_block, place, first, stop = xs
@@ -189,21 +210,31 @@ def attend_backward(
     `saved` holds the array arguments of `attend_forward`, then output and logsum. If these are of a softmax over more
     keys than are given (ring attention), the results are the given keys' part of the gradients.
     """
-    query, key, value, places, kv_places, output, logsum = saved
-    to_output, to_logsum = gradients
+    return _by_block(_backward_in_blocks, rules, *saved, *gradients)
+
+
+def _backward_in_blocks(
+    block: int,
+    rules: Rules,
+    query: Array,
+    key: Array,
+    value: Array,
+    places: Tokens,
+    kv_places: Tokens,
+    *results: Array,
+) -> tuple[Array, Array, Array]:
+    output, logsum, to_output, to_logsum = results
     shared = jnp.sum(to_output.astype(logsum.dtype) * output.astype(logsum.dtype), axis=-1) - to_logsum
-    queries, keys, here, there, zero = cut(
-        rules.block, (query, to_output, logsum, shared), (key, value), places, kv_places
-    )
+    queries, keys, here, there, zero = cut(block, (query, to_output, logsum, shared), (key, value), places, kv_places)
 
     def one_key_block(to_query, xs):
         (key_block, value_block), kv_place, first, stop = xs
 
         def one_query_block(number: Array, carry: tuple[Array, Array, Array]):
             to_query, to_key, to_value = carry
-            block, place = block_of((queries, here), number)
+            rows, place = block_of((queries, here), number)
             visible = rules.mask(place, kv_place)[:, None, None]
-            parts = _block_gradients(rules, block, (key_block, value_block), visible)
+            parts = _block_gradients(rules, rows, (key_block, value_block), visible)
             grown = jax.lax.dynamic_index_in_dim(to_query, number, keepdims=False) + parts[0]
             to_query = jax.lax.dynamic_update_index_in_dim(to_query, grown, number, 0)
             return to_query, to_key + parts[1], to_value + parts[2]

@@ -1,12 +1,16 @@
 """What an attention core is: softmax(scale * query key^T) value under a mask, however it is computed."""
 
 import abc
+from typing import Literal
 
 from jaxtyping import Array, Float
 
 from .._module import Module
 from .._tokens import Tokens
 from ..attention._mask import Mask
+
+
+Block = int | Literal["platform"]  # the tokens of a block, or as many as are fastest on the platform
 
 
 class Core(Module):
@@ -48,6 +52,6 @@ class Core(Module):
         """Which of `softcap` and `sinks` it cannot compute."""
         return ()
 
-    def ring_block(self) -> int | None:
+    def ring_block(self) -> Block | None:
         """The tokens of a block if the loop of `BlockwiseCore` may compute the same in its place, as a ring does."""
         return None

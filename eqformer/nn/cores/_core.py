@@ -5,9 +5,8 @@ depends on positions and segments, wherever tokens stand; only if `tokens.are_wh
 indices. Query head `h` reads kv head `h // (heads // kv_heads)`. Outputs of padding queries are finite and meaningless.
 """
 
-from typing import Any, Literal
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -16,10 +15,7 @@ from jaxtyping import Array, Float
 from .._dtype import at_least_float32
 from .._tokens import Tokens
 from ..attention._mask import Mask
-from ._contract import Core
-
-
-BLOCK = 128  # tokens that a loop over blocks takes, where nobody says otherwise
+from ._contract import Block, Core
 
 
 class ReferenceCore(Core):
@@ -64,30 +60,19 @@ class ReferenceCore(Core):
         output = output.reshape(*query.shape[:-1], value.shape[-1]).astype(query.dtype)
         return checkpoint_name(output, "attended")  # for remat policies that keep it
 
-    def ring_block(self) -> int:
+    def ring_block(self) -> Block:
         """That of `BlockwiseCore()`."""
-        return BLOCK
+        return "platform"
 
 
 class DotProductCore(Core):
-    """Attention by `jax.nn.dot_product_attention`: XLA's own (`None`, `"xla"`) or cuDNN's fused kernel (`"cudnn"`).
+    """Attention by `jax.nn.dot_product_attention` as XLA computes it, with all derivatives; its memory is quadratic.
 
-    For whole rows (`Tokens.are_whole_rows`) the kernel gets its causal flag and a window or, without a mask, the rows'
-    lengths. Every other call passes a mask of `batch 1 seq kv_seq`, so that its memory is quadratic with cuDNN too.
-    Raises a `ValueError` while tracing if cuDNN was asked for and cannot compute the call: it never falls back
-    silently. It has no sinks and softcaps (`ReferenceCore` and `BlockwiseCore` have). If `head_dim` and `v_dim` differ,
-    the smaller is padded with zeros. For 16-bit arrays jax's own code needs its standard dtype promotion, while tracing
-    and lowering.
+    For whole rows (`Tokens.are_whole_rows`) it gets its causal flag and a window or, without a mask, the rows' lengths,
+    and else a mask of `batch 1 seq kv_seq`. It has no sinks and softcaps (`ReferenceCore` and `BlockwiseCore` have). If
+    `head_dim` and `v_dim` differ, the smaller is padded with zeros. For 16-bit arrays jax's own code needs its standard
+    dtype promotion, while tracing and lowering.
     """
-
-    implementation: Literal["xla", "cudnn"] | None = eqx.field(static=True, default=None)
-
-    def __check_init__(self):
-        if self.implementation not in (None, "xla", "cudnn"):
-            raise ValueError(
-                f"DotProductCore(implementation={self.implementation!r}): must be None, 'xla' or 'cudnn', "
-                "the implementations of jax.nn.dot_product_attention."
-            )
 
     def __call__(
         self,
@@ -126,7 +111,7 @@ class DotProductCore(Core):
             visible = jnp.broadcast_to(visible, (*batch, *visible.shape[-2:])).reshape(-1, 1, *visible.shape[-2:])
             rules["mask"] = visible
             sighted = jnp.any(visible[:, 0], axis=-1)[..., None, None]
-        output = _dot_product_attention(*arrays, scale=scale, implementation=self.implementation, **rules)
+        output = _dot_product_attention(*arrays, scale=scale, **rules)
         if sighted is not None:  # the kernel gives the mean of all values to a query that sees no key
             output = jnp.where(sighted, output, jnp.zeros_like(output))
         return output[..., :v_dim].reshape(*query.shape[:-1], v_dim)
@@ -135,41 +120,28 @@ class DotProductCore(Core):
         """Both."""
         return "softcap", "sinks"
 
-    def ring_block(self) -> int | None:
-        """That of `BlockwiseCore()`, unless cuDNN was asked for by name."""
-        return None if self.implementation == "cudnn" else BLOCK
+    def ring_block(self) -> Block:
+        """That of `BlockwiseCore()`."""
+        return "platform"
 
 
 def _dot_product_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch kv_seq kv_heads head_dim"],
     value: Float[Array, "batch kv_seq kv_heads head_dim"],
-    *,
-    implementation: Literal["xla", "cudnn"] | None,
     **rules: Any,
 ) -> Float[Array, "batch seq heads head_dim"]:
     def attend(query: Array, key: Array, value: Array) -> Array:
-        return jax.nn.dot_product_attention(query, key, value, implementation=implementation, **rules)
+        return jax.nn.dot_product_attention(query, key, value, implementation="xla", **rules)
 
     def in_float32(*arrays: Array) -> Array:
         return attend(*(x.astype(jnp.float32) for x in arrays)).astype(query.dtype)
 
-    # If cuDNN is asked for by name, jax never falls back: it raises here, or when it lowers for another platform.
-    try:
-        if query.dtype == jnp.float16 and implementation != "cudnn":
-            # jax requests float16 products with float32 sums by an algorithm that only GPUs have. The platform is known
-            # at lowering only, so the choice is made there.
-            return jax.lax.platform_dependent(query, key, value, cpu=in_float32, tpu=in_float32, default=attend)
+    if query.dtype != jnp.float16:
         return attend(query, key, value)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        if implementation != "cudnn":
-            raise
-        raise ValueError(
-            f"DotProductCore(implementation='cudnn') cannot serve query {query.dtype}{list(query.shape)}, key and "
-            f"value {key.dtype}{list(key.shape)} on platform {jax.default_backend()!r}: {error} The fused kernel needs "
-            "an NVIDIA GPU with cuDNN, float16 or bfloat16, and channels in eights; pass implementation=None or "
-            "another core."
-        ) from error
+    # jax requests float16 products with float32 sums by an algorithm that only GPUs have. The platform is known at
+    # lowering only, so the choice is made there.
+    return jax.lax.platform_dependent(query, key, value, cpu=in_float32, tpu=in_float32, default=attend)
 
 
 def _widened(array: Array, width: int) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ...nn import blockwise, Core, Mask, Mixer, of_whole_rows, spread, Tokens
+from ...nn import blockwise, Core, known_as, Mask, Mixer, spread, Tokens
 from .. import _send as send
 from .._axes import CONTEXT
 from .._ring import Ring
@@ -180,7 +180,7 @@ def refuse_recurrence(size: int, path: str, mixer: Mixer) -> NoReturn:
     )
 
 
-def ring_block(core: Core) -> int:
+def ring_block(core: Core) -> int | Literal["platform"]:
     """The block with which the ring computes what `core` would."""
     if (block := core.ring_block()) is not None:
         return block
@@ -215,7 +215,7 @@ def _copied(x: Float[Array, "*batch seq kv_heads head_dim"], copies: int) -> Flo
 
 def _bare(tokens: Tokens) -> Tokens:
     """The fields of tokens that cores read."""
-    return of_whole_rows(Tokens(tokens.positions, tokens.segments), tokens.whole_rows)
+    return known_as(Tokens(tokens.positions, tokens.segments), tokens)
 
 
 def _in_reading_order(x: Array, back: int) -> Array:

@@ -1,0 +1,134 @@
+"""Cores that run by the fused kernel of a platform: the one that chooses, and those that are asked for by name."""
+
+from typing import Any
+
+import equinox as eqx
+from jaxtyping import Array, Float
+
+from .._tokens import Tokens
+from ..attention._mask import Mask
+from ._blockwise import BlockwiseCore
+from ._contract import Block, Core
+from ._core import check_heads
+from ._cudnn import CudnnKernel
+from ._fused import attend_fused, Ways
+from ._kernel import Call, Kernel, known_rows
+from ._platform import compilers
+from ._splash import SplashKernel
+
+
+class AutoCore(Core):
+    """Attention by what the platform has: cuDNN on NVIDIA GPUs, splash on TPUs, and elsewhere a loop over blocks.
+
+    The platform is that which the program is compiled for, also where it is compiled on a machine that has none: JAX
+    chooses when it lowers the program (`jax.lax.platform_dependent`). The kernels need rows that are known to be whole,
+    or packed one after another (`Tokens.whole_rows`); splash bfloat16 or float32 and rows of a multiple of 128 tokens,
+    cuDNN 16 bit, heads of at most 128 channels (256 on Hopper) and no softcap. Every other call, such as one with a
+    cache, is `BlockwiseCore`'s, and on a CPU all are. Differentiable as that is.
+    """
+
+    def __call__(
+        self,
+        query: Float[Array, "*batch seq heads head_dim"],
+        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+        *,
+        mask: Mask,
+        tokens: Tokens,
+        kv_tokens: Tokens | None = None,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Float[Array, "heads"] | None = None,
+    ) -> Float[Array, "*batch seq heads v_dim"]:
+        check_heads(query, key)
+        rows = known_rows(mask, tokens, kv_tokens)
+        if rows is not None and (there := compilers()):
+            call = Call(rows, scale, softcap)
+            fused = tuple(kernel for kernel in (SplashKernel(), CudnnKernel()) if kernel.platform in there)
+            if fused := tuple(kernel for kernel in fused if kernel.refusal(call, query, key, value) is None):
+                return attend_fused(Ways(call, fused), query, key, value, tokens, sinks)
+        given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
+        return BlockwiseCore()(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **given)
+
+    def ring_block(self) -> Block:
+        """That of `BlockwiseCore()`."""
+        return "platform"
+
+
+class SplashCore(Core):
+    """Attention on TPUs by JAX's splash attention, and by nothing else; with a cache `BlockwiseCore`.
+
+    It has windows, packed documents, softcaps and sinks. Raises a `ValueError` while tracing a call that the kernel
+    cannot compute, and while compiling for another platform. `interpret` runs it as plain JAX on any platform, which
+    is slow: for tests.
+    """
+
+    interpret: bool = eqx.field(static=True, default=False)
+
+    def __call__(
+        self,
+        query: Float[Array, "*batch seq heads head_dim"],
+        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+        *,
+        mask: Mask,
+        tokens: Tokens,
+        kv_tokens: Tokens | None = None,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Float[Array, "heads"] | None = None,
+    ) -> Float[Array, "*batch seq heads v_dim"]:
+        given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
+        given |= {"tokens": tokens, "kv_tokens": kv_tokens}
+        return _by_kernel(self, SplashKernel(self.interpret), query, key, value, **given)
+
+
+class CudnnCore(Core):
+    """Attention on NVIDIA GPUs by cuDNN's fused kernels, and by nothing else; with a cache `BlockwiseCore`.
+
+    It has windows, packed documents and sinks, no softcaps, and computes in 16 bit. Raises a `ValueError` while tracing
+    a call that the kernels cannot compute, and while compiling for another platform.
+    """
+
+    def __call__(
+        self,
+        query: Float[Array, "*batch seq heads head_dim"],
+        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+        *,
+        mask: Mask,
+        tokens: Tokens,
+        kv_tokens: Tokens | None = None,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Float[Array, "heads"] | None = None,
+    ) -> Float[Array, "*batch seq heads v_dim"]:
+        given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
+        given |= {"tokens": tokens, "kv_tokens": kv_tokens}
+        return _by_kernel(self, CudnnKernel(), query, key, value, **given)
+
+    def lacks(self) -> tuple[str, ...]:
+        """Softcaps."""
+        return ("softcap",)
+
+
+def _by_kernel(core: Core, kernel: Kernel, query: Array, key: Array, value: Array, **given: Any) -> Array:
+    """Attention by one kernel, or a `ValueError` that says why it cannot be."""
+    check_heads(query, key)
+    if given["kv_tokens"] is not None:
+        return BlockwiseCore()(query, key, value, **given)
+    rows = known_rows(given["mask"], given["tokens"], None)
+    if rows is None:
+        reason = (
+            "it needs rows known to be whole or packed in order, and no chunks (nn.positions_like, Batch.documents)"
+        )
+    else:
+        call = Call(rows, given["scale"], given["softcap"])
+        reason = kernel.refusal(call, query, key, value)
+        if reason is None:
+            ways = Ways(call, (kernel,), str(core))
+            return attend_fused(ways, query, key, value, given["tokens"], given["sinks"])
+    raise ValueError(
+        f"{core} cannot compute query {query.dtype}{list(query.shape)}, key {list(key.shape)} and value "
+        f"{list(value.shape)} under {given['mask']}: {reason}; pass AutoCore(), which takes another way where it must."
+    )

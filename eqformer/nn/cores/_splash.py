@@ -1,0 +1,189 @@
+"""Attention on TPUs: the kernels of `jax.experimental.pallas.ops.tpu.splash_attention`, typed for `shard_map`.
+
+The kernels are taken one by one, forward, to the queries, to the keys and values, and differentiated by
+[`_fused.py`](_fused.py), so that remat policies may keep what they gave.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .._dtype import at_least_float32
+from ._kernel import Call, Kernel, Places, Rows
+
+
+LANES = 128  # of a TPU's vectors: tokens are taken in multiples of them
+
+
+class SplashKernel(Kernel):
+    """Splash attention, with windows, packed documents and softcaps."""
+
+    platform = "tpu"
+
+    def refusal(self, call: Call, query: Array, key: Array, value: Array) -> str | None:
+        """Why it cannot compute a call, or None."""
+        if query.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"it computes in bfloat16 or float32, not {query.dtype}"
+        if query.shape[-3] % LANES:
+            return f"it takes rows of a multiple of {LANES} tokens, not {query.shape[-3]}"
+        return None
+
+    def forward(
+        self,
+        call: Call,
+        query: Float[Array, "batch seq heads head_dim"],
+        key: Float[Array, "batch seq kv_heads head_dim"],
+        value: Float[Array, "batch seq kv_heads v_dim"],
+        places: Places,
+    ) -> tuple[Float[Array, "batch seq heads v_dim"], Float[Array, "batch heads seq"]]:
+        """The attended values and the logarithm of each row's sum of exponentials."""
+        kernels, mask, block = _kernels(), _mask(call.rows, query.shape[-3], "forward"), _block(query.shape[-3])
+        forward = typed(kernels._splash_attention_forward, query)
+        sizes = kernels.BlockSizes(block_q=block, block_kv=block)
+
+        def of_row(query: Array, key: Array, value: Array, segments: Array | None):
+            pair = None if segments is None else kernels.SegmentIds(segments, segments)
+            given = {"save_residuals": True, "mask_function": mask.function, "attn_logits_soft_cap": call.softcap}
+            given |= {"is_mqa": False, "block_sizes": sizes, "residual_checkpoint_name": None}
+            lowest = kernels.DEFAULT_MASK_VALUE
+            output, (logsum,) = forward(
+                mask.info, query, key, value, pair, None, mask_value=lowest, interpret=self.interpret, **given
+            )
+            return output, logsum
+
+        arrays: tuple[Any, ...] = (
+            _scaled(call, query),
+            _heads_first(key),
+            _heads_first(value),
+            _segments(call.rows, places),
+        )
+        output, logsum = jax.vmap(of_row)(*arrays)
+        return _heads_first(output), logsum
+
+    def backward(
+        self,
+        call: Call,
+        query: Float[Array, "batch seq heads head_dim"],
+        key: Float[Array, "batch seq kv_heads head_dim"],
+        value: Float[Array, "batch seq kv_heads v_dim"],
+        places: Places,
+        output: Float[Array, "batch seq heads v_dim"],
+        logsum: Float[Array, "batch heads seq"],
+        to_output: Float[Array, "batch seq heads v_dim"],
+    ) -> tuple[
+        Float[Array, "batch seq heads head_dim"],
+        Float[Array, "batch seq kv_heads head_dim"],
+        Float[Array, "batch seq kv_heads v_dim"],
+    ]:
+        """The gradients of query, key and value."""
+        kernels, seq = _kernels(), query.shape[-3]
+        block, masks = _block(seq), {name: _mask(call.rows, seq, name) for name in ("to_query", "to_key")}
+        layout = kernels.QKVLayout.HEAD_DIM_MINOR
+        given: dict[str, Any] = {"bq": block, "bkv": block, "is_mqa": False, "interpret": self.interpret}
+        given |= {"mask_value": kernels.DEFAULT_MASK_VALUE, "attn_logits_soft_cap": call.softcap}
+        given |= {"q_layout": layout, "k_layout": layout, "v_layout": layout}
+        to_queries = typed(kernels._splash_attention_bwd_dq, query)
+        to_keys = typed(kernels._splash_attention_bwd_dkv, query)
+
+        def of_row(query, key, value, segments, logsum, to_output, shared):
+            pair = None if segments is None else kernels.SegmentIds(segments, segments)
+            arrays = query, key, value, pair, None, logsum, to_output, shared
+            mask = masks["to_query"]
+            to_query = to_queries(*arrays, mask_info=mask.info, mask_function=mask.function, **given)
+            mask, more = masks["to_key"], {"bkv_compute": block, "use_fused_bwd_kernel": False}
+            _, *rest = to_keys(*arrays, mask_info=mask.info, mask_function=mask.function, **more, **given)
+            return to_query, *rest
+
+        exact = at_least_float32(query.dtype)
+        shared = jnp.sum(output.astype(exact) * to_output.astype(exact), axis=-1).swapaxes(1, 2)
+        arrays: tuple[Any, ...] = (
+            _scaled(call, query),
+            _heads_first(key),
+            _heads_first(value),
+            _segments(call.rows, places),
+        )
+        arrays = *arrays, logsum, _heads_first(to_output), shared
+        to_query, to_key, to_value = jax.vmap(of_row)(*arrays)
+        to_query = (to_query.astype(exact) * call.scale).astype(query.dtype)
+        return _heads_first(to_query), _heads_first(to_key), _heads_first(to_value)
+
+
+def typed(function: Callable[..., Any], like: Array) -> Callable[..., Any]:
+    """A function of JAX's kernels whose results vary over the mesh axes that `like` varies over.
+
+    Under `shard_map(check_vma=True)` each result of `pallas_call` must say over which axes it varies, which JAX's own
+    kernels do not say. So the function runs with a `pallas_call` that says it for them.
+    """
+    pallas = function.__globals__["pl"]
+    varying = jax.typeof(like).manual_axis_type
+
+    def say(shape: Any) -> Any:
+        return None if shape is None else jax.ShapeDtypeStruct(shape.shape, shape.dtype, manual_axis_type=varying)
+
+    def pallas_call(*args: Any, out_shape: Any, **more: Any) -> Any:
+        return pallas.pallas_call(*args, out_shape=[say(shape) for shape in out_shape], **more)
+
+    mended = types.SimpleNamespace(**{**vars(pallas), "pallas_call": pallas_call})
+    names = {**function.__globals__, "pl": mended}
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+class _Mask(NamedTuple):
+    info: Any
+    function: Any
+
+
+@functools.lru_cache(maxsize=64)
+def _mask(rows: Rows, seq: int, kernel: str) -> _Mask:
+    """Which blocks a kernel visits and masks, of numpy arrays; one head's, as all heads have the same."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+        splash_attention_mask_info as infos,
+    )
+
+    shape = seq, seq
+    if rows.window is not None:
+        before = rows.window - 1
+        mask = masks.LocalMask(shape, (before, 0 if rows.is_causal else before), 0)
+    else:
+        mask = masks.CausalMask(shape) if rows.is_causal else masks.FullMask(shape)
+    process = infos.process_mask_dkv if kernel == "to_key" else infos.process_mask
+    blocks = _block(seq), _block(seq)
+    return _Mask(*process(masks.MultiHeadMask([mask]), blocks, head_shards=1, q_seq_shards=1))
+
+
+def _kernels() -> Any:
+    # Imported where it is used: what a CPU or a GPU runs needs none of it.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    return splash_attention_kernel
+
+
+def _block(seq: int) -> int:
+    """Tokens of a block of queries and of keys."""
+    return next(block for block in (512, 256, LANES) if seq % block == 0)
+
+
+def _segments(rows: Rows, places: Places) -> Int[Array, "batch seq"] | None:
+    """What parts documents; in rows of one document without a causal order, padding is parted from it."""
+    if rows.documents is not None:
+        return places.segments
+    return None if rows.is_causal else (places.positions >= 0).astype(jnp.int32)
+
+
+def _scaled(call: Call, query: Array) -> Array:
+    """Queries times the scale, for which the kernel has no place, heads first."""
+    exact = at_least_float32(query.dtype)
+    return _heads_first((query.astype(exact) * call.scale).astype(query.dtype))
+
+
+def _heads_first(x: Array) -> Array:
+    """Heads before tokens, or tokens before heads."""
+    return x.swapaxes(1, 2)
