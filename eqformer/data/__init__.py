@@ -1,6 +1,7 @@
 """Documents to batches: sources, tokenizers, a token cache on disk, packing, resumable order, mixtures, prefetch."""
 
 from ._chat import ChatTemplate as ChatTemplate, has_chat_template as has_chat_template
+from ._corpus import Corpus as Corpus, Means as Means
 from ._documents import (
     Document as Document,
     Source as Source,

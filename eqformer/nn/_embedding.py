@@ -5,9 +5,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from ._dtype import at_least_float32
 from ._module import Module
-from ._sums import look_up
+from ._sums import look_up, wide_map
 
 
 class Embedding(Module):
@@ -47,6 +46,5 @@ class LearnedPositions(Module):
 
 
 def unembed(x: Float[Array, "*batch embed"], weight: Float[Array, "vocab embed"]) -> Float[Array, "*batch vocab"]:
-    """`x W^T` with products in the dtype of `x` and sums, and so logits, in float32 at least."""
-    dtype = at_least_float32(x.dtype)
-    return jnp.einsum("...e,ve->...v", x, weight.astype(x.dtype), preferred_element_type=dtype)
+    """`x W^T` with products in the dtype of `x` and sums, and so logits, in float32 at least; gradients likewise."""
+    return wide_map(x, weight)

@@ -9,7 +9,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from ._dims import named_by
+from ._dtype import at_least_float32
 from ._linear_map import DenseMap, LinearMap
+from ._sums import wide_map
 
 
 class Linear(DenseMap):
@@ -38,7 +40,7 @@ class Linear(DenseMap):
         self.bias = jnp.zeros([sizes[dim] for dim in self.outputs], jnp.float32) if bias else None
 
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """`W x`, of the trailing dims of `x`; sums and result in `dtype` where one is given."""
+        """`W x`, of the trailing dims of `x`; sums and result in `dtype` where one is given, of gradients too."""
         wanted = tuple(self.sizes[name] for name in self.inputs)
         if x.shape[-len(wanted) :] != wanted:
             spec = f"{' '.join(self.inputs)} -> {' '.join(self.outputs)}"
@@ -46,6 +48,10 @@ class Linear(DenseMap):
                 f"Linear({spec!r})(x): the last dims of x must be {dict(zip(self.inputs, wanted))}; "
                 f"x has shape {x.shape}."
             )
+        if dtype is not None and jnp.dtype(dtype) == at_least_float32(x.dtype) != x.dtype:
+            rows = x.reshape(*x.shape[: x.ndim - len(wanted)], -1)
+            y = wide_map(rows, self.weight.reshape(-1, rows.shape[-1]))
+            return y.reshape(*y.shape[:-1], *self.output_shape)
         # Numbers stand for the dims: the inputs' first, then the outputs'.
         into = list(range(len(wanted)))
         out = list(range(len(wanted), len(wanted) + len(self.outputs)))

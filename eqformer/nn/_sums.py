@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ._dtype import at_least_float32
@@ -31,6 +32,39 @@ def wide_product(x: Float[Array, "..."], other: Float[Array, "..."]) -> Float[Ar
 def spread(x: Float[Array, "..."], shape: tuple[int, ...]) -> Float[Array, "..."]:
     """`x` broadcast to `shape`."""
     return jnp.broadcast_to(x.astype(at_least_float32(x.dtype)), shape).astype(x.dtype)
+
+
+def wide_map(
+    x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"]
+) -> Float[Array, "*batch outputs"]:
+    """`x W^T` with products in the dtype of `x`, and sums and result in float32 at least; the gradients' too.
+
+    JAX would multiply the result's float32 gradient in float32, with the weight cast up, and round what it sums over
+    tokens to the dtype of `x`. In 16 bits there is one derivative, in reverse mode, or more of them, but no `jax.jvp`.
+    """
+    return _product("...i,oi->...o", x, weight, x.dtype) if _is_wide(x) else _narrow_map(x, weight)
+
+
+@jax.custom_vjp
+def _narrow_map(x: Array, weight: Array) -> Array:
+    return _product("...i,oi->...o", x, weight, x.dtype)
+
+
+def _narrow_map_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, weight = saved
+    to_x = _product("...o,oi->...i", gradient, weight, x.dtype)
+    return to_x.astype(x.dtype), _product("...o,...i->oi", gradient, x, x.dtype).astype(weight.dtype)
+
+
+_narrow_map.defvjp(lambda x, weight: (_narrow_map(x, weight), (x, weight)), _narrow_map_backward)
+
+
+def _product(pattern: str, x: Array, other: Array, dtype: np.dtype) -> Array:
+    return jnp.einsum(pattern, x.astype(dtype), other.astype(dtype), preferred_element_type=at_least_float32(dtype))
+
+
+def _is_wide(x: Array) -> bool:
+    return at_least_float32(x.dtype) == x.dtype
 
 
 @jax.custom_jvp

@@ -4,10 +4,12 @@ A name stands in the program's metadata (`op_name`), before that of the operatio
 goes by the same name. So profiles, counted bytes and the tests that leave one out all speak of the same things.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from ._axes import CONTEXT, EXPERT, PIPE, TENSOR
@@ -107,9 +109,15 @@ def all_gather(name: str, x: Array, axis: str, dim: int = 0, *, stacks: bool = F
     return _sent("all_gather", name, x, axis, axis=dim if stacks else dim % x.ndim, tiled=not stacks)
 
 
-def psum_scatter(name: str, x: Array, axis: str, dim: int = 0) -> Array:
-    """This device's slice, along `dim`, of the sum over the axis."""
-    return _sent("psum_scatter", name, x, axis, scatter_dimension=dim % x.ndim, tiled=True)
+def psum_scatter(name: str, x: Array, axis: str, dim: int = 0, *, steps: Sequence[int] = ()) -> Array:
+    """This device's slice, along `dim`, of the sum over the axis.
+
+    With `steps` it is scattered several times, each time among so many devices; they multiply to the axis' size.
+    """
+    for groups in _groups(steps) or [None]:
+        options: dict[str, Any] = {} if groups is None else {"axis_index_groups": groups}
+        x = _sent("psum_scatter", name, x, axis, scatter_dimension=dim % x.ndim, tiled=True, **options)
+    return x
 
 
 def all_to_all(
@@ -131,6 +139,12 @@ def all_to_all(
 def ppermute(name: str, x: Array, axis: str, pairs: Sequence[tuple[int, int]]) -> Array:
     """What the first of each pair has, on the second."""
     return _sent("ppermute", name, x, axis, perm=pairs)
+
+
+def _groups(steps: Sequence[int]) -> list[list[list[int]]]:
+    """For each step the groups of places along an axis that share it: first those that differ in the first digit."""
+    places = np.arange(math.prod(steps)).reshape(steps)
+    return [np.moveaxis(places, step, -1).reshape(-1, size).tolist() for step, size in enumerate(steps)]
 
 
 def _sent(kind: str, name: str, x: PyTree, axes: str | tuple[str, ...], **options: Any) -> PyTree:

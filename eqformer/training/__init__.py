@@ -75,4 +75,11 @@ from ._step import (
     Step as Step,
     TrainState as TrainState,
 )
+from ._stretches import (
+    Continuation as Continuation,
+    continuation as continuation,
+    default_warmup as default_warmup,
+    Stretch as Stretch,
+    stretched_rates as stretched_rates,
+)
 from ._tally import count_of as count_of, routing_metrics as routing_metrics, Tally as Tally

@@ -73,11 +73,12 @@ def cross_entropy(
         z_loss: The factor of `log^2 Z` (arXiv 2204.02311).
         nats: What gives the nats of logits; a mesh that splits the vocabulary has its own.
     """
-    unembed, tables, vocab = _with_tables(unembed, hidden)
     flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), jax.lax.stop_gradient(weights.reshape(-1)))
     if chunk is None and hidden.dtype == jnp.float16:
         chunk = 1024  # so that a chunk's gradient of the table, computed before any scaling, fits in float16
+    vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
     sizes = _chunks(flat[1].shape[0], vocab, chunk)
+    unembed, tables = _with_tables(unembed, flat[0][: sizes[1]])
 
     def of_chunk(tables: list, hidden: Array, targets: Array, weights: Array) -> Array:
         logits = widened(unembed(hidden, *tables))
@@ -248,32 +249,32 @@ def _sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int]) ->
     return sums, jax.tree.map(lambda x: x.reshape(number * size, *x.shape[2:])[:num_tokens], each)
 
 
-def _with_tables(unembed: Callable, hidden: Array) -> tuple[Callable, list[Array], int]:
-    """`unembed` as a function of a chunk and of the arrays that it reads; those arrays; and the number of logits."""
+def _with_tables(unembed: Callable, chunk: Array) -> tuple[Callable, list[Array]]:
+    """`unembed` as a function of a chunk like this one and of the arrays that it reads; and those arrays."""
     leaves, rest = eqx.partition(unembed, eqx.is_inexact_array)
     leaves, structure = jax.tree.flatten(leaves)
-    row = jax.lax.stop_gradient(hidden.reshape(-1, hidden.shape[-1])[:1])
+    chunk = jax.lax.stop_gradient(chunk)
 
-    def call(leaves: list[Array], row: Array) -> Array:
-        return eqx.combine(jax.tree.unflatten(structure, leaves), rest)(row)
+    def call(leaves: list[Array], chunk: Array) -> Array:
+        return eqx.combine(jax.tree.unflatten(structure, leaves), rest)(chunk)
 
     # A bound method holds the whole model: only the arrays that it reads get gradients here.
-    program, logits = jax.make_jaxpr(call, return_shape=True)(leaves, row)
+    program = jax.make_jaxpr(call)(leaves, chunk)
     read = {id(variable) for equation in program.eqns for variable in equation.invars}
     is_read = [id(variable) in read for variable in program.jaxpr.invars[: len(leaves)]]
     # Inside `shard_map` a replicated table is multiplied with hidden states that vary over devices. `pcast` to varying
     # here, outside of the custom rule: the table's gradient is then reduced once, after all chunks, not once a chunk.
-    tables = [vary(leaf, varying_axes(row)) for leaf, used in zip(leaves, is_read) if used]
+    tables = [vary(leaf, varying_axes(chunk)) for leaf, used in zip(leaves, is_read) if used]
 
-    def with_read(row: Array, *tables: Array) -> Array:
+    def with_read(chunk: Array, *tables: Array) -> Array:
         given = iter(tables)
-        return call([next(given) if used else leaf for leaf, used in zip(leaves, is_read)], row)
+        return call([next(given) if used else leaf for leaf, used in zip(leaves, is_read)], chunk)
 
-    converted, closed_over = jax.closure_convert(with_read, row, *tables)
-    if any(varying_axes(array) != varying_axes(row) for array in closed_over):
+    converted, closed_over = jax.closure_convert(with_read, chunk, *tables)
+    if any(varying_axes(array) != varying_axes(chunk) for array in closed_over):
         raise ValueError(
             "cross_entropy(unembed): inside shard_map, arrays that a plain function closes over must vary over the "
-            f"same axes as hidden, {sorted(varying_axes(row))}; pass a bound method of a module or a "
+            f"same axes as hidden, {sorted(varying_axes(chunk))}; pass a bound method of a module or a "
             "jax.tree_util.Partial."
         )
-    return converted, tables + list(closed_over), logits.shape[-1]
+    return converted, tables + list(closed_over)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Key
 from recipes import Recipe
 
 from eqformer import Batch, models, nn, parallel, planning, training
-from support.prolonged import rates_of, Stretch, whole_run
+from support.prolonged import rates_of, whole_run
 from support.run_directory import RunDirectory
 from support.screen import Screen
 
@@ -93,7 +93,7 @@ def batch_shapes(recipe: Recipe) -> Batch:
 
 
 def optimizer_of(
-    recipe: Recipe, model: nn.Transformer, stretches: Sequence[Stretch] | None = None
+    recipe: Recipe, model: nn.Transformer, stretches: Sequence[training.Stretch] | None = None
 ) -> training.Optimizer:
     """The recipe's optimizer, with the learning rates of a new run or, if given, those of these stretches."""
     chosen = recipe.optimizer

@@ -1,6 +1,5 @@
 """From a recipe to its text: sources, their tokens in the folder that a user's runs share, and batches."""
 
-import dataclasses
 import math
 import os
 import warnings
@@ -19,49 +18,6 @@ from support.user_folder import user_folder
 
 SHARED = "EQFORMER_TOKENS"  # the environment variable that names the shared folder
 _HUB = "hub:"
-
-
-@dataclasses.dataclass(frozen=True)
-class Texts:
-    """A run's text: what batches are made of, and what each source has held out for validation, by its name."""
-
-    train: data.Loader | data.Mixture
-    held_out: Mapping[str, data.Loader]
-
-    @property
-    def weights(self) -> Mapping[str, float]:
-        """The share of each source in the rows."""
-        return self.train.weights if isinstance(self.train, data.Mixture) else dict.fromkeys(self.held_out, 1.0)
-
-    @property
-    def loaders(self) -> Mapping[str, data.Loader]:
-        """What is trained on, by the names of sources."""
-        return self.train.loaders if isinstance(self.train, data.Mixture) else dict.fromkeys(self.held_out, self.train)
-
-    @property
-    def identity(self) -> str:
-        """What differs between texts and between mixtures of the same texts."""
-        names = {name: one.store.path.name for name, one in self.loaders.items()}
-        return " + ".join(
-            names[name] if len(names) == 1 else f"{its:.9g} {names[name]}" for name, its in self.weights.items()
-        )
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """The tokens for training and those held out."""
-        count = lambda loaders: sum(len(one.store.tokens) for one in loaders.values())
-        return count(self.loaders), count(self.held_out)
-
-    def description(self, steps: int) -> str:
-        """A line on each source of a mixture: its tokens, its share, and how often the run goes through it."""
-        if not isinstance(self.train, data.Mixture):
-            return ""
-        epochs = self.train.epochs(steps)
-        each = (
-            f"{name} ({len(one.store.tokens):,} tokens) {self.weights[name]:.3g} of the rows, {epochs[name]:.3g} epochs"
-            for name, one in self.loaders.items()
-        )
-        return "the text is " + "; ".join(each)
 
 
 def sources_of(recipe: Recipe) -> dict[str, tuple[data.Source, float]]:
@@ -108,7 +64,7 @@ def open_texts(
     tokenizer: data.Tokenizer,
     directory: RunDirectory,
     screen: Screen,
-) -> Texts:
+) -> data.Corpus:
     """The texts as batches of the recipe's shape; their tokens as they are kept, or made now."""
     folders = [*shared_folder(), directory.data]
     before = _size(folders[0])
@@ -130,7 +86,7 @@ def open_texts(
     held_out = {name: data.Loader(its["validation"], **options) for name, its in stores.items()}
     weights = {name: weight for name, (_, weight) in sources.items()}
     one = train[next(iter(train))]
-    return Texts(data.Mixture(train, weights, seed=recipe.seed) if recipe.text.mix else one, held_out)
+    return data.Corpus(data.Mixture(train, weights, seed=recipe.seed) if recipe.text.mix else one, held_out)
 
 
 def _size(folder: Path) -> int:

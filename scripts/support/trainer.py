@@ -18,7 +18,7 @@ from support.forked import forked
 from support.mesh import loss_of, mesh_line, state_of, step_of
 from support.metric_writers import open_metrics, Write
 from support.pictures import draw_loads, draw_losses
-from support.prolonged import stretches_of, to_metadata
+from support.prolonged import stretches_of
 from support.published import keep_companions, tokenizer_of
 from support.recipe_file import to_json
 from support.report import add_sample, closing, figures, opening
@@ -27,7 +27,6 @@ from support.screen import Screen, Show
 from support.setup import adapted, Keys, keys_of, load_model, optimizer_of, shapes_of
 from support.stopping import signals
 from support.text import open_texts, sources_of
-from support.validation import validation_row
 
 
 class Trainer:
@@ -167,7 +166,14 @@ class Trainer:
 
     def _validate(self, run: training.Progress, write: Write) -> None:
         sums = lambda batch: self.evaluate(run.state.model, self.rows.place(batch))
-        row = validation_row(self.texts, sums, self.recipe.validation_batches, (self.rows.start, self.rows.stop))
+        rows = self.rows.start, self.rows.stop
+        mean, each = self.texts.validation(sums, self.recipe.validation_batches, rows=rows)
+        row = {
+            "validation_loss": mean.loss,
+            "validation_bits_per_byte": training.bits_per_byte(mean.loss, mean.bytes_per_token),
+            "validation_accuracy": mean.accuracy,
+        }
+        row |= {f"validation_loss/{name}": its.loss for name, its in each.items()} if len(each) > 1 else {}
         self.last.update(row)
         write({"step": run.step} | row)
         on_first_process(self._draw)
@@ -180,7 +186,7 @@ class Trainer:
         """What a checkpoint keeps beside the state."""
         place = {"text": self.texts.identity, "example": self.spikes.batch_of(step) * self.recipe.batch}
         recipe = {"name": self.name, "recipe": to_json(self.recipe)}
-        more = {"rates": to_metadata(self.stretches), "spikes": self.spikes.record()}
+        more = {"rates": list(map(dataclasses.asdict, self.stretches)), "spikes": self.spikes.record()}
         return training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, **more)
 
     def _sample(self, run: training.Progress) -> None:

@@ -1,5 +1,6 @@
 """Sums over tokens that a gradient takes: in float32, however narrow the numbers are."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,3 +80,46 @@ def test_an_id_outside_the_table_gives_nan_and_no_gradient():
     assert np.isnan(nn.look_up(table, ids)).any(axis=1).tolist() == [True, True, False]
     (pulled,) = jax.vjp(lambda table: nn.look_up(table, ids), table)[1](jnp.ones((3, 2)))
     assert pulled[:, 0].tolist() == [0, 0, 1, 0]
+
+
+def float64_gradients(x, weight, direction):
+    """By the weight and by the input of `sum(x W^T * direction)`."""
+    x, weight, direction = (np.asarray(y.astype(jnp.float32), np.float64) for y in (x, weight, direction))
+    return direction.T @ x, direction @ weight
+
+
+@pytest.mark.parametrize("way", ["table", "map", "plain"])
+def test_a_head_multiplies_in_16_bits_and_sums_in_float32_both_ways(way):
+    """Of a float32 weight; the control is JAX's own rule, which casts the weight up and rounds the sum over tokens."""
+    draw = np.random.default_rng(0)
+    x, direction = (jnp.asarray(draw.normal(size=(TOKENS, size)), jnp.bfloat16) for size in (8, 6))
+    table = jnp.asarray(draw.normal(size=(6, 8)), jnp.bfloat16).astype(jnp.float32)
+    linear = nn.Linear("embed -> vocab", embed=8, vocab=6, key=jax.random.key(0))
+    product = {
+        "table": lambda table, x: nn.unembed(x, table),
+        "map": lambda table, x: eqx.tree_at(lambda m: m.weight, linear, table).product(x, jnp.float32),
+        "plain": lambda table, x: jnp.einsum("ni,oi->no", x, table.astype(x.dtype), preferred_element_type=jnp.float32),
+    }[way]
+    loss = lambda table, x: jnp.sum(product(table, x) * direction.astype(jnp.float32))
+    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(table, x)
+    inputs = {str(v.aval.dtype) for line in program_lines(program.jaxpr, "dot_general") for v in line.invars}
+    to_table, to_x = jax.grad(loss, (0, 1))(table, x)
+    wanted_table, wanted_x = float64_gradients(x, table, direction)
+    error = np.abs(np.asarray(to_table, np.float64) - wanted_table).max() / np.abs(wanted_table).max()
+    assert to_x.dtype == jnp.bfloat16 and np.allclose(np.asarray(to_x, np.float64), wanted_x, 2**-8, 1e-3)
+    assert product(table, x).dtype == jnp.float32
+    if way == "plain":
+        assert inputs == {"bfloat16", "float32"} and error > 1e-4
+    else:
+        assert inputs == {"bfloat16"} and error < 1e-6
+
+
+def program_lines(jaxpr, name):
+    """The equations of a primitive in a program and what it calls."""
+    for line in jaxpr.eqns:
+        if line.primitive.name == name:
+            yield line
+        for inner in line.params.values():
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from program_lines(inner, name)

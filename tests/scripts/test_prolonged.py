@@ -11,7 +11,7 @@ from recipes import Optimization, Recipe
 from script_helpers import LLAMA, rows, run_here, TINY, write_corpus
 from support.check import check
 from support.command import parse
-from support.prolonged import rates_of, stretches_of, to_metadata, whole_run
+from support.prolonged import rates_of, stretches_of, whole_run
 from support.run_directory import RunDirectory
 
 from eqformer import models, training
@@ -24,7 +24,7 @@ def recipe(steps, rates_name: Any = "warmup-cosine", *, prolong: Any = "refuse",
 
 def save(folder, at, stretches, keep=None):
     with training.Checkpointer(folder, keep=keep) as checkpointer:
-        checkpointer.save({"x": jnp.zeros(1)}, at, {"rates": to_metadata(stretches)})
+        checkpointer.save({"x": jnp.zeros(1)}, at, {"rates": list(map(dataclasses.asdict, stretches))})
     return training.Checkpointer(folder)
 
 

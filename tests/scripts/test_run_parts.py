@@ -20,7 +20,7 @@ from rich.console import Console
 from support import pictures as _pictures, screen as _screen, trainer as _trainer
 from support.command import parse, recipe_of
 from support.metric_writers import open_metrics
-from support.prolonged import to_metadata, whole_run
+from support.prolonged import whole_run
 from support.published import check_published, ends_of, keep_companions, tokenizer_of
 from support.recipe_file import to_json
 from support.report import figures, opening
@@ -95,7 +95,7 @@ def test_a_folder_is_a_recipes_once_something_is_saved(tmp_path):
 
     def saved(step):
         with training.Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
-            about = {"rates": to_metadata(whole_run(recipe(steps=9)))}
+            about = {"rates": [dataclasses.asdict(its) for its in whole_run(recipe(steps=9))]}
             checkpointer.save({"x": np.zeros(1)}, step, about)
 
     other = models.preset("gpt2")
@@ -281,7 +281,7 @@ def test_a_run_goes_on_by_its_copy_once_the_published_folder_has_moved(folder, t
     with pytest.raises(ValueError, match="published"):  # it has no weights of its own yet
         parse(pretrain.Command, flags)
     with training.Checkpointer(run.checkpoints) as checkpointer:
-        checkpointer.save({"x": np.zeros(1)}, 3, {"rates": to_metadata(whole_run(begun))})
+        checkpointer.save({"x": np.zeros(1)}, 3, {"rates": [dataclasses.asdict(its) for its in whole_run(begun)]})
     again = parse(pretrain.Command, flags).run
     for spelled in (["--run_dir", str(run.path)], [f"--run_dir={run.path}"]):
         assert parse(pretrain.Command, [*flags[:2], *spelled]).run == again

@@ -13,7 +13,6 @@ from support.command import parse
 from support.run_directory import RunDirectory
 from support.screen import Screen
 from support.text import open_texts, shared_folder, sources_of
-from support.validation import validation_row
 
 from eqformer import data, models
 
@@ -142,19 +141,14 @@ def test_validation_is_the_mean_of_the_sources_by_their_weights(corpus, shared, 
         counted = {"nats": batch.ids, "correct": batch.ids < 60, "count": np.ones_like(batch.ids)}
         return {name: (x * batch.weights).sum() for name, x in counted.items()}
 
-    row = validation_row(texts, sums, 10**6, (0, 4))
+    mean, each = texts.validation(sums, 10**6, rows=(0, 4))
     ids = [one.packing(np.arange(one.rows_per_epoch)).ids for one in texts.held_out.values()]
     sizes = [one.store.bytes_per_token for one in texts.held_out.values()]
-    loss = 0.75 * ids[0].mean() + 0.25 * ids[1].mean()
-    assert row == pytest.approx(
-        {
-            "validation_loss": loss,
-            "validation_bits_per_byte": loss / np.log(2) / (0.75 * sizes[0] + 0.25 * sizes[1]),
-            "validation_accuracy": 0.75 * (ids[0] < 60).mean() + 0.25 * (ids[1] < 60).mean(),
-            "validation_loss/corpus": ids[0].mean(),
-            "validation_loss/other": ids[1].mean(),
-        }
-    )
-    assert loss != pytest.approx(np.concatenate(ids).mean(), rel=1e-4)  # the control: not the mean of all rows
-    alone = validation_row(texts_of(tmp_path / "run", data=other), sums, 10**6, (0, 4))
-    assert len(alone) == 3 and alone["validation_loss"] == row["validation_loss/other"]
+    assert list(each) == ["corpus", "other"]
+    assert [its.loss for its in each.values()] == pytest.approx([its.mean() for its in ids])
+    assert mean.loss == pytest.approx(0.75 * ids[0].mean() + 0.25 * ids[1].mean())
+    assert mean.accuracy == pytest.approx(0.75 * (ids[0] < 60).mean() + 0.25 * (ids[1] < 60).mean())
+    assert mean.bytes_per_token == pytest.approx(0.75 * sizes[0] + 0.25 * sizes[1])
+    assert mean.loss != pytest.approx(np.concatenate(ids).mean(), rel=1e-4)  # the control: not the mean of all rows
+    alone, of_one = texts_of(tmp_path / "run", data=other).validation(sums, 10**6)
+    assert alone == of_one["other"] == each["other"]

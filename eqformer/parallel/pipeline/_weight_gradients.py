@@ -5,6 +5,7 @@ and `dy` are kept. To that end each `nn.DenseMap` of some blocks is replaced by 
 zeros that it ignores: the "gradients" of those are `x` and `dy`. A scan over layers stacks them like any gradient.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from ... import nn
 from .._axes import FSDP
 from .._vary import vary
 from ..state._fully_sharded import Gathered
-from ..state._stand_ins import scatter
+from ..state._stand_ins import scatter, Steps
 from ..tensor._whole import Sliced
 from ._taps import Notes, Seen, Tapped
 
@@ -31,7 +32,7 @@ def taps(blocks: PyTree, notes: dict[int, Notes], tokens: int) -> dict[int, tupl
     is the layer's own: neither gathered, nor one of several under `vmap`, nor read by someone else.
     """
     found = {}
-    for number, (linear, dim) in enumerate(_sites(blocks)):
+    for number, (linear, dim, _) in enumerate(_sites(blocks)):
         calls = notes[number].calls
         if len(calls) != 1:
             continue
@@ -74,7 +75,7 @@ def is_differentiated(blocks: PyTree) -> PyTree:
     def flags(node: PyTree) -> PyTree:
         if isinstance(node, Gathered):
             no_values = jax.tree.map(lambda _: False, node.values)
-            return Gathered(is_differentiated(node.inner), node.dims, node.dtypes, node.keeps, no_values)
+            return dataclasses.replace(node, inner=is_differentiated(node.inner), values=no_values)
         kept = jax.tree.map(eqx.is_inexact_array, node)
         return eqx.tree_at(lambda n: n.inner.weight, kept, False) if isinstance(node, Tapped) else kept
 
@@ -94,7 +95,7 @@ def split_gradients(
     products = {number: (node.into, node.out) for number, node in taken.items()}
     plain = {number: node.inner for number, node in taken.items()}
     nothing = lambda values: jax.tree.map(lambda _: None, values)
-    restored = lambda new, old: Gathered(new.inner, old.dims, old.dtypes, old.keeps, nothing(old.values))
+    restored = lambda new, old: dataclasses.replace(old, inner=new.inner, values=nothing(old.values))
     return _each_gathered(restored, _replaced(gradients, plain), blocks), products
 
 
@@ -105,14 +106,14 @@ def weight_gradients(blocks: PyTree, products: dict[int, tuple[Array, Array]]) -
     """
     sites = _sites(blocks)
 
-    def multiply(linear: nn.DenseMap, dim: int | None, into: Array, out: Array) -> nn.DenseMap:
+    def multiply(linear: nn.DenseMap, dim: int | None, steps: Steps, into: Array, out: Array) -> nn.DenseMap:
         layers = linear.weight.shape[0]
         into = into.reshape(layers, -1, math.prod(into.shape[into.ndim - len(linear.inputs) :]))
         out = out.reshape(layers, -1, math.prod(out.shape[out.ndim - len(linear.outputs) :]))
         exact = nn.at_least_float32(into.dtype)
         product = jnp.einsum("lni,lno->loi", into, out, preferred_element_type=exact)
         product = product.reshape(_whole_shape(linear, dim))
-        product = product if dim is None else scatter(product, dim + 1)
+        product = product if dim is None else scatter(product, dim + 1, steps)
         nothing = jax.tree.map(lambda _: None, linear)
         return eqx.tree_at(lambda m: m.weight, nothing, product, is_leaf=lambda node: node is None)
 
@@ -129,15 +130,19 @@ def _is_map(node: object) -> TypeGuard[nn.DenseMap]:
     return isinstance(node, nn.DenseMap)
 
 
-def _sites(blocks: PyTree) -> list[tuple[nn.DenseMap, int | None]]:
-    """The maps in the tree's order, each with the dim of a layer's weight that is gathered for its use, or None."""
-    found = []
+def _sites(blocks: PyTree) -> list[tuple[nn.DenseMap, int | None, Steps]]:
+    """The maps in the tree's order, each with the dim of a layer's weight that is gathered for its use, or None.
+
+    And the steps in which the weight's gradient is scattered.
+    """
+    found: list[tuple[nn.DenseMap, int | None, Steps]] = []
     for node in jax.tree.leaves(blocks, is_leaf=lambda node: _is_node(node) or isinstance(node, Gathered)):
         if isinstance(node, Gathered):
             for linear, dims in zip(_nodes(node), _by_node(node, node.dims)):
-                found += [(linear, dims[_place_of_weight(linear)])] if isinstance(linear, nn.DenseMap) else []
+                if isinstance(linear, nn.DenseMap):
+                    found.append((linear, dims[_place_of_weight(linear)], node.steps))
         elif _is_map(node):
-            found.append((node, None))
+            found.append((node, None, ()))
     return found
 
 
@@ -180,7 +185,7 @@ def _not_gathering_taps(new: Gathered, old: Gathered) -> Gathered:
 
     dims, dtypes = with_taps(old.dims, None), with_taps(old.dtypes, old.dtypes[0])
     values = None if old.values is None else with_taps(old.values, None)
-    return Gathered(new.inner, dims, dtypes, old.keeps, values)
+    return dataclasses.replace(old, inner=new.inner, dims=dims, dtypes=dtypes, values=values)
 
 
 def _nodes(gathered: Gathered) -> list:

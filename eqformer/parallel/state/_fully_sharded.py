@@ -14,17 +14,21 @@ from ._stand_ins import gather, routed
 class Gathered(nn.Module):
     """A block whose arrays are split over devices; they are gathered when it is called, and not kept.
 
-    `dims` has, for each array, the dim that is split or None, and `dtypes` the dtype in which it is gathered and used.
-    The backward pass gathers again, and reduce-scatters gradients in float32 at least. `keeps` says that the caller
-    runs the block under `jax.checkpoint`, which keeps no parameters; otherwise the block does so itself. `values` is
-    None, or a tuple with the values of arrays for which `inner` has a stand-in, and None for the others.
+    The backward pass gathers again, and reduce-scatters gradients in float32 at least.
     """
 
     inner: PyTree
+    """The block."""
     dims: tuple[int | None, ...] = eqx.field(static=True)
+    """For each array the dim that is split, or None."""
     dtypes: tuple[str, ...] = eqx.field(static=True)
+    """The dtype in which each is gathered and used."""
     keeps: bool = eqx.field(static=True, default=False)
+    """Whether the caller runs the block under `jax.checkpoint`, which keeps no parameters; else it does so itself."""
     values: PyTree = None
+    """None, or a tuple with the values of arrays for which `inner` has a stand-in, and None for the others."""
+    steps: tuple[int, ...] = eqx.field(static=True, default=())
+    """Those in which gradients are scattered over a torus (`Plan.scatter_steps`)."""
 
     def __call__(self, *args: PyTree) -> PyTree:
         """The block's own call."""
@@ -43,19 +47,20 @@ class Gathered(nn.Module):
         leaves, structure = jax.tree.flatten(arrays)
         values = (None,) * len(leaves) if values is None else values
         each = zip(leaves, self.dims, self.dtypes, values, strict=True)
-        return jax.tree.unflatten(structure, [gather(*one) for one in each])
+        return jax.tree.unflatten(structure, [gather(*one, self.steps) for one in each])
 
 
 class Scattered(nn.Module):
     """A block whose arrays have gradients of another dtype (16-bit arrays) or shape (split by ZeRO-2).
 
     `inner` is the block with stand-ins for such arrays, and `values` has their values, None for the others. `dims` has
-    the dim along which each gradient is scattered as soon as it is computed, or None.
+    the dim along which each gradient is scattered as soon as it is computed, or None, and `steps` how (see `Gathered`).
     """
 
     inner: PyTree
     values: PyTree
     dims: tuple[int | None, ...] = eqx.field(static=True)
+    steps: tuple[int, ...] = eqx.field(static=True, default=())
 
     def __call__(self, *args: PyTree) -> PyTree:
         """The block's own call."""
@@ -69,7 +74,7 @@ class Scattered(nn.Module):
         arrays, rest = eqx.partition(self.inner, eqx.is_array)
         leaves, structure = jax.tree.flatten(arrays)
         each = zip(self.values, leaves, self.dims, strict=True)
-        whole = [leaf if value is None else routed(value, leaf, dim) for value, leaf, dim in each]
+        whole = [leaf if value is None else routed(value, leaf, dim, self.steps) for value, leaf, dim in each]
         return eqx.combine(jax.tree.unflatten(structure, whole), rest)
 
 

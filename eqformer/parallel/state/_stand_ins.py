@@ -16,6 +16,9 @@ from .._axes import FSDP
 from .._vary import vary_like
 
 
+Steps = tuple[int, ...]  # among how many devices each a gradient is scattered one after another; none: at once
+
+
 def is_narrow(x: object) -> bool:
     """Whether an array's gradient is wider than the array: one of 16 bits or fewer, of floating-point numbers."""
     return nn.is_trainable(x) and nn.at_least_float32(x.dtype) != x.dtype  # type: ignore[attr-defined]
@@ -26,44 +29,49 @@ def stand_in(x: Array) -> Array:
     return vary_like(jnp.zeros(x.shape, nn.at_least_float32(x.dtype)), x)
 
 
-def routed(value: Array, stand_in: Array, dim: int | None = None) -> Array:
+def routed(value: Array, stand_in: Array, dim: int | None = None, steps: Steps = ()) -> Array:
     """The values of `value` with the gradient of `stand_in`, there summed and scattered along `dim` if one is given."""
-    return _route(dim, vary_like(value, stand_in), stand_in)
+    return _route(dim, steps, vary_like(value, stand_in), stand_in)
 
 
-def gather(leaf: Array, dim: int | None, dtype: str, value: Array | None = None) -> Array:
+def gather(leaf: Array, dim: int | None, dtype: str, value: Array | None = None, steps: Steps = ()) -> Array:
     """The whole of an array that `fsdp` splits along `dim`, in `dtype`; its gradient crosses in float32 at least.
 
-    Where `leaf` is a stand-in, `value` has its values.
+    Where `leaf` is a stand-in, `value` has its values. `steps` are those of the gradient's `scatter`.
     """
     if dim is None:
         return leaf if value is None else routed(value, leaf)
     if not nn.is_trainable(leaf):
-        return _gather_plainly(dim, dtype, None, leaf)
-    return _gather(dim, dtype, None if value is None else vary_like(value, leaf), leaf)
+        return _gather_plainly(dim, dtype, steps, None, leaf)
+    return _gather(dim, dtype, steps, None if value is None else vary_like(value, leaf), leaf)
 
 
-def scatter(gradient: Array, dim: int) -> Array:
-    """The sum over the devices' partial gradients, in float32 at least, of which each keeps its slice along `dim`."""
+def scatter(gradient: Array, dim: int, steps: Steps = ()) -> Array:
+    """The sum over the devices' partial gradients, in float32 at least, of which each keeps its slice along `dim`.
+
+    It is scattered at once, or in `steps` among so many devices each (see `Placement.scatter_steps`).
+    """
     wide = gradient.astype(nn.at_least_float32(gradient.dtype))
-    return send.psum_scatter("gradients over fsdp", wide, FSDP, dim)
+    return send.psum_scatter("gradients over fsdp", wide, FSDP, dim, steps=steps)
 
 
-def _gather_plainly(dim: int, dtype: str, value: Array | None, leaf: Array) -> Array:
+def _gather_plainly(dim: int, dtype: str, steps: Steps, value: Array | None, leaf: Array) -> Array:
     return send.all_gather("parameters over fsdp", (leaf if value is None else value).astype(dtype), FSDP, dim)
 
 
-def _gather_backward(dim: int, dtype: str, like: Array | np.ndarray, gradient: Array) -> tuple[None, Array]:
-    return None, scatter(gradient, dim).astype(like.dtype)
+def _gather_backward(
+    dim: int, dtype: str, steps: Steps, like: Array | np.ndarray, gradient: Array
+) -> tuple[None, Array]:
+    return None, scatter(gradient, dim, steps).astype(like.dtype)
 
 
-_gather = jax.custom_vjp(_gather_plainly, nondiff_argnums=(0, 1))
+_gather = jax.custom_vjp(_gather_plainly, nondiff_argnums=(0, 1, 2))
 _gather.defvjp(lambda *given: (_gather_plainly(*given), jnp.zeros((), given[-1].dtype)), _gather_backward)
 
 
-def _route_backward(dim: int | None, like: Array | np.ndarray, gradient: Array) -> tuple[None, Array]:
-    return None, (gradient if dim is None else scatter(gradient, dim)).astype(like.dtype)
+def _route_backward(dim: int | None, steps: Steps, like: Array | np.ndarray, gradient: Array) -> tuple[None, Array]:
+    return None, (gradient if dim is None else scatter(gradient, dim, steps)).astype(like.dtype)
 
 
-_route = jax.custom_vjp(lambda dim, value, stand_in: value, nondiff_argnums=(0,))
-_route.defvjp(lambda dim, value, stand_in: (value, jnp.zeros((), stand_in.dtype)), _route_backward)
+_route = jax.custom_vjp(lambda dim, steps, value, stand_in: value, nondiff_argnums=(0, 1))
+_route.defvjp(lambda dim, steps, value, stand_in: (value, jnp.zeros((), stand_in.dtype)), _route_backward)

@@ -1,0 +1,88 @@
+"""A run's text: what it trains on, and what each source has held out to validate it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .._shapes import Batch
+from ._loader import Loader
+from ._mixture import Mixture
+
+
+class Means(NamedTuple):
+    """Means over the tokens of a text: of the loss, in nats; of the tokens that were right; and of their bytes."""
+
+    loss: float
+    accuracy: float
+    bytes_per_token: float
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a run reads: a text, or several.
+
+    Args:
+        train: What batches are made of.
+        held_out: What each source has held out for validation, by its name.
+    """
+
+    train: Loader | Mixture
+    held_out: Mapping[str, Loader]
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """The share of each source in the rows."""
+        return self.train.weights if isinstance(self.train, Mixture) else dict.fromkeys(self.held_out, 1.0)
+
+    @property
+    def loaders(self) -> Mapping[str, Loader]:
+        """What is trained on, by the names of sources."""
+        return self.train.loaders if isinstance(self.train, Mixture) else dict.fromkeys(self.held_out, self.train)
+
+    @property
+    def identity(self) -> str:
+        """What differs between texts and between mixtures of the same texts."""
+        names = {name: one.store.path.name for name, one in self.loaders.items()}
+        return " + ".join(
+            names[name] if len(names) == 1 else f"{its:.9g} {names[name]}" for name, its in self.weights.items()
+        )
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The tokens for training and those held out."""
+        count = lambda loaders: sum(len(one.store.tokens) for one in loaders.values())
+        return count(self.loaders), count(self.held_out)
+
+    def description(self, steps: int) -> str:
+        """A line on each source of a mixture: its tokens, its share, and how often the run goes through it."""
+        if not isinstance(self.train, Mixture):
+            return ""
+        epochs = self.train.epochs(steps)
+        each = (
+            f"{name} ({len(one.store.tokens):,} tokens) {self.weights[name]:.3g} of the rows, {epochs[name]:.3g} epochs"
+            for name, one in self.loaders.items()
+        )
+        return "the text is " + "; ".join(each)
+
+    def validation(
+        self, sums: Callable[[Batch], Mapping[str, Any]], batches: int, *, rows: tuple[int, int] | None = None
+    ) -> tuple[Means, dict[str, Means]]:
+        """The means over what was held out: those of the sources by their shares, and those of each source.
+
+        `sums` gives a batch's `nats`, `correct` and `count`, as `training.evaluation_sums` does. Of each source,
+        `batches` evenly spaced batches are read at most; of each batch, the rows from `rows[0]` to before `rows[1]`.
+        """
+        each = {name: _means(loader, sums, batches, rows) for name, loader in self.held_out.items()}
+        total = (sum(self.weights[name] * its[field] for name, its in each.items()) for field in range(3))
+        return Means(*total), each
+
+
+def _means(
+    loader: Loader, sums: Callable[[Batch], Mapping[str, Any]], batches: int, rows: tuple[int, int] | None
+) -> Means:
+    start, stop = (0, loader.batch_size) if rows is None else rows
+    total = {"nats": 0.0, "correct": 0.0, "count": 0.0}
+    for batch in loader.epoch(batches, start=start, stop=stop):
+        found = sums(batch)
+        total = {name: before + float(found[name]) for name, before in total.items()}
+    return Means(total["nats"] / total["count"], total["correct"] / total["count"], loader.store.bytes_per_token)
