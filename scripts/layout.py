@@ -26,10 +26,9 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
-import equinox as eqx
 import jax
 import tyro
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from recipes import Recipe
 from support.check import check
 from support.command import parse
@@ -38,7 +37,7 @@ from support.flags import naming_flags
 from support.mesh import abstract_plan, check_plan, check_sizes, mesh_line, plan_of, state_of, step_of
 from support.processes import check_machine, Machine
 from support.screen import one_message
-from support.setup import batch_shapes, keys_of, optimizer_of
+from support.setup import batch_shapes, optimizer_of
 
 from eqformer import nn, parallel, planning, training
 from eqformer.parallel import CONTEXT, TENSOR
@@ -150,17 +149,8 @@ def compiled_step(recipe: Recipe, plan: parallel.Plan, model: Any, **options: An
     """The recipe's step, compiled from shapes, with XLA's `options`."""
     optimizer = optimizer_of(recipe, model)
     states = state_of(recipe, plan, optimizer, model)
-    rows = NamedSharding(plan.mesh, PartitionSpec(parallel.BATCH_AXES))
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch_shapes(recipe))
-    key = states.everywhere(keys_of(recipe).steps)
-    step = step_of(recipe, plan, optimizer)
-    arrays, rest = eqx.partition(states.held_shapes(), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-
-    def run(arrays: Any, batch: Any, key: Any) -> Any:
-        state, metrics = step(eqx.combine(arrays, rest), batch, key)
-        return eqx.filter(state, eqx.is_array), metrics
-
-    return jax.jit(run, donate_argnums=0).lower(arrays, batch, key).compile(compiler_options=options)
+    lowered = planning.lowered_step(states, step_of(recipe, plan, optimizer), batch_shapes(recipe))
+    return lowered.compile(compiler_options=options)
 
 
 def _draw(path: Path, recipe: Recipe, model: Any) -> None:

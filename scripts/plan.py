@@ -7,31 +7,39 @@ from support import environment
 
 if __name__ == "__main__":
     environment.prepare([*sys.argv, "--simulate", "1"])  # nothing runs, so JAX needs no accelerator of its own
+    environment.prepare_compilers()
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import equinox as eqx
+import jax
 import tyro
 from recipes import Recipe
 from support.check import check
 from support.command import parse
-from support.fitting import choices, gigabytes
+from support.fitting import choices, gigabytes, recipe_under
 from support.flags import naming_flags
-from support.mesh import abstract_plan, check_plan, check_sizes, flags, mesh_line, state_of
+from support.mesh import abstract_plan, check_plan, check_sizes, flags, mesh_line, plan_of, state_of, step_of
+from support.not_here import Compilation, compilation_of, devices_of, missing_compiler
 from support.pictures import draw_costs
+from support.plan_words import compilation_dict, forecast_text, held_text, program_text
 from support.screen import one_message
 from support.setup import batch_shapes, optimizer_of
 
-from eqformer import nn, planning, training
+from eqformer import nn, parallel, planning
+from eqformer.training import PlannedState
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
     """Tell what a run will hold, send and take on accelerators that are not here: give the flags of pretrain.py.
 
-    All is by formulas from shapes; nothing runs, so a pod can be examined on any machine.
+    First by formulas from shapes; then, where the accelerators' compiler is installed, by the recipe's real step as it
+    compiles for them. Nothing runs, so a pod can be examined on any machine.
     """
 
     recipe: str
@@ -39,8 +47,12 @@ class Command:
     run: Annotated[Recipe, tyro.conf.arg(name="")]
     topology: str = "h100:8"
     """The accelerators: v5e:16x16, v5p:8x8x16, v6e:16x16, tpu7x:4x4x4, or GPUs of a machine x machines, h100:8x4."""
+    decode: bool = False
+    """Tell of decoding one token of --batch rows with caches of --seq tokens, not of training."""
     search: bool = False
-    """Rank meshes over all the devices by the time of a step, in place of the mesh that is given."""
+    """Rank meshes over all the devices by the time of a step, in place of the mesh that is given; compile the best."""
+    formulas: bool = False
+    """Compile nothing."""
     json: bool = False
     """Print JSON."""
     picture: Path | None = None
@@ -52,40 +64,81 @@ class Command:
 # The flags that pretrain.py does not have, with their descriptions for `--help`.
 OWN = {
     "--topology NAME:SHAPE": "v5e:16x16, v5p:8x8x16, tpu7x:4x4x4, h100:8x4",
+    "--decode": "tell of decoding --batch rows, caches of --seq tokens",
     "--search": "rank all meshes by the time of a step",
+    "--formulas": "compile nothing",
     "--json": "print JSON",
     "--picture FILE": "draw memory and time by cause to this PNG",
 }
 IGNORED = ("the run",)  # groups of flags in `--help` that change nothing in the report
-OFFERED = 5  # the most meshes that a search lists
+OFFERED, COMPILED = 5, 2  # the most meshes that a search lists, and that it compiles
 
 
 def tell(command: Command) -> None:
     """Print what is asked for."""
     recipe, topology = command.run, planning.topology(command.topology)
     check_sizes(recipe)
-    model, batch = check(recipe), batch_shapes(recipe)
-    states = state_of(recipe, abstract_plan(recipe), optimizer_of(recipe, model), model)
+    model = check(recipe)
     if command.search:
+        states = state_of(recipe, abstract_plan(recipe), optimizer_of(recipe, model), model)
         search(command, states, model, topology)
         return
+    plan = abstract_plan(recipe)
     try:
-        topology.speeds(states.plan.mesh)
+        topology.speeds(plan.mesh)
     except ValueError as error:
         raise ValueError(f"{flags(recipe) or '--mesh'} --topology {topology}: {error}") from error
-    check_plan(recipe, states.plan, model)
-    found = planning.forecast(states, model, batch, topology)
+    run = decoding(recipe, model, topology) if command.decode else training(recipe, model, topology)
+    made = None if command.formulas or missing_compiler(topology) else compilation_of(*lowered(run, recipe, topology))
     if command.json:
-        print(json.dumps({"recipe": command.recipe, "flags": flags(recipe)} | found.as_dict(), indent=1))
+        row = {"recipe": command.recipe, "flags": flags(recipe)} | run.found.as_dict()
+        print(json.dumps(row | {"compiled": made and compilation_dict(made)}, indent=1))
     else:
-        print(_report(states, found))
-        if found.missing:
-            print(_instead(recipe, states, model, found))
+        print(forecast_text(run.found, mesh_line(plan)), end="\n\n")
+        print(_unsaid(command, topology) if made is None else program_text(made, run.found))
+        if run.instead is not None and (run.found.missing or (made is not None and _lacks(made, topology))):
+            print(run.instead())
     if command.picture is not None:
-        draw_costs(found.held, found.topology.accelerator.memory, found.time.by_cause, command.picture)
+        draw_costs(run.found.held, topology.accelerator.memory, run.found.time.by_cause, command.picture)
 
 
-def search(command: Command, states: training.PlannedState, model: nn.Transformer, topology: planning.Topology) -> None:
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What is reported: its formulas, how it is lowered under a plan, and the plans that would do in its place."""
+
+    found: planning.Forecast
+    lower: Callable[[parallel.Plan], jax.stages.Lowered]
+    instead: Callable[[], str] | None = None
+
+
+def training(recipe: Recipe, model: nn.Transformer, topology: planning.Topology) -> Run:
+    """A training step."""
+    plan, optimizer, batch = abstract_plan(recipe), optimizer_of(recipe, model), batch_shapes(recipe)
+    check_plan(recipe, plan, model)
+    states = state_of(recipe, plan, optimizer, model)
+
+    def lower(plan: parallel.Plan) -> jax.stages.Lowered:
+        return planning.lowered_step(states.under(plan), step_of(recipe, plan, optimizer), batch)
+
+    found = planning.forecast(states, model, batch, topology)
+    return Run(found, lower, lambda: _instead(recipe, states, model, topology))
+
+
+def decoding(recipe: Recipe, model: nn.Transformer, topology: planning.Topology) -> Run:
+    """A step that writes a token of each row, with parameters in the dtype that they are computed in."""
+    model = eqx.filter_eval_shape(nn.Precision(recipe.precision.compute, recipe.precision.compute).apply, model)
+    sizes = {"rows": recipe.batch, "capacity": recipe.seq}
+    found = planning.decode_forecast(abstract_plan(recipe), model, topology, **sizes)
+    return Run(found, lambda plan: planning.lowered_decode(plan, model, **sizes))
+
+
+def lowered(run: Run, recipe: Recipe, topology: planning.Topology) -> tuple[Any, planning.Topology, Any]:
+    """A run's program over a topology's devices, before it is compiled."""
+    plan = plan_of(recipe, devices_of(topology))
+    return run.lower(plan), topology, plan.mesh
+
+
+def search(command: Command, states: PlannedState, model: nn.Transformer, topology: planning.Topology) -> None:
     """Print the meshes that fit and take the least time."""
     recipe = command.run
     offered = planning.best_plans(states, model, batch_shapes(recipe), topology, most=OFFERED)
@@ -94,46 +147,39 @@ def search(command: Command, states: training.PlannedState, model: nn.Transforme
             f"--search --topology {topology}: no mesh was found that fits into {gigabytes(topology.accelerator.memory)}"
             " a device; take more devices, more --microbatches, a smaller --batch or --seq, or a smaller model."
         )
+    made: list[Compilation | None] = [None] * len(offered)
+    if not command.formulas and missing_compiler(topology) is None:
+        for number, one in enumerate(offered[:COMPILED]):
+            own = recipe_under(recipe, one.candidate)
+            made[number] = compilation_of(*lowered(training(own, one.candidate.model, topology), own, topology))
     if command.json:
-        print(json.dumps([{"flags": choices(recipe, one.candidate)} | one.as_dict() for one in offered], indent=1))
+        rows = [{"flags": choices(recipe, one.candidate)} | one.as_dict() for one in offered]
+        print(json.dumps([row | {"compiled": its and compilation_dict(its)} for row, its in zip(rows, made)], indent=1))
         return
-    rows = [("seconds", "MFU", "held", "bound by", "flags")]
-    rows += [
-        (f"{its.time.seconds:.3f}", f"{its.time.utilization:.1%}", gigabytes(its.held), its.time.bound)
-        + (choices(recipe, its.candidate),)
-        for its in offered
-    ]
-    print(f"{topology}, {topology.devices} devices, by formulas\n{nn.format_table(rows)}")
+    table = [("seconds", "MFU", "held", "compiled", "bound by", "flags")]
+    for one, its in zip(offered, made):
+        row = (f"{one.time.seconds:.3f}", f"{one.time.utilization:.1%}", gigabytes(one.held))
+        table.append((*row, held_text(its), one.time.bound, choices(recipe, one.candidate)))
+    print(f"{topology}, {topology.devices} devices, ranked by formulas\n{nn.format_table(table)}")
+    if made[0] is None:
+        print(_unsaid(command, topology))
 
 
-def _report(states: training.PlannedState, found: planning.Forecast) -> str:
-    time, memory = found.time, found.topology.accelerator.memory
-    head = f"{found.topology}; {mesh_line(states.plan)}; {found.parameters:,} parameters"
-    rows = [("a device holds", "", "of its memory")]
-    sizes = {**found.held, "sum": found.total}
-    rows += [(name, gigabytes(size), f"{size / memory:.1%}") for name, size in sizes.items()]
-    verdict = f"does not fit: {gigabytes(found.missing)} too much" if found.missing else "fits"
-    verdict += f", of {gigabytes(memory)}, before what the compiler needs to work in"
-    lines = [f"{head}; by formulas, nothing compiled", "", nn.format_table(rows), verdict, ""]
-    rows = [("over", "a device sends in a step", "bytes")]
-    rows += [(cause, what, gigabytes(size)) for cause, what, size in found.sent]
-    lines += [nn.format_table(rows) if found.sent else "nothing is sent between devices", ""]
-    rows = [("a step, by roofline", "seconds", "")]
-    beside = {cause: "beside products" for cause in time.hidden}
-    rows += [(cause, f"{seconds:.4f}", beside.get(cause, "")) for cause, seconds in time.by_cause.items()]
-    rows += [("bubble of the pipeline", f"{time.bubble:.1%}", "")] * (time.bubble > 0)
-    rows.append(("in all", f"{time.seconds:.4f}", f"bound by {time.bound}"))
-    lines.append(nn.format_table(rows))
-    lines.append(f"{found.operations:.4g} operations of the model a device and step: an MFU of {time.utilization:.1%}")
-    return "\n".join(lines)
+def _unsaid(command: Command, topology: planning.Topology) -> str:
+    return missing_compiler(topology) or f"nothing is compiled, as --formulas {command.formulas} says"
 
 
-def _instead(recipe: Recipe, states: training.PlannedState, model: nn.Transformer, found: planning.Forecast) -> str:
-    offered = planning.best_plans(states, model, batch_shapes(recipe), found.topology)
+def _lacks(made: Compilation, topology: planning.Topology) -> bool:
+    program = made.program
+    return program is None or program.argument + program.temporary > topology.accelerator.memory
+
+
+def _instead(recipe: Recipe, states: PlannedState, model: nn.Transformer, topology: planning.Topology) -> str:
+    offered = planning.best_plans(states, model, batch_shapes(recipe), topology)
     if not offered:
         return "no other mesh over these devices was found that fits; take more devices, or a smaller --batch or --seq"
     said = (f"  {choices(recipe, one)}: {gigabytes(held)}, {time.seconds:.3f} s a step" for one, held, time in offered)
-    return "\n".join(["as many devices would hold it by", *said])
+    return "\n".join(["by formulas, as many devices would hold it by", *said])
 
 
 def main(arguments: list[str]) -> None:

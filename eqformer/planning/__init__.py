@@ -25,7 +25,13 @@ from ._communication import (
     communication_table as communication_table,
     Transfer as Transfer,
 )
+from ._compile import (
+    decode_shapes as decode_shapes,
+    lowered_decode as lowered_decode,
+    lowered_step as lowered_step,
+)
 from ._costs import flops_per_token as flops_per_token, parameter_count as parameter_count, visible_keys as visible_keys
+from ._executed import executed as executed
 from ._fitting import (
     abstract_mesh as abstract_mesh,
     Candidate as Candidate,
@@ -36,6 +42,7 @@ from ._fitting import (
 )
 from ._forecast import (
     best_plans as best_plans,
+    decode_forecast as decode_forecast,
     every_mesh as every_mesh,
     Forecast as Forecast,
     forecast as forecast,
@@ -53,7 +60,9 @@ from ._inference import (
     weight_gathered_bytes as weight_gathered_bytes,
     weight_stationary_bytes as weight_stationary_bytes,
 )
+from ._liveness import Buffer as Buffer, largest_buffers as largest_buffers
 from ._peak import matmul_peak as matmul_peak
+from ._program import Program as Program, program_of as program_of
 from ._roofline import Roofline as Roofline, roofline as roofline
 from ._sent_bytes import (
     by_cause as by_cause,

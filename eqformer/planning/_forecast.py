@@ -2,15 +2,21 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh
+from jaxtyping import PyTree
 
 from .. import nn, parallel, training
 from .._shapes import Batch
 from ..parallel import CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._accelerators import Topology
+from ._bounds import gather_bytes
+from ._compile import decode_shapes
 from ._costs import flops_per_token, parameter_count
 from ._fitting import abstract_mesh, Candidate, fitting_plans
 from ._held_bytes import activation_bytes, state_bytes
@@ -20,7 +26,7 @@ from ._sent_bytes import by_cause, Sent, sent_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """A training step by formulas: nothing was compiled or run."""
+    """A step of training or decoding by formulas: nothing was compiled or run."""
 
     topology: Topology
     held: dict[str, int]
@@ -77,6 +83,35 @@ def forecast(states: training.PlannedState, model: nn.Transformer, batch: Batch,
     time = roofline(plan, model, sent, topology, rows=rows, seq=seq, trained=trained)
     operations = flops_per_token(model, seq, trained=trained) * rows * seq / topology.devices
     return Forecast(topology, held, sent, time, parameter_count(model), operations)
+
+
+def decode_forecast(
+    plan: parallel.Plan, model: nn.Transformer, topology: Topology, *, rows: int, capacity: int
+) -> Forecast:
+    """What decoding one token of each of `rows` holds, sends and takes, with caches of `capacity` tokens, all filled.
+
+    Each device reads its weights and its caches once. Of what is sent, the sums over `tensor` are counted.
+    """
+    one, speeds = topology.accelerator, topology.speeds(plan.mesh)
+    weights, cache = (_own(tree) for tree in decode_shapes(plan, model, rows, capacity))
+    own = rows // math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) or 1
+    vector = model.embedding.weight.shape[-1] * jnp.dtype(model.compute_dtype).itemsize
+    sublayers = sum(
+        len(nn.modules(stack, (nn.Mixer, nn.FeedForward, nn.Experts))) * len(stack) for stack in model.stacks
+    )
+    size = 2 * gather_bytes(own * vector, plan.size(TENSOR)) * sublayers / plan.size(PIPE)
+    sent = (Sent(TENSOR, "sums of layers' outputs", size),) * (size > 0)
+    operations = flops_per_token(model, capacity, backward=False, attention="full") * rows / topology.devices
+    products = operations / one.peak(str(jnp.dtype(model.compute_dtype)))
+    links = {TENSOR: size / speeds[TENSOR]} if size else {}
+    time = Roofline(products, (weights + cache) / one.bandwidth, links, (), 0.0, products)
+    return Forecast(topology, {"weights": weights, "caches": cache}, sent, time, parameter_count(model), operations)
+
+
+def _own(tree: PyTree) -> int:
+    """Bytes on one device of shapes with their places."""
+    shapes = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in shapes if x.sharding is not None)
 
 
 class Proposal(NamedTuple):

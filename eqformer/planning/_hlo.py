@@ -57,8 +57,8 @@ def trips_of(line: Instruction, program: dict[str, list[Instruction]], beside: d
     `beside` are the instructions of the computation that the loop stands in, by name: from them the counter's first
     value is known. A counter goes up by one, as those of JAX's loops do.
     """
-    if told := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.attributes):
-        return int(told.group(1))
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.attributes):
+        return int(known.group(1))
     found = re.search(r"condition=%?([\w.-]+)", line.attributes)
     condition = {one.name: one for one in program.get(found.group(1), [])} if found else {}
     root = next((one for one in condition.values() if one.is_root), None)

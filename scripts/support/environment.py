@@ -54,6 +54,17 @@ def simulated(arguments: Sequence[str]) -> int | None:
     return number
 
 
+def prepare_compilers() -> None:
+    """Set what compilers for accelerators that are not here need: they must look for none, and try no kernel on one."""
+    for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is opened, so several may compile at once
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # without their warnings that no accelerator is here
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_gpu_autotune_level" not in flags:
+        os.environ["XLA_FLAGS"] = " ".join([flags, *as_flags(known({"xla_gpu_autotune_level": 0}))]).strip()
+
+
 def keep_pages(libc: ctypes.CDLL) -> None:
     """Make malloc keep a step's memory for the next step, instead of returning it to the system."""
     for parameter, value in ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 << 20)):

@@ -98,6 +98,12 @@ class Planned(Served):
 
         return jax.tree.map(empty, self._cache_specs(shapes), nn.dims(shapes), shapes, is_leaf=is_spec)
 
+    def cache_shapes(self, batch: int, capacity: int) -> PyTree:
+        """The shapes of what `init_cache` gives, each with where the plan keeps it."""
+        arrays, rest = eqx.partition(eqx.filter_eval_shape(self.init_cache, batch, capacity), _is_shape)
+        at = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.plan.mesh, spec))
+        return eqx.combine(jax.tree.map(at, arrays, eqx.filter(self._cache_specs(arrays), is_spec)), rest)
+
     @property
     def _specs(self) -> PyTree:
         return self.plan.parameter_specs(self.model)
@@ -221,3 +227,7 @@ def _dims(names: str) -> list[str]:
 def _is_whole(names: str, x: ArrayOrShape) -> bool:
     """Whether an array of a cache has no heads to split, so that each device of `tensor` has one of its own."""
     return not jnp.issubdtype(x.dtype, jnp.integer) and not {"heads", "kv_heads"} & set(_dims(names))
+
+
+def _is_shape(leaf: object) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)

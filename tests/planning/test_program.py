@@ -1,0 +1,130 @@
+"""What is read off a program's text, against counts made by hand."""
+
+import json
+import pathlib
+
+import equinox as eqx
+import jax
+import pytest
+
+from eqformer import nn
+from eqformer.models import build, LlamaConfig
+from eqformer.parallel import make_mesh, Plan
+from eqformer.planning import (
+    abstract_mesh,
+    Buffer,
+    decode_forecast,
+    executed,
+    largest_buffers,
+    lowered_decode,
+    Program,
+    program_of,
+    topology,
+)
+
+
+V5E = (pathlib.Path(__file__).parent / "programs" / "v5e.hlo").read_text()
+
+# A loop that adds a product to what it carries, seven times; a branch of two; a result in the place of an argument.
+TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=1
+
+%body (carry: (s32[], f32[64,64])) -> (s32[], f32[64,64]) {
+  %carry = (s32[], f32[64,64]{1,0}) parameter(0)
+  %number = s32[] get-tuple-element(%carry), index=0
+  %sum = f32[64,64]{1,0} get-tuple-element(%carry), index=1
+  %left = bf16[64,32]{1,0} fusion(%number), kind=kLoop, calls=%made, metadata={op_name="jit(f)/while/body/up/made"}
+  %product = f32[64,64]{1,0} dot(%left, %left), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  %more = f32[64,64]{1,0} fusion(%sum, %product), kind=kLoop, calls=%added, backend_config={"estimated_cycles":"100"}
+  %next = s32[] add(%number, %number)
+  ROOT %back = (s32[], f32[64,64]{1,0}) tuple(%next, %more)
+}
+
+%condition (tested: (s32[], f32[64,64])) -> pred[] {
+  %tested = (s32[], f32[64,64]{1,0}) parameter(0)
+  %at = s32[] get-tuple-element(%tested), index=0
+  %last = s32[] constant(7)
+  ROOT %is_less = pred[] compare(%at, %last), direction=LT
+}
+
+%few (a: f32[64,64]) -> f32[64,64] {
+  %a = f32[64,64]{1,0} parameter(0)
+  ROOT %b = f32[64,64]{1,0} copy(%a)
+}
+
+%many (c: f32[64,64]) -> f32[64,64] {
+  %c = f32[64,64]{1,0} parameter(0)
+  %d = f32[64,64]{1,0} dot(%c, %c), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %e = f32[64,64]{1,0} multiply(%d, %c)
+}
+
+ENTRY %main (x: f32[64,64]) -> f32[64,64] {
+  %x = f32[64,64]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = f32[64,64]{1,0} multiply(%x, %x), metadata={op_name="jit(f)/down/start"}
+  %near = f32[64,64]{1,0:S(1)} multiply(%x, %x)
+  %tuple = (s32[], f32[64,64]{1,0}) tuple(%zero, %start)
+  %loop = (s32[], f32[64,64]{1,0}) while(%tuple), condition=%condition, body=%body
+  %summed = f32[64,64]{1,0} get-tuple-element(%loop), index=1
+  %which = s32[] constant(1)
+  ROOT %chosen = f32[64,64]{1,0} conditional(%which, %summed, %summed), branch_computations={%few, %many}
+}
+"""
+MATRIX = 64 * 64 * 4
+
+
+@pytest.mark.quick
+def test_the_buffers_of_a_program():
+    """What the loop carries and the product; the carry's next value is in its place, and so is the result."""
+    peak, found = largest_buffers(TEXT)
+    left = Buffer("bf16[64,32]", 64 * 32 * 2, ("f", "while", "body", "up", "made"))
+    assert found[0] == Buffer("f32[64,64]", MATRIX, ("f", "down", "start"))
+    assert left in found and peak == 2 * MATRIX + left.size
+    apart = TEXT.replace("kind=kLoop, calls=%added", "kind=kInput, calls=%added")
+    assert largest_buffers(apart)[0] == peak  # the carry is read for the last time there
+    read_later = apart.replace("add(%number, %number)", "add(%number, %sum)")
+    assert largest_buffers(read_later)[0] == 3 * MATRIX  # so that its next value needs a place of its own
+
+
+@pytest.mark.quick
+def test_what_a_program_executes():
+    assert executed(TEXT) == (7 * 2 * 64 * 64 * 32 + 2 * 64**3, 700)
+    assert executed(TEXT.replace("%number = s32[] get", "%number = s32[] copy")) == executed(TEXT)
+
+
+def test_a_batch_of_products_is_a_picture_on_tpus():
+    """Of a window as long as the picture, all taps but one are padding."""
+    labels = "window={size=8 pad=7_7 rhs_reversal=1}, dim_labels=bf0_0oi->b0f"
+    text = f"""ENTRY %main () -> f32[] {{
+  %a = bf16[4096,4096,1]{{0,1,2}} parameter(0)
+  %b = bf16[8,128,4096]{{2,1,0}} parameter(1)
+  ROOT %c = f32[4096,8,128]{{2,0,1}} convolution(%a, %b), {labels}
+}}"""
+    assert executed(text)[0] == 2 * 4096 * 8 * 128 * 4096
+
+
+def test_the_cycles_of_a_tpus_loop():
+    inside = [line for line in V5E.splitlines() if "estimated_cycles" in line and "calls=" in line]
+    assert len(inside) == 1  # the product that runs beside the gather, in a loop of two layers
+    (cycles,) = (int(part.partition('"')[0]) for part in inside[0].split('"estimated_cycles":"')[1:])
+    assert executed(V5E)[1] == 2 * cycles > 0
+
+
+NUMBERS = LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=64)
+
+
+def test_a_decode_step_holds_what_was_told():
+    """In shapes and, compiled for simulated devices, in its arguments; what is told can be kept as JSON."""
+    model = eqx.filter_eval_shape(lambda: build(NUMBERS, key=jax.random.key(0)))
+    abstract = Plan(abstract_mesh({"fsdp": 4, "tensor": 2}))
+    told = decode_forecast(abstract, model, topology("v5e:2x4"), rows=8, capacity=64)
+    plan = Plan(make_mesh(fsdp=4, tensor=2))
+    program = program_of(lowered_decode(plan, model, 8, 64).compile(), plan.mesh)
+    assert program.argument == pytest.approx(told.total, rel=0.02)
+    by_hand = 2 * 8 / 4 * 64 * 2 * (2 / 2) * 8 * 4  # layers, rows, slots, keys and values, heads, channels, bytes
+    assert told.held["caches"] == pytest.approx(by_hand, rel=0.3)  # and the slots' positions
+    assert told.time.bound == "memory" and told.time.seconds > told.total / topology("v5e:2x4").accelerator.bandwidth
+    (sums,) = (size for _, _, size in told.sent)
+    counted = sum(each.sent * (each.times or 1) for each in program.transfers if each.named({"maps to the stream"}))
+    assert sums == counted == 2 * 1 / 2 * 2 * 32 * 4 * 2 * 2
+    assert Program.from_dict(json.loads(json.dumps(program.as_dict()))) == program
+    assert nn.modules(model, nn.Mixer)
