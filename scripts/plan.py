@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import equinox as eqx
 import jax
 import tyro
-from recipes import Recipe
+from recipes import LARGE, Recipe
 from support.check import check
 from support.command import parse
 from support.fitting import choices, gigabytes, recipe_under
@@ -45,7 +45,7 @@ class Command:
     recipe: str
     """The recipe to start from, or a preset of eqformer.models: --recipe llama-3-8b."""
     run: Annotated[Recipe, tyro.conf.arg(name="")]
-    topology: str = "h100:8"
+    topology: str | None = None
     """The accelerators: v5e:16x16, v5p:8x8x16, v6e:16x16, tpu7x:4x4x4, or GPUs of a machine x machines, h100:8x4."""
     decode: bool = False
     """Tell of decoding one token of --batch rows with caches of --seq tokens, not of training."""
@@ -76,7 +76,7 @@ OFFERED, COMPILED = 5, 2  # the most meshes that a search lists, and that it com
 
 def tell(command: Command) -> None:
     """Print what is asked for."""
-    recipe, topology = command.run, planning.topology(command.topology)
+    recipe, topology = command.run, _topology(command)
     check_sizes(recipe)
     model = check(recipe)
     if command.search:
@@ -95,11 +95,18 @@ def tell(command: Command) -> None:
         print(json.dumps(row | {"compiled": made and compilation_dict(made)}, indent=1))
     else:
         print(forecast_text(run.found, mesh_line(plan)), end="\n\n")
-        print(_unsaid(command, topology) if made is None else program_text(made, run.found))
+        print(_unsaid(topology) if made is None else program_text(made, run.found))
         if run.instead is not None and (run.found.missing or (made is not None and _lacks(made, topology))):
             print(run.instead())
     if command.picture is not None:
         draw_costs(run.found.held, topology.accelerator.memory, run.found.time.by_cause, command.picture)
+
+
+def _topology(command: Command) -> planning.Topology:
+    """The accelerators that are asked for, or those that the recipe was written for."""
+    if command.topology is None and command.recipe not in LARGE:
+        raise ValueError("--topology is missing: say which accelerators to plan for, such as --topology v5e:16x16.")
+    return planning.topology(command.topology or LARGE[command.recipe][0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +169,11 @@ def search(command: Command, states: PlannedState, model: nn.Transformer, topolo
         table.append((*row, held_text(its), one.time.bound, choices(recipe, one.candidate)))
     print(f"{topology}, {topology.devices} devices, ranked by formulas\n{nn.format_table(table)}")
     if made[0] is None:
-        print(_unsaid(command, topology))
+        print(_unsaid(topology))
 
 
-def _unsaid(command: Command, topology: planning.Topology) -> str:
-    return missing_compiler(topology) or f"nothing is compiled, as --formulas {command.formulas} says"
+def _unsaid(topology: planning.Topology) -> str:
+    return missing_compiler(topology) or "nothing is compiled, as --formulas says"
 
 
 def _lacks(made: Compilation, topology: planning.Topology) -> bool:

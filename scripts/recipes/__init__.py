@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from ._default import adamw as adamw, default as default, gpt2 as gpt2, jaxformer as jaxformer, moe as moe
+from ._large import LARGE as LARGE
 from ._recipe import (
     CHANGEABLE as CHANGEABLE,
     Execution as Execution,

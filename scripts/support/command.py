@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import tyro
-from recipes import Recipe, RECIPES
+from recipes import LARGE, Recipe, RECIPES
 
 from eqformer import models, nn
 from support.flags import check_names, flags_of, naming_flags, with_hyphens
@@ -147,11 +147,14 @@ def recipe_of(name: str, folder: Path | None = None, run: RunDirectory | None = 
         return dataclasses.replace(own, model=made.model, published=made.published, optimizer=optimizer)
     if name in RECIPES:
         return RECIPES[name]()
+    if name in LARGE:
+        return LARGE[name][1]
     if file_of(name) is not None:
         return own_recipe(name)
     if name in models.presets():
         return Recipe(model=models.preset(name))
     raise ValueError(
         f"--recipe {name}: there is no such recipe; the recipes are {', '.join(RECIPES)}, a preset of "
-        "eqformer.models by its name is one: AdamW and 800 steps with that model; of one's own, give FILE.py:NAME."
+        "eqformer.models by its name is one: AdamW and 800 steps with that model; of one's own, give FILE.py:NAME. At "
+        f"the scale of many machines: {', '.join(LARGE)}."
     )

@@ -42,12 +42,12 @@ def devices_of(topology: Topology) -> list[Any]:
     except Exception as error:  # jaxlib's own kind of error, which JAX does not name
         raise ValueError(
             f"--topology {topology}: its compiler makes no such topology ({str(error).splitlines()[0][:200]}); give a "
-            "shape that is sold, such as v5e:4x4, v5p:4x4x4 or h100:8, or --formulas True."
+            "shape that is sold, such as v5e:4x4, v5p:4x4x4 or h100:8, or --formulas."
         ) from error
     if len(devices) != topology.devices:
         raise ValueError(
             f"--topology {topology}: its compiler makes {len(devices)} devices of it, where a run has "
-            f"{topology.devices}; give --formulas True, which compiles nothing."
+            f"{topology.devices}; give --formulas, which compiles nothing."
         )
     return devices
 
