@@ -15,9 +15,7 @@ from ._recipe import Execution, Mesh, Optimization, Recipe
 _ALL_AGAIN = Execution(remat="full")
 
 
-def _of(
-    model: str, mesh: Mesh, batch: int, seq: int, remat: Literal["full", "products"] = "full", **choices: Any
-) -> Recipe:
+def _of(model: str, mesh: Mesh, batch: int, seq: int, execution: Execution = _ALL_AGAIN, **choices: Any) -> Recipe:
     return Recipe(
         model=preset(model),
         batch=batch,
