@@ -1,5 +1,6 @@
 """Measures how fast a run trains."""
 
+import functools
 import resource
 import sys
 import time
@@ -18,7 +19,7 @@ class Clock(training.Callback):
         # The peak of all devices together; simulated devices share their CPU's.
         one = jax.local_devices()[0]
         number = jax.process_count() if one.platform == "cpu" else plan.mesh.size
-        self._peak = number * planning.matmul_peak(recipe.precision.compute, device=one)
+        self._peak = number * _peak_of_one(recipe.precision.compute)
         self._steps, self._seconds = 0, 0.0
         self._since: float | None = None
 
@@ -49,6 +50,12 @@ class Clock(training.Callback):
         row = {"tokens": run.step * self._tokens_per_step, "step_seconds": seconds / steps, "peak_bytes": _peak_bytes()}
         tokens = steps * self._tokens_per_step
         return row | training.throughput(tokens, seconds, flops_per_token=self._flops_per_token, peak_flops=self._peak)
+
+
+@functools.cache
+def _peak_of_one(dtype: str) -> float:
+    """The measured peak of a device, in FLOP/s; measured once a process."""
+    return planning.matmul_peak(dtype, device=jax.local_devices()[0], seconds=0.25)
 
 
 def _peak_bytes() -> int:

@@ -16,6 +16,7 @@ WRITES = {
     "help": "print('text'); raise SystemExit(0)",
     "many": "[print('text' * 99) for _ in range(999)]",
 }
+GRID = pytest.mark.grid  # a process each
 CODE = "import sys; sys.path.insert(0, {!r}); from support import screen\nwith screen.one_message():\n    {}"
 
 
@@ -27,12 +28,15 @@ def unread(arguments):
     return done.returncode, done.stderr
 
 
-def test_a_reader_that_has_seen_enough_ends_a_script_quietly():
-    python = command("")[0]
-    begun = {name: CODE.format(str(SCRIPTS), code) for name, code in WRITES.items()}
-    ended = {name: unread([python, "-c", code]) for name, code in begun.items()}
-    assert ended == dict.fromkeys(WRITES, (141, b""))
-    assert unread([python, "-u", "-c", begun["print"]]) == (141, b"")  # where nothing is buffered
+@pytest.mark.parametrize("writes", [name if name == "buffer" else pytest.param(name, marks=GRID) for name in WRITES])
+def test_a_reader_that_has_seen_enough_ends_a_script_quietly(writes):
+    code = CODE.format(str(SCRIPTS), WRITES[writes])
+    for buffered in [[], ["-u"]] if writes == "print" else [[]]:  # and where nothing is buffered
+        assert unread([command("")[0], *buffered, "-c", code]) == (141, b"")
+
+
+@GRID
+def test_so_does_a_whole_script():
     assert unread(command("layout.py")) == (141, b"")
 
 
