@@ -105,10 +105,10 @@ from .attention._rotary_scaling import (
     YarnScaling as YarnScaling,
 )
 from .attention._temperature import LogTemperature as LogTemperature
-from .cores import _blocks, _blockwise
+from .cores import _blocks, _blockwise, _fused, _kernel
 from .cores._auto import AutoCore as AutoCore, CudnnCore as CudnnCore, SplashCore as SplashCore
 from .cores._blockwise import BlockwiseCore as BlockwiseCore
-from .cores._contract import Core as Core
+from .cores._contract import Core as Core, Fused as Fused
 from .cores._core import DotProductCore as DotProductCore, lowest as lowest, ReferenceCore as ReferenceCore
 from .experts import _dispatch
 from .experts._balance import (
@@ -141,4 +141,6 @@ from .recurrent._delta_net import GatedDeltaNet as GatedDeltaNet
 # Files listed whole, each with its names. Type checkers take an import under another name for private, so assigned.
 blocks = _blocks
 blockwise = _blockwise
+fused = _fused
+kernel = _kernel
 dispatch = _dispatch

@@ -33,17 +33,21 @@ class Tokens(eqx.Module):
     lengths: Int[Array, "*batch seq"] | None = None
     whole_rows: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
     documents: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
+    pieces: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
 
     @property
     def are_whole_rows(self) -> bool:
         """Whether `whole_rows` is set for these tokens themselves, not for longer rows that they are a part of."""
-        return self.segments is None and self.whole_rows == self.positions.shape[-1]
+        return self.segments is None and self._are_all_of_their_rows
 
     @property
     def are_packed_in_order(self) -> bool:
         """Whether it is known of these tokens themselves that their rows hold `documents` one after another, whole."""
-        is_said = self.segments is not None and self.documents is not None
-        return is_said and self.whole_rows == self.positions.shape[-1]
+        return self.segments is not None and self.documents is not None and self._are_all_of_their_rows
+
+    @property
+    def _are_all_of_their_rows(self) -> bool:
+        return self.pieces is None and self.whole_rows == self.positions.shape[-1]
 
     @property
     def is_training(self) -> bool:
@@ -68,9 +72,11 @@ def of_whole_rows(tokens: Tokens, number: int | None, documents: int | None = No
     return said
 
 
-def known_as(tokens: Tokens, other: Tokens) -> Tokens:
-    """The same tokens, of which is known what is known of `other`, in whose order they stand."""
-    return of_whole_rows(tokens, other.whole_rows, other.documents)
+def known_as(tokens: Tokens, other: Tokens, pieces: int | None = None) -> Tokens:
+    """The same tokens, of which is known what is known of `other`, in whose order they stand, or cut into `pieces`."""
+    said = of_whole_rows(tokens, other.whole_rows, other.documents)
+    object.__setattr__(said, "pieces", other.pieces if pieces is None else pieces)
+    return said
 
 
 def positions_like(shape: Sequence[int], keys: Key[Array, "*batch seq"] | None = None) -> Tokens:

@@ -181,18 +181,18 @@ def test_packed_documents_reach_cudnn_by_the_places_where_they_begin(monkeypatch
     arrays, tokens = inputs(case, seq=16), packed_tokens(16, ((5, 3, 6), (16,)))
     call, places = Call(Rows(True, 4, 3), 0.3, None), places_of(tokens, (2,))
     given = arrays["query"], arrays["key"], arrays["value"], places
-    output, logsum = CudnnKernel().forward(call, *given)
+    output, logsum = CudnnKernel().forward(call, *given, places)
     want = jax.jit(lambda *given: results(nn.ReferenceCore(), case, *given))(arrays, tokens)
     direction = jnp.where((tokens.positions >= 0)[..., None, None], arrays["direction"], 0)
-    gradients = CudnnKernel().backward(call, *given, output, logsum, direction)
+    gradients = CudnnKernel().backward(call, *given, places, output, logsum, direction)
     got = dict(zip(("output", "query", "key", "value"), (output, *gradients)))
     assert distance(got, want) < 2e-6
     merged = places._replace(positions=jnp.where(jnp.arange(16) == 5, 5, places.positions))  # two documents as one
-    assert distance({"output": CudnnKernel().forward(call, *given[:3], merged)[0]}, {"output": output}) > 0.02
+    assert distance({"output": CudnnKernel().forward(call, *given[:3], merged, merged)[0]}, {"output": output}) > 0.02
 
 
-def program(core: nn.Core, platform: str, case: Case, remat: str = "products", **sizes: Any) -> str:
-    """The text of a gradient's program, over devices, as JAX lowers it for a platform that need not be here."""
+def traced(core: nn.Core, case: Case, remat: str = "products", **sizes: Any) -> Any:
+    """A gradient's program over devices, to be lowered for platforms that need not be here."""
     arrays = inputs(case, **{"dtype": jnp.bfloat16} | sizes)
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     split = PartitionSpec("rows", None, "heads")
@@ -205,7 +205,11 @@ def program(core: nn.Core, platform: str, case: Case, remat: str = "products", *
         return jnp.sum(attend(given).astype(jnp.float32) ** 2)
 
     call = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(specs, PartitionSpec("rows")), out_specs=specs)
-    return jax.jit(call).trace(arrays, tokens_of(case)).lower(lowering_platforms=(platform,)).as_text()
+    return jax.jit(call).trace(arrays, tokens_of(case))
+
+
+def lowered(trace: Any, platform: str) -> str:
+    return trace.lower(lowering_platforms=(platform,)).as_text()
 
 
 SPLASH, CUDNN = r'kernel_name = "(splash\w+)"', r"custom_call @__cudnn\$(\w+)\("
@@ -221,7 +225,8 @@ def everywhere(monkeypatch):
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_each_platform_has_its_own_kernel_once_and_no_matrix_of_scores(everywhere, is_packed):
     case = Case(nn.sliding_window(100), is_packed=is_packed, has_sinks=True)
-    texts = {platform: program(nn.AutoCore(), platform, case) for platform in ("cpu", "tpu", "cuda")}
+    trace = traced(nn.AutoCore(), case)
+    texts = {platform: lowered(trace, platform) for platform in ("cpu", "tpu", "cuda")}
     kind = "_segmented" if is_packed else ""
     names = [f"splash_mha_fwd{kind}_residuals", *(f"splash_mha_{part}{kind}_no_residuals" for part in ("dq", "dkv"))]
     assert sorted(re.findall(SPLASH, texts["tpu"])) == sorted(names)
@@ -235,13 +240,11 @@ def test_each_platform_has_its_own_kernel_once_and_no_matrix_of_scores(everywher
         )
 
 
-@pytest.mark.parametrize("platform,pattern", [("tpu", SPLASH), ("cuda", CUDNN)])
-def test_what_remat_keeps_of_a_kernel_is_not_computed_again(everywhere, platform, pattern):
-    case = Case(nn.causal())
-    assert len(re.findall(pattern, program(nn.AutoCore(), platform, case))) == (3 if platform == "tpu" else 2)
-    assert len(re.findall(pattern, program(nn.AutoCore(), platform, case, remat="full"))) == (
-        4 if platform == "tpu" else 3
-    )
+def test_what_remat_keeps_of_a_kernel_is_not_computed_again(everywhere):
+    kept, recomputed = (traced(nn.AutoCore(), Case(nn.causal()), remat=name) for name in ("products", "full"))
+    for platform, pattern, kernels in (("tpu", SPLASH, 3), ("cuda", CUDNN, 2)):
+        assert len(re.findall(pattern, lowered(kept, platform))) == kernels
+        assert len(re.findall(pattern, lowered(recomputed, platform))) == kernels + 1
 
 
 def test_blocks_are_larger_on_tpus(everywhere):
@@ -257,8 +260,8 @@ def test_where_no_other_compiler_is_installed_blocks_are_all_that_is_traced(monk
     monkeypatch.setattr(_auto, "compilers", lambda: ())
     monkeypatch.setattr(_blockwise, "compilers", lambda: ())
     case = Case(nn.causal())
-    traced = lambda core: str(jax.make_jaxpr(lambda *given: results(core, case, *given))(inputs(case), tokens_of(case)))
-    assert traced(nn.AutoCore()) == traced(nn.BlockwiseCore(128)) and "platform_index" not in traced(nn.AutoCore())
+    text = lambda core: str(jax.make_jaxpr(lambda *given: results(core, case, *given))(inputs(case), tokens_of(case)))
+    assert text(nn.AutoCore()) == text(nn.BlockwiseCore(128)) and "platform_index" not in text(nn.AutoCore())
 
 
 @pytest.mark.parametrize(
@@ -276,7 +279,7 @@ def test_where_no_other_compiler_is_installed_blocks_are_all_that_is_traced(monk
 )
 def test_a_kernel_asked_for_by_name_is_there_or_an_error_says_why(core, case, sizes, words):
     with pytest.raises(ValueError, match=words):
-        program(core, "cpu", case, **sizes)
+        lowered(traced(core, case, **sizes), "cpu")
 
 
 def test_a_kernel_s_error_says_how_rows_must_be_known():

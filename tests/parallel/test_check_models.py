@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import pytest
+from context_cases import Unknown
 from jaxtyping import Array, Float
 from plan_blocks import attention, EMBED, HEAD_DIM, MLP, norm
 from plan_models import model_of, of_blocks, plan_over, shapes
@@ -215,7 +216,7 @@ MODELS = {
         r"context=2: .*3 key heads on a device are neither a multiple nor a divisor",
     ),
     "a core that the ring does not know": (
-        lambda: built(core=nn.CudnnCore()),
+        lambda: built(core=Unknown()),
         {"context": 2},
         {},
         r"context=2: .*method='ring'\): the ring combines",

@@ -8,11 +8,11 @@ from jaxtyping import Array, Float
 from .._tokens import Tokens
 from ..attention._mask import Mask
 from ._blockwise import BlockwiseCore
-from ._contract import Block, Core
+from ._contract import Block, Core, Fused
 from ._core import check_heads
 from ._cudnn import CudnnKernel
 from ._fused import attend_fused, Ways
-from ._kernel import Call, Kernel, known_rows
+from ._kernel import Call, known_rows
 from ._platform import compilers
 from ._splash import SplashKernel
 
@@ -42,17 +42,21 @@ class AutoCore(Core):
     ) -> Float[Array, "*batch seq heads v_dim"]:
         check_heads(query, key)
         rows = known_rows(mask, tokens, kv_tokens)
-        if rows is not None and (there := compilers()):
+        if rows is not None and (kernels := self.fused().kernels):
             call = Call(rows, scale, softcap)
-            fused = tuple(kernel for kernel in (SplashKernel(), CudnnKernel()) if kernel.platform in there)
-            if fused := tuple(kernel for kernel in fused if kernel.refusal(call, query, key, value) is None):
-                return attend_fused(Ways(call, fused), query, key, value, tokens, sinks)
+            if there := tuple(kernel for kernel in kernels if kernel.refusal(call, query, key, value) is None):
+                return attend_fused(Ways(call, there), query, key, value, tokens, sinks)
         given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
         return BlockwiseCore()(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **given)
 
     def ring_block(self) -> Block:
         """That of `BlockwiseCore()`."""
         return "platform"
+
+    def fused(self) -> Fused:
+        """Those that this installation can compile."""
+        there = compilers()
+        return Fused(tuple(kernel for kernel in (SplashKernel(), CudnnKernel()) if kernel.platform in there))
 
 
 class SplashCore(Core):
@@ -80,7 +84,15 @@ class SplashCore(Core):
     ) -> Float[Array, "*batch seq heads v_dim"]:
         given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
         given |= {"tokens": tokens, "kv_tokens": kv_tokens}
-        return _by_kernel(self, SplashKernel(self.interpret), query, key, value, **given)
+        return _by_kernel(self, query, key, value, **given)
+
+    def ring_block(self) -> Block:
+        """That of `BlockwiseCore()`, for caches."""
+        return "platform"
+
+    def fused(self) -> Fused:
+        """Splash attention alone."""
+        return Fused((SplashKernel(self.interpret),), str(self))
 
 
 class CudnnCore(Core):
@@ -105,15 +117,23 @@ class CudnnCore(Core):
     ) -> Float[Array, "*batch seq heads v_dim"]:
         given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
         given |= {"tokens": tokens, "kv_tokens": kv_tokens}
-        return _by_kernel(self, CudnnKernel(), query, key, value, **given)
+        return _by_kernel(self, query, key, value, **given)
+
+    def ring_block(self) -> Block:
+        """That of `BlockwiseCore()`, for caches."""
+        return "platform"
+
+    def fused(self) -> Fused:
+        """cuDNN's alone."""
+        return Fused((CudnnKernel(),), str(self))
 
     def lacks(self) -> tuple[str, ...]:
         """Softcaps."""
         return ("softcap",)
 
 
-def _by_kernel(core: Core, kernel: Kernel, query: Array, key: Array, value: Array, **given: Any) -> Array:
-    """Attention by one kernel, or a `ValueError` that says why it cannot be."""
+def _by_kernel(core: Core, query: Array, key: Array, value: Array, **given: Any) -> Array:
+    """Attention by a core's one kernel, or a `ValueError` that says why it cannot be."""
     check_heads(query, key)
     if given["kv_tokens"] is not None:
         return BlockwiseCore()(query, key, value, **given)
@@ -124,9 +144,10 @@ def _by_kernel(core: Core, kernel: Kernel, query: Array, key: Array, value: Arra
         )
     else:
         call = Call(rows, given["scale"], given["softcap"])
+        (kernel,), only = core.fused()
         reason = kernel.refusal(call, query, key, value)
         if reason is None:
-            ways = Ways(call, (kernel,), str(core))
+            ways = Ways(call, (kernel,), only)
             return attend_fused(ways, query, key, value, given["tokens"], given["sinks"])
     raise ValueError(
         f"{core} cannot compute query {query.dtype}{list(query.shape)}, key {list(key.shape)} and value "

@@ -1,16 +1,24 @@
 """What an attention core is: softmax(scale * query key^T) value under a mask, however it is computed."""
 
 import abc
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxtyping import Array, Float
 
 from .._module import Module
 from .._tokens import Tokens
 from ..attention._mask import Mask
+from ._kernel import Kernel
 
 
 Block = int | Literal["platform"]  # the tokens of a block, or as many as are fastest on the platform
+
+
+class Fused(NamedTuple):
+    """The fused kernels by which a core may compute; with `only`, by that name, it computes by nothing else."""
+
+    kernels: tuple[Kernel, ...] = ()
+    only: str | None = None
 
 
 class Core(Module):
@@ -55,3 +63,7 @@ class Core(Module):
     def ring_block(self) -> Block | None:
         """The tokens of a block if the loop of `BlockwiseCore` may compute the same in its place, as a ring does."""
         return None
+
+    def fused(self) -> Fused:
+        """The fused kernels by which it computes rows that are known, each on its platform."""
+        return Fused()

@@ -33,6 +33,8 @@ class CudnnKernel(Kernel):
             return "it has no softcap"
         if call.rows.window is not None and not call.rows.is_causal:
             return "it has windows under a causal mask alone"
+        if call.rows.piece is not None and (call.rows.window, call.rows.documents) != (None, None):
+            return "it has no windows and no packed documents over pieces of rows"
         documents = call.rows.documents
         if documents is not None and not hopper:
             return "packed documents need a Hopper GPU or a later one"
@@ -47,9 +49,10 @@ class CudnnKernel(Kernel):
         self,
         call: Call,
         query: Float[Array, "batch seq heads head_dim"],
-        key: Float[Array, "batch seq kv_heads head_dim"],
-        value: Float[Array, "batch seq kv_heads v_dim"],
+        key: Float[Array, "batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "batch kv_seq kv_heads v_dim"],
         places: Places,
+        kv_places: Places,
     ) -> tuple[Float[Array, "batch seq heads v_dim"], Float[Array, "batch heads seq"]]:
         """The attended values and the logarithm of each row's sum of exponentials."""
         cudnn = _cudnn()
@@ -68,16 +71,17 @@ class CudnnKernel(Kernel):
         self,
         call: Call,
         query: Float[Array, "batch seq heads head_dim"],
-        key: Float[Array, "batch seq kv_heads head_dim"],
-        value: Float[Array, "batch seq kv_heads v_dim"],
+        key: Float[Array, "batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "batch kv_seq kv_heads v_dim"],
         places: Places,
+        kv_places: Places,
         output: Float[Array, "batch seq heads v_dim"],
         logsum: Float[Array, "batch heads seq"],
         to_output: Float[Array, "batch seq heads v_dim"],
     ) -> tuple[
         Float[Array, "batch seq heads head_dim"],
-        Float[Array, "batch seq kv_heads head_dim"],
-        Float[Array, "batch seq kv_heads v_dim"],
+        Float[Array, "batch kv_seq kv_heads head_dim"],
+        Float[Array, "batch kv_seq kv_heads v_dim"],
     ]:
         """The gradients of query, key and value."""
         cudnn, results = _cudnn(), (output, to_output)
@@ -141,7 +145,9 @@ def _lengths(call: Call, places: Places, query: Array) -> tuple[Array, ...]:
 def _settings(call: Call, cudnn: Any, primitive: str) -> dict[str, Any]:
     """The parameters of JAX's primitives, of which newer ones have more."""
     kinds = cudnn.MaskType
-    if call.rows.documents is not None:
+    if call.rows.piece == "past":
+        mask = kinds.NO_MASK
+    elif call.rows.documents is not None:
         mask = kinds.PADDING_CAUSAL if call.rows.is_causal else kinds.PADDING
     else:
         mask = kinds.CAUSAL if call.rows.is_causal else kinds.PADDING

@@ -72,13 +72,7 @@ _attend = jax.custom_vjp(_attend_plainly, nondiff_argnums=(0,))
 def _results(
     ways: Ways, query: Array, key: Array, value: Array, places: Places, sinks: Array | None
 ) -> tuple[Array, Array]:
-    branches = {kernel: kernel.forward for kernel in ways.kernels}
-    output, logsum = _by_platform(ways, branches, _forward_in_blocks, query, key, value, places)
-    if sinks is None:
-        return output, logsum
-    # Sinks join each row's sum and no value: with the whole sum in their place, the kernels' gradients are right too.
-    whole = jnp.logaddexp(logsum, sinks.astype(logsum.dtype)[:, None])
-    return wide_product(output, jnp.exp(logsum - whole).swapaxes(1, 2)[..., None]), whole
+    return with_sinks(*part_forward(ways, query, key, value, places, places), sinks)
 
 
 def _forward(ways: Ways, query: Array, key: Array, value: Array, places: Places, sinks: Array | None):
@@ -89,20 +83,95 @@ def _forward(ways: Ways, query: Array, key: Array, value: Array, places: Places,
 
 def _backward(ways: Ways, saved: tuple, to_output: Array):
     query, key, value, places, sinks, output, logsum = saved
-    branches = {kernel: kernel.backward for kernel in ways.kernels}
-    arrays = query, key, value, places, output, logsum, to_output
-    gradients = _by_platform(ways, branches, _backward_in_blocks, *arrays)
-    if sinks is None:
-        return *gradients, None, None
-    shared = jnp.sum(to_output.astype(logsum.dtype) * output.astype(logsum.dtype), axis=-1).swapaxes(1, 2)
-    weights = jnp.exp(sinks.astype(logsum.dtype)[:, None] - logsum)
-    return *gradients, None, -jnp.sum(weights * shared, axis=(0, 2)).astype(sinks.dtype)
+    gradients = part_backward(ways, query, key, value, places, places, output, logsum, to_output)
+    return *gradients, None, to_sinks(sinks, output, logsum, to_output)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _by_platform(ways: Ways, branches: dict[Kernel, Callable[..., Any]], in_blocks: Callable[..., Any], *arrays: Any):
+def with_sinks(
+    output: Float[Array, "batch seq heads v_dim"],
+    logsum: Float[Array, "batch heads seq"],
+    sinks: Float[Array, "heads"] | None,
+) -> tuple[Float[Array, "batch seq heads v_dim"], Float[Array, "batch heads seq"]]:
+    """The output and the sums with sinks in the softmax, from those without.
+
+    Sinks join each row's sum and no value: with the whole sum in their place, the kernels' gradients are right too.
+    """
+    if sinks is None:
+        return output, logsum
+    whole = jnp.logaddexp(logsum, sinks.astype(logsum.dtype)[:, None])
+    return wide_product(output, jnp.exp(logsum - whole).swapaxes(1, 2)[..., None]), whole
+
+
+def to_sinks(
+    sinks: Float[Array, "heads"] | None,
+    output: Float[Array, "batch seq heads v_dim"],
+    logsum: Float[Array, "batch heads seq"],
+    to_output: Float[Array, "batch seq heads v_dim"],
+) -> Float[Array, "heads"] | None:
+    """The gradient of sinks, from the output and the sums that `with_sinks` gave."""
+    if sinks is None:
+        return None
+    shared = jnp.sum(to_output.astype(logsum.dtype) * output.astype(logsum.dtype), axis=-1).swapaxes(1, 2)
+    weights = jnp.exp(sinks.astype(logsum.dtype)[:, None] - logsum)
+    return -jnp.sum(weights * shared, axis=(0, 2)).astype(sinks.dtype)
+
+
+def part_forward(
+    ways: Ways,
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch kv_seq kv_heads head_dim"],
+    value: Float[Array, "batch kv_seq kv_heads v_dim"],
+    places: Places,
+    kv_places: Places,
+) -> tuple[Float[Array, "batch seq heads v_dim"], Float[Array, "batch heads seq"]]:
+    """The attended values and the logarithm of each row's sum, by the way of the platform; with no gradient.
+
+    Args:
+        ways: How it may be computed.
+        query: The queries.
+        key: The keys.
+        value: The values.
+        places: The positions and segments of the queries.
+        kv_places: Those of the keys.
+    """
+    branches = {kernel: kernel.forward for kernel in ways.kernels}
+    return _by_platform(ways, branches, _forward_in_blocks, query, key, value, places, kv_places)
+
+
+def part_backward(
+    ways: Ways,
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch kv_seq kv_heads head_dim"],
+    value: Float[Array, "batch kv_seq kv_heads v_dim"],
+    places: Places,
+    kv_places: Places,
+    *results: Float[Array, "..."],
+) -> tuple[
+    Float[Array, "batch seq heads head_dim"],
+    Float[Array, "batch kv_seq kv_heads head_dim"],
+    Float[Array, "batch kv_seq kv_heads v_dim"],
+]:
+    """The gradients of query, key and value by the way of the platform; for part of the keys, their part of these.
+
+    Args:
+        ways: How it may be computed.
+        query: The queries.
+        key: The keys.
+        value: The values.
+        places: The positions and segments of the queries.
+        kv_places: Those of the keys.
+        results: The output, the sums and the output's gradient, all of a softmax over all keys.
+    """
+    branches = {kernel: kernel.backward for kernel in ways.kernels}
+    return _by_platform(ways, branches, _backward_in_blocks, query, key, value, places, kv_places, *results)
+
+
+def _by_platform(
+    ways: Ways, branches: dict[Kernel, Callable[..., Any]], in_blocks: Callable[..., Any], *arrays: Any
+) -> Any:
     """What the kernel of the platform gives for the arrays, or else the loop over blocks."""
     bound = {}
     for kernel, branch in branches.items():
@@ -118,29 +187,23 @@ def _by_platform(ways: Ways, branches: dict[Kernel, Callable[..., Any]], in_bloc
     return jax.lax.platform_dependent(*arrays, **bound, default=otherwise)
 
 
-def _in_groups(ways: Ways, query: Array, key: Array, value: Array, places: Places) -> tuple[Rules, tuple]:
+def _in_groups(
+    ways: Ways, query: Array, key: Array, value: Array, places: Places, kv_places: Places
+) -> tuple[Rules, tuple]:
     rows = ways.call.rows
     rules = Rules(Mask(rows.is_causal, rows.window), ways.call.scale, ways.call.softcap, "platform")
-    return rules, grouped(query, key, value, Tokens(places.positions, places.segments), None)
+    return rules, grouped(query, key, value, Tokens(*places), Tokens(*kv_places))
 
 
-def _forward_in_blocks(ways: Ways, query: Array, key: Array, value: Array, places: Places) -> tuple[Array, Array]:
-    rules, arrays = _in_groups(ways, query, key, value, places)
+def _forward_in_blocks(ways: Ways, *arrays: Any) -> tuple[Array, Array]:
+    rules, arrays = _in_groups(ways, *arrays)
     output, logsum = attend_forward(rules, *arrays)
     return _tokens_first(output), logsum.reshape(logsum.shape[0], -1, logsum.shape[-1])
 
 
-def _backward_in_blocks(
-    ways: Ways,
-    query: Array,
-    key: Array,
-    value: Array,
-    places: Places,
-    output: Array,
-    logsum: Array,
-    to_output: Array,
-) -> tuple[Array, Array, Array]:
-    rules, arrays = _in_groups(ways, query, key, value, places)
+def _backward_in_blocks(ways: Ways, *given: Any) -> tuple[Array, Array, Array]:
+    *arrays, output, logsum, to_output = given
+    rules, arrays = _in_groups(ways, *arrays)
     rows = arrays[0].shape[:-1]
     output, to_output = (x.swapaxes(1, 2).reshape(*rows, -1) for x in (output, to_output))
     logsum = logsum.reshape(rows)

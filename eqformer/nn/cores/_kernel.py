@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -14,12 +14,15 @@ from ..attention._mask import Mask
 class Rows(NamedTuple):
     """A mask that is known to follow from the order of tokens: rows of one document, or of several one after another.
 
-    `window` counts tokens as in `Mask`. `documents` is the most that a row holds, None for rows of one document.
+    `window` counts tokens as in `Mask`. `documents` is the most that a row holds, None for rows of one document. Of
+    rows cut into pieces, a call is given queries and keys of their `own` piece, or keys that are all `past` to the
+    queries; a piece may begin and end within a document.
     """
 
     is_causal: bool
     window: int | None
     documents: int | None
+    piece: Literal["own", "past"] | None = None
 
 
 def known_rows(mask: Mask, tokens: Tokens, kv_tokens: Tokens | None) -> Rows | None:
@@ -66,16 +69,17 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def refusal(self, call: Call, query: Array, key: Array, value: Array) -> str | None:
-        """Why it cannot compute a call, or None."""
+        """Why it cannot compute a call, of rows or of pieces of such length, or None."""
 
     @abc.abstractmethod
     def forward(
         self,
         call: Call,
         query: Float[Array, "batch seq heads head_dim"],
-        key: Float[Array, "batch seq kv_heads head_dim"],
-        value: Float[Array, "batch seq kv_heads v_dim"],
+        key: Float[Array, "batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "batch kv_seq kv_heads v_dim"],
         places: Places,
+        kv_places: Places,
     ) -> tuple[Float[Array, "batch seq heads v_dim"], Float[Array, "batch heads seq"]]:
         """The attended values and the logarithm of each row's sum of exponentials."""
 
@@ -84,15 +88,16 @@ class Kernel(abc.ABC):
         self,
         call: Call,
         query: Float[Array, "batch seq heads head_dim"],
-        key: Float[Array, "batch seq kv_heads head_dim"],
-        value: Float[Array, "batch seq kv_heads v_dim"],
+        key: Float[Array, "batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "batch kv_seq kv_heads v_dim"],
         places: Places,
+        kv_places: Places,
         output: Float[Array, "batch seq heads v_dim"],
         logsum: Float[Array, "batch heads seq"],
         to_output: Float[Array, "batch seq heads v_dim"],
     ) -> tuple[
         Float[Array, "batch seq heads head_dim"],
-        Float[Array, "batch seq kv_heads head_dim"],
-        Float[Array, "batch seq kv_heads v_dim"],
+        Float[Array, "batch kv_seq kv_heads head_dim"],
+        Float[Array, "batch kv_seq kv_heads v_dim"],
     ]:
         """The gradients of query, key and value."""

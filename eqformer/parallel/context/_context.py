@@ -18,6 +18,7 @@ from .. import _send as send
 from .._axes import CONTEXT
 from .._ring import Ring
 from .._vary import vary
+from ._fused_ring import fused_ring_attend, steps_of
 from ._ring_attention import ring_attend
 
 
@@ -33,7 +34,8 @@ class ContextCore(Core):
     `T` tokens a row, and `n`, `m` bytes a token of queries or of keys and values):
 
     - `"ring"`: keys and values pass round a ring while each device attends to those it has (Liu et al., 2310.01889);
-      memory for two pieces of them; `3 m T (c-1)/c`. Computed as by `BlockwiseCore`, with the block of `inner`.
+      memory for two pieces of them; `3 m T (c-1)/c`. Computed by the fused kernels of `inner` where it has them for
+      the rows, as `Plan` stores them, or else as by `BlockwiseCore`, with the block of `inner`.
     - `"gather"`: all keys and values are gathered, in the backward pass again; `3 m T (c-1)/c`. Any `inner`. One that
       does not name its output "attended", as `BlockwiseCore` and `ReferenceCore` do, has it computed again under
       `remat="products"`, which gathers once more.
@@ -49,7 +51,7 @@ class ContextCore(Core):
     def __check_init__(self):
         if self.method not in CONTEXT_METHODS:
             raise ValueError(f"ContextCore(method={self.method!r}): the methods are {', '.join(CONTEXT_METHODS)}.")
-        if self.method == "ring":
+        if self.method == "ring" and not self.inner.fused().kernels:
             ring_block(self.inner)
 
     def __call__(
@@ -75,8 +77,10 @@ class ContextCore(Core):
         return attend(query, key, value, tokens, sinks, {"mask": mask, "scale": scale, "softcap": softcap})
 
     def _ring(self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict) -> Array:
-        rules = blockwise.Rules(**given, block=ring_block(self.inner))
         ring = Ring("keys and values round", CONTEXT)
+        if (steps := steps_of(self.inner, ring.devices, query, key, value, tokens, given)) is not None:
+            return fused_ring_attend(steps, ring, query, key, value, tokens, sinks)
+        rules = blockwise.Rules(**given, block=ring_block(self.inner))
         output, logsum = ring_attend(rules, ring, query, key, value, tokens)
         return output if sinks is None else blockwise.with_sinks(output, logsum, sinks)
 
