@@ -202,10 +202,10 @@ def test_modules_in_blocks_and_in_ragged_products_are_those_of_a_loop(name):
         return y, pull(direction)
 
     def both_ways(arrays, x, sizes):
-        for way, place in (("blocked", _grouped_blocks), ("ragged", _grouped_ragged)):
-            y, kept = getattr(place, f"{way}_forward")(static.mlps, arrays.mlps, x, sizes)
+        for way, place, more in (("blocked", _grouped_blocks, {}), ("ragged", _grouped_ragged, {"interpret": True})):
+            y, kept = getattr(place, f"{way}_forward")(static.mlps, arrays.mlps, x, sizes, **more)
             given = (arrays.mlps, x, sizes, (*kept, y), direction)
-            to_arrays, to_x = getattr(place, f"{way}_backward")(static.mlps, *given)
+            to_arrays, to_x = getattr(place, f"{way}_backward")(static.mlps, *given, **more)
             yield y, (eqx.tree_at(lambda e: e.mlps, arrays, to_arrays), to_x)
 
     expected = jax.jit(by_hand)(arrays, x)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
+from .._pallas import compilers
 from ._grouped_blocks import blocked, blocked_backward, blocked_forward
 from ._grouped_maps import zero_of
 from ._grouped_ragged import ragged, ragged_backward, ragged_forward
@@ -21,12 +22,12 @@ def grouped(
     """`modules[g](x[i])` for each row `i` of group `g`, where the first `sizes[0]` rows are of group 0, and so on.
 
     `modules` is an ensemble over groups whose parameters are all of `DenseMap`s of one dim to one; it maps rows one by
-    one. Rows behind the last group give zeros. On CPUs each group has slots for as many rows as with an even load,
-    which are computed together, and the other rows are computed in blocks of one group each, as in MegaBlocks
-    (arXiv:2211.15841). On GPUs and TPUs each map is a `jax.lax.ragged_dot`. (A CPU, or a GPU without a kernel for
-    it, would compute that for every group and row.) The products' results are kept for the backward pass, which
-    recomputes the rest; there are no second derivatives and no forward mode. Weights are cast to the dtype of `x`; sums
-    are float32 at least.
+    one. Rows behind the last group give zeros. On CPUs and GPUs each group has slots for as many rows as with an even
+    load, which are computed together, and the other rows are computed in blocks of one group each, as in MegaBlocks
+    (arXiv:2211.15841). On TPUs each map is a ragged product by JAX's own kernels. (XLA would compute `lax.ragged_dot`
+    for every group and row on CPUs and GPUs, and its weights' gradients on TPUs too.) The products' results are kept
+    for the backward pass, which recomputes the rest; there are no second derivatives and no forward mode. Weights are
+    cast to the dtype of `x`; sums are float32 at least.
     """
     arrays, static = eqx.partition(modules, eqx.is_array)
     leaves, structure = jax.tree.flatten(static)
@@ -41,8 +42,8 @@ def _make(structure: Any, leaves: tuple) -> Callable[[PyTree, Array, Array], Arr
     """The function with its gradient; the same for the same modules, so that eager calls compile once."""
     static = jax.tree.unflatten(structure, leaves)
     ways: dict[str, tuple[Callable[..., Any], ...]] = {
-        "cpu": (blocked, blocked_forward, blocked_backward),
-        "default": (ragged, ragged_forward, ragged_backward),
+        "default": (blocked, blocked_forward, blocked_backward),
+        **({"tpu": (ragged, ragged_forward, ragged_backward)} if "tpu" in compilers() else {}),
     }
 
     @functools.partial(jax.jit, static_argnums=0)

@@ -1,4 +1,4 @@
-"""`grouped` on GPUs and TPUs: all rows at once, a ragged product for each linear map."""
+"""`grouped` on TPUs: all rows at once, a ragged product for each linear map."""
 
 from collections.abc import Sequence
 
@@ -10,49 +10,53 @@ from jaxtyping import Array, PyTree
 from .._dtype import at_least_float32
 from .._linear_map import DenseMap
 from .._sums import wide_sum
+from ._grouped_kernels import back, outer, times
 from ._grouped_maps import Maps, Parameters, recorded, replayed
 
 
-def ragged(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> Array:
-    """The rows' outputs."""
-    return ragged_forward(static, arrays, x, sizes)[0]
+def ragged(static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, interpret: bool = False) -> Array:
+    """The rows' outputs; `interpret` runs the kernels as plain JAX on any platform, which is slow: for tests."""
+    return ragged_forward(static, arrays, x, sizes, interpret=interpret)[0]
 
 
-def ragged_forward(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> tuple[Array, list[Array]]:
+def ragged_forward(
+    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, interpret: bool = False
+) -> tuple[Array, list[Array]]:
     """The rows' outputs, and what the modules' linear maps gave."""
-    y, kept = recorded(eqx.combine(arrays, static), x, _maps(sizes, len(x)))
+    y, kept = recorded(eqx.combine(arrays, static), x, _maps(sizes, len(x), interpret))
     return jnp.where(_is_real(x, sizes), y, 0), kept
 
 
 def ragged_backward(
-    static: PyTree, arrays: PyTree, x: Array, sizes: Array, kept: Sequence[Array], gradient: Array
+    static: PyTree,
+    arrays: PyTree,
+    x: Array,
+    sizes: Array,
+    kept: Sequence[Array],
+    gradient: Array,
+    *,
+    interpret: bool = False,
 ) -> tuple[PyTree, Array]:
     """The gradients of the parameters and of the rows; `kept` ends in the output."""
-    maps, gradient = _maps(sizes, len(x)), jnp.where(_is_real(x, sizes), gradient, 0)
+    maps, gradient = _maps(sizes, len(x), interpret), jnp.where(_is_real(x, sizes), gradient, 0)
     again = lambda arrays, x: replayed(eqx.combine(arrays, static), x, maps, kept)
     to_arrays, to_x = jax.vjp(again, arrays, x)[1](gradient)
     return to_arrays, jnp.where(_is_real(x, sizes), to_x, 0)
 
 
-def _maps(sizes: Array, rows: int) -> Maps:
+def _maps(sizes: Array, rows: int, interpret: bool) -> Maps:
     owners = jnp.repeat(jnp.arange(len(sizes), dtype=jnp.int32), sizes, total_repeat_length=rows)
-    summed = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-
-    def product(x: Array, weight: Array) -> Array:
-        exact = at_least_float32(x.dtype)
-        return jax.lax.ragged_dot(x, weight.astype(x.dtype), sizes, preferred_element_type=exact).astype(x.dtype)
 
     def forward(linear: DenseMap, x: Array) -> Array:
-        y = product(x, jnp.swapaxes(linear.weight, 1, 2))
+        y = times(x, linear.weight, sizes, interpret=interpret)
         return wide_sum(y, None if linear.bias is None else linear.bias[owners])
 
     def backward(parameters: Parameters, x: Array, gradient: Array) -> tuple[Parameters, Array]:
         (weight, bias), exact = parameters, at_least_float32(x.dtype)
-        to_weight = jax.lax.ragged_dot_general(gradient, x, sizes, summed, preferred_element_type=exact)
-        to_bias = None
+        to_weight, to_bias = outer(gradient, x, sizes, interpret=interpret), None
         if bias is not None:
             to_bias = jax.ops.segment_sum(gradient.astype(exact), owners, len(sizes)).astype(bias.dtype)
-        return (to_weight.astype(weight.dtype), to_bias), product(gradient, weight)
+        return (to_weight.astype(weight.dtype), to_bias), back(gradient, weight, sizes, interpret=interpret)
 
     return Maps(forward, backward)
 
