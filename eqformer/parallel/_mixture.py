@@ -19,13 +19,17 @@ from .tensor._whole import counted_once, Sliced
 
 
 ExpertMethod = Literal["gather", "exchange"]
+MOST = (
+    2**30
+)  # bytes of the rows that a device makes room for when tokens are gathered: some layers would need terabytes
 
 
 class SplitMoE(nn.Routed):
     """A mixture of which this device holds some experts, and of each a slice of its hidden features.
 
     `method="gather"`: the tokens of all devices of the axis `expert` are gathered, each device computes what its own
-    experts add, and the sums are scattered back; exact. `"exchange"`: each choice goes to its expert's device and back
+    experts add, and the sums are scattered back; exact. As all choices may be for one device, it is done in as many
+    pieces as keep the room for them below 1 GiB. `"exchange"`: each choice goes to its expert's device and back
     by two all-to-alls, with `factor` times the slots for a pair of devices that even loads need; what finds no slot is
     dropped and counted. It sends less where `factor` times a token's choices is less than the axis has devices
     (DeepSpeed-MoE, arXiv:2201.05596). Outside of training, where nothing may be dropped, it gathers. Each token is
@@ -119,12 +123,25 @@ class SplitMoE(nn.Routed):
         return self._reduced(y.reshape(x.shape)), dropped
 
     def _gathered(self, x: Array, choices: Array, weights: Array) -> tuple[Array, Array]:
-        experts = self._experts()
+        experts, nothing = self._experts(), jnp.zeros((), jnp.int32)
+        rows = jax.lax.axis_size(EXPERT) * choices.size  # all of which may be for this device's experts
+        pieces = pieces_of(len(x), rows * x.shape[-1] * x.dtype.itemsize)
+        if pieces == 1:
+            return self._sum_of_all(experts, x, choices, weights), nothing
+        # One after another, and again in the backward pass, which keeps none of them and sums gradients over them.
+        wide = lambda x: x.astype(nn.at_least_float32(x.dtype)) if nn.is_trainable(x) else x
+        experts = jax.tree.map(wide, experts)
+        arrays = jax.tree.map(lambda a: a.reshape(pieces, -1, *a.shape[1:]), (x, choices, weights))
+        one = jax.checkpoint(lambda piece: self._sum_of_all(experts, *piece), prevent_cse=False)
+        return jax.lax.map(one, arrays).reshape(x.shape), nothing
+
+    def _sum_of_all(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
+        """What all devices' experts add to this device's tokens."""
         x, choices, weights = map(_to_all, (x, choices, weights))
         own = choices - jax.lax.axis_index(EXPERT) * len(experts)
         own = jnp.where((own >= 0) & (own < len(experts)) & (choices >= 0), own, -1)
         y = self._sum(experts, x, own, weights)
-        return send.psum_scatter("sums of all experts", y, EXPERT), jnp.zeros((), jnp.int32)
+        return send.psum_scatter("sums of all experts", y, EXPERT)
 
     def _sum(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
         return nn.dispatch.sum_of_experts(experts, x, choices, weights, weighs_inputs=self.inner.weighs_inputs)
@@ -179,6 +196,13 @@ class SplitMoE(nn.Routed):
             return eqx.tree_at(lambda m: m.bias, linear, jnp.where(is_first, linear.bias, 0))
 
         return nn.map_linears(own, experts)
+
+
+def pieces_of(tokens: int, room: int) -> int:
+    """Into how many equal pieces of tokens a gather is cut that would need so many bytes of room at once."""
+    return next(
+        pieces for pieces in range(1, tokens + 1) if not tokens % pieces and room <= MOST * pieces or pieces == tokens
+    )
 
 
 def _sum(x: Array, axes: tuple[str, ...]) -> Array:

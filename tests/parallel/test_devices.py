@@ -1,12 +1,11 @@
 """Every mesh can be made on every machine, and its busiest axes lie between neighbours."""
 
 import functools
-import importlib.util
-import os
 from typing import Any
 
 import numpy as np
 import pytest
+from compilers import tpus
 from simulated_devices import MACHINES
 
 from eqformer.parallel import make_mesh
@@ -163,18 +162,6 @@ def test_a_square_or_a_box_is_scattered_in_two_steps(machine, sizes, steps):
         assert [hops(sides_of(machine), *pair) for pair in zip(line, line[1:], strict=False)] == [1] * (steps[1] - 1)
 
 
-@functools.cache
-def compiled_for(name: str, slices: int = 1) -> list[Any]:
-    """The devices that the installed compiler knows by a name."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed: pip install 'eqformer[tpu]'")
-    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    from jax.experimental import topologies
-
-    more = {"num_slices": slices} if slices > 1 else {}
-    return topologies.get_topology_desc(name, platform="tpu", **more).devices
-
-
 @pytest.mark.parametrize(
     "name,slices",
     [
@@ -188,7 +175,7 @@ def compiled_for(name: str, slices: int = 1) -> list[Any]:
     ],
 )
 def test_the_compilers_own_devices_are_like_those(name, slices):
-    devices, machine = compiled_for(name, slices), name if slices == 1 else f"{slices} x {name}"
+    devices, machine = tpus(name, slices), name if slices == 1 else f"{slices} x {name}"
     said = lambda device: (*device.coords, device.core_on_chip, getattr(device, "slice_index", 0))
     assert sorted(map(said, devices)) == sorted(map(said, MACHINES[machine]))
     for sizes in all_sizes(len(devices))[::7]:

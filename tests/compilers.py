@@ -1,0 +1,30 @@
+"""Machines that are not here, whose compilers may be installed; tests of programs for them are skipped elsewhere."""
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+
+@functools.cache
+def tpus(name: str, slices: int = 1) -> list[Any]:
+    """The devices of a topology such as `v5e:4x4`, as libtpu knows them."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed: pip install 'eqformer[tpu]'")
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    from jax.experimental import topologies
+
+    more = {"num_slices": slices} if slices > 1 else {}
+    return topologies.get_topology_desc(name, platform="tpu", **more).devices
+
+
+def compiled_for_tpu(function: Any, *shapes: tuple[tuple[int, ...], Any]) -> Any:
+    """The program of a function of arrays of such shapes and dtypes, for one chip of v5e."""
+    mesh = jax.sharding.Mesh(np.array(tpus("v5e:2x2")[:1]), ("one",))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    arrays = [jax.ShapeDtypeStruct(*shape, sharding=whole) for shape in shapes]
+    return jax.jit(function).lower(*arrays).compile()
