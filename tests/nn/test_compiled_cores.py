@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eqformer import nn
-from eqformer.nn.cores._platform import compilers
+from eqformer.nn._pallas import compilers
 
 
 SEQ = 4096

@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Float
 
+from .._pallas import compilers
 from .._tokens import Tokens
 from ..attention._mask import Mask
 from ._blockwise import BlockwiseCore
@@ -13,7 +14,6 @@ from ._core import check_heads
 from ._cudnn import CudnnKernel
 from ._fused import attend_fused, Ways
 from ._kernel import Call, known_rows
-from ._platform import compilers
 from ._splash import SplashKernel
 
 

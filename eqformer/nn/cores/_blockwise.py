@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from .._dtype import at_least_float32
+from .._pallas import compilers
 from .._sums import wide_product
 from .._tokens import Tokens
 from ..attention._mask import Mask
@@ -22,7 +23,6 @@ from ._block_pairs import possible_pairs, spans
 from ._blocks import block_of, cut, grouped, joined, ungrouped
 from ._contract import Block, Core
 from ._core import lowest, ReferenceCore, soft_capped
-from ._platform import compilers
 
 
 _FEW = 8  # queries, whose scores for all keys are few too

@@ -1,21 +1,11 @@
-"""The platform that a program is compiled for: what there may be for it, and what must not be compiled for it."""
+"""What must not be compiled for a platform: a core that is asked for by name and runs elsewhere."""
 
-import importlib.util
 from typing import Any, NoReturn
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array, Float
-
-
-def compilers() -> tuple[str, ...]:
-    """The accelerators that this installation can compile for, as `jax.lax.platform_dependent` names them.
-
-    What is made for others need not be traced. On a machine with none of them, that leaves programs as they are.
-    """
-    plugins = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
-    return tuple(name for name, found in plugins.items() if any(importlib.util.find_spec(one) for one in found))
 
 
 def refused(query: Float[Array, "..."], core: str, platforms: tuple[str, ...]) -> Float[Array, "..."]:

@@ -5,8 +5,6 @@ The kernels are taken one by one, forward, to the queries, to the keys and value
 """
 
 import functools
-import types
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._dtype import at_least_float32
+from .._pallas import typed
 from ._kernel import Call, Kernel, Places, Rows
 
 
@@ -107,28 +106,6 @@ class SplashKernel(Kernel):
         to_query, to_key, to_value = jax.vmap(of_row)(*arrays)
         to_query = (to_query.astype(exact) * call.scale).astype(query.dtype)
         return _heads_first(to_query), _heads_first(to_key), _heads_first(to_value)
-
-
-def typed(function: Callable[..., Any], like: Array) -> Callable[..., Any]:
-    """A function of JAX's kernels whose results vary over the mesh axes that `like` varies over.
-
-    Under `shard_map(check_vma=True)` each result of `pallas_call` must say over which axes it varies, which JAX's own
-    kernels do not say. So the function runs with a `pallas_call` that says it for them.
-    """
-    pallas = function.__globals__["pl"]
-    varying = jax.typeof(like).manual_axis_type
-
-    def say(shape: Any) -> Any:
-        return None if shape is None else jax.ShapeDtypeStruct(shape.shape, shape.dtype, manual_axis_type=varying)
-
-    def pallas_call(*args: Any, out_shape: Any, **more: Any) -> Any:
-        return pallas.pallas_call(*args, out_shape=[say(shape) for shape in out_shape], **more)
-
-    mended = types.SimpleNamespace(**{**vars(pallas), "pallas_call": pallas_call})
-    names = {**function.__globals__, "pl": mended}
-    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 class _Mask(NamedTuple):
