@@ -1,19 +1,23 @@
 """What must be set before JAX is imported: import this module first."""
 
 import ctypes
+import importlib.util
 import io
 import os
 import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
 from support.user_folder import share_programs
 from support.xla import as_flags, known
 
 
 def prepare(arguments: Sequence[str] = (), *, shared: bool = True) -> None:
-    """Set XLA's flags and malloc's parameters for a CPU, except those that the user has set (see docs/benchmarks.md).
+    """Set XLA's flags for CPUs and GPUs and malloc's parameters for CPUs, except those that the user has set.
+
+    What the flags do is told in docs/benchmarks.md and docs/accelerators.md.
 
     What is compiled is kept for the user's next runs, unless `shared` is False, as where compilation is timed, or the
     CPU acts as several devices: a program of theirs that XLA has loaded again may wait for itself forever.
@@ -25,7 +29,7 @@ def prepare(arguments: Sequence[str] = (), *, shared: bool = True) -> None:
             stream.reconfigure(errors="backslashreplace")
     flags = os.environ.get("XLA_FLAGS", "").split()
     given = {flag.partition("=")[0].lstrip("-") for flag in flags}
-    flags += as_flags(known({name: value for name, value in _CPU_FLAGS.items() if name not in given}))
+    flags += as_flags(known({name: value for name, value in platform_flags().items() if name not in given}))
     number = simulated(arguments)
     if number is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -41,6 +45,12 @@ def prepare(arguments: Sequence[str] = (), *, shared: bool = True) -> None:
         install_import_hook("eqformer", "beartype.beartype")
     if platform.libc_ver()[0] == "glibc" and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
         keep_pages(ctypes.CDLL(None))
+
+
+def platform_flags() -> dict[str, Any]:
+    """XLA's flags for CPUs and, where JAX can compile for them, for GPUs: a planned program is compiled as a run's."""
+    has_gpus = any(importlib.util.find_spec(f"jax_cuda{number}_plugin") for number in (12, 13))
+    return _CPU_FLAGS | (_GPU_FLAGS if has_gpus else {})
 
 
 def simulated(arguments: Sequence[str]) -> int | None:
@@ -75,6 +85,9 @@ def keep_pages(libc: ctypes.CDLL) -> None:
 # too; not these with jaxlib 0.10, where XLA's own are faster (docs/benchmarks.md).
 _KERNELS = "DOT", "REDUCE", *(() if version("jaxlib").startswith("0.10.") else ("ELTWISE",))
 _CPU_FLAGS = {"xla_cpu_experimental_ynn_fusion_type": ",".join(f"LIBRARY_FUSION_TYPE_{kind}" for kind in _KERNELS)}
+# In a loop over layers, gathers of weights begin in the turn before they are used: without it, half of those of a layer
+# stood exposed (docs/accelerators.md). XLA's latency-hiding scheduler and asynchronous collectives are on by default.
+_GPU_FLAGS = {"xla_gpu_enable_pipelined_all_gather": True}
 _DEVICES = "--xla_force_host_platform_device_count"
 
 # Numbers of mallopt's parameters in glibc's malloc.h.

@@ -44,9 +44,29 @@ def test_those_that_xla_does_not_know_are_a_line_each(caplog):
 
 def test_xla_agrees():
     """XLA starts with what is given to it, and with no other: the control is a flag that is gone."""
-    words = environment._CPU_FLAGS | {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    words = (
+        environment._CPU_FLAGS
+        | environment._GPU_FLAGS
+        | {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    )
     assert _starts(as_flags(known(words | GONE)))
     assert not _starts(as_flags(GONE))
+
+
+def test_flags_for_gpus_are_set_where_there_are_compilers_for_them_and_the_users_stay(monkeypatch):
+    monkeypatch.setattr(environment, "keep_pages", lambda libc: None)
+    monkeypatch.setattr(environment, "known", lambda options: options)
+    set_by = {}
+    for installed in ([], ["jax_cuda13_plugin"]):
+        monkeypatch.setattr(
+            environment.importlib.util, "find_spec", lambda name, there=installed: name in there or None
+        )
+        for given in ("", "--xla_gpu_enable_pipelined_all_gather=false"):
+            monkeypatch.setenv("XLA_FLAGS", given)
+            environment.prepare()
+            flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "gpu" in flag]
+            set_by[bool(installed), bool(given)] = [flag.partition("=")[2] for flag in flags]
+    assert set_by == {(False, False): [], (False, True): ["false"], (True, False): ["true"], (True, True): ["false"]}
 
 
 def _starts(flags: list[str]) -> bool:
