@@ -1,6 +1,7 @@
 """Fused kernels of accelerators: their numbers as plain JAX, and the programs that JAX makes for each platform."""
 
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from eqformer import nn
-from eqformer.nn.cores import _auto, _blockwise, _cudnn
+from eqformer.nn.cores import _auto, _blockwise, _cudnn, _fused
 from eqformer.nn.cores._cudnn import CudnnKernel
 from eqformer.nn.cores._kernel import Call, places_of, Rows
 
@@ -112,7 +113,15 @@ class Emulated:
     def __init__(self, backward: bool = False):
         self.backward = backward
 
-    def bind(self, query, key, value, bias, sizes, kv_sizes, starts, kv_starts, *rest, scale, mask_type, **given):
+    def bind(self, query, key, value, *rest, **given):
+        shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+        outcome = [shape(*x.shape) for x in (query, key, value)]
+        if not self.backward:
+            batch, seq, heads, _ = query.shape
+            outcome = [shape(batch, seq, heads, value.shape[-1]), shape(rest[1].size, heads, seq)]
+        return jax.pure_callback(partial(self._compute, **given), outcome, query, key, value, *rest)
+
+    def _compute(self, query, key, value, bias, sizes, kv_sizes, starts, kv_starts, *rest, scale, mask_type, **given):
         rows, seq, heads, _ = query.shape
         empty = lambda *shape: np.full(shape, np.nan)
         if self.backward:
@@ -142,16 +151,21 @@ class Emulated:
             else:
                 part, logsum = literal(q[own], k[keys], v[keys], scale, mask)
                 outputs[0][own], statistics[number, :, :size] = part, logsum
-        shaped = [jnp.asarray(x.reshape(rows, seq, *x.shape[1:]), jnp.float32) for x in outputs]
-        return shaped if self.backward else (*shaped, jnp.asarray(statistics, jnp.float32))
+        shaped = [x.reshape(rows, seq, *x.shape[1:]).astype(np.float32) for x in outputs]
+        return shaped if self.backward else [*shaped, statistics.astype(np.float32)]
+
+
+def visible(seq, mask):
+    """Which keys of a document a query sees, without JAX, which must not run inside of a callback."""
+    behind = np.arange(seq)[:, None] - np.arange(seq)
+    return (behind < mask.window) & ((behind >= 0) | (not mask.is_causal))
 
 
 def literal(q, k, v, scale, mask):
     """The attention of one document and the logarithms of its sums, by the definition."""
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
-    places = nn.positions_like((1, len(q)))
-    scores = np.where(np.asarray(mask(places, places))[0], np.einsum("qhd,khd->hqk", q, k) * scale, -np.inf)
+    scores = np.where(visible(len(q), mask), np.einsum("qhd,khd->hqk", q, k) * scale, -np.inf)
     logsum = np.log(np.sum(np.exp(scores), -1))
     return np.einsum("hqk,khd->qhd", np.exp(scores - logsum[..., None]), v), logsum
 
@@ -160,9 +174,7 @@ def literal_gradients(q, k, v, to_output, output, logsum, scale, mask) -> tuple[
     """The backward pass of FlashAttention-2 of one document, from the forward pass's output and statistics."""
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
-    places = nn.positions_like((1, len(q)))
-    visible = np.asarray(mask(places, places))[0]
-    weights = np.where(visible, np.exp(np.einsum("qhd,khd->hqk", q, k) * scale - logsum[:, :, None]), 0)
+    weights = np.where(visible(len(q), mask), np.exp(np.einsum("qhd,khd->hqk", q, k) * scale - logsum[:, :, None]), 0)
     to_weights = np.einsum("qhd,khd->hqk", to_output, v)
     to_scores = weights * (to_weights - np.sum(to_output * output, -1).T[:, :, None]) * scale
     fold = lambda x: x.reshape(len(x), -1, group, x.shape[-1]).sum(2)
@@ -180,15 +192,20 @@ def test_packed_documents_reach_cudnn_by_the_places_where_they_begin(monkeypatch
     case = Case(nn.sliding_window(4), is_packed=True)
     arrays, tokens = inputs(case, seq=16), packed_tokens(16, ((5, 3, 6), (16,)))
     call, places = Call(Rows(True, 4, 3), 0.3, None), places_of(tokens, (2,))
-    given = arrays["query"], arrays["key"], arrays["value"], places
-    output, logsum = CudnnKernel().forward(call, *given, places)
+    given = arrays["query"], arrays["key"], arrays["value"]
+    merged = places._replace(positions=jnp.where(jnp.arange(16) == 5, 5, places.positions))  # two documents as one
+
+    @jax.jit
+    def computed():
+        output, logsum = CudnnKernel().forward(call, *given, places, places)
+        gradients = CudnnKernel().backward(call, *given, places, places, output, logsum, direction)
+        return output, *gradients, CudnnKernel().forward(call, *given, merged, merged)[0]
+
     want = jax.jit(lambda *given: results(nn.ReferenceCore(), case, *given))(arrays, tokens)
     direction = jnp.where((tokens.positions >= 0)[..., None, None], arrays["direction"], 0)
-    gradients = CudnnKernel().backward(call, *given, places, output, logsum, direction)
-    got = dict(zip(("output", "query", "key", "value"), (output, *gradients)))
-    assert distance(got, want) < 2e-6
-    merged = places._replace(positions=jnp.where(jnp.arange(16) == 5, 5, places.positions))  # two documents as one
-    assert distance({"output": CudnnKernel().forward(call, *given[:3], merged, merged)[0]}, {"output": output}) > 0.02
+    *got, wrong = computed()
+    assert distance(dict(zip(("output", "query", "key", "value"), got)), want) < 2e-6
+    assert distance({"output": wrong}, {"output": want["output"]}) > 0.02
 
 
 def traced(core: nn.Core, case: Case, remat: str = "products", **sizes: Any) -> Any:
@@ -245,6 +262,28 @@ def test_what_remat_keeps_of_a_kernel_is_not_computed_again(everywhere):
     for platform, pattern, kernels in (("tpu", SPLASH, 3), ("cuda", CUDNN, 2)):
         assert len(re.findall(pattern, lowered(kept, platform))) == kernels
         assert len(re.findall(pattern, lowered(recomputed, platform))) == kernels + 1
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_examples_under_vmap_are_one_call_of_the_kernel(everywhere, is_packed):
+    case = Case(nn.causal(), is_packed=is_packed, v_dim=16)
+    arrays, tokens = inputs(case, dtype=jnp.bfloat16), tokens_of(case)
+    given = {name: x for name, x in arrays.items() if name != "direction"}
+
+    def loss(given: dict, tokens: nn.Tokens):
+        one = lambda given, tokens: nn.AutoCore()(**given, mask=case.mask, tokens=tokens, scale=0.3)
+        return jnp.sum(jax.vmap(one)(given, tokens).astype(jnp.float32) ** 2)
+
+    trace = jax.jit(jax.grad(loss)).trace(given, tokens)
+    assert re.findall(CUDNN, lowered(trace, "cuda")) == ["fmhaSoftmax", "fmhaSoftmaxBackward"]
+    assert len(re.findall(SPLASH, lowered(trace, "tpu"))) == 3
+
+
+def test_a_batch_under_vmap_is_a_larger_batch():
+    call = _fused._over_batch(lambda x, pair: (x + pair[0], x * pair[1][:, :1]))
+    x, one, other = (jnp.arange(float(np.prod(shape))).reshape(shape) for shape in ((3, 2, 4), (2, 4), (3, 2, 2)))
+    got = jax.vmap(call, in_axes=(0, (None, 0)))(x, (one, other))
+    assert np.array_equal(got[0], x + one) and np.array_equal(got[1], x * other[..., :1])
 
 
 def test_blocks_are_larger_on_tpus(everywhere):

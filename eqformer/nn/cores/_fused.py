@@ -5,6 +5,7 @@ gradients, as `BlockwiseCore`'s loop does. So they can stand for each other: `ja
 them in the program, by the platform for which JAX lowers it, wherever that is done.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -175,7 +176,7 @@ def _by_platform(
     """What the kernel of the platform gives for the arrays, or else the loop over blocks."""
     bound = {}
     for kernel, branch in branches.items():
-        bound[kernel.platform] = lambda *given, branch=branch: tuple(branch(ways.call, *given))
+        bound[kernel.platform] = _over_batch(functools.partial(branch, ways.call))
         if kernel.interpret:
             return bound[kernel.platform](*arrays)
 
@@ -185,6 +186,22 @@ def _by_platform(
         return in_blocks(ways, query, *rest)
 
     return jax.lax.platform_dependent(*arrays, **bound, default=otherwise)
+
+
+def _over_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, whose arrays all begin with a dim for the batch, called once with a larger one under `vmap`."""
+    call = jax.custom_batching.custom_vmap(lambda *arrays: tuple(kernel(*arrays)))
+
+    @call.def_vmap
+    def rule(size: int, are_batched: Any, *arrays: Any):
+        def joined(x: Array, is_batched: bool) -> Array:
+            whole = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            return whole.reshape(-1, *whole.shape[2:])
+
+        results = call(*jax.tree.map(joined, [*arrays], are_batched))
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in results), (True,) * len(results)
+
+    return call
 
 
 def _in_groups(

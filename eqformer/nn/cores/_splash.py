@@ -152,7 +152,7 @@ def _segments(
     """What parts documents; in rows of one document without a causal order, padding is parted from it."""
     if rows.documents is not None and places.segments is not None and kv_places.segments is not None:
         return places.segments, kv_places.segments
-    if rows.is_causal:
+    if rows.is_causal or rows.piece == "past":
         return None
     return (places.positions >= 0).astype(jnp.int32), (kv_places.positions >= 0).astype(jnp.int32)
 
