@@ -31,6 +31,7 @@ from ._compile import (
     lowered_step as lowered_step,
 )
 from ._costs import flops_per_token as flops_per_token, parameter_count as parameter_count, visible_keys as visible_keys
+from ._counted_bytes import counted_bytes as counted_bytes
 from ._executed import executed as executed
 from ._fitting import (
     abstract_mesh as abstract_mesh,
@@ -47,6 +48,7 @@ from ._forecast import (
     Forecast as Forecast,
     forecast as forecast,
     Proposal as Proposal,
+    step_bytes as step_bytes,
 )
 from ._held_bytes import (
     activation_bytes as activation_bytes,
@@ -66,7 +68,7 @@ from ._program import Program as Program, program_of as program_of
 from ._roofline import Roofline as Roofline, roofline as roofline
 from ._sent_bytes import (
     by_cause as by_cause,
-    counted_bytes as counted_bytes,
     Sent as Sent,
     sent_bytes as sent_bytes,
 )
+from ._temporary_bytes import temporary_bytes as temporary_bytes

@@ -66,7 +66,9 @@ def fitting_plans(
     *,
     meshes: Iterable[tuple[AbstractMesh, int]] | None = None,
     cost: Callable[[Candidate], float] = lambda one: one.sent,
+    held: Callable[[Candidate], int] | None = None,
     most: int = MOST_OFFERED,
+    tries: int | None = None,
 ) -> Fitting:
     """The plans for as many devices that fit into `memory`, those of the least `cost` (bytes sent, by default) first.
 
@@ -80,12 +82,15 @@ def fitting_plans(
         memory: Bytes of a device.
         meshes: Where to look.
         cost: What plans are ranked by.
+        held: Bytes of a plan on a device; None: of its state and of what its backward pass keeps.
         most: How many to offer.
+        tries: Of how many, at most, bytes are computed; None: as many as it takes some minutes to compute.
     """
     chosen = list(meshes_of(states.plan) if meshes is None else meshes)
     candidates, least_state, tried = _candidates(states, model, batch, memory, chosen)
     candidates.sort(key=cost)
-    offered, traced = _search(candidates, batch, memory, most)
+    of_activations = lambda one: one.state + sum(activation_bytes(one.plan, one.model, batch).values())
+    offered, traced = _search(candidates if tries is None else candidates[:tries], held or of_activations, memory, most)
     least = min(traced, key=lambda its: its[1], default=None)
     return Fitting(offered, least, least_state, tried, len(candidates), len(traced))
 
@@ -108,7 +113,7 @@ def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:
 
 
 def _search(
-    candidates: list[Candidate], batch: Batch, memory: int, most: int
+    candidates: list[Candidate], held: Callable[[Candidate], int], memory: int, most: int
 ) -> tuple[list[tuple[Candidate, int]], list[tuple[Candidate, int]]]:
     """The candidates that fit, and all that were traced, each with its bytes: in order, until a limit is reached."""
     offered: list[tuple[Candidate, int]] = []
@@ -118,10 +123,10 @@ def _search(
             break
         if any(_place(one) == _place(other) for other, _ in offered):
             continue  # the same mesh fits already with less recomputation
-        held = one.state + sum(activation_bytes(one.plan, one.model, batch).values())
-        traced.append((one, held))
-        if held <= memory:
-            offered.append((one, held))
+        size = held(one)
+        traced.append((one, size))
+        if size <= memory:
+            offered.append((one, size))
     return offered, traced
 
 

@@ -19,9 +19,10 @@ from ._bounds import gather_bytes
 from ._compile import decode_shapes
 from ._costs import flops_per_token, parameter_count
 from ._fitting import abstract_mesh, Candidate, fitting_plans
-from ._held_bytes import activation_bytes, state_bytes
+from ._held_bytes import state_bytes
 from ._roofline import Roofline, roofline
 from ._sent_bytes import by_cause, Sent, sent_bytes
+from ._temporary_bytes import temporary_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +78,9 @@ def forecast(states: training.PlannedState, model: nn.Transformer, batch: Batch,
     plan, (rows, seq) = states.plan, batch.ids.shape
     topology.speeds(plan.mesh)  # which refuses a mesh of another size before anything is traced
     trained = states.optimizer.trained
-    held = {name: own for name, (own, _) in state_bytes(states).items()}
-    held |= {f"activations: {name}": size for name, size in activation_bytes(plan, model, batch).items()}
-    sent = tuple(sent_bytes(plan, model, rows=rows, seq=seq, trained=trained))
+    held = step_bytes(states, model, batch, topology)
+    casts_first = topology.accelerator.platform == "tpu"
+    sent = tuple(sent_bytes(plan, model, rows=rows, seq=seq, trained=trained, casts_first=casts_first))
     time = roofline(plan, model, sent, topology, rows=rows, seq=seq, trained=trained)
     operations = flops_per_token(model, seq, trained=trained) * rows * seq / topology.devices
     return Forecast(topology, held, sent, time, parameter_count(model), operations)
@@ -114,6 +115,17 @@ def _own(tree: PyTree) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in shapes if x.sharding is not None)
 
 
+def step_bytes(
+    states: training.PlannedState, model: nn.Transformer, batch: Batch, topology: Topology
+) -> dict[str, int]:
+    """Bytes of a step on a device when they are most, by cause: what stays between steps, and `temporary_bytes`."""
+    stays = {name: own for name, (own, _) in state_bytes(states).items() if name != "gradients"}
+    return stays | temporary_bytes(states, model, batch, topology.accelerator.platform)
+
+
+_TRIES = 12  # of so many plans is the memory computed, a second or two each
+
+
 class Proposal(NamedTuple):
     """A plan that fits, with the bytes that a device holds and the seconds of a step."""
 
@@ -139,14 +151,16 @@ def best_plans(
     """Of all meshes over a topology, those that fit into its memory and take the least time, by formulas."""
     rows, seq = batch.ids.shape
     plan, trained, memory = states.plan, states.optimizer.trained, topology.accelerator.memory
+    casts_first = topology.accelerator.platform == "tpu"
 
     def time(one: Candidate) -> Roofline:
-        sent = sent_bytes(one.plan, one.model, rows=rows, seq=seq, trained=trained)
+        sent = sent_bytes(one.plan, one.model, rows=rows, seq=seq, trained=trained, casts_first=casts_first)
         return roofline(one.plan, one.model, sent, topology, rows=rows, seq=seq, trained=trained)
 
     meshes = every_mesh(topology.devices, plan, model)
     cost = lambda one: time(one).seconds
-    found = fitting_plans(states, model, batch, memory, meshes=meshes, cost=cost, most=most)
+    held = lambda one: sum(step_bytes(states.under(one.plan), one.model, batch, topology).values())
+    found = fitting_plans(states, model, batch, memory, meshes=meshes, cost=cost, held=held, most=most, tries=_TRIES)
     return [Proposal(one, held, time(one)) for one, held in found.offered]
 
 

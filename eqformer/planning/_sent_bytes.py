@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from .. import nn, parallel, training
-from ..parallel import COLLECTIVES, CONTEXT, EXPERT, FSDP, PIPE, STATE, TENSOR
+from ..parallel import CONTEXT, EXPERT, FSDP, PIPE, STATE, TENSOR
 from ._bounds import context_bytes, gather_bytes, pipeline_bytes, sharded_state_bytes
-from ._communication import Transfer
 
 
 class Sent(NamedTuple):
@@ -29,11 +28,13 @@ def sent_bytes(
     rows: int,
     seq: int,
     trained: training.Trained = training.trainable,
+    casts_first: bool = False,
 ) -> list[Sent]:
     """By formulas, for a batch of so many rows and tokens; `model` may be shapes.
 
     `trained` picks what moves, as an optimizer's does: of all else there are no gradients, and what is not split over
-    devices is never sent.
+    devices is never sent. With `casts_first` parameters are gathered in the compute dtype where they are only cast to
+    it, as a TPU's compiler does.
     What the backward pass computes again is sent again: by a pipeline, and as the model's `remat` says. Left out is
     what is small beside the rest: the norms' sums, the positions that go with keys.
     """
@@ -41,7 +42,7 @@ def sent_bytes(
     tokens = float(rows // pieces * seq // plan.size(CONTEXT))
     model = plan.shapes(model)
     moving = trained(model)
-    found = list(_of_state(plan, model, moving))
+    found = list(_of_state(plan, model, moving, casts_first))
     if plan.stream is not None:
         layers = sum(_of_tensor(plan, plan.stream, model, stack, tokens) for stack in model.stacks)
         at_ends = ", where they are computed" if plan.is_pipelined and not plan.spreads_edges else ""
@@ -72,28 +73,11 @@ def by_cause(found: Iterable[Sent]) -> dict[str, float]:
     return total
 
 
-def counted_bytes(plan: parallel.Plan, transfers: Iterable[Transfer]) -> dict[str, float]:
-    """What a program's collectives send, by the causes of `sent_bytes`, found by the collectives' names.
-
-    Without a name are what the partitioner adds, parameters after the optimizer's step (state), and few sums that JAX
-    adds to a backward pass. All that goes over `tensor` alone counts as its: XLA makes one sum, by one of their names,
-    of gradients and of what the loss reduces there.
-    In a pipeline each counts in the ticks in which it is done: entries are branches, and idle ones send nothing.
-    """
-
-    def sent(transfer: Transfer) -> Sent:
-        name, times = transfer.named(COLLECTIVES), transfer.times or 0
-        cause = TENSOR if transfer.axes == (TENSOR,) else STATE if name is None else COLLECTIVES[name]
-        is_in_ticks = plan.is_pipelined and times and times % _ticks(plan) == 0
-        share = _share_of_ticks(plan, cause) if is_in_ticks else 1.0
-        return Sent(cause, name or transfer.kind, share * times * transfer.sent)
-
-    return by_cause(map(sent, transfers))
-
-
-def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[Sent]:
+def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any, casts_first: bool) -> Iterator[Sent]:
     what = f"parameters and gradients, zero {plan.zero}"
     # A pipeline's backward entry runs its layers forward once more, and gathers them for it; a single one it keeps.
+    width = lambda leaf: jnp.dtype(leaf.dtype).itemsize
+    gathered = lambda leaf: min(width(leaf), _width(model)) if casts_first else width(leaf)
     is_deep = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
     for leaf, number, weight, is_layers, moves in _arrays(plan, model, moving):
         if not (moves or plan.zero == 3):  # it stays where it is, whole
@@ -106,7 +90,7 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterat
             zero=plan.zero,
             microbatches=1 if once else plan.microbatches,
             gathers=2 + (plan.is_pipelined and is_deep) if is_layers else 1,  # what is no layer's, once for both passes
-            weight_bytes=jnp.dtype(leaf.dtype).itemsize if plan.zero == 3 else weight,
+            weight_bytes=gathered(leaf) if plan.zero == 3 else weight,
             gradient_bytes=max(weight, 4) if moves else 0,  # summed in float32 at least
         )
         yield Sent(STATE, what, shared_out)
@@ -233,7 +217,7 @@ def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
 def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float:
     """All devices send in each tick in which any has something to send."""
     # With spread edges the first stage's next input goes round beside the stages' outputs, in all ticks.
-    rounds = 2 * _ticks(plan) if plan.spreads_edges else sum(parallel.link_ticks(plan.timetable()).values()) / 2
+    rounds = 2 * ticks(plan) if plan.spreads_edges else sum(parallel.link_ticks(plan.timetable()).values()) / 2
     slices = 1 if plan.stream is None or plan.stream.is_whole else plan.size(TENSOR)
     embed = model.embedding.weight.shape[-1]
     return pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_width(model))
@@ -283,15 +267,6 @@ def _width(model: nn.Transformer) -> int:
     return jnp.dtype(model.compute_dtype).itemsize
 
 
-def _ticks(plan: parallel.Plan) -> int:
+def ticks(plan: parallel.Plan) -> int:
     """How many turns the pipeline's loop takes."""
     return plan.microbatches + plan.size(PIPE) - 1 if plan.spreads_edges else plan.timetable().ticks
-
-
-def _share_of_ticks(plan: parallel.Plan, cause: str) -> float:
-    if cause != PIPE:
-        return plan.microbatches * plan.timetable().chunks / _ticks(plan)
-    if plan.spreads_edges:
-        return 1.0
-    used = parallel.link_ticks(plan.timetable())
-    return sum(used.values()) / (len(used) * _ticks(plan))

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from eqformer.parallel import AXES, Plan
-from eqformer.planning import _fitting, abstract_mesh, batch_shapes, meshes_of
+from eqformer.planning import _fitting, abstract_mesh, meshes_of
 
 
 def numbered(number: int) -> _fitting.Candidate:
@@ -18,12 +18,11 @@ def numbered(number: int) -> _fitting.Candidate:
 @pytest.mark.quick
 def test_the_search_goes_on_until_a_plan_fits(monkeypatch):
     monkeypatch.setattr(_fitting, "TRACED", 1)
-    monkeypatch.setattr(_fitting, "activation_bytes", lambda plan, *_: {"kept": 100 - plan.number})
+    held: Any = lambda one: 100 - one.plan.number
     candidates = [numbered(number) for number in range(80)]
-    batch = batch_shapes(1, 1)
-    offered, traced = _fitting._search(candidates, batch, 80, 3)
+    offered, traced = _fitting._search(candidates, held, 80, 3)
     assert [size for _, size in offered] == [80] and len(traced) == 21
-    offered, traced = _fitting._search(candidates, batch, 30, 3)
+    offered, traced = _fitting._search(candidates, held, 30, 3)
     assert (offered, min(size for _, size in traced), len(traced)) == ([], 100 - 63, 64)
 
 

@@ -1,0 +1,258 @@
+"""The bytes of a step's temporaries when they are most, by walking through its traced program as compilers run it."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from .. import nn, training
+from .._shapes import Batch
+from ._traced import Line, Lines, needed, per_device
+from ._traced_uses import IN_PLACE, Uses, VIEWS, WRITTEN
+
+
+GATHERED, GRADIENTS, KEPT, WORK = "gathered parameters", "gradients", "kept for the backward pass", "worked on"
+
+
+def temporary_bytes(
+    states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str
+) -> dict[str, int]:
+    """Bytes that a device needs beside parameters and optimizer state when they are most, by cause.
+
+    The loss and its gradients are traced for one device, and the trace is walked through as XLA's compilers for
+    `platform` (`tpu` or `cuda`) schedule it: elementwise results that only elementwise operations and sums read are
+    never written, sums and updates take the place of what nothing reads any more, a product that is only added is added
+    in place, and zeros of one shape are made together, with those that gradients of layers are added to. On GPUs arrays
+    that are gathered along another dim than their first are held once more, and a layer's gather is one layer early.
+    """
+    plan, trained = states.plan, states.optimizer.trained
+    gradients = training.planned_gradients(plan)(training.next_token_loss, trained)
+    is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    arrays, rest = eqx.partition(plan.shapes(model), is_shape)
+
+    def run(arrays: PyTree, batch: Batch, key: Any) -> PyTree:
+        return eqx.filter(gradients(eqx.combine(arrays, rest), batch, key), eqx.is_array)
+
+    traced = jax.make_jaxpr(run)(arrays, batch, jax.eval_shape(lambda: jax.random.key(0)))
+    found: list[dict[str, int]] = [{}]
+    for jaxpr in map(needed, per_device(traced.jaxpr)):
+        most = peak(jaxpr, platform)
+        held: dict[str, int] = {}
+        for cause, size in most.there:
+            held[cause] = held.get(cause, 0) + size
+        if platform == "cuda":
+            copies, gathered = _gathers(jaxpr)
+            held[GATHERED] = held.get(GATHERED, 0) + copies + gathered
+        found.append(held)
+    return max(found, key=lambda held: sum(held.values()))
+
+
+class Most(NamedTuple):
+    """The bytes that a program makes when they are most, and what there is then, by cause."""
+
+    size: int
+    there: list[tuple[str, int]]
+
+
+def peak(jaxpr: Any, platform: str, carried: tuple[int, int] | None = None, is_branch: bool = False) -> Most:
+    """What a program makes when it is most, of a branch without its results, which are the conditional's.
+
+    Of a loop's body, `carried` says where its carry begins and how long it is.
+    """
+    program = Lines(jaxpr)
+    uses = Uses(program)
+    places, early = _born_early(uses) if platform == "cuda" else (set(), {})
+    narrow = _cast_before_sent(uses, carried) if platform == "tpu" else {}
+    size_of = lambda value: narrow.get(value, program.size(value))
+    unwritten = {*uses.views, *uses.fused, *_added_in_place(uses), *_carried_in_place(uses, carried)}
+    unwritten |= uses.results if is_branch else set()
+    alive: dict[int, int] = {}
+    most, there, size = 0, [], 0
+    for place, line in enumerate(program.lines):
+        inner = _inner(line, uses, platform)
+        dying = {one for one in map(uses.root, line.reads) if one in alive and uses.last(one) == place}
+        for number, value in enumerate(line.writes):
+            if value in unwritten or value in places:
+                continue
+            if (given := _overwritten(line, number, program, uses, dying)) is not None:
+                dying.discard(given)
+                size -= alive.pop(given)
+            alive[value] = size_of(value)
+            size += alive[value]
+        for value in early.get(place, ()):
+            if value not in unwritten and value not in alive:
+                alive[value] = program.size(value)
+                size += alive[value]
+        if size + inner.size > most:
+            most = size + inner.size
+            there = [(_cause(uses, value), own) for value, own in alive.items()] + inner.there
+        for value in [one for one in alive if uses.last(one) <= place]:
+            size -= alive.pop(value)
+    return Most(most, there)
+
+
+def _inner(line: Line, uses: Uses, platform: str) -> Most:
+    """What loops and branches make inside."""
+    if line.name == "scan":
+        carried = line.params["num_consts"], line.params["num_carry"]
+        return peak(line.params["jaxpr"].jaxpr, platform, carried)
+    if line.name == "while":
+        return peak(line.params["body_jaxpr"].jaxpr, platform)
+    if line.name == "cond":
+        runs = (peak(branch.jaxpr, platform, is_branch=True) for branch in _branches(line, uses, platform))
+        return max(runs, key=lambda run: run.size)
+    return Most(0, [])
+
+
+def _branches(line: Line, uses: Uses, platform: str) -> Iterable[Any]:
+    """The branches of a conditional: of one that goes by the platform, only its own."""
+    branches, maker = line.params["branches"], uses.maker(line.reads[0])
+    while maker is not None and maker.name != "platform_index" and maker.reads:
+        maker = uses.maker(maker.reads[0])
+    if maker is None or maker.name != "platform_index":
+        return branches
+    named = maker.params["platforms"]
+    own = [n for n, some in enumerate(named) if some is not None and platform in some]
+    return [branches[n] for n in (own or [n for n, some in enumerate(named) if some is None])[:1]] or branches
+
+
+def _overwritten(line: Line, number: int, program: Lines, uses: Uses, dying: set[int]) -> int | None:
+    """What is read for the last time by a line that writes a result of the same size in its place."""
+    if line.name == "scan":
+        carries = number < line.params["num_carry"]
+        given = uses.root(line.reads[line.params["num_consts"] + number]) if carries else -1
+        return given if given in dying else None
+    if line.name in WRITTEN - IN_PLACE:
+        return None
+    size = program.size(line.writes[number])
+    return next((one for one in dying if program.size(one) == size), None)
+
+
+def _carried_in_place(uses: Uses, carried: tuple[int, int] | None) -> set[int]:
+    """A loop's next carries that take the place of those that nothing reads any more."""
+    start, length = carried or (0, 0)
+    program, found = uses.program, set()
+    for given, result in zip(program.given[start : start + length], program.results):
+        value = uses.root(result)
+        if value in uses.made and uses.last(given) <= uses.made[value]:
+            found.add(value)
+    return found
+
+
+def _added_in_place(uses: Uses) -> set[int]:
+    """Products that are only added to an array of their size, and zeros that are scattered into to be added to one."""
+    found = set()
+    for value, place in uses.made.items():
+        line, readers = uses.lines[place], uses.readers.get(value, [])
+        if len(readers) != 1 or uses.lines[readers[0]].name not in ("add", "add_any") or value in uses.results:
+            continue
+        if line.name == "dot_general":
+            others = [one for one in map(uses.root, uses.lines[readers[0]].reads) if one not in (value, -1)]
+            if others and len(uses.readers.get(others[0], [])) == 1:
+                found.add(value)
+        elif line.name in ("scatter-add", "scatter_add"):
+            zeros = uses.maker(line.reads[0])
+            if zeros is not None and zeros.name == "broadcast_in_dim":
+                found |= {value, uses.root(line.reads[0])}
+    return found
+
+
+def _cast_before_sent(uses: Uses, carried: tuple[int, int] | None) -> dict[int, int]:
+    """Bytes of what is gathered and then only cast, which a TPU's compiler does in the other order, and of the casts.
+
+    A cast of what a loop is given is done before the loop.
+    """
+    found: dict[int, int] = {}
+    given = uses.program.given[: carried[0]] if carried else []
+    for value in [*given, *(line.writes[0] for line in uses.lines if line.name == "all_gather")]:
+        places = uses.readers.get(value, [])
+        widths = [_cast_width(uses.lines[place], value, uses) for place in places]
+        if places and all(widths) and max(widths) < uses.program.avals[value].dtype.itemsize:
+            found[value] = max(widths) * uses.program.avals[value].size
+            casts = (uses.lines[place] for place in places)
+            found |= {line.writes[0]: 0 for line in casts if line.name == "convert_element_type"}
+    return found
+
+
+def _cast_width(line: Line, value: int, uses: Uses) -> int:
+    """The bytes of a number as which a line reads a value, where it casts it or hands it to a loop that does; or 0."""
+    if line.name == "convert_element_type":
+        return uses.program.avals[line.writes[0]].dtype.itemsize
+    if line.name == "gather":  # a lookup, whose vectors are cast
+        casts = [uses.lines[place] for place in uses.readers.get(line.writes[0], [])]
+        return max((_cast_width(one, line.writes[0], uses) for one in casts), default=0) if _all_casts(casts) else 0
+    if line.name != "scan":
+        return 0
+    number = next(n for n, one in enumerate(line.reads) if uses.root(one) == value)
+    inner = Lines(line.params["jaxpr"].jaxpr)
+    casts = [one for one in inner.lines if inner.given[number] in one.reads]
+    if number >= line.params["num_consts"] or not _all_casts(casts):
+        return 0
+    return max((inner.avals[one.writes[0]].dtype.itemsize for one in casts), default=0)
+
+
+def _all_casts(lines: list[Line]) -> bool:
+    return all(line.name == "convert_element_type" for line in lines)
+
+
+def _born_early(uses: Uses) -> tuple[set[int], dict[int, list[int]]]:
+    """Zeros of a shape are made with the first of it, and with the first zeros what layers' gradients are added to."""
+    first: dict[tuple, int] = {}
+    early: dict[int, list[int]] = {}
+    merged = _added_in_place(uses)
+    for place, line in enumerate(uses.lines):
+        value = line.writes[0] if line.writes else -1
+        if line.name == "broadcast_in_dim" and line.reads[0] is None and value not in (uses.fused | merged):
+            aval = uses.program.avals[value]
+            kind = (tuple(aval.shape), str(aval.dtype))
+            if kind in first:
+                early.setdefault(first[kind], []).append(value)
+            first.setdefault(kind, place)
+        elif line.name == "scan" and first and "transpose" in line.scopes:
+            early.setdefault(min(first.values()), []).extend(line.writes[line.params["num_carry"] :])
+    return {value for some in early.values() for value in some}, early
+
+
+def _cause(uses: Uses, value: int) -> str:
+    line = uses.lines[uses.made[value]]
+    source = uses.maker(line.reads[0]) if line.name == "convert_element_type" else line
+    if (source or line).name == "all_gather" or ("parameters" in line.scopes and line.name == "convert_element_type"):
+        return GATHERED
+    is_carry = line.name == "scan" and value in line.writes[: line.params["num_carry"]]
+    if "transpose" in line.scopes or line.name == "broadcast_in_dim" or (is_carry and uses.program.size(value) > 2**20):
+        return GRADIENTS
+    return KEPT if line.name == "scan" else WORK
+
+
+def _gathers(jaxpr: Any) -> tuple[int, int]:
+    """Bytes of a loop's arrays that are gathered along another dim than their first, and of its largest gather."""
+    copied: dict[int, int] = {}
+    largest = [0]
+
+    def visit(jaxpr: Any, given: list[tuple[int, int] | None], is_loop: bool) -> None:
+        program = Lines(jaxpr)
+        source = dict(zip(program.given, given))
+        for line in program.lines:
+            of = [None if one is None else source.get(one) for one in line.reads]
+            if line.name in VIEWS or line.name == "convert_element_type":
+                source[line.writes[0]] = of[0]
+            elif line.name == "all_gather":
+                largest[0] = max(largest[0], program.size(line.writes[0]) * is_loop)
+                shape = program.avals[line.writes[0]].shape  # of the first dims what is gathered has as many
+                dim = line.params["all_gather_dimension"]
+                if of[0] is not None and of[0][1] and math.prod(shape[:dim]) > 1:
+                    copied[of[0][0]] = of[0][1]
+            elif line.name == "scan":
+                over = line.params["num_consts"] + line.params["num_carry"]
+                sizes = [0 if one is None else program.size(one) for one in line.reads[over:]]
+                sized = [its and (its[0], size) for its, size in zip(of[over:], sizes)]
+                visit(line.params["jaxpr"].jaxpr, [*of[:over], *sized], True)
+            elif line.name == "cond":
+                for branch in line.params["branches"]:
+                    visit(branch.jaxpr, of[1:], is_loop)
+
+    visit(jaxpr, [(number, 0) for number in range(len(jaxpr.invars))], False)
+    return sum(copied.values()), largest[0]

@@ -1,0 +1,95 @@
+"""A traced program (jaxpr) as lines in order, with calls written out and what nothing needs left out."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval
+
+
+Aval = Any  # the shape and dtype of a value, as JAX's tracing knows it
+
+
+class Line(NamedTuple):
+    """An operation, the numbers of the values that it reads (None for constants) and writes, and its scopes."""
+
+    name: str
+    params: dict[str, Any]
+    reads: tuple[int | None, ...]
+    writes: tuple[int, ...]
+    scopes: str
+
+
+class Lines:
+    """A program's lines; values are numbers, and `avals` has the shape of each."""
+
+    def __init__(self, jaxpr: Any):
+        self.lines: list[Line] = []
+        self.avals: list[Aval] = []
+        self._casts: dict[tuple[int, str], int] = {}
+        self.given = [self._fresh(v.aval) for v in jaxpr.invars]
+        self.results = self._written_out(jaxpr, [self._fresh(v.aval) for v in jaxpr.constvars], self.given, "")
+
+    def size(self, value: int) -> int:
+        """A value's bytes; of random keys and tokens none."""
+        aval = self.avals[value]
+        if not hasattr(aval, "shape") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            return 0
+        return math.prod(aval.shape) * aval.dtype.itemsize
+
+    def _fresh(self, aval: Aval) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def _written_out(
+        self, jaxpr: Any, consts: Sequence[int | None], given: Sequence[int | None], scopes: str
+    ) -> list[int | None]:
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given)))
+        read = lambda atom: None if isinstance(atom, Literal) else values[atom]
+        for eqn in jaxpr.eqns:
+            reads, stands = tuple(map(read, eqn.invars)), f"{scopes}/{eqn.source_info.name_stack}"
+            name = eqn.primitive.name
+            inner = next((eqn.params[key] for key in _CALLS if name in _CALLED and key in eqn.params), None)
+            if inner is not None:
+                closed = getattr(inner, "jaxpr", inner)
+                own = [self._fresh(v.aval) for v in closed.constvars]
+                results = self._written_out(closed, own, reads, stands)
+            elif name == "convert_element_type" and (kept := self._casts.get(_cast(eqn, reads))) is not None:
+                results = [kept]  # the compilers make equal casts once
+            else:
+                results = [self._fresh(v.aval) for v in eqn.outvars]
+                self.lines.append(Line(name, eqn.params, reads, tuple(results), stands))
+                if name == "convert_element_type":
+                    self._casts[_cast(eqn, reads)] = results[0]
+            values.update(zip(eqn.outvars, results))
+        return [read(atom) for atom in jaxpr.outvars]
+
+
+def needed(jaxpr: Any) -> Any:
+    """The program without what its results do not need."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def per_device(jaxpr: Any) -> list[Any]:
+    """The programs that run on each device, inside of `shard_map`."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            found.append(eqn.params["jaxpr"])
+            continue
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            found += per_device(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+def _cast(eqn: Any, reads: tuple[int | None, ...]) -> tuple[int, str]:
+    return -1 if reads[0] is None else reads[0], str(eqn.outvars[0].aval.dtype)
+
+
+_CALLED = {"pjit", "jit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
+_CALLED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")

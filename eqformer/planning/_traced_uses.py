@@ -1,0 +1,70 @@
+"""What of a traced program is written to memory, and until when it is read, as XLA fuses operations."""
+
+import functools
+
+from ._traced import Line, Lines
+
+
+VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "pcast", "pvary", "copy", "stop_gradient", "name"}
+VIEWS |= {"optimization_barrier", "sharding_constraint"}
+SUMS = {"reduce_sum", "reduce_max", "reduce_min", "argmax", "reduce_and", "reduce_or"}
+IN_PLACE = {"scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "psum", "psum_invariant", "while", "cond"}
+KEEP = {"scan", "while", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice"}
+# Operations that XLA fuses with nothing behind them, so that what they read and write is in memory.
+WRITTEN = SUMS | IN_PLACE | KEEP | {"dot_general", "cond", "shard_map", "gather", "sort", "cumsum", "cumlogsumexp"}
+WRITTEN |= {"cummax", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "pallas_call", "concatenate", "pad"}
+WRITTEN |= {"all_gather", "all_gather_invariant", "psum_scatter", "reduce_scatter", "all_to_all", "ppermute", "top_k"}
+WRITTEN |= {"random_bits", "threefry2x32", "custom_vjp_call"}
+
+
+class Uses:
+    """Who makes and who reads each value, which are views of another, and which are never written to memory."""
+
+    def __init__(self, program: Lines):
+        self.program, self.lines = program, program.lines
+        self.made = {value: place for place, line in enumerate(self.lines) for value in line.writes}
+        self.views: dict[int, int] = {}
+        for line in self.lines:
+            if line.name in VIEWS:
+                for given, value in zip(line.reads, line.writes):
+                    if given is not None and program.size(given) == program.size(value):
+                        self.views[value] = given
+        self.readers: dict[int, list[int]] = {}
+        for place, line in enumerate(self.lines):
+            if not (line.writes and line.writes[0] in self.views):
+                for given in line.reads:
+                    if given is not None:
+                        self.readers.setdefault(self.root(given), []).append(place)
+        self.results = {self.root(value) for value in program.results if value is not None}
+        self.fused = {value for value in self.made if self._is_fused(value)}
+        self.last = functools.cache(self._last)
+
+    def root(self, value: int | None) -> int:
+        """The value that another is a view of, or it itself."""
+        while value in self.views:
+            value = self.views[value]
+        return -1 if value is None else value
+
+    def maker(self, value: int | None) -> Line | None:
+        """The line that makes a value; None for what a program is given."""
+        place = self.made.get(self.root(value))
+        return None if place is None else self.lines[place]
+
+    def _is_fused(self, value: int) -> bool:
+        line = self.lines[self.made[value]]
+        if value in self.views or value in self.results or line.name in WRITTEN:
+            return False
+        readers = {self.lines[place].name for place in self.readers.get(value, [])}
+        if line.name in ("broadcast_in_dim", "iota"):
+            return readers.isdisjoint(KEEP)
+        return readers.isdisjoint(WRITTEN - SUMS)
+
+    def _last(self, value: int) -> int:
+        """The place of the last line that reads a value, also by way of what is never written."""
+        if value in self.results:
+            return len(self.lines)
+        found = self.made.get(value, -1)
+        for place in self.readers.get(value, []):
+            through = (self.last(one) for one in map(self.root, self.lines[place].writes) if one in self.fused)
+            found = max(found, place, *through)
+        return found

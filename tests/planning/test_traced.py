@@ -1,0 +1,61 @@
+"""Bytes of temporaries by walking through a trace, against counts made by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqformer.planning._temporary_bytes import peak
+from eqformer.planning._traced import Lines, needed
+
+
+N = 256
+MATRIX = N * N * 4
+X = jnp.zeros((N, N))
+
+
+def most(fn, *given, platform="cuda"):
+    return peak(needed(jax.make_jaxpr(fn)(*given).jaxpr), platform).size
+
+
+@pytest.mark.quick
+def test_what_is_only_read_by_elementwise_operations_is_never_written():
+    assert most(lambda x: (jnp.sin(x) * 2 + jnp.cos(x)).sum(), X) == 4
+    assert most(lambda x: jnp.sin(x) @ x, X) == 2 * MATRIX  # a product reads it from memory
+    assert most(lambda x: (jnp.sin(x) @ x).T.reshape(-1), X) == 2 * MATRIX  # and views are no copies
+
+
+def test_what_nothing_reads_any_more_is_overwritten_or_given_back():
+    chain = lambda x: ((x @ x) @ x) @ x
+    assert most(chain, X) == 2 * MATRIX
+    assert most(lambda x: chain(x) + (x @ x), X) == 2 * MATRIX  # the last product is added in place
+    assert most(lambda x: (x @ x, x @ x.T, chain(x)), X) == 4 * MATRIX
+
+
+def test_loops_carry_in_place():
+    def summed(x, rows):
+        return jax.lax.scan(lambda total, row: (total + jnp.outer(row, row) @ x, row @ x), jnp.zeros_like(x), rows)
+
+    rows = jnp.zeros((8, N))
+    kept, inside = (
+        MATRIX + 8 * N * 4,
+        MATRIX + N * 4,
+    )  # the sum and its rows; an outer product; what is added is in place
+    assert most(summed, X, rows) in (kept + inside, kept + inside - N * 4)
+    forgotten = lambda x, rows: summed(x, rows)[1]
+    assert most(forgotten, X, rows) <= 2 * 8 * N * 4  # nothing needs the sum
+
+
+def test_branches_and_platforms():
+    few, many = (lambda x: x @ x), (lambda x: (x @ x.T) @ (x @ x))
+    assert (
+        most(lambda flag, x: jax.lax.cond(flag, few, many, x), True, X) == 3 * MATRIX + 4
+    )  # and the number of the branch
+    by_platform = lambda x: jax.lax.platform_dependent(x, tpu=few, default=many)
+    assert most(by_platform, X, platform="tpu") // MATRIX == 1 and most(by_platform, X, platform="cuda") // MATRIX == 3
+
+
+def test_calls_are_written_out_and_equal_casts_made_once():
+    twice = jax.jit(lambda x: x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16).T)
+    lines = Lines(jax.make_jaxpr(lambda x: twice(x))(X).jaxpr)
+    assert [line.name for line in lines.lines].count("convert_element_type") == 1
+    assert lines.size(lines.given[0]) == MATRIX
