@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from .. import nn, training
 from .._shapes import Batch
-from ._traced import Line, Lines, needed, per_device
+from ._traced import carry_of, Line, Lines, needed, per_device
 from ._traced_uses import IN_PLACE, Uses, VIEWS, WRITTEN
 
 
@@ -97,8 +97,7 @@ def peak(jaxpr: Any, platform: str, carried: tuple[int, int] | None = None, is_b
 def _inner(line: Line, uses: Uses, platform: str) -> Most:
     """What loops and branches make inside."""
     if line.name == "scan":
-        carried = line.params["num_consts"], line.params["num_carry"]
-        return peak(line.params["jaxpr"].jaxpr, platform, carried)
+        return peak(line.params["jaxpr"].jaxpr, platform, carry_of(line))
     if line.name == "while":
         return peak(line.params["body_jaxpr"].jaxpr, platform)
     if line.name == "cond":
@@ -122,8 +121,8 @@ def _branches(line: Line, uses: Uses, platform: str) -> Iterable[Any]:
 def _overwritten(line: Line, number: int, program: Lines, uses: Uses, dying: set[int]) -> int | None:
     """What is read for the last time by a line that writes a result of the same size in its place."""
     if line.name == "scan":
-        carries = number < line.params["num_carry"]
-        given = uses.root(line.reads[line.params["num_consts"] + number]) if carries else -1
+        start, length = carry_of(line)
+        given = uses.root(line.reads[start + number]) if number < length else -1
         return given if given in dying else None
     if line.name in WRITTEN - IN_PLACE:
         return None
@@ -189,7 +188,7 @@ def _cast_width(line: Line, value: int, uses: Uses) -> int:
     number = next(n for n, one in enumerate(line.reads) if uses.root(one) == value)
     inner = Lines(line.params["jaxpr"].jaxpr)
     casts = [one for one in inner.lines if inner.given[number] in one.reads]
-    if number >= line.params["num_consts"] or not _all_casts(casts):
+    if number >= carry_of(line)[0] or not _all_casts(casts):
         return 0
     return max((inner.avals[one.writes[0]].dtype.itemsize for one in casts), default=0)
 
@@ -212,7 +211,7 @@ def _born_early(uses: Uses) -> tuple[set[int], dict[int, list[int]]]:
                 early.setdefault(first[kind], []).append(value)
             first.setdefault(kind, place)
         elif line.name == "scan" and first and "transpose" in line.scopes:
-            early.setdefault(min(first.values()), []).extend(line.writes[line.params["num_carry"] :])
+            early.setdefault(min(first.values()), []).extend(line.writes[carry_of(line)[1] :])
     return {value for some in early.values() for value in some}, early
 
 
@@ -221,7 +220,7 @@ def _cause(uses: Uses, value: int) -> str:
     source = uses.maker(line.reads[0]) if line.name == "convert_element_type" else line
     if (source or line).name == "all_gather" or ("parameters" in line.scopes and line.name == "convert_element_type"):
         return GATHERED
-    is_carry = line.name == "scan" and value in line.writes[: line.params["num_carry"]]
+    is_carry = line.name == "scan" and value in line.writes[: carry_of(line)[1]]
     if "transpose" in line.scopes or line.name == "broadcast_in_dim" or (is_carry and uses.program.size(value) > 2**20):
         return GRADIENTS
     return KEPT if line.name == "scan" else WORK
@@ -246,7 +245,7 @@ def _gathers(jaxpr: Any) -> tuple[int, int]:
                 if of[0] is not None and of[0][1] and math.prod(shape[:dim]) > 1:
                     copied[of[0][0]] = of[0][1]
             elif line.name == "scan":
-                over = line.params["num_consts"] + line.params["num_carry"]
+                over = sum(carry_of(line))
                 sizes = [0 if one is None else program.size(one) for one in line.reads[over:]]
                 sized = [its and (its[0], size) for its, size in zip(of[over:], sizes)]
                 visit(line.params["jaxpr"].jaxpr, [*of[:over], *sized], True)

@@ -68,6 +68,14 @@ class Lines:
         return [read(atom) for atom in jaxpr.outvars]
 
 
+def carry_of(line: Line) -> tuple[int, int]:
+    """Where the carry of a `scan` begins among what it reads, and how long it is."""
+    if "num_carry" in line.params:
+        return line.params["num_consts"], line.params["num_carry"]
+    consts, carry, *_ = line.params["ft_in"].unpack()  # as JAX says it from 0.12 on
+    return len(list(consts)), len(list(carry))
+
+
 def needed(jaxpr: Any) -> Any:
     """The program without what its results do not need."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
