@@ -83,8 +83,9 @@ class Stack(Layer):
 _POLICIES = jax.checkpoint_policies
 # Rematerialisation policies: what is kept from the forward pass; all else is recomputed in the backward pass. `none`
 # keeps everything; `products` keeps the results of linear maps, and arrays that are named by `checkpoint_name`: the
-# output of attention in `BlockwiseCore` and `ReferenceCore` ("attended"), and results of linear maps that are put
-# together from devices ("product").
+# output of attention ("attended"; with the sums of its softmax, where its backward pass reads them, so that no kernel
+# runs twice forward), in every core but `DotProductCore`, and results of linear maps that are put together from devices
+# ("product").
 REMAT: dict[str, Callable[..., bool] | None] = {
     "none": None,
     "full": _POLICIES.nothing_saveable,

@@ -30,7 +30,7 @@ from eqformer.parallel import (
 
 ROWS, SEQ = 16, 256
 NUMBERS = models.LlamaConfig(vocab=256, embed=128, layers=8, heads=8, kv_heads=4, mlp=384)
-_AS_RECIPES: dict[str, Any] = {"core": nn.BlockwiseCore(), "remat": "products"}
+_AS_RECIPES: dict[str, Any] = {"core": nn.AutoCore(), "remat": "products"}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "data": ({REPLICA: 8}, {}),
     "ZeRO-1": ({FSDP: 8}, {"zero": 1}),

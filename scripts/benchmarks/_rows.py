@@ -15,7 +15,7 @@ from eqformer import models, nn, planning
 
 
 ROWS, SEQ = 8, 256
-_AS_RECIPES: dict[str, Any] = {"core": nn.BlockwiseCore(), "remat": "products"}
+_AS_RECIPES: dict[str, Any] = {"core": nn.AutoCore(), "remat": "products"}
 
 
 def train(rounds: int) -> Iterator[Row]:

@@ -37,7 +37,7 @@ class ContextCore(Core):
       memory for two pieces of them; `3 m T (c-1)/c`. Computed by the fused kernels of `inner` where it has them for
       the rows, as `Plan` stores them, or else as by `BlockwiseCore`, with the block of `inner`.
     - `"gather"`: all keys and values are gathered, in the backward pass again; `3 m T (c-1)/c`. Any `inner`. One that
-      does not name its output "attended", as `BlockwiseCore` and `ReferenceCore` do, has it computed again under
+      does not name its output "attended", as all but `DotProductCore` do, has it computed again under
       `remat="products"`, which gathers once more.
     - `"heads"`: an all-to-all gives each device whole rows of `heads / c` heads and a second one brings the outputs
       back (DeepSpeed Ulysses, 2309.14509); `(4 n + 2 m) T (c-1)/c^2`. Any `inner`; `heads` must be a multiple of `c`.
