@@ -228,7 +228,6 @@ def test_cpus_and_gpus_get_a_loop_over_blocks_and_none_a_product_with_all_groups
     for platform in ("cpu", "cuda"):
         found = operations(platform)
         assert "ragged_dot" not in found and found.count("while") >= 3, platform
-    assert operations("cuda") == operations("cpu")
 
 
 @pytest.mark.parametrize("rows,sizes", [(130, [50, 0, 77, 3]), (5, [1, 0, 0, 2])])
