@@ -46,9 +46,14 @@ COMPILES = pytest.mark.skipif(
 
 
 @COMPILES
-def test_a_step_compiled_for_tpus_holds_and_sends_what_was_told():
-    mesh = "--mesh.fsdp 4 --zero 3 --optimizer.name adamw --precision.parameters float32"
-    found = run_here("plan.py", *f"{TINY} --topology v5e:2x2 {mesh} --json".split())
+def test_a_step_compiled_for_tpus_holds_what_was_told(tmp_path, monkeypatch):
+    """Of widths that fill a TPU's tiles of 128 columns."""
+    for name, value in (("SKIP_MDS_QUERY", "1"), ("WORKER_HOSTNAMES", "localhost")):
+        monkeypatch.setenv(f"TPU_{name}", value)
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wide = "--model.embed 512 --model.mlp 512 --mesh.fsdp 4 --zero 3 --optimizer.name adamw"
+    found = run_here("plan.py", *f"{TINY} {wide} --topology v5e:2x2 --json".split())
     row = json.loads(found.stdout)
     held = row["held"]["parameters"] + row["held"]["optimizer state"]
     assert row["compiled"]["argument"] == pytest.approx(held, rel=0.05)
