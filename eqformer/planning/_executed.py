@@ -14,7 +14,7 @@ def executed(text: str) -> tuple[float, int]:
     """Operations of all products of matrices, and the cycles that the compiler estimates (0 where it says none).
 
     Loops are multiplied out, of a conditional the branch with the most is counted, and a multiplication and an addition
-    are two operations. Products in calls of libraries other than cuBLAS, such as cuDNN's attention, are not seen.
+    are two operations. Kernels (Mosaic, Triton) and calls of libraries other than cuBLAS, such as cuDNN's attention, are not seen.
     """
     program, entry = parse(text)
     operations = lambda line, beside: _operations(line, beside)
@@ -42,7 +42,8 @@ def _summed(program: dict[str, list[Instruction]], name: str, of: Of, known: dic
 
 def _cycles(line: Instruction) -> float:
     found = re.search(r'"estimated_cycles":"(\d+)"', line.attributes)
-    return float(found.group(1)) if found else 0.0
+    cycles = float(found.group(1)) if found else 0.0
+    return cycles if cycles < _UNKNOWN else 0.0
 
 
 def _operations(line: Instruction, beside: dict[str, Instruction]) -> float:
@@ -91,3 +92,6 @@ def _dims(result: str) -> list[int]:
     """The sizes of the first array in a type."""
     found = re.search(r"\[([\d,]*)\]", result)
     return [int(size) for size in found.group(1).split(",") if size] if found else []
+
+
+_UNKNOWN = 2.0**50  # what a TPU's compiler says of kernels that it cannot estimate is beyond

@@ -88,7 +88,7 @@ def test_the_buffers_of_a_program():
 @pytest.mark.quick
 def test_what_a_program_executes():
     assert executed(TEXT) == (7 * 2 * 64 * 64 * 32 + 2 * 64**3, 700)
-    assert executed(TEXT.replace("%number = s32[] get", "%number = s32[] copy")) == executed(TEXT)
+    assert executed(TEXT.replace('"estimated_cycles":"100"', '"estimated_cycles":"9223372036854775807"'))[1] == 0
 
 
 def test_a_batch_of_products_is_a_picture_on_tpus():
