@@ -14,7 +14,7 @@ def executed(text: str) -> tuple[float, int]:
     """Operations of all products of matrices, and the cycles that the compiler estimates (0 where it says none).
 
     Loops are multiplied out, of a conditional the branch with the most is counted, and a multiplication and an addition
-    are two operations. Kernels (Mosaic, Triton) and calls of libraries other than cuBLAS, such as cuDNN's attention, are not seen.
+    are two operations. Kernels (Mosaic, Triton) and calls of libraries other than cuBLAS (cuDNN) are not seen.
     """
     program, entry = parse(text)
     operations = lambda line, beside: _operations(line, beside)
