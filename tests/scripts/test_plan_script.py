@@ -30,18 +30,18 @@ def test_what_is_told_is_what_layout_counts(tmp_path):
 
 
 def test_meshes_are_ranked_by_time():
-    found = json.loads(told("--topology h100:4 --search --json"))
+    found = json.loads(told("--topology h100:2 --search --json"))
     times = [one["seconds"] for one in found]
     assert times == sorted(times) and 2 <= len(times) <= 5
-    again = json.loads(told(f"--topology h100:4 --json {found[1]['flags']}"))
+    again = json.loads(told(f"--topology h100:2 --json {found[1]['flags']}"))
     assert again["seconds"] == times[1] and sum(again["held"].values()) == found[1]["held"]
 
 
-LARGE = "--model.layers 8 --seq 65536 --batch 4 --model.embed 1024 --model.mlp 4096 --mesh.fsdp 4 --zero 3"
+LARGE = "--model.layers 8 --seq 65536 --batch 2 --model.embed 1024 --model.mlp 4096 --mesh.fsdp 2 --zero 3"
 
 
 def test_what_does_not_fit_has_other_plans_that_do():
-    text = told(f"{LARGE} --topology v5e:2x2 --execution.remat none")
+    text = told(f"{LARGE} --topology v5e:1x2 --execution.remat none")
     assert "too much, of 16.9 GB" in text
     offered = text.partition("as many devices would hold it by\n")[2].strip().splitlines()
     assert 1 <= len(offered) <= 3 and all(" s a step" in line for line in offered)
