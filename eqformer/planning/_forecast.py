@@ -30,12 +30,15 @@ class Forecast:
     """A step of training or decoding by formulas: nothing was compiled or run."""
 
     topology: Topology
+    """What the step would run on."""
     held: dict[str, int]
     """Bytes on a device by cause."""
     sent: tuple[Sent, ...]
     """Bytes that a device sends in a step, by cause."""
     time: Roofline
+    """The seconds of a step, by cause."""
     parameters: int
+    """Those of the whole model."""
     operations: float
     """The model's own operations of a step, on one device."""
 

@@ -69,6 +69,15 @@ def roofline(
     Products run at the peak of the compute dtype, each link at its data sheet's speed, and what is read and written is
     counted by linear maps: what comes is close to a lower bound. Raises a `ValueError` if the mesh has another number
     of devices than the topology.
+
+    Args:
+        plan: How the model is laid out.
+        model: The model, which may be of shapes.
+        sent: The bytes that a device sends, by cause.
+        topology: The accelerators and their links.
+        rows: Those of a batch.
+        seq: The tokens of a row.
+        trained: What picks the parameters that have gradients; None: all.
     """
     one, speeds = topology.accelerator, topology.speeds(plan.mesh)
     peak = one.peak(str(jnp.dtype(model.compute_dtype)))

@@ -30,13 +30,20 @@ def sent_bytes(
     trained: training.Trained = training.trainable,
     casts_first: bool = False,
 ) -> list[Sent]:
-    """By formulas, for a batch of so many rows and tokens; `model` may be shapes.
+    """The bytes that each device sends in a training step, by formulas.
 
-    `trained` picks what moves, as an optimizer's does: of all else there are no gradients, and what is not split over
-    devices is never sent. With `casts_first` parameters are gathered in the compute dtype where they are only cast to
-    it, as a TPU's compiler does.
     What the backward pass computes again is sent again: by a pipeline, and as the model's `remat` says. Left out is
     what is small beside the rest: the norms' sums, the positions that go with keys.
+
+    Args:
+        plan: How the model is laid out.
+        model: The model, which may be of shapes.
+        rows: Those of a batch.
+        seq: The tokens of a row.
+        trained: What picks the parameters that move, as an optimizer's does: of all else there are no gradients, and
+            what is not split over devices is never sent.
+        casts_first: Whether parameters are gathered in the compute dtype where they are only cast to it, as a TPU's
+            compiler does.
     """
     pieces = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
     tokens = float(rows // pieces * seq // plan.size(CONTEXT))

@@ -60,9 +60,15 @@ class Continuation:
 def continuation(
     name: str, so_far: Sequence[Stretch], *, peak: float, start: int, steps: int, warmup: int | None = None
 ) -> Continuation:
-    """How a run in stretches may go on after `start` steps to `steps` steps, by its rates' name and their peak.
+    """How a run in stretches may go on to another number of steps.
 
-    `warmup` is that of a `rewarm`, by default `default_warmup` of the steps that are left.
+    Args:
+        name: The name of its rates in `RATES`.
+        so_far: Its stretches.
+        peak: The largest rate.
+        start: The steps that it has taken.
+        steps: Those that it is to have.
+        warmup: The steps before the peak of a `rewarm`; None: `default_warmup` of the steps that are left.
     """
     rewarm = default_warmup(steps - start) if warmup is None else warmup
     warmups = {"hold": so_far[0].warmup, "rewarm": rewarm, "reshape": so_far[0].warmup}

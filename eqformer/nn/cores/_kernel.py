@@ -81,7 +81,16 @@ class Kernel(abc.ABC):
         places: Places,
         kv_places: Places,
     ) -> tuple[Float[Array, "batch seq heads v_dim"], Float[Array, "batch heads seq"]]:
-        """The attended values and the logarithm of each row's sum of exponentials."""
+        """The attended values and the logarithm of each row's sum of exponentials.
+
+        Args:
+            call: The settings of the call.
+            query: The queries.
+            key: The keys.
+            value: The values.
+            places: The positions and segments of the queries.
+            kv_places: Those of the keys.
+        """
 
     @abc.abstractmethod
     def backward(
@@ -100,4 +109,16 @@ class Kernel(abc.ABC):
         Float[Array, "batch kv_seq kv_heads head_dim"],
         Float[Array, "batch kv_seq kv_heads v_dim"],
     ]:
-        """The gradients of query, key and value."""
+        """The gradients of query, key and value.
+
+        Args:
+            call: The settings of the call.
+            query: The queries.
+            key: The keys.
+            value: The values.
+            places: The positions and segments of the queries.
+            kv_places: Those of the keys.
+            output: What `forward` gave.
+            logsum: The logarithm of each row's sum that it gave.
+            to_output: The gradient of the output.
+        """
