@@ -41,7 +41,7 @@ def scatter_steps(devices: np.ndarray, axis: str) -> tuple[int, ...]:
     """How many devices each step of a reduce-scatter over an axis has; none where it is best done at once.
 
     `devices` are those of a mesh, in its shape. To scatter among all devices of a square or a box of a torus at once,
-    XLA's compiler for TPUs (libtpu 0.0.52, but for TPU7x) sums the whole on every device. It scatters where a step has
+    XLA's compiler for TPUs (libtpu 0.0.42, but for TPU7x) sums the whole on every device. It scatters where a step has
     one side of the torus and another step the rest; the last step's devices are neighbours in the axis' order.
     """
     line = np.moveaxis(devices, AXES.index(axis), -1).reshape(-1, devices.shape[AXES.index(axis)])[0]
