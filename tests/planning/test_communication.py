@@ -177,7 +177,7 @@ def test_control_a_loop_counted_once_would_be_seen():
     assert bytes_sent(communication(run(12))) == 12 / 9 * bytes_sent(communication(run(9))) == 12 * SIZE
 
 
-# From the step of a Llama (two layers of the real width, fsdp 4) compiled for v5e:2x2 by libtpu 0.0.52: a loop over
+# From the step of a Llama (two layers of the real width, fsdp 4) compiled for v5e:2x2 by libtpu 0.0.42: a loop over
 # layers, a gather that runs beside a product, and a reduce-scatter that is fused with its slice; other lines left out.
 V5E = (pathlib.Path(__file__).parent / "programs" / "v5e.hlo").read_text()
 GATHER, SCATTER = 3 / 4 * 8 * 128 * 4096 * 2, 3 / 4 * 128576 * 4096 * 4
