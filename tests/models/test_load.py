@@ -74,7 +74,8 @@ def test_beside_the_parts_little_is_held(sizes, tmp_path):
     tracemalloc.stop()
     copies = sum(shard.data.nbytes for x in arrays_of(kept) for shard in x.addressable_shards) / own
     assert copies < (1.02 if not sizes or sizes == {"fsdp": 8} else 1.3)  # beside norms over `tensor`
-    assert own < peak < own + 2 * largest  # half of a copy of the model would be 5 times the largest
+    # Half of a copy of the model would be 5 times the largest; Python's garbage is up to once, until it is collected.
+    assert own < peak < own + 3 * largest
 
 
 @pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.grid), {"fsdp": 2, "expert": 2}])
