@@ -210,7 +210,8 @@ def test_packed_documents_reach_cudnn_by_the_places_where_they_begin(monkeypatch
 
 def traced(core: nn.Core, case: Case, remat: str = "products", **sizes: Any) -> Any:
     """A gradient's program over devices, to be lowered for platforms that need not be here."""
-    arrays = inputs(case, **{"dtype": jnp.bfloat16} | sizes)
+    given: dict[str, Any] = {"dtype": jnp.bfloat16} | sizes
+    arrays = inputs(case, **given)
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     split = PartitionSpec("rows", None, "heads")
     specs = {name: PartitionSpec("heads") if name == "sinks" else split for name in arrays}

@@ -1,5 +1,7 @@
 """Sums over tokens that a gradient takes: in float32, however narrow the numbers are."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -102,7 +104,8 @@ def test_a_head_multiplies_in_16_bits_and_sums_in_float32_both_ways(way):
     }[way]
     loss = lambda table, x: jnp.sum(product(table, x) * direction.astype(jnp.float32))
     program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(table, x)
-    inputs = {str(v.aval.dtype) for line in program_lines(program.jaxpr, "dot_general") for v in line.invars}
+    avals: Any = [v.aval for line in program_lines(program.jaxpr, "dot_general") for v in line.invars]
+    inputs = {str(aval.dtype) for aval in avals}
     to_table, to_x = jax.grad(loss, (0, 1))(table, x)
     wanted_table, wanted_x = float64_gradients(x, table, direction)
     error = np.abs(np.asarray(to_table, np.float64) - wanted_table).max() / np.abs(wanted_table).max()
