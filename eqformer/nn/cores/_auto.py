@@ -1,5 +1,6 @@
 """Cores that run by the fused kernel of a platform: the one that chooses, and those that are asked for by name."""
 
+import abc
 from typing import Any
 
 import equinox as eqx
@@ -13,7 +14,7 @@ from ._contract import Block, Core, Fused
 from ._core import check_heads
 from ._cudnn import CudnnKernel
 from ._fused import attend_fused, Ways
-from ._kernel import Call, known_rows
+from ._kernel import Call, Kernel, known_rows
 from ._splash import SplashKernel
 
 
@@ -59,7 +60,55 @@ class AutoCore(Core):
         return Fused(tuple(kernel for kernel in (SplashKernel(), CudnnKernel()) if kernel.platform in there))
 
 
-class SplashCore(Core):
+class _KernelCore(Core):
+    """Attention by one fused kernel, and by nothing else; with a cache `BlockwiseCore`."""
+
+    @abc.abstractmethod
+    def kernel(self) -> Kernel:
+        """The kernel."""
+
+    def __call__(
+        self,
+        query: Float[Array, "*batch seq heads head_dim"],
+        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+        *,
+        mask: Mask,
+        tokens: Tokens,
+        kv_tokens: Tokens | None = None,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Float[Array, "heads"] | None = None,
+    ) -> Float[Array, "*batch seq heads v_dim"]:
+        check_heads(query, key)
+        if kv_tokens is not None:
+            given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
+            return BlockwiseCore()(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **given)
+        rows = known_rows(mask, tokens, None)
+        if rows is None:
+            reason = (
+                "it needs rows known to be whole or packed in order, and no chunks (nn.positions_like, Batch.documents)"
+            )
+        else:
+            call = Call(rows, scale, softcap)
+            reason = self.kernel().refusal(call, query, key, value)
+            if reason is None:
+                return attend_fused(Ways(call, *self.fused()), query, key, value, tokens, sinks)
+        raise ValueError(
+            f"{self} cannot compute query {query.dtype}{list(query.shape)}, key {list(key.shape)} and value "
+            f"{list(value.shape)} under {mask}: {reason}; pass AutoCore(), which takes another way where it must."
+        )
+
+    def ring_block(self) -> Block:
+        """That of `BlockwiseCore()`, for caches."""
+        return "platform"
+
+    def fused(self) -> Fused:
+        """The one kernel, by this core's name."""
+        return Fused((self.kernel(),), str(self))
+
+
+class SplashCore(_KernelCore):
     """Attention on TPUs by JAX's splash attention, and by nothing else; with a cache `BlockwiseCore`.
 
     It has windows, packed documents, softcaps and sinks. Raises a `ValueError` while tracing a call that the kernel
@@ -69,87 +118,22 @@ class SplashCore(Core):
 
     interpret: bool = eqx.field(static=True, default=False)
 
-    def __call__(
-        self,
-        query: Float[Array, "*batch seq heads head_dim"],
-        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
-        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
-        *,
-        mask: Mask,
-        tokens: Tokens,
-        kv_tokens: Tokens | None = None,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Float[Array, "heads"] | None = None,
-    ) -> Float[Array, "*batch seq heads v_dim"]:
-        given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
-        given |= {"tokens": tokens, "kv_tokens": kv_tokens}
-        return _by_kernel(self, query, key, value, **given)
-
-    def ring_block(self) -> Block:
-        """That of `BlockwiseCore()`, for caches."""
-        return "platform"
-
-    def fused(self) -> Fused:
-        """Splash attention alone."""
-        return Fused((SplashKernel(self.interpret),), str(self))
+    def kernel(self) -> Kernel:
+        """Splash attention."""
+        return SplashKernel(self.interpret)
 
 
-class CudnnCore(Core):
+class CudnnCore(_KernelCore):
     """Attention on NVIDIA GPUs by cuDNN's fused kernels, and by nothing else; with a cache `BlockwiseCore`.
 
     It has windows, packed documents and sinks, no softcaps, and computes in 16 bit. Raises a `ValueError` while tracing
     a call that the kernels cannot compute, and while compiling for another platform.
     """
 
-    def __call__(
-        self,
-        query: Float[Array, "*batch seq heads head_dim"],
-        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
-        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
-        *,
-        mask: Mask,
-        tokens: Tokens,
-        kv_tokens: Tokens | None = None,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Float[Array, "heads"] | None = None,
-    ) -> Float[Array, "*batch seq heads v_dim"]:
-        given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
-        given |= {"tokens": tokens, "kv_tokens": kv_tokens}
-        return _by_kernel(self, query, key, value, **given)
-
-    def ring_block(self) -> Block:
-        """That of `BlockwiseCore()`, for caches."""
-        return "platform"
-
-    def fused(self) -> Fused:
-        """cuDNN's alone."""
-        return Fused((CudnnKernel(),), str(self))
+    def kernel(self) -> Kernel:
+        """cuDNN's."""
+        return CudnnKernel()
 
     def lacks(self) -> tuple[str, ...]:
         """Softcaps."""
         return ("softcap",)
-
-
-def _by_kernel(core: Core, query: Array, key: Array, value: Array, **given: Any) -> Array:
-    """Attention by a core's one kernel, or a `ValueError` that says why it cannot be."""
-    check_heads(query, key)
-    if given["kv_tokens"] is not None:
-        return BlockwiseCore()(query, key, value, **given)
-    rows = known_rows(given["mask"], given["tokens"], None)
-    if rows is None:
-        reason = (
-            "it needs rows known to be whole or packed in order, and no chunks (nn.positions_like, Batch.documents)"
-        )
-    else:
-        call = Call(rows, given["scale"], given["softcap"])
-        (kernel,), only = core.fused()
-        reason = kernel.refusal(call, query, key, value)
-        if reason is None:
-            ways = Ways(call, (kernel,), only)
-            return attend_fused(ways, query, key, value, given["tokens"], given["sinks"])
-    raise ValueError(
-        f"{core} cannot compute query {query.dtype}{list(query.shape)}, key {list(key.shape)} and value "
-        f"{list(value.shape)} under {given['mask']}: {reason}; pass AutoCore(), which takes another way where it must."
-    )
