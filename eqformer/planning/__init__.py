@@ -38,7 +38,6 @@ from ._fitting import (
     Candidate as Candidate,
     Fitting as Fitting,
     fitting_plans as fitting_plans,
-    held_bytes as held_bytes,
     meshes_of as meshes_of,
 )
 from ._forecast import (

@@ -17,8 +17,7 @@ def executed(text: str) -> tuple[float, int]:
     are two operations. Kernels (Mosaic, Triton) and calls of libraries other than cuBLAS (cuDNN) are not seen.
     """
     program, entry = parse(text)
-    operations = lambda line, beside: _operations(line, beside)
-    return _summed(program, entry, operations, {}), round(_summed(program, entry, lambda line, _: _cycles(line), {}))
+    return _summed(program, entry, _operations, {}), round(_summed(program, entry, lambda line, _: _cycles(line), {}))
 
 
 Of = Callable[[Instruction, dict[str, Instruction]], float]

@@ -52,12 +52,6 @@ class Fitting(NamedTuple):
     """Of how many the activations were computed, too."""
 
 
-def held_bytes(states: training.PlannedState, model: nn.Transformer, batch: Batch) -> int:
-    """Bytes of a plan's state and activations on a device."""
-    state = sum(own for own, _ in state_bytes(states).values())
-    return state + sum(activation_bytes(states.plan, model, batch).values())
-
-
 def fitting_plans(
     states: training.PlannedState,
     model: nn.Transformer,

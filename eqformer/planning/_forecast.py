@@ -6,10 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
-from jaxtyping import PyTree
 
 from .. import nn, parallel, training
 from .._shapes import Batch
@@ -19,7 +17,7 @@ from ._bounds import gather_bytes
 from ._compile import decode_shapes
 from ._costs import flops_per_token, parameter_count
 from ._fitting import abstract_mesh, Candidate, fitting_plans
-from ._held_bytes import state_bytes
+from ._held_bytes import placed_bytes, state_bytes
 from ._roofline import Roofline, roofline
 from ._sent_bytes import by_cause, Sent, sent_bytes
 from ._temporary_bytes import temporary_bytes
@@ -82,11 +80,18 @@ def forecast(states: training.PlannedState, model: nn.Transformer, batch: Batch,
     topology.speeds(plan.mesh)  # which refuses a mesh of another size before anything is traced
     trained = states.optimizer.trained
     held = step_bytes(states, model, batch, topology)
-    casts_first = topology.accelerator.platform == "tpu"
-    sent = tuple(sent_bytes(plan, model, rows=rows, seq=seq, trained=trained, casts_first=casts_first))
-    time = roofline(plan, model, sent, topology, rows=rows, seq=seq, trained=trained)
+    sent, time = _sent_and_time(plan, model, batch, topology, trained)
     operations = flops_per_token(model, seq, trained=trained) * rows * seq / topology.devices
     return Forecast(topology, held, sent, time, parameter_count(model), operations)
+
+
+def _sent_and_time(
+    plan: parallel.Plan, model: nn.Transformer, batch: Batch, topology: Topology, trained: training.Trained
+) -> tuple[tuple[Sent, ...], Roofline]:
+    """The bytes that a device sends in a training step over a topology, and the step's seconds."""
+    (rows, seq), casts_first = batch.ids.shape, topology.accelerator.platform == "tpu"
+    sent = tuple(sent_bytes(plan, model, rows=rows, seq=seq, trained=trained, casts_first=casts_first))
+    return sent, roofline(plan, model, sent, topology, rows=rows, seq=seq, trained=trained)
 
 
 def decode_forecast(
@@ -97,7 +102,7 @@ def decode_forecast(
     Each device reads its weights and its caches once. Of what is sent, the sums over `tensor` are counted.
     """
     one, speeds = topology.accelerator, topology.speeds(plan.mesh)
-    weights, cache = (_own(tree) for tree in decode_shapes(plan, model, rows, capacity))
+    weights, cache = (placed_bytes(tree)[0] for tree in decode_shapes(plan, model, rows, capacity))
     own = rows // math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) or 1
     vector = model.embedding.weight.shape[-1] * jnp.dtype(model.compute_dtype).itemsize
     sublayers = sum(
@@ -110,12 +115,6 @@ def decode_forecast(
     links = {TENSOR: size / speeds[TENSOR]} if size else {}
     time = Roofline(products, (weights + cache) / one.bandwidth, links, (), 0.0, products)
     return Forecast(topology, {"weights": weights, "caches": cache}, sent, time, parameter_count(model), operations)
-
-
-def _own(tree: PyTree) -> int:
-    """Bytes on one device of shapes with their places."""
-    shapes = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in shapes if x.sharding is not None)
 
 
 def step_bytes(
@@ -152,15 +151,9 @@ def best_plans(
     states: training.PlannedState, model: nn.Transformer, batch: Batch, topology: Topology, *, most: int = 3
 ) -> list[Proposal]:
     """Of all meshes over a topology, those that fit into its memory and take the least time, by formulas."""
-    rows, seq = batch.ids.shape
-    plan, trained, memory = states.plan, states.optimizer.trained, topology.accelerator.memory
-    casts_first = topology.accelerator.platform == "tpu"
-
-    def time(one: Candidate) -> Roofline:
-        sent = sent_bytes(one.plan, one.model, rows=rows, seq=seq, trained=trained, casts_first=casts_first)
-        return roofline(one.plan, one.model, sent, topology, rows=rows, seq=seq, trained=trained)
-
-    meshes = every_mesh(topology.devices, plan, model)
+    trained, memory = states.optimizer.trained, topology.accelerator.memory
+    time = lambda one: _sent_and_time(one.plan, one.model, batch, topology, trained)[1]
+    meshes = every_mesh(topology.devices, states.plan, model)
     cost = lambda one: time(one).seconds
     held = lambda one: sum(step_bytes(states.under(one.plan), one.model, batch, topology).values())
     found = fitting_plans(states, model, batch, memory, meshes=meshes, cost=cost, held=held, most=most, tries=_TRIES)

@@ -26,7 +26,7 @@ def state_bytes(states: training.PlannedState) -> dict[str, tuple[int, int]]:
     return {
         "parameters": _bytes(shapes.model, plan.parameter_specs(shapes.model), plan),
         "gradients": _bytes(trained, of_gradients, plan),
-        "optimizer state": _held(shapes.optimizer_state),
+        "optimizer state": placed_bytes(shapes.optimizer_state),
     }
 
 
@@ -120,10 +120,11 @@ def _bytes(tree: PyTree, specs: PyTree, plan: parallel.Plan) -> tuple[int, int]:
         tree,
         is_leaf=lambda node: isinstance(node, PartitionSpec),
     )
-    return _held(placed)
+    return placed_bytes(placed)
 
 
-def _held(tree: PyTree) -> tuple[int, int]:
+def placed_bytes(tree: PyTree) -> tuple[int, int]:
+    """Bytes on one device, and in all, of shapes with their places."""
     shapes = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
     own = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in shapes if x.sharding is not None)
     return own, sum(x.size * x.dtype.itemsize for x in shapes)
