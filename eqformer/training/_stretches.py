@@ -51,7 +51,6 @@ class Continuation:
     there are rates: a warmup may not be as long as what is left.
     """
 
-    so_far: list[Stretch]
     longer: list[Stretch]
     ways: dict[str, list[Stretch]]
     smooth: Callable[[int], bool]
@@ -80,7 +79,7 @@ def continuation(
         return after is not None and math.isclose(float(before(step)), float(after(step)), rel_tol=1e-5)
 
     possible = {how: its for how, its in ways.items() if _possible(name, its, peak) is not None}
-    return Continuation(list(so_far), longer, possible, smooth)
+    return Continuation(longer, possible, smooth)
 
 
 def _possible(name: str, stretches: Sequence[Stretch], peak: float) -> Rates | None:
