@@ -5,22 +5,21 @@ tests/nn/test_compiled_cores.py`.
 """
 
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support.not_here import devices_of
 
 from eqformer import nn
 from eqformer.nn._pallas import compilers
+from eqformer.planning import topology
 
 
 SEQ = 4096
-H100 = (Path(__file__).parents[1] / "fixtures" / "h100.txtpb").read_text()
 
 
 class Case(NamedTuple):
@@ -46,11 +45,8 @@ CASES = {
 def mesh_of(platform: str) -> Mesh:
     if platform not in compilers():
         pytest.skip(f"no compiler for {platform} is installed: pip install eqformer[{platform}]")
-    if platform == "tpu":
-        topology = topologies.get_topology_desc("v5e:2x2", platform="tpu")
-    else:
-        topology = topologies.get_topology_desc("h100", platform="cuda", topology="1x1x8", target_config=H100)
-    return Mesh(np.array(topology.devices[:4]).reshape(2, 2), ("rows", "heads"))
+    devices = devices_of(topology("v5e:2x2" if platform == "tpu" else "h100:8"))
+    return Mesh(np.array(devices[:4]).reshape(2, 2), ("rows", "heads"))
 
 
 def compiled(platform: str, core: nn.Core, case: Case, dtype: Any = jnp.bfloat16) -> Any:
