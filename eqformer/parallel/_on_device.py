@@ -86,7 +86,7 @@ class OnDevice:
 
     def _with_value(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
         """An array with its value and the parameter's gradient, outside of blocks that are put together."""
-        steps = self.plan.scatter_steps
+        steps = self.plan.torus_steps
         if self.plan.zero == 3 and leaf.spec is not None:
             # Once: it is used at both ends, and no backward pass needs it.
             return gather(parameter, leaf.fsdp_dim, leaf.dtype, x if is_narrow(x) else None, steps)
@@ -97,7 +97,7 @@ class OnDevice:
         """What the block differentiates by; a pipeline scatters it after all microbatches."""
         if self.plan.zero != 2 or self.plan.scatters_layers or leaf.fsdp_dim is None:
             return parameter
-        return routed(stand_in(x) if is_narrow(x) else x, parameter, leaf.fsdp_dim, self.plan.scatter_steps)
+        return routed(stand_in(x) if is_narrow(x) else x, parameter, leaf.fsdp_dim, self.plan.torus_steps)
 
     def _with_blocks(self, stack: nn.Stack, leaves: nn.Stack, whole: nn.Stack) -> nn.Stack:
         """The stack with blocks of what it has and, where these are stand-ins, their values."""
@@ -115,9 +115,9 @@ class OnDevice:
         values = tuple(map(value, arrays_of(whole), arrays_of(stack), arrays))
         if self.plan.zero == 3:
             dtypes = tuple(leaf.dtype for leaf in arrays)
-            blocks = Gathered(stack.blocks, dims, dtypes, stack.remat != "none", values, self.plan.scatter_steps)
+            blocks = Gathered(stack.blocks, dims, dtypes, stack.remat != "none", values, self.plan.torus_steps)
         else:
-            blocks = Scattered(stack.blocks, values, dims, self.plan.scatter_steps)
+            blocks = Scattered(stack.blocks, values, dims, self.plan.torus_steps)
         return eqx.tree_at(lambda s: s.blocks, stack, blocks)
 
     def wrap_forward(self, model: nn.Transformer) -> nn.Transformer:
@@ -135,7 +135,7 @@ class OnDevice:
             if gradient is None:
                 return None
             if self.plan.zero == 1 and leaf.fsdp_dim is not None:
-                gradient = scatter(vary(gradient, [FSDP]), leaf.fsdp_dim, self.plan.scatter_steps)
+                gradient = scatter(vary(gradient, [FSDP]), leaf.fsdp_dim, self.plan.torus_steps)
             return self.total(gradient, leaf.reduced, "gradients over replicas")
 
         return jax.tree.map(one, self.leaves, gradients)

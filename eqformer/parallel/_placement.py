@@ -16,7 +16,7 @@ from .._shapes import Batch
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._choices import Choices
 from .context._context import context_order
-from .layouts._devices import scatter_steps
+from .layouts._devices import Steps, torus_steps
 from .layouts._layout import Layout, partition_specs
 from .layouts._mesh import axis_sizes
 from .pipeline._depth import from_rows, in_reading_order, in_ring_order, layer_rows, Rows, taken_rows
@@ -64,12 +64,13 @@ class Placement(Choices):
         return stream_of(self.residual, self.overlap) if self.size(TENSOR) > 1 else None
 
     @property
-    def scatter_steps(self) -> tuple[int, ...]:
-        """Among how many devices each, one after another, gradients are scattered over `fsdp`; none: at once.
+    def torus_steps(self) -> Steps:
+        """Among how many devices each, one after another, gradients are scattered over `fsdp`, and parameters gathered.
 
-        Two steps where the axis is a whole square or box of a torus: one for its last side, before it one for the rest.
+        Two steps where the axis is a whole square or box of a torus (for parameters: a box), one for its last side and
+        one for the rest.
         """
-        return scatter_steps(self.mesh.devices, FSDP) if isinstance(self.mesh, Mesh) else ()
+        return torus_steps(self.mesh.devices, FSDP) if isinstance(self.mesh, Mesh) else Steps()
 
     @property
     def is_pipelined(self) -> bool:

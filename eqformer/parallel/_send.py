@@ -104,9 +104,17 @@ def pmin(name: str, x: Array, axes: str | tuple[str, ...]) -> Array:
     return _sent("pmin", name, x, axes)
 
 
-def all_gather(name: str, x: Array, axis: str, dim: int = 0, *, stacks: bool = False) -> Array:
-    """All devices' pieces joined along `dim`, or with `stacks` one after another along a new one."""
-    return _sent("all_gather", name, x, axis, axis=dim if stacks else dim % x.ndim, tiled=not stacks)
+def all_gather(
+    name: str, x: Array, axis: str, dim: int = 0, *, stacks: bool = False, steps: Sequence[int] = ()
+) -> Array:
+    """All devices' pieces joined along `dim`, or with `stacks` one after another along a new one.
+
+    With `steps` they are joined several times, as `psum_scatter` with the same steps takes them apart, its last first.
+    """
+    assert not (stacks and steps)
+    for options in reversed(_options(steps)):
+        x = _sent("all_gather", name, x, axis, axis=dim if stacks else dim % x.ndim, tiled=not stacks, **options)
+    return x
 
 
 def psum_scatter(name: str, x: Array, axis: str, dim: int = 0, *, steps: Sequence[int] = ()) -> Array:
@@ -114,8 +122,7 @@ def psum_scatter(name: str, x: Array, axis: str, dim: int = 0, *, steps: Sequenc
 
     With `steps` it is scattered several times, each time among so many devices; they multiply to the axis' size.
     """
-    for groups in _groups(steps) or [None]:
-        options: dict[str, Any] = {} if groups is None else {"axis_index_groups": groups}
+    for options in _options(steps):
         x = _sent("psum_scatter", name, x, axis, scatter_dimension=dim % x.ndim, tiled=True, **options)
     return x
 
@@ -139,6 +146,11 @@ def all_to_all(
 def ppermute(name: str, x: Array, axis: str, pairs: Sequence[tuple[int, int]]) -> Array:
     """What the first of each pair has, on the second."""
     return _sent("ppermute", name, x, axis, perm=pairs)
+
+
+def _options(steps: Sequence[int]) -> list[dict[str, Any]]:
+    """What a collective is told at each step; nothing where there is one, of the whole axis."""
+    return [{"axis_index_groups": groups} for groups in _groups(steps)] if steps else [{}]
 
 
 def _groups(steps: Sequence[int]) -> list[list[list[int]]]:

@@ -11,7 +11,7 @@ from simulated_devices import MACHINES
 from eqformer.parallel import make_mesh
 from eqformer.parallel._axes import AXES
 from eqformer.parallel.layouts import _devices
-from eqformer.parallel.layouts._devices import arranged, scatter_steps
+from eqformer.parallel.layouts._devices import arranged, torus_steps
 
 
 def splits(number: int, parts: int) -> list[tuple[int, ...]]:
@@ -139,25 +139,26 @@ def test_devices_with_gaps_or_in_unequal_groups_are_taken_as_they_are_listed():
 
 
 @pytest.mark.parametrize(
-    "machine,sizes,steps",
+    "machine,sizes,scatter,gather",
     [
-        ("v5e:4x4", dict(fsdp=16), (4, 4)),
-        ("v5e:16x16", dict(fsdp=256), (16, 16)),
-        ("v5p:4x4x8", dict(fsdp=128), (16, 8)),
-        ("2 x v5e:4x4", dict(replica=2, fsdp=16), (4, 4)),
-        ("2 x v5e:4x4", dict(fsdp=32), ()),  # over both networks
-        ("v5e:16x16", dict(fsdp=64, tensor=4), ()),  # what is not all of a torus is scattered as it should be
-        ("v6e:8x16", dict(fsdp=128), ()),  # and so are rectangles
-        ("v5e:2x2", dict(fsdp=4), ()),
-        ("tpu7x:4x4x4", dict(fsdp=128), ()),
-        ("h100:8", dict(fsdp=8), ()),
+        ("v5e:4x4", dict(fsdp=16), (4, 4), ()),
+        ("v5e:16x16", dict(fsdp=256), (16, 16), ()),
+        ("v5p:4x4x8", dict(fsdp=128), (16, 8), (16, 8)),
+        ("2 x v5e:4x4", dict(replica=2, fsdp=16), (4, 4), ()),
+        ("2 x v5e:4x4", dict(fsdp=32), (), ()),  # over both networks
+        ("v5e:16x16", dict(fsdp=64, tensor=4), (), ()),  # what is not all of a torus is scattered as it should be
+        ("v6e:8x16", dict(fsdp=128), (), ()),  # and so are rectangles
+        ("v5e:2x2", dict(fsdp=4), (), ()),
+        ("v5e:2x2", dict(tensor=4), (), ()),
+        ("tpu7x:4x4x4", dict(fsdp=128), (), (64, 2)),
+        ("h100:8", dict(fsdp=8), (), ()),
     ],
     ids=str,
 )
-def test_a_square_or_a_box_is_scattered_in_two_steps(machine, sizes, steps):
+def test_a_square_or_a_box_is_scattered_in_two_steps_and_a_box_gathered(machine, sizes, scatter, gather):
     devices = make_mesh(**sizes, devices=MACHINES[machine]).devices
-    assert scatter_steps(devices, "fsdp") == steps
-    if steps:  # the last step is along one side
+    assert torus_steps(devices, "fsdp") == (scatter, gather)
+    for steps in filter(None, (scatter, gather)):  # the last step is along one side
         line = devices.reshape(-1, steps[1])[0]
         assert [hops(sides_of(machine), *pair) for pair in zip(line, line[1:], strict=False)] == [1] * (steps[1] - 1)
 

@@ -8,7 +8,7 @@ import collections
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,27 +37,36 @@ def arranged(devices: Sequence[Device], sizes: Sequence[int]) -> np.ndarray:
     return blocks.transpose(both).reshape(sizes)
 
 
-def scatter_steps(devices: np.ndarray, axis: str) -> tuple[int, ...]:
-    """How many devices each step of a reduce-scatter over an axis has; none where it is best done at once.
+class Steps(NamedTuple):
+    """How many devices each step of a collective over an axis has, one after another; none: it is done at once."""
+
+    scatter: tuple[int, ...] = ()
+    """Those of a reduce-scatter, the last of neighbours in the axis' order."""
+    gather: tuple[int, ...] = ()
+    """Those of an all-gather, which takes them from the last to the first."""
+
+
+def torus_steps(devices: np.ndarray, axis: str) -> Steps:
+    """The steps in which an axis is best scattered and gathered over.
 
     `devices` are those of a mesh, in its shape. To scatter among all devices of a square or a box of a torus at once,
-    XLA's compiler for TPUs (libtpu 0.0.42, but for TPU7x) sums the whole on every device. It scatters where a step has
-    one side of the torus and another step the rest; the last step's devices are neighbours in the axis' order.
+    XLA's compiler for TPUs (libtpu 0.0.42, but for TPU7x) sums the whole on every device; to gather among those of a
+    box (on TPU7x too, whose chips have two), it sums what is zero but for a device's own. It does as it is told where a
+    step has one side of the torus and another step the rest.
     """
     line = np.moveaxis(devices, AXES.index(axis), -1).reshape(-1, devices.shape[AXES.index(axis)])[0]
-    if line[0].platform != "tpu" or line[0].device_kind.startswith("TPU7"):
-        return ()
     own, networks = _network(line[0]), [_network(device) for device in devices.ravel()]
-    if any(_network(device) != own for device in line) or networks.count(own) != len(line):
-        return ()
+    is_one = all(_network(device) == own for device in line) and networks.count(own) == len(line)
+    if line[0].platform != "tpu" or not is_one:
+        return Steps()
     places = np.array([_place(device) for device in line])
-    sides = [len(set(column)) for column in places.T.tolist()]
-    long = [side for side in sides if side > 1]
-    is_square = len(long) == 2 and long[0] == long[1] >= 4
-    last = long[-1] if long else 1
-    along = places.reshape(-1, last, places.shape[1])
+    long = [side for side in (len(set(column)) for column in places.T.tolist()) if side > 1]
+    along = places.reshape(-1, long[-1] if long else 1, places.shape[1])
     is_side = (along != along[:, :1]).any(axis=(0, 1)).sum() == 1
-    return (len(line) // last, last) if (is_square or len(long) > 2) and is_side else ()
+    steps = along.shape[:2] if is_side else ()
+    is_square, is_box = len(long) == 2 and long[0] == long[1] >= 4, len(long) > 2
+    scatters = (is_square or is_box) and not line[0].device_kind.startswith("TPU7")
+    return Steps(steps if scatters else (), steps if is_box else ())
 
 
 def _joined(devices: Sequence[Device] | np.ndarray) -> list[list[Device]]:

@@ -19,8 +19,9 @@ from jaxtyping import Array, PyTree
 from ... import nn
 from .._axes import FSDP
 from .._vary import vary
+from ..layouts._devices import Steps
 from ..state._fully_sharded import Gathered
-from ..state._stand_ins import scatter, Steps
+from ..state._stand_ins import scatter
 from ..tensor._whole import Sliced
 from ._taps import Notes, Seen, Tapped
 
@@ -142,7 +143,7 @@ def _sites(blocks: PyTree) -> list[tuple[nn.DenseMap, int | None, Steps]]:
                 if isinstance(linear, nn.DenseMap):
                     found.append((linear, dims[_place_of_weight(linear)], node.steps))
         elif _is_map(node):
-            found.append((node, None, ()))
+            found.append((node, None, Steps()))
     return found
 
 

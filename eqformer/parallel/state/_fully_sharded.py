@@ -8,6 +8,7 @@ from jaxtyping import PyTree
 
 from ... import nn
 from .._axes import FSDP
+from ..layouts._devices import Steps
 from ._stand_ins import gather, routed
 
 
@@ -27,8 +28,8 @@ class Gathered(nn.Module):
     """Whether the caller runs the block under `jax.checkpoint`, which keeps no parameters; else it does so itself."""
     values: PyTree = None
     """None, or a tuple with the values of arrays for which `inner` has a stand-in, and None for the others."""
-    steps: tuple[int, ...] = eqx.field(static=True, default=())
-    """Those in which gradients are scattered over a torus (`Plan.scatter_steps`)."""
+    steps: Steps = eqx.field(static=True, default=Steps())
+    """Those in which they are gathered over a torus, and gradients scattered (`Plan.torus_steps`)."""
 
     def __call__(self, *args: PyTree) -> PyTree:
         """The block's own call."""
@@ -60,7 +61,7 @@ class Scattered(nn.Module):
     inner: PyTree
     values: PyTree
     dims: tuple[int | None, ...] = eqx.field(static=True)
-    steps: tuple[int, ...] = eqx.field(static=True, default=())
+    steps: Steps = eqx.field(static=True, default=Steps())
 
     def __call__(self, *args: PyTree) -> PyTree:
         """The block's own call."""

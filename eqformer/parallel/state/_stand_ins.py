@@ -14,9 +14,10 @@ from ... import nn
 from .. import _send as send
 from .._axes import FSDP
 from .._vary import vary_like
+from ..layouts._devices import Steps
 
 
-Steps = tuple[int, ...]  # among how many devices each a gradient is scattered one after another; none: at once
+_AT_ONCE = Steps()
 
 
 def is_narrow(x: object) -> bool:
@@ -29,15 +30,15 @@ def stand_in(x: Array) -> Array:
     return vary_like(jnp.zeros(x.shape, nn.at_least_float32(x.dtype)), x)
 
 
-def routed(value: Array, stand_in: Array, dim: int | None = None, steps: Steps = ()) -> Array:
+def routed(value: Array, stand_in: Array, dim: int | None = None, steps: Steps = _AT_ONCE) -> Array:
     """The values of `value` with the gradient of `stand_in`, there summed and scattered along `dim` if one is given."""
     return _route(dim, steps, vary_like(value, stand_in), stand_in)
 
 
-def gather(leaf: Array, dim: int | None, dtype: str, value: Array | None = None, steps: Steps = ()) -> Array:
+def gather(leaf: Array, dim: int | None, dtype: str, value: Array | None = None, steps: Steps = _AT_ONCE) -> Array:
     """The whole of an array that `fsdp` splits along `dim`, in `dtype`; its gradient crosses in float32 at least.
 
-    Where `leaf` is a stand-in, `value` has its values. `steps` are those of the gradient's `scatter`.
+    Where `leaf` is a stand-in, `value` has its values. `steps` are `Placement.torus_steps`.
     """
     if dim is None:
         return leaf if value is None else routed(value, leaf)
@@ -46,17 +47,18 @@ def gather(leaf: Array, dim: int | None, dtype: str, value: Array | None = None,
     return _gather(dim, dtype, steps, None if value is None else vary_like(value, leaf), leaf)
 
 
-def scatter(gradient: Array, dim: int, steps: Steps = ()) -> Array:
+def scatter(gradient: Array, dim: int, steps: Steps = _AT_ONCE) -> Array:
     """The sum over the devices' partial gradients, in float32 at least, of which each keeps its slice along `dim`.
 
-    It is scattered at once, or in `steps` among so many devices each (see `Placement.scatter_steps`).
+    It is scattered at once, or in the `steps` of `Placement.torus_steps`.
     """
     wide = gradient.astype(nn.at_least_float32(gradient.dtype))
-    return send.psum_scatter("gradients over fsdp", wide, FSDP, dim, steps=steps)
+    return send.psum_scatter("gradients over fsdp", wide, FSDP, dim, steps=steps.scatter)
 
 
 def _gather_plainly(dim: int, dtype: str, steps: Steps, value: Array | None, leaf: Array) -> Array:
-    return send.all_gather("parameters over fsdp", (leaf if value is None else value).astype(dtype), FSDP, dim)
+    own = (leaf if value is None else value).astype(dtype)
+    return send.all_gather("parameters over fsdp", own, FSDP, dim, steps=steps.gather)
 
 
 def _gather_backward(

@@ -1,0 +1,114 @@
+"""Gradients scattered and parameters gathered over a torus, one side after another: the same as at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compilers import tpus
+from jax.sharding import NamedSharding, PartitionSpec as P
+from plan_parity import Case, differences, of_one_device, of_plan
+
+from eqformer.parallel import _placement, _send as send, filter_shard_map, make_mesh
+from eqformer.parallel.layouts._devices import Steps
+
+
+ROUNDING = 64 * float(np.finfo(np.float32).eps)
+CASE = Case("llama", {"fsdp": 8}, {"zero": 3}, "products")
+
+
+def scattered(steps: tuple[int, ...], x: np.ndarray, dim: int) -> np.ndarray:
+    """What eight devices with a row of `x` each have of their sum, put together."""
+    one = lambda x: send.psum_scatter("gradients over fsdp", x[0], "fsdp", dim, steps=steps)
+    mapped = filter_shard_map(one, make_mesh(fsdp=8), (P("fsdp"),), P(*(None,) * dim, "fsdp"))
+    return np.asarray(mapped(x))
+
+
+def gathered(steps: tuple[int, ...], x: np.ndarray, dim: int) -> np.ndarray:
+    """What each of eight devices has of `x`, which they share out along `dim`, once it is gathered."""
+    one = lambda x: send.all_gather("parameters over fsdp", x, "fsdp", dim, steps=steps)[None]
+    mapped = filter_shard_map(one, make_mesh(fsdp=8), (P(*(None,) * dim, "fsdp"),), P("fsdp"))
+    return np.asarray(mapped(x))
+
+
+@pytest.mark.quick
+def test_steps_give_each_device_the_slice_that_is_its_own():
+    x = np.random.default_rng(0).integers(-9, 9, (8, 3, 16)).astype(np.float32)  # sums without rounding
+    for steps in ((), (4, 2), (2, 4), (2, 2, 2)):
+        np.testing.assert_array_equal(scattered(steps, x, 1), x.sum(0))
+        np.testing.assert_array_equal(scattered(steps, x.swapaxes(1, 2), 0), x.sum(0).T)
+        np.testing.assert_array_equal(gathered(steps, x[0], 1), np.stack([x[0]] * 8))
+        np.testing.assert_array_equal(gathered(steps, x[0].T, 0), np.stack([x[0].T] * 8))
+
+
+def test_steps_in_another_order_and_a_step_too_few_are_seen(monkeypatch):
+    x = np.random.default_rng(0).integers(-9, 9, (8, 3, 16)).astype(np.float32)
+    groups = send._groups
+    monkeypatch.setattr(send, "_groups", lambda steps: groups(steps)[::-1])
+    found = scattered((4, 2), x, 1)
+    assert not np.array_equal(found, x.sum(0)) and np.array_equal(np.sort(found), np.sort(x.sum(0)))
+    whole = gathered((4, 2), x[0], 1)[0]
+    assert not np.array_equal(whole, x[0]) and np.array_equal(np.sort(whole), np.sort(x[0]))
+    monkeypatch.setattr(send, "_groups", lambda steps: groups(steps)[1:])
+    assert scattered((4, 2), x, 1).shape != x.sum(0).shape
+    assert gathered((4, 2), x[0], 1)[0].shape != x[0].shape
+
+
+def gradients(monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...]) -> dict[str, float]:
+    """What differs from one device, where eight are said to scatter and to gather in such steps."""
+    asked = []
+    monkeypatch.setattr(_placement, "torus_steps", lambda devices, axis: asked.append(axis) or Steps(steps, steps))
+    found = differences(of_plan(CASE), of_one_device(CASE), ROUNDING)
+    assert set(asked) == {"fsdp"}
+    return found
+
+
+def test_a_plan_over_a_torus_has_one_devices_gradients(monkeypatch):
+    """As if eight simulated devices were a box of 4 x 2; the control puts slices where they do not belong."""
+    assert gradients(monkeypatch, (4, 2)) == {}
+
+
+@pytest.mark.grid
+def test_a_plan_whose_steps_are_in_another_order_has_not(monkeypatch):
+    groups = send._groups
+    monkeypatch.setattr(send, "_groups", lambda steps: groups(steps)[::-1])
+    assert {"embedding.weight", "stacks[0].blocks.mixer.layer.query.weight"} < set(gradients(monkeypatch, (4, 2)))
+
+
+def test_a_program_takes_two_steps_and_sends_no_more():
+    from eqformer.planning import bytes_sent, communication
+
+    def of(collective: Callable[..., jax.Array], steps: tuple[int, ...]) -> tuple[list[tuple[str, int, float]], float]:
+        one = lambda x: collective("over fsdp", x, "fsdp", steps=steps)
+        mapped = jax.jit(filter_shard_map(one, make_mesh(fsdp=8), (P("fsdp"),), P("fsdp")))
+        sent = communication(mapped.lower(jnp.ones((8 * 64, 4))).compile(), mesh=make_mesh(fsdp=8))
+        return [(one.kind, one.devices, one.sent) for one in sent], bytes_sent(sent)
+
+    whole = 64 * 4 * 4
+    assert of(send.psum_scatter, ()) == ([("reduce-scatter", 8, whole * 7 / 8)], whole * 7 / 8)
+    steps, total = of(send.psum_scatter, (4, 2))
+    assert steps == [("reduce-scatter", 4, whole * 3 / 4), ("reduce-scatter", 2, whole / 4 / 2)]
+    assert total == whole * 7 / 8
+    steps, total = of(send.all_gather, (4, 2))
+    assert steps == [("all-gather", 2, whole), ("all-gather", 4, 2 * whole * 3)]
+    assert total == whole * 7
+
+
+@pytest.mark.parametrize("name,expected", [("v5p:4x4x4", (16, 4)), ("tpu7x:4x4x4", (64, 2))])
+def test_a_program_for_a_box_gathers_in_steps_and_sums_nothing(name, expected):
+    """At once, its compiler sums what is zero but for a device's own (the control)."""
+    devices = tpus(name)
+    mesh = make_mesh(fsdp=len(devices), devices=devices)
+
+    def compiled(steps: tuple[int, ...]) -> Any:
+        one = lambda x, weight: x @ send.all_gather("parameters over fsdp", weight, "fsdp", steps=steps)
+        shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp")))
+        mapped = filter_shard_map(one, mesh, (P("fsdp"), P("fsdp")), P("fsdp"))
+        return jax.jit(mapped).lower(shape(len(devices) * 512, 4096), shape(4096, 4096)).compile().as_text()
+
+    steps = _placement.torus_steps(mesh.devices, "fsdp").gather
+    assert steps == expected
+    assert " all-gather" in compiled(steps) and " all-reduce" not in compiled(steps)
+    assert " all-reduce" in compiled(())
