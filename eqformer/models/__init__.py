@@ -24,6 +24,7 @@ from ._family import DecoderConfig as DecoderConfig, Family as Family, ModelConf
 from ._folder import read_json as read_json
 from ._load import load as load, read_config as read_config
 from ._save import COMPANIONS as COMPANIONS, save as save
+from ._towers import Tower as Tower
 from ._weights import Rule as Rule
 from .families import _common, _decoder, _mixtures
 from .families._cohere import CohereConfig as CohereConfig

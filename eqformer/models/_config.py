@@ -1,6 +1,6 @@
 """A published configuration, of which every attribute must be read or known to change nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 
@@ -89,12 +89,13 @@ class PublishedConfig:
             known = ", ".join(map(repr, allowed))
             self.refuse(f"{name}={value!r} is not supported for this family, which has {known}.")
 
-    def finish(self) -> None:
-        """Raise a `ValueError` that lists every attribute that was not read and says something."""
+    def finish(self, is_known: Callable[[str], object] = lambda name: False) -> None:
+        """Raise a `ValueError` that lists every attribute that was not read, is not known and says something."""
+        passed = lambda name: name in self._taken or name in _WITHOUT_EFFECT or is_known(name)
         left = {
             name: value
             for name, value in sorted(self._values.items())
-            if name not in self._taken and name not in _WITHOUT_EFFECT and value not in (None, False, 0, "", [], {})
+            if not passed(name) and value not in (None, False, 0, "", [], {})
         }
         if left:
             listed = ", ".join(f"{name}={value!r}" for name, value in left.items())

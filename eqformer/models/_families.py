@@ -67,6 +67,7 @@ def _identity(family: Family) -> dict[str, set]:
     return {
         "name": {family.name},
         "model_type": {family.model_type} - {None},
+        "text model": {(tower.model_type, tower.text_type or family.model_type) for tower in family.towers},
         "architecture": {family.architecture} - {""},
         "class of configs": {family.config},
         "name of a preset": {*family.presets},

@@ -7,6 +7,7 @@ from typing import Any
 from ..nn import RotaryScaling, Transformer
 from ._attributes import Entry
 from ._config import PublishedConfig
+from ._towers import Tower
 from ._weights import Rule, Weight, weights_of
 
 
@@ -78,6 +79,8 @@ class Family:
     """Of names in parts that are not ours: predictors of further tokens."""
     prefix: str = ""
     """Which all names may have or lack."""
+    towers: tuple[Tower, ...] = ()
+    """Published models of several kinds of data whose text model is one of this family."""
 
     def read(self, published: PublishedConfig) -> ModelConfig:
         """The config of a model published with this configuration; raises a `ValueError` for what is not supported."""

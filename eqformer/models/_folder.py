@@ -19,6 +19,9 @@ from .._extra import load_extra
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# What other arrays of a folder are of: codes of weights, and what other parts hold.
+_OTHERS = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "BOOL": "bool"}
+_OTHERS |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 
 
 class Folder:
@@ -63,6 +66,21 @@ class Folder:
         """An array as it lies in its file, mapped into memory: nothing is read before it is used."""
         _, shape, start, stop = self._placed[name]
         return self._maps[self._file_of[name]][start:stop].view(self.dtype(name)).reshape(shape)
+
+    def dtype_in_file(self, name: str) -> str:
+        """An array's dtype as its file calls it."""
+        return self._placed[name][0]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """An array's shape."""
+        return tuple(self._placed[name][1])
+
+    def stored(self, name: str) -> np.ndarray:
+        """An array of whatever dtype as it lies in its file, mapped into memory; a `ValueError` for an unknown one."""
+        dtype, shape, start, stop = self._placed[name]
+        if (known := (FLOATS | _OTHERS).get(dtype)) is None:
+            raise ValueError(f"{self.path / self._file_of[name]}: {name} is of {dtype}, which is not known.")
+        return self._maps[self._file_of[name]][start:stop].view(known).reshape(shape)
 
     def _indexed(self, index: Path) -> dict[str, str]:
         file_of = read_json(index).get("weight_map")

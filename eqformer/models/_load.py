@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,16 +19,17 @@ from jaxtyping import Array, PyTree
 from .. import nn
 from ..nn import float_dtype
 from ..parallel import Plan, shardings
+from ._arrays import Arrays, HEAD
 from ._families import build
 from ._family import Family, ModelConfig
 from ._folder import Folder
-from ._published import config_of, rules_of
+from ._published import described, rules_of
 from ._weights import Weight
 
 
 def read_config(path: str | Path) -> ModelConfig:
     """The config of the model published in a folder."""
-    return config_of(Path(path))[1]
+    return described(Path(path)).config
 
 
 def load(
@@ -47,6 +49,9 @@ def load(
     `nn.float32_at_least` are no narrower than that. The model computes in the dtype of its embedding table;
     `nn.run_with` sets how it runs. `progress` is called with the bytes read so far, and in all.
 
+    Of a model of several kinds of data the text model is read. A warning lists the arrays that are left unread by rule:
+    of its other parts, and of predictors of further tokens.
+
     Raises a `ValueError` for a folder that is not what it says, and one that lists what is left over: arrays of the
     folder that no rule reads (but for a head that is stored beside its equal, the table to which it is tied), leaves
     that no array fills, attributes of `config.json` that the family does not know.
@@ -54,24 +59,27 @@ def load(
     plan = _plan(path, mesh, plan)
     folder = Folder(path)
     dtype = None if dtype is None else float_dtype(dtype, f"{folder.call}: dtype={dtype!r}")
-    family, config = config_of(folder.path)
-    shapes = eqx.filter_eval_shape(lambda: build(config, key=jax.random.key(0)))
-    rules = rules_of(folder, family, config, shapes)
-    _check_names(folder, family, rules, shapes)
-    kept = _dtypes(folder, rules, shapes, dtype)
-    arrays, rest = eqx.partition(shapes, _is_shape)
-    places = _places(plan, arrays)
-    sharding_of = dict(zip(map(id, jax.tree.leaves(arrays)), jax.tree.leaves(places), strict=True))
+    said = described(folder.path)
+    arrays = Arrays(folder, said)
+    shapes = eqx.filter_eval_shape(lambda: build(said.config, key=jax.random.key(0)))
+    rules = rules_of(arrays.names, said.family, said.config, shapes)
+    _check_names(arrays, said.family, rules, shapes)
+    if arrays.unread:
+        warnings.warn(arrays.unread, stacklevel=2)
+    kept = _dtypes(arrays, rules, shapes, dtype)
+    empty, rest = eqx.partition(shapes, _is_shape)
+    places = _places(plan, empty)
+    sharding_of = dict(zip(map(id, jax.tree.leaves(empty)), jax.tree.leaves(places), strict=True))
     made: dict[int, Array] = {}
     size_of = lambda rule, its: sum(leaf.size for leaf in rule.leaves(shapes)) * jnp.dtype(its).itemsize
     total, done = sum(map(size_of, rules, kept)), 0
     for rule, its in zip(rules, kept, strict=True):
         leaves = rule.leaves(shapes)
-        made |= zip(map(id, leaves), _read(folder, rule, leaves, [sharding_of[id(leaf)] for leaf in leaves], its))
+        made |= zip(map(id, leaves), _read(arrays, rule, leaves, [sharding_of[id(leaf)] for leaf in leaves], its))
         done += size_of(rule, its)
         progress(done, total)
     made |= _numbers_of_layers(shapes, sharding_of)
-    model = eqx.combine(jax.tree.map(lambda leaf: made[id(leaf)], arrays), rest)
+    model = eqx.combine(jax.tree.map(lambda leaf: made[id(leaf)], empty), rest)
     return dataclasses.replace(model, compute_dtype=kept[0])
 
 
@@ -90,7 +98,7 @@ def _places(plan: Plan | None, shapes: PyTree) -> PyTree:
     return shardings(plan.parameter_specs(shapes), plan.mesh)
 
 
-def _check_names(folder: Folder, family: Family, rules: list[Weight], shapes: nn.Transformer) -> None:
+def _check_names(arrays: Arrays, family: Family, rules: list[Weight], shapes: nn.Transformer) -> None:
     filled, wanted = set[int](), set[str]()
     for rule in rules:
         leaves = rule.leaves(shapes)
@@ -98,42 +106,41 @@ def _check_names(folder: Folder, family: Family, rules: list[Weight], shapes: nn
         wanted.update(name for _, name in rule.places(leaves[0]))
     named = jax.tree_util.tree_leaves_with_path(shapes)
     empty = [jax.tree_util.keystr(path) for path, leaf in named if id(leaf) not in filled and _is_float(leaf)]
-    missing, spare = wanted - folder.names, folder.names - wanted
+    missing, spare = wanted - arrays.names, arrays.names - wanted
     spare = {name for name in spare if not name.endswith(family.ignored_suffixes)}
-    spare = {name for name in spare if not name.startswith(family.ignored_prefixes)}
-    if is_stored := shapes.head is None and _HEAD in spare:
-        spare.remove(_HEAD)
+    if is_stored := shapes.head is None and HEAD in spare:
+        spare.remove(HEAD)
     if missing or spare or empty:
         parts = (("not in the folder", missing), ("in no rule", spare), ("filled by no array", set(empty)))
         faults = "; ".join(f"{what}: {', '.join(sorted(names)[:8])} ({len(names)})" for what, names in parts if names)
-        raise ValueError(f"{folder.call}: {faults}.")
+        raise ValueError(f"{arrays.call}: {faults}.")
     if is_stored:
-        _check_tied(folder, rules, shapes)
+        _check_tied(arrays, rules, shapes)
 
 
-def _check_tied(folder: Folder, rules: list[Weight], shapes: nn.Transformer) -> None:
+def _check_tied(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer) -> None:
     own = next(rule for rule in rules if rule.leaves(shapes)[0] is shapes.embedding.weight)
     _, name = next(own.places(shapes.embedding.weight))
-    table, head = np.asarray(folder.read(name)), np.asarray(folder.read(_HEAD))
+    table, head = np.asarray(arrays.read(name)), np.asarray(arrays.read(HEAD))
     if table.shape != head.shape or not all(map(np.array_equal, table, head)):  # row by row, in little memory
         raise ValueError(
-            f"{folder.call}: the configuration ties the head to the table, and {_HEAD} is another array than {name}; "
+            f"{arrays.call}: the configuration ties the head to the table, and {HEAD} is another array than {name}; "
             "with tie_word_embeddings=false it would be read."
         )
 
 
-def _dtypes(folder: Folder, rules: list[Weight], shapes: nn.Transformer, dtype: str | None) -> list[str]:
+def _dtypes(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer, dtype: str | None) -> list[str]:
     """The dtype of what each rule fills: the one asked for or else its own, float32 at least where a field says so."""
     flags = zip(jax.tree.leaves(shapes), jax.tree.leaves(nn.stays_wide(shapes)), strict=True)
     wide = {id(leaf) for leaf, is_wide in flags if is_wide}
-    found = [dtype or _dtype(folder, rule, shapes) for rule in rules]
+    found = [dtype or _dtype(arrays, rule, shapes) for rule in rules]
     is_wide = [any(id(leaf) in wide for leaf in rule.leaves(shapes)) for rule in rules]
     return [str(nn.at_least_float32(jnp.dtype(its))) if one else its for its, one in zip(found, is_wide)]
 
 
-def _dtype(folder: Folder, rule: Weight, shapes: nn.Transformer) -> str:
+def _dtype(arrays: Arrays, rule: Weight, shapes: nn.Transformer) -> str:
     """The dtype in which no array that the rule reads loses anything."""
-    return str(nn.holding(*{folder.dtype(name) for _, name in rule.places(rule.leaves(shapes)[0])}))
+    return str(nn.holding(*{arrays.dtype(name) for _, name in rule.places(rule.leaves(shapes)[0])}))
 
 
 class _Part(NamedTuple):
@@ -150,7 +157,7 @@ class _Part(NamedTuple):
         self.values[at] = own[tuple(slice(*bound) for bound in self.bounds[len(place) :])]
 
 
-def _read(folder: Folder, rule: Weight, leaves: tuple, places: list[Sharding], dtype: str) -> list[Array]:
+def _read(arrays: Arrays, rule: Weight, leaves: tuple, places: list[Sharding], dtype: str) -> list[Array]:
     """The leaves that one rule fills; each published array is looked at once, and copied to whom it belongs."""
     parts = [_parts(leaf, place, dtype) for leaf, place in zip(leaves, places, strict=True)]
     distinct = [{part.bounds: part for part in its.values()}.values() for its in parts]
@@ -160,9 +167,9 @@ def _read(folder: Folder, rule: Weight, leaves: tuple, places: list[Sharding], d
         for number, its in enumerate(distinct):
             if holding := [part for part in its if part.holds(place)]:
                 try:
-                    own = rule.to_own(folder.read(name), leaves, number)
+                    own = rule.to_own(arrays.read(name), leaves, number)
                 except ValueError as error:
-                    raise ValueError(f"{folder.call}: {name}: {error}.") from None
+                    raise ValueError(f"{arrays.call}: {arrays.stored_name(name)}: {error}.") from None
                 for part in holding:
                     part.fill(place, own)
 
@@ -195,7 +202,7 @@ def _aligned(shape: list[int], dtype: str) -> np.ndarray:
     return raw[start : start + size].view(jnp.dtype(dtype)).reshape(shape)
 
 
-_ALIGNMENT, _THREADS, _HEAD = 64, 4, "lm_head.weight"
+_ALIGNMENT, _THREADS = 64, 4
 
 
 def _numbers_of_layers(shapes: nn.Transformer, sharding_of: dict[int, Sharding]) -> dict[int, Array]:

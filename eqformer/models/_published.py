@@ -1,7 +1,9 @@
 """Which family a folder holds, and the rules of its arrays."""
 
 import dataclasses
+from collections.abc import Set
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,27 +12,70 @@ from ..nn import has_shape, path_name, Transformer
 from ._config import PublishedConfig
 from ._families import build, FAMILIES, family_of
 from ._family import Family, ModelConfig
-from ._folder import CONFIG, Folder, read_json
+from ._folder import CONFIG, read_json
+from ._towers import TEXT, Tower
 from ._weights import Weight
 
 
-def config_of(path: Path) -> tuple[Family, ModelConfig]:
-    """The family that a folder's `config.json` names, and what it says in our words."""
-    source = str(path / CONFIG)
-    published = PublishedConfig(read_json(path / CONFIG), source)
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What a folder's `config.json` says in our words."""
+
+    family: Family
+    config: ModelConfig
+    tower: Tower | None
+    """The whole of which the family is the text model; None where it stands alone."""
+    said: dict[str, Any]
+    """The attributes as they stand there."""
+
+    def own_name(self, name: str) -> str | None:
+        """What the family's table calls an array of the folder; None for one that is left unread."""
+        if self.tower is not None:
+            own = self.tower.own_name(name)
+            return None if own is None or own.startswith(self.family.ignored_prefixes) else own
+        return None if name.startswith(self.family.ignored_prefixes) else name
+
+
+def described(path: Path) -> Description:
+    """What the `config.json` of a folder says; raises a `ValueError` for what no family has."""
+    source, said = str(path / CONFIG), read_json(path / CONFIG)
+    published = PublishedConfig(said, source)
+    family, tower = _named(published)
+    if tower is not None:
+        published = PublishedConfig(tower.attributes(published), f"{source}: {TEXT}")
+    config = family.read(published)
+    published.finish()
+    return Description(family, config, tower, said)
+
+
+def _named(published: PublishedConfig) -> tuple[Family, Tower | None]:
+    """The family that a configuration names, and the whole of which it is the text model."""
     kind = published.take("model_type")
     known = {family.model_type: family for family in FAMILIES.values() if family.model_type}
-    if kind not in known:
-        raise ValueError(f"{source}: model_type={kind!r} is not known; the families are {', '.join(sorted(known))}.")
-    config = known[kind].read(published)
-    published.finish()
-    return known[kind], config
+    if kind in known:
+        return known[kind], None
+    towers = {
+        (tower.model_type, tower.text_type or str(family.model_type)): (family, tower)
+        for family in FAMILIES.values()
+        for tower in family.towers
+    }
+    texts = {text: found for (whole, text), found in towers.items() if whole == kind}
+    if not texts:
+        wholes = sorted({whole for whole, _ in towers})
+        published.refuse(
+            f"model_type={kind!r} is not known; the families are {', '.join(sorted(known))}, and text models are read "
+            f"of {', '.join(wholes)}."
+        )
+    text = published.nested(TEXT).get("model_type") or (next(iter(texts)) if len(texts) == 1 else None)
+    if text not in texts:
+        published.refuse(f"{TEXT}: model_type={text!r} is not known; of {kind!r} there are {', '.join(sorted(texts))}.")
+    return texts[text]
 
 
-def rules_of(folder: Folder, family: Family, config: ModelConfig, model: Transformer) -> list[Weight]:
+def rules_of(names: Set[str], family: Family, config: ModelConfig, model: Transformer) -> list[Weight]:
     """The family's, without a prefix that the folder's names lack: of a model saved without its head's class."""
     rules, prefix = family.rules(config, model), family.prefix
-    if any(name.startswith(prefix) for name in folder.names):
+    if any(name.startswith(prefix) for name in names):
         return rules
     return [dataclasses.replace(rule, name=rule.name.removeprefix(prefix)) for rule in rules]
 
@@ -38,7 +83,8 @@ def rules_of(folder: Folder, family: Family, config: ModelConfig, model: Transfo
 def format_of(call: str, like: str | Path | None, config: ModelConfig | None) -> tuple[Family, ModelConfig]:
     """The family and the config of a model that came from a folder, or was built from a config."""
     if like is not None and config is None:
-        return config_of(Path(like))
+        said = described(Path(like))
+        return said.family, said.config
     if config is not None and like is None:
         family = family_of(call, config)
         if family.model_type is None:

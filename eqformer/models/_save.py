@@ -1,5 +1,6 @@
 """Saves models in the published format, for transformers and other programs that read such folders."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -8,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..nn import LoRA, modules, Transformer
-from ._family import ModelConfig
-from ._folder import CONFIG, new_folder, read_json, write_folder
-from ._published import check_shapes, format_of
+from ._arrays import Arrays, HEAD
+from ._family import Family, ModelConfig
+from ._folder import CONFIG, Folder, new_folder, write_folder
+from ._published import check_shapes, described, Description, format_of, rules_of
+from ._towers import TEXT
 from ._weights import Weight
 
 
@@ -20,6 +23,8 @@ COMPANIONS = (
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 _DTYPES = "torch_dtype", "dtype"  # the older name is read by all
+_TOKENS = "bos_token_id", "eos_token_id", "pad_token_id"
+_WEIGHTS = ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -28,6 +33,7 @@ def save(
     path: str | Path,
     *,
     like: str | Path | None = None,
+    whole: bool = False,
     config: ModelConfig | None = None,
     attributes: Mapping[str, Any] = _NOTHING,
     files: Mapping[str, str | bytes] = _NOTHING,
@@ -39,14 +45,16 @@ def save(
         model: The model.
         path: The folder, which must not exist yet.
         like: The published folder that the model came from: its configuration, tokenizer, chat template and sampling
-            settings are copied.
+            settings are copied. Of a model of several kinds of data, the text model is written by itself.
+        whole: Write the folder `like` again with this model's arrays in the place of its own, and all else as it is
+            there: other parts of the model, the configuration, every other file.
         config: For a model that was built here, the config that it was built from.
         attributes: What is added to the configuration (`eos_token_id`).
         files: Files that are added to the folder, by name.
         shard_bytes: The size above which weights are written as several files.
 
     Raises a `ValueError` before anything is written: if `path` exists, if the model has `LoRA`s or is not of this
-    config, and if the format cannot express a field of its config.
+    config, if the format cannot express a field of its config, and if it is to be `whole` and the folder is not.
     """
     target, call = Path(path), f"save(model, {str(path)!r})"
     if target.exists():
@@ -55,21 +63,63 @@ def save(
         raise ValueError(f"{call}: the model has LoRAs; nn.merge_lora it, or save_adapter.")
     family, config = format_of(call, like, config)
     if like is None:
-        said = {"architectures": [family.architecture], "model_type": family.model_type} | family.write(config)
+        if whole:
+            raise ValueError(f"{call}: whole=True writes the folder that the model came from again; give it as like=.")
+        said = _alone(family, config)
     else:
-        said = {name: value for name, value in read_json(Path(like) / CONFIG).items() if name not in _DTYPES}
-        files = _companions(Path(like)) | dict(files)
+        source = described(Path(like))
+        said = source.said if whole else _by_itself(source)
+        files = _files(Path(like), whole) | dict(files)
     check_shapes(call, model, config)
-    rules = family.rules(config, model)
-    said |= {_DTYPES[0]: str(rules[0].leaves(model)[0].dtype), **attributes}
+    if whole:
+        arrays = _of_whole(Folder(str(like), caller="save"), model, call)
+    else:
+        rules = family.rules(config, model)
+        arrays = published_arrays(rules, model)
+        said = said | {_DTYPES[0]: str(rules[0].leaves(model)[0].dtype)}
     with new_folder(target) as part:
-        write_folder(part, published_arrays(rules, model), said, shard_bytes)
+        write_folder(part, arrays, said | dict(attributes), shard_bytes)
         for name, content in files.items():
             (part / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def _companions(path: Path) -> dict[str, bytes]:
-    return {name: (path / name).read_bytes() for name in COMPANIONS if (path / name).exists()}
+def _alone(family: Family, config: ModelConfig) -> dict[str, Any]:
+    """The configuration of a model by itself."""
+    return {"architectures": [family.architecture], "model_type": family.model_type} | family.write(config)
+
+
+def _by_itself(source: Description) -> dict[str, Any]:
+    """The configuration of a folder's model by itself."""
+    if source.tower is None:
+        return {name: value for name, value in source.said.items() if name not in _DTYPES}
+    both = source.said | {name: its for name, its in source.said.get(TEXT, {}).items() if its is not None}
+    return _alone(source.family, source.config) | {name: both[name] for name in _TOKENS if name in both}
+
+
+def _files(path: Path, whole: bool) -> dict[str, bytes]:
+    """What is copied of a folder: its companions, or all that is no array and not written anew."""
+    names = {file.name for file in path.iterdir() if file.is_file()} - {CONFIG}
+    kept = {name for name in names if not name.endswith(_WEIGHTS)} if whole else names & {*COMPANIONS}
+    return {name: (path / name).read_bytes() for name in sorted(kept)}
+
+
+def _of_whole(folder: Folder, model: Transformer, call: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Each array of a folder, those that are the model's from it."""
+    source = described(folder.path)
+    arrays = Arrays(folder, source)
+    rules = rules_of(arrays.names, source.family, source.config, model)
+    own = {name for rule in rules for _, name in rule.places(rule.leaves(model)[0])}
+    if missing := own - arrays.names:
+        raise ValueError(
+            f"{call}: whole=True writes {folder.path} again, which does not hold all of the model ({min(missing)}); "
+            "give the whole folder as like=."
+        )
+    its = {arrays.stored_name(name) for name in own}
+    head = arrays.stored_name(HEAD) if model.head is None and HEAD in arrays.names else None
+    others = ((name, folder.stored(name)) for name in sorted(folder.names - its - {head}))
+    mine = ((arrays.stored_name(name), array) for name, array in published_arrays(rules, model))
+    tied = [] if head is None else [(head, np.asarray(model.embedding.weight))]
+    return itertools.chain(mine, tied, others)
 
 
 def published_arrays(rules: list[Weight], model: Transformer) -> Iterator[tuple[str, np.ndarray]]:

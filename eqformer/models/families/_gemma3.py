@@ -11,6 +11,7 @@ from .._attributes import Attribute, Expect, Ignore
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import LocalRotaryPositions, RotaryPositions
+from .._towers import Tower
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, head_norm_weights
 from ._decoder import attention, decoder, four_norm_block, gated_mlp, head_norms, norm
 from ._pattern import windows_of
@@ -69,6 +70,17 @@ _PRESETS = {
     "gemma3-27b": _gemma3(5376, 62, 32, 16, 21_504, head_dim=128, query_scalar=168, scaling=_LONG),
 }
 
+# What the smaller ones leave out, each by its own choice.
+_MISSING = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131_072,
+}
+
 GEMMA3 = Family(
     "gemma3",
     Gemma3Config,
@@ -88,4 +100,5 @@ GEMMA3 = Family(
         Ignore("hidden_act", "cache_implementation", "attn_logit_softcapping"),  # which nothing reads
     ),
     (*EDGES, *ATTENTION, *head_norm_weights(), *GATED, *FOUR_NORMS),
+    towers=(Tower("gemma3", missing=_MISSING),),
 )

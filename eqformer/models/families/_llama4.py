@@ -11,6 +11,7 @@ from .._attributes import Attribute, Expect, Nullable, Switched
 from .._family import DecoderConfig, Family
 from .._layer_attributes import every, LayerTypes, ListedLayers, NoRotaryLayers, Period
 from .._rotary_attributes import RotaryPositions
+from .._towers import Tower
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, norm, pre_norm_block
 from ._mixtures import mixture, stacked_mixture_weights
@@ -134,4 +135,5 @@ LLAMA4 = Family(
         *gated_weights("feed_forward.layer.shared", prefix=f"{_FED}shared_expert."),
         *stacked_mixture_weights(_FED, interleaved=False),
     ),
+    towers=(Tower("llama4"),),
 )

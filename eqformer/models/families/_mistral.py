@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Expect, Nullable
 from .._family import DecoderConfig, Family
+from .._towers import Tower
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 
@@ -56,4 +57,5 @@ MISTRAL = Family(
     "mistral",
     (*decoder_attributes(kv_heads=8), Nullable("window", "sliding_window", 4096), Expect("hidden_act", "silu")),
     LLAMA_WEIGHTS,
+    towers=(Tower("mistral3"),),
 )

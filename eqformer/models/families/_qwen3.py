@@ -9,6 +9,7 @@ from ...nn import Block, Transformer
 from .._attributes import Attribute, Expect
 from .._family import DecoderConfig, Family
 from .._layer_attributes import LateWindows
+from .._towers import Tower
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
 from ._pattern import windows_of
@@ -71,4 +72,5 @@ QWEN3 = Family(
         Expect("hidden_act", "silu"),
     ),
     LLAMA_WEIGHTS,
+    towers=(Tower("qwen3_vl", "qwen3_vl_text"),),
 )

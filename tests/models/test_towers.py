@@ -1,0 +1,174 @@
+"""Text models inside of folders of several kinds of data: read, saved by themselves, and put back into the whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from family_weights import ids_of, weight
+from safetensors.numpy import load_file, save_file
+from test_published import close, FIXTURES, run
+
+from eqformer import models
+
+
+RECORDED = json.loads((FIXTURES / "towers.json").read_text())
+UNREAD = {
+    "gemma3": r"multi_modal_projector\. \(2\), vision_tower\. \(32\)\.$",
+    "llama4": r"multi_modal_projector\. \(1\), vision_model\. \(25\)\.$",
+    "mistral3": r"multi_modal_projector\. \(4\), vision_tower\. \(11\)\.$",
+    "qwen3_vl": r"model\.visual\. \(27\)\.$",
+}
+TEXTS = "language_model.", "model.language_model.", "lm_head."
+SMALLEST = "mistral3"
+
+
+def write(folder: Path, name: str, changes: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
+    """A case's folder, as transformers writes it, with some attributes of the whole changed, those of None left out."""
+    folder.mkdir(exist_ok=True)
+    arrays = {key: weight(key, shape) for key, shape in RECORDED[name]["shapes"].items()}
+    save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+    said = {key: its for key, its in (RECORDED[name]["config"] | (changes or {})).items() if its is not None}
+    (folder / "config.json").write_text(json.dumps(said))
+    return arrays
+
+
+def loaded(folder: Path, told: str = "are left unread") -> Any:
+    with pytest.warns(UserWarning, match=told):
+        return models.load(folder)
+
+
+def test_every_tower_has_a_case():
+    towers = {tower.model_type for family in models.FAMILIES.values() for tower in family.towers}
+    assert towers == set(RECORDED) == set(UNREAD)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each == "qwen3_vl" else pytest.mark.grid) for each in RECORDED]
+)
+def test_the_text_model_of_a_whole_gives_its_logits(name, tmp_path):
+    write(tmp_path, name)
+    with np.load(FIXTURES / "towers.npz") as file:
+        want = file[name]
+    found = run(loaded(tmp_path), jnp.asarray(ids_of(61), jnp.int32))
+    tolerance = max(2e-5, 2 * RECORDED[name]["rounding"])
+    assert close(found, want, tolerance) and not close(found, want[:, ::-1], 1e-2)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_is_left_unread_is_told_and_the_rest_is_a_model_by_itself(name, tmp_path):
+    """Saved by itself it is a folder of its family, with the very arrays and the same numbers."""
+    arrays = write(tmp_path / "whole", name, {"eos_token_id": 7})
+    (tmp_path / "whole" / "tokenizer.json").write_text("a tokenizer")
+    model, numbers = loaded(tmp_path / "whole", UNREAD[name]), models.read_config(tmp_path / "whole")
+    models.save(model, tmp_path / "text", like=tmp_path / "whole")
+    said = json.loads((tmp_path / "text" / "config.json").read_text())
+    families = {family.model_type: family for family in models.FAMILIES.values()}
+    assert said["architectures"] == [families[said["model_type"]].architecture] and said["eos_token_id"] in (1, 2, 7)
+    assert models.read_config(tmp_path / "text") == numbers and (tmp_path / "text" / "tokenizer.json").exists()
+    back = load_file(tmp_path / "text" / "model.safetensors")
+    texts = {key: array for key, array in arrays.items() if key.startswith(TEXTS)}
+    own = {key.replace("model.language_model.", "model.").removeprefix("language_model."): key for key in texts}
+    assert back.keys() == own.keys() and len(texts) < len(arrays)
+    assert all(np.array_equal(back[key], texts[stored]) for key, stored in own.items())
+    assert eqx.tree_equal(models.load(tmp_path / "text"), model)  # and nothing is told
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_back_in_the_whole_folder_all_else_is_untouched(name, tmp_path):
+    arrays, whole = write(tmp_path / "whole", name), tmp_path / "whole"
+    kept = {"preprocessor_config.json": "{}", "notes.md": "kept too", "README": "and this"}
+    for file, text in kept.items():
+        (whole / file).write_text(text)
+    save_file(arrays | {"visual.order": np.arange(3)}, whole / "model.safetensors")
+    model = loaded(whole)
+    changed = eqx.tree_at(lambda m: m.embedding.weight, model, model.embedding.weight + 1)
+    models.save(changed, tmp_path / "out", like=whole, whole=True, shard_bytes=10_000)
+    back = {key: x for file in (tmp_path / "out").glob("*.safetensors") for key, x in load_file(file).items()}
+    tables = [key for key in arrays if key.endswith("embed_tokens.weight") and "visual" not in key]
+    assert len(tables) == 1 and back.keys() == {*arrays, "visual.order"}
+    assert {key for key in arrays if not np.array_equal(back[key], arrays[key])} == set(tables)
+    assert np.array_equal(back[tables[0]], arrays[tables[0]] + 1) and back["visual.order"].dtype == np.int64
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == RECORDED[name]["config"]
+    assert {file: (tmp_path / "out" / file).read_text() for file in kept} == kept
+    assert eqx.tree_equal(loaded(tmp_path / "out"), changed)
+
+
+def test_a_stored_head_of_a_tied_whole_goes_with_its_table(tmp_path):
+    arrays = write(tmp_path / "whole", "qwen3_vl")
+    table = arrays["model.language_model.embed_tokens.weight"]
+    save_file(arrays | {"lm_head.weight": table.copy()}, tmp_path / "whole" / "model.safetensors")
+    model = loaded(tmp_path / "whole")
+    changed = eqx.tree_at(lambda m: m.embedding.weight, model, model.embedding.weight + 1)
+    models.save(changed, tmp_path / "out", like=tmp_path / "whole", whole=True)
+    assert np.array_equal(load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"], table + 1)
+
+
+def test_newer_and_older_names_are_the_same_arrays(tmp_path):
+    arrays = write(tmp_path, SMALLEST)
+    want = loaded(tmp_path)
+    newer = lambda key: "model." + key.replace("language_model.model.", "language_model.")
+    newer_head = lambda key: key.removeprefix("language_model.") if "lm_head" in key else newer(key)
+    save_file({newer_head(key): array for key, array in arrays.items()}, tmp_path / "model.safetensors")
+    assert eqx.tree_equal(loaded(tmp_path, r"model.multi_modal_projector. \(4\), model.vision_tower. \(11\)\."), want)
+    twice = {newer_head(key): array for key, array in arrays.items() if "embed_tokens" in key}
+    save_file(arrays | twice, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"language_model.model.embed_tokens.weight and model.language_model.emb"):
+        models.load(tmp_path)
+
+
+def test_an_array_of_no_known_part_is_refused(tmp_path):
+    arrays = write(tmp_path, SMALLEST)
+    save_file(arrays | {"smell_tower.weight": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"in no rule: smell_tower.weight \(1\)"):
+        models.load(tmp_path)
+
+
+def test_what_gemma_leaves_out_is_what_transformers_takes(tmp_path):
+    """As Gemma 3 4B is published."""
+    text: dict[str, Any] = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"}
+    text |= {"num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    said = {"model_type": "gemma3", "mm_tokens_per_image": 256, "boi_token_index": 255999, "eoi_token_index": 256000}
+    said |= {"image_token_index": 262144, "vision_config": {"image_size": 896}, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert models.read_config(tmp_path) == models.preset("gemma3-4b")
+
+
+TEXT = RECORDED[SMALLEST]["config"]["text_config"]
+WRONG = {
+    "an attribute of no part": (
+        {"window_of_doom": 3},
+        r"config.json: attributes that .* not know: window_of_doom",
+    ),
+    "one of the text": ({"text_config": TEXT | {"doom": 3}}, r"config.json: text_config: attributes .*: doom=3"),
+    "no text": ({"text_config": None}, r"config.json: text_config: .*no '\w+', which this family needs"),
+    "a text that is a list": ({"text_config": [1]}, r"text_config=\[1\]: it must be an object"),
+    "another text": ({"text_config": TEXT | {"model_type": "gpt2"}}, r"text_config: model_type='gpt2' .* mistral"),
+    "another whole": (
+        {"model_type": "mistral9"},
+        r"model_type='mistral9' is not known.*text models are read of gem",
+    ),
+    "a head said to be tied": ({"tie_word_embeddings": True}, r"lm_head.weight is another array than model.embed_tok"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_configuration_that_does_not_fit(name, tmp_path):
+    changes, words = WRONG[name]
+    write(tmp_path, SMALLEST, changes)
+    with pytest.raises(ValueError, match=words):
+        models.load(tmp_path)
+
+
+def test_a_whole_needs_a_folder(tmp_path):
+    write(tmp_path / "whole", SMALLEST)
+    model = loaded(tmp_path / "whole")
+    with pytest.raises(ValueError, match=r"whole=True writes the folder that the model came from.*give it as like="):
+        models.save(model, tmp_path / "out", config=models.read_config(tmp_path / "whole"), whole=True)
+    save_file({"visual.order": np.arange(3)}, tmp_path / "whole" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"does not hold all of the model .*; give the whole folder as like="):
+        models.save(model, tmp_path / "out", like=tmp_path / "whole", whole=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["whole"]
