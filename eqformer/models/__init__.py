@@ -30,16 +30,23 @@ from .families import _common, _decoder, _mixtures
 from .families._cohere import CohereConfig as CohereConfig
 from .families._deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
 from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config
+from .families._ernie45 import Ernie45Config as Ernie45Config
+from .families._ernie45_moe import Ernie45MoEConfig as Ernie45MoEConfig
+from .families._exaone4 import Exaone4Config as Exaone4Config
 from .families._gemma import GemmaConfig as GemmaConfig
 from .families._gemma2 import Gemma2Config as Gemma2Config
 from .families._gemma3 import Gemma3Config as Gemma3Config
 from .families._glm4 import GLM4Config as GLM4Config
+from .families._glm4_moe import GLM4MoEConfig as GLM4MoEConfig
 from .families._gpt2 import GPT2Config as GPT2Config
 from .families._gpt_oss import GPTOSSConfig as GPTOSSConfig
 from .families._granite import GraniteConfig as GraniteConfig
+from .families._hunyuan import HunyuanConfig as HunyuanConfig
+from .families._hunyuan_moe import HunyuanMoEConfig as HunyuanMoEConfig
 from .families._jaxformer import JAXformerConfig as JAXformerConfig
 from .families._llama import LlamaConfig as LlamaConfig
 from .families._llama4 import Llama4Config as Llama4Config
+from .families._minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
 from .families._mistral import MistralConfig as MistralConfig
 from .families._mixtral import MixtralConfig as MixtralConfig
 from .families._olmo2 import Olmo2Config as Olmo2Config
@@ -51,6 +58,7 @@ from .families._qwen2_moe import Qwen2MoEConfig as Qwen2MoEConfig
 from .families._qwen3 import Qwen3Config as Qwen3Config
 from .families._qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
 from .families._qwen3_next import Qwen3NextConfig as Qwen3NextConfig
+from .families._seed_oss import SeedOSSConfig as SeedOSSConfig
 from .families._smollm3 import SmolLM3Config as SmolLM3Config
 from .families._switch import GShardConfig as GShardConfig, SwitchConfig as SwitchConfig
 

@@ -11,16 +11,23 @@ from ._family import Family, ModelConfig
 from .families._cohere import COHERE
 from .families._deepseek_v2 import DEEPSEEK_V2
 from .families._deepseek_v3 import DEEPSEEK_V3
+from .families._ernie45 import ERNIE45
+from .families._ernie45_moe import ERNIE45_MOE
+from .families._exaone4 import EXAONE4
 from .families._gemma import GEMMA
 from .families._gemma2 import GEMMA2
 from .families._gemma3 import GEMMA3
 from .families._glm4 import GLM4
+from .families._glm4_moe import GLM4_MOE
 from .families._gpt2 import GPT2
 from .families._gpt_oss import GPT_OSS
 from .families._granite import GRANITE
+from .families._hunyuan import HUNYUAN
+from .families._hunyuan_moe import HUNYUAN_MOE
 from .families._jaxformer import JAXFORMER
 from .families._llama import LLAMA
 from .families._llama4 import LLAMA4
+from .families._minimax_m2 import MINIMAX_M2
 from .families._mistral import MISTRAL
 from .families._mixtral import MIXTRAL
 from .families._olmo2 import OLMO2
@@ -32,6 +39,7 @@ from .families._qwen2_moe import QWEN2_MOE
 from .families._qwen3 import QWEN3
 from .families._qwen3_moe import QWEN3_MOE
 from .families._qwen3_next import QWEN3_NEXT
+from .families._seed_oss import SEED_OSS
 from .families._smollm3 import SMOLLM3
 from .families._switch import GSHARD, SWITCH
 
@@ -40,6 +48,7 @@ _LISTED = (
     *(COHERE, DEEPSEEK_V2, DEEPSEEK_V3, GEMMA, GEMMA2, GEMMA3, GLM4, GPT2, GPT_OSS, GRANITE, GSHARD, JAXFORMER),
     *(LLAMA, LLAMA4, MISTRAL, MIXTRAL, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT),
     *(SMOLLM3, SWITCH),
+    *(ERNIE45, ERNIE45_MOE, EXAONE4, GLM4_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, SEED_OSS),
 )
 _REGISTERED: dict[str, Family] = {}
 FAMILIES: Mapping[str, Family] = MappingProxyType(_REGISTERED)

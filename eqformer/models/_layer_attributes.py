@@ -97,6 +97,14 @@ class Windows(Entry):
         return LayerTypes("window_layers", (SLIDING, FULL), default)
 
 
+class NullableWindows(Windows):
+    """`Windows` that a configuration may have none of, by a null."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """Both fields."""
+        return self._read(published, published.nullable("sliding_window", self.window))
+
+
 class SwitchedWindows(Windows):
     """`Windows` that `use_sliding_window` switches on; `window` is None where no layer has one."""
 

@@ -100,6 +100,7 @@ from .attention._rotary_scaling import (
     LinearScaling as LinearScaling,
     Llama3Scaling as Llama3Scaling,
     LongRopeScaling as LongRopeScaling,
+    NTKScaling as NTKScaling,
     RotaryScaling as RotaryScaling,
     yarn_magnitude as yarn_magnitude,
     YarnScaling as YarnScaling,

@@ -41,11 +41,17 @@ SUPERSEDED = {"max_window_layers", "no_rope_layer_interval"}  # by lists of all 
 UNUSED = {
     "deepseek_v2": {"head_dim", "qk_head_dim"},
     "deepseek_v3": {"head_dim", "qk_head_dim", "num_nextn_predict_layers"},
+    "exaone4": {"sliding_window_pattern"},  # said again by layer_types
     "gemma3_text": {"_sliding_window_pattern", "attn_logit_softcapping"},
     "gpt2": {f"summary_{name}" for name in ("type", "first_dropout", "activation", "use_proj", "proj_to_labels")},
+    "glm4_moe": {"num_nextn_predict_layers"},
+    "hunyuan_v1_dense": {"eod_token_id"},
+    "hunyuan_v1_moe": {"eod_token_id", "sep_token_id"},
     "llama4_text": {"interleave_moe_layer_step"},  # said again by moe_layers
+    "minimax_m2": {"rotary_dim"},  # said again by partial_rotary_factor
     "qwen2_moe": {"sliding_window"},
     "qwen3_moe": {"sliding_window"},
+    "seed_oss": {"residual_dropout"},
 }
 
 

@@ -32,7 +32,7 @@ DEEPER = {  # of families whose cases hold one period each
     "llama4_text plain": (("no_rotary_layers", (1, 3)), ("full_layers", (1, 3))),
     "qwen3_next plain": (("layers", 4), ("attention_layers", (1, 3))),
 }
-COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
+COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 MIXTURES = [name for name, one in RECORDED.items() if COUNTS & set(one["config"])]
 Changes = tuple[tuple[str, Any], ...]
 pytestmark = pytest.mark.grid

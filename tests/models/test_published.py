@@ -81,6 +81,14 @@ BY_DEFAULT = {
     "qwen3_moe yarn",
     "qwen3_next chosen layers",
     "smollm3 period of four",
+    "ernie4_5 biased",
+    "ernie4_5_moe some dense",
+    "exaone4 chosen layers",
+    "glm4_moe plain",
+    "hunyuan_v1_dense alpha",
+    "hunyuan_v1_moe each layer's own",
+    "minimax_m2 plain",
+    "seed_oss biased",
 }
 
 

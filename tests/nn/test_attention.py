@@ -54,6 +54,9 @@ CORNERS = {
     "scale": lambda: make(scale=1.3),
     "gate": lambda: make(gate=True),
     "temperature": lambda: make(temperature=nn.LogTemperature(2, 0.7)),
+    "norms after the rotation": lambda: make(
+        norms_rotated=True, temperature=nn.LogTemperature(2, 0.7, offset=0), **head_norms()
+    ),
     "sinks": lambda: make(sinks=True, core=nn.ReferenceCore()),
     "softcap": lambda: make(softcap=0.7),
     "window": lambda: make(mask=nn.sliding_window(2)),
@@ -71,19 +74,24 @@ CORNERS = {
 }
 
 
+def normed(module, query, key):
+    query = query if module.query_norm is None else rms(query, module.query_norm)
+    return query, key if module.key_norm is None else rms(key, module.key_norm)
+
+
 def literal(module, x, places, visible):
     """Project, normalise, rotate, attend, gate, project back: in float64, by loops."""
     query, key, value = (linear(x, part) for part in (module.query, module.key, module.value))
-    query = query if module.query_norm is None else rms(query, module.query_norm)
-    key = key if module.key_norm is None else rms(key, module.key_norm)
+    query, key = (query, key) if module.norms_rotated else normed(module, query, key)
     if module.rotary is not None:
         dim, theta, interleaved = module.rotary.dim, module.rotary.theta, module.rotary.interleaved
         turns = np.array([theta ** (-2 * i / dim) for i in range(dim // 2)])
         query, key = (rotate(z, places, turns, interleaved) for z in (query, key))
+    query, key = normed(module, query, key) if module.norms_rotated else (query, key)
     if module.temperature is not None:
-        every, strength = module.temperature.every, module.temperature.strength
+        every, strength, offset = (getattr(module.temperature, name) for name in ("every", "strength", "offset"))
         for place in np.ndindex(places.shape):
-            query[place] *= 1 + strength * math.log(1 + (places[place] + 1) // every)
+            query[place] *= 1 + strength * math.log(1 + (places[place] + offset) // every)
     sinks = None if module.sinks is None else wide(module.sinks)
     y = attend(query, key, value, visible, module.scale, sinks, module.softcap)
     y = y if module.gate is None else y / (1 + np.exp(-linear(x, module.gate)))
@@ -128,6 +136,8 @@ def test_the_corners_differ():
         {"key_norm": None},
         {"rotary": None},
         {"temperature": None},
+        {"temperature": nn.LogTemperature(3, 0.9, offset=0)},
+        {"norms_rotated": True},
     )
     for change in (*without, {"scale": 0.4}, {"softcap": None}, {"mask": nn.full()}):
         assert not close(run(replaced(module, **change), x), y, 1e-3), change

@@ -36,14 +36,16 @@ KINDS = {
     "window beyond capacity": lambda: attention(mask=nn.sliding_window(100)),
     "temperature": lambda: attention(rotary=None, temperature=nn.LogTemperature(3, 0.5)),
     "chunks": lambda: attention(mask=nn.chunked(4)),
-    "dynamic rotary": lambda: attention(rotary=nn.Rotary(4, 100.0, scaling=DYNAMIC)),
+    "dynamic rotary": lambda: attention(
+        rotary=nn.Rotary(4, 100.0, scaling=DYNAMIC), key_norm=nn.RMSNorm("head_dim", head_dim=4), norms_rotated=True
+    ),
     "longrope in a window": lambda: attention(rotary=nn.Rotary(4, 100.0, scaling=LONG), mask=nn.sliding_window(3)),
     "delta net": lambda: drawn(
         nn.GatedDeltaNet, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY
     ),
     "latent": lambda: latent(q_latent=5, query_latent_norm=nn.RMSNorm("q_latent", q_latent=5)),
     "latent with biases": lambda: latent(bias=True),
-    "latent in a window": lambda: latent(mask=nn.sliding_window(3)),
+    "latent in a window": lambda: latent(mask=nn.sliding_window(3), temperature=nn.LogTemperature(3, 0.5)),
     "latent without rotary": lambda: latent(rotary=None),
     "latent with dynamic rotary": lambda: latent(rotary=nn.Rotary(4, 100.0, scaling=DYNAMIC)),
 }

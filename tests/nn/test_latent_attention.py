@@ -35,6 +35,7 @@ KINDS = {
     "v_dim as head_dim": lambda: make(v_dim=None),
     "window": lambda: make(mask=nn.sliding_window(2)),
     "scale": lambda: make(scale=1.1),
+    "temperature": lambda: make(temperature=nn.LogTemperature(3, 0.7, offset=0)),
 }
 
 
@@ -51,6 +52,8 @@ def literal(module, x, places):
         k_r = rotate(linear(x, module.key_rope)[:, :, None], places, turns, module.rotary.interleaved)
         query = np.concatenate([query, q_r], axis=-1)
         key = np.concatenate([key, np.repeat(k_r, key.shape[2], axis=2)], axis=-1)
+    if module.temperature is not None:
+        query *= 1 + 0.7 * np.log(1 + places // 3)[..., None, None]
     tokens = nn.Tokens(jnp.asarray(places))
     visible = np.asarray(module.mask(tokens, tokens))
     return linear(attend(query, key, value, visible, module.scale), module.output)

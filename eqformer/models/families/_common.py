@@ -68,6 +68,18 @@ class HeadSize(Entry):
         return {} if self.default is None and config.head_dim is None else {"head_dim": config.head_size}
 
 
+class StatedHeadSize(HeadSize):
+    """The same, always written; null is `embed / heads` too."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`head_dim`."""
+        return {"head_dim": published.nullable("head_dim", self.default)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Its attribute."""
+        return {"head_dim": config.head_size}
+
+
 def decoder_attributes(
     rotary: RotaryPositions = RotaryPositions(),
     *,
@@ -148,10 +160,11 @@ def gated_weights(
     *,
     prefix: str = f"{LAYER}mlp.",
     names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    bias: bool = False,
 ) -> tuple[Rule, ...]:
-    """The maps of a `GatedMLP` at this path of a layer."""
-    own = (f"{path}.{name}.weight" for name in ("gate", "up", "down"))
-    return tuple(Rule(f"{prefix}{its}.weight", path) for its, path in zip(names, own, strict=True))
+    """The maps of a `GatedMLP` at this path of a layer, with `bias` their biases too."""
+    parts, maps = ("weight", "bias") if bias else ("weight",), list(zip(names, ("gate", "up", "down"), strict=True))
+    return tuple(Rule(f"{prefix}{its}.{part}", f"{path}.{own}.{part}") for its, own in maps for part in parts)
 
 
 ATTENTION, GATED = attention_weights(), gated_weights()

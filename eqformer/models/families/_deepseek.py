@@ -7,14 +7,14 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, LatentAttention, MoE, RMSNorm, Rotary, RotaryScaling, Transformer, yarn_magnitude, YarnScaling
+from ...nn import Block, LatentAttention, RMSNorm, Rotary, RotaryScaling, Transformer, yarn_magnitude, YarnScaling
 from .._attributes import Attribute, Entry, Expect, Ignore
 from .._family import ModelConfig
 from .._rotary_attributes import SharpenedRotaryPositions
 from .._weights import Rule
-from ._common import AsManyKeyHeads, EDGES, GATED, gated_weights, LAYER, PRE_NORMS, SIZES
+from ._common import AsManyKeyHeads, EDGES, GATED, LAYER, PRE_NORMS, SIZES
 from ._decoder import damping, decoder, gated_mlp, pre_norm_block
-from ._mixtures import MIXTURE, mixture
+from ._mixtures import MIXTURE, mixture_beside_shared, SHARED, SHARED_ATTRIBUTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,26 +84,13 @@ def build_latent(
 
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        fed = _mixture(config, router, balance, feed_forward) if is_mixture else gated_mlp(config, key=feed_forward)
+        if is_mixture:
+            fed = mixture_beside_shared(config, feed_forward, balance=balance, **router)
+        else:
+            fed = gated_mlp(config, key=feed_forward)
         return pre_norm_block(config, _attention(config, interleaved, mixer), fed)
 
     return decoder(config, block, [layer >= config.first_dense for layer in range(config.layers)], key=key)
-
-
-def _mixture(config: LatentConfig, options: Mapping[str, Any], balance: Mapping[str, Any], key: Key[Array, ""]) -> MoE:
-    router, experts, shared = jax.random.split(key, 3)
-    return mixture(
-        config,
-        lambda key: gated_mlp(config, mlp=config.expert_mlp, key=key),
-        shared=gated_mlp(config, mlp=config.shared * config.expert_mlp, key=shared),
-        balance={"per": "sequence", **balance},
-        scale=config.scale,
-        groups=config.groups,
-        kept_groups=config.kept_groups,
-        **options,
-        router=router,
-        experts=experts,
-    )
 
 
 def _attention(config: LatentConfig, interleaved: bool, key: Key[Array, ""]) -> LatentAttention:
@@ -127,20 +114,12 @@ def _attention(config: LatentConfig, interleaved: bool, key: Key[Array, ""]) -> 
 
 
 LATENT_ATTRIBUTES: tuple[Entry, ...] = (
-    *(*SIZES, AsManyKeyHeads(), SharpenedRotaryPositions()),
-    Attribute("expert_mlp", "moe_intermediate_size"),
+    *(*SIZES, AsManyKeyHeads(), SharpenedRotaryPositions(), *SHARED_ATTRIBUTES),
     Attribute("latent", "kv_lora_rank"),
     Attribute("q_latent", "q_lora_rank"),
     Attribute("head_dim", "qk_nope_head_dim"),
     Attribute("rope_dim", "qk_rope_head_dim"),
     Attribute("v_dim", "v_head_dim"),
-    Attribute("experts", "n_routed_experts"),
-    Attribute("top_k", "num_experts_per_tok"),
-    Attribute("shared", "n_shared_experts"),
-    Attribute("first_dense", "first_k_dense_replace"),
-    Attribute("scale", "routed_scaling_factor"),
-    Attribute("groups", "n_group", convert=lambda count: count or 1),
-    Attribute("kept_groups", "topk_group", convert=lambda count: count or 1),
     Attribute("eps", "rms_norm_eps"),
     Attribute("tied", "tie_word_embeddings", False),
     Attribute("max_seq", "max_position_embeddings", 2048),
@@ -154,8 +133,7 @@ LATENT_ATTRIBUTES: tuple[Entry, ...] = (
 _ATTENTION, _INTO = f"{LAYER}self_attn.", "(heads width) inputs -> heads width inputs"
 _QUERIES = ("mixer.layer.query.weight", "mixer.layer.query_rope.weight")
 LATENT_WEIGHTS = (
-    *(*EDGES, *PRE_NORMS, *GATED, *MIXTURE),
-    *gated_weights("feed_forward.layer.shared", prefix=f"{LAYER}mlp.shared_experts."),
+    *(*EDGES, *PRE_NORMS, *GATED, *MIXTURE, *SHARED),
     Rule(f"{_ATTENTION}kv_a_proj_with_mqa.weight", ("mixer.layer.latent_down.weight", "mixer.layer.key_rope.weight")),
     Rule(f"{_ATTENTION}kv_a_layernorm.weight", "mixer.layer.latent_norm.weight"),
     Rule(

@@ -8,9 +8,8 @@ from jaxtyping import Array, Key
 from ...nn import Transformer, YarnScaling
 from .._attributes import Attribute, Expect, Ignore
 from .._family import Family
-from .._weights import Rule
-from ._common import LAYER
 from ._deepseek import build_latent, LATENT_ATTRIBUTES, LATENT_WEIGHTS, LatentConfig
+from ._mixtures import BIASED_SIGMOIDS, SELECTION_BIAS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +32,7 @@ class DeepSeekV3Config(LatentConfig):
 
 def build_deepseek_v3(config: DeepSeekV3Config, *, key: Key[Array, ""]) -> Transformer:
     """A DeepSeek-V3 with random weights."""
-    router: dict[str, Any] = {"score": "sigmoid", "normalise": config.normalise, "balanced": True}
-    router |= {"group_score": "top2"}
+    router = {"normalise": config.normalise, **BIASED_SIGMOIDS}
     return build_latent(config, interleaved=config.interleaved, router=router, balance={"normalise": True}, key=key)
 
 
@@ -66,6 +64,6 @@ DEEPSEEK_V3 = Family(
         Expect("topk_method", "noaux_tc"),
         Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # layers behind the model, which transformers skips too
     ),
-    (*LATENT_WEIGHTS, Rule(f"{LAYER}mlp.gate.e_score_correction_bias", "feed_forward.layer.router.selection_bias")),
+    (*LATENT_WEIGHTS, SELECTION_BIAS),
     ignored_prefixes=("model.layers.61.",),
 )

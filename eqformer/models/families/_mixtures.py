@@ -60,11 +60,11 @@ def mixture(
         weighs_inputs: Whether weights multiply the experts' inputs.
         router: The key of the router.
         experts: The key of the experts.
-        **options: Further arguments of the router.
+        **options: Further arguments of the router, which come first.
     """
     sizes: dict[str, Any] = {"embed": config.embed, "experts": config.experts, "top_k": config.top_k}
     return MoE(
-        TopKRouter(**sizes, **options, key=router),
+        TopKRouter(**(sizes | options), key=router),
         Experts(expert, config.experts, key=experts),
         dispatch=dispatch,
         shared=shared,
@@ -84,6 +84,27 @@ def mixture_beside_gated_shared(config: Any, key: Key[Array, ""]) -> MoE:
         router=router,
         experts=experts,
     )
+
+
+def mixture_beside_shared(config: Any, key: Key[Array, ""], *, balance: Mapping[str, Any] = {}, **options: Any) -> MoE:
+    """Small experts, of groups, beside some that every token has (DeepSeek); `options` are the router's."""
+    router, experts, shared = jax.random.split(key, 3)
+    return mixture(
+        config,
+        lambda key: gated_mlp(config, mlp=config.expert_mlp, key=key),
+        shared=gated_mlp(config, mlp=config.shared * config.expert_mlp, key=shared),
+        balance={"per": "sequence", **balance},
+        scale=config.scale,
+        groups=config.groups,
+        kept_groups=config.kept_groups,
+        **options,
+        router=router,
+        experts=experts,
+    )
+
+
+# How DeepSeek-V3 and those after it choose experts: by sigmoids, and a bias for the choice alone.
+BIASED_SIGMOIDS: Mapping[str, Any] = {"score": "sigmoid", "balanced": True, "group_score": "top2"}
 
 
 def which_are_mixtures(config: QwenMoEConfig) -> tuple[bool, ...]:
@@ -128,11 +149,26 @@ def mixture_attributes(experts: int, top_k: int, *, normalise: bool = False) -> 
     )
 
 
+# The fields that `mixture_beside_shared` reads, as DeepSeek's configurations say them.
+SHARED_ATTRIBUTES: tuple[Entry, ...] = (
+    Attribute("expert_mlp", "moe_intermediate_size"),
+    Attribute("experts", "n_routed_experts"),
+    Attribute("top_k", "num_experts_per_tok"),
+    Count("shared", "n_shared_experts"),
+    Attribute("first_dense", "first_k_dense_replace"),
+    Attribute("scale", "routed_scaling_factor"),
+    Attribute("groups", "n_group", convert=lambda count: count or 1),
+    Attribute("kept_groups", "topk_group", convert=lambda count: count or 1),
+)
+
 # A `MoE`'s router and its gated experts.
 MIXTURE = (
     Rule(f"{LAYER}mlp.gate.weight", "feed_forward.layer.router.linear.weight"),
     *gated_weights("feed_forward.layer.experts.mlps", prefix=f"{LAYER}mlp.experts.{{expert}}."),
 )
+# The bias of its choice, and the experts that every token has.
+SELECTION_BIAS = Rule(f"{LAYER}mlp.gate.e_score_correction_bias", "feed_forward.layer.router.selection_bias")
+SHARED = gated_weights("feed_forward.layer.shared", prefix=f"{LAYER}mlp.shared_experts.")
 # Its `GatedShared` expert.
 GATED_SHARED = (
     *gated_weights("feed_forward.layer.shared.layer", prefix=f"{LAYER}mlp.shared_expert."),

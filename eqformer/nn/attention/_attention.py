@@ -26,9 +26,9 @@ class Attention(Mixer):
     """Attention of `heads` queries over `kv_heads` keys and values (Vaswani 2017; Shazeer 2019; Ainslie et al. 2023).
 
     `kv_heads == heads` is multi-head, `kv_heads == 1` multi-query, and what lies between grouped-query attention: query
-    head `h` reads key head `h // (heads / kv_heads)`. The order is project, normalise queries and keys, rotate, sharpen
-    queries by their `temperature`, attend, gate, project back. Head counts are read off the weights, so the module runs
-    on a slice of its heads.
+    head `h` reads key head `h // (heads / kv_heads)`. The order is project, normalise queries and keys, rotate (with
+    `norms_rotated` the other way round), sharpen queries by their `temperature`, attend, gate, project back. Head
+    counts are read off the weights, so the module runs on a slice of its heads.
     """
 
     query: LinearMap
@@ -45,6 +45,7 @@ class Attention(Mixer):
     core: Core
     scale: float = eqx.field(static=True)
     softcap: float | None = eqx.field(static=True)
+    norms_rotated: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Attention(Mixer):
         output_std: float | None = None,
         query_norm: Norm | None = None,
         key_norm: Norm | None = None,
+        norms_rotated: bool = False,
         rotary: Rotary | None = None,
         temperature: LogTemperature | None = None,
         gate: bool = False,
@@ -80,6 +82,7 @@ class Attention(Mixer):
             output_std: The deviation of the output's weights; None: as the others'.
             query_norm: A norm of the queries.
             key_norm: A norm of the keys.
+            norms_rotated: Whether queries and keys are normalised after their rotation (Hunyuan), not before it.
             rotary: Rotary positions of queries and keys.
             temperature: What sharpens queries of late positions.
             gate: Whether each head's output is multiplied by a sigmoid of the input.
@@ -114,7 +117,7 @@ class Attention(Mixer):
         self.mask = causal() if mask is None else mask
         self.core = AutoCore() if core is None else core
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.softcap = softcap
+        self.softcap, self.norms_rotated = softcap, norms_rotated
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: KVCache | None = None
@@ -122,12 +125,14 @@ class Attention(Mixer):
         """Attend among the tokens of `x` and, with a cache, to those stored in it; the new ones are stored too."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         query, key, value = self.query(x), self.key(x), self.value(x)
-        query = query if self.query_norm is None else self.query_norm(query)
-        key = key if self.key_norm is None else self.key_norm(key)
+        if not self.norms_rotated:
+            query, key = self._normed(query, key)
         # If frequencies depend on the length, keys are cached unrotated, and rotated when they are read.
         late = self.rotary is not None and self.rotary.depends_on_length
         if self.rotary is not None and not late:
             query, key = self.rotary(query, tokens.positions), self.rotary(key, tokens.positions)
+        if self.norms_rotated and not late:
+            query, key = self._normed(query, key)
         kv_tokens = None
         if cache is not None:
             cache, key, value, kv_tokens = cache.update(key, value, tokens)
@@ -136,6 +141,7 @@ class Attention(Mixer):
             places = tokens.positions if kv_tokens is None else kv_tokens.positions
             lengths = document_lengths(tokens, kv_tokens)
             query, key = self.rotary(query, tokens.positions, lengths), self.rotary(key, places, lengths)
+            query, key = self._normed(query, key) if self.norms_rotated else (query, key)
         if self.temperature is not None:
             factor = self.temperature(tokens.positions)[..., None, None]
             query = wide_product(query, factor)
@@ -155,6 +161,12 @@ class Attention(Mixer):
         if self.gate is not None:
             attended = attended * jax.nn.sigmoid(self.gate(x))
         return self.output(attended), cache
+
+    def _normed(
+        self, query: Float[Array, "*batch seq heads head_dim"], key: Float[Array, "*batch kv_seq kv_heads head_dim"]
+    ) -> tuple[Float[Array, "*batch seq heads head_dim"], Float[Array, "*batch kv_seq kv_heads head_dim"]]:
+        query = query if self.query_norm is None else self.query_norm(query)
+        return query, key if self.key_norm is None else self.key_norm(key)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
         """An empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it is so long only, and rolls."""

@@ -15,12 +15,13 @@ from .._dtype import float_dtype
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
-from .._sums import spread, wide_sum
+from .._sums import spread, wide_product, wide_sum
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._auto import AutoCore
 from ..cores._contract import Core
 from ._mask import causal, Mask
 from ._rotary import Rotary
+from ._temperature import LogTemperature
 
 
 class LatentAttention(Mixer):
@@ -43,6 +44,7 @@ class LatentAttention(Mixer):
     value_up: LinearMap
     output: LinearMap
     rotary: Rotary | None
+    temperature: LogTemperature | None
     mask: Mask
     core: Core
     scale: float = eqx.field(static=True)
@@ -59,6 +61,7 @@ class LatentAttention(Mixer):
         latent_norm: Norm | None = None,
         query_latent_norm: Norm | None = None,
         rotary: Rotary | None = None,
+        temperature: LogTemperature | None = None,
         bias: bool = False,
         output_std: float | None = None,
         mask: Mask | None = None,
@@ -66,7 +69,7 @@ class LatentAttention(Mixer):
         scale: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the projections; parts that are modules (norms, rotary, mask, core) are passed built.
+        """Draw the projections; parts that are modules (norms, rotary, temperature, mask, core) are passed built.
 
         Args:
             embed: Channels of the input and the output.
@@ -78,6 +81,7 @@ class LatentAttention(Mixer):
             latent_norm: A norm of the latent of keys and values.
             query_latent_norm: A norm of the queries' latent.
             rotary: Rotary positions; None: there is no decoupled key.
+            temperature: What sharpens queries of late positions.
             bias: Whether the maps have biases.
             output_std: The deviation of the output's weights; None: as the others'.
             mask: Which keys a query may see; None: `causal()`.
@@ -110,7 +114,7 @@ class LatentAttention(Mixer):
         self.output = Linear(
             "heads v_dim -> embed", heads=heads, v_dim=v_dim, embed=embed, bias=bias, std=output_std, key=keys[7]
         )
-        self.rotary = rotary
+        self.rotary, self.temperature = rotary, temperature
         self.mask = causal() if mask is None else mask
         self.core = AutoCore() if core is None else core
         self.scale = (head_dim + rope_dim) ** -0.5 if scale is None else scale
@@ -145,6 +149,8 @@ class LatentAttention(Mixer):
             query_rope = self.rotary(query_rope, tokens.positions, lengths)
             shared = spread(key_rope[..., None, :], (*key.shape[:-1], key_rope.shape[-1]))
             query, key = jnp.concatenate([query, query_rope], -1), jnp.concatenate([key, shared], -1)
+        if self.temperature is not None:
+            query = wide_product(query, self.temperature(tokens.positions)[..., None, None])
         attended = self.core(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens, scale=self.scale)
         if cache is not None:
             attended = without_room(attended, tokens, cache)

@@ -43,6 +43,19 @@ class LinearScaling(RotaryScaling):
         return base_frequencies(dim, theta) / self.factor, 1.0
 
 
+class NTKScaling(RotaryScaling):
+    """NTK-aware theta for any length (bloc97 2023), `theta * alpha^(dim / (dim - 2))` (Hunyuan)."""
+
+    depends_on_length: ClassVar[bool] = False
+    alpha: float = eqx.field(static=True)
+
+    def frequencies(
+        self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
+    ) -> tuple[Frequencies, float | Float[Array, ""]]:
+        """Those of the larger theta."""
+        return base_frequencies(dim, theta * self.alpha ** (dim / (dim - 2))), 1.0
+
+
 class DynamicScaling(RotaryScaling):
     """NTK-aware theta that grows with the sequence beyond `original_length` tokens (bloc97, emozilla 2023)."""
 

@@ -8,14 +8,16 @@ from .._module import Module
 
 
 class LogTemperature(Module):
-    """`1 + strength * log(1 + floor((position + 1) / every))`, which multiplies a query (Llama 4).
+    """`1 + strength * log(1 + floor((position + offset) / every))`, which multiplies a query.
 
     Over longer rows a softmax spreads its weight over more keys; scores that grow with the logarithm of their number
-    keep it where it was (Nakanishi 2025, arXiv:2501.19399). Below position `every - 1` nothing changes.
+    keep it where it was (Nakanishi 2025, arXiv:2501.19399). Below position `every - offset` nothing changes. Llama
+    4 counts tokens (`offset=1`), Ministral 3 positions (`offset=0`).
     """
 
     every: int = eqx.field(static=True)
     strength: float = eqx.field(static=True)
+    offset: int = eqx.field(static=True, default=1)
 
     def __check_init__(self):
         if self.every < 1:
@@ -23,5 +25,5 @@ class LogTemperature(Module):
 
     def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq"]:
         """The factor of each token's query, in float32."""
-        steps = (positions + 1) // self.every
+        steps = (positions + self.offset) // self.every
         return 1 + self.strength * jnp.log1p(steps.astype(jnp.float32))

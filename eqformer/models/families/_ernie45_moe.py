@@ -1,0 +1,137 @@
+"""ERNIE 4.5, its mixtures (Baidu 2025): experts chosen by softmax and a bias, some that every token has."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, Linear, MoE, Rotary, Transformer
+from .._attributes import Attribute, Count, Entry, Expect, Ignore
+from .._config import PublishedConfig
+from .._family import DecoderConfig, Family
+from .._layer_attributes import LAYERS
+from .._rotary_attributes import RotaryPositions
+from .._weights import Rule
+from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS
+from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from ._mixtures import MIXTURE, mixture
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ernie45MoEConfig(DecoderConfig):
+    """The config of an ERNIE 4.5 with experts; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+
+    expert_mlp: int
+    """Hidden features of an expert."""
+    moe_last: int
+    """The last layer that may have experts."""
+    moe_first: int = 1
+    """The first layer that may have experts."""
+    moe_every: int = 1
+    """Of these, every how many have some."""
+    experts: int = 64
+    """Experts of a layer."""
+    top_k: int = 6
+    """Experts of a token."""
+    shared: int = 2
+    """Experts that every token has."""
+    theta: float = 500_000.0
+    eps: float = 1e-5
+    bias: bool = False
+    """Whether the maps of attention and feed-forward layers and the head have biases; experts have none."""
+    balance: float = 0.001
+    """The weight of `LoadBalance`, over the batch."""
+    tied: bool = True
+    max_seq: int = 131_072
+
+    def __post_init__(self):
+        if self.bias and self.tied:
+            raise ValueError("Ernie45MoEConfig(bias=True, tied=True): a head that is the table has no bias; untie it.")
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Of each layer whether it has experts."""
+        allowed = range(self.moe_first, self.moe_last + 1)
+        return tuple(layer in allowed and (layer + 1) % self.moe_every == 0 for layer in range(self.layers))
+
+
+def build_ernie45_moe(config: Ernie45MoEConfig, *, key: Key[Array, ""]) -> Transformer:
+    """An ERNIE 4.5 with experts and random weights."""
+    rotary = Rotary(config.head_size, config.theta, interleaved=True, scaling=config.scaling)
+
+    def mixed(key: Key[Array, ""]) -> MoE:
+        router, experts, shared = jax.random.split(key, 3)
+        width = config.shared * config.expert_mlp
+        beside = gated_mlp(config, mlp=width, bias=config.bias, key=shared) if width else None
+        options: dict[str, Any] = {"normalise": True, "balanced": True, "router": router, "experts": experts}
+        return mixture(config, lambda key: gated_mlp(config, mlp=config.expert_mlp, key=key), shared=beside, **options)
+
+    def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        attended = attention(config, bias=config.bias, rotary=rotary, key=mixer)
+        fed = mixed(feed_forward) if is_mixture else gated_mlp(config, bias=config.bias, key=feed_forward)
+        return pre_norm_block(config, attended, fed)
+
+    whole, head = jax.random.split(key)
+    model = decoder(config, block, config.kinds, key=whole)
+    if not config.bias:
+        return model
+    biased = Linear("embed -> vocab", embed=config.embed, vocab=config.vocab, bias=True, key=head)
+    return dataclasses.replace(model, head=biased)
+
+
+class _LastMixture(Entry):
+    """The last layer that may have experts; where it is -1 or missing, the last of all."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`moe_last`."""
+        last = published.take("moe_layer_end_index", -1)
+        return {"moe_last": published.count(LAYERS) - 1 if last == -1 else last}
+
+    def write(self, config: Ernie45MoEConfig) -> dict[str, Any]:
+        """Its attribute."""
+        return {"moe_layer_end_index": config.moe_last}
+
+
+_BYTE: dict[str, Any] = {"expert_mlp": 32, "moe_last": 3, "experts": 12, "top_k": 4, "theta": 1e4}
+_PRESETS = {
+    "ernie4.5-moe-byte-500k": Ernie45MoEConfig(256, 64, 4, 4, 2, 128, **_BYTE, bias=True, tied=False),
+    "ernie4.5-21b-a3b": Ernie45MoEConfig(103_424, 2560, 28, 20, 4, 12_288, expert_mlp=1536, moe_last=27),
+    "ernie4.5-300b-a47b": Ernie45MoEConfig(
+        *(103_424, 8192, 54, 64, 8, 28_672),
+        **{"expert_mlp": 3584, "moe_first": 3, "moe_last": 53, "top_k": 8, "shared": 0, "tied": False},
+    ),
+}
+
+_BIAS = "feed_forward.layer.router.selection_bias"
+ERNIE45_MOE = Family(
+    "ernie4_5_moe",
+    Ernie45MoEConfig,
+    build_ernie45_moe,
+    _PRESETS,
+    "Ernie4_5_MoeForCausalLM",
+    "ernie4_5_moe",
+    (
+        *decoder_attributes(RotaryPositions(500_000.0), kv_heads=4, tied=True),
+        Attribute("bias", "use_bias", False),
+        Attribute("expert_mlp", "moe_intermediate_size", 1536),
+        Attribute("experts", ("moe_num_experts", "num_experts"), 64),
+        Attribute("top_k", ("moe_k", "num_experts_per_tok"), 6),
+        Attribute("shared", "moe_num_shared_experts", 2),
+        Attribute("moe_first", "moe_layer_start_index", 1),
+        Count("moe_every", "moe_layer_interval", 1),
+        _LastMixture(),
+        Attribute("balance", "router_aux_loss_coef", 0.001),
+        Expect("hidden_act", "silu"),
+        Expect("moe_norm_min", 1e-12),
+        Expect("moe_gate", "topk", written=False),
+        Ignore("moe_capacity", "moe_use_aux_free", "num_nextn_predict_layers"),  # of training
+    ),
+    (
+        *(*EDGES, Rule("lm_head.bias", "head.bias"), *ATTENTION, *PRE_NORMS, *gated_weights(bias=True), *MIXTURE),
+        *gated_weights("feed_forward.layer.shared", prefix=f"{LAYER}mlp.shared_experts.", bias=True),
+        Rule(f"{LAYER}mlp.moe_statics.e_score_correction_bias", _BIAS, "1 experts -> experts"),
+    ),
+    ignored_prefixes=("model.mtp_",),
+)

@@ -1,0 +1,81 @@
+"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms of what sublayers give, rotation in local layers alone."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, Llama3Scaling, Transformer
+from .._attributes import Expect
+from .._config import PublishedConfig
+from .._family import DecoderConfig, Family
+from .._layer_attributes import all_but_every, NullableWindows, Period
+from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, POST_NORMS
+from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block
+from ._pattern import windows_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exaone4Config(DecoderConfig):
+    """The config of an EXAONE 4."""
+
+    window: int | None = 4096
+    """The tokens that the layers of `window_layers` see; None: there are no windows, and all layers are rotated."""
+    window_layers: tuple[int, ...] = ()
+    """The numbers of the layers that see a `window`; where there is one, the others have no rotary positions."""
+    theta: float = 1_000_000.0
+    eps: float = 1e-5
+    max_seq: int = 131_072
+
+
+def build_exaone4(config: Exaone4Config, *, key: Key[Array, ""]) -> Transformer:
+    """An EXAONE 4 with random weights."""
+
+    def block(window: int | None, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        options: dict[str, Any] = {"output_std": None, **head_norms(config)}
+        options |= {"rotary": None} if window is None and config.window is not None else {}
+        attended = attention(config, window=window, **options, key=mixer)
+        return post_norm_block(config, attended, gated_mlp(config, output_std=None, key=feed_forward))
+
+    return decoder(config, block, windows_of(config), key=key)
+
+
+def _local(published: PublishedConfig, layers: int) -> tuple[int, ...]:
+    """All but the last of each period, which is a number or spelled out as `LLLG`; none where there is no period."""
+    name = "sliding_window_pattern"
+    if not (said := published.nullable(name, 4)):
+        return ()
+    if not isinstance(said, str):
+        return Period(4, (name,), but=True)(published, layers)
+    if {*said} - {*"LG"}:
+        published.refuse(f"{name}={said!r}: a layer is local, L, or global, G.")
+    return tuple(number for number in range(layers) if said[number % len(said)] == "L")
+
+
+_LONG = Llama3Scaling(16.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192)
+_PRESETS = {
+    "exaone4-byte-500k": Exaone4Config(
+        256, 96, 4, 6, 2, 256, window=64, window_layers=all_but_every(4, 4), theta=1e4, tied=True
+    ),
+    "exaone4-1.2b": Exaone4Config(
+        102_400, 2048, 30, 32, 8, 4096, window=None, scaling=_LONG, tied=True, max_seq=65_536
+    ),
+    "exaone4-32b": Exaone4Config(102_400, 5120, 64, 40, 8, 27_392, window_layers=all_but_every(4, 64), scaling=_LONG),
+}
+
+EXAONE4 = Family(
+    "exaone4",
+    Exaone4Config,
+    build_exaone4,
+    _PRESETS,
+    "Exaone4ForCausalLM",
+    "exaone4",
+    (
+        *decoder_attributes(kv_heads=32),
+        NullableWindows(4096, _local),
+        Expect("hidden_act", "silu"),
+    ),
+    (*EDGES, *ATTENTION, *head_norm_weights(), *GATED, *POST_NORMS),
+)

@@ -1,0 +1,105 @@
+"""GLM-4.5 to 4.7 (GLM-4.5 team 2025, arXiv:2508.06471): half of each head rotated, DeepSeek-V3's mixtures."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, Rotary, Transformer
+from .._attributes import Attribute, Expect, Ignore
+from .._family import DecoderConfig, Family
+from .._rotary_attributes import RotaryFraction
+from ._common import decoder_attributes, LLAMA_WEIGHTS
+from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
+from ._mixtures import BIASED_SIGMOIDS, MIXTURE, mixture_beside_shared, SELECTION_BIAS, SHARED, SHARED_ATTRIBUTES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GLM4MoEConfig(DecoderConfig):
+    """The config of a GLM-4.5; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+
+    expert_mlp: int
+    """Hidden features of an expert."""
+    experts: int = 128
+    """Experts of a layer."""
+    top_k: int = 8
+    """Experts of a token."""
+    shared: int = 1
+    """Experts that every token has."""
+    first_dense: int = 1
+    """Layers at the beginning without experts."""
+    groups: int = 1
+    """Groups of experts."""
+    kept_groups: int = 1
+    """The groups from which a token's experts are chosen."""
+    scale: float = 1.0
+    """What the experts' weights are multiplied by."""
+    normalise: bool = True
+    """Whether a token's weights add up to 1 before."""
+    rotary_fraction: float = 0.5
+    """The part of a head's channels that has rotary positions."""
+    theta: float = 1_000_000.0
+    eps: float = 1e-5
+    qk_norm: bool = False
+    """Whether each head's queries and keys have norms."""
+    bias: bool = False
+    """Whether queries, keys and values have biases."""
+    balance: float = 0.0001
+    """The weight of `LoadBalance`, row by row."""
+    max_seq: int = 131_072
+
+
+def build_glm4_moe(config: GLM4MoEConfig, *, key: Key[Array, ""]) -> Transformer:
+    """A GLM-4.5 with random weights."""
+    rotary = Rotary(int(config.head_size * config.rotary_fraction), config.theta, scaling=config.scaling)
+    router = {"normalise": config.normalise, **BIASED_SIGMOIDS}
+
+    def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        options: dict[str, Any] = {"bias": config.bias, "output_bias": False, "rotary": rotary}
+        options |= head_norms(config) if config.qk_norm else {}
+        attended = attention(config, **options, key=mixer)
+        if not is_mixture:
+            return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+        mixed = mixture_beside_shared(config, feed_forward, balance={"normalise": True}, **router)
+        return pre_norm_block(config, attended, mixed)
+
+    return decoder(config, block, [layer >= config.first_dense for layer in range(config.layers)], key=key)
+
+
+_PRESETS = {
+    "glm4-moe-byte-500k": GLM4MoEConfig(
+        256, 64, 4, 4, 2, 128, expert_mlp=32, experts=12, top_k=4, bias=True, qk_norm=True, theta=1e4, tied=True
+    ),
+    "glm-4.5-air": GLM4MoEConfig(151_552, 4096, 46, 96, 8, 10_944, expert_mlp=1408, head_dim=128, bias=True),
+    "glm-4.5": GLM4MoEConfig(
+        *(151_552, 5120, 92, 96, 8, 12_288),
+        **{"expert_mlp": 1536, "experts": 160, "first_dense": 3, "scale": 2.5},
+        head_dim=128,
+        qk_norm=True,
+        bias=True,
+    ),
+}
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    GLM4MoEConfig,
+    build_glm4_moe,
+    _PRESETS,
+    "Glm4MoeForCausalLM",
+    "glm4_moe",
+    (
+        *decoder_attributes(kv_heads=8),
+        *SHARED_ATTRIBUTES,
+        RotaryFraction(0.5),
+        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("qk_norm", "use_qk_norm", False),
+        Attribute("bias", "attention_bias", False),
+        Attribute("balance", "router_aux_loss_coef", 0.0001),
+        Expect("hidden_act", "silu"),
+        Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # layers behind the model, which transformers skips too
+    ),
+    (*LLAMA_WEIGHTS, *MIXTURE, *SHARED, SELECTION_BIAS),
+    ignored_prefixes=("model.layers.46.", "model.layers.92."),
+)

@@ -1,0 +1,98 @@
+"""Hunyuan, its dense models (Tencent 2025): a Llama whose queries and keys are normed after their rotation."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, NTKScaling, Transformer
+from .._attributes import Attribute, Expect, Ignore
+from .._config import PublishedConfig
+from .._family import DecoderConfig, Family
+from .._rotary_attributes import RotaryPositions
+from .._weights import Rule
+from ._common import ATTENTION, decoder_attributes, EDGES, GATED, LAYER, PRE_NORMS, StatedHeadSize
+from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HunyuanConfig(DecoderConfig):
+    """The config of a dense Hunyuan."""
+
+    eps: float = 1e-5
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+
+
+def build_hunyuan(config: HunyuanConfig, *, key: Key[Array, ""]) -> Transformer:
+    """A dense Hunyuan with random weights."""
+
+    def block(_: None, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        attended = attention(config, bias=config.bias, norms_rotated=True, **head_norms(config), key=mixer)
+        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+
+    return decoder(config, block, key=key)
+
+
+class AlphaRotaryPositions(RotaryPositions):
+    """Rotary positions whose `dynamic` scaling with an `alpha` is a larger base, whatever the length."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`theta` and `scaling`."""
+        given = published.nested("rope_parameters") or published.nested("rope_scaling")
+        if given.get("rope_type", given.get("type")) != "dynamic" or not given.get("alpha"):
+            return super().read(published)
+        if unknown := {name: value for name, value in given.items() if name not in _BESIDE_ALPHA}:
+            published.refuse(f"rope_type='dynamic' with an alpha has attributes that are not known: {unknown}.")
+        theta = given.get("rope_theta") or published.take("rope_theta", None) or self.theta
+        return {"theta": float(theta), "scaling": NTKScaling(float(given["alpha"]))}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The older attributes."""
+        if not isinstance(config.scaling, NTKScaling):
+            return super().write(config)
+        said = {"rope_type": "dynamic", "type": "dynamic", "alpha": config.scaling.alpha, "factor": 1.0}
+        return {"rope_theta": config.theta, "rope_scaling": said}
+
+
+# Of these, those that are no scaling's are published and without effect.
+_BESIDE_ALPHA = {"rope_type", "type", "rope_theta", "alpha", "factor", "beta_fast", "beta_slow", "mscale"}
+_BESIDE_ALPHA |= {"mscale_all_dim"}
+
+HUNYUAN_ATTRIBUTES = (
+    *(*decoder_attributes(AlphaRotaryPositions()), StatedHeadSize()),  # transformers does not find it out by itself
+    Attribute("bias", "attention_bias", False),
+    Expect("hidden_act", "silu"),
+    Expect("mlp_bias", False, written=False),
+    Expect("norm_type", "rms", written=False),
+    Expect("use_qk_norm", True, written=False),
+    Expect("use_cla", False, written=False),
+    Expect("use_rotary_pos_emb", True, written=False),
+    Ignore("attention_head_dim", "org_vocab_size"),  # said elsewhere too
+    Ignore("cla_share_factor", "add_classification_head", "class_num", "dense_list", "pool_type"),  # not in use
+    *(Ignore(f"{name}_id") for name in ("eod_token", "pad", "mask_init", "im_start", "im_end", "im_newline")),
+    *(Ignore(f"{name}_id") for name in ("text_start", "text_end", "video_start", "video_end")),
+)
+HUNYUAN_WEIGHTS = (
+    *(*EDGES, *ATTENTION, *PRE_NORMS),
+    Rule(f"{LAYER}self_attn.query_layernorm.weight", "mixer.layer.query_norm.weight"),
+    Rule(f"{LAYER}self_attn.key_layernorm.weight", "mixer.layer.key_norm.weight"),
+)
+
+_PRESETS = {
+    "hunyuan-byte-500k": HunyuanConfig(256, 96, 4, 6, 2, 256, head_dim=16, bias=True, tied=True),
+    "hunyuan-7b": HunyuanConfig(128_167, 4096, 32, 32, 8, 14_336, head_dim=128, scaling=NTKScaling(1000.0), tied=True),
+}
+
+HUNYUAN = Family(
+    "hunyuan_v1_dense",
+    HunyuanConfig,
+    build_hunyuan,
+    _PRESETS,
+    "HunYuanDenseV1ForCausalLM",
+    "hunyuan_v1_dense",
+    (*HUNYUAN_ATTRIBUTES, Expect("num_experts", 1, written=False)),
+    (*HUNYUAN_WEIGHTS, *GATED),
+)

@@ -1,0 +1,105 @@
+"""Hunyuan, its mixtures (Tencent 2025, Hunyuan-A13B): experts beside one that every token has, in every layer."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, NTKScaling, Transformer
+from .._attributes import Attribute, Entry
+from .._config import PublishedConfig
+from .._family import DecoderConfig, Family
+from .._layer_attributes import LAYERS
+from .._weights import Rule
+from ._common import gated_weights, LAYER
+from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
+from ._hunyuan import HUNYUAN_ATTRIBUTES, HUNYUAN_WEIGHTS
+from ._mixtures import mixture
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HunyuanMoEConfig(DecoderConfig):
+    """The config of a Hunyuan with experts; `mlp` is an expert's width, and that of the one that every token has."""
+
+    top_ks: tuple[int, ...]
+    """Of each layer the experts of a token."""
+    experts: int = 64
+    """Experts of a layer."""
+    eps: float = 1e-5
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    balance: float = 0.001
+    """The weight of `LoadBalance`, over the batch."""
+
+    def __post_init__(self):
+        if len(self.top_ks) != self.layers:
+            raise ValueError(f"HunyuanMoEConfig(layers={self.layers}, top_ks={self.top_ks}): give one for each layer.")
+
+    @property
+    def top_k(self) -> int:
+        """The most experts that a token has in a layer."""
+        return max(self.top_ks)
+
+
+def build_hunyuan_moe(config: HunyuanMoEConfig, *, key: Key[Array, ""]) -> Transformer:
+    """A Hunyuan with experts and random weights."""
+    expert = lambda key: gated_mlp(config, key=key)
+
+    def block(top_k: int, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        router, experts, shared = jax.random.split(feed_forward, 3)
+        attended = attention(config, bias=config.bias, norms_rotated=True, **head_norms(config), key=mixer)
+        options: dict[str, Any] = {"top_k": top_k, "normalise": True, "router": router, "experts": experts}
+        return pre_norm_block(config, attended, mixture(config, expert, shared=expert(shared), **options))
+
+    return decoder(config, block, config.top_ks, key=key)
+
+
+class _ForEachLayer(Entry):
+    """What is said once or layer by layer: how many experts a token has, and which the family has alike in all."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`top_ks`; refuse other shared experts than one as wide as the experts."""
+        layers, width = published.count(LAYERS), published.count("intermediate_size")
+        for name, only in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
+            said = published.take(name, only)
+            if {*(said if isinstance(said, list) else [said])} != {only}:
+                published.refuse(f"{name}={said} is not supported for this family, which has {only} in every layer.")
+        said = published.take("moe_topk", 1)
+        return {"top_ks": tuple(said) if isinstance(said, list) else (said,) * layers}
+
+    def write(self, config: HunyuanMoEConfig) -> dict[str, Any]:
+        """How many experts a token has."""
+        return {"moe_topk": list(config.top_ks) if len({*config.top_ks}) > 1 else config.top_k}
+
+
+_PRESETS = {
+    "hunyuan-moe-byte-500k": HunyuanMoEConfig(
+        256, 64, 4, 4, 2, 32, top_ks=(4,) * 4, experts=12, head_dim=16, tied=True
+    ),
+    "hunyuan-a13b": HunyuanMoEConfig(
+        128_167, 4096, 32, 32, 8, 3072, top_ks=(8,) * 32, head_dim=128, scaling=NTKScaling(1000.0), tied=True
+    ),
+}
+
+HUNYUAN_MOE = Family(
+    "hunyuan_v1_moe",
+    HunyuanMoEConfig,
+    build_hunyuan_moe,
+    _PRESETS,
+    "HunYuanMoEV1ForCausalLM",
+    "hunyuan_v1_moe",
+    (
+        *HUNYUAN_ATTRIBUTES,
+        _ForEachLayer(),
+        Attribute("experts", ("num_experts", "num_local_experts"), 1),
+        Attribute("balance", "router_aux_loss_coef", 0.001),
+    ),
+    (
+        *HUNYUAN_WEIGHTS,
+        Rule(f"{LAYER}mlp.gate.wg.weight", "feed_forward.layer.router.linear.weight"),
+        *gated_weights("feed_forward.layer.experts.mlps", prefix=f"{LAYER}mlp.experts.{{expert}}."),
+        *gated_weights("feed_forward.layer.shared", prefix=f"{LAYER}mlp.shared_mlp."),
+    ),
+)

@@ -1,0 +1,102 @@
+"""MiniMax-M2 (MiniMax 2025): queries and keys normed over all heads, half of each rotated; sigmoids choose experts."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, Rotary, Transformer
+from .._attributes import Attribute, Expect, Ignore
+from .._config import PublishedConfig
+from .._family import DecoderConfig, Family
+from .._rotary_attributes import RotaryFraction, RotaryPositions
+from .._weights import Rule
+from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, head_norm_weights, LAYER, OF_HEADS, PRE_NORMS
+from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
+from ._mixtures import mixture
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MiniMaxM2Config(DecoderConfig):
+    """The config of a MiniMax-M2; `mlp` is one expert's."""
+
+    experts: int = 256
+    """Experts of a layer."""
+    top_k: int = 8
+    """Experts of a token."""
+    head_dim: int = 128
+    rotary_fraction: float = 0.5
+    """The part of a head's channels that has rotary positions."""
+    theta: float = 5_000_000.0
+    jitter: float = 0.0
+    """While training, by how much the router's input is varied."""
+    balance: float = 0.001
+    """The weight of `LoadBalance`, over the batch."""
+    max_seq: int = 196_608
+
+
+def build_minimax_m2(config: MiniMaxM2Config, *, key: Key[Array, ""]) -> Transformer:
+    """A MiniMax-M2 with random weights."""
+    rotary = Rotary(int(config.head_size * config.rotary_fraction), config.theta, scaling=config.scaling)
+    router = {"score": "sigmoid", "normalise": True, "balanced": True, "jitter": config.jitter}
+
+    def block(_: None, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        chosen, experts = jax.random.split(feed_forward)
+        attended = attention(config, rotary=rotary, **head_norms(config, all_heads=True), key=mixer)
+        options: dict[str, Any] = {"balance": {"normalise": True}, **router, "router": chosen, "experts": experts}
+        return pre_norm_block(config, attended, mixture(config, lambda key: gated_mlp(config, key=key), **options))
+
+    return decoder(config, block, key=key)
+
+
+class _Rotated(RotaryFraction):
+    """The part of a head that is rotated, which published configurations say as a number of channels."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`rotary_fraction`; that which is said as a fraction comes first."""
+        channels, head_dim = published.take("rotary_dim", None), published.take("head_dim", 128)
+        return RotaryFraction(self.default if channels is None else channels / head_dim).read(published)
+
+
+_PRESETS = {
+    "minimax-m2-byte-500k": MiniMaxM2Config(
+        256, 64, 4, 4, 2, 32, experts=12, top_k=4, head_dim=16, theta=1e4, tied=True
+    ),
+    "minimax-m2": MiniMaxM2Config(200_064, 3072, 62, 48, 8, 1536),
+}
+
+_MIXTURE, _EXPERTS = f"{LAYER}block_sparse_moe.", "feed_forward.layer.experts.mlps"
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    MiniMaxM2Config,
+    build_minimax_m2,
+    _PRESETS,
+    "MiniMaxM2ForCausalLM",
+    "minimax_m2",
+    (
+        *decoder_attributes(RotaryPositions(5_000_000.0), head_dim=128, kv_heads=8),
+        _Rotated(1.0),
+        Attribute("experts", ("num_local_experts", "num_experts"), 256),
+        Attribute("top_k", "num_experts_per_tok", 8),
+        Attribute("balance", "router_aux_loss_coef", 0.001),
+        Attribute("jitter", "router_jitter_noise", 0.0),
+        Expect("hidden_act", "silu"),
+        Expect("scoring_func", "sigmoid", written=False),
+        Expect("qk_norm_type", "per_layer", written=False),
+        Expect("use_qk_norm", True, written=False),
+        Expect("use_routing_bias", True, written=False),
+        Expect("shared_intermediate_size", 0, written=False),
+        # Of an earlier model with linear attention, and of predictors that are not published.
+        Ignore("attn_type_list", "mlp_intermediate_size", "shared_moe_mode", "layernorm_mlp_beta"),
+        Ignore("layernorm_full_attention_beta", "layernorm_linear_attention_beta"),
+        Ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+    ),
+    (
+        *(*EDGES, *ATTENTION, *head_norm_weights(OF_HEADS), *PRE_NORMS),
+        Rule(f"{_MIXTURE}gate.weight", "feed_forward.layer.router.linear.weight"),
+        Rule(f"{_MIXTURE}e_score_correction_bias", "feed_forward.layer.router.selection_bias"),
+        *gated_weights(_EXPERTS, prefix=f"{_MIXTURE}experts.{{expert}}.", names=("w1", "w3", "w2")),
+    ),
+)
