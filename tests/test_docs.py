@@ -1,10 +1,7 @@
 """Every block of Python in the README and the docs runs as it stands, and links inside the project lead somewhere.
 
-A block that begins with `# name.py` is a file, which the other blocks of its page may import. Most blocks that train by
-`docs/extending.md`'s `trained.py` do so in the grid alone, as what they train is compared leaf by leaf in
-`tests/parallel`; by default `trained` checks their models and plans, and trains nothing. For the grid alone are also
-the page's program with an optimizer, which is compared there too, and the first blocks of two pages, which
-`tests/systems` runs.
+A block that begins with `# name.py` is a file, which the other blocks of its page may import. One below the line
+`<!-- grid -->`, which no reader sees, runs in the grid alone: it takes seconds, and what it does is tested elsewhere.
 """
 
 import pathlib
@@ -21,37 +18,16 @@ FILE = re.compile(r"# (\w+\.py)\n")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
-IN_SYSTEMS = ("systems-classifier.md", "systems-regression.md")
-UNTRAINED = """
-
-def trained(build, plan=None, steps=3, rate=1e-2):
-    plan = parallel.Plan(parallel.make_mesh(devices=jax.devices()[:1])) if plan is None else plan
-    shapes = eqx.filter_eval_shape(build)
-    plan.check(shapes, rows=8, seq=16)
-    optimizer = training.optimizer("adamw", shapes, rate=rate)
-    training.state_shardings(plan, optimizer, eqx.filter_eval_shape(training.init_state, shapes, optimizer))
-    return shapes, [0.0] * steps
-"""
-
-
 def blocks() -> list:
-    """Each block of Python with the files of its page, and the name of the page and its line."""
-    found, trains = [], []
+    """Each block of Python with the files of its page, named by the page and its line."""
+    found = []
     for page in PAGES:
         text = page.read_text()
-        codes = [match.group(1) for match in BLOCK.finditer(text)]
-        files = {name.group(1): code for code in codes if (name := FILE.match(code))}
+        files = {name.group(1): code for code in BLOCK.findall(text) if (name := FILE.match(code))}
         for match in BLOCK.finditer(text):
-            code, name = match.group(1), f"{page.name}:{text[: match.start()].count(chr(10)) + 2}"
-            if "import trained" in code:
-                trains.append(name)
-            is_repeated = name in trains[1:]
-            is_elsewhere = page.name in IN_SYSTEMS and code == codes[0]
-            is_grid = is_repeated or is_elsewhere or "import cautious_lion" in code
-            if is_repeated:
-                untrained = files | {"trained.py": files["trained.py"] + UNTRAINED}
-                found.append(pytest.param(code, untrained, id=f"{name} untrained"))
-            found.append(pytest.param(code, files, id=name, marks=[pytest.mark.grid] if is_grid else []))
+            name = f"{page.name}:{text[: match.start()].count(chr(10)) + 2}"
+            marks = [pytest.mark.grid] if text[: match.start()].endswith("<!-- grid -->\n") else []
+            found.append(pytest.param(match.group(1), files, id=name, marks=marks))
     return found
 
 

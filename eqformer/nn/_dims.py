@@ -1,6 +1,7 @@
 """The name of every dim of every parameter, read from the annotations that check their shapes."""
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Iterator
@@ -112,12 +113,10 @@ def _is_figure(cell: str) -> bool:
 def _dims_at(model: PyTree, path: tuple, leaf: object) -> object:
     if not has_shape(leaf):
         return leaf
-    prefix, own = [], None
-    for node, field in _along(model, path):
-        if field is not None and "ensemble" in field.metadata:
-            prefix.append(field.metadata["ensemble"])
-        own = None if field is None else _own_dims(node, field)
-    names = _expand(own, leaf.ndim - len(prefix))
+    way = list(_along(model, path))
+    prefix = [field.metadata["ensemble"] for _, field in way if field is not None and "ensemble" in field.metadata]
+    node, field = way[-1] if way else (None, None)
+    names = _expand(None if field is None else _own_dims(node, field), leaf.ndim - len(prefix))
     if len(prefix) + len(names) != leaf.ndim:
         raise ValueError(
             f"dims: {path_name(path)} has shape {leaf.shape}, but its annotation names the dims "
@@ -131,7 +130,7 @@ def _along(model: PyTree, path: tuple) -> Iterator[tuple[Any, dataclasses.Field 
     node = model
     for entry in path:
         if isinstance(entry, jax.tree_util.GetAttrKey):
-            yield node, _fields(node).get(entry.name)
+            yield node, _fields(type(node)).get(entry.name)
             node = getattr(node, entry.name)
             continue
         yield node, None
@@ -143,9 +142,10 @@ def _along(model: PyTree, path: tuple) -> Iterator[tuple[Any, dataclasses.Field 
             return
 
 
-def _fields(node: object) -> dict[str, dataclasses.Field]:
+@functools.cache
+def _fields(kind: type) -> dict[str, dataclasses.Field]:
     # Named tuples, of which optimizer states are made, have attributes and no fields.
-    return {field.name: field for field in dataclasses.fields(node)} if dataclasses.is_dataclass(node) else {}
+    return {field.name: field for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
 
 
 def _own_dims(node: object, field: dataclasses.Field) -> list[str] | None:

@@ -150,6 +150,7 @@ def test_the_loop_stops_when_every_row_has_ended(plain):
     assert len(calls) == 1
 
 
+@pytest.mark.grid
 def test_prompts_read_in_chunks_give_the_same_text(model, drawn):
     transforms = generation.sampling(**SETTINGS)
     given: dict[str, Any] = dict(max_new_tokens=NEW, transforms=transforms, log_probabilities=True, key=KEY)
@@ -209,6 +210,7 @@ def test_weights_are_arguments_and_logits_are_of_last_tokens_alone(model):
     assert signature.count("%arg") >= arrays
 
 
+@pytest.mark.grid
 def test_bfloat16_writes_finite_text():
     model = make_model("sinks, sliding window", sharpness=2.0)
     low = nn.Precision("bfloat16", "bfloat16").apply(model)

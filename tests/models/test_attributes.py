@@ -157,6 +157,7 @@ def test_the_first_name_of_longrope():
         numbers_of(older)
 
 
+@pytest.mark.grid
 def test_arrays_of_further_predictors_are_left_where_they_are(tmp_path):
     """DeepSeek-V3's layer 61 predicts one more token; another layer than that is no such thing."""
     arrays = write(tmp_path, "deepseek_v3 plain")

@@ -78,7 +78,8 @@ def test_beside_the_parts_little_is_held(sizes, tmp_path):
     assert own < peak < own + 3 * largest
 
 
-@pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.grid), {"fsdp": 2, "expert": 2}])
+@pytest.mark.grid
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "expert": 2}])
 def test_the_biases_of_choice_of_deepseek_v3_are_never_rounded(sizes, tmp_path):
     """Biases of 5 +- 0.02, which bfloat16 resolves to 0.03: rounded, they would choose other experts."""
     widths: dict[str, Any] = {

@@ -90,6 +90,7 @@ def test_cached_calls_equal_the_uncached_pass(kind):
     assert agree(KINDS[kind]())
 
 
+@pytest.mark.grid
 def test_a_cache_that_forgets_or_rolls_too_soon_is_noticed():
     module = KINDS["window"]()
     assert not agree(module, spoil=lambda cache: replaced(cache, positions=jnp.full_like(cache.positions, -1)))

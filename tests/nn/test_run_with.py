@@ -64,6 +64,7 @@ def test_stacks_in_stacks_and_in_modules_of_ones_own():
     assert close(outer(x)[0], around.parts["one"](x)[0], 1e-6)
 
 
+@pytest.mark.grid
 def test_the_softcap_of_a_family_outlives_an_exchange():
     """Against the model with its own core; the control leaves the softcap out, with scores that it bounds."""
     model = models.build("gemma2-byte-500k", key=KEY)

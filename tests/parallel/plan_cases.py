@@ -46,8 +46,8 @@ EVERY_RUN = [
     Case("llama", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "looping", "microbatches": 2, "chunks": 2}),
     Case("llama", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 4, "chunks": 2}),
     Case(
-        "dense, then mixtures",
-        {"expert": 2, "pipe": 2, "tensor": 2},
+        "mixture",
+        {"expert": 2, "pipe": 2},
         {"expert_method": "exchange", "expert_factor": 8.0, "schedule": "1f1b", "microbatches": 2},
     ),
     Case("gpt2", {"fsdp": 2, "pipe": 2}, {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2}),
@@ -194,11 +194,8 @@ def _others() -> Iterator[Case]:
     """What the three families do not have, and all at once."""
     yield Case("gpt2", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"})
     yield Case("llama", {"replica": 2, "fsdp": 2}, {"zero": 3, "smallest": 1, "microbatches": 2})
-    yield Case(
-        "gpt2",
-        {"replica": 2, "expert": 2, "tensor": 2},
-        {"zero": 0, "residual": "replicated", "microbatches": 2},
-    )
+    sizes = {"replica": 2, "expert": 2, "tensor": 2}
+    yield Case("gpt2", sizes, {"zero": 0, "residual": "replicated", "microbatches": 2})
     yield Case("shared mixture", {"expert": 2, "tensor": 2}, {"expert_method": "exchange", "expert_factor": 8.0})
     yield Case("five layers", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 4, "chunks": 2})
     yield Case("dense, then mixtures", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2})
@@ -224,11 +221,12 @@ def _others() -> Iterator[Case]:
         {"fsdp": 2, "expert": 2, "tensor": 2},
         {"zero": 3, "residual": "sequence"} | {"expert_method": "gather"},
     )
-    yield Case(
-        "shared mixture",
-        {"expert": 2, "pipe": 2, "tensor": 2},
-        {"expert_method": "exchange", "expert_factor": 8.0, "schedule": "1f1b", "microbatches": 2},
-    )
+    for model in ("shared mixture", "dense, then mixtures"):
+        yield Case(
+            model,
+            {"expert": 2, "pipe": 2, "tensor": 2},
+            {"expert_method": "exchange", "expert_factor": 8.0, "schedule": "1f1b", "microbatches": 2},
+        )
     layouts: list[tuple[dict[str, int], dict[str, Any]]] = [
         ({"fsdp": 4, "tensor": 2}, {"zero": 3, "residual": "replicated"}),
         ({"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "sequence", "overlap": "ring"}),

@@ -97,6 +97,7 @@ def test_values_and_gradients_equal_one_device(devices, tokens):
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(result))
 
 
+@pytest.mark.grid
 def test_inside_a_scan_under_a_checkpoint_and_a_branch_that_other_devices_do_not_take():
     """Two layers of gather, activation, scatter; the second half of the mesh returns its input doubled."""
     mesh = mesh_of(4, "pipe")
@@ -182,6 +183,7 @@ def operations(text):
     return found
 
 
+@pytest.mark.grid
 def test_the_program_does_not_grow_with_the_axis_and_gathers_nothing_whole():
     for overlap, ways in (("ring", 1), ("bidirectional", 2)):
         four, eight = (operations(compiled_text(devices, overlap)) for devices in (4, 8))

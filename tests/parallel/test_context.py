@@ -91,6 +91,7 @@ def test_other_sizes_and_dtypes(method, context, dtype, tolerance):
         assert distance(split(case, method, dtype, context), whole("window")) < tolerance
 
 
+@pytest.mark.grid
 def test_a_ring_that_does_not_turn_is_found_out_and_rows_may_be_in_any_order(monkeypatch):
     case, want = CASES["documents"], whole("documents")
     assert distance(split(case, "heads", "float32", order=zigzag(SEQ, 4)), want) < 1e-5
@@ -158,6 +159,7 @@ def test_whole_modules_and_their_weights(kind, method):
             assert distance(partial_gradients[0], want[0].output.weight) > 0.1
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("method", ["ring", *(pytest.param(method, marks=grid) for method in METHODS[1:])])
 def test_in_a_branch_that_not_all_devices_take(method):
     """As in a pipeline: in a scan, recomputed, and at other times, and more often, in one stage than in the next."""

@@ -69,6 +69,7 @@ def test_what_travels_is_what_the_formula_says(method):
     assert {name: number for name, number in traffic.items() if number} == pytest.approx(want)
 
 
+@pytest.mark.grid
 def test_in_a_ring_memory_does_not_grow_with_the_devices():
     """64 tokens a device: on four devices or on eight, while who gathers holds all keys and values."""
 

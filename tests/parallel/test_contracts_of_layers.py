@@ -34,6 +34,7 @@ def test_a_router_of_ones_own_chooses_as_on_one_device(case):
     assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
 
 
+@pytest.mark.grid
 def test_a_router_that_needs_rows_must_say_so(monkeypatch):
     """Each device would take the mean of its own tokens."""
     alone = nn.RouterFacts(8, 2, "token")
@@ -46,6 +47,7 @@ def test_a_router_that_needs_rows_must_say_so(monkeypatch):
     Case("cosine", {"context": 2}).plan.check(model_of("cosine"), rows=8, seq=16)
 
 
+@pytest.mark.grid
 def test_a_router_in_slices_is_put_together_and_counts_once(monkeypatch):
     monkeypatch.setattr(_mixture, "counted_once", lambda stream, y: stream.summed("maps to the stream", y))
     assert is_seen(Case("cosine rows", {"expert": 2, "tensor": 2}, EXCHANGE))
@@ -72,9 +74,9 @@ def test_bytes_that_experts_of_a_foreign_router_send(case):
 
 LAYERS = [
     Case("own layers", {"fsdp": 2, "tensor": 2}, ZERO | {"residual": "feature"}),
-    Case("own layers", {"pipe": 2, "tensor": 2}, STAGES),
 ]
 MORE_LAYERS = [
+    Case("own layers", {"pipe": 2, "tensor": 2}, STAGES),
     Case("own layers", {"tensor": 4}, {"residual": "feature"}),
     Case("own layers", {"fsdp": 2, "tensor": 2}, ZERO),
     Case("own layers lora", {"fsdp": 2, "tensor": 2}, {"zero": 2, "residual": "sequence"}),
@@ -88,7 +90,8 @@ def test_feed_forward_layers_of_ones_own_are_split_or_whole(case):
     assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
 
 
-@pytest.mark.parametrize("case", named(LAYERS[:1], MORE_LAYERS[:2]))
+@pytest.mark.grid
+@pytest.mark.parametrize("case", named(LAYERS, MORE_LAYERS[1:3]))
 def test_a_whole_layer_counts_once(monkeypatch, case):
     monkeypatch.setattr(_whole, "counted_once", lambda stream, y: counted_once(stream, y) * 0)
     assert is_seen(case)

@@ -78,6 +78,7 @@ def equations_behind(program, results):
         needed |= {value for value in equation.invars if isinstance(value, Var)}
 
 
+@pytest.mark.grid
 def test_a_step_balances_layers_in_the_order_that_it_holds_and_reads_them_in_the_models():
     """Only what is read as metrics is moved; padding is in neither."""
     model = filled(lambda: of_blocks(balanced, depths=(5,)))

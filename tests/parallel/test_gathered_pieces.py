@@ -70,6 +70,7 @@ def test_pieces_give_a_plan_one_devices_gradients(monkeypatch):
     assert set(found) == {8}
 
 
+@pytest.mark.grid
 def test_gradients_are_summed_over_pieces_in_float32(monkeypatch):
     found = counted(monkeypatch, 2048)
     program = program_of(CASE._replace(dtypes=("float32", "bfloat16")))

@@ -83,12 +83,14 @@ def test_a_meshs_gradients_are_float32s_up_to_the_rounding_of_products(case):
     assert wrong(of_plan(in_dtypes(case, "float32", "bfloat16")), case) == {}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", with_grid([PLAIN], [Case("llama", {}), Case("jaxformer", {})]))
 def test_narrow_parameters_gradients_are_rounded_sums(case):
     """Vectors of a table that come a thousand times, biases, and all else: summed in float32 and then rounded."""
     assert wrong(of_one_device(in_dtypes(case, "bfloat16", "bfloat16")), case, narrow=True) == {}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", with_grid([REPLICAS], [SPLIT, *WIDER]))
 def test_a_meshs_gradients_of_narrow_parameters_are_wide_sums(case):
     """As large, too, as float32's: the norm that clipping and the log are given."""
@@ -104,6 +106,7 @@ def test_a_meshs_gradients_of_narrow_parameters_are_wide_sums(case):
     )
 
 
+@pytest.mark.grid
 def test_biases_that_are_added_in_bfloat16_are_seen(monkeypatch):
     monkeypatch.setattr(_linear_map, "wide_sum", lambda y, bias: y if bias is None else y + bias.astype(y.dtype))
     model = model_of(PLAIN.model, dtypes=("float32", "bfloat16"))

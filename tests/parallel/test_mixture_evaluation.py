@@ -41,6 +41,7 @@ def test_an_evaluation_is_one_devices(case):
     assert by_plan(case) == pytest.approx(by_one_device(case.model), rel=1e-4)
 
 
+@pytest.mark.grid
 def test_with_the_drops_of_training_it_is_not(monkeypatch):
     whole = by_one_device(CASES[0].model)
     monkeypatch.setattr(nn.Tokens, "is_training", True)

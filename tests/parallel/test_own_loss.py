@@ -74,9 +74,9 @@ def test_it_is_the_formula():
 
 EVERY_RUN = [
     Case("llama", {"fsdp": 2, "context": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "residual": "sequence"}),
-    Case("llama", {"fsdp": 2, "pipe": 2, "context": 2}, {"zero": 2, "schedule": "zb-h1", "microbatches": 2}),
 ]
 GRID = [
+    Case("llama", {"fsdp": 2, "pipe": 2, "context": 2}, {"zero": 2, "schedule": "zb-h1", "microbatches": 2}),
     Case("shared mixture", {"fsdp": 2, "tensor": 2}, {"zero": 1, "residual": "feature", "microbatches": 2}),
     Case("gpt2", {"context": 4, "tensor": 2}, {"context_method": "gather", "residual": "feature"}, "full"),
     Case("gpt2", {"replica": 2, "context": 2}, {"microbatches": 2}),
@@ -96,6 +96,7 @@ def test_loss_and_gradients_equal_one_devices(case):
     assert differences(of_plan(case), of_one(case.model), ROUNDING) == {}
 
 
+@pytest.mark.grid
 def test_microbatches_of_one_device_hold_whole_pairs():
     want, model = of_one("llama"), model_of("llama")
     assert differences(alone(model, pairs("llama"), loss, 2), want, ROUNDING) == {}
@@ -104,6 +105,7 @@ def test_microbatches_of_one_device_hold_whole_pairs():
     assert float(parted) != pytest.approx(float(want.total), rel=1e-3)
 
 
+@pytest.mark.grid
 def test_rows_need_their_sums(monkeypatch):
     control.without("sums of rows", control.kept_all)(monkeypatch)
     case = EVERY_RUN[0]

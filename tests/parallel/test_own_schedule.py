@@ -51,6 +51,7 @@ def test_loss_and_gradients_equal_one_devices(name):
     assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
 
 
+@pytest.mark.grid
 def test_layers_need_its_placement(monkeypatch):
     """Layers that lie in reading order run in another one."""
     case = EVERY_RUN["tensor"]

@@ -48,7 +48,6 @@ SCHEDULES = {
     "zb-v": lambda: zero_bubble_v(STAGES, MICROBATCHES),
     "dualpipe-v": lambda: dualpipe_v(STAGES, MICROBATCHES),
 }
-EVERY_RUN = ("zb-v",)  # which has messages of both kinds in both directions, hand-overs, and weight entries
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +67,8 @@ def run(mesh, schedule, model, data, **options):
     return program(arrays)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in EVERY_RUN else pytest.mark.grid) for name in SCHEDULES]
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_gives_one_devices_gradients(example, name):
     model, data, expected = example
     result = run(make_mesh(pipe=STAGES, fsdp=2), SCHEDULES[name](), model, data)
@@ -99,6 +97,7 @@ class SplitMLP(eqx.Module):
         return jax.lax.psum(self.inner(x), TENSOR)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "schedule", [pytest.param(one_f_one_b(2, 4), marks=pytest.mark.grid), zero_bubble(2, 4)], ids=lambda s: s.name
 )
@@ -139,6 +138,7 @@ def whole_rows():
     return model, data, expected, mesh
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("part,broken", [("_over_ring", first_alone), ("route", a_tick_late)])
 def test_a_missing_reduction_or_a_late_message_is_seen(monkeypatch, part, broken):
     model, data, expected, mesh = whole_rows()
@@ -160,6 +160,7 @@ def handed_to_the_next_device(schedule):
     return dataclasses.replace(routes, links=links)
 
 
+@pytest.mark.grid
 def test_a_message_the_wrong_way_is_seen(monkeypatch):
     model, data = small.make_model(layers=6, block=small.plain_block), small.make_data(4, keys=False)
     expected, mesh = small.one_device(model, data), make_mesh(pipe=3, devices=jax.devices()[:3])
@@ -188,9 +189,8 @@ def test_only_useful_work_is_done(schedule):
     assert distance(result, small.one_device(model, data)) < CLOSE
 
 
-@pytest.mark.parametrize(
-    "schedule", [zero_bubble_v(2, 4), pytest.param(one_f_one_b(2, 4), marks=pytest.mark.grid)], ids=lambda s: s.name
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("schedule", [zero_bubble_v(2, 4), one_f_one_b(2, 4)], ids=lambda s: s.name)
 def test_rows_of_padding_are_passed_over(monkeypatch, schedule):
     """Five layers over two stages or four parts: exact, and no more blocks are run than there are layers."""
     model, data = small.make_model(layers=5, block=small.counted_block), small.make_data(8, keys=False)

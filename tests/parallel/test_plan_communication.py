@@ -62,7 +62,8 @@ def test_replicated_state_sends_each_gradient_once():
     assert 1 <= sent["fsdp"] / least < 1.001  # two scalars more, the loss's sum and count
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.grid), "products"])
+@pytest.mark.grid
+@pytest.mark.parametrize("remat", ["none", "products"])
 def test_fully_sharded_parameters_are_gathered_twice_and_their_gradients_scattered_once(remat):
     plan = Plan(make_mesh(fsdp=4, replica=2), zero=3, smallest=1)
     model = model_of("llama")
@@ -100,7 +101,7 @@ EDGES = 4 * share(4) * UNIT
         # Inputs are gathered again, as Megatron does, not kept.
         pytest.param("sequence", "none", "products", 10, marks=pytest.mark.grid),
         pytest.param("sequence", "ring", "none", 10, marks=pytest.mark.grid),
-        ("sequence", "bidirectional", "products", 10),
+        pytest.param("sequence", "bidirectional", "products", 10, marks=pytest.mark.grid),
     ],
 )
 def test_a_tensor_parallel_layer_sends_what_it_must(residual, overlap, remat, units):
@@ -118,7 +119,8 @@ def test_a_tensor_parallel_layer_sends_what_it_must(residual, overlap, remat, un
     assert not stands("blocks.mixer.layer.query", "maps to the stream")
 
 
-@pytest.mark.parametrize("method", ["ring", *(pytest.param(m, marks=pytest.mark.grid) for m in ("gather", "heads"))])
+@pytest.mark.grid
+@pytest.mark.parametrize("method", ["ring", "gather", "heads"])
 def test_attention_over_split_rows_sends_keys_and_values(method):
     plan = Plan(make_mesh(fsdp=2, context=4), context_method=method)
     sent = sent_by_gradients(plan)
@@ -130,6 +132,7 @@ def test_attention_over_split_rows_sends_keys_and_values(method):
     assert (sent["context"] - times * places) / least == pytest.approx(1 if method != "heads" else 1.2, abs=0.05)
 
 
+@pytest.mark.grid
 def test_a_pipeline_sends_each_microbatch_up_and_down():
     """Twice a tick one microbatch's stream, in those ticks in which some device has it to send."""
     plan = Plan(make_mesh(fsdp=2, pipe=4), microbatches=4)

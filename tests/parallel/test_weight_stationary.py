@@ -65,8 +65,9 @@ def test_logits_are_one_devices(models, x, y, attention, overlap):
     assert error(logits(stationary(model, x, y, attention=attention, overlap=overlap), IDS), want) < 2e-6
 
 
-@pytest.mark.parametrize("x", [2, pytest.param(1, marks=pytest.mark.grid), pytest.param(8, marks=pytest.mark.grid)])
-@pytest.mark.parametrize("overlap", ["ring", pytest.param("none", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("x", [1, 2, 8])
+@pytest.mark.parametrize("overlap", ["ring", "none"])
 def test_blocks_whose_layers_follow_each_other(models, x, overlap):
     """With biases, grouped keys, norms of queries, a window, learned positions, a scaled sum and a head of its own."""
     model, want = models["serial"].model, models["serial"].logits
@@ -205,6 +206,7 @@ def normed(sublayer, block):
     return dataclasses.replace(sublayer, norm=block.norm, output_norm=block.norm)
 
 
+@pytest.mark.grid
 def test_maps_with_factors_and_maps_of_eight_bits(models):
     """Matrices are put together of the slices that a device holds."""
     model = with_factors_and_eight_bits(models["serial"].model)

@@ -156,6 +156,7 @@ def test_a_benchmark_that_cannot_be_measured(arguments, words, refused, monkeypa
     assert all(word in error for word in words), error
 
 
+@pytest.mark.grid
 def test_a_checkpoint_of_another_model(refused, corpus, tmp_path):
     # A constant rate, so that the run may be longer than it was.
     arguments = ["--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--optimizer.rates", "constant"]
@@ -239,7 +240,8 @@ def test_sampling_where_there_is_no_run(refused, tmp_path):
     assert "there is no run (no recipe.json)" in refused("--run-dir", tmp_path, main=sample.main)
 
 
-@pytest.mark.parametrize("limit,place", [pytest.param(4_000, "data", marks=pytest.mark.grid), (60_000, "checkpoints")])
+@pytest.mark.grid
+@pytest.mark.parametrize("limit,place", [(4_000, "data"), (60_000, "checkpoints")])
 def test_a_full_disk_is_reported_and_leaves_nothing_half_written(limit, place, corpus, tmp_path):
     # A limit on the size of a file fails writes as a full disk does, for any user.
     limited = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit},) * 2)"

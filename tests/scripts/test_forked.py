@@ -51,6 +51,7 @@ STILL = "--optimizer.rates constant --optimizer.warmup 0 --optimizer.learning-ra
 STILL = f"{STILL} --steps 1 --checkpoint-every 1".split()
 
 
+@pytest.mark.grid
 def test_a_fork_has_the_weights_of_the_step_that_it_names(source, tmp_path):
     assert training.Checkpointer(source / "checkpoints").steps == [3, 6]
     for step, more in ((6, ()), (3, ("--from-step", 3))):
@@ -102,6 +103,7 @@ def test_a_fork_takes_the_optimizers_memory_where_it_is_asked_to(source, tmp_pat
     assert recipe["from_run"] == str(source) and recipe["model"]["kind"] == "GPT2Config"
 
 
+@pytest.mark.grid
 def test_low_rank_changes_start_from_a_run_and_change_nothing_at_first(source, tmp_path):
     fork(source, tmp_path / "plain", *STILL)
     fork(source, tmp_path / "factors", *STILL, "--lora.rank", "2")

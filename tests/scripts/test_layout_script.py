@@ -55,7 +55,9 @@ def test_the_compiled_step_holds_and_sends_what_was_reported(report):
     assert figure(text, "all", 1) == pytest.approx(sent, rel=0.01)
 
 
-@pytest.mark.parametrize("mesh", ["--mesh.fsdp 8", "--mesh.fsdp 4 --mesh.pipe 2 --microbatches 2"])
+@pytest.mark.parametrize(
+    "mesh", ["--mesh.fsdp 8", pytest.param("--mesh.fsdp 4 --mesh.pipe 2 --microbatches 2", marks=pytest.mark.grid)]
+)
 def test_gradients_are_split_as_soon_as_they_are_made_or_after_a_pipeline(mesh, report):
     held = {zero: figure(report(f"{mesh} --zero {zero}"), "gradients") for zero in range(4)}
     assert held[1] == held[0] and held[3] < held[0] / 3
@@ -106,6 +108,7 @@ def test_memory_that_is_enough_and_meshes_where_it_is_not(report):
     assert sends == sorted(sends)
 
 
+@pytest.mark.grid
 def test_where_nothing_fits_the_part_that_is_too_large_is_named(report, monkeypatch):
     text = report(f"{TIGHT} --memory 1k")
     assert "the state alone (parameters, gradients, optimizer) takes" in text and "more --microbatches" not in text

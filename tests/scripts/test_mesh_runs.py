@@ -74,7 +74,8 @@ def test_samples_are_one_devices_and_losses_shifted_by_a_step_are_not(run):
     assert steps[-1] < steps[0] - 1 and losses(ours)[1:] != pytest.approx(steps[:-1], rel=1e-5)  # it can fail
 
 
-@pytest.mark.parametrize("meshes", [["issue"], pytest.param(["issue", "chunks"], marks=pytest.mark.grid)], ids=" ".join)
+@pytest.mark.grid
+@pytest.mark.parametrize("meshes", [["issue"], ["issue", "chunks"]], ids=" ".join)
 def test_a_run_goes_on_on_another_mesh_and_on_one_device(meshes, run, corpus, tmp_path, monkeypatch, capsys):
     folder, step = tmp_path / "moved", 0
     for mesh in meshes:

@@ -19,7 +19,9 @@ def live():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("zero,layers", [(0, 8), (1, 8), (1, 13)])
+@pytest.mark.parametrize(
+    "zero,layers", [(0, 8), *(pytest.param(*case, marks=pytest.mark.grid) for case in [(1, 8), (1, 13)])]
+)
 def test_a_state_in_another_order_takes_no_second_state(zero, layers):
     numbers = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=layers, heads=2, kv_heads=2, mlp=64)
     mesh = Mesh(pipe=2, fsdp=2)

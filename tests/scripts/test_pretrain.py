@@ -73,6 +73,7 @@ def test_lines_without_a_terminal_tell_what_was_measured(trained):
     assert lines[-1].startswith(line) and lines[-1].endswith("ETA 0:00")
 
 
+@pytest.mark.grid
 def test_samples_can_be_turned_off(corpus, tmp_path, capsys):
     arguments = ["--run-dir", tmp_path, "--data", corpus, *TINY, *LLAMA, "--steps", 1, "--sample-every", 0]
     arguments += ["--optimizer.warmup", 0]
@@ -102,6 +103,7 @@ def test_sampling_is_seeded_and_starts_with_the_prompt(trained):
     assert first.startswith("line 3 ")
 
 
+@pytest.mark.grid
 def test_a_killed_run_goes_on_bit_for_bit(corpus, tmp_path, monkeypatch):
     """On a mixture of two texts, and where the tokens that runs share have been deleted."""
     mix = ["--text.mix", f"{corpus}=0.7", f"{write_corpus(tmp_path / 'other', 60)}=0.3"]

@@ -74,6 +74,7 @@ def outputs(processes, code=0, stop_in=None):
     return ["".join(re.findall(r"^(?!\[Gloo\]|.*peer ranks|\d+$).*\n", text, re.MULTILINE)) for text in texts]
 
 
+@pytest.mark.grid
 def test_two_processes_refuse_together_train_and_stop_together(tmp_path):
     run = ["--data", write_corpus(tmp_path / "corpus"), *RUN, *SMALL_MESH, "--model.layers", 1, "--sample-every", 0]
     run += ["--execution.core", "reference", "--execution.remat", "none", "--steps", 100_000]

@@ -141,6 +141,7 @@ def test_the_folder_of_a_run_is_untouched_by_a_refusal(tmp_path):
         assert directory.read()[1].steps == 200
 
 
+@pytest.mark.grid
 def test_a_run_says_what_comes_before_it_goes_on(tmp_path):
     run = ["--run-dir", tmp_path / "run", "--data", write_corpus(tmp_path / "corpus"), *TINY, *LLAMA, "--simulate", 1]
     run += ["--sample-every", 0, "--validate-every", 100]

@@ -12,7 +12,8 @@ from eqformer.parallel import make_mesh, Plan
 
 
 ROWS, SEQ, VOCAB, MICROBATCHES, CLIP = 8, 16, 32, 2, 0.1
-LAYERS = [1, pytest.param(2, marks=pytest.mark.grid)]  # of a block: the one with experts, and one with rotary before it
+# Of a block: the one with experts, and one with rotary before it.
+LAYERS = [pytest.param(layers, marks=pytest.mark.grid) for layers in (1, 2)]
 
 
 @pytest.fixture(scope="module", params=LAYERS)

@@ -72,6 +72,7 @@ def test_the_scale_is_halved_and_doubled():
     assert most.after(jnp.asarray(True)).value == 2**24
 
 
+@pytest.mark.grid
 def test_the_scale_changes_no_bit_of_what_neither_overflows_nor_vanishes(make_model, make_batch):
     model, batch = make_model(layers=1), make_batch(rows=4)
     for microbatches in (1, 2):

@@ -44,7 +44,8 @@ def trained(name, part, **options):
 
 
 @pytest.mark.parametrize(
-    "name, microbatches", [pytest.param("adamw", 1, marks=pytest.mark.grid), ("muon", 2), ("sgd", 1)]
+    "name, microbatches",
+    [*(pytest.param(*case, marks=pytest.mark.grid) for case in [("adamw", 1), ("muon", 2)]), ("sgd", 1)],
 )
 def test_factors_alone_change_and_are_remembered(name, microbatches):
     factors = set(by_path(nn.lora_factors(adapted())))
