@@ -1,6 +1,7 @@
 """Measure eqformer beside PyTorch and transformers, where they are installed: `python scripts/benchmark.py`.
 
-What meshes cost is measured on 8 simulated devices: `python scripts/benchmark.py --simulate 8`.
+What meshes cost is measured on 8 simulated devices: `python scripts/benchmark.py --simulate 8`; one GPU, in less than
+ten minutes, by `python scripts/benchmark.py --only gpu`.
 """
 
 import sys
@@ -14,12 +15,14 @@ import dataclasses
 import json
 import os
 import platform
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import jax
 from benchmarks._measure import Row
-from benchmarks._rows import BENCHMARKS, OF_MESHES
+from benchmarks._rows import BENCHMARKS, OF_GPUS, OF_MESHES
 from rich.console import Console
 from rich.table import Table
 from support.command import read
@@ -34,11 +37,21 @@ class Command:
 
     only: tuple[
         Literal[
-            "train", "decode", "compile", "memory", "mixtures", "mixers", "zoo", "layouts", "schedules", "communication"
+            "train",
+            "decode",
+            "compile",
+            "memory",
+            "mixtures",
+            "mixers",
+            "zoo",
+            "layouts",
+            "schedules",
+            "communication",
+            "gpu",
         ],
         ...,
     ] = ()
-    """The benchmarks to run; by default all of one device or, with --simulate 8, all of meshes."""
+    """The benchmarks to run; by default all of one device but `gpu` or, with --simulate 8, all of meshes."""
     simulate: int | None = None
     """Let the CPU act as so many devices."""
     rounds: int = 9
@@ -47,13 +60,19 @@ class Command:
     """Where the JSON goes."""
 
 
-def check(command: Command, of_meshes: list[str]) -> None:
+def check(command: Command, names: Sequence[str]) -> None:
     """Raise a `ValueError` for what cannot be measured, before anything is."""
+    of_meshes = [name for name in names if name in OF_MESHES]
     if command.rounds < 1:
         raise ValueError(f"--rounds {command.rounds}: give at least 1.")
     if command.simulate is not None and command.simulate < 1:
         raise ValueError(f"--simulate {command.simulate}: it counts devices, so give at least 1.")
     number = command.simulate or len(jax.devices())
+    if any(name in OF_GPUS for name in names) and jax.default_backend() != "gpu":
+        raise ValueError(
+            f"--only gpu: measured on a GPU, but JAX computes on {jax.default_backend()}; install eqformer[cuda] on a "
+            "machine that has one."
+        )
     if of_meshes and number != 8:
         raise ValueError(f"{', '.join(of_meshes)}: measured on 8 devices, but there are {number}; give --simulate 8.")
 
@@ -83,11 +102,12 @@ def main(arguments: list[str]) -> None:
     with one_message():
         command = read(Command, arguments)
         names = command.only or [name for name in BENCHMARKS if (name in OF_MESHES) == (command.simulate is not None)]
-        check(command, [name for name in names if name in OF_MESHES])
+        check(command, names)
         rows: list[Row] = []
         for name in names:
-            print(f"measuring {name}: {BENCHMARKS[name].__doc__}", file=sys.stderr, flush=True)
-            rows += BENCHMARKS[name](command.rounds)
+            print(f"measuring {name}: {(BENCHMARKS | OF_GPUS)[name].__doc__}", file=sys.stderr, flush=True)
+            of_gpus = partial(OF_GPUS[name], folder=command.output.parent) if name in OF_GPUS else None
+            rows += (of_gpus or BENCHMARKS[name])(command.rounds)
         command.output.parent.mkdir(parents=True, exist_ok=True)
         content = {"machine": machine(), "rows": [dataclasses.asdict(row) for row in rows]}
         command.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

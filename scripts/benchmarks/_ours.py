@@ -23,10 +23,12 @@ def random_batch(vocab: int, rows: int, seq: int) -> Batch:
     )
 
 
-def step_and_state(numbers: Any, **how: Any) -> tuple[training.Step, training.TrainState]:
+def step_and_state(
+    numbers: Any, *, precision: nn.Precision = nn.Precision(), **how: Any
+) -> tuple[training.Step, training.TrainState]:
     """A step of AdamW with clipping, and the first state, of a model of these numbers."""
 
-    make = lambda: nn.run_with(models.build(numbers, key=jax.random.key(0)), **how)
+    make = lambda: precision.apply(nn.run_with(models.build(numbers, key=jax.random.key(0)), **how))
     optimizer = training.optimizer("adamw", eqx.filter_eval_shape(make), rate=1e-3)
     state = eqx.filter_jit(lambda: training.init_state(make(), optimizer))()
     return training.make_step(training.next_token_loss, optimizer), state
@@ -44,9 +46,11 @@ def train_step(numbers: Any, batch: Batch, **how: Any) -> Callable[[], float]:
     return run
 
 
-def decode(numbers: Any, ids: np.ndarray, new: int, *, apart: bool) -> Callable[[], Any]:
+def decode(
+    numbers: Any, ids: np.ndarray, new: int, *, apart: bool, precision: nn.Precision = nn.Precision()
+) -> Callable[[], Any]:
     """Greedy decoding with a cache; `apart` takes the layers out of their stack first."""
-    model = eqx.filter_jit(lambda key: models.build(numbers, key=key))(jax.random.key(0))
+    model = eqx.filter_jit(lambda key: precision.apply(models.build(numbers, key=key)))(jax.random.key(0))
     model = generation.unstacked(model) if apart else model
     greedy = generation.sampling(temperature=0)
     call = partial(generation.generate, transforms=greedy, max_new_tokens=new, key=jax.random.key(0))

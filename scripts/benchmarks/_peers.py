@@ -1,4 +1,4 @@
-"""The same Llama in PyTorch and transformers, where the extra `hf` is installed."""
+"""The same Llama in PyTorch and transformers, where the extra `hf` is installed: on a GPU where PyTorch has one."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ def are_installed() -> bool:
 
 
 def model_of(numbers: LlamaConfig, max_length: int) -> Any:
-    """transformers' Llama of these numbers, with random weights in float32."""
+    """transformers' Llama of these numbers, with random weights in float32, on PyTorch's device."""
     import transformers  # pyright: ignore[reportMissingImports]  # an extra
 
     _begin()
@@ -37,28 +37,48 @@ def model_of(numbers: LlamaConfig, max_length: int) -> Any:
         eos_token_id=None,
         pad_token_id=0,
     )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config).to(_device())
 
 
 def train_step(numbers: LlamaConfig, ids: np.ndarray, targets: np.ndarray, *, compiled: bool) -> Callable[[], float]:
-    """One step of forward, backward, clipping and fused AdamW; returns the loss."""
+    """One step of forward, backward, clipping and fused AdamW, on a GPU with products in bfloat16; returns the loss."""
     import torch  # pyright: ignore[reportMissingImports]  # an extra
 
+    device = _device()
     model = model_of(numbers, ids.shape[1]).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     forward = torch.compile(model) if compiled else model
-    inputs, wanted = torch.tensor(ids).long(), torch.tensor(targets).long()
+    inputs, wanted = (torch.tensor(x, device=device).long() for x in (ids, targets))
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        logits = forward(inputs, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.view(-1, numbers.vocab), wanted.view(-1))
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            logits = forward(inputs, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.view(-1, numbers.vocab), wanted.view(-1))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return loss.item()
 
     return step
+
+
+def attention(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> Callable[[], None]:
+    """Causal `scaled_dot_product_attention` in bfloat16 (FlashAttention on a GPU), forward and backward."""
+    import torch  # pyright: ignore[reportMissingImports]  # an extra
+
+    _begin()
+    device = _device()
+    of = lambda x: torch.tensor(x, device=device).to(torch.bfloat16).transpose(1, 2).requires_grad_()
+    given = [of(x) for x in (query, key, value)]
+
+    def run() -> None:
+        attended = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
+        torch.autograd.grad(attended.float().sum(), given)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return run
 
 
 def mixtral_layer(x: np.ndarray, *, mlp: int, experts: int, kind: str) -> Callable[[], None]:
@@ -96,8 +116,9 @@ def decode(numbers: LlamaConfig, ids: np.ndarray, new: int) -> Callable[[], Any]
     """Greedy `generate` with the static cache."""
     import torch  # pyright: ignore[reportMissingImports]  # an extra
 
-    model = model_of(numbers, ids.shape[1] + new).eval()
-    inputs = torch.tensor(ids).long()
+    device = _device()
+    model = model_of(numbers, ids.shape[1] + new).eval().to(torch.bfloat16 if device == "cuda" else torch.float32)
+    inputs = torch.tensor(ids, device=device).long()
 
     def run() -> Any:
         with torch.no_grad():
@@ -140,6 +161,13 @@ def forward(folder: Path, ids: np.ndarray) -> tuple[Callable[[], np.ndarray], Ca
             return model.generate(inputs[:1], attention_mask=whole, max_new_tokens=1, do_sample=False, pad_token_id=0)
 
     return logits, first
+
+
+def _device() -> str:
+    """The device that PyTorch computes on."""
+    import torch  # pyright: ignore[reportMissingImports]  # an extra
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _begin() -> None:

@@ -3,13 +3,14 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
 
-from benchmarks import _layouts, _mixers, _mixtures, _ours, _peers, _zoo
+from benchmarks import _gpu, _layouts, _mixers, _mixtures, _ours, _peers, _zoo
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import models, nn, planning
 
@@ -106,6 +107,8 @@ OF_MESHES: dict[str, Callable[[int], Iterator[Row]]] = {
     "schedules": _layouts.schedules,
     "communication": _layouts.communication,
 }
+# These write more than rows, into a folder.
+OF_GPUS: dict[str, Callable[[int, Path], Iterator[Row]]] = {"gpu": _gpu.gpu}
 BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "train": train,
     "decode": decode,
