@@ -16,7 +16,6 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -106,8 +105,10 @@ def main(arguments: list[str]) -> None:
         rows: list[Row] = []
         for name in names:
             print(f"measuring {name}: {(BENCHMARKS | OF_GPUS)[name].__doc__}", file=sys.stderr, flush=True)
-            of_gpus = partial(OF_GPUS[name], folder=command.output.parent) if name in OF_GPUS else None
-            rows += (of_gpus or BENCHMARKS[name])(command.rounds)
+            if name in OF_GPUS:
+                rows += OF_GPUS[name](command.rounds, command.output.parent)
+            else:
+                rows += BENCHMARKS[name](command.rounds)
         command.output.parent.mkdir(parents=True, exist_ok=True)
         content = {"machine": machine(), "rows": [dataclasses.asdict(row) for row in rows]}
         command.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
