@@ -239,7 +239,8 @@ def _travelling_wide(leaves: PyTree) -> PyTree:
     def wide(leaf: PyTree) -> PyTree:
         if not leaf.dtype or not jnp.issubdtype(leaf.dtype, jnp.inexact):  # no array, or one that has no gradient
             return leaf
-        return dataclasses.replace(leaf, dtype=str(nn.at_least_float32(jnp.dtype(leaf.dtype))))
+        wide = str(nn.at_least_float32(jnp.dtype(leaf.dtype)))
+        return dataclasses.replace(leaf, dtype=wide, sent=wide)
 
     return eqx.tree_at(lambda m: m.stacks, jax.tree.map(wide, leaves), leaves.stacks)
 

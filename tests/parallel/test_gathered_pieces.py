@@ -103,22 +103,23 @@ def largest(monkeypatch: pytest.MonkeyPatch, most: float) -> float:
     x = jax.ShapeDtypeStruct((64, 4096, 7168), jnp.bfloat16)
     program = jax.make_jaxpr(jax.grad(mapped))(arrays, x)
     return max(
-        _sizes(next(eqn for eqn in _equations(program.jaxpr) if eqn.primitive.name == "shard_map").params["jaxpr"])
+        _sizes(next(eqn for eqn in equations(program.jaxpr) if eqn.primitive.name == "shard_map").params["jaxpr"])
     )
 
 
-def _equations(jaxpr):
+def equations(jaxpr):
+    """Those of a program, and of all that it calls."""
     for equation in jaxpr.eqns:
         yield equation
         for value in equation.params.values():
             for one in value if isinstance(value, tuple | list) else (value,):
                 inner = getattr(one, "jaxpr", one)
                 if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
+                    yield from equations(inner)
 
 
 def _sizes(jaxpr):
-    for equation in _equations(getattr(jaxpr, "jaxpr", jaxpr)):
+    for equation in equations(getattr(jaxpr, "jaxpr", jaxpr)):
         for variable in equation.outvars:
             if hasattr(variable.aval, "shape") and not jnp.issubdtype(variable.aval.dtype, jax.dtypes.extended):
                 yield variable.aval.size * variable.aval.dtype.itemsize

@@ -4,6 +4,7 @@ import dataclasses
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
@@ -21,7 +22,8 @@ class Leaf:
     spec: PartitionSpec | None  # None: no array
     state_spec: PartitionSpec | None
     partial: tuple[str, ...]
-    dtype: str  # in which it is gathered: the one in which it is used
+    dtype: str  # in which it is used
+    sent: str = ""  # in which it is gathered: `dtype`, or for tables of the vocabulary the narrower one of products
 
     @property
     def fsdp_dim(self) -> int | None:
@@ -53,6 +55,7 @@ def leaves_of(
         in_slices: bool,
         matrix: nn.Matrix | None,
         in_router: bool,
+        names: str,
     ) -> Leaf:
         if spec is None:
             return Leaf(None, None, (), "")
@@ -60,10 +63,16 @@ def leaves_of(
         over = axes + (TENSOR,) * in_slices
         is_cast = matrix is not None and not matrix.table and not in_router  # routers are computed in float32
         dtype = model.compute_dtype if is_cast else str(x.dtype)
-        return Leaf(spec, state_spec, tuple(axis for axis in over if axis not in axes_of(spec)), dtype)
+        sent = model.compute_dtype if _narrows(model.compute_dtype, dtype) and "vocab" in names.split() else dtype
+        return Leaf(spec, state_spec, tuple(axis for axis in over if axis not in axes_of(spec)), dtype, sent)
 
     columns = jax.tree.leaves(model), *map(structure.flatten_up_to, (specs, state_specs)), marks, matrices, routers
-    return jax.tree.unflatten(structure, [leaf(*row) for row in zip(*columns, strict=True)])
+    names = jax.tree.leaves(nn.dims(model))
+    return jax.tree.unflatten(structure, [leaf(*row) for row in zip(*columns, names, strict=True)])
+
+
+def _narrows(compute: str, dtype: str) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(compute).itemsize < jnp.dtype(dtype).itemsize
 
 
 def _in_routers(model: nn.Transformer) -> PyTree:

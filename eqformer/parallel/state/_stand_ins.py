@@ -35,16 +35,24 @@ def routed(value: Array, stand_in: Array, dim: int | None = None, steps: Steps =
     return _route(dim, steps, vary_like(value, stand_in), stand_in)
 
 
-def gather(leaf: Array, dim: int | None, dtype: str, value: Array | None = None, steps: Steps = _AT_ONCE) -> Array:
+def gather(
+    leaf: Array,
+    dim: int | None,
+    dtype: str,
+    value: Array | None = None,
+    steps: Steps = _AT_ONCE,
+    used: str | None = None,
+) -> Array:
     """The whole of an array that `fsdp` splits along `dim`, in `dtype`; its gradient crosses in float32 at least.
 
-    Where `leaf` is a stand-in, `value` has its values. `steps` are `Placement.torus_steps`.
+    Where `leaf` is a stand-in, `value` has its values. `steps` are `Placement.torus_steps`. With `used` it is cast to
+    that dtype once it is there, which is its gradient's then.
     """
     if dim is None:
         return leaf if value is None else routed(value, leaf)
     if not nn.is_trainable(leaf):
-        return _gather_plainly(dim, dtype, steps, None, leaf)
-    return _gather(dim, dtype, steps, None if value is None else vary_like(value, leaf), leaf)
+        return _gather_plainly(dim, dtype, steps, used or dtype, None, leaf)
+    return _gather(dim, dtype, steps, used or dtype, None if value is None else vary_like(value, leaf), leaf)
 
 
 def scatter(gradient: Array, dim: int, steps: Steps = _AT_ONCE) -> Array:
@@ -56,18 +64,18 @@ def scatter(gradient: Array, dim: int, steps: Steps = _AT_ONCE) -> Array:
     return send.psum_scatter("gradients over fsdp", wide, FSDP, dim, steps=steps.scatter)
 
 
-def _gather_plainly(dim: int, dtype: str, steps: Steps, value: Array | None, leaf: Array) -> Array:
+def _gather_plainly(dim: int, dtype: str, steps: Steps, used: str, value: Array | None, leaf: Array) -> Array:
     own = (leaf if value is None else value).astype(dtype)
-    return send.all_gather("parameters over fsdp", own, FSDP, dim, steps=steps.gather)
+    return send.all_gather("parameters over fsdp", own, FSDP, dim, steps=steps.gather).astype(used)
 
 
 def _gather_backward(
-    dim: int, dtype: str, steps: Steps, like: Array | np.ndarray, gradient: Array
+    dim: int, dtype: str, steps: Steps, used: str, like: Array | np.ndarray, gradient: Array
 ) -> tuple[None, Array]:
     return None, scatter(gradient, dim, steps).astype(like.dtype)
 
 
-_gather = jax.custom_vjp(_gather_plainly, nondiff_argnums=(0, 1, 2))
+_gather = jax.custom_vjp(_gather_plainly, nondiff_argnums=(0, 1, 2, 3))
 _gather.defvjp(lambda *given: (_gather_plainly(*given), jnp.zeros((), given[-1].dtype)), _gather_backward)
 
 
