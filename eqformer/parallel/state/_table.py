@@ -54,7 +54,8 @@ def _look_up_plainly(
 ) -> Array:
     held = table if value is None else value
     rows, (part_of, row_of) = _rows(held, parts), _places(held, dim, parts, ids)
-    pieces = jnp.pad(held, [(0, parts * rows - len(held)), (0, 0)]).reshape(parts, rows, -1)
+    spare = parts * rows - len(held)
+    pieces = (jnp.pad(held, [(0, spare), (0, 0)]) if spare else held).reshape(parts, rows, -1)
     width = held.shape[1] * (jax.lax.axis_size(FSDP) if dim == 1 else 1)
 
     def add(x: Array, given: tuple[Array, Array]) -> tuple[Array, None]:
