@@ -98,7 +98,8 @@ class OnDevice:
     def _with_table(self, model: nn.Transformer, whole: nn.Transformer, parameters: PyTree) -> nn.Transformer:
         """The model with vectors of tokens looked up part by part, where the table is large and split over `fsdp`."""
         plan, leaf, parts = self.plan, self.leaves.embedding.weight, parts_of(self.shapes.embedding.weight)
-        if plan.zero != 3 or plan.is_pipelined or plan.stream is not None or leaf.fsdp_dim is None or parts == 1:
+        is_whole = plan.zero != 3 or plan.is_pipelined or plan.stream is not None or leaf.fsdp_dim is None
+        if is_whole or parts == 1 or model.head is None:  # a table that gives logits too is gathered for them
             return model
         value, table = whole.embedding.weight, parameters.embedding.weight
         value = value if is_narrow(value) else None

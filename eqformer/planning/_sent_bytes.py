@@ -83,7 +83,7 @@ def by_cause(found: Iterable[Sent]) -> dict[str, float]:
 def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any, casts_first: bool) -> Iterator[Sent]:
     what = f"parameters and gradients, zero {plan.zero}"
     # A pipeline's backward entry runs its layers forward once more, and gathers them for it; a single one it keeps.
-    width = lambda leaf: jnp.dtype(leaf.sent).itemsize
+    width = lambda leaf: jnp.dtype(leaf.dtype if plan.runs_schedule else leaf.sent).itemsize
     gathered = lambda leaf: min(width(leaf), _width(model)) if casts_first else width(leaf)
     is_deep = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
     for leaf, number, weight, is_layers, moves in _arrays(plan, model, moving):

@@ -63,18 +63,17 @@ def test_vectors_and_gradients_are_those_of_the_whole_table(dim, parts, dtypes):
     assert not np.allclose(gradient, shifted, atol=1e-2)
 
 
-CASES = {"llama": Case("llama", {"fsdp": 8}, {"zero": 3}), "tied": Case("tied", {"fsdp": 2}, {"zero": 3})}
+CASE = Case("llama", {"fsdp": 8}, {"zero": 3})
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("tied", marks=pytest.mark.grid)])
-def test_a_plan_whose_table_is_in_parts_has_one_devices_gradients(name, monkeypatch):
+def test_a_plan_whose_table_is_in_parts_has_one_devices_gradients(monkeypatch):
     monkeypatch.setattr(_table, "PART", 256)
-    assert differences(of_plan(CASES[name]), of_one_device(CASES[name]), ROUNDING) == {}
+    assert differences(of_plan(CASE), of_one_device(CASE), ROUNDING) == {}
 
 
 @pytest.mark.parametrize("parameters,meant", [("float32", MEANT), ("bfloat16", MEANT_OF_NARROW)])
 def test_nothing_is_as_large_as_the_table_and_sums_are_wide(parameters, meant, monkeypatch):
-    case = CASES["llama"]._replace(dtypes=(parameters, "bfloat16"))
+    case = CASE._replace(dtypes=(parameters, "bfloat16"))
     table = model_of(case.model).embedding.weight
     for part, parts in ((table.size * 4, 1), (table.size * 4 // 3, 3)):
         monkeypatch.setattr(_table, "PART", part)

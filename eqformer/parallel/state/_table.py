@@ -18,7 +18,7 @@ PART = 2**27  # bytes of a part's float32 gradient; smaller tables are gathered 
 
 
 class TableInParts(nn.Module):
-    """An embedding of which this device holds a slice, `table`, along `dim`; `weight` is whole, for logits alone.
+    """An embedding of which this device holds a slice, `table`, along `dim`; `weight`, if anybody reads it, is whole.
 
     `table` may be a stand-in for `value`. Vectors are sent in the dtype `sent`, and their gradients are summed over
     tokens and devices in float32 at least, in as many `parts` of the table's rows.
@@ -38,10 +38,6 @@ class TableInParts(nn.Module):
         value = None if self.value is None else vary_like(self.value, self.table)
         x = _look_up(self.dim, self.sent, self.parts, self.steps, value, self.table, ids)
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
-
-    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """Logits by the whole table."""
-        return nn.unembed(x, self.weight)
 
 
 def parts_of(table: Shaped[Array, "vocab embed"] | jax.ShapeDtypeStruct) -> int:
