@@ -29,7 +29,7 @@ def prepare(arguments: Sequence[str] = (), *, shared: bool = True) -> None:
             stream.reconfigure(errors="backslashreplace")
     flags = os.environ.get("XLA_FLAGS", "").split()
     given = {flag.partition("=")[0].lstrip("-") for flag in flags}
-    flags += as_flags(known({name: value for name, value in platform_flags(arguments).items() if name not in given}))
+    flags += as_flags(known({name: value for name, value in platform_flags().items() if name not in given}))
     number = simulated(arguments)
     if number is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -47,12 +47,10 @@ def prepare(arguments: Sequence[str] = (), *, shared: bool = True) -> None:
         keep_pages(ctypes.CDLL(None))
 
 
-def platform_flags(arguments: Sequence[str] = ()) -> dict[str, Any]:
+def platform_flags() -> dict[str, Any]:
     """XLA's flags for CPUs and, where JAX can compile for them, for GPUs: a planned program is compiled as a run's."""
     has_gpus = any(importlib.util.find_spec(f"jax_cuda{number}_plugin") for number in (12, 13))
-    # A pipeline's loop is over ticks, of which some have nothing to do: begun a turn before, they would gather too.
-    is_pipelined = any(argument.startswith("--mesh.pipe") for argument in arguments)
-    return _CPU_FLAGS | (_GPU_FLAGS if has_gpus and not is_pipelined else {})
+    return _CPU_FLAGS | (_GPU_FLAGS if has_gpus else {})
 
 
 def simulated(arguments: Sequence[str]) -> int | None:
