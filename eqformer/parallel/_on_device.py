@@ -105,7 +105,7 @@ class OnDevice:
         value = value if is_narrow(value) else None
         its = model.embedding
         looked_up = TableInParts(
-            its.weight, table, value, its.scale, leaf.fsdp_dim, leaf.sent, parts, plan.scatter_steps
+            its.weight, table, value, its.scale, leaf.fsdp_dim, leaf.sent, parts, plan.torus_steps
         )
         return eqx.tree_at(lambda m: m.embedding, model, looked_up)
 

@@ -11,7 +11,7 @@ from ... import nn
 from .. import _send as send
 from .._axes import FSDP
 from .._vary import vary_like
-from ._stand_ins import Steps
+from ..layouts._devices import Steps
 
 
 PART = 2**27  # bytes of a part's float32 gradient; smaller tables are gathered whole
@@ -56,7 +56,7 @@ def _look_up_plainly(
 
     def add(x: Array, given: tuple[Array, Array]) -> tuple[Array, None]:
         number, piece = given
-        whole = send.all_gather("parameters over fsdp", piece.astype(sent), FSDP, dim)
+        whole = send.all_gather("parameters over fsdp", piece.astype(sent), FSDP, dim, steps=steps.gather)
         is_there = part_of == number
         found = whole[jnp.where(is_there, row_of, 0)].astype(x.dtype)
         return jnp.where(is_there[..., None], found, x), None
@@ -77,7 +77,7 @@ def _look_up_backward(
         row = jnp.where(part_of == number, row_of, count)  # behind the last: left out
         zeros = vary_like(jnp.zeros((count, wide.shape[-1]), wide.dtype), wide, ids)
         whole = zeros.at[row].add(wide, mode="drop")
-        return send.psum_scatter("gradients over fsdp", whole, FSDP, dim, steps=steps)
+        return send.psum_scatter("gradients over fsdp", whole, FSDP, dim, steps=steps.scatter)
 
     found = jax.lax.map(of_part, jnp.arange(parts))
     return None, found.reshape(parts * rows, -1)[: len(table)].astype(table.dtype), None
