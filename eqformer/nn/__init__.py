@@ -21,6 +21,7 @@ from ._cache import (
 from ._contracts import (
     Attends as Attends,
     FeedForward as FeedForward,
+    InParts as InParts,
     Layer as Layer,
     Mixer as Mixer,
     MixerFacts as MixerFacts,

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from ._module import Module
 from ._tokens import Tokens
@@ -107,3 +107,15 @@ class Layer(Module):
     @abc.abstractmethod
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """An empty cache for `batch` rows of up to `capacity` tokens; None where there is nothing to remember."""
+
+
+class InParts(Module):
+    """What gives logits of all ids, and also of a part of them at a time, as where no device has its table whole."""
+
+    @abc.abstractmethod
+    def parts(self) -> tuple[PyTree, PyTree]:
+        """Arrays of each part, with a dim of parts in front: those that have gradients, and others."""
+
+    @abc.abstractmethod
+    def of_part(self, moving: PyTree, rest: PyTree) -> tuple[Module, Int[Array, "part"]]:
+        """What stands in its place to give a part's logits, and the part's ids; -1 where a logit is none."""

@@ -80,6 +80,7 @@ from .serving._planned import CacheCore as CacheCore, Planned as Planned
 from .serving._weight_stationary import WeightStationary as WeightStationary
 from .state._fully_sharded import Gathered as Gathered
 from .state._stand_ins import is_narrow as is_narrow, routed as routed, stand_in as stand_in
+from .state._table import in_parts as in_parts
 from .tensor._collective_matmul import (
     all_gather_matmul as all_gather_matmul,
     matmul_reduce_scatter as matmul_reduce_scatter,

@@ -19,7 +19,7 @@ from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack
 from .state._fully_sharded import Gathered, Scattered
 from .state._leaves import Leaf
 from .state._stand_ins import gather, is_narrow, routed, scatter, stand_in
-from .state._table import parts_of, TableInParts
+from .state._table import with_tables_in_parts
 from .tensor._vocabulary import SplitVocabulary
 
 
@@ -58,7 +58,8 @@ class OnDevice:
         in_stacks = self._in_block if is_apart else self._with_value
         stacks = jax.tree.map(in_stacks, leaves.stacks, whole.stacks, parameters.stacks)
         model = eqx.tree_at(lambda m: m.stacks, jax.tree.map(self._with_value, *outside), stacks)
-        model = self._with_table(model, whole, parameters)
+        if plan.splits_tables:
+            model = with_tables_in_parts(model, whole, parameters, leaves, self.shapes, plan.torus_steps)
         if plan.stream is not None:
             specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
             model = split_over_tensor(model, specs, self.shapes, plan.stream)
@@ -94,20 +95,6 @@ class OnDevice:
             return gather(parameter, leaf.fsdp_dim, leaf.sent, x if is_narrow(x) else None, steps, leaf.dtype)
         dim = leaf.fsdp_dim if self.plan.zero == 2 else None
         return parameter if dim is None and not is_narrow(x) else routed(x, parameter, dim, steps)
-
-    def _with_table(self, model: nn.Transformer, whole: nn.Transformer, parameters: PyTree) -> nn.Transformer:
-        """The model with vectors of tokens looked up part by part, where the table is large and split over `fsdp`."""
-        plan, leaf, parts = self.plan, self.leaves.embedding.weight, parts_of(self.shapes.embedding.weight)
-        is_whole = plan.zero != 3 or plan.is_pipelined or plan.stream is not None or leaf.fsdp_dim is None
-        if is_whole or parts == 1 or model.head is None:  # a table that gives logits too is gathered for them
-            return model
-        value, table = whole.embedding.weight, parameters.embedding.weight
-        value = value if is_narrow(value) else None
-        its = model.embedding
-        looked_up = TableInParts(
-            its.weight, table, value, its.scale, leaf.fsdp_dim, leaf.sent, parts, plan.torus_steps
-        )
-        return eqx.tree_at(lambda m: m.embedding, model, looked_up)
 
     def _in_block(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
         """What the block differentiates by; a pipeline scatters it after all microbatches."""

@@ -78,6 +78,11 @@ class Placement(Choices):
         return self.size(PIPE) > 1
 
     @property
+    def splits_tables(self) -> bool:
+        """Whether large tables of the vocabulary are gathered in parts, where they are used."""
+        return self.zero == 3 and not self.is_pipelined and self.stream is None
+
+    @property
     def scatters_layers(self) -> bool:
         """Whether the gradient of each layer is split as soon as it is made; a pipeline splits them after its last."""
         return self.zero == 2 and not self.is_pipelined

@@ -86,7 +86,9 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any, casts_fir
     width = lambda leaf: jnp.dtype(leaf.dtype if plan.runs_schedule else leaf.sent).itemsize
     gathered = lambda leaf: min(width(leaf), _width(model)) if casts_first else width(leaf)
     is_deep = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
-    for leaf, number, weight, is_layers, moves in _arrays(plan, model, moving):
+    in_parts, head = plan.splits_tables and parallel.in_parts(model).logits, model.head
+    of_logits = None if not in_parts else model.embedding.weight if head is None else head.weight  # type: ignore[attr-defined]
+    for x, leaf, number, weight, is_layers, moves in _arrays(plan, model, moving):
         if not (moves or plan.zero == 3):  # it stays where it is, whole
             continue
         pieces = plan.size(FSDP) if leaf.fsdp_dim is not None else 1
@@ -96,11 +98,15 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any, casts_fir
             pieces,
             zero=plan.zero,
             microbatches=1 if once else plan.microbatches,
-            gathers=2 + (plan.is_pipelined and is_deep) if is_layers else 1,  # what is no layer's, once for both passes
+            # What is no layer's, once for both passes; a head in parts, in each.
+            gathers=2 + (plan.is_pipelined and is_deep) if is_layers else 1 + (x is of_logits and head is not None),
             weight_bytes=gathered(leaf) if plan.zero == 3 else weight,
             gradient_bytes=max(weight, 4) if moves else 0,  # summed in float32 at least
         )
         yield Sent(STATE, what, shared_out)
+        if x is of_logits and head is None:  # beside vectors, logits have gathers and a gradient of their own
+            of_both = 2 * _width(model) + max(weight, 4) * moves
+            yield Sent(STATE, what, plan.microbatches * gather_bytes(number * of_both, pieces))
         if not moves:
             continue
         over = [axis for axis in leaf.reduced if plan.size(axis) > 1]
@@ -114,7 +120,7 @@ def _of_edges(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> float:
     if plan.spreads_edges:
         return 0.0
     arrays = _arrays(plan, model, moving)
-    size = sum(number * max(weight, 4) for _, number, weight, is_layers, moves in arrays if moves and not is_layers)
+    size = sum(number * max(weight, 4) for _, _, number, weight, is_layers, moves in arrays if moves and not is_layers)
     splits_features = plan.stream is not None and plan.stream.splits_features
     if splits_features and moving.embedding.weight is not None:  # by ids too
         table = model.embedding.weight
@@ -230,8 +236,8 @@ def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float
     return pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_width(model))
 
 
-def _arrays(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[tuple[Any, int, int, bool, bool]]:
-    """Of each array the plan's `Leaf`, numbers on a device, bytes of one, if it is a layer's, and if it is trained."""
+def _arrays(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[tuple[Any, Any, int, int, bool, bool]]:
+    """Each array with the plan's `Leaf`, numbers on a device, bytes of one, if it is a layer's, and if it is trained."""
     leaves = plan.leaves(model)
     specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
     of_layers = {id(leaf) for leaf in jax.tree.leaves(leaves.stacks)}
@@ -239,7 +245,7 @@ def _arrays(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator
     for x, leaf, spec, moved in zip(*map(structure.flatten_up_to, (model, leaves, specs, moving)), strict=True):
         if spec is not None and jnp.issubdtype(x.dtype, jnp.floating):
             number = math.prod(NamedSharding(plan.mesh, spec).shard_shape(x.shape))
-            yield leaf, number, x.dtype.itemsize, id(leaf) in of_layers, moved is not None
+            yield x, leaf, number, x.dtype.itemsize, id(leaf) in of_layers, moved is not None
 
 
 def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float, float]:

@@ -4,6 +4,7 @@ from ._checkpoint import (
     Checkpointer as Checkpointer,
     CheckpointError as CheckpointError,
 )
+from ._chunks import chunk_size as chunk_size
 from ._debug_nans import DebugNans as DebugNans
 from ._first_non_finite import first_non_finite as first_non_finite, NonFinite as NonFinite
 from ._gradient_norms import module_gradient_norms as module_gradient_norms
@@ -17,7 +18,6 @@ from ._loop import (
 )
 from ._loss import (
     batch_tokens as batch_tokens,
-    chunk_size as chunk_size,
     cross_entropy as cross_entropy,
     evaluation_sums as evaluation_sums,
     next_token_loss as next_token_loss,

@@ -11,6 +11,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from .._shapes import Batch
 from ..nn import packed_in_order, positions_like, token_keys, Tokens
 from ..parallel import vary, varying_axes
+from ._chunks import chunks_of, sum_over_chunks
+from ._loss_in_parts import in_parts, nats_in_parts
 from ._tally import tallied
 from ._wide import widened
 
@@ -61,7 +63,7 @@ def cross_entropy(
     Under differentiation, the forward pass over a chunk also computes that chunk's gradients, so the residuals of the
     backward pass are the gradients of `hidden` and of the arrays that `unembed` uses: no logits are kept, and there are
     three products with the table, where recomputing chunks in the backward pass takes four. Sums and accumulated
-    gradients are float32 at least.
+    gradients are float32 at least. A module whose table is nowhere whole (`nn.InParts`) gives logits in parts, by four.
 
     Args:
         unembed: Maps `tokens embed` to `tokens vocab`; the arrays that it uses (a tied or untied table, a bias, a
@@ -76,8 +78,13 @@ def cross_entropy(
     flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), jax.lax.stop_gradient(weights.reshape(-1)))
     if chunk is None and hidden.dtype == jnp.float16:
         chunk = 1024  # so that a chunk's gradient of the table, computed before any scaling, fits in float16
+    if nats is token_nats and in_parts(unembed):
+        each, log_normaliser = nats_in_parts(unembed, *flat[:2], chunk)
+        each = each + z_loss * jnp.square(log_normaliser) if z_loss else each
+        weights = flat[2].astype(each.dtype)
+        return jnp.sum(each * weights), jnp.sum(weights)
     vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
-    sizes = _chunks(flat[1].shape[0], vocab, chunk)
+    sizes = chunks_of(flat[1].shape[0], vocab, chunk)
     unembed, tables = _with_tables(unembed, flat[0][: sizes[1]])
 
     def of_chunk(tables: list, hidden: Array, targets: Array, weights: Array) -> Array:
@@ -88,7 +95,7 @@ def cross_entropy(
         return jnp.sum(each * weights.astype(each.dtype))
 
     def of_all(tables, flat):
-        return _sum_over_chunks(lambda piece: (of_chunk(tables, *piece), None), flat, sizes)[0]
+        return sum_over_chunks(lambda piece: (of_chunk(tables, *piece), None), flat, sizes)[0]
 
     def forward(tables, flat):
         def with_gradients(piece):
@@ -96,7 +103,7 @@ def cross_entropy(
             of_tables, of_hidden = pull(vary(jnp.ones_like(total), varying_axes(total)))
             return (total, [widened(x) for x in of_tables]), of_hidden
 
-        (total, of_tables), of_hidden = _sum_over_chunks(with_gradients, flat, sizes)
+        (total, of_tables), of_hidden = sum_over_chunks(with_gradients, flat, sizes)
         return total, (of_tables, of_hidden)
 
     def backward(gradients, scale):
@@ -165,7 +172,7 @@ def evaluation_sums(
         sums = {"nats": nats, "correct": is_first.astype(logits.dtype)}
         return {name: jnp.sum(each * weights) for name, each in sums.items()} | {"count": jnp.sum(weights)}, None
 
-    return _sum_over_chunks(of_chunk, flat, _chunks(flat[1].shape[0], vocab, chunk))[0]
+    return sum_over_chunks(of_chunk, flat, chunks_of(flat[1].shape[0], vocab, chunk))[0]
 
 
 def nats_of_tokens(
@@ -180,7 +187,7 @@ def nats_of_tokens(
     flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
     of_chunk = lambda piece: ((), nats(widened(unembed(piece[0])), piece[1])[0])
-    return _sum_over_chunks(of_chunk, flat, _chunks(flat[1].shape[0], vocab, chunk))[1].reshape(targets.shape)
+    return sum_over_chunks(of_chunk, flat, chunks_of(flat[1].shape[0], vocab, chunk))[1].reshape(targets.shape)
 
 
 def _is_first(logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
@@ -206,47 +213,6 @@ def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
     if batch.documents is None:
         return Tokens(positions, segments, keys)
     return packed_in_order(positions, segments, keys, documents=batch.documents)
-
-
-def chunk_size(vocab: int) -> int:
-    """The default number of tokens whose logits exist at once: 1024, and more where `vocab` is below 4096.
-
-    With fewer than a thousand tokens, adding each chunk's gradient of the table costs more than the products.
-    """
-    return max(1024, 2**22 // vocab)
-
-
-def _chunks(num_tokens: int, vocab: int, chunk: int | None) -> tuple[int, int]:
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"cross_entropy(chunk={chunk}): a chunk holds at least one token; pass None for the default.")
-    number = -(-num_tokens // (chunk_size(vocab) if chunk is None else chunk))
-    return number, -(-num_tokens // number)
-
-
-def _sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int]) -> tuple:
-    """Sums the first result of `of_chunk` over chunks and concatenates the second, which has one entry a token.
-
-    `flat` holds the hidden states, targets and weights of all tokens; tokens that pad the last chunk have weight 0.
-    """
-    (number, size), num_tokens = sizes, flat[1].shape[0]
-    if number == 1:
-        return of_chunk(flat)
-    spare = number * size - num_tokens
-
-    def split(x: Array) -> Array:
-        padded = jnp.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1)) if spare else x
-        return padded.reshape(number, size, *x.shape[1:])
-
-    pieces = jax.tree.map(split, flat)
-    shapes = jax.eval_shape(lambda piece: of_chunk(piece)[0], jax.tree.map(lambda x: x[0], pieces))
-    start = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), shapes)
-
-    def body(sums, piece):
-        more, each = of_chunk(piece)
-        return jax.tree.map(jnp.add, sums, more), each
-
-    sums, each = jax.lax.scan(body, start, pieces)
-    return sums, jax.tree.map(lambda x: x.reshape(number * size, *x.shape[2:])[:num_tokens], each)
 
 
 def _with_tables(unembed: Callable, chunk: Array) -> tuple[Callable, list[Array]]:

@@ -1,18 +1,24 @@
 """Tables of tokens that are looked up part by part: the numbers of a whole table, which is nowhere."""
 
+import dataclasses
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from narrow_sums import narrow_sums
-from plan_models import model_of
+from plan_models import batch_of, FAMILIES, filled, model_of
 from plan_parity import Case, differences, of_one_device, of_plan
 from test_gathered_pieces import equations
 from test_narrow_sums import MEANT, MEANT_OF_NARROW, not_meant, program_of
 
+from eqformer import models, nn
 from eqformer.parallel import filter_shard_map, make_mesh, vary
-from eqformer.parallel.state import _table
+from eqformer.parallel.layouts._devices import Steps
+from eqformer.parallel.state import _leaves, _table
+from eqformer.planning import _traced as traced
 
 
 ROUNDING = 64 * float(np.finfo(np.float32).eps)
@@ -28,8 +34,8 @@ def looked_up(dim, parts, dtypes, table, ids, wanted):
         value = table if parameters != "float32" else None
 
         def look_up(place):
-            embedding = _table.TableInParts(jnp.zeros((1, EMBED)), place, value, None, dim, sent, parts, ())
-            return embedding(ids)
+            rows = -(-len(table) // parts)
+            return _table.SlicedTable(place, value, dim, sent, rows, Steps()).look_up(ids)
 
         x, pull = jax.vjp(look_up, place)
         return x, pull(wanted.astype(x.dtype))[0]
@@ -63,21 +69,62 @@ def test_vectors_and_gradients_are_those_of_the_whole_table(dim, parts, dtypes):
     assert not np.allclose(gradient, shifted, atol=1e-2)
 
 
-CASE = Case("llama", {"fsdp": 8}, {"zero": 3})
+CASES = Case("llama", {"fsdp": 8}, {"zero": 3}), Case("tied", {"fsdp": 4, "context": 2}, {"zero": 3, "microbatches": 2})
 
 
-def test_a_plan_whose_table_is_in_parts_has_one_devices_gradients(monkeypatch):
-    monkeypatch.setattr(_table, "PART", 256)
-    assert differences(of_plan(CASE), of_one_device(CASE), ROUNDING) == {}
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Parts so small that tables of tests have several, the last one not full."""
+    for name, size in (("PART", 1100), ("LOGITS", 0), ("TIED", 0)):
+        monkeypatch.setattr(_table, name, size)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_plan_whose_tables_are_in_parts_has_one_devices_gradients(case, small_parts):
+    assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
+
+
+def test_a_part_that_is_left_out_is_seen(small_parts, monkeypatch):
+    """The control: of the logits' parts the last is left out."""
+    parts = _table.SlicedTable.parts
+    monkeypatch.setattr(_table.SlicedTable, "parts", lambda table: jax.tree.map(lambda x: x[:-1], parts(table)))
+    assert "head.weight" in differences(of_plan(CASES[0]), of_one_device(CASES[0]), ROUNDING)
+
+
+@pytest.mark.parametrize("family", ["llama", "jaxformer"])  # with a head of its own, and without
 @pytest.mark.parametrize("parameters,meant", [("float32", MEANT), ("bfloat16", MEANT_OF_NARROW)])
-def test_nothing_is_as_large_as_the_table_and_sums_are_wide(parameters, meant, monkeypatch):
-    case = CASE._replace(dtypes=(parameters, "bfloat16"))
-    table = model_of(case.model).embedding.weight
-    for part, parts in ((table.size * 4, 1), (table.size * 4 // 3, 3)):
-        monkeypatch.setattr(_table, "PART", part)
-        program = program_of(case)
+def test_no_table_is_whole_and_sums_are_wide(family, parameters, meant, monkeypatch):
+    case = Case(family, {"fsdp": 8}, {"zero": 3})
+    config = dataclasses.replace(FAMILIES[family], vocab=56)  # of which nothing else has as many
+    build = lambda: nn.Precision(parameters, "bfloat16").apply(models.build(config, key=jax.random.key(0)))
+    model = filled(build)
+    table = model.embedding.weight
+    for size, is_whole in ((table.size * 4, True), (table.size * 4 // 3, False)):
+        for name, least in (("PART", size), ("LOGITS", size), ("TIED", size)):
+            monkeypatch.setattr(_table, name, least)
+        program = program_of(case, model, batch_of(model))
         assert not_meant(narrow_sums(program), meant) == []
-        added = [one.outvars[0].aval for one in equations(program.jaxpr) if one.primitive.name == "scatter-add"]
-        assert max(one.size for one in added if one.ndim == 2) * parts == table.size
+        # Without what nothing asks for: the whole table, of which a loss does not.
+        per_device = traced.needed(traced.per_device(program.jaxpr)[0])
+        made = {
+            one.shape
+            for equation in equations(per_device)
+            for one in (each.aval for each in equation.outvars)
+            if hasattr(one, "shape")
+        }
+        assert (table.shape in made) == is_whole
+
+
+def test_tables_cross_in_the_compute_dtype_where_nothing_is_computed_before_they_are_cast():
+    """Vectors of tokens that are scaled first, positions and biases cross as they are, like a router."""
+    for name, narrow in (
+        ("llama", {"embedding.weight", "head.weight"}),
+        ("gpt2", {"embedding.weight"}),
+        ("mixture", {"head.weight"}),
+    ):
+        model = model_of(name, dtypes=("float32", "bfloat16"))
+        plan = Case(name, {"fsdp": 2}, {"zero": 3, "smallest": 1}).plan
+        outside = eqx.tree_at(lambda m: m.stacks, plan.leaves(model), ())
+        leaves = jax.tree_util.tree_leaves_with_path(outside, is_leaf=lambda node: isinstance(node, _leaves.Leaf))
+        found = {nn.path_name(path) for path, leaf in leaves if leaf.sent == "bfloat16"}
+        assert found == narrow and all(leaf.dtype in ("float32", "") for _, leaf in leaves)

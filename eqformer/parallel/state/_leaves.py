@@ -23,7 +23,7 @@ class Leaf:
     state_spec: PartitionSpec | None
     partial: tuple[str, ...]
     dtype: str  # in which it is used
-    sent: str = ""  # in which it is gathered: `dtype`, or for tables of the vocabulary the narrower one of products
+    sent: str = ""  # in which it is gathered: `dtype`, or of tables of the vocabulary the narrower one of products
 
     @property
     def fsdp_dim(self) -> int | None:
@@ -46,7 +46,7 @@ def leaves_of(
     structure = jax.tree.structure(model)
     marks = structure.flatten_up_to(_in_slices(model, stream))
     matrices = structure.flatten_up_to(nn.matrices(model))
-    routers = structure.flatten_up_to(_in_routers(model))
+    wide = structure.flatten_up_to(_in_what_is_wide(model))
 
     def leaf(
         x: PyTree,
@@ -54,30 +54,38 @@ def leaves_of(
         state_spec: PartitionSpec | None,
         in_slices: bool,
         matrix: nn.Matrix | None,
-        in_router: bool,
-        names: str,
+        is_wide: bool,
     ) -> Leaf:
         if spec is None:
             return Leaf(None, None, (), "")
         state_spec = state_spec if nn.is_trainable(x) else spec  # a number that is not trained has no state
         over = axes + (TENSOR,) * in_slices
-        is_cast = matrix is not None and not matrix.table and not in_router  # routers are computed in float32
-        dtype = model.compute_dtype if is_cast else str(x.dtype)
-        sent = model.compute_dtype if _narrows(model.compute_dtype, dtype) and "vocab" in names.split() else dtype
+        is_cast = matrix is not None and not is_wide
+        dtype = model.compute_dtype if is_cast and not matrix.table else str(x.dtype)
+        sent = narrower(model.compute_dtype, dtype) if is_cast else dtype
         return Leaf(spec, state_spec, tuple(axis for axis in over if axis not in axes_of(spec)), dtype, sent)
 
-    columns = jax.tree.leaves(model), *map(structure.flatten_up_to, (specs, state_specs)), marks, matrices, routers
-    names = jax.tree.leaves(nn.dims(model))
-    return jax.tree.unflatten(structure, [leaf(*row) for row in zip(*columns, names, strict=True)])
+    columns = jax.tree.leaves(model), *map(structure.flatten_up_to, (specs, state_specs)), marks, matrices, wide
+    return jax.tree.unflatten(structure, [leaf(*row) for row in zip(*columns, strict=True)])
 
 
-def _narrows(compute: str, dtype: str) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(compute).itemsize < jnp.dtype(dtype).itemsize
+def narrower(compute: str, dtype: str) -> str:
+    """The compute dtype where that has fewer bytes than a parameter's."""
+    is_narrower = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(compute).itemsize < jnp.dtype(dtype).itemsize
+    return compute if is_narrower else dtype
 
 
-def _in_routers(model: nn.Transformer) -> PyTree:
-    is_router = lambda node: isinstance(node, nn.Router)
-    return jax.tree.map(lambda node: _everywhere(node, is_router(node)), model, is_leaf=is_router)
+def _in_what_is_wide(model: nn.Transformer) -> PyTree:
+    """Whether an array is used before anything is cast to the compute dtype, so that it must cross as it is.
+
+    Routers are computed in float32, vectors of positions are added and those of tokens scaled before they are cast.
+    """
+
+    def is_wide(node: object) -> bool:
+        is_scaled = isinstance(node, nn.Embedding) and node.scale is not None
+        return is_scaled or isinstance(node, nn.Router | nn.LearnedPositions | eqx.nn.Embedding)
+
+    return jax.tree.map(lambda node: _everywhere(node, is_wide(node)), model, is_leaf=is_wide)
 
 
 def _in_slices(model: nn.Transformer, stream: Stream | None) -> PyTree:

@@ -1,57 +1,138 @@
-"""Looking up vectors in a table that `fsdp` splits, part by part: neither it nor its gradient is ever whole."""
+"""Tables of the vocabulary that `fsdp` splits, part by part: neither they nor their gradients are ever whole."""
 
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
 from .. import _send as send
 from .._axes import FSDP
 from .._vary import vary_like
 from ..layouts._devices import Steps
+from ._leaves import narrower
+from ._stand_ins import gather, is_narrow
 
 
-PART = 2**27  # bytes of a part's float32 gradient; smaller tables are gathered whole
+PART = 2**27  # bytes of a part's float32 gradient
+# Bytes of a whole table's float32 gradient up to which it gives logits whole: in parts these take one product more. And
+# of one table for ids and logits, which in parts is gathered and scattered for either.
+LOGITS, TIED = 2**30, 2**32
 
 
-class TableInParts(nn.Module):
-    """An embedding of which this device holds a slice, `table`, along `dim`; `weight`, if anybody reads it, is whole.
+class SlicedTable(nn.Module):
+    """A table of which this device holds a slice along `dim`; a part of it is so many `rows` of every device's slice.
 
-    `table` may be a stand-in for `value`. Vectors are sent in the dtype `sent`, and their gradients are summed over
-    tokens and devices in float32 at least, in as many `parts` of the table's rows.
+    `slice` may be a stand-in for `value`. Parts are sent in the dtype `sent`, and their gradients are summed over
+    tokens and devices in float32 at least.
     """
 
-    weight: Float[Array, "vocab embed"]
-    table: Float[Array, "some_vocab some_embed"]
+    slice: Float[Array, "some_vocab some_embed"]
     value: Float[Array, "some_vocab some_embed"] | None
-    scale: float | None = eqx.field(static=True)
     dim: int = eqx.field(static=True)
     sent: str = eqx.field(static=True)
-    parts: int = eqx.field(static=True)
+    rows: int = eqx.field(static=True)
     steps: Steps = eqx.field(static=True)
 
+    def look_up(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
+        """One vector for each id; NaN for an id outside the table."""
+        value = None if self.value is None else vary_like(self.value, self.slice)
+        rest = (self.dim, self.sent, self.rows, self.steps)
+        return _look_up(rest, value, self.slice, ids)
+
+    def parts(self) -> tuple[PyTree, PyTree]:
+        """What has gradients and what has none of each part, as `whole_part` takes it, with a dim of parts in front."""
+        cut = lambda x: None if x is None else _cut(x, self.rows)
+        pieces = cut(self.slice)
+        return pieces, (jnp.arange(len(pieces)), cut(self.value))
+
+    def whole_part(self, piece: Array, rest: tuple[Array, Array | None]) -> tuple[Array, Int[Array, "part"]]:
+        """The rows of a part, in float32 at least, and the id of each, -1 for those that fill the last part up."""
+        number, value = rest
+        wide = str(nn.at_least_float32(piece.dtype))
+        whole = gather(piece, self.dim, self.sent, value, self.steps, wide)
+        place = jnp.arange(len(whole))
+        own, device, within = len(self.slice), place // self.rows, number * self.rows + place % self.rows
+        return whole, jnp.where(within < own, device * own + within, -1)
+
+
+class EmbeddingInParts(nn.Module):
+    """An embedding that looks vectors up in a table in parts; its `weight`, which no lookup reads, is whole."""
+
+    weight: Float[Array, "vocab embed"]
+    table: SlicedTable
+    scale: float | None = eqx.field(static=True)
+
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
-        """Look up one vector a token; NaN for an id outside the table."""
-        value = None if self.value is None else vary_like(self.value, self.table)
-        x = _look_up(self.dim, self.sent, self.parts, self.steps, value, self.table, ids)
+        """Look up one vector a token."""
+        x = self.table.look_up(ids)
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
 
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """Logits by the whole table."""
+        return nn.unembed(x, self.weight)
 
-def parts_of(table: Shaped[Array, "vocab embed"] | jax.ShapeDtypeStruct) -> int:
-    """Into how many parts a whole table, or its shape, is taken."""
-    return math.ceil(table.size * 4 / PART)
+
+class TiedInParts(nn.InParts):
+    """An embedding, `inner`, whose table gives logits in parts."""
+
+    inner: nn.Embedding | EmbeddingInParts
+    table: SlicedTable
+
+    @property
+    def weight(self) -> Float[Array, "vocab embed"]:
+        """The whole table."""
+        return self.inner.weight
+
+    def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
+        """Look up one vector a token."""
+        return self.inner(ids)
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """Logits by the whole table."""
+        return self.inner.unembed(x)
+
+    def parts(self) -> tuple[PyTree, PyTree]:
+        """Those of the table."""
+        return self.table.parts()
+
+    def of_part(self, moving: PyTree, rest: PyTree) -> tuple[nn.Module, Int[Array, "part"]]:
+        """The embedding with the rows of a part."""
+        return _with_rows(self.inner, *self.table.whole_part(moving, rest))
 
 
-def _look_up_plainly(
-    dim: int, sent: str, parts: int, steps: Steps, value: Array | None, table: Array, ids: Array
-) -> Array:
+class HeadInParts(nn.InParts, nn.MapAround):
+    """A head, `inner`, that gives logits in parts."""
+
+    inner: nn.Linear
+    table: SlicedTable
+
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+        """Logits by the whole table."""
+        return self.inner.product(x, dtype)
+
+    def parts(self) -> tuple[PyTree, PyTree]:
+        """Those of the table."""
+        return self.table.parts()
+
+    def of_part(self, moving: PyTree, rest: PyTree) -> tuple[nn.Module, Int[Array, "part"]]:
+        """The head with the rows of a part."""
+        return _with_rows(self.inner, *self.table.whole_part(moving, rest))
+
+
+def _with_rows(inner: PyTree, rows: Array, ids: Array) -> tuple[nn.Module, Array]:
+    return eqx.tree_at(lambda m: m.weight, inner, rows), ids
+
+
+def _look_up_plainly(rest: tuple, value: Array | None, table: Array, ids: Array) -> Array:
+    dim, sent, rows, steps = rest
     held = table if value is None else value
-    rows, (part_of, row_of) = _rows(held, parts), _places(held, dim, parts, ids)
-    spare = parts * rows - len(held)
-    pieces = (jnp.pad(held, [(0, spare), (0, 0)]) if spare else held).reshape(parts, rows, -1)
+    part_of, row_of = _places(held, dim, rows, ids)
     width = held.shape[1] * (jax.lax.axis_size(FSDP) if dim == 1 else 1)
 
     def add(x: Array, given: tuple[Array, Array]) -> tuple[Array, None]:
@@ -62,14 +143,14 @@ def _look_up_plainly(
         return jnp.where(is_there[..., None], found, x), None
 
     nothing = vary_like(jnp.full((*ids.shape, width), jnp.nan, held.dtype), held, ids)
-    return jax.lax.scan(add, nothing, (jnp.arange(parts), pieces))[0]
+    pieces = _cut(held, rows)
+    return jax.lax.scan(add, nothing, (jnp.arange(len(pieces)), pieces))[0]
 
 
-def _look_up_backward(
-    dim: int, sent: str, parts: int, steps: Steps, saved: tuple[Array, Array], gradient: Array
-) -> tuple[None, Array, None]:
+def _look_up_backward(rest: tuple, saved: tuple[Array, Array], gradient: Array) -> tuple[None, Array, None]:
+    dim, _, rows, steps = rest
     table, ids = saved
-    rows, (part_of, row_of) = _rows(table, parts), _places(table, dim, parts, ids)
+    part_of, row_of = _places(table, dim, rows, ids)
     count = rows * (jax.lax.axis_size(FSDP) if dim == 0 else 1)
     wide = gradient.astype(nn.at_least_float32(gradient.dtype))
 
@@ -79,22 +160,74 @@ def _look_up_backward(
         whole = zeros.at[row].add(wide, mode="drop")
         return send.psum_scatter("gradients over fsdp", whole, FSDP, dim, steps=steps.scatter)
 
-    found = jax.lax.map(of_part, jnp.arange(parts))
-    return None, found.reshape(parts * rows, -1)[: len(table)].astype(table.dtype), None
+    found = jax.lax.map(of_part, jnp.arange(-(-len(table) // rows)))
+    return None, found.reshape(-1, found.shape[-1])[: len(table)].astype(table.dtype), None
 
 
-_look_up = jax.custom_vjp(_look_up_plainly, nondiff_argnums=(0, 1, 2, 3))
+_look_up = jax.custom_vjp(_look_up_plainly, nondiff_argnums=(0,))
 _look_up.defvjp(lambda *given: (_look_up_plainly(*given), given[-2:]), _look_up_backward)
 
 
-def _rows(held: Array, parts: int) -> int:
-    """The rows of this device's slice in a part; of the last one some may be missing."""
-    return -(-len(held) // parts)
+def _cut(held: Array, rows: int) -> Float[Array, "parts rows some_embed"]:
+    """A device's slice in pieces of so many rows; the last is filled up with zeros."""
+    spare = -len(held) % rows
+    return (jnp.pad(held, [(0, spare), (0, 0)]) if spare else held).reshape(-1, rows, held.shape[1])
 
 
-def _places(held: Array, dim: int, parts: int, ids: Array) -> tuple[Array, Array]:
+def _places(held: Array, dim: int, rows: int, ids: Array) -> tuple[Array, Array]:
     """In which part each id's row is, -1 for an id outside the table, and where in the gathered part."""
-    own, rows = len(held), _rows(held, parts)
+    own = len(held)
     device, within = ids // own, ids % own  # where devices hold slices of features, each has all rows
     is_there = (ids >= 0) & (device < (jax.lax.axis_size(FSDP) if dim == 0 else 1))
     return jnp.where(is_there, within // rows, -1), device * rows + within % rows
+
+
+class InParts(NamedTuple):
+    """Which uses of a model's tables are in parts."""
+
+    ids: bool
+    logits: bool
+
+
+def in_parts(model: nn.Transformer) -> InParts:
+    """What a large model, or one of shapes, does in parts where `fsdp` splits its tables."""
+    size, head = model.embedding.weight.size * 4, model.head
+    if head is None:
+        return InParts(size > TIED, size > TIED)
+    is_plain = type(head) is nn.Linear and head.bias is None
+    return InParts(size > PART, is_plain and head.weight.size * 4 > LOGITS)
+
+
+def with_tables_in_parts(
+    model: nn.Transformer,
+    whole: nn.Transformer,
+    parameters: PyTree,
+    leaves: PyTree,
+    shapes: nn.Transformer,
+    steps: Steps,
+) -> nn.Transformer:
+    """A model whose arrays are gathered, with its large tables of the vocabulary in parts where `fsdp` splits them.
+
+    Args:
+        model: The model with gathered arrays.
+        whole: It with this device's slices.
+        parameters: What is differentiated, slices or their stand-ins.
+        leaves: What the plan decides of each array.
+        shapes: Those of the whole model.
+        steps: In which parts are gathered and scattered (`Plan.torus_steps`).
+    """
+
+    def sliced(of: Callable[[PyTree], Any], sent: str) -> SlicedTable:
+        value = of(whole)
+        rows = math.ceil(len(value) / math.ceil(of(shapes).size * 4 / PART))
+        return SlicedTable(of(parameters), value if is_narrow(value) else None, of(leaves).fsdp_dim, sent, rows, steps)
+
+    of_ids, of_head, is_in = lambda m: m.embedding.weight, lambda m: m.head.weight, in_parts(shapes)
+    embedding, head = model.embedding, model.head
+    if is_in.ids and of_ids(leaves).fsdp_dim is not None:
+        embedding = EmbeddingInParts(embedding.weight, sliced(of_ids, of_ids(leaves).sent), embedding.scale)
+        if is_in.logits and head is None:
+            embedding = TiedInParts(embedding, sliced(of_ids, narrower(model.compute_dtype, of_ids(leaves).dtype)))
+    if is_in.logits and head is not None and of_head(leaves).fsdp_dim is not None:
+        head = HeadInParts(head, sliced(of_head, of_head(leaves).sent))
+    return eqx.tree_at(lambda m: (m.embedding, m.head), model, (embedding, head), is_leaf=lambda node: node is None)

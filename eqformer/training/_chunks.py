@@ -1,0 +1,51 @@
+"""Chunks of tokens, whose logits exist one chunk after another."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ..parallel import vary, varying_axes
+
+
+def chunk_size(vocab: int) -> int:
+    """The default number of tokens whose logits exist at once: 1024, and more where `vocab` is below 4096.
+
+    With fewer than a thousand tokens, adding each chunk's gradient of the table costs more than the products.
+    """
+    return max(1024, 2**22 // vocab)
+
+
+def chunks_of(num_tokens: int, vocab: int, chunk: int | None) -> tuple[int, int]:
+    """How many chunks there are, and the tokens of each, of which the last may have fewer."""
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"cross_entropy(chunk={chunk}): a chunk holds at least one token; pass None for the default.")
+    number = -(-num_tokens // (chunk_size(vocab) if chunk is None else chunk))
+    return number, -(-num_tokens // number)
+
+
+def sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int]) -> tuple:
+    """Sums the first result of `of_chunk` over chunks and concatenates the second, which has one entry a token.
+
+    `flat` holds the hidden states, targets and weights of all tokens; those that pad the last chunk are zeros.
+    """
+    (number, size), num_tokens = sizes, flat[1].shape[0]
+    if number == 1:
+        return of_chunk(flat)
+    spare = number * size - num_tokens
+
+    def split(x: Array) -> Array:
+        padded = jnp.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1)) if spare else x
+        return padded.reshape(number, size, *x.shape[1:])
+
+    pieces = jax.tree.map(split, flat)
+    shapes = jax.eval_shape(lambda piece: of_chunk(piece)[0], jax.tree.map(lambda x: x[0], pieces))
+    start = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), shapes)
+
+    def body(sums, piece):
+        more, each = of_chunk(piece)
+        return jax.tree.map(jnp.add, sums, more), each
+
+    sums, each = jax.lax.scan(body, start, pieces)
+    return sums, jax.tree.map(lambda x: x.reshape(number * size, *x.shape[2:])[:num_tokens], each)

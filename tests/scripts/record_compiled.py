@@ -1,0 +1,83 @@
+"""Record what compilers make of the steps in compiled.json: `python tests/scripts/record_compiled.py [NAME ...]`.
+
+Each is compiled as plan.py compiles it, where the compiler for its accelerator is installed; the others stay as they
+are. Programs that were compiled before are not compiled again. Then the table of docs/accelerators.md is printed.
+"""
+
+import json
+import pathlib
+import sys
+
+
+HERE = pathlib.Path(__file__).parent
+RECORD = HERE / "compiled.json"
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(HERE.parents[1] / "scripts")]
+    from support import environment
+
+    environment.prepare(["--simulate", "1"])
+    environment.prepare_compilers()
+
+import layout
+import plan
+from support.command import parse
+from support.mesh import abstract_plan, state_of
+from support.not_here import compilation_of, missing_compiler
+from support.setup import batch_shapes, optimizer_of, shapes_of
+
+from eqformer import planning
+
+
+def compiled(row: dict) -> dict:
+    """The row with the figures of its program."""
+    topology, recipe = planning.topology(row["topology"]), parse(layout.Command, row["flags"].split()).run
+    if missing_compiler(topology) is not None:
+        return row
+    made = compilation_of(*plan.lowered(plan.training(recipe, shapes_of(recipe), topology), recipe, topology))
+    program = made.program
+    assert program is not None and not program.unread, made
+    sent = planning.counted_bytes(abstract_plan(recipe), program.transfers)
+    figures = {"allocated": program.argument + program.temporary, "sent": sum(sent.values())}
+    return row | {"held": program.peak if row["topology"].startswith(("v", "tpu")) else figures["allocated"]} | figures
+
+
+def formulas(row: dict) -> planning.Forecast:
+    """The same by formulas."""
+    recipe = parse(layout.Command, row["flags"].split()).run
+    model = shapes_of(recipe)
+    states = state_of(recipe, abstract_plan(recipe), optimizer_of(recipe, model), model)
+    return planning.forecast(states, model, batch_shapes(recipe), planning.topology(row["topology"]))
+
+
+def told(row: dict) -> str:
+    """A row of the table in the docs."""
+    words = row["flags"].split()
+    given = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    sizes = [(axis.removeprefix("mesh."), size) for axis, size in given.items() if axis.startswith("mesh.")]
+    choices = [
+        " x ".join(f"{axis} {size}" for axis, size in sizes),
+        f"remat {given.get('execution.remat', 'products')}",
+    ]
+    choices += [f"zero {given['zero']}"] * (given.get("zero", "3") != "3") + ["LoRA"] * ("lora.rank" in given)
+    choices += [given["residual"]] * ("residual" in given)
+    step = f"{given['recipe']}, {given['model.layers']} layers, {given['batch']} x {given['seq']}; {', '.join(choices)}"
+    found = formulas(row)
+    sent = sum(size for *_, size in found.sent)
+    figures = [f"{row['held'] / 1e9:.2f}", f"{found.total / row['held'] - 1:+.1%}"]
+    figures += [f"{row['sent'] / 1e9:.2f}", f"{sent / row['sent'] - 1:+.1%}"]
+    return f"| {step} | {row['topology']} | {' | '.join(figures).replace('%', ' %')} |"
+
+
+def main(names: list[str]) -> None:
+    """Record, and print the table."""
+    rows = json.loads(RECORD.read_text())
+    for number, row in enumerate(rows):
+        if not names or row["name"] in names:
+            rows[number] = compiled(row)
+            RECORD.write_text(json.dumps(rows, indent=1) + "\n")
+    print("\n".join(told(row) for row in rows if not names or row["name"] in names))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
