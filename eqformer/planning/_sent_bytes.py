@@ -236,8 +236,8 @@ def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float
     return pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_width(model))
 
 
-def _arrays(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[tuple[Any, Any, int, int, bool, bool]]:
-    """Each array with the plan's `Leaf`, numbers on a device, bytes of one, if it is a layer's, and if it is trained."""
+def _arrays(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[tuple]:
+    """Each array, the plan's `Leaf`, numbers on a device, bytes of one, if it is a layer's, and if it is trained."""
     leaves = plan.leaves(model)
     specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
     of_layers = {id(leaf) for leaf in jax.tree.leaves(leaves.stacks)}

@@ -57,7 +57,7 @@ def nats_in_parts(
         return forward(moving, hidden)[0]
 
     def forward(moving: PyTree, hidden: Array) -> tuple[tuple[Array, Array], tuple]:
-        normalisers, found = jax.lax.map(lambda part: of_part(*part, hidden), (moving, rest))
+        normalisers, found = jax.lax.map(lambda part: of_part(part[0], part[1], hidden), (moving, rest))
         total = jax.nn.logsumexp(normalisers, axis=0)
         return (total - jnp.sum(found, axis=0), total), (moving, hidden, normalisers - total)
 

@@ -84,6 +84,7 @@ def test_a_plan_whose_tables_are_in_parts_has_one_devices_gradients(case, small_
     assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
 
 
+@pytest.mark.grid
 def test_a_part_that_is_left_out_is_seen(small_parts, monkeypatch):
     """The control: of the logits' parts the last is left out."""
     parts = _table.SlicedTable.parts
@@ -91,8 +92,15 @@ def test_a_part_that_is_left_out_is_seen(small_parts, monkeypatch):
     assert "head.weight" in differences(of_plan(CASES[0]), of_one_device(CASES[0]), ROUNDING)
 
 
-@pytest.mark.parametrize("family", ["llama", "jaxformer"])  # with a head of its own, and without
-@pytest.mark.parametrize("parameters,meant", [("float32", MEANT), ("bfloat16", MEANT_OF_NARROW)])
+@pytest.mark.parametrize(
+    "family,parameters,meant",
+    [  # with a head of its own, and without
+        ("llama", "float32", MEANT),
+        ("jaxformer", "bfloat16", MEANT_OF_NARROW),
+        pytest.param("llama", "bfloat16", MEANT_OF_NARROW, marks=pytest.mark.grid),
+        pytest.param("jaxformer", "float32", MEANT, marks=pytest.mark.grid),
+    ],
+)
 def test_no_table_is_whole_and_sums_are_wide(family, parameters, meant, monkeypatch):
     case = Case(family, {"fsdp": 8}, {"zero": 3})
     config = dataclasses.replace(FAMILIES[family], vocab=56)  # of which nothing else has as many

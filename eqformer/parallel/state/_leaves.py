@@ -60,9 +60,10 @@ def leaves_of(
             return Leaf(None, None, (), "")
         state_spec = state_spec if nn.is_trainable(x) else spec  # a number that is not trained has no state
         over = axes + (TENSOR,) * in_slices
-        is_cast = matrix is not None and not is_wide
-        dtype = model.compute_dtype if is_cast and not matrix.table else str(x.dtype)
-        sent = narrower(model.compute_dtype, dtype) if is_cast else dtype
+        dtype = sent = str(x.dtype)
+        if matrix is not None and not is_wide:
+            sent = narrower(model.compute_dtype, dtype) if matrix.table else model.compute_dtype
+            dtype = dtype if matrix.table else sent
         return Leaf(spec, state_spec, tuple(axis for axis in over if axis not in axes_of(spec)), dtype, sent)
 
     columns = jax.tree.leaves(model), *map(structure.flatten_up_to, (specs, state_specs)), marks, matrices, wide

@@ -47,9 +47,9 @@ class SlicedTable(nn.Module):
 
     def parts(self) -> tuple[PyTree, PyTree]:
         """What has gradients and what has none of each part, as `whole_part` takes it, with a dim of parts in front."""
-        cut = lambda x: None if x is None else _cut(x, self.rows)
-        pieces = cut(self.slice)
-        return pieces, (jnp.arange(len(pieces)), cut(self.value))
+        pieces = _cut(self.slice, self.rows)
+        values = None if self.value is None else _cut(self.value, self.rows)
+        return pieces, (jnp.arange(len(pieces)), values)
 
     def whole_part(self, piece: Array, rest: tuple[Array, Array | None]) -> tuple[Array, Int[Array, "part"]]:
         """The rows of a part, in float32 at least, and the id of each, -1 for those that fill the last part up."""
@@ -194,8 +194,8 @@ def in_parts(model: nn.Transformer) -> InParts:
     size, head = model.embedding.weight.size * 4, model.head
     if head is None:
         return InParts(size > TIED, size > TIED)
-    is_plain = type(head) is nn.Linear and head.bias is None
-    return InParts(size > PART, is_plain and head.weight.size * 4 > LOGITS)
+    is_large = isinstance(head, nn.Linear) and head.bias is None and head.weight.size * 4 > LOGITS
+    return InParts(size > PART, is_large)
 
 
 def with_tables_in_parts(
@@ -228,6 +228,6 @@ def with_tables_in_parts(
         embedding = EmbeddingInParts(embedding.weight, sliced(of_ids, of_ids(leaves).sent), embedding.scale)
         if is_in.logits and head is None:
             embedding = TiedInParts(embedding, sliced(of_ids, narrower(model.compute_dtype, of_ids(leaves).dtype)))
-    if is_in.logits and head is not None and of_head(leaves).fsdp_dim is not None:
+    if is_in.logits and isinstance(head, nn.Linear) and of_head(leaves).fsdp_dim is not None:
         head = HeadInParts(head, sliced(of_head, of_head(leaves).sent))
     return eqx.tree_at(lambda m: (m.embedding, m.head), model, (embedding, head), is_leaf=lambda node: node is None)
