@@ -65,6 +65,7 @@ from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import GatedMLP as GatedMLP, MLP as MLP
 from ._module import Module as Module
 from ._norm import LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
+from ._pallas import compilers as compilers
 from ._precision import cast as cast, Precision as Precision
 from ._run_with import run_with as run_with
 from ._stack import REMAT as REMAT, Stack as Stack
