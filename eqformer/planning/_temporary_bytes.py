@@ -1,7 +1,6 @@
 """The bytes of a step's temporaries when they are most, by walking through its traced program as compilers run it."""
 
-import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,8 +9,9 @@ from jaxtyping import PyTree
 
 from .. import nn, training
 from .._shapes import Batch
+from ._temporary_cuda import beside_loops, born_early, copied_bytes, gradients_last, last_in_flight
 from ._traced import carry_of, Line, Lines, needed, per_device
-from ._traced_uses import IN_PLACE, Uses, VIEWS, WRITTEN
+from ._traced_uses import IN_PLACE, Uses, WRITTEN
 
 
 GATHERED, GRADIENTS, KEPT, WORK = "gathered parameters", "gradients", "kept for the backward pass", "worked on"
@@ -25,8 +25,10 @@ def temporary_bytes(
     The loss and its gradients are traced for one device, and the trace is walked through as XLA's compilers for
     `platform` (`tpu` or `cuda`) schedule it: elementwise results that only elementwise operations and sums read are
     never written, sums and updates take the place of what nothing reads any more, a product that is only added is added
-    in place, and zeros of one shape are made together, with those that gradients of layers are added to. On GPUs arrays
-    that are gathered along another dim than their first are held once more, and a layer's gather is one layer early.
+    in place, and what a branch's results are written over is in their place. On TPUs a cast that is cast back is not
+    made. On GPUs what gradients of layers are added to is made with the first zeros, arrays that are gathered along
+    another dim than their first are held once more, and what is sent runs beside other lines: parameters are gathered a
+    turn early, and gradients, made at the end of a turn, are scattered beside the next one.
     """
     plan, trained = states.plan, states.optimizer.trained
     gradients = training.planned_gradients(plan)(training.next_token_loss, trained)
@@ -44,8 +46,7 @@ def temporary_bytes(
         for cause, size in most.there:
             held[cause] = held.get(cause, 0) + size
         if platform == "cuda":
-            copies, gathered = _gathers(jaxpr)
-            held[GATHERED] = held.get(GATHERED, 0) + copies + gathered
+            held[GATHERED] = held.get(GATHERED, 0) + copied_bytes(jaxpr)
         found.append(held)
     return max(found, key=lambda held: sum(held.values()))
 
@@ -57,23 +58,41 @@ class Most(NamedTuple):
     there: list[tuple[str, int]]
 
 
-def peak(jaxpr: Any, platform: str, carried: tuple[int, int] | None = None, is_branch: bool = False) -> Most:
-    """What a program makes when it is most, of a branch without its results, which are the conditional's.
+def peak(
+    jaxpr: Any,
+    platform: str,
+    carried: tuple[int, int] | None = None,
+    is_branch: bool = False,
+    narrow_given: Collection[int] = (),
+) -> Most:
+    """What a program makes when it is most.
 
-    Of a loop's body, `carried` says where its carry begins and how long it is.
+    Args:
+        jaxpr: The program.
+        platform: For which it is compiled.
+        carried: Of a loop's body, where its carry begins and how long it is.
+        is_branch: Whether its results are a conditional's.
+        narrow_given: The places of what it is given that is narrower in truth than its type, as it casts it back.
     """
     program = Lines(jaxpr)
+    if platform == "cuda" and carried is not None:
+        program.lines = gradients_last(program)
     uses = Uses(program)
-    places, early = _born_early(uses) if platform == "cuda" else (set(), {})
+    back = _cast_back(uses) if platform == "tpu" else {}
+    uses = Uses(program, back) if back else uses
+    places, early = born_early(uses, _added_in_place(uses)) if platform == "cuda" else (set(), {})
+    last = last_in_flight(uses, carried is not None) if platform == "cuda" else uses.last
+    beside = beside_loops(program) if platform == "cuda" else [0] * len(program.lines)
     narrow = _cast_before_sent(uses, carried) if platform == "tpu" else {}
     size_of = lambda value: narrow.get(value, program.size(value))
     unwritten = {*uses.views, *uses.fused, *_added_in_place(uses), *_carried_in_place(uses, carried)}
-    unwritten |= uses.results if is_branch else set()
+    unwritten |= {line.writes[0] for line in program.lines if _casts(line, {program.given[n] for n in narrow_given})}
+    unwritten |= _in_results(uses) if is_branch else set()
     alive: dict[int, int] = {}
     most, there, size = 0, [], 0
     for place, line in enumerate(program.lines):
-        inner = _inner(line, uses, platform)
-        dying = {one for one in map(uses.root, line.reads) if one in alive and uses.last(one) == place}
+        inner = _inner(line, uses, platform, back)
+        dying = {one for one in map(uses.root, line.reads) if one in alive and last(one) == place}
         for number, value in enumerate(line.writes):
             if value in unwritten or value in places:
                 continue
@@ -86,18 +105,20 @@ def peak(jaxpr: Any, platform: str, carried: tuple[int, int] | None = None, is_b
             if value not in unwritten and value not in alive:
                 alive[value] = program.size(value)
                 size += alive[value]
-        if size + inner.size > most:
-            most = size + inner.size
+        if size + inner.size + beside[place] > most:
+            most = size + inner.size + beside[place]
             there = [(_cause(uses, value), own) for value, own in alive.items()] + inner.there
-        for value in [one for one in alive if uses.last(one) <= place]:
+            there.append((GATHERED, beside[place]))
+        for value in [one for one in alive if last(one) <= place]:
             size -= alive.pop(value)
     return Most(most, there)
 
 
-def _inner(line: Line, uses: Uses, platform: str) -> Most:
+def _inner(line: Line, uses: Uses, platform: str, back: Collection[int]) -> Most:
     """What loops and branches make inside."""
     if line.name == "scan":
-        return peak(line.params["jaxpr"].jaxpr, platform, carry_of(line))
+        narrow = [number for number, value in enumerate(line.reads[: carry_of(line)[0]]) if value in back]
+        return peak(line.params["jaxpr"].jaxpr, platform, carry_of(line), narrow_given=narrow)
     if line.name == "while":
         return peak(line.params["body_jaxpr"].jaxpr, platform)
     if line.name == "cond":
@@ -128,6 +149,20 @@ def _overwritten(line: Line, number: int, program: Lines, uses: Uses, dying: set
         return None
     size = program.size(line.writes[number])
     return next((one for one in dying if program.size(one) == size), None)
+
+
+def _in_results(uses: Uses) -> set[int]:
+    """A branch's results, and what they are written over: all are in the places of the conditional's results."""
+    found: set[int] = set()
+    for value in uses.results:
+        while value in uses.made and value not in found:
+            found.add(value)
+            place = uses.made[value]
+            line = uses.lines[place]
+            dying = {one for one in map(uses.root, line.reads) if one in uses.made and uses.last(one) == place}
+            given = _overwritten(line, line.writes.index(value), uses.program, uses, dying - found)
+            value = -1 if given is None else given
+    return found
 
 
 def _carried_in_place(uses: Uses, carried: tuple[int, int] | None) -> set[int]:
@@ -193,26 +228,25 @@ def _cast_width(line: Line, value: int, uses: Uses) -> int:
     return max((inner.avals[one.writes[0]].dtype.itemsize for one in casts), default=0)
 
 
+def _cast_back(uses: Uses) -> dict[int, int]:
+    """Casts to more bytes, and what they are of, that are cast back wherever they are read: they are not made."""
+    found: dict[int, int] = {}
+    for line in uses.lines:
+        if line.name == "convert_element_type" and (source := line.reads[0]) is not None:
+            value, width = line.writes[0], uses.program.avals[source].dtype.itemsize
+            places = uses.readers.get(value, [])
+            is_back = all(_cast_width(uses.lines[place], value, uses) == width for place in places)
+            if places and is_back and width < uses.program.avals[value].dtype.itemsize:
+                found[value] = source
+    return found
+
+
+def _casts(line: Line, given: Collection[int]) -> bool:
+    return line.name == "convert_element_type" and line.reads[0] in given
+
+
 def _all_casts(lines: list[Line]) -> bool:
     return all(line.name == "convert_element_type" for line in lines)
-
-
-def _born_early(uses: Uses) -> tuple[set[int], dict[int, list[int]]]:
-    """Zeros of a shape are made with the first of it, and with the first zeros what layers' gradients are added to."""
-    first: dict[tuple, int] = {}
-    early: dict[int, list[int]] = {}
-    merged = _added_in_place(uses)
-    for place, line in enumerate(uses.lines):
-        value = line.writes[0] if line.writes else -1
-        if line.name == "broadcast_in_dim" and line.reads[0] is None and value not in (uses.fused | merged):
-            aval = uses.program.avals[value]
-            kind = (tuple(aval.shape), str(aval.dtype))
-            if kind in first:
-                early.setdefault(first[kind], []).append(value)
-            first.setdefault(kind, place)
-        elif line.name == "scan" and first and "transpose" in line.scopes:
-            early.setdefault(min(first.values()), []).extend(line.writes[carry_of(line)[1] :])
-    return {value for some in early.values() for value in some}, early
 
 
 def _cause(uses: Uses, value: int) -> str:
@@ -224,34 +258,3 @@ def _cause(uses: Uses, value: int) -> str:
     if "transpose" in line.scopes or line.name == "broadcast_in_dim" or (is_carry and uses.program.size(value) > 2**20):
         return GRADIENTS
     return KEPT if line.name == "scan" else WORK
-
-
-def _gathers(jaxpr: Any) -> tuple[int, int]:
-    """Bytes of a loop's arrays that are gathered along another dim than their first, and of its largest gather."""
-    copied: dict[int, int] = {}
-    largest = [0]
-
-    def visit(jaxpr: Any, given: list[tuple[int, int] | None], is_loop: bool) -> None:
-        program = Lines(jaxpr)
-        source = dict(zip(program.given, given))
-        for line in program.lines:
-            of = [None if one is None else source.get(one) for one in line.reads]
-            if line.name in VIEWS or line.name == "convert_element_type":
-                source[line.writes[0]] = of[0]
-            elif line.name == "all_gather":
-                largest[0] = max(largest[0], program.size(line.writes[0]) * is_loop)
-                shape = program.avals[line.writes[0]].shape  # of the first dims what is gathered has as many
-                dim = line.params["all_gather_dimension"]
-                if of[0] is not None and of[0][1] and math.prod(shape[:dim]) > 1:
-                    copied[of[0][0]] = of[0][1]
-            elif line.name == "scan":
-                over = sum(carry_of(line))
-                sizes = [0 if one is None else program.size(one) for one in line.reads[over:]]
-                sized = [its and (its[0], size) for its, size in zip(of[over:], sizes)]
-                visit(line.params["jaxpr"].jaxpr, [*of[:over], *sized], True)
-            elif line.name == "cond":
-                for branch in line.params["branches"]:
-                    visit(branch.jaxpr, of[1:], is_loop)
-
-    visit(jaxpr, [(number, 0) for number in range(len(jaxpr.invars))], False)
-    return sum(copied.values()), largest[0]

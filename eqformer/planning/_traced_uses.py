@@ -1,6 +1,7 @@
 """What of a traced program is written to memory, and until when it is read, as XLA fuses operations."""
 
 import functools
+from collections.abc import Mapping
 
 from ._traced import Line, Lines
 
@@ -20,10 +21,11 @@ WRITTEN |= {"random_bits", "threefry2x32", "custom_vjp_call"}
 class Uses:
     """Who makes and who reads each value, which are views of another, and which are never written to memory."""
 
-    def __init__(self, program: Lines):
+    def __init__(self, program: Lines, views: Mapping[int, int] | None = None):
+        """`views` are more of them than those of the same size."""
         self.program, self.lines = program, program.lines
         self.made = {value: place for place, line in enumerate(self.lines) for value in line.writes}
-        self.views: dict[int, int] = {}
+        self.views: dict[int, int] = dict(views or {})
         for line in self.lines:
             if line.name in VIEWS:
                 for given, value in zip(line.reads, line.writes):
@@ -57,6 +59,8 @@ class Uses:
         readers = {self.lines[place].name for place in self.readers.get(value, [])}
         if line.name in ("broadcast_in_dim", "iota"):
             return readers.isdisjoint(KEEP)
+        if line.name == "convert_element_type":  # a lookup casts what it finds
+            readers -= {"gather"}
         return readers.isdisjoint(WRITTEN - SUMS)
 
     def _last(self, value: int) -> int:

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from eqformer.parallel import _send as send, filter_shard_map, make_mesh, vary
 from eqformer.planning._temporary_bytes import peak
-from eqformer.planning._traced import Lines, needed
+from eqformer.planning._traced import Lines, needed, per_device
 
 
 N = 256
@@ -50,6 +52,8 @@ def test_branches_and_platforms():
     assert (
         most(lambda flag, x: jax.lax.cond(flag, few, many, x), True, X) == 3 * MATRIX + 4
     )  # and the number of the branch
+    over = lambda x: x.T * (x @ x)  # written over the product, which is in the result's place
+    assert most(lambda flag, x: jax.lax.cond(flag, over, lambda x: x, x), True, X) == MATRIX + 4
     by_platform = lambda x: jax.lax.platform_dependent(x, tpu=few, default=many)
     assert most(by_platform, X, platform="tpu") // MATRIX == 1 and most(by_platform, X, platform="cuda") // MATRIX == 3
 
@@ -59,3 +63,27 @@ def test_calls_are_written_out_and_equal_casts_made_once():
     lines = Lines(jax.make_jaxpr(lambda x: twice(x))(X).jaxpr)
     assert [line.name for line in lines.lines].count("convert_element_type") == 1
     assert lines.size(lines.given[0]) == MATRIX
+
+
+def test_a_cast_that_is_cast_back_is_not_made_on_tpus():
+    table = lambda narrow: narrow.astype(jnp.float32)
+    given = lambda narrow: (lambda wide: jax.lax.map(lambda row: row @ wide.astype(jnp.bfloat16), narrow))(
+        table(narrow)
+    )
+    narrow = X.astype(jnp.bfloat16)
+    assert most(given, narrow, platform="tpu") == MATRIX // 2 + N * 2
+    assert most(given, narrow, platform="cuda") >= 2 * MATRIX
+
+
+def test_gpus_send_beside_other_lines():
+    """Parameters of a loop's first turn are gathered before it; the control is a TPU, where they are not."""
+
+    def fn(x, weights):
+        small = (x @ x).sum(0)  # a matrix before the loop
+        gathered = lambda weight: send.all_gather("parameters over fsdp", weight, "fsdp")
+        return jax.lax.scan(lambda y, weight: (jnp.tanh(y @ gathered(weight)), None), vary(small, ["fsdp"]), weights)[0]
+
+    mapped = filter_shard_map(fn, make_mesh(fsdp=8), (P(), P(None, "fsdp")), P("fsdp"))
+    (jaxpr,) = per_device(jax.make_jaxpr(mapped)(X, jnp.zeros((2, N, N))).jaxpr)
+    rows = {platform: peak(needed(jaxpr), platform).size for platform in ("tpu", "cuda")}
+    assert rows["tpu"] < MATRIX + N * N and rows["cuda"] == 2 * MATRIX + N * 4

@@ -1,0 +1,116 @@
+"""How XLA's compiler for GPUs runs a traced step beside what it sends: what is there for longer, and what earlier."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ._traced import carry_of, Line, Lines
+from ._traced_uses import Uses, VIEWS
+
+
+_SCATTERS = ("psum_scatter", "reduce_scatter")
+
+
+def born_early(uses: Uses, merged: set[int]) -> tuple[set[int], dict[int, list[int]]]:
+    """What gradients of layers are added to is made with the first zeros of all."""
+    first, early = None, []
+    for place, line in enumerate(uses.lines):
+        value = line.writes[0] if line.writes else -1
+        if line.name == "broadcast_in_dim" and line.reads[0] is None and value not in (uses.fused | merged):
+            first = place if first is None else first
+        elif line.name == "scan" and first is not None and "transpose" in line.scopes:
+            early.extend(line.writes[carry_of(line)[1] :])
+    return set(early), {} if first is None else {first: early}
+
+
+def gradients_last(program: Lines) -> list[Line]:
+    """A loop's lines with the products that are scattered over devices, and what comes of them, behind all others."""
+    made = {value: place for place, line in enumerate(program.lines) for value in line.writes}
+    late: set[int] = set()
+    for place, line in enumerate(program.lines):
+        if line.name in _SCATTERS:
+            late.add(place)
+            while (source := made.get(line.reads[0] if line.reads[0] is not None else -1)) is not None:
+                line = program.lines[source]
+                if line.name not in (*VIEWS, "convert_element_type", "dot_general"):
+                    break
+                late.add(source)
+                if line.name == "dot_general":
+                    break
+    of_late: set[int | None] = set()
+    for place, line in enumerate(program.lines):
+        if place in late or not of_late.isdisjoint(line.reads):
+            late.add(place)
+            of_late.update(line.writes)
+    order = sorted(range(len(program.lines)), key=lambda place: (place in late, place))
+    return [program.lines[place] for place in order]
+
+
+def beside_loops(program: Lines) -> list[int]:
+    """At each line the bytes that loops send at their ends, where other lines run beside that.
+
+    The first turn of a loop gathers parameters from the loop before it on, and what the last turn scatters is sent
+    until the loop behind it has ended.
+    """
+    found = [0] * len(program.lines)
+    loops = [(place, line) for place, line in enumerate(program.lines) if line.name == "scan"]
+    for number, (place, line) in enumerate(loops):
+        body = Lines(line.params["jaxpr"].jaxpr)
+        gathered = sum(body.size(one.writes[0]) for one in body.lines if _gathers_parameters(one))
+        scattered = max((body.size(one.reads[0]) for one in body.lines if one.name in _SCATTERS), default=0)
+        start = loops[number - 1][0] if number else 0
+        end = loops[number + 1][0] if number + 1 < len(loops) else place
+        for beside in range(start, place):
+            found[beside] += gathered
+        for beside in range(place + 1, end + 1):
+            found[beside] += scattered
+    return found
+
+
+def _gathers_parameters(line: Line) -> bool:
+    return line.name == "all_gather" and "parameters" in line.scopes
+
+
+def last_in_flight(uses: Uses, is_loop: bool) -> Callable[[int], int]:
+    """Until when each value is there: a sum that is scattered beside the next product, and what a loop gathers always.
+
+    In the place of what was gathered and read is what the next turn reads.
+    """
+    products = [place for place, line in enumerate(uses.lines) if line.name == "dot_general"]
+    later: dict[int, int] = {}
+    for place, line in enumerate(uses.lines):
+        if line.name in _SCATTERS:
+            after = next((product for product in products if product > place), len(uses.lines) - 1)
+            later[uses.root(line.reads[0])] = after
+        elif _gathers_parameters(line) and is_loop:
+            later[line.writes[0]] = len(uses.lines) - 1
+    return lambda value: max(uses.last(value), later.get(value, -1))
+
+
+def copied_bytes(jaxpr: Any) -> int:
+    """Bytes of a loop's arrays that are gathered along another dim than their first."""
+    copied: dict[int, int] = {}
+
+    def visit(jaxpr: Any, given: list[tuple[int, int] | None]) -> None:
+        program = Lines(jaxpr)
+        source = dict(zip(program.given, given))
+        for line in program.lines:
+            of = [None if one is None else source.get(one) for one in line.reads]
+            if line.name in VIEWS or line.name == "convert_element_type":
+                source[line.writes[0]] = of[0]
+            elif line.name == "all_gather":
+                shape = program.avals[line.writes[0]].shape  # of the first dims what is gathered has as many
+                dim = line.params["all_gather_dimension"]
+                if of[0] is not None and of[0][1] and math.prod(shape[:dim]) > 1:
+                    copied[of[0][0]] = of[0][1]
+            elif line.name == "scan":
+                over = sum(carry_of(line))
+                sizes = [0 if one is None else program.size(one) for one in line.reads[over:]]
+                sized = [its and (its[0], size) for its, size in zip(of[over:], sizes)]
+                visit(line.params["jaxpr"].jaxpr, [*of[:over], *sized])
+            elif line.name == "cond":
+                for branch in line.params["branches"]:
+                    visit(branch.jaxpr, of[1:])
+
+    visit(jaxpr, [(number, 0) for number in range(len(jaxpr.invars))])
+    return sum(copied.values())
