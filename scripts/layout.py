@@ -110,10 +110,11 @@ def _print_bytes(recipe: Recipe, states: training.PlannedState, model: Any) -> i
     rows = [("bytes", "a device", "of", "share")]
     plan, held = states.plan, planning.state_bytes(states)
     rows += [(name, f"{own:,}", f"{whole:,}", f"{own / max(whole, 1):.1%}") for name, (own, whole) in held.items()]
-    kept = planning.activation_bytes(plan, model, batch_shapes(recipe))
-    rows += [(f"activations: {name}", f"{size:,}", "", "") for name, size in kept.items()]
-    total = sum(own for own, _ in held.values()) + sum(kept.values())
-    rows.append(("sum", f"{total:,}", "", ""))
+    most = planning.step_bytes(states, model, batch_shapes(recipe))
+    stays = ("parameters", "optimizer state")
+    rows += [(f"in a step: {name}", f"{size:,}", "", "") for name, size in most.items() if name not in stays]
+    total = sum(most.values())
+    rows.append(("sum when it is most", f"{total:,}", "", ""))
     pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
     tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
     print(f"{nn.format_table(rows)}\na microbatch on a device is {tokens}\n")

@@ -50,7 +50,6 @@ from ._forecast import (
     step_bytes as step_bytes,
 )
 from ._held_bytes import (
-    activation_bytes as activation_bytes,
     batch_shapes as batch_shapes,
     state_bytes as state_bytes,
 )

@@ -11,12 +11,12 @@ from jax.sharding import AbstractMesh, AxisType
 from .. import nn, parallel, training
 from .._shapes import Batch
 from ..parallel import AXES, FSDP, PIPE, REPLICA, TENSOR
-from ._held_bytes import activation_bytes, state_bytes
+from ._held_bytes import state_bytes
 from ._sent_bytes import sent_bytes
 
 
 MOST_TENSOR = 8  # the largest tensor axis that is tried: a larger one would send over the links between machines
-TRACED = 16  # the most plans whose activations are computed (a second or more each), if some of them fit
+TRACED = 16  # the most plans that are traced (a second or more each), if some of them fit
 MOST_TRACED = 64  # the same, if none fits
 MOST_OFFERED = 3  # the most plans that are offered
 
@@ -49,7 +49,7 @@ class Fitting(NamedTuple):
     in_question: int
     """Of how many plans the state fits."""
     traced: int
-    """Of how many the activations were computed, too."""
+    """Of how many all bytes were computed, too."""
 
 
 def fitting_plans(
@@ -57,10 +57,10 @@ def fitting_plans(
     model: nn.Transformer,
     batch: Batch,
     memory: int,
+    held: Callable[[Candidate], int],
     *,
     meshes: Iterable[tuple[AbstractMesh, int]] | None = None,
     cost: Callable[[Candidate], float] = lambda one: one.sent,
-    held: Callable[[Candidate], int] | None = None,
     most: int = MOST_OFFERED,
     tries: int | None = None,
 ) -> Fitting:
@@ -74,17 +74,16 @@ def fitting_plans(
         model: The model, or its shapes.
         batch: The shapes of a step's batch.
         memory: Bytes of a device.
+        held: Gives a plan's bytes on a device, as the sum of `step_bytes` does.
         meshes: Where to look.
         cost: What plans are ranked by.
-        held: Bytes of a plan on a device; None: of its state and of what its backward pass keeps.
         most: How many to offer.
         tries: Of how many, at most, bytes are computed; None: as many as it takes some minutes to compute.
     """
     chosen = list(meshes_of(states.plan) if meshes is None else meshes)
     candidates, least_state, tried = _candidates(states, model, batch, memory, chosen)
     candidates.sort(key=cost)
-    of_activations = lambda one: one.state + sum(activation_bytes(one.plan, one.model, batch).values())
-    offered, traced = _search(candidates if tries is None else candidates[:tries], held or of_activations, memory, most)
+    offered, traced = _search(candidates if tries is None else candidates[:tries], held, memory, most)
     least = min(traced, key=lambda its: its[1], default=None)
     return Fitting(offered, least, least_state, tried, len(candidates), len(traced))
 

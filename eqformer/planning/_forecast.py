@@ -79,7 +79,7 @@ def forecast(states: training.PlannedState, model: nn.Transformer, batch: Batch,
     plan, (rows, seq) = states.plan, batch.ids.shape
     topology.speeds(plan.mesh)  # which refuses a mesh of another size before anything is traced
     trained = states.optimizer.trained
-    held = step_bytes(states, model, batch, topology)
+    held = step_bytes(states, model, batch, topology.accelerator.platform)
     sent, time = _sent_and_time(plan, model, batch, topology, trained)
     operations = flops_per_token(model, seq, trained=trained) * rows * seq / topology.devices
     return Forecast(topology, held, sent, time, parameter_count(model), operations)
@@ -118,11 +118,14 @@ def decode_forecast(
 
 
 def step_bytes(
-    states: training.PlannedState, model: nn.Transformer, batch: Batch, topology: Topology
+    states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str = "cuda"
 ) -> dict[str, int]:
-    """Bytes of a step on a device when they are most, by cause: what stays between steps, and `temporary_bytes`."""
+    """Bytes of a step on a device when they are most, by cause: what stays between steps, and `temporary_bytes`.
+
+    `platform` is that of the compiler, `cuda` or `tpu`.
+    """
     stays = {name: own for name, (own, _) in state_bytes(states).items() if name != "gradients"}
-    return stays | temporary_bytes(states, model, batch, topology.accelerator.platform)
+    return stays | temporary_bytes(states, model, batch, platform)
 
 
 _TRIES = 12  # of so many plans is the memory computed, a second or two each
@@ -155,8 +158,9 @@ def best_plans(
     time = lambda one: _sent_and_time(one.plan, one.model, batch, topology, trained)[1]
     meshes = every_mesh(topology.devices, states.plan, model)
     cost = lambda one: time(one).seconds
-    held = lambda one: sum(step_bytes(states.under(one.plan), one.model, batch, topology).values())
-    found = fitting_plans(states, model, batch, memory, meshes=meshes, cost=cost, held=held, most=most, tries=_TRIES)
+    platform = topology.accelerator.platform
+    held = lambda one: sum(step_bytes(states.under(one.plan), one.model, batch, platform).values())
+    found = fitting_plans(states, model, batch, memory, held, meshes=meshes, cost=cost, most=most, tries=_TRIES)
     return [Proposal(one, held, time(one)) for one, held in found.offered]
 
 

@@ -32,11 +32,13 @@ def fitting(recipe: Recipe, memory: int, held: int, states: training.PlannedStat
     line = f"{verdict}: {gigabytes(held)} of {gigabytes(memory)} a device, before what the compiler needs to work in"
     if held <= memory:
         return line
-    found = planning.fitting_plans(states, model, batch_shapes(recipe), memory)
+    batch = batch_shapes(recipe)
+    of_step = lambda one: sum(planning.step_bytes(states.under(one.plan), one.model, batch).values())
+    found = planning.fitting_plans(states, model, batch, memory, of_step)
     if found.least is None:
         return f"{line}\n{_too_large_state(found)}"
     if not found.offered:
-        return f"{line}\n{_too_large_activations(found, *found.least)}"
+        return f"{line}\n{_too_large_step(found, *found.least)}"
     lines = [
         f"  {choices(recipe, one)}: {gigabytes(size)}, sends {gigabytes(one.sent)} a step"
         for one, size in found.offered
@@ -52,7 +54,7 @@ def _too_large_state(found: planning.Fitting) -> str:
     )
 
 
-def _too_large_activations(found: planning.Fitting, least: planning.Candidate, held: int) -> str:
+def _too_large_step(found: planning.Fitting, least: planning.Candidate, held: int) -> str:
     stopped = (
         f"; the search stopped after {found.traced} of {found.in_question} plans, those that send least"
         if found.traced < found.in_question
@@ -60,7 +62,7 @@ def _too_large_activations(found: planning.Fitting, least: planning.Candidate, h
     )
     return (
         f"no mesh of as many devices was found that fits: the state does, with {gigabytes(least.state)}, but not the "
-        f"activations beside it, {gigabytes(held - least.state)} at least{stopped}; take more devices, more "
+        f"temporaries of a step beside it, {gigabytes(held - least.state)} at least{stopped}; take more devices, more "
         "--microbatches, or a smaller --batch or --seq"
     )
 

@@ -59,8 +59,8 @@ def told(row: dict) -> str:
         " x ".join(f"{axis} {size}" for axis, size in sizes),
         f"remat {given.get('execution.remat', 'products')}",
     ]
-    choices += [f"zero {given['zero']}"] * (given.get("zero", "3") != "3") + ["LoRA"] * ("lora.rank" in given)
-    choices += [given["residual"]] * ("residual" in given)
+    choices += [f"zero {given['zero']}"] if given.get("zero", "3") != "3" else []
+    choices += ["LoRA"] * ("lora.rank" in given) + [value for name, value in given.items() if name == "residual"]
     step = f"{given['recipe']}, {given['model.layers']} layers, {given['batch']} x {given['seq']}; {', '.join(choices)}"
     found = formulas(row)
     sent = sum(size for *_, size in found.sent)

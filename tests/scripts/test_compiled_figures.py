@@ -1,7 +1,8 @@
 """Formulas against what the compilers for accelerators made of the same steps: figures recorded from compiled programs.
 
-`compiled.json` has, of steps compiled for TPUs (libtpu 0.0.52) and H100s (jax 0.10.2, CUDA 13), the most bytes at once
-that the compiler says, the bytes that it allocates, and the bytes sent that are read off the program.
+`compiled.json` has, of steps compiled for TPUs (libtpu 0.0.42.1) and H100s (jax 0.10.2, CUDA 13), the most bytes at once
+that the compiler says, the bytes that it allocates, and the bytes sent that are read off the program; it is written by
+`record_compiled.py`, with the flags that the scripts set.
 """
 
 import json
@@ -17,27 +18,23 @@ from eqformer import planning
 
 
 ROWS = {row["name"]: row for row in json.loads((pathlib.Path(__file__).parent / "compiled.json").read_text())}
-DEFAULT = ("llama-h8-products", "llama-v5e4-full")
+DEFAULT = ("llama-h8-products", "llama-v5e4-lora")
 HELD, SENT = 0.05, 0.02  # how far formulas may be off
 # Where they are further off, by how much they may be, and why.
 HELD_OFF = {
-    "gemma2-h8": 0.07,  # the same
-    "mixtral-h8-2": 0.22,  # rows of experts' blocks
     "gemma2-v6e4": 0.17,  # one table for ids and logits
-    "llama-h8-context": 0.15,  # rings of keys
-    "llama-h8-lora": 0.06,  # a table in parts that is not trained
-    "llama-v5e4-lora": 0.26,  # the same: what is made of its slice is counted too often
-    "llama-v5e4-products": 0.06,
-    "qwen3-h8-none": 0.06,  # the next layer's weights
-    "llama-h8-pipe": 0.19,  # what branches of a tick share
-    "llama-h8-replica": 0.22,  # gradients that are summed whole
-    "qwen3-v5e4-none": 0.23,  # one table for ids and logits
-    "qwen3next-h8": 0.35,  # experts that the compiler masks, each over all rows
+    "llama-h8-deep": 0.07,  # products of gradients that are made in float32 here, and in 16 bits in shallow models
+    "llama-v5e4-full": 0.09,  # sums of gradients on their way
+    "llama-v5e4-products": 0.06,  # the same
+    "mixtral-h8-2": 0.09,  # rows of experts' blocks
+    "olmo2-h8": 0.08,  # norms of queries and keys, in float32
+    "qwen3-v5e4-none": 0.12,  # one table for ids and logits
+    "qwen3next-h8": 0.23,  # experts that the compiler masks, each over all rows
 }
 SENT_OFF = {
     "gemma2-v6e4": 0.16,  # one table for ids and logits
-    "llama-h8-tensor": 0.025,
-    "llama-v5e8-tensor": 0.06,  # vectors that are looked up go twice
+    "llama-h8-pipe": 0.08,  # parameters that two entries gather at once
+    "llama-h8-tensor": 0.025,  # vectors that are looked up
     "qwen3next-h8": 0.03,  # of a stack of one layer the two gathers are one
 }
 
@@ -55,8 +52,6 @@ def test_formulas_give_what_compilers_do(name):
     found = planning.forecast(states, model, batch_shapes(recipe), planning.topology(row["topology"]))
     assert relative(found.total, row["held"]) < HELD_OFF.get(name, HELD)
     assert relative(sum(size for *_, size in found.sent), row["sent"]) < SENT_OFF.get(name, SENT)
-    if (
-        name == DEFAULT[0]
-    ):  # the control: what stays between steps, and what a backward pass keeps, are less than two thirds
-        kept = planning.activation_bytes(plan, model, batch_shapes(recipe))
-        assert sum(own for own, _ in planning.state_bytes(states).values()) + sum(kept.values()) < 0.65 * row["held"]
+    if name == DEFAULT[0]:  # the control: what stays between steps alone is less than half
+        stays = planning.state_bytes(states)
+        assert sum(own for own, _ in stays.values()) < 0.6 * row["held"]

@@ -5,6 +5,10 @@ import re
 import layout
 import pytest
 from support import fitting as _fitting, setup as _setup
+from support.command import parse
+from support.mesh import abstract_plan, state_of
+
+from eqformer import planning
 
 
 @pytest.fixture
@@ -29,8 +33,8 @@ def test_a_mesh_far_larger_than_the_machine_is_examined_from_shapes(report):
     assert figure(text, "parameters") == pytest.approx(whole / 64, rel=1e-6)
     assert figure(text, "optimizer state") == pytest.approx(2 * whole / 64, rel=1e-6)
     # Each step gathers parameters in both passes and scatters gradients: 63/64 of 3 x 4 bytes.
-    # What stands outside of the layers, embedding and head, is gathered once for both.
-    least = 63 / 64 * (3 * whole - 2 * 128256 * 4096 * 4)
+    # The table of tokens is gathered once for both; the head, part by part, in each.
+    least = 63 / 64 * (3 * whole - 128256 * 4096 * 4)
     assert figure(text, "state  parameters and gradients, zero 3") == pytest.approx(least, rel=1e-4)
 
 
@@ -38,8 +42,9 @@ def test_a_pipeline_is_reported_with_its_timeline_and_pictures(report, tmp_path)
     mesh = "--mesh.fsdp 2 --mesh.tensor 2 --mesh.pipe 2 --microbatches 4"
     text = report(f"{mesh} --picture {tmp_path}/plan.png")
     assert "layers/pipe heads/tensor head_dim embed" in text and "device 0 |F0F1....F2B0--" in text
-    # Three microbatches of 2 rows of 256 tokens of 128 channels wait at once on the first stage.
-    assert figure(text, "activations: inputs of stages, 3 at once") == 3 * 2 * 256 * 128 * 4
+    parts = [figure(text, name) for name in ("parameters", "optimizer state")]
+    parts += [int(size.replace(",", "")) for size in re.findall(r"^in a step: .*?  +([\d,]+)", text, re.MULTILINE)]
+    assert sum(parts) == figure(text, "sum when it is most")
     # Two layers, four microbatches: in each of two entries the layers run forward, in one of them backward too.
     assert figure(text, "tensor  layers with a replicated stream") == 4 * 2 * 12 * 2 * 256 * 128 * 4 // 2
     for name in ("plan.png", "plan-timeline.png"):
@@ -55,11 +60,15 @@ def test_the_compiled_step_holds_and_sends_what_was_reported(report):
     assert figure(text, "all", 1) == pytest.approx(sent, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "mesh", ["--mesh.fsdp 8", pytest.param("--mesh.fsdp 4 --mesh.pipe 2 --microbatches 2", marks=pytest.mark.grid)]
-)
-def test_gradients_are_split_as_soon_as_they_are_made_or_after_a_pipeline(mesh, report):
-    held = {zero: figure(report(f"{mesh} --zero {zero}"), "gradients") for zero in range(4)}
+@pytest.mark.parametrize("mesh", ["--mesh.fsdp 8", "--mesh.fsdp 4 --mesh.pipe 2 --microbatches 2"])
+def test_gradients_are_split_as_soon_as_they_are_made_or_after_a_pipeline(mesh):
+    def gradients(zero):
+        recipe = parse(layout.Command, f"{mesh} --zero {zero}".split()).run
+        model = _setup.shapes_of(recipe)
+        states = state_of(recipe, abstract_plan(recipe), _setup.optimizer_of(recipe, model), model)
+        return planning.state_bytes(states)["gradients"][0]
+
+    held = {zero: gradients(zero) for zero in range(4)}
     assert held[1] == held[0] and held[3] < held[0] / 3
     assert held[2] == (held[0] if "pipe" in mesh else held[3])
 
@@ -67,7 +76,7 @@ def test_gradients_are_split_as_soon_as_they_are_made_or_after_a_pipeline(mesh, 
 @pytest.mark.quick
 def test_spread_edges_are_reported(report):
     text = report("--mesh.fsdp 2 --mesh.pipe 4 --microbatches 4 --schedule gpipe --edges spread")
-    assert figure(text, "activations: inputs of stages, 4 at once") == 4 * 2 * 256 * 128 * 4
+    assert figure(text, "sum when it is most") > figure(text, "parameters") + figure(text, "optimizer state")
 
 
 def test_pretrains_flags_are_taken_and_help_reads_well(report, tmp_path, capsys):
@@ -89,7 +98,7 @@ TIGHT = "--mesh.fsdp 8 --model.layers 4 --seq 64 --batch 16"
 
 def test_memory_that_is_enough_and_meshes_where_it_is_not(report):
     """Each plan that is offered is then reported to hold what was said, and that fits."""
-    sum_of = lambda text: figure(text.partition("a microbatch on a device")[0], "sum")
+    sum_of = lambda text: figure(text.partition("a microbatch on a device")[0], "sum when it is most")
     held = sum_of(report(TIGHT))
     assert f"fits: {held / 1e9:.3f} GB of 1,000.0 GB" in report(f"{TIGHT} --memory 1TB")
     memory = held * 3 // 4
@@ -117,7 +126,11 @@ def test_where_nothing_fits_the_part_that_is_too_large_is_named(report, monkeypa
     # A row of 16384 tokens keeps far more than the state of a small model takes.
     long = "--mesh.fsdp 2 --model.layers 1 --batch 2 --seq 16384 --memory"
     text = report(f"{long} 12MB")
-    assert "but not the activations beside it" in text and "more --microbatches" in text and "stopped" not in text
+    assert (
+        "but not the temporaries of a step beside it" in text
+        and "more --microbatches" in text
+        and "stopped" not in text
+    )
     monkeypatch.setattr("eqformer.planning._fitting.MOST_TRACED", 1)
     assert re.search(r"the search stopped after 1 of \d+ plans", report(f"{long} 12MB"))
 
