@@ -1,6 +1,6 @@
 """Formulas against what the compilers for accelerators made of the same steps: figures recorded from compiled programs.
 
-`compiled.json` has, of steps compiled for TPUs (libtpu 0.0.42.1) and H100s (jax 0.10.2, CUDA 13), the most bytes at once
+Of steps compiled for TPUs (libtpu 0.0.42.1) and H100s (jax 0.10.2, CUDA 13), `compiled.json` has the most bytes at once
 that the compiler says, the bytes that it allocates, and the bytes sent that are read off the program; it is written by
 `record_compiled.py`, with the flags that the scripts set.
 """
@@ -24,7 +24,7 @@ HELD, SENT = 0.05, 0.02  # how far formulas may be off
 HELD_OFF = {
     "gemma2-v6e4": 0.17,  # one table for ids and logits
     "llama-h8-deep": 0.07,  # products of gradients that are made in float32 here, and in 16 bits in shallow models
-    "llama-v5e4-full": 0.09,  # sums of gradients on their way
+    "llama-v5e4-full": 0.11,  # sums of gradients on their way
     "llama-v5e4-products": 0.06,  # the same
     "mixtral-h8-2": 0.09,  # rows of experts' blocks
     "olmo2-h8": 0.08,  # norms of queries and keys, in float32
