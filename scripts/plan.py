@@ -30,7 +30,7 @@ from support.plan_words import compilation_dict, forecast_text, held_text, progr
 from support.screen import one_message
 from support.setup import batch_shapes, optimizer_of
 
-from eqformer import nn, parallel, planning
+from eqformer import generation, nn, parallel, planning
 from eqformer.training import PlannedState
 
 
@@ -134,6 +134,8 @@ def training(recipe: Recipe, model: nn.Transformer, topology: planning.Topology)
 def decoding(recipe: Recipe, model: nn.Transformer, topology: planning.Topology) -> Run:
     """A step that writes a token of each row, with parameters in the dtype that they are computed in."""
     model = eqx.filter_eval_shape(nn.Precision(recipe.precision.compute, recipe.precision.compute).apply, model)
+    if recipe.mesh.pipe == 1:
+        model = eqx.filter_eval_shape(generation.for_platform, model, topology.accelerator.platform)
     sizes = {"rows": recipe.batch, "capacity": recipe.seq}
     found = planning.decode_forecast(abstract_plan(recipe), model, topology, **sizes)
     return Run(found, lambda plan: planning.lowered_decode(plan, model, **sizes))

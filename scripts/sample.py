@@ -12,6 +12,7 @@ import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
+import equinox as eqx
 import jax
 import tyro
 from recipes import Mesh, Recipe
@@ -99,7 +100,17 @@ def writer_of(command: Command) -> Writer:
         plan, tokenizer = plan_for(command, recipe), tokenizer_of(recipe, directory)
         model, folder = latest_model(directory, recipe, plan), directory.published
     ends = sorted({tokenizer.end_of_text, *ends_of(folder)})
-    return Writer(model if plan is None else parallel.Planned(model, plan), tokenizer, ends, folder)
+    return Writer(served(model, plan), tokenizer, ends, folder)
+
+
+def served(model: nn.Transformer, plan: parallel.Plan | None) -> generation.Model:
+    """The model as it decodes in place on its devices, under the plan if there is one."""
+    if plan is None:
+        return generation.for_platform(model, jax.default_backend())
+    if not plan.is_pipelined:
+        arrays, rest = eqx.partition(generation.for_platform(model, plan.mesh.devices.flat[0].platform), eqx.is_array)
+        model = eqx.combine(jax.device_put(arrays, parallel.shardings(plan.parameter_specs(arrays), plan.mesh)), rest)
+    return parallel.Planned(model, plan)
 
 
 def plan_for(command: Command, recipe: Recipe) -> parallel.Plan | None:

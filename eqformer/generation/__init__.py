@@ -14,4 +14,4 @@ from ._transforms import (
     TopP as TopP,
     Transform as Transform,
 )
-from ._unstacked import unstacked as unstacked
+from ._unstacked import for_platform as for_platform, unstacked as unstacked

@@ -1,4 +1,4 @@
-"""The same model without a scan over layers, for faster decoding on CPUs."""
+"""The same model without a scan over layers, for faster decoding on GPUs and CPUs."""
 
 import equinox as eqx
 
@@ -8,12 +8,24 @@ from ..nn import Stack, Transformer
 def unstacked(model: Transformer) -> Transformer:
     """An equal model whose stacks hold one layer each, so that the compiled program has no loop over layers.
 
-    Decoding a token reads every weight once. On a CPU, a scan over layers first copies each layer's weights and cache
-    out of the stacked arrays; without the scan they are read in place. In exchange, compile time grows with depth, and
-    this call copies the weights.
+    Decoding a token reads every weight once. On GPUs and CPUs, a scan over layers first copies each layer's weights,
+    and on GPUs its cache, out of the stacked arrays; without the scan they are read in place. In exchange, compile time
+    grows with depth, and this call copies the weights.
     """
     layers = tuple(_one(stack, number) for stack in model.stacks for number in range(len(stack)))
     return eqx.tree_at(lambda m: m.stacks, model, layers)
+
+
+def for_platform(model: Transformer, platform: str) -> Transformer:
+    """The model as it reads weights and caches in place on a platform, `"gpu"`, `"tpu"` or `"cpu"`.
+
+    `unstacked` on GPUs; as it is elsewhere: TPUs read slices of stacked arrays where they are, and on CPUs less is
+    gained than compilation may take. Not for models whose layers are split over the axis `pipe`.
+    """
+    return unstacked(model) if platform in _COPYING else model
+
+
+_COPYING = ("gpu", "cuda", "rocm")  # platforms whose compilers copy slices of what a loop reads
 
 
 def _one(stack: Stack, number: int) -> Stack:

@@ -22,6 +22,9 @@ class SlotCache(eqx.Module):
     lengths: a slot's position says whether it is filled (-1: empty). A cache that is not rolling does not store tokens
     beyond its capacity, and `without_room` makes the output of attention NaN for them. A shard of a cache has those of
     its `capacity` slots that begin at `first`.
+
+    A stack's cache has a dim of layers in front. Each layer is given the whole of it with its own `layer`, and writes
+    its new tokens where they belong: a slice of it would be copied out and back for a few tokens.
     """
 
     if TYPE_CHECKING:  # an abstract variable would be taken for an argument of each constructor
@@ -29,19 +32,21 @@ class SlotCache(eqx.Module):
         rolling: bool = eqx.field(init=False)
         first: Array | None = eqx.field(init=False)
         capacity: int | None = eqx.field(init=False)
+        layer: Array | None = eqx.field(init=False)
     else:
         positions: eqx.AbstractVar[Int[Array, "*batch kv_seq"]]
         rolling: eqx.AbstractVar[bool]
         first: eqx.AbstractVar[Int[Array, "*batch"] | None]
         capacity: eqx.AbstractVar[int | None]
+        layer: eqx.AbstractVar[Int[Array, ""] | None]
 
 
 class KVCache(SlotCache):
-    """Keys and values of past tokens."""
+    """Keys and values of past tokens, those of a head side by side, so that products of heads read them in place."""
 
-    keys: Float[Array, "*batch kv_seq kv_heads head_dim"]
+    keys: Float[Array, "*batch kv_heads kv_seq head_dim"]
     """The keys, rotated."""
-    values: Float[Array, "*batch kv_seq kv_heads v_dim"]
+    values: Float[Array, "*batch kv_heads kv_seq v_dim"]
     """The values."""
     positions: Int[Array, "*batch kv_seq"]
     """The position in each slot; -1: it is empty."""
@@ -51,6 +56,8 @@ class KVCache(SlotCache):
     """Of a shard, its first slot; None: the cache is whole."""
     capacity: int | None = eqx.field(static=True, default=None)
     """Of a shard, the slots of the whole cache."""
+    layer: Int[Array, ""] | None = None
+    """Of a stack's cache, the layer that reads and writes; None: there is no dim of layers."""
 
     def update(
         self,
@@ -61,9 +68,10 @@ class KVCache(SlotCache):
         "KVCache", Float[Array, "*batch all kv_heads head_dim"], Float[Array, "*batch all kv_heads v_dim"], Tokens
     ]:
         """Store new tokens; return the cache and all keys and values, with their tokens, that the new ones may see."""
-        (k, v, positions), seen = _store((self.keys, self.values), self, (keys, values), tokens)
+        new = (_swapped(keys), _swapped(values))
+        (k, v, positions), seen = _store((self.keys, self.values), self, new, tokens, heads=1)
         kept = dataclasses.replace(self, keys=k, values=v, positions=positions)
-        return kept, seen[0], seen[1], Tokens(seen[2])
+        return kept, _swapped(seen[0]), _swapped(seen[1]), Tokens(seen[2])
 
 
 class LatentCache(SlotCache):
@@ -81,6 +89,8 @@ class LatentCache(SlotCache):
     """Of a shard, its first slot; None: the cache is whole."""
     capacity: int | None = eqx.field(static=True, default=None)
     """Of a shard, the slots of the whole cache."""
+    layer: Int[Array, ""] | None = None
+    """Of a stack's cache, the layer that reads and writes; None: there is no dim of layers."""
 
     def update(
         self,
@@ -160,10 +170,15 @@ def _capacity(cache: SlotCache) -> int:
     return cache.positions.shape[-1] if cache.capacity is None else cache.capacity
 
 
-def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens) -> tuple[tuple, tuple]:
-    """The memories with the new tokens in their slots, and the memories that those tokens may see."""
+def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int = 0) -> tuple[tuple, tuple]:
+    """The memories with the new tokens in their slots, and the memories that those tokens may see.
+
+    Between the dims of rows and of slots the memories have `heads` dims of heads.
+    """
     check_cached(tokens, cache)
-    old_positions, capacity = cache.positions, _capacity(cache)
+    layer, capacity = cache.layer, _capacity(cache)
+    old_positions = _of_layer(cache.positions, layer)
+    first = None if cache.first is None else _of_layer(cache.first, layer)
     size, seq = old_positions.shape[-1], tokens.positions.shape[-1]
     positions = tokens.positions.astype(jnp.int32)
     if cache.rolling:
@@ -173,35 +188,48 @@ def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens) -> tuple[tu
     else:
         kept = (positions >= 0) & (positions < capacity)
     slots = positions % capacity
-    if cache.first is not None:
-        slots = slots - cache.first[..., None]
+    if first is not None:
+        slots = slots - first[..., None]
         kept = kept & (slots >= 0) & (slots < size)
     slots = jnp.where(kept, slots, size)
-    pairs = zip((*old, old_positions), (*new, positions))
-    stored = tuple(_write(memory, slots, x.astype(memory.dtype)) for memory, x in pairs)
+    along = [slots.ndim - 1 + heads] * len(old) + [slots.ndim - 1]
+    pairs = zip((*old, cache.positions), (*new, positions), along)
+    stored = tuple(_write(memory, slots, x.astype(memory.dtype), dim, layer) for memory, x, dim in pairs)
     if cache.rolling and seq > 1:
         # Earlier new tokens may see slots that later ones overwrite, so they attend to the old cache and to each other.
         # What the old one holds of the new positions, after a step back, is overwritten.
         begin = jnp.min(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max), axis=-1, keepdims=True)
         old_positions = jnp.where(old_positions < begin, old_positions, -1)
         # If the cache is split over devices, one device alone has the new tokens visible, so that they count once.
-        if cache.first is not None:
-            positions = jnp.where(cache.first[..., None] == 0, positions, -1)
+        if first is not None:
+            positions = jnp.where(first[..., None] == 0, positions, -1)
         news = (*new, positions)
-        along = old_positions.ndim - 1
-        seen = tuple(jnp.concatenate([m, x.astype(m.dtype)], axis=along) for m, x in zip((*old, old_positions), news))
+        pairs = zip((*(_of_layer(memory, layer) for memory in old), old_positions), news, along)
+        seen = tuple(jnp.concatenate([memory, x.astype(memory.dtype)], axis=dim) for memory, x, dim in pairs)
         return stored, seen
-    return stored, stored
+    return stored, tuple(_of_layer(memory, layer) for memory in stored)
 
 
-def _write(memory: Array, slots: Int[Array, "*batch seq"], new: Array) -> Array:
-    """`memory[row, slot] = new` for each row; slots at the capacity are dropped."""
-    batch = slots.shape[:-1]
-    rows = math.prod(batch)  # not -1, which is ambiguous if a dim is 0: latents without rotary keys
-    flat, new = (x.reshape((rows, *x.shape[len(batch) :])) for x in (memory, new))
-    row, slot = jnp.arange(rows)[:, None], slots.reshape(rows, slots.shape[-1])
-    written = flat.at[row, slot].set(new, mode="drop")
+def _write(memory: Array, slots: Int[Array, "*batch seq"], new: Array, dim: int, layer: Int[Array, ""] | None) -> Array:
+    """`memory[row, slot] = new` for each row, or each row's heads; slots, its `dim`, at the capacity are dropped."""
+    outer, seq = new.shape[:dim], slots.shape[-1]
+    rows = math.prod(outer)  # not -1, which is ambiguous if a dim is 0: latents without rotary keys
+    layers = 1 if layer is None else memory.shape[0]
+    flat = memory.reshape((layers * rows, *memory.shape[dim + (layer is not None) :]))
+    # Rows and slots are the first dims of what is written, as GPUs write in place.
+    of_heads = jnp.broadcast_to(jax.lax.expand_dims(slots, range(slots.ndim - 1, dim)), (*outer, seq))
+    row = jnp.arange(rows)[:, None] + (0 if layer is None else layer * rows)
+    written = flat.at[row, of_heads.reshape(rows, seq)].set(new.reshape((rows, *new.shape[dim:])), mode="drop")
     return written.reshape(memory.shape)
+
+
+def _of_layer(memory: Array, layer: Int[Array, ""] | None) -> Array:
+    return memory if layer is None else jax.lax.dynamic_index_in_dim(memory, layer, 0, keepdims=False)
+
+
+def _swapped(x: Array) -> Array:
+    """Heads before tokens, or tokens before heads."""
+    return x.swapaxes(-3, -2)
 
 
 def _like(flags: Array, x: Array) -> Array:

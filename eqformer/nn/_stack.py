@@ -1,12 +1,15 @@
 """Blocks in a row, held as one vmapped ensemble."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from ._cache import SlotCache
 from ._contracts import Layer
 from ._dims import ensemble
 from ._tokens import Tokens, tokens_or_default
@@ -63,10 +66,8 @@ class Stack(Layer):
         def layer(carry: tuple, given: tuple) -> tuple[tuple, PyTree]:
             # The cache is part of the carry and updated in place; as a scanned input it would be copied by every call.
             (x, caches), (weights, number, place) = carry, given
-            cache = jax.tree.map(lambda memory: jax.lax.dynamic_index_in_dim(memory, place, 0, False), caches)
-            x, kept, aux = eqx.combine(weights, static)(x, tokens.fold_in(number), cache)
-            write = lambda memory, new: jax.lax.dynamic_update_index_in_dim(memory, new, place, 0)
-            return (x, jax.tree.map(write, caches, kept)), aux
+            x, kept, aux = eqx.combine(weights, static)(x, tokens.fold_in(number), _of_layer(caches, place))
+            return (x, _with_layer(caches, kept, place)), aux
 
         policy = REMAT[self.remat]
         if policy is not None:
@@ -78,6 +79,32 @@ class Stack(Layer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The blocks' empty caches, stacked over `layers`."""
         return eqx.filter_vmap(lambda block: block.init_cache(batch, capacity, dtype))(self.blocks)
+
+
+def _of_layer(caches: PyTree, place: Int[Array, ""]) -> PyTree:
+    """A layer's own cache: of slots the whole stack's, with the layer's place, of anything else its slice."""
+
+    def one(cache: PyTree) -> PyTree:
+        if _has_slots(cache):
+            return dataclasses.replace(cache, layer=place)
+        return jax.lax.dynamic_index_in_dim(cache, place, 0, keepdims=False)
+
+    return jax.tree.map(one, caches, is_leaf=_has_slots)
+
+
+def _with_layer(caches: PyTree, kept: PyTree, place: Int[Array, ""]) -> PyTree:
+    """The stack's caches with what a layer gave back."""
+
+    def one(old: PyTree, new: PyTree) -> PyTree:
+        if _has_slots(old):
+            return dataclasses.replace(new, layer=None)
+        return jax.lax.dynamic_update_index_in_dim(old, new, place, 0)
+
+    return jax.tree.map(one, caches, kept, is_leaf=_has_slots)
+
+
+def _has_slots(node: object) -> TypeGuard[SlotCache]:
+    return isinstance(node, SlotCache)
 
 
 _POLICIES = jax.checkpoint_policies

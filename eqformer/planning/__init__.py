@@ -61,6 +61,7 @@ from ._inference import (
     weight_stationary_bytes as weight_stationary_bytes,
 )
 from ._liveness import Buffer as Buffer, largest_buffers as largest_buffers
+from ._moved_bytes import moved_bytes as moved_bytes
 from ._peak import matmul_peak as matmul_peak
 from ._program import Program as Program, program_of as program_of
 from ._roofline import Roofline as Roofline, roofline as roofline

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ._communication import communication, text_of, Transfer
 from ._executed import executed
 from ._liveness import Buffer, largest_buffers
+from ._moved_bytes import moved_bytes
 
 
 MOST_BUFFERS = 10
@@ -28,6 +29,8 @@ class Program:
     """The largest temporary buffers of those that are there at once, as far as the text tells."""
     operations: float = 0.0
     """Operations of products of matrices; those in kernels (Mosaic, Triton, cuDNN) are not seen."""
+    moved: float = 0.0
+    """Bytes read from main memory and written there, by `moved_bytes`."""
     cycles: int = 0
     """Cycles as a TPU's compiler estimates them, loops multiplied out; 0 where it says none."""
     transfers: tuple[Transfer, ...] = ()
@@ -57,7 +60,7 @@ class Program:
         for each in data["transfers"]:
             axes = None if each["axes"] is None else tuple(each["axes"])
             transfers.append(Transfer(**each | {"axes": axes, "scopes": tuple(each["scopes"])}))
-        return cls(**data | {"buffers": buffers, "transfers": tuple(transfers)})
+        return cls(**data | {"buffers": buffers, "moved": data["moved"], "transfers": tuple(transfers)})
 
 
 def program_of(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | None = None) -> Program:
@@ -71,4 +74,4 @@ def program_of(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | None =
         return Program(held, more, peak, unread=str(error).partition(": ")[2])
     operations, cycles = executed(text)
     buffers = tuple(largest_buffers(text)[1][:MOST_BUFFERS])
-    return Program(held, more, peak, buffers, operations, cycles, communication(text, mesh=mesh))
+    return Program(held, more, peak, buffers, operations, moved_bytes(text), cycles, communication(text, mesh=mesh))

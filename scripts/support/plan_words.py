@@ -52,6 +52,8 @@ def program_text(made: Compilation, found: planning.Forecast) -> str:
         busy = program.cycles / one.clock
         share = f"an MFU of {found.time.of_model / busy:.1%} before what waits for links"
         lines.append(f"{program.cycles:,} cycles by its estimate, {busy:.4f} s at {one.clock / 1e9:.2f} GHz: {share}")
+    of_held = f", {program.moved / found.total:.2f} of weights and caches" if "caches" in found.held else ""
+    lines.append(f"reads and writes {gigabytes(program.moved)} of main memory{of_held}")
     sent, hidden, predicted = program.sent, program.hidden, sum(size for *_, size in found.sent)
     lines.append(f"sends {gigabytes(sent)}, {gigabytes(hidden)} beside other work; by formulas {gigabytes(predicted)}")
     return "\n".join([*lines, _sent_table(program)] if program.transfers else lines)

@@ -158,5 +158,5 @@ def test_tokens_beyond_the_capacity_turn_their_row_to_nan(kind):
 def test_a_rolling_cache_holds_its_window_alone():
     model = make_model("local and global")
     local, whole = model.init_cache(2, 20)[0]
-    assert local.keys.shape == (2, 2, 3, 2, 8) and local.rolling
-    assert whole.keys.shape == (2, 2, 20, 2, 8) and not whole.rolling
+    assert local.keys.shape == (2, 2, 2, 3, 8) and local.rolling
+    assert whole.keys.shape == (2, 2, 2, 20, 8) and not whole.rolling

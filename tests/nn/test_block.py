@@ -129,7 +129,7 @@ def test_a_period_runs_its_blocks_in_turn_with_caches_and_keys_of_their_own():
     assert cache is None and close(y, run(two, h, tokens.fold_in(1))[0], 1e-6)
     assert not close(y, run(two, h, tokens.fold_in(0))[0], 1e-3)
     empty = period.init_cache((2,), 5)
-    assert [part.keys.shape for part in empty] == [(2, 5, 2, 2)] * 2
+    assert [part.keys.shape for part in empty] == [(2, 2, 5, 2)] * 2
     _, filled, _ = run(period, x, nn.positions_like((2, 3)), empty)
     assert not np.array_equal(filled[0].keys, filled[1].keys) and filled[1].positions[:, :3].tolist() == [[0, 1, 2]] * 2
 
@@ -217,7 +217,7 @@ def test_three_sublayers_in_a_row():
     swapped = eqx.filter_jit(lambda period: by_hand(period, x, tokens, swapped=True))(period)
     assert not close(run(period, x, tokens)[0], swapped, 1e-2)
     caches = period.init_cache((2,), 5)
-    assert caches[0].shape == (2, EMBED) and caches[1].keys.shape == (2, 5, 2, 2) and caches[2] is None
+    assert caches[0].shape == (2, EMBED) and caches[1].keys.shape == (2, 2, 5, 2) and caches[2] is None
     whole, found = run(period, x)[0], []
     for place in range(5):
         one, caches, _ = run(period, x[:, place : place + 1], nn.Tokens(jnp.full((2, 1), place)), caches)

@@ -114,8 +114,8 @@ MODULES = {
     "kv cache": (
         lambda: attention().init_cache((2,), 5),
         {
-            "keys": "batch kv_seq kv_heads head_dim",
-            "values": "batch kv_seq kv_heads v_dim",
+            "keys": "batch kv_heads kv_seq head_dim",
+            "values": "batch kv_heads kv_seq v_dim",
             "positions": "batch kv_seq",
         },
     ),

@@ -13,22 +13,21 @@ from eqformer import nn
 
 
 def cache(slots=4, rolling=False, batch=(2,)):
-    shape = (*batch, slots, 1, 2)
+    shape = (*batch, 1, slots, 2)
     empty = jnp.full((*batch, slots), -1, jnp.int32)
     return nn.KVCache(keys=jnp.zeros(shape), values=jnp.zeros(shape), positions=empty, rolling=rolling)
 
 
 @eqx.filter_jit
 def stored(memory, keys, places):
-    after, seen_keys, seen_values, seen = memory.update(keys, -keys, nn.Tokens(places))
-    is_same = seen_keys is after.keys and seen_values is after.values and seen.positions is after.positions
-    return after, seen_keys, seen, is_same
+    after, seen_keys, _, seen = memory.update(keys, -keys, nn.Tokens(places))
+    return after, seen_keys, seen, seen.positions is after.positions
 
 
 def put(memory, places):
     """Store keys that are 100 * row + position and values that are their negatives.
 
-    The last of what is returned is whether what is seen is the memory itself, and no copy.
+    The last of what is returned is whether the positions that are seen are the memory's own, and no copy.
     """
     places = np.asarray(places, np.int32)
     numbers = np.where(places < 0, 777, 100 * np.arange(len(places))[:, None] + places).astype(np.float32)
@@ -39,12 +38,12 @@ def put(memory, places):
 def test_a_slot_is_the_position_and_rows_fill_at_their_own_pace():
     memory, _, _, is_same = put(cache(), [[0, 1, 2], [0, -1, -1]])
     assert memory.positions.tolist() == [[0, 1, 2, -1], [0, -1, -1, -1]]
-    assert memory.keys[..., 0, 0].tolist() == [[0, 1, 2, 0], [100, 0, 0, 0]]
+    assert memory.keys[..., 0, :, 0].tolist() == [[0, 1, 2, 0], [100, 0, 0, 0]]
     assert np.array_equal(memory.values, -np.asarray(memory.keys))
     assert is_same
     memory, *_ = put(memory, [[3], [1]])
     assert memory.positions.tolist() == [[0, 1, 2, 3], [0, 1, -1, -1]]
-    assert memory.keys[..., 0, 0].tolist() == [[0, 1, 2, 3], [100, 101, 0, 0]]
+    assert memory.keys[..., 0, :, 0].tolist() == [[0, 1, 2, 3], [100, 101, 0, 0]]
 
 
 def test_padding_alone_changes_nothing():
@@ -62,7 +61,7 @@ def test_rewinding_writes_over_what_was_there():
 def test_a_rolling_cache_keeps_the_last_tokens():
     memory, *_ = put(cache(3, rolling=True), [[0, 1, 2, 3, 4], [0, 1, -1, -1, -1]])
     assert memory.positions.tolist() == [[3, 4, 2], [0, 1, -1]]
-    assert memory.keys[..., 0, 0].tolist() == [[3, 4, 2], [100, 101, 0]]
+    assert memory.keys[..., 0, :, 0].tolist() == [[3, 4, 2], [100, 101, 0]]
     memory, _, _, is_same = put(memory, [[5], [2]])
     assert memory.positions.tolist() == [[3, 4, 5], [0, 1, 2]] and is_same
 
@@ -152,7 +151,7 @@ def test_any_leading_dims(batch):
     keys = jnp.ones((*batch, 2, 1, 2))
     memory, *_ = cache(batch=batch).update(keys, keys, nn.Tokens(places))
     assert np.array_equal(memory.positions, np.broadcast_to([0, 1, -1, -1], (*batch, 4)))
-    assert np.array_equal(memory.keys[..., :2, :, :], keys)
+    assert np.array_equal(memory.keys[..., :2, :], np.swapaxes(keys, -3, -2))
 
 
 def test_a_latent_cache_stores_both_of_its_parts():
@@ -188,7 +187,7 @@ def test_segments_are_refused():
 def test_a_cache_is_as_short_as_the_mask_allows(mask, slots, rolling):
     sizes = dict(embed=6, heads=4, kv_heads=2, head_dim=3)
     memory = drawn(nn.Attention, **sizes, mask=mask, key=jax.random.key(0)).init_cache((2,), 9, "bfloat16")
-    assert memory.keys.shape == memory.values.shape == (2, slots, 2, 3) and memory.rolling == rolling
+    assert memory.keys.shape == memory.values.shape == (2, 2, slots, 3) and memory.rolling == rolling
     assert memory.keys.dtype == jnp.bfloat16 and np.all(memory.positions == -1)
 
 
@@ -221,3 +220,17 @@ def test_a_donated_cache_of_latents_is_updated_in_place():
     after = compiled(memory, *new)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(memory))
     assert after.latents[0, 0, 0] == 1 and after.latents[0, 1, 0] == 0
+
+
+def test_layers_of_a_stack_write_their_tokens_alone():
+    """In the whole stack's arrays: no layer's part of them is put back, as that of a recurrence's state is."""
+
+    def operations(mixer):
+        stack = nn.Stack(lambda key: nn.Block(nn.Residual(mixer(key))), 3, key=jax.random.key(0))
+        given = stack.init_cache((2,), 16), jnp.ones((2, 1, 8)), jnp.full((2, 1), 7)
+        text = str(jax.make_jaxpr(lambda memory, x, places: stack(x, nn.Tokens(places), memory)[1])(*given))
+        return text.count(" scatter["), text.count(" dynamic_update_slice")
+
+    assert operations(lambda key: nn.Attention(embed=8, heads=2, head_dim=4, key=key)) == (3, 0)
+    net = lambda key: nn.GatedDeltaNet(embed=8, heads=2, kv_heads=1, head_dim=4, v_dim=4, key=key)
+    assert operations(net)[1] > 0  # the control

@@ -191,7 +191,7 @@ def test_a_stack_of_periods():
             h, _, _ = run(built[layer].blocks[number], h)
     assert close(y, h, 1e-5)
     cache, x = built.init_cache((2,), 8), np.asarray(x)
-    assert cache[0].keys.shape == (2, 2, 2, 1, 4) and cache[1].keys.shape == (2, 2, 8, 2, 2)
+    assert cache[0].keys.shape == (2, 2, 1, 2, 4) and cache[1].keys.shape == (2, 2, 2, 8, 2)
     places = np.tile(np.arange(6, dtype=np.int32), (2, 1))
     first, cache, _ = run(built, jnp.asarray(x[:, :3]), nn.Tokens(jnp.asarray(places[:, :3])), cache)
     rest, cache, _ = run(built, jnp.asarray(x[:, 3:]), nn.Tokens(jnp.asarray(places[:, 3:])), cache)

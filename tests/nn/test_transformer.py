@@ -115,7 +115,7 @@ def test_bfloat16_parameters(tied):
 def test_cached_calls_equal_the_uncached_pass(untied):
     whole, _ = run(untied, IDS)
     cache = untied.init_cache(2, 6)
-    assert cache[0].keys.shape == (2, 2, 6, 2, 2) and cache[1].keys.shape == (1, 2, 6, 2, 2)
+    assert cache[0].keys.shape == (2, 2, 2, 6, 2) and cache[1].keys.shape == (1, 2, 2, 6, 2)
     places, given = jnp.array([[0, 1, 2], [0, -1, -1]]), np.asarray(IDS)
     first, cache = run(untied, jnp.asarray(given[:, :3]), nn.Tokens(places), cache)
     first, whole = np.asarray(first), np.asarray(whole)
@@ -127,7 +127,7 @@ def test_cached_calls_equal_the_uncached_pass(untied):
         assert close(logits[0, 0], whole[0, 3 + step]) and close(logits[1, 0], whole[1, 1 + step])
         assert not close(logits[1, 0], whole[1, 3 + step], 1e-3)
     half = replaced(untied, compute_dtype="bfloat16").init_cache((2, 3), 5)
-    assert half[0].keys.dtype == jnp.bfloat16 and half[0].keys.shape == (2, 2, 3, 5, 2, 2)
+    assert half[0].keys.dtype == jnp.bfloat16 and half[0].keys.shape == (2, 2, 3, 2, 5, 2)
 
 
 def test_dropout_follows_the_example_and_differs_by_place(tied):

@@ -172,8 +172,8 @@ class Attention(Mixer):
         """An empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it is so long only, and rolls."""
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         reach = self.mask.reach(capacity)
-        shape = (*batch, reach, *self.key.output_shape)
-        keys, values = jnp.zeros(shape, dtype), jnp.zeros((*shape[:-2], *self.value.output_shape), dtype)
+        slots = lambda heads, width: jnp.zeros((*batch, heads, reach, width), dtype)
+        keys, values = slots(*self.key.output_shape), slots(*self.value.output_shape)
         return KVCache(keys=keys, values=values, positions=empty_slots(batch, reach), rolling=reach < capacity)
 
     def facts(self) -> MixerFacts:

@@ -1,0 +1,106 @@
+"""Bytes that a program's text says it reads and writes, against counts made by hand; and what decoding moves."""
+
+import equinox as eqx
+import jax
+import pytest
+from support.not_here import devices_of
+
+from eqformer import generation, models, nn
+from eqformer.nn._pallas import compilers
+from eqformer.parallel import make_mesh, Plan
+from eqformer.planning import decode_shapes, lowered_decode, moved_bytes, topology
+
+
+# Three turns, each of which reads a slice of what is carried, multiplies it, and writes four rows of it in place. Of a
+# TPU, whose vector memory is S(1), as of a GPU, whose cuBLAS has a workspace.
+TEXT = """HloModule jit_f, is_scheduled=true
+
+%slice (whole: f32[8,64,64], at: s32[]) -> f32[64,64] {
+  %whole = f32[8,64,64]{2,1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %cut = f32[1,64,64]{2,1,0} dynamic-slice(%whole, %at, %at, %at), dynamic_slice_sizes={1,64,64}
+  ROOT %flat = f32[64,64]{1,0} bitcast(%cut)
+}
+
+%named (given: f32[64,64]) -> f32[64,64] {
+  %given = f32[64,64]{1,0} parameter(0)
+  ROOT %same = f32[64,64]{1,0} bitcast(%given)
+}
+
+%put (target: f32[8,64,64], rows: s32[4,1], new: f32[4,64,64]) -> f32[8,64,64] {
+  %target = f32[8,64,64]{2,1,0} parameter(0)
+  %rows = s32[4,1]{1,0} parameter(1)
+  %new = f32[4,64,64]{2,1,0} parameter(2)
+  ROOT %put = f32[8,64,64]{2,1,0} scatter(%target, %rows, %new), to_apply=%second
+}
+
+%twice (one: f32[64,64]) -> f32[64,64] {
+  %one = f32[64,64]{1,0} parameter(0)
+  %other = f32[64,64]{1,0} fusion(%one), kind=kLoop, calls=%named
+  ROOT %sum = f32[64,64]{1,0} add(%other, %other)
+}
+
+%body (carry: (s32[], f32[8,64,64], f32[4,64,64], s32[4,1])) -> (s32[], f32[8,64,64], f32[4,64,64], s32[4,1]) {
+  %carry = (s32[], f32[8,64,64]{2,1,0}, f32[4,64,64]{2,1,0}, s32[4,1]{1,0}) parameter(0)
+  %number = s32[] get-tuple-element(%carry), index=0
+  %slab = f32[8,64,64]{2,1,0} get-tuple-element(%carry), index=1
+  %news = f32[4,64,64]{2,1,0} get-tuple-element(%carry), index=2
+  %where = s32[4,1]{1,0} get-tuple-element(%carry), index=3
+  %read = f32[64,64]{1,0} fusion(%slab, %number), kind=kLoop, calls=%slice
+  %product = (f32[64,64]{1,0}, s8[1024]{0}) custom-call(%read, %read), custom_call_target="__cublas$gemm"
+  %written = f32[8,64,64]{2,1,0} fusion(%slab, %where, %news), kind=kInput, calls=%put
+  ROOT %back = (s32[], f32[8,64,64]{2,1,0}, f32[4,64,64]{2,1,0}, s32[4,1]{1,0}) tuple(%number, %written, %news, %where)
+}
+
+%condition (tested: (s32[], f32[8,64,64], f32[4,64,64], s32[4,1])) -> pred[] {
+  %tested = (s32[], f32[8,64,64]{2,1,0}, f32[4,64,64]{2,1,0}, s32[4,1]{1,0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[8,64,64], y: f32[4,64,64], z: s32[4,1], w: f32[64,64]) -> f32[8,64,64] {
+  %x = f32[8,64,64]{2,1,0} parameter(0)
+  %y = f32[4,64,64]{2,1,0} parameter(1)
+  %z = s32[4,1]{1,0} parameter(2)
+  %w = f32[64,64]{1,0} parameter(3)
+  %zero = s32[] constant(0)
+  %near = (f32[64,64]{1,0:S(1)}, f32[64,64]{1,0}, u32[]{:S(2)}) copy-start(%w)
+  %here = f32[64,64]{1,0:S(1)} copy-done(%near)
+  %doubled = f32[64,64]{1,0} fusion(%here), kind=kLoop, calls=%twice
+  %start = (s32[], f32[8,64,64]{2,1,0}, f32[4,64,64]{2,1,0}, s32[4,1]{1,0}) tuple(%zero, %x, %y, %z)
+  %loop = (s32[], f32[8,64,64]{2,1,0}, f32[4,64,64]{2,1,0}, s32[4,1]{1,0}) while(%start), condition=%condition,
+body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %out = f32[8,64,64]{2,1,0} get-tuple-element(%loop), index=1
+}
+""".replace("condition=%condition,\n", "condition=%condition, ")
+PAGE = 64 * 64 * 4
+
+
+def test_slices_count_where_slices_are_read_and_written():
+    a_turn = 2 * PAGE + 4 + 3 * PAGE + 2 * 4 * PAGE + 16  # a slice, its square, four pages that are put in their rows
+    assert moved_bytes(TEXT) == 3 * a_turn + 2 * PAGE  # and `w` into vector memory, and its double out of there
+    whole = TEXT.replace("dynamic-slice(%whole, %at, %at, %at)", "negate(%whole)")
+    assert moved_bytes(whole) == moved_bytes(TEXT) + 3 * (7 * PAGE - 4)  # the control: all of it is read
+
+
+def moved(platform: str, is_in_place: bool) -> float:
+    """Bytes that decoding moves, of those of weights and caches: two layers of Llama 3 8B, 16 rows of 8,192 tokens."""
+    if platform not in compilers():
+        pytest.skip(f"no compiler for {platform} is installed: pip install eqformer[{platform}]")
+    mesh = make_mesh(devices=devices_of(topology("v5e:2x2" if platform == "tpu" else "h100:8"))[:1])
+    config = models.LlamaConfig(vocab=4096, embed=4096, layers=2, heads=32, kv_heads=8, mlp=14336)
+    make = lambda: nn.Precision("bfloat16", "bfloat16").apply(models.build(config, key=jax.random.key(0)))
+    model = eqx.filter_eval_shape(make)
+    if is_in_place:
+        model = eqx.filter_eval_shape(generation.for_platform, model, platform)
+    plan, rows, capacity = Plan(mesh), 16, 8192
+    text = lowered_decode(plan, model, rows, capacity).compile().as_text()
+    assert text is not None
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(decode_shapes(plan, model, rows, capacity)))
+    return moved_bytes(text) / (held - model.embedding.weight.size * 2)  # of which only the rows' ids are read
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_decoding_reads_weights_and_caches_once(platform):
+    """Where they are, for stacked layers on TPUs and unstacked ones on GPUs, whose loops copy what they read."""
+    assert moved(platform, is_in_place=True) < 1.15
+    assert platform == "tpu" or moved(platform, is_in_place=False) > 1.8
