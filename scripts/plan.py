@@ -49,6 +49,8 @@ class Command:
     """The accelerators: v5e:16x16, v5p:8x8x16, v6e:16x16, tpu7x:4x4x4, or GPUs of a machine x machines, h100:8x4."""
     decode: bool = False
     """Tell of decoding one token of --batch rows with caches of --seq tokens, not of training."""
+    cache_dtype: str | None = None
+    """With --decode: what keys and values are kept in, such as bfloat16, int8 or fp8; the compute dtype by default."""
     search: bool = False
     """Rank meshes over all the devices by the time of a step, in place of the mesh that is given; compile the best."""
     formulas: bool = False
@@ -65,6 +67,7 @@ class Command:
 OWN = {
     "--topology NAME:SHAPE": "v5e:16x16, v5p:8x8x16, tpu7x:4x4x4, h100:8x4",
     "--decode": "tell of decoding --batch rows, caches of --seq tokens",
+    "--cache-dtype NAME": "of these caches: bfloat16, int8, fp8",
     "--search": "rank all meshes by the time of a step",
     "--formulas": "compile nothing",
     "--json": "print JSON",
@@ -88,7 +91,7 @@ def tell(command: Command) -> None:
         topology.speeds(plan.mesh)
     except ValueError as error:
         raise ValueError(f"{flags(recipe) or '--mesh'} --topology {topology}: {error}") from error
-    run = decoding(recipe, model, topology) if command.decode else training(recipe, model, topology)
+    run = decoding(command, model, topology) if command.decode else training(recipe, model, topology)
     made = None if command.formulas or missing_compiler(topology) else compilation_of(*lowered(run, recipe, topology))
     if command.json:
         row = {"recipe": command.recipe, "flags": flags(recipe)} | run.found.as_dict()
@@ -131,12 +134,13 @@ def training(recipe: Recipe, model: nn.Transformer, topology: planning.Topology)
     return Run(found, lower, lambda: _instead(recipe, states, model, topology))
 
 
-def decoding(recipe: Recipe, model: nn.Transformer, topology: planning.Topology) -> Run:
+def decoding(command: Command, model: nn.Transformer, topology: planning.Topology) -> Run:
     """A step that writes a token of each row, with parameters in the dtype that they are computed in."""
+    recipe = command.run
     model = eqx.filter_eval_shape(nn.Precision(recipe.precision.compute, recipe.precision.compute).apply, model)
     if recipe.mesh.pipe == 1:
         model = eqx.filter_eval_shape(generation.for_platform, model, topology.accelerator.platform)
-    sizes = {"rows": recipe.batch, "capacity": recipe.seq}
+    sizes: dict[str, Any] = {"rows": recipe.batch, "capacity": recipe.seq, "cache_dtype": command.cache_dtype}
     found = planning.decode_forecast(abstract_plan(recipe), model, topology, **sizes)
     return Run(found, lambda plan: planning.lowered_decode(plan, model, **sizes))
 

@@ -58,6 +58,8 @@ class Command:
     """The same seed writes the same text."""
     dtype: str | None = None
     """A published model's dtype: float32 (fp32), bfloat16 (bf16), float16 (fp16); as it is published by default."""
+    cache_dtype: str | None = None
+    """What keys and values are kept in: bfloat16, int8 or fp8, with scales, for long texts; as computed by default."""
     mesh: Mesh = Mesh()
     zero: Literal[0, 3] = 0
     """What is split over --mesh.fsdp: nothing, or (3) all weights, gathered when their layer's turn comes."""
@@ -105,10 +107,11 @@ def writer_of(command: Command) -> Writer:
 
 def served(model: nn.Transformer, plan: parallel.Plan | None) -> generation.Model:
     """The model as it decodes in place on its devices, under the plan if there is one."""
+    platform = jax.default_backend()
     if plan is None:
-        return generation.for_platform(model, jax.default_backend())
+        return generation.for_platform(model, platform)
     if not plan.is_pipelined:
-        arrays, rest = eqx.partition(generation.for_platform(model, plan.mesh.devices.flat[0].platform), eqx.is_array)
+        arrays, rest = eqx.partition(generation.for_platform(model, platform), eqx.is_array)
         model = eqx.combine(jax.device_put(arrays, parallel.shardings(plan.parameter_specs(arrays), plan.mesh)), rest)
     return parallel.Planned(model, plan)
 
@@ -164,6 +167,7 @@ def write(command: Command) -> None:
             repetition_penalty=command.repetition_penalty,
         ),
         end_of_text=writer.ends,
+        cache_dtype=command.cache_dtype,
         key=jax.random.key(command.seed),
     )
     text = data.TextStream(writer.tokenizer)

@@ -22,11 +22,12 @@ class Draws(eqx.Module):
 
 
 class Sizes(NamedTuple):
-    """Sizes that are compiled in: the longest row, the cache's slots, and tokens a prefill chunk (None: one chunk)."""
+    """What is compiled in: the longest row, the slots and dtype of the cache, tokens a prefill chunk (None: one)."""
 
     width: int
     capacity: int
     chunk: int | None
+    cache_dtype: str | None = None
 
 
 class Rows(eqx.Module):
@@ -56,7 +57,7 @@ def prefill(
     """
     batch, prompt = ids.shape
     tokens = right_padded(lengths, prompt)
-    cache = model.init_cache(batch, sizes.capacity)
+    cache = model.init_cache(batch, sizes.capacity, sizes.cache_dtype)
     if sizes.chunk is None:
         hidden, cache, _ = model.encode(ids, tokens, cache)
         last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]

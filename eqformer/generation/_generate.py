@@ -45,6 +45,7 @@ def generate(
     log_probabilities: bool = False,
     examples: Sequence[int] | Int[Array, "batch"] | None = None,
     prefill_chunk: int | None = None,
+    cache_dtype: str | None = None,
     key: Key[jax.Array, ""],
 ) -> Generation:
     """Continue each prompt by up to `max_new_tokens` tokens, each drawn from the model's transformed distribution.
@@ -66,12 +67,14 @@ def generate(
         examples: The rows' numbers; None: 0, 1, ...
         prefill_chunk: The tokens of a prompt that are read at once, in equal chunks, so that activations do not grow
             with the prompt; None: at most 1,024. The results are the same.
+        cache_dtype: What keys and values are kept in; None: the compute dtype. `"int8"` and `"fp8"` round them, with
+            a scale for each token and head.
         key: For all draws.
 
     Raises a `ValueError` for prompts that are empty or hold unknown ids, for more tokens than learned positions, and if
     the model's logits are NaN.
     """
-    prepared = prepare(model, prompts, lengths, max_new_tokens, prefill_chunk)
+    prepared = prepare(model, prompts, lengths, max_new_tokens, prefill_chunk, cache_dtype)
     draws = _draws(model, len(prepared.ids), transforms, end_of_text, examples, key)
     rows = _whole(
         model, prepared.ids, prepared.lengths, draws, _count(max_new_tokens), log_probabilities, prepared.sizes
@@ -96,6 +99,7 @@ def stream(
     end_of_text: int | Sequence[int] | None = None,
     example: int = 0,
     prefill_chunk: int | None = None,
+    cache_dtype: str | None = None,
     stride: int = 8,
     key: Key[jax.Array, ""],
 ) -> Iterator[int]:
@@ -112,10 +116,11 @@ def stream(
         end_of_text: The id, or ids, that end a row; it is kept.
         example: The prompt's number in `generate`'s `examples`.
         prefill_chunk: The tokens of the prompt that are read at once; None: at most 1,024.
+        cache_dtype: What keys and values are kept in; None: the compute dtype.
         stride: How many ids the host reads from the device at a time: few yield more evenly, many run faster.
         key: For all draws.
     """
-    prepared = prepare(model, [prompt], None, max_new_tokens, prefill_chunk)
+    prepared = prepare(model, [prompt], None, max_new_tokens, prefill_chunk, cache_dtype)
     if stride < 1:
         raise ValueError(f"stream(stride={stride}): at least 1 token must be drawn at a time.")
     draws = _draws(model, 1, transforms, end_of_text, [example], key)

@@ -31,6 +31,7 @@ def prepare(
     lengths: Sequence[int] | Int[Array, "batch"] | None,
     max_new_tokens: int,
     prefill_chunk: int | None,
+    cache_dtype: str | None,
 ) -> Prompts:
     """Check prompts against the model and pad them."""
     for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
@@ -64,7 +65,8 @@ def prepare(
     ids = np.zeros((len(rows), padded if chunk is None else rounded_up(padded, chunk)), np.int32)
     for row, given in zip(ids, rows):
         row[: len(given)] = given
-    return Prompts(jnp.asarray(ids), jnp.asarray([len(row) for row in rows], jnp.int32), Sizes(width, capacity, chunk))
+    sizes = Sizes(width, capacity, chunk, cache_dtype)
+    return Prompts(jnp.asarray(ids), jnp.asarray([len(row) for row in rows], jnp.int32), sizes)
 
 
 def _even_chunk(padded: int) -> int:

@@ -11,13 +11,7 @@ from ._activation import (
 )
 from ._aux import Aux as Aux, aux_loss as aux_loss, aux_of as aux_of
 from ._block import Block as Block, ParallelBlock as ParallelBlock, Period as Period, Residual as Residual
-from ._cache import (
-    check_cached as check_cached,
-    DeltaCache as DeltaCache,
-    KVCache as KVCache,
-    LatentCache as LatentCache,
-    SlotCache as SlotCache,
-)
+from ._cache import DeltaCache as DeltaCache, KVCache as KVCache, LatentCache as LatentCache
 from ._contracts import (
     Attends as Attends,
     FeedForward as FeedForward,
@@ -68,6 +62,7 @@ from ._norm import LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
 from ._pallas import compilers as compilers
 from ._precision import cast as cast, Precision as Precision
 from ._run_with import run_with as run_with
+from ._slots import check_cached as check_cached, counts as counts, SlotCache as SlotCache
 from ._stack import REMAT as REMAT, Stack as Stack
 from ._sums import (
     look_up as look_up,

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from ._cache import SlotCache
 from ._contracts import Layer
 from ._dims import ensemble
+from ._slots import SlotCache
 from ._tokens import Tokens, tokens_or_default
 
 

@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 import equinox as eqx
 from jaxtyping import Array, Float, Int, PyTree
 
-from ._cache import check_cached
 from ._dropout import Dropout
 from ._dtype import at_least_float32, float_dtype
 from ._embedding import Embedding, LearnedPositions
 from ._linear_map import LinearMap
 from ._module import Module
 from ._norm import Norm
+from ._quantized import memory_dtype
+from ._slots import check_cached, in_memory
 from ._stack import Stack
 from ._sums import wide_sum
 from ._tokens import Tokens, tokens_or_default
@@ -101,13 +102,20 @@ class Transformer(Module):
         return soft_capped(logits if self.logit_scale is None else logits * self.logit_scale, self.logit_softcap)
 
     def init_cache(self, batch: int | Sequence[int], capacity: int, dtype: str | None = None) -> PyTree:
-        """An empty cache for `batch` rows of up to `capacity` tokens, by default in the compute dtype."""
+        """An empty cache for `batch` rows of up to `capacity` tokens, by default in the compute dtype.
+
+        In `"int8"` or `"float8_e4m3fn"` (`"fp8"`), keys, values and latents have a scale for each token and head, and a
+        recurrence's state stays in the compute dtype.
+        """
+        dtype, is_small = memory_dtype(dtype or self.compute_dtype, f"init_cache(dtype={dtype!r})")
         shape = (batch,) if isinstance(batch, int) else tuple(batch)
         if self.positions is not None and capacity > (longest := self.positions.weight.shape[0]):
             raise ValueError(
                 f"init_cache(capacity={capacity}): the model has {longest} learned positions; ask for at most as many."
             )
-        return tuple(stack.init_cache(shape, capacity, dtype or self.compute_dtype) for stack in self.stacks)
+        wide = self.compute_dtype if is_small else dtype
+        caches = tuple(stack.init_cache(shape, capacity, wide) for stack in self.stacks)
+        return in_memory(caches, dtype) if is_small else caches
 
 
 _EMBEDDING = 2**31 - 1  # folded into the keys of the embedding's dropout, where layers fold their numbers

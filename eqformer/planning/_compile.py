@@ -26,18 +26,22 @@ def lowered_step(states: training.PlannedState, step: training.Step, batch: Batc
     return jax.jit(run, donate_argnums=0).lower(arrays, batch, key)
 
 
-def decode_shapes(plan: parallel.Plan, model: nn.Transformer, rows: int, capacity: int) -> tuple[PyTree, PyTree]:
+def decode_shapes(
+    plan: parallel.Plan, model: nn.Transformer, rows: int, capacity: int, cache_dtype: str | None = None
+) -> tuple[PyTree, PyTree]:
     """A model served under a plan, and its cache for `rows` of up to `capacity` tokens: shapes with their places."""
     shardings = parallel.shardings(plan.parameter_specs(model), plan.mesh)
     arrays, rest = eqx.partition(model, _is_shape)
     arrays = jax.tree.map(_placed, arrays, eqx.filter(shardings, lambda leaf: isinstance(leaf, jax.sharding.Sharding)))
     model = eqx.combine(arrays, rest)
-    return model, parallel.Planned(model, plan).cache_shapes(rows, capacity)
+    return model, parallel.Planned(model, plan).cache_shapes(rows, capacity, cache_dtype)
 
 
-def lowered_decode(plan: parallel.Plan, model: nn.Transformer, rows: int, capacity: int) -> jax.stages.Lowered:
+def lowered_decode(
+    plan: parallel.Plan, model: nn.Transformer, rows: int, capacity: int, cache_dtype: str | None = None
+) -> jax.stages.Lowered:
     """One token more of each of `rows`, by the likeliest of the logits, lowered from shapes, the cache donated."""
-    model, cache = decode_shapes(plan, model, rows, capacity)
+    model, cache = decode_shapes(plan, model, rows, capacity, cache_dtype)
     arrays, rest = eqx.partition(model, _is_shape)
     slabs, others = eqx.partition(cache, _is_shape)
     ids = jax.ShapeDtypeStruct((rows, 1), jnp.int32, sharding=NamedSharding(plan.mesh, PartitionSpec()))

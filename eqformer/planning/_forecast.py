@@ -95,14 +95,28 @@ def _sent_and_time(
 
 
 def decode_forecast(
-    plan: parallel.Plan, model: nn.Transformer, topology: Topology, *, rows: int, capacity: int
+    plan: parallel.Plan,
+    model: nn.Transformer,
+    topology: Topology,
+    *,
+    rows: int,
+    capacity: int,
+    cache_dtype: str | None = None,
 ) -> Forecast:
     """What decoding one token of each of `rows` holds, sends and takes, with caches of `capacity` tokens, all filled.
 
     Each device reads its weights and its caches once. Of what is sent, the sums over `tensor` are counted.
+
+    Args:
+        plan: Where the model is served.
+        model: The model, or its shapes, in the dtype in which it is served.
+        topology: What it would run on.
+        rows: Rows that are decoded together.
+        capacity: Slots of a row's caches.
+        cache_dtype: What keys and values are kept in; None: the compute dtype.
     """
     one, speeds = topology.accelerator, topology.speeds(plan.mesh)
-    weights, cache = (placed_bytes(tree)[0] for tree in decode_shapes(plan, model, rows, capacity))
+    weights, cache = (placed_bytes(tree)[0] for tree in decode_shapes(plan, model, rows, capacity, cache_dtype))
     own = rows // math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) or 1
     vector = model.embedding.weight.shape[-1] * jnp.dtype(model.compute_dtype).itemsize
     sublayers = sum(

@@ -57,6 +57,9 @@ def test_text_is_one_devices():
     keys = cut.init_cache(3, 64)[0].keys
     assert model.init_cache(3, 64)[0].keys.shape[0] == 5  # and the last stage's sixth is padding
     assert keys.addressable_shards[0].data.size * 8 == keys.size == 6 * 3 * 64 * 4 * 16
+    small = cut.cache_shapes(3, 64, "int8")[0]
+    assert small.keys.dtype == jnp.int8 and small.keys.shape == keys.shape
+    assert small.key_scales.shape == keys.shape[:-1] and small.key_scales.sharding.spec == keys.sharding.spec[:-1]
 
 
 class Unweighed:
@@ -103,6 +106,28 @@ def test_weights_that_are_gathered_and_prompts_in_chunks(monkeypatch):
     monkeypatch.setattr(module, "_piece", lambda cache, pieces: cache)
     with pytest.raises(ValueError, match="NaN"):  # tokens beyond a piece that takes itself for the whole
         written(planned(model, plan_over({"context": 2}, smallest=2)), 3)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", ["llama-byte-1m", "deepseek-v3-byte-500k", "gemma3-byte-500k"])
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"pipe": 2}, {"context": 2}, {"context": 2, "pipe": 2, "tensor": 2}])
+def test_memories_of_8_bits(name, mesh):
+    """What one device gives with such caches, but for roundings that fall the other way; what they change is more."""
+    model = built(name)
+    ids = jnp.arange(40)[None] * 7 % 64
+
+    def read(model, dtype):
+        def run(model, ids):
+            cache = model.init_cache(1, 64, dtype)
+            _, cache, _ = model.encode(ids[:, :32], nn.right_padded(jnp.array([32]), 32), cache)
+            hidden, _, _ = model.encode(ids[:, 32:], nn.Tokens(jnp.arange(32, 40)[None]), cache)
+            return model.unembed(hidden[:, -1])
+
+        return np.asarray(eqx.filter_jit(run)(model, ids))
+
+    wide, small = (read(model, dtype) for dtype in (None, "int8"))
+    off = np.abs(read(planned(model, plan_over(mesh)), "int8") - small).max()
+    assert off < np.abs(small - wide).max() and off < 0.02 * np.abs(wide).max()
 
 
 MESHES = {

@@ -1,22 +1,25 @@
 """Softmax attention: multi-head, multi-query and grouped-query as corners of one module."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from .._cache import empty_slots, KVCache, without_room
+from .._cache import KVCache
 from .._contracts import Attends, Mixer, MixerFacts
 from .._dtype import float_dtype
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
+from .._slots import empty_slots, without_room
 from .._sums import wide_product
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._auto import AutoCore
 from ..cores._contract import Core
+from ..cores._core import ReferenceCore
 from ._mask import causal, Mask
 from ._rotary import Rotary
 from ._temperature import LogTemperature
@@ -145,10 +148,14 @@ class Attention(Mixer):
         if self.temperature is not None:
             factor = self.temperature(tokens.positions)[..., None, None]
             query = wide_product(query, factor)
-        attended = self.core(
+        given: dict[str, Any] = {"key": key, "value": value}
+        core: Any = self.core
+        if cache is not None and cache.key_scales is not None and x.shape[-2] == 1 and not late and core.ring_block():
+            # All that a token sees is what is stored: products read it as it is, and scores are multiplied.
+            given, core = cache.scaled(x.dtype), ReferenceCore()
+        attended = core(
             query,
-            key,
-            value,
+            **given,
             mask=self.mask,
             tokens=tokens,
             kv_tokens=kv_tokens,

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from .._cache import empty_slots, LatentCache, without_room
+from .._cache import LatentCache
 from .._contracts import Attends, Mixer, MixerFacts
 from .._dtype import float_dtype
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
+from .._slots import empty_slots, without_room
 from .._sums import spread, wide_product, wide_sum
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._auto import AutoCore

@@ -21,7 +21,8 @@ from ._contract import Block, Core
 class ReferenceCore(Core):
     """Attention in plain jnp, with any mask, a softcap and sinks; builds the whole matrix of probabilities.
 
-    Softmax and sums are float32, or float64 for such inputs. A query that sees nothing gets zeros.
+    Softmax and sums are float32, or float64 for such inputs. A query that sees nothing gets zeros. Keys and values that
+    are to be multiplied by scales are read without: scores and probabilities are multiplied in their place.
     """
 
     def __call__(
@@ -36,11 +37,16 @@ class ReferenceCore(Core):
         scale: float,
         softcap: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
+        key_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
+        value_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
         heads, kv_heads = check_heads(query, key)
+        by_scores = lambda scales: jnp.moveaxis(scales, -1, -2)[..., None, None, :]
         exact = at_least_float32(query.dtype)
         grouped = query.reshape(*query.shape[:-2], kv_heads, heads // kv_heads, query.shape[-1])
         scores = jnp.einsum("...qkgd,...skd->...kgqs", grouped, key, preferred_element_type=exact)
+        if key_scales is not None:
+            scores = scores * by_scores(key_scales).astype(exact)
         scores = soft_capped(scores * scale, softcap)
         visible = mask(tokens, tokens if kv_tokens is None else kv_tokens)[..., None, None, :, :]
         scores = jnp.where(visible, scores, lowest(exact))
@@ -54,6 +60,8 @@ class ReferenceCore(Core):
         if sinks is not None:
             total = total + jnp.exp(sink - peak)
         probabilities = weights / jnp.where(total > 0, total, 1)
+        if value_scales is not None:
+            probabilities = probabilities * by_scores(value_scales).astype(exact)
         output = jnp.einsum(
             "...kgqs,...skd->...qkgd", probabilities.astype(value.dtype), value, preferred_element_type=exact
         )

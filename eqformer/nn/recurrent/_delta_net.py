@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from .._cache import check_one_document, DeltaCache
+from .._cache import DeltaCache
 from .._contracts import Mixer, MixerFacts
 from .._documents import documents_of
 from .._dtype import at_least_float32, float_dtype
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import RMSNorm
+from .._slots import check_one_document
 from .._tokens import Tokens, tokens_or_default
 from ._conv import CausalConv
 from ._delta_rule import delta_rule

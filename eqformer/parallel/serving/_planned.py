@@ -76,10 +76,10 @@ class Planned(Served):
         logits = filter_shard_map(run, self.plan.mesh, (self._specs, given), given_back)(self.model, x)
         return logits[: hidden.shape[0], : self.vocab]  # without the padding where the axis does not divide it
 
-    def init_cache(self, batch: int, capacity: int) -> PyTree:
+    def init_cache(self, batch: int, capacity: int, dtype: str | None = None) -> PyTree:
         """An empty cache for `batch` rows of up to `capacity` tokens, in parts where the plan keeps them."""
         rows, pieces, tensor = self._rows(batch), self.plan.size(CONTEXT), self.plan.size(TENSOR)
-        shapes = eqx.filter_eval_shape(lambda: self.model.init_cache(rows, capacity))
+        shapes = eqx.filter_eval_shape(lambda: self.model.init_cache(rows, capacity, dtype))
 
         def resized(names: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
             sizes = dict(zip(_dims(names), x.shape, strict=True))
@@ -92,15 +92,15 @@ class Planned(Served):
             return tuple(sizes.values())
 
         def empty(spec: PartitionSpec, names: str, x: jax.ShapeDtypeStruct) -> Array:
-            value = -1 if _dims(names)[-1] == "kv_seq" else 0  # position -1 marks an empty slot
+            value = -1 if nn.counts(x) and _dims(names)[-1] == "kv_seq" else 0  # position -1 marks an empty slot
             made = jnp.full(resized(names, x), value, x.dtype)
             return jax.lax.with_sharding_constraint(made, NamedSharding(self.plan.mesh, spec))
 
         return jax.tree.map(empty, self._cache_specs(shapes), nn.dims(shapes), shapes, is_leaf=is_spec)
 
-    def cache_shapes(self, batch: int, capacity: int) -> PyTree:
+    def cache_shapes(self, batch: int, capacity: int, dtype: str | None = None) -> PyTree:
         """The shapes of what `init_cache` gives, each with where the plan keeps it."""
-        arrays, rest = eqx.partition(eqx.filter_eval_shape(self.init_cache, batch, capacity), _is_shape)
+        arrays, rest = eqx.partition(eqx.filter_eval_shape(self.init_cache, batch, capacity, dtype), _is_shape)
         at = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.plan.mesh, spec))
         return eqx.combine(jax.tree.map(at, arrays, eqx.filter(self._cache_specs(arrays), is_spec)), rest)
 
@@ -226,7 +226,7 @@ def _dims(names: str) -> list[str]:
 
 def _is_whole(names: str, x: ArrayOrShape) -> bool:
     """Whether an array of a cache has no heads to split, so that each device of `tensor` has one of its own."""
-    return not jnp.issubdtype(x.dtype, jnp.integer) and not {"heads", "kv_heads"} & set(_dims(names))
+    return not nn.counts(x) and not {"heads", "kv_heads"} & set(_dims(names))
 
 
 def _is_shape(leaf: object) -> bool:

@@ -80,12 +80,12 @@ class WeightStationary(Served):
         per_device: Callable[..., Any] = lambda model, x: self._wrapped(model).unembed(x)
         return filter_shard_map(per_device, self.mesh, (self._specs, given), given_back)(self.model, hidden)
 
-    def init_cache(self, batch: int, capacity: int) -> PyTree:
+    def init_cache(self, batch: int, capacity: int, dtype: str | None = None) -> PyTree:
         """An empty cache for `batch` rows of up to `capacity` tokens, in parts by rows or one whole on each device."""
-        shapes = eqx.filter_eval_shape(lambda: self.model.init_cache(self._rows(batch), capacity))
+        shapes = eqx.filter_eval_shape(lambda: self.model.init_cache(self._rows(batch), capacity, dtype))
 
         def empty(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> Array:
-            is_positions = jnp.issubdtype(x.dtype, jnp.integer)
+            is_positions = nn.counts(x)
             copies = 1 if is_positions or self.attention == "rows" else self.mesh.size
             made = jnp.full((x.shape[0], x.shape[1] * copies, *x.shape[2:]), -1 if is_positions else 0, x.dtype)
             return jax.lax.with_sharding_constraint(made, NamedSharding(self.mesh, spec))
@@ -103,7 +103,7 @@ class WeightStationary(Served):
         """Dims are of layers, rows, slots; a cache that every device has whole is stored as copies along the rows."""
         split, whole = PartitionSpec(None, HEADS), PartitionSpec()
         by_rows = self.attention == "rows"
-        return jax.tree.map(lambda x: whole if jnp.issubdtype(x.dtype, jnp.integer) and not by_rows else split, cache)
+        return jax.tree.map(lambda x: whole if nn.counts(x) and not by_rows else split, cache)
 
     def _wrapped(self, model: nn.Transformer) -> nn.Transformer:
         """The model as it is on one device, from its slices."""

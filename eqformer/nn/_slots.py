@@ -1,0 +1,186 @@
+"""Slots of past tokens, preallocated: of all tokens, or of a rolling window; who writes them and who sees them."""
+
+import abc
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int, PyTree
+
+from .._shapes import ArrayOrShape
+from ._quantized import quantized, restored
+from ._tokens import Tokens
+
+
+class SlotCache(eqx.Module):
+    """Memories of past tokens in slots. A token's slot is its position (modulo the capacity where `rolling`).
+
+    Its arrays name their dim of slots `kv_seq`, so that slots may be split over devices. Rows may have different
+    lengths: a slot's position says whether it is filled (-1: empty). A cache that is not rolling does not store tokens
+    beyond its capacity, and `without_room` makes the output of attention NaN for them. A shard of a cache has those of
+    its `capacity` slots that begin at `first`.
+
+    A stack's cache has a dim of layers in front. Each layer is given the whole of it with its own `layer`, and writes
+    its new tokens where they belong: a slice of it would be copied out and back for a few tokens.
+
+    Memories of 8 bits (`with_scales`) have a scale for each token, and head: they are rounded when they are stored, and
+    what is seen of them is made of the rounded numbers, of the new tokens too.
+    """
+
+    if TYPE_CHECKING:  # an abstract variable would be taken for an argument of each constructor
+        positions: Array = eqx.field(init=False)
+        rolling: bool = eqx.field(init=False)
+        first: Array | None = eqx.field(init=False)
+        capacity: int | None = eqx.field(init=False)
+        layer: Array | None = eqx.field(init=False)
+    else:
+        positions: eqx.AbstractVar[Int[Array, "*batch kv_seq"]]
+        rolling: eqx.AbstractVar[bool]
+        first: eqx.AbstractVar[Int[Array, "*batch"] | None]
+        capacity: eqx.AbstractVar[int | None]
+        layer: eqx.AbstractVar[Int[Array, ""] | None]
+
+    @abc.abstractmethod
+    def with_scales(self, dtype: str) -> "SlotCache":
+        """An empty cache like this one, with memories of 8 bits."""
+
+
+def empty_slots(batch: Sequence[int], capacity: int) -> Int[Array, "*batch kv_seq"]:
+    """Positions of empty slots: -1."""
+    return jnp.full((*batch, capacity), -1, jnp.int32)
+
+
+def counts(x: ArrayOrShape) -> bool:
+    """Whether an array of a cache holds positions or lengths of rows, and no memories, which may be integers too."""
+    return x.dtype == jnp.int32
+
+
+def in_memory(cache: PyTree, dtype: str) -> PyTree:
+    """Empty caches like these with memories of 8 bits, but for what has no slots, such as a recurrence's state."""
+    return jax.tree.map(lambda one: one.with_scales(dtype) if _has_slots(one) else one, cache, is_leaf=_has_slots)
+
+
+def check_one_document(tokens: Tokens) -> None:
+    """Raise a `ValueError` for tokens of packed rows, of which no cache keeps more than one document."""
+    if tokens.segments is not None:
+        raise ValueError(
+            "cache.update(tokens): a cache keeps one document a row, but the tokens have segments; pass "
+            "Tokens(positions) without them, and a row of its own for each document."
+        )
+
+
+def check_cached(tokens: Tokens, cache: PyTree) -> None:
+    """Raise a `ValueError` for packed rows and, outside of a trace, for positions beyond a cache that does not roll.
+
+    While a program is traced, positions are not known; the outputs of such tokens are then NaN (`without_room`).
+    """
+    check_one_document(tokens)
+    positions = tokens.positions
+    if isinstance(positions, Tracer) or not getattr(positions, "is_fully_addressable", True):
+        return
+    last = int(np.max(np.asarray(positions), initial=-1))
+    caches = jax.tree.leaves(cache, is_leaf=_has_slots)
+    slots = [_capacity(one) for one in caches if _has_slots(one) and not one.rolling]
+    if slots and last >= min(slots):
+        raise ValueError(
+            f"a call on tokens up to position {last} has a cache of capacity {min(slots)}, which holds the positions 0 "
+            f"to {min(slots) - 1}; make it by init_cache(..., capacity) with a capacity of at least {last + 1}."
+        )
+
+
+def without_room(
+    attended: Float[Array, "*batch seq heads v_dim"], tokens: Tokens, cache: SlotCache
+) -> Float[Array, "*batch seq heads v_dim"]:
+    """The output of attention, with NaN for tokens beyond the cache's capacity, which could not be stored."""
+    if cache.rolling:
+        return attended
+    beyond = tokens.positions >= _capacity(cache)
+    return jnp.where(_like(beyond, attended), jnp.nan, attended)
+
+
+def _has_slots(node: object) -> bool:
+    return isinstance(node, SlotCache)
+
+
+def _capacity(cache: SlotCache) -> int:
+    return cache.positions.shape[-1] if cache.capacity is None else cache.capacity
+
+
+def remembered(
+    cache: SlotCache, memories: tuple, scales: tuple, new: tuple, tokens: Tokens, heads: int = 0
+) -> tuple[tuple, tuple]:
+    """What `_store` gives, of two memories that may have scales, which then stand behind them."""
+    if scales[0] is None:
+        return _store(memories, cache, new, tokens, heads)
+    pairs = [quantized(x, memory.dtype.name) for x, memory in zip(new, memories)]
+    rounded, factors = zip(*pairs)
+    stored, seen = _store((*memories, *scales), cache, (*rounded, *factors), tokens, heads)
+    one, two = (restored(seen[place], seen[place + 2], new[place].dtype) for place in (0, 1))
+    return stored, (one, two, seen[-1])
+
+
+def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int = 0) -> tuple[tuple, tuple]:
+    """The memories with the new tokens in their slots, and the memories that those tokens may see.
+
+    Between the dims of rows and of slots the memories have `heads` dims of heads.
+    """
+    check_cached(tokens, cache)
+    layer, capacity = cache.layer, _capacity(cache)
+    old_positions = of_layer(cache.positions, layer)
+    first = None if cache.first is None else of_layer(cache.first, layer)
+    size, seq = old_positions.shape[-1], tokens.positions.shape[-1]
+    positions = tokens.positions.astype(jnp.int32)
+    if cache.rolling:
+        # Only the last `capacity` new tokens of a row are stored, so that no slot is written twice in one call.
+        last = jnp.max(positions, axis=-1, keepdims=True)
+        kept = (positions >= 0) & (positions > last - capacity)
+    else:
+        kept = (positions >= 0) & (positions < capacity)
+    slots = positions % capacity
+    if first is not None:
+        slots = slots - first[..., None]
+        kept = kept & (slots >= 0) & (slots < size)
+    slots = jnp.where(kept, slots, size)
+    along = [slots.ndim - 1 + heads] * len(old) + [slots.ndim - 1]
+    pairs = zip((*old, cache.positions), (*new, positions), along)
+    stored = tuple(_write(memory, slots, x.astype(memory.dtype), dim, layer) for memory, x, dim in pairs)
+    if cache.rolling and seq > 1:
+        # Earlier new tokens may see slots that later ones overwrite, so they attend to the old cache and to each other.
+        # What the old one holds of the new positions, after a step back, is overwritten.
+        begin = jnp.min(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max), axis=-1, keepdims=True)
+        old_positions = jnp.where(old_positions < begin, old_positions, -1)
+        # If the cache is split over devices, one device alone has the new tokens visible, so that they count once.
+        if first is not None:
+            positions = jnp.where(first[..., None] == 0, positions, -1)
+        news = (*new, positions)
+        pairs = zip((*(of_layer(memory, layer) for memory in old), old_positions), news, along)
+        seen = tuple(jnp.concatenate([memory, x.astype(memory.dtype)], axis=dim) for memory, x, dim in pairs)
+        return stored, seen
+    return stored, tuple(of_layer(memory, layer) for memory in stored)
+
+
+def _write(memory: Array, slots: Int[Array, "*batch seq"], new: Array, dim: int, layer: Int[Array, ""] | None) -> Array:
+    """`memory[row, slot] = new` for each row, or each row's heads; slots, its `dim`, at the capacity are dropped."""
+    outer, seq = new.shape[:dim], slots.shape[-1]
+    rows = math.prod(outer)  # not -1, which is ambiguous if a dim is 0: latents without rotary keys
+    layers = 1 if layer is None else memory.shape[0]
+    flat = memory.reshape((layers * rows, *memory.shape[dim + (layer is not None) :]))
+    # Rows and slots are the first dims of what is written, as GPUs write in place.
+    of_heads = jnp.broadcast_to(jax.lax.expand_dims(slots, range(slots.ndim - 1, dim)), (*outer, seq))
+    row = jnp.arange(rows)[:, None] + (0 if layer is None else layer * rows)
+    written = flat.at[row, of_heads.reshape(rows, seq)].set(new.reshape((rows, *new.shape[dim:])), mode="drop")
+    return written.reshape(memory.shape)
+
+
+def of_layer(memory: Array, layer: Int[Array, ""] | None) -> Array:
+    """Of an array of a stack's cache the part of a layer, or all where there is no dim of layers."""
+    return memory if layer is None else jax.lax.dynamic_index_in_dim(memory, layer, 0, keepdims=False)
+
+
+def _like(flags: Array, x: Array) -> Array:
+    return jax.lax.expand_dims(flags, range(flags.ndim, x.ndim))

@@ -1,0 +1,76 @@
+"""Memories of 8 bits: how far they are off, and that whatever way tokens are stored, the same is seen of them."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nn_reference import drawn, normal
+
+from eqformer import nn
+from eqformer.nn._quantized import memory_dtype, quantized, restored
+from eqformer.nn._slots import in_memory
+
+
+@pytest.mark.parametrize(("dtype", "step"), [("int8", 0.5 / 127), ("float8_e4m3fn", 2.0**-4)])
+def test_rows_are_off_by_a_step_of_their_largest(dtype, step):
+    rows = np.array(normal(1, 5, 3, 32)) * np.logspace(-3, 3, 5)[:, None, None].astype(np.float32)
+    rows[0, 0] = 0
+    rounded, scales = quantized(jnp.asarray(rows), dtype)
+    assert rounded.dtype == dtype and scales.shape == (5, 3)
+    back = np.asarray(restored(rounded, scales, jnp.dtype("float32")), np.float64)
+    off = np.abs(back - rows) / np.maximum(np.abs(rows).max(-1, keepdims=True), 1e-30)
+    assert step / 8 < off.max() <= step * (1 + 1e-6) and (back[0, 0] == 0).all()
+    np.testing.assert_allclose(np.asarray(scales) * (127 if dtype == "int8" else 448), np.abs(rows).max(-1), rtol=1e-6)
+    spoiled = restored(*quantized(jnp.asarray([[1.0, jnp.inf], [jnp.nan, 2.0]]), dtype), jnp.dtype("float32"))
+    assert np.isnan(spoiled).any(axis=-1).all()
+
+
+SIZES = dict(embed=6, heads=4, head_dim=4, rotary=nn.Rotary(4, 100.0), key=jax.random.key(0))
+MODULES = {
+    "grouped": lambda **more: drawn(nn.Attention, kv_heads=2, **SIZES, **more),
+    "latent": lambda **more: drawn(nn.LatentAttention, latent=5, **SIZES, **more),
+}
+
+
+# How far attention may be off, and is at least, relative to its largest output.
+OFF = {"int8": (1e-4, 0.02), "float8_e4m3fn": (1e-3, 0.15)}
+
+
+@pytest.mark.parametrize(("kind", "mask"), [("grouped", nn.sliding_window(5)), ("latent", nn.causal())])
+def test_what_is_seen_is_what_was_rounded(kind, mask):
+    """At once, in pieces or one by one, in slots that roll or not, beside what a wide cache and no cache give."""
+    module, x = MODULES[kind](mask=mask), normal(1, 2, 8, 6)
+    places = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (2, 8))
+
+    @jax.jit
+    def ways(x):
+        def cached(sizes, dtype):
+            memory, found, start = in_memory(module.init_cache((2,), 8), dtype), [], 0
+            for size in sizes:
+                part = slice(start, start + size)
+                y, memory = module(x[:, part], nn.Tokens(places[:, part]), memory)
+                found, start = [*found, y], start + size
+            return jnp.concatenate(found, axis=1)
+
+        return module(x)[0], {
+            dtype: [cached(s, dtype) for s in ((8,), (3, 4, 1))] for dtype in ("int8", "float8_e4m3fn")
+        }
+
+    wanted, found = ways(x)
+    for dtype, least, most in (("int8", 1e-4, 0.02), ("float8_e4m3fn", 1e-3, 0.15)):
+        whole, pieces = found[dtype]
+        np.testing.assert_allclose(whole, pieces, atol=2e-6)
+        off = np.abs(whole - wanted).max() / np.abs(wanted).max()
+        assert least < off < most, (dtype, off)
+
+
+def test_recurrences_keep_their_state_and_names_are_checked():
+    net = nn.GatedDeltaNet(embed=8, heads=2, kv_heads=1, head_dim=4, v_dim=4, key=jax.random.key(0))
+    attention = MODULES["grouped"]()
+    caches = eqx.filter_eval_shape(lambda: in_memory((net.init_cache((2,), 8), attention.init_cache((2,), 8)), "int8"))
+    assert caches[0].state.dtype == jnp.float32 and caches[1].keys.dtype == caches[1].values.dtype == jnp.int8
+    assert caches[1].key_scales.shape == (2, 2, 8) and nn.dims(caches[1]).key_scales == "batch kv_heads kv_seq"
+    assert memory_dtype("FP8", "f") == ("float8_e4m3fn", True) and memory_dtype("bf16", "f") == ("bfloat16", False)
+    with pytest.raises(ValueError, match=r"f: 'int4' is no .* int8 and float8_e4m3fn"):
+        memory_dtype("int4", "f")
