@@ -35,6 +35,7 @@ from ._metrics import bits_per_byte as bits_per_byte, throughput as throughput
 from ._optimizer import (
     adamw as adamw,
     global_norm as global_norm,
+    MOMENTS as MOMENTS,
     muon as muon,
     Optimizer as Optimizer,
     optimizer as optimizer,

@@ -1,5 +1,6 @@
-"""Optimizers by name: AdamW, Muon and SGD, with decay on matrices alone and state in float32."""
+"""Optimizers by name: AdamW, Muon and SGD, with decay on matrices alone and state in float32, or kept in bfloat16."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -38,16 +39,22 @@ class Optimizer(eqx.Module):
 
     `rate` is a function of the run's step, not of a counter in the optimizer's state: a step that is skipped because
     its gradients are not finite still counts for the rate, and leaves the state unchanged. All that the state holds for
-    a parameter has the parameter's shape and is float32 or wider; `map_state` maps over it.
+    a parameter has the parameter's shape, and is float32 or wider or, with `moments="bfloat16"`, kept so between steps;
+    `map_state` maps over it.
     """
 
     transform: optax.GradientTransformation = eqx.field(static=True)
     rate: Rates = eqx.field(static=True)
     trained: Trained = eqx.field(static=True, default=trainable)
+    moments: str = eqx.field(static=True, default="float32")
+
+    def __check_init__(self):
+        if self.moments not in MOMENTS:
+            raise ValueError(f"Optimizer(moments={self.moments!r}): moments are kept in {' or '.join(MOMENTS)}.")
 
     def init(self, model: PyTree) -> PyTree:
         """The state before the first step, for the trained parameters of `model`."""
-        return self.transform.init(widened(self.trained(model)))
+        return self._kept(self.transform.init(widened(self.trained(model))))
 
     def update(
         self, gradients: PyTree, state: PyTree, parameters: PyTree, learning_rate: Float[Array, ""]
@@ -55,12 +62,23 @@ class Optimizer(eqx.Module):
         """`parameters + learning_rate * transform(gradients)`, computed in float32 at least, and the new state."""
         wide = widened(parameters)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of integer counts
-            updates, state = self.transform.update(widened(gradients), state, wide)
+            updates, state = self.transform.update(widened(gradients), self._over_moments(widened, state), wide)
 
         def move(parameter: Array, value: Array, update: Array) -> Array:
             return (value + learning_rate.astype(value.dtype) * update).astype(parameter.dtype)
 
-        return jax.tree.map(move, parameters, wide, updates), state
+        return jax.tree.map(move, parameters, wide, updates), self._kept(state)
+
+    def _kept(self, state: PyTree) -> PyTree:
+        """The state as it is between steps."""
+        narrow = lambda x: x.astype(self.moments) if x.dtype == jnp.float32 else x
+        return state if self.moments == "float32" else self._over_moments(narrow, state)
+
+    def _over_moments(self, function: Callable[[Array], Array], state: PyTree) -> PyTree:
+        if self.moments == "float32":
+            return state
+        of_leaf = lambda leaf: leaf if _is_masked(leaf) else function(leaf)
+        return optax.tree.map_params(self.transform, of_leaf, state, is_leaf=_is_masked)
 
     def map_state(self, function: Callable[..., Any], state: PyTree, *like_parameters: PyTree, other: PyTree) -> PyTree:
         """Applies `function` to each array that `state` holds for a parameter, with that parameter's leaves of
@@ -186,14 +204,29 @@ def sgd(
     return Optimizer(optax.chain(step, decay), rate, trained)
 
 
+MOMENTS = ("float32", "bfloat16")
+_MOST_B2 = 0.98  # numbers of 8 bits stand up to 2^-7 apart, and what is half of that nearer is rounded back
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType({"adamw": adamw, "muon": muon, "sgd": sgd})
 
 
 def optimizer(name: str, model: PyTree, *, rate: Rates | float, **options: Any) -> Optimizer:
-    """The optimizer of a name in `OPTIMIZERS` for a model's structure; `rate` is a number or a function of the step."""
+    """The optimizer of a name in `OPTIMIZERS` for a model's structure; `rate` is a number or a function of the step.
+
+    `options` are its own, and `moments`, what its state is kept in between steps (float32, bfloat16). Raises a
+    `ValueError` for an unknown name, and for bfloat16 moments that change too little in a step to be rounded to other
+    numbers (`b2` above 0.98).
+    """
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer({name!r}): the optimizers are {', '.join(OPTIMIZERS)}; pass one of these.")
-    return OPTIMIZERS[name](model, rate=rate if callable(rate) else constant(rate), **options)
+    moments = options.pop("moments", "float32")
+    if moments != "float32" and options.get("b2", 0.0) > _MOST_B2:
+        raise ValueError(
+            f"optimizer({name!r}, moments={moments!r}, b2={options['b2']}): a mean of squares that loses "
+            f"{1 - options['b2']:.2g} of itself in a step is rounded back to what it was, and never falls; take "
+            f"moments='float32', or b2 of at most {_MOST_B2}."
+        )
+    found = OPTIMIZERS[name](model, rate=rate if callable(rate) else constant(rate), **options)
+    return dataclasses.replace(found, moments=moments)
 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:

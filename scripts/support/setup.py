@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -98,5 +99,6 @@ def optimizer_of(
     """The recipe's optimizer, with the learning rates of a new run or, if given, those of these stretches."""
     chosen = recipe.optimizer
     rates = rates_of(chosen, whole_run(recipe) if stretches is None else stretches)
-    kind = {"trained": nn.lora_factors} if recipe.lora.rank else {}
-    return training.optimizer(chosen.name, model, rate=rates, weight_decay=chosen.weight_decay, **kind)
+    given: dict[str, Any] = {"moments": chosen.moments, "weight_decay": chosen.weight_decay}
+    given |= {"trained": nn.lora_factors} if recipe.lora.rank else {}
+    return training.optimizer(chosen.name, model, rate=rates, **given)

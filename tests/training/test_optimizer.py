@@ -5,11 +5,14 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from eqformer import nn, training
+from eqformer.parallel import Plan
+from eqformer.planning import abstract_mesh, state_bytes
 
 
 RATE, DECAY, STEPS = 1e-2, 0.1, 3
@@ -224,3 +227,43 @@ def test_norm_is_of_all_leaves_together():
 def test_an_unknown_name_is_refused(make_model):
     with pytest.raises(ValueError, match="'adam'.*adamw, muon, sgd"):
         training.optimizer("adam", make_model(layers=1), rate=RATE)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_moments_are_kept_in_bfloat16_and_used_in_float32(name, make_model):
+    """Three steps beside the same rule whose float32 state is rounded by hand after each; the control is not."""
+    model = make_model(layers=1)
+    options = dict(momentum=0.9) if name == "sgd" else {}
+    wide, narrow = (training.optimizer(name, model, rate=RATE, moments=m, **options) for m in training.MOMENTS)
+    parameters = training.trainable(model)
+    gradients = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) + x, parameters)
+    round_one = lambda x: np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+    rounded = lambda state: jax.tree.map(lambda x: round_one(x) if x.dtype == np.float32 else x, jax.device_get(state))
+    step_wide, step_narrow = (eqx.filter_jit(rule.update) for rule in (wide, narrow))
+    state, by_hand, kept = narrow.init(model), wide.init(model), wide.init(model)
+    ours = hands = floats = parameters
+    for _ in range(3):
+        ours, state = step_narrow(gradients, state, ours, jnp.float32(RATE))
+        hands, by_hand = step_wide(gradients, by_hand, hands, jnp.float32(RATE))
+        by_hand = rounded(by_hand)
+        floats, kept = step_wide(gradients, kept, floats, jnp.float32(RATE))
+    assert {x.dtype for x in jax.tree.leaves(state)} <= {jnp.dtype("bfloat16"), jnp.dtype("int32")}
+    # On average: a number between two of bfloat16 may be rounded to either.
+    off = lambda one, other: max(np.abs(a - b).mean() for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True))
+    assert off(ours, hands) < 1e-7 and off(ours, floats) > 1e-6, (off(ours, hands), off(ours, floats))
+
+
+def test_what_bfloat16_moments_cannot_hold_is_refused(make_model):
+    with pytest.raises(ValueError, match=r"b2=0.999\): .* loses 0.001 .* never falls; take moments='float32'"):
+        training.optimizer("adamw", make_model(layers=1), rate=RATE, moments="bfloat16", b2=0.999)
+    with pytest.raises(ValueError, match=r"moments='int4'\): .* float32 or bfloat16"):
+        training.optimizer("adamw", make_model(layers=1), rate=RATE, moments="int4")
+
+
+def test_bfloat16_moments_are_counted_where_a_plan_keeps_them(make_model):
+    model, plan = make_model(layers=2), Plan(abstract_mesh({"fsdp": 2}), zero=1, smallest=1)
+    rules = [training.optimizer("adamw", model, rate=RATE, moments=moments) for moments in training.MOMENTS]
+    wide, narrow = (state_bytes(training.PlannedState(lambda: model, rule, plan)) for rule in rules)
+    assert wide["parameters"] == narrow["parameters"]
+    halves = [large / small for large, small in zip(wide["optimizer state"], narrow["optimizer state"])]
+    assert all(1.95 < half <= 2 for half in halves), halves  # but for the step's number
