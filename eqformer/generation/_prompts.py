@@ -31,7 +31,7 @@ def prepare(
     lengths: Sequence[int] | Int[Array, "batch"] | None,
     max_new_tokens: int,
     prefill_chunk: int | None,
-    cache_dtype: str | None,
+    cache_dtype: str | None = None,
 ) -> Prompts:
     """Check prompts against the model and pad them."""
     for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):

@@ -144,7 +144,8 @@ class SplitMoE(nn.Routed):
         return send.psum_scatter("sums of all experts", y, EXPERT)
 
     def _sum(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
-        return nn.dispatch.sum_of_experts(experts, x, choices, weights, weighs_inputs=self.inner.weighs_inputs)
+        given = {"weighs_inputs": self.inner.weighs_inputs, "devices": jax.lax.axis_size(EXPERT)}
+        return nn.dispatch.sum_of_experts(experts, x, choices, weights, **given)
 
     def _exchanged(self, x: Array, choices: Array, weights: Array) -> tuple[Array, Array]:
         experts, devices = self._experts(), jax.lax.axis_size(EXPERT)

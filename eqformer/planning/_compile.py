@@ -30,24 +30,25 @@ def decode_shapes(
     plan: parallel.Plan, model: nn.Transformer, rows: int, capacity: int, cache_dtype: str | None = None
 ) -> tuple[PyTree, PyTree]:
     """A model served under a plan, and its cache for `rows` of up to `capacity` tokens: shapes with their places."""
-    shardings = parallel.shardings(plan.parameter_specs(model), plan.mesh)
-    arrays, rest = eqx.partition(model, _is_shape)
+    served = parallel.Planned(model, plan)
+    shardings = parallel.shardings(plan.parameter_specs(served.model), plan.mesh)
+    arrays, rest = eqx.partition(served.model, _is_shape)
     arrays = jax.tree.map(_placed, arrays, eqx.filter(shardings, lambda leaf: isinstance(leaf, jax.sharding.Sharding)))
-    model = eqx.combine(arrays, rest)
-    return model, parallel.Planned(model, plan).cache_shapes(rows, capacity, cache_dtype)
+    served = eqx.tree_at(lambda s: s.model, served, eqx.combine(arrays, rest))
+    return served, served.cache_shapes(rows, capacity, cache_dtype)
 
 
 def lowered_decode(
     plan: parallel.Plan, model: nn.Transformer, rows: int, capacity: int, cache_dtype: str | None = None
 ) -> jax.stages.Lowered:
     """One token more of each of `rows`, by the likeliest of the logits, lowered from shapes, the cache donated."""
-    model, cache = decode_shapes(plan, model, rows, capacity, cache_dtype)
-    arrays, rest = eqx.partition(model, _is_shape)
+    served, cache = decode_shapes(plan, model, rows, capacity, cache_dtype)
+    arrays, rest = eqx.partition(served, _is_shape)
     slabs, others = eqx.partition(cache, _is_shape)
     ids = jax.ShapeDtypeStruct((rows, 1), jnp.int32, sharding=NamedSharding(plan.mesh, PartitionSpec()))
 
     def run(arrays: PyTree, slabs: PyTree, ids: Any, positions: Any) -> tuple[PyTree, Any]:
-        served = parallel.Planned(eqx.combine(arrays, rest), plan)
+        served = eqx.combine(arrays, rest)
         hidden, cache, _ = served.encode(ids, nn.Tokens(positions), eqx.combine(slabs, others))
         return eqx.filter(cache, eqx.is_array), jnp.argmax(served.unembed(hidden[:, 0]), axis=-1).astype(jnp.int32)
 

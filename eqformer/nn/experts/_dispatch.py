@@ -144,16 +144,25 @@ def sum_of_experts(
     weights: Float[Array, "tokens top_k"],
     *,
     weighs_inputs: bool = False,
+    devices: int = 1,
 ) -> Float[Array, "tokens embed"]:
     """Each token's weighted sum of the experts it has chosen; a choice of -1 adds nothing.
 
     With `weighs_inputs` it is the sum of what the experts make of the weighted token.
+
+    Args:
+        experts: All experts, or those of one of the `devices`.
+        x: The tokens.
+        chosen: The experts that each of them has chosen.
+        weights: Those of the choices.
+        weighs_inputs: Whether tokens are weighted, and not what experts give.
+        devices: Among how many devices the experts of these tokens are split, of which one computes its part.
     """
     order, place, sizes = by_expert(chosen, len(experts))
     rows = take_rows(x, order // chosen.shape[-1], place.reshape(chosen.shape))
     if weighs_inputs:
         rows, weights = scaled(rows, weights.reshape(-1)[order]), (chosen >= 0).astype(weights.dtype)
-    y = experts.sorted_rows(rows, sizes)
+    y = experts.sorted_rows(rows, sizes, devices=devices)
     return combine(take_rows(y, place, order[:, None]).reshape(*chosen.shape, x.shape[-1]), weights)
 
 

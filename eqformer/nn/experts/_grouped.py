@@ -17,7 +17,7 @@ from ._grouped_ragged import ragged, ragged_backward, ragged_forward
 
 
 def grouped(
-    modules: PyTree, x: Float[Array, "rows inputs"], sizes: Int[Array, "groups"]
+    modules: PyTree, x: Float[Array, "rows inputs"], sizes: Int[Array, "groups"], *, devices: int = 1
 ) -> Float[Array, "rows outputs"]:
     """`modules[g](x[i])` for each row `i` of group `g`, where the first `sizes[0]` rows are of group 0, and so on.
 
@@ -27,22 +27,25 @@ def grouped(
     (arXiv:2211.15841). On TPUs each map is a ragged product by JAX's own kernels. (XLA would compute `lax.ragged_dot`
     for every group and row on CPUs and GPUs, and its weights' gradients on TPUs too.) The products' results are kept
     for the backward pass, which recomputes the rest; there are no second derivatives and no forward mode. Weights are
-    cast to the dtype of `x`; sums are float32 at least.
+    cast to the dtype of `x`; sums are float32 at least. If the rows are for the groups of several `devices`, of which
+    these are one's, there are slots for its even share of them.
     """
     arrays, static = eqx.partition(modules, eqx.is_array)
     leaves, structure = jax.tree.flatten(static)
     # Within a shard_map of the caller's, gradients of what does not vary are summed by these additions' transposes.
     zero = zero_of(arrays, x, sizes)
     arrays, x = jax.tree.map(lambda a: _typed_like(a, zero), (arrays, x))
-    return _make(structure, tuple(leaves))(arrays, x, sizes.astype(jnp.int32))
+    return _make(structure, tuple(leaves), devices)(arrays, x, sizes.astype(jnp.int32))
 
 
 @functools.lru_cache(maxsize=256)
-def _make(structure: Any, leaves: tuple) -> Callable[[PyTree, Array, Array], Array]:
+def _make(structure: Any, leaves: tuple, devices: int) -> Callable[[PyTree, Array, Array], Array]:
     """The function with its gradient; the same for the same modules, so that eager calls compile once."""
     static = jax.tree.unflatten(structure, leaves)
     ways: dict[str, tuple[Callable[..., Any], ...]] = {
-        "default": (blocked, blocked_forward, blocked_backward),
+        "default": tuple(
+            functools.partial(way, devices=devices) for way in (blocked, blocked_forward, blocked_backward)
+        ),
         **({"tpu": (ragged, ragged_forward, ragged_backward)} if "tpu" in compilers() else {}),
     }
 

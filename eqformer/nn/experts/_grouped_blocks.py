@@ -16,14 +16,16 @@ Carry = TypeVar("Carry")
 LEAST = 16  # rows a group by even loads, from which on groups are computed together
 
 
-def blocked(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> Array:
+def blocked(static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, devices: int = 1) -> Array:
     """The rows' outputs. What nobody keeps may take more room: a quarter more slots, which few loads overflow."""
-    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), room=5 / 4))[0]
+    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), room=5 / 4, devices=devices))[0]
 
 
-def blocked_forward(static: PyTree, arrays: PyTree, x: Array, sizes: Array) -> tuple[Array, list[Array]]:
+def blocked_forward(
+    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, devices: int = 1
+) -> tuple[Array, list[Array]]:
     """The rows' outputs, and what the modules' linear maps gave of the rows in slots, slot by slot."""
-    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x)))
+    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), devices=devices))
 
 
 def _outputs(static: PyTree, arrays: PyTree, x: Array, sizes: Array, slots: "Slots") -> tuple[Array, list[Array]]:
@@ -46,16 +48,23 @@ def _outputs(static: PyTree, arrays: PyTree, x: Array, sizes: Array, slots: "Slo
         def block(start: Array, size: int, is_own: Array | None, y: Array) -> Array:
             return _written(y, module(jax.lax.dynamic_slice_in_dim(x, start, size)), start, is_own)
 
-        return _over_blocks(block, y, *slots.rest(number), len(x), len(sizes))
+        return _over_blocks(block, y, *slots.rest(number), len(x), slots.even)
 
     return slots.over_rests(group, y), kept
 
 
 def blocked_backward(
-    static: PyTree, arrays: PyTree, x: Array, sizes: Array, kept: Sequence[Array], gradient: Array
+    static: PyTree,
+    arrays: PyTree,
+    x: Array,
+    sizes: Array,
+    kept: Sequence[Array],
+    gradient: Array,
+    *,
+    devices: int = 1,
 ) -> tuple[PyTree, Array]:
     """The gradients of the parameters and of the rows; `kept` ends in the output."""
-    zero, slots = zero_of((arrays, kept, gradient), x, sizes), Slots(sizes, len(x))
+    zero, slots = zero_of((arrays, kept, gradient), x, sizes), Slots(sizes, len(x), devices=devices)
     wide = jax.tree.map(lambda a: a.astype(at_least_float32(a.dtype)), arrays)
     nothing = jax.tree.map(lambda a: jnp.full(a.shape, zero.astype(a.dtype)), wide), jnp.full(x.shape, zero)
 
@@ -78,7 +87,7 @@ def blocked_backward(
             totals = jax.tree.map(lambda total, more: _added(total, more, number), totals, more)
             return totals, _written(to_x, to_piece, start, is_own)
 
-        return _over_blocks(block, carry, *slots.rest(number), len(x), len(sizes))
+        return _over_blocks(block, carry, *slots.rest(number), len(x), slots.even)
 
     found = jax.lax.cond(slots.are_used, together, lambda: nothing) if slots.number else nothing
     to_arrays, to_x = slots.over_rests(group, found) if len(x) else found
@@ -86,7 +95,7 @@ def blocked_backward(
 
 
 class Slots:
-    """The number of slots for each group: the rows of an even load, times `room`; 0 if these are few.
+    """The number of slots for each group: the rows of an even load over all `devices`, times `room`; 0 if few.
 
     The first rows of each group are computed in its slots, all groups in one batched product, which copies no
     parameters; the other rows are computed after that. Slots are not used if loads are so uneven that a quarter of the
@@ -94,10 +103,11 @@ class Slots:
     """
 
     number: int
+    even: int
     are_used: Bool[Array, ""]
 
-    def __init__(self, sizes: Int[Array, "groups"], rows: int, room: float = 1):
-        even = rows // len(sizes)
+    def __init__(self, sizes: Int[Array, "groups"], rows: int, room: float = 1, devices: int = 1):
+        self.even = even = rows // (len(sizes) * devices)
         self.number, self.groups, self.count = (int(even * room) if even >= LEAST else 0), len(sizes), rows
         self.ends = jnp.cumsum(sizes)
         self.starts = self.ends - sizes
@@ -160,11 +170,15 @@ def _over_blocks(
     start: Array,
     end: Array,
     rows: int,
-    groups: int,
+    even: int,
 ) -> Carry:
-    """`step(start, size, is_own, carry)` for each block of these rows; `is_own` marks them where a block has others."""
-    even = 2 ** max(0, (rows // groups).bit_length() - 1)
-    large, small = (min(rows, size) for size in (max(64, min(256, even)), 64 if even >= 256 else 32))
+    """`step(start, size, is_own, carry)` for each block of these rows; `is_own` marks them where a block has others.
+
+    Blocks are as large as even loads fill, from 16 rows of a token each in decoding to 256.
+    """
+    even = 2 ** max(0, even.bit_length() - 1)
+    sizes = (max(64, min(256, even)), 64 if even >= 256 else 32) if even >= LEAST else (32, 16)
+    large, small = (min(rows, size) for size in sizes)
     number = (end - start) // large
     carry = jax.lax.fori_loop(0, number, lambda n, carry: step(start + n * large, large, None, carry), carry)
     left = start + number * large

@@ -21,8 +21,10 @@ from .._vary import vary, vary_like
 from .._wrap import replace
 from ..context._context import ContextCore, ring_block
 from ..layouts._layout import is_spec, shardings
+from ..tensor._tensor import TensorMixer
 from ..tensor._whole import whole_layers
 from ._served import filled, filled_tokens, multiple, Served
+from ._shared_heads import sharers, with_own_key_heads
 
 
 class Planned(Served):
@@ -32,11 +34,13 @@ class Planned(Served):
     layers with their caches over `pipe`, heads with their caches and the vocabulary over `tensor`, experts over
     `expert`, and the slots of every cache over `context`: each device attends to those it has, and results are combined
     by their logsumexps. With `zero=3` each layer's weights are gathered before it runs. The residual stream is
-    replicated, since a single token cannot be split. Raises a `ValueError` if the model does not fit the mesh.
+    replicated, since a single token cannot be split. Where `sharers` devices share a key head, each has it, and its
+    cache for some of the rows. Raises a `ValueError` if the model does not fit the mesh.
     """
 
     model: nn.Transformer
     plan: Plan = eqx.field(static=True)
+    sharers: int = eqx.field(static=True)
 
     def __init__(self, model: nn.Transformer, plan: Plan):
         zero = 3 if plan.zero == 3 else 0
@@ -47,10 +51,11 @@ class Planned(Served):
             expert_factor=plan.expert_factor,
             smallest=plan.smallest,
         )
+        self.sharers = sharers(model, self.plan)
         self.plan.check(model, rows=self._rows(1), seq=2 * self.plan.size(CONTEXT))
         if self.plan.size(TENSOR) > 1:
             _check_whole(model)
-        self.model = _in_ring_order(model, self.plan)
+        self.model = _in_ring_order(with_own_key_heads(model, self.plan), self.plan)
 
     def encode(
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
@@ -86,8 +91,10 @@ class Planned(Served):
             if "kv_seq" in sizes:
                 sizes["kv_seq"] = multiple(sizes["kv_seq"], pieces)
             if "kv_heads" in sizes:
-                sizes["kv_heads"] = max(sizes["kv_heads"], tensor)  # each device stores the key head that it shares
-            if _is_whole(names, x):
+                sizes["kv_heads"] = max(sizes["kv_heads"], tensor)  # that of a layer that has none of its own, too
+            if "kv_heads" in sizes or self._is_of_sharers(x):
+                sizes["batch"] //= self.sharers
+            if _is_whole(names, x) or self._is_of_sharers(x):
                 sizes["batch"] *= tensor
             return tuple(sizes.values())
 
@@ -109,8 +116,12 @@ class Planned(Served):
         return self.plan.parameter_specs(self.model)
 
     def _rows(self, batch: int) -> int:
-        """`batch` rounded up to a multiple of the devices that rows are split over."""
-        return multiple(batch, math.prod(self.plan.size(axis) for axis in BATCH_AXES))
+        """`batch` rounded up to a multiple of the devices that rows, or their caches, are split over."""
+        return multiple(batch, math.prod(self.plan.size(axis) for axis in BATCH_AXES) * self.sharers)
+
+    def _is_of_sharers(self, x: ArrayOrShape) -> bool:
+        """Whether an array of a cache has positions of the rows whose caches a device has."""
+        return self.sharers > 1 and nn.counts(x)
 
     def _cache_specs(self, cache: PyTree) -> PyTree:
         axis_of = {"layers": PIPE, "kv_seq": CONTEXT, "kv_heads": TENSOR, "heads": TENSOR}
@@ -118,7 +129,7 @@ class Planned(Served):
 
         def spec(names: str, x: ArrayOrShape) -> PartitionSpec:
             axes: dict[str, Any] = {name: used.get(name) for name in _dims(names)} | {"batch": BATCH_AXES}
-            if "heads" in used and _is_whole(names, x):
+            if "heads" in used and (_is_whole(names, x) or self._is_of_sharers(x)):
                 axes["batch"] = (*BATCH_AXES, TENSOR)
             return PartitionSpec(*axes.values())
 
@@ -135,6 +146,9 @@ class Planned(Served):
         def per_device(model: nn.Transformer, *given: PyTree) -> PyTree:
             wrapped = device.wrap_forward(model)
             wrapped = replace(wrapped, ContextCore, lambda core: CacheCore(core.inner))
+            if self.sharers > 1:
+                among = lambda mixer: TensorMixer(dataclasses.replace(mixer.inner, sharers=self.sharers))
+                wrapped = replace(wrapped, TensorMixer, among)
             return call(wrapped, *given)
 
         return per_device

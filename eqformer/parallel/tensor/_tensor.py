@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from ... import nn
+from .. import _send as send
 from .._axes import TENSOR
 from ._collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from ._stream import Stream
@@ -30,20 +31,33 @@ class Tensor(nn.Module):
 
     All maps that read the stream share one gather; while the layer runs, their results stand in their places. The bias
     of the map back into the stream is added once, after the reduction. If there are fewer key heads than devices, they
-    are held whole, and each device reads the one that its query heads share.
+    are held whole, and each device reads the one that its query heads share. With `sharers`, in serving, that many
+    devices have the same key head and attend with all its query heads to some of the rows each.
     """
 
     inner: PyTree
     stream: Stream = eqx.field(static=True)
     shares_kv_heads: bool = eqx.field(static=True, default=False)
+    sharers: int = eqx.field(static=True, default=1)
 
     def __call__(self, x: Float[Array, "*batch seq embed"], *rest: PyTree) -> PyTree:
         """The layer's own call; `x` is what this device holds of the stream."""
         inner = self._local()
         both = lambda m: (*_reading(m), *stream_maps(m, "outputs"))
         given = self._read(x, _reading(inner))
-        rows = [_Row(linear, self.stream) for linear in stream_maps(inner, "outputs")]
+        rows: list[nn.MapAround] = [_Row(linear, self.stream) for linear in stream_maps(inner, "outputs")]
+        if self.sharers > 1:
+            tokens, cache = rest
+            given = [self._of_own_rows(one) for one in given]
+            rows = [_RowOfAll(row, self.sharers) for row in rows]
+            rest = jax.tree.map(lambda x: own_rows(x, self.sharers), tokens), cache
         return eqx.tree_at(both, inner, (*given, *rows))(x, *rest)
+
+    def _of_own_rows(self, given: "_Given") -> "_Given":
+        if "kv_heads" in given.inner.outputs:
+            return _Given(given.inner, own_rows(given.value, self.sharers))
+        groups = _sharing(self.sharers)
+        return _Given(given.inner, send.all_to_all("heads to rows", given.value, TENSOR, 0, -2, groups=groups))
 
     def _read(self, x: Float[Array, "*batch seq embed"], linears: list[nn.LinearMap]) -> list["_Given"]:
         if self.stream.overlap == "none":  # the gradient is summed over the axis here, once for all maps
@@ -101,6 +115,28 @@ class _Row(nn.MapAround):
             overlap, name = self.stream.overlap, "maps to the stream"
             y = matmul_reduce_scatter(flat, weight, TENSOR, scatter="seq", overlap=overlap, name=name)
         return checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
+
+
+class _RowOfAll(nn.MapAround):
+    """A map back into the stream of some rows' heads, which are exchanged for the heads of all rows."""
+
+    sharers: int = eqx.field(static=True)
+
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+        x = send.all_to_all("rows to heads", x, TENSOR, -2, 0, groups=_sharing(self.sharers))
+        return self.inner.product(x, dtype)
+
+
+def _sharing(sharers: int) -> list[list[int]]:
+    """The devices that share each key head: they stand beside each other."""
+    devices = range(jax.lax.axis_size(TENSOR))
+    return [list(devices[first : first + sharers]) for first in devices[::sharers]]
+
+
+def own_rows(x: Array, sharers: int) -> Array:
+    """Of an array of all rows those that this device attends for, among those that share its key head."""
+    size = x.shape[0] // sharers
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) % sharers * size, size)
 
 
 def own_kv_head(module: PyTree) -> PyTree:

@@ -1,0 +1,67 @@
+"""Key heads that devices share when they serve: each is held once a device, and its cache by rows."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plan_models import plan_over
+from plan_parity import place
+
+from eqformer import models, nn
+from eqformer.parallel import Planned
+from eqformer.parallel.serving import _planned
+
+
+CONFIG = models.LlamaConfig(vocab=32, embed=32, layers=2, heads=8, kv_heads=2, mlp=32)
+IDS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (6, 9)))
+
+
+def built(config=CONFIG):
+    return eqx.filter_jit(lambda: models.build(config, key=jax.random.key(0)))()
+
+
+@eqx.filter_jit
+def read(model, ids):
+    """Logits after a prompt of six tokens and after each of three more, and the cache."""
+    rows, places = ids.shape[0], jnp.broadcast_to(jnp.arange(9), ids.shape)
+    hidden, cache, _ = model.encode(ids[:, :6], nn.right_padded(jnp.full(rows, 6), 6), model.init_cache(rows, 12))
+    found = [model.unembed(hidden[:, -1])]
+    for at in range(6, 9):
+        hidden, cache, _ = model.encode(ids[:, at : at + 1], nn.Tokens(places[:, at : at + 1]), cache)
+        found.append(model.unembed(hidden[:, 0]))
+    return jnp.stack(found), cache
+
+
+def test_pairs_of_devices_share_a_key_head(monkeypatch):
+    """Four devices and two key heads: the logits are one device's, and each has half of a head's rows, of six."""
+    model = built()
+    served = Planned(place(model, plan := plan_over({"tensor": 4})), plan)
+    assert served.sharers == 2 and nn.modules(served.model, nn.Attention)[0].key.weight.shape[1] == 4
+    wanted = np.asarray(read(model, IDS)[0])
+    found, cache = read(served, IDS)
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    keys = cache[0].keys
+    assert keys.addressable_shards[0].data.shape == (2, 3, 1, 12, 4) and keys.size * 2 == 2 * 6 * 4 * 12 * 4
+    monkeypatch.setattr(_planned, "sharers", lambda *_: 1)
+    whole = Planned(place(model, plan), plan).cache_shapes(6, 12)[0].keys
+    assert whole.sharding.shard_shape(whole.shape) == (2, 6, 1, 12, 4)  # as it was: all rows on both of a pair
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("mesh", [{"tensor": 4, "fsdp": 2}, {"tensor": 4, "context": 2}, {"tensor": 8}])
+def test_shared_key_heads_beside_other_axes(mesh):
+    model = built()
+    served = Planned(place(model, plan := plan_over(mesh)), plan)
+    assert served.sharers == mesh["tensor"] // 2
+    np.testing.assert_allclose(read(served, IDS[:5])[0], read(model, IDS[:5])[0], atol=2e-5)
+
+
+def test_what_else_is_of_heads_or_in_stages_keeps_all_rows():
+    """Sinks, and pipelines, whose rows go through in pieces; heads that divide over the devices are not shared."""
+    sharers = lambda model, mesh: Planned(model, plan_over(mesh)).sharers
+    shapes, heads = eqx.filter_eval_shape(built), {"tensor": 4}
+    sinks = eqx.filter_eval_shape(lambda: models.build("gpt-oss-byte-500k", key=jax.random.key(0)))
+    few = nn.modules(sinks, nn.Attention)[0].key.sizes["kv_heads"]
+    assert few < 4 and sharers(sinks, heads) == 1
+    assert [sharers(shapes, mesh) for mesh in (heads, heads | {"pipe": 2}, {"tensor": 2})] == [2, 1, 1]
