@@ -40,6 +40,21 @@ class ReferenceCore(Core):
         key_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
         value_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
+        """Attend.
+
+        Args:
+            query: The queries.
+            key: The keys.
+            value: The values.
+            mask: Which keys a query may see.
+            tokens: The positions and segments of the queries.
+            kv_tokens: Those of the keys; None: the queries' own.
+            scale: What the scores are multiplied by.
+            softcap: The bound of the scores; None: there is none.
+            sinks: A score of each head that joins its softmax.
+            key_scales: What each key is to be multiplied by; None: nothing.
+            value_scales: What each value is to be multiplied by; None: nothing.
+        """
         heads, kv_heads = check_heads(query, key)
         by_scores = lambda scales: jnp.moveaxis(scales, -1, -2)[..., None, None, :]
         exact = at_least_float32(query.dtype)
