@@ -38,14 +38,14 @@ _WITHOUT_EFFECT = frozenset(f"{_OF_MODELS} {_OF_EVERY_CONFIGURATION} {_OF_GENERA
 class PublishedConfig:
     """The attributes of a `config.json`, taken one by one; what is left and not empty is refused."""
 
-    def __init__(self, values: Mapping[str, Any], source: str):
-        self._values, self._source, self._taken = dict(values), source, set[str]()
+    def __init__(self, values: Mapping[str, Any], source: str, reader: str = "this family"):
+        self._values, self.source, self._reader, self._taken = dict(values), source, reader, set[str]()
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
         """The attribute's value; None where it is null. Raises a `ValueError` where it is needed and missing."""
         self._taken.add(name)
         if name not in self._values and default is REQUIRED:
-            self.refuse(f"the configuration has no {name!r}, which this family needs.")
+            self.refuse(f"the configuration has no {name!r}, which {self._reader} needs.")
         value = self._values.get(name, default)
         return default if value is None and default is not REQUIRED else value
 
@@ -55,7 +55,7 @@ class PublishedConfig:
 
     def refuse(self, text: str) -> NoReturn:
         """Raise a `ValueError` that names the file."""
-        raise ValueError(f"{self._source}: {text}")
+        raise ValueError(f"{self.source}: {text}")
 
     def count(self, name: str, default: Any = REQUIRED) -> int:
         """The attribute's value, by which something is counted or divided: a whole number of at least 1."""
@@ -87,7 +87,7 @@ class PublishedConfig:
         """Refuse any value but these; the first is the default."""
         if (value := self.take(name, allowed[0])) not in allowed:
             known = ", ".join(map(repr, allowed))
-            self.refuse(f"{name}={value!r} is not supported for this family, which has {known}.")
+            self.refuse(f"{name}={value!r} is not supported for {self._reader}, which has {known}.")
 
     def finish(self, is_known: Callable[[str], object] = lambda name: False) -> None:
         """Raise a `ValueError` that lists every attribute that was not read, is not known and says something."""
@@ -99,4 +99,4 @@ class PublishedConfig:
         }
         if left:
             listed = ", ".join(f"{name}={value!r}" for name, value in left.items())
-            self.refuse(f"attributes that this family does not know: {listed}.")
+            self.refuse(f"attributes that {self._reader} does not know: {listed}.")

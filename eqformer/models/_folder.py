@@ -58,8 +58,11 @@ class Folder:
         """An array's dtype as JAX calls it; raises a `ValueError` for one that is no float, as only buffers are."""
         dtype = self._placed[name][0]
         if dtype not in FLOATS:
-            file = self.path / self._file_of[name]
-            raise ValueError(f"{file}: {name} is of {dtype}; weights are {', '.join(FLOATS)}.")
+            why = " (codes without scales: no quantization_config of config.json says how they are meant)"
+            raise ValueError(
+                f"{self.path / self._file_of[name]}: {name} is of {dtype}{why if dtype[0] == 'F' else ''}; weights are "
+                f"{', '.join(FLOATS)}."
+            )
         return FLOATS[dtype]
 
     def read(self, name: str) -> np.ndarray:

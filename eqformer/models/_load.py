@@ -19,7 +19,7 @@ from jaxtyping import Array, PyTree
 from .. import nn
 from ..nn import float_dtype
 from ..parallel import Plan, shardings
-from ._arrays import Arrays, HEAD
+from ._arrays import Arrays, HEAD, Run
 from ._families import build
 from ._family import Family, ModelConfig
 from ._folder import Folder
@@ -158,28 +158,52 @@ class _Part(NamedTuple):
 
 
 def _read(arrays: Arrays, rule: Weight, leaves: tuple, places: list[Sharding], dtype: str) -> list[Array]:
-    """The leaves that one rule fills; each published array is looked at once, and copied to whom it belongs."""
+    """The leaves that one rule fills; each published array is looked at once, and copied to whom it belongs.
+
+    Those in fewer bits are decoded one after another, each by all threads, so that one is in memory at a time.
+    """
     parts = [_parts(leaf, place, dtype) for leaf, place in zip(leaves, places, strict=True)]
-    distinct = [{part.bounds: part for part in its.values()}.values() for its in parts]
-
-    def copy(task: tuple[tuple[int, ...], str]) -> None:
-        place, name = task
-        for number, its in enumerate(distinct):
-            if holding := [part for part in its if part.holds(place)]:
-                try:
-                    own = rule.to_own(arrays.read(name), leaves, number)
-                except ValueError as error:
-                    raise ValueError(f"{arrays.call}: {arrays.stored_name(name)}: {error}.") from None
-                for part in holding:
-                    part.fill(place, own)
-
+    distinct = [[*{part.bounds: part for part in its.values()}.values()] for its in parts]
+    named = list(rule.places(leaves[0]))
     with ThreadPoolExecutor(_THREADS) as threads:
-        list(threads.map(copy, rule.places(leaves[0])))
+        copy = lambda task: _copy(arrays, rule, leaves, distinct, task, dtype, threads.map)
+        list(threads.map(copy, [task for task in named if not arrays.is_coded(task[1])]))
+        for task in named:
+            if arrays.is_coded(task[1]):
+                copy(task)
     made = ([jax.device_put(part.values, device) for device, part in its.items()] for its in parts)
     return [
         jax.make_array_from_single_device_arrays(leaf.shape, place, pieces)
         for leaf, place, pieces in zip(leaves, places, made)
     ]
+
+
+def _copy(
+    arrays: Arrays,
+    rule: Weight,
+    leaves: tuple,
+    distinct: list[list[_Part]],
+    task: tuple[tuple[int, ...], str],
+    dtype: str,
+    run: Run,
+) -> None:
+    """Copy one published array, at this place of the leaves' outer dims, into the parts that hold it."""
+    place, name = task
+    try:
+        rule.check_shape(arrays.shape(name), leaves)
+        pieces = arrays.pieces(name)
+        inner = rule.inner(leaves) if pieces else None
+        for piece in (None,) if inner is None else pieces:
+            at, its = (place, rule) if inner is None or piece is None else ((*place, piece), inner)
+            if any(part.holds(at) for of_leaf in distinct for part in of_leaf):
+                whole = arrays.read(name, dtype, piece, run)
+                for number, of_leaf in enumerate(distinct):
+                    own = its.to_own(whole, leaves, number)
+                    for part in of_leaf:
+                        if part.holds(at):
+                            part.fill(at, own)
+    except ValueError as error:
+        raise ValueError(f"{arrays.call}: {arrays.stored_name(name)}: {error}.") from None
 
 
 def _parts(leaf: jax.ShapeDtypeStruct, sharding: Any, dtype: str) -> dict[Any, _Part]:

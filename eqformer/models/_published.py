@@ -12,9 +12,13 @@ from ..nn import has_shape, path_name, Transformer
 from ._config import PublishedConfig
 from ._families import build, FAMILIES, family_of
 from ._family import Family, ModelConfig
-from ._folder import CONFIG, read_json
+from ._folder import CONFIG, FLOATS, read_json
 from ._towers import TEXT, Tower
 from ._weights import Weight
+from .formats import Format, read_format
+
+
+QUANTISED, DTYPES = ("quantization_config", "compression_config"), ("dtype", "torch_dtype")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,14 @@ class Description:
     """The whole of which the family is the text model; None where it stands alone."""
     said: dict[str, Any]
     """The attributes as they stand there."""
+    format: Format | None
+    """Of arrays that are stored in fewer bits."""
+
+    @property
+    def dtype(self) -> str:
+        """That of decoded arrays, as JAX calls it: the model's own, bfloat16 where nothing is said."""
+        found = [holder.get(name) for holder in (self.said, self.said.get(TEXT) or {}) for name in DTYPES]
+        return next((its for its in found if its in FLOATS.values()), "bfloat16")
 
     def own_name(self, name: str) -> str | None:
         """What the family's table calls an array of the folder; None for one that is left unread."""
@@ -39,13 +51,25 @@ class Description:
 def described(path: Path) -> Description:
     """What the `config.json` of a folder says; raises a `ValueError` for what no family has."""
     source, said = str(path / CONFIG), read_json(path / CONFIG)
-    published = PublishedConfig(said, source)
+    published = PublishedConfig({name: its for name, its in said.items() if name not in QUANTISED}, source)
     family, tower = _named(published)
+    quantised = [said.get(name) for name in QUANTISED]
     if tower is not None:
-        published = PublishedConfig(tower.attributes(published), f"{source}: {TEXT}")
+        text = tower.attributes(published)
+        quantised += [text.pop(name, None) for name in QUANTISED]
+        published = PublishedConfig(text, f"{source}: {TEXT}")
     config = family.read(published)
     published.finish()
-    return Description(family, config, tower, said)
+    return Description(family, config, tower, said, _format(quantised, source))
+
+
+def _format(quantised: list[Any], source: str) -> Format | None:
+    found = [its for its in quantised if its]
+    if not found:
+        return None
+    if not isinstance(found[0], dict) or any(its != found[0] for its in found):
+        raise ValueError(f"{source}: {QUANTISED[0]}: it must be one object, and is {found}.")
+    return read_format(PublishedConfig(found[0], f"{source}: {QUANTISED[0]}", "this format"))
 
 
 def _named(published: PublishedConfig) -> tuple[Family, Tower | None]:

@@ -12,7 +12,7 @@ from ..nn import LoRA, modules, Transformer
 from ._arrays import Arrays, HEAD
 from ._family import Family, ModelConfig
 from ._folder import CONFIG, Folder, new_folder, write_folder
-from ._published import check_shapes, described, Description, format_of, rules_of
+from ._published import check_shapes, described, Description, DTYPES, format_of, QUANTISED, rules_of
 from ._towers import TEXT
 from ._weights import Weight
 
@@ -22,7 +22,6 @@ COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-_DTYPES = "torch_dtype", "dtype"  # the older name is read by all
 _TOKENS = "bos_token_id", "eos_token_id", "pad_token_id"
 _WEIGHTS = ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -68,6 +67,11 @@ def save(
         said = _alone(family, config)
     else:
         source = described(Path(like))
+        if whole and source.format is not None:
+            raise ValueError(
+                f"{call}: {like} is stored in {source.format.name}, and whole=True would mix it with the model's "
+                "decoded arrays; save the model by itself."
+            )
         said = source.said if whole else _by_itself(source)
         files = _files(Path(like), whole) | dict(files)
     check_shapes(call, model, config)
@@ -76,7 +80,7 @@ def save(
     else:
         rules = family.rules(config, model)
         arrays = published_arrays(rules, model)
-        said = said | {_DTYPES[0]: str(rules[0].leaves(model)[0].dtype)}
+        said = said | {"torch_dtype": str(rules[0].leaves(model)[0].dtype)}  # the older name is read by all
     with new_folder(target) as part:
         write_folder(part, arrays, said | dict(attributes), shard_bytes)
         for name, content in files.items():
@@ -91,7 +95,7 @@ def _alone(family: Family, config: ModelConfig) -> dict[str, Any]:
 def _by_itself(source: Description) -> dict[str, Any]:
     """The configuration of a folder's model by itself."""
     if source.tower is None:
-        return {name: value for name, value in source.said.items() if name not in _DTYPES}
+        return {name: value for name, value in source.said.items() if name not in (*DTYPES, *QUANTISED)}
     both = source.said | {name: its for name, its in source.said.get(TEXT, {}).items() if its is not None}
     return _alone(source.family, source.config) | {name: both[name] for name in _TOKENS if name in both}
 

@@ -33,6 +33,8 @@ class Weight:
     axis: int = 0
     interleaved: bool = False
     groups: int = 1
+    within: int = 0
+    """How many further dims of the leaves count places within a published array, of which this rule reads one."""
 
     def leaves(self, model: Transformer) -> tuple[Any, ...]:
         """The model's leaves, in the order in which they are published."""
@@ -42,7 +44,16 @@ class Weight:
     @property
     def outer(self) -> int:
         """How many dims of a leaf count layers and experts."""
-        return ("{layer}" in self.name) + ("{expert}" in self.name)
+        return ("{layer}" in self.name) + ("{expert}" in self.name) + self.within
+
+    def inner(self, leaves: Sequence[ArrayOrShape]) -> "Weight | None":
+        """The rule of what stands at one place of a published array's first dim; None where that is no leaf's own."""
+        theirs, own = self.pattern.split(" -> ") if self.pattern else ("", "")
+        (first, _, others), (its, _, rest) = theirs.partition(" "), own.partition(" ")
+        if first != its or (len(leaves) > 1 and self.axis == 0):
+            return None
+        pattern = f"{others} -> {rest}" if self.pattern else ""
+        return dataclasses.replace(self, pattern=pattern, axis=max(self.axis - 1, 0), within=self.within + 1)
 
     def places(self, leaf: ArrayOrShape) -> Iterator[tuple[tuple[int, ...], str]]:
         """The places of the leaf's outer dims, and the name of the array published for each."""
@@ -50,13 +61,18 @@ class Weight:
             layer = self.layers[place[0]] if "{layer}" in self.name else None
             yield place, self.name.format(layer=layer, expert=place[-1] if place else None)
 
-    def to_own(self, whole: np.ndarray, leaves: Sequence[ArrayOrShape], number: int) -> np.ndarray:
-        """What of a published array is leaf `number`'s; raises a `ValueError` for a shape that does not fit."""
+    def check_shape(self, shape: tuple[int, ...], leaves: Sequence[ArrayOrShape]) -> None:
+        """Raise a `ValueError` unless a published array has the shape that the leaves have together."""
         parts = [self._published_shape(leaf.shape[self.outer :]) for leaf in leaves]
         wanted = list(parts[0])
         wanted[self.axis : self.axis + 1] = [sum(part[self.axis] for part in parts)] if wanted else []
-        if whole.shape != tuple(wanted):
-            raise ValueError(f"it has shape {whole.shape}, and the model's is {tuple(wanted)}")
+        if shape != tuple(wanted):
+            raise ValueError(f"it has shape {shape}, and the model's is {tuple(wanted)}")
+
+    def to_own(self, whole: np.ndarray, leaves: Sequence[ArrayOrShape], number: int) -> np.ndarray:
+        """What of a published array is leaf `number`'s; raises a `ValueError` for a shape that does not fit."""
+        self.check_shape(whole.shape, leaves)
+        parts, wanted = [self._published_shape(leaf.shape[self.outer :]) for leaf in leaves], whole.shape
         own = leaves[number].shape[self.outer :]
         if len(leaves) > 1:
             groups = self._groups(parts[0])

@@ -1,0 +1,55 @@
+"""AWQ (Lin et al. 2023, arXiv:2306.00978), as AutoAWQ stores it for `gemm`: words go along outputs, in its order."""
+
+import dataclasses
+import math
+
+import numpy as np
+from jaxtyping import Float32, Int32, UInt8
+
+from .._config import PublishedConfig
+from ._format import check_codes, check_part, finite, Format, Parts, SCALES, unpacked
+from ._gptq import group_of
+
+
+_CODES, _ZEROS, _SCALES, _MANY = ".qweight", ".qzeros", ".scales", 8
+_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # from the lowest bits up, a word has the outputs 0, 2, 4, 6, 1, 3, 5, 7
+
+
+@dataclasses.dataclass(frozen=True)
+class AWQ(Format):
+    """`(code - zero) * scale` for each group of inputs."""
+
+    group: int | None = None
+    """Inputs of a group; None: all."""
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """(outputs, inputs)."""
+        inputs, words = check_codes(parts, _CODES, "I32", 2)
+        groups = math.ceil(inputs / (self.group or inputs))
+        check_part(parts, _ZEROS, ("I32",), ((groups, words),))
+        check_part(parts, _SCALES, SCALES, ((groups, words * _MANY),))
+        return words * _MANY, inputs
+
+    def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "outputs inputs"]:
+        """Some outputs."""
+        words = slice(rows.start // _MANY, rows.stop // _MANY)
+        codes = _numbers(parts[_CODES][:, words]).T.astype(np.float32)
+        zeros = _numbers(parts[_ZEROS][:, words]).T.astype(np.float32)
+        scales = finite(parts[_SCALES][:, rows].T)
+        group = np.arange(codes.shape[1]) // (self.group or codes.shape[1])
+        return (codes - zeros[:, group]) * scales[:, group]
+
+
+def _numbers(words: Int32[np.ndarray, "rows words"]) -> UInt8[np.ndarray, "rows outputs"]:
+    found = unpacked(words, 4).reshape(len(words), -1, _MANY)
+    return found[..., _ORDER].reshape(len(words), -1)
+
+
+def awq(published: PublishedConfig) -> Format:
+    """The format of a `quantization_config`."""
+    published.expect("bits", 4)
+    published.expect("version", "gemm", "GEMM")
+    published.expect("zero_point", True)
+    for name in ("modules_to_not_convert", "backend", "do_fuse", "exllama_config", "fuse_max_seq_len"):
+        published.take(name, None)
+    return AWQ("AWQ", _CODES, (_ZEROS, _SCALES), group=group_of(published))

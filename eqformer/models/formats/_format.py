@@ -1,0 +1,84 @@
+"""What a format of weights in fewer bits is: which arrays are stored for one, and how they are decoded."""
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float32, Int32, Shaped, UInt8
+
+
+Parts = Mapping[str, Shaped[np.ndarray, "..."]]  # the arrays stored for one, by the end of their names
+SCALES = ("F32", "BF16", "F16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Format(abc.ABC):
+    """A way to store an array as codes and scales, and what of each it is; arrays without codes are as they are.
+
+    The values are computed in float32, from codes and scales that it holds exactly, and rounded once, to the dtype
+    of the leaf that they fill.
+    """
+
+    name: str
+    """What errors call it."""
+    codes: str
+    """The end of the name of an array of codes."""
+    needs: tuple[str, ...]
+    """Those of the arrays that must stand beside it."""
+    decoded: str = ".weight"
+    """That of the array's own name."""
+    takes: tuple[str, ...] = ()
+    """Those of arrays that may."""
+    ignored: tuple[str, ...] = ()
+    """Those of scales of activations, which are not rounded here."""
+    dtypes: tuple[str, ...] = ()
+    """The dtypes, as files call them, that tell codes from plain arrays whose names end like theirs; none: all do."""
+
+    @abc.abstractmethod
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """The decoded array's; raises a `ValueError` for arrays that do not go together."""
+
+    @abc.abstractmethod
+    def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "rows columns"]:
+        """Some rows of an array of two dims, the first of them a multiple of 32; raises a `ValueError` for bad scales.
+
+        Of an array of three dims, `parts` are those of one place of the first.
+        """
+
+
+def check_part(parts: Parts, end: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raise a `ValueError` unless an array has one of these dtypes, as files call them, and one of these shapes."""
+    found = parts[end]
+    if (its := _NAMES.get(str(found.dtype), str(found.dtype))) not in dtypes:
+        raise ValueError(f"its {end} is of {its}, not of {' or '.join(dtypes)}")
+    if found.shape not in shapes:
+        raise ValueError(f"its {end} has shape {found.shape}, not {' or '.join(map(str, shapes))}")
+
+
+def check_codes(parts: Parts, end: str, dtype: str, dims: int) -> tuple[int, ...]:
+    """The shape of the codes; raises a `ValueError` unless they have this dtype and so many dims."""
+    check_part(parts, end, (dtype,), (found := parts[end].shape,))
+    if len(found) != dims or 0 in found:
+        raise ValueError(f"its {end} has shape {found}, not {dims} dims")
+    return found
+
+
+def finite(scales: Shaped[np.ndarray, "*dims"]) -> Float32[np.ndarray, "*dims"]:
+    """Scales in float32; raises a `ValueError` if one is not finite."""
+    wide = scales.astype(np.float32)
+    if not np.isfinite(wide).all():
+        raise ValueError("a scale of it is not finite")
+    return wide
+
+
+def unpacked(words: Int32[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows numbers"]:
+    """The numbers of 4 or 8 bits in each word, the lowest bits first."""
+    octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    if bits == 8:
+        return octets
+    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(len(words), -1)
+
+
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32", "int64": "I64", "uint8": "U8"}
+_NAMES |= {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}

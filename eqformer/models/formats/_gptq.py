@@ -1,0 +1,76 @@
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323), as AutoGPTQ and GPTQModel store it: words go along inputs."""
+
+import dataclasses
+import math
+
+import numpy as np
+from jaxtyping import Float32
+
+from .._config import PublishedConfig
+from ._format import check_codes, check_part, finite, Format, Parts, SCALES, unpacked
+from ._packed import places
+
+
+_CODES, _ZEROS, _SCALES, _PLACES = ".qweight", ".qzeros", ".scales", ".g_idx"
+_OF_ROUNDING = (
+    "damp_percent damp_auto_increment static_groups true_sequential sym desc_act model_name_or_path "
+    "model_file_base_name meta quantizer dataset batch_size block_name_to_quantize cache_block_outputs disable_exllama "
+    "exllama_config max_input_length model_seqlen module_name_preceding_first_block modules_in_block_to_quantize "
+    "pad_token_id tokenizer use_cuda_fp16 use_exllama backend is_marlin_format mse act_group_aware"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTQ(Format):
+    """`(code - zero) * scale` for each group of inputs; the first version stores `zero - 1`, modulo its range."""
+
+    bits: int = 4
+    group: int | None = None
+    """Inputs of a group; None: all."""
+    shift: int = 1
+    """What is added to a stored zero."""
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """(outputs, inputs)."""
+        many = 32 // self.bits
+        words, outputs = check_codes(parts, _CODES, "I32", 2)
+        inputs = words * many
+        groups = math.ceil(inputs / (self.group or inputs))
+        if outputs % many:
+            raise ValueError(f"its {outputs} outputs are no multiple of the {many} numbers of a word")
+        check_part(parts, _ZEROS, ("I32",), ((groups, outputs // many),))
+        check_part(parts, _SCALES, SCALES, ((groups, outputs),))
+        if _PLACES in parts:
+            check_part(parts, _PLACES, ("I32",), ((inputs,),))
+        return outputs, inputs
+
+    def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "outputs inputs"]:
+        """Some outputs."""
+        many = 32 // self.bits
+        codes = unpacked(np.ascontiguousarray(parts[_CODES][:, rows].T), self.bits).astype(np.float32)
+        scales = finite(parts[_SCALES][:, rows].T)
+        zeros = unpacked(parts[_ZEROS][:, rows.start // many : rows.stop // many], self.bits).T
+        zeros = (zeros.astype(np.int32) + self.shift) % 2**self.bits
+        group = np.arange(codes.shape[1]) // (self.group or codes.shape[1])
+        if _PLACES in parts:
+            group = places(parts[_PLACES], scales.shape[1])
+        return (codes - zeros.astype(np.float32)[:, group]) * scales[:, group]
+
+
+def gptq(published: PublishedConfig) -> Format:
+    """The format of a `quantization_config`."""
+    for name in _OF_ROUNDING.split():
+        published.take(name, None)
+    published.expect("bits", 4, 8)
+    published.expect("checkpoint_format", "gptq", "gptq_v2")
+    published.expect("pack_dtype", "int32")
+    published.expect("lm_head", False)
+    group = group_of(published)
+    needs = (_ZEROS, _SCALES, *((_PLACES,) if published.take("desc_act", False) else ()))
+    shift = int(published.take("checkpoint_format", "gptq") == "gptq")
+    return GPTQ("GPTQ", _CODES, needs, takes=(_PLACES,), bits=published.take("bits"), group=group, shift=shift)
+
+
+def group_of(published: PublishedConfig) -> int | None:
+    """`group_size`, of which -1 stands for all inputs."""
+    return None if published.take("group_size") == -1 else published.count("group_size")

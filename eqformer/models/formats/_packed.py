@@ -1,0 +1,63 @@
+"""Whole numbers of 4 or 8 bits in words of 32, with a scale for each group of a row (compressed-tensors, Kimi K2)."""
+
+import dataclasses
+import math
+
+import numpy as np
+from jaxtyping import Float32
+
+from ._format import check_codes, check_part, finite, Format, Parts, SCALES, unpacked
+
+
+_CODES, _SCALE, _SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
+ZERO, PLACES = ".weight_zero_point", ".weight_g_idx"
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed(Format):
+    """`(code - zero) * scale`, `zero` half of the range where none is stored."""
+
+    bits: int = 4
+    group: int | None = None
+    """Columns of a group; None: all."""
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """The two numbers of `weight_shape`."""
+        check_part(parts, _SHAPE, ("I64", "I32"), ((2,),))
+        rows, columns = (int(size) for size in parts[_SHAPE])
+        check_codes(parts, _CODES, "I32", 2)
+        many = 32 // self.bits
+        if rows < 1 or columns < 1 or parts[_CODES].shape != (rows, math.ceil(columns / many)):
+            raise ValueError(
+                f"its {_SHAPE} says {(rows, columns)}, and its {_CODES} has shape {parts[_CODES].shape}, of "
+                f"{many} numbers a word"
+            )
+        groups = math.ceil(columns / (self.group or columns))
+        check_part(parts, _SCALE, SCALES, ((rows, groups),))
+        if ZERO in parts:
+            check_part(parts, ZERO, ("I32",), ((math.ceil(rows / many), groups),))
+        if PLACES in parts:
+            check_part(parts, PLACES, ("I32", "I64"), ((columns,),))
+        return rows, columns
+
+    def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "rows columns"]:
+        """Some rows."""
+        columns = int(parts[_SHAPE][1])
+        codes = unpacked(parts[_CODES][rows], self.bits)[:, :columns].astype(np.float32)
+        scales = finite(parts[_SCALE][rows])
+        group = np.arange(columns) // (self.group or columns)
+        if PLACES in parts:
+            group = places(parts[PLACES], scales.shape[1])
+        if ZERO in parts:
+            many = 32 // self.bits
+            words = parts[ZERO][rows.start // many : math.ceil(rows.stop / many)]
+            zeros = unpacked(np.ascontiguousarray(words.T), self.bits).T[: len(codes)]
+            return (codes - zeros[:, group]) * scales[:, group]
+        return (codes - 2 ** (self.bits - 1)) * scales[:, group]
+
+
+def places(found: np.ndarray, groups: int) -> np.ndarray:
+    """The group of each column; raises a `ValueError` for one that there is not."""
+    if found.min() < 0 or found.max() >= groups:
+        raise ValueError(f"a column of it is of group {found.max()} or {found.min()}, and it has {groups}")
+    return found

@@ -1,0 +1,75 @@
+"""Numbers of 8 bits times a scale: of a block, as DeepSeek-V3 has it (arXiv:2412.19437), of a row, or of an array."""
+
+import dataclasses
+import math
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float32
+
+from .._config import PublishedConfig
+from ._format import check_codes, check_part, finite, Format, Parts, SCALES
+
+
+_CODES = ".weight"
+_VALUES = {  # by the dtype of codes and by their bits
+    "F8_E4M3": np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32),
+    "I8": np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(Format):
+    """`code * scale` (which multiplies even where it is called `weight_scale_inv`).
+
+    A scale is one of a `block` of rows and columns; None stands for all.
+    """
+
+    block: tuple[int | None, int | None] = (None, None)
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """That of the codes."""
+        (dtype,), (scale,) = self.dtypes, self.needs
+        rows, columns = check_codes(parts, _CODES, dtype, 2)
+        grid = self._grid(rows, columns)
+        shapes = [grid]
+        if self.block[1] is None:
+            shapes += [grid[:1]]
+        if self.block == (None, None):
+            shapes += [()]
+        check_part(parts, scale, SCALES, shapes)
+        return rows, columns
+
+    def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "rows columns"]:
+        """Some rows."""
+        codes, scales = parts[_CODES], parts[self.needs[0]]
+        height, width = self.block
+        scales = scales.reshape(self._grid(*codes.shape))
+        scales = finite(scales[np.arange(rows.start, rows.stop) // (height or len(codes))])
+        if width is not None:
+            scales = np.repeat(scales, width, axis=1)[:, : codes.shape[1]]
+        return np.take(_VALUES[self.dtypes[0]], codes[rows].view(np.uint8)) * scales
+
+    def _grid(self, rows: int, columns: int) -> tuple[int, int]:
+        height, width = self.block
+        return math.ceil(rows / (height or rows)), math.ceil(columns / (width or columns))
+
+
+def block_of(published: PublishedConfig, name: str) -> tuple[int, int] | None:
+    """The rows and columns of a block; None where nothing is said."""
+    if (block := published.listed(name)) is None:
+        return None
+    if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        published.refuse(f"{name}={block}: it must be two whole numbers of at least 1.")
+    return block[0], block[1]
+
+
+def fp8(published: PublishedConfig) -> Format:
+    """The format of a `quantization_config`, with a scale for each block or, without them, for each array."""
+    published.expect("fmt", "e4m3")
+    for name in ("activation_scheme", "modules_to_not_convert", "ignored_layers", "dequantize", "scale_fmt"):
+        published.take(name, None)
+    block = block_of(published, "weight_block_size") or (None, None)
+    activations = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
+    needs = (".weight_scale_inv",)
+    return Scaled("FP8", _CODES, needs, ignored=activations, dtypes=("F8_E4M3",), block=block)
