@@ -1,7 +1,5 @@
 """The arrays of a folder as a family knows them: those of its text model, by the names of its table, decoded."""
 
-import dataclasses
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
@@ -10,21 +8,15 @@ import ml_dtypes  # noqa: F401  # lets numpy know bfloat16
 import numpy as np
 
 from ._folder import Folder
+from ._gguf import GGUF
+from ._gguf_models import coded_of
 from ._published import Description
-from .formats import Format, Parts
+from .formats import Coded, Format
 
 
 HEAD = "lm_head.weight"
 Run = Callable[[Callable[[Any], None], Iterable[Any]], Iterable[None]]  # as `map`, perhaps by several threads
 _AT_ONCE, _ROWS = 1 << 16, 32  # numbers and rows that a thread decodes at once
-
-
-@dataclasses.dataclass(frozen=True)
-class _Coded:
-    """An array that is stored in fewer bits: what of it lies where, and its shape when decoded."""
-
-    parts: Parts
-    shape: tuple[int, ...]
 
 
 class Arrays:
@@ -34,22 +26,23 @@ class Arrays:
     together.
     """
 
-    def __init__(self, folder: Folder, said: Description):
-        """Find what each array of the folder is."""
-        self.call, self._folder = folder.call, folder
+    def __init__(self, source: Folder | GGUF, said: Description):
+        """Find what each array of the folder, or of the one file, is."""
+        self.call, self._source = source.call, source
         self._stored: dict[str, str] = {}
-        self._coded: dict[str, _Coded] = {}
+        self._coded: dict[str, Coded] = {}
         self._left: list[str] = []
-        for name in sorted(folder.names):
+        for name in sorted(source.names):
             own = said.own_name(name)
             if own is None:
                 self._left.append(name)
             elif (other := self._stored.setdefault(own, name)) != name:
                 raise ValueError(f"{self.call}: {other} and {name} are both {own}; the folder must have one of them.")
-        self._dtype = said.dtype
-        if said.format is not None:
-            self._find(said.format)
-            self._format = said.format
+        if isinstance(source, GGUF):
+            found = {own: coded_of(source, name) for own, name in self._stored.items()}
+            self._coded = {own: coded for own, coded in found.items() if coded is not None}
+        elif said.format is not None:
+            self._find(source, said.format, said.dtype)
 
     @property
     def names(self) -> Set[str]:
@@ -71,11 +64,11 @@ class Arrays:
 
     def dtype(self, name: str) -> str:
         """An array's dtype as JAX calls it."""
-        return self._dtype if name in self._coded else self._folder.dtype(self._stored[name])
+        return self._coded[name].dtype if name in self._coded else self._source.dtype(self._stored[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """An array's shape."""
-        return self._coded[name].shape if name in self._coded else self._folder.shape(self._stored[name])
+        return self._coded[name].shape if name in self._coded else self._source.shape(self._stored[name])
 
     def pieces(self, name: str) -> Sequence[int]:
         """The places of an array's first dim that are decoded one by one; none where it is read at once."""
@@ -92,30 +85,18 @@ class Arrays:
         `piece` is the place of its first dim that is read alone; `run` shares the work.
         """
         if name not in self._coded:
-            return self._folder.read(self._stored[name])
-        coded, its = self._coded[name], dtype or self._dtype
+            return self._source.read(self._stored[name])
+        coded = self._coded[name]
         if len(coded.shape) == 2:
-            return self._decode(coded.parts, coded.shape, its, run)
+            return _decoded(coded, dtype or coded.dtype, run)
         if piece is not None:
-            return self._decode({end: part[piece] for end, part in coded.parts.items()}, coded.shape[1:], its, run)
+            parts = {end: part[piece] for end, part in coded.parts.items()}
+            return _decoded(Coded(coded.form, parts, coded.shape[1:], coded.dtype), dtype or coded.dtype, run)
         return np.stack([self.read(name, dtype, place, run) for place in self.pieces(name)])
 
-    def _decode(self, parts: Parts, shape: tuple[int, ...], dtype: str, run: Run) -> np.ndarray:
-        made = np.empty(shape, dtype)
-        step = _ROWS * max(1, _AT_ONCE // (_ROWS * math.prod(shape[1:])))
-
-        def decode(start: int) -> None:
-            rows = slice(start, min(start + step, shape[0]))
-            with np.errstate(over="ignore", invalid="ignore"):  # what is too large is infinite, as in the references
-                made[rows] = self._format.decode(parts, rows)
-
-        for _ in run(decode, range(0, shape[0], step)):
-            pass
-        return made
-
-    def _find(self, form: Format) -> None:
+    def _find(self, folder: Folder, form: Format, dtype: str) -> None:
         """Put one name in the place of those of codes and scales."""
-        dtype_of = lambda name: self._folder.dtype_in_file(self._stored[name])
+        dtype_of = lambda name: folder.dtype_in_file(self._stored[name])
         codes = [name for name in self._stored if name.endswith(form.codes)]
         for name in [name for name in codes if not form.dtypes or dtype_of(name) in form.dtypes]:
             stem, stored = name.removesuffix(form.codes), self._stored[name]
@@ -126,16 +107,31 @@ class Arrays:
                 )
             takes = [end for end in form.takes if stem + end in self._stored]
             ends = dict.fromkeys((form.codes, *form.needs, *takes))
-            parts = {end: self._folder.stored(self._stored.pop(stem + end)) for end in ends}
+            parts = {end: folder.stored(self._stored.pop(stem + end)) for end in ends}
             for end in form.ignored:
                 self._stored.pop(stem + end, None)
             if (own := stem + form.decoded) in self._stored:
                 raise ValueError(f"{self.call}: {stored} and {own} are both {own}; the folder must have one of them.")
             try:
-                self._coded[own] = _Coded(parts, form.shape(parts))
+                self._coded[own] = Coded(form, parts, form.shape(parts), dtype)
             except ValueError as error:
                 raise ValueError(f"{self.call}: {stored}, in {form.name}: {error}.") from None
             self._stored[own] = stored
+
+
+def _decoded(coded: Coded, dtype: str, run: Run) -> np.ndarray:
+    """An array of two dims, whose rows are decoded some at a time, so that little is held beside it."""
+    made = np.empty(coded.shape, dtype)
+    step = _ROWS * max(1, _AT_ONCE // (_ROWS * coded.shape[1]))
+
+    def decode(start: int) -> None:
+        rows = slice(start, min(start + step, coded.shape[0]))
+        with np.errstate(over="ignore", invalid="ignore"):  # what is too large is infinite, as in the references
+            made[rows] = coded.form.decode(coded.parts, rows)
+
+    for _ in run(decode, range(0, coded.shape[0], step)):
+        pass
+    return made
 
 
 def _part(name: str) -> str:

@@ -23,12 +23,13 @@ from ._arrays import Arrays, HEAD, Run
 from ._families import build
 from ._family import Family, ModelConfig
 from ._folder import Folder
+from ._gguf import GGUF
 from ._published import described, rules_of
 from ._weights import Weight
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """The config of the model published in a folder."""
+    """The config of the model published in a folder, or in one file of GGUF."""
     return described(Path(path)).config
 
 
@@ -40,7 +41,7 @@ def load(
     dtype: DTypeLike | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> nn.Transformer:
-    """The model published in a folder, on the first device, or sharded by a plan.
+    """The model published in a folder, or in one file of GGUF, on the first device, or sharded by a plan.
 
     A `mesh` alone stands for `Plan(mesh, zero=3)`, which splits everything it can. Each array of the folder is
     memory-mapped, read once, and copied into the shards that this process's devices hold; only the shards of one leaf
@@ -49,6 +50,7 @@ def load(
     `nn.float32_at_least` are no narrower than that. The model computes in the dtype of its embedding table;
     `nn.run_with` sets how it runs. `progress` is called with the bytes read so far, and in all.
 
+    Weights in fewer bits are decoded, those of GGUF to float32 without a `dtype`, others to that of the configuration.
     Of a model of several kinds of data the text model is read. A warning lists the arrays that are left unread by rule:
     of its other parts, and of predictors of further tokens.
 
@@ -57,10 +59,10 @@ def load(
     that no array fills, attributes of `config.json` that the family does not know.
     """
     plan = _plan(path, mesh, plan)
-    folder = Folder(path)
-    dtype = None if dtype is None else float_dtype(dtype, f"{folder.call}: dtype={dtype!r}")
-    said = described(folder.path)
-    arrays = Arrays(folder, said)
+    source = GGUF(Path(path)) if Path(path).is_file() else Folder(path)
+    dtype = None if dtype is None else float_dtype(dtype, f"{source.call}: dtype={dtype!r}")
+    said = described(source.path, source if isinstance(source, GGUF) else None)
+    arrays = Arrays(source, said)
     shapes = eqx.filter_eval_shape(lambda: build(said.config, key=jax.random.key(0)))
     rules = rules_of(arrays.names, said.family, said.config, shapes)
     _check_names(arrays, said.family, rules, shapes)

@@ -1,7 +1,7 @@
 """Which family a folder holds, and the rules of its arrays."""
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from ._config import PublishedConfig
 from ._families import build, FAMILIES, family_of
 from ._family import Family, ModelConfig
 from ._folder import CONFIG, FLOATS, read_json
+from ._gguf import GGUF
+from ._gguf_models import configuration_of, names_of
 from ._towers import TEXT, Tower
 from ._weights import Weight
 from .formats import Format, read_format
@@ -31,8 +33,10 @@ class Description:
     """The whole of which the family is the text model; None where it stands alone."""
     said: dict[str, Any]
     """The attributes as they stand there."""
-    format: Format | None
+    format: Format | None = None
     """Of arrays that are stored in fewer bits."""
+    names: Mapping[str, str] | None = None
+    """What the family's table calls each array, of a file with names of its own."""
 
     @property
     def dtype(self) -> str:
@@ -42,14 +46,24 @@ class Description:
 
     def own_name(self, name: str) -> str | None:
         """What the family's table calls an array of the folder; None for one that is left unread."""
+        if self.names is not None:
+            return self.names[name]
         if self.tower is not None:
             own = self.tower.own_name(name)
             return None if own is None or own.startswith(self.family.ignored_prefixes) else own
         return None if name.startswith(self.family.ignored_prefixes) else name
 
 
-def described(path: Path) -> Description:
-    """What the `config.json` of a folder says; raises a `ValueError` for what no family has."""
+def described(path: Path, file: GGUF | None = None) -> Description:
+    """What the `config.json` of a folder says, or one `file`; raises a `ValueError` for what no family has."""
+    if file is not None or path.is_file():
+        file = GGUF(path) if file is None else file
+        said = configuration_of(file)
+        published = PublishedConfig(said, str(path))
+        family, _ = _named(published)
+        config = family.read(published)
+        published.finish()
+        return Description(family, config, None, said, names=names_of(file))
     source, said = str(path / CONFIG), read_json(path / CONFIG)
     published = PublishedConfig({name: its for name, its in said.items() if name not in QUANTISED}, source)
     family, tower = _named(published)

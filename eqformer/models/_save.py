@@ -60,6 +60,8 @@ def save(
         raise ValueError(f"{call}: something is there already; give a new folder.")
     if modules(model, LoRA):
         raise ValueError(f"{call}: the model has LoRAs; nn.merge_lora it, or save_adapter.")
+    if like is not None and Path(like).is_file():
+        raise ValueError(f"{call}: like={str(like)!r} is one file, not a folder; give config=read_config of it.")
     family, config = format_of(call, like, config)
     if like is None:
         if whole:

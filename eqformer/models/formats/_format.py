@@ -47,6 +47,18 @@ class Format(abc.ABC):
         """
 
 
+@dataclasses.dataclass(frozen=True)
+class Coded:
+    """An array that is stored in fewer bits."""
+
+    form: Format
+    parts: Parts
+    shape: tuple[int, ...]
+    """When it is decoded."""
+    dtype: str
+    """The one it is decoded to where no other is asked for."""
+
+
 def check_part(parts: Parts, end: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
     """Raise a `ValueError` unless an array has one of these dtypes, as files call them, and one of these shapes."""
     found = parts[end]

@@ -10,7 +10,7 @@ from ._format import check_codes, check_part, Format, Parts
 _BLOCKS, _SCALES, _SIZE = "_blocks", "_scales", 32
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], np.float32)
-# Of a byte both numbers, its low bits first, as one to be taken at once; and of a scale its power of two, but of 255, which has none.
+# Of a byte both numbers, its low bits first, as one to be taken at once; of a scale its power of two (255 has none).
 _PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1).view(np.uint64)[:, 0]
 _POWERS = np.ldexp(np.float32(1), np.minimum(np.arange(256), 254) - 127)
 

@@ -1,0 +1,102 @@
+"""The blocks of GGUF files, as ggml lays them out: each row of an array is a row of blocks of bytes."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float32, UInt8
+
+from ._format import finite, Format, Parts
+
+
+ROWS, ORDER = "", "order"  # the bytes of each row and, where rows stand in another order, which is the first, and so on
+_Values = Callable[[UInt8[np.ndarray, "blocks octets"]], Float32[np.ndarray, "blocks numbers"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks(Format):
+    """Blocks of so many numbers in so many bytes."""
+
+    numbers: int = 1
+    octets: int = 4
+    values: _Values = lambda octets: octets.view(np.float32)
+    dtype: str = "float32"
+    """The one that holds the values."""
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """(rows, columns)."""
+        rows, width = parts[ROWS].shape
+        if width % self.octets:
+            raise ValueError(f"its rows of {width} bytes are no whole blocks of {self.octets}")
+        return rows, width // self.octets * self.numbers
+
+    def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "rows columns"]:
+        """Some rows."""
+        chosen = parts[ORDER][rows] if ORDER in parts else rows
+        octets = np.ascontiguousarray(parts[ROWS][chosen])
+        return self.values(octets.reshape(-1, self.octets)).reshape(len(octets), -1)
+
+
+def _scale(octets: UInt8[np.ndarray, "blocks 2"]) -> Float32[np.ndarray, "blocks 1"]:
+    return finite(np.ascontiguousarray(octets).view(np.float16))
+
+
+def _q4_0(octets: UInt8[np.ndarray, "blocks 18"]) -> Float32[np.ndarray, "blocks 32"]:
+    """A scale, and the numbers 0 to 15 in the low bits of 16 bytes, 16 to 31 in the high ones."""
+    codes = np.concatenate([octets[:, 2:] & 15, octets[:, 2:] >> 4], axis=1)
+    return (codes.astype(np.float32) - 8) * _scale(octets[:, :2])
+
+
+def _q8_0(octets: UInt8[np.ndarray, "blocks 34"]) -> Float32[np.ndarray, "blocks 32"]:
+    """A scale, and 32 signed bytes."""
+    return octets[:, 2:].view(np.int8).astype(np.float32) * _scale(octets[:, :2])
+
+
+def _q4_k(octets: UInt8[np.ndarray, "blocks 144"]) -> Float32[np.ndarray, "blocks 256"]:
+    """Two scales, then 8 pairs of a factor and a least number of 6 bits each, then the codes of 8 groups of 32.
+
+    Of the 12 bytes of pairs the first four hold factors, the next four least numbers, of the groups 0 to 3 in their low
+    six bits, and in their upper two the upper bits of groups 4 to 7, whose low bits are the last four bytes.
+    """
+    low, least, both = (octets[:, start : start + 4] for start in (4, 8, 12))
+    factors = np.concatenate([low & 63, both & 15 | low >> 2 & 48], axis=1)
+    lowest = np.concatenate([least & 63, both >> 4 | least >> 2 & 48], axis=1)
+    codes = octets[:, 16:].reshape(-1, 4, 1, 32)
+    codes = np.concatenate([codes & 15, codes >> 4], axis=2).reshape(-1, 8, 32).astype(np.float32)
+    factor = (_scale(octets[:, :2]) * factors.astype(np.float32))[..., None]
+    return (factor * codes - (_scale(octets[:, 2:4]) * lowest.astype(np.float32))[..., None]).reshape(-1, 256)
+
+
+def _q6_k(octets: UInt8[np.ndarray, "blocks 210"]) -> Float32[np.ndarray, "blocks 256"]:
+    """The low four bits of each number, the upper two, a factor for each 16, and a scale.
+
+    Of each half of 128 numbers, 64 bytes have the low bits of the first 64 in theirs, and of the last in the upper; 32
+    bytes have the upper bits, of each quarter two.
+    """
+    low, high = octets[:, :128].reshape(-1, 2, 1, 64), octets[:, 128:192].reshape(-1, 2, 1, 32)
+    low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
+    high = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=2)
+    codes = (low | high << 4).astype(np.float32) - 32
+    factors = octets[:, 192:208].view(np.int8).astype(np.float32) * _scale(octets[:, 208:])
+    return (factors[..., None] * codes.reshape(-1, 16, 16)).reshape(-1, 256)
+
+
+def _blocks(name: str, numbers: int, octets: int, values: _Values, dtype: str = "float32") -> Blocks:
+    return Blocks(name, ROWS, (), numbers=numbers, octets=octets, values=values, dtype=dtype)
+
+
+_wide = lambda dtype: lambda octets: octets.view(dtype).astype(np.float32)
+# By the number that files have for a type.
+BLOCKS: Mapping[int, Blocks] = MappingProxyType(
+    {
+        0: _blocks("F32", 1, 4, _wide(np.float32)),
+        1: _blocks("F16", 1, 2, _wide(np.float16), "float16"),
+        2: _blocks("Q4_0", 32, 18, _q4_0),
+        8: _blocks("Q8_0", 32, 34, _q8_0),
+        12: _blocks("Q4_K", 256, 144, _q4_k),
+        14: _blocks("Q6_K", 256, 210, _q6_k),
+        30: _blocks("BF16", 1, 2, _wide(ml_dtypes.bfloat16), "bfloat16"),
+    }
+)

@@ -1,0 +1,224 @@
+"""Models in one file of GGUF: read as the `gguf` package and transformers do, and files that are something else."""
+
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_formats import same_bits
+from test_published import FIXTURES
+
+from eqformer import models
+from eqformer.models._gguf import GGUF
+from eqformer.models.formats import BLOCKS
+from eqformer.nn import Llama3Scaling
+from eqformer.parallel import make_mesh, Plan
+
+
+RECORDED = json.loads((FIXTURES / "gguf.json").read_text())
+FILES = {name: (FIXTURES / f"{name}.gguf").read_bytes() for name in RECORDED}
+
+
+def checksum(array: np.ndarray) -> int:
+    assert array.dtype == np.float32
+    return zlib.crc32(np.ascontiguousarray(array).tobytes())
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_file_is_the_model_that_transformers_reads(name, tmp_path):
+    """Bit for bit, under the published names; without a dtype in float32, which holds all that is decoded."""
+    path = FIXTURES / f"{name}.gguf"
+    model, config = models.load(path, dtype="float32"), models.read_config(path)
+    models.save(model, tmp_path / "plain", config=config)
+    back = load_file(tmp_path / "plain" / "model.safetensors")
+    want = {key: its for key, its in RECORDED[name]["transformers"].items() if key in back}
+    assert {key: checksum(array) for key, array in back.items()} == want
+    assert RECORDED[name]["transformers"].keys() - want.keys() == ({"lm_head.weight"} if name == "qwen3" else set())
+    plan = Plan(make_mesh(fsdp=2, tensor=2), zero=3, smallest=1)
+    split = models.load(path, plan=plan, dtype="float32")
+    assert all(np.array_equal(*pair) for pair in zip(*(jax.tree.leaves(m) for m in (model, split)), strict=True))
+    narrow, wide = models.load(path, dtype="bfloat16"), models.load(path)
+    assert same_bits(np.asarray(narrow.norm.weight), np.asarray(model.norm.weight.astype("bfloat16")))
+    assert wide.embedding.weight.dtype == ("float16" if name == "qwen2" else "float32")
+    with pytest.raises(ValueError, match=r"is one file, not a folder; give config=read_config of it"):
+        models.save(model, tmp_path / "x", like=path)
+
+
+def test_every_type_of_block_is_decoded_as_the_package_does():
+    seen = set()
+    for name in RECORDED:
+        for key, tensor in GGUF(FIXTURES / f"{name}.gguf").tensors.items():
+            found = tensor.form.decode(tensor.parts(None), slice(0, None))
+            assert checksum(found) == RECORDED[name]["package"][key] and checksum(found[:, ::-1]) != checksum(found)
+            seen.add(tensor.form.name)
+    assert seen == {form.name for form in BLOCKS.values()}
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def value(its: Any) -> bytes:
+    """A number or a text with its type."""
+    if isinstance(its, str):
+        return struct.pack("<I", 8) + text(its)
+    if isinstance(its, list):
+        return struct.pack("<IIQ", 9, 4, len(its)) + struct.pack(f"<{len(its)}I", *its)
+    return struct.pack("<If", 6, its) if isinstance(its, float) else struct.pack("<II", 4, its)
+
+
+SAID = {"general.architecture": "llama", "general.name": "a model", "tokenizer.ggml.model": "gpt2"}
+SAID |= {
+    f"llama.{name}": size for name, size in {"embedding_length": 8, "block_count": 1, "context_length": 64}.items()
+}
+SAID |= {"llama.feed_forward_length": 8, "llama.attention.head_count": 2, "llama.rope.freq_base": 5e5}
+SAID |= {"llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.dimension_count": 4}
+MAPS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+SHAPES = {f"blk.0.{name}.weight": (8, 8) for name in MAPS} | {"token_embd.weight": (12, 8), "output_norm.weight": (8,)}
+SHAPES |= {"blk.0.attn_norm.weight": (8,), "blk.0.ffn_norm.weight": (8,)}
+ONES = np.ones((8, 8), np.float32)
+
+
+def made(
+    said: dict[str, Any] | None = None,
+    arrays: dict[str, np.ndarray] | None = None,
+    kinds: dict[str, int] | None = None,
+    shift: int = 0,
+) -> bytes:
+    """A file of float32 arrays with some numbers and arrays changed, those of None left out."""
+    values = {key: its for key, its in (SAID | (said or {})).items() if its is not None}
+    its = {key: np.ones(shape, np.float32) for key, shape in SHAPES.items()} | (arrays or {})
+    header, data = b"GGUF" + struct.pack("<IQQ", 3, len(its), len(values)), b""
+    header += b"".join(text(key) + value(one) for key, one in values.items())
+    for key, array in its.items():
+        header += text(key) + struct.pack(f"<I{array.ndim}Q", array.ndim, *array.shape[::-1])
+        header += struct.pack("<IQ", (kinds or {}).get(key, 0), len(data) + shift)
+        data += array.tobytes() + bytes(-array.nbytes % 32)
+    return header + bytes(-len(header) % 32) + data
+
+
+def divisors(factor: float, low: float = 1.0, high: float = 4.0) -> np.ndarray:
+    """Of two frequencies, as llama.cpp's converter writes them: of Llama 3's scaling, written out."""
+    found = []
+    for number in range(2):
+        length = 2 * np.pi * 5e5 ** (number / 2)
+        smooth = (8192 / length - low) / (high - low)
+        part = 1.0 if length < 8192 / high else 0.0 if length > 8192 / low else smooth
+        found.append(1 / ((1 - part) / factor + part))
+    return np.array(found, np.float32)
+
+
+def test_numbers_become_a_config(tmp_path):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(made())
+    config = models.LlamaConfig(12, 8, 1, 2, 2, 8, head_dim=4, theta=5e5, eps=1e-5, tied=True, max_seq=64)
+    assert models.read_config(path) == config
+    models.load(path)
+    path.write_bytes(made({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}))
+    scaling: Any = models.read_config(path)
+    assert scaling.scaling.factor == 4.0
+    base = 5e2  # of which the second frequency lies between Llama 3's two lengths
+    assert 2 * np.pi * base**0.5 < 8192 / 4
+    path.write_bytes(made(arrays={"rope_freqs.weight": divisors(32.0)}))
+    scaled: Any = models.read_config(path)
+    assert scaled.scaling == Llama3Scaling(
+        factor=32.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192
+    )
+    models.load(path)
+
+
+def twice(name: str) -> bytes:
+    """A file that has an array twice."""
+    whole = made(arrays={"blk.0.attn_x.weight": ONES})
+    return whole.replace(b"blk.0.attn_x.weight", name.encode())
+
+
+WRONG = {
+    "another architecture": (
+        made({"general.architecture": "mamba"}),
+        "'mamba' is not known; there are llama",
+    ),
+    "no architecture": (made({"general.architecture": None}), "no 'general.architecture'"),
+    "a number missing": (made({"llama.block_count": None}), "no 'llama.block_count', which this architecture needs"),
+    "a number that nobody knows": (
+        made({"llama.doom": 3}),
+        "that this architecture does not know: llama.doom",
+    ),
+    "experts": (made({"llama.expert_count": 8}), "does not know: llama.expert_count=8"),
+    "heads by layer": (
+        made({"llama.attention.head_count_kv": [1, 2]}),
+        "kv='a list of 2': it must be a whole",
+    ),
+    "values of another width": (made({"llama.attention.value_length": 6}), r"are \[4, 6\]; keys, values and turned"),
+    "another scaling": (made({"llama.rope.scaling.type": "longrope"}), "type='longrope' is not known"),
+    "other divisors": (made(arrays={"rope_freqs.weight": np.full(2, 3, np.float32)}), "not those of Llama 3.1 to 3.3"),
+    "one of several": (made({"split.count": 2}), "one of several files; join them"),
+    "no table": (
+        made(arrays={"token_embd.weight": np.ones(3, np.float32)}).replace(b"token_embd", b"token_abcd"),
+        "no token_embd",
+    ),
+    "another size": (made({"llama.feed_forward_length": 16}), r"it has shape \(8, 8\), and the model's is"),
+    "more layers": (made({"llama.block_count": 2}), "not in the folder: model.layers.1"),
+    "an array of no rule": (
+        made(arrays={"blk.0.attn_x.weight": np.ones((8, 8), np.float32)}),
+        "in no rule: blk.0.attn_x",
+    ),
+    "a bias of what stands in another order": (
+        made(arrays={"blk.0.attn_q.bias": np.ones(8, np.float32)}),
+        "in no rule",
+    ),
+    "heads that do not divide": (made({"llama.attention.head_count": 3}), "attn_q.weight has 8 rows, and 3 heads"),
+    "a type that is not known": (
+        made(kinds={"output_norm.weight": 99}),
+        "type 99, which is not known; there are F32",
+    ),
+    "rows of half a block": (made(kinds={"blk.0.attn_q.weight": 2}), "no whole blocks of 32 numbers"),
+    "arrays behind the end": (made(shift=1 << 40), "ends at byte .*, and the file at"),
+    "an array twice": (twice("blk.0.attn_q.weight"), "has blk.0.attn_q.weight twice"),
+    "five dims": (made(arrays={"a": np.ones((1, 1, 1, 1, 8), np.float32)}), "a has 5 dims"),
+    "an array of nothing": (made(arrays={"a": np.ones((0, 8), np.float32)}), "rows of no whole blocks"),
+    "another version": (made()[:4] + struct.pack("<I", 1) + made()[8:], "its version is 1, not 2 or 3"),
+    "no alignment": (made({"general.alignment": 0}), "general.alignment=0"),
+    "another file": (b"PK\x03\x04" + bytes(100), "does not begin with 'GGUF'"),
+    "nothing": (b"", "cannot be read"),
+    "a text of 2^63 bytes": (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63), "ends within its header"),
+    "so many arrays": (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "ends within its header"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_that_is_not_what_it_says(name, tmp_path):
+    content, words = WRONG[name]
+    (tmp_path / "a.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"a.gguf.*{words}"):
+        models.load(tmp_path / "a.gguf")
+
+
+def test_a_file_cut_short_anywhere_is_refused(tmp_path):
+    whole, path = FILES["qwen3"], tmp_path / "a.gguf"
+    for length in [*range(0, 3000, 61), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"a.gguf: it (is no GGUF file that can be read|cannot be read)"):
+            GGUF(path)
+    path.write_bytes(whole)
+    assert len(GGUF(path).names) == 13
+
+
+def test_a_scale_that_is_no_number_is_refused(tmp_path):
+    path = tmp_path / "a.gguf"
+    tensor = GGUF(FIXTURES / "qwen3.gguf").tensors["blk.0.attn_q.weight"]
+    row = np.asarray(tensor.rows[7]).tobytes()
+    assert tensor.form.name == "Q8_0" and FILES["qwen3"].count(row) == 1
+    path.write_bytes(FILES["qwen3"].replace(row, struct.pack("<e", np.inf) + row[2:]))
+    with pytest.raises(ValueError, match=r"blk.0.attn_q.weight: a scale of it is not finite"):
+        models.load(path)
+
+
+def test_only_paths_that_are_files_are_of_gguf(tmp_path):
+    with pytest.raises(ValueError, match="there is no such folder"):
+        models.load(Path(tmp_path / "nothing.gguf"))
