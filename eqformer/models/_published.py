@@ -42,7 +42,7 @@ class Description:
     def dtype(self) -> str:
         """That of decoded arrays, as JAX calls it: the model's own, bfloat16 where nothing is said."""
         found = [holder.get(name) for holder in (self.said, self.said.get(TEXT) or {}) for name in DTYPES]
-        return next((its for its in found if its in FLOATS.values()), "bfloat16")
+        return next((str(its) for its in found if its in FLOATS.values()), "bfloat16")
 
     def own_name(self, name: str) -> str | None:
         """What the family's table calls an array of the folder; None for one that is left unread."""

@@ -16,7 +16,7 @@ class Case(NamedTuple):
     """A `quantization_config`, and what makes arrays of so many rows and columns, and their values in float64."""
 
     said: dict[str, Any]
-    make: Callable[[np.random.Generator, int, int], tuple[Stored, np.ndarray]]
+    make: Callable[..., tuple[Stored, np.ndarray]]
     codes: str
     scales: str
 

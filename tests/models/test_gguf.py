@@ -39,11 +39,11 @@ def test_a_file_is_the_model_that_transformers_reads(name, tmp_path):
     want = {key: its for key, its in RECORDED[name]["transformers"].items() if key in back}
     assert {key: checksum(array) for key, array in back.items()} == want
     assert RECORDED[name]["transformers"].keys() - want.keys() == ({"lm_head.weight"} if name == "qwen3" else set())
-    plan = Plan(make_mesh(fsdp=2, tensor=2), zero=3, smallest=1)
+    plan = Plan(make_mesh(replica=2, fsdp=2, tensor=2), zero=3, smallest=1)
     split = models.load(path, plan=plan, dtype="float32")
     assert all(np.array_equal(*pair) for pair in zip(*(jax.tree.leaves(m) for m in (model, split)), strict=True))
     narrow, wide = models.load(path, dtype="bfloat16"), models.load(path)
-    assert same_bits(np.asarray(narrow.norm.weight), np.asarray(model.norm.weight.astype("bfloat16")))
+    assert same_bits(np.asarray(narrow.embedding.weight), np.asarray(model.embedding.weight.astype("bfloat16")))
     assert wide.embedding.weight.dtype == ("float16" if name == "qwen2" else "float32")
     with pytest.raises(ValueError, match=r"is one file, not a folder; give config=read_config of it"):
         models.save(model, tmp_path / "x", like=path)
@@ -172,7 +172,10 @@ WRONG = {
         made(arrays={"blk.0.attn_q.bias": np.ones(8, np.float32)}),
         "in no rule",
     ),
-    "heads that do not divide": (made({"llama.attention.head_count": 3}), "attn_q.weight has 8 rows, and 3 heads"),
+    "heads that do not divide": (
+        made({"llama.attention.head_count": 3}),
+        "has 8 rows, and 3 heads have another number",
+    ),
     "a type that is not known": (
         made(kinds={"output_norm.weight": 99}),
         "type 99, which is not known; there are F32",

@@ -66,7 +66,7 @@ def block_of(published: PublishedConfig, name: str) -> tuple[int, int] | None:
 
 def fp8(published: PublishedConfig) -> Format:
     """The format of a `quantization_config`, with a scale for each block or, without them, for each array."""
-    published.expect("fmt", "e4m3")
+    published.expect("fmt", "e4m3", "float8_e4m3fn")
     for name in ("activation_scheme", "modules_to_not_convert", "ignored_layers", "dequantize", "scale_fmt"):
         published.take(name, None)
     block = block_of(published, "weight_block_size") or (None, None)
