@@ -7,6 +7,7 @@ a few times.
 import gc
 import itertools
 import os
+import resource
 import sys
 import tempfile
 from pathlib import Path
@@ -32,6 +33,7 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 TESTS = itertools.count(1)
+KEPT = [0]  # bytes of memory when programs were last let go
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -56,13 +58,17 @@ def pytest_collection_finish():
 def forget_programs(most: int) -> None:
     """Let programs go before the system's limit of mappings a process ends the worker, and before memory is full.
 
-    Each function that XLA compiles for the CPU takes three mappings, and Linux allows 65,530; beyond them compiling
-    segfaults.
+    Each module of code that XLA compiles for the CPU takes three mappings, and Linux allows 65,530; beyond them
+    compiling segfaults.
     """
-    mappings = Path("/proc/self/maps")
-    if mappings.exists() and mappings.read_bytes().count(b"\n") > most:
+    mappings, pages = Path("/proc/self/maps"), Path("/proc/self/statm")
+    if not mappings.exists():
+        return
+    resident = lambda: int(pages.read_text().split()[1]) * resource.getpagesize()
+    if mappings.read_bytes().count(b"\n") > most or resident() > KEPT[0] + 2 * 2**30:
         jax.clear_caches()
         gc.collect()
+        KEPT[0] = resident()
 
 
 @pytest.fixture(scope="module", autouse=True)
