@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_weights import ids_of, weight
+from format_cases import CASES
 from safetensors.numpy import load_file, save_file
 from test_published import close, FIXTURES, run
 
@@ -118,6 +119,24 @@ def test_newer_and_older_names_are_the_same_arrays(tmp_path):
     save_file(arrays | twice, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"language_model.model.embed_tokens.weight and model.language_model.emb"):
         models.load(tmp_path)
+
+
+def test_a_text_model_in_fewer_bits_is_decoded_within_the_whole(tmp_path):
+    """As Ministral 3 is published: maps of float8 with one scale, beside plain parts that see images."""
+    arrays = write(tmp_path, SMALLEST, {"quantization_config": CASES["fp8 one scale"].said})
+    rng, stored, decoded = np.random.default_rng(0), {}, {}
+    for key, array in arrays.items():
+        if key.startswith("language_model.") and "_proj" in key:
+            parts, values = CASES["fp8 one scale"].make(rng, *array.shape)
+            stored |= {key.removesuffix(".weight") + end: part for end, part in parts.items()}
+            decoded[key.removeprefix("language_model.")] = values.astype(np.float32)
+        else:
+            stored[key] = array
+    save_file(stored, tmp_path / "model.safetensors")
+    models.save(loaded(tmp_path, UNREAD[SMALLEST]), tmp_path / "text", like=tmp_path)
+    back = load_file(tmp_path / "text" / "model.safetensors")
+    assert len(decoded) == 21 and all(np.array_equal(back[key], array) for key, array in decoded.items())
+    assert "quantization_config" not in json.loads((tmp_path / "text" / "config.json").read_text())
 
 
 def test_an_array_of_no_known_part_is_refused(tmp_path):
