@@ -11,7 +11,7 @@ import pytest
 from family_weights import ids_of, weight
 from format_cases import CASES
 from safetensors.numpy import load_file, save_file
-from test_published import close, FIXTURES, run
+from test_published import close, FIXTURES, RECORDED as FAMILIES, run
 
 from eqformer import models
 
@@ -24,7 +24,7 @@ UNREAD = {
     "qwen3_vl": r"model\.visual\. \(27\)\.$",
 }
 TEXTS = "language_model.", "model.language_model.", "lm_head."
-SMALLEST = "mistral3"
+SMALLEST, TIED = "mistral3", "tie_word_embeddings"
 
 
 def write(folder: Path, name: str, changes: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
@@ -37,14 +37,45 @@ def write(folder: Path, name: str, changes: dict[str, Any] | None = None) -> dic
     return arrays
 
 
+def store(folder: Path, arrays: dict[str, np.ndarray], said: dict[str, Any]) -> None:
+    folder.mkdir()
+    save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(said))
+
+
 def loaded(folder: Path, told: str = "are left unread") -> Any:
     with pytest.warns(UserWarning, match=told):
         return models.load(folder)
 
 
-def test_every_tower_has_a_case():
-    towers = {tower.model_type for family in models.FAMILIES.values() for tower in family.towers}
-    assert towers == set(RECORDED) == set(UNREAD)
+TOWERS = {
+    f"{tower.model_type} {family.model_type}": (family, tower)
+    for family in models.FAMILIES.values()
+    for tower in family.towers
+}
+
+
+def test_every_case_is_of_a_tower():
+    assert set(RECORDED) == set(UNREAD) <= {tower.model_type for _, tower in TOWERS.values()}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_tower_is_its_family_under_any_of_its_names(name, tmp_path):
+    """A case of the family, put into a whole by hand, is the same model as by itself."""
+    family, tower = TOWERS[name]
+    case = next(each for each in FAMILIES if each.split()[0] == family.model_type)
+    arrays = {key: weight(key, shape) for key, shape in FAMILIES[case]["shapes"].items()}
+    said = FAMILIES[case]["config"]
+    store(tmp_path / "alone", arrays, said)
+    want = models.load(tmp_path / "alone")
+    whole = {"model_type": tower.model_type, "text_config": said | {"model_type": tower.text_type or family.model_type}}
+    whole |= {"image_token_id": 3, "vision_config": {"depth": 2}, "tie_word_embeddings": said.get(TIED)}
+    seen = {"visual.x.weight": np.ones(2, np.float32), "mtp.y.weight": np.ones(2, np.float32)}
+    for theirs, own in tower.prefixes:
+        named = {theirs + key.removeprefix(own) if key.startswith(own) else key: its for key, its in arrays.items()}
+        assert named.keys() != arrays.keys()
+        store(tmp_path / theirs, named | seen, whole)
+        assert eqx.tree_equal(loaded(tmp_path / theirs, r"mtp\. \(1\), visual\. \(1\)\.$"), want)
 
 
 @pytest.mark.parametrize(
