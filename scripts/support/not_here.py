@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -16,20 +15,20 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from eqformer.nn import compilers
 from eqformer.planning import Accelerator, Program, program_of, Topology
 from support.user_folder import delete_oldest, user_folder
 
 
 MOST = 2**26  # the bytes of what is kept of compiled programs
-INSTALLED = {"tpu": ("libtpu", "eqformer[tpu]"), "cuda": ("jax_cuda13_plugin", "eqformer[cuda]")}
 
 
 def missing_compiler(topology: Topology) -> str | None:
     """How to install the compiler for a topology; None where it is installed."""
-    module, extra = INSTALLED[topology.accelerator.platform]
-    if importlib.util.find_spec(module) is not None:
+    platform = topology.accelerator.platform
+    if platform in compilers():
         return None
-    return f"{module} is not installed, so nothing is compiled for {topology}: pip install '{extra}'"
+    return f"its compiler is not installed, so nothing is compiled for {topology}: pip install 'eqformer[{platform}]'"
 
 
 def devices_of(topology: Topology) -> list[Any]:
