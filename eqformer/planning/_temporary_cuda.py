@@ -57,7 +57,8 @@ def beside_loops(program: Lines) -> list[int]:
     for number, (place, line) in enumerate(loops):
         body = Lines(line.params["jaxpr"].jaxpr)
         gathered = sum(body.size(one.writes[0]) for one in body.lines if _gathers_parameters(one))
-        scattered = max((body.size(one.reads[0]) for one in body.lines if one.name in _SCATTERS), default=0)
+        sums = [one.reads[0] for one in body.lines if one.name in _SCATTERS]
+        scattered = max((body.size(value) for value in sums if value is not None), default=0)
         start = loops[number - 1][0] if number else 0
         end = loops[number + 1][0] if number + 1 < len(loops) else place
         for beside in range(start, place):

@@ -14,7 +14,7 @@ from plan_parity import Case, differences, of_one_device, of_plan
 from test_gathered_pieces import equations
 from test_narrow_sums import MEANT, MEANT_OF_NARROW, not_meant, program_of
 
-from eqformer import models, nn
+from eqformer import models, nn, training
 from eqformer.parallel import filter_shard_map, make_mesh, vary
 from eqformer.parallel.layouts._devices import Steps
 from eqformer.parallel.state import _leaves, _table
@@ -82,6 +82,18 @@ def small_parts(monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_plan_whose_tables_are_in_parts_has_one_devices_gradients(case, small_parts):
     assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_an_evaluation_has_all_logits(case, small_parts):
+    """Which ask for the whole table: the same sums as with it."""
+    model = model_of(case.model)
+    batch = batch_of(model, *case.shape)
+    found = training.planned_evaluation(case.plan)(model, batch)
+    expected = eqx.filter_jit(training.evaluation_sums)(model, batch)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5)
 
 
 @pytest.mark.grid
