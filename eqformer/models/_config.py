@@ -64,6 +64,13 @@ class PublishedConfig:
             self.refuse(f"{name}={value!r}: it must be a whole number of at least 1.")
         return value
 
+    def text(self, name: str, default: Any = REQUIRED) -> str:
+        """An attribute that names something."""
+        value = self.take(name, default)
+        if not isinstance(value, str):
+            self.refuse(f"{name}={value!r}: it must be a text.")
+        return value
+
     def nested(self, name: str) -> dict[str, Any]:
         """An attribute that has attributes of its own; none where it is missing."""
         value = self.take(name, None) or {}

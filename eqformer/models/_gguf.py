@@ -111,6 +111,8 @@ class GGUF:
         if kind != _LIST:
             self._refuse(f"a value is of type {kind}, which is not known")
         its, count = self._number("I"), self._number("Q")
+        if its == _LIST:
+            self._refuse("a list of lists, of which no number is known")
         if its in _NUMBERS:
             self._take(count * struct.calcsize(_NUMBERS[its]))
         else:

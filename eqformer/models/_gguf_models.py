@@ -76,7 +76,7 @@ def configuration_of(file: GGUF) -> dict[str, Any]:
     """A configuration as published; raises a `ValueError` for numbers that are not known."""
     source = str(file.path)
     given = PublishedConfig(file.values, source, "this architecture")
-    if (kind := given.take("general.architecture")) not in _ARCHITECTURES:
+    if (kind := given.text("general.architecture")) not in _ARCHITECTURES:
         given.refuse(f"general.architecture={kind!r} is not known; there are {', '.join(_ARCHITECTURES)}.")
     if given.take("split.count", 1) not in (0, 1):
         given.refuse("it is one of several files; join them (llama-gguf-split --merge).")

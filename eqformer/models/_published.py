@@ -88,7 +88,7 @@ def _format(quantised: list[Any], source: str) -> Format | None:
 
 def _named(published: PublishedConfig) -> tuple[Family, Tower | None]:
     """The family that a configuration names, and the whole of which it is the text model."""
-    kind = published.take("model_type")
+    kind = published.text("model_type")
     known = {family.model_type: family for family in FAMILIES.values() if family.model_type}
     if kind in known:
         return known[kind], None
@@ -105,7 +105,7 @@ def _named(published: PublishedConfig) -> tuple[Family, Tower | None]:
             f"of {', '.join(wholes)}."
         )
     text = published.nested(TEXT).get("model_type") or (next(iter(texts)) if len(texts) == 1 else None)
-    if text not in texts:
+    if not isinstance(text, str) or text not in texts:
         published.refuse(f"{TEXT}: model_type={text!r} is not known; of {kind!r} there are {', '.join(sorted(texts))}.")
     return texts[text]
 

@@ -257,6 +257,8 @@ WRONG = {
         {"quant_method": "bitsandbytes"},
         "'bitsandbytes' is not known; the formats are awq, com",
     ),
+    "a method that is a list": ("awq", {"quant_method": ["awq"]}, r"quant_method=\['awq'\]: it must be a text"),
+    "a format that is a list": ("int4", {"format": ["pack-quantized"]}, r"format=.*: it must be a text"),
     "three bits": ("gptq", {"bits": 3}, "quantization_config: bits=3 is not supported"),
     "groups of none": ("awq", {"group_size": 0}, "group_size=0: it must be a whole number"),
     "groups of other sizes": ("gptq", {"group_size": 32}, r"its .qzeros has shape \(3, 4\), not \(2, 4\)"),

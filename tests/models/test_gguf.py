@@ -190,6 +190,10 @@ WRONG = {
     "another file": (b"PK\x03\x04" + bytes(100), "does not begin with 'GGUF'"),
     "nothing": (b"", "cannot be read"),
     "a text of 2^63 bytes": (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63), "ends within its header"),
+    "lists in lists": (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, 9, 1) * 9,
+        "a list of li",
+    ),
     "so many arrays": (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "ends within its header"),
 }
 

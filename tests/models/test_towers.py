@@ -197,6 +197,8 @@ WRONG = {
     "no text": ({"text_config": None}, r"config.json: text_config: .*no '\w+', which this family needs"),
     "a text that is a list": ({"text_config": [1]}, r"text_config=\[1\]: it must be an object"),
     "another text": ({"text_config": TEXT | {"model_type": "gpt2"}}, r"text_config: model_type='gpt2' .* mistral"),
+    "a text that is named by a list": ({"text_config": TEXT | {"model_type": [1]}}, r"model_type=\[1\] is not known"),
+    "a whole that is named by a list": ({"model_type": ["mistral3"]}, r"model_type=\['mistral3'\]: it must be a text"),
     "another whole": (
         {"model_type": "mistral9"},
         r"model_type='mistral9' is not known.*text models are read of gem",

@@ -21,7 +21,7 @@ FORMATS: Mapping[str, Callable[[PublishedConfig], Format]] = MappingProxyType(
 
 def read_format(published: PublishedConfig) -> Format:
     """The format that a `quantization_config` names; raises a `ValueError` for one that is not known."""
-    if (method := published.take("quant_method")) not in FORMATS:
+    if (method := published.text("quant_method")) not in FORMATS:
         published.refuse(f"quant_method={method!r} is not known; the formats are {', '.join(FORMATS)}.")
     found = FORMATS[method](published)
     published.finish()

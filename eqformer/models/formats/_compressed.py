@@ -22,7 +22,7 @@ def compressed_tensors(published: PublishedConfig) -> Format:
     weights = [its.get("weights") for its in said.values()]
     if not weights or not isinstance(weights[0], dict) or any(its != weights[0] for its in weights):
         published.refuse(f"config_groups={said}: there must be groups with weights, all stored alike.")
-    form = published.take("format")
+    form = published.text("format")
     if any(its.get("format") not in (None, form) for its in said.values()):
         published.refuse(f"format={form!r}, and config_groups={said} say another.")
     return _stored(published, form, PublishedConfig(weights[0], f"{published.source}: weights", "this format"))
@@ -31,7 +31,7 @@ def compressed_tensors(published: PublishedConfig) -> Format:
 def _stored(published: PublishedConfig, form: Any, weights: PublishedConfig) -> Format:
     for name in _OF_ROUNDING.split():
         weights.take(name, None)
-    kind, bits, strategy = (weights.take(name) for name in ("type", "num_bits", "strategy"))
+    kind, bits, strategy = weights.text("type"), weights.take("num_bits"), weights.text("strategy")
     size, block = weights.take("group_size", None), block_of(weights, "block_structure")
     is_symmetric, order = weights.take("symmetric", True), weights.take("actorder", None)
     weights.finish()
