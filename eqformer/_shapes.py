@@ -29,6 +29,8 @@ LEGEND = {
     "latent": "compressed keys and values",
     "q_latent": "compressed queries",
     "rope_dim": "rotated channels of the decoupled key",
+    "index_heads": "small heads of an indexer",
+    "index_dim": "channels of one of these",
     "v_dim": "value channels of a head",
     "rank": "between the factors of a low-rank change",
     "taps": "tokens that a convolution reads",

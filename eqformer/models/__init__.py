@@ -30,14 +30,17 @@ from .families import _common, _decoder, _mixtures
 from .families._cohere import CohereConfig as CohereConfig
 from .families._deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
 from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config
+from .families._deepseek_v32 import DeepSeekV32Config as DeepSeekV32Config
 from .families._ernie45 import Ernie45Config as Ernie45Config
 from .families._ernie45_moe import Ernie45MoEConfig as Ernie45MoEConfig
 from .families._exaone4 import Exaone4Config as Exaone4Config
 from .families._gemma import GemmaConfig as GemmaConfig
 from .families._gemma2 import Gemma2Config as Gemma2Config
 from .families._gemma3 import Gemma3Config as Gemma3Config
+from .families._gemma4 import Gemma4Config as Gemma4Config
 from .families._glm4 import GLM4Config as GLM4Config
 from .families._glm4_moe import GLM4MoEConfig as GLM4MoEConfig
+from .families._glm_moe_dsa import GLMMoEDSAConfig as GLMMoEDSAConfig
 from .families._gpt2 import GPT2Config as GPT2Config
 from .families._gpt_oss import GPTOSSConfig as GPTOSSConfig
 from .families._granite import GraniteConfig as GraniteConfig
@@ -47,7 +50,9 @@ from .families._jaxformer import JAXformerConfig as JAXformerConfig
 from .families._llama import LlamaConfig as LlamaConfig
 from .families._llama4 import Llama4Config as Llama4Config
 from .families._minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
+from .families._ministral3 import Ministral3Config as Ministral3Config
 from .families._mistral import MistralConfig as MistralConfig
+from .families._mistral4 import Mistral4Config as Mistral4Config
 from .families._mixtral import MixtralConfig as MixtralConfig
 from .families._olmo2 import Olmo2Config as Olmo2Config
 from .families._olmo3 import Olmo3Config as Olmo3Config
@@ -56,6 +61,8 @@ from .families._phi3 import Phi3Config as Phi3Config
 from .families._qwen2 import Qwen2Config as Qwen2Config
 from .families._qwen2_moe import Qwen2MoEConfig as Qwen2MoEConfig
 from .families._qwen3 import Qwen3Config as Qwen3Config
+from .families._qwen3_5 import Qwen35Config as Qwen35Config
+from .families._qwen3_5_moe import Qwen35MoEConfig as Qwen35MoEConfig
 from .families._qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
 from .families._qwen3_next import Qwen3NextConfig as Qwen3NextConfig
 from .families._seed_oss import SeedOSSConfig as SeedOSSConfig

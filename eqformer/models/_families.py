@@ -11,14 +11,17 @@ from ._family import Family, ModelConfig
 from .families._cohere import COHERE
 from .families._deepseek_v2 import DEEPSEEK_V2
 from .families._deepseek_v3 import DEEPSEEK_V3
+from .families._deepseek_v32 import DEEPSEEK_V32
 from .families._ernie45 import ERNIE45
 from .families._ernie45_moe import ERNIE45_MOE
 from .families._exaone4 import EXAONE4
 from .families._gemma import GEMMA
 from .families._gemma2 import GEMMA2
 from .families._gemma3 import GEMMA3
+from .families._gemma4 import GEMMA4
 from .families._glm4 import GLM4
 from .families._glm4_moe import GLM4_MOE
+from .families._glm_moe_dsa import GLM_MOE_DSA
 from .families._gpt2 import GPT2
 from .families._gpt_oss import GPT_OSS
 from .families._granite import GRANITE
@@ -28,7 +31,9 @@ from .families._jaxformer import JAXFORMER
 from .families._llama import LLAMA
 from .families._llama4 import LLAMA4
 from .families._minimax_m2 import MINIMAX_M2
+from .families._ministral3 import MINISTRAL3
 from .families._mistral import MISTRAL
+from .families._mistral4 import MISTRAL4
 from .families._mixtral import MIXTRAL
 from .families._olmo2 import OLMO2
 from .families._olmo3 import OLMO3
@@ -37,6 +42,8 @@ from .families._phi3 import PHI3
 from .families._qwen2 import QWEN2
 from .families._qwen2_moe import QWEN2_MOE
 from .families._qwen3 import QWEN3
+from .families._qwen3_5 import QWEN3_5
+from .families._qwen3_5_moe import QWEN3_5_MOE
 from .families._qwen3_moe import QWEN3_MOE
 from .families._qwen3_next import QWEN3_NEXT
 from .families._seed_oss import SEED_OSS
@@ -45,10 +52,10 @@ from .families._switch import GSHARD, SWITCH
 
 
 _LISTED = (
-    *(COHERE, DEEPSEEK_V2, DEEPSEEK_V3, GEMMA, GEMMA2, GEMMA3, GLM4, GPT2, GPT_OSS, GRANITE, GSHARD, JAXFORMER),
-    *(LLAMA, LLAMA4, MISTRAL, MIXTRAL, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT),
-    *(SMOLLM3, SWITCH),
-    *(ERNIE45, ERNIE45_MOE, EXAONE4, GLM4_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, SEED_OSS),
+    *(COHERE, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, ERNIE45, ERNIE45_MOE, EXAONE4, GEMMA, GEMMA2, GEMMA3),
+    *(GEMMA4, GLM4, GLM4_MOE, GLM_MOE_DSA, GPT2, GPT_OSS, GRANITE, GSHARD, HUNYUAN, HUNYUAN_MOE, JAXFORMER),
+    *(LLAMA, LLAMA4, MINIMAX_M2, MINISTRAL3, MISTRAL, MISTRAL4, MIXTRAL, OLMO2, OLMO3, OLMOE, PHI3, QWEN2),
+    *(QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, SEED_OSS, SMOLLM3, SWITCH),
 )
 _REGISTERED: dict[str, Family] = {}
 FAMILIES: Mapping[str, Family] = MappingProxyType(_REGISTERED)
@@ -75,7 +82,7 @@ def _identity(family: Family) -> dict[str, set]:
     """What no two families share."""
     return {
         "name": {family.name},
-        "model_type": {family.model_type} - {None},
+        "model_type": {family.model_type, *family.aliases} - {None},
         "text model": {(tower.model_type, tower.text_type or family.model_type) for tower in family.towers},
         "architecture": {family.architecture} - {""},
         "class of configs": {family.config},

@@ -1,7 +1,7 @@
 """What a family is: one object that says how its models are built, and how they are published."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..nn import RotaryScaling, Transformer
@@ -79,6 +79,8 @@ class Family:
     """Of names in parts that are not ours: predictors of further tokens."""
     prefix: str = ""
     """Which all names may have or lack."""
+    aliases: tuple[str, ...] = ()
+    """Other names that a `config.json` may give its models."""
     towers: tuple[Tower, ...] = ()
     """Published models of several kinds of data whose text model is one of this family."""
 
@@ -99,6 +101,6 @@ class Family:
             found |= entry.write(config)
         return found
 
-    def rules(self, config: ModelConfig, model: Transformer) -> list[Weight]:
-        """Where each published array of a model of this config stands in it."""
-        return weights_of(self.weights, config, model)
+    def rules(self, config: ModelConfig, model: Transformer, names: Collection[str] = ()) -> list[Weight]:
+        """Where each published array of a model of this config stands in it; `names` are those of a folder's."""
+        return weights_of(self.weights, config, model, names)

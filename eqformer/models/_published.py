@@ -89,7 +89,8 @@ def _format(quantised: list[Any], source: str) -> Format | None:
 def _named(published: PublishedConfig) -> tuple[Family, Tower | None]:
     """The family that a configuration names, and the whole of which it is the text model."""
     kind = published.text("model_type")
-    known = {family.model_type: family for family in FAMILIES.values() if family.model_type}
+    families = [family for family in FAMILIES.values() if family.model_type]
+    known = {str(name): family for family in families for name in (family.model_type, *family.aliases)}
     if kind in known:
         return known[kind], None
     towers = {
@@ -112,7 +113,7 @@ def _named(published: PublishedConfig) -> tuple[Family, Tower | None]:
 
 def rules_of(names: Set[str], family: Family, config: ModelConfig, model: Transformer) -> list[Weight]:
     """The family's, without a prefix that the folder's names lack: of a model saved without its head's class."""
-    rules, prefix = family.rules(config, model), family.prefix
+    rules, prefix = family.rules(config, model, names), family.prefix
     if any(name.startswith(prefix) for name in names):
         return rules
     return [dataclasses.replace(rule, name=rule.name.removeprefix(prefix)) for rule in rules]

@@ -9,6 +9,7 @@ from ..nn import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RotaryScaling,
     yarn_magnitude,
     YarnScaling,
@@ -25,18 +26,20 @@ class RotaryPositions(Entry):
     """Base and scaling; `theta` is the base where it is missing.
 
     `layer_type` is for families whose `rope_parameters` may have both for each type of layer. `stated` is for families
-    that transformers scales by default, so that a configuration has to say how, even if not at all.
+    that transformers scales by default, so that a configuration has to say how, even if not at all. What is `beside`
+    them in `rope_parameters` is read by other entries, or changes nothing.
     """
 
     theta: float = 10_000.0
     layer_type: str | None = None
     stated: bool = False
+    beside: tuple[str, ...] = ()
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`theta` and `scaling`."""
         if self.stated and not (published.nested("rope_parameters") or published.nested("rope_scaling")):
             published.take("rope_parameters")
-        theta, scaling = read_rotary(published, self.theta, self.layer_type)
+        theta, scaling = read_rotary(published, self.theta, self.layer_type, beside=self.beside)
         return {"theta": theta, "scaling": scaling}
 
     def write(self, config: Any) -> dict[str, Any]:
@@ -117,6 +120,67 @@ class SharpenedRotaryPositions(RotaryPositions):
         return found
 
 
+_GROWTH = ("llama_4_scaling_beta", "max_position_embeddings")
+
+
+@dataclasses.dataclass(frozen=True)
+class GrowingPositions(Entry):
+    """Rotary positions beside which stands how scores grow with their query's position (Ministral 3)."""
+
+    positions: RotaryPositions = RotaryPositions(stated=True, beside=_GROWTH)
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """What the positions are, `growth`, and `growth_every`; refuse a growth after no number of positions."""
+        given = published.nested("rope_parameters") or published.nested("rope_scaling")
+        growth, every = given.get("llama_4_scaling_beta") or 0.0, given.get("original_max_position_embeddings")
+        if growth and not every:
+            published.refuse(f"llama_4_scaling_beta={growth}: no original_max_position_embeddings says after what.")
+        return self.positions.read(published) | {"growth": growth, "growth_every": every or 1}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The newer attribute; raises a `ValueError` for two lengths where it has one."""
+        found = self.positions.write(config)
+        said, every = dict(found.pop("rope_scaling", {})), config.growth_every
+        if said.get("original_max_position_embeddings", every) != every:
+            raise ValueError(
+                f"save(config={type(config).__name__}(growth_every={every})): published configurations have one length "
+                f"for this and {config.scaling}; give the scaling's."
+            )
+        said |= {"rope_theta": config.theta, "llama_4_scaling_beta": config.growth}
+        return {"rope_parameters": {"rope_type": "default"} | said | {"original_max_position_embeddings": every}}
+
+
+_PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
+
+
+class PositionsByType(Entry):
+    """Rotary positions of layers with a window and of the others, of which a part of the pairs may turn."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`theta`, `scaling` and `local_theta`."""
+        by_type = published.nested("rope_parameters")
+        local, _ = read_rotary(published, 10_000.0, SLIDING, ("rope_local_base_freq", None))
+        given = dict(by_type.get(FULL) or {} if by_type else _PROPORTIONAL)
+        if given.pop("rope_type", "default") != "proportional":
+            theta, scaling = read_rotary(published, 1_000_000.0, FULL)
+            return {"theta": theta, "scaling": scaling, "local_theta": local}
+        theta, part = given.pop("rope_theta", 1_000_000.0), given.pop("partial_rotary_factor", 1.0)
+        scaling = ProportionalScaling(part, given.pop("factor", 1.0))
+        if given:
+            published.refuse(f"rope_type='proportional' has attributes that are not known: {given}.")
+        return {"theta": float(theta), "scaling": scaling, "local_theta": local}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Both."""
+        scaling, said = config.scaling, {"rope_type": "default"}
+        if isinstance(scaling, ProportionalScaling):
+            said = {"rope_type": "proportional", "partial_rotary_factor": scaling.part, "factor": scaling.factor}
+        else:
+            said |= RotaryPositions().write(config).get("rope_scaling", {})
+        local = {"rope_type": "default", "rope_theta": config.local_theta}
+        return {"rope_parameters": {FULL: said | {"rope_theta": config.theta}, SLIDING: local}}
+
+
 @dataclasses.dataclass(frozen=True)
 class RotaryFraction(Entry):
     """Which part of a head's channels is rotated; a family without this entry has whole heads."""
@@ -139,6 +203,7 @@ def read_rotary(
     default_theta: float = 10_000.0,
     layer_type: str | None = None,
     older: tuple[str, str | None] = ("rope_theta", "rope_scaling"),
+    beside: tuple[str, ...] = (),
 ) -> tuple[float, RotaryScaling | None]:
     """Base and scaling of the rotary positions, of the `older` attributes or of `rope_parameters`.
 
@@ -151,7 +216,7 @@ def read_rotary(
     given = dict(given.get(layer_type) or {} if by_type and layer_type else given)
     theta = published.take(older[0], None)
     scaling = published.nested(older[1]) if older[1] else {}
-    given = given or dict(scaling)
+    given = {name: value for name, value in (given or scaling).items() if name not in beside}
     if (part := given.pop("partial_rotary_factor", None)) is not None:
         published.add("partial_rotary_factor", part)
     theta = given.pop("rope_theta", None) or theta or default_theta

@@ -80,7 +80,8 @@ def save(
     if whole:
         arrays = _of_whole(Folder(str(like), caller="save"), model, call)
     else:
-        rules = family.rules(config, model)
+        names = () if like is None else Arrays(Folder(str(like), caller="save"), described(Path(like))).names
+        rules = family.rules(config, model, names)
         arrays = published_arrays(rules, model)
         said = said | {"torch_dtype": str(rules[0].leaves(model)[0].dtype)}  # the older name is read by all
     with new_folder(target) as part:

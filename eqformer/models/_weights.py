@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import einops
@@ -35,6 +35,7 @@ class Weight:
     groups: int = 1
     within: int = 0
     """How many further dims of the leaves count places within a published array, of which this rule reads one."""
+    variant: bool = False
 
     def leaves(self, model: Transformer) -> tuple[Any, ...]:
         """The model's leaves, in the order in which they are published."""
@@ -130,6 +131,8 @@ class Rule:
     """The rule applies only where there is something at this path."""
     lacks: str = ""
     """The rule applies only where there is nothing at this path."""
+    variant: bool = False
+    """The rule takes the place of others of its leaves where a folder has its arrays."""
 
     def leaves(self, holder: Transformer | Layer) -> Any:
         """The leaf of a model or a layer, or a tuple of several; None where the rule does not apply."""
@@ -141,15 +144,21 @@ class Rule:
         return None if any(leaf is None for leaf in found) else found
 
 
-def weights_of(table: Sequence[Rule], config: object, model: Transformer) -> list[Weight]:
-    """The rules of a family's table that apply to a model of this config: the model's, then those of its layers."""
+def weights_of(table: Sequence[Rule], config: object, model: Transformer, names: Collection[str] = ()) -> list[Weight]:
+    """The rules of a family's table that apply to a model of this config: the model's, then those of its layers.
+
+    Variants are among them where `names` have their arrays.
+    """
     found = [_weight(rule, config, rule.leaves, ()) for rule in table if _says(rule, model, is_of_layers=False)]
     for where, layers in places(model):
         for rule in table:
             if _says(rule, where(model), is_of_layers=True):
                 leaves = lambda model, rule=rule, where=where: rule.leaves(where(model))
                 found.append(_weight(rule, config, leaves, layers))
-    return found
+    leaves_of = {id(rule): {*map(id, rule.leaves(model))} for rule in found}
+    variants = [rule for rule in found if rule.variant and next(rule.places(rule.leaves(model)[0]))[1] in names]
+    replaced = {leaf for rule in variants for leaf in leaves_of[id(rule)]}
+    return [rule for rule in found if rule in variants or not (rule.variant or leaves_of[id(rule)] & replaced)]
 
 
 def _says(rule: Rule, holder: Transformer | Layer, is_of_layers: bool) -> bool:
@@ -158,7 +167,7 @@ def _says(rule: Rule, holder: Transformer | Layer, is_of_layers: bool) -> bool:
 
 def _weight(rule: Rule, config: object, where: Callable[[Transformer], Any], layers: Sequence[int]) -> Weight:
     groups = getattr(config, rule.groups) if isinstance(rule.groups, str) else rule.groups
-    return Weight(rule.name, where, rule.pattern, layers, rule.axis, rule.interleaved, groups)
+    return Weight(rule.name, where, rule.pattern, layers, rule.axis, rule.interleaved, groups, variant=rule.variant)
 
 
 def places(model: Transformer) -> list[tuple[Callable[[Transformer], Any], range]]:

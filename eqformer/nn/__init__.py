@@ -10,7 +10,13 @@ from ._activation import (
     silu as silu,
 )
 from ._aux import Aux as Aux, aux_loss as aux_loss, aux_of as aux_of
-from ._block import Block as Block, ParallelBlock as ParallelBlock, Period as Period, Residual as Residual
+from ._block import (
+    Beside as Beside,
+    Block as Block,
+    ParallelBlock as ParallelBlock,
+    Period as Period,
+    Residual as Residual,
+)
 from ._cache import DeltaCache as DeltaCache, KVCache as KVCache, LatentCache as LatentCache
 from ._contracts import (
     Attends as Attends,
@@ -83,6 +89,7 @@ from ._tokens import (
 )
 from ._transformer import Transformer as Transformer
 from .attention._attention import Attention as Attention
+from .attention._indexer import Indexer as Indexer
 from .attention._latent_attention import LatentAttention as LatentAttention
 from .attention._mask import (
     causal as causal,
@@ -98,6 +105,7 @@ from .attention._rotary_scaling import (
     Llama3Scaling as Llama3Scaling,
     LongRopeScaling as LongRopeScaling,
     NTKScaling as NTKScaling,
+    ProportionalScaling as ProportionalScaling,
     RotaryScaling as RotaryScaling,
     yarn_magnitude as yarn_magnitude,
     YarnScaling as YarnScaling,

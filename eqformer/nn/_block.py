@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, PyTree
 from ._contracts import Layer, Mixer, Routed
 from ._dropout import Dropout
 from ._norm import Norm
+from ._sums import wide_product
 from ._tokens import Tokens, tokens_or_default
 
 
@@ -70,10 +71,14 @@ class Residual(Layer):
 
 
 class Block(Layer):
-    """A mixer beside the residual stream and, where there is one, a feed-forward layer after it."""
+    """A mixer beside the residual stream and, where there is one, a feed-forward layer after it.
+
+    A `scalar` multiplies the stream behind them (Gemma 4).
+    """
 
     mixer: Residual
     feed_forward: Residual | None = None
+    scalar: Float[Array, ""] | None = None
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
@@ -83,7 +88,7 @@ class Block(Layer):
         x, cache, aux = self.mixer(x, tokens, cache, number=0)
         if self.feed_forward is not None:
             x, _, aux = self.feed_forward(x, tokens, number=1)
-        return x, cache, aux
+        return x if self.scalar is None else wide_product(x, self.scalar), cache, aux
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The mixer's empty cache."""
@@ -122,6 +127,30 @@ class ParallelBlock(Layer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The mixer's empty cache."""
         return self.mixer.init_cache(batch, capacity, dtype)
+
+
+class Beside(Routed):
+    """A layer for each token beside one that routes tokens: what both branches add, each with norms of its own."""
+
+    dense: Residual
+    routed: Residual
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
+        """The sum of both branches, and the routed layer's `Aux`."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], None)
+        (dense, _, _), (routed, _, aux) = (
+            self.dense.branch(x, tokens, number=0),
+            self.routed.branch(x, tokens, number=1),
+        )
+        return dense + routed, aux
+
+    def rebalanced(self, aux: PyTree, rate: float | Float[Array, ""]) -> "Beside":
+        """With the routed layer rebalanced."""
+        layer = self.routed.layer
+        assert isinstance(layer, Routed)
+        return eqx.tree_at(lambda m: m.routed.layer, self, layer.rebalanced(aux, rate))
 
 
 class Period(Layer):

@@ -50,6 +50,9 @@ class SplitMoE(nn.Routed):
         tokens = nn.positions_like(self._whole_rows(given).shape[:-1]) if tokens is None else tokens
         own = self._own(tokens, given.shape[-2])
         routing = self._routed(given, tokens, own)
+        if self.inner.expert_norm is not None:
+            normed = self.inner.expert_norm(x)
+            given = normed if self.stream is None else self.stream.to_routed(normed)
         if isinstance(routing, nn.Slots):
             y, aux = self._taken(given, routing, tokens)
         else:

@@ -43,8 +43,9 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
             return stream.norm(module)
         if isinstance(module, nn.MoE):
             shared = replace(module.shared, kinds, wrap, spec.shared, shape.shared, name.shared)
-            parts = lambda m: (m.router, m.shared)
-            return eqx.tree_at(parts, module, (sliced(module.router, spec.router), shared), is_leaf=_is_none)
+            norm = None if module.expert_norm is None else stream.norm(module.expert_norm)
+            parts = lambda m: (m.router, m.shared, m.expert_norm)
+            return eqx.tree_at(parts, module, (sliced(module.router, spec.router), shared, norm), is_leaf=_is_none)
         if isinstance(module, WholeLayer):
             return module
         if is_split(module):

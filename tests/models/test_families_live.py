@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 from pathlib import Path
 
 import equinox as eqx
@@ -10,7 +11,7 @@ import pytest
 from family_weights import ids_of, weight
 from safetensors.numpy import save_file
 from test_attributes import numbers_of, PUBLISHED
-from test_published import close, decoded, float32s, RECORDED, run
+from test_published import close, decoded, FIXTURES, float32s, RECORDED, run
 from test_published_configs import meaning
 
 from eqformer import models
@@ -20,6 +21,16 @@ from eqformer.models._folder import Folder
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]
 torch = pytest.importorskip("torch", reason="the extra `hf` is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+
+
+sys.path.append(str(FIXTURES))
+
+from family_cases import UNLISTED
+
+
+for _kind, _name in UNLISTED.items():
+    _config = type(transformers.AutoConfig.for_model(_kind))
+    transformers.AutoModelForCausalLM.register(_config, getattr(transformers, _name), exist_ok=True)
 
 
 def opened(folder: Path):
@@ -70,7 +81,9 @@ def test_from_transformers_and_back(name, tmp_path):
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
-    chosen = {"num_experts_per_tok": 2} if family == "deepseek_v2" else {}  # which has no default of use
+    # These have no default of use.
+    chosen = {"deepseek_v2": {"num_experts_per_tok": 2}, "gemma4_text": {"hidden_size_per_layer_input": 0}}
+    chosen = chosen.get(family, {})
     said = transformers.AutoConfig.for_model(family, **chosen).to_dict() | {"model_type": family}
     want, unlike = meaning(numbers_of(said)), set()
     for name in said.keys() - {"model_type", "max_position_embeddings"}:  # the longest rows change nothing

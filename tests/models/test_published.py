@@ -59,6 +59,7 @@ def float32s(name):
 BY_DEFAULT = {
     "cohere normed",
     "deepseek_v2 groups",
+    "deepseek_v32 chosen keys",
     "deepseek_v3 two strengths of yarn",
     "gemma narrow heads",
     "gemma2 odd",
@@ -84,10 +85,16 @@ BY_DEFAULT = {
     "ernie4_5 biased",
     "ernie4_5_moe some dense",
     "exaone4 chosen layers",
+    "gemma4_text experts",
     "glm4_moe plain",
+    "glm_moe_dsa chosen keys",
     "hunyuan_v1_dense alpha",
     "hunyuan_v1_moe each layer's own",
     "minimax_m2 plain",
+    "ministral3 plain",
+    "mistral4 plain",
+    "qwen3_5_moe_text yarn",
+    "qwen3_5_text chosen layers",
     "seed_oss biased",
 }
 

@@ -57,6 +57,9 @@ CORNERS = {
     "norms after the rotation": lambda: make(
         norms_rotated=True, temperature=nn.LogTemperature(2, 0.7, offset=0), **head_norms()
     ),
+    "keys as values": lambda: make(
+        keys_as_values=True, value_norm=nn.RMSNorm("head_dim", head_dim=4, scale=False), **head_norms()
+    ),
     "sinks": lambda: make(sinks=True, core=nn.ReferenceCore()),
     "softcap": lambda: make(softcap=0.7),
     "window": lambda: make(mask=nn.sliding_window(2)),
@@ -81,7 +84,9 @@ def normed(module, query, key):
 
 def literal(module, x, places, visible):
     """Project, normalise, rotate, attend, gate, project back: in float64, by loops."""
-    query, key, value = (linear(x, part) for part in (module.query, module.key, module.value))
+    query, key = linear(x, module.query), linear(x, module.key)
+    value = key if module.value is None else linear(x, module.value)
+    value = value if module.value_norm is None else rms(value, module.value_norm)
     query, key = (query, key) if module.norms_rotated else normed(module, query, key)
     if module.rotary is not None:
         dim, theta, interleaved = module.rotary.dim, module.rotary.theta, module.rotary.interleaved

@@ -16,8 +16,8 @@ SIZES: tuple[Entry, ...] = (
     Count("embed", "hidden_size"),
     Count("layers", "num_hidden_layers"),
     Count("heads", "num_attention_heads"),
-    Count("mlp", "intermediate_size"),
 )
+WIDTH = Count("mlp", "intermediate_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,19 +81,26 @@ class StatedHeadSize(HeadSize):
 
 
 def decoder_attributes(
-    rotary: RotaryPositions = RotaryPositions(),
+    rotary: Entry = RotaryPositions(),
     *,
     head_dim: int | None = None,
     kv_heads: int | None = None,
     eps: str = "rms_norm_eps",
     tied: bool = False,
+    mlp: str = "intermediate_size",
 ) -> tuple[Entry, ...]:
-    """The fields of a `DecoderConfig`; those given are what transformers takes for what is missing.
+    """The fields of a `DecoderConfig`.
 
-    `eps` is the attribute that says it.
+    Args:
+        rotary: The entry of rotary positions.
+        head_dim: What transformers takes for channels of a head where nothing is said; None: `embed / heads`.
+        kv_heads: What it takes for key heads; None: as many as heads.
+        eps: The attribute that says what norms add.
+        tied: Whether it ties the head to the table.
+        mlp: The attribute that says hidden features.
     """
     return (
-        *SIZES,
+        *(*SIZES, Count("mlp", mlp)),
         KeyHeads(kv_heads),
         HeadSize(head_dim),
         rotary,
@@ -118,13 +125,12 @@ def attention_weights(*, prefix: str = f"{LAYER}self_attn.", gated: int | str = 
     """
     found = []
     for name, published in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o")):
-        own: str | tuple[str, str] = f"mixer.layer.{name}.weight"
-        own, groups = ((own, "mixer.layer.gate.weight"), gated) if gated and name == "query" else (own, 1)
-        is_output = name == "output"
-        found += [
-            Rule(f"{prefix}{published}_proj.weight", own, OUT_OF_HEADS if is_output else INTO_HEADS, groups=groups),
-            Rule(f"{prefix}{published}_proj.bias", f"mixer.layer.{name}.bias", "" if is_output else OF_HEADS),
-        ]
+        for part, into, out in (("weight", INTO_HEADS, OUT_OF_HEADS), ("bias", OF_HEADS, "")):
+            own: str | tuple[str, str] = f"mixer.layer.{name}.{part}"
+            joined = bool(gated) and name == "query"
+            own, groups = ((own, f"mixer.layer.gate.{part}"), gated) if joined else (own, 1)
+            pattern = out if name == "output" else into
+            found.append(Rule(f"{prefix}{published}_proj.{part}", own, pattern, groups=groups))
     return tuple(found)
 
 

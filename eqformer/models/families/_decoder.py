@@ -78,8 +78,8 @@ def attention(config: DecoderConfig, *, window: int | None = None, key: Key[Arra
         "rotary": Rotary(size, config.theta, scaling=config.scaling),
         "mask": causal() if window is None else sliding_window(window),
     }
-    sizes: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": size}
-    return Attention(embed=config.embed, **sizes, **given | options, key=key)
+    given |= {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": size}
+    return Attention(embed=config.embed, **given | options, key=key)
 
 
 def gated_mlp(config: Sizes, *, mlp: int | None = None, key: Key[Array, ""], **options: Any) -> GatedMLP:

@@ -1,18 +1,27 @@
 """What DeepSeek-V2 and V3 share: attributes of configurations, blocks of latent attention, and names of arrays."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, LatentAttention, RMSNorm, Rotary, RotaryScaling, Transformer, yarn_magnitude, YarnScaling
+from ...nn import (
+    Block,
+    LatentAttention,
+    RMSNorm,
+    Rotary,
+    RotaryScaling,
+    Transformer,
+    yarn_magnitude,
+    YarnScaling,
+)
 from .._attributes import Attribute, Entry, Expect, Ignore
 from .._family import ModelConfig
 from .._rotary_attributes import SharpenedRotaryPositions
 from .._weights import Rule
-from ._common import AsManyKeyHeads, EDGES, GATED, LAYER, PRE_NORMS, SIZES
+from ._common import AsManyKeyHeads, EDGES, GATED, LAYER, PRE_NORMS, SIZES, WIDTH
 from ._decoder import damping, decoder, gated_mlp, pre_norm_block
 from ._mixtures import MIXTURE, mixture_beside_shared, SHARED, SHARED_ATTRIBUTES
 
@@ -75,11 +84,12 @@ def build_latent(
     interleaved: bool,
     router: Mapping[str, Any],
     balance: Mapping[str, Any],
+    options: Callable[[Key[Array, ""]], Mapping[str, Any]] = lambda key: {},
     key: Key[Array, ""],
 ) -> Transformer:
     """Latent attention, whose scores YaRN sharpens by `temperature` too, and gated layers or mixtures.
 
-    `router` and `balance` are options of `TopKRouter` and `LoadBalance`.
+    `router` and `balance` are options of `TopKRouter` and `LoadBalance`, `options(key)` more of `LatentAttention`.
     """
 
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
@@ -88,12 +98,17 @@ def build_latent(
             fed = mixture_beside_shared(config, feed_forward, balance=balance, **router)
         else:
             fed = gated_mlp(config, key=feed_forward)
-        return pre_norm_block(config, _attention(config, interleaved, mixer), fed)
+        return pre_norm_block(config, _attention(config, interleaved, options, mixer), fed)
 
     return decoder(config, block, [layer >= config.first_dense for layer in range(config.layers)], key=key)
 
 
-def _attention(config: LatentConfig, interleaved: bool, key: Key[Array, ""]) -> LatentAttention:
+def _attention(
+    config: LatentConfig,
+    interleaved: bool,
+    options: Callable[[Key[Array, ""]], Mapping[str, Any]],
+    key: Key[Array, ""],
+) -> LatentAttention:
     scaling, sharper = config.scaling, 1.0
     if config.temperature and isinstance(scaling, YarnScaling):
         sharper = yarn_magnitude(scaling.factor, config.temperature) ** 2
@@ -109,26 +124,30 @@ def _attention(config: LatentConfig, interleaved: bool, key: Key[Array, ""]) -> 
         rotary=Rotary(config.rope_dim, config.theta, interleaved=interleaved, scaling=scaling),
         output_std=damping(config) * (config.heads * config.v_dim) ** -0.5,
         scale=sharper * (config.head_dim + config.rope_dim) ** -0.5,
+        **options(jax.random.fold_in(key, 0)),
         key=key,
     )
 
 
-LATENT_ATTRIBUTES: tuple[Entry, ...] = (
-    *(*SIZES, AsManyKeyHeads(), SharpenedRotaryPositions(), *SHARED_ATTRIBUTES),
-    Attribute("latent", "kv_lora_rank"),
-    Attribute("q_latent", "q_lora_rank"),
-    Attribute("head_dim", "qk_nope_head_dim"),
-    Attribute("rope_dim", "qk_rope_head_dim"),
-    Attribute("v_dim", "v_head_dim"),
-    Attribute("eps", "rms_norm_eps"),
-    Attribute("tied", "tie_word_embeddings", False),
-    Attribute("max_seq", "max_position_embeddings", 2048),
-    Expect("hidden_act", "silu"),
-    Expect("attention_bias", False),
-    Expect("moe_layer_freq", 1),
-    Ignore("head_dim", "qk_head_dim"),  # which follow
-    Ignore("aux_loss_alpha", "seq_aux", "ep_size"),  # of training: how losses are summed and where experts are
-)
+def latent_attributes(positions: Entry = SharpenedRotaryPositions()) -> tuple[Entry, ...]:
+    """The fields of a `LatentConfig`; `positions` are those of rotary positions."""
+    return (
+        *(*SIZES, WIDTH, AsManyKeyHeads(), positions, *SHARED_ATTRIBUTES),
+        Attribute("latent", "kv_lora_rank"),
+        Attribute("q_latent", "q_lora_rank"),
+        Attribute("head_dim", "qk_nope_head_dim"),
+        Attribute("rope_dim", "qk_rope_head_dim"),
+        Attribute("v_dim", "v_head_dim"),
+        Attribute("eps", "rms_norm_eps"),
+        Attribute("tied", "tie_word_embeddings", False),
+        Attribute("max_seq", "max_position_embeddings", 2048),
+        Expect("hidden_act", "silu"),
+        Expect("attention_bias", False),
+        Expect("moe_layer_freq", 1),
+        Ignore("head_dim", "qk_head_dim"),  # which follow
+        Ignore("aux_loss_alpha", "seq_aux", "ep_size"),  # of training: how losses are summed and where experts are
+    )
+
 
 _ATTENTION, _INTO = f"{LAYER}self_attn.", "(heads width) inputs -> heads width inputs"
 _QUERIES = ("mixer.layer.query.weight", "mixer.layer.query_rope.weight")

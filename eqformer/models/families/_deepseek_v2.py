@@ -9,7 +9,7 @@ from ...nn import Transformer, YarnScaling
 from .._attributes import Attribute, Entry, Expect
 from .._config import PublishedConfig
 from .._family import Family
-from ._deepseek import build_latent, LATENT_ATTRIBUTES, LATENT_WEIGHTS, LatentConfig
+from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ DEEPSEEK_V2 = Family(
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
     (
-        *LATENT_ATTRIBUTES,
+        *latent_attributes(),
         _Method(),
         Attribute("balance", ("router_aux_loss_coef", "aux_loss_alpha"), 0.001, written=("aux_loss_alpha",)),
         Expect("scoring_func", "softmax"),

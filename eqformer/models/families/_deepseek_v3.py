@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv:2412.19437): latent attention, sigmoid scores with a bias for the choice, groups of experts."""
+"""DeepSeek-V3 (arXiv:2412.19437), Kimi K2 (arXiv:2507.20534): latent attention, experts chosen by biased sigmoids."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Transformer, YarnScaling
 from .._attributes import Attribute, Expect, Ignore
 from .._family import Family
-from ._deepseek import build_latent, LATENT_ATTRIBUTES, LATENT_WEIGHTS, LatentConfig
+from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
 from ._mixtures import BIASED_SIGMOIDS, SELECTION_BIAS
 
 
@@ -46,6 +46,14 @@ _PRESETS = {
     "deepseek-v3": DeepSeekV3Config(
         vocab=129_280, embed=7168, **_SIZES, scaling=YarnScaling(40.0, 4096, magnitude=1.0), temperature=1.0
     ),
+    "kimi-k2": DeepSeekV3Config(
+        **(_SIZES | {"heads": 64, "experts": 384, "first_dense": 1, "groups": 1, "kept_groups": 1, "scale": 2.827}),
+        vocab=163_840,
+        embed=7168,
+        theta=50_000.0,
+        scaling=YarnScaling(32.0, 4096, beta_fast=1.0, magnitude=1.0),
+        temperature=1.0,
+    ),
 }
 
 DEEPSEEK_V3 = Family(
@@ -56,7 +64,7 @@ DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     (
-        *LATENT_ATTRIBUTES,
+        *latent_attributes(),
         Attribute("normalise", "norm_topk_prob", True),
         Attribute("interleaved", "rope_interleave", True),
         Attribute("balance", "router_aux_loss_coef", 0.0001),
@@ -66,4 +74,5 @@ DEEPSEEK_V3 = Family(
     ),
     (*LATENT_WEIGHTS, SELECTION_BIAS),
     ignored_prefixes=("model.layers.61.",),
+    aliases=("kimi_k2",),
 )

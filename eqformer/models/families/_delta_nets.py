@@ -1,11 +1,57 @@
-"""Tables of published hybrids of attention and gated delta nets: attributes of configurations, and names of arrays."""
+"""What hybrids of attention and gated delta nets share: configs, mixers, attributes, and names of arrays."""
 
 import dataclasses
+from typing import Any
 
-from .._attributes import Attribute, Entry
+from jaxtyping import Array, Key
+
+from ...nn import Attention, GatedDeltaNet, Rotary
+from .._attributes import Attribute, Entry, Expect
+from .._family import DecoderConfig
 from .._layer_attributes import LayerTypes, Period
+from .._rotary_attributes import RotaryFraction
 from .._weights import Rule
 from ._common import attention_weights, LAYER
+from ._decoder import attention, damping, head_norms
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NetConfig(DecoderConfig):
+    """What the configs of these hybrids have in common."""
+
+    attention_layers: tuple[int, ...]
+    """The numbers of the layers with attention; others have nets."""
+    net_heads: int = 32
+    """Heads of values in a net."""
+    net_kv_heads: int = 16
+    """Heads of queries and keys in a net."""
+    net_head_dim: int = 128
+    """Channels of their heads."""
+    net_v_dim: int = 128
+    """Channels of a value's head in a net."""
+    taps: int = 4
+    """Tokens that a net's convolutions see."""
+    head_dim: int = 256
+    rotary_fraction: float = 0.25
+    """The part of a head's channels that has rotary positions."""
+    bias: bool = False
+    """Whether the attention's maps have biases."""
+    theta: float = 10_000_000.0
+    max_seq: int = 262_144
+
+
+def gated_attention(config: NetConfig, key: Key[Array, ""]) -> Attention:
+    """An attention with a gate for each head, whose queries and keys are normed."""
+    rotary = Rotary(int(config.head_size * config.rotary_fraction), config.theta, scaling=config.scaling)
+    return attention(config, rotary=rotary, gate=True, bias=config.bias, **head_norms(config, offset=1.0), key=key)
+
+
+def delta_net(config: NetConfig, key: Key[Array, ""]) -> GatedDeltaNet:
+    """A net of the config's heads."""
+    heads, v_dim = config.net_heads, config.net_v_dim
+    sizes = {"kv_heads": config.net_kv_heads, "head_dim": config.net_head_dim, "taps": config.taps}
+    given: dict[str, Any] = {"eps": config.eps, "output_std": damping(config) * (heads * v_dim) ** -0.5}
+    return GatedDeltaNet(embed=config.embed, heads=heads, v_dim=v_dim, **sizes, **given, key=key)
 
 
 NET_ATTRIBUTES: tuple[Entry, ...] = (
@@ -15,6 +61,9 @@ NET_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("net_v_dim", "linear_value_head_dim", 128),
     Attribute("taps", "linear_conv_kernel_dim", 4),
     LayerTypes("attention_layers", ("full_attention", "linear_attention"), Period(4, ("full_attention_interval",))),
+    RotaryFraction(0.25),
+    Expect("hidden_act", "silu"),
+    Attribute("bias", "attention_bias", False),
 )
 
 GATED_ATTENTION = tuple(
@@ -22,25 +71,27 @@ GATED_ATTENTION = tuple(
 )
 _NET, _HEADS = f"{LAYER}linear_attn.", "(heads dim) embed -> heads dim embed"
 _of = lambda leaf, *names: tuple(f"mixer.layer.{name}.{leaf}" for name in names)
-# A `GatedDeltaNet`'s maps, published key head by key head.
-NET_WEIGHTS = tuple(
-    dataclasses.replace(rule, needs="mixer.layer.log_rate")
-    for rule in (
-        Rule(
-            f"{_NET}in_proj_qkvz.weight",
-            _of("weight", "query", "key", "value", "gate"),
-            _HEADS,
-            groups="net_kv_heads",
-        ),
-        Rule(f"{_NET}in_proj_ba.weight", _of("weight", "rate", "decay"), groups="net_kv_heads"),
-        Rule(
-            f"{_NET}conv1d.weight",
-            _of("weight", "query_conv", "key_conv", "value_conv"),
-            "(heads dim) 1 taps -> heads dim taps",
-        ),
-        Rule(f"{_NET}A_log", "mixer.layer.log_rate"),
-        Rule(f"{_NET}dt_bias", "mixer.layer.decay_bias"),
-        Rule(f"{_NET}norm.weight", "mixer.layer.norm.weight"),
-        Rule(f"{_NET}out_proj.weight", "mixer.layer.output.weight", "embed (heads dim) -> embed heads dim"),
-    )
+_NET_RULES = (
+    Rule(
+        f"{_NET}conv1d.weight",
+        _of("weight", "query_conv", "key_conv", "value_conv"),
+        "(heads dim) 1 taps -> heads dim taps",
+    ),
+    Rule(f"{_NET}A_log", "mixer.layer.log_rate"),
+    Rule(f"{_NET}dt_bias", "mixer.layer.decay_bias"),
+    Rule(f"{_NET}norm.weight", "mixer.layer.norm.weight"),
+    Rule(f"{_NET}out_proj.weight", "mixer.layer.output.weight", "embed (heads dim) -> embed heads dim"),
+)
+_maps = lambda *rules: tuple(dataclasses.replace(rule, needs="mixer.layer.log_rate") for rule in (*rules, *_NET_RULES))
+# A `GatedDeltaNet`'s maps, published key head by key head (Qwen3-Next).
+NET_WEIGHTS = _maps(
+    Rule(f"{_NET}in_proj_qkvz.weight", _of("weight", "query", "key", "value", "gate"), _HEADS, groups="net_kv_heads"),
+    Rule(f"{_NET}in_proj_ba.weight", _of("weight", "rate", "decay"), groups="net_kv_heads"),
+)
+# The same, published one after another (Qwen3.5).
+SPLIT_NET_WEIGHTS = _maps(
+    Rule(f"{_NET}in_proj_qkv.weight", _of("weight", "query", "key", "value"), _HEADS),
+    Rule(f"{_NET}in_proj_z.weight", "mixer.layer.gate.weight", _HEADS),
+    Rule(f"{_NET}in_proj_b.weight", "mixer.layer.rate.weight"),
+    Rule(f"{_NET}in_proj_a.weight", "mixer.layer.decay.weight"),
 )

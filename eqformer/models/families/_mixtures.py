@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Dispatch, Dropless, Experts, FeedForward, GatedShared, LoadBalance, MoE, TopKRouter
+from ...nn import Dispatch, Dropless, Experts, FeedForward, GatedShared, LoadBalance, MoE, Norm, TopKRouter
 from .._attributes import Attribute, Count, Entry
 from .._config import PublishedConfig
 from .._family import DecoderConfig
@@ -45,6 +45,7 @@ def mixture(
     dispatch: Dispatch = Dropless(),
     balance: Mapping[str, Any] = {},
     weighs_inputs: bool = False,
+    expert_norm: Norm | None = None,
     router: Key[Array, ""],
     experts: Key[Array, ""],
     **options: Any,
@@ -58,6 +59,7 @@ def mixture(
         dispatch: How tokens reach experts.
         balance: Further arguments of `LoadBalance`.
         weighs_inputs: Whether weights multiply the experts' inputs.
+        expert_norm: A norm of what experts read.
         router: The key of the router.
         experts: The key of the experts.
         **options: Further arguments of the router, which come first.
@@ -69,6 +71,7 @@ def mixture(
         dispatch=dispatch,
         shared=shared,
         losses=(LoadBalance(config.balance, **balance),) if config.balance else (),
+        expert_norm=expert_norm,
         weighs_inputs=weighs_inputs,
     )
 
@@ -165,6 +168,14 @@ SHARED_ATTRIBUTES: tuple[Entry, ...] = (
 MIXTURE = (
     Rule(f"{LAYER}mlp.gate.weight", "feed_forward.layer.router.linear.weight"),
     *gated_weights("feed_forward.layer.experts.mlps", prefix=f"{LAYER}mlp.experts.{{expert}}."),
+)
+# The same where a folder has the experts of a layer as one array, gates before ups.
+_EXPERTS = "feed_forward.layer.experts.mlps"
+FUSED = (
+    Rule(
+        f"{LAYER}mlp.experts.gate_up_proj", (f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"), axis=1, variant=True
+    ),
+    Rule(f"{LAYER}mlp.experts.down_proj", f"{_EXPERTS}.down.weight", variant=True),
 )
 # The bias of its choice, and the experts that every token has.
 SELECTION_BIAS = Rule(f"{LAYER}mlp.gate.e_score_correction_bias", "feed_forward.layer.router.selection_bias")

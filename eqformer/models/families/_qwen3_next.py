@@ -6,14 +6,13 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Attention, Block, GatedDeltaNet, Rotary, Transformer
-from .._attributes import Attribute, Expect
+from ...nn import Block, Transformer
+from .._attributes import Attribute
 from .._family import Family
 from .._layer_attributes import every
-from .._rotary_attributes import RotaryFraction
 from ._common import decoder_attributes, EDGES, GATED, head_norm_weights, PRE_NORMS
-from ._decoder import attention, damping, decoder, gated_mlp, head_norms, norm, pre_norm_block
-from ._delta_nets import GATED_ATTENTION, NET_ATTRIBUTES, NET_WEIGHTS
+from ._decoder import decoder, gated_mlp, norm, pre_norm_block
+from ._delta_nets import delta_net, GATED_ATTENTION, gated_attention, NET_ATTRIBUTES, NET_WEIGHTS, NetConfig
 from ._mixtures import (
     GATED_SHARED,
     MIXTURE,
@@ -25,29 +24,14 @@ from ._mixtures import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3NextConfig(QwenMoEConfig):
+class Qwen3NextConfig(NetConfig, QwenMoEConfig):
     """The config of a Qwen3-Next; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` the experts'."""
 
     shared_mlp: int
     """Hidden features of the shared expert."""
-    attention_layers: tuple[int, ...]
-    """The numbers of the layers with attention; others have nets."""
-    net_heads: int = 32
-    """Heads of values in a net."""
-    net_kv_heads: int = 16
-    """Heads of queries and keys in a net."""
-    net_head_dim: int = 128
-    """Channels of their heads."""
-    net_v_dim: int = 128
-    """Channels of a value's head in a net."""
-    taps: int = 4
-    """Tokens that a net's convolutions see."""
     experts: int = 512
     top_k: int = 10
     normalise: bool = True
-    head_dim: int = 256
-    rotary_fraction: float = 0.25
-    """The part of a head's channels that has rotary positions."""
     theta: float = 10_000_000.0
     max_seq: int = 262_144
 
@@ -62,19 +46,9 @@ class Qwen3NextConfig(QwenMoEConfig):
 def build_qwen3_next(config: Qwen3NextConfig, *, key: Key[Array, ""]) -> Transformer:
     """A Qwen3-Next with random weights."""
 
-    def attended(key: Key[Array, ""]) -> Attention:
-        rotary = Rotary(int(config.head_size * config.rotary_fraction), config.theta, scaling=config.scaling)
-        return attention(config, rotary=rotary, gate=True, **head_norms(config, offset=1.0), key=key)
-
-    def net(key: Key[Array, ""]) -> GatedDeltaNet:
-        heads, v_dim = config.net_heads, config.net_v_dim
-        sizes = {"kv_heads": config.net_kv_heads, "head_dim": config.net_head_dim, "taps": config.taps}
-        given: dict[str, Any] = {"eps": config.eps, "output_std": damping(config) * (heads * v_dim) ** -0.5}
-        return GatedDeltaNet(embed=config.embed, heads=heads, v_dim=v_dim, **sizes, **given, key=key)
-
     def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        mixed = attended(mixer) if kind[0] else net(mixer)
+        mixed = (gated_attention if kind[0] else delta_net)(config, mixer)
         if kind[1]:
             return pre_norm_block(config, mixed, mixture_beside_gated_shared(config, feed_forward), offset=1.0)
         return pre_norm_block(config, mixed, gated_mlp(config, key=feed_forward), offset=1.0)
@@ -102,10 +76,7 @@ QWEN3_NEXT = Family(
         *decoder_attributes(head_dim=256, kv_heads=2),
         *mixture_attributes(512, 10, normalise=True),
         *NET_ATTRIBUTES,
-        RotaryFraction(0.25),
         Attribute("shared_mlp", "shared_expert_intermediate_size", 512),
-        Expect("hidden_act", "silu"),
-        Expect("attention_bias", False, written=False),
     ),
     (*EDGES, *GATED_ATTENTION, *head_norm_weights(), *NET_WEIGHTS, *PRE_NORMS, *GATED, *MIXTURE, *GATED_SHARED),
     ignored_prefixes=("mtp.",),  # predicts further tokens

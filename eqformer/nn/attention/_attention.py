@@ -36,10 +36,11 @@ class Attention(Mixer):
 
     query: LinearMap
     key: LinearMap
-    value: LinearMap
+    value: LinearMap | None
     output: LinearMap
     query_norm: Norm | None
     key_norm: Norm | None
+    value_norm: Norm | None
     rotary: Rotary | None
     temperature: LogTemperature | None
     gate: LinearMap | None
@@ -62,6 +63,8 @@ class Attention(Mixer):
         output_std: float | None = None,
         query_norm: Norm | None = None,
         key_norm: Norm | None = None,
+        value_norm: Norm | None = None,
+        keys_as_values: bool = False,
         norms_rotated: bool = False,
         rotary: Rotary | None = None,
         temperature: LogTemperature | None = None,
@@ -80,11 +83,13 @@ class Attention(Mixer):
             heads: Heads of queries.
             head_dim: Channels of a head.
             kv_heads: Heads of keys and values, a divisor of `heads`; None: as many.
-            bias: Whether queries, keys and values have biases.
+            bias: Whether queries, keys, values and gates have biases.
             output_bias: Whether the output has one; None: as `bias`.
             output_std: The deviation of the output's weights; None: as the others'.
             query_norm: A norm of the queries.
             key_norm: A norm of the keys.
+            value_norm: A norm of the values.
+            keys_as_values: Whether values are what the map of the keys gives, before any norm (Gemma 4).
             norms_rotated: Whether queries and keys are normalised after their rotation (Hunyuan), not before it.
             rotary: Rotary positions of queries and keys.
             temperature: What sharpens queries of late positions.
@@ -108,14 +113,16 @@ class Attention(Mixer):
         sizes = {"embed": embed, "head_dim": head_dim}
         self.query = Linear("embed -> heads head_dim", heads=heads, bias=bias, key=keys[0], **sizes)
         self.key = Linear("embed -> kv_heads head_dim", kv_heads=kv_heads, bias=bias, key=keys[1], **sizes)
-        self.value = Linear("embed -> kv_heads head_dim", kv_heads=kv_heads, bias=bias, key=keys[2], **sizes)
+        self.value = None
+        if not keys_as_values:
+            self.value = Linear("embed -> kv_heads head_dim", kv_heads=kv_heads, bias=bias, key=keys[2], **sizes)
         output_bias = bias if output_bias is None else output_bias
         self.output = Linear(
             "heads head_dim -> embed", heads=heads, bias=output_bias, std=output_std, key=keys[3], **sizes
         )
-        self.query_norm, self.key_norm = query_norm, key_norm
+        self.query_norm, self.key_norm, self.value_norm = query_norm, key_norm, value_norm
         self.rotary, self.temperature = rotary, temperature
-        self.gate = Linear("embed -> heads head_dim", heads=heads, bias=False, key=keys[4], **sizes) if gate else None
+        self.gate = Linear("embed -> heads head_dim", heads=heads, bias=bias, key=keys[4], **sizes) if gate else None
         self.sinks = jnp.zeros(heads, jnp.float32) if sinks else None
         self.mask = causal() if mask is None else mask
         self.core = AutoCore() if core is None else core
@@ -127,7 +134,9 @@ class Attention(Mixer):
     ) -> tuple[Float[Array, "*batch seq embed"], KVCache | None]:
         """Attend among the tokens of `x` and, with a cache, to those stored in it; the new ones are stored too."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        query, key, value = self.query(x), self.key(x), self.value(x)
+        query, key = self.query(x), self.key(x)
+        value = key if self.value is None else self.value(x)
+        value = value if self.value_norm is None else self.value_norm(value)
         if not self.norms_rotated:
             query, key = self._normed(query, key)
         # If frequencies depend on the length, keys are cached unrotated, and rotated when they are read.
@@ -169,6 +178,11 @@ class Attention(Mixer):
             attended = attended * jax.nn.sigmoid(self.gate(x))
         return self.output(attended), cache
 
+    @property
+    def _values(self) -> LinearMap:
+        """The map that gives the values."""
+        return self.key if self.value is None else self.value
+
     def _normed(
         self, query: Float[Array, "*batch seq heads head_dim"], key: Float[Array, "*batch kv_seq kv_heads head_dim"]
     ) -> tuple[Float[Array, "*batch seq heads head_dim"], Float[Array, "*batch kv_seq kv_heads head_dim"]]:
@@ -180,12 +194,12 @@ class Attention(Mixer):
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         reach = self.mask.reach(capacity)
         slots = lambda heads, width: jnp.zeros((*batch, heads, reach, width), dtype)
-        keys, values = slots(*self.key.output_shape), slots(*self.value.output_shape)
+        keys, values = slots(*self.key.output_shape), slots(*self._values.output_shape)
         return KVCache(keys=keys, values=values, positions=empty_slots(batch, reach), rolling=reach < capacity)
 
     def facts(self) -> MixerFacts:
         """It runs on a slice of its heads, and its core attends for pieces of rows."""
-        query, key, value = (self.query.output_shape,), (self.key.output_shape,), (self.value.output_shape,)
+        query, key, value = (self.query.output_shape,), (self.key.output_shape,), (self._values.output_shape,)
         output = ((query[0][0], value[0][1]),)
         needs = {"softcap": self.softcap is not None, "sinks": self.sinks is not None}
         needed = tuple(name for name, is_needed in needs.items() if is_needed)

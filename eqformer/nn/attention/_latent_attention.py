@@ -20,7 +20,9 @@ from .._sums import spread, wide_product, wide_sum
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._auto import AutoCore
 from ..cores._contract import Core
-from ._mask import causal, Mask
+from ..cores._core import ReferenceCore
+from ._indexer import Indexer
+from ._mask import causal, Chosen, Mask
 from ._rotary import Rotary
 from ._temperature import LogTemperature
 
@@ -31,7 +33,9 @@ class LatentAttention(Mixer):
     A token is cached as a latent of `latent` channels, from which each head's key and value are computed, and one
     rotated key of `rope_dim` channels that all heads share. Queries come from the input or, with `q_latent`, from a
     latent of their own. Without a `rotary` there is no decoupled key (NoPE). A single decoded token attends to the
-    latents directly: the up-projections are absorbed into query and output, as in the paper, with equal results.
+    latents directly: the up-projections are absorbed into query and output, as in the paper, with equal results. With
+    an `indexer`, beyond its number of keys each query sees those alone that it chooses (DeepSeek-V3.2), of a matrix of
+    all scores.
     """
 
     query_down: LinearMap | None
@@ -46,6 +50,7 @@ class LatentAttention(Mixer):
     output: LinearMap
     rotary: Rotary | None
     temperature: LogTemperature | None
+    indexer: Indexer | None
     mask: Mask
     core: Core
     scale: float = eqx.field(static=True)
@@ -63,6 +68,7 @@ class LatentAttention(Mixer):
         query_latent_norm: Norm | None = None,
         rotary: Rotary | None = None,
         temperature: LogTemperature | None = None,
+        indexer: Indexer | None = None,
         bias: bool = False,
         output_std: float | None = None,
         mask: Mask | None = None,
@@ -70,7 +76,7 @@ class LatentAttention(Mixer):
         scale: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the projections; parts that are modules (norms, rotary, temperature, mask, core) are passed built.
+        """Draw the projections; parts that are modules are passed built.
 
         Args:
             embed: Channels of the input and the output.
@@ -83,6 +89,7 @@ class LatentAttention(Mixer):
             query_latent_norm: A norm of the queries' latent.
             rotary: Rotary positions; None: there is no decoupled key.
             temperature: What sharpens queries of late positions.
+            indexer: What chooses the keys that a query sees; it reads the queries' latent.
             bias: Whether the maps have biases.
             output_std: The deviation of the output's weights; None: as the others'.
             mask: Which keys a query may see; None: `causal()`.
@@ -90,6 +97,10 @@ class LatentAttention(Mixer):
             scale: What the scores are multiplied by; None: `(head_dim + rope_dim)^-0.5`.
             key: For the weights.
         """
+        if indexer is not None and q_latent is None:
+            raise ValueError(
+                "LatentAttention(indexer=..., q_latent=None): an indexer reads the queries' latent; give one."
+            )
         keys = jax.random.split(key, 8)
         rope_dim = 0 if rotary is None else rotary.dim
         source = {"embed": embed} if q_latent is None else {"q_latent": q_latent}
@@ -115,7 +126,7 @@ class LatentAttention(Mixer):
         self.output = Linear(
             "heads v_dim -> embed", heads=heads, v_dim=v_dim, embed=embed, bias=bias, std=output_std, key=keys[7]
         )
-        self.rotary, self.temperature = rotary, temperature
+        self.rotary, self.temperature, self.indexer = rotary, temperature, indexer
         self.mask = causal() if mask is None else mask
         self.core = AutoCore() if core is None else core
         self.scale = (head_dim + rope_dim) ** -0.5 if scale is None else scale
@@ -125,17 +136,26 @@ class LatentAttention(Mixer):
     ) -> tuple[Float[Array, "*batch seq embed"], LatentCache | None]:
         """Attend among the tokens of `x` and, with a cache, to those stored in it; the new ones are stored too."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        query, query_rope = self._queries(x)
+        source = self._source(x)
+        query, query_rope = self.query(source), None if self.query_rope is None else self.query_rope(source)
         latents = self.latent_down(x)
         latents = latents if self.latent_norm is None else self.latent_norm(latents)
         key_rope = jnp.zeros((*x.shape[:-1], 0), x.dtype) if self.key_rope is None else self.key_rope(x)
         # If frequencies depend on the length, keys are cached unrotated, and rotated when they are read.
         late = self.rotary is not None and self.rotary.depends_on_length
         key_rope = key_rope if late else self._rotate_key(key_rope, tokens, None)
+        rope_dim = key_rope.shape[-1]
+        if self.indexer is not None:  # whose keys are cached beside the rotated ones
+            key_rope = jnp.concatenate([key_rope, self.indexer.keys(x, tokens)], -1)
         kv_tokens = lengths = None
         if cache is not None:
             cache, latents, key_rope, kv_tokens = cache.update(latents, key_rope, tokens)
             latents, key_rope = latents.astype(x.dtype), key_rope.astype(x.dtype)
+        key_rope, index_keys = key_rope[..., :rope_dim], key_rope[..., rope_dim:]
+        chosen = None
+        if self.indexer is not None and latents.shape[-2] > self.indexer.top_k:
+            visible = self.mask(tokens, tokens if kv_tokens is None else kv_tokens)
+            chosen = Chosen(self.indexer(x, source, index_keys, visible, tokens))
         if late:
             lengths = document_lengths(tokens, kv_tokens)
             key_rope = self._rotate_key(key_rope, tokens if kv_tokens is None else kv_tokens, lengths)
@@ -152,7 +172,11 @@ class LatentAttention(Mixer):
             query, key = jnp.concatenate([query, query_rope], -1), jnp.concatenate([key, shared], -1)
         if self.temperature is not None:
             query = wide_product(query, self.temperature(tokens.positions)[..., None, None])
-        attended = self.core(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens, scale=self.scale)
+        rest: dict[str, Any] = {"tokens": tokens, "kv_tokens": kv_tokens, "scale": self.scale}
+        if chosen is None:
+            attended = self.core(query, key, value, mask=self.mask, **rest)
+        else:
+            attended = ReferenceCore()(query, key, value, mask=chosen, **rest)
         if cache is not None:
             attended = without_room(attended, tokens, cache)
         if absorbed:
@@ -161,13 +185,10 @@ class LatentAttention(Mixer):
             attended = wide_sum(attended, up.bias)
         return self.output(attended), cache
 
-    def _queries(
-        self, x: Float[Array, "*batch _ embed"]
-    ) -> tuple[Float[Array, "*batch seq heads head_dim"], Float[Array, "*batch seq heads rope_dim"] | None]:
-        """Each head's query, and the part of it that is still to be rotated."""
+    def _source(self, x: Float[Array, "*batch _ embed"]) -> Float[Array, "*batch _ source"]:
+        """What the queries come from: the input, or their latent."""
         source = x if self.query_down is None else self.query_down(x)
-        source = source if self.query_latent_norm is None else self.query_latent_norm(source)
-        return self.query(source), None if self.query_rope is None else self.query_rope(source)
+        return source if self.query_latent_norm is None else self.query_latent_norm(source)
 
     def _rotate_key(
         self, key: Float[Array, "*batch seq rope_dim"], tokens: Tokens, lengths: Int[Array, "*batch #seq"] | None
@@ -179,7 +200,9 @@ class LatentAttention(Mixer):
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         reach = self.mask.reach(capacity)
         latents = jnp.zeros((*batch, reach, *self.latent_down.output_shape), dtype)
-        rotary_keys = jnp.zeros((*batch, reach, 0 if self.rotary is None else self.rotary.dim), dtype)
+        width = 0 if self.rotary is None else self.rotary.dim
+        width += 0 if self.indexer is None else self.indexer.key.output_shape[0]
+        rotary_keys = jnp.zeros((*batch, reach, width), dtype)
         slots: dict[str, Any] = {"positions": empty_slots(batch, reach), "rolling": reach < capacity}
         return LatentCache(latents=latents, rotary_keys=rotary_keys, **slots)
 
@@ -188,4 +211,6 @@ class LatentAttention(Mixer):
         rotated = () if self.query_rope is None else (self.query_rope.output_shape,)
         query, key = (self.query.output_shape, *rotated), (self.key_up.output_shape, *rotated)
         value = (self.value_up.output_shape,)
-        return MixerFacts(True, Attends(self.mask, query, key, value, value))
+        # Rows are not cut where an indexer compares all of their keys.
+        attends = Attends(self.mask, query, key, value, value) if self.indexer is None else None
+        return MixerFacts(True, attends)

@@ -46,6 +46,16 @@ class Mask(eqx.Module):
         return visible
 
 
+class Chosen(eqx.Module):
+    """A matrix in the place of a mask: which keys each query sees, of one call."""
+
+    visible: Bool[Array, "*batch seq kv_seq"]
+
+    def __call__(self, queries: Tokens, keys: Tokens) -> Bool[Array, "*batch seq kv_seq"]:
+        """The matrix."""
+        return self.visible
+
+
 def causal() -> Mask:
     """Each token sees itself and every earlier token."""
     return Mask()

@@ -43,6 +43,24 @@ class LinearScaling(RotaryScaling):
         return base_frequencies(dim, theta) / self.factor, 1.0
 
 
+class ProportionalScaling(RotaryScaling):
+    """The slower pairs do not turn: of all, the first `part` have the frequencies that they have among all (Gemma 4).
+
+    A `Rotary` of so many channels alone has frequencies of the whole range, and other pairs.
+    """
+
+    depends_on_length: ClassVar[bool] = False
+    part: float = eqx.field(static=True)
+    factor: float = eqx.field(static=True, default=1.0)
+
+    def frequencies(
+        self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
+    ) -> tuple[Frequencies, float | Float[Array, ""]]:
+        """Those of the pairs that turn, over `factor`; zeros for the others."""
+        turns = np.arange(dim // 2) < int(self.part * dim // 2)
+        return np.where(turns, base_frequencies(dim, theta), 0.0) / self.factor, 1.0
+
+
 class NTKScaling(RotaryScaling):
     """NTK-aware theta for any length (bloc97 2023), `theta * alpha^(dim / (dim - 2))` (Hunyuan)."""
 

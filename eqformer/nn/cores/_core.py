@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from .._dtype import at_least_float32
 from .._tokens import Tokens
-from ..attention._mask import Mask
+from ..attention._mask import Chosen, Mask
 from ._contract import Block, Core
 
 
@@ -31,7 +31,7 @@ class ReferenceCore(Core):
         key: Float[Array, "*batch kv_seq kv_heads head_dim"],
         value: Float[Array, "*batch kv_seq kv_heads v_dim"],
         *,
-        mask: Mask,
+        mask: Mask | Chosen,
         tokens: Tokens,
         kv_tokens: Tokens | None = None,
         scale: float,

@@ -11,6 +11,7 @@ from .._aux import Aux
 from .._contracts import FeedForward, Routed
 from .._linear import Linear
 from .._linear_map import LinearMap
+from .._norm import Norm
 from .._sums import wide_product
 from .._tokens import Tokens, tokens_or_default
 from ._balance import alone, BalanceLoss, Total
@@ -35,6 +36,7 @@ class MoE(Routed):
     dispatch: Dispatch
     shared: Callable[[Array], Array] | None
     losses: tuple[BalanceLoss, ...]
+    expert_norm: Norm | None
     weighs_inputs: bool = eqx.field(static=True)
 
     def __init__(
@@ -45,6 +47,7 @@ class MoE(Routed):
         dispatch: Dispatch | None = None,
         shared: Callable[[Array], Array] | None = None,
         losses: tuple[BalanceLoss, ...] = (),
+        expert_norm: Norm | None = None,
         weighs_inputs: bool = False,
     ):
         """Put the parts together. Raises a `ValueError` where they do not fit, or `losses` have nothing to read.
@@ -55,6 +58,7 @@ class MoE(Routed):
             dispatch: How tokens reach them; None: `Dropless()`.
             shared: A layer that every token has beside its experts.
             losses: Balance losses, summed into `Aux.loss`.
+            expert_norm: A norm of what experts read, and neither the router nor `shared` (Gemma 4).
             weighs_inputs: Whether weights multiply the experts' inputs in place of their outputs (Llama 4).
         """
         facts, name = router.facts(), type(router).__name__
@@ -73,7 +77,7 @@ class MoE(Routed):
                 f"MoE({name}, weighs_inputs=True): experts that choose their tokens weigh what they give; "
                 "leave weighs_inputs out, or take a router by which tokens choose."
             )
-        self.weighs_inputs = weighs_inputs
+        self.weighs_inputs, self.expert_norm = weighs_inputs, expert_norm
         self.router, self.experts, self.shared, self.losses = router, experts, shared, losses
         self.dispatch = Dropless() if dispatch is None else dispatch
 
@@ -83,11 +87,12 @@ class MoE(Routed):
         """The sum of each token's experts, and what routing did and costs."""
         tokens = tokens_or_default(tokens, x.shape[:-1], None)
         routing = self.router(x, tokens.fold_in(ROUTER))
+        given = x if self.expert_norm is None else self.expert_norm(x)
         if isinstance(routing, Slots):
-            y, aux = run_slots(self.experts, x, routing), aux_of_slots(routing, tokens, x)
+            y, aux = run_slots(self.experts, given, routing), aux_of_slots(routing, tokens, x)
         else:
             dispatch = self.dispatch_of(tokens, routing)
-            y, dropped = dispatch(self.experts, x, routing, weighs_inputs=self.weighs_inputs)
+            y, dropped = dispatch(self.experts, given, routing, weighs_inputs=self.weighs_inputs)
             aux = self.aux_of_routing(routing, tokens, dropped)
         return (y if self.shared is None else y + self.shared(x)), aux
 

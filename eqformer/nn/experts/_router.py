@@ -11,6 +11,7 @@ from .._dims import float32_at_least
 from .._dtype import at_least_float32
 from .._linear import Linear
 from .._linear_map import LinearMap
+from .._norm import Norm
 from .._tokens import Tokens
 from ._balance import updated_selection_bias
 from ._contract import Router, RouterFacts
@@ -26,6 +27,8 @@ class TopKRouter(Router):
     changes it. Of `groups` of neighbouring experts only the `kept_groups` best can be chosen from, by the `group_score`
     `"max"` or `"top2"`, the sum of the two best (bias included). While training, `jitter` multiplies each channel of
     the router's input by a number from U(1 - jitter, 1 + jitter); the logits are then those of the multiplied input.
+    With a `norm` the map reads its output, and logits are multiplied by `logit_scale`; `expert_scale` is a learned
+    factor on the weights of each expert (Gemma 4).
 
     - all experts: `top_k=experts`.
     - Switch (Fedus et al. 2021, eq. 1-2): `top_k=1, jitter=0.01`; not normalised, or the router would learn nothing.
@@ -44,6 +47,9 @@ class TopKRouter(Router):
     kept_groups: int = eqx.field(static=True)
     group_score: str = eqx.field(static=True)
     jitter: float = eqx.field(static=True)
+    norm: Norm | None
+    logit_scale: float = eqx.field(static=True)
+    expert_scale: Float[Array, "candidates"] | None
     selection_bias: Float[Array, "candidates"] | None = float32_at_least()
 
     def __init__(
@@ -61,6 +67,9 @@ class TopKRouter(Router):
         balanced: bool = False,
         bias: bool = False,
         jitter: float = 0.0,
+        norm: Norm | None = None,
+        logit_scale: float = 1.0,
+        scales_experts: bool = False,
         std: float | None = None,
         key: Key[Array, ""],
     ):
@@ -79,6 +88,9 @@ class TopKRouter(Router):
             balanced: Whether there is a `selection_bias`, which follows the load.
             bias: Whether the map has a bias.
             jitter: While training, by how much the input's channels are varied.
+            norm: A norm of the map's input.
+            logit_scale: What the logits are multiplied by.
+            scales_experts: Whether there is an `expert_scale`.
             std: The deviation of the map's weights; None: as any linear map's.
             key: For the weights.
         """
@@ -90,6 +102,8 @@ class TopKRouter(Router):
             raise ValueError(f"TopKRouter(jitter={jitter}): factors lie in 1 -+ jitter; give a number in [0, 1).")
         self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, bias=bias, std=std, key=key)
         self.selection_bias = jnp.zeros(experts, jnp.float32) if balanced else None
+        self.norm, self.logit_scale = norm, logit_scale
+        self.expert_scale = jnp.ones(experts, jnp.float32) if scales_experts else None
         self.top_k, self.score, self.normalise, self.scale = top_k, score, normalise, scale
         self.groups, self.kept_groups, self.group_score, self.jitter = groups, kept_groups, group_score, jitter
 
@@ -99,7 +113,8 @@ class TopKRouter(Router):
             draw = lambda key: jax.random.uniform(key, x.shape[-1:], jnp.float32, 1 - self.jitter, 1 + self.jitter)
             exact = at_least_float32(x.dtype)
             x = x.astype(exact) * drawn_each(draw, tokens.keys).astype(exact)
-        logits = router_logits(self.linear, x)
+        x = x if self.norm is None else self.norm(x)
+        logits = self.logit_scale * router_logits(self.linear, x)
         scores = SCORES[self.score](logits)
         # Chosen by logits, since rounding makes sigmoids of 17 and more equal.
         experts = self._chosen(logits if self.selection_bias is None and self.groups == 1 else scores)
@@ -108,6 +123,8 @@ class TopKRouter(Router):
         else:
             weights = jnp.take_along_axis(scores, experts, axis=-1)
             weights = normalised(weights) if self.normalise else weights
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale.astype(weights.dtype)[experts]
         return routing_of(tokens, experts, self.scale * weights, scores, logits)
 
     def facts(self) -> RouterFacts:

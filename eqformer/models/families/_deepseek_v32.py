@@ -1,0 +1,126 @@
+"""DeepSeek-V3.2 (arXiv:2512.02556): DeepSeek-V3 whose queries, beyond some keys, see those that an indexer chooses."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from ...nn import Indexer, Rotary, Transformer, YarnScaling
+from .._attributes import Attribute, Count, Entry, Expect, Ignore
+from .._config import PublishedConfig
+from .._family import Family
+from .._layer_attributes import LAYERS
+from .._weights import Rule
+from ._common import LAYER
+from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
+from ._mixtures import BIASED_SIGMOIDS, SELECTION_BIAS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSeekV32Config(LatentConfig):
+    """The config of a DeepSeek-V3.2."""
+
+    q_latent: int
+    index_heads: int = 64
+    """Heads of the indexer."""
+    index_dim: int = 128
+    """Channels of one, of which `rope_dim` are rotated."""
+    index_top_k: int = 2048
+    """Keys that a query sees."""
+    experts: int = 256
+    top_k: int = 8
+    shared: int = 1
+    first_dense: int = 3
+    groups: int = 8
+    kept_groups: int = 4
+    scale: float = 2.5
+    normalise: bool = True
+    """Whether a token's weights add up to 1."""
+    balance: float = 0.0001
+
+
+def build_deepseek_v32(
+    config: DeepSeekV32Config, *, index_interleaved: bool = False, key: Key[Array, ""]
+) -> Transformer:
+    """A DeepSeek-V3.2 with random weights."""
+    rotary = Rotary(config.rope_dim, config.theta, interleaved=index_interleaved, scaling=config.scaling)
+    sizes = {"heads": config.index_heads, "dim": config.index_dim, "top_k": config.index_top_k}
+
+    def options(key: Key[Array, ""]) -> Mapping[str, Any]:
+        return {"indexer": Indexer(embed=config.embed, q_latent=config.q_latent, **sizes, rotary=rotary, key=key)}
+
+    router = {"normalise": config.normalise, **BIASED_SIGMOIDS}
+    return build_latent(config, interleaved=True, router=router, balance={"normalise": True}, options=options, key=key)
+
+
+class _Kinds(Entry):
+    """The kinds of layers: dense ones first, then mixtures; each with an indexer of its own."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`first_dense`, where a list says it; refuse other orders."""
+        layers = published.count(LAYERS)
+        for name, kind in (("layer_types", "indexed_attention"), ("indexer_types", "full")):
+            if (said := published.listed(name)) is not None and said != [kind] * layers:
+                published.refuse(f"{name}={said}: this family has {layers} layers that are {kind!r}.")
+        if (said := published.listed("mlp_layer_types")) is None:
+            return {}
+        dense = sum(kind == "dense" for kind in said)
+        if said != ["dense"] * dense + ["sparse"] * (layers - dense):
+            published.refuse(f"mlp_layer_types={said}: this family has {layers} layers, 'dense' and then 'sparse'.")
+        return {"first_dense": dense}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Nothing: the number of dense layers says it."""
+        return {}
+
+
+DSA_ATTRIBUTES: tuple[Entry, ...] = (
+    *latent_attributes(),
+    _Kinds(),
+    Count("q_latent", "q_lora_rank"),
+    Count("index_heads", "index_n_heads"),
+    Count("index_dim", "index_head_dim"),
+    Count("index_top_k", "index_topk"),
+    Attribute("normalise", "norm_topk_prob", True),
+    Attribute("balance", "router_aux_loss_coef", 0.0001),
+    Expect("scoring_func", "sigmoid"),
+    Expect("topk_method", "noaux_tc"),
+    Expect("rope_interleave", True, written=False),
+    Expect("mlp_bias", False, written=False),
+    Expect("index_topk_freq", 1, 0, written=False),
+    Expect("index_topk_pattern", None, written=False),
+    Ignore("index_skip_topk_offset", "num_mtp_layers", num_nextn_predict_layers=0),  # which transformers skips too
+)
+_INDEXER = f"{LAYER}self_attn.indexer."
+DSA_WEIGHTS = (
+    *(*LATENT_WEIGHTS, SELECTION_BIAS),
+    Rule(f"{_INDEXER}wq_b.weight", "mixer.layer.indexer.query.weight", "(heads dim) latent -> heads dim latent"),
+    Rule(f"{_INDEXER}wk.weight", "mixer.layer.indexer.key.weight"),
+    Rule(f"{_INDEXER}k_norm.weight", "mixer.layer.indexer.key_norm.weight"),
+    Rule(f"{_INDEXER}k_norm.bias", "mixer.layer.indexer.key_norm.bias"),
+    Rule(f"{_INDEXER}weights_proj.weight", "mixer.layer.indexer.weight.weight"),
+)
+
+DSA_BYTE: dict[str, Any] = {"latent": 32, "head_dim": 16, "rope_dim": 8, "v_dim": 16, "experts": 12, "top_k": 4}
+DSA_BYTE |= {"first_dense": 1, "groups": 1, "kept_groups": 1, "tied": True, "q_latent": 32, "expert_mlp": 32}
+DSA_BYTE |= {"index_heads": 4, "index_dim": 16, "index_top_k": 64}
+_SIZES: dict[str, Any] = {"layers": 61, "heads": 128, "mlp": 18_432, "expert_mlp": 2048, "q_latent": 1536}
+_PRESETS = {
+    "deepseek-v3.2-byte-500k": DeepSeekV32Config(256, 64, layers=4, heads=4, mlp=128, **DSA_BYTE),
+    "deepseek-v3.2": DeepSeekV32Config(
+        129_280, 7168, **_SIZES, scaling=YarnScaling(40.0, 4096, magnitude=1.0), temperature=1.0
+    ),
+}
+
+DEEPSEEK_V32 = Family(
+    "deepseek_v32",
+    DeepSeekV32Config,
+    build_deepseek_v32,
+    _PRESETS,
+    "DeepseekV32ForCausalLM",
+    "deepseek_v32",
+    DSA_ATTRIBUTES,
+    DSA_WEIGHTS,
+    ignored_prefixes=("model.layers.61.",),
+)

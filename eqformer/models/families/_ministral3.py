@@ -1,0 +1,74 @@
+"""Ministral 3 (Mistral AI 2025): a Mistral whose queries grow with their positions, beside YaRN."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, LogTemperature, RotaryScaling, Transformer, YarnScaling
+from .._attributes import Attribute, Expect
+from .._family import DecoderConfig, Family
+from .._rotary_attributes import GrowingPositions
+from .._towers import Tower
+from ._common import decoder_attributes, LLAMA_WEIGHTS, StatedHeadSize
+from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ministral3Config(DecoderConfig):
+    """The config of a Ministral 3."""
+
+    head_dim: int = 128
+    theta: float = 1_000_000.0
+    scaling: RotaryScaling | None = YarnScaling(16.0, 16_384, magnitude=1.0)
+    growth: float = 0.1
+    """The strength of `LogTemperature`; 0: none."""
+    growth_every: int = 16_384
+    """After how many positions it grows."""
+    window: int | None = None
+    """The tokens that every layer sees; None: all."""
+    eps: float = 1e-5
+    max_seq: int = 262_144
+
+
+def growth_of(config: Ministral3Config) -> LogTemperature | None:
+    """What queries are multiplied by."""
+    return LogTemperature(config.growth_every, config.growth, offset=0) if config.growth else None
+
+
+def build_ministral3(config: Ministral3Config, *, key: Key[Array, ""]) -> Transformer:
+    """A Ministral 3 with random weights."""
+
+    def block(_: None, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        attended = attention(config, window=config.window, temperature=growth_of(config), key=mixer)
+        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+
+    return decoder(config, block, key=key)
+
+
+_PRESETS = {
+    "ministral3-byte-500k": Ministral3Config(
+        256, 96, 4, 6, 2, 320, head_dim=16, theta=1e4, scaling=None, growth_every=64, tied=True, max_seq=512
+    ),
+    "ministral3-3b": Ministral3Config(131_072, 3072, 26, 32, 8, 9216, tied=True),
+    "ministral3-8b": Ministral3Config(131_072, 4096, 34, 32, 8, 14_336),
+    "ministral3-14b": Ministral3Config(131_072, 5120, 40, 32, 8, 16_384, theta=1e9),
+}
+
+MINISTRAL3 = Family(
+    "ministral3",
+    Ministral3Config,
+    build_ministral3,
+    _PRESETS,
+    "Ministral3ForCausalLM",
+    "ministral3",
+    (
+        *decoder_attributes(GrowingPositions(), kv_heads=8),
+        StatedHeadSize(128),
+        Attribute("window", "sliding_window", None),
+        Expect("hidden_act", "silu"),
+    ),
+    LLAMA_WEIGHTS,
+    towers=(Tower("mistral3"),),
+)

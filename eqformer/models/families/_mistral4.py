@@ -1,0 +1,106 @@
+"""Mistral 4 (Mistral AI 2026): DeepSeek's latent attention with queries that grow, experts chosen by softmax."""
+
+import dataclasses
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from ...nn import LogTemperature, RotaryScaling, Transformer, YarnScaling
+from .._attributes import Attribute, Entry
+from .._config import PublishedConfig
+from .._family import Family
+from .._rotary_attributes import GrowingPositions, SharpenedRotaryPositions
+from .._towers import Tower
+from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
+from ._mixtures import FUSED
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mistral4Config(LatentConfig):
+    """The config of a Mistral 4."""
+
+    latent: int = 256
+    head_dim: int = 64
+    experts: int = 128
+    top_k: int = 4
+    shared: int = 1
+    first_dense: int = 0
+    groups: int = 1
+    kept_groups: int = 1
+    scale: float = 1.0
+    normalise: bool = True
+    """Whether a token's weights add up to 1."""
+    interleaved: bool = True
+    """Whether the channels that turn together are neighbours."""
+    balance: float = 0.001
+    scaling: RotaryScaling | None = YarnScaling(128.0, 8192, magnitude=1.0)
+    temperature: float = 1.0
+    growth: float = 0.1
+    """The strength of `LogTemperature`; 0: none."""
+    growth_every: int = 8192
+    """After how many positions it grows."""
+    max_seq: int = 1_048_576
+
+
+def build_mistral4(config: Mistral4Config, *, key: Key[Array, ""]) -> Transformer:
+    """A Mistral 4 with random weights."""
+    options: dict[str, Any] = {"router": {"normalise": config.normalise, "group_score": "top2"}, "balance": {}}
+    growth = LogTemperature(config.growth_every, config.growth, offset=0) if config.growth else None
+    options["options"] = lambda key: {"temperature": growth}
+    return build_latent(config, interleaved=config.interleaved, **options, key=key)
+
+
+class _RotatedPart(Entry):
+    """The part of a head that is rotated, which its sizes say too."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """Nothing; refuse another part."""
+        rotated, rest = published.count("qk_rope_head_dim"), published.count("qk_nope_head_dim")
+        part = published.take("partial_rotary_factor", rotated / (rotated + rest))
+        if int((rotated + rest) * part) != rotated:
+            published.refuse(f"partial_rotary_factor={part}: {rotated} of {rotated + rest} channels are rotated.")
+        return {}
+
+    def write(self, config: Mistral4Config) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+_POSITIONS = SharpenedRotaryPositions(stated=True, beside=("llama_4_scaling_beta", "max_position_embeddings"))
+_BYTE: dict[str, Any] = {"latent": 32, "head_dim": 16, "rope_dim": 8, "v_dim": 16, "experts": 16, "growth_every": 64}
+_BYTE |= {"scaling": None, "temperature": 0.0, "tied": True}
+_PRESETS = {
+    "mistral4-byte-500k": Mistral4Config(
+        256,
+        64,
+        layers=4,
+        heads=4,
+        mlp=128,
+        expert_mlp=32,
+        q_latent=32,
+        **_BYTE,
+    ),
+    "mistral4-119b": Mistral4Config(131_072, 4096, layers=36, heads=32, mlp=12_288, expert_mlp=2048, q_latent=1024),
+}
+
+MISTRAL4 = Family(
+    "mistral4",
+    Mistral4Config,
+    build_mistral4,
+    _PRESETS,
+    "Mistral4ForCausalLM",
+    "mistral4",
+    (
+        *latent_attributes(GrowingPositions(_POSITIONS)),
+        _RotatedPart(),
+        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("interleaved", "rope_interleave", True),
+        Attribute("balance", "router_aux_loss_coef", 0.001),
+    ),
+    # The experts of a layer are published as one array.
+    (
+        *(rule for rule in LATENT_WEIGHTS if "{expert}" not in rule.name),
+        *(dataclasses.replace(rule, variant=False) for rule in FUSED),
+    ),
+    towers=(Tower("mistral3"),),
+)
