@@ -1,7 +1,6 @@
 """Slots of past tokens, preallocated: of all tokens, or of a rolling window; who writes them and who sees them."""
 
 import abc
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -166,15 +165,12 @@ def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int 
 
 def _write(memory: Array, slots: Int[Array, "*batch seq"], new: Array, dim: int, layer: Int[Array, ""] | None) -> Array:
     """`memory[row, slot] = new` for each row, or each row's heads; slots, its `dim`, at the capacity are dropped."""
-    outer, seq = new.shape[:dim], slots.shape[-1]
-    rows = math.prod(outer)  # not -1, which is ambiguous if a dim is 0: latents without rotary keys
-    layers = 1 if layer is None else memory.shape[0]
-    flat = memory.reshape((layers * rows, *memory.shape[dim + (layer is not None) :]))
-    # Rows and slots are the first dims of what is written, as GPUs write in place.
-    of_heads = jnp.broadcast_to(jax.lax.expand_dims(slots, range(slots.ndim - 1, dim)), (*outer, seq))
-    row = jnp.arange(rows)[:, None] + (0 if layer is None else layer * rows)
-    written = flat.at[row, of_heads.reshape(rows, seq)].set(new.reshape((rows, *new.shape[dim:])), mode="drop")
-    return written.reshape(memory.shape)
+    shape = *new.shape[:dim], slots.shape[-1]
+    of_heads = jnp.broadcast_to(jax.lax.expand_dims(slots, range(slots.ndim - 1, dim)), shape)
+    # All dims up to that of slots are indexed, which is in place everywhere: reshaped, one head's memory is copied.
+    places = [jax.lax.broadcasted_iota(jnp.int32, shape, number) for number in range(dim)]
+    layers = () if layer is None else (jnp.broadcast_to(layer, shape),)
+    return memory.at[(*layers, *places, of_heads)].set(new, mode="drop")
 
 
 def of_layer(memory: Array, layer: Int[Array, ""] | None) -> Array:
