@@ -176,6 +176,25 @@ def test_dtypes_of_one_folder_may_differ(tmp_path):
     assert all(kept[name].dtype == array.dtype and np.array_equal(kept[name], array) for name, array in mixed.items())
 
 
+def test_experts_are_read_one_by_one_or_as_one_array_of_a_layer(tmp_path):
+    """Qwen3.5 is published with the second, and transformers writes the first; saved again they are as they were."""
+    arrays = write(tmp_path, "qwen3_5_moe_text yarn")
+    want, layer, fused = models.load(tmp_path), "model.layers.{}.mlp.experts.", dict(arrays)
+    of = lambda prefix, name: np.stack([fused.pop(f"{prefix}{number}.{name}_proj.weight") for number in range(7)])
+    for prefix in map(layer.format, range(2)):
+        fused[f"{prefix}gate_up_proj"] = np.concatenate([of(prefix, "gate"), of(prefix, "up")], axis=1)
+        fused[f"{prefix}down_proj"] = of(prefix, "down")
+    save_file(fused, tmp_path / "model.safetensors")
+    assert eqx.tree_equal(models.load(tmp_path), want)
+    models.save(want, tmp_path / "back", like=tmp_path)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == fused.keys() and all(np.array_equal(back[name], array) for name, array in fused.items())
+    half = {name: array for name, array in fused.items() if name != f"{layer.format(1)}gate_up_proj"}
+    save_file(half, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"not in the folder: model.layers.1.mlp.experts"):
+        models.load(tmp_path)
+
+
 def test_layers_of_unlike_dtypes_lose_nothing(tmp_path):
     is_wide, arrays = lambda name: "layers.1." in name, write(tmp_path, "llama plain")
     mixed = {name: array if is_wide(name) else array.astype("bfloat16") for name, array in arrays.items()}
