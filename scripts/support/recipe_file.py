@@ -20,7 +20,7 @@ _KINDS = {
         Recipe,
         *(type(field.default) for field in dataclasses.fields(Recipe) if dataclasses.is_dataclass(field.default)),
         *(family.config for family in models.FAMILIES.values()),
-        *(nn.LinearScaling, nn.DynamicScaling, nn.YarnScaling, nn.Llama3Scaling, nn.LongRopeScaling),
+        *nn.RotaryScaling.__subclasses__(),
     )
 }
 

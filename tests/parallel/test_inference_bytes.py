@@ -87,6 +87,8 @@ def test_weights_that_are_gathered(model, gathered_over, seq):
         weight_bytes=4,
         activation_bytes=4,
     )
+    devices = {"feature_devices": 8 // gathered_over, "activation_bytes": 4}  # they share one key head
+    layer += planning.attention_exchange_bytes(tokens / gathered_over, QUERIES, HEAD_DIM, over="rows", **devices)
     inside, outside, _ = sent(split, split.plan.mesh, seq)
     assert inside == pytest.approx(layer)
     assert outside >= planning.gather_bytes(VOCAB * EMBED * 4 * gathered_over / 8, gathered_over)  # the table
