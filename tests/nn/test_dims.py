@@ -24,6 +24,7 @@ ATTENTION = {
     "query_norm.weight": "head_dim",
     "key_norm.weight": "kv_heads head_dim",
     "gate.weight": "heads head_dim embed",
+    "gate.bias": "heads head_dim",
     "sinks": "heads",
 }
 

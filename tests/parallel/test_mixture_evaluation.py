@@ -36,6 +36,7 @@ def by_one_device(model):
     return evaluated(training.evaluation_sums, model_of(model))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_evaluation_is_one_devices(case):
     assert by_plan(case) == pytest.approx(by_one_device(case.model), rel=1e-4)

@@ -211,6 +211,7 @@ def test_a_folder_of_another_recipe_and_a_folder_that_is_no_run(refused, corpus,
     assert "not a recipe that a run wrote" in refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA)
 
 
+@pytest.mark.grid
 def test_a_truncated_checkpoint_is_an_error_and_never_a_new_start(refused, corpus, tmp_path):
     # A constant rate, so that the run may be longer than it was.
     arguments = ["--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--optimizer.rates", "constant"]

@@ -96,6 +96,7 @@ def test_what_muon_sends_is_said_to_be_left_out(report):
 TIGHT = "--mesh.fsdp 8 --model.layers 4 --seq 64 --batch 16"
 
 
+@pytest.mark.grid
 def test_memory_that_is_enough_and_meshes_where_it_is_not(report):
     """Each plan that is offered is then reported to hold what was said, and that fits."""
     sum_of = lambda text: figure(text.partition("a microbatch on a device")[0], "sum when it is most")
