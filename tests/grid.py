@@ -18,7 +18,7 @@ SOURCES = ("eqformer", "scripts", "tests", "pyproject.toml")
 PARTS = {
     "models": (
         *("tests/models", "tests/generation", "tests/nn", "tests/training", "tests/systems"),
-        *("tests/test_docs.py", "tests/test_modules_of_ones_own.py"),
+        *("tests/test_docs.py", "tests/test_modules_of_ones_own.py", "tests/test_reference.py"),
     ),
     "parity": ("tests/parallel/test_plan_parity.py",),
     "serving": (

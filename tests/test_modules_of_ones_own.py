@@ -32,9 +32,8 @@ def macaron(seed=0):
     return eqx.filter_jit(lambda: beside("rezero").macaron(jax.random.key(seed), vocab=VOCAB, amount=0.5))()
 
 
-@pytest.mark.parametrize(
-    "make", [hybrid, *(pytest.param(make, marks=pytest.mark.grid) for make in (of_eight_bits, macaron))]
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("make", [hybrid, of_eight_bits, macaron])
 def test_a_model_is_saved_under_one_mesh_and_loaded_under_another(make, tmp_path):
     """Bit for bit, and it writes the same text there with its cache."""
     plan = parallel.Plan(parallel.make_mesh(fsdp=2, pipe=2, tensor=2), microbatches=2, zero=3, smallest=1)

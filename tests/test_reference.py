@@ -32,6 +32,7 @@ def test_the_reference_has_every_public_name_once(room):
     assert sorted(names_shown(page.replace(f"eqformer.{some}\n", "\n"))) != sorted(public)  # the comparison can fail
 
 
+@pytest.mark.grid
 @pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="the extra `docs` is not installed")
 def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(CONFIG), "-d", str(tmp_path)]

@@ -193,6 +193,7 @@ def test_a_mixer_without_a_feed_forward_layer():
     assert memory.shape == (2, EMBED) and close(jnp.concatenate(found, 1), expected, 1e-6)
 
 
+@pytest.mark.grid
 def test_three_sublayers_in_a_row():
     """Each kind of layer alone beside the stream, as a `Period` of `Residual`s: caches, keys and gradients."""
     dropout, x = nn.Dropout(0.4), normal(1, 2, 5, EMBED)

@@ -160,6 +160,7 @@ def test_a_mixer_in_slices_needs_its_sum(monkeypatch):
     assert is_seen(Case("fading", {"tensor": 2}))
 
 
+@pytest.mark.grid
 def test_text_with_a_cache_of_ones_own():
     """Over heads and stages, and rows."""
     model = model_of("fading")

@@ -37,6 +37,7 @@ def fully_sharded():
     return temporary(zero=3)
 
 
+@pytest.mark.grid
 def test_each_stage_of_zero_holds_less():
     one, two, three = (temporary(zero=1), temporary(zero=2), fully_sharded())
     # Whole gradients of all layers, then of one layer at a time. Whole parameters are arguments, no temporary memory,

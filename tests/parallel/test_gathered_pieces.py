@@ -34,6 +34,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     return found
 
 
+@pytest.mark.grid
 def test_pieces_give_the_layers_own_results_and_gradients(monkeypatch):
     """Of two devices with two experts each; the control leaves the last piece out."""
     found = counted(monkeypatch, 1024)

@@ -65,6 +65,7 @@ def with_grid(cases: list[Case], wider: list[Case]) -> list:
     return named + [pytest.param(case, id=case.name, marks=pytest.mark.grid) for case in wider]
 
 
+@pytest.mark.grid
 def test_one_devices_gradients_are_float32s_up_to_the_rounding_of_products():
     case = PLAIN
     got = of_one_device(in_dtypes(case, "float32", "bfloat16"))

@@ -233,6 +233,7 @@ def looped(text):
     return re.findall(r" (all-reduce|all-gather|reduce-scatter|collective-permute)(?:-start)?\(", "\n".join(inner))
 
 
+@pytest.mark.grid
 def test_memory_and_program_do_not_grow_with_microbatches():
     few, many, kept, all_kept = map(lowered, (one_f_one_b(2, 4), one_f_one_b(2, 16), gpipe(2, 4), gpipe(2, 16)))
     temp = lambda program: program.memory_analysis().temp_size_in_bytes

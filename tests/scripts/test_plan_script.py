@@ -29,6 +29,7 @@ def test_what_is_told_is_what_layout_counts(tmp_path):
     assert text.startswith("v5e:2x4; 8 devices: fsdp 4 x tensor 2; zero 3") and "an MFU of" in text and "fits," in text
 
 
+@pytest.mark.grid
 def test_meshes_are_ranked_by_time():
     found = json.loads(told("--topology h100:2 --search --json"))
     times = [one["seconds"] for one in found]

@@ -130,9 +130,8 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [*list(OWN)[:1], *(pytest.param(name, marks=pytest.mark.grid) for name in list(OWN)[1:])]
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("name", list(OWN))
 def test_a_step_with_mixers_of_ones_own_sends_what_formulas_say(name, monkeypatch):
     flags, changes = OWN[name]
     recipe, module = recipe_of(flags), beside("fading")
