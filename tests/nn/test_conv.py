@@ -32,6 +32,8 @@ def test_it_is_its_loops_within_documents():
     assert not close(conv(DOCUMENTS * 0, None), conv(DOCUMENTS, None), 1e-2)
     flipped = literal(weight[..., ::-1], wide(X), DOCUMENTS, wide(before))
     assert not close(conv(DOCUMENTS, before), flipped, 1e-2)
+    biased = drawn(nn.CausalConv, "heads head_dim", taps=3, heads=2, head_dim=3, bias=True, key=jax.random.key(0))
+    assert close(biased(X, DOCUMENTS) - biased.bias, conv(DOCUMENTS, None), 1e-5)
 
 
 def test_what_it_remembers_goes_on_where_it_ended():
@@ -50,7 +52,8 @@ def test_what_it_remembers_goes_on_where_it_ended():
 
 
 def test_its_dims_are_named_and_must_fit():
-    assert nn.dims(CONV).weight == "heads head_dim taps"
+    names = nn.dims(drawn(nn.CausalConv, "heads", taps=2, heads=2, bias=True, key=jax.random.key(0)))
+    assert nn.dims(CONV).weight == "heads head_dim taps" and (names.weight, names.bias) == ("heads taps", "heads")
     with pytest.raises(ValueError, match=r"CausalConv\('heads', taps=0\)"):
         nn.CausalConv("heads", taps=0, heads=2, key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"the sizes given are \['embed'\]"):

@@ -11,7 +11,7 @@ from .._module import Module
 
 
 class CausalConv(Module):
-    """`y_t = sum_i w_i x_(t - taps + 1 + i)` for each channel of the named dims, over tokens of one document alone.
+    """`y_t = sum_i w_i x_(t - taps + 1 + i) + b` for each channel of the named dims, over tokens of one document alone.
 
     `CausalConv("heads head_dim", taps=4, heads=8, head_dim=64, key=key)` reads a token and the three before it; the
     last weight is the token's own. Tokens come in reading order. Sums are in float32 at least.
@@ -19,9 +19,10 @@ class CausalConv(Module):
 
     dims: tuple[str, ...] = eqx.field(static=True)
     weight: Float[Array, "..."] = named_by("weight_dims")
+    bias: Float[Array, "..."] | None = named_by("dims")
 
-    def __init__(self, dims: str, *, taps: int, key: Key[Array, ""], **sizes: int):
-        """Draw the weights. Raises a `ValueError` where `dims` and the sizes do not fit."""
+    def __init__(self, dims: str, *, taps: int, bias: bool = False, key: Key[Array, ""], **sizes: int):
+        """Draw the weights; a `bias` begins with zeros. Raises a `ValueError` where `dims` and the sizes do not fit."""
         self.dims = tuple(dims.split())
         if set(self.dims) != set(sizes) or taps < 1:
             raise ValueError(
@@ -30,6 +31,7 @@ class CausalConv(Module):
             )
         shape = [sizes[dim] for dim in self.dims]
         self.weight = taps**-0.5 * jax.random.normal(key, [*shape, taps], jnp.float32)
+        self.bias = jnp.zeros(shape, jnp.float32) if bias else None
 
     @property
     def weight_dims(self) -> tuple[str, ...]:
@@ -55,7 +57,7 @@ class CausalConv(Module):
             piece = jax.lax.slice_in_dim(x, tap, tap + seq, axis=along)
             is_own = jax.lax.expand_dims(is_own, range(is_own.ndim, piece.ndim))
             total = total + jnp.where(is_own, piece, 0) * self.weight[..., tap].astype(exact)
-        return total
+        return total if self.bias is None else total + self.bias.astype(exact)
 
     def after(
         self,
