@@ -78,6 +78,22 @@ class LatentConfig(ModelConfig):
     """The longest rows it was trained on; it changes nothing."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SigmoidLatentConfig(LatentConfig):
+    """What the configs of DeepSeek-V3 and V3.2 have in common: experts chosen by biased sigmoids."""
+
+    experts: int = 256
+    top_k: int = 8
+    shared: int = 1
+    first_dense: int = 3
+    groups: int = 8
+    kept_groups: int = 4
+    scale: float = 2.5
+    normalise: bool = True
+    """Whether a token's weights add up to 1."""
+    balance: float = 0.0001
+
+
 def build_latent(
     config: LatentConfig,
     *,

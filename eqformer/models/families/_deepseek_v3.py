@@ -8,26 +8,16 @@ from jaxtyping import Array, Key
 from ...nn import Transformer, YarnScaling
 from .._attributes import Attribute, Expect, Ignore
 from .._family import Family
-from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
+from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, SigmoidLatentConfig
 from ._mixtures import BIASED_SIGMOIDS, SELECTION_BIAS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeepSeekV3Config(LatentConfig):
+class DeepSeekV3Config(SigmoidLatentConfig):
     """The config of a DeepSeek-V3."""
 
-    experts: int = 256
-    top_k: int = 8
-    shared: int = 1
-    first_dense: int = 3
-    groups: int = 8
-    kept_groups: int = 4
-    scale: float = 2.5
-    normalise: bool = True
-    """Whether a token's weights add up to 1."""
     interleaved: bool = True
     """Whether the channels that turn together are neighbours."""
-    balance: float = 0.0001
 
 
 def build_deepseek_v3(config: DeepSeekV3Config, *, key: Key[Array, ""]) -> Transformer:

@@ -13,12 +13,12 @@ from .._family import Family
 from .._layer_attributes import LAYERS
 from .._weights import Rule
 from ._common import LAYER
-from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
+from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, SigmoidLatentConfig
 from ._mixtures import BIASED_SIGMOIDS, SELECTION_BIAS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeepSeekV32Config(LatentConfig):
+class DeepSeekV32Config(SigmoidLatentConfig):
     """The config of a DeepSeek-V3.2."""
 
     q_latent: int
@@ -28,16 +28,6 @@ class DeepSeekV32Config(LatentConfig):
     """Channels of one, of which `rope_dim` are rotated."""
     index_top_k: int = 2048
     """Keys that a query sees."""
-    experts: int = 256
-    top_k: int = 8
-    shared: int = 1
-    first_dense: int = 3
-    groups: int = 8
-    kept_groups: int = 4
-    scale: float = 2.5
-    normalise: bool = True
-    """Whether a token's weights add up to 1."""
-    balance: float = 0.0001
 
 
 def build_deepseek_v32(

@@ -1,13 +1,12 @@
 """AWQ (Lin et al. 2023, arXiv:2306.00978), as AutoAWQ stores it for `gemm`: words go along outputs, in its order."""
 
 import dataclasses
-import math
 
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
 from .._config import PublishedConfig
-from ._format import check_codes, check_part, finite, Format, Parts, SCALES, unpacked
+from ._format import check_codes, check_part, finite, Format, groups_of, number_of_groups, Parts, SCALES, unpacked
 from ._gptq import group_of
 
 
@@ -25,7 +24,7 @@ class AWQ(Format):
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """(outputs, inputs)."""
         inputs, words = check_codes(parts, _CODES, "I32", 2)
-        groups = math.ceil(inputs / (self.group or inputs))
+        groups = number_of_groups(inputs, self.group)
         check_part(parts, _ZEROS, ("I32",), ((groups, words),))
         check_part(parts, _SCALES, SCALES, ((groups, words * _MANY),))
         return words * _MANY, inputs
@@ -36,7 +35,7 @@ class AWQ(Format):
         codes = _numbers(parts[_CODES][:, words]).T.astype(np.float32)
         zeros = _numbers(parts[_ZEROS][:, words]).T.astype(np.float32)
         scales = finite(parts[_SCALES][:, rows].T)
-        group = np.arange(codes.shape[1]) // (self.group or codes.shape[1])
+        group = groups_of(codes.shape[1], self.group, scales.shape[1])
         return (codes - zeros[:, group]) * scales[:, group]
 
 

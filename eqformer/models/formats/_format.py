@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -90,6 +91,22 @@ def unpacked(words: Int32[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndar
     if bits == 8:
         return octets
     return np.stack([octets & 15, octets >> 4], axis=-1).reshape(len(words), -1)
+
+
+def number_of_groups(columns: int, size: int | None) -> int:
+    """How many groups of `size` columns there are; None: one of all."""
+    return math.ceil(columns / (size or columns))
+
+
+def groups_of(
+    columns: int, size: int | None, number: int, stated: Shaped[np.ndarray, "columns"] | None = None
+) -> Shaped[np.ndarray, "columns"]:
+    """The group of each column: as stated, or one after another; raises a `ValueError` for one that there is not."""
+    if stated is None:
+        return np.arange(columns) // (size or columns)
+    if stated.min() < 0 or stated.max() >= number:
+        raise ValueError(f"a column of it is of group {stated.max()} or {stated.min()}, and it has {number}")
+    return stated
 
 
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32", "int64": "I64", "uint8": "U8"}

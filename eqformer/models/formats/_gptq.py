@@ -1,14 +1,12 @@
 """GPTQ (Frantar et al. 2022, arXiv:2210.17323), as AutoGPTQ and GPTQModel store it: words go along inputs."""
 
 import dataclasses
-import math
 
 import numpy as np
 from jaxtyping import Float32
 
 from .._config import PublishedConfig
-from ._format import check_codes, check_part, finite, Format, Parts, SCALES, unpacked
-from ._packed import places
+from ._format import check_codes, check_part, finite, Format, groups_of, number_of_groups, Parts, SCALES, unpacked
 
 
 _CODES, _ZEROS, _SCALES, _PLACES = ".qweight", ".qzeros", ".scales", ".g_idx"
@@ -35,7 +33,7 @@ class GPTQ(Format):
         many = 32 // self.bits
         words, outputs = check_codes(parts, _CODES, "I32", 2)
         inputs = words * many
-        groups = math.ceil(inputs / (self.group or inputs))
+        groups = number_of_groups(inputs, self.group)
         if outputs % many:
             raise ValueError(f"its {outputs} outputs are no multiple of the {many} numbers of a word")
         check_part(parts, _ZEROS, ("I32",), ((groups, outputs // many),))
@@ -51,9 +49,7 @@ class GPTQ(Format):
         scales = finite(parts[_SCALES][:, rows].T)
         zeros = unpacked(parts[_ZEROS][:, rows.start // many : rows.stop // many], self.bits).T
         zeros = (zeros.astype(np.int32) + self.shift) % 2**self.bits
-        group = np.arange(codes.shape[1]) // (self.group or codes.shape[1])
-        if _PLACES in parts:
-            group = places(parts[_PLACES], scales.shape[1])
+        group = groups_of(codes.shape[1], self.group, scales.shape[1], parts.get(_PLACES))
         return (codes - zeros.astype(np.float32)[:, group]) * scales[:, group]
 
 

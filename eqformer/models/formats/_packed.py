@@ -6,7 +6,7 @@ import math
 import numpy as np
 from jaxtyping import Float32
 
-from ._format import check_codes, check_part, finite, Format, Parts, SCALES, unpacked
+from ._format import check_codes, check_part, finite, Format, groups_of, number_of_groups, Parts, SCALES, unpacked
 
 
 _CODES, _SCALE, _SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
@@ -32,7 +32,7 @@ class Packed(Format):
                 f"its {_SHAPE} says {(rows, columns)}, and its {_CODES} has shape {parts[_CODES].shape}, of "
                 f"{many} numbers a word"
             )
-        groups = math.ceil(columns / (self.group or columns))
+        groups = number_of_groups(columns, self.group)
         check_part(parts, _SCALE, SCALES, ((rows, groups),))
         if ZERO in parts:
             check_part(parts, ZERO, ("I32",), ((math.ceil(rows / many), groups),))
@@ -45,19 +45,10 @@ class Packed(Format):
         columns = int(parts[_SHAPE][1])
         codes = unpacked(parts[_CODES][rows], self.bits)[:, :columns].astype(np.float32)
         scales = finite(parts[_SCALE][rows])
-        group = np.arange(columns) // (self.group or columns)
-        if PLACES in parts:
-            group = places(parts[PLACES], scales.shape[1])
+        group = groups_of(columns, self.group, scales.shape[1], parts.get(PLACES))
         if ZERO in parts:
             many = 32 // self.bits
             words = parts[ZERO][rows.start // many : math.ceil(rows.stop / many)]
             zeros = unpacked(np.ascontiguousarray(words.T), self.bits).T[: len(codes)]
             return (codes - zeros[:, group]) * scales[:, group]
         return (codes - 2 ** (self.bits - 1)) * scales[:, group]
-
-
-def places(found: np.ndarray, groups: int) -> np.ndarray:
-    """The group of each column; raises a `ValueError` for one that there is not."""
-    if found.min() < 0 or found.max() >= groups:
-        raise ValueError(f"a column of it is of group {found.max()} or {found.min()}, and it has {groups}")
-    return found

@@ -1,14 +1,13 @@
 """Numbers of 8 bits times a scale: of a block, as DeepSeek-V3 has it (arXiv:2412.19437), of a row, or of an array."""
 
 import dataclasses
-import math
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float32
 
 from .._config import PublishedConfig
-from ._format import check_codes, check_part, finite, Format, Parts, SCALES
+from ._format import check_codes, check_part, finite, Format, number_of_groups, Parts, SCALES
 
 
 _CODES = ".weight"
@@ -52,7 +51,7 @@ class Scaled(Format):
 
     def _grid(self, rows: int, columns: int) -> tuple[int, int]:
         height, width = self.block
-        return math.ceil(rows / (height or rows)), math.ceil(columns / (width or columns))
+        return number_of_groups(rows, height), number_of_groups(columns, width)
 
 
 def block_of(published: PublishedConfig, name: str) -> tuple[int, int] | None:
