@@ -11,6 +11,7 @@ if __name__ == "__main__":
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,19 +19,21 @@ from typing import Annotated, Any
 import equinox as eqx
 import jax
 import tyro
+from jax.sharding import Mesh
 from recipes import LARGE, Recipe
 from support.check import check
 from support.command import parse
 from support.fitting import choices, gigabytes, recipe_under
 from support.flags import naming_flags
 from support.mesh import abstract_plan, check_plan, check_sizes, flags, mesh_line, plan_of, state_of, step_of
-from support.not_here import Compilation, compilation_of, devices_of, missing_compiler
 from support.pictures import draw_costs
 from support.plan_words import compilation_dict, forecast_text, held_text, program_text
 from support.screen import one_message
 from support.setup import batch_shapes, optimizer_of
+from support.user_folder import delete_oldest, user_folder
 
 from eqformer import generation, nn, parallel, planning
+from eqformer.planning import Compilation, missing_compiler
 from eqformer.training import PlannedState
 
 
@@ -75,6 +78,7 @@ OWN = {
 }
 IGNORED = ("the run",)  # groups of flags in `--help` that change nothing in the report
 OFFERED, COMPILED = 5, 2  # the most meshes that a search lists, and that it compiles
+KEPT = 2**26  # the bytes of what is kept of compiled programs
 
 
 def tell(command: Command) -> None:
@@ -92,7 +96,7 @@ def tell(command: Command) -> None:
     except ValueError as error:
         raise ValueError(f"{flags(recipe) or '--mesh'} --topology {topology}: {error}") from error
     run = decoding(command, model, topology) if command.decode else training(recipe, model, topology)
-    made = None if command.formulas or missing_compiler(topology) else compilation_of(*lowered(run, recipe, topology))
+    made = None if command.formulas or missing_compiler(topology) else compiled(run, recipe, topology)
     if command.json:
         row = {"recipe": command.recipe, "flags": flags(recipe)} | run.found.as_dict()
         print(json.dumps(row | {"compiled": made and compilation_dict(made)}, indent=1))
@@ -145,10 +149,14 @@ def decoding(command: Command, model: nn.Transformer, topology: planning.Topolog
     return Run(found, lambda plan: planning.lowered_decode(plan, model, **sizes))
 
 
-def lowered(run: Run, recipe: Recipe, topology: planning.Topology) -> tuple[Any, planning.Topology, Any]:
-    """A run's program over a topology's devices, before it is compiled."""
-    plan = plan_of(recipe, devices_of(topology))
-    return run.lower(plan), topology, plan.mesh
+def compiled(run: Run, recipe: Recipe, topology: planning.Topology) -> Compilation:
+    """A run's program over a topology's devices; what is known of it is kept for the user's next look."""
+    plan, folder = plan_of(recipe, planning.devices_of(topology)), user_folder("plans")
+    assert isinstance(plan.mesh, Mesh)
+    made = planning.compilation_of(run.lower(plan), topology, plan.mesh, folder, os.environ.get("XLA_FLAGS", ""))
+    if folder is not None:
+        delete_oldest(folder, KEPT)
+    return made
 
 
 def search(command: Command, states: PlannedState, model: nn.Transformer, topology: planning.Topology) -> None:
@@ -164,7 +172,7 @@ def search(command: Command, states: PlannedState, model: nn.Transformer, topolo
     if not command.formulas and missing_compiler(topology) is None:
         for number, one in enumerate(offered[:COMPILED]):
             own = recipe_under(recipe, one.candidate)
-            made[number] = compilation_of(*lowered(training(own, one.candidate.model, topology), own, topology))
+            made[number] = compiled(training(own, one.candidate.model, topology), own, topology)
     if command.json:
         rows = [{"flags": choices(recipe, one.candidate)} | one.as_dict() for one in offered]
         print(json.dumps([row | {"compiled": its and compilation_dict(its)} for row, its in zip(rows, made)], indent=1))

@@ -1,5 +1,11 @@
 """The costs of a run: parameters, operations, bytes held and sent, and the machine's measured speed."""
 
+from ._absent import (
+    Compilation as Compilation,
+    compilation_of as compilation_of,
+    devices_of as devices_of,
+    missing_compiler as missing_compiler,
+)
 from ._accelerators import (
     Accelerator as Accelerator,
     ACCELERATORS as ACCELERATORS,

@@ -5,7 +5,6 @@ from typing import Any
 
 from eqformer import nn, parallel, planning
 from support.fitting import gigabytes
-from support.not_here import Compilation
 
 
 def forecast_text(found: planning.Forecast, mesh: str) -> str:
@@ -30,7 +29,7 @@ def forecast_text(found: planning.Forecast, mesh: str) -> str:
     return "\n".join(lines)
 
 
-def program_text(made: Compilation, found: planning.Forecast) -> str:
+def program_text(made: planning.Compilation, found: planning.Forecast) -> str:
     """What the compiler made of a step."""
     one, seconds = found.topology.accelerator, f"{made.seconds:.0f} s" + " (an earlier run's)" * made.is_kept
     if (program := made.program) is None:
@@ -64,7 +63,7 @@ def module_of(scopes: tuple[str, ...]) -> str:
     return ".".join(scope for scope in scopes if scope not in _NOT_MODULES) or "(unnamed)"
 
 
-def held_text(made: Compilation | None) -> str:
+def held_text(made: planning.Compilation | None) -> str:
     """The bytes of a program's arguments and temporaries; nothing where nothing was compiled."""
     if made is None or made.program is None:
         return "" if made is None else made.failure
@@ -87,7 +86,7 @@ def _sent_table(program: planning.Program) -> str:
     return nn.format_table(rows[:13])
 
 
-def compilation_dict(made: Compilation) -> dict[str, Any]:
+def compilation_dict(made: planning.Compilation) -> dict[str, Any]:
     """What a compilation gave, as plain data."""
     program, whole = made.program, {}
     if program is not None:

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from support.not_here import devices_of
 
 from eqformer import nn
 from eqformer.nn._pallas import compilers
-from eqformer.planning import topology
+from eqformer.planning import devices_of, topology
 
 
 SEQ = 4096

@@ -3,12 +3,11 @@
 import equinox as eqx
 import jax
 import pytest
-from support.not_here import devices_of
 
 from eqformer import generation, models, nn
 from eqformer.nn._pallas import compilers
 from eqformer.parallel import make_mesh, Plan
-from eqformer.planning import decode_shapes, lowered_decode, moved_bytes, topology
+from eqformer.planning import decode_shapes, devices_of, lowered_decode, moved_bytes, topology
 
 
 # Three turns, each of which reads a slice of what is carried, multiplies it, and writes four rows of it in place. Of a

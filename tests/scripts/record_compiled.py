@@ -23,7 +23,6 @@ import layout
 import plan
 from support.command import parse
 from support.mesh import abstract_plan, state_of
-from support.not_here import compilation_of, missing_compiler
 from support.setup import batch_shapes, optimizer_of, shapes_of
 
 from eqformer import planning
@@ -32,9 +31,9 @@ from eqformer import planning
 def compiled(row: dict) -> dict:
     """The row with the figures of its program."""
     topology, recipe = planning.topology(row["topology"]), parse(layout.Command, row["flags"].split()).run
-    if missing_compiler(topology) is not None:
+    if planning.missing_compiler(topology) is not None:
         return row
-    made = compilation_of(*plan.lowered(plan.training(recipe, shapes_of(recipe), topology), recipe, topology))
+    made = plan.compiled(plan.training(recipe, shapes_of(recipe), topology), recipe, topology)
     program = made.program
     assert program is not None and not program.unread, made
     sent = planning.counted_bytes(abstract_plan(recipe), program.transfers)

@@ -5,6 +5,8 @@ import json
 import pytest
 from script_helpers import run_here
 
+from eqformer.planning import _absent, missing_compiler, topology
+
 
 TINY = "--model.embed 32 --model.layers 2 --model.heads 4 --model.mlp 64 --model.kv-heads 2 --seq 32 --batch 16"
 
@@ -64,3 +66,27 @@ def test_what_does_not_fit_has_other_plans_that_do():
 def test_bad_input_is_one_clear_error(flags, message):
     found = run_here("plan.py", *f"{TINY} {flags}".split())
     assert found.returncode == 2 and message in found.stderr and found.stderr.count("error:") == 1
+
+
+@pytest.mark.parametrize("name, extra", [("v5e:2x4", "eqformer[tpu]"), ("h100:8", "eqformer[cuda]")])
+def test_without_a_compiler_formulas_are_told_and_the_extra_is_named(name, extra, monkeypatch):
+    monkeypatch.setattr(_absent, "compilers", lambda: ())
+    found = run_here("plan.py", *f"{TINY} --topology {name} --mesh.fsdp 8".split())
+    assert found.returncode == 0 and "an MFU of" in found.stdout
+    assert f"so nothing is compiled for {name}: pip install '{extra}'" in found.stdout
+
+
+@pytest.mark.skipif(missing_compiler(topology("v5e:2x2")) is not None, reason="the extra `tpu` is not installed")
+def test_a_step_compiled_for_tpus_holds_what_was_told(tmp_path, monkeypatch):
+    """Of widths that fill a TPU's tiles of 128 columns."""
+    for name, value in (("SKIP_MDS_QUERY", "1"), ("WORKER_HOSTNAMES", "localhost")):
+        monkeypatch.setenv(f"TPU_{name}", value)
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wide = "--model.embed 512 --model.mlp 512 --mesh.fsdp 4 --zero 3 --optimizer.name adamw"
+    row = json.loads(told(f"{wide} --topology v5e:2x2 --json"))
+    held = row["held"]["parameters"] + row["held"]["optimizer state"]
+    assert row["compiled"]["argument"] == pytest.approx(held, rel=0.05)
+    assert row["compiled"]["cycles"] > 0 and len(row["compiled"]["buffers"]) > 3
+    (kept,) = (tmp_path / "eqformer" / "plans").iterdir()
+    assert json.loads(told(f"{wide} --topology v5e:2x2 --json"))["compiled"]["kept"], kept

@@ -1,4 +1,4 @@
-"""Accelerators that are not here: their compilers' devices, and what is known of programs compiled for them."""
+"""Accelerators that are not here: devices to compile for, and what is known of programs compiled for them."""
 
 import contextlib
 import dataclasses
@@ -14,13 +14,11 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
-from eqformer.nn import compilers
-from eqformer.planning import Accelerator, Program, program_of, Topology
-from support.user_folder import delete_oldest, user_folder
-
-
-MOST = 2**26  # the bytes of what is kept of compiled programs
+from ..nn import compilers
+from ._accelerators import Accelerator, Topology
+from ._program import Program, program_of
 
 
 def missing_compiler(topology: Topology) -> str | None:
@@ -40,34 +38,46 @@ def devices_of(topology: Topology) -> list[Any]:
         devices = list(topologies.get_topology_desc(name, platform=one.platform, **more).devices)
     except Exception as error:  # jaxlib's own kind of error, which JAX does not name
         raise ValueError(
-            f"--topology {topology}: its compiler makes no such topology ({str(error).splitlines()[0][:200]}); give a "
-            "shape that is sold, such as v5e:4x4, v5p:4x4x4 or h100:8, or --formulas."
+            f"devices_of(topology={topology}): its compiler makes no such topology "
+            f"({str(error).splitlines()[0][:200]}); give a shape that is sold, such as v5e:4x4, v5p:4x4x4 or h100:8, "
+            "or go by formulas, which compile nothing."
         ) from error
     if len(devices) != topology.devices:
         raise ValueError(
-            f"--topology {topology}: its compiler makes {len(devices)} devices of it, where a run has "
-            f"{topology.devices}; give --formulas, which compiles nothing."
+            f"devices_of(topology={topology}): its compiler makes {len(devices)} devices of it, where a run has "
+            f"{topology.devices}; go by formulas, which compile nothing."
         )
     return devices
 
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """What is known of a program, with the seconds that its compilation took, and whether it is an earlier one's."""
+    """What is known of a program that was compiled for devices that are not here."""
 
     program: Program | None
+    """None where it does not fit into memory."""
     seconds: float
+    """That its compilation took."""
     is_kept: bool
+    """Whether an earlier compilation told."""
     failure: str = ""
-    """The compiler's words where the program does not fit into memory; there is no program then."""
+    """The compiler's words where it does not fit."""
 
 
-def compilation_of(lowered: jax.stages.Lowered, topology: Topology, mesh: Any) -> Compilation:
-    """What is known of a program once it is compiled; the same program for the same topology is compiled once."""
-    order = [device.id for device in mesh.devices.flat]
-    versions = [jax.__version__, *(_version(name) for name in ("jaxlib", "libtpu", "jax_cuda13_plugin"))]
-    asked = [str(topology), order, versions, os.environ.get("XLA_FLAGS", ""), lowered.as_text()]
-    path = _kept(hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32])
+def compilation_of(
+    lowered: jax.stages.Lowered,
+    topology: Topology,
+    mesh: Mesh,
+    folder: Path | None = None,
+    flags: str = "",
+) -> Compilation:
+    """What is known of a program once it is compiled for devices of a topology, on which it cannot run.
+
+    What is known is kept in the `folder`, a file each: the same program for the same topology and XLA's `flags` is
+    compiled once. Raises JAX's `JaxRuntimeError` where the compiler fails for another reason than memory.
+    """
+    asked = [str(topology), [device.id for device in mesh.devices.flat], flags, lowered.as_text()]
+    path = None if folder is None else folder / f"{_key(asked)}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or another version's
         if path is not None:
             row = json.loads(path.read_text(encoding="utf-8"))
@@ -83,11 +93,16 @@ def compilation_of(lowered: jax.stages.Lowered, topology: Topology, mesh: Any) -
             part = path.with_suffix(f".{os.getpid()}")
             part.write_text(json.dumps(row), encoding="utf-8")
             part.replace(path)
-            delete_oldest(path.parent, MOST)
     return made
 
 
-def _compiled(lowered: jax.stages.Lowered, mesh: Any) -> tuple[Program | None, str]:
+def _key(asked: list[Any]) -> str:
+    """A name for what is compiled, and by which versions."""
+    versions = [jax.__version__, *(_version(name) for name in ("jaxlib", "libtpu", "jax_cuda13_plugin"))]
+    return hashlib.sha256(json.dumps([asked, versions]).encode()).hexdigest()[:32]
+
+
+def _compiled(lowered: jax.stages.Lowered, mesh: Mesh) -> tuple[Program | None, str]:
     try:
         return program_of(lowered.compile(), mesh), ""
     except jax.errors.JaxRuntimeError as error:
@@ -96,11 +111,6 @@ def _compiled(lowered: jax.stages.Lowered, mesh: Any) -> tuple[Program | None, s
             raise
         used = re.search(r"Used \S+ of \S+ hbm", text)
         return None, used.group() if used else text.splitlines()[0][:300]
-
-
-def _kept(key: str) -> Path | None:
-    folder = user_folder("plans")
-    return None if folder is None else folder / f"{key}.json"
 
 
 def _version(name: str) -> str:

@@ -1,0 +1,31 @@
+"""Programs compiled for accelerators that are not here: which compiler is missing, and what is kept of a program."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqformer.parallel import make_mesh
+from eqformer.planning import _absent, compilation_of, missing_compiler, topology
+
+
+def test_a_missing_compiler_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setattr(_absent, "compilers", lambda: ("tpu",))
+    assert missing_compiler(topology("v5e:2x4")) is None
+    assert "h100:8: pip install 'eqformer[cuda]'" in str(missing_compiler(topology("h100:8")))
+
+
+def test_what_was_told_of_a_program_is_kept(tmp_path, monkeypatch):
+    lowered, chips = jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((8, 8))), topology("v5e:2x2")
+    mesh, folder = make_mesh(devices=jax.devices()[:1]), tmp_path / "plans"
+    first = compilation_of(lowered, chips, mesh, folder)
+    assert not compilation_of(lowered, chips, mesh).is_kept  # where no folder is given
+    monkeypatch.setattr(_absent, "_compiled", lambda *_: pytest.fail("compiled again"))
+    again = compilation_of(lowered, chips, mesh, folder)
+    assert again.is_kept and not first.is_kept and again.program == first.program and again.seconds == first.seconds
+    (file,) = folder.iterdir()
+    file.write_text("{}")  # another version's, or half a file
+    with pytest.raises(pytest.fail.Exception, match="compiled again"):
+        compilation_of(lowered, chips, mesh, folder)
+    file.unlink()
+    with pytest.raises(pytest.fail.Exception, match="compiled again"):
+        compilation_of(lowered, topology("v5e:2x4"), mesh, folder)  # another topology's is another program
