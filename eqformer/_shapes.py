@@ -18,6 +18,7 @@ LEGEND = {
     "heads": "query heads",
     "kv_heads": "key and value heads",
     "head_dim": "channels of a head",
+    "group": "heads that share a key head",
     "mlp": "hidden features of a feed-forward layer",
     "vocab": "token ids",
     "max_seq": "learned positions",

@@ -17,7 +17,7 @@ from ._block import (
     Period as Period,
     Residual as Residual,
 )
-from ._cache import DeltaCache as DeltaCache, KVCache as KVCache, LatentCache as LatentCache
+from ._cache import KVCache as KVCache, LatentCache as LatentCache, RecurrentCache as RecurrentCache
 from ._contracts import (
     Attends as Attends,
     FeedForward as FeedForward,
@@ -142,6 +142,7 @@ from .experts._router import TopKRouter as TopKRouter
 from .experts._routing import Routing as Routing, Slots as Slots
 from .recurrent._conv import CausalConv as CausalConv
 from .recurrent._delta_net import GatedDeltaNet as GatedDeltaNet
+from .recurrent._mamba2 import Mamba2 as Mamba2
 
 
 # Files listed whole, each with its names. Type checkers take an import under another name for private, so assigned.

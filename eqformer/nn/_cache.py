@@ -108,8 +108,8 @@ class LatentCache(SlotCache):
         return kept, seen[0], seen[1], Tokens(seen[2])
 
 
-class DeltaCache(eqx.Module):
-    """The cache of a gated delta net, whose size does not depend on the length of its rows.
+class RecurrentCache(eqx.Module):
+    """The cache of a gated delta net or a Mamba-2, whose size does not depend on the length of its rows.
 
     `state` is the recurrent state, in float32 at least; `queries`, `keys` and `values` are those of the last tokens,
     before the convolutions; `lengths` is the position of each row's next token.

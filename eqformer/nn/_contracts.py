@@ -43,11 +43,13 @@ class MixerFacts:
       the whole of it.
     - `attends`: None for one that reads tokens in turn, whose rows cannot be cut.
     - `operations`: a token, beyond those of its linear maps and its core; a multiplication and an addition are two.
+    - `shares_kv_heads`: whether devices may have a key head in common, each with some of the heads that it serves.
     """
 
     splits_heads: bool = False
     attends: Attends | None = None
     operations: int | float = 0
+    shares_kv_heads: bool = True
 
 
 class Mixer(Module):

@@ -101,6 +101,11 @@ def _check_mixer(plan: Placement, path: str, module: nn.Mixer, seq: int) -> None
             f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, which neither split over {tensor} devices "
             "nor are shared by equal groups of them; take an axis that divides them, or that they divide."
         )
+    if facts.splits_heads and kv_heads % tensor and not facts.shares_kv_heads:
+        raise ValueError(
+            f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, and norms together all heads that one of "
+            f"them serves, so that no two devices can share it; take an axis that divides {kv_heads}."
+        )
     if size == 1:
         return
     if facts.attends is None:

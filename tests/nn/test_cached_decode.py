@@ -43,6 +43,7 @@ KINDS = {
     "delta net": lambda: drawn(
         nn.GatedDeltaNet, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY
     ),
+    "mamba2": lambda: drawn(nn.Mamba2, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY),
     "latent": lambda: latent(q_latent=5, query_latent_norm=nn.RMSNorm("q_latent", q_latent=5)),
     "latent with biases": lambda: latent(bias=True),
     "latent in a window": lambda: latent(mask=nn.sliding_window(3), temperature=nn.LogTemperature(3, 0.5)),
@@ -78,6 +79,7 @@ BY_DEFAULT = {
     "temperature",
     "longrope in a window",
     "delta net",
+    "mamba2",
     "latent in a window",
     "latent with dynamic rotary",
 }

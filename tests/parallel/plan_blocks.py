@@ -237,6 +237,16 @@ def recurrence(key: Any, kv_heads: int = 4) -> nn.Period:
     )
 
 
+def state_space(key: Any, kv_heads: int = 4) -> nn.Period:
+    """Like Granite 4: a Mamba-2 whose outputs are normed by groups or, of one key head, together; an attention."""
+    one, two = jax.random.split(key)
+    net = nn.Mamba2(embed=EMBED, heads=HEADS, kv_heads=kv_heads, head_dim=5, v_dim=6, chunk=5, bias=True, key=one)
+    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
+    return nn.Period(
+        (nn.Block(nn.Residual(net, norm())), nn.Block(nn.Residual(attention(two), norm()), nn.Residual(mlp)))
+    )
+
+
 class WholeFading(Fading):
     """The same mixer, but it says nothing of itself."""
 
@@ -286,4 +296,7 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "whole fading": (functools.partial(fading, mixer=WholeFading),),
     "rezero": (rezero,),
     "few recurrence": (functools.partial(recurrence, kv_heads=2),),
+    "state space": (state_space,),
+    "state space of two": (functools.partial(state_space, kv_heads=2),),
+    "state space of one": (functools.partial(state_space, kv_heads=1),),
 }

@@ -107,6 +107,10 @@ def recurrent():
     return shapes(lambda: model_of("few recurrence"))
 
 
+def spaced():
+    return shapes(lambda: model_of("state space of two"))
+
+
 def choosing(per):
     return lambda key: nn.ExpertChoiceRouter(embed=EMBED, experts=8, factor=1.0, per=per, key=key)
 
@@ -145,6 +149,14 @@ MODELS = {
         r"blocks\.blocks\[0\].mixer.layer has a GatedDelta",
     ),
     "nothing: a recurrence over heads": (recurrent, {"fsdp": 2, "tensor": 4}, {}, None),
+    "groups to norm on several devices": (
+        spaced,
+        {"tensor": 4},
+        {},
+        r"has 2 key heads, and norms together .* divides 2",
+    ),
+    "nothing: whole groups": (spaced, {"tensor": 2}, {}, None),
+    "a Mamba-2 over pieces of rows": (spaced, {"context": 2}, {}, r"has a Mamba2, which reads a row's tokens"),
     "few key heads to convolve": (
         recurrent,
         {"tensor": 4},

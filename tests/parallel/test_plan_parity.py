@@ -66,6 +66,11 @@ FLOAT64 = [
     Case("recurrence", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "1f1b", "microbatches": 2}),
     Case("few recurrence", {"fsdp": 2, "tensor": 4}, {"residual": "replicated"}),
     Case("few recurrence", {"fsdp": 2, "tensor": 4}, {"residual": "sequence"}),
+    Case("state space", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "sequence", "overlap": "ring"}, "products"),
+    Case("state space", {"fsdp": 4, "tensor": 2}, {"zero": 3, "residual": "feature"}, "full"),
+    Case("state space", {"pipe": 2, "tensor": 2}, {"schedule": "zb-h1", "microbatches": 2, "residual": "replicated"}),
+    Case("state space of one", {"fsdp": 2, "tensor": 4}, {"zero": 2, "residual": "replicated"}),
+    Case("state space of one", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"schedule": "1f1b", "microbatches": 2}),
     Case("shared mixture", {"expert": 2, "tensor": 2}),
     Case("mixture", {"pipe": 2, "expert": 2}, {"microbatches": 2}),
 ]

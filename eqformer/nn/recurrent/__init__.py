@@ -1,1 +1,1 @@
-"""Mixers that remember by a state of fixed size: convolutions and the gated delta rule."""
+"""Mixers that remember by a state of fixed size: convolutions, the gated delta rule, Mamba-2."""

@@ -6,19 +6,17 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
-from .._cache import DeltaCache
+from .._cache import RecurrentCache
 from .._contracts import Mixer, MixerFacts
-from .._documents import documents_of
-from .._dtype import at_least_float32, float_dtype
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import RMSNorm
-from .._slots import check_one_document
 from .._tokens import Tokens, tokens_or_default
 from ._conv import CausalConv
 from ._delta_rule import delta_rule
+from ._reading import empty_cache, Reading
 
 
 class GatedDeltaNet(Mixer):
@@ -101,66 +99,30 @@ class GatedDeltaNet(Mixer):
         self.chunk = chunk
 
     def __call__(
-        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: DeltaCache | None = None
-    ) -> tuple[Float[Array, "*batch seq embed"], DeltaCache | None]:
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: RecurrentCache | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], RecurrentCache | None]:
         """Read the tokens of `x` in turn, after those that a cache remembers; it then remembers these too."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         inputs = self.query(x), self.key(x), self.value(x)
-        shape = inputs[0].shape[:-2]  # of all tokens, where `x` are some of them
-        is_real = jnp.broadcast_to(tokens.positions >= 0, shape)
-        documents = documents_of(tokens, shape)
-        inputs = tuple(jnp.where(is_real[..., None, None], y, 0) for y in inputs)
-        convs = self.query_conv, self.key_conv, self.value_conv
-        before = (None,) * 3 if cache is None else (cache.queries, cache.keys, cache.values)
-        triples = zip(convs, inputs, before, strict=True)
-        query, key, value = (jax.nn.silu(conv(y, documents, past)) for conv, y, past in triples)
-        exact = query.dtype
+        # Of all tokens, where `x` are some of them.
+        reading = Reading((self.query_conv, self.key_conv, self.value_conv), tokens, inputs[0].shape[:-2], cache)
+        query, key, value = reading.convolved(inputs)
+        exact, is_real = query.dtype, reading.is_real[..., None]
         copies = value.shape[-2] // key.shape[-2]
         query, key = (jnp.repeat(_unit(y), copies, axis=-2) for y in (query, key))
         query = query * key.shape[-1] ** -0.5
         decay = jax.nn.softplus(self.decay(x).astype(exact) + self.decay_bias.astype(exact))
-        decay = jnp.where(is_real[..., None], -jnp.exp(self.log_rate.astype(exact)) * decay, 0)
-        rate = jnp.where(is_real[..., None], jax.nn.sigmoid(self.rate(x)).astype(exact), 0)
-        state = self._state(key, value, cache, documents, tokens)
-        attended, state = delta_rule(query, key, value, rate, decay, documents, state, chunk=self.chunk)
-        if cache is not None:
-            count = jnp.sum(is_real, axis=-1, dtype=jnp.int32)
-            triples = zip(convs, inputs, (cache.queries, cache.keys, cache.values), strict=True)
-            queries, keys, values = (conv.after(y, documents, was, count) for conv, y, was in triples)
-            last = jnp.max(jnp.broadcast_to(tokens.positions, shape), axis=-1).astype(jnp.int32) + 1
-            lengths = jnp.where(count > 0, last, cache.lengths)
-            cache = DeltaCache(state.astype(cache.state.dtype), queries, keys, values, lengths)
+        decay = jnp.where(is_real, -jnp.exp(self.log_rate.astype(exact)) * decay, 0)
+        rate = jnp.where(is_real, jax.nn.sigmoid(self.rate(x)).astype(exact), 0)
+        state = reading.state(key, value)
+        attended, state = delta_rule(query, key, value, rate, decay, reading.documents, state, chunk=self.chunk)
         attended = self.norm(attended.astype(x.dtype))
         gated = attended.astype(exact) * jax.nn.silu(self.gate(x).astype(exact))
-        return self.output(gated.astype(x.dtype)), cache
+        return self.output(gated.astype(x.dtype)), reading.cache_after(inputs, state)
 
-    def _state(
-        self,
-        key: Float[Array, "*batch seq heads head_dim"],
-        value: Float[Array, "*batch seq heads v_dim"],
-        cache: DeltaCache | None,
-        documents: Int[Array, "*batch seq"],
-        tokens: Tokens,
-    ) -> Float[Array, "*batch heads head_dim v_dim"]:
-        """What the first token finds: zeros, or what the cache has; NaN for a row whose tokens are not the next."""
-        batch, (heads, head_dim) = key.shape[:-3], key.shape[-2:]
-        if cache is None:
-            return jnp.zeros_like(value, shape=(*batch, heads, head_dim, value.shape[-1]))
-        check_one_document(tokens)
-        first = jnp.broadcast_to(tokens.positions, documents.shape)[..., 0]
-        is_next, begins = (first < 0) | (first == cache.lengths), documents[..., 0] > 0
-        state = jnp.where(is_next[..., None, None, None], cache.state.astype(value.dtype), jnp.nan)
-        return jnp.where(begins[..., None, None, None], 0, state)
-
-    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> DeltaCache:
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> RecurrentCache:
         """An empty cache; `capacity` does not matter."""
-        dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
-        kv_heads, head_dim = self.key.output_shape
-        heads, v_dim = self.value.output_shape
-        kept = (*batch, self.key_conv.weight.shape[-1] - 1)
-        few, many = jnp.zeros((*kept, kv_heads, head_dim), dtype), jnp.zeros((*kept, heads, v_dim), dtype)
-        state = jnp.zeros((*batch, heads, head_dim, v_dim), at_least_float32(jnp.dtype(dtype)))
-        return DeltaCache(state, few, few, many, jnp.zeros(tuple(batch), jnp.int32))
+        return empty_cache(batch, dtype, self.key, self.value, [self.key_conv])
 
     def facts(self) -> MixerFacts:
         """It runs on a slice of its heads; its state is read by the key, corrected, and read by the query."""

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ._chunks import cut, fading, product, put_together
+
 
 State = Float[Array, "*batch heads head_dim v_dim"]
 
@@ -28,32 +30,31 @@ def delta_rule(
     """
     if query.shape[-3] == 1:
         return _step(query, key, value, rate, decay, documents, state)
-    batch, (seq, heads) = query.shape[:-3], query.shape[-3:-1]
+    batch, seq = query.shape[:-3], query.shape[-3]
     size = min(chunk, seq)
-    by_heads = lambda x: jnp.swapaxes(_cut(x.reshape(-1, *x.shape[len(batch) :]), size), 2, 3)
+    by_heads = lambda x: jnp.swapaxes(cut(x.reshape(-1, *x.shape[len(batch) :]), size), 2, 3)
     query, key, value, rate, decay = map(by_heads, (query, key, value, rate, decay))
     # The last chunk is padded with tokens of the last document, of rate and decay 0.
-    owners = _cut(documents.reshape(-1, seq), size, mode="edge")
-    within, passing, ending, kept = _fading(decay, owners)
+    owners = cut(documents.reshape(-1, seq), size, mode="edge")
+    within, passing, ending, kept = fading(decay, owners)
     weighed = rate[..., None] * key
-    system = jnp.tril(_product("nbhid,nbhjd->nbhij", weighed, key) * within, -1)
+    system = jnp.tril(product("nbhid,nbhjd->nbhij", weighed, key) * within, -1)
     sides = jnp.concatenate([rate[..., None] * value, weighed * passing[..., None]], axis=-1)
     solved = _solved(system, sides)
     added, corrected = jnp.split(solved, [value.shape[-1]], axis=-1)
-    scores = _product("nbhid,nbhjd->nbhij", query, key) * within
+    scores = product("nbhid,nbhjd->nbhij", query, key) * within
     asked, stored = query * passing[..., None], key * ending[..., None]
 
     def one_chunk(state: Array, given: tuple) -> tuple[Array, Array]:
         added, corrected, scores, asked, stored, kept = given
-        news = added - _product("bhid,bhdv->bhiv", corrected, state)
-        output = _product("bhid,bhdv->bhiv", asked, state) + _product("bhij,bhjv->bhiv", scores, news)
-        return state * kept[..., None, None] + _product("bhjd,bhjv->bhdv", stored, news), output
+        news = added - product("bhid,bhdv->bhiv", corrected, state)
+        output = product("bhid,bhdv->bhiv", asked, state) + product("bhij,bhjv->bhiv", scores, news)
+        return state * kept[..., None, None] + product("bhjd,bhjv->bhdv", stored, news), output
 
     # The zero has the carry vary, under `shard_map`, over all mesh axes that the later states vary over.
     start = state.reshape(-1, *state.shape[len(batch) :]) + jnp.zeros_like(solved, shape=())
     last, output = jax.lax.scan(one_chunk, start, (added, corrected, scores, asked, stored, kept))
-    output = jnp.moveaxis(jnp.swapaxes(output, 2, 3), 0, 1).reshape(*batch, -1, heads, value.shape[-1])
-    return jax.lax.slice_in_dim(output, 0, seq, axis=len(batch)), last.reshape(state.shape)
+    return put_together(output, batch, seq), last.reshape(state.shape)
 
 
 def _step(
@@ -63,9 +64,9 @@ def _step(
     rate, decay = rate[..., 0, :], decay[..., 0, :]
     goes_on = documents[..., 0, None, None, None] == 0
     state = jnp.where(goes_on, state * jnp.exp(decay)[..., None, None], 0)
-    news = rate[..., None] * (value - _product("...hd,...hdv->...hv", key, state))
+    news = rate[..., None] * (value - product("...hd,...hdv->...hv", key, state))
     state = state + key[..., :, None] * news[..., None, :]
-    return _product("...hd,...hdv->...hv", query, state)[..., None, :, :], state
+    return product("...hd,...hdv->...hv", query, state)[..., None, :, :], state
 
 
 def _solved(system: Float[Array, "n b h chunk chunk"], sides: Float[Array, "n b h chunk d"]) -> Array:
@@ -101,28 +102,3 @@ def _inverse(system: Float[Array, "*n chunk chunk"]) -> Array:
 
 def _exact(one: Array, other: Array) -> Array:
     return jnp.matmul(one, other, precision="highest")
-
-
-def _fading(decay: Float[Array, "n batch heads chunk"], owners: Int[Array, "n batch chunk"]) -> tuple[Array, ...]:
-    """What is left of a token at a later one of its chunk, of the state before it at each token, of each token at its
-    end, and of the state there; nothing across documents.
-    """
-    total = jnp.cumsum(decay, axis=-1)
-    earlier = jnp.tril(jnp.ones((decay.shape[-1],) * 2, bool))
-    visible = (earlier & (owners[..., :, None] == owners[..., None, :]))[:, :, None]
-    # The exponential of a masked entry may be infinite, and its gradient NaN.
-    within = jnp.where(visible, jnp.exp(jnp.where(visible, total[..., :, None] - total[..., None, :], 0)), 0)
-    before = jnp.concatenate([jnp.zeros_like(owners[:1, :, -1]), owners[:-1, :, -1]])
-    goes_on = (owners == before[..., None])[:, :, None]
-    passing = jnp.where(goes_on, jnp.exp(total), 0)
-    return within, passing, within[..., -1, :], passing[..., -1]
-
-
-def _cut(x: Array, size: int, mode: str = "constant") -> Array:
-    """Chunks of tokens, counted by a new first dim."""
-    filled = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2), mode=mode)
-    return jnp.moveaxis(filled.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
-
-
-def _product(pattern: str, one: Array, other: Array) -> Array:
-    return jnp.einsum(pattern, one, other, preferred_element_type=one.dtype)

@@ -1,0 +1,39 @@
+"""What recurrences by chunks of tokens share: how chunks are cut and put together, and how states fade in them."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def fading(decay: Float[Array, "n batch heads chunk"], owners: Int[Array, "n batch chunk"]) -> tuple[Array, ...]:
+    """What is left of a token at a later one of its chunk, of the state before it at each token, of each token at its
+    end, and of the state there; nothing across documents.
+    """
+    total = jnp.cumsum(decay, axis=-1)
+    earlier = jnp.tril(jnp.ones((decay.shape[-1],) * 2, bool))
+    visible = (earlier & (owners[..., :, None] == owners[..., None, :]))[:, :, None]
+    # The exponential of a masked entry may be infinite, and its gradient NaN.
+    within = jnp.where(visible, jnp.exp(jnp.where(visible, total[..., :, None] - total[..., None, :], 0)), 0)
+    before = jnp.concatenate([jnp.zeros_like(owners[:1, :, -1]), owners[:-1, :, -1]])
+    goes_on = (owners == before[..., None])[:, :, None]
+    passing = jnp.where(goes_on, jnp.exp(total), 0)
+    return within, passing, within[..., -1, :], passing[..., -1]
+
+
+def cut(x: Array, size: int, mode: str = "constant") -> Array:
+    """Chunks of tokens, counted by a new first dim."""
+    filled = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+    return jnp.moveaxis(filled.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
+
+
+def put_together(x: Float[Array, "n rows heads chunk v_dim"], batch: Sequence[int], seq: int) -> Array:
+    """All rows' tokens, of shape `*batch seq heads v_dim`, from chunks; those beyond `seq` are left out."""
+    rows = jnp.moveaxis(jnp.swapaxes(x, 2, 3), 0, 1).reshape(*batch, -1, x.shape[2], x.shape[-1])
+    return jax.lax.slice_in_dim(rows, 0, seq, axis=len(batch))
+
+
+def product(pattern: str, one: Array, other: Array) -> Array:
+    """An einsum in the dtype of `one`."""
+    return jnp.einsum(pattern, one, other, preferred_element_type=one.dtype)

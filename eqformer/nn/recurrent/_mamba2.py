@@ -1,0 +1,152 @@
+"""Mamba-2 in the place of attention: a memory of fixed size that fades and takes up each token."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from .._cache import RecurrentCache
+from .._contracts import Mixer, MixerFacts
+from .._linear import Linear
+from .._linear_map import LinearMap
+from .._norm import RMSNorm
+from .._tokens import Tokens, tokens_or_default
+from ._conv import CausalConv
+from ._reading import empty_cache, Reading
+from ._state_space import state_space
+
+
+class Mamba2(Mixer):
+    """The mixer of Dao and Gu (2024, arXiv:2405.21060), called like an attention; in its words, and in the paper's.
+
+    Values (`x`), keys (`B`) and queries (`C`) go through short convolutions and silu. Each of `heads` has a matrix that
+    fades by `exp(-exp(log_rate) dt)` and takes up the token's key and `dt` times its value, where `dt` is
+    `softplus(step(x) + step_bias)` within `step_limits`; the query reads it (`state_space`), and `skip` times the value
+    (`D`) is added. The outputs are multiplied by `silu(gate(x))` (`z`) and then, with a `norm`, divided by the root of
+    their mean square, that of all heads that share a key, and multiplied by `scale`. `kv_heads` count the heads of keys
+    and of queries (groups), of which each serves `heads / kv_heads` heads of values; `head_dim` are their channels (the
+    size of the state). There are no positions: tokens come in reading order, any padding last in a row of a call, and a
+    document begins at position 0 or with another segment. Head counts are read off the weights.
+    """
+
+    gate: LinearMap
+    value: LinearMap
+    key: LinearMap
+    query: LinearMap
+    step: LinearMap
+    value_conv: CausalConv
+    key_conv: CausalConv
+    query_conv: CausalConv
+    log_rate: Float[Array, "heads"]
+    step_bias: Float[Array, "heads"]
+    skip: Float[Array, "heads"]
+    norm: RMSNorm | None
+    scale: Float[Array, "heads v_dim"] | None
+    output: LinearMap
+    step_limits: tuple[float, float] = eqx.field(static=True)
+    chunk: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        embed: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int,
+        key: Key[Array, ""],
+        taps: int = 4,
+        chunk: int = 64,
+        bias: bool = False,
+        conv_bias: bool = True,
+        step_limits: tuple[float, float] = (0.0, float("inf")),
+        norm_eps: float | None = 1e-5,
+        output_std: float | None = None,
+    ):
+        """Draw the maps; where the input says nothing, steps are from 0.001 to 0.1 and rates 1, 2, 3 and so on.
+
+        Args:
+            embed: Channels of the input and the output.
+            heads: Heads of values.
+            kv_heads: Heads of keys and of queries, a divisor of `heads`.
+            head_dim: Channels of a key and a query.
+            v_dim: Channels of a value.
+            key: For the weights.
+            taps: Tokens that the short convolutions see.
+            chunk: Tokens that are computed together.
+            bias: Whether the maps have biases.
+            conv_bias: Whether the convolutions have.
+            step_limits: The least and the greatest `dt`.
+            norm_eps: What the output's norm adds to the mean of squares; None: there is no norm.
+            output_std: The deviation of the last map's weights; None: as the others'.
+        """
+        if heads % kv_heads:
+            raise ValueError(
+                f"Mamba2(heads={heads}, kv_heads={kv_heads}): each key head serves equally many values, so kv_heads "
+                f"must divide heads; take one of {[n for n in range(1, heads + 1) if heads % n == 0]}."
+            )
+        if chunk < 1:
+            raise ValueError(f"Mamba2(chunk={chunk}): chunk counts tokens and must be at least 1.")
+        keys = jax.random.split(key, 10)
+        few: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim}
+        many: dict[str, Any] = {"heads": heads, "v_dim": v_dim}
+        given: dict[str, Any] = {"embed": embed, "bias": bias}
+        conv: dict[str, Any] = {"taps": taps, "bias": conv_bias}
+        self.gate = Linear("embed -> heads v_dim", **given, **many, key=keys[0])
+        self.value = Linear("embed -> heads v_dim", **given, **many, key=keys[1])
+        self.key = Linear("embed -> kv_heads head_dim", **given, **few, key=keys[2])
+        self.query = Linear("embed -> kv_heads head_dim", **given, **few, key=keys[3])
+        self.step = Linear("embed -> heads", **given, heads=heads, key=keys[4])
+        self.value_conv = CausalConv("heads v_dim", **conv, **many, key=keys[5])
+        self.key_conv = CausalConv("kv_heads head_dim", **conv, **few, key=keys[6])
+        self.query_conv = CausalConv("kv_heads head_dim", **conv, **few, key=keys[7])
+        self.log_rate = jnp.log(jnp.arange(1, heads + 1, dtype=jnp.float32))
+        step = jnp.exp(jax.random.uniform(keys[8], (heads,), jnp.float32, jnp.log(0.001), jnp.log(0.1)))
+        self.step_bias = step + jnp.log(-jnp.expm1(-step))  # of which softplus gives the step
+        self.skip = jnp.ones(heads, jnp.float32)
+        # Over all heads a norm may be split; that of a group, of which each device has the whole, never is.
+        dims = "heads v_dim" if kv_heads == 1 else "group v_dim"
+        sizes: dict[str, Any] = {dims.split()[0]: heads // kv_heads, "v_dim": v_dim}
+        self.norm = None if norm_eps is None else RMSNorm(dims, eps=norm_eps, scale=False, **sizes)
+        self.scale = None if norm_eps is None else jnp.ones((heads, v_dim), jnp.float32)
+        self.output = Linear("heads v_dim -> embed", **given, **many, std=output_std, key=keys[9])
+        self.step_limits, self.chunk = step_limits, chunk
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: RecurrentCache | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], RecurrentCache | None]:
+        """Read the tokens of `x` in turn, after those that a cache remembers; it then remembers these too."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
+        inputs = self.query(x), self.key(x), self.value(x)
+        # Of all tokens, where `x` are some of them.
+        reading = Reading((self.query_conv, self.key_conv, self.value_conv), tokens, inputs[0].shape[:-2], cache)
+        query, key, value = reading.convolved(inputs)
+        exact = value.dtype
+        step = jax.nn.softplus(self.step(x).astype(exact) + self.step_bias.astype(exact))
+        step = jnp.where(reading.is_real[..., None], jnp.clip(step, *self.step_limits), 0)
+        decay, state = -jnp.exp(self.log_rate.astype(exact)) * step, reading.state(key, value)
+        taken = value * step[..., None]
+        answer, state = state_space(query, key, taken, decay, reading.documents, state, chunk=self.chunk)
+        answer = answer + value * self.skip.astype(exact)[:, None]
+        answer = self._normed(answer * jax.nn.silu(self.gate(x).astype(exact)), key.shape[-2])
+        return self.output(answer.astype(x.dtype)), reading.cache_after(inputs, state)
+
+    def _normed(self, y: Float[Array, "*batch seq heads v_dim"], groups: int) -> Float[Array, "*batch seq heads v_dim"]:
+        if self.norm is None or self.scale is None:
+            return y
+        apart = y.reshape(*y.shape[:-2], groups, -1, y.shape[-1])
+        return self.norm(apart).reshape(y.shape) * self.scale.astype(y.dtype)
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> RecurrentCache:
+        """An empty cache; `capacity` does not matter."""
+        return empty_cache(batch, dtype, self.key, self.value, [self.key_conv])
+
+    def facts(self) -> MixerFacts:
+        """It runs on a slice of its heads, of whole groups where these are normed each by itself."""
+        heads, v_dim = self.value.output_shape
+        is_of_groups = self.norm is not None and "group" in self.norm.reduced
+        operations = 2 * 2 * heads * v_dim * self.key.sizes["head_dim"]
+        return MixerFacts(True, operations=operations, shares_kv_heads=not is_of_groups)

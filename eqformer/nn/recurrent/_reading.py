@@ -1,0 +1,91 @@
+"""What recurrences share around their rules: convolutions of what goes in, padding, documents, the cache."""
+
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .._cache import RecurrentCache
+from .._documents import continues, documents_of, lengths_after
+from .._dtype import at_least_float32, float_dtype
+from .._linear_map import LinearMap
+from .._slots import check_one_document
+from .._tokens import Tokens
+from ._conv import CausalConv
+
+
+class Reading(eqx.Module):
+    """The tokens of one call of a recurrence and, where there is a cache, what is known of those before.
+
+    The recurrence has queries, keys and values, of which each goes through a convolution of its own.
+    """
+
+    convs: tuple[CausalConv, CausalConv, CausalConv]
+    positions: Int[Array, "*batch seq"]
+    documents: Int[Array, "*batch seq"]
+    cache: RecurrentCache | None
+
+    def __init__(
+        self,
+        convs: tuple[CausalConv, CausalConv, CausalConv],
+        tokens: Tokens,
+        shape: tuple[int, ...],
+        cache: RecurrentCache | None,
+    ):
+        """Of tokens of this `shape`, that of whole rows. Raises a `ValueError` for packed rows with a cache."""
+        if cache is not None:
+            check_one_document(tokens)
+        self.convs, self.cache = convs, cache
+        self.positions, self.documents = jnp.broadcast_to(tokens.positions, shape), documents_of(tokens, shape)
+
+    @property
+    def is_real(self) -> Bool[Array, "*batch seq"]:
+        """Which tokens are no padding."""
+        return self.positions >= 0
+
+    def convolved(self, inputs: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
+        """Queries, keys and values after their convolutions and silu, in float32 at least."""
+        before = (None,) * 3 if self.cache is None else (self.cache.queries, self.cache.keys, self.cache.values)
+        triples = zip(self.convs, self._without_padding(inputs), before, strict=True)
+        return [jax.nn.silu(conv(y, self.documents, past)) for conv, y, past in triples]
+
+    def state(
+        self, key: Float[Array, "*batch seq kv_heads head_dim"], value: Float[Array, "*batch seq heads v_dim"]
+    ) -> Float[Array, "*batch heads head_dim v_dim"]:
+        """What the first token finds: zeros, or what the cache has; NaN for a row whose tokens are not the next."""
+        if self.cache is None:
+            heads, v_dim = value.shape[-2:]
+            return jnp.zeros_like(value, shape=(*value.shape[:-3], heads, key.shape[-1], v_dim))
+        is_next = continues(self.positions, self.cache.lengths)
+        state = jnp.where(is_next[..., None, None, None], self.cache.state.astype(value.dtype), jnp.nan)
+        return jnp.where(self.documents[..., 0, None, None, None] > 0, 0, state)
+
+    def cache_after(
+        self, inputs: Sequence[Float[Array, "..."]], state: Float[Array, "*batch heads head_dim v_dim"]
+    ) -> RecurrentCache | None:
+        """The cache with these tokens read, where there is one; `inputs` are as for `convolved`."""
+        was = self.cache
+        if was is None:
+            return None
+        count = jnp.sum(self.is_real, axis=-1, dtype=jnp.int32)
+        triples = zip(self.convs, self._without_padding(inputs), (was.queries, was.keys, was.values), strict=True)
+        queries, keys, values = (conv.after(y, self.documents, past, count) for conv, y, past in triples)
+        lengths = lengths_after(self.positions, was.lengths)
+        return RecurrentCache(state.astype(was.state.dtype), queries, keys, values, lengths)
+
+    def _without_padding(self, inputs: Sequence[Array]) -> list[Array]:
+        return [jnp.where(self.is_real[..., None, None], y, 0) for y in inputs]
+
+
+def empty_cache(
+    batch: Sequence[int], dtype: str, key: LinearMap, value: LinearMap, convs: Sequence[CausalConv]
+) -> RecurrentCache:
+    """A cache that remembers nothing, for rows of any length; `key` and `value` are the maps that keys come from."""
+    dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
+    (kv_heads, head_dim), (heads, v_dim) = key.output_shape, value.output_shape
+    kept = (*batch, convs[0].weight.shape[-1] - 1)
+    few, many = jnp.zeros((*kept, kv_heads, head_dim), dtype), jnp.zeros((*kept, heads, v_dim), dtype)
+    state = jnp.zeros((*batch, heads, head_dim, v_dim), at_least_float32(jnp.dtype(dtype)))
+    return RecurrentCache(state, few, few, many, jnp.zeros(tuple(batch), jnp.int32))

@@ -1,0 +1,72 @@
+"""The state-space recurrence of Mamba-2: a matrix a head that fades, takes up a value by its key, answers queries."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ._chunks import cut, fading, product, put_together
+
+
+State = Float[Array, "*batch heads head_dim v_dim"]
+
+
+def state_space(
+    query: Float[Array, "*batch seq kv_heads head_dim"],
+    key: Float[Array, "*batch seq kv_heads head_dim"],
+    value: Float[Array, "*batch seq heads v_dim"],
+    decay: Float[Array, "*batch seq heads"],
+    documents: Int[Array, "*batch seq"],
+    state: State,
+    *,
+    chunk: int,
+) -> tuple[Float[Array, "*batch seq heads v_dim"], State]:
+    """Each token's answer `S_t^T q_t`, and the last state, of `S_t = e^decay_t S_(t-1) + k_t v_t^T` in each head.
+
+    By the duality of Dao and Gu (2024, arXiv:2405.21060, section 6) whole rows are computed by chunks: within one, as
+    an attention whose scores fade; from one to the next by the state. All is products of matrices but the sum over
+    chunks, and time and memory grow with `seq * chunk`. Each key and query serves `heads / kv_heads` neighbouring
+    heads. `state` is of document 0, and each further document begins with zeros; a token of value and decay 0 changes
+    nothing. One token is one step. All arrays are of one dtype.
+    """
+    batch, seq, groups = key.shape[:-3], key.shape[-3], key.shape[-2]
+    heads, v_dim = value.shape[-2:]
+    grouped = value.reshape(*value.shape[:-2], groups, heads // groups, v_dim)
+    if seq == 1:
+        return _step(query, key, grouped, decay, documents, state)
+    size = min(chunk, seq)
+    chunks = lambda x: jnp.moveaxis(cut(x.reshape(-1, *x.shape[len(batch) :]), size), 2, -1)
+    key, query, grouped = (jnp.swapaxes(chunks(x), -2, -1) for x in (key, query, grouped))
+    # The last chunk is padded with tokens of the last document, of value and decay 0.
+    owners = cut(documents.reshape(-1, seq), size, mode="edge")
+    by_group = lambda x: x.reshape(*x.shape[:2], groups, heads // groups, *x.shape[3:])
+    within, passing, ending, kept = map(by_group, fading(chunks(decay), owners))
+    scores = product("nbgid,nbgjd->nbgij", query, key)[..., None, :, :] * within
+    output = product("nbgrij,nbgrjv->nbgriv", scores, grouped)
+    added = product("nbgjd,nbgrjv->nbgrdv", key, grouped * ending[..., None])
+
+    def one_chunk(state: Array, given: tuple[Array, Array]) -> tuple[Array, Array]:
+        kept, added = given
+        return state * kept[..., None, None] + added, state
+
+    # The zero has the carry vary, under `shard_map`, over all mesh axes that the later states vary over.
+    start = state.reshape(added.shape[1:]) + jnp.zeros_like(added, shape=())
+    last, before = jax.lax.scan(one_chunk, start, (kept, added))
+    output += product("nbgid,nbgrdv->nbgriv", query, before) * passing[..., None]
+    output = output.reshape(*output.shape[:2], heads, size, v_dim)
+    return put_together(output, batch, seq), last.reshape(state.shape)
+
+
+def _step(
+    query: Float[Array, "*batch 1 kv_heads head_dim"],
+    key: Float[Array, "*batch 1 kv_heads head_dim"],
+    grouped: Float[Array, "*batch 1 kv_heads copies v_dim"],
+    decay: Float[Array, "*batch 1 heads"],
+    documents: Int[Array, "*batch 1"],
+    state: State,
+) -> tuple[Float[Array, "*batch 1 heads v_dim"], State]:
+    goes_on = documents[..., 0, None, None, None] == 0
+    state = jnp.where(goes_on, state * jnp.exp(decay[..., 0, :, None, None]), 0)
+    added = product("...gd,...grv->...grdv", key[..., 0, :, :], grouped[..., 0, :, :, :])
+    state = state + added.reshape(state.shape)
+    answer = product("...gd,...grdv->...grv", query[..., 0, :, :], state.reshape(added.shape))
+    return answer.reshape(*state.shape[:-2], state.shape[-1])[..., None, :, :], state

@@ -1,0 +1,122 @@
+"""Mamba-2 against loops in float64; its documents, padding, caches, slices."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nn_reference import close, drawn, linear, normal, replaced, wide
+
+from eqformer import nn
+
+
+KEY = jax.random.key(0)
+EMBED, SEQ = 6, 7
+SIZES: Any = dict(embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5)
+NET = drawn(nn.Mamba2, **SIZES, chunk=3, bias=True, step_limits=(0.2, 1.0), key=KEY)
+X = normal(1, 2, SEQ, EMBED)
+run = eqx.filter_jit(lambda net, x, tokens, cache=None: net(x, tokens, cache))
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def literal(net, x, documents):
+    """Convolve, bend, fade, take up and answer, gate and normalise, in float64, token by token."""
+
+    def mixed(part, conv):
+        y, weight, found = linear(x, part), wide(conv.weight), []
+        for place, tap in np.ndindex(x.shape[1], taps := weight.shape[-1]):
+            found += [np.broadcast_to(wide(conv.bias), y[:, 0].shape).copy()] if tap == 0 else []
+            source = place - taps + 1 + tap
+            if source >= 0:
+                is_own = documents[:, source] == documents[:, place]
+                found[place] += is_own[:, None, None] * y[:, source] * weight[..., tap]
+        return silu(np.stack(found, axis=1))
+
+    query, key = mixed(net.query, net.query_conv), mixed(net.key, net.key_conv)
+    value = mixed(net.value, net.value_conv)
+    step = np.clip(np.log1p(np.exp(linear(x, net.step) + wide(net.step_bias))), *net.step_limits)
+    output, group = np.zeros(value.shape), value.shape[2] // key.shape[2]
+    for row, head in np.ndindex(len(x), value.shape[2]):
+        memory = np.zeros((key.shape[-1], value.shape[-1]))
+        for place in range(x.shape[1]):
+            at = row, place, head
+            memory = memory * (place > 0 and documents[row, place] == documents[row, place - 1])
+            memory = memory * np.exp(-np.exp(wide(net.log_rate)[head]) * step[at])
+            memory += np.outer(key[row, place, head // group], step[at] * value[at])
+            output[at] = memory.T @ query[row, place, head // group] + wide(net.skip)[head] * value[at]
+    output *= silu(linear(x, net.gate))
+    if net.norm is not None:
+        groups = output.reshape(*output.shape[:2], -1, group * output.shape[-1])
+        groups = groups / np.sqrt((groups**2).mean(axis=-1, keepdims=True) + net.norm.eps)
+        output = groups.reshape(output.shape) * wide(net.scale)
+    return linear(output, net.output)
+
+
+def test_it_is_its_loops():
+    """Packed documents too, each of which is as it is alone."""
+    places, segments = jnp.array([[0, 1, 2, 3, 0, 1, 2], [4, 5, 6, 4, 5, 6, 7]]), jnp.array([[5] * 4 + [8] * 3] * 2)
+    segments = segments.at[1, 3].set(8)
+    y, cache = run(NET, X, nn.Tokens(places, segments))
+    expected = literal(NET, wide(X), np.array(segments))
+    assert cache is None and close(y, expected, 1e-5)
+    padded = jnp.where(jnp.arange(SEQ) < 3, jnp.arange(SEQ), -1)  # one program for all calls
+    alone = run(NET, jnp.roll(X, 3, axis=1), nn.Tokens(jnp.stack([padded] * 2), jnp.zeros_like(segments)))[0][:, :3]
+    assert close(y[0, 4:], alone[0], 1e-5) and not close(y[1, 4:], alone[1], 1e-2)
+    crossed = eqx.tree_at(lambda n: n.value.weight, NET, NET.value.weight[jnp.array([0, 2, 1, 3])])
+    for change in ("log_rate", "step_bias", "skip", "scale"):  # read as arguments: nothing is compiled anew
+        other = replaced(NET, **{change: getattr(NET, change) + 0.5})
+        assert not close(run(other, X, nn.Tokens(places, segments))[0], y, 1e-3), change
+    assert not close(run(crossed, X, nn.Tokens(places, segments))[0], y, 1e-3)  # neighbours share a key head
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("options", [{"kv_heads": 1}, {"norm_eps": None}, {"kv_heads": 4, "taps": 2}])
+def test_so_it_is_of_one_group_without_a_norm_and_with_fewer_taps(options):
+    net = drawn(nn.Mamba2, **SIZES | options, key=KEY)
+    assert close(run(net, X, None)[0], literal(net, wide(X), np.zeros((2, SEQ))), 1e-5)
+    assert close(run(net, X[1], None)[0], run(net, X, None)[0][1], 1e-6)
+
+
+def test_padding_is_never_read():
+    places = jnp.array([[0, 1, 2, 3, -1, -1, -1], [0, 1, 2, 3, 4, 5, 6]])
+    total = lambda x: (lambda y: (jnp.sum(y[0, :4]), y))(NET(x, nn.Tokens(places))[0])
+    found = jax.jit(jax.grad(total, has_aux=True))
+    (gradient, y), (_, other) = found(X), found(X.at[0, 4:].set(9.0))
+    assert np.array_equal(y[0, :4], other[0, :4]) and bool(jnp.isfinite(y).all())
+    assert not np.any(gradient[0, 4:]) and np.any(gradient[0, 0])
+
+
+def test_slices_of_the_heads_give_partial_sums():
+    total = lambda net: run(eqx.tree_at(lambda n: n.output.bias, net, None), X, None)[0]
+    parts = [jax.tree.map(functools.partial(_cut, part), nn.dims(NET), NET) for part in range(2)]
+    assert close(sum(map(total, parts)), total(NET), 1e-5)
+
+
+def _cut(part, names, leaf):
+    dims = names.split() if eqx.is_array(leaf) else []
+    for dim in ("heads", "kv_heads"):
+        if dim in dims:
+            size = leaf.shape[dims.index(dim)] // 2
+            leaf = jax.lax.slice_in_dim(leaf, part * size, (part + 1) * size, axis=dims.index(dim))
+    return leaf
+
+
+@pytest.mark.grid
+def test_in_bfloat16_it_remembers_in_float32():
+    half = nn.cast(NET, "bfloat16")
+    y, cache = run(half, X.astype(jnp.bfloat16), nn.positions_like((2, SEQ)), half.init_cache((2,), 8, "bfloat16"))
+    assert y.dtype == jnp.bfloat16 and cache.state.dtype == jnp.float32 and cache.keys.dtype == jnp.bfloat16
+    assert close(y.astype(jnp.float32), run(NET, X, None)[0], 5e-2)
+
+
+def test_bad_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"heads=4, kv_heads=3\).*take one of \[1, 2, 4\]"):
+        nn.Mamba2(**SIZES | {"kv_heads": 3}, key=KEY)
+    with pytest.raises(ValueError, match=r"Mamba2\(chunk=0\)"):
+        nn.Mamba2(**SIZES, chunk=0, key=KEY)
