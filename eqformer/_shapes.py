@@ -19,7 +19,7 @@ LEGEND = {
     "kv_heads": "key and value heads",
     "head_dim": "channels of a head",
     "group": "heads that share a key head",
-    "mlp": "hidden features of a feed-forward layer",
+    "mlp": "hidden features of a feed-forward layer, channels of a short convolution",
     "vocab": "token ids",
     "max_seq": "learned positions",
     "layers": "blocks of a stack",

@@ -47,6 +47,8 @@ from .families._granite import GraniteConfig as GraniteConfig
 from .families._hunyuan import HunyuanConfig as HunyuanConfig
 from .families._hunyuan_moe import HunyuanMoEConfig as HunyuanMoEConfig
 from .families._jaxformer import JAXformerConfig as JAXformerConfig
+from .families._lfm2 import LFM2Config as LFM2Config
+from .families._lfm2_moe import LFM2MoEConfig as LFM2MoEConfig
 from .families._llama import LlamaConfig as LlamaConfig
 from .families._llama4 import Llama4Config as Llama4Config
 from .families._minimax_m2 import MiniMaxM2Config as MiniMaxM2Config

@@ -17,7 +17,12 @@ from ._block import (
     Period as Period,
     Residual as Residual,
 )
-from ._cache import KVCache as KVCache, LatentCache as LatentCache, RecurrentCache as RecurrentCache
+from ._cache import (
+    ConvCache as ConvCache,
+    KVCache as KVCache,
+    LatentCache as LatentCache,
+    RecurrentCache as RecurrentCache,
+)
 from ._contracts import (
     Attends as Attends,
     FeedForward as FeedForward,
@@ -143,6 +148,7 @@ from .experts._routing import Routing as Routing, Slots as Slots
 from .recurrent._conv import CausalConv as CausalConv
 from .recurrent._delta_net import GatedDeltaNet as GatedDeltaNet
 from .recurrent._mamba2 import Mamba2 as Mamba2
+from .recurrent._short_conv import GatedShortConv as GatedShortConv
 
 
 # Files listed whole, each with its names. Type checkers take an import under another name for private, so assigned.

@@ -122,6 +122,16 @@ class RecurrentCache(eqx.Module):
     lengths: Int[Array, "*batch"]
 
 
+class ConvCache(eqx.Module):
+    """The cache of a short convolution, whose size does not depend on the length of its rows.
+
+    `inputs` is what the convolution was given for the last tokens; `lengths` is the position of each row's next token.
+    """
+
+    inputs: Float[Array, "*batch kept mlp"]
+    lengths: Int[Array, "*batch"]
+
+
 def _emptied(x: Num[Array, "*dims row"], dtype: str) -> tuple[Num[Array, "*dims row"], Float[Array, "*dims"]]:
     return jnp.zeros(x.shape, dtype), jnp.zeros(x.shape[:-1], jnp.float32)
 

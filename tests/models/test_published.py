@@ -90,6 +90,8 @@ BY_DEFAULT = {
     "glm_moe_dsa chosen keys",
     "hunyuan_v1_dense alpha",
     "hunyuan_v1_moe each layer's own",
+    "lfm2 chosen layers",
+    "lfm2_moe some dense",
     "minimax_m2 plain",
     "ministral3 plain",
     "mistral4 plain",

@@ -44,6 +44,7 @@ KINDS = {
         nn.GatedDeltaNet, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY
     ),
     "mamba2": lambda: drawn(nn.Mamba2, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY),
+    "short convolution": lambda: drawn(nn.GatedShortConv, embed=EMBED, taps=4, bias=True, key=KEY),
     "latent": lambda: latent(q_latent=5, query_latent_norm=nn.RMSNorm("q_latent", q_latent=5)),
     "latent with biases": lambda: latent(bias=True),
     "latent in a window": lambda: latent(mask=nn.sliding_window(3), temperature=nn.LogTemperature(3, 0.5)),
@@ -80,6 +81,7 @@ BY_DEFAULT = {
     "longrope in a window",
     "delta net",
     "mamba2",
+    "short convolution",
     "latent in a window",
     "latent with dynamic rotary",
 }

@@ -32,6 +32,7 @@ CASES = {
     ),
     "deepseek-v4": dict(experts=8, top_k=3, score="sqrt_softplus", normalise=True, balanced=True, scale=1.5),
     "llama4": dict(experts=4, top_k=1, score="sigmoid"),
+    "lfm2": dict(experts=8, top_k=2, score="sigmoid", normalise=True, normalise_eps=0.3, balanced=True),
 }
 
 
@@ -53,7 +54,7 @@ def reference(router, x, without=""):
     experts = best(merit, router.top_k, places)
     weights = np.array([(merit if without == "merit" else scores)[expert] for expert in experts])
     if router.normalise and without != "normalise":
-        weights = weights / weights.sum()
+        weights = weights / (weights.sum() + (0 if without == "normalise_eps" else router.normalise_eps))
     return experts, weights * (1 if without == "scale" else router.scale), scores
 
 
@@ -72,7 +73,7 @@ def test_top_k_is_its_paper(name):
     assert np.array_equal(routing.experts, experts) and close(routing.weights, weights)
     assert close(routing.scores, scores) and routing.load is None
     case = CASES[name]
-    steps = {"normalise", "scale", "groups", "bias"} & case.keys()
+    steps = {"normalise", "normalise_eps", "scale", "groups", "bias"} & case.keys()
     steps |= {"balance", "merit"} if "balanced" in case else set()
     for step in steps | ({"top2"} if case.get("group_score") == "top2" else set()):
         experts, weights, _ = all_tokens(reference, router, x, without=step)

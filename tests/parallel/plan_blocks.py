@@ -247,6 +247,14 @@ def state_space(key: Any, kv_heads: int = 4) -> nn.Period:
     )
 
 
+def short_convolutions(key: Any) -> nn.Period:
+    """Like LFM2: a short convolution between gates, with biases, and an attention."""
+    one, two = jax.random.split(key)
+    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
+    mixers = nn.GatedShortConv(embed=EMBED, mlp=24, taps=4, bias=True, key=one), attention(two)
+    return nn.Period(tuple(nn.Block(nn.Residual(mixer, norm()), nn.Residual(mlp, norm())) for mixer in mixers))
+
+
 class WholeFading(Fading):
     """The same mixer, but it says nothing of itself."""
 
@@ -292,6 +300,7 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "cosine": (cosine,),
     "cosine rows": (functools.partial(cosine, rows=True),),
     "recurrence": (recurrence,),
+    "short convolutions": (short_convolutions,),
     "fading": (fading,),
     "whole fading": (functools.partial(fading, mixer=WholeFading),),
     "rezero": (rezero,),

@@ -118,13 +118,15 @@ EDGES = (
 )
 
 
-def attention_weights(*, prefix: str = f"{LAYER}self_attn.", gated: int | str = 0) -> tuple[Rule, ...]:
+def attention_weights(
+    *, prefix: str = f"{LAYER}self_attn.", gated: int | str = 0, output: str = "o"
+) -> tuple[Rule, ...]:
     """An `Attention`'s projections, published as `q_proj`, `k_proj`, `v_proj` and `o_proj`, with biases if it has some.
 
     Of so many `gated` heads, each head's gate is published behind its query.
     """
     found = []
-    for name, published in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o")):
+    for name, published in (("query", "q"), ("key", "k"), ("value", "v"), ("output", output)):
         for part, into, out in (("weight", INTO_HEADS, OUT_OF_HEADS), ("bias", OF_HEADS, "")):
             own: str | tuple[str, str] = f"mixer.layer.{name}.{part}"
             joined = bool(gated) and name == "query"

@@ -50,6 +50,7 @@ class TopKRouter(Router):
     norm: Norm | None
     logit_scale: float = eqx.field(static=True)
     expert_scale: Float[Array, "candidates"] | None
+    normalise_eps: float = eqx.field(static=True)
     selection_bias: Float[Array, "candidates"] | None = float32_at_least()
 
     def __init__(
@@ -60,6 +61,7 @@ class TopKRouter(Router):
         top_k: int,
         score: str = "softmax",
         normalise: bool = False,
+        normalise_eps: float = 0.0,
         scale: float = 1.0,
         groups: int = 1,
         kept_groups: int = 1,
@@ -81,6 +83,7 @@ class TopKRouter(Router):
             top_k: How many each token has.
             score: `"softmax"`, `"sigmoid"` or `"sqrt_softplus"` of the logits.
             normalise: Whether the weights of the chosen add up to `scale`.
+            normalise_eps: What is added to their sum before; not of a softmax (LFM2: 1e-6).
             scale: What the weights are multiplied by.
             groups: Groups of neighbouring experts.
             kept_groups: The best groups, from which alone experts are chosen.
@@ -105,6 +108,7 @@ class TopKRouter(Router):
         self.norm, self.logit_scale = norm, logit_scale
         self.expert_scale = jnp.ones(experts, jnp.float32) if scales_experts else None
         self.top_k, self.score, self.normalise, self.scale = top_k, score, normalise, scale
+        self.normalise_eps = normalise_eps
         self.groups, self.kept_groups, self.group_score, self.jitter = groups, kept_groups, group_score, jitter
 
     def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Routing:
@@ -122,7 +126,7 @@ class TopKRouter(Router):
             weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1))
         else:
             weights = jnp.take_along_axis(scores, experts, axis=-1)
-            weights = normalised(weights) if self.normalise else weights
+            weights = normalised(weights, self.normalise_eps) if self.normalise else weights
         if self.expert_scale is not None:
             weights = weights * self.expert_scale.astype(weights.dtype)[experts]
         return routing_of(tokens, experts, self.scale * weights, scores, logits)

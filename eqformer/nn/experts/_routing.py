@@ -93,9 +93,9 @@ def best_places(merit: Float[Array, "*lead options"], count: int) -> Int[Array, 
     return jax.lax.top_k(jax.lax.stop_gradient(merit), count)[1]
 
 
-def normalised(scores: Float[Array, "*batch seq some"]) -> Float[Array, "*batch seq some"]:
-    """The scores over their sum; of scores that are all next to 0 nearly nothing, with a finite slope."""
-    return scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), 1e-18)
+def normalised(scores: Float[Array, "*batch seq some"], eps: float = 0.0) -> Float[Array, "*batch seq some"]:
+    """The scores over their sum and `eps`; of scores that are all next to 0 nearly nothing, with a finite slope."""
+    return scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True) + eps, 1e-18)
 
 
 def check_top_k(router: str, top_k: int, experts: int) -> None:

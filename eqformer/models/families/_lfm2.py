@@ -1,0 +1,68 @@
+"""LFM2 and 2.5 (Liquid AI 2025, arXiv:2511.23404): gated short convolutions, and in some layers an attention."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, Transformer
+from .._attributes import Entry
+from .._config import PublishedConfig
+from .._family import Family
+from ._decoder import decoder, gated_mlp, pre_norm_block
+from ._short_convs import CONV_ATTRIBUTES, conv_or_attention, CONV_WEIGHTS, ConvConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LFM2Config(ConvConfig):
+    """The config of an LFM2."""
+
+
+def build_lfm2(config: LFM2Config, *, key: Key[Array, ""]) -> Transformer:
+    """An LFM2 with random weights."""
+
+    def block(is_attention: bool, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        mixed = conv_or_attention(config, is_attention, mixer)
+        return pre_norm_block(config, mixed, gated_mlp(config, key=feed_forward))
+
+    return decoder(config, block, [layer in config.attention_layers for layer in range(config.layers)], key=key)
+
+
+class _Width(Entry):
+    """Hidden features, which may be said as those of a layer without gates, of which two thirds are then meant."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`mlp`."""
+        width = published.count("block_ff_dim", published.take("intermediate_size", 12_288))
+        multiple = published.count("block_multiple_of", 256)
+        factor = published.nullable("block_ffn_dim_multiplier", 1.0)
+        if published.take("block_auto_adjust_ff_dim", True):
+            width = int(2 * width / 3)
+            width = width if factor is None else -(-int(factor * width) // multiple) * multiple
+        return {"mlp": width}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The width as it is."""
+        return {"intermediate_size": config.mlp, "block_auto_adjust_ff_dim": False}
+
+
+_LAYERS: dict[str, Any] = {"attention_layers": (2, 5, 8, 10, 12, 14)}
+_PRESETS = {
+    "lfm2-byte-200k": LFM2Config(256, 64, 4, 4, 2, 160, attention_layers=(2,), bias=True, theta=1e4),
+    "lfm2-350m": LFM2Config(65_536, 1024, 16, 16, 8, 4608, **_LAYERS),
+    "lfm2-700m": LFM2Config(65_536, 1536, 16, 24, 8, 6912, **_LAYERS),
+    "lfm2-1.2b": LFM2Config(65_536, 2048, 16, 32, 8, 8192, **_LAYERS),
+}
+
+LFM2 = Family(
+    "lfm2",
+    LFM2Config,
+    build_lfm2,
+    _PRESETS,
+    "Lfm2ForCausalLM",
+    "lfm2",
+    (*CONV_ATTRIBUTES, _Width()),
+    CONV_WEIGHTS,
+)

@@ -1,0 +1,95 @@
+"""LFM2's mixtures (Liquid AI 2025, arXiv:2511.23404): the same layers, with small experts chosen as DeepSeek-V3's."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, Transformer
+from .._attributes import Attribute
+from .._family import Family
+from .._weights import Rule
+from ._common import gated_weights, LAYER, WIDTH
+from ._decoder import decoder, gated_mlp, pre_norm_block
+from ._mixtures import mixture
+from ._short_convs import CONV_ATTRIBUTES, conv_or_attention, CONV_WEIGHTS, ConvConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LFM2MoEConfig(ConvConfig):
+    """The config of an LFM2 with experts; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+
+    expert_mlp: int
+    """Hidden features of an expert."""
+    experts: int = 32
+    """Experts of a layer."""
+    top_k: int = 4
+    """Experts of a token."""
+    first_dense: int = 2
+    """Layers at the beginning without experts."""
+    normalise: bool = True
+    """Whether a token's weights are divided by their sum."""
+    scale: float = 1.0
+    """What they are multiplied by then."""
+    biased: bool = True
+    """Whether the choice of experts has a bias."""
+    balance: float = 0.0
+    """The weight of `LoadBalance`, over the batch."""
+
+
+def build_lfm2_moe(config: LFM2MoEConfig, *, key: Key[Array, ""]) -> Transformer:
+    """An LFM2 with experts, with random weights."""
+    chosen: dict[str, Any] = {"score": "sigmoid", "balanced": config.biased, "scale": config.scale}
+    chosen |= {"normalise": config.normalise, "normalise_eps": 1e-6}
+
+    def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        mixed = conv_or_attention(config, kind[0], mixer)
+        if not kind[1]:
+            return pre_norm_block(config, mixed, gated_mlp(config, key=feed_forward))
+        router, experts = jax.random.split(feed_forward)
+        expert = lambda key: gated_mlp(config, mlp=config.expert_mlp, key=key)
+        return pre_norm_block(config, mixed, mixture(config, expert, router=router, experts=experts, **chosen))
+
+    kinds = [(layer in config.attention_layers, layer >= config.first_dense) for layer in range(config.layers)]
+    return decoder(config, block, kinds, key=key)
+
+
+_PRESETS = {
+    "lfm2-moe-byte-300k": LFM2MoEConfig(
+        *(256, 64, 4, 4, 2, 160),
+        **{"attention_layers": (2,), "expert_mlp": 32, "experts": 12, "first_dense": 1, "bias": True},
+        theta=1e4,
+    ),
+    "lfm2-8b-a1b": LFM2MoEConfig(
+        65_536, 2048, 24, 32, 8, 7168, expert_mlp=1792, attention_layers=(2, 6, 10, 14, 18, 21)
+    ),
+}
+
+_MIXTURE, _EXPERTS = f"{LAYER}feed_forward.", "feed_forward.layer.experts.mlps"
+LFM2_MOE = Family(
+    "lfm2_moe",
+    LFM2MoEConfig,
+    build_lfm2_moe,
+    _PRESETS,
+    "Lfm2MoeForCausalLM",
+    "lfm2_moe",
+    (
+        *(*CONV_ATTRIBUTES, WIDTH),
+        Attribute("expert_mlp", "moe_intermediate_size", 1792),
+        Attribute("experts", "num_experts", 32),
+        Attribute("top_k", "num_experts_per_tok", 4),
+        Attribute("first_dense", "num_dense_layers", 2),
+        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("scale", "routed_scaling_factor", 1.0),
+        Attribute("biased", "use_expert_bias", True),
+        Attribute("balance", "router_aux_loss_coef", 0.0),
+    ),
+    (
+        *CONV_WEIGHTS,
+        Rule(f"{_MIXTURE}gate.weight", "feed_forward.layer.router.linear.weight"),
+        Rule(f"{_MIXTURE}expert_bias", "feed_forward.layer.router.selection_bias"),
+        *gated_weights(_EXPERTS, prefix=f"{_MIXTURE}experts.{{expert}}.", names=("w1", "w3", "w2")),
+    ),
+)

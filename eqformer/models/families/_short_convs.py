@@ -1,0 +1,81 @@
+"""What hybrids of attention and short convolutions share: configs, mixers, attributes, and names of arrays."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from jaxtyping import Array, Key
+
+from ...nn import Attention, GatedShortConv
+from .._attributes import Attribute, Entry, Expect, Ignore
+from .._config import PublishedConfig
+from .._family import DecoderConfig
+from .._layer_attributes import LayerTypes
+from .._rotary_attributes import RotaryPositions
+from .._weights import Rule
+from ._common import attention_weights, EDGES, gated_weights, HeadSize, KeyHeads, LAYER, norm_weights, SIZES
+from ._decoder import attention, damping, head_norms
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvConfig(DecoderConfig):
+    """What the configs of these hybrids have in common."""
+
+    attention_layers: tuple[int, ...]
+    """The numbers of the layers with attention; others have convolutions."""
+    taps: int = 3
+    """Tokens that a convolution sees."""
+    bias: bool = False
+    """Whether convolutions, and the maps around them, have biases."""
+    theta: float = 1_000_000.0
+    eps: float = 1e-5
+    tied: bool = True
+    max_seq: int = 128_000
+
+
+def conv_or_attention(config: ConvConfig, is_attention: bool, key: Key[Array, ""]) -> Attention | GatedShortConv:
+    """An attention whose queries and keys are normed, or a convolution."""
+    if is_attention:
+        return attention(config, **head_norms(config), key=key)
+    std = damping(config) * config.embed**-0.5
+    return GatedShortConv(embed=config.embed, taps=config.taps, bias=config.bias, output_std=std, key=key)
+
+
+def _listed(published: PublishedConfig, layers: int) -> Iterable[int]:
+    """The layers with attention where no types are listed: all, if nothing is said."""
+    said = published.listed("full_attn_idxs")
+    return range(layers) if said is None else said
+
+
+CONV_ATTRIBUTES: tuple[Entry, ...] = (
+    *(*SIZES, KeyHeads(8), HeadSize(), RotaryPositions(1_000_000.0)),
+    Attribute("eps", "norm_eps", 1e-5),
+    Attribute("tied", ("tie_embedding", "tie_word_embeddings"), True, written=("tie_word_embeddings",)),
+    Attribute("max_seq", "max_position_embeddings", 128_000),
+    LayerTypes("attention_layers", ("full_attention", "conv"), _listed),
+    Attribute("taps", "conv_L_cache", 3),
+    Attribute("bias", "conv_bias", False),
+    Expect("hidden_act", "silu", written=False),
+    Expect("block_use_swiglu", True, written=False),
+    Expect("use_pos_enc", True, written=False),
+    Expect("theta", 1_000_000.0, written=False),
+    # Of the first configurations: what other attributes say again, and how weights were drawn.
+    Ignore("block_dim", "conv_dim", "conv_dim_out", "num_heads", "block_norm_eps", "block_mlp_init_scale"),
+    Ignore("block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
+)
+
+_OWN, _CONV, _INTO = "mixer.layer.", f"{LAYER}conv.", ("input_gate", "output_gate", "value")
+_OF_CONVS = (
+    *(Rule(f"{_CONV}in_proj.{part}", tuple(f"{_OWN}{name}.{part}" for name in _INTO)) for part in ("weight", "bias")),
+    *(Rule(f"{_CONV}out_proj.{part}", f"{_OWN}output.{part}") for part in ("weight", "bias")),
+    Rule(f"{_CONV}conv.weight", f"{_OWN}conv.weight", "mlp 1 taps -> mlp taps"),
+    Rule(f"{_CONV}conv.bias", f"{_OWN}conv.bias"),
+)
+CONV_WEIGHTS: tuple[Rule, ...] = (
+    *(dataclasses.replace(rule, name=rule.name.replace(".norm.", ".embedding_norm.")) for rule in EDGES),
+    *(dataclasses.replace(rule, needs=f"{_OWN}conv") for rule in _OF_CONVS),
+    *(dataclasses.replace(rule, lacks=f"{_OWN}conv") for rule in attention_weights(output="out")),
+    Rule(f"{LAYER}self_attn.q_layernorm.weight", f"{_OWN}query_norm.weight"),
+    Rule(f"{LAYER}self_attn.k_layernorm.weight", f"{_OWN}key_norm.weight"),
+    *norm_weights(mixer="operator_norm", feed_forward="ffn_norm"),
+    *gated_weights(prefix=f"{LAYER}feed_forward.", names=("w1", "w3", "w2")),
+)
