@@ -16,9 +16,12 @@ from jaxtyping import PyTree
 from .._shapes import ArrayOrShape
 
 
-def named_by(attribute: str) -> Any:
-    """A field whose dims differ from instance to instance: the instance's `attribute` holds their names."""
-    return eqx.field(metadata={"named_by": attribute})
+def named_by(attribute: str, *, float32_at_least: bool = False) -> Any:
+    """A field whose dims differ from instance to instance: the instance's `attribute` holds their names.
+
+    It may be `float32_at_least` too.
+    """
+    return eqx.field(metadata={"named_by": attribute} | ({"float32_at_least": True} if float32_at_least else {}))
 
 
 def ensemble(dim: str) -> Any:

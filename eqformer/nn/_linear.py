@@ -41,22 +41,28 @@ class Linear(DenseMap):
 
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """`W x`, of the trailing dims of `x`; sums and result in `dtype` where one is given, of gradients too."""
-        wanted = tuple(self.sizes[name] for name in self.inputs)
-        if x.shape[-len(wanted) :] != wanted:
-            spec = f"{' '.join(self.inputs)} -> {' '.join(self.outputs)}"
-            raise ValueError(
-                f"Linear({spec!r})(x): the last dims of x must be {dict(zip(self.inputs, wanted))}; "
-                f"x has shape {x.shape}."
-            )
-        if dtype is not None and jnp.dtype(dtype) == at_least_float32(x.dtype) != x.dtype:
-            rows = x.reshape(*x.shape[: x.ndim - len(wanted)], -1)
-            y = wide_map(rows, self.weight.reshape(-1, rows.shape[-1]))
-            return y.reshape(*y.shape[:-1], *self.output_shape)
-        # Numbers stand for the dims: the inputs' first, then the outputs'.
-        into = list(range(len(wanted)))
-        out = list(range(len(wanted), len(wanted) + len(self.outputs)))
-        weight = self.weight.astype(x.dtype)
-        return jnp.einsum(x, [..., *into], weight, [*out, *into], [..., *out], preferred_element_type=dtype)
+        return applied(self, self.weight, x, dtype)
+
+
+def applied(
+    linear: LinearMap, weight: Float[Array, "..."], x: Float[Array, "..."], dtype: DTypeLike | None
+) -> Float[Array, "..."]:
+    """What the map gives of `x` whose matrix is `weight`; raises a `ValueError` for an `x` of other dims."""
+    wanted = tuple(linear.sizes[name] for name in linear.inputs)
+    if x.shape[-len(wanted) :] != wanted:
+        spec = f"{' '.join(linear.inputs)} -> {' '.join(linear.outputs)}"
+        raise ValueError(
+            f"{type(linear).__name__}({spec!r})(x): the last dims of x must be {dict(zip(linear.inputs, wanted))}; "
+            f"x has shape {x.shape}."
+        )
+    if dtype is not None and jnp.dtype(dtype) == at_least_float32(x.dtype) != x.dtype:
+        rows = x.reshape(*x.shape[: x.ndim - len(wanted)], -1)
+        y = wide_map(rows, weight.reshape(-1, rows.shape[-1]))
+        return y.reshape(*y.shape[:-1], *linear.output_shape)
+    # Numbers stand for the dims: the inputs' first, then the outputs'.
+    into = list(range(len(wanted)))
+    out = list(range(len(wanted), len(wanted) + len(linear.outputs)))
+    return jnp.einsum(x, [..., *into], weight.astype(x.dtype), [*out, *into], [..., *out], preferred_element_type=dtype)
 
 
 def dense(linear: LinearMap) -> DenseMap:

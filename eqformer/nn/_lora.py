@@ -94,12 +94,8 @@ def with_lora(
     """
     if rank < 1:
         raise ValueError(f"with_lora(rank={rank}): the rank counts, so give at least 1.")
-    wanted, maps = _wanted(model, where), named_modules(model, LinearMap)
-    chosen = [name for name, linear in maps if wanted(name, linear)]
-    if not chosen:
-        known = ", ".join(name for name, _ in maps) or "none"
-        raise ValueError(f"with_lora(where={where!r}): no linear map is chosen; the model's are {known}.")
-    if twice := [name for name, linear in maps if name in set(chosen) and isinstance(linear, LoRA)]:
+    chosen = chosen_maps(model, where, f"with_lora(where={where!r})")
+    if twice := [name for name, linear in chosen.items() if isinstance(linear, LoRA)]:
         raise ValueError(
             f"with_lora(where={where!r}): {', '.join(twice)} {'has' if len(twice) == 1 else 'have'} a LoRA already; "
             "merge_lora first, or choose others."
@@ -163,9 +159,19 @@ def beside(linear: LinearMap, rank: int, scale: float, *, key: Key[Array, ""]) -
     return LoRA(linear, *make(jax.random.split(key, outer) if outer else key), scale)
 
 
-def _wanted(model: PyTree, where: Where) -> Callable[[str, Any], bool]:
+def chosen_maps(model: PyTree, where: Where, call: str) -> dict[str, LinearMap]:
+    """By path the maps that `where` chooses, as for `with_lora`; a `ValueError` of `call` where it chooses none."""
+    wanted, maps = _wanted(model, where, call), named_modules(model, LinearMap)
+    chosen = {name: linear for name, linear in maps if wanted(name, linear)}
+    if not chosen:
+        known = ", ".join(name for name, _ in maps) or "none"
+        raise ValueError(f"{call}: no linear map is chosen; the model's are {known}.")
+    return chosen
+
+
+def _wanted(model: PyTree, where: Where, call: str) -> Callable[[str, Any], bool]:
     if isinstance(where, str | type):
-        raise ValueError(f"with_lora(where={where!r}): names and types come in a list, such as [{where!r}].")
+        raise ValueError(f"{call}: names and types come in a list, such as [{where!r}].")
     if not isinstance(where, Iterable):
         return where
     entries = tuple(where)

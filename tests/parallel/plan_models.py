@@ -90,12 +90,17 @@ def filled(build: Callable[[], Any], seed: int = 0) -> Any:
 def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32", "float32")) -> nn.Transformer:
     """A small model by its name, filled; `dtypes` are those of parameters and of computation.
 
-    Of a name that ends in `int8` every map is somebody's own, of eight bits; of one in `lora` every map has one.
+    Of a name that ends in `int8` every map is somebody's own, of eight bits; of one in `lora` every map has one; of one
+    in `int4 lora` maps are quantised in groups beneath, and of one in `int4 int8` those of feed-forward layers are.
     """
-    if name.endswith(" int8"):
-        plain = model_of(name.removesuffix(" int8"), remat, dtypes)
+    if name.endswith(" int4 lora"):
+        plain = model_of(name.removesuffix(" int4 lora"), remat, dtypes)
         with jax.ensure_compile_time_eval():
-            return eqx.filter_jit(nn.map_linears)(Int8Map.of, plain)
+            return eqx.filter_jit(in_four_bits)(plain)
+    if name.endswith(" int8"):
+        plain = model_of(name.removesuffix(" int8").removesuffix(" int4"), remat, dtypes)
+        with jax.ensure_compile_time_eval():
+            return eqx.filter_jit(in_eight_bits)(plain, name.endswith(" int4 int8"))
     plain = name.removesuffix(" lora")
 
     def build() -> nn.Transformer:
@@ -107,6 +112,25 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
         return model if plain == name else nn.with_lora(model, [nn.Linear], rank=3, alpha=0.3, key=jax.random.key(1))
 
     return filled(lambda: nn.Precision(*dtypes).apply(build()))
+
+
+def in_eight_bits(plain: nn.Transformer, also_in_four: bool) -> nn.Transformer:
+    """The model with somebody's own maps of eight bits in the place of all that are not quantised in groups."""
+    model = nn.quantise(plain, "int4", group=4, where=["gate", "up", "down"]) if also_in_four else plain
+    return nn.map_linears(lambda one: Int8Map.of(one) if isinstance(one, nn.Linear) else one, model)
+
+
+def in_four_bits(plain: nn.Transformer) -> nn.Transformer:
+    """The model with its maps in four bits, in groups of four inputs, and factors beside them that are not zero."""
+
+    def drawn(node: Any) -> Any:
+        if not isinstance(node, nn.LoRA):
+            return node
+        return eqx.tree_at(lambda m: m.up.weight, node, jax.random.normal(jax.random.key(2), node.up.shape))
+
+    rounded = nn.quantise(plain, "int4", group=4)
+    adapted = nn.with_lora(rounded, [nn.QuantisedLinear], rank=3, alpha=0.3, key=jax.random.key(1))
+    return jax.tree.map(drawn, adapted, is_leaf=lambda node: isinstance(node, nn.LoRA))
 
 
 def batch_of(model: nn.Transformer, rows: int = 8, seq: int = 16, seed: int = 0) -> Batch:

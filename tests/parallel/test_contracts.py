@@ -22,7 +22,7 @@ from eqformer.parallel.tensor import _stream
 
 
 KEY = jax.random.key(0)
-FEATURE = Case("llama int8", {"tensor": 4}, {"residual": "feature"})
+FEATURE = Case("llama int4 int8", {"tensor": 4}, {"residual": "feature"})
 SPLIT = Case("llama int8", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1})
 EXPERTS = Case("mixture int8", {"fsdp": 2, "expert": 2, "tensor": 2}, ZERO | {"residual": "feature"})
 MORE = [
@@ -44,8 +44,12 @@ ROUNDED = [FEATURE]
 
 @pytest.mark.parametrize("case", named(ROUNDED, MORE))
 def test_maps_of_eight_bits_are_split_like_any(case):
+    """Those of feed-forward layers in four, where the name says so."""
     want = of_one_device(case)
-    assert jnp.any(want.gradients.stacks[0].blocks.feed_forward.layer.down.scale) if "llama" in case.name else True
+    maps = nn.linear_maps(want.gradients)
+    assert all(jnp.any(one.scales if isinstance(one, nn.QuantisedLinear) else one.scale) for one in maps)
+    kinds = {Int8Map, nn.QuantisedLinear} if "int4" in case.name else {Int8Map}
+    assert kinds <= {type(one) for one in maps}
     assert differences(of_plan(case), want, ROUNDING) == {}
 
 

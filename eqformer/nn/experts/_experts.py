@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from .._dims import ensemble, path_name
-from .._linear import dense
 from .._linear_map import LinearMap
 from .._module import Module
 from ._grouped import grouped
@@ -59,7 +58,7 @@ class Experts(Module):
                 f"Experts.sorted_rows: of an expert's parameters, {', '.join(others)} are not those of a linear map of "
                 "one dim to one, and rows sorted by expert need such; dispatch by Capacity, which runs any module."
             )
-        return grouped(map_linears(dense, self.mlps), x, sizes, devices=devices)
+        return grouped(self.mlps, x, sizes, devices=devices)
 
     def only_call_maps(self) -> bool:
         """Whether `sorted_rows` can run these experts: they use their parameters only by calling linear maps."""

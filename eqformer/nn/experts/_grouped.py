@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
+from .._linear import dense
 from .._pallas import compilers
 from ._grouped_blocks import blocked, blocked_backward, blocked_forward
-from ._grouped_maps import zero_of
+from ._grouped_maps import map_linears, zero_of
 from ._grouped_ragged import ragged, ragged_backward, ragged_forward
 
 
@@ -21,14 +22,15 @@ def grouped(
 ) -> Float[Array, "rows outputs"]:
     """`modules[g](x[i])` for each row `i` of group `g`, where the first `sizes[0]` rows are of group 0, and so on.
 
-    `modules` is an ensemble over groups whose parameters are all of `DenseMap`s of one dim to one; it maps rows one by
-    one. Rows behind the last group give zeros. On CPUs and GPUs each group has slots for as many rows as with an even
-    load, which are computed together, and the other rows are computed in blocks of one group each, as in MegaBlocks
-    (arXiv:2211.15841). On TPUs each map is a ragged product by JAX's own kernels. (XLA would compute `lax.ragged_dot`
-    for every group and row on CPUs and GPUs, and its weights' gradients on TPUs too.) The products' results are kept
-    for the backward pass, which recomputes the rest; there are no second derivatives and no forward mode. Weights are
-    cast to the dtype of `x`; sums are float32 at least. If the rows are for the groups of several `devices`, of which
-    these are one's, there are slots for its even share of them.
+    `modules` is an ensemble over groups whose parameters are all of linear maps of one dim to one; it maps rows one by
+    one. Rows behind the last group give zeros. Maps that hold no weight, such as quantised ones, are decoded for groups
+    that have rows, and again in the backward pass. On CPUs and GPUs each group has slots for as many rows as with an
+    even load, which are computed together, and the other rows are computed in blocks of one group each, as in
+    MegaBlocks (arXiv:2211.15841). On TPUs each map is a ragged product by JAX's own kernels. (XLA would compute
+    `lax.ragged_dot` for every group and row on CPUs and GPUs, and its weights' gradients on TPUs too.) The products'
+    results are kept for the backward pass, which recomputes the rest; there are no second derivatives and no forward
+    mode. Weights are cast to the dtype of `x`; sums are float32 at least. If the rows are for the groups of several
+    `devices`, of which these are one's, there are slots for its even share of them.
     """
     arrays, static = eqx.partition(modules, eqx.is_array)
     leaves, structure = jax.tree.flatten(static)
@@ -42,12 +44,12 @@ def grouped(
 def _make(structure: Any, leaves: tuple, devices: int) -> Callable[[PyTree, Array, Array], Array]:
     """The function with its gradient; the same for the same modules, so that eager calls compile once."""
     static = jax.tree.unflatten(structure, leaves)
-    ways: dict[str, tuple[Callable[..., Any], ...]] = {
-        "default": tuple(
-            functools.partial(way, devices=devices) for way in (blocked, blocked_forward, blocked_backward)
-        ),
+    in_blocks = (functools.partial(way, devices=devices) for way in (blocked, blocked_forward, blocked_backward))
+    ways = {
+        "default": in_blocks,
         **({"tpu": (ragged, ragged_forward, ragged_backward)} if "tpu" in compilers() else {}),
     }
+    ways = {name: (first, second, _through_weights(last)) for name, (first, second, last) in ways.items()}
 
     @functools.partial(jax.jit, static_argnums=0)
     def on_platform(which: int, *args: PyTree) -> PyTree:
@@ -66,6 +68,19 @@ def _make(structure: Any, leaves: tuple, devices: int) -> Callable[[PyTree, Arra
         return *on_platform(2, *saved, gradient), None
 
     run.defvjp(forward, backward)
+    return run
+
+
+def _through_weights(backward: Callable[..., tuple[PyTree, Array]]) -> Callable[..., tuple[PyTree, Array]]:
+    """Gradients of what maps are made of, by those of their weights, which are decoded here."""
+
+    def run(static: PyTree, arrays: PyTree, *rest: PyTree) -> tuple[PyTree, Array]:
+        moving, codes = eqx.partition(arrays, eqx.is_inexact_array)
+        parts = lambda moving: eqx.partition(map_linears(dense, eqx.combine(moving, codes, static)), eqx.is_array)
+        weights, back = jax.vjp(lambda moving: parts(moving)[0], moving)
+        to_weights, to_x = backward(parts(moving)[1], weights, *rest)
+        return *back(to_weights), to_x
+
     return run
 
 

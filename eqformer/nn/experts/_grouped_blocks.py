@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
 from .._dtype import at_least_float32
-from ._grouped_maps import Maps, Parameters, recorded, replayed, zero_of
+from .._linear import dense
+from ._grouped_maps import map_linears, Maps, Parameters, recorded, replayed, zero_of
 
 
 Carry = TypeVar("Carry")
@@ -43,7 +44,7 @@ def _outputs(static: PyTree, arrays: PyTree, x: Array, sizes: Array, slots: "Slo
     y, kept = jax.lax.cond(slots.are_used, together, lambda: nothing) if slots.number else nothing
 
     def group(number: Array, y: Array) -> Array:
-        module = eqx.combine(_of_group(arrays, number), static)
+        module = map_linears(dense, eqx.combine(_of_group(arrays, number), static))  # decoded once for all its blocks
 
         def block(start: Array, size: int, is_own: Array | None, y: Array) -> Array:
             return _written(y, module(jax.lax.dynamic_slice_in_dim(x, start, size)), start, is_own)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._linear_map import Answered, DenseMap, is_map
+from .._linear_map import Answered, is_map, LinearMap
 
 
 Parameters = tuple[Array, Array | None]  # a weight and, where there is one, a bias
@@ -17,7 +17,7 @@ Parameters = tuple[Array, Array | None]  # a weight and, where there is one, a b
 class Maps(NamedTuple):
     """How a linear map is computed, and the gradients of its parameters and its input by those of its output."""
 
-    forward: Callable[[DenseMap, Array], Array]
+    forward: Callable[[LinearMap, Array], Array]
     backward: Callable[[Parameters, Array, Array], tuple[Parameters, Array]]
 
 
@@ -30,7 +30,7 @@ def recorded(module: PyTree, x: Array, maps: Maps) -> tuple[Array, list[Array]]:
     """The module's output, and those of its linear maps in the order of their calls, all but one that is the output."""
     kept: list[Array] = []
 
-    def call(linear: DenseMap, x: Array) -> Array:
+    def call(linear: LinearMap, x: Array) -> Array:
         kept.append(maps.forward(linear, x))
         return kept[-1]
 

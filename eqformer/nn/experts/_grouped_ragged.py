@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._dtype import at_least_float32
-from .._linear_map import DenseMap
+from .._linear import dense
+from .._linear_map import LinearMap
 from .._sums import wide_sum
 from ._grouped_kernels import back, outer, times
 from ._grouped_maps import Maps, Parameters, recorded, replayed
@@ -47,8 +48,8 @@ def ragged_backward(
 def _maps(sizes: Array, rows: int, interpret: bool) -> Maps:
     owners = jnp.repeat(jnp.arange(len(sizes), dtype=jnp.int32), sizes, total_repeat_length=rows)
 
-    def forward(linear: DenseMap, x: Array) -> Array:
-        y = times(x, linear.weight, sizes, interpret=interpret)
+    def forward(linear: LinearMap, x: Array) -> Array:
+        y = times(x, dense(linear).weight, sizes, interpret=interpret)
         return wide_sum(y, None if linear.bias is None else linear.bias[owners])
 
     def backward(parameters: Parameters, x: Array, gradient: Array) -> tuple[Parameters, Array]:

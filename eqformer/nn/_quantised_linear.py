@@ -1,0 +1,63 @@
+"""A linear map whose weight is held in 8 or 4 bits a number and decoded where it is used."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+from ._codes import many, numbers, scaled
+from ._dims import named_by
+from ._linear import applied
+from ._linear_map import LinearMap
+
+
+class QuantisedLinear(LinearMap):
+    """`y = W x + b` with `W = (code - zero) * scale`, decoded in float32 and rounded once, to the dtype of `x`.
+
+    A layer is decoded when it runs, and again in its backward pass, so that one layer at a time is in memory as
+    numbers. Codes are bytes, which nothing trains or casts; scales are numbers like any. Each output has scales of its
+    own: one, or one for each group of the last of its inputs and each place of the others. `nn.quantise` makes it.
+    """
+
+    inputs: tuple[str, ...] = eqx.field(static=True)
+    """Names of the dims that it maps."""
+    outputs: tuple[str, ...] = eqx.field(static=True)
+    """Names of the dims that it gives."""
+    form: str = eqx.field(static=True)
+    """What codes stand for: int8, int4, fp8 or fp4."""
+    scale_dims: tuple[str, ...] = eqx.field(static=True)
+    """Names of the scales' dims: those of the weight, `_` where one scale is for all of a dim."""
+    codes: UInt8[Array, "..."] = named_by("weight_dims")
+    """Of the weight's dims, outputs first; two codes of 4 bits share a byte of the last."""
+    scales: Float[Array, "..."] | UInt8[Array, "..."] = named_by("scale_dims", float32_at_least=True)
+    """Numbers, or exponents of 8 bits."""
+    zeros: UInt8[Array, "..."] | None = named_by("scale_dims")
+    """The codes that stand for 0; None: half of the range."""
+    bias: Float[Array, "..."] | None = named_by("outputs")
+    """What is added, or None."""
+
+    @property
+    def weight_dims(self) -> tuple[str, ...]:
+        """Names of the weight's dims: the outputs, then the inputs."""
+        return (*self.outputs, *self.inputs)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's."""
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * many(self.form))
+
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+        """`W x`; what is kept for the backward pass are codes."""
+        return jax.checkpoint(functools.partial(_product, dtype), prevent_cse=False)(self, x)
+
+    def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+        """W, in float32 where no dtype is given."""
+        weight = scaled(numbers(self.codes, self.form, self.zeros), self.scales)
+        return weight if dtype is None else weight.astype(dtype)
+
+
+def _product(dtype: Any, linear: QuantisedLinear, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return applied(linear, linear.matrix(x.dtype), x, dtype)
