@@ -62,7 +62,10 @@ def test_every_case_is_of_a_tower():
     assert set(RECORDED) == set(UNREAD) <= {tower.model_type for _, tower in TOWERS.values()}
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if number % 3 == 0 else pytest.mark.grid) for number, name in enumerate(TOWERS)],
+)
 def test_a_tower_is_its_family_under_any_of_its_names(name, tmp_path):
     """A case of the family, put into a whole by hand, is the same model as by itself."""
     family, tower = TOWERS[name]

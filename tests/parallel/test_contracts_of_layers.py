@@ -18,8 +18,9 @@ from eqformer.parallel.tensor._whole import counted_once
 
 
 EXCHANGE: dict[str, Any] = {"expert_method": "exchange", "expert_factor": 8.0}
-ROUTED = [Case("cosine rows", {"fsdp": 2, "expert": 2, "tensor": 2}, ZERO | EXCHANGE | {"residual": "sequence"})]
+ROUTED = [Case("cosine rows", {"expert": 2, "tensor": 2}, EXCHANGE | {"residual": "sequence"})]
 MORE_ROUTED = [
+    Case("cosine rows", {"fsdp": 2, "expert": 2, "tensor": 2}, ZERO | EXCHANGE | {"residual": "sequence"}),
     Case("cosine", {"expert": 2, "tensor": 2}, {"residual": "feature"}),
     Case("cosine", {"expert": 2, "tensor": 2}, EXCHANGE),
     Case("cosine rows", {"fsdp": 2, "tensor": 2}, ZERO | {"residual": "sequence"}),

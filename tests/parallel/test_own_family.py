@@ -99,9 +99,8 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "mesh,choices", [MESHES[0], *(pytest.param(*case, marks=pytest.mark.grid) for case in MESHES[1:])]
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("mesh,choices", MESHES)
 def test_it_trains_over_any_mesh(page, mesh, choices):
     model = filled(lambda: models.build(tiny(page), key=jax.random.key(1)))
     batch = batch_of(model)

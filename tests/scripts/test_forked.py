@@ -88,6 +88,7 @@ def test_numbers_that_are_not_finite_are_traced_to_their_module(source, tmp_path
     assert "in the forward pass of stacks[0].blocks" in done.stderr and "The model is that of step 1" in done.stderr
 
 
+@pytest.mark.grid
 def test_a_fork_takes_the_optimizers_memory_where_it_is_asked_to(source, tmp_path):
     kept = "optimizer_state"
     still = [*STILL, "--from-optimizer"]

@@ -29,34 +29,38 @@ def train(file, run_dir, corpus, *more):
     return run_here("pretrain.py", *arguments(file, run_dir, corpus), *more)
 
 
+def test_a_recipe_of_ones_own_trains_and_writes(file, tmp_path):
+    corpus, its = write_corpus(tmp_path / "corpus"), tmp_path / "run"
+    done = train(file, its, corpus, "--simulate", "1")
+    assert done.returncode == 0, done.stderr
+    assert (its / "recipe.py").read_text() == file.read_text()
+    file.unlink()
+    written = run_here("sample.py", "--run-dir", its, "--tokens", "5", "--temperature", "0")
+    assert written.returncode == 0 and written.stdout.startswith("def "), written.stderr
+
+
 # Of as many rows a device: six steps of a rate as large as the recipe's make a difference of rounding a million times
 # larger (in float64, 1e-16 becomes 4e-10).
 MESH = "--mesh.replica 2 --mesh.tensor 2 --simulate 4".split()
 OTHER = "--mesh.fsdp 2 --mesh.tensor 2 --zero 3 --simulate 4".split()
-ONE = "--simulate 1".split()
 
 
-@pytest.mark.parametrize(
-    "mesh, other", [(ONE, ONE), pytest.param(MESH, OTHER, marks=pytest.mark.grid)], ids=["one device", "meshes"]
-)
-def test_a_recipe_of_ones_own_trains_goes_on_and_writes(file, tmp_path, mesh, other):
+@pytest.mark.grid
+def test_it_goes_on_over_another_mesh_and_from_its_copy(file, tmp_path):
     corpus, whole, parted = write_corpus(tmp_path / "corpus"), tmp_path / "whole", tmp_path / "parted"
-    done = train(file, whole, corpus, *mesh)
+    done = train(file, whole, corpus, *MESH)
     assert done.returncode == 0, done.stderr
     shutil.copytree(whole, parted)
     shutil.rmtree(parted / "checkpoints" / "6")  # as if it had been killed before its end
-    assert (parted / "recipe.py").read_text() == file.read_text()
-    done = train(file, parted, corpus, *other)
+    done = train(file, parted, corpus, *OTHER)
     assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(losses(parted), losses(whole), rtol=2e-5)
     file.write_text(file.read_text().replace("kinds = (True, True, False)", "kinds = (True, False, False)"))
-    refused = run("pretrain.py", *arguments(file, parted, corpus), *mesh)  # of a new process
+    refused = run("pretrain.py", *arguments(file, parted, corpus), *MESH)  # of a new process
     assert refused.returncode == 2 and "has changed since the run began" in refused.stderr
     file.unlink()
-    copy = train(parted / "recipe.py", parted, corpus, *mesh)
+    copy = train(parted / "recipe.py", parted, corpus, *MESH)
     assert copy.returncode == 0 and "has its 6 steps already" in copy.stdout
-    written = run_here("sample.py", "--run-dir", parted, "--tokens", "5", "--temperature", "0")
-    assert written.returncode == 0 and written.stdout.startswith("def "), written.stderr
 
 
 @pytest.mark.quick

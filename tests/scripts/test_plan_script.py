@@ -43,6 +43,7 @@ def test_meshes_are_ranked_by_time():
 LARGE = "--model.layers 8 --seq 65536 --batch 2 --model.embed 1024 --model.mlp 4096 --mesh.fsdp 2 --zero 3"
 
 
+@pytest.mark.grid
 def test_what_does_not_fit_has_other_plans_that_do():
     text = told(f"{LARGE} --topology v5e:1x2 --execution.remat none")
     assert "too much, of 16.9 GB" in text
