@@ -60,6 +60,10 @@ class Command:
     """A published model's dtype: float32 (fp32), bfloat16 (bf16), float16 (fp16); as it is published by default."""
     cache_dtype: str | None = None
     """What keys and values are kept in: bfloat16, int8 or fp8, with scales, for long texts; as computed by default."""
+    draft: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """A run or a published folder of the same tokenizer: the smaller model proposes tokens for this one to check."""
+    draft_tokens: int = 4
+    """How many tokens the draft proposes at a time."""
     mesh: Mesh = Mesh()
     zero: Literal[0, 3] = 0
     """What is split over --mesh.fsdp: nothing, or (3) all weights, gathered when their layer's turn comes."""
@@ -80,29 +84,54 @@ class Writer:
 
 def writer_of(command: Command) -> Writer:
     """The model that the command names, over its mesh; the text is the same on any mesh."""
-    dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
     if command.model is not None and command.run_dir is not None:
         raise ValueError(
             f"--model {command.model} --run-dir {command.run_dir}: one model writes; leave one of them out."
         )
-    is_run = command.model is not None and RunDirectory(command.model).recipe.exists()
-    if command.model is not None and not is_run:
-        plan, tokenizer = plan_for(command, recipe_of_folder(command.model)), published_tokenizer(command.model)
-        with Screen(errors=True).bytes(f"reading {command.model}") as progress:
-            model = models.load(command.model, plan=plan, dtype=dtype, progress=progress)
-        folder = command.model
-    else:
-        if dtype is not None:
-            raise ValueError(
-                f"--dtype {command.dtype}: a run's model is computed in what its recipe says; leave it out, or write "
-                "the model out (scripts/convert.py) and give --model."
-            )
-        directory = RunDirectory(command.model or command.run_dir or Path("runs/default"))
-        _, recipe = directory.read()
-        plan, tokenizer = plan_for(command, recipe), tokenizer_of(recipe, directory)
-        model, folder = latest_model(directory, recipe, plan), directory.published
-    ends = sorted({tokenizer.end_of_text, *ends_of(folder)})
-    return Writer(served(model, plan), tokenizer, ends, folder)
+    if command.model is not None and not RunDirectory(command.model).recipe.exists():
+        return of_folder(command, command.model)
+    if command.dtype is not None:
+        raise ValueError(
+            f"--dtype {command.dtype}: a run's model is computed in what its recipe says; leave it out, or write "
+            "the model out (scripts/convert.py) and give --model."
+        )
+    return of_run(command, command.model or command.run_dir or Path("runs/default"))
+
+
+def draft_of(command: Command, writer: Writer) -> generation.Model | None:
+    """The model that proposes tokens; raises a `ValueError` if its tokenizer reads the prompt as other ids."""
+    if command.draft is None:
+        return None
+    is_run = RunDirectory(command.draft).recipe.exists()
+    draft = (of_run if is_run else of_folder)(command, command.draft)
+    ids, own = (one.tokenizer.encode(command.prompt).tolist() for one in (draft, writer))
+    if ids != own:
+        raise ValueError(
+            f"--draft {command.draft}: its tokenizer gives the prompt {len(ids)} ids, which are not the {len(own)} of "
+            "the model's; give a model of the same tokenizer."
+        )
+    return draft.model
+
+
+def of_folder(command: Command, folder: Path) -> Writer:
+    """The model of a folder as published."""
+    dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
+    plan, tokenizer = plan_for(command, recipe_of_folder(folder)), published_tokenizer(folder)
+    with Screen(errors=True).bytes(f"reading {folder}") as progress:
+        model = models.load(folder, plan=plan, dtype=dtype, progress=progress)
+    return _writer(model, plan, tokenizer, folder)
+
+
+def of_run(command: Command, folder: Path) -> Writer:
+    """The latest model of a run."""
+    directory = RunDirectory(folder)
+    _, recipe = directory.read()
+    plan, tokenizer = plan_for(command, recipe), tokenizer_of(recipe, directory)
+    return _writer(latest_model(directory, recipe, plan), plan, tokenizer, directory.published)
+
+
+def _writer(model: nn.Transformer, plan: parallel.Plan | None, tokenizer: data.Tokenizer, folder: Path) -> Writer:
+    return Writer(served(model, plan), tokenizer, sorted({tokenizer.end_of_text, *ends_of(folder)}), folder)
 
 
 def served(model: nn.Transformer, plan: parallel.Plan | None) -> generation.Model:
@@ -168,6 +197,8 @@ def write(command: Command) -> None:
         ),
         end_of_text=writer.ends,
         cache_dtype=command.cache_dtype,
+        draft=draft_of(command, writer),
+        draft_tokens=command.draft_tokens,
         key=jax.random.key(command.seed),
     )
     text = data.TextStream(writer.tokenizer)
@@ -178,6 +209,11 @@ def write(command: Command) -> None:
         sys.stdout.write(text.push(number))
         sys.stdout.flush()
     sys.stdout.write(text.finish() + "\n")
+    if (drafted := ids.drafted) is not None:
+        Screen(errors=True).note(
+            f"draft: {drafted.acceptance:.0%} of {drafted.proposed.sum()} proposed tokens taken, "
+            f"{drafted.tokens_per_step:.2f} tokens a step"
+        )
 
 
 def main(arguments: list[str]) -> None:

@@ -1,7 +1,9 @@
 """Sampling: what turns a model's distributions over the next token into text."""
 
-from ._generate import generate as generate, Generation as Generation, stream as stream
+from ._drafts import Drafted as Drafted
+from ._generate import generate as generate, Generation as Generation
 from ._model import Model as Model
+from ._stream import Stream as Stream, stream as stream
 from ._transforms import (
     Chain as Chain,
     chain as chain,

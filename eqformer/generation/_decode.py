@@ -1,5 +1,6 @@
 """Prefill and cached decode as pure functions of arrays: what `generate` and `stream` compile."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -35,8 +36,8 @@ class Rows(eqx.Module):
 
     ids: Int[Array, "batch seq"]
     lengths: Int[Array, "batch"]
+    limits: Int[Array, "batch"]  # the lengths that rows may reach
     done: Bool[Array, "batch"]
-    steps: Int[Array, ""]
     sound: Bool[Array, ""]  # no logits were NaN so far
     log_probabilities: Float[Array, "batch seq"] | None
     cache: PyTree
@@ -46,12 +47,13 @@ def prefill(
     model: Model,
     ids: Int[Array, "batch prompt"],
     lengths: Int[Array, "batch"],
+    most: Int[Array, ""],
     draws: Draws,
     *,
     sizes: Sizes,
     log_probabilities: bool,
 ) -> Rows:
-    """Read the prompts, which are right-padded in `ids`, and draw the first new token of each row.
+    """Read the prompts, which are right-padded in `ids`, and draw the first of at most `most` new tokens of each row.
 
     Logits are computed for each row's last token only.
     """
@@ -67,8 +69,8 @@ def prefill(
     rows = Rows(
         ids=jax.lax.dynamic_update_slice(held, ids[:, : sizes.width].astype(jnp.int32), (0, 0)),
         lengths=lengths,
+        limits=lengths + most,
         done=jnp.zeros(batch, bool),
-        steps=jnp.zeros((), jnp.int32),
         sound=jnp.ones((), bool),
         log_probabilities=jnp.zeros((batch, sizes.width), jnp.float32) if log_probabilities else None,
         cache=cache,
@@ -76,50 +78,72 @@ def prefill(
     return _drawn(rows, model.unembed(last), cache, draws)
 
 
-def advance(model: Model, rows: Rows, draws: Draws, until: Int[Array, ""]) -> Rows:
-    """Draw tokens until each row has `until` new ones or has drawn an end of text; finished rows stay unchanged."""
+def advance(step: Callable[[Rows], Rows], rows: Rows, until: Int[Array, "batch"]) -> Rows:
+    """Take steps until each row is at least `until` tokens long or done; rows that are done stay unchanged."""
 
     def unfinished(rows: Rows) -> Array:
-        return (rows.steps < until) & ~jnp.all(rows.done)
-
-    def step(rows: Rows) -> Rows:
-        place = rows.lengths[:, None] - 1
-        # A finished row's token counts as padding, which is not written to the cache.
-        tokens = Tokens(jnp.where(rows.done[:, None], -1, place))
-        hidden, cache, _ = model.encode(jnp.take_along_axis(rows.ids, place, axis=1), tokens, rows.cache)
-        return _drawn(rows, model.unembed(hidden[:, 0]), cache, draws)
+        return jnp.any(~rows.done & (rows.lengths < until))
 
     return jax.lax.while_loop(unfinished, step, rows)
 
 
+def decode_step(model: Model, rows: Rows, draws: Draws) -> Rows:
+    """Read each row's last token and draw one more."""
+    place = rows.lengths[:, None] - 1
+    # A finished row's token counts as padding, which is not written to the cache.
+    tokens = Tokens(jnp.where(rows.done[:, None], -1, place))
+    hidden, cache, _ = model.encode(jnp.take_along_axis(rows.ids, place, axis=1), tokens, rows.cache)
+    return _drawn(rows, model.unembed(hidden[:, 0]), cache, draws)
+
+
 def draw(logits: Float[Array, "batch vocab"], history: History, draws: Draws) -> Int[Array, "batch"]:
-    """One id for each row by the Gumbel-max trick: `argmax(transformed logits + noise)`; ties go to the lowest id.
+    """One id for each row from the transformed logits; the new token's position is the row's length."""
+    return pick(draws.transforms(logits, history), history.lengths, draws)
+
+
+def pick(logits: Float[Array, "batch vocab"], positions: Int[Array, "batch"], draws: Draws) -> Int[Array, "batch"]:
+    """One id for each row by the Gumbel-max trick: `argmax(logits + noise)`; ties go to the lowest id.
 
     A row's noise depends on the key, the row's number and the new token's position alone.
     """
-    logits = draws.transforms(logits, history)
     if not draws.transforms.is_greedy:
-        keys = token_keys(draws.key, draws.examples, history.lengths[:, None])[:, 0]
+        keys = token_keys(draws.key, draws.examples, positions[:, None])[:, 0]
         logits = logits + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def _drawn(rows: Rows, logits: Float[Array, "batch vocab"], cache: PyTree, draws: Draws) -> Rows:
     """The rows with one more token each, except for those that are done."""
-    going = ~rows.done
     chosen = draw(logits, History(rows.ids, rows.lengths), draws)
-    at = (jnp.arange(chosen.shape[0]), jnp.where(going, rows.lengths, rows.ids.shape[1]))
-    kept = rows.log_probabilities
-    if kept is not None:
-        of_all = jax.nn.log_softmax(logits.astype(kept.dtype), axis=-1)
-        kept = kept.at[at].set(jnp.take_along_axis(of_all, chosen[:, None], axis=-1)[:, 0], mode="drop")
+    return lengthened(rows, chosen[:, None], logits[:, None], (~rows.done).astype(jnp.int32), cache, draws)
+
+
+def lengthened(
+    rows: Rows,
+    new: Int[Array, "batch new"],
+    logits: Float[Array, "batch new vocab"],
+    count: Int[Array, "batch"],
+    cache: PyTree,
+    draws: Draws,
+) -> Rows:
+    """The rows with the first `count` of their new tokens, up to an end of text and their limits."""
+    order = jnp.arange(new.shape[1], dtype=jnp.int32)
+    is_end = jnp.any(new[..., None] == draws.end_of_text, axis=-1)
+    ends_before = jnp.cumsum(is_end, axis=1, dtype=jnp.int32) - is_end.astype(jnp.int32)
+    kept = (order < jnp.minimum(count, rows.limits - rows.lengths)[:, None]) & (ends_before == 0)
+    at = (jnp.arange(len(new))[:, None], jnp.where(kept, rows.lengths[:, None] + order, rows.ids.shape[1]))
+    likely = rows.log_probabilities
+    if likely is not None:
+        of_all = jax.nn.log_softmax(logits.astype(likely.dtype), axis=-1)
+        likely = likely.at[at].set(jnp.take_along_axis(of_all, new[..., None], axis=-1)[..., 0], mode="drop")
+    lengths = rows.lengths + jnp.sum(kept, axis=1, dtype=jnp.int32)
     return Rows(
-        ids=rows.ids.at[at].set(chosen, mode="drop"),
-        lengths=rows.lengths + going.astype(jnp.int32),
-        done=rows.done | jnp.any(chosen[:, None] == draws.end_of_text, axis=-1),
-        steps=rows.steps + 1,
-        sound=rows.sound & ~jnp.any(jnp.isnan(logits) & going[:, None]),
-        log_probabilities=kept,
+        ids=rows.ids.at[at].set(new, mode="drop"),
+        lengths=lengths,
+        limits=rows.limits,
+        done=rows.done | jnp.any(is_end & kept, axis=1) | (lengths >= rows.limits),
+        sound=rows.sound & ~jnp.any(jnp.isnan(logits) & kept[..., None]),
+        log_probabilities=likely,
         cache=cache,
     )
 

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._shapes import ArrayOrShape
+from ._dims import dims
 from ._quantized import quantized, restored
 from ._tokens import Tokens
 
@@ -62,6 +63,27 @@ def counts(x: ArrayOrShape) -> bool:
 def in_memory(cache: PyTree, dtype: str) -> PyTree:
     """Empty caches like these with memories of 8 bits, but for what has no slots, such as a recurrence's state."""
     return jax.tree.map(lambda one: one.with_scales(dtype) if _has_slots(one) else one, cache, is_leaf=_has_slots)
+
+
+def with_rollback(cache: PyTree, tokens: int) -> PyTree:
+    """Empty caches like these whose windows keep `tokens` slots more: so many last tokens may be read anew, as others.
+
+    Tokens that are read at positions that a cache holds already take their places, and queries see nothing behind their
+    own position. But in a window that is just long enough, tokens that do not stay would have overwritten what is seen.
+    """
+    return jax.tree.map(lambda one: _widened(one, tokens) if _rolls(one) else one, cache, is_leaf=_has_slots)
+
+
+def _rolls(node: object) -> bool:
+    return isinstance(node, SlotCache) and node.rolling
+
+
+def _widened(cache: SlotCache, slots: int) -> SlotCache:
+    def widened(names: str, x: Array) -> Array:
+        behind = [(0, slots if name == "kv_seq" else 0) for name in names.split()]
+        return jnp.pad(x, behind, constant_values=-1 if counts(x) else 0)
+
+    return jax.tree.map(widened, dims(cache), cache)
 
 
 def check_one_document(tokens: Tokens) -> None:

@@ -12,7 +12,7 @@ from ._linear_map import LinearMap
 from ._module import Module
 from ._norm import Norm
 from ._quantized import memory_dtype
-from ._slots import check_cached, in_memory
+from ._slots import check_cached, in_memory, with_rollback
 from ._stack import Stack
 from ._sums import wide_sum
 from ._tokens import Tokens, tokens_or_default
@@ -101,8 +101,13 @@ class Transformer(Module):
             logits = wide_sum(self.head.product(hidden, at_least_float32(hidden.dtype)), self.head.bias)
         return soft_capped(logits if self.logit_scale is None else logits * self.logit_scale, self.logit_softcap)
 
-    def init_cache(self, batch: int | Sequence[int], capacity: int, dtype: str | None = None) -> PyTree:
+    def init_cache(
+        self, batch: int | Sequence[int], capacity: int, dtype: str | None = None, *, rollback: int = 0
+    ) -> PyTree:
         """An empty cache for `batch` rows of up to `capacity` tokens, by default in the compute dtype.
+
+        Of a row's tokens the last `rollback` may be read anew, as others; windows keep so many slots more for it. A
+        recurrence's state cannot be taken back.
 
         In `"int8"` or `"float8_e4m3fn"` (`"fp8"`), keys, values and latents have a scale for each token and head, and a
         recurrence's state stays in the compute dtype.
@@ -115,7 +120,8 @@ class Transformer(Module):
             )
         wide = self.compute_dtype if is_small else dtype
         caches = tuple(stack.init_cache(shape, capacity, wide) for stack in self.stacks)
-        return in_memory(caches, dtype) if is_small else caches
+        caches = in_memory(caches, dtype) if is_small else caches
+        return with_rollback(caches, rollback) if rollback else caches
 
 
 _EMBEDDING = 2**31 - 1  # folded into the keys of the embedding's dropout, where layers fold their numbers

@@ -2,12 +2,13 @@
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from eqformer import models, nn
 from eqformer.generation._decode import prefill
-from eqformer.generation._generate import _draws
+from eqformer.generation._generate import draws_of
 from eqformer.generation._prompts import prepare
 
 
@@ -20,11 +21,13 @@ def held(prompt: int, prefill_chunk: int | None = None, core=None) -> int:
     shapes = eqx.filter_eval_shape(lambda: nn.run_with(models.build(config, key=jax.random.key(0)), core=core))
     arrays, rest = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     given = prepare(shapes, [np.zeros(prompt, int)], None, 8, prefill_chunk)
-    draws = _draws(shapes, 1, (), None, None, jax.random.key(0))
+    draws = draws_of(shapes, 1, (), None, None, jax.random.key(0))
 
     def run(arrays, ids, lengths, draws):
         model = eqx.combine(arrays, rest)
-        return prefill(model, ids, lengths, draws, sizes=given.sizes, log_probabilities=False)
+        return prefill(
+            model, ids, lengths, jnp.asarray(8, jnp.int32), draws, sizes=given.sizes, log_probabilities=False
+        )
 
     analysis = jax.jit(run).lower(arrays, given.ids, given.lengths, draws).compile().memory_analysis()
     assert analysis is not None

@@ -1,6 +1,7 @@
 """Text under a plan: the ids and their probabilities are one device's, for the same seed, whatever the mesh."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,7 +20,7 @@ PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 1], [2]]
 NEW = 40  # beyond the windows of these presets
 
 
-def written(model, rows, **options):
+def written(model, rows, **options) -> Any:
     return generation.generate(
         model,
         PROMPTS[:rows],
@@ -61,6 +62,28 @@ def test_text_is_one_devices():
     shard = lambda x: x.sharding.shard_shape(x.shape)
     assert small.keys.dtype == jnp.int8 and shard(small.keys) == shard(keys)
     assert small.key_scales.shape == keys.shape[:-1] and shard(small.key_scales) == shard(keys)[:-1]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    "name,mesh",
+    [
+        ("llama-byte-1m", {"fsdp": 2, "tensor": 2}),
+        ("gemma3-byte-500k", {"context": 2, "pipe": 2, "tensor": 2}),
+        ("qwen3-next-byte-500k", {"fsdp": 2, "tensor": 2}),
+    ],
+)
+def test_text_with_a_draft(name, mesh):
+    """Of attentions over all tokens and over windows, and of states that are read again."""
+    model, plan, draw = built(name), plan_over(mesh), np.random.default_rng(0)
+    noisy = lambda x: x * jnp.asarray(1 + 0.2 * draw.normal(size=x.shape), x.dtype) if eqx.is_inexact_array(x) else x
+    draft = jax.tree.map(noisy, model)
+    alone, found = (
+        written(model, 3, draft=draft),
+        written(planned(model, plan), 3, draft=planned(draft, plan)),
+    )
+    assert same(found, alone) and 0 < alone.drafted.acceptance < 1
+    assert np.array_equal(found.drafted.accepted, alone.drafted.accepted)
 
 
 class Unweighed:

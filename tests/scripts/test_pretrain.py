@@ -104,6 +104,15 @@ def test_sampling_is_seeded_and_starts_with_the_prompt(trained):
 
 
 @pytest.mark.grid
+def test_a_draft_leaves_the_likeliest_text_as_it_is(trained):
+    """A model that is its own draft proposes what it would write."""
+    flags = "--run-dir", trained[0], "--prompt", "line 3 ", "--tokens", 40, "--temperature", 0, "--simulate", 1
+    plain, drafted = (run_here("sample.py", *flags, *more) for more in ((), ("--draft", trained[0])))
+    assert plain.stdout == drafted.stdout and "draft" not in plain.stderr
+    assert "draft: 100% of" in drafted.stderr and "tokens a step" in drafted.stderr
+
+
+@pytest.mark.grid
 def test_a_killed_run_goes_on_bit_for_bit(corpus, tmp_path, monkeypatch):
     """On a mixture of two texts, and where the tokens that runs share have been deleted."""
     mix = ["--text.mix", f"{corpus}=0.7", f"{write_corpus(tmp_path / 'other', 60)}=0.3"]

@@ -81,10 +81,10 @@ class Planned(Served):
         logits = filter_shard_map(run, self.plan.mesh, (self._specs, given), given_back)(self.model, x)
         return logits[: hidden.shape[0], : self.vocab]  # without the padding where the axis does not divide it
 
-    def init_cache(self, batch: int, capacity: int, dtype: str | None = None) -> PyTree:
+    def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
         """An empty cache for `batch` rows of up to `capacity` tokens, in parts where the plan keeps them."""
         rows, pieces, tensor = self._rows(batch), self.plan.size(CONTEXT), self.plan.size(TENSOR)
-        shapes = eqx.filter_eval_shape(lambda: self.model.init_cache(rows, capacity, dtype))
+        shapes = eqx.filter_eval_shape(lambda: self.model.init_cache(rows, capacity, dtype, rollback=rollback))
 
         def resized(names: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
             sizes = dict(zip(_dims(names), x.shape, strict=True))

@@ -80,9 +80,10 @@ class WeightStationary(Served):
         per_device: Callable[..., Any] = lambda model, x: self._wrapped(model).unembed(x)
         return filter_shard_map(per_device, self.mesh, (self._specs, given), given_back)(self.model, hidden)
 
-    def init_cache(self, batch: int, capacity: int, dtype: str | None = None) -> PyTree:
+    def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
         """An empty cache for `batch` rows of up to `capacity` tokens, in parts by rows or one whole on each device."""
-        shapes = eqx.filter_eval_shape(lambda: self.model.init_cache(self._rows(batch), capacity, dtype))
+        empty_cache = lambda: self.model.init_cache(self._rows(batch), capacity, dtype, rollback=rollback)
+        shapes = eqx.filter_eval_shape(empty_cache)
 
         def empty(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> Array:
             is_positions = nn.counts(x)
