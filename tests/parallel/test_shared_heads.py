@@ -57,6 +57,7 @@ def test_shared_key_heads_beside_other_axes(mesh):
     np.testing.assert_allclose(read(served, IDS[:5])[0], read(model, IDS[:5])[0], atol=2e-5)
 
 
+@pytest.mark.quick
 def test_what_else_is_of_heads_or_in_stages_keeps_all_rows():
     """Sinks, and pipelines, whose rows go through in pieces; heads that divide over the devices are not shared."""
     sharers = lambda model, mesh: Planned(model, plan_over(mesh)).sharers
