@@ -1,5 +1,6 @@
 """Checks a recipe, before anything is written."""
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -13,7 +14,7 @@ from support.setup import optimizer_of, shapes_of
 
 
 _COUNTS = "--steps --seq --batch --log-every --checkpoint-every --keep --validate-every".split()
-_COUNTS += "--validation-batches --execution.unroll --spikes.window --spikes.most".split()
+_COUNTS += "--validation-batches --execution.unroll".split()
 
 
 def check(recipe: Recipe) -> nn.Transformer:
@@ -28,8 +29,7 @@ def check(recipe: Recipe) -> nn.Transformer:
         raise ValueError(f"--sample-every {recipe.sample_every}: give the steps between samples, or 0 for none at all.")
     if recipe.profile is not None:
         steps_of(recipe.profile)
-    if (factor := recipe.spikes.factor) is not None and not factor > 1:
-        raise ValueError(f"--spikes.factor {factor}: a spike is above the losses before it; give more than 1.")
+    training.Spikes(**dataclasses.asdict(recipe.spikes))  # which makes its own checks
     _check_vocab(recipe)
     shapes = shapes_of(recipe)
     if shapes.positions is not None and recipe.seq > (longest := shapes.positions.weight.shape[0]):
