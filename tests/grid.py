@@ -14,12 +14,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / ".grid.json"
 SOURCES = ("eqformer", "scripts", "tests", "pyproject.toml")
-# What each part holds; `parallel` all of its folder that no other part names.
+# What each part holds; `models` and `parallel` all of their folders that no other part names.
 PARTS = {
-    "models": (
-        *("tests/models", "tests/generation", "tests/nn", "tests/training", "tests/systems"),
+    "layers": (
+        *("tests/nn", "tests/generation", "tests/training", "tests/systems"),
         *("tests/test_docs.py", "tests/test_modules_of_ones_own.py", "tests/test_reference.py"),
     ),
+    "models": ("tests/models",),
+    "layouts": ("tests/models/test_family_layouts.py",),
     "parity": ("tests/parallel/test_plan_parity.py",),
     "serving": (
         "tests/parallel/test_planned.py",

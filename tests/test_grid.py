@@ -24,12 +24,12 @@ def test_each_file_with_tests_of_the_grid_is_in_a_part():
 
 
 def test_what_has_run_is_said():
-    record = {"models": {"commit": "abcdef0123", "result": "passed", "minutes": 12.4}}
+    record = {"layers": {"commit": "abcdef0123", "result": "passed", "minutes": 12.4}}
     lines = grid.told(record, {"abcdef0123": 3}.__getitem__)
-    assert lines[0].split() == "models abcdef01 passed 12 min 3 files changed since".split()
-    assert lines[1] == "parity     has not been run" and len(lines) == len(grid.PARTS)
+    assert lines[0].split() == "layers abcdef01 passed 12 min 3 files changed since".split()
+    assert lines[1] == "models     has not been run" and len(lines) == len(grid.PARTS)
 
 
 def test_an_unknown_part_is_an_error(capsys):
     assert grid.main(["parities"]) == 2
-    assert "there is no part parities; the parts are models, parity" in capsys.readouterr().err
+    assert "there is no part parities; the parts are layers, models, layouts, parity" in capsys.readouterr().err
