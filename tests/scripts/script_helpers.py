@@ -124,14 +124,14 @@ def wait_until(run_dir: pathlib.Path, step: int, process: subprocess.Popen) -> N
     pytest.fail(f"the script did not reach step {step}: {process.communicate()[0]}")
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Have a run in this process be sent SIGTERM when it writes the row of a step."""
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
+    """Have a run in this process be sent a signal when it writes the row of a step."""
     from eqformer import training
 
     class Stops(training.JsonLines):
         def write(self, row):
             super().write(row)
             if row["step"] == step:
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(number)
 
     monkeypatch.setattr(training, "JsonLines", Stops)

@@ -32,13 +32,18 @@ def test_a_run_goes_out_and_comes_back(place):
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     }
     written = text("--model", place / "published")
-    assert text("--run-dir", place / "first", "--mesh.tensor", 2, devices=2) == written
     made = run("convert.py", place / "published", place / "back")
     assert made.returncode == 0 and "--model" in made.stdout, made.stderr
     assert text("--run-dir", place / "back") == written
     # Asked in a chat template, it answers without what it was asked.
     (place / "back" / "published" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert text("--run-dir", place / "back") == written.removeprefix("line 3")
+
+
+@pytest.mark.grid
+def test_a_run_over_a_mesh_writes_what_is_published(place):
+    written = text("--model", place / "published")
+    assert text("--run-dir", place / "first", "--mesh.tensor", 2, devices=2) == written
 
 
 @pytest.mark.grid

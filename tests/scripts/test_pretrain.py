@@ -8,7 +8,7 @@ import equinox as eqx
 import numpy as np
 import pretrain
 import pytest
-from script_helpers import LLAMA, PLAIN, rows, run, run_here, saved_arrays, start_until, TINY, write_corpus
+from script_helpers import LLAMA, PLAIN, rows, run, run_here, saved_arrays, start_until, stop_at, TINY, write_corpus
 
 from eqformer.training import Checkpointer
 
@@ -147,13 +147,26 @@ def test_a_killed_run_goes_on_bit_for_bit(corpus, tmp_path, monkeypatch):
     assert rows(killed)[-1]["loss"] != rows(whole)[-3]["loss"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.grid)])
-def test_a_signal_saves_and_ends_cleanly(number, corpus, tmp_path):
+def endless(corpus, tmp_path):
     arguments = ["--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--steps", "100000"]
-    process = start_until(tmp_path / "run", 2, "pretrain.py", *arguments, "--checkpoint-every", "100000")
+    return [*arguments, "--checkpoint-every", "100000"]
+
+
+def is_saved(output, run_dir):
+    (step,) = Checkpointer(run_dir / "checkpoints").steps
+    return "the checkpoint is saved, the same command goes on" in output and rows(run_dir)[-1]["step"] == step
+
+
+def test_a_signal_saves_and_ends_cleanly(corpus, tmp_path, monkeypatch):
+    stop_at(monkeypatch, 2, signal.SIGINT)
+    ended = run_here("pretrain.py", *endless(corpus, tmp_path), "--simulate", 1)
+    assert ended.returncode == 0 and is_saved(ended.stdout, tmp_path / "run"), ended.stderr
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_a_process_saves_and_ends_cleanly(number, corpus, tmp_path):
+    process = start_until(tmp_path / "run", 2, "pretrain.py", *endless(corpus, tmp_path))
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    assert "the checkpoint is saved, the same command goes on" in output
-    (step,) = Checkpointer(tmp_path / "run" / "checkpoints").steps
-    assert rows(tmp_path / "run")[-1]["step"] == step
+    assert process.returncode == 0 and is_saved(output, tmp_path / "run"), output
