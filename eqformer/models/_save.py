@@ -1,7 +1,7 @@
 """Saves models in the published format, for transformers and other programs that read such folders."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 from ..nn import LoRA, modules, Transformer
 from ._arrays import Arrays, HEAD
 from ._family import Family, ModelConfig
-from ._folder import CONFIG, Folder, new_folder, write_folder
+from ._folder import CONFIG, Folder, INDEX, new_folder, SINGLE, write_folder
 from ._published import check_shapes, described, Description, DTYPES, format_of, QUANTISED, rules_of
 from ._towers import TEXT
 from ._weights import Weight
@@ -44,7 +44,8 @@ def save(
         model: The model.
         path: The folder, which must not exist yet.
         like: The published folder that the model came from: its configuration, tokenizer, chat template and sampling
-            settings are copied. Of a model of several kinds of data, the text model is written by itself.
+            settings are copied; its weights may be gone. Of a model of several kinds of data, the text model is written
+            by itself.
         whole: Write the folder `like` again with this model's arrays in the place of its own, and all else as it is
             there: other parts of the model, the configuration, every other file.
         config: For a model that was built here, the config that it was built from.
@@ -80,8 +81,7 @@ def save(
     if whole:
         arrays = _of_whole(Folder(str(like), caller="save"), model, call)
     else:
-        names = () if like is None else Arrays(Folder(str(like), caller="save"), described(Path(like))).names
-        rules = family.rules(config, model, names)
+        rules = family.rules(config, model, () if like is None else _stored_names(Path(like)))
         arrays = published_arrays(rules, model)
         said = said | {"torch_dtype": str(rules[0].leaves(model)[0].dtype)}  # the older name is read by all
     with new_folder(target) as part:
@@ -108,6 +108,13 @@ def _files(path: Path, whole: bool) -> dict[str, bytes]:
     names = {file.name for file in path.iterdir() if file.is_file()} - {CONFIG}
     kept = {name for name in names if not name.endswith(_WEIGHTS)} if whole else names & {*COMPANIONS}
     return {name: (path / name).read_bytes() for name in sorted(kept)}
+
+
+def _stored_names(path: Path) -> Set[str]:
+    """The names of a folder's arrays; none where its weights are gone, as of a run's copy of what it began from."""
+    if not any((path / name).exists() for name in (SINGLE, INDEX)):
+        return frozenset()
+    return Arrays(Folder(str(path), caller="save"), described(path)).names
 
 
 def _of_whole(folder: Folder, model: Transformer, call: str) -> Iterator[tuple[str, np.ndarray]]:
