@@ -51,6 +51,7 @@ from .families._lfm2 import LFM2Config as LFM2Config
 from .families._lfm2_moe import LFM2MoEConfig as LFM2MoEConfig
 from .families._llama import LlamaConfig as LlamaConfig
 from .families._llama4 import Llama4Config as Llama4Config
+from .families._mamba2 import Mamba2Config as Mamba2Config
 from .families._minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
 from .families._ministral3 import Ministral3Config as Ministral3Config
 from .families._mistral import MistralConfig as MistralConfig

@@ -130,20 +130,26 @@ def is_published(node: object) -> TypeGuard[DenseMap | LoRA]:
     return isinstance(node, DenseMap) or (isinstance(node, LoRA) and isinstance(node.linear, DenseMap))
 
 
-def _patterns(rule: Weight, linears: Sequence[LinearMap]) -> tuple[str, str] | None:
-    """A rule's patterns for A and B; None where what is published is no matrix from the inputs to the outputs."""
-    count = len(linears[0].outputs)
-    if rule.pattern:
-        before, after = rule.pattern.split(" -> ")
+def _patterns(rule: Weight, linears: Sequence[LinearMap]) -> tuple[str, tuple[str, ...]] | None:
+    """A rule's pattern for A and those for B; None where what is published is no matrix of inputs and outputs."""
+    found = [_patterns_of(rule, linear, number, len(linears)) for number, linear in enumerate(linears)]
+    pairs = [pair for pair in found if pair is not None]
+    return (pairs[0][0], tuple(up for _, up in pairs)) if len(pairs) == len(found) else None
+
+
+def _patterns_of(rule: Weight, linear: LinearMap, number: int, parts: int) -> tuple[str, str] | None:
+    count, pattern = len(linear.outputs), rule.pattern_of(number)
+    if pattern:
+        before, after = pattern.split(" -> ")
         names = after.split()
         groups = [(merged or alone).split() for merged, alone in re.findall(r"\(([^)]*)\)|(\S+)", before)]
     else:
-        names = [*linears[0].outputs, *linears[0].inputs]
+        names = [*linear.outputs, *linear.inputs]
         groups = [[name] for name in names]
     outputs, inputs = names[:count], names[count:]
     sides = ["B" if set(group) <= set(outputs) else "A" if set(group) <= set(inputs) else "" for group in groups]
     # Parts side by side along the inputs would have a B in common, and no A.
-    if sorted(sides) != ["A", "B"] or (len(linears) > 1 and sides[rule.axis] != "B"):
+    if sorted(sides) != ["A", "B"] or (parts > 1 and sides[rule.axis] != "B"):
         return None
     own_a, own_b = " ".join(groups[sides.index("A")]), " ".join(groups[sides.index("B")])
     return f"rank ({own_a}) -> rank {' '.join(inputs)}", f"({own_b}) rank -> {' '.join(outputs)} rank"

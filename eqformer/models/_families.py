@@ -32,6 +32,7 @@ from .families._lfm2 import LFM2
 from .families._lfm2_moe import LFM2_MOE
 from .families._llama import LLAMA
 from .families._llama4 import LLAMA4
+from .families._mamba2 import MAMBA2
 from .families._minimax_m2 import MINIMAX_M2
 from .families._ministral3 import MINISTRAL3
 from .families._mistral import MISTRAL
@@ -57,7 +58,7 @@ _LISTED = (
     *(COHERE, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, ERNIE45, ERNIE45_MOE, EXAONE4, GEMMA, GEMMA2, GEMMA3),
     *(GEMMA4, GLM4, GLM4_MOE, GLM_MOE_DSA, GPT2, GPT_OSS, GRANITE, GSHARD, HUNYUAN, HUNYUAN_MOE, JAXFORMER),
     *(LFM2, LFM2_MOE),
-    *(LLAMA, LLAMA4, MINIMAX_M2, MINISTRAL3, MISTRAL, MISTRAL4, MIXTRAL, OLMO2, OLMO3, OLMOE, PHI3, QWEN2),
+    *(LLAMA, LLAMA4, MAMBA2, MINIMAX_M2, MINISTRAL3, MISTRAL, MISTRAL4, MIXTRAL, OLMO2, OLMO3, OLMOE, PHI3, QWEN2),
     *(QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, SEED_OSS, SMOLLM3, SWITCH),
 )
 _REGISTERED: dict[str, Family] = {}

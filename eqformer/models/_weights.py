@@ -23,12 +23,12 @@ class Weight:
     is published as number `layers[i]`. `pattern` is einops', from the published dims to the leaf's own (those after
     layers and experts); without one they are the same. Where `where` gives a tuple of leaves, they are published as one
     array, one after another along its dim `axis`, or taking turns there: each of `groups` (say, heads) has a part of
-    every leaf, or every leaf one number (`interleaved`).
+    every leaf, or every leaf one number (`interleaved`). They have one pattern, or each its own.
     """
 
     name: str
     where: Callable[[Transformer], Any]
-    pattern: str = ""
+    pattern: str | tuple[str, ...] = ""
     layers: Sequence[int] = ()
     axis: int = 0
     interleaved: bool = False
@@ -42,6 +42,10 @@ class Weight:
         found = self.where(model)
         return found if isinstance(found, tuple) else (found,)
 
+    def pattern_of(self, number: int) -> str:
+        """The pattern of leaf `number`."""
+        return self.pattern if isinstance(self.pattern, str) else self.pattern[number]
+
     @property
     def outer(self) -> int:
         """How many dims of a leaf count layers and experts."""
@@ -49,6 +53,8 @@ class Weight:
 
     def inner(self, leaves: Sequence[ArrayOrShape]) -> "Weight | None":
         """The rule of what stands at one place of a published array's first dim; None where that is no leaf's own."""
+        if not isinstance(self.pattern, str):
+            return None
         theirs, own = self.pattern.split(" -> ") if self.pattern else ("", "")
         (first, _, others), (its, _, rest) = theirs.partition(" "), own.partition(" ")
         if first != its or (len(leaves) > 1 and self.axis == 0):
@@ -64,7 +70,7 @@ class Weight:
 
     def check_shape(self, shape: tuple[int, ...], leaves: Sequence[ArrayOrShape]) -> None:
         """Raise a `ValueError` unless a published array has the shape that the leaves have together."""
-        parts = [self._published_shape(leaf.shape[self.outer :]) for leaf in leaves]
+        parts = self._published_shapes(leaves)
         wanted = list(parts[0])
         wanted[self.axis : self.axis + 1] = [sum(part[self.axis] for part in parts)] if wanted else []
         if shape != tuple(wanted):
@@ -73,7 +79,7 @@ class Weight:
     def to_own(self, whole: np.ndarray, leaves: Sequence[ArrayOrShape], number: int) -> np.ndarray:
         """What of a published array is leaf `number`'s; raises a `ValueError` for a shape that does not fit."""
         self.check_shape(whole.shape, leaves)
-        parts, wanted = [self._published_shape(leaf.shape[self.outer :]) for leaf in leaves], whole.shape
+        parts, wanted, pattern = self._published_shapes(leaves), whole.shape, self.pattern_of(number)
         own = leaves[number].shape[self.outer :]
         if len(leaves) > 1:
             groups = self._groups(parts[0])
@@ -81,12 +87,11 @@ class Weight:
             stop = start + parts[number][self.axis] // groups
             split = whole.reshape(*wanted[: self.axis], groups, -1, *wanted[self.axis + 1 :])
             whole = split[*(slice(None),) * (self.axis + 1), start:stop].reshape(parts[number])
-        return einops.rearrange(whole, self.pattern, **self._sizes(own)) if self.pattern else whole
+        return einops.rearrange(whole, pattern, **_sizes(pattern, own)) if pattern else whole
 
     def to_published(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """The published array of what the leaves hold for one place."""
-        back = " -> ".join(reversed(self.pattern.split(" -> ")))
-        turned = [einops.rearrange(part, back, **self._sizes(part.shape)) if back else part for part in parts]
+        turned = [_to_published(part, self.pattern_of(number)) for number, part in enumerate(parts)]
         if len(turned) == 1:
             return turned[0]
         groups, shape = self._groups(turned[0].shape), turned[0].shape
@@ -97,15 +102,26 @@ class Weight:
     def _groups(self, published: Sequence[int]) -> int:
         return published[self.axis] if self.interleaved else self.groups
 
-    def _sizes(self, own: Sequence[int]) -> dict[str, int]:
-        return dict(zip(self.pattern.split(" -> ")[1].split(), own, strict=True))
+    def _published_shapes(self, leaves: Sequence[ArrayOrShape]) -> list[tuple[int, ...]]:
+        """Of each leaf the shape of its part of the published array."""
+        return [_published_shape(leaf.shape[self.outer :], self.pattern_of(n)) for n, leaf in enumerate(leaves)]
 
-    def _published_shape(self, own: Sequence[int]) -> tuple[int, ...]:
-        if not self.pattern:
-            return tuple(own)
-        sizes = self._sizes(own)
-        dims = re.findall(r"\(([^)]*)\)|(\S+)", self.pattern.split(" -> ")[0])
-        return tuple(math.prod(sizes.get(name, 1) for name in (merged or alone).split()) for merged, alone in dims)
+
+def _to_published(part: np.ndarray, pattern: str) -> np.ndarray:
+    back = " -> ".join(reversed(pattern.split(" -> ")))
+    return einops.rearrange(part, back, **_sizes(pattern, part.shape)) if back else part
+
+
+def _published_shape(own: Sequence[int], pattern: str) -> tuple[int, ...]:
+    if not pattern:
+        return tuple(own)
+    sizes = _sizes(pattern, own)
+    dims = re.findall(r"\(([^)]*)\)|(\S+)", pattern.split(" -> ")[0])
+    return tuple(math.prod(sizes.get(name, 1) for name in (merged or alone).split()) for merged, alone in dims)
+
+
+def _sizes(pattern: str, own: Sequence[int]) -> dict[str, int]:
+    return dict(zip(pattern.split(" -> ")[1].split(), own, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +135,8 @@ class Rule:
     """The published name; with `{layer}` it stands for every layer's array."""
     path: str | tuple[str, ...]
     """The path of its leaf, from a layer where the name has one; several are published as one array."""
-    pattern: str = ""
-    """How einops rearranges a published array into a leaf."""
+    pattern: str | tuple[str, ...] = ""
+    """How einops rearranges a published array into a leaf, or its parts each into its own."""
     axis: int = 0
     """Along which several leaves are put together."""
     interleaved: bool = False

@@ -149,7 +149,7 @@ from .experts._router import TopKRouter as TopKRouter
 from .experts._routing import Routing as Routing, Slots as Slots
 from .recurrent._conv import CausalConv as CausalConv
 from .recurrent._delta_net import GatedDeltaNet as GatedDeltaNet
-from .recurrent._mamba2 import Mamba2 as Mamba2
+from .recurrent._mamba import Mamba2Mixer as Mamba2Mixer
 from .recurrent._short_conv import GatedShortConv as GatedShortConv
 
 

@@ -131,6 +131,7 @@ def are_close(one: Any, other: Any, rtol: float, atol: float = 0.0) -> bool:
             "self_attn.kv_b_proj",
             marks=pytest.mark.grid,
         ),
+        pytest.param("mamba2 grouped", ["query", "step", "output"], "mixer.in_proj", marks=pytest.mark.grid),
     ],
 )
 def test_maps_published_as_one_are_written_as_blocks(name, where, fused, tmp_path):
@@ -141,7 +142,7 @@ def test_maps_published_as_one_are_written_as_blocks(name, where, fused, tmp_pat
     config = json.loads((tmp_path / "out" / CONFIG).read_text())
     arrays = load_file(tmp_path / "out" / ARRAYS)
     rows = {len(array) for key, array in arrays.items() if f"{fused}.lora_A" in key}
-    assert rows == {{"phi3 window": 4, "gpt2 plain": 6, "deepseek_v3 plain": 2}[name]}
+    assert rows == {{"phi3 window": 4, "gpt2 plain": 6, "deepseek_v3 plain": 2, "mamba2 grouped": 4}[name]}
     assert config["r"] == 2 or config["rank_pattern"]
     again = models.load_adapter(model, tmp_path / "out", config=numbers)
     found, wanted = (eqx.filter(merged(each), eqx.is_array) for each in (again, adapted))

@@ -52,6 +52,8 @@ UNUSED = {
     "hunyuan_v1_moe": {"eod_token_id", "sep_token_id"},
     "llama4_text": {"interleave_moe_layer_step"},  # said again by moe_layers
     "minimax_m2": {"rotary_dim"},  # said again by partial_rotary_factor
+    "mamba2": {"chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_rank"}
+    | {"time_step_min", "time_step_max", "time_step_floor"},
     "mistral4": {"head_dim", "qk_head_dim"},
     "qwen2_moe": {"sliding_window"},
     "qwen3_moe": {"sliding_window"},
@@ -207,6 +209,9 @@ def test_what_layers_are_counted_by_is_a_count(family, name):
         ("smollm3", {"no_rope_layers": [1]}),
         ("qwen3_next", {"layer_types": ["linear_attention"]}),
         ("llama4_text", {"no_rope_layers": [1]}),
+        ("mamba2", {"time_step_limit": [0.5, 0.1]}),
+        ("mamba2", {"time_step_limit": [0.5, "inf"]}),
+        ("mamba2", {"head_dim": 7}),
         ("deepseek_v3", {"num_key_value_heads": 1}),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}),
     ],

@@ -123,6 +123,12 @@ PUBLISHED = {
     "kimi-k2": 1_026_408_232_448,
     "deepseek-v3.2": 671_877_944_064,
     "glm-5": 743_911_218_432,
+    "mamba2-130m": 128_989_632,
+    "mamba2-370m": 368_346_624,
+    "mamba2-780m": 780_161_280,
+    "mamba2-1.3b": 1_343_757_312,
+    "mamba2-2.7b": 2_702_599_680,
+    "mamba-codestral-7b": 7_285_403_648,
 }
 
 # Of unlike layers, or of periods and layers left over: docs/families.md says of these that no pipeline carries them.

@@ -72,7 +72,7 @@ def plan_over(sizes: dict[str, int], **choices: Any) -> Plan:
 @pytest.mark.parametrize("name", RECORDED)
 def test_over_data_and_heads(name, record_property):
     config = RECORDED[name]["config"]
-    heads = config.get("num_key_value_heads", config.get("n_head"))
+    heads = config.get("num_key_value_heads", config.get("n_head", config.get("n_groups")))
     if heads == 1 or heads % 2 == 0:
         assert_same(plan_over({"fsdp": 2, "tensor": 2}), name)
         record_property("layout", "fsdp x tensor")

@@ -70,6 +70,7 @@ BY_DEFAULT = {
     "granite untied",
     "llama llama3",
     "llama4_text some dense",
+    "mamba2 one group, steps within limits",
     "mistral wide heads",
     "mixtral window",
     "olmo2 grouped",

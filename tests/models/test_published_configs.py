@@ -71,7 +71,8 @@ def published(name: str) -> dict[str, Any]:
 def meaning(numbers: Any) -> dict[str, Any]:
     """The numbers without the longest rows, which change nothing, and with the width of a head where it follows."""
     found = dataclasses.asdict(numbers)
-    found["head_dim"] = found.get("head_dim") or numbers.embed // numbers.heads
+    if "heads" in found:
+        found["head_dim"] = found.get("head_dim") or numbers.embed // numbers.heads
     return {name: value for name, value in found.items() if name != "max_seq"}
 
 

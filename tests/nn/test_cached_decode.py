@@ -43,7 +43,7 @@ KINDS = {
     "delta net": lambda: drawn(
         nn.GatedDeltaNet, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY
     ),
-    "mamba2": lambda: drawn(nn.Mamba2, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY),
+    "mamba2": lambda: drawn(nn.Mamba2Mixer, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY),
     "short convolution": lambda: drawn(nn.GatedShortConv, embed=EMBED, taps=4, bias=True, key=KEY),
     "latent": lambda: latent(q_latent=5, query_latent_norm=nn.RMSNorm("q_latent", q_latent=5)),
     "latent with biases": lambda: latent(bias=True),

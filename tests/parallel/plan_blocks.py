@@ -240,7 +240,7 @@ def recurrence(key: Any, kv_heads: int = 4) -> nn.Period:
 def state_space(key: Any, kv_heads: int = 4) -> nn.Period:
     """Like Granite 4: a Mamba-2 whose outputs are normed by groups or, of one key head, together; an attention."""
     one, two = jax.random.split(key)
-    net = nn.Mamba2(embed=EMBED, heads=HEADS, kv_heads=kv_heads, head_dim=5, v_dim=6, chunk=5, bias=True, key=one)
+    net = nn.Mamba2Mixer(embed=EMBED, heads=HEADS, kv_heads=kv_heads, head_dim=5, v_dim=6, chunk=5, bias=True, key=one)
     mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
     return nn.Period(
         (nn.Block(nn.Residual(net, norm())), nn.Block(nn.Residual(attention(two), norm()), nn.Residual(mlp)))

@@ -43,11 +43,17 @@ class Sizes(Protocol):
     @property
     def layers(self) -> int: ...
     @property
-    def mlp(self) -> int: ...
-    @property
     def eps(self) -> float: ...
     @property
     def tied(self) -> bool: ...
+
+
+@runtime_checkable
+class WithMLP(Sizes, Protocol):
+    """The same, with the width of feed-forward layers."""
+
+    @property
+    def mlp(self) -> int: ...
 
 
 def damping(config: Sizes) -> float:
@@ -82,7 +88,7 @@ def attention(config: DecoderConfig, *, window: int | None = None, key: Key[Arra
     return Attention(embed=config.embed, **given | options, key=key)
 
 
-def gated_mlp(config: Sizes, *, mlp: int | None = None, key: Key[Array, ""], **options: Any) -> GatedMLP:
+def gated_mlp(config: WithMLP, *, mlp: int | None = None, key: Key[Array, ""], **options: Any) -> GatedMLP:
     """A `GatedMLP` as wide as the config says, or `mlp`; `options` are its own, and come first."""
     width = config.mlp if mlp is None else mlp
     given: dict[str, Any] = {"output_std": damping(config) * width**-0.5}

@@ -19,7 +19,7 @@ from ._reading import empty_cache, Reading
 from ._state_space import state_space
 
 
-class Mamba2(Mixer):
+class Mamba2Mixer(Mixer):
     """The mixer of Dao and Gu (2024, arXiv:2405.21060), called like an attention; in its words, and in the paper's.
 
     Values (`x`), keys (`B`) and queries (`C`) go through short convolutions and silu. Each of `heads` has a matrix that
@@ -85,11 +85,11 @@ class Mamba2(Mixer):
         """
         if heads % kv_heads:
             raise ValueError(
-                f"Mamba2(heads={heads}, kv_heads={kv_heads}): each key head serves equally many values, so kv_heads "
-                f"must divide heads; take one of {[n for n in range(1, heads + 1) if heads % n == 0]}."
+                f"Mamba2Mixer(heads={heads}, kv_heads={kv_heads}): each key head serves equally many values, so "
+                f"kv_heads must divide heads; take one of {[n for n in range(1, heads + 1) if heads % n == 0]}."
             )
         if chunk < 1:
-            raise ValueError(f"Mamba2(chunk={chunk}): chunk counts tokens and must be at least 1.")
+            raise ValueError(f"Mamba2Mixer(chunk={chunk}): chunk counts tokens and must be at least 1.")
         keys = jax.random.split(key, 10)
         few: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim}
         many: dict[str, Any] = {"heads": heads, "v_dim": v_dim}

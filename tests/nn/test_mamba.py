@@ -16,7 +16,7 @@ from eqformer import nn
 KEY = jax.random.key(0)
 EMBED, SEQ = 6, 7
 SIZES: Any = dict(embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5)
-NET = drawn(nn.Mamba2, **SIZES, chunk=3, bias=True, step_limits=(0.2, 1.0), key=KEY)
+NET = drawn(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, step_limits=(0.2, 1.0), key=KEY)
 X = normal(1, 2, SEQ, EMBED)
 run = eqx.filter_jit(lambda net, x, tokens, cache=None: net(x, tokens, cache))
 
@@ -78,7 +78,7 @@ def test_it_is_its_loops():
 @pytest.mark.grid
 @pytest.mark.parametrize("options", [{"kv_heads": 1}, {"norm_eps": None}, {"kv_heads": 4, "taps": 2}])
 def test_so_it_is_of_one_group_without_a_norm_and_with_fewer_taps(options):
-    net = drawn(nn.Mamba2, **SIZES | options, key=KEY)
+    net = drawn(nn.Mamba2Mixer, **SIZES | options, key=KEY)
     assert close(run(net, X, None)[0], literal(net, wide(X), np.zeros((2, SEQ))), 1e-5)
     assert close(run(net, X[1], None)[0], run(net, X, None)[0][1], 1e-6)
 
@@ -117,6 +117,6 @@ def test_in_bfloat16_it_remembers_in_float32():
 
 def test_bad_sizes_are_refused():
     with pytest.raises(ValueError, match=r"heads=4, kv_heads=3\).*take one of \[1, 2, 4\]"):
-        nn.Mamba2(**SIZES | {"kv_heads": 3}, key=KEY)
-    with pytest.raises(ValueError, match=r"Mamba2\(chunk=0\)"):
-        nn.Mamba2(**SIZES, chunk=0, key=KEY)
+        nn.Mamba2Mixer(**SIZES | {"kv_heads": 3}, key=KEY)
+    with pytest.raises(ValueError, match=r"Mamba2Mixer\(chunk=0\)"):
+        nn.Mamba2Mixer(**SIZES, chunk=0, key=KEY)

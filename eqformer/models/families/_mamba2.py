@@ -1,0 +1,89 @@
+"""Mamba-2 (Dao and Gu 2024): a recurrence in each layer, and nothing else."""
+
+import dataclasses
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from ...nn import Block, Residual, Transformer
+from .._attributes import Attribute, Count, Expect, Ignore
+from .._family import Family, ModelConfig
+from .._weights import Rule
+from ._decoder import decoder, norm
+from ._state_spaces import mamba2, mamba_weights, NetSizes, StepLimits, ValueChannels
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2Config(NetSizes, ModelConfig):
+    """The config of a Mamba-2."""
+
+    layers: int
+    """Layers."""
+    _: dataclasses.KW_ONLY
+    eps: float = 1e-5
+    """What norms add before the root."""
+    tied: bool = False
+    """Whether the head is the embedding's table."""
+
+
+def build_mamba2(config: Mamba2Config, *, key: Key[Array, ""]) -> Transformer:
+    """A Mamba-2 with random weights."""
+
+    def block(_: None, key: Key[Array, ""]) -> Block:
+        return Block(Residual(mamba2(config, key), norm(config)))
+
+    return decoder(config, block, key=key)
+
+
+def _mamba2(embed: int, layers: int, **more: Any) -> Mamba2Config:
+    given: dict[str, Any] = {"vocab": 50_288, "net_heads": 2 * embed // 64, "tied": True}
+    return Mamba2Config(embed=embed, layers=layers, **given | more)
+
+
+_PRESETS = {
+    "mamba2-byte-500k": Mamba2Config(
+        256, 96, 6, net_heads=12, net_kv_heads=2, net_head_dim=32, net_v_dim=16, net_bias=True, tied=True
+    ),
+    "mamba2-130m": _mamba2(768, 24),
+    "mamba2-370m": _mamba2(1024, 48),
+    "mamba2-780m": _mamba2(1536, 48),
+    "mamba2-1.3b": _mamba2(2048, 48),
+    "mamba2-2.7b": _mamba2(2560, 64),
+    "mamba-codestral-7b": _mamba2(4096, 64, vocab=32_768, net_kv_heads=8, tied=False),
+}
+
+_LAYER = "backbone.layers.{layer}."
+MAMBA2 = Family(
+    "mamba2",
+    Mamba2Config,
+    build_mamba2,
+    _PRESETS,
+    "Mamba2ForCausalLM",
+    "mamba2",
+    (
+        *(Count("vocab", "vocab_size"), Count("embed", "hidden_size"), Count("layers", "num_hidden_layers")),
+        Count("net_heads", "num_heads", 128),
+        Count("net_kv_heads", "n_groups", 8),
+        Count("net_head_dim", "state_size", 128),
+        Count("taps", "conv_kernel", 4),
+        Attribute("net_bias", "use_bias", False),
+        Attribute("conv_bias", "use_conv_bias", True),
+        ValueChannels("num_heads", "head_dim", "expand", 64),
+        StepLimits(),
+        Attribute("eps", "layer_norm_epsilon", 1e-5),
+        Attribute("tied", "tie_word_embeddings", False),
+        Expect("hidden_act", "silu"),
+        Expect("rms_norm", True, written=False),
+        # How weights are drawn, how sums are rounded, which kernel runs, and what transformers never reads.
+        Ignore("chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_rank", "time_step_min"),
+        Ignore("time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme", "norm_before_gate"),
+        Ignore("intermediate_size"),
+    ),
+    (
+        Rule("backbone.embeddings.weight", "embedding.weight"),
+        Rule("backbone.norm_f.weight", "norm.weight"),
+        Rule("lm_head.weight", "head.weight"),
+        Rule(f"{_LAYER}norm.weight", "mixer.norm.weight"),
+        *mamba_weights(f"{_LAYER}mixer."),
+    ),
+)

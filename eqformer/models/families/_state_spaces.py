@@ -1,0 +1,139 @@
+"""What families with Mamba-2 share: fields of configs, the mixer, attributes, and names of arrays."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from ...nn import Mamba2Mixer
+from .._attributes import Attribute, Count, Entry
+from .._config import PublishedConfig
+from .._weights import Rule
+from ._decoder import damping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NetSizes:
+    """The fields of a `Mamba2Mixer`."""
+
+    net_heads: int
+    """Heads of values."""
+    net_kv_heads: int = 1
+    """Heads of keys and queries, which Mamba calls groups."""
+    net_head_dim: int = 128
+    """Their channels: the size of the state."""
+    net_v_dim: int = 64
+    """Channels of a value's head."""
+    taps: int = 4
+    """Tokens that the convolutions see."""
+    net_bias: bool = False
+    """Whether the maps have biases."""
+    conv_bias: bool = True
+    """Whether the convolutions have biases."""
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    """The least and the greatest step."""
+
+
+def mamba2(config: Any, key: Key[Array, ""], **options: Any) -> Mamba2Mixer:
+    """A `Mamba2Mixer` of the config's `NetSizes`; `options` are its own, and come first."""
+    given: dict[str, Any] = {
+        "heads": config.net_heads,
+        "kv_heads": config.net_kv_heads,
+        "head_dim": config.net_head_dim,
+        "v_dim": config.net_v_dim,
+        "taps": config.taps,
+        "bias": config.net_bias,
+        "conv_bias": config.conv_bias,
+        "step_limits": config.step_limits,
+        "norm_eps": config.eps,
+        "output_std": damping(config) * (config.net_heads * config.net_v_dim) ** -0.5,
+    }
+    return Mamba2Mixer(embed=config.embed, **given | options, key=key)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLimits(Entry):
+    """`time_step_limit`: the least and the greatest step; without a bound where it is missing or null."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`step_limits`; refuse what is no pair of numbers, of which the last may be infinite."""
+        said = published.listed("time_step_limit")
+        limits = (0.0, math.inf) if said is None else tuple(math.inf if end == _INFINITE else end for end in said)
+        is_number = lambda end: isinstance(end, int | float) and not isinstance(end, bool)
+        if len(limits) != 2 or not all(map(is_number, limits)) or not 0 <= limits[0] <= limits[1]:
+            published.refuse(f"time_step_limit={said}: it must be a least and a greatest step of at least 0.")
+        return {"step_limits": (float(limits[0]), float(limits[1]))}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The pair as transformers writes it, where there is a bound."""
+        least, most = config.step_limits
+        bound = {"time_step_limit": [least, _INFINITE if math.isinf(most) else most]}
+        return {} if (least, most) == (0.0, math.inf) else bound
+
+
+_INFINITE = {"__float__": "Infinity"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueChannels(Entry):
+    """Channels of a value's head, which transformers counts twice: by heads, and by the width's multiple `expand`."""
+
+    heads: str
+    channels: str
+    expand: str
+    default: int | str
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`net_v_dim`; refuse one that does not fit the width."""
+        heads, width = published.count(self.heads, 128), published.count("hidden_size")
+        inner = int(published.take(self.expand, 2) * width)
+        said = published.take(self.channels, self.default)
+        channels = inner // heads if said == "auto" else said
+        if channels * heads != inner:
+            published.refuse(
+                f"{self.channels}={said}: {heads} heads must fill {inner} channels, {self.expand} * {width}."
+            )
+        return {"net_v_dim": channels}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Both attributes."""
+        inner = config.net_heads * config.net_v_dim
+        expand = inner / config.embed if inner % config.embed else inner // config.embed
+        return {self.channels: config.net_v_dim, self.expand: expand}
+
+
+# As Bamba's configurations say it, and those of its successors.
+MAMBA_ATTRIBUTES: tuple[Entry, ...] = (
+    Count("net_heads", "mamba_n_heads", 128),
+    Count("net_kv_heads", "mamba_n_groups", 1),
+    Count("net_head_dim", "mamba_d_state", 256),
+    Count("taps", "mamba_d_conv", 4),
+    Attribute("net_bias", "mamba_proj_bias", False),
+    Attribute("conv_bias", "mamba_conv_bias", True),
+    ValueChannels("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto"),
+    StepLimits(),
+)
+
+
+def mamba_weights(prefix: str, path: str = "mixer.layer.") -> tuple[Rule, ...]:
+    """A `Mamba2Mixer`'s arrays: its maps from the stream are published as one, and so are its convolutions."""
+    parts = ("gate", "value", "key", "query", "step")
+    joined = lambda names, leaf: tuple(f"{path}{name}.{leaf}" for name in names)
+    convolved = tuple(f"{part}_conv" for part in parts[1:4])
+    found = (
+        Rule(f"{prefix}in_proj.weight", joined(parts, "weight"), ("(heads dim) embed -> heads dim embed",) * 4 + ("",)),
+        Rule(f"{prefix}in_proj.bias", joined(parts, "bias"), (_OF_HEADS,) * 4 + ("",)),
+        Rule(f"{prefix}conv1d.weight", joined(convolved, "weight"), "(heads dim) 1 taps -> heads dim taps"),
+        Rule(f"{prefix}conv1d.bias", joined(convolved, "bias"), _OF_HEADS),
+        Rule(f"{prefix}A_log", f"{path}log_rate"),
+        Rule(f"{prefix}dt_bias", f"{path}step_bias"),
+        Rule(f"{prefix}D", f"{path}skip"),
+        Rule(f"{prefix}norm.weight", f"{path}scale", _OF_HEADS),
+        Rule(f"{prefix}out_proj.weight", f"{path}output.weight", "embed (heads dim) -> embed heads dim"),
+        Rule(f"{prefix}out_proj.bias", f"{path}output.bias"),
+    )
+    return tuple(dataclasses.replace(rule, needs=f"{path}log_rate") for rule in found)
+
+
+_OF_HEADS = "(heads dim) -> heads dim"
