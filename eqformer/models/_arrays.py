@@ -11,7 +11,7 @@ from ._folder import Folder
 from ._gguf import GGUF
 from ._gguf_models import coded_of
 from ._published import Description
-from .formats import Coded, Format
+from .formats import Coded, Format, Grouped, Numbers
 
 
 HEAD = "lm_head.weight"
@@ -86,13 +86,56 @@ class Arrays:
         """
         if name not in self._coded:
             return self._source.read(self._stored[name])
+        if piece is None and (pieces := self.pieces(name)):
+            return np.stack([self.read(name, dtype, place, run) for place in pieces])
+        coded = self._coded_at(name, piece)
+        made = np.empty(coded.shape, dtype or coded.dtype)
+
+        def decode(rows: slice) -> None:
+            with np.errstate(over="ignore", invalid="ignore"):  # what is too large is infinite, as in the references
+                made[rows] = coded.form.decode(coded.parts, rows)
+
+        _by_rows(coded, decode, run)
+        return made
+
+    def form(self, name: str) -> Format | None:
+        """In which format an array is stored; None: plainly."""
+        return self._coded[name].form if name in self._coded else None
+
+    def scale_dtype(self, name: str) -> str:
+        """The dtype of the scales of an array whose format is `Grouped`."""
         coded = self._coded[name]
-        if len(coded.shape) == 2:
-            return _decoded(coded, dtype or coded.dtype, run)
-        if piece is not None:
-            parts = {end: part[piece] for end, part in coded.parts.items()}
-            return _decoded(Coded(coded.form, parts, coded.shape[1:], coded.dtype), dtype or coded.dtype, run)
-        return np.stack([self.read(name, dtype, place, run) for place in self.pieces(name)])
+        assert isinstance(coded.form, Grouped)
+        return str(coded.parts[coded.form.groups.scale].dtype)
+
+    def numbers(self, name: str, piece: int | None = None, run: Run = map) -> Numbers:
+        """As `read`, of an array whose format is `Grouped`, not decoded."""
+        if piece is None and (pieces := self.pieces(name)):
+            found = [self.numbers(name, place, run) for place in pieces]
+            zeros = [its.zeros for its in found if its.zeros is not None]
+            whole = np.stack([its.codes for its in found]), np.stack([its.scales for its in found])
+            return Numbers(*whole, np.stack(zeros) if zeros else None)
+        coded = self._coded_at(name, piece)
+        form = coded.form
+        assert isinstance(form, Grouped)
+        empty = lambda dtype: np.empty(coded.shape, dtype)
+        zeros = empty(np.uint8) if form.groups.has_zeros else None
+        made = Numbers(empty(np.uint8), empty(self.scale_dtype(name)), zeros)
+
+        def copy(rows: slice) -> None:
+            for whole, part in zip(made, form.numbers(coded.parts, rows), strict=True):
+                if whole is not None:
+                    whole[rows] = part
+
+        _by_rows(coded, copy, run)
+        return made
+
+    def _coded_at(self, name: str, piece: int | None) -> Coded:
+        coded = self._coded[name]
+        if piece is None:
+            return coded
+        parts = {end: part[piece] for end, part in coded.parts.items()}
+        return Coded(coded.form, parts, coded.shape[1:], coded.dtype)
 
     def _find(self, folder: Folder, form: Format, dtype: str) -> None:
         """Put one name in the place of those of codes and scales."""
@@ -119,19 +162,12 @@ class Arrays:
             self._stored[own] = stored
 
 
-def _decoded(coded: Coded, dtype: str, run: Run) -> np.ndarray:
-    """An array of two dims, whose rows are decoded some at a time, so that little is held beside it."""
-    made = np.empty(coded.shape, dtype)
+def _by_rows(coded: Coded, fill: Callable[[slice], None], run: Run) -> None:
+    """`fill` some rows of an array of two dims at a time, so that little is held beside it."""
     step = _ROWS * max(1, _AT_ONCE // (_ROWS * coded.shape[1]))
-
-    def decode(start: int) -> None:
-        rows = slice(start, min(start + step, coded.shape[0]))
-        with np.errstate(over="ignore", invalid="ignore"):  # what is too large is infinite, as in the references
-            made[rows] = coded.form.decode(coded.parts, rows)
-
-    for _ in run(decode, range(0, coded.shape[0], step)):
+    starts = range(0, coded.shape[0], step)
+    for _ in run(fill, [slice(start, min(start + step, coded.shape[0])) for start in starts]):
         pass
-    return made
 
 
 def _part(name: str) -> str:

@@ -1,12 +1,10 @@
 """Loads published models: a folder into a model, on one device or straight into the shards of a plan."""
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import TypeGuard
 
 import equinox as eqx
 import jax
@@ -19,11 +17,13 @@ from jaxtyping import Array, PyTree
 from .. import nn
 from ..nn import float_dtype
 from ..parallel import Plan, shardings
-from ._arrays import Arrays, HEAD, Run
+from ._arrays import Arrays, HEAD
 from ._families import build
 from ._family import Family, ModelConfig
+from ._filled import Filled, read
 from ._folder import Folder
 from ._gguf import GGUF
+from ._kept import kept_maps, with_kept
 from ._published import described, rules_of
 from ._weights import Weight
 
@@ -39,24 +39,32 @@ def load(
     plan: Plan | None = None,
     *,
     dtype: DTypeLike | None = None,
+    weights: str = "decoded",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> nn.Transformer:
     """The model published in a folder, or in one file of GGUF, on the first device, or sharded by a plan.
 
-    A `mesh` alone stands for `Plan(mesh, zero=3)`, which splits everything it can. Each array of the folder is
-    memory-mapped, read once, and copied into the shards that this process's devices hold; only the shards of one leaf
-    (one array of all layers, or arrays that are published as one) are in host memory at a time. Each leaf has its
-    published dtype (one wide enough for all layers), or `dtype` (names such as `bf16` too); fields marked
-    `nn.float32_at_least` are no narrower than that. The model computes in the dtype of its embedding table;
-    `nn.run_with` sets how it runs. `progress` is called with the bytes read so far, and in all.
+    Each array of the folder is memory-mapped, read once, and copied into the shards that this process's devices hold;
+    only the shards of one leaf (one array of all layers, or arrays that are published as one) are in host memory at a
+    time. The model computes in the dtype of its embedding table; `nn.run_with` sets how it runs. Of a model of several
+    kinds of data the text model is read. A warning lists the arrays that are left unread by rule: of its other parts,
+    and of predictors of further tokens.
 
-    Weights in fewer bits are decoded, those of GGUF to float32 without a `dtype`, others to that of the configuration.
-    Of a model of several kinds of data the text model is read. A warning lists the arrays that are left unread by rule:
-    of its other parts, and of predictors of further tokens.
+    Args:
+        path: The folder, or the file.
+        mesh: Alone it stands for `Plan(mesh, zero=3)`, which splits everything it can.
+        plan: Where arrays lie.
+        dtype: That of all leaves (names such as `bf16` too); None: each has its published one (one wide enough for all
+            layers). Fields marked `nn.float32_at_least` are no narrower than that.
+        weights: `"decoded"`: weights in fewer bits are, those of GGUF to float32 without a `dtype`, others to that of
+            the configuration. `"kept"`: linear maps hold their codes and scales (`nn.QuantisedLinear`), with the same
+            logits.
+        progress: Is called with the bytes read so far, and in all.
 
     Raises a `ValueError` for a folder that is not what it says, and one that lists what is left over: arrays of the
     folder that no rule reads (but for a head that is stored beside its equal, the table to which it is tied), leaves
-    that no array fills, attributes of `config.json` that the family does not know.
+    that no array fills, attributes of `config.json` that the family does not know. With `weights="kept"` also one that
+    names what no map can hold as it is stored.
     """
     plan = _plan(path, mesh, plan)
     source = GGUF(Path(path)) if Path(path).is_file() else Folder(path)
@@ -68,21 +76,21 @@ def load(
     _check_names(arrays, said.family, rules, shapes)
     if arrays.unread:
         warnings.warn(arrays.unread, stacklevel=2)
-    kept = _dtypes(arrays, rules, shapes, dtype)
-    empty, rest = eqx.partition(shapes, _is_shape)
+    dtypes = _dtypes(arrays, rules, shapes, dtype)
+    kept = _kept(arrays, rules, shapes, weights)
+    empty, rest = eqx.partition(with_kept(shapes, kept), _is_shape)
     places = _places(plan, empty)
     sharding_of = dict(zip(map(id, jax.tree.leaves(empty)), jax.tree.leaves(places), strict=True))
+    filled = [Filled.of(arrays, rule, its, shapes, kept) for rule, its in zip(rules, dtypes, strict=True)]
     made: dict[int, Array] = {}
-    size_of = lambda rule, its: sum(leaf.size for leaf in rule.leaves(shapes)) * jnp.dtype(its).itemsize
-    total, done = sum(map(size_of, rules, kept)), 0
-    for rule, its in zip(rules, kept, strict=True):
-        leaves = rule.leaves(shapes)
-        made |= zip(map(id, leaves), _read(arrays, rule, leaves, [sharding_of[id(leaf)] for leaf in leaves], its))
-        done += size_of(rule, its)
+    total, done = sum(one.nbytes for one in filled), 0
+    for one in filled:
+        made |= zip(map(id, one.targets), read(arrays, one, [sharding_of[id(leaf)] for leaf in one.targets]))
+        done += one.nbytes
         progress(done, total)
     made |= _numbers_of_layers(shapes, sharding_of)
     model = eqx.combine(jax.tree.map(lambda leaf: made[id(leaf)], empty), rest)
-    return dataclasses.replace(model, compute_dtype=kept[0])
+    return dataclasses.replace(model, compute_dtype=dtypes[0])
 
 
 def _plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan | None:
@@ -91,6 +99,12 @@ def _plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan | None
     if plan.mesh != mesh:
         raise ValueError(f"load({str(path)!r}, mesh, plan): the plan is for another mesh, {plan.mesh}; give the plan.")
     return plan
+
+
+def _kept(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer, weights: str) -> dict[int, nn.QuantisedLinear]:
+    if weights not in ("decoded", "kept"):
+        raise ValueError(f"{arrays.call}: weights={weights!r}: they are 'decoded' or 'kept'.")
+    return kept_maps(arrays, rules, shapes) if weights == "kept" else {}
 
 
 def _places(plan: Plan | None, shapes: PyTree) -> PyTree:
@@ -143,92 +157,6 @@ def _dtypes(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer, dtype: 
 def _dtype(arrays: Arrays, rule: Weight, shapes: nn.Transformer) -> str:
     """The dtype in which no array that the rule reads loses anything."""
     return str(nn.holding(*{arrays.dtype(name) for _, name in rule.places(rule.leaves(shapes)[0])}))
-
-
-class _Part(NamedTuple):
-    """What of a leaf a device holds: from where to where in each dim, and the values."""
-
-    bounds: tuple[tuple[int, int], ...]
-    values: np.ndarray
-
-    def holds(self, place: tuple[int, ...]) -> bool:
-        return all(start <= at < stop for at, (start, stop) in zip(place, self.bounds))
-
-    def fill(self, place: tuple[int, ...], own: np.ndarray) -> None:
-        at = tuple(one - start for one, (start, _) in zip(place, self.bounds))
-        self.values[at] = own[tuple(slice(*bound) for bound in self.bounds[len(place) :])]
-
-
-def _read(arrays: Arrays, rule: Weight, leaves: tuple, places: list[Sharding], dtype: str) -> list[Array]:
-    """The leaves that one rule fills; each published array is looked at once, and copied to whom it belongs.
-
-    Those in fewer bits are decoded one after another, each by all threads, so that one is in memory at a time.
-    """
-    parts = [_parts(leaf, place, dtype) for leaf, place in zip(leaves, places, strict=True)]
-    distinct = [[*{part.bounds: part for part in its.values()}.values()] for its in parts]
-    named = list(rule.places(leaves[0]))
-    with ThreadPoolExecutor(_THREADS) as threads:
-        copy = lambda task: _copy(arrays, rule, leaves, distinct, task, dtype, threads.map)
-        list(threads.map(copy, [task for task in named if not arrays.is_coded(task[1])]))
-        for task in named:
-            if arrays.is_coded(task[1]):
-                copy(task)
-    made = ([jax.device_put(part.values, device) for device, part in its.items()] for its in parts)
-    return [
-        jax.make_array_from_single_device_arrays(leaf.shape, place, pieces)
-        for leaf, place, pieces in zip(leaves, places, made)
-    ]
-
-
-def _copy(
-    arrays: Arrays,
-    rule: Weight,
-    leaves: tuple,
-    distinct: list[list[_Part]],
-    task: tuple[tuple[int, ...], str],
-    dtype: str,
-    run: Run,
-) -> None:
-    """Copy one published array, at this place of the leaves' outer dims, into the parts that hold it."""
-    place, name = task
-    try:
-        rule.check_shape(arrays.shape(name), leaves)
-        pieces = arrays.pieces(name)
-        inner = rule.inner(leaves) if pieces else None
-        for piece in (None,) if inner is None else pieces:
-            at, its = (place, rule) if inner is None or piece is None else ((*place, piece), inner)
-            if any(part.holds(at) for of_leaf in distinct for part in of_leaf):
-                whole = arrays.read(name, dtype, piece, run)
-                for number, of_leaf in enumerate(distinct):
-                    own = its.to_own(whole, leaves, number)
-                    for part in of_leaf:
-                        if part.holds(at):
-                            part.fill(at, own)
-    except ValueError as error:
-        raise ValueError(f"{arrays.call}: {arrays.stored_name(name)}: {error}.") from None
-
-
-def _parts(leaf: jax.ShapeDtypeStruct, sharding: Any, dtype: str) -> dict[Any, _Part]:
-    """By device its part, not yet filled; devices that hold the same have one together."""
-    made: dict[tuple, _Part] = {}
-    found = {}
-    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
-        if bounds not in made:
-            made[bounds] = _Part(bounds, _aligned([stop - start for start, stop in bounds], dtype))
-        found[device] = made[bounds]
-    return found
-
-
-def _aligned(shape: list[int], dtype: str) -> np.ndarray:
-    """An empty array at an address that JAX takes over on CPUs without a copy."""
-    size = math.prod(shape) * jnp.dtype(dtype).itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size].view(jnp.dtype(dtype)).reshape(shape)
-
-
-_ALIGNMENT, _THREADS = 64, 4
 
 
 def _numbers_of_layers(shapes: nn.Transformer, sharding_of: dict[int, Sharding]) -> dict[int, Array]:

@@ -23,6 +23,7 @@ from ._cache import (
     LatentCache as LatentCache,
     RecurrentCache as RecurrentCache,
 )
+from ._codes import codes_in_a_byte as codes_in_a_byte
 from ._contracts import (
     Attends as Attends,
     FeedForward as FeedForward,

@@ -10,7 +10,7 @@ BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "fp4": 6.0}
 
 
-def many(form: str) -> int:
+def codes_in_a_byte(form: str) -> int:
     """How many codes a byte holds."""
     return 8 // BITS[form]
 
@@ -24,7 +24,7 @@ def numbers(
     `zeros`, one for each group of columns, or else half of their range are taken. `fp8` is E4M3 without infinities,
     `fp4` E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same below zero).
     """
-    if many(form) == 2:
+    if codes_in_a_byte(form) == 2:
         codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
     if form == "fp8":
         return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
@@ -66,4 +66,4 @@ def rounded(
 
 def packed(codes: UInt8[Array, "*dims columns"], form: str) -> UInt8[Array, "*dims bytes"]:
     """Codes as they are held: those of 4 bits two in a byte."""
-    return codes if many(form) == 1 else codes[..., ::2] | codes[..., 1::2] << 4
+    return codes if codes_in_a_byte(form) == 1 else codes[..., ::2] | codes[..., 1::2] << 4

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from ._codes import LARGEST, many, rounded
+from ._codes import codes_in_a_byte, LARGEST, rounded
 from ._dims import named_modules, path_name
 from ._dtype import float_dtype
 from ._linear import dense
@@ -77,7 +77,7 @@ def _quantised(linear: LinearMap, form: str, group: int | None, call: str) -> Qu
     weight, inputs = linear.weight, linear.inputs
     width = weight.shape[-1]
     members = None if group is None else min(group, width)
-    if width % many(form):
+    if width % codes_in_a_byte(form):
         raise ValueError(f"{call} has {width} of {inputs[-1]!r}, and two codes share a byte; take int8 or fp8.")
     if members is not None and width % members:
         raise ValueError(

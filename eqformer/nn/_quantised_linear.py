@@ -8,7 +8,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
-from ._codes import many, numbers, scaled
+from ._codes import codes_in_a_byte, numbers, scaled
 from ._dims import named_by
 from ._linear import applied
 from ._linear_map import LinearMap
@@ -47,7 +47,7 @@ class QuantisedLinear(LinearMap):
     @property
     def shape(self) -> tuple[int, ...]:
         """The weight's."""
-        return (*self.codes.shape[:-1], self.codes.shape[-1] * many(self.form))
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * codes_in_a_byte(self.form))
 
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """`W x`; what is kept for the backward pass are codes."""

@@ -117,7 +117,7 @@ def test_a_part_that_no_device_holds_is_not_decoded(tmp_path, monkeypatch):
     seen: list[Any] = []
     read = Arrays.read
     monkeypatch.setattr(Arrays, "read", lambda self, *given: seen.append(given[2]) or read(self, *given))
-    monkeypatch.setattr("eqformer.models._load._Part.holds", lambda part, place: len(place) < 2 or place[1] != 3)
+    monkeypatch.setattr("eqformer.models._filled._Part.holds", lambda part, place: len(place) < 2 or place[1] != 3)
     models.load(tmp_path)
     assert {piece for piece in seen if piece is not None} == {0, 1, 2}
 

@@ -6,7 +6,21 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
 from .._config import PublishedConfig
-from ._format import check_codes, check_part, finite, Format, groups_of, number_of_groups, Parts, SCALES, unpacked
+from ._format import (
+    check_codes,
+    check_part,
+    finite,
+    Format,
+    Grouped,
+    Groups,
+    groups_of,
+    number_of_groups,
+    Numbers,
+    Parts,
+    SCALES,
+    unpacked,
+    whole_values,
+)
 from ._gptq import group_of
 
 
@@ -15,7 +29,7 @@ _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # from the lowest bits up, a word has the out
 
 
 @dataclasses.dataclass(frozen=True)
-class AWQ(Format):
+class AWQ(Grouped):
     """`(code - zero) * scale` for each group of inputs."""
 
     group: int | None = None
@@ -31,12 +45,20 @@ class AWQ(Format):
 
     def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "outputs inputs"]:
         """Some outputs."""
+        return whole_values(self.numbers(parts, rows), 4)
+
+    def numbers(self, parts: Parts, rows: slice) -> Numbers:
+        """Some outputs."""
         words = slice(rows.start // _MANY, rows.stop // _MANY)
-        codes = _numbers(parts[_CODES][:, words]).T.astype(np.float32)
-        zeros = _numbers(parts[_ZEROS][:, words]).T.astype(np.float32)
+        codes, zeros = (_numbers(parts[end][:, words]).T for end in (_CODES, _ZEROS))
         scales = finite(parts[_SCALES][:, rows].T)
         group = groups_of(codes.shape[1], self.group, scales.shape[1])
-        return (codes - zeros[:, group]) * scales[:, group]
+        return Numbers(codes, scales[:, group], zeros[:, group])
+
+    @property
+    def groups(self) -> Groups:
+        """Whole numbers with zeros."""
+        return Groups("int4", self.group, _SCALES, has_zeros=True)
 
 
 def _numbers(words: Int32[np.ndarray, "rows words"]) -> UInt8[np.ndarray, "rows outputs"]:

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int32, Shaped, UInt8
@@ -48,6 +49,43 @@ class Format(abc.ABC):
         """
 
 
+class Groups(NamedTuple):
+    """How a format has codes and scales."""
+
+    form: str
+    """What codes stand for, as `nn.QuantisedLinear` calls it."""
+    members: int | None
+    """How many inputs, one after another, share a scale; None: all."""
+    scale: str
+    """The end of the name of the array of scales."""
+    has_zeros: bool = False
+    """Whether zeros are stored."""
+
+
+class Numbers(NamedTuple):
+    """Some rows of an array in fewer bits: the code, the scale and perhaps the zero of each number."""
+
+    codes: UInt8[np.ndarray, "rows columns"]
+    """What `nn.QuantisedLinear` has for a number, each in a byte of its own."""
+    scales: Shaped[np.ndarray, "rows columns"]
+    """As they are stored: numbers, or exponents of 8 bits."""
+    zeros: UInt8[np.ndarray, "rows columns"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped(Format):
+    """A format of codes of which a scale is for each output and some inputs, as `nn.QuantisedLinear` holds them."""
+
+    @property
+    @abc.abstractmethod
+    def groups(self) -> Groups:
+        """What is the same for all arrays."""
+
+    @abc.abstractmethod
+    def numbers(self, parts: Parts, rows: slice) -> Numbers:
+        """What `decode` gives the values of."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Coded:
     """An array that is stored in fewer bits."""
@@ -77,12 +115,17 @@ def check_codes(parts: Parts, end: str, dtype: str, dims: int) -> tuple[int, ...
     return found
 
 
-def finite(scales: Shaped[np.ndarray, "*dims"]) -> Float32[np.ndarray, "*dims"]:
-    """Scales in float32; raises a `ValueError` if one is not finite."""
-    wide = scales.astype(np.float32)
-    if not np.isfinite(wide).all():
+def finite(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
+    """The scales; raises a `ValueError` if one is not finite."""
+    if not np.isfinite(scales.astype(np.float32)).all():
         raise ValueError("a scale of it is not finite")
-    return wide
+    return scales
+
+
+def whole_values(found: Numbers, bits: int) -> Float32[np.ndarray, "rows columns"]:
+    """`(code - zero) * scale` of whole numbers, `zero` half of the range where none is stored."""
+    codes, scales = found.codes.astype(np.float32), found.scales.astype(np.float32)
+    return (codes - (2 ** (bits - 1) if found.zeros is None else found.zeros)) * scales
 
 
 def unpacked(words: Int32[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows numbers"]:

@@ -40,7 +40,7 @@ class Blocks(Format):
 
 
 def _scale(octets: UInt8[np.ndarray, "blocks 2"]) -> Float32[np.ndarray, "blocks 1"]:
-    return finite(np.ascontiguousarray(octets).view(np.float16))
+    return finite(np.ascontiguousarray(octets).view(np.float16)).astype(np.float32)
 
 
 def _q4_0(octets: UInt8[np.ndarray, "blocks 18"]) -> Float32[np.ndarray, "blocks 32"]:

@@ -6,7 +6,21 @@ import numpy as np
 from jaxtyping import Float32
 
 from .._config import PublishedConfig
-from ._format import check_codes, check_part, finite, Format, groups_of, number_of_groups, Parts, SCALES, unpacked
+from ._format import (
+    check_codes,
+    check_part,
+    finite,
+    Format,
+    Grouped,
+    Groups,
+    groups_of,
+    number_of_groups,
+    Numbers,
+    Parts,
+    SCALES,
+    unpacked,
+    whole_values,
+)
 
 
 _CODES, _ZEROS, _SCALES, _PLACES = ".qweight", ".qzeros", ".scales", ".g_idx"
@@ -19,7 +33,7 @@ _OF_ROUNDING = (
 
 
 @dataclasses.dataclass(frozen=True)
-class GPTQ(Format):
+class GPTQ(Grouped):
     """`(code - zero) * scale` for each group of inputs; the first version stores `zero - 1`, modulo its range."""
 
     bits: int = 4
@@ -44,13 +58,22 @@ class GPTQ(Format):
 
     def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "outputs inputs"]:
         """Some outputs."""
+        return whole_values(self.numbers(parts, rows), self.bits)
+
+    def numbers(self, parts: Parts, rows: slice) -> Numbers:
+        """Some outputs."""
         many = 32 // self.bits
-        codes = unpacked(np.ascontiguousarray(parts[_CODES][:, rows].T), self.bits).astype(np.float32)
+        codes = unpacked(np.ascontiguousarray(parts[_CODES][:, rows].T), self.bits)
         scales = finite(parts[_SCALES][:, rows].T)
         zeros = unpacked(parts[_ZEROS][:, rows.start // many : rows.stop // many], self.bits).T
-        zeros = (zeros.astype(np.int32) + self.shift) % 2**self.bits
+        zeros = ((zeros.astype(np.int32) + self.shift) % 2**self.bits).astype(np.uint8)
         group = groups_of(codes.shape[1], self.group, scales.shape[1], parts.get(_PLACES))
-        return (codes - zeros.astype(np.float32)[:, group]) * scales[:, group]
+        return Numbers(codes, scales[:, group], zeros[:, group])
+
+    @property
+    def groups(self) -> Groups:
+        """Whole numbers with zeros."""
+        return Groups(f"int{self.bits}", self.group, _SCALES, has_zeros=True)
 
 
 def gptq(published: PublishedConfig) -> Format:

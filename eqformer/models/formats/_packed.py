@@ -6,7 +6,20 @@ import math
 import numpy as np
 from jaxtyping import Float32
 
-from ._format import check_codes, check_part, finite, Format, groups_of, number_of_groups, Parts, SCALES, unpacked
+from ._format import (
+    check_codes,
+    check_part,
+    finite,
+    Grouped,
+    Groups,
+    groups_of,
+    number_of_groups,
+    Numbers,
+    Parts,
+    SCALES,
+    unpacked,
+    whole_values,
+)
 
 
 _CODES, _SCALE, _SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
@@ -14,7 +27,7 @@ ZERO, PLACES = ".weight_zero_point", ".weight_g_idx"
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed(Format):
+class Packed(Grouped):
     """`(code - zero) * scale`, `zero` half of the range where none is stored."""
 
     bits: int = 4
@@ -42,13 +55,21 @@ class Packed(Format):
 
     def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "rows columns"]:
         """Some rows."""
+        return whole_values(self.numbers(parts, rows), self.bits)
+
+    def numbers(self, parts: Parts, rows: slice) -> Numbers:
+        """Some rows."""
         columns = int(parts[_SHAPE][1])
-        codes = unpacked(parts[_CODES][rows], self.bits)[:, :columns].astype(np.float32)
-        scales = finite(parts[_SCALE][rows])
+        codes, scales = unpacked(parts[_CODES][rows], self.bits)[:, :columns], finite(parts[_SCALE][rows])
         group = groups_of(columns, self.group, scales.shape[1], parts.get(PLACES))
-        if ZERO in parts:
-            many = 32 // self.bits
-            words = parts[ZERO][rows.start // many : math.ceil(rows.stop / many)]
-            zeros = unpacked(np.ascontiguousarray(words.T), self.bits).T[: len(codes)]
-            return (codes - zeros[:, group]) * scales[:, group]
-        return (codes - 2 ** (self.bits - 1)) * scales[:, group]
+        if ZERO not in parts:
+            return Numbers(codes, scales[:, group], None)
+        many = 32 // self.bits
+        words = parts[ZERO][rows.start // many : math.ceil(rows.stop / many)]
+        zeros = unpacked(np.ascontiguousarray(words.T), self.bits).T[: len(codes)]
+        return Numbers(codes, scales[:, group], zeros[:, group])
+
+    @property
+    def groups(self) -> Groups:
+        """As the configuration says."""
+        return Groups(f"int{self.bits}", self.group, _SCALE, ZERO in self.needs)

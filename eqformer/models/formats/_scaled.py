@@ -7,18 +7,18 @@ import numpy as np
 from jaxtyping import Float32
 
 from .._config import PublishedConfig
-from ._format import check_codes, check_part, finite, Format, number_of_groups, Parts, SCALES
+from ._format import check_codes, check_part, finite, Format, Grouped, Groups, number_of_groups, Numbers, Parts, SCALES
 
 
 _CODES = ".weight"
-_VALUES = {  # by the dtype of codes and by their bits
-    "F8_E4M3": np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32),
-    "I8": np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32),
+_VALUES = {  # by what codes stand for
+    "fp8": np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32),
+    "int8": np.arange(256, dtype=np.float32) - 128,
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled(Format):
+class Scaled(Grouped):
     """`code * scale` (which multiplies even where it is called `weight_scale_inv`).
 
     A scale is one of a `block` of rows and columns; None stands for all.
@@ -41,13 +41,25 @@ class Scaled(Format):
 
     def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "rows columns"]:
         """Some rows."""
-        codes, scales = parts[_CODES], parts[self.needs[0]]
+        codes, scales, _ = self.numbers(parts, rows)
+        return np.take(_VALUES[self.groups.form], codes) * scales.astype(np.float32)
+
+    def numbers(self, parts: Parts, rows: slice) -> Numbers:
+        """Some rows."""
+        stored, scales = parts[_CODES], parts[self.needs[0]]
         height, width = self.block
-        scales = scales.reshape(self._grid(*codes.shape))
-        scales = finite(scales[np.arange(rows.start, rows.stop) // (height or len(codes))])
+        scales = scales.reshape(self._grid(*stored.shape))
+        scales = finite(scales[np.arange(rows.start, rows.stop) // (height or len(stored))])
+        codes = stored[rows].view(np.uint8)
         if width is not None:
             scales = np.repeat(scales, width, axis=1)[:, : codes.shape[1]]
-        return np.take(_VALUES[self.dtypes[0]], codes[rows].view(np.uint8)) * scales
+        codes = codes if self.groups.form == "fp8" else codes ^ 128  # a sign turned into half of the range
+        return Numbers(codes, np.broadcast_to(scales, codes.shape), None)
+
+    @property
+    def groups(self) -> Groups:
+        """What the dtype of the codes says."""
+        return Groups("fp8" if self.dtypes == ("F8_E4M3",) else "int8", self.block[1], self.needs[0])
 
     def _grid(self, rows: int, columns: int) -> tuple[int, int]:
         height, width = self.block

@@ -1,0 +1,125 @@
+"""Copies published arrays into the shards of a model's leaves that this process's devices hold."""
+
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import Array
+
+from .. import nn
+from ._arrays import Arrays, Run
+from ._kept import leaves_of, own_arrays
+from ._weights import Weight
+
+
+class Filled(NamedTuple):
+    """What one rule fills: the leaves that it names, or what holds their codes and scales in their places."""
+
+    rule: Weight
+    leaves: tuple
+    targets: list[jax.ShapeDtypeStruct]
+    dtypes: list[str]
+    maps: list[nn.QuantisedLinear]
+
+    @classmethod
+    def of(cls, arrays: Arrays, rule: Weight, dtype: str, shapes: nn.Transformer, kept: Mapping[int, Any]) -> "Filled":
+        """What a rule fills of a model of these shapes, whose `kept` maps hold codes."""
+        leaves = rule.leaves(shapes)
+        maps = [kept[id(leaf)] for leaf in leaves if id(leaf) in kept]
+        targets = [leaf for one in maps for leaf in leaves_of(one)] if maps else list(leaves)
+        return cls(rule, leaves, targets, [str(its.dtype) if maps else dtype for its in targets], maps)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all of it."""
+        return sum(leaf.size * jnp.dtype(its).itemsize for leaf, its in zip(self.targets, self.dtypes, strict=True))
+
+    def arrays(self, source: Arrays, name: str, piece: int | None, rule: Weight, run: Run) -> list[np.ndarray]:
+        """What a published array, or a piece of it, that `rule` reads gives to each of the targets."""
+        if self.maps:
+            return own_arrays(source, name, piece, rule, self.leaves, self.maps, run)
+        whole = source.read(name, self.dtypes[0], piece, run)
+        return [rule.to_own(whole, self.leaves, number) for number in range(len(self.leaves))]
+
+
+class _Part(NamedTuple):
+    """What of a leaf a device holds: from where to where in each dim, and the values."""
+
+    bounds: tuple[tuple[int, int], ...]
+    values: np.ndarray
+
+    def holds(self, place: tuple[int, ...]) -> bool:
+        return all(start <= at < stop for at, (start, stop) in zip(place, self.bounds))
+
+    def fill(self, place: tuple[int, ...], own: np.ndarray) -> None:
+        at = tuple(one - start for one, (start, _) in zip(place, self.bounds))
+        self.values[at] = own[tuple(slice(*bound) for bound in self.bounds[len(place) :])]
+
+
+def read(arrays: Arrays, filled: Filled, places: list[Sharding]) -> list[Array]:
+    """What one rule fills; each published array is looked at once, and copied to whom it belongs.
+
+    Those in fewer bits are decoded one after another, each by all threads, so that one is in memory at a time.
+    """
+    parts = [_parts(*each) for each in zip(filled.targets, places, filled.dtypes, strict=True)]
+    distinct = [[*{part.bounds: part for part in its.values()}.values()] for its in parts]
+    named = list(filled.rule.places(filled.leaves[0]))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        copy = lambda task: _copy(arrays, filled, distinct, task, threads.map)
+        list(threads.map(copy, [task for task in named if not arrays.is_coded(task[1])]))
+        for task in named:
+            if arrays.is_coded(task[1]):
+                copy(task)
+    made = ([jax.device_put(part.values, device) for device, part in its.items()] for its in parts)
+    return [
+        jax.make_array_from_single_device_arrays(leaf.shape, place, pieces)
+        for leaf, place, pieces in zip(filled.targets, places, made)
+    ]
+
+
+def _copy(
+    arrays: Arrays, filled: Filled, distinct: list[list[_Part]], task: tuple[tuple[int, ...], str], run: Run
+) -> None:
+    """Copy one published array, at this place of the leaves' outer dims, into the parts that hold it."""
+    (place, name), rule, leaves = task, filled.rule, filled.leaves
+    try:
+        rule.check_shape(arrays.shape(name), leaves)
+        pieces = arrays.pieces(name)
+        inner = rule.inner(leaves) if pieces else None
+        for piece in (None,) if inner is None else pieces:
+            at, its = (place, rule) if inner is None or piece is None else ((*place, piece), inner)
+            if any(part.holds(at) for of_target in distinct for part in of_target):
+                for own, of_target in zip(filled.arrays(arrays, name, piece, its, run), distinct, strict=True):
+                    for part in of_target:
+                        if part.holds(at):
+                            part.fill(at, own)
+    except ValueError as error:
+        raise ValueError(f"{arrays.call}: {arrays.stored_name(name)}: {error}.") from None
+
+
+def _parts(leaf: jax.ShapeDtypeStruct, sharding: Any, dtype: str) -> dict[Any, _Part]:
+    """By device its part, not yet filled; devices that hold the same have one together."""
+    made: dict[tuple, _Part] = {}
+    found = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
+        if bounds not in made:
+            made[bounds] = _Part(bounds, _aligned([stop - start for start, stop in bounds], dtype))
+        found[device] = made[bounds]
+    return found
+
+
+def _aligned(shape: list[int], dtype: str) -> np.ndarray:
+    """An empty array at an address that JAX takes over on CPUs without a copy."""
+    size = math.prod(shape) * jnp.dtype(dtype).itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(jnp.dtype(dtype)).reshape(shape)
+
+
+_ALIGNMENT, _THREADS = 64, 4

@@ -1,0 +1,123 @@
+"""Published weights that are kept in fewer bits: which maps hold them, and codes and scales as these have them."""
+
+import math
+from collections.abc import Sequence
+from typing import NoReturn
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .. import nn
+from ._arrays import Arrays, Run
+from ._weights import Weight
+from .formats import Grouped
+
+
+def kept_maps(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer) -> dict[int, nn.QuantisedLinear]:
+    """By the `id` of a weight's shape in a plain model, the shapes of the map that holds its codes.
+
+    Weights that are no linear map's, such as tables, are decoded. Raises a `ValueError` where none is stored in fewer
+    bits, and one that names an array in a format that no map holds, or of a stack of which some layers are plain.
+    """
+    weights = {id(one.weight): one for one in nn.linear_maps(shapes) if isinstance(one, nn.DenseMap)}
+    found: dict[int, nn.QuantisedLinear] = {}
+    for rule in rules:
+        leaves = rule.leaves(shapes)
+        names = [name for _, name in rule.places(leaves[0])]
+        coded = [name for name in names if arrays.is_coded(name)]
+        if not coded or not all(id(leaf) in weights for leaf in leaves):
+            continue
+        if len(coded) < len(names):
+            plain = next(name for name in names if not arrays.is_coded(name))
+            _refuse(
+                arrays, coded[0], f"is stored in fewer bits and {plain} is not, and a stack's layers are kept alike"
+            )
+        form = arrays.form(coded[0])
+        if not isinstance(form, Grouped):
+            _refuse(arrays, coded[0], "is stored in blocks that no map holds")
+        scales = {arrays.scale_dtype(name) for name in names}
+        dtype = scales.pop() if len(scales) == 1 else str(nn.holding(*scales))
+        for leaf in leaves:
+            found[id(leaf)] = _shapes_of(arrays, coded[0], form, weights[id(leaf)], dtype)
+    if not found:
+        raise ValueError(
+            f"{arrays.call}: weights='kept': no linear map of it is stored in fewer bits; load it without, and "
+            "nn.quantise the model."
+        )
+    return found
+
+
+def with_kept(shapes: nn.Transformer, kept: dict[int, nn.QuantisedLinear]) -> nn.Transformer:
+    """The model's shapes with these maps in the place of their plain ones."""
+    one = lambda node: kept.get(id(node.weight), node) if isinstance(node, nn.DenseMap) else node
+    return jax.tree.map(one, shapes, is_leaf=nn.is_map)
+
+
+def leaves_of(linear: nn.QuantisedLinear) -> list[jax.ShapeDtypeStruct]:
+    """What of a map's shapes an array of codes and scales fills."""
+    return [leaf for leaf in (linear.codes, linear.scales, linear.zeros) if leaf is not None]  # type: ignore[misc]
+
+
+def own_arrays(
+    arrays: Arrays, name: str, piece: int | None, rule: Weight, leaves: Sequence, maps: Sequence, run: Run
+) -> list[np.ndarray]:
+    """What one published array gives to the `leaves_of` each of the maps that hold it, in turn."""
+    found = arrays.numbers(name, piece, run)
+    made: list[np.ndarray] = []
+    for number, linear in enumerate(maps):
+        codes, *rest = (rule.to_own(its, leaves, number) for its in found if its is not None)
+        made.append(codes if linear.shape == linear.codes.shape else codes[..., ::2] | codes[..., 1::2] << 4)
+        made += [_of_groups(its, linear.scales.shape) for its in rest]
+    return made
+
+
+def _shapes_of(arrays: Arrays, name: str, form: Grouped, linear: nn.DenseMap, dtype: str) -> nn.QuantisedLinear:
+    groups, shape, inputs = form.groups, linear.weight.shape, linear.inputs
+    last, many = shape[-1], nn.codes_in_a_byte(groups.form)
+    if last % many:
+        _refuse(arrays, name, f"has {last} of {inputs[-1]!r}, and two codes share a byte")
+    if groups.members is None:
+        ends = (1,) * len(inputs)
+    else:
+        ends = (*shape[len(shape) - len(inputs) : -1], last // math.gcd(groups.members, last))
+    of_scales = (*shape[: len(shape) - len(inputs)], *ends)
+
+    def make(bias: Array | None) -> nn.QuantisedLinear:
+        zeros = jnp.zeros(of_scales, jnp.uint8) if groups.has_zeros else None
+        return nn.QuantisedLinear(
+            inputs=inputs,
+            outputs=linear.outputs,
+            form=groups.form,
+            scale_dims=(*linear.outputs, *(name if size > 1 else "_" for name, size in zip(inputs, ends, strict=True))),
+            codes=jnp.zeros((*shape[:-1], last // many), jnp.uint8),
+            scales=jnp.zeros(of_scales, dtype),
+            zeros=zeros,
+            bias=bias,
+        )
+
+    made = eqx.filter_eval_shape(make, linear.bias)
+    return eqx.tree_at(lambda m: m.bias, made, linear.bias, is_leaf=lambda leaf: leaf is None)
+
+
+def _of_groups(each: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """One number of each group of a map's inputs, for which all numbers of the group must be the same."""
+    wanted = shape[len(shape) - each.ndim :]
+    dims = [size for pair in ((own, its // own) for own, its in zip(wanted, each.shape, strict=True)) for size in pair]
+    grouped = each.reshape(dims)
+    first = grouped[(slice(None), slice(0, 1)) * each.ndim]
+    if not np.array_equal(np.broadcast_to(first, grouped.shape), grouped):
+        raise ValueError(
+            "its scales are not of neighbouring inputs, as where g_idx says another order, so that it cannot be kept; "
+            "load with weights='decoded'"
+        )
+    return first.reshape(wanted)
+
+
+def _refuse(arrays: Arrays, name: str, why: str) -> NoReturn:
+    raise ValueError(
+        f"{arrays.call}: weights='kept': {arrays.stored_name(name)} {why}; load with weights='decoded', and "
+        "nn.quantise the model."
+    )

@@ -1,0 +1,80 @@
+"""Folders in fewer bits whose codes and scales are kept, against the same folders decoded."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from format_cases import CASES
+from test_formats import change, GATE, write
+
+from eqformer import models, nn
+from eqformer.parallel import make_mesh, Plan
+
+
+IN_ORDER = [name for name in CASES if "order" not in name]
+EVERY_RUN = {"fp8 blocks", "int4 with zeros", "mxfp4"}
+NAMES = [pytest.param(n, marks=() if n in EVERY_RUN else pytest.mark.grid) for n in (*IN_ORDER, "mxfp4")]
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (one, other)), strict=True))
+
+
+def spoiled(model: Any) -> Any:
+    """The model with a bit of each code turned over."""
+    change = lambda one: eqx.tree_at(lambda m: m.codes, one, one.codes ^ 1) if hasattr(one, "codes") else one
+    return nn.map_linears(change, model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_kept_is_what_is_decoded(name, tmp_path):
+    """Every weight, bit for bit, from codes in few bytes; also where each device reads its part."""
+    write(tmp_path, name)
+    decoded, kept = models.load(tmp_path, dtype="float32"), models.load(tmp_path, dtype="float32", weights="kept")
+    maps = [one for one in nn.linear_maps(kept) if isinstance(one, nn.QuantisedLinear)]
+    assert len(maps) == (6 if name == "mxfp4" else 7)
+    assert same(eqx.filter_jit(nn.dequantise)(kept), decoded)
+    whole = sum(2 * np.prod(one.shape) for one in maps)
+    assert sum(one.codes.nbytes for one in maps) == whole / (4 if maps[0].form in ("int4", "fp4") else 2)
+    split: dict[str, Any] = {"fsdp": 2, "replica" if "16" in str(CASES.get(name)) else "tensor": 2}
+    split |= {"expert": 2} if name == "mxfp4" else {"pipe": 2}
+    placed = models.load(tmp_path, plan=Plan(make_mesh(**split), zero=3, smallest=1), dtype="float32", weights="kept")
+    assert same(placed, kept) and not same(nn.dequantise(spoiled(kept)), decoded)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*IN_ORDER, "mxfp4"])
+def test_logits_are_those_of_the_decoded_model(name, dtype, tmp_path):
+    write(tmp_path, name)
+    run = eqx.filter_jit(lambda model, ids: model(ids)[0])
+    ids = jnp.arange(12)[None] % 24
+    want, kept = run(models.load(tmp_path, dtype=dtype), ids), models.load(tmp_path, dtype=dtype, weights="kept")
+    assert np.array_equal(run(kept, ids), want)
+    assert not np.array_equal(run(spoiled(kept), ids), want)
+
+
+def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
+    stored, _ = write(tmp_path / "order", "gptq in another order")
+    fix = r"load with weights='decoded'"
+    with pytest.raises(ValueError, match=rf"proj.qweight: its scales are not of neighbouring .* g_idx .*; {fix}"):
+        models.load(tmp_path / "order", weights="kept")
+    stored, decoded = write(tmp_path / "some", "fp8 blocks")
+    stored = {key: its for key, its in stored.items() if key != f"{GATE}.weight_scale_inv"}
+    change(tmp_path / "some", stored | {f"{GATE}.weight": decoded[f"{GATE}.weight"]})
+    with pytest.raises(ValueError, match=rf"kept': .*layers.1.mlp.gate_proj.weight is .* {GATE}.weight is not.*{fix}"):
+        models.load(tmp_path / "some", weights="kept")
+    plan = Plan(make_mesh(tensor=2, replica=4))
+    write(tmp_path / "groups", "int4")  # three in 48 inputs
+    with pytest.raises(ValueError, match=r"splits dim 'mlp' over axis 'tensor', but .*down.scales has 3 of it"):
+        models.load(tmp_path / "groups", plan=plan, weights="kept")
+    with pytest.raises(ValueError, match=r"weights='codes': they are 'decoded' or 'kept'"):
+        models.load(tmp_path / "some", weights="codes")
+    models.save(models.load(tmp_path / "order"), tmp_path / "plain", like=tmp_path / "order")
+    with pytest.raises(
+        ValueError, match=r"weights='kept': no linear map of it is stored in fewer bits; .* nn.quantise"
+    ):
+        models.load(tmp_path / "plain", weights="kept")
