@@ -18,6 +18,7 @@ LEGEND = {
     "heads": "query heads",
     "kv_heads": "key and value heads",
     "head_dim": "channels of a head",
+    "hidden": "features between an encoder and its logits",
     "group": "heads that share a key head",
     "mlp": "hidden features of a feed-forward layer, channels of a short convolution",
     "vocab": "token ids",

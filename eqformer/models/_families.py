@@ -38,6 +38,7 @@ from .families._ministral3 import MINISTRAL3
 from .families._mistral import MISTRAL
 from .families._mistral4 import MISTRAL4
 from .families._mixtral import MIXTRAL
+from .families._modernbert import MODERNBERT
 from .families._olmo2 import OLMO2
 from .families._olmo3 import OLMO3
 from .families._olmoe import OLMOE
@@ -57,7 +58,7 @@ from .families._switch import GSHARD, SWITCH
 _LISTED = (
     *(COHERE, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, ERNIE45, ERNIE45_MOE, EXAONE4, GEMMA, GEMMA2, GEMMA3),
     *(GEMMA4, GLM4, GLM4_MOE, GLM_MOE_DSA, GPT2, GPT_OSS, GRANITE, GSHARD, HUNYUAN, HUNYUAN_MOE, JAXFORMER),
-    *(LFM2, LFM2_MOE),
+    *(LFM2, LFM2_MOE, MODERNBERT),
     *(LLAMA, LLAMA4, MAMBA2, MINIMAX_M2, MINISTRAL3, MISTRAL, MISTRAL4, MIXTRAL, OLMO2, OLMO3, OLMOE, PHI3, QWEN2),
     *(QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, SEED_OSS, SMOLLM3, SWITCH),
 )

@@ -24,7 +24,7 @@ def _compute_dtype(dtype: str) -> str:
 
 
 class Transformer(Module):
-    """A decoder of tokens, in parts that are passed built; without a `head` the embedding's table gives the logits.
+    """A model of tokens, in parts that are passed built; without a `head` the embedding's table gives the logits.
 
     Parameters keep their own dtype and are cast where they are used; norms, softmax and logits are computed in float32
     at least.
@@ -40,6 +40,10 @@ class Transformer(Module):
     """What gives the logits; None: the embedding's table."""
     positions: LearnedPositions | None = None
     """A table of positions that is added to the embeddings."""
+    embedding_norm: Norm | None = None
+    """Of the embeddings (ModernBERT)."""
+    logit_bias: Float[Array, "vocab"] | None = None
+    """What is added to the logits, beside a head's own bias (ModernBERT, whose head is the embedding's table)."""
     dropout: Dropout | None = None
     """Acts on the embeddings."""
     compute_dtype: str = eqx.field(static=True, default="float32", converter=_compute_dtype)
@@ -91,6 +95,7 @@ class Transformer(Module):
         x = self.embedding(ids).astype(self.compute_dtype)
         if self.positions is not None:
             x = wide_sum(x, self.positions(tokens.positions))
+        x = x if self.embedding_norm is None else self.embedding_norm(x)
         return x if self.dropout is None else self.dropout(x, tokens.fold_in(_EMBEDDING).keys)
 
     def unembed(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
@@ -99,6 +104,7 @@ class Transformer(Module):
             logits = self.embedding.unembed(hidden)
         else:
             logits = wide_sum(self.head.product(hidden, at_least_float32(hidden.dtype)), self.head.bias)
+        logits = wide_sum(logits, self.logit_bias)
         return soft_capped(logits if self.logit_scale is None else logits * self.logit_scale, self.logit_softcap)
 
     def init_cache(

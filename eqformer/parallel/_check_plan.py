@@ -128,7 +128,8 @@ def _check_mixer(plan: Placement, path: str, module: nn.Mixer, seq: int) -> None
 
 def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None:
     known = (nn.Mixer, nn.FeedForward, nn.MoE, nn.Embedding, nn.LearnedPositions, nn.Norm)
-    headless = lambda tree: eqx.tree_at(lambda m: m.head, tree, None, is_leaf=lambda node: node is None)
+    of_logits = lambda m: (m.head, m.logit_bias)
+    headless = lambda tree: eqx.tree_at(of_logits, tree, (None, None), is_leaf=lambda node: node is None)
     rest = headless(model)
     plain = {id(layer) for _, layer in plain_layers(rest)}  # every device runs the whole of these
     is_known = lambda node: isinstance(node, known) or id(node) in plain

@@ -61,9 +61,8 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
     model = replace(model, nn.Dropout, stream.dropout)
     model = replace(model, nn.LearnedPositions, stream.positions)
     model = eqx.tree_at(lambda m: m.norm, model, HeadInput(model.norm, stream))
-    embedding, head = _split_vocabulary(whole, specs, names, stream, shapes.vocab)
-    model = eqx.tree_at(lambda m: m.embedding, model, embedding)
-    return model if head is None else eqx.tree_at(lambda m: m.head, model, head)
+    parts = _split_vocabulary(whole, specs, names, stream, shapes.vocab)
+    return eqx.tree_at(lambda m: (m.embedding, m.head, m.logit_bias), model, parts, is_leaf=_is_none)
 
 
 def split_over_context(model: PyTree, method: str) -> PyTree:
@@ -105,8 +104,8 @@ def sliced(module: PyTree, specs: PyTree) -> Sliced:
 
 def _split_vocabulary(
     model: nn.Transformer, specs: PyTree, names: PyTree, stream: Stream, vocab: int
-) -> tuple[eqx.Module, nn.LinearMap | None]:
-    """The embedding and the head of which each device holds the rows of its own ids."""
+) -> tuple[eqx.Module, nn.LinearMap | None, Array | None]:
+    """The embedding, the head and the logits' bias, of which each device holds the rows of its own ids."""
 
     def rows(table: Array, spec: PartitionSpec, names: str) -> Array:
         dims, split = names.split(), dim_over(spec, TENSOR)
@@ -120,7 +119,8 @@ def _split_vocabulary(
     embedding, head = model.embedding, model.head
     own_table = lambda: rows(embedding.weight, specs.embedding.weight, names.embedding.weight)
     head = None if head is None else jax.tree.map(rows, head, specs.head, names.head)
-    return stream.embedding(embedding, own_table, vocab, is_tied=head is None), head
+    bias = None if model.logit_bias is None else rows(model.logit_bias, specs.logit_bias, names.logit_bias)
+    return stream.embedding(embedding, own_table, vocab, is_tied=head is None), head, bias
 
 
 def _is_none(node: object) -> bool:

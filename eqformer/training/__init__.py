@@ -25,6 +25,7 @@ from ._loss import (
     Vocabulary as Vocabulary,
 )
 from ._loss_scale import LossScale as LossScale
+from ._masked import masked_batch as masked_batch
 from ._metric_writers import (
     JsonLines as JsonLines,
     MetricWriter as MetricWriter,

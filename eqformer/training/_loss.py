@@ -128,7 +128,9 @@ def next_token_loss(
     tokens: Tokens | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> tuple[Float[Array, ""], Any]:
-    """The sum over a batch of the nats of each next token, and the weight of those tokens.
+    """The sum over a batch of the nats of each target, and the weight of those tokens.
+
+    Targets are next tokens, as the loaders' are, or hidden ones (`masked_batch`).
 
     The auxiliary losses of routed layers (load balancing, z-loss of the router) are added to the sum, and the weight is
     then a `Tally`, which holds the layers' `Aux` too.

@@ -54,6 +54,10 @@ UNUSED = {
     "minimax_m2": {"rotary_dim"},  # said again by partial_rotary_factor
     "mamba2": {"chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_rank"}
     | {"time_step_min", "time_step_max", "time_step_floor"},
+    "modernbert": {
+        *("classifier_dropout", "classifier_pooling", "cls_token_id", "deterministic_flash_attn", "embedding_dropout"),
+        *("initializer_cutoff_factor", "mlp_dropout", "sep_token_id", "sparse_pred_ignore_index", "sparse_prediction"),
+    },
     "mistral4": {"head_dim", "qk_head_dim"},
     "qwen2_moe": {"sliding_window"},
     "qwen3_moe": {"sliding_window"},
@@ -130,7 +134,8 @@ def test_what_every_configuration_of_transformers_has_is_passed_over(family):
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_an_activation_that_the_family_has_not_is_refused(family):
     config = next(one["config"] for name, one in RECORDED.items() if name.split()[0] == family)
-    name = {"gpt2": "activation_function"}.get(family, "hidden_activation" if "gemma" in family else "hidden_act")
+    others = {"gpt2": "activation_function", "modernbert": "hidden_activation"}
+    name = others.get(family, "hidden_activation" if "gemma" in family else "hidden_act")
     with pytest.raises(ValueError, match=rf"config.json: {name}='relu' is not supported for this family, which has '"):
         numbers_of(config | {name: "relu"})
 

@@ -120,6 +120,8 @@ PUBLISHED = {
     "lfm2-700m": 742_489_344,
     "lfm2-1.2b": 1_170_340_608,
     "lfm2-8b-a1b": 8_339_930_560,
+    "modernbert-base": 149_655_232,
+    "modernbert-large": 395_881_664,
     "kimi-k2": 1_026_408_232_448,
     "deepseek-v3.2": 671_877_944_064,
     "glm-5": 743_911_218_432,
@@ -143,6 +145,7 @@ SEVERAL_STACKS = (
     "glm-5",
     "kimi",
     "lfm2-",
+    "modernbert-",
 )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from family_weights import ids_of, weight
 from safetensors.numpy import save_file
 from test_attributes import numbers_of, PUBLISHED
-from test_published import close, decoded, FIXTURES, float32s, RECORDED, run
+from test_published import close, decoded, ENCODERS, FIXTURES, float32s, RECORDED, run
 from test_published_configs import meaning
 
 from eqformer import models
@@ -70,13 +71,24 @@ def test_from_transformers_and_back(name, tmp_path):
     theirs, ids = made(tmp_path, name), ids_of(RECORDED[name]["config"]["vocab_size"])
     ours, want = models.load(tmp_path / "theirs"), logits_of(theirs, ids)
     assert close(run(ours, jnp.asarray(ids, jnp.int32)), want, float32s(name))
-    assert close(decoded(ours, ids), want, float32s(name)) and not close(decoded(ours, ids[::-1]), want, 1e-2)
+    if name.split()[0] not in ENCODERS:
+        assert close(decoded(ours, ids), want, float32s(name)) and not close(decoded(ours, ids[::-1]), want, 1e-2)
     # Some families' padding token is by default one that the small vocabulary has not, and then nothing loads.
     attributes = {"pad_token_id": RECORDED[name]["config"].get("pad_token_id")}
     numbers = models.read_config(tmp_path / "theirs")
     models.save(ours, tmp_path / "back", config=numbers, attributes=attributes, shard_bytes=20_000)
     back = opened(tmp_path / "back")
     assert unlike(theirs, back) == set() and (logits_of(back, ids) == want).all()
+
+
+def test_an_encoders_vectors_are_those_of_transformers(tmp_path):
+    theirs, ids = made(tmp_path, "modernbert biased"), ids_of(61)
+    ours = models.load(tmp_path / "theirs")
+    encoder: Any = eqx.tree_at(lambda m: m.norm, ours, ours.norm.norm)  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+    with torch.no_grad():
+        want = theirs.model(torch.tensor(ids)).last_hidden_state.numpy()
+    found = encoder.encode(jnp.asarray(ids, jnp.int32))[0]
+    assert close(found, want) and not close(ours.encode(jnp.asarray(ids, jnp.int32))[0], want, 1e-2)
 
 
 @pytest.mark.parametrize("family", PUBLISHED)

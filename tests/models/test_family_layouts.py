@@ -72,7 +72,8 @@ def plan_over(sizes: dict[str, int], **choices: Any) -> Plan:
 @pytest.mark.parametrize("name", RECORDED)
 def test_over_data_and_heads(name, record_property):
     config = RECORDED[name]["config"]
-    heads = config.get("num_key_value_heads", config.get("n_head", config.get("n_groups")))
+    names = "num_key_value_heads", "num_attention_heads", "n_head", "n_groups"
+    heads = next(config[name] for name in names if name in config)
     if heads == 1 or heads % 2 == 0:
         assert_same(plan_over({"fsdp": 2, "tensor": 2}), name)
         record_property("layout", "fsdp x tensor")
@@ -93,6 +94,14 @@ def test_over_data_and_stages(name, record_property):
     else:
         with pytest.raises(ValueError, match="more parts than layers"):
             plan.check(model, rows=ROWS, seq=SEQ)
+
+
+@pytest.mark.parametrize("residual", ["replicated", "sequence"])
+def test_an_encoders_head_and_bias_are_split_by_any_stream_of_whole_features(residual):
+    assert_same(plan_over({"fsdp": 2, "tensor": 2, "pipe": 2}, residual=residual, microbatches=2), "modernbert biased")
+    plan = plan_over({"tensor": 2}, residual="feature")
+    with pytest.raises(ValueError, match=r"norm.dense.weight would be split by the names of its dims, but no"):
+        plan.check(model_of("modernbert biased"), rows=ROWS, seq=SEQ)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

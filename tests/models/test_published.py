@@ -95,6 +95,7 @@ BY_DEFAULT = {
     "lfm2_moe some dense",
     "minimax_m2 plain",
     "ministral3 plain",
+    "modernbert biased",
     "mistral4 plain",
     "qwen3_5_moe_text yarn",
     "qwen3_5_text chosen layers",
@@ -125,8 +126,11 @@ def test_a_published_model_gives_its_logits_and_goes_back_out(name, logits, tmp_
     assert all(np.array_equal(back[key], array) for key, array in arrays.items())
 
 
+ENCODERS = {"modernbert"}  # of which a token sees later ones
+
+
 @pytest.mark.grid
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", [name for name in RECORDED if name.split()[0] not in ENCODERS])
 def test_cached_decoding_gives_its_logits(name, logits, tmp_path):
     write(tmp_path, name)
     found = decoded(models.load(tmp_path), ids_of(RECORDED[name]["config"]["vocab_size"]))

@@ -120,7 +120,7 @@ def decoder(
     block: Callable[[Any, Key[Array, ""]], Layer],
     kinds: Sequence[Hashable] | None = None,
     *,
-    final_norm: Norm | None = None,
+    final_norm: Norm | Callable[[Array], Array] | None = None,
     embedding_scale: float | None = None,
     logit_scale: float | None = None,
     logit_softcap: float | None = None,

@@ -192,6 +192,7 @@ class Attention(Mixer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
         """An empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it is so long only, and rolls."""
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
+        self.mask.check_cached("Attention")
         reach = self.mask.reach(capacity)
         slots = lambda heads, width: jnp.zeros((*batch, heads, reach, width), dtype)
         keys, values = slots(*self.key.output_shape), slots(*self._values.output_shape)

@@ -198,6 +198,7 @@ class LatentAttention(Mixer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> LatentCache:
         """An empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it is so long only, and rolls."""
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
+        self.mask.check_cached("LatentAttention")
         reach = self.mask.reach(capacity)
         latents = jnp.zeros((*batch, reach, *self.latent_down.output_shape), dtype)
         width = 0 if self.rotary is None else self.rotary.dim

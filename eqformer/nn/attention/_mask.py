@@ -31,6 +31,14 @@ class Mask(eqx.Module):
         """Of the last `seq` tokens, how many a query can see at most: what a cache has to keep."""
         return min(n for n in (seq, self.window, self.chunk) if n is not None)
 
+    def check_cached(self, mixer: str) -> None:
+        """Raise a `ValueError` where a token sees later ones, so that nothing of it can be kept for them."""
+        if not self.is_causal:
+            raise ValueError(
+                f"{mixer}.init_cache: with {self} a token sees later ones, and changes with each; call the model on "
+                "whole rows, without a cache, or take a causal mask."
+            )
+
     def __call__(self, queries: Tokens, keys: Tokens) -> Bool[Array, "*batch seq kv_seq"]:
         """True where the query of the row may attend to the key of the column."""
         query, key = queries.positions[..., :, None], keys.positions[..., None, :]

@@ -136,6 +136,9 @@ def _check(layout: WeightStationary) -> None:
         raise ValueError(f"{call}: weights are split over these two axes alone; make {others} of size 1.")
     count = layout.mesh.size
     _divides(call, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
+    for name in ("embedding_norm", "logit_bias"):
+        if getattr(model, name) is not None:
+            raise ValueError(f"{call}: the model has {name}, which it has no place for; take a Plan instead.")
     for stack in model.stacks:
         block = stack.blocks
         if not isinstance(block, BLOCKS) or block.feed_forward is None:

@@ -108,7 +108,7 @@ def _in_slices(model: nn.Transformer, stream: Stream | None) -> PyTree:
 
     layers = (nn.Mixer, nn.FeedForward, nn.Experts)
     marks = jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, layers))
-    ends = lambda m: (m.embedding, m.head)
+    ends = lambda m: (m.embedding, m.head, m.logit_bias)
     return eqx.tree_at(ends, marks, _everywhere(ends(model), True), is_leaf=lambda node: node is None)
 
 

@@ -192,6 +192,8 @@ class InParts(NamedTuple):
 def in_parts(model: nn.Transformer) -> InParts:
     """What a large model, or one of shapes, does in parts where `fsdp` splits its tables."""
     size, head = model.embedding.weight.size * 4, model.head
+    if model.logit_bias is not None:  # a part of the logits would need its own part of it
+        return InParts(head is not None and size > PART, False)
     if head is None:
         return InParts(size > TIED, size > TIED)
     is_large = isinstance(head, nn.Linear) and head.bias is None and head.weight.size * 4 > LOGITS

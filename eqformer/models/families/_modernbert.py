@@ -1,0 +1,99 @@
+"""ModernBERT (Warner et al. 2024, arXiv:2412.13663): an encoder with local and global attention, of masked tokens."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from ...nn import Attention, Block, gelu, LayerNorm, Linear, Mask, PredictionHead, Residual, Rotary, Transformer
+from .._family import Family, ModelConfig
+from ._decoder import damping, decoder, gated_mlp
+from ._modernbert_tables import MODERNBERT_ATTRIBUTES, MODERNBERT_WEIGHTS
+
+
+@dataclasses.dataclass(frozen=True)
+class ModernBERTConfig(ModelConfig):
+    """The config of a ModernBERT."""
+
+    layers: int
+    """Layers."""
+    heads: int
+    """Heads, of embed / heads channels."""
+    mlp: int
+    """Hidden features of a feed-forward layer."""
+    _: dataclasses.KW_ONLY
+    global_layers: tuple[int, ...]
+    """The numbers of the layers of which each token sees all others."""
+    window: int = 128
+    """The tokens that it sees in other layers, half of them on either side."""
+    theta: float = 160_000.0
+    """The base of rotary positions."""
+    local_theta: float = 10_000.0
+    """The same of layers with a window."""
+    eps: float = 1e-5
+    """What norms add before the root."""
+    norm_bias: bool = False
+    """Whether norms have biases."""
+    bias: bool = False
+    """Whether the attention's maps have."""
+    mlp_bias: bool = False
+    """Whether feed-forward layers have."""
+    dense_bias: bool = False
+    """Whether the map before the logits has."""
+    logit_bias: bool = True
+    """Whether logits have."""
+    tied: bool = True
+    """Whether the head is the embedding's table."""
+    max_seq: int = 8192
+    """The longest rows it was trained on; it changes nothing."""
+
+
+def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> Transformer:
+    """A ModernBERT with random weights."""
+    size, rest = divmod(config.embed, config.heads)
+    if rest:
+        raise ValueError(f"ModernBERTConfig(embed={config.embed}, heads={config.heads}): heads must divide embed.")
+    norm = lambda: LayerNorm("embed", embed=config.embed, eps=config.eps, bias=config.norm_bias)
+
+    def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
+        (is_global, is_first), (mixer, feed_forward) = kind, jax.random.split(key)
+        rotary = Rotary(size, config.theta if is_global else config.local_theta)
+        mask = Mask(is_causal=False, window=None if is_global else config.window // 2 + 1)
+        given: dict[str, Any] = {"bias": config.bias, "output_std": damping(config) * config.embed**-0.5}
+        given |= {"embed": config.embed, "heads": config.heads, "head_dim": size, "key": mixer}
+        mixed = Attention(mask=mask, rotary=rotary, **given)
+        fed = gated_mlp(config, activation=gelu, bias=config.mlp_bias, key=feed_forward)
+        return Block(Residual(mixed, None if is_first else norm()), Residual(fed, norm()))
+
+    of_decoder, of_dense, of_head = jax.random.split(key, 3)
+    kinds = [(layer in config.global_layers, layer == 0) for layer in range(config.layers)]
+    dense = PredictionHead(norm(), norm(), embed=config.embed, bias=config.dense_bias, key=of_dense)
+    model = decoder(config, block, kinds, final_norm=dense, key=of_decoder)
+    if not config.tied:
+        sizes = {"embed": config.embed, "vocab": config.vocab}
+        head = Linear("embed -> vocab", bias=config.logit_bias, **sizes, key=of_head)
+        return dataclasses.replace(model, embedding_norm=norm(), head=head)
+    bias = jnp.zeros(config.vocab, jnp.float32) if config.logit_bias else None
+    return dataclasses.replace(model, embedding_norm=norm(), logit_bias=bias)
+
+
+_BIASES: dict[str, bool] = {"norm_bias": True, "bias": True, "mlp_bias": True, "dense_bias": True}
+_PRESETS = {
+    "modernbert-byte-200k": ModernBERTConfig(256, 64, 4, 4, 96, global_layers=(0, 3), window=32, **_BIASES),
+    "modernbert-byte-untied-200k": ModernBERTConfig(256, 64, 4, 4, 96, global_layers=(0, 3), window=32, tied=False),
+    "modernbert-base": ModernBERTConfig(50_368, 768, 22, 12, 1152, global_layers=tuple(range(0, 22, 3))),
+    "modernbert-large": ModernBERTConfig(50_368, 1024, 28, 16, 2624, global_layers=tuple(range(0, 28, 3))),
+}
+
+MODERNBERT = Family(
+    "modernbert",
+    ModernBERTConfig,
+    build_modernbert,
+    _PRESETS,
+    "ModernBertForMaskedLM",
+    "modernbert",
+    MODERNBERT_ATTRIBUTES,
+    MODERNBERT_WEIGHTS,
+)
