@@ -1,6 +1,7 @@
 """Batches of hidden tokens: who is chosen, what the model is told instead, and the loss against float64."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -77,7 +78,8 @@ def test_its_loss_is_that_of_the_chosen_in_float64(found):
 
 def test_bad_numbers_are_refused():
     batch = batch_of(np.arange(2))
-    for numbers in ({"rate": 0.0}, {"rate": 1.5}, {"hidden": 0.8, "replaced": 0.3}, {"replaced": -0.1}):
+    wrong: list[dict[str, Any]] = [{"rate": 0.0}, {"rate": 1.5}, {"hidden": 0.8, "replaced": 0.3}, {"replaced": -0.1}]
+    for numbers in wrong:
         with pytest.raises(ValueError, match=r"masked_batch\(rate=.*add up to at most 1"):
             training.masked_batch(batch, KEY, mask_id=MASK, vocab=VOCAB, **numbers)
     with pytest.raises(ValueError, match=r"masked_batch\(mask_id=50, vocab=50\): ids are from 0 to 49"):
