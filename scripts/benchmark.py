@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-from benchmarks._measure import Row
-from benchmarks._rows import BENCHMARKS, OF_GPUS, OF_MESHES
+from benchmarks._measure import machine_row, Row
+from benchmarks._rows import ASKED_FOR, BENCHMARKS, OF_GPUS, OF_MESHES
 from rich.console import Console
 from rich.table import Table
 from support.command import read
@@ -51,6 +51,8 @@ class Command:
         ...,
     ] = ()
     """The benchmarks to run; by default all of one device but `gpu` or, with --simulate 8, all of meshes."""
+    profile: bool = False
+    """Tell where the time of a train step goes on a CPU, by kind of work and by module, in place of all benchmarks."""
     simulate: int | None = None
     """Let the CPU act as so many devices."""
     rounds: int = 9
@@ -100,15 +102,20 @@ def main(arguments: list[str]) -> None:
     """Run the chosen benchmarks, printing the name of each as it runs."""
     with one_message():
         command = read(Command, arguments)
-        names = command.only or [name for name in BENCHMARKS if (name in OF_MESHES) == (command.simulate is not None)]
+        names = (
+            ("profile",)
+            if command.profile
+            else command.only or [name for name in BENCHMARKS if (name in OF_MESHES) == (command.simulate is not None)]
+        )
         check(command, names)
         rows: list[Row] = []
+        on_this = BENCHMARKS | ASKED_FOR
         for name in names:
-            print(f"measuring {name}: {(BENCHMARKS | OF_GPUS)[name].__doc__}", file=sys.stderr, flush=True)
+            print(f"measuring {name}: {(on_this | OF_GPUS)[name].__doc__}", file=sys.stderr, flush=True)
             if name in OF_GPUS:
                 rows += OF_GPUS[name](command.rounds, command.output.parent)
             else:
-                rows += BENCHMARKS[name](command.rounds)
+                rows += [machine_row(name), *on_this[name](command.rounds)]
         command.output.parent.mkdir(parents=True, exist_ok=True)
         content = {"machine": machine(), "rows": [dataclasses.asdict(row) for row in rows]}
         command.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -59,6 +59,7 @@ from ._held_bytes import (
     batch_shapes as batch_shapes,
     state_bytes as state_bytes,
 )
+from ._hlo import module_of as module_of
 from ._inference import (
     attention_exchange_bytes as attention_exchange_bytes,
     best_embed_devices as best_embed_devices,
@@ -68,7 +69,7 @@ from ._inference import (
 )
 from ._liveness import Buffer as Buffer, largest_buffers as largest_buffers
 from ._moved_bytes import moved_bytes as moved_bytes
-from ._peak import matmul_peak as matmul_peak
+from ._peak import copy_bandwidth as copy_bandwidth, matmul_peak as matmul_peak
 from ._program import Program as Program, program_of as program_of
 from ._roofline import Roofline as Roofline, roofline as roofline
 from ._sent_bytes import (
@@ -77,3 +78,4 @@ from ._sent_bytes import (
     sent_bytes as sent_bytes,
 )
 from ._temporary_bytes import temporary_bytes as temporary_bytes
+from ._time_account import Span as Span, time_account as time_account, Work as Work

@@ -157,6 +157,12 @@ def scopes_of(attributes: str) -> tuple[str, ...]:
     return tuple(filter(None, (re.sub(r"^(?:[\w<>]*\()*|\)*$", "", scope) for scope in scopes)))
 
 
+def module_of(scopes: tuple[str, ...]) -> str:
+    """The path of the module that an operation stands in, of its scopes without what loops and JAX add; or nothing."""
+    added = lambda scope: scope in _NOT_MODULES or scope.startswith("branch_") or "->" in scope
+    return ".".join(scope for scope in scopes if not added(scope))
+
+
 def groups_of(attributes: str, everyone: int) -> Int[np.ndarray, "groups devices"]:
     """The devices that take part together, a row a group.
 
@@ -185,3 +191,7 @@ def groups_of(attributes: str, everyone: int) -> Int[np.ndarray, "groups devices
     if re.search(r"replica_groups=\{\}", attributes) or "replica_groups" not in attributes:
         return np.arange(everyone)[None]
     raise ValueError(f"communication: unknown form of groups in {attributes[:200]!r}.")
+
+
+_NOT_MODULES = {"jit", "run", "step", "shard_map", "while", "body", "cond", "closed_call", "checkpoint"}
+_NOT_MODULES |= {"rematted_computation"}

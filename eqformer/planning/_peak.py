@@ -1,10 +1,12 @@
-"""The FLOP/s that one device reaches in large matrix products: the measured peak that MFU refers to."""
+"""What one device reaches: FLOP/s in large matrix products, the peak that MFU refers to, and bytes/s in copies."""
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from ..nn import float_dtype
 
@@ -20,12 +22,28 @@ def matmul_peak(dtype: str = "float32", *, size: int | None = None, seconds: flo
     if size < 1 or not seconds > 0:
         raise ValueError(f"matmul_peak(size={size}, seconds={seconds}): both must be positive.")
     dtype = float_dtype(dtype, f"matmul_peak(dtype={dtype!r})")
-    left = jax.device_put(jnp.full((size, size), 0.5, dtype), device)
-    product = jax.jit(lambda x, y: x @ y)
-    product(left, left).block_until_ready()
+    x = jax.device_put(jnp.full((size, size), 0.5, dtype), device)
+    return 2 * size**3 / _best(jax.jit(lambda x: x @ x), x, seconds)
+
+
+def copy_bandwidth(*, size: int = 2**27, seconds: float = 0.5, device: Any = None) -> float:
+    """Most bytes/s read and written by copies of `size` bytes over `seconds` of repeats on one device (`None`: first).
+
+    A copy counts twice its bytes.
+    """
+    device = jax.devices()[0] if device is None else device
+    if size < 4 or not seconds > 0:
+        raise ValueError(f"copy_bandwidth(size={size}, seconds={seconds}): both must be positive, of 4 bytes at least.")
+    x = jax.device_put(jnp.zeros(size // 4, jnp.float32), device)
+    return 2 * x.nbytes / _best(jax.jit(jnp.copy), x, seconds)
+
+
+def _best(run: Callable[[Array], Array], x: Array, seconds: float) -> float:
+    """The seconds of the best repeat, after one that compiles."""
+    run(x).block_until_ready()
     best, start = float("inf"), perf_counter()
     while perf_counter() - start < seconds:
         before = perf_counter()
-        product(left, left).block_until_ready()
+        run(x).block_until_ready()
         best = min(best, perf_counter() - before)
-    return 2 * size**3 / best
+    return best

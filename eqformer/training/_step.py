@@ -137,7 +137,8 @@ def make_step(
         parameters, rest = divided(state.model, optimizer.trained)
         memory, memory_rest = eqx.partition(state.optimizer_state, eqx.is_array)
         update = lambda p, m: _arrays_of(take(p, eqx.combine(m, memory_rest)))
-        parameters, memory = updated_if(is_finite, update, parameters, memory)
+        with jax.named_scope("optimizer"):
+            parameters, memory = updated_if(is_finite, update, parameters, memory)
         is_skipped = (~is_finite).astype(jnp.int32)
         state = TrainState(
             eqx.combine(parameters, rest),

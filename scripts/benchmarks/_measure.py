@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from eqformer import planning
+
 
 REST = 0.25  # seconds; idle threads of a thread pool spin for a while, which would slow down the next contender
 
@@ -25,6 +27,13 @@ class Row:
     unit: str
     ratio: float | None = None
     note: str = ""
+
+
+def machine_row(group: str) -> Row:
+    """What the machine does now, beside which the rows that follow are read: shared machines have slow days."""
+    product, copies = planning.matmul_peak(seconds=1.0), planning.copy_bandwidth(seconds=1.0)
+    note = f"copies of 128 MiB: {copies / 1e9:.1f} GB/s read and written"
+    return Row("this machine", f"product, before {group}", product / 1e9, "GFLOP/s", None, note)
 
 
 def seconds_in_turn(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:

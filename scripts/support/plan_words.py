@@ -44,7 +44,9 @@ def program_text(made: planning.Compilation, found: planning.Forecast) -> str:
     if program.unread:
         return "\n".join([*lines, f"its text was not had: {program.unread}"])
     rows = [("largest temporaries", "", "of")]
-    rows += [(each.type, gigabytes(each.size), module_of(each.scopes)) for each in program.buffers]
+    rows += [
+        (each.type, gigabytes(each.size), planning.module_of(each.scopes) or "(unnamed)") for each in program.buffers
+    ]
     waste = program.operations / found.operations
     lines += [nn.format_table(rows), f"{program.operations:.4g} operations of products, {waste:.2f} of the model's own"]
     if program.cycles and one.clock:
@@ -56,11 +58,6 @@ def program_text(made: planning.Compilation, found: planning.Forecast) -> str:
     sent, hidden, predicted = program.sent, program.hidden, sum(size for *_, size in found.sent)
     lines.append(f"sends {gigabytes(sent)}, {gigabytes(hidden)} beside other work; by formulas {gigabytes(predicted)}")
     return "\n".join([*lines, _sent_table(program)] if program.transfers else lines)
-
-
-def module_of(scopes: tuple[str, ...]) -> str:
-    """The module that an operation stands in, of its scopes: without what all have and what loops and JAX add."""
-    return ".".join(scope for scope in scopes if scope not in _NOT_MODULES) or "(unnamed)"
 
 
 def held_text(made: planning.Compilation | None) -> str:
@@ -94,7 +91,3 @@ def compilation_dict(made: planning.Compilation) -> dict[str, Any]:
         for row, each in zip(whole["transfers"], program.transfers, strict=True):
             row["name"] = each.named(parallel.COLLECTIVES)
     return {"seconds_to_compile": made.seconds, "kept": made.is_kept, "failure": made.failure, **whole}
-
-
-_NOT_MODULES = {"jit", "run", "step", "shard_map", "while", "body", "cond", "closed_call", "checkpoint", "branch_0_fun"}
-_NOT_MODULES |= {"branch_1_fun", "rematted_computation"}

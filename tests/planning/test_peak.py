@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from eqformer.planning._peak import matmul_peak
+from eqformer.planning import copy_bandwidth, matmul_peak
 
 
 def test_peak_is_operations_over_the_best_time(monkeypatch):
@@ -13,6 +13,12 @@ def test_peak_is_operations_over_the_best_time(monkeypatch):
     now = iter(_running_sum(jumps))
     monkeypatch.setattr("eqformer.planning._peak.perf_counter", lambda: next(now))
     assert matmul_peak(size=64, seconds=9.0) == pytest.approx(2 * 64**3 / 0.25)
+
+
+def test_a_copy_reads_and_writes(monkeypatch):
+    now = iter(_running_sum(0.25 if look == 6 else 1.0 for look in count()))
+    monkeypatch.setattr("eqformer.planning._peak.perf_counter", lambda: next(now))
+    assert copy_bandwidth(size=4096, seconds=9.0) == pytest.approx(2 * 4096 / 0.25)
 
 
 def test_a_real_clock_and_narrow_products():
@@ -24,6 +30,8 @@ def test_a_real_clock_and_narrow_products():
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="size=0"):
         matmul_peak(size=0)
+    with pytest.raises(ValueError, match=r"copy_bandwidth\(size=3"):
+        copy_bandwidth(size=3)
     with pytest.raises(ValueError, match="'int32'"):
         matmul_peak("int32")
 

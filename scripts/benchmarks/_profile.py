@@ -1,0 +1,94 @@
+"""Where the time of a train step goes on this CPU, by kind of work and by module: the shares add up to the step."""
+
+import collections
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from benchmarks import _ours
+from benchmarks._measure import Row
+from eqformer import models, nn, planning
+from eqformer.planning import Span, Work
+
+
+MOST = 12  # modules that have a row of their own
+
+
+def profile(rounds: int, config: Any = None, rows: int = 8, seq: int = 256) -> Iterator[Row]:
+    """Milliseconds of a train step (8 M parameters, 8 x 256 tokens, float32) by kind of work and by module."""
+    config = models.preset("llama-byte-8m") if config is None else config
+    text, run = _program(config, rows, seq)
+    run()
+    alone = []
+    for _ in range(rounds):
+        start, busy = time.perf_counter(), time.process_time()
+        run()
+        alone.append((time.perf_counter() - start, time.process_time() - busy))
+    seconds = statistics.median(each for each, _ in alone)
+    cores = statistics.median(busy / each for each, busy in alone)
+    yield Row("step", "untraced", 1e3 * seconds, "ms", None, f"{cores:.2f} cores at work")
+    with tempfile.TemporaryDirectory() as folder:
+        spans = _traced(run, rounds, Path(folder))
+    found = planning.time_account(text, spans)
+    whole = sum(work.seconds for work in found)
+    yield Row("step", "traced", 1e3 * whole / rounds, "ms", whole / rounds / seconds, "the sum of all rows of a group")
+    groups: dict[str, Callable[[Work], str]] = {"kind of work": lambda work: work.kind, "module": _module}
+    for group, of in groups.items():
+        parts: dict[str, float] = collections.defaultdict(float)
+        for work in found:
+            parts[of(work)] += work.seconds
+        longest = sorted(parts.items(), key=lambda each: -each[1])
+        if others := sum(part for _, part in longest[MOST:]):
+            longest[MOST:] = [("others", others)]
+        for name, part in longest:
+            yield Row(group, name, 1e3 * part / rounds, "ms", part / whole)
+
+
+def _program(config: Any, rows: int, seq: int) -> tuple[str, Callable[[], None]]:
+    """The text of a compiled step, as recipes have it, and what runs it once."""
+    step, state = _ours.step_and_state(config, core=nn.AutoCore(), remat="products")
+    batch = _ours.random_batch(config.vocab, rows, seq)
+    arrays, rest = eqx.partition(state, eqx.is_array)
+
+    def run(arrays: Any) -> tuple[Any, Any]:
+        state, metrics = step(eqx.combine(arrays, rest), batch)
+        return eqx.filter(state, eqx.is_array), metrics
+
+    compiled = jax.jit(run, donate_argnums=0).lower(arrays).compile()
+    holder = [arrays]
+
+    def once() -> None:
+        holder[0], metrics = compiled(holder[0])
+        jax.block_until_ready((holder[0], metrics))
+
+    return compiled.as_text() or "", once
+
+
+def _traced(run: Callable[[], None], times: int, folder: Path) -> list[Span]:
+    """The operations of some runs, as JAX's profiler saw them."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with jax.profiler.trace(str(folder), profiler_options=options):
+        for _ in range(times):
+            run()
+    (file,) = folder.rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    events = ((line.name, event) for plane in planes for line in plane.lines for event in line.events)
+    return [Span(thread, event.name, event.start_ns / 1e9, event.end_ns / 1e9) for thread, event in events]
+
+
+def _module(work: Work) -> str:
+    """Where a work stands: a module without what all layers' paths have, or what is in none."""
+    if work.kind == "nothing":
+        return "nothing runs"
+    path = ".".join(part for part in work.module.split(".") if part not in _EVERYWHERE)
+    return f"{path or 'in none'}{', backward' * work.is_backward}"
+
+
+_EVERYWHERE = {"stacks[0]", "blocks", "layer", "core"}
