@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 from jax.typing import DTypeLike
@@ -15,6 +16,7 @@ from ._adapter_config import AdapterConfig, read_adapter_config, write_adapter_c
 from ._adapter_sites import is_published, maps, Site, sites_of
 from ._family import Family, ModelConfig
 from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, new_folder, read_json, write_json
+from ._kept import plain_shapes
 from ._published import check_shapes, format_of
 
 
@@ -41,7 +43,8 @@ def load_adapter(
     adapter = read_adapter_config(read_json(folder.path / CONFIG), str(folder.path / CONFIG))
     if any(isinstance(node, LoRA) for node in maps(model)):
         raise ValueError(f"{call}: the model has LoRAs already; merge_lora them first.")
-    sites = _sites(model, family, config, call)
+    plain = plain_shapes(model)
+    sites = _sites(plain, family, config, call)
     prefix = family.prefix
     if not any(name.startswith(f"base_model.model.{prefix}") for name in folder.names):
         sites = [site.without(prefix) for site in sites]  # of a model without its head's class
@@ -59,8 +62,12 @@ def load_adapter(
     except ValueError as error:
         raise ValueError(f"{call}: {error}.") from None
     found = {id(lora.weight): lora for lora in loras}
-    adapted = lambda node: found.get(id(node.weight), node) if is_published(node) else node
-    return jax.tree.map(adapted, model, is_leaf=is_published)
+
+    def adapted(node: Any, own: Any) -> Any:
+        lora = found.get(id(node.weight)) if is_published(node) else None
+        return own if lora is None else eqx.tree_at(lambda m: m.linear, lora, own)
+
+    return jax.tree.map(adapted, plain, model, is_leaf=is_published)
 
 
 def save_adapter(
@@ -82,6 +89,7 @@ def save_adapter(
     if target.exists():
         raise ValueError(f"{call}: something is there already; give a new folder.")
     family, config = format_of(call, like, config)
+    model = plain_shapes(model)
     sites = _sites(model, family, config, call)
     base = str(like) if base is None and like is not None else base
     adapted = [site for site in sites if site.loras]

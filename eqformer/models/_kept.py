@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -56,9 +56,53 @@ def with_kept(shapes: nn.Transformer, kept: dict[int, nn.QuantisedLinear]) -> nn
     return jax.tree.map(one, shapes, is_leaf=nn.is_map)
 
 
-def leaves_of(linear: nn.QuantisedLinear) -> list[jax.ShapeDtypeStruct]:
-    """What of a map's shapes an array of codes and scales fills."""
-    return [leaf for leaf in (linear.codes, linear.scales, linear.zeros) if leaf is not None]  # type: ignore[misc]
+def plain_shapes(model: nn.Transformer) -> nn.Transformer:
+    """The model with plain maps in the place of those that hold codes, with the shapes of their weights alone."""
+
+    def one(node: Any) -> Any:
+        if not isinstance(node, nn.QuantisedLinear):
+            return node
+        plain = eqx.filter_eval_shape(nn.dense, node)
+        return eqx.tree_at(lambda m: m.bias, plain, node.bias, is_leaf=lambda leaf: leaf is None)
+
+    return jax.tree.map(one, model, is_leaf=nn.is_map)
+
+
+def names_as_stored(
+    arrays: Arrays, rules: list[Weight], plain: nn.Transformer, model: nn.Transformer, call: str
+) -> set[str]:
+    """The arrays in fewer bits whose codes and scales the model holds; raises a `ValueError` where it has others.
+
+    `plain` are the model's `plain_shapes`.
+    """
+    maps = dict(zip((id(getattr(one, "weight", None)) for one in nn.linear_maps(plain)), nn.linear_maps(model)))
+    found = set[str]()
+    for rule in rules:
+        leaves = rule.leaves(plain)
+        own: list[Any] = [maps.get(id(leaf)) for leaf in leaves]
+        for place, name in rule.places(leaves[0]):
+            if not arrays.is_coded(name):
+                continue
+            stored = arrays.stored_name(name)
+            if not all(isinstance(one, nn.QuantisedLinear) for one in own):
+                raise ValueError(
+                    f"{call}: {stored} is stored in fewer bits, and whole=True would mix it with the model's decoded "
+                    "arrays; save the model by itself, or load it with weights='kept'."
+                )
+            held = [np.asarray(leaf[place] if place else leaf) for one in own for leaf in leaves_of(one)]
+            its = own_arrays(arrays, name, None, rule, leaves, own, map)
+            if len(its) != len(held) or not all(map(np.array_equal, its, held)):
+                raise ValueError(
+                    f"{call}: the model's codes and scales are not those of {stored}; nn.dequantise the model and save "
+                    "it by itself."
+                )
+            found.add(name)
+    return found
+
+
+def leaves_of(linear: nn.QuantisedLinear) -> list[Any]:
+    """What of a map, or of its shapes, codes and scales fill."""
+    return [leaf for leaf in (linear.codes, linear.scales, linear.zeros) if leaf is not None]
 
 
 def own_arrays(

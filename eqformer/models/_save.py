@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..nn import LoRA, modules, Transformer
+from ..nn import LoRA, modules, named_modules, QuantisedLinear, Transformer
 from ._arrays import Arrays, HEAD
 from ._family import Family, ModelConfig
 from ._folder import CONFIG, Folder, INDEX, new_folder, SINGLE, write_folder
+from ._kept import names_as_stored, plain_shapes
 from ._published import check_shapes, described, Description, DTYPES, format_of, QUANTISED, rules_of
 from ._towers import TEXT
 from ._weights import Weight
@@ -47,14 +48,16 @@ def save(
             settings are copied; its weights may be gone. Of a model of several kinds of data, the text model is written
             by itself.
         whole: Write the folder `like` again with this model's arrays in the place of its own, and all else as it is
-            there: other parts of the model, the configuration, every other file.
+            there: other parts of the model, the configuration, every other file. Codes and scales that the model has
+            kept stay as they are stored.
         config: For a model that was built here, the config that it was built from.
         attributes: What is added to the configuration (`eos_token_id`).
         files: Files that are added to the folder, by name.
         shard_bytes: The size above which weights are written as several files.
 
     Raises a `ValueError` before anything is written: if `path` exists, if the model has `LoRA`s or is not of this
-    config, if the format cannot express a field of its config, and if it is to be `whole` and the folder is not.
+    config, if the format cannot express a field of its config, if it is to be `whole` and the folder is not, and if it
+    holds codes that the folder does not.
     """
     target, call = Path(path), f"save(model, {str(path)!r})"
     if target.exists():
@@ -70,16 +73,17 @@ def save(
         said = _alone(family, config)
     else:
         source = described(Path(like))
-        if whole and source.format is not None:
-            raise ValueError(
-                f"{call}: {like} is stored in {source.format.name}, and whole=True would mix it with the model's "
-                "decoded arrays; save the model by itself."
-            )
         said = source.said if whole else _by_itself(source)
         files = _files(Path(like), whole) | dict(files)
-    check_shapes(call, model, config)
+    plain = plain_shapes(model)
+    check_shapes(call, plain, config)
     if whole:
-        arrays = _of_whole(Folder(str(like), caller="save"), model, call)
+        arrays = _of_whole(Folder(str(like), caller="save"), plain, model, call)
+    elif held := [name for name, _ in named_modules(model, QuantisedLinear)]:
+        raise ValueError(
+            f"{call}: the model holds codes of 8 or 4 bits ({held[0]}); nn.dequantise it or, where it was loaded with "
+            "weights='kept', write its folder again with like= and whole=True."
+        )
     else:
         rules = family.rules(config, model, () if like is None else _stored_names(Path(like)))
         arrays = published_arrays(rules, model)
@@ -117,18 +121,23 @@ def _stored_names(path: Path) -> Set[str]:
     return Arrays(Folder(str(path), caller="save"), described(path)).names
 
 
-def _of_whole(folder: Folder, model: Transformer, call: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Each array of a folder, those that are the model's from it."""
+def _of_whole(folder: Folder, plain: Transformer, model: Transformer, call: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Each array of a folder, those that are the model's from it; codes and scales, once compared, from the folder.
+
+    `plain` are the model's `plain_shapes`.
+    """
     source = described(folder.path)
     arrays = Arrays(folder, source)
-    rules = rules_of(arrays.names, source.family, source.config, model)
-    own = {name for rule in rules for _, name in rule.places(rule.leaves(model)[0])}
+    rules = rules_of(arrays.names, source.family, source.config, plain)
+    own = {name for rule in rules for _, name in rule.places(rule.leaves(plain)[0])}
     if missing := own - arrays.names:
         raise ValueError(
             f"{call}: whole=True writes {folder.path} again, which does not hold all of the model ({min(missing)}); "
             "give the whole folder as like=."
         )
-    its = {arrays.stored_name(name) for name in own}
+    stays = names_as_stored(arrays, rules, plain, model, call)
+    rules = [rule for rule in rules if next(rule.places(rule.leaves(plain)[0]))[1] not in stays]
+    its = {arrays.stored_name(name) for name in own - stays}
     head = arrays.stored_name(HEAD) if model.head is None and HEAD in arrays.names else None
     others = ((name, folder.stored(name)) for name in sorted(folder.names - its - {head}))
     mine = ((arrays.stored_name(name), array) for name, array in published_arrays(rules, model))

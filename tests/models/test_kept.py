@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from format_cases import CASES
-from test_formats import change, GATE, write
+from safetensors.numpy import load_file
+from test_formats import change, GATE, same_bits, write
 
 from eqformer import models, nn
 from eqformer.parallel import make_mesh, Plan
@@ -78,3 +79,35 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
         ValueError, match=r"weights='kept': no linear map of it is stored in fewer bits; .* nn.quantise"
     ):
         models.load(tmp_path / "plain", weights="kept")
+
+
+def test_what_is_kept_is_saved_as_it_came(tmp_path):
+    """Byte for byte, with another table; a model of other codes is not, and by itself none is."""
+    stored, _ = write(tmp_path / "folder", "int4 with zeros")
+    kept = models.load(tmp_path / "folder", weights="kept")
+    other = eqx.tree_at(lambda m: m.embedding.weight, kept, kept.embedding.weight + 1)
+    models.save(other, tmp_path / "again", like=tmp_path / "folder", whole=True)
+    back = load_file(tmp_path / "again" / "model.safetensors")
+    assert back.keys() == stored.keys()
+    assert [name for name in stored if not same_bits(back[name], stored[name])] == ["model.embed_tokens.weight"]
+    assert same(models.load(tmp_path / "again", weights="kept"), other)
+    with pytest.raises(ValueError, match=r"the model's codes and scales are not those of model\..*nn.dequantise"):
+        models.save(spoiled(kept), tmp_path / "other", like=tmp_path / "folder", whole=True)
+    with pytest.raises(ValueError, match=r"the model holds codes of 8 or 4 bits \(stacks.*nn.dequantise it or, where"):
+        models.save(kept, tmp_path / "other", like=tmp_path / "folder")
+    models.save(nn.cast(nn.dequantise(kept), "bfloat16"), tmp_path / "plain", like=tmp_path / "folder")
+    assert same(models.load(tmp_path / "plain"), models.load(tmp_path / "folder"))
+
+
+def test_factors_beside_codes_are_written_and_read_like_any(tmp_path):
+    write(tmp_path / "folder", "int4")
+    kept, decoded = models.load(tmp_path / "folder", weights="kept"), models.load(tmp_path / "folder")
+    add = lambda model: nn.with_lora(model, ["query", "gate", "up"], rank=2, alpha=1.0, key=jax.random.key(0))
+    for name, model in (("kept", kept), ("decoded", decoded)):
+        models.save_adapter(add(model), tmp_path / name, like=tmp_path / "folder", base="base")
+    of = lambda name: load_file(tmp_path / name / "adapter_model.safetensors")
+    assert of("kept").keys() == of("decoded").keys() and all(
+        same_bits(its, of("kept")[n]) for n, its in of("decoded").items()
+    )
+    back = models.load_adapter(kept, tmp_path / "decoded", like=tmp_path / "folder")
+    assert same(back, add(kept)) and jax.tree.structure(back) == jax.tree.structure(add(kept))
