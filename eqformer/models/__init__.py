@@ -27,6 +27,7 @@ from ._save import COMPANIONS as COMPANIONS, save as save
 from ._towers import Tower as Tower
 from ._weights import Rule as Rule
 from .families import _common, _decoder, _mixtures
+from .families._bamba import BambaConfig as BambaConfig
 from .families._cohere import CohereConfig as CohereConfig
 from .families._deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
 from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config
@@ -44,6 +45,7 @@ from .families._glm_moe_dsa import GLMMoEDSAConfig as GLMMoEDSAConfig
 from .families._gpt2 import GPT2Config as GPT2Config
 from .families._gpt_oss import GPTOSSConfig as GPTOSSConfig
 from .families._granite import GraniteConfig as GraniteConfig
+from .families._granite_hybrid import GraniteHybridConfig as GraniteHybridConfig
 from .families._hunyuan import HunyuanConfig as HunyuanConfig
 from .families._hunyuan_moe import HunyuanMoEConfig as HunyuanMoEConfig
 from .families._jaxformer import JAXformerConfig as JAXformerConfig

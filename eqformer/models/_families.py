@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 
 from ..nn import Transformer
 from ._family import Family, ModelConfig
+from .families._bamba import BAMBA
 from .families._cohere import COHERE
 from .families._deepseek_v2 import DEEPSEEK_V2
 from .families._deepseek_v3 import DEEPSEEK_V3
@@ -25,6 +26,7 @@ from .families._glm_moe_dsa import GLM_MOE_DSA
 from .families._gpt2 import GPT2
 from .families._gpt_oss import GPT_OSS
 from .families._granite import GRANITE
+from .families._granite_hybrid import GRANITE_HYBRID
 from .families._hunyuan import HUNYUAN
 from .families._hunyuan_moe import HUNYUAN_MOE
 from .families._jaxformer import JAXFORMER
@@ -56,11 +58,11 @@ from .families._switch import GSHARD, SWITCH
 
 
 _LISTED = (
-    *(COHERE, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, ERNIE45, ERNIE45_MOE, EXAONE4, GEMMA, GEMMA2, GEMMA3),
-    *(GEMMA4, GLM4, GLM4_MOE, GLM_MOE_DSA, GPT2, GPT_OSS, GRANITE, GSHARD, HUNYUAN, HUNYUAN_MOE, JAXFORMER),
-    *(LFM2, LFM2_MOE, MODERNBERT),
-    *(LLAMA, LLAMA4, MAMBA2, MINIMAX_M2, MINISTRAL3, MISTRAL, MISTRAL4, MIXTRAL, OLMO2, OLMO3, OLMOE, PHI3, QWEN2),
-    *(QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, SEED_OSS, SMOLLM3, SWITCH),
+    *(BAMBA, COHERE, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, ERNIE45, ERNIE45_MOE, EXAONE4, GEMMA, GEMMA2, GEMMA3),
+    *(GEMMA4, GLM4, GLM4_MOE, GLM_MOE_DSA, GPT2, GPT_OSS, GRANITE, GRANITE_HYBRID, GSHARD, HUNYUAN, HUNYUAN_MOE),
+    *(JAXFORMER, LFM2, LFM2_MOE, LLAMA, LLAMA4, MAMBA2, MINIMAX_M2, MINISTRAL3, MISTRAL, MISTRAL4, MIXTRAL),
+    *(MODERNBERT, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT),
+    *(SEED_OSS, SMOLLM3, SWITCH),
 )
 _REGISTERED: dict[str, Family] = {}
 FAMILIES: Mapping[str, Family] = MappingProxyType(_REGISTERED)

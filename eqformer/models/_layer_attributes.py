@@ -46,13 +46,15 @@ class Period:
 class LayerTypes(Entry):
     """`layer_types`: the layers of the first type are in the config's field `name`, the others are of the second type.
 
-    `default` gives them where there is no list or, with `empty`, an empty one.
+    `default` gives them where there is no list or, with `empty`, an empty one. `published` are other names of the two
+    types, which are read too, and written.
     """
 
     name: str
     types: tuple[str, str]
     default: By
     empty: bool = False
+    published: tuple[str, str] | None = None
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """The numbers of the layers; refuse lists of other lengths and types."""
@@ -60,6 +62,9 @@ class LayerTypes(Entry):
         own = {*self.default(published, layers)}
         if types is None:
             types = [self.types[number not in own] for number in range(layers)]
+        elif self.published is not None:
+            its = dict(zip(self.published, self.types))
+            types = [its.get(name, name) if isinstance(name, str) else name for name in types]
         if len(types) != layers or set(types) - {*self.types}:
             known = " or ".join(map(repr, sorted(self.types)))
             published.refuse(f"layer_types={types} must name {layers} layers, each {known}.")
@@ -67,8 +72,8 @@ class LayerTypes(Entry):
 
     def write(self, config: Any) -> dict[str, Any]:
         """A type for each layer."""
-        own = getattr(config, self.name)
-        return {"layer_types": [self.types[number not in own] for number in range(config.layers)]}
+        own, types = getattr(config, self.name), self.published or self.types
+        return {"layer_types": [types[number not in own] for number in range(config.layers)]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +187,20 @@ class NoRotaryLayers(Entry):
         if len(rotated) != layers:
             published.refuse(f"no_rope_layers={rotated} must say of {layers} layers, the model's, whether they turn.")
         return tuple(layer for layer in range(layers) if not rotated[layer])
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryOrNone(Entry):
+    """`position_embedding_type`: whether the attention has rotary positions."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`rotary`; refuse other kinds than these."""
+        published.expect("position_embedding_type", "nope", "rope")
+        return {"rotary": published.take("position_embedding_type", "nope") == "rope"}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The attribute."""
+        return {"position_embedding_type": "rope" if config.rotary else "nope"}
 
 
 @dataclasses.dataclass(frozen=True)

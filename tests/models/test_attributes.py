@@ -42,12 +42,14 @@ UNUSED = {
     "deepseek_v2": {"head_dim", "qk_head_dim"},
     "deepseek_v3": {"head_dim", "qk_head_dim", "num_nextn_predict_layers"},
     "deepseek_v32": {"head_dim", "qk_head_dim", "first_k_dense_replace"},  # the last said again by mlp_layer_types
+    "bamba": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "exaone4": {"sliding_window_pattern"},  # said again by layer_types
     "gemma3_text": {"_sliding_window_pattern", "attn_logit_softcapping"},
     "gpt2": {f"summary_{name}" for name in ("type", "first_dropout", "activation", "use_proj", "proj_to_labels")},
     "gemma4_text": {"use_double_wide_mlp", "vocab_size_per_layer_input"},
     "glm_moe_dsa": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
     "glm4_moe": {"num_nextn_predict_layers"},
+    "granitemoehybrid": {"mamba_chunk_size"},
     "hunyuan_v1_dense": {"eod_token_id"},
     "hunyuan_v1_moe": {"eod_token_id", "sep_token_id"},
     "llama4_text": {"interleave_moe_layer_step"},  # said again by moe_layers

@@ -125,6 +125,11 @@ PUBLISHED = {
     "kimi-k2": 1_026_408_232_448,
     "deepseek-v3.2": 671_877_944_064,
     "glm-5": 743_911_218_432,
+    "bamba-9b": 9_780_235_392,
+    "granite-4.0-micro": 3_402_836_480,
+    "granite-4.0-h-micro": 3_191_396_096,
+    "granite-4.0-h-tiny": 6_939_037_248,
+    "granite-4.0-h-small": 32_207_337_984,
     "mamba2-130m": 128_989_632,
     "mamba2-370m": 368_346_624,
     "mamba2-780m": 780_161_280,
@@ -135,6 +140,7 @@ PUBLISHED = {
 
 # Of unlike layers, or of periods and layers left over: docs/families.md says of these that no pipeline carries them.
 SEVERAL_STACKS = (
+    "bamba-9b",
     "deepseek-",
     "ernie4.5-21b",
     "ernie4.5-300b",
@@ -142,6 +148,7 @@ SEVERAL_STACKS = (
     "gemma3-4b",
     "gemma3-27b",
     "glm-4.5",
+    "granite-4.0-h-",
     "glm-5",
     "kimi",
     "lfm2-",

@@ -57,6 +57,7 @@ def float32s(name):
 
 # A case of each family, that which says the most of its layers; the others are of the grid.
 BY_DEFAULT = {
+    "bamba biased",
     "cohere normed",
     "deepseek_v2 groups",
     "deepseek_v32 chosen keys",
@@ -68,6 +69,7 @@ BY_DEFAULT = {
     "gpt2 plain",
     "gpt_oss layers left over",
     "granite untied",
+    "granitemoehybrid experts",
     "llama llama3",
     "llama4_text some dense",
     "mamba2 one group, steps within limits",

@@ -79,6 +79,12 @@ _PRESETS = {
     "granite-3.1-8b": _granite(4096, 32, 12_800, 128, 16.0, theta=10_000_000.0, max_seq=131_072),
 }
 
+SCALES = (
+    Attribute("embedding_scale", "embedding_multiplier", 1.0, float),
+    Attribute("attention_scale", "attention_multiplier", 1.0, float),
+    Attribute("residual_scale", "residual_multiplier", 1.0, float),
+    Attribute("logit_divisor", "logits_scaling", 1.0, float),
+)
 GRANITE = Family(
     "granite",
     GraniteConfig,
@@ -88,10 +94,7 @@ GRANITE = Family(
     "granite",
     (
         *decoder_attributes(),
-        Attribute("embedding_scale", "embedding_multiplier", 1.0, float),
-        Attribute("attention_scale", "attention_multiplier", 1.0, float),
-        Attribute("residual_scale", "residual_multiplier", 1.0, float),
-        Attribute("logit_divisor", "logits_scaling", 1.0, float),
+        *SCALES,
         Expect("hidden_act", "silu"),
         Expect("attention_bias", False),
         Expect("mlp_bias", False),

@@ -10,6 +10,7 @@ from ...nn import Mamba2Mixer
 from .._attributes import Attribute, Count, Entry
 from .._config import PublishedConfig
 from .._weights import Rule
+from ._common import ATTENTION
 from ._decoder import damping
 
 
@@ -137,3 +138,5 @@ def mamba_weights(prefix: str, path: str = "mixer.layer.") -> tuple[Rule, ...]:
 
 
 _OF_HEADS = "(heads dim) -> heads dim"
+# The attention of layers that have no `Mamba2Mixer`.
+ATTENTION_BESIDE = tuple(dataclasses.replace(rule, lacks="mixer.layer.log_rate") for rule in ATTENTION)

@@ -1,0 +1,82 @@
+"""Bamba (IBM, Princeton, CMU and UIUC 2024): Mamba-2 with gated layers, and attention in a few of the layers."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, Rotary, Transformer
+from .._attributes import Attribute, Expect, Ignore
+from .._family import DecoderConfig, Family
+from .._layer_attributes import ListedLayers
+from .._rotary_attributes import RotaryFraction
+from .._weights import Rule
+from ._common import decoder_attributes, gated_weights, LAYER, norm_weights
+from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from ._state_spaces import ATTENTION_BESIDE, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BambaConfig(NetSizes, DecoderConfig):
+    """The config of a Bamba."""
+
+    attention_layers: tuple[int, ...]
+    """The numbers of the layers with attention."""
+    rotary_fraction: float = 0.5
+    """The part of a head's channels that has rotary positions."""
+    bias: bool = False
+    """Whether the attention's maps have biases."""
+    mlp_bias: bool = False
+    """Whether the feed-forward layers' maps have biases."""
+    eps: float = 1e-5
+    max_seq: int = 262_144
+
+
+def build_bamba(config: BambaConfig, *, key: Key[Array, ""]) -> Transformer:
+    """A Bamba with random weights."""
+    rotary = Rotary(int(config.head_size * config.rotary_fraction), config.theta, scaling=config.scaling)
+
+    def block(is_attention: bool, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        attended = lambda: attention(config, rotary=rotary, bias=config.bias, key=mixer)
+        mixed = attended() if is_attention else mamba2(config, mixer)
+        return pre_norm_block(config, mixed, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
+
+    return decoder(config, block, [layer in config.attention_layers for layer in range(config.layers)], key=key)
+
+
+_BYTE: dict[str, Any] = {"net_heads": 8, "net_head_dim": 16, "net_v_dim": 16, "tied": True}
+_PRESETS = {
+    "bamba-byte-500k": BambaConfig(256, 64, 6, 4, 2, 160, attention_layers=(2, 5), mlp_bias=True, **_BYTE),
+    "bamba-9b": BambaConfig(128_256, 4096, 32, 32, 8, 14_336, net_heads=128, attention_layers=(9, 18, 27)),
+}
+
+BAMBA = Family(
+    "bamba",
+    BambaConfig,
+    build_bamba,
+    _PRESETS,
+    "BambaForCausalLM",
+    "bamba",
+    (
+        *decoder_attributes(kv_heads=8),
+        *MAMBA_ATTRIBUTES,
+        ListedLayers("attention_layers", "attn_layer_indices", lambda published, layers: ()),
+        RotaryFraction(0.5),
+        Attribute("bias", "attention_bias", False),
+        Attribute("mlp_bias", "mlp_bias", False),
+        Expect("hidden_act", "silu"),
+        # How it runs, a loss of training, and what transformers never reads.
+        Ignore("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"),
+    ),
+    (
+        Rule("model.embed_tokens.weight", "embedding.weight"),
+        Rule("model.final_layernorm.weight", "norm.weight"),
+        Rule("lm_head.weight", "head.weight"),
+        *ATTENTION_BESIDE,
+        *mamba_weights(f"{LAYER}mamba."),
+        *norm_weights(mixer="input_layernorm", feed_forward="pre_ff_layernorm"),
+        *gated_weights(prefix=f"{LAYER}feed_forward.", bias=True),
+    ),
+)

@@ -1,0 +1,117 @@
+"""Granite 4 (IBM 2025): Mamba-2 in most layers, attention without positions in a few, experts beside a dense layer."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, GatedMLP, MoE, Rotary, Transformer
+from .._attributes import Attribute, Count, Expect, Ignore
+from .._family import Family
+from .._layer_attributes import every, LayerTypes, RotaryOrNone
+from .._weights import Rule
+from ._common import decoder_attributes, EDGES, LAYER, PRE_NORMS
+from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from ._granite import GraniteConfig, SCALES
+from ._mixtures import mixture
+from ._state_spaces import ATTENTION_BESIDE, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraniteHybridConfig(NetSizes, GraniteConfig):
+    """The config of a Granite 4; `mlp` is an expert's width, and without experts it changes nothing."""
+
+    attention_layers: tuple[int, ...]
+    """The numbers of the layers with attention."""
+    shared_mlp: int
+    """Hidden features of the layer that every token has."""
+    rotary: bool = False
+    """Whether the attention has rotary positions."""
+    experts: int = 0
+    """Experts of a layer; 0: there are none."""
+    top_k: int = 2
+    """Experts of a token."""
+    balance: float = 0.001
+    """The weight of `LoadBalance`, over the batch."""
+    max_seq: int = 131_072
+
+
+def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) -> Transformer:
+    """A Granite 4 with random weights."""
+    rotary = Rotary(config.head_size, config.theta, scaling=config.scaling) if config.rotary else None
+
+    def fed(key: Key[Array, ""]) -> MoE | GatedMLP:
+        shared, router, experts = jax.random.split(key, 3)
+        dense = gated_mlp(config, mlp=config.shared_mlp, output_std=None, key=shared)
+        if not config.experts:
+            return dense
+        expert = lambda key: gated_mlp(config, output_std=None, key=key)
+        return mixture(config, expert, shared=dense, normalise=True, router=router, experts=experts)
+
+    def block(is_attention: bool, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        scaled: dict[str, Any] = {"scale": config.attention_scale, "output_std": None}
+        attended = lambda: attention(config, rotary=rotary, **scaled, key=mixer)
+        mixed = attended() if is_attention else mamba2(config, mixer, output_std=None)
+        return pre_norm_block(config, mixed, fed(feed_forward), residual_scale=config.residual_scale)
+
+    kinds = [layer in config.attention_layers for layer in range(config.layers)]
+    ends: dict[str, Any] = {"embedding_scale": config.embedding_scale, "logit_scale": 1 / config.logit_divisor}
+    return decoder(config, block, kinds, **ends, key=key)
+
+
+def _granite4(embed: int, heads: int, head_dim: int, kv_heads: int, mlp: int, **more: Any) -> GraniteHybridConfig:
+    given: dict[str, Any] = {"vocab": 100_352, "layers": 40, "net_heads": embed // 32, "shared_mlp": 2 * mlp}
+    given |= {"embedding_scale": 12.0, "attention_scale": 1 / head_dim, "residual_scale": 0.22}
+    given |= {"attention_layers": (5, 15, 25, 35), "heads": heads, "kv_heads": kv_heads}
+    return GraniteHybridConfig(embed=embed, mlp=mlp, **given | more)
+
+
+_BYTE: dict[str, Any] = {"vocab": 256, "layers": 4, "attention_layers": (2,), "net_heads": 8, "net_head_dim": 16}
+_BYTE |= {"net_v_dim": 16, "shared_mlp": 96, "logit_divisor": 8.0}
+_MICRO: dict[str, Any] = {"attention_layers": every(1, 40), "rotary": True, "theta": 10_000_000.0}
+_PRESETS = {
+    "granite-4.0-h-byte-500k": _granite4(64, 4, 16, 2, 32, **_BYTE, experts=12, top_k=4),
+    "granite-4.0-byte-500k": _granite4(64, 4, 16, 2, 32, **_BYTE),
+    "granite-4.0-micro": _granite4(2560, 40, 64, 8, 8192, **_MICRO, shared_mlp=8192, logit_divisor=10.0),
+    "granite-4.0-h-micro": _granite4(2048, 32, 64, 8, 8192, shared_mlp=8192, logit_divisor=8.0),
+    "granite-4.0-h-tiny": _granite4(1536, 12, 128, 4, 512, experts=64, top_k=6, logit_divisor=6.0),
+    "granite-4.0-h-small": _granite4(4096, 32, 128, 8, 768, experts=72, top_k=10, logit_divisor=16.0),
+}
+
+_TYPES = ("full_attention", "linear_attention")
+_MIXED, _MOE, _DENSE = "feed_forward.layer.", f"{LAYER}block_sparse_moe.", f"{LAYER}shared_mlp."
+_ups = lambda path: (f"{path}gate.weight", f"{path}up.weight")
+GRANITE_HYBRID = Family(
+    "granite_hybrid",
+    GraniteHybridConfig,
+    build_granite_hybrid,
+    _PRESETS,
+    "GraniteMoeHybridForCausalLM",
+    "granitemoehybrid",
+    (
+        *decoder_attributes(),
+        *SCALES,
+        *MAMBA_ATTRIBUTES,
+        LayerTypes("attention_layers", _TYPES, lambda *_: (), published=("attention", "mamba")),
+        RotaryOrNone(),
+        Count("shared_mlp", "shared_intermediate_size", 1024),
+        Attribute("experts", "num_local_experts", 8),
+        Attribute("top_k", "num_experts_per_tok", 2),
+        Attribute("balance", "router_aux_loss_coef", 0.001),
+        Expect("hidden_act", "silu"),
+        Expect("attention_bias", False),
+        Ignore("mamba_chunk_size"),
+    ),
+    (
+        *(*EDGES, *ATTENTION_BESIDE, *mamba_weights(f"{LAYER}mamba."), *PRE_NORMS),
+        Rule(f"{_MOE}router.layer.weight", f"{_MIXED}router.linear.weight"),
+        Rule(f"{_MOE}input_linear.weight", _ups(f"{_MIXED}experts.mlps."), axis=1),
+        Rule(f"{_MOE}output_linear.weight", f"{_MIXED}experts.mlps.down.weight"),
+        Rule(f"{_DENSE}input_linear.weight", _ups(f"{_MIXED}shared.")),
+        Rule(f"{_DENSE}output_linear.weight", f"{_MIXED}shared.down.weight"),
+        Rule(f"{_DENSE}input_linear.weight", _ups(_MIXED)),
+        Rule(f"{_DENSE}output_linear.weight", f"{_MIXED}down.weight"),
+    ),
+)
