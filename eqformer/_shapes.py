@@ -34,7 +34,7 @@ LEGEND = {
     "index_heads": "small heads of an indexer",
     "index_dim": "channels of one of these",
     "v_dim": "value channels of a head",
-    "rank": "between the factors of a low-rank change",
+    "rank": "between the factors of a low-rank map",
     "taps": "tokens that a convolution reads",
 }
 

@@ -49,6 +49,7 @@ from .families._granite_hybrid import GraniteHybridConfig as GraniteHybridConfig
 from .families._hunyuan import HunyuanConfig as HunyuanConfig
 from .families._hunyuan_moe import HunyuanMoEConfig as HunyuanMoEConfig
 from .families._jaxformer import JAXformerConfig as JAXformerConfig
+from .families._kimi_linear import KimiLinearConfig as KimiLinearConfig
 from .families._lfm2 import LFM2Config as LFM2Config
 from .families._lfm2_moe import LFM2MoEConfig as LFM2MoEConfig
 from .families._llama import LlamaConfig as LlamaConfig

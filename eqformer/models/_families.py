@@ -30,6 +30,7 @@ from .families._granite_hybrid import GRANITE_HYBRID
 from .families._hunyuan import HUNYUAN
 from .families._hunyuan_moe import HUNYUAN_MOE
 from .families._jaxformer import JAXFORMER
+from .families._kimi_linear import KIMI_LINEAR
 from .families._lfm2 import LFM2
 from .families._lfm2_moe import LFM2_MOE
 from .families._llama import LLAMA
@@ -60,8 +61,22 @@ from .families._switch import GSHARD, SWITCH
 _LISTED = (
     *(BAMBA, COHERE, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, ERNIE45, ERNIE45_MOE, EXAONE4, GEMMA, GEMMA2, GEMMA3),
     *(GEMMA4, GLM4, GLM4_MOE, GLM_MOE_DSA, GPT2, GPT_OSS, GRANITE, GRANITE_HYBRID, GSHARD, HUNYUAN, HUNYUAN_MOE),
-    *(JAXFORMER, LFM2, LFM2_MOE, LLAMA, LLAMA4, MAMBA2, MINIMAX_M2, MINISTRAL3, MISTRAL, MISTRAL4, MIXTRAL),
-    *(MODERNBERT, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT),
+    *(JAXFORMER, KIMI_LINEAR, LFM2, LFM2_MOE, LLAMA, LLAMA4, MAMBA2, MINIMAX_M2, MINISTRAL3, MISTRAL, MISTRAL4),
+    *(
+        MIXTRAL,
+        MODERNBERT,
+        OLMO2,
+        OLMO3,
+        OLMOE,
+        PHI3,
+        QWEN2,
+        QWEN2_MOE,
+        QWEN3,
+        QWEN3_5,
+        QWEN3_5_MOE,
+        QWEN3_MOE,
+        QWEN3_NEXT,
+    ),
     *(SEED_OSS, SMOLLM3, SWITCH),
 )
 _REGISTERED: dict[str, Family] = {}

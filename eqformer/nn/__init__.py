@@ -149,6 +149,7 @@ from .experts._moe import (
 from .experts._noisy_routers import NoisyTopKRouter as NoisyTopKRouter, RandomSecondRouter as RandomSecondRouter
 from .experts._router import TopKRouter as TopKRouter
 from .experts._routing import Routing as Routing, Slots as Slots
+from .recurrent._channel_delta_net import ChannelDeltaNet as ChannelDeltaNet
 from .recurrent._conv import CausalConv as CausalConv
 from .recurrent._delta_net import GatedDeltaNet as GatedDeltaNet
 from .recurrent._mamba import Mamba2Mixer as Mamba2Mixer

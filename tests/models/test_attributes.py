@@ -52,6 +52,7 @@ UNUSED = {
     "granitemoehybrid": {"mamba_chunk_size"},
     "hunyuan_v1_dense": {"eod_token_id"},
     "hunyuan_v1_moe": {"eod_token_id", "sep_token_id"},
+    "kimi_linear": {"head_dim", "qk_head_dim"},
     "llama4_text": {"interleave_moe_layer_step"},  # said again by moe_layers
     "minimax_m2": {"rotary_dim"},  # said again by partial_rotary_factor
     "mamba2": {"chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_rank"}

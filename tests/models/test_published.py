@@ -93,6 +93,7 @@ BY_DEFAULT = {
     "glm_moe_dsa chosen keys",
     "hunyuan_v1_dense alpha",
     "hunyuan_v1_moe each layer's own",
+    "kimi_linear groups",
     "lfm2 chosen layers",
     "lfm2_moe some dense",
     "minimax_m2 plain",

@@ -38,6 +38,16 @@ PUBLISHED = {
         "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false},
         "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
         "tie_word_embeddings": false, "vocab_size": 201088}""",
+    "kimi-linear-48b-a3b": """{"first_k_dense_replace": 1, "head_dim": 72, "hidden_act": "silu", "hidden_size": 2304,
+        "intermediate_size": 9216, "kv_lora_rank": 512, "linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20,
+        24, 27], "head_dim": 128, "kda_layers": ["OTHERS"], "num_heads": 32, "short_conv_kernel_size": 4},
+        "mla_use_nope": true, "model_max_length": 1048576, "model_type": "kimi_linear", "moe_intermediate_size": 1024,
+        "moe_layer_freq": 1, "moe_renormalize": true, "moe_router_activation_func": "sigmoid", "num_experts": 256,
+        "num_attention_heads": 32, "num_expert_group": 1, "num_experts_per_token": 8, "num_hidden_layers": 27,
+        "num_key_value_heads": 32, "num_nextn_predict_layers": 0, "num_shared_experts": 1, "q_lora_rank": null,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": null,
+        "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "tie_word_embeddings": false, "topk_group": 1,
+        "use_grouped_topk": true, "v_head_dim": 128, "vocab_size": 163840}""",
     "lfm2-1.2b": """{"block_auto_adjust_ff_dim": true, "block_dim": 2048, "block_ff_dim": 12288,
         "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-05,
         "block_out_init_scale": 1.0, "block_use_swiglu": true, "block_use_xavier_init": true, "conv_L_cache": 3,
@@ -57,7 +67,11 @@ PUBLISHED = {
         33.28, 33.49, 33.5, 44.16, 47.77], "short_factor": ["ONES"], "type": "longrope"}, "rope_theta": 10000.0,
         "sliding_window": 262144, "tie_word_embeddings": true, "vocab_size": 200064}""",
 }
-SHORTENED: dict[str, list] = {"ONES": [1.0] * 48, "LAYERS": ["sliding_attention", "full_attention"] * 12}
+SHORTENED: dict[str, list] = {
+    "OTHERS": [layer for layer in range(1, 27) if layer % 4],
+    "ONES": [1.0] * 48,
+    "LAYERS": ["sliding_attention", "full_attention"] * 12,
+}
 
 
 def published(name: str) -> dict[str, Any]:
@@ -79,5 +93,5 @@ def meaning(numbers: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_configuration_is_its_preset(name):
     assert meaning(numbers_of(published(name))) == meaning(models.preset(name))
-    other = published(name) | {"rope_theta": 12_345.0}
+    other = published(name) | {"vocab_size": 12_345}
     assert meaning(numbers_of(other)) != meaning(models.preset(name))

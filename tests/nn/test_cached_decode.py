@@ -43,6 +43,9 @@ KINDS = {
     "delta net": lambda: drawn(
         nn.GatedDeltaNet, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY
     ),
+    "channel delta net": lambda: drawn(
+        nn.ChannelDeltaNet, embed=EMBED, heads=3, head_dim=4, v_dim=5, rank=2, chunk=8, key=KEY
+    ),
     "mamba2": lambda: drawn(nn.Mamba2Mixer, embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5, chunk=3, key=KEY),
     "short convolution": lambda: drawn(nn.GatedShortConv, embed=EMBED, taps=4, bias=True, key=KEY),
     "latent": lambda: latent(q_latent=5, query_latent_norm=nn.RMSNorm("q_latent", q_latent=5)),
@@ -80,6 +83,7 @@ BY_DEFAULT = {
     "temperature",
     "longrope in a window",
     "delta net",
+    "channel delta net",
     "mamba2",
     "short convolution",
     "latent in a window",

@@ -18,11 +18,12 @@ from eqformer.parallel import make_mesh
 BATCH, HEADS, HEAD_DIM, V_DIM = 2, 3, 4, 5
 
 
-def given(seq, dtype) -> Any:
-    """Queries, keys of length 1, values, rates, decays, and a state to begin with."""
+def given(seq, dtype, by_channel=False) -> Any:
+    """Queries, keys of length 1, values, rates, decays of heads or of channels, and a state to begin with."""
     draw = np.random.default_rng(seq)
     query, key, value = (draw.normal(size=(BATCH, seq, HEADS, dim)) for dim in (HEAD_DIM, HEAD_DIM, V_DIM))
-    rate, decay = draw.uniform(0, 1, (BATCH, seq, HEADS)), -draw.exponential(1.0, (BATCH, seq, HEADS))
+    sizes = (HEAD_DIM,) * by_channel
+    rate, decay = draw.uniform(0, 1, (BATCH, seq, HEADS)), -draw.exponential(1.0, (BATCH, seq, HEADS, *sizes))
     state = draw.normal(size=(BATCH, HEADS, HEAD_DIM, V_DIM))
     key = key / np.linalg.norm(key, axis=-1, keepdims=True)
     return [jnp.asarray(x, dtype) for x in (query, key, value, rate, decay, state)]
@@ -45,7 +46,7 @@ def literal(arrays, owners):
             at = (row, place, head)
             memory = memory * 0 if owners[row, place] != owner else memory
             owner = owners[row, place]
-            memory = memory * xp.exp(decay[at])
+            memory = memory * xp.exp(decay[at]).reshape(-1, 1)
             memory = memory + rate[at] * xp.outer(key[at], value[at] - memory.T @ key[at])
             answers.append(memory.T @ query[at])
         outputs.append(xp.stack(answers))
@@ -59,9 +60,16 @@ def ruled(arrays, owners, chunk):
     return delta_rule(query, key, value, rate, decay, owners, state, chunk=chunk)
 
 
-@pytest.mark.parametrize(("seq", "chunk"), [(1, 4), (3, 64), pytest.param(8, 4, marks=pytest.mark.grid), (13, 4)])
-def test_chunks_are_the_recurrence(seq, chunk):
-    arrays, owners = given(seq, jnp.float32), documents(seq)
+@pytest.mark.parametrize(
+    ("seq", "chunk", "by_channel"),
+    [
+        *((1, 4, False), (3, 64, False), pytest.param(8, 4, False, marks=pytest.mark.grid), (13, 4, False)),
+        # By blocks of eight tokens, and of one where a chunk has an odd number.
+        *((1, 4, True), (37, 32, True), pytest.param(13, 5, True, marks=pytest.mark.grid)),
+    ],
+)
+def test_chunks_are_the_recurrence(seq, chunk, by_channel):
+    arrays, owners = given(seq, jnp.float32, by_channel), documents(seq)
     expected = literal([np.asarray(x, np.float64) for x in arrays], np.asarray(owners))
     found = jax.jit(functools.partial(ruled, chunk=chunk))(arrays, owners)
     assert all(close(*pair, 1e-5) for pair in zip(found, expected, strict=True))
@@ -69,10 +77,12 @@ def test_chunks_are_the_recurrence(seq, chunk):
     assert not close(found[0], others[0], 1e-2)
 
 
-@pytest.mark.parametrize(("seq", "chunk"), [(1, 4), (7, 3)])
-def test_so_are_their_gradients(seq, chunk):
+@pytest.mark.parametrize(
+    ("seq", "chunk", "by_channel"), [(1, 4, False), (7, 3, False), pytest.param(11, 16, True, marks=pytest.mark.grid)]
+)
+def test_so_are_their_gradients(seq, chunk, by_channel):
     with jax.enable_x64(True):
-        arrays, owners = given(seq, jnp.float64), np.asarray(documents(seq))
+        arrays, owners = given(seq, jnp.float64, by_channel), np.asarray(documents(seq))
 
         def total(rule, arrays):
             output, state = rule(arrays, owners)
@@ -110,9 +120,10 @@ def test_eight_devices_compute_at_once():
         assert close(found[-BATCH:], np.asarray(expected), 1e-5)
 
 
-def test_decays_without_bound_have_finite_gradients():
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_decays_without_bound_have_finite_gradients(by_channel):
     """A token that forgets all: what lies behind it is multiplied by 0, and never divided by it."""
-    arrays = given(6, jnp.float32)
+    arrays = given(6, jnp.float32, by_channel)
     arrays[4] = arrays[4].at[:, 2].set(-1e4)
     total = lambda arrays: jnp.sum(ruled(arrays, jnp.zeros((BATCH, 6), jnp.int32), 4)[0])
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(jax.jit(jax.grad(total))(arrays)))

@@ -114,17 +114,16 @@ def build_latent(
             fed = mixture_beside_shared(config, feed_forward, balance=balance, **router)
         else:
             fed = gated_mlp(config, key=feed_forward)
-        return pre_norm_block(config, _attention(config, interleaved, options, mixer), fed)
+        mixed = latent_attention(config, mixer, interleaved=interleaved, **options(jax.random.fold_in(mixer, 0)))
+        return pre_norm_block(config, mixed, fed)
 
     return decoder(config, block, [layer >= config.first_dense for layer in range(config.layers)], key=key)
 
 
-def _attention(
-    config: LatentConfig,
-    interleaved: bool,
-    options: Callable[[Key[Array, ""]], Mapping[str, Any]],
-    key: Key[Array, ""],
+def latent_attention(
+    config: LatentConfig, key: Key[Array, ""], *, interleaved: bool = False, **options: Any
 ) -> LatentAttention:
+    """Latent attention of the config's sizes; `options` are more of its own."""
     scaling, sharper = config.scaling, 1.0
     if config.temperature and isinstance(scaling, YarnScaling):
         sharper = yarn_magnitude(scaling.factor, config.temperature) ** 2
@@ -140,7 +139,7 @@ def _attention(
         rotary=Rotary(config.rope_dim, config.theta, interleaved=interleaved, scaling=scaling),
         output_std=damping(config) * (config.heads * config.v_dim) ** -0.5,
         scale=sharper * (config.head_dim + config.rope_dim) ** -0.5,
-        **options(jax.random.fold_in(key, 0)),
+        **options,
         key=key,
     )
 

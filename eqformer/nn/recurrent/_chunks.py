@@ -4,22 +4,28 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 def fading(decay: Float[Array, "n batch heads chunk"], owners: Int[Array, "n batch chunk"]) -> tuple[Array, ...]:
     """What is left of a token at a later one of its chunk, of the state before it at each token, of each token at its
     end, and of the state there; nothing across documents.
     """
-    total = jnp.cumsum(decay, axis=-1)
-    earlier = jnp.tril(jnp.ones((decay.shape[-1],) * 2, bool))
-    visible = (earlier & (owners[..., :, None] == owners[..., None, :]))[:, :, None]
+    total, (visible, goes_on) = jnp.cumsum(decay, axis=-1), of_one_document(owners)
     # The exponential of a masked entry may be infinite, and its gradient NaN.
     within = jnp.where(visible, jnp.exp(jnp.where(visible, total[..., :, None] - total[..., None, :], 0)), 0)
-    before = jnp.concatenate([jnp.zeros_like(owners[:1, :, -1]), owners[:-1, :, -1]])
-    goes_on = (owners == before[..., None])[:, :, None]
     passing = jnp.where(goes_on, jnp.exp(total), 0)
     return within, passing, within[..., -1, :], passing[..., -1]
+
+
+def of_one_document(
+    owners: Int[Array, "n batch chunk"],
+) -> tuple[Bool[Array, "n batch 1 chunk chunk"], Bool[Array, "n batch 1 chunk"]]:
+    """Which earlier tokens of its chunk are of a token's document, and whether that had begun before the chunk."""
+    earlier = jnp.tril(jnp.ones((owners.shape[-1],) * 2, bool))
+    visible = (earlier & (owners[..., :, None] == owners[..., None, :]))[:, :, None]
+    before = jnp.concatenate([jnp.zeros_like(owners[:1, :, -1]), owners[:-1, :, -1]])
+    return visible, (owners == before[..., None])[:, :, None]
 
 
 def cut(x: Array, size: int, mode: str = "constant") -> Array:

@@ -16,7 +16,7 @@ from .._norm import RMSNorm
 from .._tokens import Tokens, tokens_or_default
 from ._conv import CausalConv
 from ._delta_rule import delta_rule
-from ._reading import empty_cache, Reading
+from ._reading import empty_cache, Reading, unit
 
 
 class GatedDeltaNet(Mixer):
@@ -109,7 +109,7 @@ class GatedDeltaNet(Mixer):
         query, key, value = reading.convolved(inputs)
         exact, is_real = query.dtype, reading.is_real[..., None]
         copies = value.shape[-2] // key.shape[-2]
-        query, key = (jnp.repeat(_unit(y), copies, axis=-2) for y in (query, key))
+        query, key = (jnp.repeat(unit(y), copies, axis=-2) for y in (query, key))
         query = query * key.shape[-1] ** -0.5
         decay = jax.nn.softplus(self.decay(x).astype(exact) + self.decay_bias.astype(exact))
         decay = jnp.where(is_real, -jnp.exp(self.log_rate.astype(exact)) * decay, 0)
@@ -128,8 +128,3 @@ class GatedDeltaNet(Mixer):
         """It runs on a slice of its heads; its state is read by the key, corrected, and read by the query."""
         heads, v_dim = self.value.output_shape
         return MixerFacts(True, operations=3 * 2 * heads * v_dim * self.query.sizes["head_dim"])
-
-
-def _unit(x: Float[Array, "*batch channels"]) -> Float[Array, "*batch channels"]:
-    """Vectors divided by their length, which a small number keeps from being zero."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ._channel_fading import BLOCK, fading_by_channel
 from ._chunks import cut, fading, product, put_together
 
 
@@ -15,7 +16,7 @@ def delta_rule(
     key: Float[Array, "*batch seq heads head_dim"],
     value: Float[Array, "*batch seq heads v_dim"],
     rate: Float[Array, "*batch seq heads"],
-    decay: Float[Array, "*batch seq heads"],
+    decay: Float[Array, "..."],
     documents: Int[Array, "*batch seq"],
     state: State,
     *,
@@ -27,29 +28,39 @@ def delta_rule(
     towards its value. `state` is of document 0, and each further document begins with zeros. A token of rate and decay
     0 changes nothing. One token is one step; more are computed by chunks, in products of `chunk x chunk` (section 3.3
     there), one chunk after another, so that time and memory grow with `seq * chunk`. All arrays are of one dtype.
+
+    `decay` is that of a head, of shape `*batch seq heads`, or of each channel of its keys, `*batch seq heads head_dim`
+    (Kimi team 2025, arXiv:2510.26692).
     """
+    decay = decay[..., None] if decay.ndim == rate.ndim else decay
     if query.shape[-3] == 1:
         return _step(query, key, value, rate, decay, documents, state)
     batch, seq = query.shape[:-3], query.shape[-3]
-    size = min(chunk, seq)
+    is_by_head = decay.shape[-1] == 1
+    size = min(chunk, seq if is_by_head else seq + -seq % BLOCK)
     by_heads = lambda x: jnp.swapaxes(cut(x.reshape(-1, *x.shape[len(batch) :]), size), 2, 3)
     query, key, value, rate, decay = map(by_heads, (query, key, value, rate, decay))
     # The last chunk is padded with tokens of the last document, of rate and decay 0.
     owners = cut(documents.reshape(-1, seq), size, mode="edge")
-    within, passing, ending, kept = fading(decay, owners)
+    if is_by_head:
+        within, *rest = fading(decay[..., 0], owners)
+        passing, ending, kept = (x[..., None] for x in rest)
+        faded = lambda one, other: product("nbhid,nbhjd->nbhij", one, other) * within
+    else:
+        faded, passing, ending, kept = fading_by_channel(decay, owners)
     weighed = rate[..., None] * key
-    system = jnp.tril(product("nbhid,nbhjd->nbhij", weighed, key) * within, -1)
-    sides = jnp.concatenate([rate[..., None] * value, weighed * passing[..., None]], axis=-1)
+    system = jnp.tril(faded(weighed, key), -1)
+    sides = jnp.concatenate([rate[..., None] * value, weighed * passing], axis=-1)
     solved = _solved(system, sides)
     added, corrected = jnp.split(solved, [value.shape[-1]], axis=-1)
-    scores = product("nbhid,nbhjd->nbhij", query, key) * within
-    asked, stored = query * passing[..., None], key * ending[..., None]
+    scores = faded(query, key)
+    asked, stored = query * passing, key * ending
 
     def one_chunk(state: Array, given: tuple) -> tuple[Array, Array]:
         added, corrected, scores, asked, stored, kept = given
         news = added - product("bhid,bhdv->bhiv", corrected, state)
         output = product("bhid,bhdv->bhiv", asked, state) + product("bhij,bhjv->bhiv", scores, news)
-        return state * kept[..., None, None] + product("bhjd,bhjv->bhdv", stored, news), output
+        return state * kept[..., None] + product("bhjd,bhjv->bhdv", stored, news), output
 
     # The zero has the carry vary, under `shard_map`, over all mesh axes that the later states vary over.
     start = state.reshape(-1, *state.shape[len(batch) :]) + jnp.zeros_like(solved, shape=())
@@ -61,9 +72,9 @@ def _step(
     query: Array, key: Array, value: Array, rate: Array, decay: Array, documents: Array, state: Array
 ) -> tuple[Array, Array]:
     query, key, value = (x[..., 0, :, :] for x in (query, key, value))
-    rate, decay = rate[..., 0, :], decay[..., 0, :]
+    rate, decay = rate[..., 0, :], decay[..., 0, :, :]
     goes_on = documents[..., 0, None, None, None] == 0
-    state = jnp.where(goes_on, state * jnp.exp(decay)[..., None, None], 0)
+    state = jnp.where(goes_on, state * jnp.exp(decay)[..., None], 0)
     news = rate[..., None] * (value - product("...hd,...hdv->...hv", key, state))
     state = state + key[..., :, None] * news[..., None, :]
     return product("...hd,...hdv->...hv", query, state)[..., None, :, :], state

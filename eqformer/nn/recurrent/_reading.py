@@ -89,3 +89,8 @@ def empty_cache(
     few, many = jnp.zeros((*kept, kv_heads, head_dim), dtype), jnp.zeros((*kept, heads, v_dim), dtype)
     state = jnp.zeros((*batch, heads, head_dim, v_dim), at_least_float32(jnp.dtype(dtype)))
     return RecurrentCache(state, few, few, many, jnp.zeros(tuple(batch), jnp.int32))
+
+
+def unit(x: Float[Array, "*batch channels"]) -> Float[Array, "*batch channels"]:
+    """Vectors divided by their length, which a small number keeps from being zero."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

@@ -1,0 +1,75 @@
+"""The delta net of decays by channel against loops in float64; its documents, slices, bad sizes."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nn_reference import close, drawn, linear, normal, replaced, rms, wide
+
+from eqformer import nn
+
+
+KEY, EMBED, SEQ = jax.random.key(0), 6, 7
+SIZES = dict(embed=EMBED, heads=4, head_dim=3, v_dim=5, rank=2)
+NET = drawn(nn.ChannelDeltaNet, **SIZES, chunk=8, key=KEY)
+X = normal(1, 2, SEQ, EMBED)
+run = eqx.filter_jit(lambda net, x, tokens: net(x, tokens)[0])
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def literal(net, x):
+    """Rows of one document, one token and head after another."""
+
+    def mixed(part, conv):
+        y, weight = linear(x, part), wide(conv.weight)
+        taps = weight.shape[-1]
+        y = np.concatenate([np.zeros((len(x), taps - 1, *y.shape[2:])), y], axis=1)
+        y = sum(y[:, tap : tap + x.shape[1]] * weight[..., tap] for tap in range(taps))
+        return y * sigmoid(y)
+
+    unit = lambda y: y / np.sqrt((y * y).sum(axis=-1, keepdims=True) + 1e-6)
+    query, key = unit(mixed(net.query, net.query_conv)), unit(mixed(net.key, net.key_conv))
+    value, rate = mixed(net.value, net.value_conv), sigmoid(linear(x, net.rate))
+    steps = np.log1p(np.exp(linear(linear(x, net.decay_down), net.decay_up) + wide(net.decay_bias)))
+    decay, output = -np.exp(wide(net.log_rate))[:, None] * steps, np.zeros(value.shape)
+    for row, head in np.ndindex(len(x), value.shape[2]):
+        memory = np.zeros((key.shape[-1], value.shape[-1]))
+        for place in range(x.shape[1]):
+            at = row, place, head
+            memory = memory * np.exp(decay[at])[:, None]
+            memory += rate[at] * np.outer(key[at], value[at] - memory.T @ key[at])
+            output[at] = memory.T @ query[at] / np.sqrt(key.shape[-1])
+    return linear(rms(output, net.norm) * sigmoid(linear(linear(x, net.gate_down), net.gate_up)), net.output)
+
+
+def test_it_is_its_loops_within_documents():
+    whole = run(NET, X, nn.positions_like((2, SEQ)))
+    assert close(whole, literal(NET, wide(X)), 1e-5)
+    for change in ("log_rate", "decay_bias"):
+        other = replaced(NET, **{change: getattr(NET, change).at[..., 1].add(0.5)})
+        assert not close(literal(other, wide(X)), whole, 1e-3), change
+    packed = nn.Tokens(jnp.array([[0, 1, 2, 3, 0, 1, -1], [0, 1, 2, 3, 4, 5, 6]]))
+    y = run(NET, X, packed)
+    apart = np.concatenate([literal(NET, wide(X[:1, :4])), literal(NET, wide(X[:1, 4:6]))], axis=1)
+    assert close(y[:1, :6], apart, 1e-5) and close(y[1], whole[1], 1e-5) and bool(jnp.isfinite(y).all())
+
+
+def test_slices_of_the_heads_give_partial_sums():
+    def cut(part, names, leaf):
+        dims = names.split()
+        return jax.lax.slice_in_dim(leaf, 2 * part, 2 * part + 2, axis=dims.index("heads")) if "heads" in dims else leaf
+
+    halves = [jax.tree.map(functools.partial(cut, part), nn.dims(NET), NET) for part in range(2)]
+    whole = run(NET, X, nn.positions_like((2, SEQ)))
+    assert close(sum(run(half, X, nn.positions_like((2, SEQ))) for half in halves), whole, 1e-5)
+
+
+def test_a_chunk_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"ChannelDeltaNet\(chunk=0\)"):
+        nn.ChannelDeltaNet(**SIZES, chunk=0, key=KEY)
