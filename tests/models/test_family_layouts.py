@@ -29,6 +29,7 @@ ROWS, SEQ = 4, 24
 EIGHT = (("experts", 8),)  # the cases' odd numbers of experts do not split
 DEEPER = {  # of families whose cases hold one period each
     "gemma3_text capped": (("layers", 4), ("window_layers", (0, 2))),
+    "kimi_linear plain": (("layers", 4), ("attention_layers", (1, 3)), ("first_dense", 0)),
     "llama4_text plain": (("no_rotary_layers", (1, 3)), ("full_layers", (1, 3))),
     "qwen3_next plain": (("layers", 4), ("attention_layers", (1, 3))),
 }

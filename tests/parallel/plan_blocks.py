@@ -255,7 +255,7 @@ def short_convolutions(key: Any) -> nn.Period:
     return nn.Period(tuple(nn.Block(nn.Residual(mixer, norm()), nn.Residual(mlp, norm())) for mixer in mixers))
 
 
-def decays_by_channel(key: Any) -> nn.Block:
+def channel_recurrence(key: Any) -> nn.Block:
     """Like Kimi Linear: a delta net of which each channel decays by itself."""
     one, two = jax.random.split(key)
     net = nn.ChannelDeltaNet(embed=EMBED, heads=HEADS, head_dim=HEAD_DIM, v_dim=6, rank=5, chunk=8, key=one)
@@ -308,7 +308,7 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "cosine rows": (functools.partial(cosine, rows=True),),
     "recurrence": (recurrence,),
     "short convolutions": (short_convolutions,),
-    "decays by channel": (decays_by_channel,),
+    "channel recurrence": (channel_recurrence,),
     "fading": (fading,),
     "whole fading": (functools.partial(fading, mixer=WholeFading),),
     "rezero": (rezero,),

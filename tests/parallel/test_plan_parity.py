@@ -73,8 +73,8 @@ FLOAT64 = [
     Case("state space of one", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"schedule": "1f1b", "microbatches": 2}),
     Case("short convolutions", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}),
     Case("short convolutions", {"fsdp": 2, "tensor": 4}, {"zero": 3, "residual": "sequence", "overlap": "ring"}),
-    Case("decays by channel", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}),
-    Case("decays by channel", {"pipe": 2, "tensor": 2}, {"schedule": "zb-h1", "microbatches": 2}),
+    Case("channel recurrence", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}),
+    Case("channel recurrence", {"pipe": 2, "tensor": 2}, {"schedule": "zb-h1", "microbatches": 2}),
     Case("shared mixture", {"expert": 2, "tensor": 2}),
     Case("mixture", {"pipe": 2, "expert": 2}, {"microbatches": 2}),
 ]
