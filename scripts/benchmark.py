@@ -43,6 +43,7 @@ class Command:
             "mixtures",
             "mixers",
             "zoo",
+            "quantised",
             "layouts",
             "schedules",
             "communication",

@@ -58,6 +58,8 @@ class Command:
     """The same seed writes the same text."""
     dtype: str | None = None
     """A published model's dtype: float32 (fp32), bfloat16 (bf16), float16 (fp16); as it is published by default."""
+    weights: Literal["decoded", "kept"] = "decoded"
+    """Whether a published model's weights in fewer bits are decoded or kept so, in less memory."""
     cache_dtype: str | None = None
     """What keys and values are kept in: bfloat16, int8 or fp8, with scales, for long texts; as computed by default."""
     draft: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -95,6 +97,8 @@ def writer_of(command: Command) -> Writer:
             f"--dtype {command.dtype}: a run's model is computed in what its recipe says; leave it out, or write "
             "the model out (scripts/convert.py) and give --model."
         )
+    if command.weights != "decoded":
+        raise ValueError(f"--weights {command.weights}: a run's weights are in no fewer bits; leave it out.")
     return of_run(command, command.model or command.run_dir or Path("runs/default"))
 
 
@@ -103,7 +107,8 @@ def draft_of(command: Command, writer: Writer) -> generation.Model | None:
     if command.draft is None:
         return None
     is_run = RunDirectory(command.draft).recipe.exists()
-    draft = (of_run if is_run else of_folder)(command, command.draft)
+    own = dataclasses.replace(command, weights="decoded")  # a draft is small
+    draft = (of_run if is_run else of_folder)(own, command.draft)
     ids, own = (one.tokenizer.encode(command.prompt).tolist() for one in (draft, writer))
     if ids != own:
         raise ValueError(
@@ -118,7 +123,7 @@ def of_folder(command: Command, folder: Path) -> Writer:
     dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
     plan, tokenizer = plan_for(command, recipe_of_folder(folder)), published_tokenizer(folder)
     with Screen(errors=True).bytes(f"reading {folder}") as progress:
-        model = models.load(folder, plan=plan, dtype=dtype, progress=progress)
+        model = models.load(folder, plan=plan, dtype=dtype, weights=command.weights, progress=progress)
     return _writer(model, plan, tokenizer, folder)
 
 

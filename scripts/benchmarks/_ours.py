@@ -47,10 +47,16 @@ def train_step(numbers: Any, batch: Batch, **how: Any) -> Callable[[], float]:
 
 
 def decode(
-    numbers: Any, ids: np.ndarray, new: int, *, apart: bool, precision: nn.Precision = nn.Precision()
+    numbers: Any,
+    ids: np.ndarray,
+    new: int,
+    *,
+    apart: bool,
+    precision: nn.Precision = nn.Precision(),
+    change: Callable[[nn.Transformer], nn.Transformer] = lambda model: model,
 ) -> Callable[[], Any]:
-    """Greedy decoding with a cache; `apart` takes the layers out of their stack first."""
-    model = eqx.filter_jit(lambda key: precision.apply(models.build(numbers, key=key)))(jax.random.key(0))
+    """Greedy decoding with a cache, of a model with a `change`; `apart` takes the layers out of their stack first."""
+    model = eqx.filter_jit(lambda key: change(precision.apply(models.build(numbers, key=key))))(jax.random.key(0))
     model = generation.unstacked(model) if apart else model
     greedy = generation.sampling(temperature=0)
     call = partial(generation.generate, transforms=greedy, max_new_tokens=new, key=jax.random.key(0))

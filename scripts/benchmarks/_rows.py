@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from benchmarks import _gpu, _layouts, _mixers, _mixtures, _ours, _peers, _profile, _zoo
+from benchmarks import _gpu, _layouts, _mixers, _mixtures, _ours, _peers, _profile, _quantised, _zoo
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import models, nn, planning
 
@@ -117,6 +117,7 @@ BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "mixtures": _mixtures.mixtures,
     "mixers": _mixers.mixers,
     "zoo": _zoo.zoo,
+    "quantised": _quantised.quantised,
     **OF_MESHES,
 }
 ASKED_FOR: dict[str, Callable[[int], Iterator[Row]]] = {"profile": _profile.profile}

@@ -1,11 +1,15 @@
 """Models whose maps hold codes and scales, with factors beside them, under plans."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from contract_cases import is_seen, named, of_plan, ROUNDING, ZERO
-from plan_parity import Case, differences, of_one_device
+from plan_models import model_of
+from plan_parity import Case, differences, of_one_device, place
 
-from eqformer import nn
+from eqformer import generation, nn, training
+from eqformer.parallel import Planned
 from eqformer.parallel.state import _stand_ins
 
 
@@ -47,3 +51,21 @@ def test_codes_of_other_devices_are_gathered(monkeypatch):
 
     monkeypatch.setattr(_stand_ins, "_gather_plainly", own)
     assert is_seen(case)
+
+
+@pytest.mark.grid
+def test_text_and_checkpoints_of_codes(tmp_path):
+    """A quantised model writes what its decoded weights do, is saved and restored, and writes the same over a mesh."""
+    model = jax.jit(lambda: nn.quantise(model_of("llama"), "int4", group=4))()
+    write = lambda model: generation.generate(model, [[3, 5, 7], [4]], max_new_tokens=6, key=jax.random.key(1)).ids
+    ids = write(model)
+    assert np.array_equal(ids, write(nn.dequantise(model)))
+    spoiled = jax.tree.map(lambda x: x ^ 8 if x.dtype == jnp.uint8 else x, model)
+    assert not np.array_equal(ids, write(spoiled))
+    with training.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(model, 1, {})
+        checkpointer.wait()
+        restored, _ = checkpointer.restore(jax.tree.map(jnp.zeros_like, model), 1)
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (restored, model))))
+    plan = Case("llama", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"microbatches": 1}).plan
+    assert np.array_equal(write(Planned(place(restored, plan), plan)), ids)

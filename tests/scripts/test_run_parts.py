@@ -154,6 +154,7 @@ def test_prompts_begin_alike_for_a_published_model_and_a_run_of_it(folder):
     [
         ("--model {folder} --run-dir runs/a", "--model {folder} --run-dir runs/a: one model writes"),
         ("--run-dir runs/a --dtype bfloat16", "--dtype bfloat16: a run's model"),
+        ("--run-dir runs/a --weights kept", "--weights kept: a run's weights are in no fewer bits"),
         ("--model {folder} --dtype int8", "error: --dtype int8: 'int8' is no floating-point dtype"),
         ("--model {folder} --simulate 0", "--simulate 0: it counts devices"),
     ],
