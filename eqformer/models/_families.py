@@ -42,6 +42,7 @@ from .families._mistral import MISTRAL
 from .families._mistral4 import MISTRAL4
 from .families._mixtral import MIXTRAL
 from .families._modernbert import MODERNBERT
+from .families._nemotron_h import NEMOTRON_H
 from .families._olmo2 import OLMO2
 from .families._olmo3 import OLMO3
 from .families._olmoe import OLMOE
@@ -62,8 +63,8 @@ _LISTED = (
     *(BAMBA, COHERE, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, ERNIE45, ERNIE45_MOE, EXAONE4, GEMMA, GEMMA2, GEMMA3),
     *(GEMMA4, GLM4, GLM4_MOE, GLM_MOE_DSA, GPT2, GPT_OSS, GRANITE, GRANITE_HYBRID, GSHARD, HUNYUAN, HUNYUAN_MOE),
     *(JAXFORMER, KIMI_LINEAR, LFM2, LFM2_MOE, LLAMA, LLAMA4, MAMBA2, MINIMAX_M2, MINISTRAL3, MISTRAL, MISTRAL4),
-    *(MIXTRAL, MODERNBERT, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE),
-    *(QWEN3_NEXT, SEED_OSS, SMOLLM3, SWITCH),
+    *(MIXTRAL, MODERNBERT, NEMOTRON_H, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE),
+    *(QWEN3_MOE, QWEN3_NEXT, SEED_OSS, SMOLLM3, SWITCH),
 )
 _REGISTERED: dict[str, Family] = {}
 FAMILIES: Mapping[str, Family] = MappingProxyType(_REGISTERED)

@@ -62,6 +62,9 @@ UNUSED = {
         *("initializer_cutoff_factor", "mlp_dropout", "sep_token_id", "sparse_pred_ignore_index", "sparse_prediction"),
     },
     "mistral4": {"head_dim", "qk_head_dim"},
+    "nemotron_h": {"chunk_size", "expand", "time_step_min", "time_step_max", "time_step_floor", "use_mamba_kernels"}
+    | {"mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type", "num_nextn_predict_layers"}
+    | {"num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"},
     "qwen2_moe": {"sliding_window"},
     "qwen3_moe": {"sliding_window"},
     "seed_oss": {"residual_dropout"},
@@ -137,7 +140,7 @@ def test_what_every_configuration_of_transformers_has_is_passed_over(family):
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_an_activation_that_the_family_has_not_is_refused(family):
     config = next(one["config"] for name, one in RECORDED.items() if name.split()[0] == family)
-    others = {"gpt2": "activation_function", "modernbert": "hidden_activation"}
+    others = {"gpt2": "activation_function", "modernbert": "hidden_activation", "nemotron_h": "mlp_hidden_act"}
     name = others.get(family, "hidden_activation" if "gemma" in family else "hidden_act")
     with pytest.raises(ValueError, match=rf"config.json: {name}='relu' is not supported for this family, which has '"):
         numbers_of(config | {name: "relu"})
@@ -220,6 +223,8 @@ def test_what_layers_are_counted_by_is_a_count(family, name):
         ("mamba2", {"time_step_limit": [0.5, 0.1]}),
         ("mamba2", {"time_step_limit": [0.5, "inf"]}),
         ("mamba2", {"head_dim": 7}),
+        ("nemotron_h", {"layers_block_type": ["mamba", "lstm"]}),
+        ("nemotron_h", {"moe_latent_size": 8}),
         ("deepseek_v3", {"num_key_value_heads": 1}),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}),
     ],

@@ -131,6 +131,9 @@ PUBLISHED = {
     "granite-4.0-h-micro": 3_191_396_096,
     "granite-4.0-h-tiny": 6_939_037_248,
     "granite-4.0-h-small": 32_207_337_984,
+    # With the biases of the choice of experts, which transformers counts apart.
+    "nemotron-h-8b": 8_100_852_736,
+    "nemotron-3-nano-30b-a3b": 31_577_940_288,
     "mamba2-130m": 128_989_632,
     "mamba2-370m": 368_346_624,
     "mamba2-780m": 780_161_280,
@@ -152,6 +155,7 @@ SEVERAL_STACKS = (
     "granite-4.0-h-",
     "glm-5",
     "kimi",
+    "nemotron",
     "lfm2-",
     "modernbert-",
 )

@@ -31,6 +31,7 @@ DEEPER = {  # of families whose cases hold one period each
     "gemma3_text capped": (("layers", 4), ("window_layers", (0, 2))),
     "kimi_linear plain": (("layers", 4), ("attention_layers", (1, 3)), ("first_dense", 0)),
     "llama4_text plain": (("no_rotary_layers", (1, 3)), ("full_layers", (1, 3))),
+    "nemotron_h experts": (("layers", 8), ("pattern", "ME*M" * 2)),
     "qwen3_next plain": (("layers", 4), ("attention_layers", (1, 3))),
 }
 COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}

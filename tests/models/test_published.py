@@ -75,6 +75,7 @@ BY_DEFAULT = {
     "mamba2 one group, steps within limits",
     "mistral wide heads",
     "mixtral window",
+    "nemotron_h experts",
     "olmo2 grouped",
     "olmo3 yarn, layers left over",
     "olmoe normalised",

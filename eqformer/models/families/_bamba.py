@@ -12,9 +12,9 @@ from .._family import DecoderConfig, Family
 from .._layer_attributes import ListedLayers
 from .._rotary_attributes import RotaryFraction
 from .._weights import Rule
-from ._common import decoder_attributes, gated_weights, LAYER, norm_weights
+from ._common import ATTENTION, decoder_attributes, gated_weights, LAYER, norm_weights
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
-from ._state_spaces import ATTENTION_BESIDE, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
+from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ BAMBA = Family(
         Rule("model.embed_tokens.weight", "embedding.weight"),
         Rule("model.final_layernorm.weight", "norm.weight"),
         Rule("lm_head.weight", "head.weight"),
-        *ATTENTION_BESIDE,
+        *beside_mamba(ATTENTION),
         *mamba_weights(f"{LAYER}mamba."),
         *norm_weights(mixer="input_layernorm", feed_forward="pre_ff_layernorm"),
         *gated_weights(prefix=f"{LAYER}feed_forward.", bias=True),

@@ -11,11 +11,11 @@ from .._attributes import Attribute, Count, Expect, Ignore
 from .._family import Family
 from .._layer_attributes import every, LayerTypes, RotaryOrNone
 from .._weights import Rule
-from ._common import decoder_attributes, EDGES, LAYER, PRE_NORMS
+from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 from ._granite import GraniteConfig, SCALES
 from ._mixtures import mixture
-from ._state_spaces import ATTENTION_BESIDE, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
+from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ GRANITE_HYBRID = Family(
         Ignore("mamba_chunk_size"),
     ),
     (
-        *(*EDGES, *ATTENTION_BESIDE, *mamba_weights(f"{LAYER}mamba."), *PRE_NORMS),
+        *(*EDGES, *beside_mamba(ATTENTION), *mamba_weights(f"{LAYER}mamba."), *PRE_NORMS),
         Rule(f"{_MOE}router.layer.weight", f"{_MIXED}router.linear.weight"),
         Rule(f"{_MOE}input_linear.weight", _ups(f"{_MIXED}experts.mlps."), axis=1),
         Rule(f"{_MOE}output_linear.weight", f"{_MIXED}experts.mlps.down.weight"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtyping import Array, Key
@@ -10,7 +11,6 @@ from ...nn import Mamba2Mixer
 from .._attributes import Attribute, Count, Entry
 from .._config import PublishedConfig
 from .._weights import Rule
-from ._common import ATTENTION
 from ._decoder import damping
 
 
@@ -117,8 +117,9 @@ MAMBA_ATTRIBUTES: tuple[Entry, ...] = (
 )
 
 
-def mamba_weights(prefix: str, path: str = "mixer.layer.") -> tuple[Rule, ...]:
+def mamba_weights(prefix: str) -> tuple[Rule, ...]:
     """A `Mamba2Mixer`'s arrays: its maps from the stream are published as one, and so are its convolutions."""
+    path = "mixer.layer."
     parts = ("gate", "value", "key", "query", "step")
     joined = lambda names, leaf: tuple(f"{path}{name}.{leaf}" for name in names)
     convolved = tuple(f"{part}_conv" for part in parts[1:4])
@@ -137,6 +138,9 @@ def mamba_weights(prefix: str, path: str = "mixer.layer.") -> tuple[Rule, ...]:
     return tuple(dataclasses.replace(rule, needs=f"{path}log_rate") for rule in found)
 
 
+def beside_mamba(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Rules of an attention, for layers that have no `Mamba2Mixer`."""
+    return tuple(dataclasses.replace(rule, lacks="mixer.layer.log_rate") for rule in rules)
+
+
 _OF_HEADS = "(heads dim) -> heads dim"
-# The attention of layers that have no `Mamba2Mixer`.
-ATTENTION_BESIDE = tuple(dataclasses.replace(rule, lacks="mixer.layer.log_rate") for rule in ATTENTION)

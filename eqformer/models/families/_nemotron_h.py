@@ -1,0 +1,107 @@
+"""Nemotron-H, Nemotron Nano 2 and 3 (NVIDIA 2025): each layer is a Mamba-2, an attention, or a feed-forward layer."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, Layer, MLP, relu_squared, Residual, Transformer
+from .._family import DecoderConfig, Family
+from ._decoder import attention, damping, decoder, norm
+from ._mixtures import BIASED_SIGMOIDS, mixture
+from ._nemotron_h_tables import ATTRIBUTES, KINDS, WEIGHTS
+from ._state_spaces import mamba2, NetSizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NemotronHConfig(NetSizes, DecoderConfig):
+    """The config of a Nemotron-H; attention has no positions."""
+
+    pattern: str
+    """A letter for each layer: M has a Mamba-2, * an attention, - a feed-forward layer, and E experts."""
+    expert_mlp: int = 7688
+    """Hidden features of an expert."""
+    shared_mlp: int = 7688
+    """Hidden features of the layer beside experts."""
+    experts: int = 8
+    """Experts of a layer."""
+    top_k: int = 2
+    """Experts of a token."""
+    groups: int = 1
+    """Groups of experts."""
+    kept_groups: int = 1
+    """Of which a token takes experts of so many."""
+    scale: float = 1.0
+    """What weights of experts are multiplied by."""
+    normalise: bool = True
+    """Whether a token's weights add up to 1 before that."""
+    eps: float = 1e-5
+    balance: ClassVar[float] = 0.0
+    """No loss balances experts: the bias of their choice does."""
+
+    def __post_init__(self):
+        if len(self.pattern) != self.layers or set(self.pattern) - {*KINDS.values()}:
+            raise ValueError(
+                f"NemotronHConfig(layers={self.layers}, pattern={self.pattern!r}): the pattern has one of the letters "
+                f"M, *, - and E for each layer; this one has {len(self.pattern)} letters."
+            )
+
+
+def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transformer:
+    """A Nemotron-H with random weights."""
+
+    def mlp(width: int, key: Key[Array, ""]) -> MLP:
+        output_std = damping(config) * width**-0.5
+        return MLP(embed=config.embed, mlp=width, activation=relu_squared, output_std=output_std, key=key)
+
+    def layer(kind: str, key: Key[Array, ""]) -> Layer:
+        if kind in "M*":
+            mixer = mamba2(config, key) if kind == "M" else attention(config, rotary=None, key=key)
+            return Block(Residual(mixer, norm(config)))
+        if kind == "-":
+            return Residual(mlp(config.mlp, key), norm(config))
+        router, experts, shared = jax.random.split(key, 3)
+        own: dict[str, Any] = {"shared": mlp(config.shared_mlp, shared), "router": router, "experts": experts}
+        groups: dict[str, Any] = {"groups": config.groups, "kept_groups": config.kept_groups, **BIASED_SIGMOIDS}
+        choice: dict[str, Any] = {"normalise": config.normalise, "scale": config.scale, **groups}
+        return Residual(mixture(config, lambda key: mlp(config.expert_mlp, key), **own, **choice), norm(config))
+
+    return decoder(config, layer, tuple(config.pattern), key=key)
+
+
+_BYTE: dict[str, Any] = {"net_heads": 8, "net_kv_heads": 2, "net_head_dim": 16, "net_v_dim": 16, "top_k": 4}
+_BYTE |= {"head_dim": 16, "expert_mlp": 32, "shared_mlp": 64, "experts": 12, "tied": True}
+
+
+def _nemotron(embed: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> NemotronHConfig:
+    given: dict[str, Any] = {"vocab": 131_072, "layers": 52, "head_dim": 128, "net_kv_heads": 8}
+    return NemotronHConfig(embed=embed, heads=heads, kv_heads=kv_heads, mlp=mlp, **given | more)
+
+
+_PRESETS = {
+    "nemotron-h-byte-500k": NemotronHConfig(256, 64, 6, 4, 2, 256, pattern="MEM*M-", **_BYTE),
+    "nemotron-h-8b": _nemotron(
+        *(4096, 32, 8, 21_504),
+        net_heads=128,
+        pattern="M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
+    ),
+    "nemotron-3-nano-30b-a3b": _nemotron(
+        *(2688, 32, 2, 1856),
+        net_heads=64,
+        **{"expert_mlp": 1856, "shared_mlp": 3712, "experts": 128, "top_k": 6, "scale": 2.5},
+        pattern="MEMEM*" + 4 * "EMEMEM*" + "EMEMEMEM*" + "EMEMEMEME",
+    ),
+}
+
+NEMOTRON_H = Family(
+    "nemotron_h",
+    NemotronHConfig,
+    build_nemotron_h,
+    _PRESETS,
+    "NemotronHForCausalLM",
+    "nemotron_h",
+    ATTRIBUTES,
+    WEIGHTS,
+    ignored_prefixes=("mtp.",),  # predict further tokens
+)

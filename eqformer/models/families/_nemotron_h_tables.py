@@ -1,0 +1,84 @@
+"""How a Nemotron-H is published: its attributes, and the names of its arrays."""
+
+from typing import Any
+
+from .._attributes import Attribute, Count, Entry, Expect, Ignore
+from .._config import PublishedConfig
+from .._weights import Rule
+from ._common import attention_weights, KeyHeads, StatedHeadSize
+from ._state_spaces import beside_mamba, mamba_weights, StepLimits
+
+
+# Names of layers, those of older configurations too, and their letters in a pattern.
+KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E", "mamba": "M", "attention": "*"}
+
+
+class LayerKinds(Entry):
+    """The kind of each layer, as a list of names or, in most published configurations, as a pattern of letters."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`pattern` and `layers`; refuse names that are none, and another number of layers."""
+        names, pattern = published.listed("layers_block_type"), published.take("hybrid_override_pattern", "ME*-")
+        if names is not None:
+            if unknown := [name for name in names if name not in KINDS]:
+                published.refuse(f"layers_block_type={names}: {unknown} are none of {', '.join(KINDS)}.")
+            pattern = "".join(KINDS[name] for name in names)
+        return {"pattern": pattern, "layers": published.take("num_hidden_layers", len(pattern))}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The pattern."""
+        return {"hybrid_override_pattern": config.pattern, "num_hidden_layers": config.layers}
+
+
+ATTRIBUTES: tuple[Entry, ...] = (
+    *(Count("vocab", "vocab_size"), Count("embed", "hidden_size"), Count("heads", "num_attention_heads", 32)),
+    *(KeyHeads(8), StatedHeadSize(128), Count("mlp", "intermediate_size", 21_504), LayerKinds()),
+    Attribute("eps", "layer_norm_epsilon", 1e-5),
+    Attribute("tied", "tie_word_embeddings", False),
+    Attribute("max_seq", "max_position_embeddings", 4096),
+    Count("net_heads", "mamba_num_heads", 128),
+    Count("net_v_dim", "mamba_head_dim", 64),
+    Count("net_kv_heads", "n_groups", 8),
+    Count("net_head_dim", "ssm_state_size", 128),
+    Count("taps", "conv_kernel", 4),
+    Attribute("net_bias", "use_bias", False),
+    Attribute("conv_bias", "use_conv_bias", True),
+    # As NVIDIA's own code does; transformers has steps of `time_step_min` at least, but not when it decodes.
+    StepLimits(),
+    Count("experts", "n_routed_experts", 8),
+    Count("top_k", "num_experts_per_tok", 2),
+    Count("expert_mlp", "moe_intermediate_size", 7688),
+    Count("shared_mlp", "moe_shared_expert_intermediate_size", 7688),
+    Count("groups", "n_group", 1),
+    Count("kept_groups", "topk_group", 1),
+    Attribute("scale", "routed_scaling_factor", 1.0, float),
+    Attribute("normalise", "norm_topk_prob", True),
+    *(Expect("mlp_hidden_act", "relu2"), Expect("mamba_hidden_act", "silu"), Expect("mlp_bias", False)),
+    *(Expect("attention_bias", False), Expect("mamba_proj_bias", False), Expect("n_shared_experts", 1)),
+    *(Expect("moe_latent_size", None, written=False), Expect("sliding_window", None, written=False)),
+    # How weights are drawn, what is run how, further predictors, and what transformers never reads.
+    Ignore("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "residual_in_fp32"),
+    Ignore("chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
+    Ignore("num_logits_to_keep", "num_nextn_predict_layers", "mtp_layers_block_type", "norm_eps"),
+    Ignore("mtp_hybrid_override_pattern", "rope_theta", "partial_rotary_factor"),
+)
+
+_LAYER = "backbone.layers.{layer}."
+_MIXED = f"{_LAYER}mixer."
+WEIGHTS = (
+    Rule("backbone.embeddings.weight", "embedding.weight"),
+    Rule("backbone.norm_f.weight", "norm.weight"),
+    Rule("lm_head.weight", "head.weight"),
+    Rule(f"{_LAYER}norm.weight", "mixer.norm.weight"),
+    Rule(f"{_LAYER}norm.weight", "norm.weight"),
+    *beside_mamba(attention_weights(prefix=_MIXED)),
+    *mamba_weights(_MIXED),
+    Rule(f"{_MIXED}up_proj.weight", "layer.up.weight"),
+    Rule(f"{_MIXED}down_proj.weight", "layer.down.weight"),
+    Rule(f"{_MIXED}gate.weight", "layer.router.linear.weight"),
+    Rule(f"{_MIXED}gate.e_score_correction_bias", "layer.router.selection_bias"),
+    Rule(f"{_MIXED}experts.{{expert}}.up_proj.weight", "layer.experts.mlps.up.weight"),
+    Rule(f"{_MIXED}experts.{{expert}}.down_proj.weight", "layer.experts.mlps.down.weight"),
+    Rule(f"{_MIXED}shared_experts.up_proj.weight", "layer.shared.up.weight"),
+    Rule(f"{_MIXED}shared_experts.down_proj.weight", "layer.shared.down.weight"),
+)
