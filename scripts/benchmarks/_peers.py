@@ -112,6 +112,19 @@ def delta_net(x: np.ndarray, *, heads: int, kv_heads: int, head_dim: int) -> Cal
     return _gradients(layer, x)
 
 
+def mamba2(x: np.ndarray, *, heads: int, state: int, head_dim: int) -> Callable[[], None]:
+    """transformers' Mamba-2 of one group, forward and backward."""
+    from transformers import Mamba2Config  # pyright: ignore[reportMissingImports]  # an extra
+    from transformers.models.mamba2.modeling_mamba2 import (  # pyright: ignore[reportMissingImports]  # an extra
+        Mamba2Mixer,
+    )
+
+    _begin()
+    sizes = {"num_heads": heads, "head_dim": head_dim, "state_size": state, "n_groups": 1}
+    sizes |= {"hidden_size": x.shape[-1], "expand": heads * head_dim // x.shape[-1]}
+    return _gradients(Mamba2Mixer(Mamba2Config(**sizes), layer_idx=0), x)
+
+
 def decode(numbers: LlamaConfig, ids: np.ndarray, new: int) -> Callable[[], Any]:
     """Greedy `generate` with the static cache."""
     import torch  # pyright: ignore[reportMissingImports]  # an extra
