@@ -1,5 +1,6 @@
 """Folders in fewer bits whose codes and scales are kept, against the same folders decoded."""
 
+import json
 from typing import Any
 
 import equinox as eqx
@@ -7,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from format_cases import CASES
+from format_cases import CASES, F8
 from safetensors.numpy import load_file
-from test_formats import change, GATE, same_bits, write
+from test_formats import change, GATE, same_bits, store, write
 
 from eqformer import models, nn
 from eqformer.parallel import make_mesh, Plan
 
 
 IN_ORDER = [name for name in CASES if "order" not in name]
-EVERY_RUN = {"fp8 blocks", "int4 with zeros", "mxfp4"}
+EVERY_RUN = {"fp8 blocks", "mxfp4"}
 NAMES = [pytest.param(n, marks=() if n in EVERY_RUN else pytest.mark.grid) for n in (*IN_ORDER, "mxfp4")]
 
 
@@ -111,3 +112,48 @@ def test_factors_beside_codes_are_written_and_read_like_any(tmp_path):
     )
     back = models.load_adapter(kept, tmp_path / "decoded", like=tmp_path / "folder")
     assert same(back, add(kept)) and jax.tree.structure(back) == jax.tree.structure(add(kept))
+
+
+FIRST = {family.name: next(iter(family.presets)) for family in models.FAMILIES.values() if family.model_type}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("family", FIRST)
+def test_every_family_runs_with_codes(family):
+    """Without and with a cache: nothing asks for a map's weight. Shapes alone."""
+    config = models.preset(FIRST[family])
+
+    def run() -> Any:
+        model = nn.quantise(models.build(config, key=jax.random.key(0)), "int4")
+        ids = jnp.zeros((1, 4), jnp.int32)
+        cache = None if family == "modernbert" else model.init_cache(1, 8)  # which sees whole rows
+        return model(ids)[0], model(ids, nn.positions_like((1, 4)), cache)[0]
+
+    for logits in eqx.filter_eval_shape(run):
+        assert logits.shape == (1, 4, config.vocab)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("family", FIRST)
+def test_every_family_keeps_what_is_decoded(family, tmp_path):
+    """However its table joins, splits and turns arrays: of its maps in FP8, as many as hold matrices of their own."""
+    config, rng = models.preset(FIRST[family]), np.random.default_rng(0)
+    shapes = eqx.filter_eval_shape(lambda: models.build(config, key=jax.random.key(0)))
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype) if hasattr(x, "shape") else x, shapes)
+    models.save(zeros, tmp_path / "plain", config=config)
+    stored = load_file(tmp_path / "plain" / "model.safetensors")
+    for name, array in [*stored.items()]:
+        if array.ndim != 2 or not name.endswith("proj.weight"):
+            continue
+        codes = rng.integers(0, 120, array.shape).astype(np.uint8).view(F8)
+        scales = rng.random([-(-size // 16) for size in array.shape], np.float32)
+        stored |= {name: codes, f"{name}_scale_inv": scales}
+    said = json.loads((tmp_path / "plain" / "config.json").read_text())
+    if not any(name.endswith("_scale_inv") for name in stored):
+        pytest.skip("its maps are published otherwise")
+    fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (tmp_path / "fp8").mkdir()
+    store(tmp_path / "fp8", stored, said | {"quantization_config": fp8})
+    kept = models.load(tmp_path / "fp8", dtype="float32", weights="kept")
+    assert any(isinstance(one, nn.QuantisedLinear) for one in nn.linear_maps(kept))
+    assert same(eqx.filter_jit(nn.dequantise)(kept), models.load(tmp_path / "fp8", dtype="float32"))
