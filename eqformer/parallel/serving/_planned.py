@@ -124,7 +124,7 @@ class Planned(Served):
         return self.sharers > 1 and nn.counts(x)
 
     def _cache_specs(self, cache: PyTree) -> PyTree:
-        axis_of = {"layers": PIPE, "kv_seq": CONTEXT, "kv_heads": TENSOR, "heads": TENSOR}
+        axis_of = {"layers": PIPE, "kv_seq": CONTEXT} | dict.fromkeys(_SLICED, TENSOR)
         used = {name: axis for name, axis in axis_of.items() if self.plan.size(axis) > 1}
 
         def spec(names: str, x: ArrayOrShape) -> PartitionSpec:
@@ -239,9 +239,12 @@ def _dims(names: str) -> list[str]:
 
 
 def _is_whole(names: str, x: ArrayOrShape) -> bool:
-    """Whether an array of a cache has no heads to split, so that each device of `tensor` has one of its own."""
-    return not nn.counts(x) and not {"heads", "kv_heads"} & set(_dims(names))
+    """Whether an array of a cache has no heads or channels to split, so that each device of `tensor` has its own."""
+    return not nn.counts(x) and not {*_SLICED} & {*_dims(names)}
 
 
 def _is_shape(leaf: object) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+_SLICED = "heads", "kv_heads", "mlp"  # dims of caches that `tensor` splits
