@@ -130,15 +130,13 @@ def _shapes_of(arrays: Arrays, name: str, form: Grouped, linear: nn.DenseMap, dt
     of_scales = (*shape[: len(shape) - len(inputs)], *ends)
 
     def make(bias: Array | None) -> nn.QuantisedLinear:
-        zeros = jnp.zeros(of_scales, jnp.uint8) if groups.has_zeros else None
         return nn.QuantisedLinear(
-            inputs=inputs,
-            outputs=linear.outputs,
+            inputs,
+            linear.outputs,
             form=groups.form,
-            scale_dims=(*linear.outputs, *(name if size > 1 else "_" for name, size in zip(inputs, ends, strict=True))),
             codes=jnp.zeros((*shape[:-1], last // many), jnp.uint8),
             scales=jnp.zeros(of_scales, dtype),
-            zeros=zeros,
+            zeros=jnp.zeros(of_scales, jnp.uint8) if groups.has_zeros else None,
             bias=bias,
         )
 

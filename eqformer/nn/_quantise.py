@@ -88,15 +88,6 @@ def _quantised(linear: LinearMap, form: str, group: int | None, call: str) -> Qu
         largest = jnp.max(wide, tuple(range(-len(inputs), 0)), keepdims=True)
     else:
         largest = jnp.max(wide.reshape(*wide.shape[:-1], -1, members), -1)
-    scales, ends = largest / LARGEST[form], largest.shape[-len(inputs) :]
-    names = (*linear.outputs, *(name if size > 1 else "_" for name, size in zip(inputs, ends, strict=True)))
-    return QuantisedLinear(
-        inputs=inputs,
-        outputs=linear.outputs,
-        form=form,
-        scale_dims=names,
-        codes=rounded(weight, scales, form),
-        scales=scales,
-        zeros=None,
-        bias=linear.bias,
-    )
+    scales = largest / LARGEST[form]
+    codes = rounded(weight, scales, form)
+    return QuantisedLinear(inputs, linear.outputs, form=form, codes=codes, scales=scales, bias=linear.bias)

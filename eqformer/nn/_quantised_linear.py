@@ -23,21 +23,41 @@ class QuantisedLinear(LinearMap):
     """
 
     inputs: tuple[str, ...] = eqx.field(static=True)
-    """Names of the dims that it maps."""
     outputs: tuple[str, ...] = eqx.field(static=True)
-    """Names of the dims that it gives."""
     form: str = eqx.field(static=True)
-    """What codes stand for: int8, int4, fp8 or fp4."""
     scale_dims: tuple[str, ...] = eqx.field(static=True)
-    """Names of the scales' dims: those of the weight, `_` where one scale is for all of a dim."""
     codes: UInt8[Array, "..."] = named_by("weight_dims")
-    """Of the weight's dims, outputs first; two codes of 4 bits share a byte of the last."""
     scales: Float[Array, "..."] | UInt8[Array, "..."] = named_by("scale_dims", float32_at_least=True)
-    """Numbers, or exponents of 8 bits."""
     zeros: UInt8[Array, "..."] | None = named_by("scale_dims")
-    """The codes that stand for 0; None: half of the range."""
     bias: Float[Array, "..."] | None = named_by("outputs")
-    """What is added, or None."""
+
+    def __init__(
+        self,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        *,
+        form: str,
+        codes: UInt8[Array, "..."],
+        scales: Float[Array, "..."] | UInt8[Array, "..."],
+        zeros: UInt8[Array, "..."] | None = None,
+        bias: Float[Array, "..."] | None = None,
+    ):
+        """Put the arrays together; all may have the dims of ensembles in front.
+
+        Args:
+            inputs: Names of the dims that it maps.
+            outputs: Names of the dims that it gives.
+            form: What codes stand for: int8, int4, fp8 or fp4.
+            codes: Of the weight's dims, outputs first; two codes of 4 bits share a byte of the last.
+            scales: Numbers, or exponents of 8 bits: of the same dims, 1 where one scale is for all of a dim of the
+                inputs, and of the last as many as it has groups.
+            zeros: The codes that stand for 0, one for each scale; None: half of the range.
+            bias: What is added.
+        """
+        self.inputs, self.outputs, self.form = inputs, outputs, form
+        ends = scales.shape[scales.ndim - len(inputs) :]
+        self.scale_dims = (*outputs, *(name if size > 1 else "_" for name, size in zip(inputs, ends, strict=True)))
+        self.codes, self.scales, self.zeros, self.bias = codes, scales, zeros, bias
 
     @property
     def weight_dims(self) -> tuple[str, ...]:

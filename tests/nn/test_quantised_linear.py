@@ -48,18 +48,17 @@ def stored(name: str) -> tuple[nn.QuantisedLinear, np.ndarray]:
         zero = int(zeros[at]) if has_zeros else 8 if is_half else 128
         scale = 2.0 ** (int(exponents[at]) - 127) if form == "fp4" else float(scales[at])
         weight[out, head, channel] = value(form, int(code), zero) * scale
-    names = ("embed", *(name if size > 1 else "_" for name, size in zip(("heads", "head_dim"), groups[1:])))
     parts = dict(codes=codes, scales=exponents if form == "fp4" else scales, zeros=zeros if has_zeros else None)
     arrays: Any = jax.tree.map(jnp.asarray, parts | {"bias": normal(2, 3)})
-    return nn.QuantisedLinear(
-        inputs=("heads", "head_dim"), outputs=("embed",), form=form, scale_dims=names, **arrays
-    ), weight
+    return nn.QuantisedLinear(("heads", "head_dim"), ("embed",), form=form, **arrays), weight
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_form_is_its_formula(name):
     linear, weight = stored(name)
     assert linear.shape == (3, 2, 8) and linear.sizes == {"embed": 3, "heads": 2, "head_dim": 8}
+    groups = ("embed", *(dim if size > 1 else "_" for dim, size in zip(linear.inputs, CASES[name][2][1:])))
+    assert linear.scale_dims == groups and nn.dims(linear).codes == "embed heads head_dim"
     assert np.array_equal(linear.matrix(), weight.astype(np.float32))
     x = normal(1, 5, 2, 8)
     expected = np.einsum("nhd,ehd->ne", wide(x), weight) + wide(linear.bias)
