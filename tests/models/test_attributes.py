@@ -219,6 +219,7 @@ def test_what_layers_are_counted_by_is_a_count(family, name):
     [
         ("smollm3", {"no_rope_layers": [1]}),
         ("qwen3_next", {"layer_types": ["linear_attention"]}),
+        ("kimi_linear", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
         ("llama4_text", {"no_rope_layers": [1]}),
         ("mamba2", {"time_step_limit": [0.5, 0.1]}),
         ("mamba2", {"time_step_limit": [0.5, "inf"]}),
@@ -233,6 +234,12 @@ def test_a_refusal_names_the_file(family, changes):
     numbers_of(case(family))
     with pytest.raises(ValueError, match=rf"^config.json: .*{next(iter(changes))}="):
         numbers_of(case(family) | changes)
+
+
+@pytest.mark.parametrize("said", [{"num_heads": "4"}, {"full_attn_layers": 3}, {"gloom": 1}])
+def test_what_is_said_of_nets_is_checked_too(said):
+    with pytest.raises(ValueError, match=rf"^config.json, linear_attn_config: .*{next(iter(said))}="):
+        numbers_of(case("kimi_linear") | {"linear_attn_config": said})
 
 
 def test_a_rotary_fraction_is_read_whenever_it_is_asked_for():

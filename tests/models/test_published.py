@@ -206,6 +206,18 @@ def test_experts_are_read_one_by_one_or_as_one_array_of_a_layer(tmp_path):
         models.load(tmp_path)
 
 
+def test_dense_layers_of_mixtures_are_read_by_either_name(tmp_path):
+    """Kimi Linear's are published as `mlp`, and transformers writes them as `block_sparse_moe`."""
+    arrays = write(tmp_path, "kimi_linear plain")
+    want = models.load(tmp_path)
+    theirs = {name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): array for name, array in arrays.items()}
+    assert theirs.keys() != arrays.keys()
+    save_file(theirs, tmp_path / "model.safetensors")
+    assert eqx.tree_equal(models.load(tmp_path), want)
+    models.save(want, tmp_path / "back", like=tmp_path)
+    assert load_file(tmp_path / "back" / "model.safetensors").keys() == theirs.keys()
+
+
 def test_layers_of_unlike_dtypes_lose_nothing(tmp_path):
     is_wide, arrays = lambda name: "layers.1." in name, write(tmp_path, "llama plain")
     mixed = {name: array if is_wide(name) else array.astype("bfloat16") for name, array in arrays.items()}

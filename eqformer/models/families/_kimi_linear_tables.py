@@ -11,7 +11,9 @@ from ._common import AsManyKeyHeads, gated_weights, LAYER, SIZES, WIDTH
 from ._deepseek import LATENT_WEIGHTS
 
 
-_NET = "linear_attn_config"  # of the published configurations; transformers has attributes for what it says
+def _of_nets(published: PublishedConfig) -> PublishedConfig:
+    """What the published configurations say of nets; transformers has attributes for it."""
+    return PublishedConfig(published.nested("linear_attn_config"), f"{published.source}, linear_attn_config")
 
 
 class _Net(Entry):
@@ -25,10 +27,11 @@ class _Net(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """The three."""
-        nested = published.nested(_NET)
-        if left := nested.keys() - {"full_attn_layers", "kda_layers", *(name for _, _, name, _ in self.names)}:
-            published.refuse(f"{_NET} has attributes that are not known: {sorted(left)}.")
-        return {own: nested.get(its) or published.count(name, default) for own, name, its, default in self.names}
+        nested = _of_nets(published)
+        nested.listed("full_attn_layers"), nested.listed("kda_layers")
+        found = {own: nested.count(its, published.count(name, default)) for own, name, its, default in self.names}
+        nested.finish()
+        return found
 
     def write(self, config: Any) -> dict[str, Any]:
         """The attributes of transformers."""
@@ -37,7 +40,7 @@ class _Net(Entry):
 
 def _attention(published: PublishedConfig, layers: int) -> tuple[int, ...]:
     """The layers with attention where no types are listed: those of the older list, or every fourth but the first."""
-    said = published.nested(_NET).get("full_attn_layers")
+    said = _of_nets(published).listed("full_attn_layers")
     return tuple(range(4, layers, 4)) if said is None else tuple(number - 1 for number in said)
 
 
@@ -56,12 +59,10 @@ class _Dense(Entry):
 
     def write(self, config: Any) -> dict[str, Any]:
         """Both."""
-        dense = config.first_dense
-        kinds = ["dense"] * dense + ["sparse"] * (config.layers - dense)
-        return {"first_k_dense_replace": dense, "mlp_layer_types": kinds}
+        kinds = ["dense"] * config.first_dense + ["sparse"] * (config.layers - config.first_dense)
+        return {"first_k_dense_replace": config.first_dense, "mlp_layer_types": kinds}
 
 
-_WHY = "keys have no positions"
 KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     *(*SIZES, WIDTH, AsManyKeyHeads(), _Net(), _Dense()),
     LayerTypes("attention_layers", ("full_attention", "linear_attention"), _attention),
@@ -82,7 +83,7 @@ KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("eps", "rms_norm_eps", 1e-5),
     *(Unpublished("tied", False, "transformers never ties it"), Expect("tie_word_embeddings", False)),
     Attribute("max_seq", ("model_max_length", "max_position_embeddings"), 1_048_576),
-    *(Unpublished(name, value, _WHY) for name, value in (("theta", 1e4), ("scaling", None), ("temperature", 0.0))),
+    *(Unpublished(name, its, "none turns") for name, its in (("theta", 1e4), ("scaling", None), ("temperature", 0.0))),
     *(Expect(name, its) for name, its in (("hidden_act", "silu"), ("attention_bias", False), ("moe_layer_freq", 1))),
     *(Expect(name, True, written=False) for name in ("mla_use_nope", "use_grouped_topk")),
     Expect("moe_router_activation_func", "sigmoid", written=False),
@@ -105,8 +106,7 @@ _OF_NETS = (
     Rule(f"{_NETS}o_norm.weight", f"{_OWN}norm.weight"),
     Rule(f"{_NETS}o_proj.weight", f"{_OWN}output.weight", "embed (heads dim) -> embed heads dim"),
 )
-_ELSEWHERE = tuple(rule for rule in LATENT_WEIGHTS if ".mlp." not in rule.name)
-_IS_NET = f"{_OWN}log_rate"
+_IS_NET, _ELSEWHERE = f"{_OWN}log_rate", tuple(rule for rule in LATENT_WEIGHTS if ".mlp." not in rule.name)
 KIMI_WEIGHTS = (
     *(dataclasses.replace(rule, needs=_IS_NET) for rule in _OF_NETS),
     *(dataclasses.replace(rule, lacks=_IS_NET) if "o_proj" in rule.name else rule for rule in _ELSEWHERE),
