@@ -35,6 +35,8 @@ LEGEND = {
     "index_dim": "channels of one of these",
     "v_dim": "value channels of a head",
     "rank": "between the factors of a low-rank map",
+    "sides": "the inputs that a predictor merges: an embedding and a hidden vector",
+    "merged": "channels of a predictor's stream, as many as `embed`",
     "taps": "tokens that a convolution reads",
 }
 

@@ -10,7 +10,7 @@ environment.prepare(sys.argv)
 import dataclasses
 import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import equinox as eqx
 import jax
@@ -26,6 +26,9 @@ from support.screen import one_message, Screen
 from support.setup import latest_model, shapes_of
 
 from eqformer import data, generation, models, nn, parallel
+
+
+OWN = Path("mtp")  # a draft that is the model's own predictor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Command:
     cache_dtype: str | None = None
     """What keys and values are kept in: bfloat16, int8 or fp8, with scales, for long texts; as computed by default."""
     draft: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """A run or a published folder of the same tokenizer: the smaller model proposes tokens for this one to check."""
+    """A run or a published folder with a smaller model, which proposes tokens, or mtp, the model's own predictor."""
     draft_tokens: int = 4
     """How many tokens the draft proposes at a time."""
     mesh: Mesh = Mesh()
@@ -102,10 +105,12 @@ def writer_of(command: Command) -> Writer:
     return of_run(command, command.model or command.run_dir or Path("runs/default"))
 
 
-def draft_of(command: Command, writer: Writer) -> generation.Model | None:
+def draft_of(command: Command, writer: Writer) -> generation.Model | str | None:
     """The model that proposes tokens; raises a `ValueError` if its tokenizer reads the prompt as other ids."""
     if command.draft is None:
         return None
+    if command.draft == OWN:
+        return str(OWN)
     is_run = RunDirectory(command.draft).recipe.exists()
     own = dataclasses.replace(command, weights="decoded")  # a draft is small
     draft = (of_run if is_run else of_folder)(own, command.draft)
@@ -123,7 +128,9 @@ def of_folder(command: Command, folder: Path) -> Writer:
     dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
     plan, tokenizer = plan_for(command, recipe_of_folder(folder)), published_tokenizer(folder)
     with Screen(errors=True).bytes(f"reading {folder}") as progress:
-        model = models.load(folder, plan=plan, dtype=dtype, weights=command.weights, progress=progress)
+        has_predictor = command.draft == OWN
+        given: dict[str, Any] = {"weights": command.weights, "predictor": has_predictor, "progress": progress}
+        model = models.load(folder, plan=plan, dtype=dtype, **given)
     return _writer(model, plan, tokenizer, folder)
 
 

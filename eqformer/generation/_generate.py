@@ -51,7 +51,7 @@ def generate(
     examples: Sequence[int] | Int[Array, "batch"] | None = None,
     prefill_chunk: int | None = None,
     cache_dtype: str | None = None,
-    draft: Model | None = None,
+    draft: Model | str | None = None,
     draft_tokens: int = 4,
     key: Key[jax.Array, ""],
 ) -> Generation:
@@ -77,7 +77,8 @@ def generate(
         cache_dtype: What keys and values are kept in; None: the compute dtype. `"int8"` and `"fp8"` round them, with
             a scale for each token and head.
         draft: A smaller model of the same vocabulary that proposes tokens for `model` to check, several at once, by
-            the rule of Leviathan et al. (2023): greedy text stays the same, and draws keep their distribution.
+            the rule of Leviathan et al. (2023): greedy text stays the same, and draws keep their distribution. `"mtp"`
+            is the model's own predictor of a further token.
         draft_tokens: How many tokens are proposed at a time.
         key: For all draws.
 
@@ -101,7 +102,9 @@ def generate(
     )
 
 
-def reader_of(model: Model, draft: Model | None, draft_tokens: int, prepared: Prompts, max_new_tokens: int) -> Model:
+def reader_of(
+    model: Model, draft: Model | str | None, draft_tokens: int, prepared: Prompts, max_new_tokens: int
+) -> Model:
     """The model, together with its draft where there is one; raises a `ValueError` for a draft that does not fit."""
     if draft is None:
         return model

@@ -25,11 +25,15 @@ class Tally(eqx.Module):
 
 
 class Caches(eqx.Module):
-    """The caches of a model and its draft; the draft has read the first `read` tokens of each row for good."""
+    """The caches of a model and its draft; the draft has read the first `read` tokens of each row for good.
+
+    `hidden` are the model's vectors after the last of these tokens and after those behind it.
+    """
 
     own: PyTree
     draft: PyTree
     read: Int[Array, "batch"]
+    hidden: Float[Array, "batch checked embed"]
     tally: Tally
 
 
@@ -53,16 +57,23 @@ class Speculative(eqx.Module):
         """Empty caches, of which proposals can be taken back."""
         own = self.model.init_cache(batch, capacity, dtype, rollback=self.draft.tokens)
         none = jnp.zeros(batch, jnp.int32)
-        return Caches(own, self.draft.init_cache(batch, capacity, dtype), none, Tally(none, none, none, none))
+        one = none[:, None]
+        like = eqx.filter_eval_shape(lambda: self.model.encode(one, Tokens(one), own)[0])
+        hidden = jnp.zeros((batch, self.draft.tokens + 1, like.shape[-1]), like.dtype)
+        draft = self.draft.init_cache(batch, capacity, dtype)
+        return Caches(own, draft, none, hidden, Tally(none, none, none, none))
 
     def encode(
         self, ids: Int[Array, "batch seq"], tokens: Tokens, cache: Caches
     ) -> tuple[Float[Array, "batch seq embed"], Caches, None]:
         """What the model gives of a part of the prompts, which both read."""
         hidden, own, _ = self.model.encode(ids, tokens, cache.own)
-        _, draft = self.draft.read(ids, tokens, cache.draft)
-        read = cache.read + jnp.sum(tokens.positions >= 0, axis=1, dtype=jnp.int32)
-        return hidden, Caches(own, draft, read, cache.tally), None
+        before = cache.hidden[:, :1]
+        _, draft = self.draft.read(ids, jnp.concatenate([before, hidden[:, :-1]], axis=1), tokens, cache.draft)
+        count = jnp.sum(tokens.positions >= 0, axis=1, dtype=jnp.int32)
+        newest = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+        last = jnp.where(count[:, None, None] > 0, newest, before)
+        return hidden, Caches(own, draft, cache.read + count, cache.hidden.at[:, :1].set(last), cache.tally), None
 
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
         """The model's logits."""
@@ -103,7 +114,7 @@ def speculative_step(pair: Speculative, rows: Rows, draws: Draws) -> Rows:
         was.accepted + jnp.where(going, jnp.minimum(accepted, added), 0),
         was.added + added,
     )
-    return dataclasses.replace(after, cache=Caches(own, draft_cache, rows.lengths, tally))
+    return dataclasses.replace(after, cache=Caches(own, draft_cache, rows.lengths, hidden, tally))
 
 
 def step_of(model: Model, draws: Draws) -> Callable[[Rows], Rows]:
@@ -154,7 +165,8 @@ def _propose(
     places = rows.cache.read[:, None] + jnp.arange(draft.tokens + 1, dtype=jnp.int32)
     is_new = ~rows.done[:, None] & (places < rows.lengths[:, None])
     ids = jnp.take_along_axis(rows.ids, jnp.where(is_new, places, 0), axis=1)
-    hidden, known = draft.read(ids, Tokens(jnp.where(is_new, places, -1)), rows.cache.draft)
+    tokens = Tokens(jnp.where(is_new, places, -1))
+    hidden, known = draft.read(ids, rows.cache.hidden, tokens, rows.cache.draft)
     newest = jnp.maximum(rows.lengths - 1 - rows.cache.read, 0)
     hidden = jnp.take_along_axis(hidden, newest[:, None, None], axis=1)[:, 0]
 
@@ -164,16 +176,16 @@ def _propose(
         return chosen, jax.nn.softmax(logits, axis=-1), _with_tokens(held, lengths[:, None], chosen[:, None])
 
     def step(carry: tuple, number: Array) -> tuple[tuple, tuple]:
-        chosen, held, cache = carry
+        chosen, hidden, held, cache = carry
         place = rows.lengths + number
         tokens = Tokens(jnp.where(rows.done | (place >= rows.limits - 1), -1, place)[:, None])
-        hidden, cache = draft.read(chosen[:, None], tokens, cache)
+        hidden, cache = draft.read(chosen[:, None], hidden[:, None], tokens, cache)
         chosen, offered, held = choose(hidden[:, 0], held, place + 1)
-        return (chosen, held, cache), (chosen, offered)
+        return (chosen, hidden[:, 0], held, cache), (chosen, offered)
 
     first, offered, held = choose(hidden, rows.ids, rows.lengths)
     numbers = jnp.arange(draft.tokens - 1, dtype=jnp.int32)
-    (_, _, cache), others = jax.lax.scan(step, (first, held, known), numbers)
+    (*_, cache), others = jax.lax.scan(step, (first, hidden, held, known), numbers)
     ids, offered = (jnp.concatenate([one[None], more]) for one, more in zip((first, offered), others))
     return ids.swapaxes(0, 1), offered.swapaxes(0, 1), with_states_of(known, cache)
 

@@ -27,7 +27,7 @@ def stream(
     example: int = 0,
     prefill_chunk: int | None = None,
     cache_dtype: str | None = None,
-    draft: Model | None = None,
+    draft: Model | str | None = None,
     draft_tokens: int = 4,
     stride: int = 8,
     key: Key[jax.Array, ""],
@@ -46,7 +46,7 @@ def stream(
         example: The prompt's number in `generate`'s `examples`.
         prefill_chunk: The tokens of the prompt that are read at once; None: at most 1,024.
         cache_dtype: What keys and values are kept in; None: the compute dtype.
-        draft: A smaller model that proposes tokens for `model` to check.
+        draft: A smaller model that proposes tokens for `model` to check; `"mtp"` is its own predictor.
         draft_tokens: How many tokens are proposed at a time.
         stride: How many ids the host reads from the device at a time: few yield more evenly, many run faster.
         key: For all draws.

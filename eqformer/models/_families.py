@@ -1,13 +1,16 @@
 """The list of families, and models by name."""
 
+import dataclasses
 import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import jax
 from jaxtyping import Array, Key
 
 from ..nn import Transformer
 from ._family import Family, ModelConfig
+from ._predictors import PredictorTable
 from .families._bamba import BAMBA
 from .families._cohere import COHERE
 from .families._deepseek_v2 import DEEPSEEK_V2
@@ -117,14 +120,29 @@ def preset(name: str) -> ModelConfig:
     return known[name]
 
 
-def build(model: str | ModelConfig, *, key: Key[Array, ""]) -> Transformer:
+def build(model: str | ModelConfig, *, predictor: bool = False, key: Key[Array, ""]) -> Transformer:
     """A model with random weights, from the name of a preset or from a family's config.
 
     Build under `equinox.filter_eval_shape` to get shapes alone, of a model of any size; `nn.run_with` chooses how it
-    runs.
+    runs. With `predictor` it has what predicts a further token, where its family publishes one.
     """
     config = preset(model) if isinstance(model, str) else model
-    return family_of(f"build({model!r})", config).build(config, key=key)
+    family = family_of(call := f"build({model!r})", config)
+    made = family.build(config, key=key)
+    if not predictor:
+        return made
+    its = predictor_of(f"{call[:-1]}, predictor=True)", family).build(
+        family.build, config, key=jax.random.fold_in(key, 1)
+    )
+    return dataclasses.replace(made, predictor=its)
+
+
+def predictor_of(call: str, family: Family) -> PredictorTable:
+    """How a family publishes what predicts a further token; raises a `ValueError` where it publishes none."""
+    if family.predictor is None:
+        known = ", ".join(each.name for each in FAMILIES.values() if each.predictor is not None)
+        raise ValueError(f"{call}: the family {family.name} has no predictor of a further token; {known} have one.")
+    return family.predictor
 
 
 def family_of(call: str, config: ModelConfig) -> Family:

@@ -7,6 +7,7 @@ from typing import Any
 from ..nn import RotaryScaling, Transformer
 from ._attributes import Entry
 from ._config import PublishedConfig
+from ._predictors import PredictorTable
 from ._towers import Tower
 from ._weights import Rule, Weight, weights_of
 
@@ -76,11 +77,13 @@ class Family:
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Of names of buffers, which say nothing."""
     ignored_prefixes: tuple[str, ...] = ()
-    """Of names in parts that are not ours: predictors of further tokens."""
+    """Of names in parts that are not ours."""
     prefix: str = ""
     """Which all names may have or lack."""
     aliases: tuple[str, ...] = ()
     """Other names that a `config.json` may give its models."""
+    predictor: PredictorTable | None = None
+    """How its models publish what predicts a further token; None: they are read without it."""
     towers: tuple[Tower, ...] = ()
     """Published models of several kinds of data whose text model is one of this family."""
 
@@ -103,4 +106,11 @@ class Family:
 
     def rules(self, config: ModelConfig, model: Transformer, names: Collection[str] = ()) -> list[Weight]:
         """Where each published array of a model of this config stands in it; `names` are those of a folder's."""
-        return weights_of(self.weights, config, model, names)
+        found = weights_of(self.weights, config, model, names)
+        if self.predictor is None or model.predictor is None:
+            return found
+        return found + self.predictor.rules(self.weights, config, model.predictor, names)
+
+    def copies(self, config: ModelConfig, model: Transformer) -> dict[str, Any]:
+        """The names of arrays that are published again with a model's predictor, and the leaves that they are."""
+        return {} if self.predictor is None or model.predictor is None else self.predictor.copies_of(config, model)

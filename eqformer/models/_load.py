@@ -18,13 +18,13 @@ from .. import nn
 from ..nn import float_dtype
 from ..parallel import Plan, shardings
 from ._arrays import Arrays, HEAD
-from ._families import build
-from ._family import Family, ModelConfig
+from ._families import build, predictor_of
+from ._family import ModelConfig
 from ._filled import Filled, read
 from ._folder import Folder
 from ._gguf import GGUF
 from ._kept import kept_maps, with_kept
-from ._published import described, rules_of
+from ._published import described, Description, rules_of
 from ._weights import Weight
 
 
@@ -40,6 +40,7 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     weights: str = "decoded",
+    predictor: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> nn.Transformer:
     """The model published in a folder, or in one file of GGUF, on the first device, or sharded by a plan.
@@ -48,7 +49,7 @@ def load(
     only the shards of one leaf (one array of all layers, or arrays that are published as one) are in host memory at a
     time. The model computes in the dtype of its embedding table; `nn.run_with` sets how it runs. Of a model of several
     kinds of data the text model is read. A warning lists the arrays that are left unread by rule: of its other parts,
-    and of predictors of further tokens.
+    and of predictors of further tokens that are not asked for.
 
     Args:
         path: The folder, or the file.
@@ -59,6 +60,7 @@ def load(
         weights: `"decoded"`: weights in fewer bits are, those of GGUF to float32 without a `dtype`, others to that of
             the configuration. `"kept"`: linear maps hold their codes and scales (`nn.QuantisedLinear`), with the same
             logits.
+        predictor: Whether what predicts a further token is read too.
         progress: Is called with the bytes read so far, and in all.
 
     Raises a `ValueError` for a folder that is not what it says, and one that lists what is left over: arrays of the
@@ -70,10 +72,13 @@ def load(
     source = GGUF(Path(path)) if Path(path).is_file() else Folder(path)
     dtype = None if dtype is None else float_dtype(dtype, f"{source.call}: dtype={dtype!r}")
     said = described(source.path, source if isinstance(source, GGUF) else None)
+    if predictor:
+        predictor_of(f"{source.call}: predictor=True", said.family)
+        said = dataclasses.replace(said, predictor=True)
     arrays = Arrays(source, said)
-    shapes = eqx.filter_eval_shape(lambda: build(said.config, key=jax.random.key(0)))
+    shapes = eqx.filter_eval_shape(lambda: build(said.config, predictor=predictor, key=jax.random.key(0)))
     rules = rules_of(arrays.names, said.family, said.config, shapes)
-    _check_names(arrays, said.family, rules, shapes)
+    _check_names(arrays, said, rules, shapes)
     if arrays.unread:
         warnings.warn(arrays.unread, stacklevel=2)
     dtypes = _dtypes(arrays, rules, shapes, dtype)
@@ -114,7 +119,7 @@ def _places(plan: Plan | None, shapes: PyTree) -> PyTree:
     return shardings(plan.parameter_specs(shapes), plan.mesh)
 
 
-def _check_names(arrays: Arrays, family: Family, rules: list[Weight], shapes: nn.Transformer) -> None:
+def _check_names(arrays: Arrays, said: Description, rules: list[Weight], shapes: nn.Transformer) -> None:
     filled, wanted = set[int](), set[str]()
     for rule in rules:
         leaves = rule.leaves(shapes)
@@ -123,26 +128,32 @@ def _check_names(arrays: Arrays, family: Family, rules: list[Weight], shapes: nn
     named = jax.tree_util.tree_leaves_with_path(shapes)
     empty = [jax.tree_util.keystr(path) for path, leaf in named if id(leaf) not in filled and _is_float(leaf)]
     missing, spare = wanted - arrays.names, arrays.names - wanted
-    spare = {name for name in spare if not name.endswith(family.ignored_suffixes)}
-    if is_stored := shapes.head is None and HEAD in spare:
-        spare.remove(HEAD)
+    spare = {name for name in spare if not name.endswith(said.family.ignored_suffixes)}
+    copies = said.family.copies(said.config, shapes) | ({HEAD: shapes.embedding.weight} if shapes.head is None else {})
+    copies = {name: leaf for name, leaf in copies.items() if name in spare}
+    spare -= copies.keys()
     if missing or spare or empty:
         parts = (("not in the folder", missing), ("in no rule", spare), ("filled by no array", set(empty)))
         faults = "; ".join(f"{what}: {', '.join(sorted(names)[:8])} ({len(names)})" for what, names in parts if names)
         raise ValueError(f"{arrays.call}: {faults}.")
-    if is_stored:
-        _check_tied(arrays, rules, shapes)
+    for copy, leaf in copies.items():
+        own = next(rule for rule in rules if rule.leaves(shapes)[0] is leaf)
+        _check_copy(arrays, copy, next(own.places(leaf))[1])
 
 
-def _check_tied(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer) -> None:
-    own = next(rule for rule in rules if rule.leaves(shapes)[0] is shapes.embedding.weight)
-    _, name = next(own.places(shapes.embedding.weight))
-    table, head = np.asarray(arrays.read(name)), np.asarray(arrays.read(HEAD))
-    if table.shape != head.shape or not all(map(np.array_equal, table, head)):  # row by row, in little memory
+def _check_copy(arrays: Arrays, copy: str, name: str) -> None:
+    table, its = np.asarray(arrays.read(name)), np.asarray(arrays.read(copy))
+    if table.shape == its.shape and all(map(np.array_equal, table, its)):  # row by row, in little memory
+        return
+    if copy == HEAD:
         raise ValueError(
             f"{arrays.call}: the configuration ties the head to the table, and {HEAD} is another array than {name}; "
             "with tie_word_embeddings=false it would be read."
         )
+    raise ValueError(
+        f"{arrays.call}: a predictor shares the model's table and head, and {copy} is another array than {name}; leave "
+        "out predictor=True, and the model is read without it."
+    )
 
 
 def _dtypes(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer, dtype: str | None) -> list[str]:

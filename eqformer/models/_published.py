@@ -37,6 +37,8 @@ class Description:
     """Of arrays that are stored in fewer bits."""
     names: Mapping[str, str] | None = None
     """What the family's table calls each array, of a file with names of its own."""
+    predictor: bool = False
+    """Whether what predicts a further token is read too."""
 
     @property
     def dtype(self) -> str:
@@ -48,6 +50,9 @@ class Description:
         """What the family's table calls an array of the folder; None for one that is left unread."""
         if self.names is not None:
             return self.names[name]
+        table = self.family.predictor
+        if table is not None and name.startswith(table.prefix_of(self.config)):
+            return name if self.predictor else None
         if self.tower is not None:
             own = self.tower.own_name(name)
             return None if own is None or own.startswith(self.family.ignored_prefixes) else own
@@ -134,7 +139,8 @@ def format_of(call: str, like: str | Path | None, config: ModelConfig | None) ->
 
 def check_shapes(call: str, model: Transformer, config: ModelConfig) -> None:
     """Raise a `ValueError` that names arrays where a model is not one of this config."""
-    wanted = eqx.filter_eval_shape(lambda: build(config, key=jax.random.key(0)))
+    has_predictor = model.predictor is not None
+    wanted = eqx.filter_eval_shape(lambda: build(config, predictor=has_predictor, key=jax.random.key(0)))
     own, its = _shapes(model), _shapes(wanted)
     if differing := [name for name in sorted(own.keys() | its.keys()) if own.get(name) != its.get(name)]:
         changes = "; ".join(f"{name}: {own.get(name)}, not {its.get(name)}" for name in differing[:4])

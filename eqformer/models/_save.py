@@ -1,5 +1,6 @@
 """Saves models in the published format, for transformers and other programs that read such folders."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
@@ -71,6 +72,8 @@ def save(
         if whole:
             raise ValueError(f"{call}: whole=True writes the folder that the model came from again; give it as like=.")
         said = _alone(family, config)
+        if model.predictor is not None and family.predictor is not None:
+            said |= family.predictor.attributes
     else:
         source = described(Path(like))
         said = source.said if whole else _by_itself(source)
@@ -85,8 +88,8 @@ def save(
             "weights='kept', write its folder again with like= and whole=True."
         )
     else:
-        rules = family.rules(config, model, () if like is None else _stored_names(Path(like)))
-        arrays = published_arrays(rules, model)
+        rules = family.rules(config, model, () if like is None else _stored_names(model, Path(like)))
+        arrays = itertools.chain(published_arrays(rules, model), _copies(family, config, model))
         said = said | {"torch_dtype": str(rules[0].leaves(model)[0].dtype)}  # the older name is read by all
     with new_folder(target) as part:
         write_folder(part, arrays, said | dict(attributes), shard_bytes)
@@ -114,11 +117,11 @@ def _files(path: Path, whole: bool) -> dict[str, bytes]:
     return {name: (path / name).read_bytes() for name in sorted(kept)}
 
 
-def _stored_names(path: Path) -> Set[str]:
+def _stored_names(model: Transformer, path: Path) -> Set[str]:
     """The names of a folder's arrays; none where its weights are gone, as of a run's copy of what it began from."""
     if not any((path / name).exists() for name in (SINGLE, INDEX)):
         return frozenset()
-    return Arrays(Folder(str(path), caller="save"), described(path)).names
+    return Arrays(Folder(str(path), caller="save"), _read_for(model, path)).names
 
 
 def _of_whole(folder: Folder, plain: Transformer, model: Transformer, call: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -126,7 +129,7 @@ def _of_whole(folder: Folder, plain: Transformer, model: Transformer, call: str)
 
     `plain` are the model's `plain_shapes`.
     """
-    source = described(folder.path)
+    source = _read_for(model, folder.path)
     arrays = Arrays(folder, source)
     rules = rules_of(arrays.names, source.family, source.config, plain)
     own = {name for rule in rules for _, name in rule.places(rule.leaves(plain)[0])}
@@ -139,10 +142,21 @@ def _of_whole(folder: Folder, plain: Transformer, model: Transformer, call: str)
     rules = [rule for rule in rules if next(rule.places(rule.leaves(plain)[0]))[1] not in stays]
     its = {arrays.stored_name(name) for name in own - stays}
     head = arrays.stored_name(HEAD) if model.head is None and HEAD in arrays.names else None
-    others = ((name, folder.stored(name)) for name in sorted(folder.names - its - {head}))
+    again = source.family.copies(source.config, model).keys()
+    others = ((name, folder.stored(name)) for name in sorted(folder.names - its - {head} - again))
     mine = ((arrays.stored_name(name), array) for name, array in published_arrays(rules, model))
     tied = [] if head is None else [(head, np.asarray(model.embedding.weight))]
-    return itertools.chain(mine, tied, others)
+    copies = _copies(source.family, source.config, model)
+    return itertools.chain(mine, tied, copies, others)
+
+
+def _read_for(model: Transformer, like: str | Path) -> Description:
+    """What the folder says that a model came from, with its predictor if the model has one."""
+    return dataclasses.replace(described(Path(like)), predictor=model.predictor is not None)
+
+
+def _copies(family: Family, config: ModelConfig, model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
+    return ((name, np.asarray(leaf)) for name, leaf in family.copies(config, model).items())
 
 
 def published_arrays(rules: list[Weight], model: Transformer) -> Iterator[tuple[str, np.ndarray]]:

@@ -12,7 +12,10 @@ import einops
 import numpy as np
 
 from .._shapes import ArrayOrShape
-from ..nn import Layer, Period, Transformer
+from ..nn import Layer, Period, Predictor, Transformer
+
+
+Stacked = Transformer | Predictor  # what has stacks of layers and arrays beside them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Weight:
     """
 
     name: str
-    where: Callable[[Transformer], Any]
+    where: Callable[[Any], Any]
     pattern: str | tuple[str, ...] = ""
     layers: Sequence[int] = ()
     axis: int = 0
@@ -37,7 +40,7 @@ class Weight:
     """How many further dims of the leaves count places within a published array, of which this rule reads one."""
     variant: bool = False
 
-    def leaves(self, model: Transformer) -> tuple[Any, ...]:
+    def leaves(self, model: Stacked) -> tuple[Any, ...]:
         """The model's leaves, in the order in which they are published."""
         found = self.where(model)
         return found if isinstance(found, tuple) else (found,)
@@ -150,7 +153,7 @@ class Rule:
     variant: bool = False
     """The rule takes the place of others of its leaves where a folder has its arrays."""
 
-    def leaves(self, holder: Transformer | Layer) -> Any:
+    def leaves(self, holder: Stacked | Layer) -> Any:
         """The leaf of a model or a layer, or a tuple of several; None where the rule does not apply."""
         if (self.needs and _at(holder, self.needs) is None) or (self.lacks and _at(holder, self.lacks) is not None):
             return None
@@ -160,7 +163,7 @@ class Rule:
         return None if any(leaf is None for leaf in found) else found
 
 
-def weights_of(table: Sequence[Rule], config: object, model: Transformer, names: Collection[str] = ()) -> list[Weight]:
+def weights_of(table: Sequence[Rule], config: object, model: Stacked, names: Collection[str] = ()) -> list[Weight]:
     """The rules of a family's table that apply to a model of this config: the model's, then those of its layers.
 
     Variants are among them where `names` have their arrays.
@@ -177,16 +180,16 @@ def weights_of(table: Sequence[Rule], config: object, model: Transformer, names:
     return [rule for rule in found if rule in variants or not (rule.variant or leaves_of[id(rule)] & replaced)]
 
 
-def _says(rule: Rule, holder: Transformer | Layer, is_of_layers: bool) -> bool:
+def _says(rule: Rule, holder: Stacked | Layer, is_of_layers: bool) -> bool:
     return ("{layer}" in rule.name) == is_of_layers and rule.leaves(holder) is not None
 
 
-def _weight(rule: Rule, config: object, where: Callable[[Transformer], Any], layers: Sequence[int]) -> Weight:
+def _weight(rule: Rule, config: object, where: Callable[[Any], Any], layers: Sequence[int]) -> Weight:
     groups = getattr(config, rule.groups) if isinstance(rule.groups, str) else rule.groups
     return Weight(rule.name, where, rule.pattern, layers, rule.axis, rule.interleaved, groups, variant=rule.variant)
 
 
-def places(model: Transformer) -> list[tuple[Callable[[Transformer], Any], range]]:
+def places(model: Stacked) -> list[tuple[Callable[[Any], Any], range]]:
     """For each place in each stack's period: a function from a model to the layers there, and the layers' numbers."""
     found, first = [], 0
     for number, stack in enumerate(model.stacks):
@@ -199,7 +202,7 @@ def places(model: Transformer) -> list[tuple[Callable[[Transformer], Any], range
     return found
 
 
-def _layer_at(stack: int, place: int | None, model: Transformer) -> Layer:
+def _layer_at(stack: int, place: int | None, model: Stacked) -> Layer:
     layers = model.stacks[stack].blocks
     return layers if place is None else layers.blocks[place]  # type: ignore[attr-defined]
 

@@ -74,6 +74,7 @@ from ._norm import LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
 from ._pallas import compilers as compilers
 from ._precision import cast as cast, Precision as Precision
 from ._prediction_head import PredictionHead as PredictionHead
+from ._predictor import Predictor as Predictor
 from ._quantise import dequantise as dequantise, quantise as quantise
 from ._quantised_linear import QuantisedLinear as QuantisedLinear
 from ._run_with import run_with as run_with

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ._contracts import Layer
 from ._dims import ensemble
-from ._slots import SlotCache
+from ._quantized import memory_dtype
+from ._slots import in_memory, SlotCache, with_rollback
 from ._tokens import Tokens, tokens_or_default
 
 
@@ -79,6 +80,22 @@ class Stack(Layer):
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The blocks' empty caches, stacked over `layers`."""
         return eqx.filter_vmap(lambda block: block.init_cache(batch, capacity, dtype))(self.blocks)
+
+
+def empty_caches(
+    stacks: Sequence[Stack],
+    batch: Sequence[int],
+    capacity: int,
+    dtype: str | None,
+    *,
+    compute_dtype: str,
+    rollback: int,
+) -> tuple[PyTree, ...]:
+    """The empty cache of each stack, in a dtype, by default the compute dtype, of 8 bits with scales too."""
+    dtype, is_small = memory_dtype(dtype or compute_dtype, f"init_cache(dtype={dtype!r})")
+    caches = tuple(stack.init_cache(batch, capacity, compute_dtype if is_small else dtype) for stack in stacks)
+    caches = in_memory(caches, dtype) if is_small else caches
+    return with_rollback(caches, rollback) if rollback else caches
 
 
 def _of_layer(caches: PyTree, place: Int[Array, ""]) -> PyTree:

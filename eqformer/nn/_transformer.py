@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import equinox as eqx
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from ._dropout import Dropout
@@ -11,9 +12,9 @@ from ._embedding import Embedding, LearnedPositions
 from ._linear_map import LinearMap
 from ._module import Module
 from ._norm import Norm
-from ._quantized import memory_dtype
-from ._slots import check_cached, in_memory, with_rollback
-from ._stack import Stack
+from ._predictor import Predictor
+from ._slots import check_cached
+from ._stack import empty_caches, Stack
 from ._sums import wide_sum
 from ._tokens import Tokens, tokens_or_default
 from .cores._core import soft_capped
@@ -52,6 +53,8 @@ class Transformer(Module):
     """What multiplies the logits (Granite, Cohere)."""
     logit_softcap: float | None = eqx.field(static=True, default=None)
     """The bound that they have then, `softcap * tanh(logits / softcap)` (Gemma 2)."""
+    predictor: Predictor | None = None
+    """Predicts one token further, for drafts of text; a call of the model leaves it alone."""
 
     @property
     def vocab(self) -> int:
@@ -107,6 +110,19 @@ class Transformer(Module):
         logits = wide_sum(logits, self.logit_bias)
         return soft_capped(logits if self.logit_scale is None else logits * self.logit_scale, self.logit_softcap)
 
+    def predict(
+        self, ids: Int[Array, "*batch seq"], hidden: Float[Array, "*batch seq embed"], tokens: Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
+        """What the `predictor` gives, of which `unembed` makes logits of the token behind each of `ids`, and its cache.
+
+        `hidden` is what `encode` gave of the token before each, or this method, to predict further still.
+        """
+        if self.predictor is None:
+            raise ValueError("Transformer.predict: the model has no predictor; load or build it with predictor=True.")
+        # A vector of the model and the embedding of the token behind it stand at the vector's own position.
+        before = Tokens(jnp.where(tokens.positions > 0, tokens.positions - 1, -1))
+        return self.predictor(self.embed(ids, tokens), hidden, before, cache)
+
     def init_cache(
         self, batch: int | Sequence[int], capacity: int, dtype: str | None = None, *, rollback: int = 0
     ) -> PyTree:
@@ -118,16 +134,12 @@ class Transformer(Module):
         In `"int8"` or `"float8_e4m3fn"` (`"fp8"`), keys, values and latents have a scale for each token and head, and a
         recurrence's state stays in the compute dtype.
         """
-        dtype, is_small = memory_dtype(dtype or self.compute_dtype, f"init_cache(dtype={dtype!r})")
         shape = (batch,) if isinstance(batch, int) else tuple(batch)
         if self.positions is not None and capacity > (longest := self.positions.weight.shape[0]):
             raise ValueError(
                 f"init_cache(capacity={capacity}): the model has {longest} learned positions; ask for at most as many."
             )
-        wide = self.compute_dtype if is_small else dtype
-        caches = tuple(stack.init_cache(shape, capacity, wide) for stack in self.stacks)
-        caches = in_memory(caches, dtype) if is_small else caches
-        return with_rollback(caches, rollback) if rollback else caches
+        return empty_caches(self.stacks, shape, capacity, dtype, compute_dtype=self.compute_dtype, rollback=rollback)
 
 
 _EMBEDDING = 2**31 - 1  # folded into the keys of the embedding's dropout, where layers fold their numbers

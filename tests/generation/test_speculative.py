@@ -72,7 +72,7 @@ def test_a_model_that_is_its_own_draft_takes_every_proposal(model, plain):
 
 @pytest.mark.grid
 def test_a_window_without_room_for_what_is_taken_back_is_found_out(model, plain, monkeypatch):
-    monkeypatch.setattr("eqformer.nn._transformer.with_rollback", lambda cache, tokens: cache)
+    monkeypatch.setattr("eqformer.nn._stack.with_rollback", lambda cache, tokens: cache)
     assert write(model, near(model)).new_ids() != plain.new_ids()
 
 

@@ -11,6 +11,7 @@ from .._attributes import Attribute, Count, Entry, Expect, Ignore
 from .._config import PublishedConfig
 from .._family import Family
 from .._layer_attributes import LAYERS
+from .._predictors import BEHIND
 from .._weights import Rule
 from ._common import LAYER
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, SigmoidLatentConfig
@@ -112,5 +113,5 @@ DEEPSEEK_V32 = Family(
     "deepseek_v32",
     DSA_ATTRIBUTES,
     DSA_WEIGHTS,
-    ignored_prefixes=("model.layers.61.",),
+    predictor=BEHIND,
 )

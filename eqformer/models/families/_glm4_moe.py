@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Rotary, Transformer
 from .._attributes import Attribute, Expect, Ignore
 from .._family import DecoderConfig, Family
+from .._predictors import BEHIND
 from .._rotary_attributes import RotaryFraction
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
@@ -101,5 +102,5 @@ GLM4_MOE = Family(
         Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # layers behind the model, which transformers skips too
     ),
     (*LLAMA_WEIGHTS, *MIXTURE, *SHARED, SELECTION_BIAS),
-    ignored_prefixes=("model.layers.46.", "model.layers.92."),
+    predictor=BEHIND,
 )

@@ -7,6 +7,7 @@ from jaxtyping import Array, Key
 from ...nn import Transformer
 from .._attributes import Expect
 from .._family import Family
+from .._predictors import BEHIND
 from ._deepseek_v32 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_BYTE, DSA_WEIGHTS
 
 
@@ -43,5 +44,5 @@ GLM_MOE_DSA = Family(
     "glm_moe_dsa",
     (*DSA_ATTRIBUTES, Expect("indexer_rope_interleave", True, written=False)),
     DSA_WEIGHTS,
-    ignored_prefixes=("model.layers.78.",),
+    predictor=BEHIND,
 )

@@ -10,6 +10,7 @@ from ...nn import Block, Transformer
 from .._attributes import Entry, Expect, Ignore
 from .._family import Family
 from .._layer_attributes import every
+from .._predictors import BESIDE
 from .._rotary_attributes import RotaryPositions
 from .._towers import Tower
 from ._common import decoder_attributes, EDGES, GATED, head_norm_weights, PRE_NORMS
@@ -62,6 +63,6 @@ QWEN3_5 = Family(
     "qwen3_5_text",
     (*decoder_attributes(QWEN35_POSITIONS, head_dim=256, kv_heads=4), *QWEN35_ATTRIBUTES),
     (*QWEN35_WEIGHTS, *GATED),
-    ignored_prefixes=("mtp.",),
+    predictor=BESIDE,
     towers=(Tower("qwen3_5"),),
 )

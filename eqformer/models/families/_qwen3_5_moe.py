@@ -10,6 +10,7 @@ from ...nn import Block, Transformer
 from .._attributes import Attribute
 from .._family import Family
 from .._layer_attributes import every
+from .._predictors import BESIDE
 from .._towers import Tower
 from ._common import decoder_attributes
 from ._decoder import decoder, norm, pre_norm_block
@@ -77,6 +78,6 @@ QWEN3_5_MOE = Family(
         Attribute("balance", "router_aux_loss_coef", 0.001),
     ),
     (*QWEN35_WEIGHTS, *MIXTURE, *FUSED, *GATED_SHARED),
-    ignored_prefixes=("mtp.",),
+    predictor=BESIDE,
     towers=(Tower("qwen3_5_moe"),),
 )

@@ -10,6 +10,7 @@ from ...nn import Block, Transformer
 from .._attributes import Attribute
 from .._family import Family
 from .._layer_attributes import every
+from .._predictors import BESIDE
 from ._common import decoder_attributes, EDGES, GATED, head_norm_weights, PRE_NORMS
 from ._decoder import decoder, gated_mlp, norm, pre_norm_block
 from ._delta_nets import delta_net, GATED_ATTENTION, gated_attention, NET_ATTRIBUTES, NET_WEIGHTS, NetConfig
@@ -79,5 +80,5 @@ QWEN3_NEXT = Family(
         Attribute("shared_mlp", "shared_expert_intermediate_size", 512),
     ),
     (*EDGES, *GATED_ATTENTION, *head_norm_weights(), *NET_WEIGHTS, *PRE_NORMS, *GATED, *MIXTURE, *GATED_SHARED),
-    ignored_prefixes=("mtp.",),  # predicts further tokens
+    predictor=BESIDE,
 )

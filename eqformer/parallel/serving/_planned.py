@@ -35,7 +35,8 @@ class Planned(Served):
     `expert`, and the slots of every cache over `context`: each device attends to those it has, and results are combined
     by their logsumexps. With `zero=3` each layer's weights are gathered before it runs. The residual stream is
     replicated, since a single token cannot be split. Where `sharers` devices share a key head, each has it, and its
-    cache for some of the rows. Raises a `ValueError` if the model does not fit the mesh.
+    cache for some of the rows. A predictor of further tokens is left out. Raises a `ValueError` if the model does not
+    fit the mesh.
     """
 
     model: nn.Transformer
@@ -43,6 +44,7 @@ class Planned(Served):
     sharers: int = eqx.field(static=True)
 
     def __init__(self, model: nn.Transformer, plan: Plan):
+        model = dataclasses.replace(model, predictor=None)
         zero = 3 if plan.zero == 3 else 0
         self.plan = Plan(
             plan.mesh,
