@@ -20,16 +20,17 @@ from ._state_space import state_space
 
 
 class Mamba2Mixer(Mixer):
-    """The mixer of Dao and Gu (2024, arXiv:2405.21060), called like an attention; in its words, and in the paper's.
+    """The mixer of Dao and Gu (2024, arXiv:2405.21060), called like an attention; in brackets the paper's letters.
 
     Values (`x`), keys (`B`) and queries (`C`) go through short convolutions and silu. Each of `heads` has a matrix that
     fades by `exp(-exp(log_rate) dt)` and takes up the token's key and `dt` times its value, where `dt` is
-    `softplus(step(x) + step_bias)` within `step_limits`; the query reads it (`state_space`), and `skip` times the value
-    (`D`) is added. The outputs are multiplied by `silu(gate(x))` (`z`) and then, with a `norm`, divided by the root of
-    their mean square, that of all heads that share a key, and multiplied by `scale`. `kv_heads` count the heads of keys
-    and of queries (groups), of which each serves `heads / kv_heads` heads of values; `head_dim` are their channels (the
-    size of the state). There are no positions: tokens come in reading order, any padding last in a row of a call, and a
-    document begins at position 0 or with another segment. Head counts are read off the weights.
+    `softplus(step(x) + step_bias)` within `step_limits`; the query reads it (see `state_space`), and `skip` (`D`) times
+    the value is added. This is multiplied by `silu(gate(x))` (`z`) and then, where there is a `norm`, divided by the
+    root of its mean square over all heads of one key head, and multiplied by `scale`. `kv_heads` count the heads of
+    keys and of queries (groups), of which each serves `heads / kv_heads` heads of values; `head_dim` are their channels
+    (`N`, the size of the state), `v_dim` those of a value (`P`). There are no positions: tokens come in reading order,
+    any padding last in a row of a call, and a document begins at position 0 or with another segment. Head counts are
+    read off the weights.
     """
 
     gate: LinearMap
