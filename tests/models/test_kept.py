@@ -51,12 +51,15 @@ def test_what_is_kept_is_what_is_decoded(name, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*IN_ORDER, "mxfp4"])
 def test_logits_are_those_of_the_decoded_model(name, dtype, tmp_path):
+    """And it is saved as that is, once decoded."""
     write(tmp_path, name)
     run = eqx.filter_jit(lambda model, ids: model(ids)[0])
     ids = jnp.arange(12)[None] % 24
     want, kept = run(models.load(tmp_path, dtype=dtype), ids), models.load(tmp_path, dtype=dtype, weights="kept")
     assert np.array_equal(run(kept, ids), want)
     assert not np.array_equal(run(spoiled(kept), ids), want)
+    models.save(nn.cast(nn.dequantise(kept), dtype), tmp_path / "plain", like=tmp_path)
+    assert same(models.load(tmp_path / "plain"), models.load(tmp_path, dtype=dtype))
 
 
 def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
@@ -96,8 +99,6 @@ def test_what_is_kept_is_saved_as_it_came(tmp_path):
         models.save(spoiled(kept), tmp_path / "other", like=tmp_path / "folder", whole=True)
     with pytest.raises(ValueError, match=r"the model holds codes of 8 or 4 bits \(stacks.*nn.dequantise it or, where"):
         models.save(kept, tmp_path / "other", like=tmp_path / "folder")
-    models.save(nn.cast(nn.dequantise(kept), "bfloat16"), tmp_path / "plain", like=tmp_path / "folder")
-    assert same(models.load(tmp_path / "plain"), models.load(tmp_path / "folder"))
 
 
 def test_factors_beside_codes_are_written_and_read_like_any(tmp_path):
