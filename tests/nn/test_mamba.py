@@ -92,6 +92,7 @@ def test_padding_is_never_read():
     assert not np.any(gradient[0, 4:]) and np.any(gradient[0, 0])
 
 
+@pytest.mark.grid
 def test_slices_of_the_heads_give_partial_sums():
     total = lambda net: run(eqx.tree_at(lambda n: n.output.bias, net, None), X, None)[0]
     parts = [jax.tree.map(functools.partial(_cut, part), nn.dims(NET), NET) for part in range(2)]

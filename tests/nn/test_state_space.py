@@ -78,6 +78,7 @@ def test_chunks_are_the_recurrence(seq, chunk):
         assert not any(close(one, other, 1e-2) for one, (_, other) in zip(crossed, pairs, strict=True))
 
 
+@pytest.mark.grid
 def test_decays_without_bound_have_finite_gradients():
     """A token that forgets all: what lies behind it is multiplied by 0, and never divided by it."""
     arrays = given(6, jnp.float32)
