@@ -66,7 +66,8 @@ def counted(model, text, length):
     return steps, accepted
 
 
-@pytest.mark.parametrize("kind", ["grouped-query", pytest.param("sliding window", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("kind", ["grouped-query", "sliding window"])
 def test_greedy_text_is_unchanged_and_proposals_are_those_without_a_cache(kind):
     model = with_predictor(kind)
     given: dict[str, Any] = dict(max_new_tokens=NEW, transforms=generation.sampling(temperature=0), key=KEY)
