@@ -33,7 +33,16 @@ class PredictionHead(Module):
         activation: Callable[[Array], Array] = gelu,
         key: Key[Array, ""],
     ):
-        """Draw the map, of as many channels as the stream."""
+        """Draw the map, of as many channels as the stream.
+
+        Args:
+            norm: Of the last layer's output.
+            output_norm: Of what the head gives.
+            embed: Channels of the stream.
+            bias: Whether the map has a bias.
+            activation: What the map's output goes through.
+            key: For the weights.
+        """
         self.norm, self.output_norm, self.activation = norm, output_norm, activation
         self.dense = Linear("embed -> hidden", embed=embed, hidden=embed, bias=bias, key=key)
 
