@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from format_folders import same_bits
 from safetensors.numpy import load_file
-from test_formats import same_bits
 from test_published import FIXTURES
 
 from eqformer import models

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from format_cases import CASES, F8
+from format_folders import change, GATE, same_bits, store, write
 from safetensors.numpy import load_file
-from test_formats import change, GATE, same_bits, store, write
 
 from eqformer import models, nn
 from eqformer.parallel import make_mesh, Plan

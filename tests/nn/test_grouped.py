@@ -1,6 +1,5 @@
-"""Rows by the map or module of their group, against a loop over rows in float64; what each platform compiles."""
+"""Rows by the map or module of their group, against a loop over rows in float64."""
 
-import re
 from typing import Any
 
 import equinox as eqx
@@ -8,73 +7,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import compiled_for_tpu
+from grouped_cases import (
+    FILL_SLOTS,
+    given,
+    grouped_product,
+    GROUPS,
+    INPUTS,
+    OUTPUTS,
+    ROWS,
+    SIZES,
+    wanted,
+    with_gradients,
+)
 from nn_reference import close, drawn, normal, wide
 
 from eqformer import nn
-from eqformer.nn.experts import _grouped_blocks, _grouped_kernels, _grouped_ragged
-from eqformer.nn.experts._grouped import grouped
-
-
-ROWS, INPUTS, OUTPUTS, GROUPS = 160, 5, 3, 4
-SIZES = {
-    "even": [40, 40, 40, 40],
-    "empty groups": [0, 70, 0, 90],
-    "one takes all": [0, 0, 160, 0],
-    "the last takes all": [0, 0, 0, 160],
-    "rows behind": [30, 0, 20, 10],
-    "nobody": [0, 0, 0, 0],
-    "whole blocks": [64, 0, 64, 32],
-    "one row off whole blocks": [63, 1, 65, 31],
-    "one row each": [1, 127, 1, 1],
-    "slots and blocks": [70, 45, 30, 15],
-    "rows behind slots": [41, 39, 40, 5],
-}
-# Who fills three of four slots; others go by blocks alone.
-FILL_SLOTS = {"even", "slots and blocks", "rows behind slots"}
-
-
-def grouped_product(x, weight, sizes):
-    """Linear maps alone: of any sizes, with `groups` in front of their weights."""
-    linear = eqx.filter_eval_shape(nn.Linear, "inputs -> outputs", inputs=1, outputs=1, key=jax.random.key(0))
-    return grouped(eqx.tree_at(lambda m: m.weight, linear, weight), x, sizes)
-
-
-def product(x, weight, sizes):
-    """Each row by its group's matrix; zeros behind the last group."""
-    y, ends = np.zeros((len(x), weight.shape[1])), np.cumsum(sizes)
-    for row in range(ends[-1]):
-        y[row] = weight[np.sum(ends <= row)] @ x[row]
-    return y
-
-
-def gradients(direction, x, weight, sizes):
-    """Of `sum(direction * product)`, for `x` and `weight`."""
-    to_x, to_weight, ends = np.zeros(x.shape), np.zeros(weight.shape), np.cumsum(sizes)
-    for row in range(ends[-1]):
-        group = np.sum(ends <= row)
-        to_x[row] = weight[group].T @ direction[row]
-        to_weight[group] += np.outer(direction[row], x[row])
-    return to_x, to_weight
-
-
-def with_gradients(direction, x, weight, sizes):
-    """The product, and the gradients of its sum weighted by `direction`."""
-    y, pull = jax.vjp(lambda x, weight: grouped_product(x, weight, sizes), x, weight)
-    return y, *pull(direction.astype(y.dtype))
+from eqformer.nn.experts import _grouped_blocks, _grouped_ragged
 
 
 run = jax.jit(with_gradients)
 run_alone = jax.jit(grouped_product)
-
-
-def given(rows=ROWS, groups=GROUPS):
-    return normal(1, rows, OUTPUTS), normal(2, rows, INPUTS), normal(3, groups, OUTPUTS, INPUTS)
-
-
-def wanted(arrays, sizes):
-    direction, x, weight = map(wide, arrays)
-    return product(x, weight, sizes), *gradients(direction, x, weight, sizes)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -218,60 +170,6 @@ def test_modules_in_blocks_and_in_ragged_products_are_those_of_a_loop(name):
             assert close(one, other, 2e-6)
         shifted = jax.tree.map(lambda a: jnp.roll(a, 1, 0), found[1][0])
         assert not any(close(*pair, 1e-3) for pair in zip(jax.tree.leaves(shifted), jax.tree.leaves(expected[1][0])))
-
-
-def operations(platform):
-    """What the products and gradients lower to, by name."""
-    traced = jax.jit(with_gradients).trace(*given(), np.array(SIZES["even"]))
-    return re.findall(r"\b(?:stable|c)hlo\.(\w+)\"?(?!<)", traced.lower(lowering_platforms=(platform,)).as_text())
-
-
-def test_cpus_and_gpus_get_a_loop_over_blocks_and_none_a_product_with_all_groups():
-    for platform in ("cpu", "cuda"):
-        found = operations(platform)
-        assert "ragged_dot" not in found and found.count("while") >= 3, platform
-
-
-@pytest.mark.parametrize("rows,sizes", [(130, [50, 0, 77, 3]), (5, [1, 0, 0, 2])])
-def test_kernels_for_tpus_give_the_products_of_a_loop(rows, sizes):
-    """As plain JAX; rows fill no whole tile, and some are behind the last group."""
-    direction, x, weight = given(rows)
-    kernels: Any = (_grouped_kernels.times, _grouped_kernels.back, _grouped_kernels.outer)
-    pairs = (x, weight), (direction, weight), (direction, x)
-
-    @jax.jit
-    def run_all(pairs, sizes):
-        return [kernel(*pair, sizes, interpret=True) for kernel, pair in zip(kernels, pairs, strict=True)]
-
-    found = run_all(pairs, np.array(sizes, np.int32))
-    for one, other in zip(found, wanted((direction, x, weight), sizes), strict=True):
-        assert close(one, other, 1e-6)
-    assert not close(found[0], product(wide(x), wide(weight), sizes[::-1]), 1e-3)
-
-
-def test_kernels_for_tpus_say_over_which_axes_they_vary():
-    """In a mapped function that checks it; JAX's own are refused there."""
-    (_, x, weight), sizes = given(), np.array([[20, 30, 0, 30], [80, 0, 0, 0]], np.int32)
-    mesh = jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
-    rows, plain = jax.sharding.PartitionSpec("rows"), _grouped_kernels._kernels().gmm
-
-    def shapes(kernel):
-        mapped = jax.shard_map(kernel, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)
-        return jax.eval_shape(mapped, x, jnp.concatenate([weight] * 2), sizes)
-
-    assert shapes(lambda x, weight, sizes: _grouped_kernels.times(x, weight, sizes[0])).shape == (ROWS, OUTPUTS)
-    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match="vma|manual_axis_type"):
-        shapes(lambda x, weight, sizes: plain(x, weight, sizes[0], tiling=(8, 5, 3), transpose_rhs=True))
-
-
-def test_the_compiler_for_tpus_takes_the_kernels_and_copies_no_weights():
-    """Where it is installed: a product with every group and row would have as many times the operations."""
-    x, weight = ((4096, 512), jnp.bfloat16), ((16, 768, 512), jnp.bfloat16)
-    program = compiled_for_tpu(with_gradients, ((4096, 768), jnp.bfloat16), x, weight, ((16,), jnp.int32))
-    text = program.as_text()
-    assert text.count('custom_call_target="tpu_custom_call"') == 3
-    assert not re.search(r"bf16\[16,(768,512|512,768)\]\S* (copy|transpose)\(", text)
-    assert program.cost_analysis()["flops"] < 1.1 * 3 * 2 * 4096 * 512 * 768
 
 
 def test_the_loop_does_not_grow_with_the_groups():

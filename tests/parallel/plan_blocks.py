@@ -8,6 +8,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from extending import beside
+from plan_parts import attention, CORE, EMBED, HEAD_DIM, HEADS, MLP, norm
+from plan_recurrences import channel_recurrence, recurrence, short_convolutions, state_space
 
 from eqformer import nn
 
@@ -16,20 +18,6 @@ Cosine: Any = beside("cosine").Cosine
 Fading: Any = beside("fading").Fading
 Int8Map: Any = beside("eight_bits").Int8Map
 ReZero: Any = beside("rezero").ReZero
-CORE = nn.BlockwiseCore(block=8)
-EMBED, HEADS, HEAD_DIM, MLP = 32, 8, 4, 48
-
-
-def attention(key: Any, **options: Any) -> nn.Attention:
-    """An attention of the sizes above with rotary positions."""
-    rotary = nn.Rotary(HEAD_DIM, 1e4)
-    options = {"kv_heads": 4, "core": CORE, "rotary": rotary, **options}
-    return nn.Attention(embed=EMBED, heads=HEADS, head_dim=HEAD_DIM, key=key, **options)
-
-
-def norm(offset: float = 0.0) -> nn.RMSNorm:
-    """A norm of the stream."""
-    return nn.RMSNorm("embed", embed=EMBED, offset=offset)
 
 
 def windows(key: Any) -> nn.Period:
@@ -217,49 +205,6 @@ def choosing_experts(key: Any) -> nn.Block:
     router = nn.ExpertChoiceRouter(embed=EMBED, experts=8, factor=2.0, key=two)
     experts = nn.Experts(lambda key: nn.MLP(embed=EMBED, mlp=16, bias=True, key=key), 8, key=three)
     return nn.Block(nn.Residual(attention(one), norm()), nn.Residual(nn.MoE(router, experts), norm()))
-
-
-def recurrence(key: Any, kv_heads: int = 4) -> nn.Period:
-    """Like Qwen3-Next: a gated delta net, and an attention whose heads have gates, under norms that count from one."""
-    one, two = jax.random.split(key)
-    sizes = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": HEAD_DIM, "v_dim": 6}
-    net = nn.GatedDeltaNet(embed=EMBED, **sizes, chunk=5, key=one)
-    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
-    mixers = net, attention(two, kv_heads=kv_heads, gate=True)
-    return nn.Period(
-        tuple(
-            nn.Block(
-                nn.Residual(mixer, norm(1.0), dropout=nn.Dropout(0.1)),
-                nn.Residual(mlp, norm(1.0), dropout=nn.Dropout(0.1)),
-            )
-            for mixer in mixers
-        )
-    )
-
-
-def state_space(key: Any, kv_heads: int = 4) -> nn.Period:
-    """Like Granite 4: a Mamba-2 whose outputs are normed by groups or, of one key head, together; an attention."""
-    one, two = jax.random.split(key)
-    net = nn.Mamba2Mixer(embed=EMBED, heads=HEADS, kv_heads=kv_heads, head_dim=5, v_dim=6, chunk=5, bias=True, key=one)
-    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
-    return nn.Period(
-        (nn.Block(nn.Residual(net, norm())), nn.Block(nn.Residual(attention(two), norm()), nn.Residual(mlp)))
-    )
-
-
-def short_convolutions(key: Any) -> nn.Period:
-    """Like LFM2: a short convolution between gates, with biases, and an attention."""
-    one, two = jax.random.split(key)
-    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
-    mixers = nn.GatedShortConv(embed=EMBED, mlp=24, taps=4, bias=True, key=one), attention(two)
-    return nn.Period(tuple(nn.Block(nn.Residual(mixer, norm()), nn.Residual(mlp, norm())) for mixer in mixers))
-
-
-def channel_recurrence(key: Any) -> nn.Block:
-    """Like Kimi Linear: a delta net of which each channel decays by itself."""
-    one, two = jax.random.split(key)
-    net = nn.ChannelDeltaNet(embed=EMBED, heads=HEADS, head_dim=HEAD_DIM, v_dim=6, rank=5, chunk=8, key=one)
-    return nn.Block(nn.Residual(net, norm()), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm()))
 
 
 class WholeFading(Fading):

@@ -9,7 +9,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from plan_blocks import BLOCKS, CORE, EMBED, HEAD_DIM, HEADS, Int8Map, Make, MLP, norm
+from plan_blocks import BLOCKS, Int8Map, Make
+from plan_parts import CORE, EMBED, HEAD_DIM, HEADS, MLP, norm
 
 from eqformer import Batch, models, nn
 from eqformer.parallel import make_mesh, Plan

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from context_cases import Unknown
 from jaxtyping import Array, Float
-from plan_blocks import attention, EMBED, HEAD_DIM, MLP, norm
 from plan_models import model_of, of_blocks, plan_over, shapes
+from plan_parts import attention, EMBED, HEAD_DIM, MLP, norm
 
 from eqformer import nn
 

@@ -5,9 +5,9 @@ import jax
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params, Var
-from plan_blocks import EMBED, norm
 from plan_models import batch_of, filled, model_of, of_blocks, plan_over
 from plan_parity import hastily
+from plan_parts import EMBED, norm
 
 from eqformer import nn, training
 from eqformer.parallel import init_sharded, ring_placement, v_placement

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from narrow_sums import narrow_sums, NarrowSum
-from plan_blocks import EMBED
 from plan_models import batch_of, filled, model_of, of_blocks
 from plan_parity import Case
+from plan_parts import EMBED
 
 from eqformer import nn
 from eqformer.parallel import filter_shard_map, make_mesh

@@ -285,10 +285,7 @@ def test_calls_that_do_not_fit_are_refused():
     widen = lambda stack, x, piece: jnp.concatenate([x, x], 0)
     with pytest.raises(ValueError, match="shapes and dtypes"):
         jax.eval_shape(lambda: small.pipelined(mesh, gpipe(2, 4), (small.first, widen, small.last))(model, data))
-
-    def another_number(schedule, *rest):
-        return pipeline_gradients(gpipe(2, 2), *rest)
-
+    another_number = lambda schedule, *rest: pipeline_gradients(gpipe(2, 2), *rest)
     with pytest.raises(ValueError, match="which the schedule has 2"):
         jax.eval_shape(lambda: small.pipelined(mesh, gpipe(2, 4), run=another_number)(model, data))
 

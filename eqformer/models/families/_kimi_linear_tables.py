@@ -28,7 +28,8 @@ class _Net(Entry):
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """The three."""
         nested = _of_nets(published)
-        nested.listed("full_attn_layers"), nested.listed("kda_layers")
+        for name in ("full_attn_layers", "kda_layers"):  # other entries say what they mean
+            nested.listed(name)
         found = {own: nested.count(its, published.count(name, default)) for own, name, its, default in self.names}
         nested.finish()
         return found

@@ -1,0 +1,144 @@
+"""Folders of weights in fewer bits that are not what they say: one error each, which names the array and the folder."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from format_cases import BF16, CASES, MXFP4, OF_GPTQ
+from format_folders import change, EXPERTS, GATE, LLAMA, plain, store, write
+
+from eqformer import models
+
+
+# By default one of each layout; the others are of the grid.
+BY_DEFAULT = {"fp8 blocks", "int4 with zeros", "gptq", "awq", "mxfp4"}
+NAMES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.grid) for name in (*CASES, "mxfp4")]
+HOSTILE = {
+    "codes cut short": (lambda codes, scales: (codes[:-1], scales), r"has shape|is no multiple|says"),
+    "scales cut short": (lambda codes, scales: (codes, scales[:-1] if scales.ndim else np.ones(2, BF16)), "has shape"),
+    "too many scales": (lambda codes, scales: (codes, np.stack([scales, scales])), r"has shape"),
+    "scales of another dtype": (lambda codes, scales: (codes, scales.astype(np.int64)), "is of I64, not of"),
+    "no scales": (lambda codes, scales: (codes, None), r"mean nothing without .*(scale|_scales).*must have both"),
+    "no codes": (lambda codes, scales: (None, scales), r"not in the folder: .*|in no rule: .*"),
+    "codes that are floats": (
+        lambda codes, scales: (codes.astype(np.float32), scales),
+        r"is of F32, not of|in no rule: .*scale",
+    ),
+    "codes of more dims": (lambda codes, scales: (codes[None], scales), "has shape .* not [24] dims"),
+    "no codes in it": (lambda codes, scales: (codes[:0], scales), "has shape|says"),
+    "a scale that is no number": (
+        lambda codes, scales: (codes, np.full_like(scales, 255 if scales.dtype == np.uint8 else np.nan)),
+        "not finite|is 255",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+@pytest.mark.parametrize("name", NAMES)
+def test_codes_and_scales_that_do_not_go_together(name, fault, tmp_path):
+    case, (spoil, words_of) = (MXFP4 if name == "mxfp4" else CASES[name]), HOSTILE[fault]
+    stem = EXPERTS + "down_proj" if name == "mxfp4" else GATE
+    stored, _ = write(tmp_path, name)
+    ends = case.codes, case.scales
+    spoilt = dict(zip(ends, spoil(*(stored.pop(stem + end) for end in ends)), strict=True))
+    stored |= {stem + end: np.ascontiguousarray(its) for end, its in spoilt.items() if its is not None}
+    change(tmp_path, stored)
+    with pytest.raises(ValueError, match=words_of) as raised:
+        models.load(tmp_path)
+    assert stem in str(raised.value) and str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_array_of_another_size_than_the_models(name, tmp_path):
+    stem = EXPERTS + "down_proj" if name == "mxfp4" else GATE
+    stored, _ = write(tmp_path, name)
+    shape, rng = ((5, 32, 32) if name == "mxfp4" else (96, 32)), np.random.default_rng(0)
+    parts, _ = (MXFP4 if name == "mxfp4" else CASES[name]).make(rng, *shape)
+    change(tmp_path, stored | {stem + end: part for end, part in parts.items()})
+    with pytest.raises(ValueError, match=rf"{re.escape(stem)}.*: it has shape \(.*\), and the model's is \(.*\)"):
+        models.load(tmp_path)
+
+
+WRONG = {
+    "another method": (
+        "awq",
+        {"quant_method": "bitsandbytes"},
+        "'bitsandbytes' is not known; the formats are awq, com",
+    ),
+    "a method that is a list": ("awq", {"quant_method": ["awq"]}, r"quant_method=\['awq'\]: it must be a text"),
+    "a format that is a list": ("int4", {"format": ["pack-quantized"]}, r"format=.*: it must be a text"),
+    "three bits": ("gptq", {"bits": 3}, "quantization_config: bits=3 is not supported"),
+    "groups of none": ("awq", {"group_size": 0}, "group_size=0: it must be a whole number"),
+    "groups of other sizes": ("gptq", {"group_size": 32}, r"its .qzeros has shape \(3, 4\), not \(2, 4\)"),
+    "an attribute that nobody knows": (
+        "mxfp4",
+        {"doom": 3},
+        "quantization_config: attributes that this format does not know: doom=3",
+    ),
+    "some layers otherwise": ("gptq", {"dynamic": {"a": {"bits": 8}}}, "attributes .* not know: dynamic"),
+    "another float": ("fp8 blocks", {"fmt": "e5m2"}, "fmt='e5m2' is not supported"),
+    "blocks of one dim": ("fp8 blocks", {"weight_block_size": [128]}, "must be two whole numbers"),
+    "other blocks": ("fp8 blocks", {"weight_block_size": [128, 128]}, "its .weight_scale_inv has shape"),
+    "blocks, not one scale": (
+        "fp8 one scale",
+        {"weight_block_size": [128, 128]},
+        r"its .weight_scale_inv has shape \(\)",
+    ),
+    "another layout": ("awq", {"version": "gemv"}, "version='gemv' is not supported"),
+    "another of compressed-tensors'": (
+        "int4",
+        {"format": "nvfp4-pack-quantized"},
+        "'nvfp4-pack-quantized' with int of 4",
+    ),
+    "groups that differ": (
+        "int4",
+        {"config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}}},
+        "there must be groups with weights, all stored alike",
+    ),
+    "no zeros": ("int4", CASES["int4 with zeros"].said, "mean nothing without .*weight_zero_point"),
+    "what is another format's": (
+        "awq",
+        OF_GPTQ | {"version": None, "zero_point": None},
+        r"in GPTQ: its (4 outputs|.qzeros has shape)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_configuration_that_says_another_format(fault, tmp_path):
+    name, attributes, words_of = WRONG[fault]
+    stored, _ = write(tmp_path, name)
+    change(tmp_path, stored, **attributes)
+    with pytest.raises(ValueError, match=words_of):
+        models.load(tmp_path)
+
+
+def test_codes_of_which_nothing_is_said_are_refused_by_name(tmp_path):
+    stored, _ = write(tmp_path, "fp8 blocks")
+    said = json.loads((tmp_path / "config.json").read_text())
+    del said["quantization_config"]
+    only = {name: array for name, array in stored.items() if not name.endswith("_scale_inv")}
+    store(tmp_path, only, said)
+    with pytest.raises(ValueError, match=r"\.weight is of F8_E4M3 \(codes without scales: no quantization_config of"):
+        models.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(said | {"quantization_config": [1]}))
+    with pytest.raises(ValueError, match="quantization_config: it must be one object"):
+        models.load(tmp_path)
+    both = {GATE + ".weight": plain(LLAMA)[1][GATE + ".weight"]}
+    four, _ = write(tmp_path, "int4")
+    change(tmp_path, four | both)
+    with pytest.raises(
+        ValueError, match=r"gate_proj.weight_packed and .*gate_proj.weight are both .*gate_proj.weight;"
+    ):
+        models.load(tmp_path)
+
+
+def test_a_group_that_there_is_not(tmp_path):
+    stored, _ = write(tmp_path, "gptq in another order")
+    for wrong in (-1, 2):
+        places = stored[GATE + ".g_idx"].copy()
+        places[5] = wrong
+        change(tmp_path, stored | {GATE + ".g_idx": places})
+        with pytest.raises(ValueError, match=r"gate_proj.qweight: a column of it is of group .*, and it has 2"):
+            models.load(tmp_path)

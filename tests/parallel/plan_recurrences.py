@@ -1,0 +1,51 @@
+"""Blocks with recurrences and short convolutions, to lay out over meshes."""
+
+from typing import Any
+
+import jax
+from plan_parts import attention, EMBED, HEAD_DIM, HEADS, MLP, norm
+
+from eqformer import nn
+
+
+def recurrence(key: Any, kv_heads: int = 4) -> nn.Period:
+    """Like Qwen3-Next: a gated delta net, and an attention whose heads have gates, under norms that count from one."""
+    one, two = jax.random.split(key)
+    sizes = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": HEAD_DIM, "v_dim": 6}
+    net = nn.GatedDeltaNet(embed=EMBED, **sizes, chunk=5, key=one)
+    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
+    mixers = net, attention(two, kv_heads=kv_heads, gate=True)
+    return nn.Period(
+        tuple(
+            nn.Block(
+                nn.Residual(mixer, norm(1.0), dropout=nn.Dropout(0.1)),
+                nn.Residual(mlp, norm(1.0), dropout=nn.Dropout(0.1)),
+            )
+            for mixer in mixers
+        )
+    )
+
+
+def state_space(key: Any, kv_heads: int = 4) -> nn.Period:
+    """Like Granite 4: a Mamba-2 whose outputs are normed by groups or, of one key head, together; an attention."""
+    one, two = jax.random.split(key)
+    net = nn.Mamba2Mixer(embed=EMBED, heads=HEADS, kv_heads=kv_heads, head_dim=5, v_dim=6, chunk=5, bias=True, key=one)
+    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
+    return nn.Period(
+        (nn.Block(nn.Residual(net, norm())), nn.Block(nn.Residual(attention(two), norm()), nn.Residual(mlp)))
+    )
+
+
+def short_convolutions(key: Any) -> nn.Period:
+    """Like LFM2: a short convolution between gates, with biases, and an attention."""
+    one, two = jax.random.split(key)
+    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
+    mixers = nn.GatedShortConv(embed=EMBED, mlp=24, taps=4, bias=True, key=one), attention(two)
+    return nn.Period(tuple(nn.Block(nn.Residual(mixer, norm()), nn.Residual(mlp, norm())) for mixer in mixers))
+
+
+def channel_recurrence(key: Any) -> nn.Block:
+    """Like Kimi Linear: a delta net of which each channel decays by itself."""
+    one, two = jax.random.split(key)
+    net = nn.ChannelDeltaNet(embed=EMBED, heads=HEADS, head_dim=HEAD_DIM, v_dim=6, rank=5, chunk=8, key=one)
+    return nn.Block(nn.Residual(net, norm()), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=two), norm()))
