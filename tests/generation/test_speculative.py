@@ -112,6 +112,7 @@ def test_every_attention(kind):
     assert found.new_ids() == write(model).new_ids() and 0 < found.drafted.acceptance < 1
 
 
+@pytest.mark.quick
 def test_draws_have_the_models_distribution():
     """Of every pair of proposals, exactly: what is taken, what is drawn in its place and what follows, in float64."""
     draw = np.random.default_rng(0)

@@ -94,7 +94,6 @@ class Unweighed:
 
 
 @pytest.mark.grid
-@pytest.mark.quick
 def test_tokens_beyond_a_cache_in_pieces_are_refused_or_nan(monkeypatch):
     """Refused where positions are known, before anything is compiled; NaN where they are not, and the others right."""
     config = models.LlamaConfig(vocab=16, embed=8, layers=1, heads=2, kv_heads=1, mlp=8)
