@@ -43,7 +43,9 @@ def selection(part: str) -> list[str]:
     """The arguments of pytest that choose a part."""
     others = [path for name, paths in PARTS.items() if name != part for path in paths]
     inside = [other for other in others if any(other.startswith(own + "/") for own in PARTS[part])]
-    return ["-m", "grid", *PARTS[part], *(f"--ignore={path}" for path in inside)]
+    is_one_file = [path.endswith(".py") for path in PARTS[part]] == [True]
+    shared_out = ["--dist", "load"] if is_one_file else []
+    return ["-m", "grid", *shared_out, *PARTS[part], *(f"--ignore={path}" for path in inside)]
 
 
 def git(*arguments: str) -> str:
