@@ -112,8 +112,8 @@ def draft_of(command: Command, writer: Writer) -> generation.Model | str | None:
     if command.draft == OWN:
         return str(OWN)
     is_run = RunDirectory(command.draft).recipe.exists()
-    own = dataclasses.replace(command, weights="decoded")  # a draft is small
-    draft = (of_run if is_run else of_folder)(own, command.draft)
+    decoded = dataclasses.replace(command, weights="decoded")  # a draft is small
+    draft = (of_run if is_run else of_folder)(decoded, command.draft)
     ids, own = (one.tokenizer.encode(command.prompt).tolist() for one in (draft, writer))
     if ids != own:
         raise ValueError(

@@ -62,8 +62,7 @@ def plain_shapes(model: nn.Transformer) -> nn.Transformer:
     def one(node: Any) -> Any:
         if not isinstance(node, nn.QuantisedLinear):
             return node
-        plain = eqx.filter_eval_shape(nn.dense, node)
-        return eqx.tree_at(lambda m: m.bias, plain, node.bias, is_leaf=lambda leaf: leaf is None)
+        return _with_bias(eqx.filter_eval_shape(nn.dense, node), node.bias)
 
     return jax.tree.map(one, model, is_leaf=nn.is_map)
 
@@ -140,8 +139,12 @@ def _shapes_of(arrays: Arrays, name: str, form: Grouped, linear: nn.DenseMap, dt
             bias=bias,
         )
 
-    made = eqx.filter_eval_shape(make, linear.bias)
-    return eqx.tree_at(lambda m: m.bias, made, linear.bias, is_leaf=lambda leaf: leaf is None)
+    return _with_bias(eqx.filter_eval_shape(make, linear.bias), linear.bias)
+
+
+def _with_bias(linear: nn.LinearMap, bias: Any) -> Any:
+    """The map with a bias that other maps have too, by whose identity it is found."""
+    return eqx.tree_at(lambda m: m.bias, linear, bias, is_leaf=lambda leaf: leaf is None)
 
 
 def _of_groups(each: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -65,6 +65,20 @@ def linear(x: np.ndarray, module: Any) -> np.ndarray:
     return y if module.bias is None else y + wide(module.bias)
 
 
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """One over one plus `exp(-x)`."""
+    return 1 / (1 + np.exp(-x))
+
+
+def convolved(conv: Any, y: np.ndarray) -> np.ndarray:
+    """What a `CausalConv` without a bias must compute of rows of one document, and silu of it."""
+    weight = wide(conv.weight)
+    taps = weight.shape[-1]
+    padded = np.concatenate([np.zeros((len(y), taps - 1, *y.shape[2:])), y], axis=1)
+    found = sum(padded[:, tap : tap + y.shape[1]] * weight[..., tap] for tap in range(taps))
+    return found * sigmoid(found)
+
+
 def rms(x: np.ndarray, module: Any) -> np.ndarray:
     """What an `RMSNorm` must compute over its trailing dims."""
     axes = tuple(range(-len(module.dims), 0))

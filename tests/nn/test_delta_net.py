@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close, drawn, linear, normal, replaced, rms, wide
+from nn_reference import close, convolved, drawn, linear, normal, replaced, rms, sigmoid, wide
 
 from eqformer import nn
 
@@ -20,20 +20,9 @@ X = normal(1, 2, SEQ, EMBED)
 run = eqx.filter_jit(lambda net, x, tokens, cache=None: net(x, tokens, cache))
 
 
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
 def literal(net, x):
     """Convolve, bend, normalise, remember and answer, of rows of one document, in float64, by loops."""
-
-    def mixed(part, conv):
-        y, weight = linear(x, part), wide(conv.weight)
-        taps = weight.shape[-1]
-        y = np.concatenate([np.zeros((len(x), taps - 1, *y.shape[2:])), y], axis=1)
-        y = sum(y[:, tap : tap + x.shape[1]] * weight[..., tap] for tap in range(taps))
-        return y * sigmoid(y)
-
+    mixed = lambda part, conv: convolved(conv, linear(x, part))
     unit = lambda y: y / np.sqrt((y * y).sum(axis=-1, keepdims=True) + 1e-6)
     query, key = unit(mixed(net.query, net.query_conv)), unit(mixed(net.key, net.key_conv))
     value, rate = mixed(net.value, net.value_conv), sigmoid(linear(x, net.rate))

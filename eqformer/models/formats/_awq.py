@@ -3,25 +3,12 @@
 import dataclasses
 
 import numpy as np
-from jaxtyping import Float32, Int32, UInt8
+from jaxtyping import Int32, UInt8
 
 from .._config import PublishedConfig
-from ._format import (
-    check_codes,
-    check_part,
-    finite,
-    Format,
-    Grouped,
-    Groups,
-    groups_of,
-    number_of_groups,
-    Numbers,
-    Parts,
-    SCALES,
-    unpacked,
-    whole_values,
-)
+from ._format import check_codes, check_part, finite, Format, number_of_groups, Numbers, Parts, SCALES
 from ._gptq import group_of
+from ._whole_numbers import groups_of, unpacked, WholeNumbers
 
 
 _CODES, _ZEROS, _SCALES, _MANY = ".qweight", ".qzeros", ".scales", 8
@@ -29,11 +16,8 @@ _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # from the lowest bits up, a word has the out
 
 
 @dataclasses.dataclass(frozen=True)
-class AWQ(Grouped):
-    """`(code - zero) * scale` for each group of inputs."""
-
-    group: int | None = None
-    """Inputs of a group; None: all."""
+class AWQ(WholeNumbers):
+    """Numbers of 4 bits."""
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """(outputs, inputs)."""
@@ -43,10 +27,6 @@ class AWQ(Grouped):
         check_part(parts, _SCALES, SCALES, ((groups, words * _MANY),))
         return words * _MANY, inputs
 
-    def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "outputs inputs"]:
-        """Some outputs."""
-        return whole_values(self.numbers(parts, rows), 4)
-
     def numbers(self, parts: Parts, rows: slice) -> Numbers:
         """Some outputs."""
         words = slice(rows.start // _MANY, rows.stop // _MANY)
@@ -54,11 +34,6 @@ class AWQ(Grouped):
         scales = finite(parts[_SCALES][:, rows].T)
         group = groups_of(codes.shape[1], self.group, scales.shape[1])
         return Numbers(codes, scales[:, group], zeros[:, group])
-
-    @property
-    def groups(self) -> Groups:
-        """Whole numbers with zeros."""
-        return Groups("int4", self.group, _SCALES, has_zeros=True)
 
 
 def _numbers(words: Int32[np.ndarray, "rows words"]) -> UInt8[np.ndarray, "rows outputs"]:

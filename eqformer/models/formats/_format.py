@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int32, Shaped, UInt8
+from jaxtyping import Float32, Shaped, UInt8
 
 
 Parts = Mapping[str, Shaped[np.ndarray, "..."]]  # the arrays stored for one, by the end of their names
@@ -122,34 +122,9 @@ def finite(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
     return scales
 
 
-def whole_values(found: Numbers, bits: int) -> Float32[np.ndarray, "rows columns"]:
-    """`(code - zero) * scale` of whole numbers, `zero` half of the range where none is stored."""
-    codes, scales = found.codes.astype(np.float32), found.scales.astype(np.float32)
-    return (codes - (2 ** (bits - 1) if found.zeros is None else found.zeros)) * scales
-
-
-def unpacked(words: Int32[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows numbers"]:
-    """The numbers of 4 or 8 bits in each word, the lowest bits first."""
-    octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
-    if bits == 8:
-        return octets
-    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(len(words), -1)
-
-
 def number_of_groups(columns: int, size: int | None) -> int:
     """How many groups of `size` columns there are; None: one of all."""
     return math.ceil(columns / (size or columns))
-
-
-def groups_of(
-    columns: int, size: int | None, number: int, stated: Shaped[np.ndarray, "columns"] | None = None
-) -> Shaped[np.ndarray, "columns"]:
-    """The group of each column: as stated, or one after another; raises a `ValueError` for one that there is not."""
-    if stated is None:
-        return np.arange(columns) // (size or columns)
-    if stated.min() < 0 or stated.max() >= number:
-        raise ValueError(f"a column of it is of group {stated.max()} or {stated.min()}, and it has {number}")
-    return stated
 
 
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32", "int64": "I64", "uint8": "U8"}

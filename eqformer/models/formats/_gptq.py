@@ -3,24 +3,10 @@
 import dataclasses
 
 import numpy as np
-from jaxtyping import Float32
 
 from .._config import PublishedConfig
-from ._format import (
-    check_codes,
-    check_part,
-    finite,
-    Format,
-    Grouped,
-    Groups,
-    groups_of,
-    number_of_groups,
-    Numbers,
-    Parts,
-    SCALES,
-    unpacked,
-    whole_values,
-)
+from ._format import check_codes, check_part, finite, Format, number_of_groups, Numbers, Parts, SCALES
+from ._whole_numbers import groups_of, unpacked, WholeNumbers
 
 
 _CODES, _ZEROS, _SCALES, _PLACES = ".qweight", ".qzeros", ".scales", ".g_idx"
@@ -33,47 +19,33 @@ _OF_ROUNDING = (
 
 
 @dataclasses.dataclass(frozen=True)
-class GPTQ(Grouped):
-    """`(code - zero) * scale` for each group of inputs; the first version stores `zero - 1`, modulo its range."""
+class GPTQ(WholeNumbers):
+    """Numbers whose first version stores `zero - 1`, modulo its range."""
 
-    bits: int = 4
-    group: int | None = None
-    """Inputs of a group; None: all."""
     shift: int = 1
     """What is added to a stored zero."""
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """(outputs, inputs)."""
-        many = 32 // self.bits
         words, outputs = check_codes(parts, _CODES, "I32", 2)
-        inputs = words * many
+        inputs = words * self.many
         groups = number_of_groups(inputs, self.group)
-        if outputs % many:
-            raise ValueError(f"its {outputs} outputs are no multiple of the {many} numbers of a word")
-        check_part(parts, _ZEROS, ("I32",), ((groups, outputs // many),))
+        if outputs % self.many:
+            raise ValueError(f"its {outputs} outputs are no multiple of the {self.many} numbers of a word")
+        check_part(parts, _ZEROS, ("I32",), ((groups, outputs // self.many),))
         check_part(parts, _SCALES, SCALES, ((groups, outputs),))
         if _PLACES in parts:
             check_part(parts, _PLACES, ("I32",), ((inputs,),))
         return outputs, inputs
 
-    def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "outputs inputs"]:
-        """Some outputs."""
-        return whole_values(self.numbers(parts, rows), self.bits)
-
     def numbers(self, parts: Parts, rows: slice) -> Numbers:
         """Some outputs."""
-        many = 32 // self.bits
         codes = unpacked(np.ascontiguousarray(parts[_CODES][:, rows].T), self.bits)
         scales = finite(parts[_SCALES][:, rows].T)
-        zeros = unpacked(parts[_ZEROS][:, rows.start // many : rows.stop // many], self.bits).T
+        zeros = unpacked(parts[_ZEROS][:, rows.start // self.many : rows.stop // self.many], self.bits).T
         zeros = ((zeros.astype(np.int32) + self.shift) % 2**self.bits).astype(np.uint8)
         group = groups_of(codes.shape[1], self.group, scales.shape[1], parts.get(_PLACES))
         return Numbers(codes, scales[:, group], zeros[:, group])
-
-    @property
-    def groups(self) -> Groups:
-        """Whole numbers with zeros."""
-        return Groups(f"int{self.bits}", self.group, _SCALES, has_zeros=True)
 
 
 def gptq(published: PublishedConfig) -> Format:

@@ -16,7 +16,7 @@ from .._norm import RMSNorm
 from .._tokens import Tokens, tokens_or_default
 from ._conv import CausalConv
 from ._delta_rule import delta_rule
-from ._reading import empty_cache, Reading, unit
+from ._reading import check_sizes, empty_cache, Reading, step_bias, unit
 
 
 class ChannelDeltaNet(Mixer):
@@ -72,8 +72,7 @@ class ChannelDeltaNet(Mixer):
             output_std: The deviation of the last map's weights; None: as the others'.
             key: For the weights.
         """
-        if chunk < 1:
-            raise ValueError(f"ChannelDeltaNet(chunk={chunk}): chunk counts tokens and must be at least 1.")
+        check_sizes("ChannelDeltaNet", heads=heads, kv_heads=heads, chunk=chunk)
         keys = jax.random.split(key, 14)
         v_dim, rank = head_dim if v_dim is None else v_dim, head_dim if rank is None else rank
         of_keys: dict[str, Any] = {"heads": heads, "head_dim": head_dim}
@@ -90,8 +89,7 @@ class ChannelDeltaNet(Mixer):
         self.key_conv = CausalConv("heads head_dim", taps=taps, **of_keys, key=keys[9])
         self.value_conv = CausalConv("heads v_dim", taps=taps, **of_values, key=keys[10])
         self.log_rate = jnp.log(jax.random.uniform(keys[11], (heads,), jnp.float32, 1.0, 16.0))
-        step = jnp.exp(jax.random.uniform(keys[12], (heads, head_dim), jnp.float32, jnp.log(0.001), jnp.log(0.1)))
-        self.decay_bias = step + jnp.log(-jnp.expm1(-step))  # of which softplus gives the step
+        self.decay_bias = step_bias((heads, head_dim), keys[12])
         self.norm = RMSNorm("v_dim", v_dim=v_dim, eps=eps)
         self.output = Linear("heads v_dim -> embed", embed=embed, **of_values, std=output_std, key=keys[13])
         self.chunk = chunk
@@ -117,7 +115,7 @@ class ChannelDeltaNet(Mixer):
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> RecurrentCache:
         """An empty cache; `capacity` does not matter."""
-        return empty_cache(batch, dtype, self.key, self.value, [self.key_conv])
+        return empty_cache(batch, dtype, self.key, self.value, self.key_conv)
 
     def facts(self) -> MixerFacts:
         """It runs on a slice of its heads; its state is read by the key, corrected, and read by the query."""

@@ -16,7 +16,7 @@ from .._norm import RMSNorm
 from .._tokens import Tokens, tokens_or_default
 from ._conv import CausalConv
 from ._delta_rule import delta_rule
-from ._reading import empty_cache, Reading, unit
+from ._reading import check_sizes, empty_cache, Reading, unit
 
 
 class GatedDeltaNet(Mixer):
@@ -73,13 +73,7 @@ class GatedDeltaNet(Mixer):
             output_std: The deviation of the last map's weights; None: as the others'.
             key: For the weights.
         """
-        if heads % kv_heads:
-            raise ValueError(
-                f"GatedDeltaNet(heads={heads}, kv_heads={kv_heads}): each key head serves equally many values, so "
-                f"kv_heads must divide heads; take one of {[n for n in range(1, heads + 1) if heads % n == 0]}."
-            )
-        if chunk < 1:
-            raise ValueError(f"GatedDeltaNet(chunk={chunk}): chunk counts tokens and must be at least 1.")
+        check_sizes("GatedDeltaNet", heads=heads, kv_heads=kv_heads, chunk=chunk)
         keys = jax.random.split(key, 11)
         few: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim}
         many: dict[str, Any] = {"heads": heads, "v_dim": v_dim}
@@ -122,7 +116,7 @@ class GatedDeltaNet(Mixer):
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> RecurrentCache:
         """An empty cache; `capacity` does not matter."""
-        return empty_cache(batch, dtype, self.key, self.value, [self.key_conv])
+        return empty_cache(batch, dtype, self.key, self.value, self.key_conv)
 
     def facts(self) -> MixerFacts:
         """It runs on a slice of its heads; its state is read by the key, corrected, and read by the query."""

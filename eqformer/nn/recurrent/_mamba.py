@@ -15,7 +15,7 @@ from .._linear_map import LinearMap
 from .._norm import RMSNorm
 from .._tokens import Tokens, tokens_or_default
 from ._conv import CausalConv
-from ._reading import empty_cache, Reading
+from ._reading import check_sizes, empty_cache, Reading, step_bias
 from ._state_space import state_space
 
 
@@ -84,13 +84,7 @@ class Mamba2Mixer(Mixer):
             norm_eps: What the output's norm adds to the mean of squares; None: there is no norm.
             output_std: The deviation of the last map's weights; None: as the others'.
         """
-        if heads % kv_heads:
-            raise ValueError(
-                f"Mamba2Mixer(heads={heads}, kv_heads={kv_heads}): each key head serves equally many values, so "
-                f"kv_heads must divide heads; take one of {[n for n in range(1, heads + 1) if heads % n == 0]}."
-            )
-        if chunk < 1:
-            raise ValueError(f"Mamba2Mixer(chunk={chunk}): chunk counts tokens and must be at least 1.")
+        check_sizes("Mamba2Mixer", heads=heads, kv_heads=kv_heads, chunk=chunk)
         keys = jax.random.split(key, 10)
         few: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim}
         many: dict[str, Any] = {"heads": heads, "v_dim": v_dim}
@@ -105,8 +99,7 @@ class Mamba2Mixer(Mixer):
         self.key_conv = CausalConv("kv_heads head_dim", **conv, **few, key=keys[6])
         self.query_conv = CausalConv("kv_heads head_dim", **conv, **few, key=keys[7])
         self.log_rate = jnp.log(jnp.arange(1, heads + 1, dtype=jnp.float32))
-        step = jnp.exp(jax.random.uniform(keys[8], (heads,), jnp.float32, jnp.log(0.001), jnp.log(0.1)))
-        self.step_bias = step + jnp.log(-jnp.expm1(-step))  # of which softplus gives the step
+        self.step_bias = step_bias((heads,), keys[8])
         self.skip = jnp.ones(heads, jnp.float32)
         # Over all heads a norm may be split; that of a group, of which each device has the whole, never is.
         dims = "heads v_dim" if kv_heads == 1 else "group v_dim"
@@ -143,7 +136,7 @@ class Mamba2Mixer(Mixer):
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> RecurrentCache:
         """An empty cache; `capacity` does not matter."""
-        return empty_cache(batch, dtype, self.key, self.value, [self.key_conv])
+        return empty_cache(batch, dtype, self.key, self.value, self.key_conv)
 
     def facts(self) -> MixerFacts:
         """It runs on a slice of its heads, of whole groups where these are normed each by itself."""

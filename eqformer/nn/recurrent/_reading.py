@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from .._cache import RecurrentCache
 from .._documents import continues, documents_of, lengths_after
@@ -79,13 +79,32 @@ class Reading(eqx.Module):
         return [jnp.where(self.is_real[..., None, None], y, 0) for y in inputs]
 
 
-def empty_cache(
-    batch: Sequence[int], dtype: str, key: LinearMap, value: LinearMap, convs: Sequence[CausalConv]
-) -> RecurrentCache:
-    """A cache that remembers nothing, for rows of any length; `key` and `value` are the maps that keys come from."""
+def check_sizes(call: str, *, heads: int, kv_heads: int, chunk: int) -> None:
+    """Raise a `ValueError` unless `kv_heads` divides `heads` and a chunk has tokens; `call` is what errors name."""
+    if heads % kv_heads:
+        raise ValueError(
+            f"{call}(heads={heads}, kv_heads={kv_heads}): each key head serves equally many values, so "
+            f"kv_heads must divide heads; take one of {[n for n in range(1, heads + 1) if heads % n == 0]}."
+        )
+    if chunk < 1:
+        raise ValueError(f"{call}(chunk={chunk}): chunk counts tokens and must be at least 1.")
+
+
+def step_bias(shape: tuple[int, ...], key: Key[Array, ""]) -> Float[Array, "..."]:
+    """Numbers of which softplus gives steps from 0.001 to 0.1, whose logarithms are spread evenly."""
+    step = jnp.exp(jax.random.uniform(key, shape, jnp.float32, jnp.log(0.001), jnp.log(0.1)))
+    return step + jnp.log(-jnp.expm1(-step))
+
+
+def empty_cache(batch: Sequence[int], dtype: str, key: LinearMap, value: LinearMap, conv: CausalConv) -> RecurrentCache:
+    """A cache that remembers nothing, for rows of any length.
+
+    `key` and `value` are the maps that keys and values come from, `conv` one of the convolutions, which see equally
+    many tokens.
+    """
     dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
     (kv_heads, head_dim), (heads, v_dim) = key.output_shape, value.output_shape
-    kept = (*batch, convs[0].weight.shape[-1] - 1)
+    kept = (*batch, conv.weight.shape[-1] - 1)
     few, many = jnp.zeros((*kept, kv_heads, head_dim), dtype), jnp.zeros((*kept, heads, v_dim), dtype)
     state = jnp.zeros((*batch, heads, head_dim, v_dim), at_least_float32(jnp.dtype(dtype)))
     return RecurrentCache(state, few, few, many, jnp.zeros(tuple(batch), jnp.int32))
