@@ -34,7 +34,7 @@ from support.check import check
 from support.command import parse
 from support.fitting import fitting, memory_bytes
 from support.flags import naming_flags
-from support.mesh import abstract_plan, check_plan, check_sizes, mesh_line, plan_of, state_of, step_of
+from support.mesh import abstract_plan, check_plan, check_sizes, plan_of, state_of, step_of
 from support.processes import check_machine, Machine
 from support.screen import one_message
 from support.setup import batch_shapes, optimizer_of
@@ -83,7 +83,7 @@ def report(command: Command) -> None:
     plan = abstract_plan(recipe)
     check_plan(recipe, plan, model)
     states = state_of(recipe, plan, optimizer_of(recipe, model), model)
-    print(mesh_line(plan), end="\n\n")
+    print(parallel.summary(plan), end="\n\n")
     held = plan.shapes(model)
     print(parallel.layout_table(held, plan.parameter_specs(held), plan.mesh).partition("\n")[2], end="\n\n")
     _print_whole(plan, held)

@@ -25,8 +25,7 @@ from support.check import check
 from support.command import parse
 from support.fitting import choices, gigabytes, recipe_under
 from support.flags import naming_flags
-from support.mesh import abstract_plan, check_plan, check_sizes, flags, mesh_line, plan_of, state_of, step_of
-from support.pictures import draw_costs
+from support.mesh import abstract_plan, check_plan, check_sizes, flags, plan_of, state_of, step_of
 from support.plan_words import compilation_dict, forecast_text, held_text, program_text
 from support.screen import one_message
 from support.setup import batch_shapes, optimizer_of
@@ -101,12 +100,12 @@ def tell(command: Command) -> None:
         row = {"recipe": command.recipe, "flags": flags(recipe)} | run.found.as_dict()
         print(json.dumps(row | {"compiled": made and compilation_dict(made)}, indent=1))
     else:
-        print(forecast_text(run.found, mesh_line(plan)), end="\n\n")
+        print(forecast_text(run.found, parallel.summary(plan)), end="\n\n")
         print(_unsaid(topology) if made is None else program_text(made, run.found))
         if run.instead is not None and (run.found.missing or (made is not None and _lacks(made, topology))):
             print(run.instead())
     if command.picture is not None:
-        draw_costs(run.found.held, topology.accelerator.memory, run.found.time.by_cause, command.picture)
+        planning.picture_costs(run.found.held, topology.accelerator.memory, run.found.time.by_cause, command.picture)
 
 
 def _topology(command: Command) -> planning.Topology:

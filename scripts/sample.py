@@ -20,7 +20,7 @@ from support.command import read
 from support.flags import naming_flags
 from support.mesh import plan_of
 from support.processes import devices_of, Machine
-from support.published import ends_of, published_tokenizer, recipe_of_folder, tokenizer_of
+from support.published import published_tokenizer, recipe_of_folder, tokenizer_of
 from support.run_directory import RunDirectory
 from support.screen import one_message, Screen
 from support.setup import latest_model, shapes_of
@@ -143,7 +143,7 @@ def of_run(command: Command, folder: Path) -> Writer:
 
 
 def _writer(model: nn.Transformer, plan: parallel.Plan | None, tokenizer: data.Tokenizer, folder: Path) -> Writer:
-    return Writer(served(model, plan), tokenizer, sorted({tokenizer.end_of_text, *ends_of(folder)}), folder)
+    return Writer(served(model, plan), tokenizer, sorted({tokenizer.end_of_text, *models.ends_of_text(folder)}), folder)
 
 
 def served(model: nn.Transformer, plan: parallel.Plan | None) -> generation.Model:

@@ -4,6 +4,7 @@ What ran is kept in `.grid.json`, which is not committed.
 """
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -62,22 +63,30 @@ def told(record: dict[str, dict], changed: Callable[[str], int]) -> list[str]:
             continue
         number = changed(last["commit"])
         since = f"{number} files changed since" if number else "nothing changed since"
-        lines.append(f"{part:<10} {last['commit'][:8]}  {last['result']}  {last['minutes']:.0f} min  {since}")
+        took = f"{last['minutes']:.0f} min, {last['processor_minutes']:.0f} of a processor"
+        lines.append(f"{part:<10} {last['commit'][:8]}  {last['result']}  {took}  {since}")
     return lines
 
 
 def run(part: str) -> int:
     """Run a part and keep what came of it; returns pytest's exit code."""
-    begun = time.monotonic()
+    begun, spent = time.monotonic(), _processor_seconds()
     code = subprocess.run([sys.executable, "-m", "pytest", *selection(part)], cwd=ROOT).returncode
     uncommitted = "" if not git("status", "--porcelain", *SOURCES) else " with changes"
     row = {
         "commit": git("rev-parse", "HEAD"),
         "result": ("passed" if code == 0 else "failed") + uncommitted,
         "minutes": (time.monotonic() - begun) / 60,
+        "processor_minutes": (_processor_seconds() - spent) / 60,
     }
     RECORD.write_text(json.dumps(recorded() | {part: row}, indent=2) + "\n", encoding="utf-8")
     return code
+
+
+def _processor_seconds() -> float:
+    """What the processes that have ended took."""
+    of_children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return of_children.ru_utime + of_children.ru_stime
 
 
 def recorded() -> dict[str, dict]:

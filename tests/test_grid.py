@@ -24,9 +24,9 @@ def test_each_file_with_tests_of_the_grid_is_in_a_part():
 
 
 def test_what_has_run_is_said():
-    record = {"layers": {"commit": "abcdef0123", "result": "passed", "minutes": 12.4}}
+    record = {"layers": {"commit": "abcdef0123", "result": "passed", "minutes": 12.4, "processor_minutes": 20.6}}
     lines = grid.told(record, {"abcdef0123": 3}.__getitem__)
-    assert lines[0].split() == "layers abcdef01 passed 12 min 3 files changed since".split()
+    assert lines[0].split() == "layers abcdef01 passed 12 min, 21 of a processor 3 files changed since".split()
     assert lines[1] == "models     has not been run" and len(lines) == len(grid.PARTS)
 
 

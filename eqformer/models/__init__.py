@@ -21,7 +21,7 @@ from ._families import (
     register as register,
 )
 from ._family import DecoderConfig as DecoderConfig, Family as Family, ModelConfig as ModelConfig
-from ._folder import read_json as read_json
+from ._folder import ends_of_text as ends_of_text, read_json as read_json
 from ._load import load as load, read_config as read_config
 from ._save import COMPANIONS as COMPANIONS, save as save
 from ._towers import Tower as Tower

@@ -191,6 +191,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def ends_of_text(folder: str | Path) -> list[int]:
+    """The ids that end a text of a published model, the main one first; empty if the folder names none.
+
+    They are `eos_token_id` of `generation_config.json` or, where it says nothing, of `config.json`.
+    """
+    for name in ("generation_config.json", CONFIG):
+        file = Path(folder) / name
+        found = read_json(file).get("eos_token_id") if file.exists() else None
+        if found is not None:
+            return found if isinstance(found, list) else [found]
+    return []
+
+
 def _few(names: set[str]) -> str:
     listed = sorted(names)
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

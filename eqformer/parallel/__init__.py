@@ -33,6 +33,7 @@ from ._processes import (
 )
 from ._send import COLLECTIVES as COLLECTIVES, STATE as STATE
 from ._shard_map import filter_shard_map as filter_shard_map
+from ._summary import summary as summary
 from ._vary import vary as vary, vary_like as vary_like, varying_axes as varying_axes
 from .context._context import (
     check_context as check_context,

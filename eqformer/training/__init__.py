@@ -5,6 +5,7 @@ from ._checkpoint import (
     CheckpointError as CheckpointError,
 )
 from ._chunks import chunk_size as chunk_size
+from ._clock import Clock as Clock
 from ._debug_nans import DebugNans as DebugNans
 from ._first_non_finite import first_non_finite as first_non_finite, NonFinite as NonFinite
 from ._gradient_norms import module_gradient_norms as module_gradient_norms
@@ -46,6 +47,7 @@ from ._optimizer import (
     Trained as Trained,
 )
 from ._own_rows import OwnRows as OwnRows
+from ._pictures import picture_loads as picture_loads, picture_losses as picture_losses
 from ._planned_state import PlannedState as PlannedState, restore_model as restore_model
 from ._planned_step import (
     planned_evaluation as planned_evaluation,

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
 from eqformer import data, nn
-from support.pictures import save_whole
 from support.run_directory import RunDirectory
+from support.whole import part_of, write_whole
 
 
 matplotlib.use("agg")
@@ -62,9 +62,7 @@ def write_page(target: Path, pieces: Sequence[str], chosen: np.ndarray, title: s
         f"<p>Each token in the colour of the expert that it takes first: <code>{legend}</code></p>\n"
         f"{''.join(sections)}</body></html>\n"
     )
-    part = target.with_suffix(".part")
-    part.write_text(page, encoding="utf-8")
-    part.replace(target)
+    write_whole(target, page)
 
 
 def draw(target: Path, pieces: Sequence[str], chosen: np.ndarray, title: str, lines: int = 12) -> None:
@@ -83,7 +81,8 @@ def draw(target: Path, pieces: Sequence[str], chosen: np.ndarray, title: str, li
             axes.text(column, line, letter, family=FONT, fontsize=8, ha="center", va="center", parse_math=False)
         axes.set_title(f"mixture {layer}", fontsize=8, loc="left")
         axes.set_axis_off()
-    save_whole(figure, target)
+    figure.savefig(part := part_of(target), format="png")
+    part.replace(target)
 
 
 def _laid_out(pieces: Sequence[str], lines: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, str]]]:

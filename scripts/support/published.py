@@ -54,7 +54,7 @@ def tokenizer_of(recipe: Recipe, directory: RunDirectory | None = None) -> data.
 
 def published_tokenizer(folder: Path, end_of_text: str | None = None) -> data.Tokenizer:
     """The tokenizer of a published folder; bytes if the folder has none and the model 256 ids."""
-    file, ends = folder / "tokenizer.json", ends_of(folder)
+    file, ends = folder / "tokenizer.json", models.ends_of_text(folder)
     if file.exists():
         return data.FileTokenizer(file, end_of_text=next(iter(ends), None) if end_of_text is None else end_of_text)
     if models.read_config(folder).vocab == data.ByteTokenizer.vocab:
@@ -68,16 +68,6 @@ def _bytes(end_of_text: str | None) -> data.Tokenizer:
             f"--text.end-of-text {end_of_text}: bytes end a text with 0; leave it out, or give --text.tokenizer."
         )
     return data.ByteTokenizer()
-
-
-def ends_of(folder: Path) -> list[int]:
-    """The end-of-text ids of a published model, the main one first; empty if the folder names none."""
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        found = models.read_json(file).get("eos_token_id") if file.exists() else None
-        if found is not None:
-            return found if isinstance(found, list) else [found]
-    return []
 
 
 def keep_companions(recipe: Recipe, directory: RunDirectory) -> None:

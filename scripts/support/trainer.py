@@ -12,12 +12,10 @@ from recipes import Lora, Recipe
 from eqformer import data, generation, parallel, planning, training
 from eqformer.parallel import check_alike, on_all_processes, on_first_process
 from support.check import steps_of
-from support.clock import Clock
 from support.colored_text import color, has_choices
 from support.forked import forked
-from support.mesh import loss_of, mesh_line, state_of, step_of
+from support.mesh import loss_of, state_of, step_of
 from support.metric_writers import open_metrics, Write
-from support.pictures import draw_loads, draw_losses
 from support.prolonged import stretches_of
 from support.published import keep_companions, tokenizer_of
 from support.recipe_file import to_json
@@ -72,7 +70,7 @@ class Trainer:
             if mixed := self.texts.description(recipe.steps):
                 screen.note(mixed)
             if self.plan.mesh.size > 1:
-                screen.note(mesh_line(self.plan))
+                screen.note(parallel.summary(self.plan))
             if start >= recipe.steps:
                 screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
                 return
@@ -101,21 +99,31 @@ class Trainer:
     def _callbacks(self, write: Write, show: Show, checkpointer: training.Checkpointer) -> list[training.Callback]:
         """What is done after each step, in this order."""
         recipe, every = self.recipe, training.Every
-        clock = Clock(recipe, self.plan, self.flops_per_token)
+        clock = training.Clock(
+            tokens_per_step=recipe.batch * recipe.seq, flops_per_token=self.flops_per_token, peak_flops=self._peak_flops
+        )
         show_last = lambda run: show(run.step, figures(self.last), run.step == self.last.get("step"))
         return [
             *([self._profile()] if recipe.profile else []),
             training.Log(recipe.log_every, self._keeping(write), self._more(clock)),
-            clock,
-            *([self._debug_nans()] if recipe.debug_nans else []),
-            self.spikes,
-            every(1, self._vote),
-            every(recipe.validate_every, lambda run: self._validate(run, write)),
-            every(1, show_last),
-            training.Checkpoints(recipe.checkpoint_every, checkpointer, self._metadata, self.states),
-            *([every(recipe.sample_every, self._sample)] if recipe.sample_every else []),
-            every(1, lambda _: clock.start()),
+            *clock.leaving_out(
+                [
+                    *([self._debug_nans()] if recipe.debug_nans else []),
+                    self.spikes,
+                    every(1, self._vote),
+                    every(recipe.validate_every, lambda run: self._validate(run, write)),
+                    every(1, show_last),
+                    training.Checkpoints(recipe.checkpoint_every, checkpointer, self._metadata, self.states),
+                    *([every(recipe.sample_every, self._sample)] if recipe.sample_every else []),
+                ]
+            ),
         ]
+
+    def _peak_flops(self) -> float:
+        """The measured peak of all devices together; simulated devices share their CPU's."""
+        one = jax.local_devices()[0]
+        number = jax.process_count() if one.platform == "cpu" else self.plan.mesh.size
+        return number * planning.matmul_peak(self.recipe.precision.compute, device=one, seconds=0.25)
 
     def _profile(self) -> training.Profile:
         return training.Profile(*steps_of(self.recipe.profile or ""), self.directory.profile)
@@ -134,7 +142,7 @@ class Trainer:
 
         return keep
 
-    def _more(self, clock: Clock) -> Callable[[training.Progress], dict[str, float]]:
+    def _more(self, clock: training.Clock) -> Callable[[training.Progress], dict[str, float]]:
         """What rows have beside the step's metrics."""
         left_out = sum(last - first + 1 for first, last in self.spikes.left_out)
         return lambda run: clock.rate(run) | ({"batches_left_out": left_out} if left_out else {})
@@ -179,8 +187,8 @@ class Trainer:
         on_first_process(self._draw)
 
     def _draw(self) -> None:
-        draw_losses(self.directory.metrics, self.directory.loss)
-        draw_loads(self.directory.metrics, self.directory.loads)
+        training.picture_losses(self.directory.metrics, self.directory.loss)
+        training.picture_loads(self.directory.metrics, self.directory.loads)
 
     def _metadata(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps beside the state."""

@@ -75,7 +75,7 @@ def convolved(conv: Any, y: np.ndarray) -> np.ndarray:
     weight = wide(conv.weight)
     taps = weight.shape[-1]
     padded = np.concatenate([np.zeros((len(y), taps - 1, *y.shape[2:])), y], axis=1)
-    found = sum(padded[:, tap : tap + y.shape[1]] * weight[..., tap] for tap in range(taps))
+    found = np.sum([padded[:, tap : tap + y.shape[1]] * weight[..., tap] for tap in range(taps)], axis=0)
     return found * sigmoid(found)
 
 

@@ -3,9 +3,6 @@
 import pretrain
 import pytest
 from script_helpers import losses, rows, stop_at, write_corpus
-from support.mesh import mesh_line
-
-from eqformer import parallel
 
 
 SMALL = (
@@ -92,12 +89,6 @@ def test_a_run_goes_on_on_another_mesh_and_on_one_device(meshes, run, corpus, tm
     assert f"goes on at step {step}" in capsys.readouterr().out
     same(folder, run("default"))
     assert (folder / "samples.txt").read_text() == (run("default") / "samples.txt").read_text()
-
-
-def test_the_mesh_is_described_in_one_line():
-    plan = parallel.Plan(parallel.make_mesh(fsdp=2, pipe=2, tensor=2), zero=1, schedule="1f1b", microbatches=4)
-    line = "8 devices: fsdp 2 x pipe 2 x tensor 2; zero 1; replicated stream; 1f1b, 4 microbatches, bubble 25.0 %"
-    assert mesh_line(plan) == line
 
 
 @pytest.mark.grid

@@ -17,11 +17,11 @@ import pytest
 import sample
 from recipes import Lora, Metrics, Optimization, Recipe, RECIPES, Text
 from rich.console import Console
-from support import pictures as _pictures, screen as _screen, trainer as _trainer
+from support import screen as _screen, trainer as _trainer
 from support.command import parse, recipe_of
 from support.metric_writers import open_metrics
 from support.prolonged import whole_run
-from support.published import check_published, ends_of, keep_companions, tokenizer_of
+from support.published import check_published, keep_companions, tokenizer_of
 from support.recipe_file import to_json
 from support.report import figures, opening
 from support.run_directory import RunDirectory
@@ -130,10 +130,10 @@ def test_the_end_of_text_is_asked_of_what_can_have_another(folder):
 
 @pytest.mark.parametrize("text", ["", "[]"])
 def test_a_broken_configuration_is_named(text, folder):
-    assert ends_of(folder) == [10]
+    assert models.ends_of_text(folder) == [10]
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match="generation_config.json: it"):
-        ends_of(folder)
+        models.ends_of_text(folder)
 
 
 def test_prompts_begin_alike_for_a_published_model_and_a_run_of_it(folder):
@@ -246,28 +246,6 @@ def test_the_opening_counts_trained_and_all_parameters(rank, tmp_path):
     assert there == 820352 + factors and trained == (factors or there)
     line = opening("name", run, RunDirectory(tmp_path), 0, (trained, there), (7, 5))
     assert f"of {there:,} parameters, " + (f"{factors:,} of them trained (" if rank else "all trained, ") in line
-
-
-def test_the_picture_has_the_bits_that_are_printed(tmp_path, monkeypatch):
-    """The validation text has other bytes a token than the training text."""
-    drawn: list[Any] = []
-    monkeypatch.setattr(_pictures, "save_whole", lambda figure, target: drawn.append(figure))
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(
-            json.dumps(row) + "\n"
-            for step in (1, 2)
-            for row in (
-                {"step": step, "loss": 5.0 / step},
-                {"step": step, "validation_loss": 4.0 / step, "validation_bits_per_byte": 2.654 / step},
-            )
-        )
-    )
-    _pictures.draw_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
-    (axes,) = drawn[0].axes
-    (right,) = axes.child_axes
-    drawn[0].draw_without_rendering()
-    assert np.divide(axes.get_ylim(), right.get_ylim()) == pytest.approx(4.0 / 2.654)
-    assert "validation" in right.get_ylabel()
 
 
 def test_a_run_goes_on_by_its_copy_once_the_published_folder_has_moved(folder, tmp_path, monkeypatch):

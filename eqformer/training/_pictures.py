@@ -1,27 +1,26 @@
-"""Pictures of a run: its losses, the loads of its experts, and what it will cost."""
+"""Pictures of a run, of the rows that `JsonLines` wrote: its losses, and the loads of its experts."""
 
 import json
 from pathlib import Path
+from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
+
+from .._extra import load_extra
 
 
-matplotlib.use("agg")
+def picture_losses(metrics: str | Path, path: str | Path) -> None:
+    """A PNG of the training and validation loss in nats a token, `loss` and `validation_loss` of the rows of `metrics`.
 
-
-def draw_losses(metrics: Path, target: Path) -> None:
-    """Draw the training and validation loss in nats a token; the file is written atomically.
-
-    The axis on the right is in bits a byte of the validation text.
+    Where rows have `validation_bits_per_byte`, an axis on the right is in bits a byte of the validation text. Nothing
+    is drawn of rows without losses. The file is written atomically. Needs matplotlib.
     """
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    rows = _rows(metrics)
     trained = [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)]
     validated = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
     if not trained:
         return
-    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    figure = _figure("picture_losses", (8, 4.5))
     axes = figure.add_subplot()
     axes.plot(*zip(*trained), color="#9ab8d6", linewidth=1, label="training, one step")
     axes.plot(*zip(*_smoothed(trained)), color="#1f4e79", linewidth=1.6, label="training, smoothed")
@@ -37,25 +36,20 @@ def draw_losses(metrics: Path, target: Path) -> None:
         nats = ratios[-1]
         right = axes.secondary_yaxis("right", functions=(lambda x: np.divide(x, nats), lambda x: np.multiply(x, nats)))
         right.set_ylabel("bits a byte of the validation text")
-    save_whole(figure, target)
+    _save(figure, path)
 
 
-def save_whole(figure: Figure, target: Path) -> None:
-    """Write the picture to another file first, and rename it, so that it is never half written."""
-    part = target.with_suffix(".part.png")
-    figure.savefig(part)
-    part.replace(target)
+def picture_loads(metrics: str | Path, path: str | Path) -> None:
+    """A PNG of each expert's load over the steps, `expert_load` of the rows of `metrics`, with a panel for each layer.
 
-
-def draw_loads(metrics: Path, target: Path) -> None:
-    """Draw each expert's load over the steps, with a panel for each layer; nothing for a model without experts."""
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    found = [(row["step"], row["expert_load"]) for row in rows if "expert_load" in row]
+    Nothing is drawn of rows without loads. The file is written atomically. Needs matplotlib.
+    """
+    found = [(row["step"], row["expert_load"]) for row in _rows(metrics) if "expert_load" in row]
     if not found:
         return
     steps, loads = [step for step, _ in found], np.asarray([load for _, load in found])  # steps layers experts
     layers, experts = np.shape(loads[0])
-    figure = Figure(figsize=(8, 0.6 + 1.1 * layers), dpi=110, layout="constrained")
+    figure = _figure("picture_loads", (8, 0.6 + 1.1 * layers))
     panels = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
     for number, axes in enumerate(panels):
         shares = experts * loads[:, number].T
@@ -63,21 +57,22 @@ def draw_loads(metrics: Path, target: Path) -> None:
         axes.set(ylabel=f"layer {number}", yticks=[0, experts - 1])
     panels[-1].set_xlabel("step")
     figure.colorbar(image, ax=list(panels), label="load over an even share")
-    save_whole(figure, target)
+    _save(figure, path)
 
 
-def draw_costs(held: dict[str, int], memory: int, seconds: dict[str, float], target: Path) -> None:
-    """Draw the memory of a device by cause, against what it has, and the seconds of a step by cause."""
-    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for axes, found, scale, label in ((left, held, 1e-9, "GB a device"), (right, seconds, 1.0, "seconds a step")):
-        names, sizes = list(found), [scale * size for size in found.values()]
-        axes.barh(names[::-1], sizes[::-1], color="#1f4e79")
-        axes.set_xlabel(label)
-        axes.grid(alpha=0.25, axis="x")
-    left.axvline(memory * 1e-9, color="#c8552b", label="what it has")
-    left.legend(frameon=False)
-    save_whole(figure, target)
+def _rows(metrics: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(metrics).read_text(encoding="utf-8").splitlines()]
+
+
+def _figure(call: str, size: tuple[int | float, int | float]) -> Any:
+    figures = load_extra("matplotlib.figure", extra="train", call=f"{call}(metrics, path)")
+    return figures.Figure(figsize=size, dpi=110, layout="constrained")
+
+
+def _save(figure: Any, path: str | Path) -> None:
+    part = Path(path).with_suffix(".part.png")
+    figure.savefig(part)
+    part.replace(path)
 
 
 def _smoothed(points: list[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -1,0 +1,79 @@
+"""How fast a run trains."""
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+from ._loop import Callback, Every, Progress
+from ._metrics import throughput
+
+
+class Clock:
+    """A stopwatch of steps that leaves out what some callbacks take.
+
+    `Log(10, write, clock.rate)` before `*clock.leaving_out([...])` among a loop's callbacks logs the speed without the
+    time of validations and checkpoints.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens_per_step: int,
+        flops_per_token: float | None = None,
+        peak_flops: Callable[[], float] | None = None,
+    ):
+        """`flops_per_token` and `peak_flops`, which the first `rate` calls once, are those of `throughput`."""
+        self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
+        self._find_peak, self._peak = peak_flops, None
+        self._steps, self._seconds = 0, 0.0
+        self._since: float | None = None
+
+    def leaving_out(self, callbacks: Sequence[Callback]) -> list[Callback]:
+        """These callbacks, between two that stop the clock and start it again."""
+        return [_Stopping(self), *callbacks, Every(1, lambda run: self._start())]
+
+    def rate(self, run: Progress) -> dict[str, float]:
+        """What `Log` writes beside the metrics, of the steps since the last call; it ends the step.
+
+        They are `tokens` so far, `step_seconds`, `peak_bytes` (the most that a device of this process has held or, on a
+        CPU, the process) and the `throughput`.
+        """
+        self._stop()
+        if self._find_peak is not None:
+            self._peak, self._find_peak = self._find_peak(), None
+        steps, seconds = self._steps, self._seconds
+        self._steps, self._seconds = 0, 0.0
+        row = {"tokens": run.step * self._tokens_per_step, "step_seconds": seconds / steps, "peak_bytes": _peak_bytes()}
+        tokens = steps * self._tokens_per_step
+        return row | throughput(tokens, seconds, flops_per_token=self._flops_per_token, peak_flops=self._peak)
+
+    def _start(self) -> None:
+        self._steps += 1
+        self._since = time.perf_counter()
+
+    def _stop(self) -> None:
+        if self._since is not None:
+            self._seconds += time.perf_counter() - self._since
+            self._since = None
+
+
+class _Stopping(Callback):
+    def __init__(self, clock: Clock):
+        self._clock = clock
+
+    def begin(self, run: Progress) -> None:
+        self._clock._start()
+
+    def after_step(self, run: Progress) -> None:
+        self._clock._stop()
+
+
+def _peak_bytes() -> int:
+    """The most bytes that one of this process's devices has held so far; on a CPU those of the whole process."""
+    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+    of_devices = max(one.get("peak_bytes_in_use", 0) for one in statistics)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return of_devices or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,48 @@
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eqformer import training
+from eqformer.training import _pictures
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_picture_has_the_bits_that_are_printed(tmp_path, monkeypatch):
+    """The validation text has other bytes a token than the training text."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(_pictures, "_save", lambda figure, path: drawn.append(figure))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps(row) + "\n"
+            for step in (1, 2)
+            for row in (
+                {"step": step, "loss": 5.0 / step},
+                {"step": step, "validation_loss": 4.0 / step, "validation_bits_per_byte": 2.654 / step},
+            )
+        )
+    )
+    training.picture_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    (axes,) = drawn[0].axes
+    (right,) = axes.child_axes
+    drawn[0].draw_without_rendering()
+    assert np.divide(axes.get_ylim(), right.get_ylim()) == pytest.approx(4.0 / 2.654)
+    assert "validation" in right.get_ylabel()
+
+
+def test_pictures_are_written_whole_and_only_of_what_there_is(tmp_path):
+    loads = [[0.25, 0.75], [0.5, 0.5]]  # of two layers
+    rows = [{"step": step, "loss": 5.0 / step, "expert_load": loads} for step in (1, 2, 3)]
+    metrics = written(tmp_path / "metrics.jsonl", rows)
+    training.picture_losses(metrics, tmp_path / "loss.png")
+    training.picture_loads(metrics, tmp_path / "loads.png")
+    nothing = written(tmp_path / "nothing.jsonl", [{"step": 1}])
+    training.picture_losses(nothing, tmp_path / "no.png")
+    training.picture_loads(nothing, tmp_path / "no.png")
+    assert sorted(path.name for path in tmp_path.glob("*png*")) == ["loads.png", "loss.png"]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("loads.png", "loss.png"))
