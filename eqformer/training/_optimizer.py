@@ -1,4 +1,4 @@
-"""Optimizers by name: AdamW, Muon and SGD, with decay on matrices alone and state in float32, or kept in bfloat16."""
+"""Optimizers by name: AdamW, Muon and SGD, with decay on matrices alone and state in float32, or kept in fewer bits."""
 
 import dataclasses
 import math
@@ -13,6 +13,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from .. import nn
+from ._moments import CodedState, is_masked, kept, MOMENTS, over_moments, unkept
 from ._rates import constant, Rates
 from ._wide import widened
 
@@ -39,7 +40,7 @@ class Optimizer(eqx.Module):
 
     `rate` is a function of the run's step, not of a counter in the optimizer's state: a step that is skipped because
     its gradients are not finite still counts for the rate, and leaves the state unchanged. All that the state holds for
-    a parameter has the parameter's shape, and is float32 or wider or, with `moments="bfloat16"`, kept so between steps;
+    a parameter has the parameter's shape, and is float32 or wider or, by `moments`, kept in fewer bits between steps;
     `map_state` maps over it.
     """
 
@@ -54,42 +55,30 @@ class Optimizer(eqx.Module):
 
     def init(self, model: PyTree) -> PyTree:
         """The state before the first step, for the trained parameters of `model`."""
-        return self._kept(self.transform.init(widened(self.trained(model))))
+        return kept(self.moments, self.transform, self.transform.init(widened(self.trained(model))))
 
     def update(
         self, gradients: PyTree, state: PyTree, parameters: PyTree, learning_rate: Float[Array, ""]
     ) -> tuple[PyTree, PyTree]:
         """`parameters + learning_rate * transform(gradients)`, computed in float32 at least, and the new state."""
-        wide = widened(parameters)
+        wide, memory = widened(parameters), unkept(self.moments, self.transform, state)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of integer counts
-            updates, state = self.transform.update(widened(gradients), self._over_moments(widened, state), wide)
+            updates, memory = self.transform.update(widened(gradients), memory, wide)
 
         def move(parameter: Array, value: Array, update: Array) -> Array:
             return (value + learning_rate.astype(value.dtype) * update).astype(parameter.dtype)
 
-        return jax.tree.map(move, parameters, wide, updates), self._kept(state)
-
-    def _kept(self, state: PyTree) -> PyTree:
-        """The state as it is between steps."""
-        narrow = lambda x: x.astype(self.moments) if x.dtype == jnp.float32 else x
-        return state if self.moments == "float32" else self._over_moments(narrow, state)
-
-    def _over_moments(self, function: Callable[[Array], Array], state: PyTree) -> PyTree:
-        if self.moments == "float32":
-            return state
-        of_leaf = lambda leaf: leaf if _is_masked(leaf) else function(leaf)
-        return optax.tree.map_params(self.transform, of_leaf, state, is_leaf=_is_masked)
+        moved = jax.tree.map(move, parameters, wide, updates)
+        return moved, kept(self.moments, self.transform, memory, state)
 
     def map_state(self, function: Callable[..., Any], state: PyTree, *like_parameters: PyTree, other: PyTree) -> PyTree:
-        """Applies `function` to each array that `state` holds for a parameter, with that parameter's leaves of
-        `like_parameters` (trees like the trained parameters, such as partition specs); counters become `other`."""
-
-        def of_leaf(leaf: PyTree, *likes: PyTree) -> PyTree:
-            return leaf if _is_masked(leaf) else function(leaf, *likes)
-
-        return optax.tree.map_params(
-            self.transform, of_leaf, state, *like_parameters, transform_non_params=lambda _: other, is_leaf=_is_masked
-        )
+        """Applies `function` to what `state` holds for each parameter, an array or its `Codes`, with that parameter's
+        leaves of `like_parameters` (trees like the trained parameters, such as partition specs); counters become
+        `other`."""
+        if isinstance(state, CodedState):
+            inner = self.map_state(function, state.inner, *like_parameters, other=other)
+            return eqx.tree_at(lambda s: (s.inner, s.coded), state, (inner, other), is_leaf=lambda node: node is None)
+        return over_moments(self.transform, function, state, *like_parameters, other=lambda _: other)
 
 
 def adamw(
@@ -204,7 +193,6 @@ def sgd(
     return Optimizer(optax.chain(step, decay), rate, trained)
 
 
-MOMENTS = ("float32", "bfloat16")
 _MOST_B2 = 0.98  # numbers of 8 bits stand up to 2^-7 apart, and what is half of that nearer is rounded back
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType({"adamw": adamw, "muon": muon, "sgd": sgd})
 
@@ -212,18 +200,18 @@ OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType({"adamw": 
 def optimizer(name: str, model: PyTree, *, rate: Rates | float, **options: Any) -> Optimizer:
     """The optimizer of a name in `OPTIMIZERS` for a model's structure; `rate` is a number or a function of the step.
 
-    `options` are its own, and `moments`, what its state is kept in between steps (float32, bfloat16). Raises a
+    `options` are its own, and `moments`, what its state is kept in between steps (float32, bfloat16, 8bit). Raises a
     `ValueError` for an unknown name, and for bfloat16 moments that change too little in a step to be rounded to other
     numbers (`b2` above 0.98).
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer({name!r}): the optimizers are {', '.join(OPTIMIZERS)}; pass one of these.")
     moments = options.pop("moments", "float32")
-    if moments != "float32" and options.get("b2", 0.0) > _MOST_B2:
+    if moments == "bfloat16" and options.get("b2", 0.0) > _MOST_B2:
         raise ValueError(
             f"optimizer({name!r}, moments={moments!r}, b2={options['b2']}): a mean of squares that loses "
             f"{1 - options['b2']:.2g} of itself in a step is rounded back to what it was, and never falls; take "
-            f"moments='float32', or b2 of at most {_MOST_B2}."
+            f"moments='float32' or '8bit', or b2 of at most {_MOST_B2}."
         )
     found = OPTIMIZERS[name](model, rate=rate if callable(rate) else constant(rate), **options)
     return dataclasses.replace(found, moments=moments)
@@ -260,12 +248,7 @@ def _decay_mask(marks: PyTree, decay_tables: bool) -> Callable[..., PyTree]:
 
 
 def _over_marked(function: Callable[..., Any], updates: PyTree, marks: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, m: x if _is_masked(x) else function(x, m), updates, marks, is_leaf=_is_masked)
-
-
-def _is_masked(node: object) -> bool:
-    # `optax.partition` puts this in the place of leaves that belong to another transformation.
-    return isinstance(node, optax.MaskedNode)
+    return jax.tree.map(lambda x, m: x if is_masked(x) else function(x, m), updates, marks, is_leaf=is_masked)
 
 
 def _muon_axes(mark: nn.Matrix) -> optax.contrib.MuonDimensionNumbers:

@@ -15,6 +15,7 @@ from .._shapes import ArrayOrShape, Batch
 from ..parallel import differentiable, filter_shard_map, OnDevice, pipeline_gradients, Plan, shardings
 from ._loss import batch_tokens, evaluation_sums
 from ._loss_scale import Scale, seed, unscaled
+from ._moments import Codes
 from ._optimizer import Optimizer, trainable, Trained
 from ._row_loss import row_nats
 from ._step import accumulated_gradients, Gradients, GradientsOf, in_microbatches, LossFn, make_step, Step, TrainState
@@ -138,8 +139,12 @@ def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
     return shardings(specs, plan.mesh)
 
 
-def _spec_of_memory(held: ArrayOrShape, spec: PartitionSpec, parameter: ArrayOrShape) -> PartitionSpec:
-    """The spec of what an optimizer holds for a parameter."""
+def _spec_of_memory(held: PyTree, spec: PartitionSpec, parameter: ArrayOrShape) -> PyTree:
+    """The spec of what an optimizer holds for a parameter; scales of rows are split like the rows."""
+    if isinstance(held, Codes):
+        of_levels, dims = _spec_of_memory(held.levels, spec, parameter), len(parameter.shape)
+        rows = PartitionSpec(*(*spec, *(None,) * (dims - len(spec)))[: dims - 1])
+        return eqx.tree_at(lambda codes: (codes.levels, codes.scale), held, (of_levels, rows))
     if held.shape != parameter.shape:
         raise ValueError(
             f"state_shardings: the optimizer holds an array of shape {held.shape} for a parameter of shape "

@@ -234,7 +234,7 @@ def test_moments_are_kept_in_bfloat16_and_used_in_float32(name, make_model):
     """Three steps beside the same rule whose float32 state is rounded by hand after each; the control is not."""
     model = make_model(layers=1)
     options = dict(momentum=0.9) if name == "sgd" else {}
-    wide, narrow = (training.optimizer(name, model, rate=RATE, moments=m, **options) for m in training.MOMENTS)
+    wide, narrow = (training.optimizer(name, model, rate=RATE, moments=m, **options) for m in training.MOMENTS[:2])
     parameters = training.trainable(model)
     gradients = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) + x, parameters)
     round_one = lambda x: jnp.asarray(np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float32))
@@ -255,15 +255,17 @@ def test_moments_are_kept_in_bfloat16_and_used_in_float32(name, make_model):
 
 
 def test_what_bfloat16_moments_cannot_hold_is_refused(make_model):
-    with pytest.raises(ValueError, match=r"b2=0.999\): .* loses 0.001 .* never falls; take moments='float32'"):
+    with pytest.raises(
+        ValueError, match=r"b2=0.999\): .* loses 0.001 .* never falls; take moments='float32' or '8bit'"
+    ):
         training.optimizer("adamw", make_model(layers=1), rate=RATE, moments="bfloat16", b2=0.999)
-    with pytest.raises(ValueError, match=r"moments='int4'\): .* float32 or bfloat16"):
+    with pytest.raises(ValueError, match=r"moments='int4'\): .* float32 or bfloat16 or 8bit"):
         training.optimizer("adamw", make_model(layers=1), rate=RATE, moments="int4")
 
 
 def test_bfloat16_moments_are_counted_where_a_plan_keeps_them(make_model):
     model, plan = make_model(layers=2), Plan(abstract_mesh({"fsdp": 2}), zero=1, smallest=1)
-    rules = [training.optimizer("adamw", model, rate=RATE, moments=moments) for moments in training.MOMENTS]
+    rules = [training.optimizer("adamw", model, rate=RATE, moments=moments) for moments in training.MOMENTS[:2]]
     wide, narrow = (state_bytes(training.PlannedState(lambda: model, rule, plan)) for rule in rules)
     assert wide["parameters"] == narrow["parameters"]
     halves = [large / small for large, small in zip(wide["optimizer state"], narrow["optimizer state"])]
