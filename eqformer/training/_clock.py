@@ -35,7 +35,7 @@ class Clock:
         """These callbacks, between two that stop the clock and start it again."""
         return [_Stopping(self), *callbacks, Every(1, lambda run: self._start())]
 
-    def rate(self, run: Progress) -> dict[str, float]:
+    def rate(self, run: Progress) -> dict[str, int | float]:
         """What `Log` writes beside the metrics, of the steps since the last call; it ends the step.
 
         They are `tokens` so far, `step_seconds`, `peak_bytes` (the most that a device of this process has held or, on a

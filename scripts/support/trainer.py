@@ -142,7 +142,7 @@ class Trainer:
 
         return keep
 
-    def _more(self, clock: training.Clock) -> Callable[[training.Progress], dict[str, float]]:
+    def _more(self, clock: training.Clock) -> Callable[[training.Progress], dict[str, int | float]]:
         """What rows have beside the step's metrics."""
         left_out = sum(last - first + 1 for first, last in self.spikes.left_out)
         return lambda run: clock.rate(run) | ({"batches_left_out": left_out} if left_out else {})
