@@ -35,6 +35,7 @@ from .families._deepseek_v32 import DeepSeekV32Config as DeepSeekV32Config
 from .families._ernie45 import Ernie45Config as Ernie45Config
 from .families._ernie45_moe import Ernie45MoEConfig as Ernie45MoEConfig
 from .families._exaone4 import Exaone4Config as Exaone4Config
+from .families._falcon_h1 import FalconH1Config as FalconH1Config
 from .families._gemma import GemmaConfig as GemmaConfig
 from .families._gemma2 import Gemma2Config as Gemma2Config
 from .families._gemma3 import Gemma3Config as Gemma3Config

@@ -208,7 +208,10 @@ def _layer_at(stack: int, place: int | None, model: Stacked) -> Layer:
 
 
 def _at(holder: object, path: str) -> Any:
-    """What is at a path of names; None where there is nothing."""
+    """What is at a path of names, and of places in tuples; None where there is nothing."""
     for name in path.split("."):
-        holder = getattr(holder, name, None)
+        if isinstance(holder, tuple) and name.isdigit():
+            holder = holder[int(name)] if int(name) < len(holder) else None
+        else:
+            holder = getattr(holder, name, None)
     return holder

@@ -7,6 +7,7 @@ from ._activation import (
     quick_gelu as quick_gelu,
     relu as relu,
     relu_squared as relu_squared,
+    ScaledActivation as ScaledActivation,
     silu as silu,
 )
 from ._aux import Aux as Aux, aux_loss as aux_loss, aux_of as aux_of
@@ -14,6 +15,7 @@ from ._block import (
     Beside as Beside,
     Block as Block,
     ParallelBlock as ParallelBlock,
+    ParallelMixers as ParallelMixers,
     Period as Period,
     Residual as Residual,
 )

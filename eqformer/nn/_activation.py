@@ -1,5 +1,6 @@
 """Activations by name, as functions of this module, so that static fields of equal modules compare equal."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -35,6 +36,20 @@ def relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """`max(x, 0)^2` (So et al. 2021)."""
     return jnp.square(jax.nn.relu(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledActivation:
+    """`activation(scale * x)`, where a model multiplies what a map gives before it is bent (Falcon-H1)."""
+
+    activation: Callable[[Array], Array]
+    """Any function of an array to one of its shape."""
+    scale: float
+    """What its argument is multiplied by."""
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The activation of the multiple."""
+        return self.activation(x * self.scale)
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {

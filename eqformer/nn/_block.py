@@ -14,7 +14,7 @@ from ._tokens import Tokens, tokens_or_default
 
 
 class Residual(Layer):
-    """A residual sublayer: `sum_norm(x + scale * output_norm(layer(norm(x))))`.
+    """A residual sublayer: `sum_norm(x + scale * output_norm(layer(input_scale * norm(x))))`.
 
     Which norms are given decides the arrangement.
     """
@@ -31,6 +31,8 @@ class Residual(Layer):
     """Acts on what is added."""
     scale: float | None = eqx.field(static=True, default=None)
     """What multiplies what is added (Granite)."""
+    input_scale: float | None = eqx.field(static=True, default=None)
+    """What multiplies what the layer is given (Falcon-H1)."""
 
     def __call__(
         self,
@@ -55,6 +57,7 @@ class Residual(Layer):
         """What is added to `x`, a mixer's cache, and a routed layer's `Aux`."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         given, aux = apply_norm(self.norm, x), None
+        given = given if self.input_scale is None else given * self.input_scale
         if isinstance(self.layer, Mixer):
             y, cache = self.layer(given, tokens, cache)
         elif isinstance(self.layer, Routed):
@@ -70,13 +73,59 @@ class Residual(Layer):
         return self.layer.init_cache(batch, capacity, dtype) if isinstance(self.layer, Mixer) else None
 
 
+class ParallelMixers(Layer):
+    """Mixers that read one input and add to it together: `x + sum of scale * mixer(input_scale * norm(x))` (Falcon-H1).
+
+    They share `norm`, or each has its own. Any mixers do, of heads as each has them: what transforms and costs must
+    know, each says of itself, and the cache is a tuple of theirs. It stands in a block in the place of one mixer.
+    """
+
+    mixers: tuple[Residual, ...]
+    norm: Norm | Callable[[Array], Array] | None = None
+
+    def __check_init__(self):
+        for number, one in enumerate(self.mixers):
+            if not isinstance(one.layer, Mixer):
+                raise ValueError(
+                    f"ParallelMixers(mixers[{number}]=Residual({type(one.layer).__name__})): what stands side by side "
+                    "here are mixers, with caches; take ParallelBlock for one mixer beside a feed-forward layer."
+                )
+            if one.sum_norm is not None:
+                raise ValueError(
+                    f"ParallelMixers(mixers[{number}]=Residual(sum_norm=...)): there is one sum, of all mixers, and it "
+                    "is not normed; pass output_norm, or leave it out."
+                )
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: PyTree = None,
+        *,
+        number: int = 0,
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Add what all mixers give to `x`; dropout's keys are folded with `number`, then with the mixer's own."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache).fold_in(number)
+        given, added, after = apply_norm(self.norm, x), x, []
+        caches = (None,) * len(self.mixers) if cache is None else cache
+        for place, (mixer, remembered) in enumerate(zip(self.mixers, caches, strict=True)):
+            y, kept, _ = mixer.branch(given, tokens, remembered, number=place)
+            added = added + y
+            after.append(kept)
+        return added, None if cache is None else tuple(after), None
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """A tuple of the mixers' empty caches."""
+        return tuple(mixer.init_cache(batch, capacity, dtype) for mixer in self.mixers)
+
+
 class Block(Layer):
-    """A mixer beside the residual stream and, where there is one, a feed-forward layer after it.
+    """A mixer beside the residual stream, or several, and, where there is one, a feed-forward layer after it.
 
     A `scalar` multiplies the stream behind them (Gemma 4).
     """
 
-    mixer: Residual
+    mixer: Residual | ParallelMixers
     feed_forward: Residual | None = None
     scalar: Float[Array, ""] | None = None
 

@@ -150,6 +150,7 @@ def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None
         parts = [("norm", model.norm)]
         for path, block in nn.named_modules(model, nn.ParallelBlock):
             parts += [(f"{path}.norm", block.norm), (f"{path}.sum_norm", block.sum_norm)]
+        parts += [(f"{path}.norm", mixers.norm) for path, mixers in nn.named_modules(model, nn.ParallelMixers)]
         for path, sublayer in nn.named_modules(model, nn.Residual):
             fields = [field.name for field in dataclasses.fields(sublayer) if not field.metadata.get("static")]
             parts += [(f"{path}.{name}", getattr(sublayer, name)) for name in fields if name != "layer"]

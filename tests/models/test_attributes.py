@@ -44,6 +44,7 @@ UNUSED = {
     "deepseek_v32": {"head_dim", "qk_head_dim", "first_k_dense_replace"},  # the last said again by mlp_layer_types
     "bamba": {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "exaone4": {"sliding_window_pattern"},  # said again by layer_types
+    "falcon_h1": {"mamba_chunk_size", "num_logits_to_keep"},
     "gemma3_text": {"_sliding_window_pattern", "attn_logit_softcapping"},
     "gpt2": {f"summary_{name}" for name in ("type", "first_dropout", "activation", "use_proj", "proj_to_labels")},
     "gemma4_text": {"use_double_wide_mlp", "vocab_size_per_layer_input"},
@@ -224,6 +225,11 @@ def test_what_layers_are_counted_by_is_a_count(family, name):
         ("mamba2", {"time_step_limit": [0.5, 0.1]}),
         ("mamba2", {"time_step_limit": [0.5, "inf"]}),
         ("mamba2", {"head_dim": 7}),
+        ("falcon_h1", {"mamba_d_head": 7}),
+        ("falcon_h1", {"mamba_d_ssm": 31}),
+        ("falcon_h1", {"ssm_multipliers": [0.5] * 4}),
+        ("falcon_h1", {"mlp_multipliers": [0.5, True]}),
+        ("falcon_h1", {"mamba_use_mlp": False}),
         ("nemotron_h", {"layers_block_type": ["mamba", "lstm"]}),
         ("nemotron_h", {"moe_latent_size": 8}),
         ("deepseek_v3", {"num_key_value_heads": 1}),

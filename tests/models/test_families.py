@@ -9,7 +9,7 @@ import pytest
 
 from eqformer.models import build, FAMILIES, GPT2Config, JAXformerConfig, LlamaConfig, preset, presets
 from eqformer.models._weights import places, Rule
-from eqformer.nn import Attention, Block, dims, LatentAttention, Period, Rotary, YarnScaling
+from eqformer.nn import Attention, Block, dims, LatentAttention, Period, Residual, Rotary, YarnScaling
 from eqformer.planning import parameter_count
 
 
@@ -131,6 +131,9 @@ PUBLISHED = {
     "granite-4.0-h-micro": 3_191_396_096,
     "granite-4.0-h-tiny": 6_939_037_248,
     "granite-4.0-h-small": 32_207_337_984,
+    "falcon-h1-0.5b": 521_411_104,
+    "falcon-h1-7b": 7_585_654_880,
+    "falcon-h1-34b": 33_642_516_224,
     # With the biases of the choice of experts, which transformers counts apart.
     "nemotron-h-8b": 8_100_852_736,
     "nemotron-3-nano-30b-a3b": 31_577_940_288,
@@ -220,7 +223,8 @@ def test_key_heads_must_divide_heads():
 
 
 def _attention(block):
-    assert isinstance(block, Block) and isinstance(block.mixer.layer, LatentAttention)
+    assert isinstance(block, Block) and isinstance(block.mixer, Residual)
+    assert isinstance(block.mixer.layer, LatentAttention)
     return block.mixer.layer
 
 
@@ -245,7 +249,8 @@ def test_residual_projections_start_smaller_in_deeper_models():
         config = LlamaConfig(16, 32, layers, heads=4, kv_heads=2, mlp=64)
         model = eqx.filter_jit(lambda key: build(config, key=key))(jax.random.key(1))
         block = model.stacks[0].blocks
-        assert isinstance(block, Block) and isinstance(block.mixer.layer, Attention)
+        assert isinstance(block, Block) and isinstance(block.mixer, Residual)
+        assert isinstance(block.mixer.layer, Attention)
         return float(block.mixer.layer.output.matrix().std())
 
     assert spread(8) == pytest.approx(spread(2) / 2, rel=0.05)

@@ -89,6 +89,7 @@ BY_DEFAULT = {
     "ernie4_5 biased",
     "ernie4_5_moe some dense",
     "exaone4 chosen layers",
+    "falcon_h1 groups normed",
     "gemma4_text experts",
     "glm4_moe plain",
     "glm_moe_dsa chosen keys",

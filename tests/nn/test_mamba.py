@@ -28,8 +28,12 @@ def silu(x):
 def literal(net, x, documents):
     """Convolve, bend, fade, take up and answer, gate and normalise, in float64, token by token."""
 
-    def mixed(part, conv):
-        y, weight, found = linear(x, part), wide(conv.weight), []
+    scales = (1,) * 5 if net.multipliers is None else net.multipliers
+    times = dict(zip(("gate", "value", "key", "query", "step"), scales, strict=True))
+
+    def mixed(name):
+        conv = getattr(net, f"{name}_conv")
+        y, weight, found = times[name] * linear(x, getattr(net, name)), wide(conv.weight), []
         for place, tap in np.ndindex(x.shape[1], taps := weight.shape[-1]):
             found += [np.broadcast_to(wide(conv.bias), y[:, 0].shape).copy()] if tap == 0 else []
             source = place - taps + 1 + tap
@@ -38,9 +42,8 @@ def literal(net, x, documents):
                 found[place] += is_own[:, None, None] * y[:, source] * weight[..., tap]
         return silu(np.stack(found, axis=1))
 
-    query, key = mixed(net.query, net.query_conv), mixed(net.key, net.key_conv)
-    value = mixed(net.value, net.value_conv)
-    step = np.clip(np.log1p(np.exp(linear(x, net.step) + wide(net.step_bias))), *net.step_limits)
+    query, key, value = map(mixed, ("query", "key", "value"))
+    step = np.clip(np.log1p(np.exp(times["step"] * linear(x, net.step) + wide(net.step_bias))), *net.step_limits)
     output, group = np.zeros(value.shape), value.shape[2] // key.shape[2]
     for row, head in np.ndindex(len(x), value.shape[2]):
         memory = np.zeros((key.shape[-1], value.shape[-1]))
@@ -50,11 +53,13 @@ def literal(net, x, documents):
             memory = memory * np.exp(-np.exp(wide(net.log_rate)[head]) * step[at])
             memory += np.outer(key[row, place, head // group], step[at] * value[at])
             output[at] = memory.T @ query[row, place, head // group] + wide(net.skip)[head] * value[at]
-    output *= silu(linear(x, net.gate))
+    gate = silu(times["gate"] * linear(x, net.gate))
+    output *= 1 if net.norm_first else gate
     if net.norm is not None:
         groups = output.reshape(*output.shape[:2], -1, group * output.shape[-1])
         groups = groups / np.sqrt((groups**2).mean(axis=-1, keepdims=True) + net.norm.eps)
         output = groups.reshape(output.shape) * wide(net.scale)
+    output *= gate if net.norm_first else 1
     return linear(output, net.output)
 
 
@@ -73,6 +78,20 @@ def test_it_is_its_loops():
         other = replaced(NET, **{change: getattr(NET, change) + 0.5})
         assert not close(run(other, X, nn.Tokens(places, segments))[0], y, 1e-3), change
     assert not close(run(crossed, X, nn.Tokens(places, segments))[0], y, 1e-3)  # neighbours share a key head
+
+
+SCALED: Any = {"multipliers": (0.5, 0.6, 0.7, 0.8, 0.9), "norm_first": True, "output_bias": False}
+
+
+@pytest.mark.parametrize("norm", [{}, {"norm_eps": None}])
+def test_each_map_has_its_multiplier_and_the_norm_may_come_before_the_gate(norm):
+    net = drawn(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, **SCALED, **norm, key=KEY)
+    want = literal(net, wide(X), np.zeros((2, SEQ)))
+    assert net.output.bias is None and net.gate.bias is not None and close(run(net, X, None)[0], want, 1e-5)
+    for name, other in (("multipliers", (0.5, 0.6, 0.7, 0.9, 0.8)), ("norm_first", False)):
+        changed = drawn(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, **SCALED | {name: other}, **norm, key=KEY)
+        is_same = name == "norm_first" and bool(norm)
+        assert close(run(changed, X, None)[0], want, 1e-3) == is_same
 
 
 @pytest.mark.grid

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from extending import beside
 from plan_parts import attention, CORE, EMBED, HEAD_DIM, HEADS, MLP, norm
-from plan_recurrences import channel_recurrence, recurrence, short_convolutions, state_space
+from plan_recurrences import channel_recurrence, mixers_side_by_side, recurrence, short_convolutions, state_space
 
 from eqformer import nn
 
@@ -252,6 +252,7 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "cosine": (cosine,),
     "cosine rows": (functools.partial(cosine, rows=True),),
     "recurrence": (recurrence,),
+    "mixers side by side": (mixers_side_by_side,),
     "short convolutions": (short_convolutions,),
     "channel recurrence": (channel_recurrence,),
     "fading": (fading,),

@@ -36,6 +36,20 @@ def state_space(key: Any, kv_heads: int = 4) -> nn.Period:
     )
 
 
+def mixers_side_by_side(key: Any) -> nn.Block:
+    """Like Falcon-H1: an attention and a Mamba-2 of other head counts on one input, with multipliers and biases."""
+    one, two, three = jax.random.split(key, 3)
+    sizes: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 5, "v_dim": 6}
+    scales: dict[str, Any] = {"multipliers": (0.9, 0.8, 0.7, 0.6, 0.5), "norm_first": True}
+    net = nn.Mamba2Mixer(embed=EMBED, **sizes, chunk=5, bias=True, **scales, key=two)
+    mixers = (
+        nn.Residual(attention(one, kv_heads=2, bias=True), scale=0.6, input_scale=0.7, dropout=nn.Dropout(0.1)),
+        nn.Residual(net, scale=0.9, input_scale=1.3, dropout=nn.Dropout(0.1)),
+    )
+    mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, activation=nn.ScaledActivation(nn.silu, 0.8), key=three)
+    return nn.Block(nn.ParallelMixers(mixers, norm()), nn.Residual(mlp, norm()))
+
+
 def short_convolutions(key: Any) -> nn.Period:
     """Like LFM2: a short convolution between gates, with biases, and an attention."""
     one, two = jax.random.split(key)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from plan_models import plan_over
+from plan_models import model_of, plan_over
 from plan_parity import place
 
 from eqformer import models, nn
@@ -66,3 +66,16 @@ def test_what_else_is_of_heads_or_in_stages_keeps_all_rows():
     few = nn.modules(sinks, nn.Attention)[0].key.sizes["kv_heads"]
     assert few < 4 and sharers(sinks, heads) == 1
     assert [sharers(shapes, mesh) for mesh in (heads, heads | {"pipe": 2}, {"tensor": 2})] == [2, 1, 1]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("mesh", [{"tensor": 4}, {"tensor": 4, "fsdp": 2}, {"tensor": 2, "pipe": 2}])
+def test_mixers_side_by_side_have_key_heads_each_for_itself(mesh):
+    """Two key heads of an attention, which pairs of four devices hold with all rows, and four of a recurrence."""
+    model, ids = model_of("mixers side by side"), IDS % 50
+    served = Planned(place(model, plan := plan_over(mesh)), plan)
+    assert served.sharers == 1
+    attended, recurrent = served.init_cache(6, 12)[0]
+    assert attended.keys.shape[-3] == max(2, mesh["tensor"]) and recurrent.state.shape[-3] == 8
+    assert recurrent.state.addressable_shards[0].data.shape[-3] == 8 // mesh["tensor"]
+    np.testing.assert_allclose(read(served, ids)[0], read(model, ids)[0], atol=2e-5)

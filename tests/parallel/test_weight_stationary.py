@@ -171,6 +171,14 @@ def test_controls(models, monkeypatch, what):
             "nn.Block or nn.ParallelBlock with a feed",
         ),
         (
+            lambda m: stationary(of_block(m, lambda b: nn.Block(nn.ParallelMixers((b.mixer,)), b.feed_forward)), 2, 4),
+            "a block holds several mixers side by side; it is made for one Attention",
+        ),
+        (
+            lambda m: stationary(of_block(m, scaled_input), 2, 4),
+            "mixer has an input_scale, which it has no place for",
+        ),
+        (
             lambda m: stationary(of_block(m, unlike_scales), 2, 4),
             "layers are scaled by 0.5 and None, but what they add",
         ),
@@ -195,6 +203,10 @@ def of_block(model, change):
 
 def unlike_scales(block):
     return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, scale=0.5))
+
+
+def scaled_input(block):
+    return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, input_scale=0.5))
 
 
 def normed(sublayer, block):

@@ -119,18 +119,22 @@ EDGES = (
 
 
 def attention_weights(
-    *, prefix: str = f"{LAYER}self_attn.", gated: int | str = 0, output: str = "o"
+    *,
+    prefix: str = f"{LAYER}self_attn.",
+    gated: int | str = 0,
+    output: str = "o",
+    path: str = "mixer.layer",
 ) -> tuple[Rule, ...]:
-    """An `Attention`'s projections, published as `q_proj`, `k_proj`, `v_proj` and `o_proj`, with biases if it has some.
+    """The projections of an `Attention` at this path, published as `q_proj`, `k_proj`, `v_proj` and `o_proj`.
 
-    Of so many `gated` heads, each head's gate is published behind its query.
+    Biases are read where it has some. Of so many `gated` heads, each head's gate is published behind its query.
     """
     found = []
     for name, published in (("query", "q"), ("key", "k"), ("value", "v"), ("output", output)):
         for part, into, out in (("weight", INTO_HEADS, OUT_OF_HEADS), ("bias", OF_HEADS, "")):
-            own: str | tuple[str, str] = f"mixer.layer.{name}.{part}"
+            own: str | tuple[str, str] = f"{path}.{name}.{part}"
             joined = bool(gated) and name == "query"
-            own, groups = ((own, f"mixer.layer.gate.{part}"), gated) if joined else (own, 1)
+            own, groups = ((own, f"{path}.gate.{part}"), gated) if joined else (own, 1)
             pattern = out if name == "output" else into
             found.append(Rule(f"{prefix}{published}_proj.{part}", own, pattern, groups=groups))
     return tuple(found)

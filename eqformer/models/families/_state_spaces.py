@@ -78,48 +78,57 @@ _INFINITE = {"__float__": "Infinity"}
 
 @dataclasses.dataclass(frozen=True)
 class ValueChannels(Entry):
-    """Channels of a value's head, which transformers counts twice: by heads, and by the width's multiple `expand`."""
+    """Channels of a value's head, which transformers counts twice: by heads, and by the width's multiple `expand`.
+
+    With `inner`, an attribute may say of all heads' channels how many there are; `expand` counts where it is null.
+    """
 
     heads: str
     channels: str
     expand: str
     default: int | str
+    inner: tuple[str, int] | None = None
+    """The attribute, and what it is where it is missing."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`net_v_dim`; refuse one that does not fit the width."""
         heads, width = published.count(self.heads, 128), published.count("hidden_size")
         inner = int(published.take(self.expand, 2) * width)
+        why = f"{inner} channels, {self.expand} * {width}"
+        if self.inner is not None and (stated := published.nullable(*self.inner)) is not None:
+            inner, why = stated, f"{self.inner[0]}={stated} channels"
         said = published.take(self.channels, self.default)
         channels = inner // heads if said == "auto" else said
         if channels * heads != inner:
-            published.refuse(
-                f"{self.channels}={said}: {heads} heads must fill {inner} channels, {self.expand} * {width}."
-            )
+            published.refuse(f"{self.channels}={said}: {heads} heads must fill {why}.")
         return {"net_v_dim": channels}
 
     def write(self, config: Any) -> dict[str, Any]:
         """Both attributes."""
         inner = config.net_heads * config.net_v_dim
+        if self.inner is not None:
+            return {self.channels: config.net_v_dim, self.inner[0]: inner}
         expand = inner / config.embed if inner % config.embed else inner // config.embed
         return {self.channels: config.net_v_dim, self.expand: expand}
 
 
-# As Bamba's configurations say it, and those of its successors.
-MAMBA_ATTRIBUTES: tuple[Entry, ...] = (
+# As Falcon-H1's configurations say it and, without the channels of all heads, those of Bamba and its successors.
+_VALUES = ("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto")
+STATED_MAMBA_ATTRIBUTES: tuple[Entry, ...] = (
     Count("net_heads", "mamba_n_heads", 128),
     Count("net_kv_heads", "mamba_n_groups", 1),
     Count("net_head_dim", "mamba_d_state", 256),
     Count("taps", "mamba_d_conv", 4),
     Attribute("net_bias", "mamba_proj_bias", False),
     Attribute("conv_bias", "mamba_conv_bias", True),
-    ValueChannels("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto"),
     StepLimits(),
+    ValueChannels(*_VALUES, ("mamba_d_ssm", 1024)),
 )
+MAMBA_ATTRIBUTES = (*STATED_MAMBA_ATTRIBUTES[:-1], ValueChannels(*_VALUES))
 
 
-def mamba_weights(prefix: str) -> tuple[Rule, ...]:
+def mamba_weights(prefix: str, path: str = "mixer.layer.") -> tuple[Rule, ...]:
     """A `Mamba2Mixer`'s arrays: its maps from the stream are published as one, and so are its convolutions."""
-    path = "mixer.layer."
     parts = ("gate", "value", "key", "query", "step")
     joined = lambda names, leaf: tuple(f"{path}{name}.{leaf}" for name in names)
     convolved = tuple(f"{part}_conv" for part in parts[1:4])

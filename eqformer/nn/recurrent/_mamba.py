@@ -26,7 +26,8 @@ class Mamba2Mixer(Mixer):
     fades by `exp(-exp(log_rate) dt)` and takes up the token's key and `dt` times its value, where `dt` is
     `softplus(step(x) + step_bias)` within `step_limits`; the query reads it (see `state_space`), and `skip` (`D`) times
     the value is added. This is multiplied by `silu(gate(x))` (`z`) and then, where there is a `norm`, divided by the
-    root of its mean square over all heads of one key head, and multiplied by `scale`. `kv_heads` count the heads of
+    root of its mean square over all heads of one key head, and multiplied by `scale`; with `norm_first` these two come
+    before the product with the gate. `kv_heads` count the heads of
     keys and of queries (groups), of which each serves `heads / kv_heads` heads of values; `head_dim` are their channels
     (`N`, the size of the state), `v_dim` those of a value (`P`). There are no positions: tokens come in reading order,
     any padding last in a row of a call, and a document begins at position 0 or with another segment. Head counts are
@@ -48,6 +49,8 @@ class Mamba2Mixer(Mixer):
     scale: Float[Array, "heads v_dim"] | None
     output: LinearMap
     step_limits: tuple[float, float] = eqx.field(static=True)
+    multipliers: tuple[float, float, float, float, float] | None = eqx.field(static=True)
+    norm_first: bool = eqx.field(static=True)
     chunk: int = eqx.field(static=True)
 
     def __init__(
@@ -64,7 +67,10 @@ class Mamba2Mixer(Mixer):
         bias: bool = False,
         conv_bias: bool = True,
         step_limits: tuple[float, float] = (0.0, float("inf")),
+        output_bias: bool | None = None,
+        multipliers: tuple[float, float, float, float, float] | None = None,
         norm_eps: float | None = 1e-5,
+        norm_first: bool = False,
         output_std: float | None = None,
     ):
         """Draw the maps; where the input says nothing, steps are from 0.001 to 0.1 and rates 1, 2, 3 and so on.
@@ -79,9 +85,13 @@ class Mamba2Mixer(Mixer):
             taps: Tokens that the short convolutions see.
             chunk: Tokens that are computed together.
             bias: Whether the maps have biases.
+            output_bias: Whether the last map has one; None: as `bias`.
+            multipliers: What the results of the maps from the stream are multiplied by: of gates, values, keys, queries
+                and steps (Falcon-H1); None: nothing.
             conv_bias: Whether the convolutions have.
             step_limits: The least and the greatest `dt`.
             norm_eps: What the output's norm adds to the mean of squares; None: there is no norm.
+            norm_first: Whether the norm comes before the gate.
             output_std: The deviation of the last map's weights; None: as the others'.
         """
         check_sizes("Mamba2Mixer", heads=heads, kv_heads=kv_heads, chunk=chunk)
@@ -106,26 +116,35 @@ class Mamba2Mixer(Mixer):
         sizes: dict[str, Any] = {dims.split()[0]: heads // kv_heads, "v_dim": v_dim}
         self.norm = None if norm_eps is None else RMSNorm(dims, eps=norm_eps, scale=False, **sizes)
         self.scale = None if norm_eps is None else jnp.ones((heads, v_dim), jnp.float32)
-        self.output = Linear("heads v_dim -> embed", **given, **many, std=output_std, key=keys[9])
-        self.step_limits, self.chunk = step_limits, chunk
+        output_bias = bias if output_bias is None else output_bias
+        back: dict[str, Any] = {"embed": embed, "bias": output_bias, "std": output_std}
+        self.output = Linear("heads v_dim -> embed", **back, **many, key=keys[9])
+        self.step_limits, self.chunk, self.multipliers, self.norm_first = step_limits, chunk, multipliers, norm_first
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: RecurrentCache | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], RecurrentCache | None]:
         """Read the tokens of `x` in turn, after those that a cache remembers; it then remembers these too."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        inputs = self.query(x), self.key(x), self.value(x)
+        maps = self.gate, self.value, self.key, self.query, self.step
+        found = [one(x) for one in maps]
+        if self.multipliers is not None:
+            found = [y * times for y, times in zip(found, self.multipliers, strict=True)]
+        gate, value, key, query, step = found
+        inputs = query, key, value
         # Of all tokens, where `x` are some of them.
         reading = Reading((self.query_conv, self.key_conv, self.value_conv), tokens, inputs[0].shape[:-2], cache)
         query, key, value = reading.convolved(inputs)
         exact = value.dtype
-        step = jax.nn.softplus(self.step(x).astype(exact) + self.step_bias.astype(exact))
+        step = jax.nn.softplus(step.astype(exact) + self.step_bias.astype(exact))
         step = jnp.where(reading.is_real[..., None], jnp.clip(step, *self.step_limits), 0)
         decay, state = -jnp.exp(self.log_rate.astype(exact)) * step, reading.state(key, value)
         taken = value * step[..., None]
         answer, state = state_space(query, key, taken, decay, reading.documents, state, chunk=self.chunk)
         answer = answer + value * self.skip.astype(exact)[:, None]
-        answer = self._normed(answer * jax.nn.silu(self.gate(x).astype(exact)), key.shape[-2])
+        answer = self._normed(answer, key.shape[-2]) if self.norm_first else answer
+        answer = answer * jax.nn.silu(gate.astype(exact))
+        answer = answer if self.norm_first else self._normed(answer, key.shape[-2])
         return self.output(answer.astype(x.dtype)), reading.cache_after(inputs, state)
 
     def _normed(self, y: Float[Array, "*batch seq heads v_dim"], groups: int) -> Float[Array, "*batch seq heads v_dim"]:

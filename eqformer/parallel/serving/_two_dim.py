@@ -48,7 +48,7 @@ class TwoDimBlock(nn.Layer):
         block = self.inner
         tokens = nn.tokens_or_default(tokens, x.shape[:-1], cache)
         mixer, fed = block.mixer, block.feed_forward
-        assert fed is not None
+        assert fed is not None and isinstance(mixer, nn.Residual)
         is_parallel = isinstance(block, nn.ParallelBlock)
         if is_parallel and block.norm is not None:
             y, cache = self._added(block.norm(x), mixer.scale, mixer.layer, fed.layer, tokens, cache)

@@ -164,6 +164,8 @@ def _stream_norms(block: nn.Block | nn.ParallelBlock) -> list[Any]:
 
 def _checked(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Attention, nn.MLP | nn.GatedMLP]:
     assert block.feed_forward is not None
+    if not isinstance(block.mixer, nn.Residual):
+        raise ValueError(f"{call}: a block holds several mixers side by side; it is made for one Attention.")
     sublayers = {"mixer": block.mixer, "feed_forward": block.feed_forward}
     attention, mlp = block.mixer.layer, block.feed_forward.layer
     if not isinstance(attention, nn.Attention) or not isinstance(mlp, nn.MLP | nn.GatedMLP):
@@ -189,6 +191,8 @@ def _checked(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Attentio
     if later or (isinstance(block, nn.ParallelBlock) and block.sum_norm is not None):
         later = [*later, "sum_norm"]
         raise ValueError(f"{call}: a block has {later[0]}; it is made for blocks that normalise before their layers.")
+    if scaled := [name for name, one in sublayers.items() if one.input_scale is not None]:
+        raise ValueError(f"{call}: {scaled[0]} has an input_scale, which it has no place for; take a Plan instead.")
     if is_shared and block.mixer.scale != block.feed_forward.scale:
         raise ValueError(
             f"{call}: a parallel block's layers are scaled by {block.mixer.scale} and {block.feed_forward.scale}, but "

@@ -1,0 +1,108 @@
+"""Falcon-H1 (TII 2025, arXiv:2507.22448): attention and a Mamba-2 side by side, with a multiplier for each map."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, ParallelMixers, Residual, ScaledActivation, silu, Transformer
+from .._family import DecoderConfig, Family
+from ._decoder import attention, decoder, gated_mlp, norm
+from ._falcon_h1_tables import ATTRIBUTES, WEIGHTS
+from ._state_spaces import mamba2, NetSizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FalconH1Config(NetSizes, DecoderConfig):
+    """The config of a Falcon-H1; a scale is what something is multiplied by."""
+
+    embedding_scale: float = 1.0
+    """Of looked-up vectors."""
+    attention_input_scale: float = 1.0
+    """Of what attention is given."""
+    key_scale: float = 1.0
+    """Of its keys."""
+    attention_scale: float = 1.0
+    """Of what it adds."""
+    net_input_scale: float = 1.0
+    """Of what a Mamba-2 is given."""
+    net_scales: tuple[float, ...] = (1.0,) * 5
+    """Of its gates, values, keys, queries and steps."""
+    net_scale: float = 1.0
+    """Of what it adds."""
+    mlp_scales: tuple[float, ...] = (1.0, 1.0)
+    """Of a feed-forward layer's gate, and of what it adds."""
+    logit_scale: float = 1.0
+    """Of logits."""
+    net_norm: bool = False
+    """Whether the Mamba-2's output is normed."""
+    norm_first: bool = True
+    """Whether that is before its gate."""
+    bias: bool = False
+    """Whether the attention's maps have biases."""
+    output_bias: bool = False
+    """Whether the Mamba-2's last map has one; `net_bias` is of the others."""
+    mlp_bias: bool = False
+    """Whether the feed-forward layers' maps have biases."""
+    eps: float = 1e-5
+    max_seq: int = 8192
+
+
+def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transformer:
+    """A Falcon-H1 with random weights."""
+    score_scale = config.head_size**-0.5 * config.key_scale
+    net: dict[str, Any] = {"output_bias": config.output_bias, "multipliers": config.net_scales}
+    net |= {"norm_eps": config.eps if config.net_norm else None, "norm_first": config.norm_first}
+    gate_scale, mlp_scale = config.mlp_scales
+    fed: dict[str, Any] = {"activation": ScaledActivation(silu, gate_scale), "bias": config.mlp_bias}
+
+    def block(_: None, key: Key[Array, ""]) -> Block:
+        attended, recurrent, gated = jax.random.split(key, 3)
+        attends = attention(config, scale=score_scale, bias=config.bias, key=attended)
+        mixers = (
+            Residual(attends, scale=config.attention_scale, input_scale=config.attention_input_scale),
+            Residual(mamba2(config, recurrent, **net), scale=config.net_scale, input_scale=config.net_input_scale),
+        )
+        feed_forward = Residual(gated_mlp(config, **fed, key=gated), norm(config), scale=mlp_scale)
+        return Block(ParallelMixers(mixers, norm(config)), feed_forward)
+
+    scales: dict[str, Any] = {"embedding_scale": config.embedding_scale, "logit_scale": config.logit_scale}
+    return decoder(config, block, **scales, key=key)
+
+
+def _falcon(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> FalconH1Config:
+    given: dict[str, Any] = {"head_dim": 128, "net_head_dim": 256, "net_v_dim": 128, "theta": 1e11, "max_seq": 262_144}
+    given |= {"embedding_scale": 2**2.5, "net_scales": (2**-1.5, 0.25, 2**-2.5, 0.5, 2**-1.5), "norm_first": False}
+    return FalconH1Config(embed=embed, layers=layers, heads=heads, kv_heads=kv_heads, mlp=mlp, **given | more)
+
+
+_BYTE: dict[str, Any] = {"vocab": 256, "head_dim": 16, "net_head_dim": 16, "net_v_dim": 16, "net_heads": 8}
+_BYTE |= {"net_kv_heads": 2, "net_norm": True, "key_scale": 0.5, "tied": True, "mlp_scales": (0.5, 0.5)}
+_BYTE |= dict.fromkeys(("bias", "net_bias", "output_bias", "mlp_bias"), True)
+_HALF: dict[str, Any] = {"vocab": 32_784, "head_dim": 64, "net_heads": 24, "net_head_dim": 128, "net_v_dim": 64}
+_HALF |= {"net_scales": (2**-1.5, 0.25, 2**-1.5, 0.5, 2**-1.5), "key_scale": 0.390625, "attention_scale": 0.9375}
+_HALF |= {"net_input_scale": 1.25, "net_scale": 2**0.5 / 6, "mlp_scales": (0.625 * 2**0.5, 0.5859375)}
+_SEVEN: dict[str, Any] = {"vocab": 130_049, "net_heads": 24, "net_norm": True, "key_scale": 2**0.5 * 25 / 1152}
+_SEVEN |= {"attention_scale": 5 / 48, "net_input_scale": 5 / 12, "net_scale": 2**0.5 / 12}
+_SEVEN |= {"mlp_scales": (2**0.5 * 5 / 24, 25 / 768), "logit_scale": 5 / 384}
+_LARGE: dict[str, Any] = {"vocab": 261_120, "net_heads": 32, "net_kv_heads": 2, "net_norm": True}
+_LARGE |= {"key_scale": 2**0.5 / 128, "attention_scale": 0.0375, "net_input_scale": 0.25, "net_scale": 2**0.5 / 16}
+_LARGE |= {"mlp_scales": (2**0.5 / 8, 5 / 448), "logit_scale": 1 / 128}
+_PRESETS = {
+    "falcon-h1-byte-500k": _falcon(64, 6, 4, 2, 160, **_BYTE),
+    "falcon-h1-0.5b": _falcon(1024, 36, 8, 2, 2048, **_HALF, logit_scale=0.0390625, max_seq=16_384),
+    "falcon-h1-7b": _falcon(3072, 44, 12, 2, 12_288, **_SEVEN),
+    "falcon-h1-34b": _falcon(5120, 72, 20, 4, 21_504, **_LARGE),
+}
+
+FALCON_H1 = Family(
+    "falcon_h1",
+    FalconH1Config,
+    build_falcon_h1,
+    _PRESETS,
+    "FalconH1ForCausalLM",
+    "falcon_h1",
+    ATTRIBUTES,
+    WEIGHTS,
+)

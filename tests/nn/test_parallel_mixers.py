@@ -1,0 +1,94 @@
+"""Mixers side by side against the sum of what each gives alone; their caches, keys and refusals."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nn_reference import close, drawn, normal, randomised
+
+from eqformer import nn
+
+
+KEY = jax.random.key(0)
+EMBED, SEQ = 6, 7
+
+
+def norm(seed):
+    return randomised(nn.RMSNorm("embed", embed=EMBED), seed=seed)
+
+
+def mixers(**options):
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 3}
+    attention = drawn(nn.Attention, embed=EMBED, heads=3, kv_heads=1, head_dim=2, bias=True, key=KEY)
+    net = drawn(nn.Mamba2Mixer, embed=EMBED, **sizes, v_dim=5, chunk=3, bias=True, key=KEY)
+    first = nn.Residual(attention, scale=0.5, input_scale=0.7, **options)
+    return nn.ParallelMixers((first, nn.Residual(net, norm(2), output_norm=norm(3), scale=2.0, **options)), norm(1))
+
+
+def test_they_add_what_each_gives_of_one_input():
+    module, x = mixers(), normal(1, 2, SEQ, EMBED)
+
+    @eqx.filter_jit
+    def by_hand(module, x, first=0.7):
+        given, (attention, net) = module.norm(x), module.mixers
+        attended, recurrent = attention.layer(first * given)[0], net.layer(net.norm(given))[0]
+        return x + 0.5 * attended + 2.0 * net.output_norm(recurrent)
+
+    y, cache, aux = eqx.filter_jit(module)(x)
+    assert cache is None and aux is None and close(y, by_hand(module, x), 1e-6)
+    assert not close(y, by_hand(module, x, 1.0), 1e-3)  # biases, so that no scale of the output is as good
+
+
+@pytest.mark.quick
+def test_each_has_a_cache_of_its_own():
+    """Token by token as all at once; the positions of the one and the state of the other are their own."""
+    module, x = mixers(), normal(1, 2, SEQ, EMBED)
+    step = eqx.filter_jit(module)
+    whole, cache = step(x)[0], module.init_cache((2,), SEQ)
+    assert [type(one) for one in cache] == [nn.KVCache, nn.RecurrentCache]
+    found, kept = [], cache
+    for place in range(SEQ):
+        y, kept, _ = step(x[:, place : place + 1], nn.Tokens(jnp.full((2, 1), place)), kept)
+        found.append(y)
+    assert close(jnp.concatenate(found, axis=1), whole, 1e-5)
+    assert kept[0].positions.tolist() == [[*range(SEQ)]] * 2 and kept[1].lengths.tolist() == [SEQ] * 2
+    forgotten = (kept[0], cache[1])  # the one remembers, the other does not
+    last = lambda cache: step(x[:, :1], nn.Tokens(jnp.full((2, 1), SEQ - 1)), cache)[0]
+    assert not close(last(forgotten), last(kept), 1e-3)
+
+
+def test_dropout_has_masks_of_their_own():
+    x, dropout = normal(1, 2, SEQ, EMBED), nn.Dropout(0.5)
+    module, places = mixers(dropout=dropout), jnp.broadcast_to(jnp.arange(SEQ), (2, SEQ))
+    tokens = nn.Tokens(places, keys=nn.token_keys(jax.random.key(0), jnp.arange(2), places))
+
+    @eqx.filter_jit
+    def by_hand(module, x, number):
+        given = module.norm(x)
+        added = [dataclasses.replace(one, dropout=None).branch(given, tokens)[0] for one in module.mixers]
+        keys = [tokens.fold_in(number).fold_in(place).keys for place in range(2)]
+        return x + sum(dropout(y, its) for y, its in zip(added, keys, strict=True))
+
+    both = eqx.filter_jit(lambda module, x, number: module(x, tokens, number=number)[0])
+    for number in (0, 1):
+        assert close(both(module, x, number), by_hand(module, x, number), 1e-5)
+    assert not np.allclose(both(module, x, 0), both(module, x, 1))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda one: nn.Residual(nn.MLP(embed=EMBED, mlp=4, key=KEY)), r"\(mixers\[1\]=Residual\(MLP\)\): what stands"),
+        (
+            lambda one: nn.Residual(one.layer, sum_norm=norm(1)),
+            r"\(mixers\[1\]=Residual\(sum_norm=...\)\): there is one",
+        ),
+    ],
+)
+def test_what_is_no_mixer_or_has_a_sum_of_its_own_is_refused(make, message):
+    one = mixers().mixers[0]
+    with pytest.raises(ValueError, match=rf"^ParallelMixers{message}"):
+        nn.ParallelMixers((one, make(one)))
