@@ -52,6 +52,7 @@ from ._dims import (
 from ._dropout import Dropout as Dropout
 from ._dtype import at_least_float32 as at_least_float32, float_dtype as float_dtype, holding as holding
 from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions, unembed as unembed
+from ._fp8 import Fp8Linear as Fp8Linear, with_fp8 as with_fp8, without_fp8 as without_fp8
 from ._linear import dense as dense, Linear as Linear
 from ._linear_map import (
     Answered as Answered,
@@ -77,6 +78,7 @@ from ._pallas import compilers as compilers
 from ._precision import cast as cast, Precision as Precision
 from ._prediction_head import PredictionHead as PredictionHead
 from ._predictor import Predictor as Predictor
+from ._products import InComputeDtype as InComputeDtype, InFp8 as InFp8, Products as Products
 from ._quantise import dequantise as dequantise, quantise as quantise
 from ._quantised_linear import QuantisedLinear as QuantisedLinear
 from ._run_with import run_with as run_with

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Key
 from ._dims import named_by
 from ._dtype import at_least_float32
 from ._linear_map import DenseMap, LinearMap
+from ._products import InComputeDtype
 from ._sums import wide_map
 
 
@@ -55,6 +56,11 @@ def applied(
             f"{type(linear).__name__}({spec!r})(x): the last dims of x must be {dict(zip(linear.inputs, wanted))}; "
             f"x has shape {x.shape}."
         )
+    if not isinstance(linear.products, InComputeDtype):
+        rows = x.reshape(*x.shape[: x.ndim - len(wanted)], -1)
+        matrix = weight.reshape(-1, rows.shape[-1]).astype(x.dtype)
+        y = linear.products(rows, matrix, x.dtype if dtype is None else dtype)
+        return y.reshape(*y.shape[:-1], *linear.output_shape)
     if dtype is not None and jnp.dtype(dtype) == at_least_float32(x.dtype) != x.dtype:
         rows = x.reshape(*x.shape[: x.ndim - len(wanted)], -1)
         y = wide_map(rows, weight.reshape(-1, rows.shape[-1]))
@@ -67,13 +73,16 @@ def applied(
 
 def dense(linear: LinearMap) -> DenseMap:
     """A map whose weight is what this map computes: itself, or a plain `Linear`."""
-    if isinstance(linear, DenseMap):
-        return linear
+    return linear if isinstance(linear, DenseMap) else plain(linear, linear.matrix())
+
+
+def plain(linear: LinearMap, weight: Float[Array, "..."]) -> Linear:
+    """A `Linear` of such dims and of the map's bias."""
     sizes = dict.fromkeys((*linear.outputs, *linear.inputs), 1)
     spec = f"{' '.join(linear.inputs)} -> {' '.join(linear.outputs)}"
-    plain = eqx.filter_eval_shape(Linear, spec, bias=linear.bias is not None, key=jax.random.key(0), **sizes)
+    shapes = eqx.filter_eval_shape(Linear, spec, bias=linear.bias is not None, key=jax.random.key(0), **sizes)
     parts = lambda m: (m.weight, m.bias)
-    return eqx.tree_at(parts, plain, (linear.matrix(), linear.bias), is_leaf=lambda leaf: leaf is None)
+    return eqx.tree_at(parts, shapes, (weight, linear.bias), is_leaf=lambda leaf: leaf is None)
 
 
 def _parse(spec: str, sizes: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:

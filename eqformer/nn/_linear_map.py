@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from ._module import Module
+from ._products import InComputeDtype, Products
 from ._sums import wide_sum
 
 
@@ -49,6 +50,11 @@ class LinearMap(Module):
         return wide_sum(self.product(x), self.bias)
 
     @property
+    def products(self) -> Products:
+        """How `matrix` is multiplied: in the compute dtype, unless a map says otherwise."""
+        return InComputeDtype()
+
+    @property
     def sizes(self) -> dict[str, int]:
         """The size of each output and input dim."""
         names = (*self.outputs, *self.inputs)
@@ -67,7 +73,7 @@ class LinearMap(Module):
 class DenseMap(LinearMap):
     """A map whose W is a parameter, `weight`, so that W's gradient is the product of the output's and the input.
 
-    Its `product` is `W x` with the weight cast to the dtype of `x`, and nothing more.
+    Its `product` is `products.forward` with the weight cast to the dtype of `x`, and nothing more.
     """
 
     if TYPE_CHECKING:
@@ -113,6 +119,11 @@ class MapAround(LinearMap):
     def bias(self) -> Float[Array, "..."] | None:
         """That of `inner`."""
         return self.inner.bias
+
+    @property
+    def products(self) -> Products:
+        """Those of `inner`."""
+        return self.inner.products
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from .. import nn
 from ._axes import AXES, BATCH_AXES, CONTEXT, PIPE, TENSOR
 from ._check_mixture import check_mixture
+from ._check_products import check_products
 from ._choices import check_values
 from ._placement import Placement
 from .context._context import check_context, refuse_recurrence
@@ -60,6 +61,7 @@ def check_model(plan: Placement, model: nn.Transformer) -> None:
     plan.state_specs(model)
     if plan.size(TENSOR) > 1:
         _check_tensor(plan, model, specs)
+        check_products(plan, specs)
     for path, moe in nn.named_modules(model, (nn.MoE,)):
         check_mixture(plan, path, moe)
 

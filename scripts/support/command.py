@@ -96,6 +96,8 @@ def _default(kind: Any, arguments: Sequence[str]) -> Any:
     for flag in ("--precision.parameters", "--precision.compute"):
         if (dtype := _value(flag, arguments)) is not None:
             nn.float_dtype(dtype, f"{flag} {dtype}")
+    if (products := _value("--precision.products", arguments)) not in (None, "compute", "fp8"):
+        raise ValueError(f"--precision.products {products}: give compute, for those of its dtype, or fp8.")
     name, folder = _value("--recipe", arguments), _value("--model", arguments)
     if (source := _value("--from-run", arguments)) is not None and name is None and folder is None:
         return kind(*_of_run(RunDirectory(Path(source))))

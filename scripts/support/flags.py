@@ -131,6 +131,7 @@ USUAL_NAMES = {
     "--run-dir": "output-dir out-dir output out save-dir checkpoint-dir run logdir",
     "--seed": "random-seed rng-seed",
     "--precision.compute": "dtype precision mixed-precision compute-dtype bf16 fp16",
+    "--precision.products": "fp8 float8 fp8-format fp8-recipe",
     "--precision.parameters": "param-dtype params-dtype",
     "--model.embed": "hidden-size d-model dim n-embd embed-dim width",
     "--model.layers": "num-layers n-layer n-layers num-hidden-layers depth",

@@ -81,11 +81,14 @@ def adapted(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
 
 
 def latest_model(directory: RunDirectory, recipe: Recipe, plan: parallel.Plan | None = None) -> nn.Transformer:
-    """The model of a run's latest checkpoint, sharded by the plan; raises a `ValueError` if there is none yet."""
+    """The model of a run's latest checkpoint, sharded by the plan, for text: its products are in the compute dtype.
+
+    Raises a `ValueError` if there is none yet.
+    """
     with training.Checkpointer(directory.checkpoints) as checkpointer:
         if checkpointer.latest_step is None:
             raise ValueError(f"--run-dir {directory.path}: the run has no checkpoint yet; let it train on.")
-        return training.restore_model(checkpointer, shapes_of(recipe), plan)
+        return training.restore_model(checkpointer, nn.without_fp8(shapes_of(recipe)), plan)
 
 
 def batch_shapes(recipe: Recipe) -> Batch:

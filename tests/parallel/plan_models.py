@@ -92,8 +92,11 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
     """A small model by its name, filled; `dtypes` are those of parameters and of computation.
 
     Of a name that ends in `int8` every map is somebody's own, of eight bits; of one in `lora` every map has one; of one
-    in `int4 lora` maps are quantised in groups beneath, and of one in `int4 int8` those of feed-forward layers are.
+    in `int4 lora` maps are quantised in groups beneath, and of one in `int4 int8` those of feed-forward layers are. Of
+    one in `fp8` products are of 8 bits.
     """
+    if name.endswith(" fp8"):
+        return nn.with_fp8(model_of(name.removesuffix(" fp8"), remat, dtypes))
     if name.endswith(" int4 lora"):
         plain = model_of(name.removesuffix(" int4 lora"), remat, dtypes)
         with jax.ensure_compile_time_eval():

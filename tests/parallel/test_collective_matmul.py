@@ -3,6 +3,7 @@
 import collections
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -210,7 +211,7 @@ def test_no_piece_is_passed_on_in_vain():
 
 def test_an_axis_of_one_device_is_a_product():
     x, weight = numbers(8, 3, 5), numbers(4, 5)
-    ways = [{"overlap": overlap} for overlap in ("none", "ring", "bidirectional")]
+    ways: list[Any] = [{"overlap": overlap} for overlap in ("none", "ring", "bidirectional")]
 
     def every_way(x, weight):
         gathers = [all_gather_matmul(x, weight, "tensor", **way) for way in ways]

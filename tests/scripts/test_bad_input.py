@@ -65,6 +65,7 @@ def refused(capsys):
         ("--steps 0", ["--steps 0", "at least 1"]),
         ("--sample-every -1", ["--sample-every -1", "0 for none"]),
         ("--optimizer.learning-rate -1", ["peak=-1", "positive"]),
+        ("--precision.products int8", ["error: --precision.products int8: ", "compute", "fp8"]),
         ("--precision.compute int8", ["error: --precision.compute int8: ", "floating-point", "bfloat16 (bf16)"]),
         ("--data no/such/folder", ["no/such/folder"]),
         ("--text.tokenizer no/such.json", ["no/such.json"]),

@@ -26,7 +26,7 @@ from support.recipe_file import to_json
 from support.report import figures, opening
 from support.run_directory import RunDirectory
 from support.screen import Screen
-from support.setup import build_model, keys_of
+from support.setup import build_model, keys_of, shapes_of
 
 from eqformer import data, models, nn, training
 from eqformer.generation._prompts import prepare
@@ -85,6 +85,14 @@ def test_dtypes_go_by_short_names():
     run = parse(pretrain.Command, ["--precision.compute", "bf16", "--precision.parameters=half"]).run
     assert run.precision == nn.Precision("float16", "bfloat16")
     assert json.dumps(to_json(run)).count('"bfloat16"') == 1  # a run's file holds the full names
+
+
+def test_products_of_8_bits_are_for_training():
+    run = parse(pretrain.Command, ["--precision.products", "fp8"]).run
+    assert run.precision == nn.Precision(products="fp8")
+    maps = nn.linear_maps(shapes_of(run).stacks)
+    assert maps and all(isinstance(one, nn.Fp8Linear) for one in maps)
+    assert "fp8" in json.dumps(to_json(run))
 
 
 def test_a_folder_is_a_recipes_once_something_is_saved(tmp_path):

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import einops
 import equinox as eqx
 import jax
 from jax.typing import DTypeLike
@@ -49,30 +48,25 @@ class Tapped(Watched):
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """The map's own."""
         # `pcast` before the product: its transpose sums the input's gradient over axes that the input is the same on.
-        weight = self.inner.weight
-        x = vary_like(x, weight)
-        y = _product((self.outputs, self.inputs), x, weight.astype(x.dtype), self.into, self.out)
+        weight, inputs = self.inner.weight, len(self.inputs)
+        rows = vary_like(x, weight).reshape(*x.shape[: x.ndim - inputs], -1)
+        into, out = self.into.reshape(rows.shape), self.out.reshape(*rows.shape[:-1], -1)
+        y = _product(self.products, rows, weight.reshape(-1, rows.shape[-1]).astype(x.dtype), into, out)
+        y = y.reshape(*y.shape[:-1], *self.output_shape)
         return y if dtype is None else y.astype(dtype)
 
 
-def _contract(dims: tuple, x: Array, weight: Array) -> Array:
-    outputs, inputs = (" ".join(names) for names in dims)
-    return einops.einsum(x, weight, f"... {inputs}, {outputs} {inputs} -> ... {outputs}")
+def _product_of(products: nn.Products, x: Array, weight: Array, into: Array, out: Array) -> Array:
+    return products.forward(x, weight, x.dtype)
 
 
-def _product_of(dims: tuple, x: Array, weight: Array, into: Array, out: Array) -> Array:
-    return _contract(dims, x, weight)
+def _forward(products: nn.Products, x: Array, weight: Array, into: Array, out: Array) -> tuple[Array, tuple]:
+    return products.forward(x, weight, x.dtype), (x, weight)
 
 
-def _forward(dims: tuple, x: Array, weight: Array, into: Array, out: Array) -> tuple[Array, tuple]:
-    return _contract(dims, x, weight), (x, weight)
-
-
-def _backward(dims: tuple, kept: tuple, cotangent: Array) -> tuple:
+def _backward(products: nn.Products, kept: tuple, cotangent: Array) -> tuple:
     x, weight = kept
-    outputs, inputs = (" ".join(names) for names in dims)
-    to_x = einops.einsum(cotangent, weight, f"... {outputs}, {outputs} {inputs} -> ... {inputs}")
-    return to_x, None, x, cotangent
+    return products.to_input(cotangent, weight, x.dtype), None, x, cotangent
 
 
 _product = jax.custom_vjp(_product_of, nondiff_argnums=(0,))

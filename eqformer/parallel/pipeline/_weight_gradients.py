@@ -112,7 +112,7 @@ def weight_gradients(blocks: PyTree, products: dict[int, tuple[Array, Array]]) -
         into = into.reshape(layers, -1, math.prod(into.shape[into.ndim - len(linear.inputs) :]))
         out = out.reshape(layers, -1, math.prod(out.shape[out.ndim - len(linear.outputs) :]))
         exact = nn.at_least_float32(into.dtype)
-        product = jnp.einsum("lni,lno->loi", into, out, preferred_element_type=exact)
+        product = jax.vmap(lambda out, into: linear.products.to_weight(out, into, exact))(out, into)
         product = product.reshape(_whole_shape(linear, dim))
         product = product if dim is None else scatter(product, dim + 1, steps)
         nothing = jax.tree.map(lambda _: None, linear)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ...nn import at_least_float32
+from ...nn import at_least_float32, InComputeDtype, Products
 from .. import _send as send
 from .._ring import circulate, collect, Ring
 from .._vary import vary, vary_like
@@ -29,6 +29,7 @@ def all_gather_matmul(
     axis: str,
     *,
     overlap: str = "none",
+    products: Products | tuple[Products, ...] = InComputeDtype(),
     name: str = "all_gather_matmul",
 ) -> Float[Array, "*batch full_seq outputs"]:
     """One weight, one product."""
@@ -41,6 +42,7 @@ def all_gather_matmul(
     axis: str,
     *,
     overlap: str = "none",
+    products: Products | tuple[Products, ...] = InComputeDtype(),
     name: str = "all_gather_matmul",
 ) -> tuple[Float[Array, "*batch full_seq _"], ...]:
     """Several weights, a product of each."""
@@ -52,6 +54,7 @@ def all_gather_matmul(
     axis: str,
     *,
     overlap: str = "none",
+    products: Products | tuple[Products, ...] = InComputeDtype(),
     name: str = "all_gather_matmul",
 ) -> Float[Array, "*batch full_seq outputs"] | tuple[Float[Array, "*batch full_seq _"], ...]:
     """`all_gather(x, axis) @ weight.T` for this device's piece `x` of the sequence; several weights share one gather.
@@ -63,16 +66,25 @@ def all_gather_matmul(
     so are the gradients' sums, which travel in that dtype. Reverse mode only.
 
     In a pipeline's stages, off TPUs, pieces are passed by swaps of two (see `shift`): as many bytes both ways round,
-    twice as many one way (beyond two devices). `name` is the collective's in the compiled program.
+    twice as many one way (beyond two devices).
+
+    Args:
+        x: This device's piece of the sequence.
+        weight: One weight, or several.
+        axis: The mesh axis.
+        overlap: How the gather and the products overlap.
+        products: How pieces are multiplied, of several weights each by its own; in the compute dtype by default.
+        name: The collective's name in the compiled program.
     """
     weights = weight if isinstance(weight, tuple) else (weight,)
+    each = products if isinstance(products, tuple) else (products,) * len(weights)
     x, weights = _alike("all_gather_matmul", x, weights, axis, overlap)
     if overlap == "none":
         full = send.all_gather(name, x, axis, -2)
-        products = tuple(_product(full, one).astype(x.dtype) for one in weights)
+        outputs = tuple(_product(of_one, full, one) for of_one, one in zip(each, weights, strict=True))
     else:
-        products = _gathered(Ring(name, axis, overlap == "bidirectional"), x, weights)
-    return products if isinstance(weight, tuple) else products[0]
+        outputs = _gathered(Ring(name, axis, overlap == "bidirectional"), each, x, weights)
+    return outputs if isinstance(weight, tuple) else outputs[0]
 
 
 def matmul_reduce_scatter(
@@ -82,6 +94,7 @@ def matmul_reduce_scatter(
     *,
     scatter: Literal["seq", "outputs"],
     overlap: str = "none",
+    products: Products = InComputeDtype(),
     name: str = "matmul_reduce_scatter",
 ) -> Float[Array, "*batch kept_seq kept_outputs"]:
     """`psum_scatter(x @ weight.T, axis)` over the sequence or the outputs, where devices hold slices of `inputs`.
@@ -96,6 +109,7 @@ def matmul_reduce_scatter(
         axis: The mesh axis.
         scatter: Which dim of the product is split.
         overlap: As in `all_gather_matmul`.
+        products: How slices are multiplied; in the compute dtype by default.
         name: The collective's name.
     """
     x, (weight,) = _alike("matmul_reduce_scatter", x, (weight,), axis, overlap)
@@ -107,9 +121,9 @@ def matmul_reduce_scatter(
             f"be split evenly over the {devices} devices of {axis!r}; change one of the two."
         )
     if overlap == "none":
-        product = _product(x, weight).astype(x.dtype)
+        product = _product(products, x, weight)
         return send.psum_scatter(name, product, axis, -2 if scatter == "seq" else -1)
-    return _scattered(Ring(name, axis, overlap == "bidirectional"), scatter, x, weight)
+    return _scattered(Ring(name, axis, overlap == "bidirectional"), products, scatter, x, weight)
 
 
 def _alike(call: str, x: Array, weights: tuple[Array, ...], axis: str, overlap: str) -> tuple[Array, tuple[Array, ...]]:
@@ -125,18 +139,9 @@ def _alike(call: str, x: Array, weights: tuple[Array, ...], axis: str, overlap: 
     return x, vary_like(weights, x)
 
 
-def _product(x: Float[Array, "*batch seq inputs"], weight: Float[Array, "outputs inputs"]) -> Array:
-    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=at_least_float32(x.dtype))
-
-
-def _back(gradient: Float[Array, "*batch seq outputs"], weight: Float[Array, "outputs inputs"]) -> Array:
-    return jnp.einsum("...o,oi->...i", gradient, weight, preferred_element_type=at_least_float32(weight.dtype))
-
-
-def _outer(gradient: Float[Array, "*batch seq outputs"], x: Float[Array, "*batch seq inputs"]) -> Array:
-    """The gradient of a weight."""
-    tokens = tuple(range(x.ndim - 1))
-    return jnp.tensordot(gradient, x, (tokens, tokens), preferred_element_type=at_least_float32(x.dtype))
+def _product(products: Products, x: Array, weight: Array) -> Array:
+    """A product that is differentiated, summed in float32 at least and returned in the dtype of `x`."""
+    return products(x, weight, at_least_float32(x.dtype)).astype(x.dtype)
 
 
 def _take(array: Array, start: Array, length: int, dim: int) -> Array:
@@ -147,35 +152,38 @@ def _put(array: Array, part: Array, start: Array, dim: int) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), start, array.ndim + dim)
 
 
-def _gathered_plainly(ring: Ring, x: Float[Array, "*batch seq inputs"], weights: Weights) -> tuple[Array, ...]:
-    rows = *x.shape[:-2], x.shape[-2] * ring.devices
+def _gathered_plainly(
+    ring: Ring, products: tuple[Products, ...], x: Float[Array, "*batch seq inputs"], weights: Weights
+) -> tuple[Array, ...]:
+    rows, exact = (*x.shape[:-2], x.shape[-2] * ring.devices), at_least_float32(x.dtype)
 
     def write(outputs: tuple[Array, ...], piece: Array, start: Array) -> tuple[Array, ...]:
-        return tuple(_put(output, _product(piece, weight), start, -2) for output, weight in zip(outputs, weights))
+        each = zip(outputs, products, weights)
+        return tuple(_put(output, one.forward(piece, weight, exact), start, -2) for output, one, weight in each)
 
     return circulate(ring, x, -2, write, tuple(jnp.zeros((*rows, weight.shape[0]), x.dtype) for weight in weights))
 
 
-_gathered = jax.custom_vjp(_gathered_plainly, nondiff_argnums=(0,))
+_gathered = jax.custom_vjp(_gathered_plainly, nondiff_argnums=(0, 1))
 
 
-def _gathered_forward(ring: Ring, x: Array, weights: tuple[Array, ...]):
-    return _gathered(ring, x, weights), (x, weights)
+def _gathered_forward(ring: Ring, products: tuple[Products, ...], x: Array, weights: tuple[Array, ...]):
+    return _gathered(ring, products, x, weights), (x, weights)
 
 
-def _gathered_backward(ring: Ring, saved: tuple, gradients: tuple[Array, ...]):
+def _gathered_backward(ring: Ring, products: tuple[Products, ...], saved: tuple, gradients: tuple[Array, ...]):
     x, weights = saved
+    exact = at_least_float32(x.dtype)
 
     def share(start: Array, length: int) -> Array:
-        pairs = zip(gradients, weights, strict=True)
-        first, *others = (_back(_take(gradient, start, length, -2), weight) for gradient, weight in pairs)
+        each = zip(products, gradients, weights, strict=True)
+        first, *others = (one.to_input(_take(g, start, length, -2), weight, exact) for one, g, weight in each)
         return sum(others, start=first)
 
     def grow(sums: tuple[Array, ...], piece: Array, start: Array) -> tuple[Array, ...]:
         rows = (_take(gradient, start, piece.shape[-2], -2) for gradient in gradients)
-        return tuple(total + _outer(part, piece) for total, part in zip(sums, rows))
+        return tuple(total + one.to_weight(part, piece, exact) for total, one, part in zip(sums, products, rows))
 
-    exact = at_least_float32(x.dtype)
     to_x = collect(ring, x.shape[-2], -2, share, x.dtype)
     to_weights = circulate(ring, x, -2, grow, tuple(jnp.zeros(weight.shape, exact) for weight in weights))
     return to_x, tuple(one.astype(x.dtype) for one in to_weights)
@@ -185,37 +193,45 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _scattered_plainly(
-    ring: Ring, scatter: str, x: Float[Array, "*batch seq inputs"], weight: Float[Array, "outputs inputs"]
+    ring: Ring,
+    products: Products,
+    scatter: str,
+    x: Float[Array, "*batch seq inputs"],
+    weight: Float[Array, "outputs inputs"],
 ) -> Array:
+    exact = at_least_float32(x.dtype)
+
     def share(start: Array, length: int) -> Array:
         if scatter == "seq":
-            return _product(_take(x, start, length, -2), weight)
-        return _product(x, _take(weight, start, length, -2))
+            return products.forward(_take(x, start, length, -2), weight, exact)
+        return products.forward(x, _take(weight, start, length, -2), exact)
 
     dim, whole = (-2, x.shape[-2]) if scatter == "seq" else (-1, weight.shape[0])
     return collect(ring, whole // ring.devices, dim, share, x.dtype)
 
 
-_scattered = jax.custom_vjp(_scattered_plainly, nondiff_argnums=(0, 1))
+_scattered = jax.custom_vjp(_scattered_plainly, nondiff_argnums=(0, 1, 2))
 
 
-def _scattered_forward(ring: Ring, scatter: str, x: Array, weight: Array):
-    return _scattered(ring, scatter, x, weight), (x, weight)
+def _scattered_forward(ring: Ring, products: Products, scatter: str, x: Array, weight: Array):
+    return _scattered(ring, products, scatter, x, weight), (x, weight)
 
 
-def _scattered_backward(ring: Ring, scatter: str, saved: tuple, gradient: Array):
+def _scattered_backward(ring: Ring, products: Products, scatter: str, saved: tuple, gradient: Array):
     x, weight = saved
     exact = at_least_float32(x.dtype)
+    back = lambda gradient, weight: products.to_input(gradient, weight, exact)
+    outer = lambda gradient, x: products.to_weight(gradient, x, exact)
 
     def from_rows(carry: tuple[Array, Array], piece: Array, start: Array) -> tuple[Array, Array]:
         to_x, to_weight = carry
         rows = _take(x, start, piece.shape[-2], -2)
-        return _put(to_x, _back(piece, weight), start, -2), to_weight + _outer(piece, rows)
+        return _put(to_x, back(piece, weight), start, -2), to_weight + outer(piece, rows)
 
     def from_outputs(carry: tuple[Array, Array], piece: Array, start: Array) -> tuple[Array, Array]:
         to_x, to_weight = carry
         rows = _take(weight, start, piece.shape[-1], -2)
-        return to_x + _back(piece, rows), _put(to_weight, _outer(piece, x), start, -2)
+        return to_x + back(piece, rows), _put(to_weight, outer(piece, x), start, -2)
 
     dim, visit = (-2, from_rows) if scatter == "seq" else (-1, from_outputs)
     empty = jnp.zeros(x.shape, exact), jnp.zeros(weight.shape, exact)

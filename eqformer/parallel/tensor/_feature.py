@@ -5,7 +5,7 @@ which are reduced and scattered over the outputs' first dim. Nothing is ever gat
 """
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -51,7 +51,8 @@ class FeatureLinear(nn.MapAround):
         else:
             flat = x.reshape(*x.shape[: x.ndim - len(linear.inputs)], -1)
             weight, name = linear.flat_matrix(x.dtype), "maps of features"
-            y = matmul_reduce_scatter(flat, weight, TENSOR, scatter="outputs", overlap=self.overlap, name=name)
+            how: Any = {"overlap": self.overlap, "products": self.products, "name": name}
+            y = matmul_reduce_scatter(flat, weight, TENSOR, scatter="outputs", **how)
             y = y.reshape(*y.shape[:-1], -1, *outputs[1:])
         return checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
 

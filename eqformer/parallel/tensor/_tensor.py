@@ -6,7 +6,7 @@ the stream between the layers is split over tokens, and the reduction becomes a 
 """
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -64,7 +64,8 @@ class Tensor(nn.Module):
             x = self.stream.whole("maps from the stream", x)
             return [_Given(linear, linear.product(x)) for linear in linears]
         weights = tuple(linear.flat_matrix(x.dtype) for linear in linears)
-        products = all_gather_matmul(x, weights, TENSOR, overlap=self.stream.overlap, name="maps from the stream")
+        how: Any = {"overlap": self.stream.overlap, "products": tuple(linear.products for linear in linears)}
+        products = all_gather_matmul(x, weights, TENSOR, name="maps from the stream", **how)
         products = [checkpoint_name(y, "product") for y in products]
         shaped = lambda linear, y: y.reshape(*y.shape[:-1], *linear.output_shape)
         return [_Given(linear, shaped(linear, y)) for linear, y in zip(linears, products)]
@@ -112,8 +113,8 @@ class _Row(nn.MapAround):
         else:
             flat = x.reshape(*x.shape[: x.ndim - len(self.inputs)], -1)
             weight = self.inner.flat_matrix(x.dtype)
-            overlap, name = self.stream.overlap, "maps to the stream"
-            y = matmul_reduce_scatter(flat, weight, TENSOR, scatter="seq", overlap=overlap, name=name)
+            how: Any = {"overlap": self.stream.overlap, "products": self.products, "name": "maps to the stream"}
+            y = matmul_reduce_scatter(flat, weight, TENSOR, scatter="seq", **how)
         return checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
 
 

@@ -1,0 +1,167 @@
+"""How the matrices of a linear map are multiplied, forward and backward: in the compute dtype, or in 8 bits."""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from ._dtype import at_least_float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Products(abc.ABC):
+    """The three products of a map `y = W x`: of its input, and those of which its two gradients are made.
+
+    Each is given whole numbers of vectors and a matrix of outputs by inputs, which may be slices of a device, and may
+    round them as it likes; it sums in float32 at least, and returns `dtype`. Called, it gives `forward`, of which the
+    other two make the gradients (in reverse mode).
+    """
+
+    def __call__(
+        self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch outputs"]:
+        """`W x`; gradients are summed over mesh axes that one of the two varies over and the other does not."""
+        if isinstance(self, InComputeDtype):  # whose gradients JAX makes
+            return self.forward(x, weight, dtype)
+        of_x, of_weight = (jnp.zeros_like(one, shape=()) for one in (x, weight))
+        typed_alike = x + of_weight.astype(x.dtype), weight + of_x.astype(weight.dtype)
+        return _multiplied(self, jnp.dtype(dtype), *typed_alike)
+
+    @abc.abstractmethod
+    def forward(
+        self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch outputs"]:
+        """`W x`."""
+
+    @abc.abstractmethod
+    def to_input(
+        self, gradient: Float[Array, "*batch outputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch inputs"]:
+        """The input's gradient, `W^T g`."""
+
+    @abc.abstractmethod
+    def to_weight(
+        self, gradient: Float[Array, "*batch outputs"], x: Float[Array, "*batch inputs"], dtype: DTypeLike
+    ) -> Float[Array, "outputs inputs"]:
+        """The weight's gradient, `sum g x^T` over all vectors."""
+
+
+class InComputeDtype(Products):
+    """Products of the arrays as they are, in their own dtype."""
+
+    def forward(
+        self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch outputs"]:
+        """`W x`."""
+        return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
+
+    def to_input(
+        self, gradient: Float[Array, "*batch outputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch inputs"]:
+        """The input's gradient."""
+        return jnp.einsum("...o,oi->...i", gradient, weight, preferred_element_type=dtype)
+
+    def to_weight(
+        self, gradient: Float[Array, "*batch outputs"], x: Float[Array, "*batch inputs"], dtype: DTypeLike
+    ) -> Float[Array, "outputs inputs"]:
+        """The weight's gradient."""
+        vectors = tuple(range(x.ndim - 1))
+        return jnp.tensordot(gradient, x, (vectors, vectors), preferred_element_type=dtype)
+
+
+class InFp8(Products):
+    """Products of numbers of 8 bits: weights and inputs rounded to E4M3, gradients to E5M2, sums in float32 at least.
+
+    What is rounded is scaled first by the power of two that brings its largest magnitude to 128 at least and below 256
+    (E4M3), or to 2^14 and below 2^15 (E5M2): of an input or a gradient that of each vector, of a weight that of the
+    matrix. The scale is found where it is used, so that nothing is remembered from step to step. As powers of two
+    change no digit, a number is rounded alike beside whatever others, but for those below 2^-13 (E4M3) or 2^-28 (E5M2)
+    of the largest, which lose up to 2^-18, or 2^-31, of it. So slices of rows, tokens and features, on their own
+    devices or in their own microbatches, give what the whole gives, and no maximum is sent.
+    """
+
+    E4M3: ClassVar[Any] = jnp.float8_e4m3fn
+    E5M2: ClassVar[Any] = jnp.float8_e5m2
+
+    def forward(
+        self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch outputs"]:
+        """`W x`."""
+        codes, of_vector = rounded(x, self.E4M3, -1)
+        of_weight, of_all = rounded(weight, self.E4M3, None)
+        y = _dot(codes, of_weight, (codes.ndim - 1,), (1,), dtype)
+        return _scaled(y, dtype, of_vector, of_all)
+
+    def to_input(
+        self, gradient: Float[Array, "*batch outputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch inputs"]:
+        """The input's gradient."""
+        codes, of_vector = rounded(gradient, self.E5M2, -1)
+        of_weight, of_all = rounded(weight, self.E4M3, None)
+        # GPUs add products of 8 bits up in fewer digits than float32's unless a higher precision is asked for.
+        y = _dot(codes, of_weight, (codes.ndim - 1,), (0,), dtype, "highest")
+        return _scaled(y, dtype, of_vector, of_all)
+
+    def to_weight(
+        self, gradient: Float[Array, "*batch outputs"], x: Float[Array, "*batch inputs"], dtype: DTypeLike
+    ) -> Float[Array, "outputs inputs"]:
+        """The weight's gradient: an input's scale, which differs from vector to vector, goes to its gradient."""
+        codes, of_vector = rounded(x, self.E4M3, -1)
+        wide = gradient.astype(at_least_float32(gradient.dtype)) * of_vector.astype(at_least_float32(gradient.dtype))
+        of_gradient, of_all = rounded(wide, self.E5M2, None)
+        vectors = tuple(range(x.ndim - 1))
+        y = _dot(of_gradient, codes, vectors, vectors, dtype, "highest")
+        return _scaled(y, dtype, of_all)
+
+
+_EXPONENTS = {InFp8.E4M3: 7, InFp8.E5M2: 14}
+
+
+def rounded(x: Float[Array, "..."], form: Any, dim: int | None) -> tuple[Array, Float[Array, "..."]]:
+    """The numbers over their scale, in 8 bits, and the scale: a power of two for each vector along `dim`, or for all.
+
+    What is not finite is not finite afterwards.
+    """
+    wide = at_least_float32(x.dtype)
+    largest = jnp.max(jnp.abs(x), dim, keepdims=dim is not None).astype(jnp.float32)
+    # A float32's exponent, to which 127 is added, stands above 23 bits of digits.
+    exponent = (jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - _EXPONENTS[form]
+    exponent = jnp.clip(exponent, 1, 253)  # so that the scale's inverse is a number too
+    scale, inverse = (jax.lax.bitcast_convert_type(one << 23, jnp.float32) for one in (exponent, 254 - exponent))
+    return (x.astype(wide) * inverse.astype(wide)).astype(form), scale.astype(wide)
+
+
+def _forward(products: Products, dtype: Any, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return products.forward(x, weight, dtype), (x, weight)
+
+
+def _backward(products: Products, dtype: Any, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, weight = saved
+    return products.to_input(gradient, weight, x.dtype), products.to_weight(gradient, x, weight.dtype)
+
+
+_multiplied = jax.custom_vjp(
+    lambda products, dtype, x, weight: products.forward(x, weight, dtype), nondiff_argnums=(0, 1)
+)
+_multiplied.defvjp(_forward, _backward)
+
+
+def _dot(
+    left: Array, right: Array, left_dims: tuple, right_dims: tuple, dtype: DTypeLike, precision: str | None = None
+) -> Array:
+    wanted = jnp.dtype(dtype)
+    summed = jnp.dtype("float32") if wanted == jnp.float16 else wanted  # which ends before the unscaled sums do
+    dims = ((left_dims, right_dims), ((), ()))
+    return jax.lax.dot_general(left, right, dims, preferred_element_type=summed, precision=precision)
+
+
+def _scaled(y: Array, dtype: DTypeLike, *scales: Array) -> Array:
+    wide = at_least_float32(jnp.dtype(dtype))
+    product = y.astype(wide)
+    for scale in scales:  # one by one, since two small scales have a product that is no number
+        product = product * scale.astype(wide)
+    return product.astype(dtype)

@@ -1,0 +1,199 @@
+"""Products of 8 bits against their formula in float64, number by number; slices; and which maps have them."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from nn_reference import close, normal, wide
+
+from eqformer import models, nn, training
+
+
+KEY = jax.random.key(0)
+SMALL = models.LlamaConfig(vocab=48, embed=16, layers=2, heads=4, kv_heads=2, mlp=24)
+FORMS = {"input": (ml_dtypes.float8_e4m3fn, 2.0**7), "gradient": (ml_dtypes.float8_e5m2, 2.0**14)}
+
+
+def rounded(x: np.ndarray, kind: str, each: bool) -> np.ndarray:
+    """Numbers as a product sees them: over a power of two, of each vector or of all, that brings the largest to its
+    place, rounded to 8 bits."""
+    form, least = FORMS[kind]
+    scaled = np.empty_like(x)
+    for row in range(len(x)) if each else [slice(None)]:
+        largest = np.abs(x[row]).max()
+        scale = 1.0
+        while largest and largest / scale < least:
+            scale /= 2
+        while largest / scale >= 2 * least:
+            scale *= 2
+        scaled[row] = (x[row] / scale).astype(form).astype(np.float64) * scale
+    return scaled
+
+
+def reference(x: np.ndarray, weight: np.ndarray, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The output and both gradients of a map of 8 bits, with exact sums."""
+    of_x, of_weight = rounded(x, "input", True), rounded(weight, "input", False)
+    return (
+        of_x @ of_weight.T,
+        rounded(gradient, "gradient", True) @ of_weight,
+        rounded(gradient, "gradient", True).T @ of_x,
+    )
+
+
+def of_map(linear: nn.LinearMap, x: jax.Array, gradient: jax.Array, dtype: Any = None) -> tuple[Any, Any, Any]:
+    """The same as the map gives them."""
+    y, back = jax.vjp(lambda linear, x: linear.product(x, dtype), linear, x)
+    of_linear, to_x = back(gradient.astype(y.dtype))
+    return y, to_x, of_linear.weight
+
+
+def drawn(spread: float) -> tuple[nn.Linear, jax.Array, jax.Array]:
+    """A map of 12 to 6, 20 vectors and the gradients of what it gives; vectors are as large as up to `exp(spread)`."""
+    linear = nn.Linear("embed -> heads head_dim", embed=12, heads=3, head_dim=2, key=KEY)
+    sizes = jnp.exp(spread * normal(3, 20, 1))
+    return linear, normal(1, 20, 12) * sizes, normal(2, 20, 3, 2) / sizes[..., None] * jnp.exp(normal(4, 20, 1, 1))
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_outputs_and_gradients_are_the_formulas(dtype, spread):
+    with jax.enable_x64(dtype == "float64"):
+        linear, x, gradient = jax.tree.map(
+            lambda leaf: leaf.astype(dtype), drawn(spread if dtype != "float16" else 0.5)
+        )
+        want = reference(wide(x), wide(linear.weight).reshape(6, 12), wide(gradient).reshape(20, 6))
+        tolerance = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11, "float64": 1e-14}[dtype]
+        found = of_map(nn.with_fp8(linear, [nn.Linear]), x, gradient)
+        assert all(one.dtype == dtype for one in found)
+        for one, other in zip(found, want):
+            np.testing.assert_allclose(
+                wide(one).reshape(other.shape), other, tolerance, tolerance * np.abs(other).max()
+            )
+        plain = of_map(linear, x, gradient)
+        assert not any(close(one, two, 3e-3) for one, two in zip(plain, found))
+
+
+def test_sums_in_float32_of_narrow_inputs():
+    linear, x, gradient = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), drawn(1.0))
+    y, *_ = of_map(nn.with_fp8(linear, [nn.Linear]), x, gradient, jnp.float32)
+    want = reference(wide(x), wide(linear.weight).reshape(6, 12), wide(gradient).reshape(20, 6))[0]
+    assert y.dtype == jnp.float32 and close(y.reshape(want.shape), want, 1e-6)
+
+
+@pytest.mark.parametrize("wrong", ["form of gradients", "scale", "scale of vectors"])
+def test_another_rounding_is_seen(wrong, monkeypatch):
+    """Gradients in E4M3, a scale that is no power of two, and one scale for all vectors give other numbers."""
+    linear, x, gradient = drawn(3.0)
+    own = nn._products.rounded  # type: ignore[attr-defined]
+
+    def other(x: Any, form: Any, dim: int | None) -> Any:
+        if wrong == "scale":
+            codes, scale = own(x / 3, form, dim)
+            return codes, 3 * scale
+        if wrong == "scale of vectors":
+            codes, scale = own(x, form, None)
+            return codes, jnp.broadcast_to(scale, (*x.shape[:-1], 1)) if dim is not None else scale
+        return own(x, nn.InFp8.E4M3, dim)
+
+    monkeypatch.setattr(nn._products, "rounded", other)  # type: ignore[attr-defined]
+    want = reference(wide(x), wide(linear.weight).reshape(6, 12), wide(gradient).reshape(20, 6))
+    found = of_map(nn.with_fp8(linear, [nn.Linear]), x, gradient)
+    assert not all(close(wide(one).reshape(two.shape), two, 1e-5) for one, two in zip(found, want))
+
+
+def test_slices_give_what_the_whole_gives():
+    """Of rows to the last digit, of inputs up to the smallest numbers; scales that are no powers of two would not."""
+    products = nn.InFp8()
+    x, weight, gradient = normal(1, 64, 32), normal(2, 48, 32), normal(3, 64, 48)
+    whole = products.forward(x, weight, "float32")
+    halves = [products.forward(half, weight, "float32") for half in (x[:32], x[32:])]
+    assert np.array_equal(jnp.concatenate(halves), whole)
+    x, weight = x.at[:, :16].multiply(0.01), weight.at[:, 16:].multiply(7.0)  # slices of unlike size
+    whole = products.forward(x, weight, "float32")
+    parts = [products.forward(x[:, part], weight[:, part], "float32") for part in (slice(16), slice(16, 32))]
+    assert close(sum(parts), whole, 2**-17) and not np.array_equal(sum(parts), whole)
+    to_weight = products.to_weight(gradient, x, "float32")
+    parts = [products.to_weight(gradient[part], x[part], "float32") for part in (slice(16), slice(16, 64))]
+    assert close(sum(parts), to_weight, 1e-6)
+    by_thirds = lambda x: products.forward(x / 3, weight, "float32") * 3
+    assert not close(by_thirds(x), products.forward(x, weight, "float32"), 1e-2)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", ["input", "weight", "gradient"])
+def test_what_is_not_finite_is_not_hidden(number, place):
+    linear, x, gradient = drawn(0.0)
+    if place == "weight":
+        linear = eqx.tree_at(lambda m: m.weight, linear, linear.weight.at[0, 0, 0].set(number))
+    x = x.at[0, 0].set(number) if place == "input" else x
+    gradient = gradient.at[0, 0, 0].set(number) if place == "gradient" else gradient
+    y, to_x, to_weight = of_map(nn.with_fp8(linear, [nn.Linear]), x, gradient)
+    finite = [bool(jnp.isfinite(one).all()) for one in (y, to_x, to_weight)]
+    assert (
+        finite
+        == {"input": [False, True, False], "weight": [False, False, True], "gradient": [True, False, False]}[place]
+    )
+
+
+def test_zeros_and_the_smallest_numbers():
+    linear = nn.with_fp8(nn.Linear("embed -> mlp", embed=4, mlp=3, key=KEY), [nn.Linear])
+    assert not jnp.any(linear(jnp.zeros((2, 4)))) and not jnp.any(
+        jax.grad(lambda m: m(jnp.zeros((2, 4))).sum())(linear).weight
+    )
+    small = linear(jnp.full((1, 4), 2.0**-100))
+    np.testing.assert_allclose(small * 2.0**100, linear(jnp.ones((1, 4))), rtol=1e-6)
+
+
+def test_all_linears_are_taken_but_experts_routers_and_those_of_the_vocabulary():
+    build = lambda: models.build("mixtral-byte-500k", key=KEY)
+    model = eqx.filter_eval_shape(build)
+    taken = {name for name, node in nn.named_modules(eqx.filter_eval_shape(lambda: nn.with_fp8(build())), nn.Fp8Linear)}
+    assert {name.rpartition(".")[2] for name in taken} == {"query", "key", "value", "output"}
+    back = eqx.filter_eval_shape(lambda: nn.without_fp8(nn.with_fp8(build())))
+    assert jax.tree.structure(back) == jax.tree.structure(model)
+    paths = lambda tree: [nn.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    assert paths(eqx.filter_eval_shape(lambda: nn.with_fp8(build()))) == paths(model)  # of checkpoints, too
+
+
+def test_what_cannot_multiply_in_8_bits():
+    mixture = eqx.filter_eval_shape(lambda: models.build("mixtral-byte-500k", key=KEY))
+    for where in (["up"], [nn.Router]):
+        with pytest.raises(
+            ValueError, match=r"with_fp8\(.*\): stacks.* cannot multiply in 8 bits: a map must be a Linear"
+        ):
+            nn.with_fp8(mixture, where)
+    linear = nn.Linear("embed -> mlp", embed=4, mlp=3, key=KEY)
+    with pytest.raises(ValueError, match=r"cannot multiply in 8 bits: a map must be a Linear"):
+        nn.with_fp8(nn.quantise(linear, "int8"), [nn.QuantisedLinear])
+    with pytest.raises(ValueError, match=r"with_fp8\(model\): no linear map is chosen"):
+        nn.with_fp8(nn.quantise(linear, "int8"))
+    with pytest.raises(ValueError, match=r"Precision\(products='int8'\): products are in 'compute' .* or 'fp8'"):
+        nn.Precision(products="int8")
+
+
+def test_a_policy_chooses_the_products():
+    model = models.build(SMALL, key=KEY)
+    fp8 = nn.Precision("float32", "bfloat16", "fp8").apply(model)
+    maps = nn.named_modules(fp8.stacks[0], nn.LinearMap)
+    assert all(isinstance(one, nn.Fp8Linear) for _, one in maps) and fp8.compute_dtype == "bfloat16"
+    assert jax.tree.structure(nn.Precision().apply(fp8)) == jax.tree.structure(model)
+    marks = nn.matrices(fp8), nn.matrices(model)
+    assert jax.tree.leaves(marks[0]) == jax.tree.leaves(marks[1])  # Muon sees the same matrices
+
+
+@pytest.mark.parametrize("remat", ["none", "products", "full"])
+def test_what_is_recomputed_changes_nothing(remat):
+    """And a LoRA beside a map of 8 bits, whose factors stay in the compute dtype, has gradients."""
+    model = nn.with_fp8(models.build(SMALL, key=KEY))
+    ids = jnp.arange(32, dtype=jnp.int32).reshape(2, 16)
+    run = lambda model: jnp.sum(model.encode(ids, nn.positions_like((2, 16)))[0] ** 2)
+    want = eqx.filter_jit(eqx.filter_grad(run))(model)
+    found = eqx.filter_jit(eqx.filter_grad(run))(nn.run_with(model, remat=remat))
+    assert all(close(one, two, 1e-5) for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(want)))
+    adapted = nn.with_lora(model, ["query"], rank=2, key=KEY)
+    assert jax.tree.structure(nn.with_fp8(nn.without_fp8(adapted))) == jax.tree.structure(adapted)
+    assert jnp.any(training.trainable(eqx.filter_grad(run)(adapted)).stacks[0].blocks.mixer.layer.query.up.weight)
