@@ -10,6 +10,7 @@ import types
 import typing
 
 from ._failures import reason_and_fix as reason_and_fix
+from ._prepare import prepare as prepare
 from ._shapes import Batch as Batch, LEGEND as LEGEND
 
 

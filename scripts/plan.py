@@ -6,8 +6,8 @@ from support import environment
 
 
 if __name__ == "__main__":
-    environment.prepare([*sys.argv, "--simulate", "1"])  # nothing runs, so JAX needs no accelerator of its own
-    environment.prepare_compilers()
+    # Nothing runs, so JAX needs no accelerator of its own.
+    environment.prepare([*sys.argv, "--simulate", "1"], compilers=True)
 
 import dataclasses
 import json

@@ -1,11 +1,18 @@
 """How the tests compile: with no care for speed, since each program runs a few times, on any XLA that is installed."""
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
-from support.xla import as_flags, known
 
+# By its path, since eqformer is imported later, with its shapes checked.
+_SPEC = importlib.util.spec_from_file_location("xla_flags", Path(__file__).parents[1] / "eqformer" / "_xla_flags.py")
+assert _SPEC is not None and _SPEC.loader is not None
+_XLA_FLAGS = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_XLA_FLAGS)
+known = _XLA_FLAGS.known
 
 # One module of code a program: making and joining 32 takes a fifth of the time.
 FAST: dict[str, Any] = known({"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1})
 HASTE: dict[str, Any] = FAST | known({"xla_cpu_use_fusion_emitters": False})
-FLAGS = as_flags(HASTE)
+FLAGS = _XLA_FLAGS.as_flags(HASTE)

@@ -16,8 +16,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(HERE.parents[1] / "scripts")]
     from support import environment
 
-    environment.prepare(["--simulate", "1"])
-    environment.prepare_compilers()
+    environment.prepare(["--simulate", "1"], compilers=True)
 
 import layout
 import plan

@@ -9,12 +9,15 @@ import pytest
 from script_helpers import PLAIN, start_code
 from support import environment, user_folder
 
+from eqformer import _prepare
+
 
 @pytest.fixture
 def at_home(monkeypatch, tmp_path):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(_prepare, "_has_started", lambda: False)
     return tmp_path / "eqformer" / "programs"
 
 

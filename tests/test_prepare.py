@@ -5,34 +5,17 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from script_helpers import SCRIPTS
-from support import environment
-from support.xla import as_flags, known
+
+import eqformer
+from eqformer import _prepare
+from eqformer._xla_flags import as_flags, known
 
 
-ROOT = SCRIPTS.parent
+ROOT = Path(__file__).parents[1]
 GONE = {"xla_cpu_no_such_flag": "1", "xla_cpu_use_fusion_emitter": True}  # the second but for its last letter
-
-
-@pytest.mark.parametrize(
-    "flags, found", [(["--check-shapes"], ["TypeCheckError"]), pytest.param([], [], marks=pytest.mark.grid)]
-)
-def test_shapes_are_checked_where_that_is_asked_for(flags, found):
-    code = f"""
-import sys
-sys.path.insert(0, {str(SCRIPTS)!r})
-from support import environment
-environment.prepare(sys.argv)
-from eqformer import nn
-try:
-    nn.RMSNorm("embed", embed=8, eps="small")
-except Exception as error:
-    print(type(error).__name__)
-"""
-    done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True)
-    assert done.stdout.split() == found, done.stderr
 
 
 def test_those_that_xla_does_not_know_are_a_line_each(caplog):
@@ -45,8 +28,8 @@ def test_those_that_xla_does_not_know_are_a_line_each(caplog):
 def test_xla_agrees():
     """XLA starts with what is given to it, and with no other: the control is a flag that is gone."""
     words = (
-        environment._CPU_FLAGS
-        | environment._GPU_FLAGS
+        _prepare._CPU_FLAGS
+        | _prepare._GPU_FLAGS
         | {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
     )
     assert _starts(as_flags(known(words | GONE)))
@@ -54,19 +37,38 @@ def test_xla_agrees():
 
 
 def test_flags_for_gpus_are_set_where_there_are_compilers_for_them_and_the_users_stay(monkeypatch):
-    monkeypatch.setattr(environment, "keep_pages", lambda libc: None)
-    monkeypatch.setattr(environment, "known", lambda options: options)
+    monkeypatch.setattr(_prepare, "keep_pages", lambda libc: None)
+    monkeypatch.setattr(_prepare, "_has_started", lambda: False)
+    monkeypatch.setattr(_prepare, "known", lambda options: options)
     set_by = {}
     for installed in ([], ["jax_cuda13_plugin"]):
-        monkeypatch.setattr(
-            environment.importlib.util, "find_spec", lambda name, there=installed: name in there or None
-        )
+        monkeypatch.setattr(_prepare.importlib.util, "find_spec", lambda name, there=installed: name in there or None)
         for given in ("", "--xla_gpu_enable_pipelined_all_gather=false"):
             monkeypatch.setenv("XLA_FLAGS", given)
-            environment.prepare()
+            eqformer.prepare()
             flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "gpu" in flag]
             set_by[bool(installed), bool(given)] = [flag.partition("=")[2] for flag in flags]
     assert set_by == {(False, False): [], (False, True): ["false"], (True, False): ["true"], (True, True): ["false"]}
+
+
+def test_a_process_is_prepared_before_jax_starts_and_not_later(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    code = """
+import eqformer
+eqformer.prepare(devices=3)
+import jax
+assert len(jax.devices()) == 3 and jax.default_backend() == "cpu"
+eqformer.prepare(devices=3)  # there is nothing left to set
+try:
+    eqformer.prepare(devices=2)
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.startswith("prepare(): JAX has started already"), done.stderr
+    with pytest.raises(ValueError, match=r"prepare\(devices=0\): it counts"):
+        eqformer.prepare(devices=0)
 
 
 def _starts(flags: list[str]) -> bool:
@@ -76,19 +78,20 @@ def _starts(flags: list[str]) -> bool:
 
 
 def test_a_flag_that_is_gone_ends_no_script(monkeypatch, caplog):
-    monkeypatch.setattr(environment, "_CPU_FLAGS", GONE)
-    monkeypatch.setattr(environment, "keep_pages", lambda libc: None)
+    monkeypatch.setattr(_prepare, "_CPU_FLAGS", GONE)
+    monkeypatch.setattr(_prepare, "keep_pages", lambda libc: None)
+    monkeypatch.setattr(_prepare, "_has_started", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "--xla_of_the_user=1")
     with caplog.at_level(logging.WARNING, logger="eqformer"):
-        environment.prepare()
+        eqformer.prepare()
     assert os.environ["XLA_FLAGS"].split() == ["--xla_of_the_user=1"]
     assert len(caplog.records) == 2
 
 
 # Where names of flags may stand: where they are asked about, in what says how to simulate devices, and here. The last
 # holds an attribute of transformers by such a name.
-ASKED = {"scripts/support/environment.py", "tests/haste.py", "tests/conftest.py", "tests/scripts/test_xla.py"}
-ASKED |= {"tests/fixtures/make_generic.py"}
+ASKED = {"eqformer/_prepare.py", "scripts/support/environment.py", "tests/haste.py", "tests/conftest.py"}
+ASKED |= {"tests/test_prepare.py", "tests/fixtures/make_generic.py"}
 
 
 @pytest.mark.parametrize("folder", ["eqformer", "scripts", "tests"])

@@ -1,0 +1,91 @@
+"""What JAX and XLA take from the process before they start, so that programs are as fast as those of the commands."""
+
+import ctypes
+import importlib.util
+import os
+import platform
+import sys
+from importlib.metadata import version
+from typing import Any
+
+from ._xla_flags import as_flags, known
+
+
+def prepare(*, devices: int | None = None, compilers: bool = False) -> None:
+    """Set XLA's flags for CPUs and GPUs and malloc's parameters for CPUs, but for those that the user has set.
+
+    Nothing else in eqformer does, and XLA reads them once: call it before JAX makes its first array or looks for
+    devices. On CPUs training is about twice as fast with them; docs/benchmarks.md and docs/accelerators.md tell what
+    each brings. Flags that the installed XLA does not know are left out, with a line in the log.
+
+    With `devices` JAX takes the CPU for so many devices, whatever else is there. With `compilers` libtpu and CUDA
+    compile for accelerators that are not here, as `planning.compilation_of` has them do. Raises a `ValueError` where
+    JAX has started without these flags.
+    """
+    if devices is not None and devices < 1:
+        raise ValueError(
+            f"prepare(devices={devices}): it counts devices, so pass at least 1, or None for those there are."
+        )
+    flags = _flags(devices, compilers)
+    if flags != os.environ.get("XLA_FLAGS", "").split():
+        if _has_started():
+            raise ValueError(
+                "prepare(): JAX has started already, and XLA reads its flags only then; call it before the first array "
+                "is made and before jax.devices()."
+            )
+        os.environ["XLA_FLAGS"] = " ".join(flags)
+    if devices is not None:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        if (jax := sys.modules.get("jax")) is not None:  # which has read the variable
+            jax.config.update("jax_platforms", "cpu")
+    if compilers:
+        for name, value in _OF_COMPILERS.items():
+            os.environ.setdefault(name, value)
+    if platform.libc_ver()[0] == "glibc" and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+        keep_pages(ctypes.CDLL(None))
+
+
+def _flags(devices: int | None, compilers: bool) -> list[str]:
+    """The words of `XLA_FLAGS`: the user's, and those of the others that XLA knows."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    given = {flag.partition("=")[0].lstrip("-") for flag in flags}
+    wanted = platform_flags() | ({"xla_gpu_autotune_level": 0} if compilers else {})
+    flags += as_flags(known({name: value for name, value in wanted.items() if name not in given}))
+    if devices is not None:
+        flags = [flag for flag in flags if flag.partition("=")[0] != SIMULATED] + [f"{SIMULATED}={devices}"]
+    return flags
+
+
+def _has_started() -> bool:
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bool(getattr(bridge, "_backends", None))
+
+
+def platform_flags() -> dict[str, Any]:
+    """XLA's flags for CPUs and, where JAX can compile for them, for GPUs: a planned program is compiled as a run's."""
+    has_gpus = any(importlib.util.find_spec(f"jax_cuda{number}_plugin") for number in (12, 13))
+    return _CPU_FLAGS | (_GPU_FLAGS if has_gpus else {})
+
+
+def keep_pages(libc: ctypes.CDLL) -> None:
+    """Make malloc keep a step's memory for the next step, instead of returning it to the system."""
+    for parameter, value in ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 << 20)):
+        libc.mallopt(parameter, value)
+
+
+# XLA's YNN library computes products and reductions, fused with the operations around them, and element-wise programs
+# too; not these with jaxlib 0.10, where XLA's own are faster (docs/benchmarks.md).
+_KERNELS = "DOT", "REDUCE", *(() if version("jaxlib").startswith("0.10.") else ("ELTWISE",))
+_CPU_FLAGS = {"xla_cpu_experimental_ynn_fusion_type": ",".join(f"LIBRARY_FUSION_TYPE_{kind}" for kind in _KERNELS)}
+# In a loop over layers, gathers of weights begin in the turn before they are used: without it, half of those of a layer
+# stood exposed (docs/accelerators.md). XLA's latency-hiding scheduler and asynchronous collectives are on by default.
+_GPU_FLAGS = {"xla_gpu_enable_pipelined_all_gather": True}
+SIMULATED = "--xla_force_host_platform_device_count"
+
+# Compilers for accelerators that are not here must look for none, and say no word of it; no chip is opened, so that
+# several may compile at once.
+_OF_COMPILERS = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+_OF_COMPILERS |= {"TF_CPP_MIN_LOG_LEVEL": "3"}
+
+# Numbers of mallopt's parameters in glibc's malloc.h.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
