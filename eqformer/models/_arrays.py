@@ -11,6 +11,7 @@ from ._folder import Folder
 from ._gguf import GGUF
 from ._gguf_models import coded_of
 from ._published import Description
+from ._weights import Stored
 from .formats import Coded, Format, Grouped, Numbers
 
 
@@ -48,6 +49,11 @@ class Arrays:
     def names(self) -> Set[str]:
         """Every array's name in the family's table."""
         return self._stored.keys()
+
+    @property
+    def shapes(self) -> Stored:
+        """Every array's shape, by its name in the family's table."""
+        return {name: self.shape(name) for name in self._stored}
 
     @property
     def unread(self) -> str:

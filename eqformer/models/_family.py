@@ -1,7 +1,7 @@
 """What a family is: one object that says how its models are built, and how they are published."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..nn import RotaryScaling, Transformer
@@ -9,7 +9,7 @@ from ._attributes import Entry
 from ._config import PublishedConfig
 from ._predictors import PredictorTable
 from ._towers import Tower
-from ._weights import Rule, Weight, weights_of
+from ._weights import NOTHING_STORED, Rule, Stored, Weight, weights_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +104,18 @@ class Family:
             found |= entry.write(config)
         return found
 
-    def rules(self, config: ModelConfig, model: Transformer, names: Collection[str] = ()) -> list[Weight]:
-        """Where each published array of a model of this config stands in it; `names` are those of a folder's."""
-        found = weights_of(self.weights, config, model, names)
+    def rules(
+        self, config: ModelConfig, model: Transformer, stored: Stored = NOTHING_STORED, tower: Tower | None = None
+    ) -> list[Weight]:
+        """Where each published array of a model of this config stands in it.
+
+        `stored` are the shapes of a folder's arrays, and `tower` is the whole of which the model is the text model.
+        """
+        table = self.weights if tower is None else (*self.weights, *tower.weights)
+        found = weights_of(table, config, model, stored)
         if self.predictor is None or model.predictor is None:
             return found
-        return found + self.predictor.rules(self.weights, config, model.predictor, names)
+        return found + self.predictor.rules(table, config, model.predictor, stored)
 
     def copies(self, config: ModelConfig, model: Transformer) -> dict[str, Any]:
         """The names of arrays that are published again with a model's predictor, and the leaves that they are."""

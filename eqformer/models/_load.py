@@ -77,7 +77,7 @@ def load(
         said = dataclasses.replace(said, predictor=True)
     arrays = Arrays(source, said)
     shapes = eqx.filter_eval_shape(lambda: build(said.config, predictor=predictor, key=jax.random.key(0)))
-    rules = rules_of(arrays.names, said.family, said.config, shapes)
+    rules = rules_of(arrays.shapes, said, shapes)
     _check_names(arrays, said, rules, shapes)
     if arrays.unread:
         warnings.warn(arrays.unread, stacklevel=2)

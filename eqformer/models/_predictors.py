@@ -1,7 +1,7 @@
 """Predictors of a further token, which stand behind published models: how they are built and published."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from ..nn import Linear, Predictor, Transformer
-from ._weights import Rule, Weight, weights_of
+from ._weights import NOTHING_STORED, Rule, Stored, Weight, weights_of
 
 
 _LAYER = "model.layers.{layer}."
@@ -48,7 +48,7 @@ class PredictorTable:
         )
 
     def rules(
-        self, weights: Sequence[Rule], config: Any, predictor: Predictor, names: Collection[str] = ()
+        self, weights: Sequence[Rule], config: Any, predictor: Predictor, stored: Stored = NOTHING_STORED
     ) -> list[Weight]:
         """Where its arrays stand in a model of this config; `weights` are the family's."""
         prefix, depth = self.prefix_of(config), config.layers if "{depth}" in self.prefix else 0
@@ -59,7 +59,7 @@ class PredictorTable:
             for rule in weights
             if "{layer}" in rule.name
         ]
-        found = weights_of(table, config, predictor, names)
+        found = weights_of(table, config, predictor, stored)
         return [
             dataclasses.replace(
                 rule,

@@ -1,7 +1,7 @@
 """Which family a folder holds, and the rules of its arrays."""
 
 import dataclasses
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ._folder import CONFIG, FLOATS, read_json
 from ._gguf import GGUF
 from ._gguf_models import configuration_of, names_of
 from ._towers import TEXT, Tower
-from ._weights import Weight
+from ._weights import Stored, Weight
 from .formats import Format, read_format
 
 
@@ -116,10 +116,10 @@ def _named(published: PublishedConfig) -> tuple[Family, Tower | None]:
     return texts[text]
 
 
-def rules_of(names: Set[str], family: Family, config: ModelConfig, model: Transformer) -> list[Weight]:
+def rules_of(stored: Stored, said: Description, model: Transformer) -> list[Weight]:
     """The family's, without a prefix that the folder's names lack: of a model saved without its head's class."""
-    rules, prefix = family.rules(config, model, names), family.prefix
-    if any(name.startswith(prefix) for name in names):
+    rules, prefix = said.family.rules(said.config, model, stored, said.tower), said.family.prefix
+    if any(name.startswith(prefix) for name in stored):
         return rules
     return [dataclasses.replace(rule, name=rule.name.removeprefix(prefix)) for rule in rules]
 

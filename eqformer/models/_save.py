@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,7 @@ from ._folder import CONFIG, Folder, INDEX, new_folder, SINGLE, write_folder
 from ._kept import names_as_stored, plain_shapes
 from ._published import check_shapes, described, Description, DTYPES, format_of, QUANTISED, rules_of
 from ._towers import TEXT
-from ._weights import Weight
+from ._weights import NOTHING_STORED, Stored, Weight
 
 
 # What a published folder holds beside its configuration and weights.
@@ -88,7 +88,7 @@ def save(
             "weights='kept', write its folder again with like= and whole=True."
         )
     else:
-        rules = family.rules(config, model, () if like is None else _stored_names(model, Path(like)))
+        rules = family.rules(config, model, NOTHING_STORED if like is None else _stored(model, Path(like)))
         arrays = itertools.chain(published_arrays(rules, model), _copies(family, config, model))
         said = said | {"torch_dtype": str(rules[0].leaves(model)[0].dtype)}  # the older name is read by all
     with new_folder(target) as part:
@@ -117,11 +117,11 @@ def _files(path: Path, whole: bool) -> dict[str, bytes]:
     return {name: (path / name).read_bytes() for name in sorted(kept)}
 
 
-def _stored_names(model: Transformer, path: Path) -> Set[str]:
-    """The names of a folder's arrays; none where its weights are gone, as of a run's copy of what it began from."""
+def _stored(model: Transformer, path: Path) -> Stored:
+    """The shapes of a folder's arrays; none where its weights are gone, as of a run's copy of what it began from."""
     if not any((path / name).exists() for name in (SINGLE, INDEX)):
-        return frozenset()
-    return Arrays(Folder(str(path), caller="save"), _read_for(model, path)).names
+        return NOTHING_STORED
+    return Arrays(Folder(str(path), caller="save"), _read_for(model, path)).shapes
 
 
 def _of_whole(folder: Folder, plain: Transformer, model: Transformer, call: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -131,7 +131,7 @@ def _of_whole(folder: Folder, plain: Transformer, model: Transformer, call: str)
     """
     source = _read_for(model, folder.path)
     arrays = Arrays(folder, source)
-    rules = rules_of(arrays.names, source.family, source.config, plain)
+    rules = rules_of(arrays.shapes, source, plain)
     own = {name for rule in rules for _, name in rule.places(rule.leaves(plain)[0])}
     if missing := own - arrays.names:
         raise ValueError(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ._config import PublishedConfig
+from ._weights import Rule
 
 
 TEXT, TIED = "text_config", "tie_word_embeddings"
@@ -33,12 +34,20 @@ class Tower:
     """The text model's name there; empty: the family's."""
     missing: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What transformers takes for attributes that `text_config` leaves out."""
+    always: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Attributes of the family that have one value in it, whether or not `text_config` says so."""
+    weights: tuple[Rule, ...] = ()
+    """Variants of the family's table that the text model is published by here, and not where it stands alone."""
     prefixes: tuple[tuple[str, str], ...] = (("model.language_model.", "model."), ("language_model.", ""))
     """What the names of the text model's arrays begin with, and what they begin with in the family's table."""
 
     def attributes(self, whole: PublishedConfig) -> dict[str, Any]:
         """The text model's attributes, of the whole's; raises a `ValueError` for those of no known part."""
-        found = {**self.missing, **whole.nested(TEXT)}
+        found = {**self.missing, **self.always, **whole.nested(TEXT)}
+        for name, value in self.always.items():
+            if found[name] not in (value, None):
+                whole.refuse(f"{TEXT}: {name}={found[name]!r}: of {self.model_type!r} it is always {value!r}.")
+        found |= self.always
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(its := found.get(name), dict):
                 found[name] = _of_text(its)

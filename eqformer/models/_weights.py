@@ -5,7 +5,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import einops
@@ -16,6 +17,8 @@ from ..nn import Layer, Period, Predictor, Transformer
 
 
 Stacked = Transformer | Predictor  # what has stacks of layers and arrays beside them
+Stored = Mapping[str, tuple[int, ...]]  # the shape of each array of a folder
+NOTHING_STORED: Stored = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,14 @@ class Weight:
         for place in itertools.product(*map(range, leaf.shape[: self.outer])):
             layer = self.layers[place[0]] if "{layer}" in self.name else None
             yield place, self.name.format(layer=layer, expert=place[-1] if place else None)
+
+    def fits(self, shape: tuple[int, ...], leaves: Sequence[ArrayOrShape]) -> bool:
+        """Whether a published array of this shape is that of the leaves."""
+        try:
+            self.check_shape(shape, leaves)
+        except ValueError:
+            return False
+        return True
 
     def check_shape(self, shape: tuple[int, ...], leaves: Sequence[ArrayOrShape]) -> None:
         """Raise a `ValueError` unless a published array has the shape that the leaves have together."""
@@ -163,10 +174,10 @@ class Rule:
         return None if any(leaf is None for leaf in found) else found
 
 
-def weights_of(table: Sequence[Rule], config: object, model: Stacked, names: Collection[str] = ()) -> list[Weight]:
+def weights_of(table: Sequence[Rule], config: object, model: Stacked, stored: Stored = NOTHING_STORED) -> list[Weight]:
     """The rules of a family's table that apply to a model of this config: the model's, then those of its layers.
 
-    Variants are among them where `names` have their arrays.
+    Variants are among them where a folder has `stored` their arrays; of several of one name the first that fits.
     """
     found = [_weight(rule, config, rule.leaves, ()) for rule in table if _says(rule, model, is_of_layers=False)]
     for where, layers in places(model):
@@ -175,9 +186,22 @@ def weights_of(table: Sequence[Rule], config: object, model: Stacked, names: Col
                 leaves = lambda model, rule=rule, where=where: rule.leaves(where(model))
                 found.append(_weight(rule, config, leaves, layers))
     leaves_of = {id(rule): {*map(id, rule.leaves(model))} for rule in found}
-    variants = [rule for rule in found if rule.variant and next(rule.places(rule.leaves(model)[0]))[1] in names]
+    variants = _variants(found, model, stored)
     replaced = {leaf for rule in variants for leaf in leaves_of[id(rule)]}
     return [rule for rule in found if rule in variants or not (rule.variant or leaves_of[id(rule)] & replaced)]
+
+
+def _variants(rules: Sequence[Weight], model: Stacked, stored: Stored) -> list[Weight]:
+    """The variants of which a folder has the arrays: of one name the first whose shape is that of the first array."""
+    found: dict[str, Weight] = {}
+    for rule in rules:
+        leaves = rule.leaves(model)
+        name = next(rule.places(leaves[0]))[1]
+        if rule.variant and name in stored:
+            other = found.setdefault(name, rule)
+            if not other.fits(stored[name], other.leaves(model)) and rule.fits(stored[name], leaves):
+                found[name] = rule
+    return list(found.values())
 
 
 def _says(rule: Rule, holder: Stacked | Layer, is_of_layers: bool) -> bool:

@@ -24,6 +24,7 @@ UNREAD = {
     "qwen3_5_moe": r"model\.visual\. \(\d+\)\.$",
     "llama4": r"multi_modal_projector\. \(1\), vision_model\. \(25\)\.$",
     "mistral3": r"multi_modal_projector\. \(4\), vision_tower\. \(11\)\.$",
+    "qwen3_vl_moe": r"model\.visual\. \(27\)\.$",
     "qwen3_vl": r"model\.visual\. \(27\)\.$",
 }
 TEXTS = "language_model.", "model.language_model.", "lm_head."
@@ -71,7 +72,7 @@ def test_a_tower_is_its_family_under_any_of_its_names(name, tmp_path):
     family, tower = TOWERS[name]
     case = next(each for each in FAMILIES if each.split()[0] == family.model_type)
     arrays = {key: weight(key, shape) for key, shape in FAMILIES[case]["shapes"].items()}
-    said = FAMILIES[case]["config"]
+    said = FAMILIES[case]["config"] | tower.always
     store(tmp_path / "alone", arrays, said)
     want = models.load(tmp_path / "alone")
     whole = {"model_type": tower.model_type, "text_config": said | {"model_type": tower.text_type or family.model_type}}
@@ -109,10 +110,60 @@ def test_what_is_left_unread_is_told_and_the_rest_is_a_model_by_itself(name, tmp
     assert models.read_config(tmp_path / "text") == numbers and (tmp_path / "text" / "tokenizer.json").exists()
     back = load_file(tmp_path / "text" / "model.safetensors")
     texts = {key: array for key, array in arrays.items() if key.startswith(TEXTS)}
-    own = {key.replace("model.language_model.", "model.").removeprefix("language_model."): key for key in texts}
+    own = {
+        key.replace("model.language_model.", "model.").removeprefix("language_model."): array
+        for key, array in (apart(texts) if name == "qwen3_vl_moe" else texts).items()
+    }
     assert back.keys() == own.keys() and len(texts) < len(arrays)
-    assert all(np.array_equal(back[key], texts[stored]) for key, stored in own.items())
+    assert all(np.array_equal(back[key], array) for key, array in own.items())
     assert eqx.tree_equal(models.load(tmp_path / "text"), model)  # and nothing is told
+
+
+def apart(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Each expert's own arrays, as its family publishes them, of those of all experts."""
+    found = {}
+    for key, array in arrays.items():
+        stem, _, last = key.rpartition("experts.")
+        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ()) if stem else ()
+        for number, its in enumerate(array if names else ()):
+            parts = zip(names, np.split(its, len(names)), strict=True)
+            found |= {f"{stem}experts.{number}.{part}.weight": values for part, values in parts}
+        found |= {} if names else {key: array}
+    return found
+
+
+def turned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts' arrays with inputs before outputs."""
+    return {key: array.swapaxes(1, 2).copy() if ".experts." in key else array for key, array in arrays.items()}
+
+
+def test_experts_of_a_whole_are_read_with_inputs_or_outputs_first(tmp_path):
+    """As Qwen3-VL's mixtures are published, and as transformers saves them again; put back as they came."""
+    arrays = write(tmp_path / "whole", "qwen3_vl_moe")
+    model = loaded(tmp_path / "whole")
+    write(tmp_path / "published", "qwen3_vl_moe")
+    save_file(turned(arrays), tmp_path / "published" / "model.safetensors")
+    assert eqx.tree_equal(loaded(tmp_path / "published"), model)
+    models.save(model, tmp_path / "out", like=tmp_path / "published", whole=True)
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(np.array_equal(back[key], array) for key, array in turned(arrays).items())
+    cut = {
+        key: array[..., :-1].copy() if "down_proj" in key and array.ndim == 3 else array for key, array in back.items()
+    }
+    save_file(cut, tmp_path / "published" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"mlp.experts.down_proj: it has shape \(7, 10, 23\), and the model's is"):
+        loaded(tmp_path / "published")
+
+
+def test_what_a_whole_always_is_may_not_be_said_otherwise(tmp_path):
+    """Weights of a token's experts add up to 1, whatever its configuration has transformers think of it."""
+    text = RECORDED["qwen3_vl_moe"]["config"]["text_config"]
+    for said in (True, None):
+        write(tmp_path, "qwen3_vl_moe", {"text_config": text | {"norm_topk_prob": said}})
+        assert models.read_config(tmp_path).normalise  # pyright: ignore[reportAttributeAccessIssue]
+    write(tmp_path, "qwen3_vl_moe", {"text_config": text | {"norm_topk_prob": False}})
+    with pytest.raises(ValueError, match=r"config.json: text_config: norm_topk_prob=False: of 'qwen3_vl_moe' it is al"):
+        models.read_config(tmp_path)
 
 
 @pytest.mark.parametrize("name", RECORDED)

@@ -20,7 +20,11 @@ transformers = pytest.importorskip("transformers", reason="the extra `hf` is not
 def logits_of(folder, kind, ids):
     """Those of the model that transformers reads there, of which nothing is missing or left over."""
     model, loading = kind.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
     )
     assert not any(loading.values()), loading
     with torch.no_grad():
@@ -35,8 +39,9 @@ def test_transformers_reads_the_text_by_itself_and_in_the_whole(name, tmp_path):
     models.save(model, tmp_path / "back", like=tmp_path / "whole", whole=True)
     whole = transformers.AutoModelForImageTextToText
     first, again = (logits_of(tmp_path / folder, whole, ids) for folder in ("whole", "back"))
-    assert np.array_equal(first, again) and close(want, first)
+    tolerance = max(2e-5, 3 * RECORDED[name]["rounding"])  # theirs in float32 too, beside ours
+    assert np.array_equal(first, again) and close(want, first, tolerance)
     attributes = {"pad_token_id": None}  # by default one that the small vocabulary may not have
     models.save(model, tmp_path / "text", like=tmp_path / "whole", attributes=attributes)
     assert json.loads((tmp_path / "text" / "config.json").read_text())["architectures"][0].endswith("ForCausalLM")
-    assert close(want, logits_of(tmp_path / "text", transformers.AutoModelForCausalLM, ids))
+    assert close(want, logits_of(tmp_path / "text", transformers.AutoModelForCausalLM, ids), tolerance)

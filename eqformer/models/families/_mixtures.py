@@ -177,6 +177,11 @@ FUSED = (
     ),
     Rule(f"{LAYER}mlp.experts.down_proj", f"{_EXPERTS}.down.weight", variant=True),
 )
+# The same with inputs before outputs, where a folder of several kinds of data may have it either way.
+TURNED = tuple(
+    dataclasses.replace(rule, pattern="experts inputs outputs -> experts outputs inputs", axis=2 * rule.axis)
+    for rule in FUSED
+)
 # The bias of its choice, and the experts that every token has.
 SELECTION_BIAS = Rule(f"{LAYER}mlp.gate.e_score_correction_bias", "feed_forward.layer.router.selection_bias")
 SHARED = gated_weights("feed_forward.layer.shared", prefix=f"{LAYER}mlp.shared_experts.")

@@ -9,9 +9,10 @@ from ...nn import Block, Transformer
 from .._attributes import Attribute, Expect
 from .._family import Family
 from .._layer_attributes import NoWindows
+from .._towers import Tower
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
-from ._mixtures import MIXTURE, mixture, mixture_attributes, QwenMoEConfig, which_are_mixtures
+from ._mixtures import FUSED, MIXTURE, mixture, mixture_attributes, QwenMoEConfig, TURNED, which_are_mixtures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,9 @@ _PRESETS = {
     ),
 }
 
+# What transformers takes in the text model of Qwen3-VL's mixtures.
+_MISSING = {"num_key_value_heads": 16, "moe_intermediate_size": 1408, "num_local_experts": 60, "num_experts_per_tok": 4}
+_MISSING |= {"rope_theta": 500_000.0}
 QWEN3_MOE = Family(
     "qwen3_moe",
     Qwen3MoEConfig,
@@ -67,4 +71,5 @@ QWEN3_MOE = Family(
         Expect("hidden_act", "silu"),
     ),
     (*LLAMA_WEIGHTS, *MIXTURE),
+    towers=(Tower("qwen3_vl_moe", "qwen3_vl_moe_text", _MISSING, {"norm_topk_prob": True}, (*FUSED, *TURNED)),),
 )
