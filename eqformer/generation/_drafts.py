@@ -107,6 +107,11 @@ def draft_of(model: Model, draft: Model | str, tokens: int, total: int) -> Draft
     if not isinstance(draft, str):
         _check_fits(model, draft, total)
         return SmallModel(model=draft, tokens=tokens)
+    if draft == "mtp" and not isinstance(model, nn.Transformer):
+        raise ValueError(
+            f"generate(draft='mtp'): the model is a {type(model).__name__}, which leaves its predictor out; give the "
+            "nn.Transformer itself, split or not, or a smaller model as the draft."
+        )
     if draft != "mtp" or not isinstance(model, nn.Transformer) or model.predictor is None:
         raise ValueError(
             f"generate(draft={draft!r}): a draft is a smaller model or, of an nn.Transformer that was loaded or built "

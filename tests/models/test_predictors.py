@@ -156,5 +156,5 @@ def test_a_predictor_is_loaded_under_a_plan_which_leaves_it_out_of_text(tmp_path
     assert not split.predictor.merge.weight.sharding.is_fully_replicated
     model = Planned(split, plan)
     assert np.array_equal(generation.generate(model, IDS, **given).ids, generation.generate(alone, IDS, **given).ids)
-    with pytest.raises(ValueError, match="the model is a Planned without one"):
+    with pytest.raises(ValueError, match="the model is a Planned, which leaves its predictor out"):
         generation.generate(model, IDS, draft="mtp", **given)

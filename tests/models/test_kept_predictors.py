@@ -1,0 +1,69 @@
+"""Predictors of a further token in folders of fewer bits, kept and decoded; and in models split over devices."""
+
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from format_cases import CASES
+from format_folders import change, same_bits, SINGLE
+from test_predictors import folder_of, IDS, predicted
+
+from eqformer import generation, models, nn
+from eqformer.models._folder import Folder
+from eqformer.parallel import make_mesh, Plan, Planned
+
+
+GIVEN: dict[str, Any] = {"max_new_tokens": 12, "transforms": generation.sampling(temperature=0)}
+GIVEN |= {"key": jax.random.key(0)}
+
+
+def in_fewer_bits(folder: Path, case: str, name: str) -> dict[str, np.ndarray]:
+    """A case's folder with a predictor, of which each map of layers, and that which merges, is in a format."""
+    stored, rng = {}, np.random.default_rng(1)
+    for key, array in folder_of(folder, case).items():
+        is_map = key.endswith("_proj.weight") or key == "mtp.fc.weight"
+        parts = CASES[name].make(rng, *array.shape)[0] if is_map else {".weight": array}
+        stored |= {key.removesuffix(".weight") + end: its for end, its in parts.items()} if is_map else {key: array}
+    (folder / SINGLE).unlink()
+    said = (folder / "config.json").read_text().rstrip().removesuffix("}")
+    (folder / "config.json").write_text(f'{said}, "quantization_config": {{}}}}')
+    change(folder, stored, **CASES[name].said)
+    return stored
+
+
+@pytest.mark.parametrize("case", ["glm4_moe plain", pytest.param("qwen3_5_text plain", marks=pytest.mark.grid)])
+@pytest.mark.parametrize("name", ["fp8 blocks"])
+def test_a_predictor_is_kept_with_its_model(case, name, tmp_path):
+    """Logits and proposals of the decoded model, codes where its maps are, and the folder as it came."""
+    stored = in_fewer_bits(tmp_path / "in", case, name)
+    load = lambda weights, **more: models.load(
+        tmp_path / "in", weights=weights, predictor=True, dtype="float32", **more
+    )
+    decoded, kept = load("decoded"), load("kept")
+    its = [one for one in nn.linear_maps(kept.predictor) if isinstance(one, nn.QuantisedLinear)]
+    assert kept.predictor is not None and isinstance(kept.predictor.merge, nn.QuantisedLinear) and len(its) > 4
+    for one, other in zip(predicted(kept, IDS), predicted(decoded, IDS), strict=True):
+        assert np.array_equal(one, other)
+    spoiled = eqx.tree_at(lambda m: m.predictor.merge.codes, kept, kept.predictor.merge.codes ^ 1)
+    assert not np.array_equal(predicted(spoiled, IDS)[0], predicted(kept, IDS)[0])
+    text: Any = generation.generate(kept, IDS, draft="mtp", draft_tokens=2, **GIVEN)
+    assert np.array_equal(text.ids, generation.generate(decoded, IDS, **GIVEN).ids)
+    models.save(kept, tmp_path / "out", like=tmp_path / "in", whole=True)
+    back = Folder(tmp_path / "out")
+    assert back.names == stored.keys() and all(same_bits(back.stored(key), array) for key, array in stored.items())
+
+
+@pytest.mark.grid
+def test_a_model_that_is_split_drafts_for_itself_and_a_planned_one_does_not(tmp_path):
+    """By the compiler's own division of a program: tokens and what was accepted are one device's."""
+    folder_of(tmp_path / "in", "glm4_moe plain")
+    plan = Plan(make_mesh(fsdp=4, tensor=2), zero=3, smallest=1)
+    alone, split = (models.load(tmp_path / "in", plan=its, predictor=True) for its in (None, plan))
+    one, other = (generation.generate(model, IDS, draft="mtp", draft_tokens=2, **GIVEN) for model in (alone, split))
+    assert np.array_equal(one.ids, other.ids) and not split.embedding.weight.sharding.is_fully_replicated
+    assert np.array_equal(one.drafted.accepted, other.drafted.accepted)  # pyright: ignore[reportOptionalMemberAccess]
+    with pytest.raises(ValueError, match="draft='mtp'.*: the model is a Planned, which leaves its predictor out; give"):
+        generation.generate(Planned(split, plan), IDS, draft="mtp", **GIVEN)
