@@ -36,7 +36,12 @@ from ._compile import (
     lowered_decode as lowered_decode,
     lowered_step as lowered_step,
 )
-from ._costs import flops_per_token as flops_per_token, parameter_count as parameter_count, visible_keys as visible_keys
+from ._costs import (
+    flops_per_token as flops_per_token,
+    fp8_flops_per_token as fp8_flops_per_token,
+    parameter_count as parameter_count,
+    visible_keys as visible_keys,
+)
 from ._counted_bytes import counted_bytes as counted_bytes
 from ._executed import executed as executed
 from ._fitting import (

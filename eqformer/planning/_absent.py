@@ -76,7 +76,9 @@ def compilation_of(
     What is known is kept in the `folder`, a file each: the same program for the same topology and XLA's `flags` is
     compiled once. Raises JAX's `JaxRuntimeError` where the compiler fails for another reason than memory.
     """
+    one = topology.accelerator
     asked = [str(topology), [device.id for device in mesh.devices.flat], flags, lowered.as_text()]
+    asked += [_target(one)] if one.platform == "cuda" else []
     path = None if folder is None else folder / f"{_key(asked)}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or another version's
         if path is not None:
@@ -120,7 +122,10 @@ def _version(name: str) -> str:
 
 
 def _target(one: Accelerator) -> str:
-    """What XLA must know of a GPU that is not here, as a text of protocol buffers."""
+    """What XLA must know of a GPU that is not here, as a text of protocol buffers.
+
+    The versions are those of CUDA: without them it takes no call of cuBLAS for products of 8 bits.
+    """
     return _GPU.format(one=one, major=10 if one.name.startswith("b") else 9, name=f"NVIDIA {one.name.upper()}")
 
 
@@ -143,6 +148,8 @@ _GPU = """gpu_device_info {{
   cuda_compute_capability {{ major: {major} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from .. import nn, parallel, training
 from ..parallel import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, STATE, TENSOR
 from ._accelerators import Accelerator, Topology
-from ._costs import flops_per_token, idle_shares
+from ._costs import flops_per_token, fp8_flops_per_token, idle_shares
 from ._sent_bytes import by_cause, Sent
 
 
@@ -66,9 +67,9 @@ def roofline(
 ) -> Roofline:
     """The seconds of a training step, of which each device sends what `sent_bytes` says.
 
-    Products run at the peak of the compute dtype, each link at its data sheet's speed, and what is read and written is
-    counted by linear maps: what comes is close to a lower bound. Raises a `ValueError` if the mesh has another number
-    of devices than the topology.
+    Products run at the peak of the compute dtype, those of 8 bits at that of fp8, each link at its data sheet's speed,
+    and what is read and written is counted by linear maps: what comes is close to a lower bound. Raises a `ValueError`
+    if the mesh has another number of devices than the topology.
 
     Args:
         plan: How the model is laid out.
@@ -80,10 +81,14 @@ def roofline(
         trained: What picks the parameters that have gradients; None: all.
     """
     one, speeds = topology.accelerator, topology.speeds(plan.mesh)
-    peak = one.peak(str(jnp.dtype(model.compute_dtype)))
     tokens = rows * seq / plan.mesh.size
-    own = flops_per_token(model, seq, trained=trained) * tokens / peak
-    forward = flops_per_token(model, seq, backward=False) * tokens / peak
+    peaks = one.peak(str(jnp.dtype(model.compute_dtype))), one.peak("float8_e4m3fn")
+
+    def seconds(**given: Any) -> float:
+        narrow = fp8_flops_per_token(model, **given)
+        return (flops_per_token(model, seq, **given) - narrow) * tokens / peaks[0] + narrow * tokens / peaks[1]
+
+    own, forward = seconds(trained=trained), seconds(backward=False)
     again = plan.is_pipelined + (model.stacks[0].remat in ("full", "dots_no_batch"))
     bubble = parallel.simulate(plan.timetable()).lock_step.bubble if plan.is_pipelined else 0.0
     links = {cause: size / _speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}

@@ -9,7 +9,15 @@ import pytest
 from eqformer import nn
 from eqformer.models import build, LlamaConfig
 from eqformer.parallel import Plan
-from eqformer.planning import abstract_mesh, every_mesh, flops_per_token, roofline, sent_bytes, topology
+from eqformer.planning import (
+    abstract_mesh,
+    every_mesh,
+    flops_per_token,
+    fp8_flops_per_token,
+    roofline,
+    sent_bytes,
+    topology,
+)
 
 
 NUMBERS = LlamaConfig(vocab=128, embed=32, layers=4, heads=4, kv_heads=4, mlp=64)
@@ -38,6 +46,21 @@ def test_products_run_at_the_peak_and_state_is_sent_beside_them():
     assert slow.seconds == slow.sent["state"] and slow.bound == "state"
     again = time_of(plan, nn.run_with(model, remat="full"))
     assert again.products == pytest.approx(time.products * 4 / 3) and again.of_model == time.of_model
+
+
+def test_products_of_8_bits_run_at_their_own_peak():
+    """Of the stacks' maps, three passes of two operations a number, or two where weights are not trained."""
+    model, plan = shapes_of(), Plan(abstract_mesh({"fsdp": 16}), zero=3)
+    fp8 = eqx.filter_eval_shape(lambda: nn.with_fp8(build(NUMBERS, key=jax.random.key(0))))
+    narrow = 6 * 4 * (4 * 32 * 32 + 3 * 32 * 64)
+    assert fp8_flops_per_token(fp8) == narrow and fp8_flops_per_token(model) == 0
+    assert fp8_flops_per_token(fp8, trained=lambda model: ()) == narrow * 2 / 3
+    for chips, faster in (("tpu7x:2x2x2", True), ("v5p:2x2x4", False)):
+        one, times = topology(chips).accelerator, [time_of(plan, each, chips) for each in (model, fp8)]
+        saved = narrow * ROWS * SEQ / 16 * (1 / one.bf16 - 1 / one.fp8)
+        assert (
+            times[0].products - times[1].products == pytest.approx(saved, rel=1e-9, abs=1e-15) and (saved > 0) == faster
+        )
 
 
 def test_what_is_sent_with_nothing_beside_it_and_bubbles_are_added():
