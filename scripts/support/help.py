@@ -29,7 +29,6 @@ GROUPS = {
         "--optimizer.name": "adamw, muon or sgd",
         "--optimizer.learning-rate": "the highest learning rate",
         "--precision.compute": "float32, or bfloat16 for mixed precision",
-        "--precision.products": "compute, or fp8 for products of 8 bits",
         "--seed": "decides weights, order, samples",
     },
     "the run": {
