@@ -6,7 +6,7 @@ from types import NoneType
 
 import equinox as eqx
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 from jaxtyping import PyTree
 
 from .. import nn
@@ -31,6 +31,7 @@ def check_choices(plan: Placement) -> None:
             f"{', '.join(f'{axis} ({kind.name})' for axis, kind in axes.items())}; make it by make_mesh."
         )
     check_values(plan)
+    _check_memory(plan)
     if plan.overlap != "none" and plan.stream is not None and plan.stream.is_whole:
         raise ValueError(
             f"Plan(overlap={plan.overlap!r}, residual='replicated'): a replicated stream is reduced whole, with no "
@@ -50,6 +51,22 @@ def check_choices(plan: Placement) -> None:
                 f"Plan(edges='spread', microbatches={plan.microbatches}) over pipe={plan.size(PIPE)}: each stage "
                 f"embeds equally many microbatches; take a multiple of {plan.size(PIPE)}."
             )
+
+
+def _check_memory(plan: Placement) -> None:
+    if plan.optimizer_memory == "device" or not isinstance(plan.mesh, Mesh):
+        return
+    kinds = _memories(plan.mesh)
+    if kinds and plan.optimizer_memory not in kinds:
+        raise ValueError(
+            f"Plan(optimizer_memory={plan.optimizer_memory!r}): the mesh's devices, {plan.mesh.devices.flat[0]}, have "
+            f"the memories {', '.join(kinds)}; take optimizer_memory='device'."
+        )
+
+
+def _memories(mesh: Mesh) -> list[str]:
+    """The kinds of memory that devices have; none of GPUs that a compiler knows and that are not here."""
+    return [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
 
 
 def check_model(plan: Placement, model: nn.Transformer) -> None:

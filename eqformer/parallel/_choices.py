@@ -39,6 +39,8 @@ class Choices:
     """Embedding and loss are computed by the first and last stage or, with --schedule gpipe, spread over all stages."""
     smallest: int = 1024
     """Arrays of fewer entries are not split over --mesh.fsdp."""
+    optimizer_memory: Literal["device", "pinned_host"] = "device"
+    """Where the optimizer's state lies between steps: on the devices, or in the memory of their hosts."""
 
 
 def values_of(name: str) -> tuple[str | int, ...]:

@@ -5,7 +5,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.extend.mlir import ir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import nn, parallel, training
@@ -23,7 +24,36 @@ def lowered_step(states: training.PlannedState, step: training.Step, batch: Batc
         state, metrics = step(eqx.combine(arrays, rest), batch, key)
         return eqx.filter(state, eqx.is_array), metrics
 
-    return jax.jit(run, donate_argnums=0).lower(arrays, batch, key)
+    if states.plan.optimizer_memory == "device" or _say_what_memory(mesh):
+        return jax.jit(run, donate_argnums=0).lower(arrays, batch, key)
+    lowered = jax.jit(run, donate_argnums=0, keep_unused=True).lower(arrays, batch, key)
+    memory = training.is_on_host(states.plan, states.optimizer, arrays.optimizer_state)
+    nowhere = jax.tree.map(lambda _: False, arrays)
+    _keep_on_host(lowered, jax.tree.leaves(eqx.tree_at(lambda s: s.optimizer_state, nowhere, memory)))
+    return lowered
+
+
+def _say_what_memory(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether devices say which memories they have."""
+    return not isinstance(mesh, Mesh) or bool(mesh.devices.flat[0].addressable_memories())
+
+
+def _keep_on_host(lowered: jax.stages.Lowered, are_far: list[bool]) -> None:
+    """Have a program take some of its first arguments from the host's memory.
+
+    Where devices are there, shardings say so; those of a compiler for GPUs that are not here know of no memory, and
+    JAX drops what shardings say of it.
+    """
+    module: Any = lowered.compiler_ir("stablehlo")
+    with module.context:
+        main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+        given = list(main.attributes["arg_attrs"])
+        for place, is_far in enumerate(are_far):
+            if is_far:
+                said: dict[str, Any] = {each.name: each.attr for each in given[place]}
+                said["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
+                given[place] = ir.DictAttr.get(said)
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(given)
 
 
 def decode_shapes(

@@ -17,7 +17,7 @@ from ._bounds import gather_bytes
 from ._compile import decode_shapes
 from ._costs import flops_per_token, parameter_count
 from ._fitting import abstract_mesh, Candidate, fitting_plans
-from ._held_bytes import placed_bytes, state_bytes
+from ._held_bytes import ON_HOST, placed_bytes, state_bytes, updated_bytes
 from ._roofline import Roofline, roofline
 from ._sent_bytes import by_cause, Sent, sent_bytes
 from ._temporary_bytes import temporary_bytes
@@ -39,6 +39,8 @@ class Forecast:
     """Those of the whole model."""
     operations: float
     """The model's own operations of a step, on one device."""
+    on_host: int = 0
+    """Bytes that lie in the memory of the host for a device; each step brings them near and takes them back."""
 
     @property
     def total(self) -> int:
@@ -58,6 +60,7 @@ class Forecast:
             "parameters": self.parameters,
             "memory": self.topology.accelerator.memory,
             "held": self.held,
+            "on_host": self.on_host,
             "fits": not self.missing,
             "sent": by_cause(self.sent),
             "sent_by": [{"over": cause, "what": what, "bytes": size} for cause, what, size in self.sent],
@@ -82,7 +85,8 @@ def forecast(states: training.PlannedState, model: nn.Transformer, batch: Batch,
     held = step_bytes(states, model, batch, topology.accelerator.platform)
     sent, time = _sent_and_time(plan, model, batch, topology, trained)
     operations = flops_per_token(model, seq, trained=trained) * rows * seq / topology.devices
-    return Forecast(topology, held, sent, time, parameter_count(model), operations)
+    on_host, _ = state_bytes(states).get(ON_HOST, (0, 0))
+    return Forecast(topology, held, sent, time, parameter_count(model), operations, on_host)
 
 
 def _sent_and_time(
@@ -134,12 +138,15 @@ def decode_forecast(
 def step_bytes(
     states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str = "cuda"
 ) -> dict[str, int]:
-    """Bytes of a step on a device when they are most, by cause: what stays between steps, and `temporary_bytes`.
+    """Bytes of a step on a device when they are most, by cause: what stays between steps, and `temporary_bytes` or,
+    where they are more, gradients and `updated_bytes`.
 
     `platform` is that of the compiler, `cuda` or `tpu`.
     """
-    stays = {name: own for name, (own, _) in state_bytes(states).items() if name != "gradients"}
-    return stays | temporary_bytes(states, model, batch, platform)
+    stays = {name: own for name, (own, _) in state_bytes(states).items() if name != ON_HOST}
+    update = {"gradients": stays.pop("gradients"), "moments in an update": updated_bytes(states)}
+    most = temporary_bytes(states, model, batch, platform)
+    return stays | max(most, update if updated_bytes(states) else {}, key=lambda held: sum(held.values()))
 
 
 _TRIES = 12  # of so many plans is the memory computed, a second or two each

@@ -12,8 +12,14 @@ from .. import nn, parallel, training
 from .._shapes import Batch
 
 
+ON_HOST = "optimizer state on its host"
+
+
 def state_bytes(states: training.PlannedState) -> dict[str, tuple[int, int]]:
-    """Bytes on one device, and in all, of parameters, gradients and the optimizer's state."""
+    """Bytes on one device, and in all, of parameters, gradients and the optimizer's state.
+
+    What a plan keeps of the last in the memory of a device's host is counted by itself.
+    """
     plan = states.plan
     shapes = states.held_shapes()
     wide = lambda x: jax.ShapeDtypeStruct(x.shape, nn.at_least_float32(x.dtype))
@@ -21,11 +27,22 @@ def state_bytes(states: training.PlannedState) -> dict[str, tuple[int, int]]:
     # Gradients are reduce-scattered as soon as they are computed, or kept whole until the end of the backward pass.
     is_split = plan.zero == 3 or plan.scatters_layers
     of_gradients = plan.state_specs(trained) if is_split else plan.parameter_specs(trained)
-    return {
+    memory, _ = eqx.partition(shapes.optimizer_state, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    far, near = eqx.partition(memory, training.is_on_host(plan, states.optimizer, memory))
+    found = {
         "parameters": _bytes(shapes.model, plan.parameter_specs(shapes.model), plan),
         "gradients": _bytes(trained, of_gradients, plan),
-        "optimizer state": placed_bytes(shapes.optimizer_state),
+        "optimizer state": placed_bytes(near),
     }
+    return found | ({ON_HOST: placed_bytes(far)} if jax.tree.leaves(far) else {})
+
+
+def updated_bytes(states: training.PlannedState) -> int:
+    """Bytes on a device that an update needs for moments beside the state: copies of what lies on the host or, of
+    moments of 8 bits, float32 of all, which compilers make before they look for the largest of a row."""
+    leaves = jax.tree.leaves(states.held_shapes().optimizer_state)
+    codes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.dtype == jnp.uint8]
+    return 4 * placed_bytes(codes)[0] if codes else state_bytes(states).get(ON_HOST, (0, 0))[0]
 
 
 def batch_shapes(rows: int, seq: int, *, packed: bool = False) -> Batch:

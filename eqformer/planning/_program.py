@@ -37,6 +37,8 @@ class Program:
     """What it sends."""
     unread: str = ""
     """Why its text, and all that is read off it, cannot be had."""
+    on_host: int = 0
+    """Bytes of arguments in the memory of the device's host, beside those on the device."""
 
     @property
     def sent(self) -> float:
@@ -67,11 +69,14 @@ def program_of(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | None =
     """What is read off a compiled program; with the `mesh` it was compiled for, the axes that it sends over."""
     memory: Any = compiled.memory_analysis()
     held, more = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    peak = getattr(memory, "peak_memory_in_bytes", 0) or held + more
+    on_host = memory.host_argument_size_in_bytes
+    # The most at once has what is on the host in it.
+    peak = (getattr(memory, "peak_memory_in_bytes", 0) or held + more + on_host) - on_host
     try:
         text = text_of(compiled)
     except ValueError as error:
-        return Program(held, more, peak, unread=str(error).partition(": ")[2])
+        return Program(held, more, peak, unread=str(error).partition(": ")[2], on_host=on_host)
     operations, cycles = executed(text)
     buffers = tuple(largest_buffers(text)[1][:MOST_BUFFERS])
-    return Program(held, more, peak, buffers, operations, moved_bytes(text), cycles, communication(text, mesh=mesh))
+    sent = communication(text, mesh=mesh)
+    return Program(held, more, peak, buffers, operations, moved_bytes(text), cycles, sent, on_host=on_host)

@@ -9,6 +9,7 @@ from ._clock import Clock as Clock
 from ._debug_nans import DebugNans as DebugNans
 from ._first_non_finite import first_non_finite as first_non_finite, NonFinite as NonFinite
 from ._gradient_norms import module_gradient_norms as module_gradient_norms
+from ._host_memory import is_on_host as is_on_host
 from ._loop import (
     Callback as Callback,
     Checkpoints as Checkpoints,

@@ -97,7 +97,8 @@ class PlannedState:
         orders = tuple(order(part, lambda x, order: order) for part in given)  # or the array, if it stays as it is
         if all(x is rows for x, rows in zip(jax.tree.leaves(given), jax.tree.leaves(orders), strict=True)):
             return state
-        after = eqx.tree_at(_ordered_parts, arrays, tuple(eqx.filter_eval_shape(order, part) for part in given))
+        like = lambda x, order: jax.ShapeDtypeStruct((len(order), *x.shape[1:]), x.dtype)
+        after = eqx.tree_at(_ordered_parts, arrays, tuple(order(part, like) for part in given))
         move = lambda x, rows, sharding: x if x is rows else self._taken(x, rows, sharding)
         moved = jax.tree.map(move, given, orders, _ordered_parts(self._shardings(after)))
         return eqx.combine(eqx.tree_at(_ordered_parts, arrays, moved), rest)
@@ -106,7 +107,8 @@ class PlannedState:
         """The rows of an array in an order, donated; zeros for numbers beyond its last, where rows are padding."""
         is_as_long = len(order) == x.shape[0]
         if (key := (is_as_long, sharding)) not in self._movers:
-            take = lambda x, order: x.at[order].get(mode="fill", fill_value=0)
+            near = lambda x: jax.device_put(x, jax.memory.Space.Device)
+            take = lambda x, order: near(x).at[order].get(mode="fill", fill_value=0)
             donated = (0,) if is_as_long else ()  # another shape has no use for the memory
             self._movers[key] = jax.jit(take, donate_argnums=donated, out_shardings=sharding)
         # Waited for, so that there is one copy at a time, and as in `parallel.pipeline`'s `taken_rows`.

@@ -1,6 +1,7 @@
 """Gradients, steps and evaluation under a plan: `shard_map` runs the loss on each device's piece of model and batch."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float, PyTree
 from .. import nn
 from .._shapes import ArrayOrShape, Batch
 from ..parallel import differentiable, filter_shard_map, OnDevice, pipeline_gradients, Plan, shardings
+from ._host_memory import brought_near, is_on_host, taken_back
 from ._loss import batch_tokens, evaluation_sums
 from ._loss_scale import Scale, seed, unscaled
 from ._moments import Codes
@@ -110,7 +112,10 @@ def planned_step(
 
     def place(state: TrainState) -> TrainState:
         arrays, rest = eqx.partition(state, eqx.is_array)
-        return eqx.combine(jax.lax.with_sharding_constraint(arrays, state_shardings(plan, optimizer, arrays)), rest)
+        near = dataclasses.replace(plan, optimizer_memory="device")
+        arrays = jax.lax.with_sharding_constraint(arrays, state_shardings(near, optimizer, arrays))
+        kept = taken_back(plan, optimizer, arrays.optimizer_state)
+        return eqx.combine(eqx.tree_at(lambda s: s.optimizer_state, arrays, kept), rest)
 
     return make_step(
         loss_fn,
@@ -120,6 +125,7 @@ def planned_step(
         gradient_norms=gradient_norms,
         gradients_of=planned_gradients(plan),
         place=place,
+        near=functools.partial(brought_near, plan, optimizer),
         as_read=plan.aux_to_reading_order,
     )
 
@@ -135,8 +141,10 @@ def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
     scale = jax.tree.map(lambda _: whole, state.loss_scale)
     parts = plan.parameter_specs(state.model), memory, whole, whole, whole, scale
     fields = lambda s: (s.model, s.optimizer_state, s.step, s.skipped, s.skipped_in_a_row, s.loss_scale)
-    specs = eqx.tree_at(fields, state, parts, is_leaf=_is_none)
-    return shardings(specs, plan.mesh)
+    found = shardings(eqx.tree_at(fields, state, parts, is_leaf=_is_none), plan.mesh)
+    far = is_on_host(plan, optimizer, state.optimizer_state)
+    kept = lambda sharding, is_far: sharding.with_memory_kind("pinned_host") if is_far else sharding
+    return eqx.tree_at(lambda s: s.optimizer_state, found, jax.tree.map(kept, found.optimizer_state, far))
 
 
 def _spec_of_memory(held: PyTree, spec: PartitionSpec, parameter: ArrayOrShape) -> PyTree:

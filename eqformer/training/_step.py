@@ -76,6 +76,7 @@ def make_step(
     gradient_norms: bool = False,
     gradients_of: GradientsOf | None = None,
     place: Callable[[TrainState], TrainState] = lambda state: state,
+    near: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] = lambda memory, gradients: (memory, gradients),
     as_read: Callable[[PyTree, PyTree], PyTree] = lambda aux, model: aux,
 ) -> Step:
     """A jitted step that minimises `sum / count` of `loss_fn(model, batch, key) -> (sum, count)`.
@@ -87,7 +88,7 @@ def make_step(
 
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
     (so far), `skipped_in_a_row`, those of `routing_metrics` and, in float16, the step's `loss_scale`, see `LossScale`.
-    The state is donated. The last three arguments are for meshes.
+    The state is donated. The last four arguments are for meshes.
 
     Args:
         loss_fn: `loss_fn(model, batch, key) -> (sum, count)`, whose quotient is minimised.
@@ -98,6 +99,7 @@ def make_step(
         gradient_norms: Whether metrics have the norm of each module's gradient too, see `module_gradient_norms`.
         gradients_of: Computes the gradients of a batch, `gradients_of(loss_fn, trained)`, and cuts it as it likes.
         place: Constrains the sharding of the new state.
+        near: Brings the optimizer's state to the devices, once the gradients are there, which it returns beside it.
         as_read: Brings the layers' aux from the order in which the state holds them into the model's, for metrics.
     """
     if microbatches < 1:
@@ -128,6 +130,8 @@ def make_step(
         learning_rate = jnp.asarray(optimizer.rate(state.step), jnp.float32)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
+        memory, gradients = near(state.optimizer_state, gradients)
+
         def take(parameters: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
             scaled = jax.tree.map(lambda x: x * scale.astype(x.dtype), gradients)
             parameters, memory = optimizer.update(scaled, memory, parameters, learning_rate)
@@ -135,7 +139,7 @@ def make_step(
             return (rebalanced(parameters, aux, balance_rate) if aux else parameters), memory
 
         parameters, rest = divided(state.model, optimizer.trained)
-        memory, memory_rest = eqx.partition(state.optimizer_state, eqx.is_array)
+        memory, memory_rest = eqx.partition(memory, eqx.is_array)
         update = lambda p, m: _arrays_of(take(p, eqx.combine(m, memory_rest)))
         with jax.named_scope("optimizer"):
             parameters, memory = updated_if(is_finite, update, parameters, memory)

@@ -15,7 +15,8 @@ def forecast_text(found: planning.Forecast, mesh: str) -> str:
     rows += [(name, gigabytes(size), f"{size / memory:.1%}") for name, size in sizes.items()]
     verdict = f"does not fit: {gigabytes(found.missing)} too much" if found.missing else "fits"
     head = f"{found.topology}; {mesh}; {found.parameters:,} parameters\n\nby formulas:"
-    lines = [head, nn.format_table(rows), f"{verdict}, of {gigabytes(memory)}", ""]
+    on_host = f"; {gigabytes(found.on_host)} in the host's memory, there and back each step" if found.on_host else ""
+    lines = [head, nn.format_table(rows), f"{verdict}, of {gigabytes(memory)}{on_host}", ""]
     rows = [("over", "a device sends in a step", "bytes")]
     rows += [(cause, what, gigabytes(size)) for cause, what, size in found.sent]
     lines += [nn.format_table(rows) if found.sent else "nothing is sent between devices", ""]
@@ -36,9 +37,10 @@ def program_text(made: planning.Compilation, found: planning.Forecast) -> str:
         return f"compiled in {seconds}: does not fit: {made.failure}"
     held = program.argument + program.temporary
     verdict = "fits" if held <= one.memory else f"does not fit: {gigabytes(held - one.memory)} too much"
+    on_host = f" ({gigabytes(program.on_host)} more on the host)" if program.on_host else ""
     lines = [
         f"compiled in {seconds}: {verdict}, of {gigabytes(one.memory)}",
-        f"arguments {gigabytes(program.argument)}, temporaries {gigabytes(program.temporary)}, at most "
+        f"arguments {gigabytes(program.argument)}{on_host}, temporaries {gigabytes(program.temporary)}, at most "
         f"{gigabytes(program.peak)} at once; by formulas {gigabytes(found.total)} in all",
     ]
     if program.unread:
