@@ -98,7 +98,7 @@ def test_devices_without_such_memory_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("name", ["v5e:2x2", "h100:4"])
 def test_compilers_take_it_from_the_host(name):
-    """A step of a small model: arguments less by the moments, to the padding of tiles, and temporaries by no more than copies."""
+    """A step of a small model: arguments less by the moments, temporaries more by no more than their copies."""
     chips = planning.topology(name)
     if missing := planning.missing_compiler(chips):
         pytest.skip(missing)
@@ -115,6 +115,6 @@ def test_compilers_take_it_from_the_host(name):
     here, away = made["device"], made["pinned_host"]
     assert here.on_host == 0 and away.on_host == pytest.approx(moments, rel=0.01)  # a TPU pads small arrays
     assert here.argument - away.argument == pytest.approx(away.on_host, rel=0.01)
-    # A compiler for GPUs has room for the copies in what the backward pass no longer needs; a TPU's did not find it here.
+    # A compiler for GPUs has room for the copies in what the backward pass no longer needs; a TPU's found none.
     most = 1.1 * moments if chips.accelerator.platform == "tpu" else 0.05 * here.temporary
     assert away.temporary - here.temporary < most, (here.temporary, away.temporary, moments)
