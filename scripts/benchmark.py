@@ -9,7 +9,8 @@ import sys
 from support import environment
 
 
-environment.prepare(sys.argv[1:], shared=False)
+if __name__ == "__main__":
+    environment.prepare(sys.argv[1:], shared=False)
 
 import dataclasses
 import json

@@ -5,7 +5,8 @@ import sys
 from support import environment
 
 
-environment.prepare()
+if __name__ == "__main__":
+    environment.prepare()
 
 import dataclasses
 from pathlib import Path

@@ -5,7 +5,8 @@ import sys
 from support import environment
 
 
-environment.prepare(sys.argv)
+if __name__ == "__main__":
+    environment.prepare(sys.argv)
 
 import dataclasses
 from pathlib import Path

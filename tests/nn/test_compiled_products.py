@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import known
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eqformer import nn
@@ -40,7 +41,7 @@ def compiled(platform: str, name: str, options: dict[str, Any], *, fp8: bool = T
 
 def test_gpus_call_cublas_for_all_six():
     """As they do where Triton's products, which compete with these on a device, are switched off."""
-    options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+    options = known({"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False})
     calls = lambda text: re.findall(r'custom_call_target="(__cublas[^"]*)"', text)
     assert calls(compiled("cuda", "h100:8", options)) == ["__cublas$lt$matmul$f8"] * 6
     assert not any("f8" in call for call in calls(compiled("cuda", "h100:8", options, fp8=False)))
