@@ -18,6 +18,7 @@ from eqformer.training._moments import is_coded
 
 DOUBLE = ("float64", "float64")  # in which no rounding brings a number across a threshold
 CASES = [
+    ("llama", {"fsdp": 2}, {"zero": 3, "smallest": 1}, "adamw"),
     ("llama", {"fsdp": 2, "tensor": 2}, {"zero": 3, "smallest": 1, "residual": "sequence"}, "adamw"),
     ("five layers", {"fsdp": 2, "pipe": 2}, {"zero": 1, "smallest": 1, "microbatches": 2}, "muon"),  # rows of padding
     ("mixture", {"fsdp": 2, "expert": 2}, {"zero": 3, "smallest": 1}, "adamw"),

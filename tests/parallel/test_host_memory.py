@@ -26,14 +26,18 @@ def states_of(memory: Any, mesh: dict, moments: str = "float32", **choices: Any)
     return training.PlannedState(lambda: model, rule(model, moments), plan)
 
 
-def stepped(states: training.PlannedState, state: Any, steps: int) -> Any:
-    step = training.planned_step(training.next_token_loss, states.optimizer, states.plan)
+def step_of(states: training.PlannedState) -> training.Step:
+    return training.planned_step(training.next_token_loss, states.optimizer, states.plan)
+
+
+def stepped(step: training.Step, state: Any, steps: int) -> Any:
     for _ in range(steps):
         state, _ = step(state, batch_of(model_of("llama")), jax.random.key(7))
     return state
 
 
 CASES = [
+    ({"fsdp": 2}, "float32", {"zero": 1}),
     ({"fsdp": 2}, "8bit", {"zero": 1}),
     ({"fsdp": 2, "pipe": 2}, "8bit", {"zero": 1, "microbatches": 2, "schedule": "interleaved", "chunks": 2}),
     ({"fsdp": 2, "tensor": 2}, "float32", {"zero": 3}),
@@ -47,9 +51,9 @@ def test_steps_and_checkpoints_are_the_same_to_the_bit(case, tmp_path):
     """Two steps, a checkpoint, and one step more from it by the other way of keeping the state."""
     mesh, moments, choices = case
     ways = {memory: states_of(memory, mesh, moments, **choices) for memory in ("device", "pinned_host")}
-    ended = {}
+    steps, ended = {memory: step_of(states) for memory, states in ways.items()}, {}
     for memory, states in ways.items():
-        state = stepped(states, states.init(), 2)
+        state = stepped(steps[memory], states.init(), 2)
         counters = 1 + (moments == "8bit")
         far = ["pinned_host"] * (memory == "pinned_host") * (len(kinds(state.optimizer_state)) - counters)
         assert [kind for kind in kinds(state.optimizer_state) if kind != "device"] == far
@@ -57,9 +61,9 @@ def test_steps_and_checkpoints_are_the_same_to_the_bit(case, tmp_path):
         with training.Checkpointer(tmp_path / memory) as checkpointer:
             state = states.save(checkpointer, state, 2, {})
             assert [kind for kind in kinds(state.optimizer_state) if kind != "device"] == far
-        other = ways["device" if memory == "pinned_host" else "pinned_host"]
-        again, _ = other.restore(training.Checkpointer(tmp_path / memory))
-        ended[memory] = stepped(other, again, 1)
+        other = "device" if memory == "pinned_host" else "pinned_host"
+        again, _ = ways[other].restore(training.Checkpointer(tmp_path / memory))
+        ended[memory] = stepped(steps[other], again, 1)
     pairs = zip(*(jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in ended.values()), strict=True)
     assert all(one.dtype == two.dtype and np.array_equal(one, two) for one, two in pairs)
 
@@ -69,7 +73,7 @@ def test_a_step_that_brings_nothing_near_is_refused(monkeypatch):
     states = states_of("pinned_host", {"fsdp": 2}, zero=1)
     monkeypatch.setattr(training._planned_step, "brought_near", lambda _, __, memory, gradients: (memory, gradients))
     with pytest.raises(ValueError, match="memory_space of all inputs"):
-        stepped(states, states.init(), 1)
+        stepped(step_of(states), states.init(), 1)
 
 
 def test_it_is_counted_where_it_lies():
