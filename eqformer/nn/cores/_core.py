@@ -77,10 +77,9 @@ class ReferenceCore(Core):
         probabilities = weights / jnp.where(total > 0, total, 1)
         if value_scales is not None:
             probabilities = probabilities * by_scores(value_scales).astype(exact)
-        output = jnp.einsum(
-            "...kgqs,...skd->...qkgd", probabilities.astype(value.dtype), value, preferred_element_type=exact
-        )
-        output = output.reshape(*query.shape[:-1], value.shape[-1]).astype(query.dtype)
+        narrow = probabilities.astype(value.dtype)
+        output = jnp.einsum("...kgqs,...skd->...kgqd", narrow, value, preferred_element_type=exact)
+        output = jnp.moveaxis(output, -2, -4).reshape(*query.shape[:-1], value.shape[-1]).astype(query.dtype)
         return checkpoint_name(output, "attended")  # for remat policies that keep it
 
     def ring_block(self) -> Block:
