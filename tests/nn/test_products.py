@@ -185,7 +185,8 @@ def test_a_policy_chooses_the_products():
     assert jax.tree.leaves(marks[0]) == jax.tree.leaves(marks[1])  # Muon sees the same matrices
 
 
-@pytest.mark.parametrize("remat", ["products", pytest.param("full", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("remat", ["products", "full"])
 def test_what_is_recomputed_changes_nothing(remat):
     """And a LoRA beside a map of 8 bits, whose factors stay in the compute dtype, has gradients."""
     model = nn.with_fp8(models.build(SMALL, key=KEY))

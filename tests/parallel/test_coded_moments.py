@@ -57,9 +57,8 @@ def decoded(state: Any) -> Any:
     return eqx.filter(tree, eqx.is_inexact_array)
 
 
-@pytest.mark.parametrize(
-    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.grid) for case in CASES[1:])], ids=str
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_steps_equal_one_devices(case):
     """Three steps in float64: parameters and what all codes stand for; moments in float32 give others."""
     name, mesh, choices, optimizer = case

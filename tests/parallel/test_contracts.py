@@ -109,6 +109,7 @@ MORE_ARRANGED = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", named(ARRANGED, MORE_ARRANGED))
 def test_an_arrangement_of_ones_own_is_split_like_any(case):
     want = of_one_device(case)

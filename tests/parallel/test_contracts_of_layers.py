@@ -86,6 +86,7 @@ MORE_LAYERS = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", named(LAYERS, MORE_LAYERS))
 def test_feed_forward_layers_of_ones_own_are_split_or_whole(case):
     assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}

@@ -263,6 +263,7 @@ def test_what_bfloat16_moments_cannot_hold_is_refused(make_model):
         training.optimizer("adamw", make_model(layers=1), rate=RATE, moments="int4")
 
 
+@pytest.mark.grid
 def test_bfloat16_moments_are_counted_where_a_plan_keeps_them(make_model):
     model, plan = make_model(layers=2), Plan(abstract_mesh({"fsdp": 2}), zero=1, smallest=1)
     rules = [training.optimizer("adamw", model, rate=RATE, moments=moments) for moments in training.MOMENTS[:2]]
