@@ -52,7 +52,7 @@ def _flags(devices: int | None, compilers: bool) -> list[str]:
     wanted = platform_flags() | ({"xla_gpu_autotune_level": 0} if compilers else {})
     flags += as_flags(known({name: value for name, value in wanted.items() if name not in given}))
     if devices is not None:
-        flags = [flag for flag in flags if flag.partition("=")[0] != SIMULATED] + [f"{SIMULATED}={devices}"]
+        flags = [flag for flag in flags if flag.partition("=")[0] != _SIMULATED] + [f"{_SIMULATED}={devices}"]
     return flags
 
 
@@ -80,7 +80,7 @@ _CPU_FLAGS = {"xla_cpu_experimental_ynn_fusion_type": ",".join(f"LIBRARY_FUSION_
 # In a loop over layers, gathers of weights begin in the turn before they are used: without it, half of those of a layer
 # stood exposed (docs/accelerators.md). XLA's latency-hiding scheduler and asynchronous collectives are on by default.
 _GPU_FLAGS = {"xla_gpu_enable_pipelined_all_gather": True}
-SIMULATED = "--xla_force_host_platform_device_count"
+_SIMULATED = "--xla_force_host_platform_device_count"
 
 # Compilers for accelerators that are not here must look for none, and say no word of it; no chip is opened, so that
 # several may compile at once.

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from eqformer import planning
+
 
 @functools.cache
 def tpus(name: str, slices: int = 1) -> list[Any]:
@@ -20,6 +22,14 @@ def tpus(name: str, slices: int = 1) -> list[Any]:
 
     more = {"num_slices": slices} if slices > 1 else {}
     return topologies.get_topology_desc(name, platform="tpu", **more).devices
+
+
+def devices_for(name: str) -> list[Any]:
+    """The devices of a topology such as `v5e:2x2` or `h100:8`, as the compiler for it knows them."""
+    chips = planning.topology(name)
+    if missing := planning.missing_compiler(chips):
+        pytest.skip(missing)
+    return planning.devices_of(chips)
 
 
 def compiled_for_tpu(function: Any, *shapes: tuple[tuple[int, ...], Any]) -> Any:

@@ -25,8 +25,6 @@ class Products(abc.ABC):
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch outputs"]:
         """`W x`; gradients are summed over mesh axes that one of the two varies over and the other does not."""
-        if isinstance(self, InComputeDtype):  # whose gradients JAX makes
-            return self.forward(x, weight, dtype)
         of_x, of_weight = (jnp.zeros_like(one, shape=()) for one in (x, weight))
         typed_alike = x + of_weight.astype(x.dtype), weight + of_x.astype(weight.dtype)
         return _multiplied(self, jnp.dtype(dtype), *typed_alike)
@@ -52,6 +50,12 @@ class Products(abc.ABC):
 
 class InComputeDtype(Products):
     """Products of the arrays as they are, in their own dtype."""
+
+    def __call__(
+        self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
+    ) -> Float[Array, "*batch outputs"]:
+        """`W x`, with the gradients that JAX makes."""
+        return self.forward(x, weight, dtype)
 
     def forward(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike

@@ -143,10 +143,11 @@ def step_bytes(
 
     `platform` is that of the compiler, `cuda` or `tpu`.
     """
-    stays = {name: own for name, (own, _) in state_bytes(states).items() if name != ON_HOST}
-    update = {"gradients": stays.pop("gradients"), "moments in an update": updated_bytes(states)}
+    stays = {name: own for name, (own, _) in state_bytes(states).items()}
+    updated = updated_bytes(states, stays.pop(ON_HOST, 0))
+    update = {"gradients": stays.pop("gradients"), "moments in an update": updated}
     most = temporary_bytes(states, model, batch, platform)
-    return stays | max(most, update if updated_bytes(states) else {}, key=lambda held: sum(held.values()))
+    return stays | max(most, update if updated else {}, key=lambda held: sum(held.values()))
 
 
 _TRIES = 12  # of so many plans is the memory computed, a second or two each

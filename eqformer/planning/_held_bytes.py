@@ -37,12 +37,12 @@ def state_bytes(states: training.PlannedState) -> dict[str, tuple[int, int]]:
     return found | ({ON_HOST: placed_bytes(far)} if jax.tree.leaves(far) else {})
 
 
-def updated_bytes(states: training.PlannedState) -> int:
+def updated_bytes(states: training.PlannedState, on_host: int) -> int:
     """Bytes on a device that an update needs for moments beside the state: copies of what lies on the host or, of
     moments of 8 bits, float32 of all, which compilers make before they look for the largest of a row."""
     leaves = jax.tree.leaves(states.held_shapes().optimizer_state)
     codes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.dtype == jnp.uint8]
-    return 4 * placed_bytes(codes)[0] if codes else state_bytes(states).get(ON_HOST, (0, 0))[0]
+    return 4 * placed_bytes(codes)[0] if codes else on_host
 
 
 def batch_shapes(rows: int, seq: int, *, packed: bool = False) -> Batch:

@@ -1,5 +1,6 @@
 """How fast a run trains."""
 
+import functools
 import resource
 import sys
 import time
@@ -27,7 +28,7 @@ class Clock:
     ):
         """`flops_per_token` and `peak_flops`, which the first `rate` calls once, are those of `throughput`."""
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
-        self._find_peak, self._peak = peak_flops, None
+        self._find_peak = peak_flops
         self._steps, self._seconds = 0, 0.0
         self._since: float | None = None
 
@@ -42,13 +43,15 @@ class Clock:
         CPU, the process) and the `throughput`.
         """
         self._stop()
-        if self._find_peak is not None:
-            self._peak, self._find_peak = self._find_peak(), None
         steps, seconds = self._steps, self._seconds
         self._steps, self._seconds = 0, 0.0
         row = {"tokens": run.step * self._tokens_per_step, "step_seconds": seconds / steps, "peak_bytes": _peak_bytes()}
         tokens = steps * self._tokens_per_step
         return row | throughput(tokens, seconds, flops_per_token=self._flops_per_token, peak_flops=self._peak)
+
+    @functools.cached_property
+    def _peak(self) -> float | None:
+        return None if self._find_peak is None else self._find_peak()
 
     def _start(self) -> None:
         self._steps += 1

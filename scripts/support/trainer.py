@@ -1,6 +1,7 @@
 """The training loop: steps, metrics, validation, samples and checkpoints."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -123,7 +124,7 @@ class Trainer:
         """The measured peak of all devices together; simulated devices share their CPU's."""
         one = jax.local_devices()[0]
         number = jax.process_count() if one.platform == "cpu" else self.plan.mesh.size
-        return number * planning.matmul_peak(self.recipe.precision.compute, device=one, seconds=0.25)
+        return number * _peak_of_one(self.recipe.precision.compute)
 
     def _profile(self) -> training.Profile:
         return training.Profile(*steps_of(self.recipe.profile or ""), self.directory.profile)
@@ -227,6 +228,12 @@ class Trainer:
     def _stop(self) -> None:
         self.stopping = True
         self.screen.note("stopping after this step; once more to stop at once")
+
+
+@functools.cache
+def _peak_of_one(dtype: str) -> float:
+    """The measured peak of a device, in FLOP/s; measured once a process."""
+    return planning.matmul_peak(dtype, device=jax.local_devices()[0], seconds=0.25)
 
 
 def parameters(recipe: Recipe, shapes: Any) -> tuple[int, int]:

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import devices_for
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eqformer import nn
-from eqformer.nn._pallas import compilers
-from eqformer.planning import devices_of, topology
 
 
 SEQ = 4096
@@ -42,9 +41,7 @@ CASES = {
 
 
 def mesh_of(platform: str) -> Mesh:
-    if platform not in compilers():
-        pytest.skip(f"no compiler for {platform} is installed: pip install eqformer[{platform}]")
-    devices = devices_of(topology("v5e:2x2" if platform == "tpu" else "h100:8"))
+    devices = devices_for("v5e:2x2" if platform == "tpu" else "h100:8")
     return Mesh(np.array(devices[:4]).reshape(2, 2), ("rows", "heads"))
 
 

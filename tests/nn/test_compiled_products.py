@@ -11,20 +11,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from compilers import devices_for
 from haste import known
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eqformer import nn
-from eqformer.nn._pallas import compilers
-from eqformer.planning import devices_of, topology
 
 
-def compiled(platform: str, name: str, options: dict[str, Any], *, fp8: bool = True) -> str:
+def compiled(name: str, options: dict[str, Any], *, fp8: bool = True) -> str:
     """The program of a feed-forward layer's gradients, of its input's too, for one device."""
-    if platform not in compilers():
-        pytest.skip(f"no compiler for {platform} is installed: pip install eqformer[{platform}]")
-    mesh = Mesh(np.array(devices_of(topology(name))[:1]), ("one",))
+    mesh = Mesh(np.array(devices_for(name)[:1]), ("one",))
     whole = NamedSharding(mesh, PartitionSpec())
     make = lambda key: nn.MLP(embed=512, mlp=1024, key=key)
     shapes = eqx.filter_eval_shape(lambda key: nn.with_fp8(make(key)) if fp8 else make(key), jax.random.key(0))
@@ -43,13 +39,13 @@ def test_gpus_call_cublas_for_all_six():
     """As they do where Triton's products, which compete with these on a device, are switched off."""
     options = known({"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False})
     calls = lambda text: re.findall(r'custom_call_target="(__cublas[^"]*)"', text)
-    assert calls(compiled("cuda", "h100:8", options)) == ["__cublas$lt$matmul$f8"] * 6
-    assert not any("f8" in call for call in calls(compiled("cuda", "h100:8", options, fp8=False)))
+    assert calls(compiled("h100:8", options)) == ["__cublas$lt$matmul$f8"] * 6
+    assert not any("f8" in call for call in calls(compiled("h100:8", options, fp8=False)))
 
 
 def test_tpu7x_multiplies_numbers_of_8_bits():
     """Of each product both factors are of 8 bits, two of the six with a gradient, and two more; none is cast up."""
-    text = compiled("tpu", "tpu7x:2x2x1", {})
+    text = compiled("tpu7x:2x2x1", {})
     kinds = dict(re.findall(r"%([\w.-]+) = (\w+)\[", text))
     factors = re.findall(r" convolution\(%([\w.-]+), %([\w.-]+)\)", text)
     found = sorted(tuple(sorted(kinds[factor] for factor in pair)) for pair in factors)

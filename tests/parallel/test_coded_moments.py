@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from plan_models import batch_of, model_of, plan_over
-from plan_parity import hastily, leaf_differences
+from plan_models import model_of, plan_over
+from plan_parity import leaf_differences
+from plan_steps import begun, stepped
 
 from eqformer import training
-from eqformer.parallel import init_sharded, Plan
 from eqformer.training import _moments
 from eqformer.training._moments import is_coded
 
@@ -31,26 +31,6 @@ def rule(model: Any, name: str, moments: str = "8bit") -> training.Optimizer:
     return training.optimizer(name, model, rate=1e-3, moments=moments, **({"momentum": 0.9} if name == "sgd" else {}))
 
 
-def begun(model: Any, plan: Plan, optimizer: training.Optimizer) -> Any:
-    make = lambda: training.init_state(plan.to_ring_order(model), optimizer)
-    return init_sharded(make, lambda shapes: training.state_shardings(plan, optimizer, shapes))
-
-
-def stepped(model: Any, plan: Plan | None, optimizer: training.Optimizer, steps: int, state: Any = None) -> Any:
-    """The state after some steps more, in ring order."""
-    batch, key = batch_of(model), jax.random.key(7)
-    if plan is None:
-        step = training.make_step(training.next_token_loss, optimizer)
-        state = training.init_state(jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model), optimizer)
-    else:
-        step = training.planned_step(training.next_token_loss, optimizer, plan)
-        state = begun(model, plan, optimizer) if state is None else state
-    step = hastily(step, state, batch, key)
-    for _ in range(steps):
-        state, _ = step(state, batch, key)
-    return state
-
-
 def decoded(state: Any) -> Any:
     """What the codes of a state stand for."""
     tree = jax.tree.map(lambda x: _moments.decoded(x) if is_coded(x) else x, state.inner, is_leaf=is_coded)
@@ -64,12 +44,12 @@ def test_steps_equal_one_devices(case):
     name, mesh, choices, optimizer = case
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # metrics of routing mix dtypes in float64
         model, plan = model_of(name, dtypes=DOUBLE), plan_over(mesh, **choices)
-        want, got = (stepped(model, each, rule(model, optimizer), 3) for each in (None, plan))
+        want, got = (stepped(model, each, rule(model, optimizer), 3)[0] for each in (None, plan))
         coded = [x for x in jax.tree.leaves(want.optimizer_state, is_leaf=is_coded) if is_coded(x)]
         assert coded and {x.levels.dtype for x in coded} == {jnp.dtype("uint8")}
         for its in (lambda state: state.model, lambda state: decoded(state.optimizer_state)):
             assert leaf_differences(plan.to_reading_order(its(got)), its(want), 1e-9, rounding=1e-11) == {}
-        other = stepped(model, None, rule(model, optimizer, "float32"), 3)
+        other, _ = stepped(model, None, rule(model, optimizer, "float32"), 3)
         assert leaf_differences(other.model, want.model, 1e-6, rounding=1e-11) != {}
 
 
@@ -91,14 +71,14 @@ def test_they_are_restored_under_another_mesh(tmp_path):
     with jax.enable_x64(True):
         model = model_of("llama", dtypes=DOUBLE)
         optimizer = rule(model, "adamw")
-        state = stepped(model, first, optimizer, 2)
+        state, _ = stepped(model, first, optimizer, 2)
         with training.Checkpointer(tmp_path) as checkpointer:
             checkpointer.save(state, 2, {})
             checkpointer.wait()
             again, _ = checkpointer.restore(begun(model, second, optimizer), 2)
         same = lambda one, other: np.array_equal(one, other) if isinstance(one, jax.Array) else True
         assert jax.tree.all(jax.tree.map(same, again, state))
-        after, alone = stepped(model, second, optimizer, 1, again), stepped(model, None, optimizer, 3)
+        (after, _), (alone, _) = stepped(model, second, optimizer, 1, again), stepped(model, None, optimizer, 3)
         assert leaf_differences(after.model, alone.model, 1e-9, rounding=1e-11) == {}
         lost = eqx.tree_at(lambda s: s.optimizer_state.coded, again, jnp.zeros_like(again.optimizer_state.coded))
-        assert leaf_differences(stepped(model, second, optimizer, 1, lost).model, alone.model, 1e-9) == {}
+        assert leaf_differences(stepped(model, second, optimizer, 1, lost)[0].model, alone.model, 1e-9) == {}

@@ -12,9 +12,9 @@ import pytest
 from extending import beside
 from plan_models import batch_of, model_of, plan_over
 from plan_parity import hastily, leaf_differences
+from plan_steps import begun, stepped
 
 from eqformer import nn, training
-from eqformer.parallel import init_sharded, Plan
 
 
 DOUBLE = ("float64", "float64")  # in which no rounding turns a sign
@@ -22,23 +22,6 @@ DOUBLE = ("float64", "float64")  # in which no rounding turns a sign
 
 def rule(model: nn.Transformer, **options: Any) -> training.Optimizer:
     return beside("cautious").cautious_lion(model, rate=training.constant(1e-3), **options)
-
-
-def stepped(
-    model: nn.Transformer, plan: Plan | None, optimizer: training.Optimizer, steps: int, state: Any = None
-) -> Any:
-    """The state after some steps more, in ring order, and the last loss."""
-    batch, key = batch_of(model), jax.random.key(7)
-    if plan is None:
-        step = training.make_step(training.next_token_loss, optimizer)
-        state = training.init_state(jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model), optimizer)
-    else:
-        step = training.planned_step(training.next_token_loss, optimizer, plan)
-        state = begun(model, plan, optimizer) if state is None else state
-    step = hastily(step, state, batch, key)
-    for _ in range(steps):
-        state, metrics = step(state, batch, key)
-    return state, float(metrics["loss"])
 
 
 def stepped_alone(model: nn.Transformer, steps: int) -> Callable[[float], Any]:
@@ -58,11 +41,6 @@ def stepped_alone(model: nn.Transformer, steps: int) -> Callable[[float], Any]:
         return state, float(metrics["loss"])
 
     return run
-
-
-def begun(model: nn.Transformer, plan: Plan, optimizer: training.Optimizer) -> training.TrainState:
-    make = lambda: training.init_state(plan.to_ring_order(model), optimizer)
-    return init_sharded(make, lambda shapes: training.state_shardings(plan, optimizer, shapes))
 
 
 def momentum_of(state: training.TrainState) -> Any:

@@ -3,11 +3,11 @@
 import equinox as eqx
 import jax
 import pytest
+from compilers import devices_for
 
 from eqformer import generation, models, nn
-from eqformer.nn._pallas import compilers
 from eqformer.parallel import make_mesh, Plan
-from eqformer.planning import decode_shapes, devices_of, lowered_decode, moved_bytes, topology
+from eqformer.planning import decode_shapes, lowered_decode, moved_bytes
 
 
 # Three turns, each of which reads a slice of what is carried, multiplies it, and writes four rows of it in place. Of a
@@ -83,9 +83,7 @@ def test_slices_count_where_slices_are_read_and_written():
 
 def moved(platform: str, is_in_place: bool) -> float:
     """Bytes that decoding moves, of those of weights and caches: two layers of Llama 3 8B, 16 rows of 8,192 tokens."""
-    if platform not in compilers():
-        pytest.skip(f"no compiler for {platform} is installed: pip install eqformer[{platform}]")
-    mesh = make_mesh(devices=devices_of(topology("v5e:2x2" if platform == "tpu" else "h100:8"))[:1])
+    mesh = make_mesh(devices=devices_for("v5e:2x2" if platform == "tpu" else "h100:8")[:1])
     config = models.LlamaConfig(vocab=4096, embed=4096, layers=2, heads=32, kv_heads=8, mlp=14336)
     make = lambda: nn.Precision("bfloat16", "bfloat16").apply(models.build(config, key=jax.random.key(0)))
     model = eqx.filter_eval_shape(make)

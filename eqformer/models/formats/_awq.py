@@ -11,7 +11,7 @@ from ._gptq import group_of
 from ._whole_numbers import groups_of, unpacked, WholeNumbers
 
 
-_CODES, _ZEROS, _SCALES, _MANY = ".qweight", ".qzeros", ".scales", 8
+_CODES, _ZEROS, _SCALES, _MANY = ".qweight", WholeNumbers.zeros, WholeNumbers.scales, 8
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # from the lowest bits up, a word has the outputs 0, 2, 4, 6, 1, 3, 5, 7
 
 

@@ -9,7 +9,7 @@ from ._format import check_codes, check_part, finite, Format, number_of_groups, 
 from ._whole_numbers import groups_of, unpacked, WholeNumbers
 
 
-_CODES, _ZEROS, _SCALES, _PLACES = ".qweight", ".qzeros", ".scales", ".g_idx"
+_CODES, _ZEROS, _SCALES, _PLACES = ".qweight", WholeNumbers.zeros, WholeNumbers.scales, ".g_idx"
 _OF_ROUNDING = (
     "damp_percent damp_auto_increment static_groups true_sequential sym desc_act model_name_or_path "
     "model_file_base_name meta quantizer dataset batch_size block_name_to_quantize cache_block_outputs disable_exllama "
