@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # importable, as it is for a script that runs
 
-from haste import FLAGS
+from haste import FLAGS, share_contexts
 
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -31,6 +31,7 @@ import jax
 import pytest
 
 
+share_contexts()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 TESTS = itertools.count(1)
 KEPT = [0]  # bytes of memory when programs were last let go
@@ -52,7 +53,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """What was imported stays: collecting garbage need not go through it again and again."""
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(50_000, 20, 50)
 
 
 def forget_programs(most: int) -> None:
@@ -75,14 +76,14 @@ def forget_programs(most: int) -> None:
 def forgotten_programs():
     """Programs of finished files are let go; those of a file that is not finished only if there are very many."""
     yield
-    forget_programs(24_000)
+    forget_programs(32_000)
 
 
 @pytest.fixture(autouse=True)
 def forgotten_programs_of_long_files():
     yield
     if next(TESTS) % 16 == 0:
-        forget_programs(36_000)
+        forget_programs(40_000)
 
 
 @pytest.fixture(autouse=True)

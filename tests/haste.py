@@ -1,8 +1,11 @@
 """How the tests compile: with no care for speed, since each program runs a few times, on any XLA that is installed."""
 
 import importlib.util
+import itertools
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 
 # By its path, since eqformer is imported later, with its shapes checked.
@@ -16,3 +19,23 @@ known = _XLA_FLAGS.known
 FAST: dict[str, Any] = known({"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1})
 HASTE: dict[str, Any] = FAST | known({"xla_cpu_use_fusion_emitters": False})
 FLAGS = _XLA_FLAGS.as_flags(HASTE)
+
+
+def share_contexts(programs: int = 64) -> None:
+    """Have JAX lower so many programs in turn in one context of MLIR's: making and leaving one takes 5 ms each time.
+
+    It is JAX's own affair, so nothing is done where the function that makes one has another name.
+    """
+    from jax._src.interpreters import mlir  # here, since flags are made before JAX is first used
+
+    make = getattr(mlir, "make_ir_context", None)
+    if make is not None:
+        contexts = itertools.chain.from_iterable(itertools.repeat(make(), programs) for _ in itertools.count())
+        mlir.make_ir_context = lambda: next(contexts)
+
+
+def put(x: Any, dtype: Any = None) -> Any:
+    """An array of JAX's, cast by numpy and only moved; `jnp.asarray` compiles a program for each shape."""
+    import jax  # here, since flags are made before it is first used
+
+    return jax.device_put(np.asarray(x, dtype))

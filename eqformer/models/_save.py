@@ -7,7 +7,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
+from jaxtyping import Array
 
 from ..nn import LoRA, modules, named_modules, QuantisedLinear, Transformer
 from ._arrays import Arrays, HEAD
@@ -164,4 +166,11 @@ def published_arrays(rules: list[Weight], model: Transformer) -> Iterator[tuple[
     for rule in rules:
         leaves = rule.leaves(model)
         for place, name in rule.places(leaves[0]):
-            yield name, rule.to_published([np.asarray(leaf[place] if place else leaf) for leaf in leaves])
+            yield name, rule.to_published([_part(leaf, place) for leaf in leaves])
+
+
+def _part(leaf: Array | np.ndarray, place: tuple[int, ...]) -> np.ndarray:
+    """A part of an array: cut where it lies, by a program, unless that is this process's own memory."""
+    if isinstance(leaf, jax.Array) and (len(leaf.devices()) > 1 or next(iter(leaf.devices())).platform != "cpu"):
+        return np.asarray(leaf[place] if place else leaf)
+    return np.asarray(np.asarray(leaf)[place])

@@ -19,14 +19,12 @@ def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
     Applied to a parameter before differentiation, it keeps each device's gradient a partial sum, to be reduced once.
     """
     wanted = tuple(axes)
+    return jax.tree.map(lambda x: _varied(x, wanted) if eqx.is_array(x) else x, tree)
 
-    def one(x: PyTree) -> PyTree:
-        if not eqx.is_array(x):
-            return x
-        missing = tuple(axis for axis in wanted if axis not in varying_axes(x))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(one, tree)
+def _varied(x: Array, axes: tuple[str, ...]) -> Array:
+    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def vary_like(tree: PyTree, *others: PyTree) -> PyTree:

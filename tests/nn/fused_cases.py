@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haste import put
 from jax.sharding import PartitionSpec
 
 from eqformer import nn
@@ -50,8 +51,8 @@ def inputs(case: Case, heads: int = 4, kv_heads: int = 2, seq: int = SEQ, dtype:
         "value": (kv_heads, case.v_dim),
         "direction": (heads, case.v_dim),
     }
-    arrays = {name: jnp.asarray(rng.normal(size=(2, seq, *width)), dtype) for name, width in widths.items()}
-    return arrays | ({"sinks": jnp.asarray(rng.normal(size=heads), jnp.float32)} if case.has_sinks else {})
+    arrays = {name: put(rng.normal(size=(2, seq, *width)), dtype) for name, width in widths.items()}
+    return arrays | ({"sinks": put(rng.normal(size=heads), jnp.float32)} if case.has_sinks else {})
 
 
 def tokens_of(case: Case) -> nn.Tokens:

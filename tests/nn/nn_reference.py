@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haste import put
 
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -16,7 +17,7 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 def normal(seed: int, *shape: int) -> jax.Array:
     """Random float32 numbers."""
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return put(np.random.default_rng(seed).normal(size=shape), np.float32)
 
 
 def randomised(module: Any, seed: int = 0, deviation: float = 0.5) -> Any:
@@ -28,9 +29,9 @@ def randomised(module: Any, seed: int = 0, deviation: float = 0.5) -> Any:
 
     def fresh(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.integer):
-            return jnp.arange(leaf.size, dtype=leaf.dtype)  # a stack's layer numbers
+            return put(np.arange(leaf.size), leaf.dtype)  # a stack's layer numbers
         if isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_inexact_array(leaf):
-            return jnp.asarray(draw.normal(size=leaf.shape) * deviation, leaf.dtype)
+            return put(draw.normal(size=leaf.shape) * deviation, leaf.dtype)
         return leaf
 
     return jax.tree.map(fresh, module)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from core_cases import arrays_of, Case, CASES
+from haste import put
 
 from eqformer.nn._tokens import positions_like, Tokens
 from eqformer.nn.attention._mask import causal, chunked, full, sliding_window
@@ -92,8 +93,8 @@ def program(core, mask, softcap, inputs: dict, direction, tokens: Tokens, kv_tok
 
 def attended(core, case: Case, arrays: dict, tokens: Tokens, kv_tokens: Tokens | None) -> dict:
     """The core's output, and its gradients along the direction."""
-    inputs = {name: jnp.asarray(x) for name, x in arrays.items() if name != "direction"}
-    return program(core, case.mask, case.softcap, inputs, jnp.asarray(arrays["direction"]), tokens, kv_tokens)
+    inputs = {name: put(x) for name, x in arrays.items() if name != "direction"}
+    return program(core, case.mask, case.softcap, inputs, put(arrays["direction"]), tokens, kv_tokens)
 
 
 def distance(got: dict, want: dict, tokens: Tokens) -> float:
@@ -171,7 +172,7 @@ def test_padding_and_rows_of_nothing(core):
 def test_bfloat16_in_and_out_with_float32_sums(core):
     case = Case(causal(), seq=600, batch=(1,), head_dim=2, v_dim=2)
     arrays, tokens, _ = arrays_of(case)
-    inputs = {name: jnp.asarray(x, jnp.bfloat16) for name, x in arrays.items()}
+    inputs = {name: put(x, jnp.bfloat16) for name, x in arrays.items()}
     inputs["query"] = jnp.zeros_like(inputs["query"])
     inputs["value"] = jnp.ones_like(inputs["value"])
     # jax.nn.dot_product_attention mixes dtypes inside and cannot be traced under strict promotion.
@@ -187,7 +188,7 @@ def test_bfloat16_in_and_out_with_float32_sums(core):
 def test_float16_runs_on_a_cpu_that_has_no_such_products(core):
     case = CASES["causal"]
     arrays, tokens, _ = arrays_of(case)
-    half = {name: jnp.asarray(x, jnp.float16) for name, x in arrays.items()}
+    half = {name: put(x, jnp.float16) for name, x in arrays.items()}
     exact = literal(case, {name: np.asarray(x, np.float64) for name, x in half.items()}, tokens, None)
     with jax.numpy_dtype_promotion("standard" if core == "dot_product" else "strict"):
         got = attended(CORES[core](case), case, half, tokens, None)
@@ -213,7 +214,7 @@ def test_a_gpu_s_program_in_float16_is_the_kernel_s_own():
 def test_is_traced_once_for_any_positions(core):
     case, traces = CASES["window, packed"], 0
     arrays, tokens, _ = arrays_of(case)
-    given = {name: jnp.asarray(arrays[name]) for name in ("query", "key", "value")}
+    given = {name: put(arrays[name]) for name in ("query", "key", "value")}
 
     @eqx.filter_jit
     def call(core, tokens):
@@ -268,7 +269,7 @@ def test_kernels_are_given_the_rule_instead_of_a_mask(name, rules, monkeypatch):
     arrays, tokens, kv_tokens = arrays_of(case)
     given = {"mask": case.mask, "tokens": tokens, "kv_tokens": kv_tokens, "scale": SCALE}
     call = lambda *arrays: DotProductCore()(*arrays, **given)
-    arrays = [jnp.asarray(arrays[n]) for n in ("query", "key", "value")]
+    arrays = [put(arrays[n]) for n in ("query", "key", "value")]
     if rules is None or "key_value_seq_lengths" not in rules:  # lengths alone must be known here
         jax.eval_shape(call, *arrays)
     else:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import put
 from jax.sharding import PartitionSpec
 from nn_reference import close
 
@@ -26,13 +27,13 @@ def given(seq, dtype, by_channel=False) -> Any:
     rate, decay = draw.uniform(0, 1, (BATCH, seq, HEADS)), -draw.exponential(1.0, (BATCH, seq, HEADS, *sizes))
     state = draw.normal(size=(BATCH, HEADS, HEAD_DIM, V_DIM))
     key = key / np.linalg.norm(key, axis=-1, keepdims=True)
-    return [jnp.asarray(x, dtype) for x in (query, key, value, rate, decay, state)]
+    return [put(x, dtype) for x in (query, key, value, rate, decay, state)]
 
 
 def documents(seq):
     """The first row goes on from what was and has further documents; the second begins with one."""
     rows = [np.cumsum(np.arange(seq) % 5 == 3), 1 + np.cumsum(np.arange(seq) == 7)]
-    return jnp.asarray(np.stack(rows), jnp.int32)
+    return put(np.stack(rows), np.int32)
 
 
 def literal(arrays, owners):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import put as moved
 from nn_reference import drawn, normal
 
 from eqformer import nn
@@ -32,7 +33,7 @@ def put(memory, places):
     places = np.asarray(places, np.int32)
     numbers = np.where(places < 0, 777, 100 * np.arange(len(places))[:, None] + places).astype(np.float32)
     keys = np.broadcast_to(numbers[..., None, None], (*places.shape, 1, 2))
-    return stored(memory, jnp.asarray(keys), jnp.asarray(places))
+    return stored(memory, moved(keys), moved(places))
 
 
 def test_a_slot_is_the_position_and_rows_fill_at_their_own_pace():

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import put
 from nn_reference import close, drawn, golden_case, replaced
 
 from eqformer import nn
@@ -20,7 +21,7 @@ def loaded(module, weights, mapping):
     assert set(mapping) == set(weights)
     for name, where in mapping.items():
         leaf = where(module)
-        value = jnp.asarray(weights[name]).reshape(leaf.shape)
+        value = put(weights[name].reshape(leaf.shape))
         module = eqx.tree_at(where, module, value)
     return module
 

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haste import put
 from plan_blocks import BLOCKS, Int8Map, Make
 from plan_parts import CORE, EMBED, HEAD_DIM, HEADS, MLP, norm
 
@@ -77,10 +78,10 @@ def filled(build: Callable[[], Any], seed: int = 0) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         if jnp.issubdtype(leaf.dtype, jnp.integer):
-            return jnp.arange(leaf.shape[0], dtype=leaf.dtype)
+            return put(np.arange(leaf.shape[0]), leaf.dtype)
         fan_in = np.sqrt(leaf.shape[-1]) if leaf.ndim > 2 else 4.0
         numbers = ("norm" in jax.tree_util.keystr(path)) + draw.normal(size=leaf.shape) / fan_in
-        return jnp.asarray(numbers.astype(leaf.dtype))  # cast by numpy, which compiles nothing
+        return put(numbers, leaf.dtype)
 
     shapes = eqx.filter_eval_shape(build)
     with jax.ensure_compile_time_eval():  # a model is kept for all tests, whatever is being traced when it is made

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-from haste import HASTE
+from haste import HASTE, put
 from plan_models import batch_of, model_of
 
 from eqformer import nn, training
@@ -126,7 +125,7 @@ def _moved(order: Callable[..., Any], tree: Any) -> Any:
     def taken(x: Any, rows: Any) -> Any:
         x = np.asarray(x)
         padded = np.concatenate([x, np.zeros_like(x[:1])])
-        return jnp.asarray(padded[np.minimum(rows, len(x))])
+        return put(padded[np.minimum(rows, len(x))])
 
     return order(tree, taken)
 

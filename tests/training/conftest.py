@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import put
 
 from eqformer import Batch, nn
 
@@ -23,9 +24,9 @@ def filled():
             if not isinstance(leaf, jax.ShapeDtypeStruct):
                 return leaf
             if jnp.issubdtype(leaf.dtype, jnp.integer):
-                return jnp.arange(leaf.shape[0], dtype=leaf.dtype)
+                return put(np.arange(leaf.shape[0]), leaf.dtype)
             is_scale = "norm" in jax.tree_util.keystr(path)
-            return jnp.asarray(is_scale + 0.25 * draw.normal(size=leaf.shape), leaf.dtype)
+            return put(is_scale + 0.25 * draw.normal(size=leaf.shape), leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(number, eqx.filter_eval_shape(build))
 
