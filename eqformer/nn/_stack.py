@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ._contracts import Layer
@@ -67,6 +68,7 @@ class Stack(Layer):
         def layer(carry: tuple, given: tuple) -> tuple[tuple, PyTree]:
             # The cache is part of the carry and updated in place; as a scanned input it would be copied by every call.
             (x, caches), (weights, number, place) = carry, given
+            x = checkpoint_name(x, "layer input")  # for remat policies that keep it elsewhere
             x, kept, aux = eqx.combine(weights, static)(x, tokens.fold_in(number), _of_layer(caches, place))
             return (x, _with_layer(caches, kept, place)), aux
 
@@ -125,17 +127,27 @@ def _has_slots(node: object) -> TypeGuard[SlotCache]:
 
 
 _POLICIES = jax.checkpoint_policies
+_TO_HOST: dict[str, Any] = {"offload_src": "device", "offload_dst": "pinned_host"}
 # Rematerialisation policies: what is kept from the forward pass; all else is recomputed in the backward pass. `none`
 # keeps everything; `products` keeps the results of linear maps, and arrays that are named by `checkpoint_name`: the
 # output of attention ("attended"; with the sums of its softmax, where its backward pass reads them, so that no kernel
 # runs twice forward), in every core but `DotProductCore`, and results of linear maps that are put together from devices
-# ("product").
-REMAT: dict[str, Callable[..., bool] | None] = {
+# ("product"). `products_on_host` keeps the same, and the layers' inputs, in the memory of the devices' hosts; CPUs run
+# it as `products`.
+_KEPT = ("attended", "product")
+_NAMED = _POLICIES.save_and_offload_only_these_names(
+    names_which_can_be_saved=[], names_which_can_be_offloaded=[*_KEPT, "layer input"], **_TO_HOST
+)
+_DOTS = _POLICIES.offload_dot_with_no_batch_dims(**_TO_HOST)
+REMAT: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "full": _POLICIES.nothing_saveable,
     "dots": _POLICIES.dots_saveable,
     "dots_no_batch": _POLICIES.dots_with_no_batch_dims_saveable,
     "products": _POLICIES.save_from_both_policies(
-        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names("attended", "product")
+        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(*_KEPT)
+    ),
+    "products_on_host": lambda operation, *given, **params: (_NAMED if operation.name == "name" else _DOTS)(
+        operation, *given, **params
     ),
 }

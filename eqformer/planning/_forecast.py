@@ -20,7 +20,7 @@ from ._fitting import abstract_mesh, Candidate, fitting_plans
 from ._held_bytes import ON_HOST, placed_bytes, state_bytes, updated_bytes
 from ._roofline import Roofline, roofline
 from ._sent_bytes import by_cause, Sent, sent_bytes
-from ._temporary_bytes import temporary_bytes
+from ._temporary_bytes import kept_on_host, temporary_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Forecast:
     operations: float
     """The model's own operations of a step, on one device."""
     on_host: int = 0
-    """Bytes that lie in the memory of the host for a device; each step brings them near and takes them back."""
+    """Bytes in the memory of the host for a device, each of which a step sends there once and brings back once."""
 
     @property
     def total(self) -> int:
@@ -85,7 +85,7 @@ def forecast(states: training.PlannedState, model: nn.Transformer, batch: Batch,
     held = step_bytes(states, model, batch, topology.accelerator.platform)
     sent, time = _sent_and_time(plan, model, batch, topology, trained)
     operations = flops_per_token(model, seq, trained=trained) * rows * seq / topology.devices
-    on_host, _ = state_bytes(states).get(ON_HOST, (0, 0))
+    on_host = state_bytes(states).get(ON_HOST, (0, 0))[0] + kept_on_host(states, model, batch)
     return Forecast(topology, held, sent, time, parameter_count(model), operations, on_host)
 
 

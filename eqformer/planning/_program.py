@@ -38,7 +38,7 @@ class Program:
     unread: str = ""
     """Why its text, and all that is read off it, cannot be had."""
     on_host: int = 0
-    """Bytes of arguments in the memory of the device's host, beside those on the device."""
+    """Bytes of arguments and temporaries in the memory of the device's host, beside those on the device."""
 
     @property
     def sent(self) -> float:
@@ -69,9 +69,10 @@ def program_of(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | None =
     """What is read off a compiled program; with the `mesh` it was compiled for, the axes that it sends over."""
     memory: Any = compiled.memory_analysis()
     held, more = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    on_host = memory.host_argument_size_in_bytes
-    # The most at once has what is on the host in it.
-    peak = (getattr(memory, "peak_memory_in_bytes", 0) or held + more + on_host) - on_host
+    far = memory.host_argument_size_in_bytes
+    on_host = far + memory.host_temp_size_in_bytes
+    # The most at once has what is on the host in it: of temporaries those that are there then, which it does not say.
+    peak = min((getattr(memory, "peak_memory_in_bytes", 0) or held + more + far) - far, held + more)
     try:
         text = text_of(compiled)
     except ValueError as error:

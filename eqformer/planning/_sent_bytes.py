@@ -273,7 +273,7 @@ def _evaluations(plan: parallel.Plan, stack: nn.Stack) -> float:
 
 def _recomputes(stack: nn.Stack) -> bool:
     """Whether a layer's backward pass sends again what its forward pass sent."""
-    return stack.remat not in ("none", "products")
+    return stack.remat not in ("none", "products", "products_on_host")
 
 
 def _width(model: nn.Transformer) -> int:

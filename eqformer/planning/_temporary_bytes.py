@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from .. import nn, training
 from .._shapes import Batch
 from ._temporary_cuda import beside_loops, born_early, copied_bytes, gradients_last, last_in_flight
-from ._traced import carry_of, Line, Lines, needed, per_device
+from ._traced import carry_of, host_bytes, Line, Lines, needed, per_device
 from ._traced_uses import IN_PLACE, Uses, WRITTEN
 
 
@@ -30,6 +30,27 @@ def temporary_bytes(
     another dim than their first are held once more, and what is sent runs beside other lines: parameters are gathered a
     turn early, and gradients, made at the end of a turn, are scattered beside the next one.
     """
+    found: list[dict[str, int]] = [{}]
+    for jaxpr in _traced(states, model, batch):
+        most = peak(jaxpr, platform)
+        held: dict[str, int] = {}
+        for cause, size in most.there:
+            held[cause] = held.get(cause, 0) + size
+        if platform == "cuda":
+            held[GATHERED] = held.get(GATHERED, 0) + copied_bytes(jaxpr)
+        found.append(held)
+    return max(found, key=lambda held: sum(held.values()))
+
+
+def kept_on_host(states: training.PlannedState, model: nn.Transformer, batch: Batch) -> int:
+    """Bytes that a device's host keeps for the backward pass, where the model's `remat` has it so; else 0."""
+    if not any(stack.remat == "products_on_host" for stack in model.stacks):
+        return 0
+    return max(map(host_bytes, _traced(states, model, batch)), default=0)
+
+
+def _traced(states: training.PlannedState, model: nn.Transformer, batch: Batch) -> list[Any]:
+    """The programs of a loss and its gradients on each device, without what they do not need."""
     plan, trained = states.plan, states.optimizer.trained
     gradients = training.planned_gradients(plan)(training.next_token_loss, trained)
     is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
@@ -39,16 +60,7 @@ def temporary_bytes(
         return eqx.filter(gradients(eqx.combine(arrays, rest), batch, key), eqx.is_array)
 
     traced = jax.make_jaxpr(run)(arrays, batch, jax.eval_shape(lambda: jax.random.key(0)))
-    found: list[dict[str, int]] = [{}]
-    for jaxpr in map(needed, per_device(traced.jaxpr)):
-        most = peak(jaxpr, platform)
-        held: dict[str, int] = {}
-        for cause, size in most.there:
-            held[cause] = held.get(cause, 0) + size
-        if platform == "cuda":
-            held[GATHERED] = held.get(GATHERED, 0) + copied_bytes(jaxpr)
-        found.append(held)
-    return max(found, key=lambda held: sum(held.values()))
+    return [needed(jaxpr) for jaxpr in per_device(traced.jaxpr)]
 
 
 class Most(NamedTuple):

@@ -34,11 +34,8 @@ class Lines:
         self.results = self._written_out(jaxpr, [self._fresh(v.aval) for v in jaxpr.constvars], self.given, "")
 
     def size(self, value: int) -> int:
-        """A value's bytes; of random keys and tokens none."""
-        aval = self.avals[value]
-        if not hasattr(aval, "shape") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-            return 0
-        return math.prod(aval.shape) * aval.dtype.itemsize
+        """A value's bytes on the device; of random keys and tokens none."""
+        return 0 if _is_on_host(self.avals[value]) else _size(self.avals[value])
 
     def _fresh(self, aval: Aval) -> int:
         self.avals.append(aval)
@@ -76,6 +73,18 @@ def carry_of(line: Line) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
+def host_bytes(jaxpr: Any) -> int:
+    """Bytes that a program's loops leave in the memory of the device's host for what comes after them."""
+    program, kept, inside = Lines(jaxpr), 0, [0]
+    for line in program.lines:
+        if line.name == "scan":
+            kept += sum(_size(program.avals[value]) for value in line.writes if _is_on_host(program.avals[value]))
+        key = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}.get(line.name)
+        bodies = () if key is None else line.params[key]
+        inside += [host_bytes(one.jaxpr) for one in (bodies if isinstance(bodies, tuple) else (bodies,))]
+    return kept + max(inside)
+
+
 def needed(jaxpr: Any) -> Any:
     """The program without what its results do not need."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
@@ -92,6 +101,16 @@ def per_device(jaxpr: Any) -> list[Any]:
             inner = getattr(value, "jaxpr", value)
             found += per_device(inner) if hasattr(inner, "eqns") else []
     return found
+
+
+def _size(aval: Aval) -> int:
+    if not hasattr(aval, "shape") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return 0
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _is_on_host(aval: Aval) -> bool:
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def _cast(eqn: Any, reads: tuple[int | None, ...]) -> tuple[int, str]:

@@ -88,8 +88,8 @@ class Execution:
 
     core: Literal["auto", "xla", "reference", "blockwise", "cudnn", "splash"] = "auto"
     """The attention core; auto takes what the platform has: cudnn on GPUs, splash on TPUs, blockwise elsewhere."""
-    remat: Literal["none", "full", "dots", "dots_no_batch", "products"] = "products"
-    """The rematerialisation policy: what the backward pass recomputes instead of keeping it."""
+    remat: Literal["none", "full", "dots", "dots_no_batch", "products", "products_on_host"] = "products"
+    """What the backward pass recomputes instead of keeping it; products_on_host keeps products in hosts' memory."""
     unroll: int = 1
     """How many layers an iteration of the scan over layers runs."""
 

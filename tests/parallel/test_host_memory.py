@@ -1,4 +1,4 @@
-"""An optimizer's state in the host's memory: the same bits, what is counted, and what compilers make of it."""
+"""State and what the backward pass reads in the host's memory: the same bits, what is counted, what compilers make."""
 
 from typing import Any
 
@@ -101,23 +101,56 @@ def test_devices_without_such_memory_are_refused(monkeypatch):
         plan_over({"fsdp": 2}, optimizer_memory="pinned_host")
 
 
+MESHES = [
+    ({"fsdp": 2}, {"zero": 3}),
+    ({"fsdp": 2, "tensor": 2}, {"zero": 3, "residual": "sequence"}),
+    ({"fsdp": 2, "pipe": 2}, {"zero": 1, "microbatches": 2, "schedule": "1f1b"}),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [MESHES[0], *(pytest.param(case, marks=pytest.mark.grid) for case in MESHES[1:])], ids=str
+)
+def test_gradients_by_products_on_hosts_are_those_of_products(case):
+    """To the bit, as CPUs run both alike; and what is kept, by hand."""
+    mesh, choices = case
+    found, kept = {}, {}
+    for remat in ("products", "products_on_host"):
+        model, plan = model_of("llama", remat), plan_over(mesh, smallest=1, **choices)
+        gradients = eqx.filter_jit(training.planned_gradients(plan)(training.next_token_loss, training.trainable))
+        found[remat] = gradients(model, batch_of(model), jax.random.key(7))
+        states = training.PlannedState(lambda model=model: model, rule(model), plan)
+        kept[remat] = planning.kept_on_host(states, model, planning.batch_shapes(8, 16))
+    pairs = zip(*(jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in found.values()), strict=True)
+    assert all(one.dtype == two.dtype and np.array_equal(one, two) for one, two in pairs)
+    assert kept["products"] == 0 < kept["products_on_host"]
+    if "pipe" not in mesh:
+        numbers = 32 + (32 + 8 + 8) + (32 + 8) + 32 + 2 * 48  # input; maps in; attended, sums; map out; gate, up
+        assert kept["products_on_host"] == 4 * numbers * 4 * (8 * 16 // 2) // mesh.get("tensor", 1)
+
+
 @pytest.mark.parametrize("name", ["v5e:2x2", "h100:4"])
-def test_compilers_take_it_from_the_host(name):
-    """A step of a small model: arguments less by the moments, temporaries more by no more than their copies."""
+def test_compilers_keep_it_on_the_host(name):
+    """A step of a small model: arguments less by the moments, temporaries more by no more than their copies; and with
+    products on the host, temporaries less by these, but for what is on its way."""
     chips, devices = planning.topology(name), devices_for(name)
     config = models.LlamaConfig(vocab=256, embed=1024, layers=2, heads=8, kv_heads=8, head_dim=128, mlp=1024)
-    build = lambda: models.build(config, key=jax.random.key(0))
-    optimizer, batch = rule(jax.eval_shape(build)), planning.batch_shapes(8, 1024)
-    made, moments = {}, 0
-    for memory in ("device", "pinned_host"):
+    batch, made, moments, kept = planning.batch_shapes(8, 1024), {}, 0, 0
+    for way in ("products", "pinned_host", "products_on_host"):
+        memory, remat = ("pinned_host", "products") if way == "pinned_host" else ("device", way)
+        build = lambda remat=remat: nn.run_with(models.build(config, key=jax.random.key(0)), remat=remat)
+        optimizer = rule(jax.eval_shape(build))
         plan = Plan(make_mesh(fsdp=4, devices=devices), zero=3, optimizer_memory=memory)
         states = training.PlannedState(build, optimizer, plan)
         step = training.planned_step(training.next_token_loss, optimizer, plan)
-        made[memory] = planning.program_of(planning.lowered_step(states, step, batch).compile())
-        moments = planning.state_bytes(states).get("optimizer state on its host", (0, 0))[0]
-    here, away = made["device"], made["pinned_host"]
+        made[way] = planning.program_of(planning.lowered_step(states, step, batch).compile())
+        moments += planning.state_bytes(states).get("optimizer state on its host", (0, 0))[0]
+        kept += planning.kept_on_host(states, jax.eval_shape(build), batch)
+    here, away, kept_away = (made[way] for way in made)
     assert here.on_host == 0 and away.on_host == pytest.approx(moments, rel=0.01)  # a TPU pads small arrays
     assert here.argument - away.argument == pytest.approx(away.on_host, rel=0.01)
     # A compiler for GPUs has room for the copies in what the backward pass no longer needs; a TPU's found none.
     most = 1.1 * moments if chips.accelerator.platform == "tpu" else 0.05 * here.temporary
     assert away.temporary - here.temporary < most, (here.temporary, away.temporary, moments)
+    assert kept_away.on_host == pytest.approx(kept, rel=0.01) and kept_away.argument == here.argument
+    assert here.temporary - kept_away.temporary > 0.6 * kept, (here.temporary, kept_away.temporary, kept)
