@@ -28,6 +28,8 @@ class Accelerator:
     """How many links it has: two for each dim of a torus, or all into one switch."""
     network: float
     """Bytes sent in one direction over the slow network, between slices or machines."""
+    host: float
+    """Bytes sent in one direction over its link to the memory of its host."""
     platform: str
     """The compiler: `tpu` or `cuda`."""
     per_chip: int = 1
@@ -47,16 +49,20 @@ class Accelerator:
 _GIB = 2**30
 # Of TPUs, memory is what their compiler lets a program fill (the chip's, less what the system keeps); the rest is from
 # https://cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x: "bidirectional ICI bandwidth per chip" over its links and
-# two directions, "DCN bandwidth per chip"). Of GPUs, from NVIDIA's data sheets (H100 SXM, H200 SXM, HGX B200), dense;
-# between machines one port of 400 Gb/s each; memory is what CUDA reports of an H100, and in its share of the others.
-_V4 = Accelerator("v4", int(30.5 * _GIB), 1.228e12, 2.75e14, 2.75e14, 2.75e14, 5e10, 6, 6.25e9, "tpu")
-_V5E = Accelerator("v5e", int(15.75 * _GIB), 8.19e11, 1.97e14, 1.97e14, 3.94e14, 5e10, 4, 3.125e9, "tpu")
-_V5P = Accelerator("v5p", int(95.74 * _GIB), 2.765e12, 4.59e14, 4.59e14, 9.18e14, 1e11, 6, 6.25e9, "tpu")
-_V6E = Accelerator("v6e", int(31.25 * _GIB), 1.638e12, 9.18e14, 9.18e14, 1.836e15, 1e11, 4, 1.25e10, "tpu")
-_TPU7X = Accelerator("tpu7x", int(94.75 * _GIB), 3.69e12, 1.1535e15, 2.307e15, 1.1535e15, 5e10, 6, 6.25e9, "tpu")
-_H100 = Accelerator("h100", 84_942_979_072, 3.35e12, 9.89e14, 1.979e15, 1.979e15, 2.5e10, 18, 5e10, "cuda")
+# two directions, "DCN bandwidth per chip"), the link to the host from "How to Scale Your Model" (Austin et al. 2025,
+# part 2), which has none for tpu7x: of that a chip has v6e's. Of GPUs, from NVIDIA's data sheets (H100 SXM, H200 SXM,
+# HGX B200), dense; PCIe 5 to the host, 128 GB/s both ways; between machines one port of 400 Gb/s each; memory is what
+# CUDA reports of an H100, and in its share of the others.
+_V4 = Accelerator("v4", int(30.5 * _GIB), 1.228e12, 2.75e14, 2.75e14, 2.75e14, 5e10, 6, 6.25e9, 1.5e10, "tpu")
+_V5E = Accelerator("v5e", int(15.75 * _GIB), 8.19e11, 1.97e14, 1.97e14, 3.94e14, 5e10, 4, 3.125e9, 1.5e10, "tpu")
+_V5P = Accelerator("v5p", int(95.74 * _GIB), 2.765e12, 4.59e14, 4.59e14, 9.18e14, 1e11, 6, 6.25e9, 1.5e10, "tpu")
+_V6E = Accelerator("v6e", int(31.25 * _GIB), 1.638e12, 9.18e14, 9.18e14, 1.836e15, 1e11, 4, 1.25e10, 3.2e10, "tpu")
+_TPU7X = Accelerator(
+    "tpu7x", int(94.75 * _GIB), 3.69e12, 1.1535e15, 2.307e15, 1.1535e15, 5e10, 6, 6.25e9, 1.6e10, "tpu"
+)
+_H100 = Accelerator("h100", 84_942_979_072, 3.35e12, 9.89e14, 1.979e15, 1.979e15, 2.5e10, 18, 5e10, 6.4e10, "cuda")
 _H200 = dataclasses.replace(_H100, name="h200", memory=150_110_000_000, bandwidth=4.8e12)
-_B200 = Accelerator("b200", 191_000_000_000, 8e12, 2.25e15, 4.5e15, 4.5e15, 5e10, 18, 5e10, "cuda")
+_B200 = Accelerator("b200", 191_000_000_000, 8e12, 2.25e15, 4.5e15, 4.5e15, 5e10, 18, 5e10, 6.4e10, "cuda")
 ACCELERATORS = {
     "v4": dataclasses.replace(_V4, clock=1.05e9),
     "v5e": dataclasses.replace(_V5E, clock=1.5e9, round_trip=16),

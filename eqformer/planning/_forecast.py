@@ -40,7 +40,7 @@ class Forecast:
     operations: float
     """The model's own operations of a step, on one device."""
     on_host: int = 0
-    """Bytes in the memory of the host for a device, each of which a step sends there once and brings back once."""
+    """Bytes in the memory of the host for a device."""
 
     @property
     def total(self) -> int:
@@ -67,7 +67,7 @@ class Forecast:
             "operations": self.operations,
             "seconds": self.time.seconds,
             "seconds_by": self.time.by_cause,
-            "hidden": [cause for cause in self.time.hidden if cause in self.time.sent],
+            "hidden": [cause for cause in self.time.hidden if cause in self.time.by_cause],
             "bubble": self.time.bubble,
             "bound": self.time.bound,
             "mfu": self.time.utilization,
@@ -81,21 +81,30 @@ def forecast(states: training.PlannedState, model: nn.Transformer, batch: Batch,
     """
     plan, (rows, seq) = states.plan, batch.ids.shape
     topology.speeds(plan.mesh)  # which refuses a mesh of another size before anything is traced
-    trained = states.optimizer.trained
     held = step_bytes(states, model, batch, topology.accelerator.platform)
-    sent, time = _sent_and_time(plan, model, batch, topology, trained)
-    operations = flops_per_token(model, seq, trained=trained) * rows * seq / topology.devices
-    on_host = state_bytes(states).get(ON_HOST, (0, 0))[0] + kept_on_host(states, model, batch)
-    return Forecast(topology, held, sent, time, parameter_count(model), operations, on_host)
+    kept = kept_on_host(states, model, batch)
+    sent, time = _sent_and_time(states, model, batch, topology, kept)
+    operations = flops_per_token(model, seq, trained=states.optimizer.trained) * rows * seq / topology.devices
+    return Forecast(topology, held, sent, time, parameter_count(model), operations, _on_host(states) + kept)
 
 
 def _sent_and_time(
-    plan: parallel.Plan, model: nn.Transformer, batch: Batch, topology: Topology, trained: training.Trained
+    states: training.PlannedState, model: nn.Transformer, batch: Batch, topology: Topology, kept: int
 ) -> tuple[tuple[Sent, ...], Roofline]:
-    """The bytes that a device sends in a training step over a topology, and the step's seconds."""
-    (rows, seq), casts_first = batch.ids.shape, topology.accelerator.platform == "tpu"
+    """The bytes that a device sends in a training step over a topology, and the step's seconds.
+
+    `kept` are the bytes that a microbatch keeps on the host.
+    """
+    plan, trained, (rows, seq) = states.plan, states.optimizer.trained, batch.ids.shape
+    casts_first = topology.accelerator.platform == "tpu"
     sent = tuple(sent_bytes(plan, model, rows=rows, seq=seq, trained=trained, casts_first=casts_first))
-    return sent, roofline(plan, model, sent, topology, rows=rows, seq=seq, trained=trained)
+    over_link = {"kept": float(kept * plan.microbatches), "moments": float(_on_host(states))}
+    return sent, roofline(plan, model, sent, topology, rows=rows, seq=seq, trained=trained, **over_link)
+
+
+def _on_host(states: training.PlannedState) -> int:
+    """Bytes of the optimizer's state that lie on hosts."""
+    return 0 if states.plan.optimizer_memory == "device" else state_bytes(states)[ON_HOST][0]
 
 
 def decode_forecast(
@@ -175,15 +184,24 @@ class Proposal(NamedTuple):
 def best_plans(
     states: training.PlannedState, model: nn.Transformer, batch: Batch, topology: Topology, *, most: int = 3
 ) -> list[Proposal]:
-    """Of all meshes over a topology, those that fit into its memory and take the least time, by formulas."""
-    trained, memory = states.optimizer.trained, topology.accelerator.memory
-    time = lambda one: _sent_and_time(one.plan, one.model, batch, topology, trained)[1]
+    """Of all meshes over a topology, those that fit into its memory and take the least time, by formulas.
+
+    What is kept on hosts is found by tracing: it counts among the plans that are offered, and not for which are tried.
+    """
+    memory = topology.accelerator.memory
+
+    def time(one: Candidate, kept: int = 0) -> Roofline:
+        return _sent_and_time(states.under(one.plan), one.model, batch, topology, kept)[1]
+
+    def proposal(one: Candidate, held: int) -> Proposal:
+        return Proposal(one, held, time(one, kept_on_host(states.under(one.plan), one.model, batch)))
+
     meshes = every_mesh(topology.devices, states.plan, model)
     cost = lambda one: time(one).seconds
     platform = topology.accelerator.platform
     held = lambda one: sum(step_bytes(states.under(one.plan), one.model, batch, platform).values())
     found = fitting_plans(states, model, batch, memory, held, meshes=meshes, cost=cost, most=most, tries=_TRIES)
-    return [Proposal(one, held, time(one)) for one, held in found.offered]
+    return sorted(itertools.starmap(proposal, found.offered), key=lambda one: one.time.seconds)
 
 
 def every_mesh(devices: int, plan: parallel.Plan, model: nn.Transformer) -> Iterator[tuple[AbstractMesh, int]]:

@@ -12,7 +12,11 @@ from .. import nn, parallel, training
 from ..parallel import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, STATE, TENSOR
 from ._accelerators import Accelerator, Topology
 from ._costs import flops_per_token, fp8_flops_per_token, idle_shares
+from ._held_bytes import ON_HOST
 from ._sent_bytes import by_cause, Sent
+
+
+KEPT_ON_HOST = "kept on its host"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,18 +35,30 @@ class Roofline:
     """The share of the time in which a stage of a pipeline waits."""
     of_model: float
     """Seconds of the model's own operations at the peak, nothing computed twice."""
+    forward: float = 0.0
+    """Seconds of the forward pass' products, which are part of all products."""
+    kept: float = 0.0
+    """Sending what the backward pass reads to the host, beside the forward pass; and as long back, in the other."""
+    updated: float = 0.0
+    """Bringing the optimizer's state from the host and taking it back, which an update waits for."""
 
     @property
     def by_cause(self) -> dict[str, float]:
-        """Seconds of products and memory, and of what is sent by what it is sent over."""
-        return {"products": self.products, "memory": self.memory, **self.sent}
+        """Seconds of products and memory, of what is sent by what it is sent over, and of the link to the host."""
+        host = {KEPT_ON_HOST: 2 * self.kept, ON_HOST: self.updated}
+        there = {cause: seconds for cause, seconds in host.items() if seconds}
+        return {"products": self.products, "memory": self.memory, **self.sent, **there}
 
     @property
     def seconds(self) -> float:
-        """A step: the slowest of what happens at once, then what is sent with nothing beside it, and the bubble."""
+        """A step: the slowest of what happens at once, then what is sent with nothing beside it, and the bubble.
+
+        What a pass sends to the host or brings back takes as long as its products at least.
+        """
         beside = sum(size for cause, size in self.sent.items() if cause in self.hidden)
         alone = sum(size for cause, size in self.sent.items() if cause not in self.hidden)
-        return (max(self.products, self.memory, beside) + alone) / (1 - self.bubble)
+        waits = max(0.0, self.kept - self.forward) + max(0.0, self.kept - (self.products - self.forward))
+        return (max(self.products + waits, self.memory, beside) + alone + self.updated) / (1 - self.bubble)
 
     @property
     def utilization(self) -> float:
@@ -64,6 +80,8 @@ def roofline(
     rows: int,
     seq: int,
     trained: training.Trained | None = None,
+    kept: float = 0.0,
+    moments: float = 0.0,
 ) -> Roofline:
     """The seconds of a training step, of which each device sends what `sent_bytes` says.
 
@@ -79,6 +97,8 @@ def roofline(
         rows: Those of a batch.
         seq: The tokens of a row.
         trained: What picks the parameters that have gradients; None: all.
+        kept: Bytes that a device sends to its host in forward passes, and brings back in backward passes.
+        moments: Bytes of the optimizer's state that an update brings from the host, and takes back.
     """
     one, speeds = topology.accelerator, topology.speeds(plan.mesh)
     tokens = rows * seq / plan.mesh.size
@@ -97,7 +117,17 @@ def roofline(
         hidden.append(CONTEXT)
     if plan.overlap != "none":
         hidden.append(TENSOR)
-    return Roofline(own + again * forward, _read(plan, model, tokens, one), links, tuple(hidden), bubble, own)
+    return Roofline(
+        own + again * forward,
+        _read(plan, model, tokens, one),
+        links,
+        (*hidden, KEPT_ON_HOST),
+        bubble,
+        own,
+        forward,
+        kept / one.host,
+        2 * moments / one.host,
+    )
 
 
 def _speed(cause: str, plan: parallel.Plan, speeds: dict[str, float]) -> float:

@@ -152,5 +152,7 @@ def test_compilers_keep_it_on_the_host(name):
     # A compiler for GPUs has room for the copies in what the backward pass no longer needs; a TPU's found none.
     most = 1.1 * moments if chips.accelerator.platform == "tpu" else 0.05 * here.temporary
     assert away.temporary - here.temporary < most, (here.temporary, away.temporary, moments)
-    assert kept_away.on_host == pytest.approx(kept, rel=0.01) and kept_away.argument == here.argument
-    assert here.temporary - kept_away.temporary > 0.6 * kept, (here.temporary, kept_away.temporary, kept)
+    # A TPU's compiler has some of it twice on the host, and of two layers most on its way.
+    times, share = (2, 0.2) if chips.accelerator.platform == "tpu" else (1, 0.6)
+    assert 0.99 * kept < kept_away.on_host < 1.01 * times * kept and kept_away.argument == here.argument
+    assert here.temporary - kept_away.temporary > share * kept, (here.temporary, kept_away.temporary, kept)

@@ -28,9 +28,9 @@ def shapes_of(numbers=NUMBERS):
     return eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))
 
 
-def time_of(plan, model, chips="v5e:2x4", bytes_factor=1.0):
+def time_of(plan, model, chips="v5e:2x4", bytes_factor=1.0, **on_host):
     sent = [each._replace(size=bytes_factor * each.size) for each in sent_bytes(plan, model, rows=ROWS, seq=SEQ)]
-    return roofline(plan, model, sent, topology(chips), rows=ROWS, seq=SEQ)
+    return roofline(plan, model, sent, topology(chips), rows=ROWS, seq=SEQ, **on_host)
 
 
 @pytest.mark.quick
@@ -73,6 +73,23 @@ def test_what_is_sent_with_nothing_beside_it_and_bubbles_are_added():
     piped = time_of(Plan(abstract_mesh({"pipe": 4, "fsdp": 2}), microbatches=4), model)
     busy = max(piped.products, piped.memory, piped.sent["state"]) + piped.sent["pipe"]
     assert 0 < piped.bubble < 1 and piped.seconds == pytest.approx(busy / (1 - piped.bubble))
+
+
+def test_the_link_to_the_host_is_waited_for_where_a_pass_is_shorter():
+    """A third of the products is the forward pass; what an update brings and takes back is waited for."""
+    model, plan, link = shapes_of(), Plan(abstract_mesh({"fsdp": 8}), zero=0), 1.5e10
+    alone = time_of(plan, model, bytes_factor=0)
+    busy, own = max(alone.products, alone.memory), alone.products
+    moved = time_of(plan, model, bytes_factor=0, moments=link)
+    assert moved.seconds == busy + 2 and moved.by_cause["optimizer state on its host"] == 2
+    for share in (0.1, 0.5, 1.0):  # of all products' time: in neither pass, in the forward pass, in both
+        kept = time_of(plan, model, bytes_factor=0, kept=share * own * link)
+        products = max(share, 1 / 3) * own + max(share, 2 / 3) * own
+        assert kept.seconds == pytest.approx(max(products, kept.memory))
+        assert kept.by_cause["kept on its host"] == pytest.approx(2 * share * own)
+    far = time_of(plan, model, bytes_factor=0, kept=link)
+    assert far.seconds == pytest.approx(2) and far.bound == "kept on its host"
+    assert "kept on its host" not in alone.by_cause and alone.seconds == busy
 
 
 def test_every_mesh_has_all_devices_and_no_more_stages_than_layers():
