@@ -24,6 +24,7 @@ LEGEND = {
     "vocab": "token ids",
     "max_seq": "learned positions",
     "layers": "blocks of a stack",
+    "depth": "layers that are given a vector of each token beside the stream",
     "experts": "experts of a mixture",
     "candidates": "experts that a router chooses among, all on every device",
     "top_k": "experts that a token takes",

@@ -17,7 +17,6 @@ from ._block import (
     ParallelBlock as ParallelBlock,
     ParallelMixers as ParallelMixers,
     Period as Period,
-    Residual as Residual,
 )
 from ._cache import (
     ConvCache as ConvCache,
@@ -51,8 +50,16 @@ from ._dims import (
 )
 from ._dropout import Dropout as Dropout
 from ._dtype import at_least_float32 as at_least_float32, float_dtype as float_dtype, holding as holding
-from ._embedding import Embedding as Embedding, LearnedPositions as LearnedPositions, unembed as unembed
+from ._embedding import (
+    Embedding as Embedding,
+    LayerEmbedding as LayerEmbedding,
+    LearnedPositions as LearnedPositions,
+    unembed as unembed,
+)
 from ._fp8 import Fp8Linear as Fp8Linear, with_fp8 as with_fp8, without_fp8 as without_fp8
+from ._in_turn import reads as reads
+from ._layer_inputs import GatedInput as GatedInput, LayerInputs as LayerInputs
+from ._left import Leaving as Leaving, Left as Left
 from ._linear import dense as dense, Linear as Linear
 from ._linear_map import (
     Answered as Answered,
@@ -81,6 +88,7 @@ from ._predictor import Predictor as Predictor
 from ._products import InComputeDtype as InComputeDtype, InFp8 as InFp8, Products as Products
 from ._quantise import dequantise as dequantise, quantise as quantise
 from ._quantised_linear import QuantisedLinear as QuantisedLinear
+from ._residual import Residual as Residual
 from ._run_with import run_with as run_with
 from ._slots import check_cached as check_cached, counts as counts, SlotCache as SlotCache
 from ._stack import REMAT as REMAT, Stack as Stack
@@ -103,6 +111,7 @@ from ._tokens import (
 )
 from ._transformer import Transformer as Transformer
 from .attention._attention import Attention as Attention
+from .attention._cross_layer_attention import CrossLayerAttention as CrossLayerAttention
 from .attention._indexer import Indexer as Indexer
 from .attention._latent_attention import LatentAttention as LatentAttention
 from .attention._mask import (

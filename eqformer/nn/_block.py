@@ -1,76 +1,17 @@
 """Transformer blocks: sublayers beside a residual stream, one after the other or side by side."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 from jaxtyping import Array, Float, PyTree
 
 from ._contracts import Layer, Mixer, Routed
-from ._dropout import Dropout
+from ._in_turn import in_turn
+from ._left import with_rest
 from ._norm import Norm
+from ._residual import apply_norm, Residual
 from ._sums import wide_product
 from ._tokens import Tokens, tokens_or_default
-
-
-class Residual(Layer):
-    """A residual sublayer: `sum_norm(x + scale * output_norm(layer(input_scale * norm(x))))`.
-
-    Which norms are given decides the arrangement.
-    """
-
-    layer: Mixer | Routed | Callable[..., Any]
-    """A `Mixer`, a `Routed` layer or a function of an array to one of its shape."""
-    norm: Norm | Callable[[Array], Array] | None = None
-    """Of the layer's input: alone it is pre-norm (GPT-2, Llama), with `output_norm` the sandwich of Gemma 2."""
-    output_norm: Norm | Callable[[Array], Array] | None = None
-    """Of the layer's output: alone it is OLMo 2's arrangement."""
-    sum_norm: Norm | Callable[[Array], Array] | None = None
-    """Of the sum: alone it is post-norm (Vaswani 2017)."""
-    dropout: Dropout | None = None
-    """Acts on what is added."""
-    scale: float | None = eqx.field(static=True, default=None)
-    """What multiplies what is added (Granite)."""
-    input_scale: float | None = eqx.field(static=True, default=None)
-    """What multiplies what the layer is given (Falcon-H1)."""
-
-    def __call__(
-        self,
-        x: Float[Array, "*batch seq embed"],
-        tokens: Tokens | None = None,
-        cache: PyTree = None,
-        *,
-        number: int = 0,
-    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """Add the layer's output to `x`; dropout's keys are folded with `number`, the sublayer's within its block."""
-        added, cache, aux = self.branch(x, tokens, cache, number=number)
-        return apply_norm(self.sum_norm, x + added), cache, aux
-
-    def branch(
-        self,
-        x: Float[Array, "*batch seq embed"],
-        tokens: Tokens | None = None,
-        cache: PyTree = None,
-        *,
-        number: int = 0,
-    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """What is added to `x`, a mixer's cache, and a routed layer's `Aux`."""
-        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        given, aux = apply_norm(self.norm, x), None
-        given = given if self.input_scale is None else given * self.input_scale
-        if isinstance(self.layer, Mixer):
-            y, cache = self.layer(given, tokens, cache)
-        elif isinstance(self.layer, Routed):
-            y, aux = self.layer(given, tokens)
-        else:
-            y = self.layer(given)
-        y = apply_norm(self.output_norm, y)
-        y = y if self.scale is None else y * self.scale
-        return y if self.dropout is None else self.dropout(y, tokens.fold_in(number).keys), cache, aux
-
-    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """A mixer's empty cache, None for other layers."""
-        return self.layer.init_cache(batch, capacity, dtype) if isinstance(self.layer, Mixer) else None
 
 
 class ParallelMixers(Layer):
@@ -122,21 +63,27 @@ class ParallelMixers(Layer):
 class Block(Layer):
     """A mixer beside the residual stream, or several, and, where there is one, a feed-forward layer after it.
 
-    A `scalar` multiplies the stream behind them (Gemma 4).
+    Behind them may stand a `GatedInput`, in `gated_input`; a `scalar` multiplies the stream last (Gemma 4).
     """
 
     mixer: Residual | ParallelMixers
     feed_forward: Residual | None = None
     scalar: Float[Array, ""] | None = None
+    gated_input: Residual | None = None
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """Run both sublayers; the cache is the mixer's, and the `Aux` a routed feed-forward layer's, or None."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        x, cache, aux = self.mixer(x, tokens, cache, number=0)
+        x, cache, left = self.mixer(x, tokens, cache, number=0)
+        aux = None
         if self.feed_forward is not None:
             x, _, aux = self.feed_forward(x, tokens, number=1)
+        if self.gated_input is not None:
+            its = None if tokens.inputs is None else tokens.inputs[..., 0, :]
+            x, _, _ = self.gated_input(x, tokens, number=2, beside=its)
+        aux = with_rest(left, aux)
         return x if self.scalar is None else wide_product(x, self.scalar), cache, aux
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
@@ -169,8 +116,9 @@ class ParallelBlock(Layer):
         """Run both layers; the cache is the mixer's, and the `Aux` a routed feed-forward layer's, or None."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         given = apply_norm(self.norm, x)
-        mixed, cache, _ = self.mixer.branch(given, tokens, cache, number=0)
+        mixed, cache, left = self.mixer.branch(given, tokens, cache, number=0)
         fed, _, aux = self.feed_forward.branch(given, tokens, number=1)
+        aux = with_rest(left, aux)
         return apply_norm(self.sum_norm, x + mixed + fed), cache, aux
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
@@ -212,21 +160,8 @@ class Period(Layer):
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """Run the blocks in turn; the cache, and the `Aux` of routed layers, are tuples of theirs."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        caches = (None,) * len(self.blocks) if cache is None else cache
-        after, auxes = [], []
-        for number, (block, given) in enumerate(zip(self.blocks, caches, strict=True)):
-            x, kept, aux = block(x, tokens.fold_in(number), given)
-            after.append(kept)
-            auxes.append(aux)
-        return x, None if cache is None else tuple(after), tuple(auxes)
+        return in_turn(self.blocks, x, tokens, cache)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """A tuple of the blocks' empty caches."""
         return tuple(block.init_cache(batch, capacity, dtype) for block in self.blocks)
-
-
-def apply_norm(
-    norm: Norm | Callable[[Array], Array] | None, x: Float[Array, "*batch embed"]
-) -> Float[Array, "*batch embed"]:
-    """The normed array, or the array itself where there is no norm."""
-    return x if norm is None else norm(x)

@@ -45,6 +45,42 @@ class LearnedPositions(Module):
         return look_up(self.weight, jnp.maximum(positions, 0))
 
 
+class LayerEmbedding(Module):
+    """A table with a vector for each token id and each of some layers; `scale` as for `Embedding`."""
+
+    weight: Float[Array, "vocab depth mlp"]
+    scale: float | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        depth: int,
+        mlp: int,
+        std: float = 0.02,
+        scale: float | None = None,
+        key: Key[Array, ""],
+    ):
+        """Draw the table.
+
+        Args:
+            vocab: Ids.
+            depth: Layers.
+            mlp: Channels of a vector.
+            std: The deviation of the table.
+            scale: What looked-up vectors are multiplied by.
+            key: For the table.
+        """
+        self.weight = std * jax.random.normal(key, (vocab, depth, mlp), jnp.float32)
+        self.scale = scale
+
+    def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq depth mlp"]:
+        """Look up a token's vectors for all layers."""
+        x = look_up(self.weight.reshape(self.weight.shape[0], -1), ids)
+        x = x.reshape(*ids.shape, *self.weight.shape[1:])
+        return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
+
+
 def unembed(x: Float[Array, "*batch embed"], weight: Float[Array, "vocab embed"]) -> Float[Array, "*batch vocab"]:
     """`x W^T` with products in the dtype of `x` and sums, and so logits, in float32 at least; gradients likewise."""
     return wide_map(x, weight)

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import PyTree
 
 from ._dims import has_shape
-from ._embedding import Embedding, LearnedPositions
+from ._embedding import Embedding, LayerEmbedding, LearnedPositions
 from ._linear_map import DenseMap
 
 
@@ -29,7 +29,8 @@ def matrices(model: PyTree) -> PyTree:
     """A tree like `model` with a `Matrix` for each weight that is one and None for biases, norms and the rest."""
 
     def is_module(node: object) -> bool:
-        return isinstance(node, DenseMap | Embedding | LearnedPositions | eqx.nn.Linear | eqx.nn.Embedding)
+        tables = Embedding | LayerEmbedding | LearnedPositions | eqx.nn.Embedding
+        return isinstance(node, DenseMap | tables | eqx.nn.Linear)
 
     def mark(node: PyTree) -> PyTree:
         nothing = jax.tree.map(lambda _: None, node)
@@ -37,7 +38,7 @@ def matrices(model: PyTree) -> PyTree:
             outputs, inputs = len(node.outputs), len(node.inputs)
             table = "vocab" in node.outputs
         elif is_module(node):
-            outputs = inputs = 1
+            outputs, inputs = 1, 2 if isinstance(node, LayerEmbedding) else 1
             table = not isinstance(node, eqx.nn.Linear)
         else:
             return None

@@ -47,7 +47,7 @@ class MLP(FeedForward):
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Map each token by itself."""
-        return self.down(_recomputed(self.activation)(self.up(x)))
+        return self.down(recomputed(self.activation)(self.up(x)))
 
 
 class GatedMLP(FeedForward):
@@ -97,9 +97,9 @@ class GatedMLP(FeedForward):
         if self.limit is not None:
             gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         up = up + self.offset if self.offset else up
-        return self.down(_recomputed(lambda gate, up: self.activation(gate) * up)(gate, up))
+        return self.down(recomputed(lambda gate, up: self.activation(gate) * up)(gate, up))
 
 
-def _recomputed(bend: Callable[..., Array]) -> Callable[..., Array]:
+def recomputed(bend: Callable[..., Array]) -> Callable[..., Array]:
     """The function under `jax.checkpoint`: it is cheaper to recompute in the backward pass than to keep its results."""
     return jax.checkpoint(bend, prevent_cse=False)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from ._in_turn import in_turn
 from ._linear_map import LinearMap
 from ._module import Module
 from ._norm import Norm
@@ -41,11 +42,8 @@ class Predictor(Module):
         """What the head is given, and the cache; `tokens` count the vectors of the model, each beside the next token's
         embedding."""
         x = self.merge(jnp.stack([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-2))
-        caches, after = (None,) * len(self.stacks) if cache is None else cache, []
-        for number, (stack, given) in enumerate(zip(self.stacks, caches, strict=True)):
-            x, kept, _ = stack(x, tokens.fold_in(number), given)
-            after.append(kept)
-        return self.norm(x), None if cache is None else tuple(after)
+        x, cache, _ = in_turn(self.stacks, x, tokens, cache)
+        return self.norm(x), cache
 
     def init_cache(
         self, batch: Sequence[int], capacity: int, dtype: str | None, *, compute_dtype: str, rollback: int = 0

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ._contracts import Layer
 from ._dims import ensemble
+from ._left import last_layers, only
 from ._quantized import memory_dtype
 from ._slots import in_memory, SlotCache, with_rollback
-from ._tokens import Tokens, tokens_or_default
+from ._tokens import known_as, Tokens, tokens_or_default
 
 
 class Stack(Layer):
@@ -67,17 +68,19 @@ class Stack(Layer):
 
         def layer(carry: tuple, given: tuple) -> tuple[tuple, PyTree]:
             # The cache is part of the carry and updated in place; as a scanned input it would be copied by every call.
-            (x, caches), (weights, number, place) = carry, given
+            (x, caches), (weights, number, place, inputs) = carry, given
             x = checkpoint_name(x, "layer input")  # for remat policies that keep it elsewhere
-            x, kept, aux = eqx.combine(weights, static)(x, tokens.fold_in(number), _of_layer(caches, place))
-            return (x, _with_layer(caches, kept, place)), aux
+            own = known_as(dataclasses.replace(tokens, inputs=inputs), tokens).fold_in(number)
+            x, kept, aux = eqx.combine(weights, static)(x, own, _of_layer(caches, place))
+            return (x, _with_layer(caches, kept, place)), only(aux, tokens.wanted)
 
         policy = REMAT[self.remat]
         if policy is not None:
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         places = jnp.arange(len(self), dtype=jnp.int32)
-        (x, cache), aux = jax.lax.scan(layer, (x, cache), (arrays, self.numbers, places), unroll=self.unroll)
-        return x, cache, aux
+        given = (arrays, self.numbers, places, _by_layer(tokens.inputs, len(self)))
+        (x, cache), aux = jax.lax.scan(layer, (x, cache), given, unroll=self.unroll)
+        return x, cache, last_layers(aux)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The blocks' empty caches, stacked over `layers`."""
@@ -98,6 +101,16 @@ def empty_caches(
     caches = tuple(stack.init_cache(batch, capacity, compute_dtype if is_small else dtype) for stack in stacks)
     caches = in_memory(caches, dtype) if is_small else caches
     return with_rollback(caches, rollback) if rollback else caches
+
+
+def _by_layer(
+    inputs: Float[Array, "*rows seq depth mlp"] | None, layers: int
+) -> Float[Array, "layers *rows seq _ mlp"] | None:
+    """The inputs of each layer, or of each of its blocks."""
+    if inputs is None:
+        return None
+    *rows, depth, mlp = inputs.shape
+    return jnp.moveaxis(inputs.reshape(*rows, layers, depth // layers, mlp), -3, 0)
 
 
 def _of_layer(caches: PyTree, place: Int[Array, ""]) -> PyTree:

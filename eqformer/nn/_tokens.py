@@ -7,17 +7,13 @@ from collections.abc import Sequence
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key, PyTree, UInt
+from jaxtyping import Array, Float, Int, Key, PyTree, UInt
+
+from ._left import Left
 
 
 class Tokens(eqx.Module):
     """Position, document and random key of each token, all of one shape and so split over a mesh like the tokens.
-
-    `positions` count from 0 in each document; -1 marks padding, which is never attended to. `segments` number the
-    documents of a packed row (`None`: one document a row). `keys` hold one PRNG key a token; layers fold their number
-    into them. Tokens with keys are trained on; `None` is inference: no randomness, and no choice of experts dropped.
-    `lengths` are the lengths of the tokens' documents, if the tokens here are only a part of their rows (`None`:
-    computed from `positions`); rotary frequencies may depend on them.
 
     `whole_rows` is the number of tokens in each row, if it is known at trace time that each row is one document, at
     positions 0, 1, 2, ... with any padding at its end. Attention kernels then get a causal flag or a window, instead of
@@ -28,9 +24,21 @@ class Tokens(eqx.Module):
     """
 
     positions: Int[Array, "*batch seq"]
+    """They count from 0 in each document; -1 marks padding, which is never attended to."""
     segments: Int[Array, "*batch seq"] | None = None
+    """The numbers of the documents of a packed row; None: one document a row."""
     keys: Key[Array, "*batch seq"] | None = None
+    """One PRNG key a token, into which layers fold their number. Tokens with keys are trained on; None is inference: no
+    randomness, and no choice of experts dropped."""
     lengths: Int[Array, "*batch seq"] | None = None
+    """The lengths of the tokens' documents, on which rotary frequencies may depend, if the tokens here are only a part
+    of their rows; None: computed from `positions`."""
+    inputs: Float[Array, "*rows seq depth mlp"] | None = None
+    """A vector for each of the layers that are given one (`LayerInputs`); no mixer is given any."""
+    left: tuple[Left, ...] = ()
+    """Keys and values that layers before have left; a mixer is given those that it reads in the place of a cache."""
+    wanted: frozenset[str] = eqx.field(static=True, default=frozenset())
+    """The names under which layers behind read such keys."""
     whole_rows: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
     documents: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
     pieces: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
@@ -53,6 +61,11 @@ class Tokens(eqx.Module):
     def is_training(self) -> bool:
         """Whether the tokens are trained on, so that layers use dropout, router noise and experts' capacities."""
         return self.keys is not None
+
+    @property
+    def bare(self) -> "Tokens":
+        """The same tokens with nothing that is for layers alone."""
+        return known_as(dataclasses.replace(self, inputs=None, left=(), wanted=frozenset()), self)
 
     def fold_in(self, number: int | Int[Array, ""]) -> "Tokens":
         """The same tokens with `number` folded into every key, as each layer and sublayer does with its own."""

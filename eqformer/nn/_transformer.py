@@ -1,5 +1,6 @@
 """A language model: embed, run the stacks, normalise, unembed."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import equinox as eqx
@@ -9,6 +10,8 @@ from jaxtyping import Array, Float, Int, PyTree
 from ._dropout import Dropout
 from ._dtype import at_least_float32, float_dtype
 from ._embedding import Embedding, LearnedPositions
+from ._in_turn import in_turn
+from ._layer_inputs import LayerInputs
 from ._linear_map import LinearMap
 from ._module import Module
 from ._norm import Norm
@@ -16,7 +19,7 @@ from ._predictor import Predictor
 from ._slots import check_cached
 from ._stack import empty_caches, Stack
 from ._sums import wide_sum
-from ._tokens import Tokens, tokens_or_default
+from ._tokens import known_as, Tokens, tokens_or_default
 from .cores._core import soft_capped
 
 
@@ -53,6 +56,8 @@ class Transformer(Module):
     """What multiplies the logits (Granite, Cohere)."""
     logit_softcap: float | None = eqx.field(static=True, default=None)
     """The bound that they have then, `softcap * tanh(logits / softcap)` (Gemma 2)."""
+    layer_inputs: LayerInputs | None = None
+    """What each layer is given of each token beside the stream (Gemma 4 E2B)."""
     predictor: Predictor | None = None
     """Predicts one token further, for drafts of text; a call of the model leaves it alone."""
 
@@ -85,13 +90,10 @@ class Transformer(Module):
         if cache is not None:
             check_cached(tokens, cache)
         x = self.embed(ids, tokens)
-        caches = (None,) * len(self.stacks) if cache is None else cache
-        after, auxes = [], []
-        for number, (stack, given) in enumerate(zip(self.stacks, caches, strict=True)):
-            x, kept, aux = stack(x, tokens.fold_in(number), given)
-            after.append(kept)
-            auxes.append(aux)
-        return self.norm(x), None if cache is None else tuple(after), tuple(auxes)
+        if self.layer_inputs is not None:
+            tokens = known_as(dataclasses.replace(tokens, inputs=self.layer_inputs(x, ids)), tokens)
+        x, cache, aux = in_turn(self.stacks, x, tokens, cache)
+        return self.norm(x), cache, aux
 
     def embed(self, ids: Int[Array, "*batch seq"], tokens: Tokens) -> Float[Array, "*batch _ embed"]:
         """What the first stack is given: the tokens' vectors and, where learned, their positions'."""

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Key
 from .._cache import KVCache
 from .._contracts import Attends, Mixer, MixerFacts
 from .._dtype import float_dtype
+from .._left import Leaving, Left
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
@@ -130,9 +131,11 @@ class Attention(Mixer):
         self.softcap, self.norms_rotated = softcap, norms_rotated
 
     def __call__(
-        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: KVCache | None = None
-    ) -> tuple[Float[Array, "*batch seq embed"], KVCache | None]:
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: KVCache | Leaving | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], KVCache | Left | None]:
         """Attend among the tokens of `x` and, with a cache, to those stored in it; the new ones are stored too."""
+        leaves = isinstance(cache, Leaving)
+        cache = cache.cache if isinstance(cache, Leaving) else cache
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         query, key = self.query(x), self.key(x)
         value = key if self.value is None else self.value(x)
@@ -176,7 +179,8 @@ class Attention(Mixer):
             attended = without_room(attended, tokens, cache)
         if self.gate is not None:
             attended = attended * jax.nn.sigmoid(self.gate(x))
-        return self.output(attended), cache
+        kept = Left(key, value, None if kv_tokens is None else kv_tokens.positions, cache) if leaves else cache
+        return self.output(attended), kept
 
     @property
     def _values(self) -> LinearMap:

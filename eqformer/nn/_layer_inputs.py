@@ -1,0 +1,85 @@
+"""A vector of each token for each layer, beside the residual stream: per-layer embeddings (Gemma 3n, Gemma 4)."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, Int, Key
+
+from ._activation import gelu_tanh
+from ._contracts import FeedForward
+from ._embedding import LayerEmbedding
+from ._linear import Linear
+from ._linear_map import LinearMap
+from ._mlp import recomputed
+from ._module import Module
+from ._norm import Norm, RMSNorm
+
+
+class LayerInputs(Module):
+    """`(norm(W x / sqrt(embed)) + sqrt(mlp) table[id]) / sqrt(2)` for each of `depth` layers (Gemma 4).
+
+    `x` is what the first layer is given. Each `GatedInput` of a model takes its own, in the order of the layers.
+    """
+
+    embedding: LayerEmbedding
+    project: LinearMap
+    norm: Norm
+    scale: float = eqx.field(static=True)
+
+    def __init__(self, *, vocab: int, embed: int, depth: int, mlp: int, eps: float = 1e-6, key: Key[Array, ""]):
+        """Draw the table and the map.
+
+        Args:
+            vocab: Ids of the table.
+            embed: Channels of the stream.
+            depth: Layers that are given a vector.
+            mlp: Channels of such a vector.
+            eps: What the norm adds before its root.
+            key: For the weights.
+        """
+        one, two = jax.random.split(key)
+        self.embedding = LayerEmbedding(vocab=vocab, depth=depth, mlp=mlp, scale=mlp**0.5, key=one)
+        self.project = Linear("embed -> mlp depth", embed=embed, mlp=mlp, depth=depth, key=two)
+        self.norm, self.scale = RMSNorm("mlp", mlp=mlp, eps=eps), embed**-0.5
+
+    def __call__(
+        self, x: Float[Array, "*batch _ embed"], ids: Int[Array, "*batch seq"]
+    ) -> Float[Array, "*batch seq depth mlp"]:
+        """The vectors of all layers."""
+        projected = self.norm((self.project(x) * self.scale).swapaxes(-2, -1))
+        return (projected + self.embedding(ids).astype(projected.dtype)) * 2**-0.5
+
+
+class GatedInput(FeedForward):
+    """`W_down (act(W_gate x) * input)`, of the vector that a token has for this layer (`LayerInputs`)."""
+
+    gate: LinearMap
+    down: LinearMap
+    activation: Callable[[Array], Array] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        embed: int,
+        mlp: int,
+        activation: Callable[[Array], Array] = gelu_tanh,
+        output_std: float | None = None,
+        key: Key[Array, ""],
+    ):
+        """Draw the two maps; `mlp` counts the vector's channels."""
+        one, two = jax.random.split(key)
+        self.gate = Linear("embed -> mlp", embed=embed, mlp=mlp, key=one)
+        self.down = Linear("mlp -> embed", embed=embed, mlp=mlp, std=output_std, key=two)
+        self.activation = activation
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], given: Float[Array, "*batch full_seq mlp"] | None = None
+    ) -> Float[Array, "*batch seq embed"]:
+        """Map each token by itself, with what it is `given` for this layer."""
+        if given is None:
+            raise ValueError(
+                "GatedInput(x): the layer is given no vector of each token; let it stand in "
+                "Block(gated_input=...), of a Transformer with layer_inputs."
+            )
+        return self.down(recomputed(lambda gate, given: self.activation(gate) * given)(self.gate(x), given))

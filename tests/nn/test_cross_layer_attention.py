@@ -1,0 +1,133 @@
+"""Attention to an earlier layer's keys, and a vector of each token for each layer, against float64 formulas."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nn_reference import attend, close, linear, normal, randomised, rms, wide
+
+from eqformer import nn
+
+
+KEY = jax.random.key(0)
+EMBED, SEQ, LAYERS, VOCAB = 6, 9, 4, 11
+SIZES: dict[str, Any] = {"embed": EMBED, "heads": 4, "head_dim": 3, "kv_heads": 2}
+CORE = nn.ReferenceCore()
+
+
+def norm():
+    return nn.RMSNorm("embed", embed=EMBED)
+
+
+def reading(**options):
+    return nn.CrossLayerAttention(**SIZES, rotary=nn.Rotary(3 - 1, 50.0), core=CORE, bias=True, **options, key=KEY)
+
+
+def leaving(**options):
+    return nn.Attention(**SIZES, rotary=nn.Rotary(3 - 1, 50.0), core=CORE, **options, key=KEY)
+
+
+def model_of(remat="none", inputs=True):
+    """A window's layer and one that sees all, which leave keys; then periods of two that read them."""
+
+    def block(mask, first, key):
+        name = "all" if mask == nn.causal() else "window"
+        own: dict[str, Any]
+        mixer, own = (leaving, {"leaves": name}) if first else (reading, {"reads": name})
+        given = nn.Residual(nn.GatedInput(embed=EMBED, mlp=4, key=key), output_norm=norm()) if inputs else None
+        mlp = nn.Residual(nn.GatedMLP(embed=EMBED, mlp=5, key=key), norm())
+        return nn.Block(nn.Residual(mixer(mask=mask), norm(), **own), mlp, gated_input=given)
+
+    masks = (nn.sliding_window(4), nn.causal())
+    period = lambda first: lambda key: nn.Period(tuple(block(mask, first, key) for mask in masks))
+    stacks = nn.Stack(period(True), 1, key=KEY), nn.Stack(period(False), 2, key=KEY)
+    sizes = {"vocab": VOCAB, "embed": EMBED}
+    vectors = nn.LayerInputs(**sizes, depth=6, mlp=4, key=KEY) if inputs else None
+    build = lambda: nn.Transformer(nn.Embedding(**sizes, key=KEY), stacks, norm(), layer_inputs=vectors)
+    return nn.run_with(randomised(eqx.filter_eval_shape(build)), remat=remat)
+
+
+def test_it_attends_to_what_an_attention_has_left():
+    first, second = randomised(leaving(query_norm=nn.RMSNorm("head_dim", head_dim=3))), randomised(reading())
+    one, two = normal(1, 2, SEQ, EMBED), normal(2, 2, SEQ, EMBED)
+    y, left = first(one, None, nn.Leaving(None))
+    assert isinstance(left, nn.Left) and left.rest is None and left.positions is None
+    assert np.array_equal(y, first(one)[0])
+    found, _ = second(two, None, left)
+    query = wide(
+        second.rotary(jnp.asarray(linear(wide(two), second.query), jnp.float32), jnp.tile(jnp.arange(SEQ), (2, 1)))
+    )
+    visible = np.tril(np.ones((2, SEQ, SEQ), bool))
+    want = linear(attend(query, wide(left.keys), wide(left.values), visible, 3**-0.5), second.output)
+    assert close(found, want, 1e-5) and not close(found, want[:, ::-1], 1e-2)
+
+
+def test_vectors_of_each_layer_are_those_of_the_formula():
+    module = randomised(nn.LayerInputs(vocab=VOCAB, embed=EMBED, depth=3, mlp=4, eps=0.1, key=KEY))
+    x, ids = normal(1, 2, SEQ, EMBED), jnp.arange(2 * SEQ).reshape(2, SEQ) % VOCAB
+    projected = linear(wide(x), module.project).swapaxes(-1, -2) * EMBED**-0.5
+    want = (rms(projected, module.norm) + 2 * wide(module.embedding.weight)[np.asarray(ids)]) / np.sqrt(2)
+    assert module(x, ids).shape == (2, SEQ, 3, 4) and close(module(x, ids), want, 1e-5)
+    gate = randomised(nn.GatedInput(embed=EMBED, mlp=4, activation=jnp.tanh, key=KEY))
+    by_hand = linear(np.tanh(linear(wide(x), gate.gate)) * want[..., 1, :], gate.down)
+    assert close(gate(x, module(x, ids)[..., 1, :]), by_hand, 1e-5)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_layers_that_read_have_no_cache_and_decode_alike(dtype):
+    model, ids = model_of(), jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, SEQ)), jnp.int32)
+    call = eqx.filter_jit(lambda model, ids, tokens, cache: model(ids, tokens, cache))
+    want, cache = call(model, ids, None, None)[0], model.init_cache(2, SEQ, dtype)
+    assert len(jax.tree.leaves(cache, is_leaf=lambda node: isinstance(node, nn.KVCache))) == 2
+    assert cache[1] == (None, None) and cache[0][0].keys.shape[-2] == 4 < cache[0][1].keys.shape[-2]
+    found, start = [], 0
+    for stop in (6, 7, 8, 9):  # a prompt longer than the window, and one token at a time
+        places = jnp.broadcast_to(jnp.arange(start, stop), (2, stop - start))
+        logits, cache = call(model, ids[:, start:stop], nn.Tokens(places), cache)
+        found, start = [*found, logits], stop
+    assert close(jnp.concatenate(found, axis=1), want, 1e-5 if dtype is None else 0.1)
+
+
+def test_documents_of_a_row_do_not_see_each_other_and_remat_changes_nothing():
+    model, ids = model_of(), jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, (1, SEQ)), jnp.int32)
+    places, segments = np.array([[*range(4), *range(5)]]), np.array([[0] * 4 + [1] * 5])
+    packed = nn.Tokens(jnp.asarray(places, jnp.int32), jnp.asarray(segments, jnp.int32))
+    alone = [eqx.filter_jit(model)(part)[0] for part in (ids[:, :4], ids[:, 4:])]
+    assert close(eqx.filter_jit(model)(ids, packed)[0], jnp.concatenate(alone, axis=1), 1e-5)
+    gradients = [
+        eqx.filter_jit(eqx.filter_grad(lambda model: jnp.sum(model(ids, packed)[0] ** 2)))(model_of(remat))
+        for remat in ("none", "full")
+    ]
+    one, other = (jax.tree.leaves(gradient) for gradient in gradients)
+    assert all(close(x, y, 1e-4) and np.any(x) for x, y in zip(one, other, strict=True))
+
+
+def test_what_does_not_fit_is_refused():
+    model, ids = model_of(), jnp.zeros((1, SEQ), jnp.int32)
+    with pytest.raises(ValueError, match=r"Residual\(reads='window'\): layers before it have left .* under no name"):
+        dataclasses.replace(model, stacks=model.stacks[1:], layer_inputs=None)(ids)
+    with pytest.raises(ValueError, match=r"LayerInputs\(depth=6\): the model has 2 layers with a GatedInput"):
+        dataclasses.replace(model, stacks=model.stacks[:1])(ids)
+    with pytest.raises(ValueError, match=r"GatedInput\(x\): the layer is given no vector"):
+        dataclasses.replace(model, layer_inputs=None)(ids)
+    with pytest.raises(ValueError, match=r"CrossLayerAttention\(x\): it reads keys of an earlier layer"):
+        reading()(normal(1, 1, SEQ, EMBED))
+    with pytest.raises(ValueError, match=r"CrossLayerAttention\(heads=4, kv_heads=3\)"):
+        nn.CrossLayerAttention(embed=EMBED, heads=4, head_dim=3, kv_heads=3, key=KEY)
+    with pytest.raises(ValueError, match=r"Residual\(leaves='a', reads='b'\)"):
+        nn.Residual(reading(), leaves="a", reads="b")
+
+    class Still(nn.Mixer):
+        def __call__(self, x, tokens=None, cache=None):
+            return x, cache
+
+        def init_cache(self, batch, capacity, dtype="float32"):
+            return None
+
+    with pytest.raises(ValueError, match=r"Residual\(Still, leaves='a'\): given Leaving\(cache\), the mixer returns L"):
+        nn.Residual(Still(), leaves="a")(normal(1, 1, SEQ, EMBED))
