@@ -78,6 +78,8 @@ class Family:
     """Of names of buffers, which say nothing."""
     ignored_prefixes: tuple[str, ...] = ()
     """Of names in parts that are not ours."""
+    unread: Callable[[Any], tuple[str, ...]] = lambda config: ()
+    """Gives how names begin of arrays that no model of a config reads."""
     prefix: str = ""
     """Which all names may have or lack."""
     aliases: tuple[str, ...] = ()
@@ -116,6 +118,10 @@ class Family:
         if self.predictor is None or model.predictor is None:
             return found
         return found + self.predictor.rules(table, config, model.predictor, stored)
+
+    def is_unread(self, name: str, config: ModelConfig) -> bool:
+        """Whether an array of this name, as the table would call it, is left alone."""
+        return name.startswith((*self.ignored_prefixes, *self.unread(config)))
 
     def copies(self, config: ModelConfig, model: Transformer) -> dict[str, Any]:
         """The names of arrays that are published again with a model's predictor, and the leaves that they are."""

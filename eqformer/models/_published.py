@@ -55,8 +55,8 @@ class Description:
             return name if self.predictor else None
         if self.tower is not None:
             own = self.tower.own_name(name)
-            return None if own is None or own.startswith(self.family.ignored_prefixes) else own
-        return None if name.startswith(self.family.ignored_prefixes) else name
+            return None if own is None or self.family.is_unread(own, self.config) else own
+        return None if self.family.is_unread(name, self.config) else name
 
 
 def described(path: Path, file: GGUF | None = None) -> Description:

@@ -73,6 +73,7 @@ def check_model(plan: Placement, model: nn.Transformer) -> None:
     """Raise a `ValueError` where the plan's mesh cannot split this model; `model` may be shapes."""
     if plan.is_pipelined:  # first: its message on depth is clearer than that of layouts on the dim `layers`
         check_depth(sum(stack.depth for stack in model.stacks), plan.size(PIPE), plan.timetable().chunks)
+        _check_stages(plan, model)
         model = plan.shapes(model)
     specs = plan.parameter_specs(model)
     plan.state_specs(model)
@@ -81,6 +82,18 @@ def check_model(plan: Placement, model: nn.Transformer) -> None:
         check_products(plan, specs)
     for path, moe in nn.named_modules(model, (nn.MoE,)):
         check_mixture(plan, path, moe)
+
+
+def _check_stages(plan: Placement, model: nn.Transformer) -> None:
+    """Refuse what later stages would need beside the stream."""
+    reading = [number for number, stack in enumerate(model.stacks) if nn.reads(stack)]
+    found = [f"stacks[{number}] reads keys that layers before it leave" for number in reading]
+    found += [] if model.layer_inputs is None else ["each layer is given a vector of each token (layer_inputs)"]
+    if found:
+        raise ValueError(
+            f"Plan over pipe={plan.size(PIPE)}: {found[0]}, and stages send the residual stream alone; leave out pipe, "
+            "and split the model over fsdp, tensor or context."
+        )
 
 
 def check_rows(plan: Placement, model: nn.Transformer, rows: int, seq: int, group: int = 1) -> None:
@@ -146,7 +159,7 @@ def _check_mixer(plan: Placement, path: str, module: nn.Mixer, seq: int) -> None
 
 
 def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None:
-    known = (nn.Mixer, nn.FeedForward, nn.MoE, nn.Embedding, nn.LearnedPositions, nn.Norm)
+    known = (nn.Mixer, nn.FeedForward, nn.MoE, nn.LayerInputs, nn.Embedding, nn.LearnedPositions, nn.Norm)
     of_logits = lambda m: (m.head, m.logit_bias)
     headless = lambda tree: eqx.tree_at(of_logits, tree, (None, None), is_leaf=lambda node: node is None)
     rest = headless(model)

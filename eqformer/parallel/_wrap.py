@@ -35,7 +35,7 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
 
     `specs` and `shapes` are those of the whole model. The arrays of the stacks stay what and where they were.
     """
-    kinds = (nn.Mixer, nn.FeedForward, nn.Norm, nn.MoE, WholeLayer)
+    kinds = (nn.Mixer, nn.FeedForward, nn.LayerInputs, nn.Norm, nn.MoE, WholeLayer)
     names = nn.dims(shapes)
 
     def wrap(module: PyTree, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
@@ -48,7 +48,7 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
             return eqx.tree_at(parts, module, (sliced(module.router, spec.router), shared, norm), is_leaf=_is_none)
         if isinstance(module, WholeLayer):
             return module
-        if is_split(module):
+        if is_split(module) or isinstance(module, nn.LayerInputs):
             return stream.layer(module, shape, spec, name)
         if isinstance(module, nn.Mixer):
             return Whole(sliced(module, spec), stream)

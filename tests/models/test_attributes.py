@@ -47,7 +47,6 @@ UNUSED = {
     "falcon_h1": {"mamba_chunk_size", "num_logits_to_keep"},
     "gemma3_text": {"_sliding_window_pattern", "attn_logit_softcapping"},
     "gpt2": {f"summary_{name}" for name in ("type", "first_dropout", "activation", "use_proj", "proj_to_labels")},
-    "gemma4_text": {"use_double_wide_mlp", "vocab_size_per_layer_input"},
     "glm_moe_dsa": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
     "glm4_moe": {"num_nextn_predict_layers"},
     "granitemoehybrid": {"mamba_chunk_size"},

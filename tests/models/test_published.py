@@ -90,7 +90,7 @@ BY_DEFAULT = {
     "ernie4_5_moe some dense",
     "exaone4 chosen layers",
     "falcon_h1 groups normed",
-    "gemma4_text experts",
+    "gemma4_text vectors of layers, shared keys",
     "glm4_moe plain",
     "glm_moe_dsa chosen keys",
     "hunyuan_v1_dense alpha",
@@ -250,3 +250,20 @@ def test_a_stored_head_of_a_tied_model_must_be_its_table(name, tmp_path):
             ValueError, match="ties the head to the table, and lm_head.weight is another array than mod"
         ):
             models.load(tmp_path)
+
+
+@pytest.mark.grid
+def test_keys_of_layers_that_read_others_are_left_where_they_are(tmp_path):
+    """They are published and never used; those of a layer that has its own are another matter."""
+    arrays = write(tmp_path, "gemma4_text vectors of layers, shared keys")
+    want = models.load(tmp_path)
+    extra = {
+        f"model.layers.{layer}.self_attn.{part}": np.ones(3, np.float32)
+        for layer, part in ((3, "k_proj.weight"), (5, "v_proj.weight"), (5, "k_norm.weight"))
+    }
+    save_file(arrays | extra, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"load\(.*are left unread: model.layers.3. \(1\), model.layers.5. \(2\)\.$"):
+        assert eqx.tree_equal(models.load(tmp_path), want)
+    save_file(arrays | {"model.layers.2.self_attn.k_bias": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"in no rule: model.layers.2.self_attn.k_bias \(1\)"):
+        models.load(tmp_path)

@@ -233,6 +233,18 @@ def rezero(key: Any) -> nn.Period:
 
 
 Make = Callable[[Any], Any]
+
+
+def pairs(key: Any) -> nn.Period:
+    """Two layers with the keys and values of the first, which leaves them to no other."""
+    one, two, three = jax.random.split(key, 3)
+    sizes = {"embed": EMBED, "heads": HEADS, "head_dim": HEAD_DIM, "kv_heads": 4, "rotary": nn.Rotary(HEAD_DIM, 1e4)}
+    reading = nn.CrossLayerAttention(**sizes, core=CORE, bias=True, key=two)
+    gated = nn.GatedMLP(embed=EMBED, mlp=MLP, key=three)
+    first = nn.Block(nn.Residual(attention(one), norm(), leaves="pair"))
+    return nn.Period((first, nn.Block(nn.Residual(reading, norm(), reads="pair"), nn.Residual(gated, norm()))))
+
+
 BLOCKS: dict[str, tuple[Make, ...]] = {
     "windows": (windows,),
     "full norms": (full_norms,),
@@ -255,6 +267,7 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "mixers side by side": (mixers_side_by_side,),
     "short convolutions": (short_convolutions,),
     "channel recurrence": (channel_recurrence,),
+    "pairs": (pairs,),
     "fading": (fading,),
     "whole fading": (functools.partial(fading, mixer=WholeFading),),
     "rezero": (rezero,),

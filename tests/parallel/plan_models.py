@@ -48,6 +48,25 @@ FAMILIES: dict[str, Any] = {
         vocab=48, embed=EMBED, layers=5, heads=HEADS, kv_heads=2, head_dim=HEAD_DIM, mlp=MLP
     ),
     "eight layers": models.LlamaConfig(vocab=48, embed=EMBED, layers=8, heads=HEADS, kv_heads=4, mlp=MLP),
+    # Periods before those that leave keys and values, and periods that read them.
+    "vectors of layers": models.Gemma4Config(
+        vocab=48,
+        embed=EMBED,
+        layers=8,
+        heads=HEADS,
+        kv_heads=2,
+        mlp=MLP,
+        head_dim=HEAD_DIM,
+        global_head_dim=8,
+        global_kv_heads=2,
+        window=5,
+        window_layers=(0, 2, 4, 6),
+        reading_layers=4,
+        widens_reading=True,
+        input_mlp=8,
+        input_vocab=48,
+        eps=1.0,
+    ),
     "long table": models.GPT2Config(vocab=50, embed=EMBED, layers=2, heads=4, max_seq=256, mlp=MLP),
 }
 CORES = {"long table": nn.ReferenceCore()}  # which takes no steps of eight tokens

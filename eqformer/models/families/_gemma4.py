@@ -1,4 +1,4 @@
-"""Gemma 4, its text models (Gemma team 2026): wide global heads whose values are keys, experts beside a dense layer."""
+"""Gemma 4, its text models (Gemma team 2026): wide global heads, experts beside a dense layer, or shared keys."""
 
 import dataclasses
 from typing import Any
@@ -7,58 +7,37 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from ...nn import Beside, Block, gelu_tanh, ProportionalScaling, Residual, RMSNorm, Rotary, RotaryScaling, Transformer
-from .._attributes import Attribute, Expect, Ignore
-from .._family import DecoderConfig, Family
+from ...nn import (
+    Beside,
+    Block,
+    causal,
+    CrossLayerAttention,
+    GatedInput,
+    gelu_tanh,
+    LayerInputs,
+    Residual,
+    RMSNorm,
+    Rotary,
+    sliding_window,
+    Transformer,
+)
+from .._attributes import Attribute, Expect
+from .._family import Family
 from .._rotary_attributes import PositionsByType
 from .._towers import Tower
 from ._common import decoder_attributes
 from ._decoder import attention, decoder, gated_mlp, norm
-from ._gemma4_attributes import GEMMA4_WEIGHTS, GlobalHeads, GlobalWindows, MaybeExperts, NoTables
+from ._gemma4_attributes import GEMMA4_WEIGHTS, GlobalHeads, GlobalWindows, LayerVectors, MaybeExperts
+from ._gemma4_config import Gemma4Config, Kind, kinds_of, unread
 from ._mixtures import mixture
-from ._pattern import windows_of
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma4Config(DecoderConfig):
-    """The config of a Gemma 4; `head_dim` and `kv_heads` are those of layers with a window."""
-
-    window_layers: tuple[int, ...]
-    """The numbers of the layers that see a `window`; the others see everything."""
-    window: int = 512
-    """The tokens that the layers of `window_layers` see."""
-    head_dim: int = 256
-    global_head_dim: int = 512
-    """Channels of a head in the other layers."""
-    global_kv_heads: int
-    """Heads of keys and values there."""
-    keys_as_values: bool = False
-    """Whether values are keys there."""
-    theta: float = 1_000_000.0
-    scaling: RotaryScaling | None = ProportionalScaling(0.25)
-    local_theta: float = 10_000.0
-    """The base of rotary positions in the layers of `window_layers`, which have no `scaling`."""
-    logit_softcap: float | None = None
-    """The bound of logits."""
-    bias: bool = False
-    """Whether the attention's projections have biases."""
-    experts: int = 0
-    """Experts of a layer, beside its dense one; 0: none."""
-    top_k: int = 1
-    """Experts of a token."""
-    expert_mlp: int = 1
-    """Hidden features of an expert."""
-    balance: float = 0.001
-    """The weight of `LoadBalance`, over the batch."""
-    tied: bool = True
-    max_seq: int = 262_144
 
 
 def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
     """A Gemma 4 with random weights."""
     gelu: dict[str, Any] = {"activation": gelu_tanh, "output_std": None}
 
-    def mixer(window: int | None, key: Key[Array, ""]) -> Residual:
+    def mixer(kind: Kind, key: Key[Array, ""]) -> Residual:
+        window, leaves, reads = kind
         size, heads = config.head_size, config.kv_heads
         rotary = Rotary(size, config.local_theta)
         if window is None:
@@ -66,14 +45,20 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
             rotary = Rotary(size, config.theta, scaling=config.scaling)
         own = lambda **options: RMSNorm("head_dim", head_dim=size, eps=config.eps, **options)
         options: dict[str, Any] = {"head_dim": size, "kv_heads": heads, "rotary": rotary, "scale": 1.0}
-        options |= {"query_norm": own(), "key_norm": own(), "value_norm": own(scale=False), "bias": config.bias}
-        options["keys_as_values"] = config.keys_as_values and window is None
-        attended = attention(config, window=window, output_std=None, **options, key=key)
-        return Residual(attended, norm(config), output_norm=norm(config))
+        options |= {"query_norm": own(), "bias": config.bias}
+        if reads:
+            mask = causal() if window is None else sliding_window(window)
+            attended = CrossLayerAttention(embed=config.embed, heads=config.heads, mask=mask, **options, key=key)
+        else:
+            options |= {"key_norm": own(), "value_norm": own(scale=False)}
+            options["keys_as_values"] = config.keys_as_values and window is None
+            attended = attention(config, window=window, output_std=None, **options, key=key)
+        return Residual(attended, norm(config), output_norm=norm(config), leaves=leaves, reads=reads)
 
-    def fed(key: Key[Array, ""]) -> Residual:
+    def fed(is_wide: bool, key: Key[Array, ""]) -> Residual:
         router, experts, dense = jax.random.split(key, 3)
-        gated = Residual(gated_mlp(config, **gelu, key=dense), norm(config), output_norm=norm(config))
+        layer = gated_mlp(config, mlp=config.mlp * (2 if is_wide else 1), **gelu, key=dense)
+        gated = Residual(layer, norm(config), output_norm=norm(config))
         if not config.experts:
             return gated
         expert = lambda key: gated_mlp(config, mlp=config.expert_mlp, **gelu, key=key)
@@ -82,18 +67,31 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
         mixed = mixture(config, expert, **options, router=router, experts=experts)
         return Residual(Beside(gated, Residual(mixed, output_norm=norm(config))), output_norm=norm(config))
 
-    def block(window: int | None, key: Key[Array, ""]) -> Block:
-        first, second = jax.random.split(key)
-        return Block(mixer(window, first), fed(second), jnp.ones((), jnp.float32))
+    def block(kind: Kind, key: Key[Array, ""]) -> Block:
+        first, second, third = jax.random.split(key, 3)
+        given = None
+        if config.input_mlp:
+            given = GatedInput(embed=config.embed, mlp=config.input_mlp, key=third)
+            given = Residual(given, output_norm=norm(config))
+        is_wide = config.widens_reading and kind.reads is not None
+        return Block(mixer(kind, first), fed(is_wide, second), jnp.ones((), jnp.float32), given)
 
+    layers, inputs = jax.random.split(key)
     ends: dict[str, Any] = {"embedding_scale": config.embed**0.5, "logit_softcap": config.logit_softcap}
-    return decoder(config, block, windows_of(config), **ends, key=key)
+    model = decoder(config, block, kinds_of(config), **ends, key=layers)
+    if not config.input_mlp:
+        return model
+    sizes = {"vocab": config.input_vocab, "embed": config.embed, "depth": config.layers, "mlp": config.input_mlp}
+    return dataclasses.replace(model, layer_inputs=LayerInputs(**sizes, eps=config.eps, key=inputs))
 
 
 _BYTE: dict[str, Any] = {"window": 64, "window_layers": (0, 1, 2), "head_dim": 16, "global_head_dim": 32}
 _BYTE |= {"global_kv_heads": 1, "keys_as_values": True, "theta": 1e5, "max_seq": 512, "bias": True}
+_TABLES: dict[str, Any] = {"reading_layers": 4, "widens_reading": True, "input_mlp": 8, "input_vocab": 256}
+_TABLES |= _BYTE | {"window_layers": (0, 2, 4, 6), "keys_as_values": False}
 _PRESETS = {
     "gemma4-byte-500k": Gemma4Config(256, 64, 4, 4, 2, 128, **_BYTE, experts=12, top_k=4, expert_mlp=16),
+    "gemma4-e-byte-400k": Gemma4Config(256, 64, 8, 4, 1, 96, **_TABLES),
 }
 
 GEMMA4 = Family(
@@ -111,9 +109,11 @@ GEMMA4 = Family(
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Expect("hidden_activation", "gelu_pytorch_tanh"),
         Expect("use_bidirectional_attention", None, "vision", written=False),  # "vision" is of images' tokens
-        NoTables(),
-        Ignore("use_double_wide_mlp", "vocab_size_per_layer_input"),  # which the smallest models have alone
+        LayerVectors(),
+        Attribute("reading_layers", "num_kv_shared_layers", 0),
+        Attribute("widens_reading", "use_double_wide_mlp", False),
     ),
     GEMMA4_WEIGHTS,
+    unread=unread,
     towers=(Tower("gemma4"),),
 )

@@ -51,19 +51,20 @@ class GlobalHeads(Entry):
         return said | ({} if config.global_kv_heads == config.kv_heads else {"per_layer_config": layers})
 
 
-class NoTables(Entry):
-    """What the smallest models (E2B, E4B) have and others do not: tables for each layer, and layers that share keys."""
+class LayerVectors(Entry):
+    """A vector of each token for each layer (E2B, E4B), of channels that are 0 where there is none."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Nothing; refuse these."""
-        for name, default in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0)):
-            if value := published.take(name, default):
-                published.refuse(f"{name}={value}: embeddings for each layer and shared keys (E2B, E4B) are not read.")
-        return {}
+        """`input_mlp` and, where there are vectors, `input_vocab`."""
+        channels, ids = (published.take(name, its) for name, its in (_CHANNELS, _IDS))
+        return {"input_mlp": channels, "input_vocab": ids} if channels else {}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """That there are none."""
-        return {"hidden_size_per_layer_input": 0}
+        """Channels and, where there are vectors, ids."""
+        return {_CHANNELS[0]: config.input_mlp} | ({_IDS[0]: config.input_vocab} if config.input_mlp else {})
+
+
+_CHANNELS, _IDS = ("hidden_size_per_layer_input", 256), ("vocab_size_per_layer_input", 262_144)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,4 +107,14 @@ GEMMA4_WEIGHTS = (
     Rule(f"{LAYER}experts.gate_up_proj", (f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"), axis=1),
     Rule(f"{LAYER}experts.down_proj", f"{_EXPERTS}.down.weight"),
     *gated_weights(f"{_DENSE}.layer"),
+    Rule("model.embed_tokens_per_layer.weight", "layer_inputs.embedding.weight", "ids (depth mlp) -> ids depth mlp"),
+    Rule(
+        "model.per_layer_model_projection.weight",
+        "layer_inputs.project.weight",
+        "(depth mlp) embed -> mlp depth embed",
+    ),
+    Rule("model.per_layer_projection_norm.weight", "layer_inputs.norm.weight"),
+    Rule(f"{LAYER}per_layer_input_gate.weight", "gated_input.layer.gate.weight"),
+    Rule(f"{LAYER}per_layer_projection.weight", "gated_input.layer.down.weight"),
+    Rule(f"{LAYER}post_per_layer_input_norm.weight", "gated_input.output_norm.weight"),
 )

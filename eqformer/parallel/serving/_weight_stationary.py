@@ -175,8 +175,10 @@ def _checked(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Attentio
         raise ValueError(f"{call}: a block holds {kinds}; it is made for Attention beside or before MLP or GatedMLP.")
     if attention.gate is not None or attention.sinks is not None:
         raise ValueError(f"{call}: an attention has a gate or sinks, which the layout does not split; use Planned.")
-    if attention.value is None or attention.value_norm is not None or getattr(block, "scalar", None) is not None:
-        raise ValueError(f"{call}: values are keys or normed, or a scalar follows a block; use Planned.")
+    if attention.value is None or attention.value_norm is not None:
+        raise ValueError(f"{call}: values are keys or normed; use Planned.")
+    if isinstance(block, nn.Block) and (block.scalar is not None or block.gated_input is not None):
+        raise ValueError(f"{call}: a scalar or a gated input follows a block; use Planned.")
     for norm in (attention.query_norm, attention.key_norm):
         # An array has a dim of layers in front.
         if norm is not None and (norm.reduced != ("head_dim",) or any(x.ndim != 2 for x in jax.tree.leaves(norm))):

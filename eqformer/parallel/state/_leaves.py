@@ -83,7 +83,7 @@ def _in_what_is_wide(model: nn.Transformer) -> PyTree:
     """
 
     def is_wide(node: object) -> bool:
-        is_scaled = isinstance(node, nn.Embedding) and node.scale is not None
+        is_scaled = isinstance(node, nn.Embedding | nn.LayerEmbedding) and node.scale is not None
         return is_scaled or isinstance(node, nn.Router | nn.LearnedPositions | eqx.nn.Embedding)
 
     return jax.tree.map(lambda node: _everywhere(node, is_wide(node)), model, is_leaf=is_wide)

@@ -20,7 +20,7 @@ from .._axes import TENSOR
 from ..layouts._layout import dim_over
 from ..state._gather import gathered
 from ._collective_matmul import matmul_reduce_scatter
-from ._stream import Stream
+from ._stream import Stream, Sublayer
 from ._stream_parts import FeatureDropout
 from ._tensor import ByToken, shares_kv_heads
 from ._vocabulary import FeatureEmbedding
@@ -95,7 +95,7 @@ class ByFeature(Stream):
         """From some tokens with all features to all tokens with some, by an all-to-all."""
         return send.all_to_all("tokens to features", y, TENSOR, -1, -2)
 
-    def layer(self, module: nn.Mixer | nn.FeedForward, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
+    def layer(self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
         """The layer whose every map reduces and scatters; key heads that the axis does not divide are summed whole."""
 
         def feature(part: PyTree, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:

@@ -16,6 +16,7 @@ from ._collective_matmul import Overlap
 from ._norms import SplitNorm
 
 
+Sublayer = nn.Mixer | nn.FeedForward | nn.LayerInputs
 StreamKind = Literal["replicated", "sequence", "feature"]  # values of `Plan(residual=)` and of the command line
 
 
@@ -81,8 +82,8 @@ class Stream(abc.ABC):
         """From `routed` to this stream."""
 
     @abc.abstractmethod
-    def layer(self, module: nn.Mixer | nn.FeedForward, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
-        """A mixer or feed-forward layer that runs on a slice; `shapes`, `specs` and `names` of dims are the whole's."""
+    def layer(self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
+        """A mixer, feed-forward layer or `LayerInputs` on a slice; `shapes`, `specs` and `names` are the whole's."""
 
     @abc.abstractmethod
     def dropout(self, dropout: nn.Dropout) -> eqx.Module:

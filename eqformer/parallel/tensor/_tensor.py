@@ -18,7 +18,7 @@ from ... import nn
 from .. import _send as send
 from .._axes import TENSOR
 from ._collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from ._stream import Stream
+from ._stream import Stream, Sublayer
 from ._stream_parts import TokensDropout, TokensPositions
 from ._vocabulary import SplitEmbedding
 
@@ -218,7 +218,7 @@ class _WholeFeatures(Stream):
         """As it is."""
         return y
 
-    def layer(self, module: nn.Mixer | nn.FeedForward, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
+    def layer(self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
         """The layer inside `Tensor`."""
         is_norm = lambda node: isinstance(node, nn.Norm)
         split = lambda node: self.norm(node) if is_norm(node) else node
