@@ -83,23 +83,26 @@ def by_cause(found: Iterable[Sent]) -> dict[str, float]:
 def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any, casts_first: bool) -> Iterator[Sent]:
     what = f"parameters and gradients, zero {plan.zero}"
     # A pipeline's backward entry runs its layers forward once more, and gathers them for it; a single one it keeps.
-    width = lambda leaf: jnp.dtype(leaf.dtype if plan.runs_schedule else leaf.sent).itemsize
+    width = lambda leaf: jnp.dtype(leaf.sent).itemsize
     gathered = lambda leaf: min(width(leaf), _width(model)) if casts_first else width(leaf)
     is_deep = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
     in_parts, head = plan.splits_tables and parallel.in_parts(model).logits, model.head
     of_logits = None if not in_parts else model.embedding.weight if head is None else head.weight  # type: ignore[attr-defined]
-    for x, leaf, number, weight, is_layers, moves in _arrays(plan, model, moving):
+    for x, leaf, number, weight, layers, moves in _arrays(plan, model, moving):
         if not (moves or plan.zero == 3):  # it stays where it is, whole
             continue
         pieces = plan.size(FSDP) if leaf.fsdp_dim is not None else 1
-        once = plan.is_pipelined and not (plan.zero == 3 and is_layers)
+        once = plan.is_pipelined and not (plan.zero == 3 and layers)
         shared_out = sharded_state_bytes(
             number,
             pieces,
             zero=plan.zero,
             microbatches=1 if once else plan.microbatches,
-            # What is no layer's, once for both passes; a head in parts, in each.
-            gathers=2 + (plan.is_pipelined and is_deep) if is_layers else 1 + (x is of_logits and head is not None),
+            # What is no layer's, or that of the one layer of a stack, whose loop compilers take away, once for both
+            # passes; a head in parts, in each.
+            gathers=2 + (plan.is_pipelined and is_deep)
+            if layers > 1 or (layers and plan.is_pipelined)
+            else 1 + (x is of_logits and head is not None),
             weight_bytes=gathered(leaf) if plan.zero == 3 else weight,
             gradient_bytes=max(weight, 4) if moves else 0,  # summed in float32 at least
         )
@@ -120,7 +123,7 @@ def _of_edges(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> float:
     if plan.spreads_edges:
         return 0.0
     arrays = _arrays(plan, model, moving)
-    size = sum(number * max(weight, 4) for _, _, number, weight, is_layers, moves in arrays if moves and not is_layers)
+    size = sum(number * max(weight, 4) for _, _, number, weight, layers, moves in arrays if moves and not layers)
     splits_features = plan.stream is not None and plan.stream.splits_features
     if splits_features and moving.embedding.weight is not None:  # by ids too
         table = model.embedding.weight
@@ -237,15 +240,16 @@ def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float
 
 
 def _arrays(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[tuple]:
-    """Each array, the plan's `Leaf`, numbers on a device, bytes of one, if it is a layer's, and if it is trained."""
+    """Each array, the plan's `Leaf`, numbers on a device, bytes of one, its stack's layers, and if it is trained."""
     leaves = plan.leaves(model)
     specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
-    of_layers = {id(leaf) for leaf in jax.tree.leaves(leaves.stacks)}
+    pairs = zip(model.stacks, leaves.stacks, strict=True)
+    layers = {id(leaf): len(stack) for stack, own in pairs for leaf in jax.tree.leaves(own)}
     structure = jax.tree.structure(model)
     for x, leaf, spec, moved in zip(*map(structure.flatten_up_to, (model, leaves, specs, moving)), strict=True):
         if spec is not None and jnp.issubdtype(x.dtype, jnp.floating):
             number = math.prod(NamedSharding(plan.mesh, spec).shard_shape(x.shape))
-            yield x, leaf, number, x.dtype.itemsize, id(leaf) in of_layers, moved is not None
+            yield x, leaf, number, x.dtype.itemsize, layers.get(id(leaf), 0), moved is not None
 
 
 def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float, float]:

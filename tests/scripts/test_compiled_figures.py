@@ -33,9 +33,7 @@ HELD_OFF = {
 }
 SENT_OFF = {
     "gemma2-v6e4": 0.16,  # one table for ids and logits
-    "llama-h8-pipe": 0.08,  # parameters that two entries gather at once
     "llama-h8-tensor": 0.025,  # vectors that are looked up
-    "qwen3next-h8": 0.03,  # of a stack of one layer the two gathers are one
 }
 
 
