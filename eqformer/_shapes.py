@@ -18,11 +18,13 @@ LEGEND = {
     "heads": "query heads",
     "kv_heads": "key and value heads",
     "head_dim": "channels of a head",
+    "source": "channels of a sequence that cross-attention reads",
     "hidden": "features between an encoder and its logits",
     "group": "heads that share a key head",
     "mlp": "hidden features of a feed-forward layer, channels of a short convolution",
     "vocab": "token ids",
     "max_seq": "learned positions",
+    "ranges": "distances of positions that share a bias",
     "layers": "blocks of a stack",
     "depth": "layers that are given a vector of each token beside the stream",
     "experts": "experts of a mixture",
@@ -56,7 +58,9 @@ class Batch(eqx.Module):
     text from position 0 on and nothing of it is padding, which attention then knows before it is compiled. Each `group`
     of so many rows is never parted by devices or microbatches, for a loss that compares them. `documents` is the most
     documents that any row of the run holds, if it is known that they stand one after another, each whole at positions
-    0, 1, 2, ... and the padding behind them: kernels of attention that need it are used then.
+    0, 1, 2, ... and the padding behind them: kernels of attention that need it are used then. `source_ids` are what an
+    encoder reads for each row, with positions (-1 at padding) and segments of their own: in packed rows a target sees
+    the source of its own segment.
     """
 
     ids: Int[Array, "batch seq"]
@@ -67,12 +71,22 @@ class Batch(eqx.Module):
     segments: Int[Array, "batch seq"] | None = None
     group: int = eqx.field(static=True, default=1)
     documents: int | None = eqx.field(static=True, default=None)
+    source_ids: Int[Array, "batch kv_seq"] | None = None
+    source_positions: Int[Array, "batch kv_seq"] | None = None
+    source_segments: Int[Array, "batch kv_seq"] | None = None
 
     def __check_init__(self):
         if self.positions is None and self.segments is not None:
             raise ValueError(
                 "Batch(segments=..., positions=None): positions start anew in each document, so packed rows need both; "
                 "give positions, or leave out both where each row is one text."
+            )
+        if (self.source_segments is None) != (self.segments is None or self.source_ids is None) or (
+            self.source_segments is not None and self.source_positions is None
+        ):
+            raise ValueError(
+                "Batch(source_segments=...): a target sees the source of its own segment, so packed rows need segments "
+                "of both, and positions; give segments and source_segments with source_positions, or neither."
             )
         if self.documents is not None and (self.segments is None or self.documents < 1):
             raise ValueError(

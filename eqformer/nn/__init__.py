@@ -33,6 +33,7 @@ from ._contracts import (
     Mixer as Mixer,
     MixerFacts as MixerFacts,
     Routed as Routed,
+    ScoreBias as ScoreBias,
 )
 from ._dims import (
     dims as dims,
@@ -56,6 +57,7 @@ from ._embedding import (
     LearnedPositions as LearnedPositions,
     unembed as unembed,
 )
+from ._encoder import Encoder as Encoder
 from ._fp8 import Fp8Linear as Fp8Linear, with_fp8 as with_fp8, without_fp8 as without_fp8
 from ._in_turn import reads as reads
 from ._layer_inputs import GatedInput as GatedInput, LayerInputs as LayerInputs
@@ -105,12 +107,15 @@ from ._tokens import (
     packed_in_order as packed_in_order,
     positions_like as positions_like,
     right_padded as right_padded,
+    Source as Source,
     token_keys as token_keys,
     Tokens as Tokens,
     tokens_or_default as tokens_or_default,
+    with_source as with_source,
 )
 from ._transformer import Transformer as Transformer
 from .attention._attention import Attention as Attention
+from .attention._cross_attention import CrossAttention as CrossAttention
 from .attention._cross_layer_attention import CrossLayerAttention as CrossLayerAttention
 from .attention._indexer import Indexer as Indexer
 from .attention._latent_attention import LatentAttention as LatentAttention
@@ -121,6 +126,7 @@ from .attention._mask import (
     Mask as Mask,
     sliding_window as sliding_window,
 )
+from .attention._relative_bias import RelativeBias as RelativeBias
 from .attention._rotary import Rotary as Rotary
 from .attention._rotary_scaling import (
     DynamicScaling as DynamicScaling,

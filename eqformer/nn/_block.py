@@ -63,20 +63,27 @@ class ParallelMixers(Layer):
 class Block(Layer):
     """A mixer beside the residual stream, or several, and, where there is one, a feed-forward layer after it.
 
-    Behind them may stand a `GatedInput`, in `gated_input`; a `scalar` multiplies the stream last (Gemma 4).
+    Between the two may stand a second mixer, `cross`, as an encoder-decoder's cross-attention does; the cache is then a
+    tuple of both mixers'. Behind them may stand a `GatedInput`, in `gated_input`; a `scalar` multiplies the stream last
+    (Gemma 4).
     """
 
     mixer: Residual | ParallelMixers
     feed_forward: Residual | None = None
     scalar: Float[Array, ""] | None = None
     gated_input: Residual | None = None
+    cross: Residual | None = None
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """Run both sublayers; the cache is the mixer's, and the `Aux` a routed feed-forward layer's, or None."""
+        """Run all sublayers; the cache is the mixers', and the `Aux` a routed feed-forward layer's, or None."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        x, cache, left = self.mixer(x, tokens, cache, number=0)
+        own, other = (cache, None) if self.cross is None or cache is None else cache
+        x, own, left = self.mixer(x, tokens, own, number=0)
+        if self.cross is not None:
+            x, other, _ = self.cross(x, tokens, other, number=3)
+        cache = own if self.cross is None or cache is None else (own, other)
         aux = None
         if self.feed_forward is not None:
             x, _, aux = self.feed_forward(x, tokens, number=1)
@@ -87,8 +94,9 @@ class Block(Layer):
         return x if self.scalar is None else wide_product(x, self.scalar), cache, aux
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """The mixer's empty cache."""
-        return self.mixer.init_cache(batch, capacity, dtype)
+        """The mixer's empty cache, and the other's."""
+        own = self.mixer.init_cache(batch, capacity, dtype)
+        return own if self.cross is None else (own, self.cross.init_cache(batch, capacity, dtype))
 
 
 class ParallelBlock(Layer):

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from ._quantized import restored
 from ._slots import of_layer, remembered, SlotCache
 from ._tokens import Tokens
 
@@ -46,6 +47,15 @@ class KVCache(SlotCache):
             "key_scales": own(self.key_scales).swapaxes(-2, -1),
             "value_scales": own(self.value_scales).swapaxes(-2, -1),
         }
+
+    def stored(
+        self, dtype: jnp.dtype
+    ) -> tuple[Float[Array, "*batch all kv_heads head_dim"], Float[Array, "*batch all kv_heads v_dim"], Tokens]:
+        """All keys and values that it holds, and their tokens."""
+        own = lambda x: of_layer(x, self.layer)
+        memories = (self.keys, self.key_scales), (self.values, self.value_scales)
+        keys, values = (own(x) if scales is None else restored(own(x), own(scales), dtype) for x, scales in memories)
+        return _swapped(keys), _swapped(values), Tokens(own(self.positions))
 
     def update(
         self,

@@ -29,7 +29,7 @@ class Attends(NamedTuple):
     output: Channels
     """The output's."""
     needs: tuple[str, ...] = ()
-    """Which of `softcap` and `sinks` the core must compute."""
+    """Which of `softcap`, `sinks` and `bias` the core must compute; `source`: the keys are of another sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +68,17 @@ class Mixer(Module):
     def facts(self) -> MixerFacts:
         """What transforms and cost formulas must know; by default what is safe for any mixer."""
         return MixerFacts()
+
+
+class ScoreBias(Module):
+    """What is added to the scores of a model's attentions that say so (`Attention(score_bias=True)`), by positions.
+
+    It runs on a slice of its heads: its arrays name their dim `heads`, or are the same for all heads.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, queries: Tokens, keys: Tokens) -> Float[Array, "*batch heads seq kv_seq"]:
+        """What is added for each query and key, in float32 at least."""
 
 
 class FeedForward(Module):

@@ -27,7 +27,7 @@ def run_with(
     `core` computes every attention's softmax (what that is, a softcap included, stays), `remat` says what the backward
     pass recomputes in every `Stack`, one of `REMAT`, and `unroll` how many layers a turn of its scan runs. Arrays are
     not touched: the shapes of `equinox.filter_eval_shape` do as well. Raises a `ValueError` for a policy that there is
-    not, an `unroll` below one, and a core without the softcap or sinks that the model needs.
+    not, an `unroll` below one, and a core without the softcap, sinks or bias that the model needs.
     """
     if remat is not None and remat not in REMAT:
         raise ValueError(f"run_with(remat={remat!r}): the policies are {', '.join(REMAT)}.")
@@ -62,6 +62,6 @@ def _exchanged(mixer: Mixer, core: Core) -> Mixer:
     if lacking := [name for name in attends.needs if name in core.lacks()]:
         raise ValueError(
             f"run_with(core={core}): an attention of the model has {' and '.join(lacking)}, which this core has not; "
-            "pass BlockwiseCore() or ReferenceCore()."
+            "pass AutoCore() or ReferenceCore()."
         )
     return eqx.tree_at(lambda m: m.core, mixer, core)

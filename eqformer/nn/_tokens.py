@@ -2,7 +2,8 @@
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -39,6 +40,10 @@ class Tokens(eqx.Module):
     """Keys and values that layers before have left; a mixer is given those that it reads in the place of a cache."""
     wanted: frozenset[str] = eqx.field(static=True, default=frozenset())
     """The names under which layers behind read such keys."""
+    source: "Source | None" = None
+    """The sequence that cross-attention reads."""
+    score_bias: Callable[..., Any] | None = None
+    """A `ScoreBias`, which a model sets for its own layers."""
     whole_rows: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
     documents: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
     pieces: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
@@ -72,6 +77,32 @@ class Tokens(eqx.Module):
         if self.keys is None:
             return self
         return known_as(dataclasses.replace(self, keys=fold_in_each(self.keys, jnp.uint32(number))), self)
+
+
+class Source(eqx.Module):
+    """A sequence that another reads by cross-attention: ids for the model's encoder, or vectors as they are."""
+
+    values: Int[Array, "*batch kv_seq"] | Float[Array, "*batch kv_seq source"]
+    tokens: Tokens
+
+    @property
+    def is_of_ids(self) -> bool:
+        """Whether it is still to be encoded."""
+        return jnp.issubdtype(self.values.dtype, jnp.integer)
+
+    def vectors(self, call: str) -> Float[Array, "*batch kv_seq source"]:
+        """Its vectors; raises a `ValueError` where there are none yet."""
+        if self.is_of_ids:
+            raise ValueError(
+                f"{call}: the source is of ids, and the model has no encoder that reads them; give its vectors, or "
+                "build the model with nn.Transformer(encoder=nn.Encoder(...))."
+            )
+        return self.values
+
+
+def with_source(tokens: Tokens, source: Source | None) -> Tokens:
+    """The same tokens, whose cross-attention reads this source."""
+    return known_as(dataclasses.replace(tokens, source=source), tokens)
 
 
 def of_whole_rows(tokens: Tokens, number: int | None, documents: int | None = None) -> Tokens:

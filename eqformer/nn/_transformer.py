@@ -7,9 +7,11 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from ._contracts import ScoreBias
 from ._dropout import Dropout
 from ._dtype import at_least_float32, float_dtype
 from ._embedding import Embedding, LearnedPositions
+from ._encoder import biased, Encoder
 from ._in_turn import in_turn
 from ._layer_inputs import LayerInputs
 from ._linear_map import LinearMap
@@ -19,7 +21,7 @@ from ._predictor import Predictor
 from ._slots import check_cached
 from ._stack import empty_caches, Stack
 from ._sums import wide_sum
-from ._tokens import known_as, Tokens, tokens_or_default
+from ._tokens import known_as, Tokens, tokens_or_default, with_source
 from .cores._core import soft_capped
 
 
@@ -60,6 +62,10 @@ class Transformer(Module):
     """What each layer is given of each token beside the stream (Gemma 4 E2B)."""
     predictor: Predictor | None = None
     """Predicts one token further, for drafts of text; a call of the model leaves it alone."""
+    encoder: Encoder | None = None
+    """What reads `tokens.source` for the layers' cross-attention, embedded by the same table (T5)."""
+    score_bias: ScoreBias | None = None
+    """What is added to the scores of the layers' attentions that say so, such as a `RelativeBias`."""
 
     @property
     def vocab(self) -> int:
@@ -70,6 +76,11 @@ class Transformer(Module):
     def depth(self) -> int:
         """How many layers the stacks hold together, a period counted as one."""
         return sum(len(stack) for stack in self.stacks)
+
+    @property
+    def start(self) -> int | None:
+        """With an encoder, the id that each text begins with, while the encoder reads the prompt; or None."""
+        return None if self.encoder is None else self.encoder.start
 
     def __call__(
         self, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None, cache: PyTree = None
@@ -84,16 +95,25 @@ class Transformer(Module):
         """The final norm's output, the new cache (a tuple with one for each stack), and the aux of routed layers.
 
         The aux has, for each stack, a tree of `Aux` with a `layers` dim in front, None for other layers. With a cache,
-        `tokens` must be given, since their positions say how long each row is already.
+        `tokens` must be given, since their positions say how long each row is already. A source of ids
+        (`tokens.source`) is encoded here; with a cache it is given once, and kept.
         """
         tokens = tokens_or_default(tokens, ids.shape, cache)
         if cache is not None:
             check_cached(tokens, cache)
         x = self.embed(ids, tokens)
+        tokens = biased(self._with_encoded(tokens), self.score_bias)
         if self.layer_inputs is not None:
             tokens = known_as(dataclasses.replace(tokens, inputs=self.layer_inputs(x, ids)), tokens)
         x, cache, aux = in_turn(self.stacks, x, tokens, cache)
         return self.norm(x), cache, aux
+
+    def _with_encoded(self, tokens: Tokens) -> Tokens:
+        source = tokens.source
+        if self.encoder is None or source is None or not source.is_of_ids:
+            return tokens
+        read = source.tokens.fold_in(_SOURCE)  # so that its random keys are not the targets'
+        return with_source(tokens, self.encoder(self.embed(source.values, read), read))
 
     def embed(self, ids: Int[Array, "*batch seq"], tokens: Tokens) -> Float[Array, "*batch _ embed"]:
         """What the first stack is given: the tokens' vectors and, where learned, their positions'."""
@@ -144,4 +164,5 @@ class Transformer(Module):
         return empty_caches(self.stacks, shape, capacity, dtype, compute_dtype=self.compute_dtype, rollback=rollback)
 
 
+_SOURCE = 2**31 - 2
 _EMBEDDING = 2**31 - 1  # folded into the keys of the embedding's dropout, where layers fold their numbers

@@ -110,8 +110,12 @@ def attend(
     scale: float,
     sinks: np.ndarray | None = None,
     softcap: float | None = None,
+    bias: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Softmax attention by loops; arrays are `batch seq heads head_dim`, `visible` is `batch seq kv_seq`."""
+    """Softmax attention by loops; arrays are `batch seq heads head_dim`, `visible` is `batch seq kv_seq`.
+
+    A `bias` is `batch heads seq kv_seq`.
+    """
     batch, seq, heads, _ = query.shape
     group = heads // key.shape[2]
     output = np.zeros((batch, seq, heads, value.shape[-1]))
@@ -119,6 +123,7 @@ def attend(
         seen = [j for j in range(key.shape[1]) if visible[b, i, j]]
         scores = np.array([query[b, i, h] @ key[b, j, h // group] * scale for j in seen])
         scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+        scores = scores if bias is None else scores + bias[b, h, i, seen]
         weights = np.exp(scores)
         total = weights.sum() + (0 if sinks is None else np.exp(sinks[h]))
         for weight, j in zip(weights, seen):

@@ -51,6 +51,7 @@ class Attention(Mixer):
     scale: float = eqx.field(static=True)
     softcap: float | None = eqx.field(static=True)
     norms_rotated: bool = eqx.field(static=True)
+    score_bias: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class Attention(Mixer):
         core: Core | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        score_bias: bool = False,
         key: Key[Array, ""],
     ):
         """Draw the projections; parts that are modules (norms, rotary, temperature, mask, core) are passed built.
@@ -102,6 +104,7 @@ class Attention(Mixer):
                 pass `DotProductCore()`.
             scale: What the scores are multiplied by; None: `head_dim^-0.5`.
             softcap: The bound of the scores, `softcap * tanh(scores / softcap)` (Gemma 2).
+            score_bias: Whether the model's `ScoreBias` is added to the scores.
             key: For the weights.
         """
         kv_heads = heads if kv_heads is None else kv_heads
@@ -128,7 +131,7 @@ class Attention(Mixer):
         self.mask = causal() if mask is None else mask
         self.core = AutoCore() if core is None else core
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.softcap, self.norms_rotated = softcap, norms_rotated
+        self.softcap, self.norms_rotated, self.score_bias = softcap, norms_rotated, score_bias
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: KVCache | Leaving | None = None
@@ -165,6 +168,8 @@ class Attention(Mixer):
         if cache is not None and cache.key_scales is not None and x.shape[-2] == 1 and not late and core.ring_block():
             # All that a token sees is what is stored: products read it as it is, and scores are multiplied.
             given, core = cache.scaled(x.dtype), ReferenceCore()
+        if self.score_bias:
+            given["bias"] = _bias(tokens, kv_tokens)
         attended = core(
             query,
             **given,
@@ -206,6 +211,15 @@ class Attention(Mixer):
         """It runs on a slice of its heads, and its core attends for pieces of rows."""
         query, key, value = (self.query.output_shape,), (self.key.output_shape,), (self._values.output_shape,)
         output = ((query[0][0], value[0][1]),)
-        needs = {"softcap": self.softcap is not None, "sinks": self.sinks is not None}
+        needs = {"softcap": self.softcap is not None, "sinks": self.sinks is not None, "bias": self.score_bias}
         needed = tuple(name for name, is_needed in needs.items() if is_needed)
         return MixerFacts(True, Attends(self.mask, query, key, value, output, needed))
+
+
+def _bias(tokens: Tokens, kv_tokens: Tokens | None) -> Float[Array, "*batch heads seq kv_seq"]:
+    if tokens.score_bias is None:
+        raise ValueError(
+            "Attention(score_bias=True): the tokens have no score_bias; build the model with "
+            "nn.Transformer(score_bias=...), or pass nn.Tokens(positions, score_bias=...)."
+        )
+    return tokens.score_bias(tokens, tokens if kv_tokens is None else kv_tokens)

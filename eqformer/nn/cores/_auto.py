@@ -11,7 +11,7 @@ from .._tokens import Tokens
 from ..attention._mask import Mask
 from ._blockwise import BlockwiseCore
 from ._contract import Block, Core, Fused
-from ._core import check_heads
+from ._core import check_heads, ReferenceCore
 from ._cudnn import CudnnKernel
 from ._fused import attend_fused, Ways
 from ._kernel import Call, Kernel, known_rows
@@ -25,7 +25,8 @@ class AutoCore(Core):
     chooses when it lowers the program (`jax.lax.platform_dependent`). The kernels need rows that are known to be whole,
     or packed one after another (`Tokens.whole_rows`); splash bfloat16 or float32 and rows of a multiple of 128 tokens,
     cuDNN 16 bit, heads of at most 128 channels (256 on Hopper) and no softcap. Every other call, such as one with a
-    cache, is `BlockwiseCore`'s, and on a CPU all are. Differentiable as that is.
+    cache, is `BlockwiseCore`'s, and on a CPU all are. Differentiable as that is. With a `bias` it is `ReferenceCore`'s,
+    of quadratic memory.
     """
 
     def __call__(
@@ -40,15 +41,27 @@ class AutoCore(Core):
         scale: float,
         softcap: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
+        bias: Float[Array, "*#batch heads seq kv_seq"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
+        """Attend, as any core.
+
+        Args:
+            bias: What is added to the scores; without the dims of the batch the same for all rows; None: nothing.
+        """
         check_heads(query, key)
+        given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
+        if bias is not None:
+            return ReferenceCore()(query, key, value, tokens=tokens, kv_tokens=kv_tokens, bias=bias, **given)
         rows = known_rows(mask, tokens, kv_tokens)
         if rows is not None and (kernels := self.fused().kernels):
             call = Call(rows, scale, softcap)
             if there := tuple(kernel for kernel in kernels if kernel.refusal(call, query, key, value) is None):
                 return attend_fused(Ways(call, there), query, key, value, tokens, sinks)
-        given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
         return BlockwiseCore()(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **given)
+
+    def lacks(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
 
     def ring_block(self) -> Block:
         """That of `BlockwiseCore()`."""
@@ -135,5 +148,5 @@ class CudnnCore(_KernelCore):
         return CudnnKernel()
 
     def lacks(self) -> tuple[str, ...]:
-        """Softcaps."""
-        return ("softcap",)
+        """Softcaps and biases."""
+        return "softcap", "bias"

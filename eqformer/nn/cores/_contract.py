@@ -57,8 +57,11 @@ class Core(Module):
         """
 
     def lacks(self) -> tuple[str, ...]:
-        """Which of `softcap` and `sinks` it cannot compute."""
-        return ()
+        """Which of `softcap`, `sinks` and `bias` it cannot compute; a core that has not `bias` is never passed one.
+
+        A `bias` of shape `*batch heads seq kv_seq` is added to the scores, before the mask.
+        """
+        return ("bias",)
 
     def ring_block(self) -> Block | None:
         """The tokens of a block if the loop of `BlockwiseCore` may compute the same in its place, as a ring does."""

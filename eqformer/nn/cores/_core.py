@@ -19,7 +19,7 @@ from ._contract import Block, Core
 
 
 class ReferenceCore(Core):
-    """Attention in plain jnp, with any mask, a softcap and sinks; builds the whole matrix of probabilities.
+    """Attention in plain jnp, with any mask, a softcap, sinks and a bias; builds the whole matrix of probabilities.
 
     Softmax and sums are float32, or float64 for such inputs. A query that sees nothing gets zeros. Keys and values that
     are to be multiplied by scales are read without: scores and probabilities are multiplied in their place.
@@ -37,6 +37,7 @@ class ReferenceCore(Core):
         scale: float,
         softcap: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
+        bias: Float[Array, "*#batch heads seq kv_seq"] | None = None,
         key_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
         value_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
@@ -52,6 +53,7 @@ class ReferenceCore(Core):
             scale: What the scores are multiplied by.
             softcap: The bound of the scores; None: there is none.
             sinks: A score of each head that joins its softmax.
+            bias: What is added to the scores; without the dims of the batch the same for all rows; None: nothing.
             key_scales: What each key is to be multiplied by; None: nothing.
             value_scales: What each value is to be multiplied by; None: nothing.
         """
@@ -63,6 +65,8 @@ class ReferenceCore(Core):
         if key_scales is not None:
             scores = scores * by_scores(key_scales).astype(exact)
         scores = soft_capped(scores * scale, softcap)
+        if bias is not None:
+            scores = scores + bias.reshape(*bias.shape[:-3], kv_heads, -1, *bias.shape[-2:]).astype(exact)
         visible = mask(tokens, tokens if kv_tokens is None else kv_tokens)[..., None, None, :, :]
         scores = jnp.where(visible, scores, lowest(exact))
         peak = jnp.max(scores, axis=-1, keepdims=True)
@@ -81,6 +85,10 @@ class ReferenceCore(Core):
         output = jnp.einsum("...kgqs,...skd->...kgqd", narrow, value, preferred_element_type=exact)
         output = jnp.moveaxis(output, -2, -4).reshape(*query.shape[:-1], value.shape[-1]).astype(query.dtype)
         return checkpoint_name(output, "attended")  # for remat policies that keep it
+
+    def lacks(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
 
     def ring_block(self) -> Block:
         """That of `BlockwiseCore()`."""
@@ -111,7 +119,7 @@ class DotProductCore(Core):
     ) -> Float[Array, "*batch seq heads v_dim"]:
         check_heads(query, key)
         given = {"softcap": softcap is not None, "sinks": sinks is not None}
-        if lacking := [name for name in self.lacks() if given[name]]:
+        if lacking := [name for name, is_given in given.items() if is_given]:
             raise ValueError(
                 f"DotProductCore was given {' and '.join(lacking)}, which jax.nn.dot_product_attention has no place "
                 "for: pass core=BlockwiseCore() or core=ReferenceCore()."
@@ -139,8 +147,8 @@ class DotProductCore(Core):
         return output[..., :v_dim].reshape(*query.shape[:-1], v_dim)
 
     def lacks(self) -> tuple[str, ...]:
-        """Both."""
-        return "softcap", "sinks"
+        """All of them."""
+        return "softcap", "sinks", "bias"
 
     def ring_block(self) -> Block:
         """That of `BlockwiseCore()`."""

@@ -1,0 +1,117 @@
+"""Attention of a sequence to another one."""
+
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from .._cache import KVCache
+from .._contracts import Attends, Mixer, MixerFacts
+from .._dtype import float_dtype
+from .._linear import Linear
+from .._linear_map import LinearMap
+from .._slots import empty_slots
+from .._tokens import Tokens, tokens_or_default
+from ..cores._auto import AutoCore
+from ..cores._contract import Core
+from ._mask import full, Mask
+
+
+class CrossAttention(Mixer):
+    """Attention of a sequence's queries to the keys and values of another, `tokens.source` (Vaswani et al. 2017).
+
+    Each token sees every token of the source, or in packed rows those of its own segment. A call with a cache and a
+    source stores its keys and values; later calls, without a source, read them, so that they are computed once for a
+    text. Head counts are read off the weights, so the module runs on a slice of its heads.
+    """
+
+    query: LinearMap
+    key: LinearMap
+    value: LinearMap
+    output: LinearMap
+    mask: Mask
+    core: Core
+    scale: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        embed: int,
+        heads: int,
+        head_dim: int,
+        kv_heads: int | None = None,
+        source: int | None = None,
+        bias: bool = False,
+        output_std: float | None = None,
+        core: Core | None = None,
+        scale: float | None = None,
+        key: Key[Array, ""],
+    ):
+        """Draw the projections.
+
+        Args:
+            embed: Channels of the input and the output.
+            heads: Heads of queries.
+            head_dim: Channels of a head.
+            kv_heads: Heads of keys and values, a divisor of `heads`; None: as many.
+            source: Channels of the source's vectors; None: as many as `embed`.
+            bias: Whether the four maps have biases.
+            output_std: The deviation of the output's weights; None: as the others'.
+            core: How the attention is computed; None: `AutoCore()`.
+            scale: What the scores are multiplied by; None: `head_dim^-0.5`.
+            key: For the weights.
+        """
+        kv_heads = heads if kv_heads is None else kv_heads
+        if heads % kv_heads:
+            raise ValueError(f"CrossAttention(heads={heads}, kv_heads={kv_heads}): kv_heads must divide heads.")
+        keys = jax.random.split(key, 4)
+        given = {"source": embed if source is None else source, "kv_heads": kv_heads, "head_dim": head_dim}
+        own = {"embed": embed, "heads": heads, "head_dim": head_dim}
+        self.query = Linear("embed -> heads head_dim", bias=bias, key=keys[0], **own)
+        self.key = Linear("source -> kv_heads head_dim", bias=bias, key=keys[1], **given)
+        self.value = Linear("source -> kv_heads head_dim", bias=bias, key=keys[2], **given)
+        self.output = Linear("heads head_dim -> embed", bias=bias, std=output_std, key=keys[3], **own)
+        self.mask = full()
+        self.core = AutoCore() if core is None else core
+        self.scale = head_dim**-0.5 if scale is None else scale
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: KVCache | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], KVCache | None]:
+        """Attend to the source of the tokens or, where they have none, to that which the cache holds."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
+        source = tokens.source
+        if source is not None:
+            vectors = source.vectors("CrossAttention")
+            kv_tokens, key, value = source.tokens, self.key(vectors), self.value(vectors)
+            if cache is not None:
+                if vectors.shape[-2] > (slots := cache.positions.shape[-1]):
+                    raise ValueError(
+                        f"CrossAttention: a source of {vectors.shape[-2]} tokens and a cache of capacity {slots}, "
+                        "which keeps its keys too; make it by init_cache(..., capacity) with as many."
+                    )
+                cache, key, value, kv_tokens = cache.update(key, value, kv_tokens)
+        elif cache is not None:
+            key, value, kv_tokens = cache.stored(x.dtype)
+        else:
+            raise ValueError(
+                "CrossAttention: neither a source nor a cache that holds one; pass nn.Tokens(positions, "
+                "source=nn.Source(...)), or nn.with_source(tokens, source)."
+            )
+        key, value = key.astype(x.dtype), value.astype(x.dtype)
+        query, rest = self.query(x), {"mask": self.mask, "scale": self.scale}
+        return self.output(self.core(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **rest)), cache
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
+        """An empty cache for sources of up to `capacity` tokens."""
+        dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
+        slots = lambda heads, width: jnp.zeros((*batch, heads, capacity, width), dtype)
+        keys, values = slots(*self.key.output_shape), slots(*self.value.output_shape)
+        return KVCache(keys=keys, values=values, positions=empty_slots(batch, capacity))
+
+    def facts(self) -> MixerFacts:
+        """It runs on a slice of its heads."""
+        shapes = ((each.output_shape,) for each in (self.query, self.key, self.value, self.query))
+        return MixerFacts(True, Attends(self.mask, *shapes, needs=("source",)))

@@ -1,0 +1,140 @@
+"""Attention to another sequence against loops in float64, with its cache, and models with an encoder."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nn_reference import attend, close, drawn, linear, normal, randomised, wide
+
+from eqformer import nn
+
+
+KEY = jax.random.key(0)
+SIZES: dict[str, Any] = {"embed": 6, "heads": 4, "kv_heads": 2, "head_dim": 3}
+PLACES = np.array([[0, 1, 2, 3, 4, 5, -1], [0, 1, 2, 0, 1, -1, -1]])
+SEGMENTS = np.array([[0] * 7, [0] * 3 + [1] * 4])
+
+
+def test_it_is_attention_to_the_source():
+    """Of other channels, with key heads that are shared, padding and, in the second row, two documents."""
+    module = drawn(nn.CrossAttention, **SIZES, source=5, bias=True, key=KEY)
+    x, vectors = normal(0, 2, 4, 6), normal(1, 2, 7, 5)
+    own = np.array([[0] * 4, [0, 0, 1, 1]])
+    source = nn.Source(vectors, nn.Tokens(jnp.asarray(PLACES), jnp.asarray(SEGMENTS)))
+    tokens = nn.Tokens(jnp.asarray([[0, 1, 2, 3], [0, 1, 0, 1]]), jnp.asarray(own), source=source)
+
+    def by_loops(visible):
+        query, key, value = (
+            linear(wide(x), module.query),
+            *(linear(wide(vectors), m) for m in (module.key, module.value)),
+        )
+        return linear(attend(query, key, value, visible, 3**-0.5), module.output)
+
+    there = np.broadcast_to(PLACES[:, None] >= 0, (2, 4, 7))
+    visible = there & (own[:, :, None] == SEGMENTS[:, None])
+    found = module(x, tokens)[0]
+    assert close(found, by_loops(visible))
+    assert not close(found, by_loops(there), 1e-2) and not close(found, by_loops(np.ones_like(there)), 1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_cache_keeps_the_source_for_calls_without_it(dtype):
+    encode = eqx.filter_jit(lambda model, *given: model(*given))
+    model, ids, read = _model(), _ids(2, 6), _ids(2, 9, seed=1)
+    source = nn.Source(read, nn.right_padded(jnp.array([9, 5]), 9))
+    whole = encode(model, ids, nn.with_source(nn.positions_like((2, 6)), source))[0]
+
+    def written(source):
+        cache, found = model.init_cache(2, 10, dtype), []
+        for place in range(6):
+            tokens = nn.Tokens(jnp.full((2, 1), place), source=None if place else source)
+            one, cache = encode(model, ids[:, place : place + 1], tokens, cache)
+            found.append(one)
+        return jnp.concatenate(found, axis=1)
+
+    rounding = 2e-5 if dtype == "float32" else 5e-2
+    assert close(written(source), whole, rounding)
+    assert not close(written(nn.Source(read[::-1], source.tokens)), whole, 4 * rounding)
+    with pytest.raises(ValueError, match="a source of 9 tokens and a cache of capacity 8, which keeps its keys too"):
+        encode(model, ids, nn.with_source(nn.positions_like((2, 6)), source), model.init_cache(2, 8))
+
+
+def test_packed_pairs_are_as_each_alone_and_vectors_are_read_as_they_are():
+    model, ids, read = _model(), _ids(1, 8), _ids(1, 9, seed=1)
+    cut = lambda x, first, last: x[:, first:last]
+    places = lambda *lengths: jnp.concatenate([jnp.arange(n) for n in lengths])[None]
+    segments = lambda *lengths: jnp.concatenate([jnp.full(n, i) for i, n in enumerate(lengths)])[None]
+    source = nn.Source(read, nn.Tokens(places(5, 4), segments(5, 4)))
+    together = model(ids, nn.Tokens(places(3, 5), segments(3, 5), source=source))[0]
+    for (first, last), (begin, end) in (((0, 3), (0, 5)), ((3, 8), (5, 9))):
+        one = nn.Source(cut(read, begin, end), nn.positions_like((1, end - begin)))
+        alone = nn.with_source(nn.positions_like((1, last - first)), one)
+        assert close(together[:, first:last], model(cut(ids, first, last), alone)[0])
+    assert not close(together, model(ids, nn.Tokens(places(8), source=source))[0], 1e-2)  # one document
+    encoded = model.encoder(model.embedding(read), source.tokens)
+    assert not encoded.is_of_ids
+    tokens = nn.Tokens(places(3, 5), segments(3, 5), source=encoded)
+    bare = eqx.tree_at(lambda m: m.encoder, model, None)
+    assert close(bare(ids, tokens)[0], together)
+    with pytest.raises(ValueError, match="CrossAttention: the source is of ids, and the model has no encoder"):
+        bare(ids, nn.with_source(tokens, source))
+    with pytest.raises(ValueError, match="CrossAttention: neither a source nor a cache that holds one; pass"):
+        model(ids)
+
+
+def test_the_source_has_random_keys_of_its_own():
+    """In training, dropout falls elsewhere in the source than in the row."""
+    found = []
+
+    class Seen(nn.Dropout):
+        def __call__(self, x: Any, keys: Any) -> Any:
+            found.append(np.asarray(jax.random.key_data(keys)))
+            return x
+
+    model, ids = eqx.tree_at(lambda m: m.dropout, _model(), Seen(0.1), is_leaf=lambda x: x is None), _ids(2, 5)
+    keys = nn.token_keys(KEY, jnp.arange(2), nn.positions_like((2, 5)).positions)
+    tokens = nn.positions_like((2, 5), keys)
+    model(ids, nn.with_source(tokens, nn.Source(ids, tokens)))
+    row, source = found
+    assert row.shape == source.shape and not np.any(np.all(row == source, axis=-1))
+
+
+def test_mixtures_stand_in_decoders_alone():
+    def routed(key):
+        router = nn.TopKRouter(embed=6, experts=2, top_k=1, key=key)
+        experts = nn.Experts(lambda key: nn.MLP(embed=6, mlp=4, key=key), 2, key=key)
+        return nn.Residual(nn.MoE(router, experts))
+
+    with pytest.raises(ValueError, match=r"Encoder\(stacks=...\): a layer routes tokens"):
+        nn.Encoder((nn.Stack(routed, 1, key=KEY),), nn.RMSNorm("embed", embed=6))
+    with pytest.raises(ValueError, match=r"CrossAttention\(heads=4, kv_heads=3\): kv_heads must divide heads"):
+        nn.CrossAttention(embed=6, heads=4, kv_heads=3, head_dim=3, key=KEY)
+
+
+def _ids(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 20, shape), jnp.int32)
+
+
+def _model() -> Any:
+    """Of an encoder and a decoder of two layers, with biases of distances; packed rows see positions of their own."""
+    norm = lambda: nn.RMSNorm("embed", embed=6)
+    bias = lambda both_ways: nn.RelativeBias(ranges=6, heads=4, farthest=5, both_ways=both_ways, key=KEY)
+
+    def block(key, reads):
+        attention = nn.Attention(**SIZES, mask=nn.full() if reads else nn.causal(), score_bias=True, key=key)
+        cross = None if reads else nn.Residual(nn.CrossAttention(**SIZES, key=key), norm())
+        return nn.Block(
+            nn.Residual(attention, norm()), nn.Residual(nn.MLP(embed=6, mlp=5, key=key), norm()), cross=cross
+        )
+
+    stack = lambda reads: (nn.Stack(lambda key: block(key, reads), 2, key=KEY),)
+
+    def make():
+        encoder = nn.Encoder(stack(True), norm(), bias(True), start=3)
+        table = nn.Embedding(vocab=20, embed=6, key=KEY)
+        return nn.Transformer(table, stack(False), norm(), encoder=encoder, score_bias=bias(False))
+
+    return randomised(eqx.filter_eval_shape(make))
