@@ -183,7 +183,8 @@ def prompt_of(command: Command, writer: Writer) -> tuple[str, list[int]]:
         return "", _prompt(tokenizer, text, whole=True)
     is_published = writer.folder.is_dir()
     ids = _prompt(tokenizer, command.prompt) if is_published else tokenizer.encode(command.prompt).tolist()
-    return command.prompt, ids or [tokenizer.end_of_text]
+    shown = command.prompt if writer.model.start is None else ""  # what an encoder reads is no part of the text
+    return shown, ids or [tokenizer.end_of_text]
 
 
 def _prompt(tokenizer: data.Tokenizer, text: str, *, whole: bool = False) -> list[int]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from ..nn import right_padded, token_keys, Tokens
+from ..nn import right_padded, Source, token_keys, Tokens, with_source
 from ._model import Model
 from ._transforms import Chain, History
 
@@ -55,10 +55,15 @@ def prefill(
 ) -> Rows:
     """Read the prompts, which are right-padded in `ids`, and draw the first of at most `most` new tokens of each row.
 
-    Logits are computed for each row's last token only.
+    Logits are computed for each row's last token only. A model with an encoder reads them by that, and begins each row
+    with its own `start`.
     """
     batch, prompt = ids.shape
     tokens = right_padded(lengths, prompt)
+    if model.start is not None:
+        source = Source(ids, tokens)
+        ids, lengths = jnp.full((batch, 1), model.start, ids.dtype), jnp.ones_like(lengths)
+        tokens = with_source(right_padded(lengths, 1), source)
     cache = model.init_cache(batch, sizes.capacity, sizes.cache_dtype)
     if sizes.chunk is None:
         hidden, cache, _ = model.encode(ids, tokens, cache)

@@ -60,7 +60,8 @@ def generate(
     A row ends with the first id of `end_of_text` that it draws, and decoding when every row has ended. A row's draws
     depend on `key`, on its number in `examples` and on positions, not on the other rows. Prefill and decode are one
     compiled program. Sizes are rounded up to multiples of 64, so other prompts, other counts of new tokens and other
-    temperatures mostly run without compiling again; another number of rows does not.
+    temperatures mostly run without compiling again; another number of rows does not. A model with an encoder (T5) reads
+    the prompts by that, and what it returns begins with its own first id, which counts as the prompt.
 
     Args:
         model: What is asked for logits, with a cache.
@@ -73,7 +74,7 @@ def generate(
         log_probabilities: Whether to return those of the drawn ids by the model itself.
         examples: The rows' numbers; None: 0, 1, ...
         prefill_chunk: The tokens of a prompt that are read at once, in equal chunks, so that activations do not grow
-            with the prompt; None: at most 1,024. The results are the same.
+            with the prompt; None: at most 1,024. The results are the same. An encoder reads all at once.
         cache_dtype: What keys and values are kept in; None: the compute dtype. `"int8"` and `"fp8"` round them, with
             a scale for each token and head.
         draft: A smaller model of the same vocabulary that proposes tokens for `model` to check, several at once, by
@@ -95,7 +96,7 @@ def generate(
     longest = int(np.max(after))
     return Generation(
         np.asarray(rows.ids)[:, :longest],
-        np.asarray(prepared.lengths),
+        np.asarray(prepared.begun),
         after,
         None if kept is None else np.asarray(kept)[:, :longest],
         None if rows.cache is None else drafted_of(rows.cache),
@@ -108,6 +109,10 @@ def reader_of(
     """The model, together with its draft where there is one; raises a `ValueError` for a draft that does not fit."""
     if draft is None:
         return model
+    if model.start is not None:
+        raise ValueError(
+            "generate(draft=...): the model has an encoder, and no draft is made for one; leave the draft out."
+        )
     total = int(np.max(prepared.lengths)) + max_new_tokens
     return Speculative(model, draft_of(model, draft, draft_tokens, total))
 

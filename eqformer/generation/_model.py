@@ -17,6 +17,9 @@ class Model(Protocol):
     @property
     def positions(self) -> LearnedPositions | None: ...
 
+    @property
+    def start(self) -> int | None: ...
+
     def encode(
         self, ids: Int[Array, "batch seq"], tokens: Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch seq embed"], PyTree, Any]: ...

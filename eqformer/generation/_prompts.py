@@ -23,6 +23,8 @@ class Prompts(NamedTuple):
     ids: Int[jax.Array, "batch prompt"]
     lengths: Int[jax.Array, "batch"]
     sizes: Sizes
+    begun: Int[jax.Array, "batch"]
+    """How many ids each row holds before any is drawn: the prompt's or, where an encoder reads that, the first."""
 
 
 def prepare(
@@ -45,9 +47,11 @@ def prepare(
                 f"generate(prompts): prompt {number} holds the id {outside[0]}, but the model's {model.vocab} ids are "
                 f"0 to {model.vocab - 1}; encode the prompt with the tokenizer that the model was trained with."
             )
-    longest = max(map(len, rows))
-    total = longest + max_new_tokens
-    width = capacity = rounded_up(total, BUCKET)
+    longest, is_encoded = max(map(len, rows)), model.start is not None
+    total = (1 if is_encoded else longest) + max_new_tokens
+    width = rounded_up(total, BUCKET)
+    # A cache of a model with an encoder has slots for the prompt's keys and as many for the text's.
+    capacity = max(width, rounded_up(longest, BUCKET)) if is_encoded else width
     if model.positions is not None:
         known = model.positions.weight.shape[0]
         # The model never reads the last token that is drawn, so it needs no position.
@@ -61,12 +65,13 @@ def prepare(
     # Padding is never written to the cache, so the array of prompts may be wider than the cache.
     padded = rounded_up(longest, BUCKET)
     chunk = _even_chunk(padded) if prefill_chunk is None else prefill_chunk
-    chunk = None if chunk >= padded else chunk
+    chunk = None if chunk >= padded or is_encoded else chunk
     ids = np.zeros((len(rows), padded if chunk is None else rounded_up(padded, chunk)), np.int32)
     for row, given in zip(ids, rows):
         row[: len(given)] = given
     sizes = Sizes(width, capacity, chunk, cache_dtype)
-    return Prompts(jnp.asarray(ids), jnp.asarray([len(row) for row in rows], jnp.int32), sizes)
+    counts = jnp.asarray([len(row) for row in rows], jnp.int32)
+    return Prompts(jnp.asarray(ids), counts, sizes, jnp.ones_like(counts) if is_encoded else counts)
 
 
 def _even_chunk(padded: int) -> int:

@@ -53,6 +53,11 @@ class Speculative(eqx.Module):
         """The model's."""
         return self.model.positions
 
+    @property
+    def start(self) -> int | None:
+        """The model's."""
+        return self.model.start
+
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> Caches:
         """Empty caches, of which proposals can be taken back."""
         own = self.model.init_cache(batch, capacity, dtype, rollback=self.draft.tokens)

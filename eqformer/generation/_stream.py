@@ -75,8 +75,8 @@ class Stream(Iterator[int]):
     def _drawn(
         self, model: Model, prepared: Prompts, draws: Draws, most: Int[jax.Array, ""], stride: int
     ) -> Iterator[int]:
-        ids, lengths, sizes = prepared
-        shown = int(lengths[0])
+        ids, lengths, sizes, begun = prepared
+        shown = int(begun[0])
         rows, fresh = _begin(model, ids, lengths, most, draws, whole_number(shown + stride), stride, sizes)
         while True:
             # The host reads separate arrays, since the next call donates the rows.
@@ -102,7 +102,7 @@ def _begin(
     sizes: Sizes,
 ) -> tuple[Rows, tuple]:
     rows = prefill(model, ids, lengths, most, draws, log_probabilities=False, sizes=sizes)
-    return _with_fresh(advance(step_of(model, draws), rows, until[None]), lengths[0], stride, model)
+    return _with_fresh(advance(step_of(model, draws), rows, until[None]), until - stride, stride, model)
 
 
 @eqx.filter_jit(donate="all-except-first")

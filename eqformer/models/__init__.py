@@ -77,6 +77,7 @@ from .families._qwen3_next import Qwen3NextConfig as Qwen3NextConfig
 from .families._seed_oss import SeedOSSConfig as SeedOSSConfig
 from .families._smollm3 import SmolLM3Config as SmolLM3Config
 from .families._switch import GShardConfig as GShardConfig, SwitchConfig as SwitchConfig
+from .families._t5 import T5Config as T5Config
 
 
 # Files listed whole, each with its names. Type checkers take an import under another name for private, so assigned.

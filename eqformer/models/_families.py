@@ -61,6 +61,7 @@ from .families._qwen3_next import QWEN3_NEXT
 from .families._seed_oss import SEED_OSS
 from .families._smollm3 import SMOLLM3
 from .families._switch import GSHARD, SWITCH
+from .families._t5 import T5
 
 
 _LISTED = (
@@ -68,7 +69,7 @@ _LISTED = (
     *(GEMMA3, GEMMA4, GLM4, GLM4_MOE, GLM_MOE_DSA, GPT2, GPT_OSS, GRANITE, GRANITE_HYBRID, GSHARD, HUNYUAN),
     *(HUNYUAN_MOE, JAXFORMER, KIMI_LINEAR, LFM2, LFM2_MOE, LLAMA, LLAMA4, MAMBA2, MINIMAX_M2, MINISTRAL3, MISTRAL),
     *(MISTRAL4, MIXTRAL, MODERNBERT, NEMOTRON_H, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_5),
-    *(QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, SEED_OSS, SMOLLM3, SWITCH),
+    *(QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, SEED_OSS, SMOLLM3, SWITCH, T5),
 )
 _REGISTERED: dict[str, Family] = {}
 FAMILIES: Mapping[str, Family] = MappingProxyType(_REGISTERED)

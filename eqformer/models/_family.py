@@ -1,7 +1,7 @@
 """What a family is: one object that says how its models are built, and how they are published."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..nn import RotaryScaling, Transformer
@@ -88,6 +88,8 @@ class Family:
     """How its models publish what predicts a further token; None: they are read without it."""
     towers: tuple[Tower, ...] = ()
     """Published models of several kinds of data whose text model is one of this family."""
+    as_stored: Callable[[ModelConfig, Collection[str]], ModelConfig] | None = None
+    """The config, given the names of a folder's arrays, where its `config.json` does not say all; None: it does."""
 
     def read(self, published: PublishedConfig) -> ModelConfig:
         """The config of a model published with this configuration; raises a `ValueError` for what is not supported."""

@@ -12,7 +12,7 @@ from ..nn import has_shape, path_name, Transformer
 from ._config import PublishedConfig
 from ._families import build, FAMILIES, family_of
 from ._family import Family, ModelConfig
-from ._folder import CONFIG, FLOATS, read_json
+from ._folder import CONFIG, FLOATS, Folder, INDEX, read_json, SINGLE
 from ._gguf import GGUF
 from ._gguf_models import configuration_of, names_of
 from ._towers import TEXT, Tower
@@ -79,6 +79,8 @@ def described(path: Path, file: GGUF | None = None) -> Description:
         published = PublishedConfig(text, f"{source}: {TEXT}")
     config = family.read(published)
     published.finish()
+    if family.as_stored is not None and any((path / name).exists() for name in (SINGLE, INDEX)):
+        config = family.as_stored(config, Folder(path).names)
     return Description(family, config, tower, said, _format(quantised, source))
 
 

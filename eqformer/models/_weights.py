@@ -13,7 +13,7 @@ import einops
 import numpy as np
 
 from .._shapes import ArrayOrShape
-from ..nn import Layer, Period, Predictor, Transformer
+from ..nn import Layer, Period, Predictor, Stack, Transformer
 
 
 Stacked = Transformer | Predictor  # what has stacks of layers and arrays beside them
@@ -163,6 +163,8 @@ class Rule:
     """The rule applies only where there is nothing at this path."""
     variant: bool = False
     """The rule takes the place of others of its leaves where a folder has its arrays."""
+    part: str = ""
+    """The part of the model whose layers the name's `{layer}` counts, `"encoder"`, or none: the model itself."""
 
     def leaves(self, holder: Stacked | Layer) -> Any:
         """The leaf of a model or a layer, or a tuple of several; None where the rule does not apply."""
@@ -180,9 +182,9 @@ def weights_of(table: Sequence[Rule], config: object, model: Stacked, stored: St
     Variants are among them where a folder has `stored` their arrays; of several of one name the first that fits.
     """
     found = [_weight(rule, config, rule.leaves, ()) for rule in table if _says(rule, model, is_of_layers=False)]
-    for where, layers in places(model):
+    for part, where, layers in places(model):
         for rule in table:
-            if _says(rule, where(model), is_of_layers=True):
+            if rule.part == part and _says(rule, where(model), is_of_layers=True):
                 leaves = lambda model, rule=rule, where=where: rule.leaves(where(model))
                 found.append(_weight(rule, config, leaves, layers))
     leaves_of = {id(rule): {*map(id, rule.leaves(model))} for rule in found}
@@ -213,21 +215,29 @@ def _weight(rule: Rule, config: object, where: Callable[[Any], Any], layers: Seq
     return Weight(rule.name, where, rule.pattern, layers, rule.axis, rule.interleaved, groups, variant=rule.variant)
 
 
-def places(model: Stacked) -> list[tuple[Callable[[Any], Any], range]]:
-    """For each place in each stack's period: a function from a model to the layers there, and the layers' numbers."""
-    found, first = [], 0
-    for number, stack in enumerate(model.stacks):
-        size = len(stack.blocks.blocks) if isinstance(stack.blocks, Period) else 1
-        end = first + size * len(stack)
-        for place in range(size):
-            where = functools.partial(_layer_at, number, place if isinstance(stack.blocks, Period) else None)
-            found.append((where, range(first + place, end, size)))
-        first = end
+def places(model: Stacked) -> list[tuple[str, Callable[[Any], Any], range]]:
+    """For each place in each stack's period: the part of the model that the stack is in (`Rule.part`), a function from
+    a model to the layers there, and the layers' numbers."""
+    found = []
+    for part in ("", "encoder"):
+        first = 0
+        for number, stack in enumerate(_stacks(part, model)):
+            size = len(stack.blocks.blocks) if isinstance(stack.blocks, Period) else 1
+            end = first + size * len(stack)
+            for place in range(size):
+                where = functools.partial(_layer_at, part, number, place if isinstance(stack.blocks, Period) else None)
+                found.append((part, where, range(first + place, end, size)))
+            first = end
     return found
 
 
-def _layer_at(stack: int, place: int | None, model: Stacked) -> Layer:
-    layers = model.stacks[stack].blocks
+def _stacks(part: str, model: Stacked) -> tuple[Stack, ...]:
+    holder = getattr(model, part, None) if part else model
+    return () if holder is None else holder.stacks
+
+
+def _layer_at(part: str, stack: int, place: int | None, model: Stacked) -> Layer:
+    layers = _stacks(part, model)[stack].blocks
     return layers if place is None else layers.blocks[place]  # type: ignore[attr-defined]
 
 

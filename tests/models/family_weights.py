@@ -20,6 +20,11 @@ def ids_of(vocab: int) -> np.ndarray:
     return np.random.default_rng(0).integers(1, vocab, (2, LENGTH))
 
 
+def source_of(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What an encoder reads for rows of tokens, and which of it is no padding: the same backwards, the second cut."""
+    return ids[:, ::-1].copy(), (np.arange(ids.shape[1]) < [[LENGTH], [LENGTH - 7]]).astype(np.int64)
+
+
 def sketch(name: str, array: np.ndarray) -> np.ndarray:
     """An array's norm, and eight sums of its numbers times others drawn from its name, which see where each stands."""
     wide = np.asarray(array, np.float64).ravel()

@@ -120,6 +120,14 @@ PUBLISHED = {
     "lfm2-700m": 742_489_344,
     "lfm2-1.2b": 1_170_340_608,
     "lfm2-8b-a1b": 8_339_930_560,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "flan-t5-small": 76_961_152,
+    "flan-t5-base": 247_577_856,
+    "flan-t5-large": 783_150_080,
+    "flan-t5-xl": 2_849_757_184,
+    "flan-t5-xxl": 11_135_332_352,
     "modernbert-base": 149_655_232,
     "modernbert-large": 395_881_664,
     "kimi-linear-48b-a3b": 49_122_681_728,
@@ -258,12 +266,12 @@ def test_residual_projections_start_smaller_in_deeper_models():
 
 def _paths(table, model):
     """The paths of the rules that say something of a model."""
-    layers = [where(model) for where, _ in places(model)]
+    layers = [(part, where(model)) for part, where, _ in places(model)]
     return {
-        rule.path
+        (rule.part, rule.path)
         for rule in table
-        for holder in (layers if "{layer}" in rule.name else [model])
-        if rule.leaves(holder) is not None
+        for part, holder in (layers if "{layer}" in rule.name else [(rule.part, model)])
+        if part == rule.part and rule.leaves(holder) is not None
     }
 
 
@@ -273,14 +281,14 @@ def test_every_rule_of_weights_is_of_some_model():
     for family in FAMILIES.values():
         for name in family.presets:
             found |= _paths(family.weights, shapes_of(name)) if "-byte-" in name else set()
-    assert {rule.path for family in FAMILIES.values() for rule in family.weights} == found
+    assert {(rule.part, rule.path) for family in FAMILIES.values() for rule in family.weights} == found
     wrong = dataclasses.replace(llama.weights[0], path="embeding.weight")
     assert _paths([wrong], shapes_of("llama-byte-1m")) == set()
 
 
 def test_a_rule_that_needs_or_lacks_a_part_says_nothing_of_other_layers():
     model = shapes_of("qwen3-next-byte-500k")
-    layers = [where(model) for where, _ in places(model)]
+    layers = [where(model) for _, where, _ in places(model)]
     has = [hasattr(layer.mixer.layer, "log_rate") for layer in layers]
     path, part = "mixer.layer.output.weight", "mixer.layer.log_rate"
     needs, lacks = Rule("x.{layer}", path, needs=part), Rule("x.{layer}", path, lacks=part)

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_weights import ids_of, sketch
-from test_published import FIXTURES, RECORDED, write
+from test_published import FIXTURES, read_for, RECORDED, write
 
-from eqformer import models
+from eqformer import models, nn
 from eqformer.models._published import format_of
 from eqformer.models._save import published_arrays
 
@@ -20,8 +20,8 @@ BUFFERS = ("layer_scalar",)  # which transformers does not train
 EVERY_RUN = ("gpt2 plain",)
 
 
-def loss(model, ids):
-    logits = model(ids)[0]
+def loss(model, ids, source):
+    logits = model(ids, nn.with_source(nn.positions_like(ids.shape), source))[0]
     chances = jax.nn.log_softmax(logits[:, :-1], axis=-1)
     return -jnp.mean(jnp.take_along_axis(chances, ids[:, 1:, None], axis=-1)), logits
 
@@ -37,7 +37,9 @@ def test_logits_and_gradients_in_float64(name, tmp_path, record_property):
     with jax.enable_x64(True):
         model = models.load(tmp_path, dtype="float64")
         ids = jnp.asarray(ids_of(config.vocab), jnp.int32)
-        (_, logits), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))(model, ids)
+        (_, logits), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))(
+            model, ids, read_for(model, ids)
+        )
         logits = np.asarray(logits)[..., ::8]
         rules = format_of("test", None, config)[0].rules(config, model)
         found = {key: sketch(key, array) for key, array in published_arrays(rules, gradient)}

@@ -10,7 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import pytest
-from family_weights import ids_of, weight
+from family_weights import ids_of, source_of, weight
 from safetensors.numpy import save_file
 from test_attributes import numbers_of, PUBLISHED
 from test_published import close, decoded, ENCODERS, FIXTURES, float32s, RECORDED, run
@@ -56,7 +56,11 @@ def made(folder: Path, name: str):
 
 def logits_of(model, ids):
     with torch.no_grad():
-        return model(torch.tensor(ids), use_cache=False).logits.numpy()
+        if not model.config.is_encoder_decoder:
+            return model(torch.tensor(ids), use_cache=False).logits.numpy()
+        source, mask = map(torch.tensor, source_of(ids))
+        given = {"attention_mask": mask, "decoder_input_ids": torch.tensor(ids)}
+        return model(source, **given, use_cache=False).logits.numpy()
 
 
 def unlike(one, other) -> set[str]:

@@ -128,7 +128,9 @@ def test_every_family_runs_with_codes(family):
         model = nn.quantise(models.build(config, key=jax.random.key(0)), "int4")
         ids = jnp.zeros((1, 4), jnp.int32)
         cache = None if family == "modernbert" else model.init_cache(1, 8)  # which sees whole rows
-        return model(ids)[0], model(ids, nn.positions_like((1, 4)), cache)[0]
+        tokens = nn.positions_like((1, 4))
+        tokens = tokens if model.encoder is None else nn.with_source(tokens, nn.Source(ids, tokens))
+        return model(ids, tokens)[0], model(ids, tokens, cache)[0]
 
     for logits in eqx.filter_eval_shape(run):
         assert logits.shape == (1, 4, config.vocab)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family_weights import ids_of, LENGTH, weight
+from family_weights import ids_of, LENGTH, source_of, weight
 from safetensors.numpy import load_file, save_file
 
 from eqformer import models, nn
@@ -18,8 +18,8 @@ from eqformer.parallel import make_mesh, Plan, shardings
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RECORDED = json.loads((FIXTURES / "families.json").read_text())
-run = eqx.filter_jit(lambda model, ids: model(ids)[0])
-step = eqx.filter_jit(lambda model, ids, places, cache: model(ids, nn.Tokens(places), cache))
+compiled = eqx.filter_jit(lambda model, ids, tokens: model(ids, tokens)[0])
+step = eqx.filter_jit(lambda model, ids, tokens, cache: model(ids, tokens, cache))
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +36,25 @@ def write(folder: Path, name: str) -> dict[str, np.ndarray]:
     return arrays
 
 
+def read_for(model: Any, ids: Any) -> nn.Source | None:
+    """What an encoder reads, where the model has one."""
+    if model.encoder is None:
+        return None
+    source, is_there = source_of(np.asarray(ids))
+    return nn.Source(jnp.asarray(source, jnp.int32), nn.right_padded(jnp.asarray(is_there.sum(1), jnp.int32), LENGTH))
+
+
+def run(model: Any, ids: Any) -> jax.Array:
+    """Logits of whole rows."""
+    return compiled(model, ids, nn.with_source(nn.positions_like(ids.shape), read_for(model, ids)))
+
+
 def decoded(model: Any, ids: np.ndarray) -> jax.Array:
-    """Logits of the model given one token at a time."""
+    """Logits of the model given one token at a time, and a source with the first."""
     cache, found = model.init_cache(2, LENGTH), []
     for place in range(LENGTH):
-        token, its = jnp.asarray(ids[:, place : place + 1], jnp.int32), jnp.full((2, 1), place, jnp.int32)
-        one, cache = step(model, token, its, cache)
+        token, its = jnp.asarray(ids[:, place : place + 1], jnp.int32), nn.Tokens(jnp.full((2, 1), place, jnp.int32))
+        one, cache = step(model, token, its if place else nn.with_source(its, read_for(model, ids)), cache)
         found.append(one)
     return jnp.concatenate(found, axis=1)
 
@@ -105,6 +118,7 @@ BY_DEFAULT = {
     "qwen3_5_moe_text yarn",
     "qwen3_5_text chosen layers",
     "seed_oss biased",
+    "t5 a head of its own",
 }
 
 

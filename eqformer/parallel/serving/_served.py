@@ -23,6 +23,11 @@ class Served(eqx.Module):
         return self.model.positions
 
     @property
+    def start(self) -> int | None:
+        """The id that each text of a model with an encoder begins with."""
+        return self.model.start
+
+    @property
     def compute_dtype(self) -> str:
         """The dtype of the residual stream."""
         return self.model.compute_dtype
@@ -36,7 +41,11 @@ def filled(x: Int[Array, "batch seq"], rows: int, value: int) -> Int[Array, "ful
 def filled_tokens(tokens: nn.Tokens, rows: int) -> nn.Tokens:
     """What a call with a cache reads of its tokens, with rows of padding below them."""
     lengths = None if tokens.lengths is None else filled(tokens.lengths, rows, 0)
-    return nn.Tokens(filled(tokens.positions, rows, -1), lengths=lengths)
+    source = tokens.source
+    if source is not None:
+        below = [(0, rows - len(source.values)), *[(0, 0)] * (source.values.ndim - 1)]
+        source = nn.Source(jnp.pad(source.values, below), filled_tokens(source.tokens, rows))
+    return nn.Tokens(filled(tokens.positions, rows, -1), lengths=lengths, source=source)
 
 
 def multiple(number: int, of: int) -> int:
