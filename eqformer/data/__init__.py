@@ -14,6 +14,7 @@ from ._loader import Loader as Loader
 from ._mixture import Mixture as Mixture
 from ._order import shuffled as shuffled
 from ._packing import Documents as Documents, Windows as Windows
+from ._pairs import paired as paired
 from ._prefetch import Prefetch as Prefetch, prefetch as prefetch
 from ._store import check_vocab as check_vocab, open_store as open_store, TokenStore as TokenStore
 from ._tokenizer import (

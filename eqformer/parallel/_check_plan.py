@@ -75,6 +75,7 @@ def check_model(plan: Placement, model: nn.Transformer) -> None:
         check_depth(sum(stack.depth for stack in model.stacks), plan.size(PIPE), plan.timetable().chunks)
         _check_stages(plan, model)
         model = plan.shapes(model)
+    _check_beside(plan, model)
     specs = plan.parameter_specs(model)
     plan.state_specs(model)
     if plan.size(TENSOR) > 1:
@@ -94,6 +95,22 @@ def _check_stages(plan: Placement, model: nn.Transformer) -> None:
             f"Plan over pipe={plan.size(PIPE)}: {found[0]}, and stages send the residual stream alone; leave out pipe, "
             "and split the model over fsdp, tensor or context."
         )
+
+
+def _check_beside(plan: Placement, model: nn.Transformer) -> None:
+    """Refuse to cut what layers read beside their tokens: a source of other rows, and a bias of whole rows' scores."""
+    names = {"source": "another sequence", "bias": "a bias of scores"}
+    for path, mixer in nn.named_modules(model, nn.Mixer):
+        attends = mixer.facts().attends
+        found = [names[need] for need in attends.needs if need in names] if attends is not None else []
+        cuts = {f"{axis}={plan.size(axis)}": plan.size(axis) > 1 for axis in (PIPE, CONTEXT)}
+        cuts["residual='feature'"] = plan.size(TENSOR) > 1 and plan.residual == "feature"
+        if found and any(cuts.values()):
+            raise ValueError(
+                f"Plan over {', '.join(cut for cut, is_made in cuts.items() if is_made)}: {path} reads "
+                f"{' and '.join(found)}, which this does not bring to the devices; give them to another axis, such as "
+                "fsdp or tensor, with residual='replicated' or 'sequence'."
+            )
 
 
 def check_rows(plan: Placement, model: nn.Transformer, rows: int, seq: int, group: int = 1) -> None:
@@ -159,7 +176,7 @@ def _check_mixer(plan: Placement, path: str, module: nn.Mixer, seq: int) -> None
 
 
 def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None:
-    known = (nn.Mixer, nn.FeedForward, nn.MoE, nn.LayerInputs, nn.Embedding, nn.LearnedPositions, nn.Norm)
+    known = (nn.Mixer, nn.FeedForward, nn.MoE, nn.LayerInputs, nn.Embedding, nn.LearnedPositions, nn.Norm, nn.ScoreBias)
     of_logits = lambda m: (m.head, m.logit_bias)
     headless = lambda tree: eqx.tree_at(of_logits, tree, (None, None), is_leaf=lambda node: node is None)
     rest = headless(model)

@@ -1,5 +1,6 @@
 """Expert parallelism: tokens are gathered on all devices of the axis `expert`, or sent to those with their experts."""
 
+import dataclasses
 from typing import Literal
 
 import equinox as eqx
@@ -95,6 +96,7 @@ class SplitMoE(nn.Routed):
         if not self._splits_tokens:
             return tokens
         start = jax.lax.axis_index(TENSOR) * size
+        tokens = dataclasses.replace(tokens, source=None, score_bias=None)  # which no router reads
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), tokens)
 
     def _whole_rows(self, x: Shaped[Array, "*batch seq dim"]) -> Shaped[Array, "*batch full_seq dim"]:

@@ -54,10 +54,10 @@ class OnDevice:
     def wrap(self, parameters: PyTree, model: nn.Transformer) -> nn.Transformer:
         """The wrapped model on this device, with the model's values and the gradients going to `parameters`."""
         plan, leaves, whole, is_apart = self.plan, self.leaves, model, self._holds_values_apart(model)
-        outside = [eqx.tree_at(lambda m: m.stacks, tree, ()) for tree in (leaves, whole, parameters)]
+        outside = [_with_stacks(tree, [(), ()]) for tree in (leaves, whole, parameters)]
         in_stacks = self._in_block if is_apart else self._with_value
-        stacks = jax.tree.map(in_stacks, leaves.stacks, whole.stacks, parameters.stacks)
-        model = eqx.tree_at(lambda m: m.stacks, jax.tree.map(self._with_value, *outside), stacks)
+        stacks = [jax.tree.map(in_stacks, *each) for each in zip(*map(_stacks, (leaves, whole, parameters)))]
+        model = _with_stacks(jax.tree.map(self._with_value, *outside), stacks)
         if plan.splits_tables:
             model = with_tables_in_parts(model, whole, parameters, leaves, self.shapes, plan.torus_steps)
         if plan.stream is not None:
@@ -68,8 +68,8 @@ class OnDevice:
         if plan.size(CONTEXT) > 1:
             model = split_over_context(model, plan.context_method)
         if is_apart:
-            blocks = tuple(map(self._with_blocks, model.stacks, leaves.stacks, whole.stacks))
-            model = eqx.tree_at(lambda m: m.stacks, model, blocks)
+            each = zip(*map(_stacks, (model, leaves, whole)))
+            model = _with_stacks(model, [tuple(map(self._with_blocks, *stacks)) for stacks in each])
         if plan.is_pipelined:
             depths = list(map(len, self.shapes.stacks))
             stacks = pass_over_padding(model.stacks, depths, plan.timetable().part_of)
@@ -152,3 +152,13 @@ class OnDevice:
     def vocabulary(self) -> SplitVocabulary | None:
         """How the loss reads logits of which each device holds a part; None if a device holds all."""
         return SplitVocabulary(self.shapes.vocab) if self.plan.size(TENSOR) > 1 else None
+
+
+def _stacks(model: nn.Transformer) -> list[PyTree]:
+    """The stacks of a model, or of a tree like it, and those of its encoder."""
+    return [model.stacks, *([] if model.encoder is None else [model.encoder.stacks])]
+
+
+def _with_stacks(model: nn.Transformer, stacks: list[PyTree]) -> nn.Transformer:
+    model = eqx.tree_at(lambda m: m.stacks, model, stacks[0])
+    return model if model.encoder is None else eqx.tree_at(lambda m: m.encoder.stacks, model, stacks[1])

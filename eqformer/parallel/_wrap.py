@@ -16,7 +16,7 @@ from .layouts._layout import dim_over
 from .state._gather import gather_parameter
 from .tensor._stream import Stream
 from .tensor._tensor import is_split, TensorMixer
-from .tensor._vocabulary import HeadInput, own_rows, rows_of_features
+from .tensor._vocabulary import HeadInput, own_rows, rows_of_features, SourceOutput
 from .tensor._whole import is_plain, PLACES, Sliced, Whole, WholeLayer
 
 
@@ -61,6 +61,8 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
     model = replace(model, nn.Dropout, stream.dropout)
     model = replace(model, nn.LearnedPositions, stream.positions)
     model = eqx.tree_at(lambda m: m.norm, model, HeadInput(model.norm, stream))
+    if model.encoder is not None:  # what all cross-attentions read is gathered once
+        model = eqx.tree_at(lambda m: m.encoder.norm, model, SourceOutput(model.encoder.norm, stream))
     parts = _split_vocabulary(whole, specs, names, stream, shapes.vocab)
     return eqx.tree_at(lambda m: (m.embedding, m.head, m.logit_bias), model, parts, is_leaf=_is_none)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from .._shapes import Batch
-from ..nn import packed_in_order, positions_like, token_keys, Tokens
+from ..nn import packed_in_order, positions_like, Source, token_keys, Tokens, with_source
 from ..parallel import vary, varying_axes
 from ._chunks import chunks_of, sum_over_chunks
 from ._loss_in_parts import in_parts, nats_in_parts
@@ -197,24 +197,34 @@ def _is_first(logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"
 
 
 def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
-    """The `Tokens` that layers read: positions, documents and, given a `key`, a random key for each token.
+    """The `Tokens` that layers read: positions, documents, a source and, given a `key`, a random key for each token.
 
     A token's random key depends on its example and its place in the row, not on its position, since positions restart
     in each packed document.
     """
-    keys = None
-    if key is not None:
-        places = jnp.arange(batch.ids.shape[1], dtype=jnp.int32)
-        keys = token_keys(key, jnp.asarray(batch.examples), jnp.broadcast_to(places, batch.ids.shape))
-    if batch.positions is None:
-        return positions_like(batch.ids.shape, keys)
-    positions = jnp.asarray(batch.positions)
-    if batch.segments is None:
+
+    def keys_of(shape: tuple[int, ...]) -> Key[Array, "batch seq"] | None:
+        places = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+        return None if key is None else token_keys(key, jnp.asarray(batch.examples), places)
+
+    tokens = _tokens(batch.positions, batch.segments, keys_of(batch.ids.shape), batch.ids.shape, batch.documents)
+    if batch.source_ids is None:
+        return tokens
+    shape = batch.source_ids.shape
+    read = _tokens(batch.source_positions, batch.source_segments, keys_of(shape), shape, None)
+    return with_source(tokens, Source(jnp.asarray(batch.source_ids), read))
+
+
+def _tokens(positions: Any, segments: Any, keys: Any, shape: tuple[int, ...], documents: int | None) -> Tokens:
+    if positions is None:
+        return positions_like(shape, keys)
+    positions = jnp.asarray(positions)
+    if segments is None:
         return Tokens(positions, None, keys)
-    segments = jnp.asarray(batch.segments)
-    if batch.documents is None:
+    segments = jnp.asarray(segments)
+    if documents is None:
         return Tokens(positions, segments, keys)
-    return packed_in_order(positions, segments, keys, documents=batch.documents)
+    return packed_in_order(positions, segments, keys, documents=documents)
 
 
 def _with_tables(unembed: Callable, chunk: Array) -> tuple[Callable, list[Array]]:

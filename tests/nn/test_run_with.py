@@ -84,7 +84,7 @@ def test_refusals():
         nn.run_with(shapes, remat="some")
     with pytest.raises(ValueError, match=r"run_with\(unroll=0\): a turn of the scan runs at least one layer"):
         nn.run_with(shapes, unroll=0)
-    with pytest.raises(ValueError, match=r"has softcap, which this core has not; pass BlockwiseCore\(\)"):
+    with pytest.raises(ValueError, match=r"has softcap, which this core has not; pass AutoCore\(\)"):
         nn.run_with(shapes, core=nn.DotProductCore())
 
 

@@ -168,6 +168,14 @@ def batch_of(model: nn.Transformer, rows: int = 8, seq: int = 16, seed: int = 0)
     segments = np.where(place < cut[:, None], 0, np.where(second, 1, 2))
     ids, targets = draw.integers(0, model.vocab, (2, rows, seq))
     weights = draw.integers(0, 2, (rows, seq)) * (positions >= 0)
+    source: dict[str, Any] = {}
+    if model.encoder is not None:  # longer than the rows, and of two documents too
+        place = np.arange(seq + 6)
+        first = place < draw.integers(2, seq, rows)[:, None]
+        source["source_ids"] = draw.integers(0, model.vocab, first.shape).astype(np.int32)
+        after = place - first.sum(1, keepdims=True)
+        source["source_positions"] = np.where(first, place, np.where(after < seq, after, -1)).astype(np.int32)
+        source["source_segments"] = np.where(first, 0, 1).astype(np.int32)
     return Batch(
         ids=ids.astype(np.int32),
         targets=targets.astype(np.int32),
@@ -175,6 +183,7 @@ def batch_of(model: nn.Transformer, rows: int = 8, seq: int = 16, seed: int = 0)
         positions=positions.astype(np.int32),
         segments=segments.astype(np.int32),
         examples=np.arange(rows, dtype=np.int32),
+        **source,
     )
 
 

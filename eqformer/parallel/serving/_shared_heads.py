@@ -71,4 +71,6 @@ def _is_of_maps(node: PyTree, names: PyTree) -> bool:
     if not _is_mixer(node):
         return True
     rest = jax.tree.map(lambda one, names: "" if nn.is_map(one) else str(names), node, names, is_leaf=nn.is_map)
-    return isinstance(node, nn.Attention) and not {"heads", "kv_heads"} & set(" ".join(jax.tree.leaves(rest)).split())
+    if not isinstance(node, nn.Attention) or node.score_bias:
+        return False
+    return not {"heads", "kv_heads"} & set(" ".join(jax.tree.leaves(rest)).split())

@@ -138,7 +138,7 @@ def _check(layout: WeightStationary) -> None:
     _divides(call, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
     if any(not isinstance(linear.products, nn.InComputeDtype) for linear in nn.linear_maps(model)):
         raise ValueError(f"{call}: the model multiplies in 8 bits; take nn.without_fp8(model), of the same weights.")
-    for name in ("embedding_norm", "logit_bias"):
+    for name in ("embedding_norm", "logit_bias", "encoder", "score_bias"):
         if getattr(model, name) is not None:
             raise ValueError(f"{call}: the model has {name}, which it has no place for; take a Plan instead.")
     for stack in model.stacks:

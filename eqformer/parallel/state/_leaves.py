@@ -99,14 +99,14 @@ def _in_slices(model: nn.Transformer, stream: Stream | None) -> PyTree:
         return _everywhere(model, stream is not None)
 
     def mark(node: PyTree) -> PyTree:
-        marks = _everywhere(node, is_split(node) or isinstance(node, nn.Mixer | nn.Experts))
+        marks = _everywhere(node, is_split(node) or isinstance(node, nn.Mixer | nn.Experts | nn.ScoreBias))
         if not is_split(node):
             return marks
         marks = eqx.tree_at(token_maps, marks, _everywhere(token_maps(marks), False))
         biases = lambda m: [linear.bias for linear in stream_maps(m, "outputs") if linear.bias is not None]
         return eqx.tree_at(biases, marks, [False] * len(biases(marks)))
 
-    layers = (nn.Mixer, nn.FeedForward, nn.Experts)
+    layers = (nn.Mixer, nn.FeedForward, nn.Experts, nn.ScoreBias)
     marks = jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, layers))
     ends = lambda m: (m.embedding, m.head, m.logit_bias)
     return eqx.tree_at(ends, marks, _everywhere(ends(model), True), is_leaf=lambda node: node is None)

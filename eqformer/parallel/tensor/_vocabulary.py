@@ -73,6 +73,17 @@ class HeadInput(nn.Module):
         return self.stream.whole("stream for the head", self.inner(x))
 
 
+class SourceOutput(nn.Module):
+    """An encoder's final norm, and then every token's whole vector on every device, for cross-attention."""
+
+    inner: Callable[[Array], Array]
+    stream: Stream = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Normalise, then gather what is split; the gradient of all heads is reduced on the way back."""
+        return self.stream.whole("maps from the stream", self.inner(x))
+
+
 def own_rows(table: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
     """This device's part, along `dim`, of a table that every device holds whole, the last one filled up with zeros."""
     padded = _filled(table, dim)

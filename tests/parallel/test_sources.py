@@ -1,0 +1,77 @@
+"""A model with an encoder over devices: loss and gradients are one device's; rows and layers are not cut."""
+
+import copy
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from plan_models import batch_of, filled, plan_over
+from plan_parity import compiled, differences, total_under, under
+
+from eqformer import models, nn
+from eqformer.parallel.tensor._vocabulary import SourceOutput
+from eqformer.training import next_token_loss
+from eqformer.training._step import accumulated_gradients
+
+
+CONFIG = models.T5Config(50, 24, 2, 4, 20, head_dim=6, encoder_layers=3, ranges=8, farthest=10)
+ROUNDING = 4e-5
+
+
+@functools.cache
+def of_one_device() -> tuple[nn.Transformer, Any, Any]:
+    """A model, packed pairs, and their loss and gradients."""
+    model = filled(lambda: models.build(CONFIG, key=jax.random.key(0)))
+    batch = batch_of(model)
+    return model, batch, compiled(accumulated_gradients(next_token_loss, 1), model, batch)
+
+
+@pytest.mark.parametrize(
+    "mesh, choices",
+    [
+        ({"fsdp": 2, "tensor": 2}, {"zero": 3, "residual": "sequence"}),
+        pytest.param({"fsdp": 4}, {"zero": 3, "microbatches": 2}, marks=pytest.mark.grid),
+        pytest.param({"replica": 2, "fsdp": 2}, {"zero": 2}, marks=pytest.mark.grid),
+        pytest.param({"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "replicated"}, marks=pytest.mark.grid),
+    ],
+)
+def test_loss_and_gradients_are_those_of_one_device(mesh, choices, monkeypatch):
+    model, batch, want = of_one_device()
+    plan = plan_over(mesh, smallest=1, **choices)
+    assert differences(under(plan, model, batch), want, ROUNDING) == {}
+    table = lambda outcome: outcome.gradients.encoder.score_bias.weight
+    assert float(jnp.max(jnp.abs(table(want)))) > 1e-2
+    if plan.residual == "sequence":  # each device's own part of the source in the place of all others'
+        own = lambda self, x: jnp.concatenate([self.inner(x)] * 2, axis=-2)
+        monkeypatch.setattr(SourceOutput, "__call__", own)
+        assert abs(total_under(plan, model, batch) / float(want.total) - 1) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "mesh, choices, cut",
+    [
+        ({"pipe": 2}, {"microbatches": 2}, "pipe=2"),
+        ({"context": 2}, {}, "context=2"),
+        ({"tensor": 2}, {"residual": "feature"}, "residual='feature'"),
+    ],
+)
+def test_rows_and_layers_are_not_cut(mesh, choices, cut):
+    model, batch, _ = of_one_device()
+    plan = plan_over(mesh, **choices)
+    with pytest.raises(ValueError, match=rf"Plan over {cut}: stacks.*mixer.layer reads a bias of scores, which this"):
+        plan.check(model, rows=len(batch.ids), seq=16)
+    bare = jax.tree.map(_unbiased, model, is_leaf=lambda node: isinstance(node, nn.Attention))
+    with pytest.raises(ValueError, match=rf"Plan over {cut}: stacks.*cross.layer reads another sequence, which this"):
+        plan.check(bare, rows=len(batch.ids), seq=16)
+    plan_over({"fsdp": 2, "tensor": 2}).check(model, rows=len(batch.ids), seq=16)
+
+
+def _unbiased(node: Any) -> Any:
+    """An attention without its bias, or what else it is."""
+    if not isinstance(node, nn.Attention):
+        return node
+    bare = copy.copy(node)
+    object.__setattr__(bare, "score_bias", False)
+    return bare
