@@ -76,14 +76,14 @@ def forget_programs(most: int) -> None:
 def forgotten_programs():
     """Programs of finished files are let go; those of a file that is not finished only if there are very many."""
     yield
-    forget_programs(32_000)
+    forget_programs(24_000)
 
 
 @pytest.fixture(autouse=True)
 def forgotten_programs_of_long_files():
     yield
     if next(TESTS) % 16 == 0:
-        forget_programs(40_000)
+        forget_programs(36_000)
 
 
 @pytest.fixture(autouse=True)
