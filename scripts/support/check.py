@@ -32,6 +32,7 @@ def check(recipe: Recipe) -> nn.Transformer:
     training.Spikes(**dataclasses.asdict(recipe.spikes))  # which makes its own checks
     _check_vocab(recipe)
     shapes = shapes_of(recipe)
+    _check_task(shapes)
     if shapes.positions is not None and recipe.seq > (longest := shapes.positions.weight.shape[0]):
         raise ValueError(
             f"--seq {recipe.seq}: the model has {longest} learned positions; give --model.max-seq {recipe.seq} or a "
@@ -57,6 +58,22 @@ def steps_of(profile: str) -> tuple[int, int]:
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise ValueError(f"--profile {profile}: give the first and last step to trace, such as 20:25.")
     return int(found[1]), int(found[2])
+
+
+def _check_task(model: nn.Transformer) -> None:
+    """Raise a `ValueError` for a model that learns something else than the next token of a text."""
+    if model.start is not None:
+        raise ValueError(
+            "--recipe, --model: the model's encoder reads a text beside the one that is written, and a run's texts are "
+            "not pairs; train it by the library, on eqformer.data.paired(sources, targets)."
+        )
+    for path, mixer in nn.named_modules(model, nn.Mixer):
+        attends = mixer.facts().attends
+        if attends is not None and not attends.mask.is_causal:
+            raise ValueError(
+                f"--recipe, --model: in {path} a token sees later ones, so nothing is learned by predicting the next; "
+                "train the model by the library, on eqformer.training.masked_batch(batch, ...)."
+            )
 
 
 def _check_vocab(recipe: Recipe) -> None:

@@ -78,7 +78,7 @@ def test_vectors_of_each_layer_are_those_of_the_formula():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype", [None, "int8"])
+@pytest.mark.parametrize("dtype", [None, pytest.param("int8", marks=pytest.mark.grid)])
 def test_layers_that_read_have_no_cache_and_decode_alike(dtype):
     model, ids = model_of(), jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, SEQ)), jnp.int32)
     call = eqx.filter_jit(lambda model, ids, tokens, cache: model(ids, tokens, cache))
@@ -93,12 +93,22 @@ def test_layers_that_read_have_no_cache_and_decode_alike(dtype):
     assert close(jnp.concatenate(found, axis=1), want, 1e-5 if dtype is None else 0.1)
 
 
-def test_documents_of_a_row_do_not_see_each_other_and_remat_changes_nothing():
-    model, ids = model_of(), jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, (1, SEQ)), jnp.int32)
+def packed_row():
+    """A row of two documents."""
     places, segments = np.array([[*range(4), *range(5)]]), np.array([[0] * 4 + [1] * 5])
-    packed = nn.Tokens(jnp.asarray(places, jnp.int32), jnp.asarray(segments, jnp.int32))
+    ids = jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, (1, SEQ)), jnp.int32)
+    return ids, nn.Tokens(jnp.asarray(places, jnp.int32), jnp.asarray(segments, jnp.int32))
+
+
+def test_documents_of_a_row_do_not_see_each_other():
+    model, (ids, packed) = model_of(), packed_row()
     alone = [eqx.filter_jit(model)(part)[0] for part in (ids[:, :4], ids[:, 4:])]
     assert close(eqx.filter_jit(model)(ids, packed)[0], jnp.concatenate(alone, axis=1), 1e-5)
+
+
+@pytest.mark.grid
+def test_remat_changes_nothing():
+    ids, packed = packed_row()
     gradients = [
         eqx.filter_jit(eqx.filter_grad(lambda model: jnp.sum(model(ids, packed)[0] ** 2)))(model_of(remat))
         for remat in ("none", "full")

@@ -20,10 +20,11 @@ from eqformer.parallel.tensor import _norms
 ALL = {"fsdp": 2, "context": 2, "tensor": 2}
 SEQUENCE: dict[str, Any] = {"residual": "sequence"}
 VECTORS = "vectors of layers"
-EVERY_RUN = [Case(VECTORS, ALL, ZERO | SEQUENCE, "full")]
+EVERY_RUN = [Case(VECTORS, {"tensor": 2}, SEQUENCE)]
 PIPES: list[dict[str, Any]] = [{"schedule": name, "microbatches": 2} for name in ("gpipe", "zb-h1")]
 PIPES += [{"schedule": "gpipe", "microbatches": 2, "edges": "spread"}]
 GRID = [
+    Case(VECTORS, ALL, ZERO | SEQUENCE, "full"),
     Case(VECTORS, {"fsdp": 2, "tensor": 2}, {"zero": 1, "residual": "replicated", "microbatches": 2}),
     Case(VECTORS, {"fsdp": 2, "tensor": 4}, {"zero": 2, "residual": "feature"}, "products"),
     Case(VECTORS, {"tensor": 2}, SEQUENCE | {"overlap": "ring"}),
