@@ -60,11 +60,6 @@ class T5Config(ModelConfig):
     start: int = 0
     """The id with which the decoder begins."""
 
-    @property
-    def read_layers(self) -> int:
-        """Layers of the encoder."""
-        return self.encoder_layers or self.layers
-
 
 def build_t5(config: T5Config, *, key: Key[Array, ""]) -> Transformer:
     """A T5 with random weights."""
@@ -86,7 +81,7 @@ def build_t5(config: T5Config, *, key: Key[Array, ""]) -> Transformer:
         return RelativeBias(both_ways=reads, **given, key=key)
 
     table, reading, writing, of_reading, of_writing, head = jax.random.split(key, 6)
-    reader = Stack(lambda key: block(key, reads=True), config.read_layers, key=reading)
+    reader = Stack(lambda key: block(key, reads=True), config.encoder_layers or config.layers, key=reading)
     return Transformer(
         embedding=Embedding(vocab=config.vocab, embed=embed, key=table),
         stacks=(Stack(lambda key: block(key, reads=False), config.layers, key=writing),),

@@ -19,7 +19,7 @@ class _Layers(Entry):
 
     def write(self, config: Any) -> dict[str, Any]:
         """Both."""
-        return {"num_layers": config.read_layers, "num_decoder_layers": config.layers}
+        return {"num_layers": config.encoder_layers or config.layers, "num_decoder_layers": config.layers}
 
 
 class _FeedForward(Entry):
@@ -73,11 +73,8 @@ T5_ATTRIBUTES: tuple[Entry, ...] = (
 
 
 def _sublayer(part: str, prefix: str, own: str, rules: dict[str, tuple[str, str]]) -> tuple[Rule, ...]:
-    norm = Rule(f"{prefix}layer_norm.weight", f"{own}.norm.weight", part=part)
-    return (
-        norm,
-        *(Rule(f"{prefix}{name}", f"{own}.layer.{path}", how, part=part) for name, (path, how) in rules.items()),
-    )
+    maps = (Rule(f"{prefix}{name}", f"{own}.layer.{path}", how, part=part) for name, (path, how) in rules.items())
+    return Rule(f"{prefix}layer_norm.weight", f"{own}.norm.weight", part=part), *maps
 
 
 def _attention(name: str) -> dict[str, tuple[str, str]]:
