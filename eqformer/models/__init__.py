@@ -62,6 +62,7 @@ from .families._mistral import MistralConfig as MistralConfig
 from .families._mistral4 import Mistral4Config as Mistral4Config
 from .families._mixtral import MixtralConfig as MixtralConfig
 from .families._modernbert import ModernBERTConfig as ModernBERTConfig
+from .families._muse_glimmer import MuseGlimmerConfig as MuseGlimmerConfig
 from .families._nemotron_h import NemotronHConfig as NemotronHConfig
 from .families._olmo2 import Olmo2Config as Olmo2Config
 from .families._olmo3 import Olmo3Config as Olmo3Config

@@ -12,12 +12,12 @@ from ._weights import Rule
 TEXT, TIED = "text_config", "tie_word_embeddings"
 # Parts that no text goes through, and predictors of further tokens: the first words of their arrays' names.
 _PARTS = (
-    "visual vision_tower vision_model vision_encoder vision_embed_tokens embed_vision vision_projection "
+    "visual vision_tower vision_model vision_encoder vision_embed_tokens embed_vision vision_adapter vision_projection "
     "multi_modal_projector patch_merger audio_tower audio_model embed_audio audio_projector mtp"
 )
 _UNREAD = re.compile(rf"(?:model\.)?(?:{'|'.join(_PARTS.split())})\.")
 # Attributes of the whole that say something of these parts alone.
-_OTHERS = re.compile(r"image|video|vision|audio|multi_?modal|projector|^mm_|^spatial_|^(boi|eoi|boa|eoa)_")
+_OTHERS = re.compile(r"image|video|vision|audio|multi_?modal|projector|^mm_|^spatial_|^out_hidden|^(boi|eoi|boa|eoa)_")
 
 
 @dataclasses.dataclass(frozen=True)

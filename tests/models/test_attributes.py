@@ -143,7 +143,7 @@ def test_what_every_configuration_of_transformers_has_is_passed_over(family):
 def test_an_activation_that_the_family_has_not_is_refused(family):
     config = next(one["config"] for name, one in RECORDED.items() if name.split()[0] == family)
     others = {"gpt2": "activation_function", "modernbert": "hidden_activation", "nemotron_h": "mlp_hidden_act"}
-    others["t5"] = "feed_forward_proj"
+    others |= {"t5": "feed_forward_proj", "muse_glimmer_text": "hidden_activation"}
     name = others.get(family, "hidden_activation" if "gemma" in family else "hidden_act")
     value = "gated-silu" if family == "t5" else "relu"
     with pytest.raises(ValueError, match=rf"config.json: {name}='{value}' is not supported for this family, which has"):
@@ -236,6 +236,8 @@ def test_what_layers_are_counted_by_is_a_count(family, name):
         ("nemotron_h", {"layers_block_type": ["mamba", "lstm"]}),
         ("nemotron_h", {"moe_latent_size": 8}),
         ("deepseek_v3", {"num_key_value_heads": 1}),
+        ("muse_glimmer_text", {"layer_rope_theta": [0.0]}),
+        ("muse_glimmer_text", {"layer_rope_theta": [0.0, 5e3, 5e3, 1e4, 0.0]}),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}),
     ],
 )

@@ -122,6 +122,7 @@ PUBLISHED = {
     "lfm2-8b-a1b": 8_339_930_560,
     "modernbert-base": 149_655_232,
     "modernbert-large": 395_881_664,
+    "muse-glimmer-30b": 27_854_780_928,
     "kimi-linear-48b-a3b": 49_122_681_728,
     "kimi-k2": 1_026_408_232_448,
     "deepseek-v3.2": 671_877_944_064,

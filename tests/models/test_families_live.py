@@ -27,12 +27,7 @@ transformers = pytest.importorskip("transformers", reason="the extra `hf` is not
 
 sys.path.append(str(FIXTURES))
 
-from family_cases import UNLISTED
-
-
-for _kind, _name in UNLISTED.items():
-    _config = type(transformers.AutoConfig.for_model(_kind))
-    transformers.AutoModelForCausalLM.register(_config, getattr(transformers, _name), exist_ok=True)
+import unlisted  # noqa: F401
 
 
 def opened(folder: Path):

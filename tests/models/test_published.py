@@ -113,6 +113,7 @@ BY_DEFAULT = {
     "lfm2_moe some dense",
     "minimax_m2 plain",
     "ministral3 plain",
+    "muse_glimmer_text chosen layers",
     "modernbert biased",
     "mistral4 plain",
     "qwen3_5_moe_text yarn",

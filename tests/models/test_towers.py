@@ -20,6 +20,7 @@ RECORDED = json.loads((FIXTURES / "towers.json").read_text())
 UNREAD = {
     "gemma3": r"multi_modal_projector\. \(2\), vision_tower\. \(32\)\.$",
     "gemma4": r"",
+    "muse_glimmer": r"model\.vision_adapter\. \(2\), model\.vision_projection\. \(1\), model\.vision_tower\. \(22\)\.$",
     "qwen3_5": r"model\.visual\. \(\d+\)\.$",
     "qwen3_5_moe": r"model\.visual\. \(\d+\)\.$",
     "llama4": r"multi_modal_projector\. \(1\), vision_model\. \(25\)\.$",

@@ -1,12 +1,13 @@
 """Text models of wholes to transformers, where it is installed: by themselves, and back in the whole."""
 
 import json
+import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_weights import ids_of
-from test_published import close, run
+from test_published import close, FIXTURES, run
 from test_towers import loaded, RECORDED, write
 
 from eqformer import models
@@ -15,6 +16,11 @@ from eqformer import models
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]
 torch = pytest.importorskip("torch", reason="the extra `hf` is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+
+
+sys.path.append(str(FIXTURES))
+
+import unlisted  # noqa: F401
 
 
 def logits_of(folder, kind, ids):

@@ -65,9 +65,10 @@ def damping(config: Sizes) -> float:
 
 
 def norm(config: Sizes, dims: str = "embed", **options: Any) -> RMSNorm:
-    """An `RMSNorm` over dims of the config's sizes."""
+    """An `RMSNorm` over dims of the config's sizes; `options` are its own, and come first."""
     sizes = {name: getattr(config, "head_size" if name == "head_dim" else name) for name in dims.split()}
-    return RMSNorm(dims, eps=config.eps, **sizes, **options)
+    given: dict[str, Any] = {"eps": config.eps} | sizes
+    return RMSNorm(dims, **given | options)
 
 
 def head_norms(config: DecoderConfig, *, all_heads: bool = False, **options: Any) -> dict[str, Any]:

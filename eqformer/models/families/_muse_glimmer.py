@@ -1,0 +1,120 @@
+"""Muse Glimmer (Meta 2026), text: gated attention in windows with rotary positions, each fourth layer without both."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, Residual, Transformer
+from .._attributes import Attribute, Expect
+from .._config import PublishedConfig
+from .._family import DecoderConfig, Family
+from .._layer_attributes import all_but_every, every, LAYERS, NullableWindows
+from .._rotary_attributes import RotaryPositions
+from .._towers import Tower
+from .._weights import Rule
+from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, INTO_HEADS, LAYER
+from ._decoder import attention, decoder, gated_mlp, head_norms, norm
+from ._pattern import windows_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuseGlimmerConfig(DecoderConfig):
+    """The config of a Muse Glimmer."""
+
+    window_layers: tuple[int, ...]
+    """The numbers of the layers that see a `window`; the others see everything."""
+    no_rotary_layers: tuple[int, ...]
+    """Those without rotary positions."""
+    window: int | None = 2048
+    """The tokens that the layers of `window_layers` see."""
+    head_dim: int = 128
+    query_scale: float = 3.87
+    """What normalised queries are multiplied by, beside `head_dim^-0.5`."""
+    eps: float = 1e-5
+    output_eps: float = 1e-8
+    """What the norms after sublayers add."""
+    logit_scale: float = 256**0.5 * 6656**-0.5
+    """What logits are multiplied by."""
+    logit_softcap: float = 20.0
+    """The bound that they have then."""
+    max_seq: int = 131_072
+
+
+def build_muse_glimmer(config: MuseGlimmerConfig, *, key: Key[Array, ""]) -> Transformer:
+    """A Muse Glimmer with random weights."""
+    options: dict[str, Any] = {"scale": config.query_scale * config.head_size**-0.5, "gate": True, "output_std": None}
+    options |= head_norms(config, scale=False)
+    after = lambda: norm(config, offset=1.0, eps=config.output_eps)
+    sublayer = lambda layer: Residual(layer, norm(config, offset=1.0), output_norm=after())
+
+    def block(kind: tuple[bool, int | None], key: Key[Array, ""]) -> Block:
+        (rotated, window), (mixer, feed_forward) = kind, jax.random.split(key)
+        positions: dict[str, Any] = {} if rotated else {"rotary": None}
+        attended = attention(config, window=window, **options, **positions, key=mixer)
+        return Block(sublayer(attended), sublayer(gated_mlp(config, output_std=None, key=feed_forward)))
+
+    kinds = [(layer not in config.no_rotary_layers, window) for layer, window in enumerate(windows_of(config))]
+    ends: dict[str, Any] = {"logit_scale": config.logit_scale, "logit_softcap": config.logit_softcap}
+    model = decoder(config, block, kinds, **ends, key=key)
+    return dataclasses.replace(model, embedding_norm=norm(config, scale=False))
+
+
+def _from_the_last(layers: int) -> tuple[int, ...]:
+    """The numbers of the last layer and of each fourth before it."""
+    return tuple(range((layers - 1) % 4, layers, 4))
+
+
+class PositionsByLayer(RotaryPositions):
+    """Rotary positions of one base, which a list has for each layer, and 0 for those without."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """What the positions are, and `no_rotary_layers`; refuse other bases, which transformers does not turn by."""
+        found, layers = super().read(published), published.count(LAYERS)
+        if (said := published.listed("layer_rope_theta")) is None:
+            return found | {"no_rotary_layers": _from_the_last(layers)}
+        if len(said) != layers or any(theta not in (0, found["theta"]) for theta in said):
+            published.refuse(
+                f"layer_rope_theta={said} must have for each of {layers} layers their base, {found['theta']}, or 0."
+            )
+        return found | {"no_rotary_layers": tuple(layer for layer, theta in enumerate(said) if not theta)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The older attributes, and the list."""
+        bases = [0.0 if layer in config.no_rotary_layers else config.theta for layer in range(config.layers)]
+        return super().write(config) | {"layer_rope_theta": bases}
+
+
+def _fourths(layers: int) -> dict[str, Any]:
+    return {"window_layers": all_but_every(4, layers), "no_rotary_layers": every(4, layers)}
+
+
+_PRESETS = {
+    "muse-glimmer-byte-400k": MuseGlimmerConfig(
+        256, 64, 8, 4, 2, 160, **_fourths(8), window=64, head_dim=16, logit_scale=2.0, max_seq=512
+    ),
+    "muse-glimmer-30b": MuseGlimmerConfig(202_048, 6656, 52, 32, 2, 19_968, **_fourths(52), theta=500_000.0),
+}
+_GATE = Rule(f"{LAYER}self_attn.gate_proj.weight", "mixer.layer.gate.weight", INTO_HEADS)
+
+MUSE_GLIMMER = Family(
+    "muse_glimmer",
+    MuseGlimmerConfig,
+    build_muse_glimmer,
+    _PRESETS,
+    "MuseGlimmerForCausalLM",
+    "muse_glimmer_text",
+    (
+        *decoder_attributes(PositionsByLayer(), head_dim=128, kv_heads=2),
+        NullableWindows(2048, lambda _, layers: {*range(layers)} - {*_from_the_last(layers)}),
+        Attribute("query_scale", "qk_scale_factor", 3.87),
+        Attribute("output_eps", "post_norm_eps", 1e-8),
+        Attribute("logit_scale", "output_multiplier", 256**0.5 * 6656**-0.5),
+        Attribute("logit_softcap", "final_logit_softcapping", 20.0),
+        Expect("hidden_activation", "silu"),
+        Expect("attention_bias", False, written=False),
+    ),
+    (*EDGES, *ATTENTION, _GATE, *GATED, *FOUR_NORMS),
+    towers=(Tower("muse_glimmer"),),
+)
