@@ -1,6 +1,7 @@
 """GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases everywhere, tied embedding."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -49,41 +50,22 @@ def build_gpt2(config: GPT2Config, *, key: Key[Array, ""]) -> Transformer:
     damping = (2 * config.layers) ** -0.5
     dropout = Dropout(config.dropout) if config.dropout else None
 
+    norm = lambda: LayerNorm("embed", embed=embed, eps=config.eps)
+
     def block(key: Key[Array, ""]) -> Block:
-        attention, feed_forward = jax.random.split(key)
-        return Block(
-            mixer=Residual(
-                Attention(
-                    embed=embed,
-                    heads=config.heads,
-                    head_dim=embed // config.heads,
-                    bias=True,
-                    output_std=damping * embed**-0.5,
-                    key=attention,
-                ),
-                LayerNorm("embed", embed=embed, eps=config.eps),
-                dropout=dropout,
-            ),
-            feed_forward=Residual(
-                MLP(
-                    embed=embed,
-                    mlp=mlp,
-                    activation=gelu_tanh,
-                    bias=True,
-                    output_std=damping * mlp**-0.5,
-                    key=feed_forward,
-                ),
-                LayerNorm("embed", embed=embed, eps=config.eps),
-                dropout=dropout,
-            ),
-        )
+        mixes, feeds = jax.random.split(key)
+        heads: dict[str, Any] = {"heads": config.heads, "head_dim": embed // config.heads}
+        attention = Attention(embed=embed, **heads, bias=True, output_std=damping * embed**-0.5, key=mixes)
+        sizes: dict[str, Any] = {"embed": embed, "mlp": mlp, "output_std": damping * mlp**-0.5}
+        feed_forward = MLP(**sizes, activation=gelu_tanh, bias=True, key=feeds)
+        return Block(Residual(attention, norm(), dropout=dropout), Residual(feed_forward, norm(), dropout=dropout))
 
     embedding, positions, stack = jax.random.split(key, 3)
     return Transformer(
         embedding=Embedding(vocab=config.vocab, embed=embed, key=embedding),
         positions=LearnedPositions(max_seq=config.max_seq, embed=embed, key=positions),
         stacks=(Stack(block, config.layers, key=stack),),
-        norm=LayerNorm("embed", embed=embed, eps=config.eps),
+        norm=norm(),
         dropout=dropout,
     )
 
@@ -102,29 +84,21 @@ _joined = lambda leaf: tuple(f"mixer.layer.{name}.{leaf}" for name in ("query", 
 _WEIGHTS = (
     Rule("transformer.wte.weight", "embedding.weight"),
     Rule("transformer.wpe.weight", "positions.weight"),
-    Rule(f"{_LAYER}ln_1.weight", "mixer.norm.weight"),
-    Rule(f"{_LAYER}ln_1.bias", "mixer.norm.bias"),
+    *(Rule(f"{_LAYER}ln_1.{leaf}", f"mixer.norm.{leaf}") for leaf in ("weight", "bias")),
     Rule(f"{_LAYER}attn.c_attn.weight", _joined("weight"), "embed (h d) -> h d embed", axis=1),
     Rule(f"{_LAYER}attn.c_attn.bias", _joined("bias"), "(h d) -> h d"),
     Rule(f"{_LAYER}attn.c_proj.weight", "mixer.layer.output.weight", "(h d) embed -> embed h d"),
     Rule(f"{_LAYER}attn.c_proj.bias", "mixer.layer.output.bias"),
-    Rule(f"{_LAYER}ln_2.weight", "feed_forward.norm.weight"),
-    Rule(f"{_LAYER}ln_2.bias", "feed_forward.norm.bias"),
+    *(Rule(f"{_LAYER}ln_2.{leaf}", f"feed_forward.norm.{leaf}") for leaf in ("weight", "bias")),
     Rule(f"{_LAYER}mlp.c_fc.weight", "feed_forward.layer.up.weight", _TURNED),
     Rule(f"{_LAYER}mlp.c_fc.bias", "feed_forward.layer.up.bias"),
     Rule(f"{_LAYER}mlp.c_proj.weight", "feed_forward.layer.down.weight", _TURNED),
     Rule(f"{_LAYER}mlp.c_proj.bias", "feed_forward.layer.down.bias"),
-    Rule("transformer.ln_f.weight", "norm.weight"),
-    Rule("transformer.ln_f.bias", "norm.bias"),
+    *(Rule(f"transformer.ln_f.{leaf}", f"norm.{leaf}") for leaf in ("weight", "bias")),
 )
 _SUMMARY = tuple(f"summary_{x}" for x in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"))
 GPT2 = Family(
-    "gpt2",
-    GPT2Config,
-    build_gpt2,
-    _PRESETS,
-    "GPT2LMHeadModel",
-    "gpt2",
+    *("gpt2", GPT2Config, build_gpt2, _PRESETS, "GPT2LMHeadModel", "gpt2"),
     (
         Attribute("vocab", "vocab_size", 50_257),
         Attribute("embed", "n_embd", 768),
@@ -135,11 +109,9 @@ GPT2 = Family(
         Attribute("eps", "layer_norm_epsilon", 1e-5),
         Attribute("dropout", "resid_pdrop", 0.1, written=("resid_pdrop", "embd_pdrop")),
         Expect("activation_function", "gelu_new"),
-        Expect("scale_attn_weights", True, written=False),
-        Expect("scale_attn_by_inverse_layer_idx", False, written=False),
+        *(Expect(name, True, written=False) for name in ("scale_attn_weights", "tie_word_embeddings")),
+        *(Expect(name, False, written=False) for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention")),
         Expect("reorder_and_upcast_attn", False, written=False),  # which changes rounding alone
-        Expect("add_cross_attention", False, written=False),
-        Expect("tie_word_embeddings", True, written=False),
         Ignore("n_ctx", *_SUMMARY, attn_pdrop=0.0),
     ),
     _WEIGHTS,

@@ -9,6 +9,7 @@ head to head, so that scores there depend on more than relative position; ours d
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -76,6 +77,7 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transfor
         raise ValueError(f"JAXformerConfig(embed={embed}, heads={config.heads}): heads must divide embed.")
     damping = (2 * config.blocks * config.layers_per_block) ** -0.5
     dropout = Dropout(config.dropout) if config.dropout else None
+    norm = lambda: RMSNorm("embed", embed=embed, eps=config.eps, shift=True)
 
     def dense(key: Key[Array, ""], times: int = 1) -> MLP:
         width = times * mlp
@@ -84,16 +86,9 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transfor
 
     def mixture(experts: int, key: Key[Array, ""]) -> MoE:
         router, routed, shared = jax.random.split(key, 3)
+        chosen: dict[str, Any] = {"top_k": config.top_k, "score": "sigmoid", "normalise": True, "bias": True}
         return MoE(
-            TopKRouter(
-                embed=embed,
-                experts=experts,
-                top_k=config.top_k,
-                score="sigmoid",
-                normalise=True,
-                bias=True,
-                key=router,
-            ),
+            TopKRouter(embed=embed, experts=experts, **chosen, key=router),
             Experts(dense, experts, key=routed),
             dispatch=Capacity(config.capacity),
             shared=dense(shared, config.shared) if config.shared else None,
@@ -103,28 +98,11 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transfor
     def layer(rotary: Rotary | None, key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
         experts = config.experts if rotary is None else None
-        return Block(
-            mixer=Residual(
-                LatentAttention(
-                    embed=embed,
-                    heads=config.heads,
-                    head_dim=embed // config.heads,
-                    latent=config.latent,
-                    q_latent=config.latent,
-                    rotary=rotary,
-                    bias=True,
-                    output_std=damping * embed**-0.5,
-                    key=attention,
-                ),
-                RMSNorm("embed", embed=embed, eps=config.eps, shift=True),
-                dropout=dropout,
-            ),
-            feed_forward=Residual(
-                dense(feed_forward) if experts is None else mixture(experts, feed_forward),
-                RMSNorm("embed", embed=embed, eps=config.eps, shift=True),
-                dropout=dropout,
-            ),
-        )
+        sizes: dict[str, Any] = {"embed": embed, "heads": config.heads, "head_dim": embed // config.heads}
+        sizes |= {"latent": config.latent, "q_latent": config.latent, "rotary": rotary}
+        mixer = LatentAttention(**sizes, bias=True, output_std=damping * embed**-0.5, key=attention)
+        fed = dense(feed_forward) if experts is None else mixture(experts, feed_forward)
+        return Block(Residual(mixer, norm(), dropout=dropout), Residual(fed, norm(), dropout=dropout))
 
     def block(key: Key[Array, ""]) -> Period:
         rotary = Rotary(config.rope_dim, config.theta, interleaved=True)
@@ -135,35 +113,21 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transfor
     return Transformer(
         embedding=Embedding(vocab=config.vocab, embed=embed, key=embedding),
         stacks=(Stack(block, config.blocks, key=stack),),
-        norm=RMSNorm("embed", embed=embed, eps=config.eps, shift=True),
+        norm=norm(),
     )
 
 
+_SMALL = JAXformerConfig(256, 128, blocks=2, layers_per_block=2, heads=8, latent=64, rope_dim=16)
+_LARGE = JAXformerConfig(
+    100_277, embed=768, blocks=8, layers_per_block=6, heads=12, latent=128, rope_dim=64, dropout=0.1
+)
 _PRESETS = {
-    "jaxformer-byte-1m": JAXformerConfig(
-        vocab=256, embed=128, blocks=2, layers_per_block=2, heads=8, latent=64, rope_dim=16
-    ),
-    "jaxformer-byte-7m": JAXformerConfig(
-        vocab=256, embed=256, blocks=4, layers_per_block=2, heads=8, latent=64, rope_dim=16, dropout=0.1
-    ),
-    "jaxformer-byte-4m": JAXformerConfig(
-        vocab=256, embed=128, blocks=2, layers_per_block=2, heads=8, latent=64, rope_dim=16, experts=16
-    ),
+    "jaxformer-byte-1m": _SMALL,
+    "jaxformer-byte-7m": dataclasses.replace(_SMALL, embed=256, blocks=4, dropout=0.1),
+    "jaxformer-byte-4m": dataclasses.replace(_SMALL, experts=16),
     # The published 8 blocks of 6 layers, without its experts and with them.
-    "jaxformer-dense": JAXformerConfig(
-        vocab=100_277, embed=768, blocks=8, layers_per_block=6, heads=12, latent=128, rope_dim=64, dropout=0.1
-    ),
-    "jaxformer": JAXformerConfig(
-        vocab=100_277,
-        embed=768,
-        blocks=8,
-        layers_per_block=6,
-        heads=12,
-        latent=128,
-        rope_dim=64,
-        dropout=0.1,
-        experts=16,
-    ),
+    "jaxformer-dense": _LARGE,
+    "jaxformer": dataclasses.replace(_LARGE, experts=16),
 }
 
 JAXFORMER = Family("jaxformer", JAXformerConfig, build_jaxformer, _PRESETS)

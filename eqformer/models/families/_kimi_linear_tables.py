@@ -53,7 +53,7 @@ class _Dense(Entry):
         layers, first = published.count(LAYERS), published.take("first_k_dense_replace", 1)
         if (said := published.listed("mlp_layer_types")) is None:
             return {"first_dense": first}
-        dense = sum(kind == "dense" for kind in said)
+        dense = said.count("dense")
         if said != ["dense"] * dense + ["sparse"] * (layers - dense):
             published.refuse(f"mlp_layer_types={said}: this family has {layers} layers, 'dense' and then 'sparse'.")
         return {"first_dense": dense}
@@ -76,8 +76,7 @@ KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("kept_groups", "topk_group", 1),
     Attribute("normalise", ("moe_renormalize", "norm_topk_prob"), True),
     Attribute("balance", "router_aux_loss_coef", 0.0001),
-    Attribute("latent", "kv_lora_rank", 512),
-    Nullable("q_latent", "q_lora_rank", None),
+    *(Attribute("latent", "kv_lora_rank", 512), Nullable("q_latent", "q_lora_rank", None)),
     Attribute("head_dim", "qk_nope_head_dim", 128),
     Attribute("rope_dim", "qk_rope_head_dim", 64),
     Attribute("v_dim", "v_head_dim", 128),

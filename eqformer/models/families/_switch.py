@@ -6,6 +6,7 @@ Their experts are as in the papers: which layers have them, how they are chosen,
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -56,30 +57,16 @@ class GShardConfig(ModelConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class SwitchConfig(ModelConfig):
+class SwitchConfig(GShardConfig):
     """The config of a decoder in Switch's manner: top-1, jitter, capacity factor, load-balance loss."""
 
-    layers: int
-    """Layers: every second one a mixture, so an even number."""
-    heads: int
-    """Heads."""
-    mlp: int
-    """Hidden features of a feed-forward layer and of an expert."""
-    experts: int
-    """Experts of a layer."""
     capacity: float = 1.25
     """Slots of the experts, over what even loads need."""
-    balance: float = 0.01
-    """The weight of the balance loss."""
     jitter: float = 0.01
     """While training, by how much the router's input is varied."""
-    theta: float = 10_000.0
-    """The base of rotary positions."""
-    eps: float = 1e-6
-    """What norms add before the root."""
 
 
-def build_switch(config: GShardConfig | SwitchConfig, *, key: Key[Array, ""]) -> Transformer:
+def build_switch(config: GShardConfig, *, key: Key[Array, ""]) -> Transformer:
     """Either decoder with random weights."""
     embed, kind = config.embed, type(config).__name__
     if config.layers % 2:
@@ -87,39 +74,32 @@ def build_switch(config: GShardConfig | SwitchConfig, *, key: Key[Array, ""]) ->
     if embed % config.heads:
         raise ValueError(f"{kind}(embed={embed}, heads={config.heads}): heads must divide embed.")
     damping = (2 * config.layers) ** -0.5
-    rotary = Rotary(embed // config.heads, config.theta)
+    norm = lambda: RMSNorm("embed", embed=embed, eps=config.eps)
 
     def expert(key: Key[Array, ""]) -> MLP:
         output_std = damping * config.mlp**-0.5
         return MLP(embed=embed, mlp=config.mlp, activation=relu, output_std=output_std, key=key)
 
     def router(key: Key[Array, ""]) -> Router:
-        if isinstance(config, GShardConfig):
-            return RandomSecondRouter(embed=embed, experts=config.experts, key=key)
-        return TopKRouter(embed=embed, experts=config.experts, top_k=1, jitter=config.jitter, key=key)
+        if isinstance(config, SwitchConfig):
+            return TopKRouter(embed=embed, experts=config.experts, top_k=1, jitter=config.jitter, key=key)
+        return RandomSecondRouter(embed=embed, experts=config.experts, key=key)
 
     def mixture(key: Key[Array, ""]) -> MoE:
         choose, experts = jax.random.split(key)
-        losses = (LoadBalance(config.balance, choices=1),)
-        dispatch = Capacity(config.capacity)
-        return MoE(router(choose), Experts(expert, config.experts, key=experts), dispatch=dispatch, losses=losses)
+        rest: dict[str, Any] = {
+            "dispatch": Capacity(config.capacity),
+            "losses": (LoadBalance(config.balance, choices=1),),
+        }
+        return MoE(router(choose), Experts(expert, config.experts, key=experts), **rest)
 
     def layer(make: Callable[..., MLP | MoE], key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
-        return Block(
-            mixer=Residual(
-                Attention(
-                    embed=embed,
-                    heads=config.heads,
-                    head_dim=embed // config.heads,
-                    output_std=damping * embed**-0.5,
-                    rotary=rotary,
-                    key=attention,
-                ),
-                RMSNorm("embed", embed=embed, eps=config.eps),
-            ),
-            feed_forward=Residual(make(feed_forward), RMSNorm("embed", embed=embed, eps=config.eps)),
+        sizes: dict[str, Any] = {"embed": embed, "heads": config.heads, "head_dim": embed // config.heads}
+        mixer = Attention(
+            **sizes, output_std=damping * embed**-0.5, rotary=Rotary(embed // config.heads, config.theta), key=attention
         )
+        return Block(Residual(mixer, norm()), Residual(make(feed_forward), norm()))
 
     def pair(key: Key[Array, ""]) -> Period:
         return Period(tuple(map(layer, (expert, mixture), jax.random.split(key))))
@@ -128,7 +108,7 @@ def build_switch(config: GShardConfig | SwitchConfig, *, key: Key[Array, ""]) ->
     return Transformer(
         embedding=Embedding(vocab=config.vocab, embed=embed, key=embedding),
         stacks=(Stack(pair, config.layers // 2, key=stack),),
-        norm=RMSNorm("embed", embed=embed, eps=config.eps),
+        norm=norm(),
     )
 
 
