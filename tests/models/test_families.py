@@ -174,11 +174,10 @@ def shapes_of(name_or_numbers):
 
 
 def _one_a_family(names):
-    """The names; those by default are a family's smallest, and all whose layers are unlike."""
+    """The names; those by default are a family's smallest."""
     family_of = {name: family for family, its in FAMILIES.items() for name in its.presets}
     smallest = {family_of[name]: name for name in sorted(names, key=lambda name: -PUBLISHED[name])}
-    is_default = lambda name: name in smallest.values() or name.startswith(SEVERAL_STACKS)
-    return [pytest.param(name, marks=[] if is_default(name) else pytest.mark.grid) for name in names]
+    return [pytest.param(name, marks=[] if name in smallest.values() else pytest.mark.grid) for name in names]
 
 
 @pytest.mark.parametrize("name", _one_a_family(PUBLISHED))

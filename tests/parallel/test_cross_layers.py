@@ -20,7 +20,7 @@ from eqformer.parallel.tensor import _norms
 ALL = {"fsdp": 2, "context": 2, "tensor": 2}
 SEQUENCE: dict[str, Any] = {"residual": "sequence"}
 VECTORS = "vectors of layers"
-EVERY_RUN = [Case(VECTORS, {"tensor": 2}, SEQUENCE)]
+EVERY_RUN = [Case("pairs", {"fsdp": 2, "tensor": 2}, ZERO | SEQUENCE)]
 PIPES: list[dict[str, Any]] = [{"schedule": name, "microbatches": 2} for name in ("gpipe", "zb-h1")]
 PIPES += [{"schedule": "gpipe", "microbatches": 2, "edges": "spread"}]
 GRID = [

@@ -13,7 +13,8 @@ def place(tmp_path_factory):
     """A small run, published."""
     folder = tmp_path_factory.mktemp("models")
     flags = [*TINY, "--model.kv-heads", "2", "--model.mlp", "64", "--data", write_corpus(folder / "corpus")]
-    made = run("pretrain.py", "--run-dir", folder / "first", *flags, "--sample-every", 0, "--simulate", 1)
+    flags += ["--sample-every", "0", "--validate-every", "100", "--simulate", "1"]
+    made = run("pretrain.py", "--run-dir", folder / "first", *flags)
     assert made.returncode == 0, made.stderr
     made = run("convert.py", folder / "first", folder / "published")
     assert made.returncode == 0 and "sample.py --model" in made.stdout, made.stderr

@@ -24,7 +24,7 @@ TEXT = "def a(b):\n\treturn <b> & 'é', '\u07e7', '\x01'\n"  # NKo, of which the
 def run_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     corpus = write_corpus(folder / "corpus")
-    arguments = ["--run-dir", folder / "moe", "--data", corpus, *MOE, "--simulate", 2]
+    arguments = ["--run-dir", folder / "moe", "--data", corpus, *MOE, "--validate-every", 100, "--simulate", 2]
     pretrain.main([*map(str, arguments), "--mesh.expert", "2"])
     return folder / "moe"
 

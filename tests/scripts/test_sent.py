@@ -23,10 +23,10 @@ NETS = "--recipe qwen3-next-byte-500k --model.net-kv-heads 4 --model.kv-heads 4 
 FACTORS = "--lora.rank 4 --lora.maps query value output up down"
 MESHES = {
     "sequence": "--mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
-    "feature": "--mesh.fsdp 2 --mesh.tensor 4 --residual feature",
     "context heads": "--mesh.fsdp 2 --mesh.context 4 --context-method heads",
 }
 WIDER = {
+    "feature": "--mesh.fsdp 2 --mesh.tensor 4 --residual feature",
     "nets": f"{NETS} --mesh.fsdp 2 --mesh.tensor 4",
     "factors": f"{FACTORS} --mesh.fsdp 8 --zero 3",
     "experts": "--recipe moe --mesh.expert 4 --mesh.fsdp 2",
