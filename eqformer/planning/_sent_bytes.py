@@ -98,10 +98,10 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any, casts_fir
             pieces,
             zero=plan.zero,
             microbatches=1 if once else plan.microbatches,
-            # What is no layer's, or that of the one layer of a stack, whose loop compilers take away, once for both
-            # passes; a head in parts, in each.
+            # What is no layer's, or on a GPU that of the one layer of a stack, whose loop the compiler takes away, once
+            # for both passes; a head in parts, in each.
             gathers=2 + (plan.is_pipelined and is_deep)
-            if layers > 1 or (layers and plan.is_pipelined)
+            if layers > 1 or (layers and (plan.is_pipelined or casts_first))
             else 1 + (x is of_logits and head is not None),
             weight_bytes=gathered(leaf) if plan.zero == 3 else weight,
             gradient_bytes=max(weight, 4) if moves else 0,  # summed in float32 at least
