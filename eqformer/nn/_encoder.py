@@ -1,6 +1,5 @@
 """An encoder: the layers that read a source for a decoder's cross-attention."""
 
-import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
@@ -8,10 +7,11 @@ from jaxtyping import Array, Float
 
 from ._contracts import Routed, ScoreBias
 from ._dims import modules
+from ._in_turn import in_turn
 from ._module import Module
 from ._norm import Norm
 from ._stack import Stack
-from ._tokens import known_as, Source, Tokens
+from ._tokens import Source, Tokens
 
 
 class Encoder(Module):
@@ -35,12 +35,5 @@ class Encoder(Module):
 
     def __call__(self, x: Float[Array, "*batch kv_seq embed"], tokens: Tokens) -> Source:
         """The vectors of the embedded tokens `x`."""
-        given = biased(tokens, self.score_bias)
-        for number, stack in enumerate(self.stacks):
-            x, _, _ = stack(x, given.fold_in(number))
+        x, _, _ = in_turn(self.stacks, x, tokens.replaced(score_bias=self.score_bias), None)
         return Source(self.norm(x), tokens)
-
-
-def biased(tokens: Tokens, score_bias: ScoreBias | None) -> Tokens:
-    """The same tokens, with what a model adds to the scores of its attentions."""
-    return known_as(dataclasses.replace(tokens, score_bias=score_bias), tokens)

@@ -1,6 +1,5 @@
 """Layers one after another: what each is given of the tokens, and what it leaves for those behind it."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from ._layer_inputs import GatedInput
 from ._left import left_in, only
 from ._residual import Residual
 from ._stack import Stack
-from ._tokens import known_as, Tokens
+from ._tokens import Tokens
 
 
 def in_turn(
@@ -37,7 +36,7 @@ def in_turn(
     for number, (layer, own, given) in enumerate(zip(layers, _own(tokens, takes), caches, strict=True)):
         wanted = tokens.wanted.union(*read[number + 1 :])
         left = (*tokens.left, *left_in(auxes))
-        own = known_as(dataclasses.replace(own, left=left, wanted=wanted), own).fold_in(number)
+        own = own.replaced(left=left, wanted=wanted).fold_in(number)
         x, kept, aux = layer(x, own, given)
         after.append(kept)
         auxes.append(aux)
@@ -61,5 +60,5 @@ def _own(tokens: Tokens, takes: Sequence[int]) -> Iterator[Tokens]:
             yield tokens
         else:
             its = tokens.inputs[..., first : first + number, :] if number else None
-            yield known_as(dataclasses.replace(tokens, inputs=its), tokens)
+            yield tokens.replaced(inputs=its)
         first += number

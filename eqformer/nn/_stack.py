@@ -15,7 +15,7 @@ from ._dims import ensemble
 from ._left import last_layers, only
 from ._quantized import memory_dtype
 from ._slots import in_memory, SlotCache, with_rollback
-from ._tokens import known_as, Tokens, tokens_or_default
+from ._tokens import Tokens, tokens_or_default
 
 
 class Stack(Layer):
@@ -70,7 +70,7 @@ class Stack(Layer):
             # The cache is part of the carry and updated in place; as a scanned input it would be copied by every call.
             (x, caches), (weights, number, place, inputs) = carry, given
             x = checkpoint_name(x, "layer input")  # for remat policies that keep it elsewhere
-            own = known_as(dataclasses.replace(tokens, inputs=inputs), tokens).fold_in(number)
+            own = tokens.replaced(inputs=inputs).fold_in(number)
             x, kept, aux = eqx.combine(weights, static)(x, own, _of_layer(caches, place))
             return (x, _with_layer(caches, kept, place)), only(aux, tokens.wanted)
 

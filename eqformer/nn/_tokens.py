@@ -70,13 +70,17 @@ class Tokens(eqx.Module):
     @property
     def bare(self) -> "Tokens":
         """The same tokens with nothing that is for layers alone."""
-        return known_as(dataclasses.replace(self, inputs=None, left=(), wanted=frozenset()), self)
+        return self.replaced(inputs=None, left=(), wanted=frozenset())
+
+    def replaced(self, **fields: Any) -> "Tokens":
+        """The same tokens in the same order with other fields, of which is known what was known."""
+        return known_as(dataclasses.replace(self, **fields), self)
 
     def fold_in(self, number: int | Int[Array, ""]) -> "Tokens":
         """The same tokens with `number` folded into every key, as each layer and sublayer does with its own."""
         if self.keys is None:
             return self
-        return known_as(dataclasses.replace(self, keys=fold_in_each(self.keys, jnp.uint32(number))), self)
+        return self.replaced(keys=fold_in_each(self.keys, jnp.uint32(number)))
 
 
 class Source(eqx.Module):
@@ -102,7 +106,7 @@ class Source(eqx.Module):
 
 def with_source(tokens: Tokens, source: Source | None) -> Tokens:
     """The same tokens, whose cross-attention reads this source."""
-    return known_as(dataclasses.replace(tokens, source=source), tokens)
+    return tokens.replaced(source=source)
 
 
 def of_whole_rows(tokens: Tokens, number: int | None, documents: int | None = None) -> Tokens:

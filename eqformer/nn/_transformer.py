@@ -1,6 +1,5 @@
 """A language model: embed, run the stacks, normalise, unembed."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import equinox as eqx
@@ -11,7 +10,7 @@ from ._contracts import ScoreBias
 from ._dropout import Dropout
 from ._dtype import at_least_float32, float_dtype
 from ._embedding import Embedding, LearnedPositions
-from ._encoder import biased, Encoder
+from ._encoder import Encoder
 from ._in_turn import in_turn
 from ._layer_inputs import LayerInputs
 from ._linear_map import LinearMap
@@ -21,7 +20,7 @@ from ._predictor import Predictor
 from ._slots import check_cached
 from ._stack import empty_caches, Stack
 from ._sums import wide_sum
-from ._tokens import known_as, Tokens, tokens_or_default, with_source
+from ._tokens import Tokens, tokens_or_default, with_source
 from .cores._core import soft_capped
 
 
@@ -102,9 +101,9 @@ class Transformer(Module):
         if cache is not None:
             check_cached(tokens, cache)
         x = self.embed(ids, tokens)
-        tokens = biased(self._with_encoded(tokens), self.score_bias)
+        tokens = self._with_encoded(tokens).replaced(score_bias=self.score_bias)
         if self.layer_inputs is not None:
-            tokens = known_as(dataclasses.replace(tokens, inputs=self.layer_inputs(x, ids)), tokens)
+            tokens = tokens.replaced(inputs=self.layer_inputs(x, ids))
         x, cache, aux = in_turn(self.stacks, x, tokens, cache)
         return self.norm(x), cache, aux
 

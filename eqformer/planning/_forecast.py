@@ -82,23 +82,23 @@ def forecast(states: training.PlannedState, model: nn.Transformer, batch: Batch,
     plan, (rows, seq) = states.plan, batch.ids.shape
     topology.speeds(plan.mesh)  # which refuses a mesh of another size before anything is traced
     held = step_bytes(states, model, batch, topology.accelerator.platform)
-    kept = kept_on_host(states, model, batch)
-    sent, time = _sent_and_time(states, model, batch, topology, kept)
+    kept, moments = kept_on_host(states, model, batch), _on_host(states)
+    sent, time = _sent_and_time(states, model, batch, topology, kept, moments)
     operations = flops_per_token(model, seq, trained=states.optimizer.trained) * rows * seq / topology.devices
-    return Forecast(topology, held, sent, time, parameter_count(model), operations, _on_host(states) + kept)
+    return Forecast(topology, held, sent, time, parameter_count(model), operations, moments + kept)
 
 
 def _sent_and_time(
-    states: training.PlannedState, model: nn.Transformer, batch: Batch, topology: Topology, kept: int
+    states: training.PlannedState, model: nn.Transformer, batch: Batch, topology: Topology, kept: int, moments: int
 ) -> tuple[tuple[Sent, ...], Roofline]:
     """The bytes that a device sends in a training step over a topology, and the step's seconds.
 
-    `kept` are the bytes that a microbatch keeps on the host.
+    `kept` are the bytes that a microbatch keeps on the host, `moments` those of the optimizer's state there.
     """
     plan, trained, (rows, seq) = states.plan, states.optimizer.trained, batch.ids.shape
     casts_first = topology.accelerator.platform == "tpu"
     sent = tuple(sent_bytes(plan, model, rows=rows, seq=seq, trained=trained, casts_first=casts_first))
-    over_link = {"kept": float(kept * plan.microbatches), "moments": float(_on_host(states))}
+    over_link = {"kept": float(kept * plan.microbatches), "moments": float(moments)}
     return sent, roofline(plan, model, sent, topology, rows=rows, seq=seq, trained=trained, **over_link)
 
 
@@ -191,7 +191,8 @@ def best_plans(
     memory = topology.accelerator.memory
 
     def time(one: Candidate, kept: int = 0) -> Roofline:
-        return _sent_and_time(states.under(one.plan), one.model, batch, topology, kept)[1]
+        under = states.under(one.plan)
+        return _sent_and_time(under, one.model, batch, topology, kept, _on_host(under))[1]
 
     def proposal(one: Candidate, held: int) -> Proposal:
         return Proposal(one, held, time(one, kept_on_host(states.under(one.plan), one.model, batch)))
