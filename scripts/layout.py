@@ -112,13 +112,12 @@ def _print_bytes(recipe: Recipe, states: training.PlannedState, model: Any) -> i
     rows += [(name, f"{own:,}", f"{whole:,}", f"{own / max(whole, 1):.1%}") for name, (own, whole) in held.items()]
     most = planning.step_bytes(states, model, batch_shapes(recipe))
     stays = ("parameters", "optimizer state")
-    rows += [(f"in a step: {name}", f"{size:,}", "", "") for name, size in most.items() if name not in stays]
-    total = sum(most.values())
-    rows.append(("sum when it is most", f"{total:,}", "", ""))
+    rows += [(f"in a step: {name}", f"{size:,}", "", "") for name, size in most.held.items() if name not in stays]
+    rows.append(("sum when it is most", f"{most.total:,}", "", ""))
     pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
     tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
     print(f"{nn.format_table(rows)}\na microbatch on a device is {tokens}\n")
-    return total
+    return most.total
 
 
 def _print_sent(recipe: Recipe, plan: parallel.Plan, model: Any, trained: training.Trained) -> None:

@@ -83,5 +83,5 @@ from ._sent_bytes import (
     Sent as Sent,
     sent_bytes as sent_bytes,
 )
-from ._temporary_bytes import kept_on_host as kept_on_host, temporary_bytes as temporary_bytes
+from ._temporary_bytes import StepBytes as StepBytes, temporary_bytes as temporary_bytes
 from ._time_account import Span as Span, time_account as time_account, Work as Work

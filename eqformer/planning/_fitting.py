@@ -13,6 +13,7 @@ from .._shapes import Batch
 from ..parallel import AXES, FSDP, PIPE, REPLICA, TENSOR
 from ._held_bytes import state_bytes
 from ._sent_bytes import sent_bytes
+from ._temporary_bytes import StepBytes
 
 
 MOST_TENSOR = 8  # the largest tensor axis that is tried: a larger one would send over the links between machines
@@ -38,9 +39,9 @@ class Candidate(NamedTuple):
 class Fitting(NamedTuple):
     """What a search found."""
 
-    offered: list[tuple[Candidate, int]]
-    """Plans that fit, each with the bytes that a device holds."""
-    least: tuple[Candidate, int] | None
+    offered: list[tuple[Candidate, StepBytes]]
+    """Plans that fit, each with the bytes of its step."""
+    least: tuple[Candidate, StepBytes] | None
     """The plan that holds the fewest bytes of all that were traced; None if no plan's state fits alone."""
     least_state: int
     """The fewest bytes of a plan's state."""
@@ -57,7 +58,7 @@ def fitting_plans(
     model: nn.Transformer,
     batch: Batch,
     memory: int,
-    held: Callable[[Candidate], int],
+    step: Callable[[Candidate], StepBytes],
     *,
     meshes: Iterable[tuple[AbstractMesh, int]] | None = None,
     cost: Callable[[Candidate], float] = lambda one: one.sent,
@@ -74,7 +75,7 @@ def fitting_plans(
         model: The model, or its shapes.
         batch: The shapes of a step's batch.
         memory: Bytes of a device.
-        held: Gives a plan's bytes on a device, as the sum of `step_bytes` does.
+        step: Gives the bytes of a plan's step, as `step_bytes` does.
         meshes: Where to look.
         cost: What plans are ranked by.
         most: How many to offer.
@@ -83,8 +84,8 @@ def fitting_plans(
     chosen = list(meshes_of(states.plan) if meshes is None else meshes)
     candidates, least_state, tried = _candidates(states, model, batch, memory, chosen)
     candidates.sort(key=cost)
-    offered, traced = _search(candidates if tries is None else candidates[:tries], held, memory, most)
-    least = min(traced, key=lambda its: its[1], default=None)
+    offered, traced = _search(candidates if tries is None else candidates[:tries], step, memory, most)
+    least = min(traced, key=lambda its: its[1].total, default=None)
     return Fitting(offered, least, least_state, tried, len(candidates), len(traced))
 
 
@@ -106,20 +107,20 @@ def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:
 
 
 def _search(
-    candidates: list[Candidate], held: Callable[[Candidate], int], memory: int, most: int
-) -> tuple[list[tuple[Candidate, int]], list[tuple[Candidate, int]]]:
+    candidates: list[Candidate], step: Callable[[Candidate], StepBytes], memory: int, most: int
+) -> tuple[list[tuple[Candidate, StepBytes]], list[tuple[Candidate, StepBytes]]]:
     """The candidates that fit, and all that were traced, each with its bytes: in order, until a limit is reached."""
-    offered: list[tuple[Candidate, int]] = []
-    traced: list[tuple[Candidate, int]] = []
+    offered: list[tuple[Candidate, StepBytes]] = []
+    traced: list[tuple[Candidate, StepBytes]] = []
     for one in candidates:
         if len(offered) == most or len(traced) >= (TRACED if offered else MOST_TRACED):
             break
         if any(_place(one) == _place(other) for other, _ in offered):
             continue  # the same mesh fits already with less recomputation
-        size = held(one)
-        traced.append((one, size))
-        if size <= memory:
-            offered.append((one, size))
+        found = step(one)
+        traced.append((one, found))
+        if found.total <= memory:
+            offered.append((one, found))
     return offered, traced
 
 

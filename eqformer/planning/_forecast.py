@@ -20,7 +20,7 @@ from ._fitting import abstract_mesh, Candidate, fitting_plans
 from ._held_bytes import ON_HOST, placed_bytes, state_bytes, updated_bytes
 from ._roofline import Roofline, roofline
 from ._sent_bytes import by_cause, Sent, sent_bytes
-from ._temporary_bytes import kept_on_host, temporary_bytes
+from ._temporary_bytes import StepBytes, temporary_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +81,8 @@ def forecast(states: training.PlannedState, model: nn.Transformer, batch: Batch,
     """
     plan, (rows, seq) = states.plan, batch.ids.shape
     topology.speeds(plan.mesh)  # which refuses a mesh of another size before anything is traced
-    held = step_bytes(states, model, batch, topology.accelerator.platform)
-    kept, moments = kept_on_host(states, model, batch), _on_host(states)
+    held, kept = step_bytes(states, model, batch, topology.accelerator.platform)
+    moments = _on_host(states)
     sent, time = _sent_and_time(states, model, batch, topology, kept, moments)
     operations = flops_per_token(model, seq, trained=states.optimizer.trained) * rows * seq / topology.devices
     return Forecast(topology, held, sent, time, parameter_count(model), operations, moments + kept)
@@ -144,10 +144,8 @@ def decode_forecast(
     return Forecast(topology, {"weights": weights, "caches": cache}, sent, time, parameter_count(model), operations)
 
 
-def step_bytes(
-    states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str = "cuda"
-) -> dict[str, int]:
-    """Bytes of a step on a device when they are most, by cause: what stays between steps, and `temporary_bytes` or,
+def step_bytes(states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str = "cuda") -> StepBytes:
+    """Bytes of a step when they are most, on a device by cause: what stays between steps, and `temporary_bytes` or,
     where they are more, gradients and `updated_bytes`.
 
     `platform` is that of the compiler, `cuda` or `tpu`.
@@ -155,8 +153,9 @@ def step_bytes(
     stays = {name: own for name, (own, _) in state_bytes(states).items()}
     updated = updated_bytes(states, stays.pop(ON_HOST, 0))
     update = {"gradients": stays.pop("gradients"), "moments in an update": updated}
-    most = temporary_bytes(states, model, batch, platform)
-    return stays | max(most, update if updated else {}, key=lambda held: sum(held.values()))
+    found = temporary_bytes(states, model, batch, platform)
+    most = max(found.held, update if updated else {}, key=lambda held: sum(held.values()))
+    return found._replace(held=stays | most)
 
 
 _TRIES = 12  # of so many plans is the memory computed, a second or two each
@@ -194,14 +193,14 @@ def best_plans(
         under = states.under(one.plan)
         return _sent_and_time(under, one.model, batch, topology, kept, _on_host(under))[1]
 
-    def proposal(one: Candidate, held: int) -> Proposal:
-        return Proposal(one, held, time(one, kept_on_host(states.under(one.plan), one.model, batch)))
+    def proposal(one: Candidate, step: StepBytes) -> Proposal:
+        return Proposal(one, step.total, time(one, step.on_host))
 
     meshes = every_mesh(topology.devices, states.plan, model)
     cost = lambda one: time(one).seconds
     platform = topology.accelerator.platform
-    held = lambda one: sum(step_bytes(states.under(one.plan), one.model, batch, platform).values())
-    found = fitting_plans(states, model, batch, memory, held, meshes=meshes, cost=cost, most=most, tries=_TRIES)
+    step = lambda one: step_bytes(states.under(one.plan), one.model, batch, platform)
+    found = fitting_plans(states, model, batch, memory, step, meshes=meshes, cost=cost, most=most, tries=_TRIES)
     return sorted(itertools.starmap(proposal, found.offered), key=lambda one: one.time.seconds)
 
 

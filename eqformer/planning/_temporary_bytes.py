@@ -17,9 +17,21 @@ from ._traced_uses import IN_PLACE, Uses, WRITTEN
 GATHERED, GRADIENTS, KEPT, WORK = "gathered parameters", "gradients", "kept for the backward pass", "worked on"
 
 
-def temporary_bytes(
-    states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str
-) -> dict[str, int]:
+class StepBytes(NamedTuple):
+    """The bytes of a step when they are most."""
+
+    held: dict[str, int]
+    """On a device, by cause."""
+    on_host: int
+    """Kept in the memory of the device's host for the backward pass, where the model's `remat` has it so."""
+
+    @property
+    def total(self) -> int:
+        """All on a device."""
+        return sum(self.held.values())
+
+
+def temporary_bytes(states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str) -> StepBytes:
     """Bytes that a device needs beside parameters and optimizer state when they are most, by cause.
 
     The loss and its gradients are traced for one device, and the trace is walked through as XLA's compilers for
@@ -30,7 +42,7 @@ def temporary_bytes(
     another dim than their first are held once more, and what is sent runs beside other lines: parameters are gathered a
     turn early, and gradients, made at the end of a turn, are scattered beside the next one.
     """
-    found: list[dict[str, int]] = [{}]
+    found, on_host = [StepBytes({}, 0)], 0
     for jaxpr in _traced(states, model, batch):
         most = peak(jaxpr, platform)
         held: dict[str, int] = {}
@@ -38,15 +50,9 @@ def temporary_bytes(
             held[cause] = held.get(cause, 0) + size
         if platform == "cuda":
             held[GATHERED] = held.get(GATHERED, 0) + copied_bytes(jaxpr)
-        found.append(held)
-    return max(found, key=lambda held: sum(held.values()))
-
-
-def kept_on_host(states: training.PlannedState, model: nn.Transformer, batch: Batch) -> int:
-    """Bytes that a device's host keeps for the backward pass, where the model's `remat` has it so; else 0."""
-    if not any(stack.remat == "products_on_host" for stack in model.stacks):
-        return 0
-    return max(map(host_bytes, _traced(states, model, batch)), default=0)
+        found.append(StepBytes(held, 0))
+        on_host = max(on_host, host_bytes(jaxpr))
+    return max(found, key=lambda one: one.total)._replace(on_host=on_host)
 
 
 def _traced(states: training.PlannedState, model: nn.Transformer, batch: Batch) -> list[Any]:

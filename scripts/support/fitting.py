@@ -33,15 +33,16 @@ def fitting(recipe: Recipe, memory: int, held: int, states: training.PlannedStat
     if held <= memory:
         return line
     batch = batch_shapes(recipe)
-    of_step = lambda one: sum(planning.step_bytes(states.under(one.plan), one.model, batch).values())
+    of_step = lambda one: planning.step_bytes(states.under(one.plan), one.model, batch)
     found = planning.fitting_plans(states, model, batch, memory, of_step)
     if found.least is None:
         return f"{line}\n{_too_large_state(found)}"
     if not found.offered:
-        return f"{line}\n{_too_large_step(found, *found.least)}"
+        least, step = found.least
+        return f"{line}\n{_too_large_step(found, least, step.total)}"
     lines = [
-        f"  {choices(recipe, one)}: {gigabytes(size)}, sends {gigabytes(one.sent)} a step"
-        for one, size in found.offered
+        f"  {choices(recipe, one)}: {gigabytes(step.total)}, sends {gigabytes(one.sent)} a step"
+        for one, step in found.offered
     ]
     return "\n".join([line, "as many devices would hold it by", *lines])
 

@@ -120,7 +120,7 @@ def test_gradients_by_products_on_hosts_are_those_of_products(case):
         gradients = eqx.filter_jit(training.planned_gradients(plan)(training.next_token_loss, training.trainable))
         found[remat] = gradients(model, batch_of(model), jax.random.key(7))
         states = training.PlannedState(lambda model=model: model, rule(model), plan)
-        kept[remat] = planning.kept_on_host(states, model, planning.batch_shapes(8, 16))
+        kept[remat] = planning.step_bytes(states, model, planning.batch_shapes(8, 16)).on_host
     pairs = zip(*(jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in found.values()), strict=True)
     assert all(one.dtype == two.dtype and np.array_equal(one, two) for one, two in pairs)
     assert kept["products"] == 0 < kept["products_on_host"]
@@ -145,7 +145,7 @@ def test_compilers_keep_it_on_the_host(name):
         step = training.planned_step(training.next_token_loss, optimizer, plan)
         made[way] = planning.program_of(planning.lowered_step(states, step, batch).compile())
         moments += planning.state_bytes(states).get("optimizer state on its host", (0, 0))[0]
-        kept += planning.kept_on_host(states, jax.eval_shape(build), batch)
+        kept += planning.step_bytes(states, jax.eval_shape(build), batch).on_host
     here, away, kept_away = (made[way] for way in made)
     assert here.on_host == 0 and away.on_host == pytest.approx(moments, rel=0.01)  # a TPU pads small arrays
     assert here.argument - away.argument == pytest.approx(away.on_host, rel=0.01)

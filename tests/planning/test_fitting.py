@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from eqformer.parallel import AXES, Plan
-from eqformer.planning import _fitting, abstract_mesh, meshes_of
+from eqformer.planning import _fitting, abstract_mesh, meshes_of, StepBytes
 
 
 def numbered(number: int) -> _fitting.Candidate:
@@ -18,12 +18,12 @@ def numbered(number: int) -> _fitting.Candidate:
 @pytest.mark.quick
 def test_the_search_goes_on_until_a_plan_fits(monkeypatch):
     monkeypatch.setattr(_fitting, "TRACED", 1)
-    held: Any = lambda one: 100 - one.plan.number
+    step: Any = lambda one: StepBytes({"all": 100 - one.plan.number}, 0)
     candidates = [numbered(number) for number in range(80)]
-    offered, traced = _fitting._search(candidates, held, 80, 3)
-    assert [size for _, size in offered] == [80] and len(traced) == 21
-    offered, traced = _fitting._search(candidates, held, 30, 3)
-    assert (offered, min(size for _, size in traced), len(traced)) == ([], 100 - 63, 64)
+    offered, traced = _fitting._search(candidates, step, 80, 3)
+    assert [found.total for _, found in offered] == [80] and len(traced) == 21
+    offered, traced = _fitting._search(candidates, step, 30, 3)
+    assert (offered, min(found.total for _, found in traced), len(traced)) == ([], 100 - 63, 64)
 
 
 def test_meshes_have_as_many_devices():
