@@ -21,7 +21,7 @@ from support.command import read
 from support.flags import naming_flags
 from support.mesh import plan_of
 from support.processes import devices_of, Machine
-from support.published import published_tokenizer, recipe_of_folder, tokenizer_of
+from support.published import companions_of, published_tokenizer, recipe_of_folder, tokenizer_of
 from support.run_directory import RunDirectory
 from support.screen import one_message, Screen
 from support.setup import latest_model, shapes_of
@@ -39,7 +39,7 @@ class Command:
     run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/default)")] = None
     """The folder of the run."""
     model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """A folder as published (safetensors, config.json, tokenizer.json), in place of a run; a run's does as well."""
+    """A folder as published (safetensors, config.json, tokenizer.json) or a file of GGUF; a run's does as well."""
     prompt: str = "def "
     """What the text begins with; a question, where the model has a chat template."""
     chat: Literal["auto", "yes", "no"] = "auto"
@@ -127,12 +127,13 @@ def draft_of(command: Command, writer: Writer) -> generation.Model | str | None:
 def of_folder(command: Command, folder: Path) -> Writer:
     """The model of a folder as published."""
     dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
-    plan, tokenizer = plan_for(command, recipe_of_folder(folder)), published_tokenizer(folder)
+    plan, companions = plan_for(command, recipe_of_folder(folder)), companions_of(folder)
+    tokenizer = published_tokenizer(companions)
     with Screen(errors=True).bytes(f"reading {folder}") as progress:
         has_predictor = command.draft == OWN
         given: dict[str, Any] = {"weights": command.weights, "predictor": has_predictor, "progress": progress}
         model = models.load(folder, plan=plan, dtype=dtype, **given)
-    return _writer(model, plan, tokenizer, folder)
+    return _writer(model, plan, tokenizer, companions)
 
 
 def of_run(command: Command, folder: Path) -> Writer:

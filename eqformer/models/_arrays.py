@@ -9,7 +9,7 @@ import numpy as np
 
 from ._folder import Folder
 from ._gguf import GGUF
-from ._gguf_models import coded_of
+from ._gguf_models import coded_of, plain_of
 from ._published import Description
 from ._weights import Stored
 from .formats import Coded, Format, Grouped, Numbers
@@ -91,7 +91,8 @@ class Arrays:
         `piece` is the place of its first dim that is read alone; `run` shares the work.
         """
         if name not in self._coded:
-            return self._source.read(self._stored[name])
+            stored = self._stored[name]
+            return plain_of(self._source, stored) if isinstance(self._source, GGUF) else self._source.read(stored)
         if piece is None and (pieces := self.pieces(name)):
             return np.stack([self.read(name, dtype, place, run) for place in pieces])
         coded = self._coded_at(name, piece)

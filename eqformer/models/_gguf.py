@@ -14,7 +14,8 @@ from .formats import BLOCKS, Blocks, ORDER, Parts, ROWS
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
-DIVISORS = "rope_freqs.weight"  # of rotary frequencies, and no weight
+# Of rotary frequencies, and no weights: of all rows, of long ones, of short ones.
+DIVISORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Tensor:
 class GGUF:
     """A file's numbers and texts by name (lists by their lengths alone), and its arrays.
 
+    An array of three dims, of experts, is as many of two: their names end in `.0`, `.1` and so on.
+
     Raises a `ValueError` for a file that is not what it says: cut short, or with arrays of a type that is not known.
     """
 
@@ -50,8 +53,10 @@ class GGUF:
             self._refuse(f"its version is {version}, not 2 or 3")
         tensors, values = self._number("Q"), self._number("Q")
         self.values: dict[str, Any] = {}
+        self._starts: dict[str, int] = {}
         for _ in range(values):
             name, kind = self._text(), self._number("I")
+            self._starts[name] = self._at
             if name in self.values:
                 self._refuse(f"it has {name} twice")
             self.values[name] = self._value(kind)
@@ -62,14 +67,14 @@ class GGUF:
         start = -(-self._at // align) * align
         self.tensors: dict[str, Tensor] = {}
         for name, shape, kind, offset in infos:
-            if name in self.tensors:
+            if name in self.tensors or f"{name}.0" in self.tensors:
                 self._refuse(f"it has {name} twice")
-            self.tensors[name] = self._tensor(name, shape, kind, start + offset)
+            self.tensors |= self._tensors(name, shape, kind, start + offset)
 
     @property
     def names(self) -> Set[str]:
         """Every array's name but that of the frequencies' divisors, which are read as numbers are."""
-        return self.tensors.keys() - {DIVISORS}
+        return self.tensors.keys() - {*DIVISORS}
 
     def dtype(self, name: str) -> str:
         """The dtype that holds an array's values."""
@@ -83,6 +88,20 @@ class GGUF:
         """A small array, decoded."""
         tensor = self.tensors[name]
         return tensor.form.decode(tensor.parts(None), slice(0, None)).reshape(tensor.shape)
+
+    def divisors(self, name: str) -> np.ndarray | None:
+        """What each frequency is divided by, if the file says it by this name."""
+        return self.read(name) if name in self.tensors else None
+
+    def listed(self, name: str) -> list[Any]:
+        """A list of numbers or texts; empty where there is none."""
+        if not str(self.values.get(name)).startswith("a list of "):
+            return []
+        self._at = self._starts[name]
+        its, count = self._number("I"), self._number("Q")
+        if its not in _NUMBERS:
+            return [self._value(its) for _ in range(count)]
+        return self._take(count * struct.calcsize(_NUMBERS[its])).view(f"<{_NUMBERS[its]}").tolist()
 
     def _refuse(self, text: str) -> NoReturn:
         raise ValueError(f"{self.path}: it is no GGUF file that can be read: {text}.")
@@ -127,7 +146,7 @@ class GGUF:
         shape = tuple(self._number("Q") for _ in range(dims))[::-1]
         return name, shape, self._number("I"), self._number("Q")
 
-    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> Tensor:
+    def _tensors(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> dict[str, Tensor]:
         if kind not in BLOCKS:
             known = ", ".join(form.name for form in BLOCKS.values())
             self._refuse(f"{name} is of type {kind}, which is not known; there are {known}")
@@ -137,4 +156,8 @@ class GGUF:
         width = columns // form.numbers * form.octets
         if start + rows * width > len(self._bytes):
             self._refuse(f"{name} ends at byte {start + rows * width}, and the file at {len(self._bytes)}")
-        return Tensor(form, shape, self._bytes[start : start + rows * width].reshape(rows, width))
+        octets = self._bytes[start : start + rows * width].reshape(rows, width)
+        if len(shape) != 3:
+            return {name: Tensor(form, shape, octets)}
+        each = octets.reshape(shape[0], -1, width)
+        return {f"{name}.{number}": Tensor(form, shape[1:], its) for number, its in enumerate(each)}

@@ -1,7 +1,9 @@
 """Published models in the scripts: a run that starts from one, and the files that are exported with a run's model."""
 
+import atexit
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,17 @@ def published_tokenizer(folder: Path, end_of_text: str | None = None) -> data.To
     if models.read_config(folder).vocab == data.ByteTokenizer.vocab:
         return _bytes(end_of_text)
     raise ValueError(f"--model {folder}: the folder has no tokenizer.json; put the model's own there.")
+
+
+def companions_of(path: Path) -> Path:
+    """The folder of a published model's tokenizer and settings: its own or, of one file, one until the process ends."""
+    if path.is_dir():
+        return path
+    files, folder = models.companions(path), Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, content in files.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    return folder
 
 
 def _bytes(end_of_text: str | None) -> data.Tokenizer:

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from test_published import FIXTURES
 
 from eqformer import models
+from eqformer.data import FileTokenizer, has_chat_template
 from eqformer.models._gguf import GGUF
 from eqformer.models.formats import BLOCKS
 from eqformer.nn import Llama3Scaling
@@ -21,6 +22,7 @@ from eqformer.parallel import make_mesh, Plan
 
 
 RECORDED = json.loads((FIXTURES / "gguf.json").read_text())
+CONVERTED = json.loads((FIXTURES / "gguf_models.json").read_text())
 FILES = {name: (FIXTURES / f"{name}.gguf").read_bytes() for name in RECORDED}
 
 
@@ -56,7 +58,34 @@ def test_every_type_of_block_is_decoded_as_the_package_does():
             found = tensor.form.decode(tensor.parts(None), slice(0, None))
             assert checksum(found) == RECORDED[name]["package"][key] and checksum(found[:, ::-1]) != checksum(found)
             seen.add(tensor.form.name)
+    seen |= {tensor.form.name for name in CONVERTED for tensor in GGUF(FIXTURES / f"{name}.gguf").tensors.values()}
     assert seen == {form.name for form in BLOCKS.values()}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_converted_model_is_the_one_before(name, tmp_path):
+    """Its config, and its arrays bit for bit: as they were, or as the package decodes them."""
+    path, kept = FIXTURES / f"{name}.gguf", CONVERTED[name]
+    (tmp_path / "config.json").write_text(json.dumps(kept["config"]))
+    config = models.read_config(path)
+    assert config == models.read_config(tmp_path)
+    models.save(models.load(path, dtype="float32"), tmp_path / "plain", config=config)
+    back = load_file(tmp_path / "plain" / "model.safetensors")
+    assert {key: checksum(array) for key, array in back.items()} == kept["arrays"]
+
+
+@pytest.mark.parametrize("name", ("qwen3moe", "mixtral"))
+def test_a_tokenizer_gives_the_ids_of_the_one_before(name, tmp_path):
+    kept = CONVERTED[name]["tokenizer"]
+    for file, content in models.companions(FIXTURES / f"{name}.gguf").items():
+        (tmp_path / file).write_text(content)
+    own = FileTokenizer(tmp_path / "tokenizer.json", end_of_text=models.ends_of_text(tmp_path)[0])
+    assert own.vocab == kept["vocab"]
+    for whole, ids in zip((True, False), kept["ids"], strict=True):
+        assert [own.encode_prompt(text, whole=whole).tolist() for text in kept["texts"]] == ids
+    assert [own.decode(its) for its in kept["ids"][0]] == kept["decoded"]
+    assert has_chat_template(tmp_path) == (name == "qwen3moe")
+    assert len(models.ends_of_text(tmp_path)) == 1 + (name == "qwen3moe")
 
 
 def text(value: str) -> bytes:
@@ -67,6 +96,8 @@ def value(its: Any) -> bytes:
     """A number or a text with its type."""
     if isinstance(its, str):
         return struct.pack("<I", 8) + text(its)
+    if isinstance(its, list) and isinstance(its[0], str):
+        return struct.pack("<IIQ", 9, 8, len(its)) + b"".join(map(text, its))
     if isinstance(its, list):
         return struct.pack("<IIQ", 9, 4, len(its)) + struct.pack(f"<{len(its)}I", *its)
     return struct.pack("<If", 6, its) if isinstance(its, float) else struct.pack("<II", 4, its)
@@ -149,12 +180,16 @@ WRONG = {
         made({"llama.doom": 3}),
         "that this architecture does not know: llama.doom",
     ),
-    "experts": (made({"llama.expert_count": 8}), "does not know: llama.expert_count=8"),
+    "experts of another family": (made({"llama.expert_shared_count": 8}), "does not know: llama.expert_shared_count=8"),
+    "experts without their arrays": (made({"llama.expert_count": 8}), "not in the folder: .*experts.0.w1"),
     "heads by layer": (
         made({"llama.attention.head_count_kv": [1, 2]}),
         "kv='a list of 2': it must be a whole",
     ),
-    "values of another width": (made({"llama.attention.value_length": 6}), r"are \[4, 6\]; keys, values and turned"),
+    "values of another width": (
+        made({"llama.attention.key_length": 4, "llama.attention.value_length": 6}),
+        r"are \[4, 6\]; keys and values must",
+    ),
     "another scaling": (made({"llama.rope.scaling.type": "longrope"}), "type='longrope' is not known"),
     "other divisors": (made(arrays={"rope_freqs.weight": np.full(2, 3, np.float32)}), "not those of Llama 3.1 to 3.3"),
     "one of several": (made({"split.count": 2}), "one of several files; join them"),
@@ -173,7 +208,7 @@ WRONG = {
         "in no rule",
     ),
     "heads that do not divide": (
-        made({"llama.attention.head_count": 3}),
+        made({"llama.attention.head_count": 3, "llama.rope.dimension_count": None}),
         "has 8 rows, and 3 heads have another number",
     ),
     "a type that is not known": (
@@ -204,6 +239,29 @@ def test_a_file_that_is_not_what_it_says(name, tmp_path):
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(ValueError, match=rf"a.gguf.*{words}"):
         models.load(tmp_path / "a.gguf")
+
+
+_TOKENS = {"tokenizer.ggml.tokens": ["a", "b", "ab"], "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.pre": "gpt-2"}
+WRONG_TOKENIZERS = {
+    "none": ({"tokenizer.ggml.model": None}, "no 'tokenizer.ggml.model'"),
+    "another kind": ({"tokenizer.ggml.model": "bert"}, "model='bert' is not known; there are gpt2, llama"),
+    "other words": ({"tokenizer.ggml.pre": "viking"}, "pre='viking' is not known"),
+    "no tokens": ({"tokenizer.ggml.tokens": None}, "it has 0 tokens"),
+    "a token twice": ({"tokenizer.ggml.tokens": ["a", "a"]}, "2 tokens, 1 of which differ"),
+    "other types": ({"tokenizer.ggml.token_type": [1, 1]}, "3 tokens, 3 of which differ, and 2 types"),
+    "no pair": ({"tokenizer.ggml.merges": ["a b", "ab"]}, "merges: 'ab' is no pair"),
+    "an id beyond": ({"tokenizer.ggml.eos_token_id": 3}, "3 tokens, and of special tokens these ids: {'eos': 3}"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TOKENIZERS)
+def test_a_tokenizer_that_is_not_what_it_says(name, tmp_path):
+    path, (said, words) = tmp_path / "a.gguf", WRONG_TOKENIZERS[name]
+    path.write_bytes(made(_TOKENS))
+    assert '"ab": 2' in models.companions(path)["tokenizer.json"]
+    path.write_bytes(made(_TOKENS | said))
+    with pytest.raises(ValueError, match=rf"a.gguf.*{words}"):
+        models.companions(path)
 
 
 def test_a_file_cut_short_anywhere_is_refused(tmp_path):

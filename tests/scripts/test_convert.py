@@ -1,6 +1,7 @@
 """From a run to a published folder, to a run again, on over a mesh, and out: at each place the same text."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,6 +46,13 @@ def test_a_run_goes_out_and_comes_back(place):
 def test_a_run_over_a_mesh_writes_what_is_published(place):
     written = text("--model", place / "published")
     assert text("--run-dir", place / "first", "--mesh.tensor", 2, devices=2) == written
+
+
+@pytest.mark.grid
+def test_one_file_writes_in_its_own_tokens_and_chat_template():
+    file = Path(__file__).parents[1] / "fixtures" / "qwen3moe.gguf"
+    asked, continued = text("--model", file), text("--model", file, "--chat", "no")
+    assert continued.startswith("line 3") and not asked.startswith("line 3") and len(asked) > 20
 
 
 @pytest.mark.grid

@@ -43,10 +43,20 @@ def _scale(octets: UInt8[np.ndarray, "blocks 2"]) -> Float32[np.ndarray, "blocks
     return finite(np.ascontiguousarray(octets).view(np.float16)).astype(np.float32)
 
 
-def _q4_0(octets: UInt8[np.ndarray, "blocks 18"]) -> Float32[np.ndarray, "blocks 32"]:
-    """A scale, and the numbers 0 to 15 in the low bits of 16 bytes, 16 to 31 in the high ones."""
-    codes = np.concatenate([octets[:, 2:] & 15, octets[:, 2:] >> 4], axis=1)
-    return (codes.astype(np.float32) - 8) * _scale(octets[:, :2])
+def _low_bits(bits: int, lowest: bool) -> _Values:
+    """A scale, with `lowest` a least number, with 5 bits the fifth of each code, and 16 bytes of codes' other four.
+
+    The numbers 0 to 15 stand in the low bits of the bytes, 16 to 31 in the high ones.
+    """
+
+    def values(octets: UInt8[np.ndarray, "blocks octets"]) -> Float32[np.ndarray, "blocks 32"]:
+        codes = np.concatenate([octets[:, -16:] & 15, octets[:, -16:] >> 4], axis=1)
+        if bits == 5:
+            codes = codes | np.unpackbits(octets[:, -20:-16], axis=1, bitorder="little") << 4
+        scaled, factor = codes.astype(np.float32), _scale(octets[:, :2])
+        return factor * scaled + _scale(octets[:, 2:4]) if lowest else (scaled - 2 ** (bits - 1)) * factor
+
+    return values
 
 
 def _q8_0(octets: UInt8[np.ndarray, "blocks 34"]) -> Float32[np.ndarray, "blocks 32"]:
@@ -54,8 +64,8 @@ def _q8_0(octets: UInt8[np.ndarray, "blocks 34"]) -> Float32[np.ndarray, "blocks
     return octets[:, 2:].view(np.int8).astype(np.float32) * _scale(octets[:, :2])
 
 
-def _q4_k(octets: UInt8[np.ndarray, "blocks 144"]) -> Float32[np.ndarray, "blocks 256"]:
-    """Two scales, then 8 pairs of a factor and a least number of 6 bits each, then the codes of 8 groups of 32.
+def _k_pairs(octets: UInt8[np.ndarray, "blocks octets"], codes: UInt8[np.ndarray, "blocks 8 32"]) -> np.ndarray:
+    """Two scales, then 8 pairs of a factor and a least number of 6 bits each, of the codes of 8 groups of 32.
 
     Of the 12 bytes of pairs the first four hold factors, the next four least numbers, of the groups 0 to 3 in their low
     six bits, and in their upper two the upper bits of groups 4 to 7, whose low bits are the last four bytes.
@@ -63,10 +73,26 @@ def _q4_k(octets: UInt8[np.ndarray, "blocks 144"]) -> Float32[np.ndarray, "block
     low, least, both = (octets[:, start : start + 4] for start in (4, 8, 12))
     factors = np.concatenate([low & 63, both & 15 | low >> 2 & 48], axis=1)
     lowest = np.concatenate([least & 63, both >> 4 | least >> 2 & 48], axis=1)
-    codes = octets[:, 16:].reshape(-1, 4, 1, 32)
-    codes = np.concatenate([codes & 15, codes >> 4], axis=2).reshape(-1, 8, 32).astype(np.float32)
     factor = (_scale(octets[:, :2]) * factors.astype(np.float32))[..., None]
-    return (factor * codes - (_scale(octets[:, 2:4]) * lowest.astype(np.float32))[..., None]).reshape(-1, 256)
+    least = (_scale(octets[:, 2:4]) * lowest.astype(np.float32))[..., None]
+    return (factor * codes.astype(np.float32) - least).reshape(-1, 256)
+
+
+def _nibbles(octets: UInt8[np.ndarray, "blocks 128"]) -> UInt8[np.ndarray, "blocks 8 32"]:
+    """Of each 32 bytes the low bits, then the high ones."""
+    halves = octets.reshape(-1, 4, 1, 32)
+    return np.concatenate([halves & 15, halves >> 4], axis=2).reshape(-1, 8, 32)
+
+
+def _q4_k(octets: UInt8[np.ndarray, "blocks 144"]) -> Float32[np.ndarray, "blocks 256"]:
+    """Pairs, and codes of four bits."""
+    return _k_pairs(octets, _nibbles(octets[:, 16:]))
+
+
+def _q5_k(octets: UInt8[np.ndarray, "blocks 176"]) -> Float32[np.ndarray, "blocks 256"]:
+    """The same with a fifth bit: of each of 32 bytes a bit for each group."""
+    high = np.stack([octets[:, 16:48] >> group & 1 for group in range(8)], axis=1)
+    return _k_pairs(octets, _nibbles(octets[:, 48:]) | high << 4)
 
 
 def _q6_k(octets: UInt8[np.ndarray, "blocks 210"]) -> Float32[np.ndarray, "blocks 256"]:
@@ -93,9 +119,13 @@ BLOCKS: Mapping[int, Blocks] = MappingProxyType(
     {
         0: _blocks("F32", 1, 4, _wide(np.float32)),
         1: _blocks("F16", 1, 2, _wide(np.float16), "float16"),
-        2: _blocks("Q4_0", 32, 18, _q4_0),
+        2: _blocks("Q4_0", 32, 18, _low_bits(4, lowest=False)),
+        3: _blocks("Q4_1", 32, 20, _low_bits(4, lowest=True)),
+        6: _blocks("Q5_0", 32, 22, _low_bits(5, lowest=False)),
+        7: _blocks("Q5_1", 32, 24, _low_bits(5, lowest=True)),
         8: _blocks("Q8_0", 32, 34, _q8_0),
         12: _blocks("Q4_K", 256, 144, _q4_k),
+        13: _blocks("Q5_K", 256, 176, _q5_k),
         14: _blocks("Q6_K", 256, 210, _q6_k),
         30: _blocks("BF16", 1, 2, _wide(ml_dtypes.bfloat16), "bfloat16"),
     }
