@@ -147,7 +147,7 @@ class Arrays:
     def _find(self, folder: Folder, form: Format, dtype: str) -> None:
         """Put one name in the place of those of codes and scales."""
         dtype_of = lambda name: folder.dtype_in_file(self._stored[name])
-        codes = [name for name in self._stored if name.endswith(form.codes)]
+        codes = [name for name in self._stored if name.endswith(form.codes) and name not in self._coded]
         for name in [name for name in codes if not form.dtypes or dtype_of(name) in form.dtypes]:
             stem, stored = name.removesuffix(form.codes), self._stored[name]
             if missing := [end for end in form.needs if stem + end not in self._stored]:
@@ -167,6 +167,8 @@ class Arrays:
             except ValueError as error:
                 raise ValueError(f"{self.call}: {stored}, in {form.name}: {error}.") from None
             self._stored[own] = stored
+        if form.also is not None:
+            self._find(folder, form.also, dtype)
 
 
 def _by_rows(coded: Coded, fill: Callable[[slice], None], run: Run) -> None:

@@ -54,6 +54,13 @@ def blocks(rng: np.random.Generator, rows: int, columns: int) -> tuple[Stored, n
     return {".weight": codes, ".weight_scale_inv": its}, each(rows, columns, value)
 
 
+def expert_blocks(rng: np.random.Generator, experts: int, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
+    """The same of each of some experts, in one array."""
+    made = [blocks(rng, rows, columns) for _ in range(experts)]
+    codes, its = (np.stack([stored[end] for stored, _ in made]) for end in (".weight", ".weight_scale_inv"))
+    return {"": codes, "_scale_inv": its}, np.stack([values for _, values in made])
+
+
 def one_scale(rng: np.random.Generator, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
     """With a scale of activations beside it, as Ministral 3."""
     codes, its = eight(rng, rows, columns), scales(rng, dtype=BF16)
@@ -186,4 +193,9 @@ CASES = {
         ".scales",
     ),
 }
-MXFP4 = Case({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4, "_blocks", "_scales")
+# Of experts, each array of those of a layer.
+EXPERT_CASES = {
+    "fp8 experts": CASES["fp8 blocks"]._replace(make=expert_blocks, codes="", scales="_scale_inv"),
+    "mxfp4": Case({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4, "_blocks", "_scales"),
+}
+ALL_CASES = CASES | EXPERT_CASES

@@ -9,7 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from format_cases import BF16, CASES, MXFP4
+from format_cases import ALL_CASES, BF16, EXPERT_CASES
 from safetensors.numpy import load_file, save_file
 
 from eqformer import models
@@ -46,14 +46,14 @@ def is_map(name: str) -> bool:
 def write(folder: Path, name: str, dtype: Any = BF16) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """A folder of which every map is stored in a format: what is stored, and what a plain one would hold."""
     folder.mkdir(exist_ok=True)
-    case, rng = (MXFP4 if name == "mxfp4" else CASES[name]), np.random.default_rng(1)
-    said, arrays = plain(OSS if name == "mxfp4" else LLAMA)
+    case, rng = ALL_CASES[name], np.random.default_rng(1)
+    said, arrays = plain(OSS if name in EXPERT_CASES else LLAMA)
     stored: dict[str, np.ndarray] = {}
     decoded: dict[str, np.ndarray] = {}
     for key, array in arrays.items():
         parts: dict[str, np.ndarray] = {"": array}
         decoded[key], stem = array, key
-        if is_map(key) and (array.ndim == 3 or name != "mxfp4"):
+        if is_map(key) and (array.ndim == 3 or name not in EXPERT_CASES):
             stem = key.removesuffix(".weight")
             shape = (array.shape[0], *array.shape[:0:-1]) if name == "mxfp4" else array.shape
             parts, values = case.make(rng, *shape)

@@ -5,15 +5,15 @@ import re
 
 import numpy as np
 import pytest
-from format_cases import BF16, CASES, MXFP4, OF_GPTQ
+from format_cases import ALL_CASES, BF16, CASES, EXPERT_CASES, OF_GPTQ
 from format_folders import change, EXPERTS, GATE, LLAMA, plain, store, write
 
 from eqformer import models
 
 
 # By default one of each layout; the others are of the grid.
-BY_DEFAULT = {"fp8 blocks", "int4 with zeros", "gptq", "awq", "mxfp4"}
-NAMES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.grid) for name in (*CASES, "mxfp4")]
+BY_DEFAULT = {"fp8 blocks", "int4 with zeros", "gptq", "awq", *EXPERT_CASES}
+NAMES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.grid) for name in ALL_CASES]
 HOSTILE = {
     "codes cut short": (lambda codes, scales: (codes[:-1], scales), r"has shape|is no multiple|says"),
     "scales cut short": (lambda codes, scales: (codes, scales[:-1] if scales.ndim else np.ones(2, BF16)), "has shape"),
@@ -37,8 +37,8 @@ HOSTILE = {
 @pytest.mark.parametrize("fault", HOSTILE)
 @pytest.mark.parametrize("name", NAMES)
 def test_codes_and_scales_that_do_not_go_together(name, fault, tmp_path):
-    case, (spoil, words_of) = (MXFP4 if name == "mxfp4" else CASES[name]), HOSTILE[fault]
-    stem = EXPERTS + "down_proj" if name == "mxfp4" else GATE
+    case, (spoil, words_of) = ALL_CASES[name], HOSTILE[fault]
+    stem = EXPERTS + "down_proj" if name in EXPERT_CASES else GATE
     stored, _ = write(tmp_path, name)
     ends = case.codes, case.scales
     spoilt = dict(zip(ends, spoil(*(stored.pop(stem + end) for end in ends)), strict=True))
@@ -51,10 +51,10 @@ def test_codes_and_scales_that_do_not_go_together(name, fault, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_array_of_another_size_than_the_models(name, tmp_path):
-    stem = EXPERTS + "down_proj" if name == "mxfp4" else GATE
+    stem = EXPERTS + "down_proj" if name in EXPERT_CASES else GATE
     stored, _ = write(tmp_path, name)
-    shape, rng = ((5, 32, 32) if name == "mxfp4" else (96, 32)), np.random.default_rng(0)
-    parts, _ = (MXFP4 if name == "mxfp4" else CASES[name]).make(rng, *shape)
+    shape, rng = ((5, 32, 32) if name in EXPERT_CASES else (96, 32)), np.random.default_rng(0)
+    parts, _ = ALL_CASES[name].make(rng, *shape)
     change(tmp_path, stored | {stem + end: part for end, part in parts.items()})
     with pytest.raises(ValueError, match=rf"{re.escape(stem)}.*: it has shape \(.*\), and the model's is \(.*\)"):
         models.load(tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from format_cases import BF16, CASES, compressed, F8, MXFP4, OF_GPTQ, words
+from format_cases import ALL_CASES, BF16, CASES, compressed, EXPERT_CASES, F8, OF_GPTQ, words
 from format_folders import is_map, plain, same_bits, SINGLE, store, write
 from safetensors.numpy import load_file
 from test_published import FIXTURES
@@ -20,7 +20,7 @@ from eqformer.models.formats import FORMATS, read_format
 from eqformer.parallel import make_mesh, Plan
 
 
-@pytest.mark.parametrize("name", [*CASES, "mxfp4"])
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_a_folder_is_the_model_that_a_plain_formula_decodes(name, tmp_path):
     """Saved again, it is a folder of plain arrays, bit for bit those of the formula, rounded once."""
     _, decoded = write(tmp_path / "folder", name)
@@ -34,11 +34,11 @@ def test_a_folder_is_the_model_that_a_plain_formula_decodes(name, tmp_path):
         models.save(models.load(tmp_path / "plain"), tmp_path / "x", like=tmp_path / "folder", whole=True)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "fp8 blocks", pytest.param("awq", marks=pytest.mark.grid)])
+@pytest.mark.parametrize("name", ["mxfp4", "fp8 experts", "fp8 blocks", pytest.param("awq", marks=pytest.mark.grid)])
 def test_each_device_gets_its_part_whatever_the_plan(name, tmp_path):
     write(tmp_path, name)
     whole = models.load(tmp_path, dtype="float32")
-    split: dict[str, Any] = {"fsdp": 2, "tensor": 2} | ({"expert": 2} if name == "mxfp4" else {"pipe": 2})
+    split: dict[str, Any] = {"fsdp": 2, "tensor": 2} | ({"expert": 2} if name in EXPERT_CASES else {"pipe": 2})
     plan = Plan(make_mesh(**split), zero=3, smallest=1)
     parts = models.load(tmp_path, plan=plan, dtype="float32")
     assert all(np.array_equal(*pair) for pair in zip(*(jax.tree.leaves(m) for m in (whole, parts)), strict=True))
@@ -57,7 +57,7 @@ def test_a_part_that_no_device_holds_is_not_decoded(tmp_path, monkeypatch):
 
 DTYPES = {"bfloat16": BF16, "float8_e4m3fn": F8}
 SAID: dict[str, Any] = {
-    "mxfp4": MXFP4.said,
+    "mxfp4": EXPERT_CASES["mxfp4"].said,
     "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "fp8 bfloat16": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "fp8 one scale": {"quant_method": "fp8", "weight_block_size": None},
@@ -136,4 +136,4 @@ def test_beside_the_model_one_array_is_decoded_at_a_time(sizes, tmp_path):
 
 
 def test_every_format_has_cases():
-    assert {case.said["quant_method"] for case in (*CASES.values(), MXFP4)} == set(FORMATS)
+    assert {case.said["quant_method"] for case in ALL_CASES.values()} == set(FORMATS)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from format_cases import CASES, F8
+from format_cases import CASES, EXPERT_CASES, F8
 from format_folders import change, GATE, same_bits, store, write
 from safetensors.numpy import load_file
 
@@ -18,7 +18,7 @@ from eqformer.parallel import make_mesh, Plan
 
 IN_ORDER = [name for name in CASES if "order" not in name]
 EVERY_RUN = {"fp8 blocks", "mxfp4"}
-NAMES = [pytest.param(n, marks=() if n in EVERY_RUN else pytest.mark.grid) for n in (*IN_ORDER, "mxfp4")]
+NAMES = [pytest.param(n, marks=() if n in EVERY_RUN else pytest.mark.grid) for n in (*IN_ORDER, *EXPERT_CASES)]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -37,19 +37,19 @@ def test_what_is_kept_is_what_is_decoded(name, tmp_path):
     write(tmp_path, name)
     decoded, kept = models.load(tmp_path, dtype="float32"), models.load(tmp_path, dtype="float32", weights="kept")
     maps = [one for one in nn.linear_maps(kept) if isinstance(one, nn.QuantisedLinear)]
-    assert len(maps) == (6 if name == "mxfp4" else 7)
+    assert len(maps) == (6 if name in EXPERT_CASES else 7)
     assert same(eqx.filter_jit(nn.dequantise)(kept), decoded)
     whole = sum(2 * np.prod(one.shape) for one in maps)
     assert sum(one.codes.nbytes for one in maps) == whole / (4 if maps[0].form in ("int4", "fp4") else 2)
     split: dict[str, Any] = {"fsdp": 2, "replica" if "16" in str(CASES.get(name)) else "tensor": 2}
-    split |= {"expert": 2} if name == "mxfp4" else {"pipe": 2}
+    split |= {"expert": 2} if name in EXPERT_CASES else {"pipe": 2}
     placed = models.load(tmp_path, plan=Plan(make_mesh(**split), zero=3, smallest=1), dtype="float32", weights="kept")
     assert same(placed, kept) and not same(nn.dequantise(spoiled(kept)), decoded)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*IN_ORDER, "mxfp4"])
+@pytest.mark.parametrize("name", [*IN_ORDER, *EXPERT_CASES])
 def test_logits_are_those_of_the_decoded_model(name, dtype, tmp_path):
     """And it is saved as that is, once decoded."""
     write(tmp_path, name)

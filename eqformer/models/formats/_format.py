@@ -36,6 +36,8 @@ class Format(abc.ABC):
     """Those of scales of activations, which are not rounded here."""
     dtypes: tuple[str, ...] = ()
     """The dtypes, as files call them, that tell codes from plain arrays whose names end like theirs; none: all do."""
+    also: "Format | None" = None
+    """That of codes whose names end otherwise."""
 
     @abc.abstractmethod
     def shape(self, parts: Parts) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Numbers of 8 bits times a scale: of a block, as DeepSeek-V3 has it (arXiv:2412.19437), of a row, or of an array."""
 
 import dataclasses
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -29,15 +30,16 @@ class Scaled(Grouped):
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """That of the codes."""
         (dtype,), (scale,) = self.dtypes, self.needs
-        rows, columns = check_codes(parts, _CODES, dtype, 2)
+        dims = 3 if parts[self.codes].ndim == 3 == parts[scale].ndim else 2  # experts, as one array
+        *experts, rows, columns = check_codes(parts, self.codes, dtype, dims)
         grid = self._grid(rows, columns)
-        shapes = [grid]
+        shapes = [(*experts, *grid)]
         if self.block[1] is None:
-            shapes += [grid[:1]]
+            shapes += [(*experts, *grid[:1])]
         if self.block == (None, None):
-            shapes += [()]
+            shapes += [(*experts,)]
         check_part(parts, scale, SCALES, shapes)
-        return rows, columns
+        return *experts, rows, columns
 
     def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "rows columns"]:
         """Some rows."""
@@ -46,7 +48,7 @@ class Scaled(Grouped):
 
     def numbers(self, parts: Parts, rows: slice) -> Numbers:
         """Some rows."""
-        stored, scales = parts[_CODES], parts[self.needs[0]]
+        stored, scales = parts[self.codes], parts[self.needs[0]]
         height, width = self.block
         scales = scales.reshape(self._grid(*stored.shape))
         scales = finite(scales[np.arange(rows.start, rows.stop) // (height or len(stored))])
@@ -83,4 +85,6 @@ def fp8(published: PublishedConfig) -> Format:
     block = block_of(published, "weight_block_size") or (None, None)
     activations = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
     needs = (".weight_scale_inv",)
-    return Scaled("FP8", _CODES, needs, ignored=activations, dtypes=("F8_E4M3",), block=block)
+    found = Scaled("FP8", _CODES, needs, ignored=activations, dtypes=("F8_E4M3",), block=block)
+    own: dict[str, Any] = {"codes": "", "needs": ("_scale_inv",), "decoded": "", "ignored": ("_activation_scale",)}
+    return dataclasses.replace(found, also=dataclasses.replace(found, **own))
