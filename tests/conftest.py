@@ -55,17 +55,18 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 50)
 
 
-def forget_programs(most: int) -> None:
-    """Let programs go before the system's limit of mappings a process ends the worker, and before memory is full.
+def forget_programs(most: int | None = None) -> None:
+    """Let programs go before memory is full, and before the system's limit of mappings a process ends the worker.
 
     Each module of code that XLA compiles for the CPU takes three mappings, and Linux allows 65,530; beyond them
-    compiling segfaults.
+    compiling segfaults. To count them takes long, and is left out where `most` is None.
     """
     mappings, pages = Path("/proc/self/maps"), Path("/proc/self/statm")
     if not mappings.exists():
         return
     resident = lambda: int(pages.read_text().split()[1]) * resource.getpagesize()
-    if mappings.read_bytes().count(b"\n") > most or resident() > KEPT[0] + 2 * 2**30:
+    is_full = most is not None and mappings.read_bytes().count(b"\n") > most
+    if is_full or resident() > KEPT[0] + 2 * 2**30:
         jax.clear_caches()
         gc.collect()
         KEPT[0] = resident()
@@ -81,8 +82,7 @@ def forgotten_programs():
 @pytest.fixture(autouse=True)
 def forgotten_programs_of_long_files():
     yield
-    if next(TESTS) % 16 == 0:
-        forget_programs(36_000)
+    forget_programs(None if next(TESTS) % 16 else 36_000)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """The training loop: steps one after another, and callbacks for what is done between them."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -43,6 +44,9 @@ class Callback:
     def after_step(self, run: Progress) -> None:
         """Called after each step has been started."""
 
+    def end(self, run: Progress) -> None:
+        """Called once the run has ended, at its last step, by a callback or by an error; last callbacks first."""
+
 
 def train(
     step: Step,
@@ -75,20 +79,22 @@ def train(
     if batch is None:
         return run
     step = Step(step.lower(run.state, batch, key).compile())
-    for callback in callbacks:
-        callback.begin(run)
-    while run.step < steps and not run.is_stopping:
-        if batch is None:
-            raise ValueError(f"train(steps={steps}): the batches ended after {run.step}; give one for each step.")
-        before, run.batch = run.metrics, batch
-        run.state, run.metrics = step(run.state, batch, key)
-        run.step += 1
-        if before:
-            check_finite(before, step=run.step - 1)  # of the step before, so that the host does not wait for this one
-        batch = next(source, None)
+    with contextlib.ExitStack() as ends:
         for callback in callbacks:
-            callback.after_step(run)
-    check_finite(run.metrics, step=run.step)
+            ends.callback(callback.end, run)
+            callback.begin(run)
+        while run.step < steps and not run.is_stopping:
+            if batch is None:
+                raise ValueError(f"train(steps={steps}): the batches ended after {run.step}; give one for each step.")
+            before, run.batch = run.metrics, batch
+            run.state, run.metrics = step(run.state, batch, key)
+            run.step += 1
+            if before:  # of the step before, so that the host does not wait for this one
+                check_finite(before, step=run.step - 1)
+            batch = next(source, None)
+            for callback in callbacks:
+                callback.after_step(run)
+        check_finite(run.metrics, step=run.step)
     return run
 
 

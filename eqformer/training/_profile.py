@@ -28,12 +28,20 @@ class Profile(Callback):
 
     def after_step(self, run: Progress) -> None:
         """Begin before the first step of the trace, and write it after its last or the run's."""
-        if self._is_tracing and (run.step >= min(self._last, run.steps) or run.is_stopping):
-            jax.block_until_ready(run.metrics)
-            jax.profiler.stop_trace()
-            self._is_tracing = False
-        elif not self._is_tracing and not run.is_stopping:
+        if not self._is_tracing:
             self._start(run)
+        elif run.step >= min(self._last, run.steps):
+            self.end(run)
+
+    def end(self, run: Progress) -> None:
+        """Write the trace of a run that ends among its steps, by an error too: no trace outlives its run."""
+        if not self._is_tracing:
+            return
+        self._is_tracing = False
+        try:
+            jax.block_until_ready(run.metrics)
+        finally:
+            jax.profiler.stop_trace()
 
     def _start(self, run: Progress) -> None:
         if self._first <= run.step + 1 <= self._last and run.step < run.steps:

@@ -1,5 +1,7 @@
 """The loop: steps in order, callbacks in theirs, and what ends a run."""
 
+import contextlib
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -100,6 +102,25 @@ def test_a_trace_of_some_steps_is_written(first, last, traced, line, tmp_path):
     profile = training.Profile(first, last, tmp_path)
     training.train(step, start(), batches, jax.random.key(0), steps=6, callbacks=[profile])
     assert len(list(tmp_path.rglob("*.xplane.pb"))) == traced
+
+
+@pytest.mark.parametrize("ends", ["by a callback", "by an error"])
+def test_a_run_that_ends_within_its_trace_writes_it_and_leaves_none_on(ends, line, tmp_path):
+    step, start, batches = line
+    profile = training.Profile(2, 5, tmp_path)
+
+    def stop(run):
+        run.is_stopping = True
+        if ends == "by an error":
+            raise KeyboardInterrupt
+
+    outcome = pytest.raises(KeyboardInterrupt) if ends == "by an error" else contextlib.nullcontext()
+    with outcome:
+        callbacks = [profile, training.Every(3, stop)]
+        training.train(step, start(), batches, jax.random.key(0), steps=6, callbacks=callbacks)
+    assert len(list(tmp_path.rglob("*.xplane.pb"))) == 1
+    with pytest.raises(RuntimeError, match="No profile started"):
+        jax.profiler.stop_trace()
 
 
 def test_steps_of_a_trace_are_in_order():
