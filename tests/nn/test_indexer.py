@@ -15,9 +15,9 @@ EMBED, Q_LATENT, SEQ = 6, 5, 7
 PLACES = np.tile(np.arange(SEQ, dtype=np.int32), (2, 1))
 
 
-def make(top_k):
-    rotary = nn.Rotary(2, 100.0)
-    return drawn(nn.Indexer, embed=EMBED, q_latent=Q_LATENT, heads=5, dim=4, top_k=top_k, rotary=rotary, key=KEY)
+def make(top_k, **more):
+    sizes = dict(embed=EMBED, q_latent=Q_LATENT, heads=5, dim=4, top_k=top_k, **more)
+    return drawn(nn.Indexer, **sizes, rotary=nn.Rotary(2, 100.0), key=KEY)
 
 
 def literal(indexer, x, latent, top_k):
@@ -41,7 +41,7 @@ def test_each_query_sees_its_best_keys(top_k):
     tokens = nn.Tokens(jnp.asarray(PLACES))
 
     def choose(indexer, x):
-        return indexer(x, latent, indexer.keys(x, tokens), nn.causal()(tokens, tokens), tokens)
+        return indexer(indexer.asking(x, latent, tokens), indexer.keys(x, tokens), nn.causal()(tokens, tokens))
 
     found = np.asarray(eqx.filter_jit(choose)(indexer, x))
     assert np.array_equal(found, literal(indexer, wide(x), wide(latent), top_k))
@@ -60,6 +60,21 @@ def test_an_attention_sees_chosen_keys_alone():
     gradient = eqx.filter_jit(eqx.filter_grad(lambda module: jnp.sum(module(x)[0] ** 2)))(sparse)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradient.indexer))
     assert all(np.any(leaf) for leaf in (gradient.query.weight, gradient.latent_down.weight))
+
+
+@pytest.mark.parametrize("at_once", [3, SEQ - 1])
+def test_some_queries_at_a_time_are_all_at_once(at_once):
+    """Of packed rows, the last part not full: loss and gradients; and no matrix of the whole row is made."""
+    rotary, x = nn.Rotary(2, 100.0), normal(1, 2, SEQ, EMBED)
+    positions, segments = [[0, 1, 2, 3, 0, 1, 2], [*range(7)]], [[0, 0, 0, 0, 1, 1, 1], [0] * 7]
+    tokens = nn.Tokens(jnp.array(positions), jnp.array(segments))
+    sizes = dict(embed=EMBED, heads=2, head_dim=4, latent=3, q_latent=Q_LATENT, rotary=rotary, key=KEY)
+    whole, parts = (drawn(nn.LatentAttention, indexer=make(2, at_once=n), **sizes) for n in (SEQ, at_once))
+    run = eqx.filter_jit(eqx.filter_value_and_grad(lambda module, x: jnp.sum(jnp.sin(module(x, tokens)[0]))))
+    for one, other in zip(*(jax.tree.leaves(run(module, x)) for module in (whole, parts)), strict=True):
+        assert np.allclose(one, other, atol=1e-6)
+    traced = [str(jax.make_jaxpr(lambda x, m=module: m(x, tokens)[0])(x)) for module in (whole, parts)]
+    assert [f"{SEQ},{SEQ}]" in shapes for shapes in traced] == [True, False]
 
 
 def test_what_no_indexer_can_do_is_refused():

@@ -20,9 +20,8 @@ from .._sums import spread, wide_product, wide_sum
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._auto import AutoCore
 from ..cores._contract import Core
-from ..cores._core import ReferenceCore
 from ._indexer import Indexer
-from ._mask import causal, Chosen, Mask
+from ._mask import causal, Mask
 from ._rotary import Rotary
 from ._temperature import LogTemperature
 
@@ -34,8 +33,7 @@ class LatentAttention(Mixer):
     rotated key of `rope_dim` channels that all heads share. Queries come from the input or, with `q_latent`, from a
     latent of their own. Without a `rotary` there is no decoupled key (NoPE). A single decoded token attends to the
     latents directly: the up-projections are absorbed into query and output, as in the paper, with equal results. With
-    an `indexer`, beyond its number of keys each query sees those alone that it chooses (DeepSeek-V3.2), of a matrix of
-    all scores.
+    an `indexer`, beyond its number of keys each query sees those alone that it chooses (DeepSeek-V3.2).
     """
 
     query_down: LinearMap | None
@@ -152,13 +150,10 @@ class LatentAttention(Mixer):
             cache, latents, key_rope, kv_tokens = cache.update(latents, key_rope, tokens)
             latents, key_rope = latents.astype(x.dtype), key_rope.astype(x.dtype)
         key_rope, index_keys = key_rope[..., :rope_dim], key_rope[..., rope_dim:]
-        chosen = None
-        if self.indexer is not None and latents.shape[-2] > self.indexer.top_k:
-            visible = self.mask(tokens, tokens if kv_tokens is None else kv_tokens)
-            chosen = Chosen(self.indexer(x, source, index_keys, visible, tokens))
+        seen = tokens if kv_tokens is None else kv_tokens
         if late:
             lengths = document_lengths(tokens, kv_tokens)
-            key_rope = self._rotate_key(key_rope, tokens if kv_tokens is None else kv_tokens, lengths)
+            key_rope = self._rotate_key(key_rope, seen, lengths)
         absorbed = cache is not None and x.shape[-2] == 1
         if absorbed:
             # The bias of key_up adds the same number to all scores of a query, which does not change the softmax.
@@ -172,11 +167,12 @@ class LatentAttention(Mixer):
             query, key = jnp.concatenate([query, query_rope], -1), jnp.concatenate([key, shared], -1)
         if self.temperature is not None:
             query = wide_product(query, self.temperature(tokens.positions)[..., None, None])
-        rest: dict[str, Any] = {"tokens": tokens, "kv_tokens": kv_tokens, "scale": self.scale}
-        if chosen is None:
-            attended = self.core(query, key, value, mask=self.mask, **rest)
+        rest: dict[str, Any] = {"mask": self.mask, "tokens": tokens, "scale": self.scale}
+        if self.indexer is None or latents.shape[-2] <= self.indexer.top_k:
+            attended = self.core(query, key, value, **rest, kv_tokens=kv_tokens)
         else:
-            attended = ReferenceCore()(query, key, value, mask=chosen, **rest)
+            rest |= {"asking": self.indexer.asking(x, source, tokens), "keys": index_keys}
+            attended = self.indexer.attend(query, key, value, **rest, kv_tokens=seen)
         if cache is not None:
             attended = without_room(attended, tokens, cache)
         if absorbed:
