@@ -70,6 +70,7 @@ def test_vectors_and_gradients_are_those_of_the_whole_table(dim, parts, dtypes):
 
 
 CASES = Case("llama", {"fsdp": 8}, {"zero": 3}), Case("tied", {"fsdp": 4, "context": 2}, {"zero": 3, "microbatches": 2})
+VECTORS = Case("vectors of layers", {"fsdp": 4}, {"zero": 3})
 
 
 @pytest.fixture
@@ -80,7 +81,9 @@ def small_parts(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(CASES[0], marks=pytest.mark.grid), CASES[1]], ids=[case.name for case in CASES]
+    "case",
+    [pytest.param(CASES[0], marks=pytest.mark.grid), CASES[1], pytest.param(VECTORS, marks=pytest.mark.grid)],
+    ids=[case.name for case in (*CASES, VECTORS)],
 )
 def test_a_plan_whose_tables_are_in_parts_has_one_devices_gradients(case, small_parts):
     assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
@@ -126,15 +129,24 @@ def test_no_table_is_whole_and_sums_are_wide(family, parameters, meant, monkeypa
             monkeypatch.setattr(_table, name, least)
         program = program_of(case, model, batch_of(model))
         assert not_meant(narrow_sums(program), meant) == []
-        # Without what nothing asks for: the whole table, of which a loss does not.
-        per_device = traced.needed(traced.per_device(program.jaxpr)[0])
-        made = {
-            one.shape
-            for equation in equations(per_device)
-            for one in (each.aval for each in equation.outvars)
-            if hasattr(one, "shape")
-        }
-        assert (table.shape in made) == is_whole
+        assert (table.shape in shapes_in(program)) == is_whole
+
+
+def shapes_in(program):
+    """What a device makes, without what nothing asks for: the whole table, of which a loss does not."""
+    per_device = traced.needed(traced.per_device(program.jaxpr)[0])
+    made = (each.aval for equation in equations(per_device) for each in equation.outvars)
+    return {one.shape for one in made if hasattr(one, "shape")}
+
+
+def test_no_table_of_vectors_for_layers_is_whole(monkeypatch):
+    config = dataclasses.replace(FAMILIES[VECTORS.model], vocab=56)
+    model = filled(lambda: models.build(config, key=jax.random.key(0)))
+    table = model.layer_inputs.embedding.weight
+    for size, is_whole in ((table.size * 4, True), (table.size * 4 // 3, False)):
+        monkeypatch.setattr(_table, "PART", size)
+        made = shapes_in(program_of(VECTORS, model, batch_of(model)))
+        assert bool({table.shape, (56, table.size // 56)} & made) == is_whole
 
 
 def test_tables_cross_in_the_compute_dtype_where_nothing_is_computed_before_they_are_cast():

@@ -78,6 +78,19 @@ class EmbeddingInParts(nn.Module):
         return nn.unembed(x, self.weight)
 
 
+class LayerEmbeddingInParts(nn.Module):
+    """A `LayerEmbedding` that looks the vectors of all layers up at once in a table in parts, each row of them one."""
+
+    table: SlicedTable
+    depth: int = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
+
+    def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq depth mlp"]:
+        """Look up a token's vectors for all layers."""
+        x = self.table.look_up(ids).reshape(*ids.shape, self.depth, -1)
+        return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
+
+
 class TiedInParts(nn.InParts):
     """An embedding, `inner`, whose table gives logits in parts."""
 
@@ -187,17 +200,19 @@ class InParts(NamedTuple):
 
     ids: bool
     logits: bool
+    inputs: bool
 
 
 def in_parts(model: nn.Transformer) -> InParts:
     """What a large model, or one of shapes, does in parts where `fsdp` splits its tables."""
     size, head = model.embedding.weight.size * 4, model.head
+    inputs = model.layer_inputs is not None and model.layer_inputs.embedding.weight.size * 4 > PART
     if model.logit_bias is not None:  # a part of the logits would need its own part of it
-        return InParts(head is not None and size > PART, False)
+        return InParts(head is not None and size > PART, False, inputs)
     if head is None:
-        return InParts(size > TIED, size > TIED)
+        return InParts(size > TIED, size > TIED, inputs)
     is_large = isinstance(head, nn.Linear) and head.bias is None and head.weight.size * 4 > LOGITS
-    return InParts(size > PART, is_large)
+    return InParts(size > PART, is_large, inputs)
 
 
 def with_tables_in_parts(
@@ -220,12 +235,20 @@ def with_tables_in_parts(
     """
 
     def sliced(of: Callable[[PyTree], Any], sent: str) -> SlicedTable:
-        value = of(whole)
+        rows_of = lambda x: x.reshape(len(x), -1)
+        value = rows_of(of(whole))
         rows = math.ceil(len(value) / math.ceil(of(shapes).size * 4 / PART))
-        return SlicedTable(of(parameters), value if is_narrow(value) else None, of(leaves).fsdp_dim, sent, rows, steps)
+        held, dim = rows_of(of(parameters)), of(leaves).fsdp_dim
+        return SlicedTable(held, value if is_narrow(value) else None, dim, sent, rows, steps)
 
     of_ids, of_head, is_in = lambda m: m.embedding.weight, lambda m: m.head.weight, in_parts(shapes)
-    embedding, head = model.embedding, model.head
+    of_inputs = lambda m: m.layer_inputs.embedding.weight
+    embedding, head, inputs = model.embedding, model.head, model.layer_inputs
+    # Devices that split a vector's channels have no piece of a row that is in one place.
+    if inputs is not None and is_in.inputs and of_inputs(leaves).fsdp_dim in (0, 1):
+        table = sliced(of_inputs, of_inputs(leaves).sent)
+        each = LayerEmbeddingInParts(table, of_inputs(shapes).shape[1], inputs.embedding.scale)
+        model = eqx.tree_at(lambda m: m.layer_inputs.embedding, model, each)
     if is_in.ids and of_ids(leaves).fsdp_dim is not None:
         embedding = EmbeddingInParts(embedding.weight, sliced(of_ids, of_ids(leaves).sent), embedding.scale)
         if is_in.logits and head is None:
