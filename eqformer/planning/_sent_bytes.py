@@ -53,6 +53,7 @@ def sent_bytes(
     if plan.stream is not None:
         layers = sum(_of_tensor(plan, plan.stream, model, stack, tokens) for stack in model.stacks)
         at_ends = ", where they are computed" if plan.is_pipelined and not plan.spreads_edges else ""
+        layers += _of_layer_inputs(plan, plan.stream, model, tokens)
         found.append(Sent(TENSOR, f"layers with a {plan.residual} stream", layers))
         found.append(
             Sent(TENSOR, f"embedding and loss{at_ends}", _of_vocabulary(plan, plan.stream, model, moving, tokens))
@@ -159,6 +160,14 @@ def _of_tensor(
     slices = sum(sizes.values()) / len(stack) * (2 + (stack.remat != "none" or plan.is_pipelined))
     sent = tokens * (2 * forward + again) * _width(model) + slices
     return _evaluations(plan, stack) * gather_bytes(sent, plan.size(TENSOR))
+
+
+def _of_layer_inputs(plan: parallel.Plan, stream: parallel.Stream, model: nn.Transformer, tokens: float) -> float:
+    """What is read of the stream once for all layers' own vectors, and its gradient."""
+    embed = model.embedding.weight.shape[-1]
+    maps = [] if model.layer_inputs is None else nn.linear_maps(model.layer_inputs)
+    numbers = sum(_outputs(plan, one) if stream.splits_features else embed for one in maps)
+    return plan.microbatches * gather_bytes(2 * tokens * numbers * _width(model), plan.size(TENSOR))
 
 
 def _sizes_of_slices(plan: parallel.Plan, stack: nn.Stack) -> dict[int, int]:

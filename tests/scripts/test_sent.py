@@ -20,6 +20,7 @@ from eqformer.planning import by_cause, counted_bytes, sent_bytes
 TINY = "--model.embed 64 --model.heads 8 --model.mlp 160 --seq 32 --batch 16 --optimizer.name adamw"
 LLAMA, JAXFORMER = "--model.layers 4 --model.kv-heads 4", "--model.blocks 2"
 NETS = "--recipe qwen3-next-byte-500k --model.net-kv-heads 4 --model.kv-heads 4 --model.dense-layers 0 1 2 3"
+VECTORS = "--recipe gemma4-e-byte-400k"
 FACTORS = "--lora.rank 4 --lora.maps query value output up down"
 MESHES = {
     "sequence": "--mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
@@ -28,6 +29,7 @@ MESHES = {
 WIDER = {
     "feature": "--mesh.fsdp 2 --mesh.tensor 4 --residual feature",
     "nets": f"{NETS} --mesh.fsdp 2 --mesh.tensor 4",
+    "vectors of layers": f"{VECTORS} --mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
     "factors": f"{FACTORS} --mesh.fsdp 8 --zero 3",
     "experts": "--recipe moe --mesh.expert 4 --mesh.fsdp 2",
     "pipe and zero": "--mesh.fsdp 4 --mesh.pipe 2 --microbatches 2 --zero 3",
@@ -85,7 +87,7 @@ WIDER = {
 
 
 def recipe_of(flags):
-    more = JAXFORMER if "jaxformer" in flags else "" if NETS in flags else LLAMA
+    more = JAXFORMER if "jaxformer" in flags else "" if NETS in flags or VECTORS in flags else LLAMA
     return parse(layout.Command, shlex.split(f"{TINY} {more} {flags}")).run
 
 
