@@ -78,8 +78,9 @@ def keep_pages(libc: ctypes.CDLL) -> None:
 _KERNELS = "DOT", "REDUCE", *(() if version("jaxlib").startswith("0.10.") else ("ELTWISE",))
 _CPU_FLAGS = {"xla_cpu_experimental_ynn_fusion_type": ",".join(f"LIBRARY_FUSION_TYPE_{kind}" for kind in _KERNELS)}
 # In a loop over layers, gathers of weights begin in the turn before they are used: without it, half of those of a layer
-# stood exposed (docs/accelerators.md). XLA's latency-hiding scheduler and asynchronous collectives are on by default.
-_GPU_FLAGS = {"xla_gpu_enable_pipelined_all_gather": True}
+# stood exposed. Gradients are scattered in their own turn: XLA would hold, and copy, them in float32 for the next one
+# (docs/accelerators.md). XLA's latency-hiding scheduler and asynchronous collectives are on by default.
+_GPU_FLAGS = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": False}
 _SIMULATED = "--xla_force_host_platform_device_count"
 
 # Compilers for accelerators that are not here must look for none, and say no word of it; no chip is opened, so that

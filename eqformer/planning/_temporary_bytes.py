@@ -138,7 +138,8 @@ def _inner(line: Line, uses: Uses, platform: str, back: Collection[int]) -> Most
         narrow = [number for number, value in enumerate(line.reads[: carry_of(line)[0]]) if value in back]
         return peak(line.params["jaxpr"].jaxpr, platform, carry_of(line), narrow_given=narrow)
     if line.name == "while":
-        return peak(line.params["body_jaxpr"].jaxpr, platform)
+        start = line.params["body_nconsts"]
+        return peak(line.params["body_jaxpr"].jaxpr, platform, (start, len(line.writes)))
     if line.name == "cond":
         runs = (peak(branch.jaxpr, platform, is_branch=True) for branch in _branches(line, uses, platform))
         return max(runs, key=lambda run: run.size)
