@@ -32,6 +32,7 @@ import pytest
 
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+gc.disable()
 TESTS = itertools.count(1)
 KEPT = [0]  # bytes of memory when programs were last let go
 
@@ -51,6 +52,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """What was imported stays: collecting garbage need not go through it again and again."""
+    gc.enable()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 
