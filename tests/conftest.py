@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # importable, as it is for a script that runs
 
-from haste import FLAGS
+from haste import FLAGS, share_contexts
 
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -31,6 +31,7 @@ import jax
 import pytest
 
 
+share_contexts()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 gc.disable()
 TESTS = itertools.count(1)
