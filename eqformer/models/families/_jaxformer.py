@@ -1,11 +1,8 @@
 """JAXformer (Makkar, Makkar and Jindal 2025): latent attention in blocks of several layers, tied embedding.
 
-Numbers, norms, biases, dropout and the order of layers follow the published program: RMSNorm with a shift, a GELU MLP,
-biases in every linear map, and blocks whose last layer has no rotary position and, with `experts`, a mixture of them:
-sigmoid scores, shared experts beside the chosen ones (which the program computes and leaves out of its sum), and slots
-for `capacity` times even loads. Latent attention is the paper's
-(DeepSeek-V2): the program takes its rotary key from the joint latent and turns queries by frequencies that differ from
-head to head, so that scores there depend on more than relative position; ours do not.
+Numbers and the order of layers follow the published program: norms with a shift, biases in every map, and blocks whose
+last layer has no rotary position and, with `experts`, a mixture beside shared ones (which the program leaves out
+of its sum). Latent attention is the paper's (DeepSeek-V2): the program's scores depend on more than relative position.
 """
 
 import dataclasses
@@ -19,10 +16,8 @@ from ...nn import (
     Capacity,
     Dropout,
     Embedding,
-    Experts,
     gelu_tanh,
     LatentAttention,
-    LoadBalance,
     MLP,
     MoE,
     Period,
@@ -30,10 +25,10 @@ from ...nn import (
     RMSNorm,
     Rotary,
     Stack,
-    TopKRouter,
     Transformer,
 )
 from .._family import Family, ModelConfig
+from ._mixtures import mixture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,27 +76,21 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transfor
 
     def dense(key: Key[Array, ""], times: int = 1) -> MLP:
         width = times * mlp
-        output_std = damping * width**-0.5
-        return MLP(embed=embed, mlp=width, activation=gelu_tanh, bias=True, output_std=output_std, key=key)
+        return MLP(embed=embed, mlp=width, activation=gelu_tanh, bias=True, output_std=damping * width**-0.5, key=key)
 
-    def mixture(experts: int, key: Key[Array, ""]) -> MoE:
-        router, routed, shared = jax.random.split(key, 3)
-        chosen: dict[str, Any] = {"top_k": config.top_k, "score": "sigmoid", "normalise": True, "bias": True}
-        return MoE(
-            TopKRouter(embed=embed, experts=experts, **chosen, key=router),
-            Experts(dense, experts, key=routed),
-            dispatch=Capacity(config.capacity),
-            shared=dense(shared, config.shared) if config.shared else None,
-            losses=(LoadBalance(config.balance, normalise=True),),
-        )
+    def mixed(key: Key[Array, ""]) -> MoE:
+        router, experts, shared = jax.random.split(key, 3)
+        given: dict[str, Any] = {"dispatch": Capacity(config.capacity), "balance": {"normalise": True}}
+        given |= {"shared": dense(shared, config.shared) if config.shared else None}
+        given |= {"score": "sigmoid", "normalise": True, "bias": True}
+        return mixture(config, dense, **given, router=router, experts=experts)
 
     def layer(rotary: Rotary | None, key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
-        experts = config.experts if rotary is None else None
         sizes: dict[str, Any] = {"embed": embed, "heads": config.heads, "head_dim": embed // config.heads}
         sizes |= {"latent": config.latent, "q_latent": config.latent, "rotary": rotary}
         mixer = LatentAttention(**sizes, bias=True, output_std=damping * embed**-0.5, key=attention)
-        fed = dense(feed_forward) if experts is None else mixture(experts, feed_forward)
+        fed = mixed(feed_forward) if rotary is None and config.experts is not None else dense(feed_forward)
         return Block(Residual(mixer, norm(), dropout=dropout), Residual(fed, norm(), dropout=dropout))
 
     def block(key: Key[Array, ""]) -> Period:
@@ -118,9 +107,7 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transfor
 
 
 _SMALL = JAXformerConfig(256, 128, blocks=2, layers_per_block=2, heads=8, latent=64, rope_dim=16)
-_LARGE = JAXformerConfig(
-    100_277, embed=768, blocks=8, layers_per_block=6, heads=12, latent=128, rope_dim=64, dropout=0.1
-)
+_LARGE = JAXformerConfig(100_277, 768, blocks=8, layers_per_block=6, heads=12, latent=128, rope_dim=64, dropout=0.1)
 _PRESETS = {
     "jaxformer-byte-1m": _SMALL,
     "jaxformer-byte-7m": dataclasses.replace(_SMALL, embed=256, blocks=4, dropout=0.1),

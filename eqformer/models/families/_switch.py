@@ -77,8 +77,7 @@ def build_switch(config: GShardConfig, *, key: Key[Array, ""]) -> Transformer:
     norm = lambda: RMSNorm("embed", embed=embed, eps=config.eps)
 
     def expert(key: Key[Array, ""]) -> MLP:
-        output_std = damping * config.mlp**-0.5
-        return MLP(embed=embed, mlp=config.mlp, activation=relu, output_std=output_std, key=key)
+        return MLP(embed=embed, mlp=config.mlp, activation=relu, output_std=damping * config.mlp**-0.5, key=key)
 
     def router(key: Key[Array, ""]) -> Router:
         if isinstance(config, SwitchConfig):
@@ -87,18 +86,14 @@ def build_switch(config: GShardConfig, *, key: Key[Array, ""]) -> Transformer:
 
     def mixture(key: Key[Array, ""]) -> MoE:
         choose, experts = jax.random.split(key)
-        rest: dict[str, Any] = {
-            "dispatch": Capacity(config.capacity),
-            "losses": (LoadBalance(config.balance, choices=1),),
-        }
-        return MoE(router(choose), Experts(expert, config.experts, key=experts), **rest)
+        routed, balance = Experts(expert, config.experts, key=experts), LoadBalance(config.balance, choices=1)
+        return MoE(router(choose), routed, dispatch=Capacity(config.capacity), losses=(balance,))
 
     def layer(make: Callable[..., MLP | MoE], key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
-        sizes: dict[str, Any] = {"embed": embed, "heads": config.heads, "head_dim": embed // config.heads}
-        mixer = Attention(
-            **sizes, output_std=damping * embed**-0.5, rotary=Rotary(embed // config.heads, config.theta), key=attention
-        )
+        size = embed // config.heads
+        given: dict[str, Any] = {"heads": config.heads, "head_dim": size, "rotary": Rotary(size, config.theta)}
+        mixer = Attention(embed=embed, **given, output_std=damping * embed**-0.5, key=attention)
         return Block(Residual(mixer, norm()), Residual(make(feed_forward), norm()))
 
     def pair(key: Key[Array, ""]) -> Period:
