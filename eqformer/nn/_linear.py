@@ -45,6 +45,11 @@ class Linear(DenseMap):
         return applied(self, self.weight, x, dtype)
 
 
+# On CPUs XLA makes a transposed copy of a weight of three dims at each call, which costs more than the product for few
+# vectors, as in decoding. So they meet it as a matrix; for many, TPUs' gradients would have more to copy then.
+_FEW = 512
+
+
 def applied(
     linear: LinearMap, weight: Float[Array, "..."], x: Float[Array, "..."], dtype: DTypeLike | None
 ) -> Float[Array, "..."]:
@@ -56,19 +61,20 @@ def applied(
             f"{type(linear).__name__}({spec!r})(x): the last dims of x must be {dict(zip(linear.inputs, wanted))}; "
             f"x has shape {x.shape}."
         )
-    if not isinstance(linear.products, InComputeDtype):
-        rows = x.reshape(*x.shape[: x.ndim - len(wanted)], -1)
-        matrix = weight.reshape(-1, rows.shape[-1]).astype(x.dtype)
-        y = linear.products(rows, matrix, x.dtype if dtype is None else dtype)
-        return y.reshape(*y.shape[:-1], *linear.output_shape)
-    if dtype is not None and jnp.dtype(dtype) == at_least_float32(x.dtype) != x.dtype:
-        rows = x.reshape(*x.shape[: x.ndim - len(wanted)], -1)
-        y = wide_map(rows, weight.reshape(-1, rows.shape[-1]))
-        return y.reshape(*y.shape[:-1], *linear.output_shape)
-    # Numbers stand for the dims: the inputs' first, then the outputs'.
-    into = list(range(len(wanted)))
-    out = list(range(len(wanted), len(wanted) + len(linear.outputs)))
-    return jnp.einsum(x, [..., *into], weight.astype(x.dtype), [*out, *into], [..., *out], preferred_element_type=dtype)
+    rows = x.reshape(*x.shape[: x.ndim - len(wanted)], -1)
+    matrix = weight.reshape(-1, rows.shape[-1])
+    is_plain = isinstance(linear.products, InComputeDtype)
+    if is_plain and dtype is not None and jnp.dtype(dtype) == at_least_float32(x.dtype) != x.dtype:
+        y = wide_map(rows, matrix)
+    elif is_plain and rows.size > _FEW * rows.shape[-1]:
+        # Numbers stand for the dims: the inputs' first, then the outputs'.
+        into = list(range(len(wanted)))
+        out = list(range(len(wanted), len(wanted) + len(linear.outputs)))
+        cast = weight.astype(x.dtype)
+        return jnp.einsum(x, [..., *into], cast, [*out, *into], [..., *out], preferred_element_type=dtype)
+    else:
+        y = linear.products(rows, matrix.astype(x.dtype), x.dtype if dtype is None else dtype)
+    return y.reshape(*y.shape[:-1], *linear.output_shape)
 
 
 def dense(linear: LinearMap) -> DenseMap:

@@ -1,5 +1,7 @@
 """What sets the blockwise core apart: memory, program size, skipped work, partial results, mesh types."""
 
+import math
+import re
 from functools import partial
 
 import jax
@@ -32,6 +34,20 @@ def compiled(core, seq: int, mask: Mask):
         return output, pull(direction)
 
     return jax.jit(run).lower(*inputs(seq), positions_like((1, seq))).compile()
+
+
+def transposed(text: str) -> list[int]:
+    """The entries of each array that a compiled program transposes."""
+    return [math.prod(map(int, dims.split(","))) for dims in re.findall(r" = \w+\[([\d,]+)\]\S* transpose\(", text)]
+
+
+def test_no_scores_are_transposed():
+    seq, block, heads = 512, 128, 2
+    largest = max(transposed(compiled(BlockwiseCore(block), seq, causal()).as_text() or ""))
+    assert largest < heads * block * block
+    control = lambda scores: jnp.swapaxes(scores, -1, -2) + 1
+    scores = normal(0, heads, block, block)
+    assert max(transposed(jax.jit(control).lower(scores).compile().as_text() or "")) == scores.size
 
 
 def test_memory_is_linear_and_the_program_of_one_size():

@@ -1,5 +1,6 @@
 """Linear against einsum in float64."""
 
+import re
 from typing import Any
 
 import equinox as eqx
@@ -29,12 +30,21 @@ def make(spec, **options):
     return nn.Linear(spec, **sizes, **options, key=KEY)
 
 
+def test_few_vectors_do_not_make_xla_copy_the_weight():
+    module = make("embed -> heads head_dim")
+    run = eqx.filter_jit(lambda module, x: module(x))
+    few, many = (run.lower(module, normal(1, rows, 5)).compile().compiled.as_text() for rows in (7, 700))
+    transposed = re.compile(r"f32\[5,2,3\]\S* transpose\(")
+    assert not transposed.search(few)
+    assert transposed.search(many)  # the control
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_form_of_spec(spec, bias):
     module = randomised(make(spec, bias=bias))
     inputs = [SIZES[name] for name in spec.split("->")[0].split()]
-    for lead in ((), (7,), (2, 3)):
+    for lead in ((), (7,), (2, 3), (2, 300)):
         x = normal(1, *lead, *inputs)
         expected = np.einsum(SPECS[spec], wide(x), wide(module.weight))
         expected = expected if module.bias is None else expected + wide(module.bias)

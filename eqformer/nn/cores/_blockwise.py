@@ -229,12 +229,13 @@ def _backward_in_blocks(
 
     def one_key_block(to_query, xs):
         (key_block, value_block), kv_place, first, stop = xs
+        columns = key_block, key_block.swapaxes(-1, -2), value_block
 
         def one_query_block(number: Array, carry: tuple[Array, Array, Array]):
             to_query, to_key, to_value = carry
             rows, place = block_of((queries, here), number)
-            visible = rules.mask(place, kv_place)[:, None, None]
-            parts = _block_gradients(rules, rows, (key_block, value_block), visible)
+            visible = rules.mask(place, kv_place).swapaxes(-1, -2)[:, None, :, None]
+            parts = _block_gradients(rules, rows, columns, visible)
             grown = jax.lax.dynamic_index_in_dim(to_query, number, keepdims=False) + parts[0]
             to_query = jax.lax.dynamic_update_index_in_dim(to_query, grown, number, 0)
             return to_query, to_key + parts[1], to_value + parts[2]
@@ -244,8 +245,9 @@ def _backward_in_blocks(
         return to_query, (to_key.astype(key.dtype), to_value.astype(value.dtype))
 
     xs = (keys, there, *spans(possible_pairs(rules.mask, here, there).T))
-    to_query, (to_key, to_value) = jax.lax.scan(one_key_block, jnp.full(queries[0].shape, zero), xs)
-    to_query = joined(to_query, 3, query.shape[3]).astype(query.dtype)
+    empty = jnp.full(jnp.moveaxis(queries[0], -1, 3).shape, zero)
+    to_query, (to_key, to_value) = jax.lax.scan(one_key_block, empty, xs)
+    to_query = joined(jnp.moveaxis(to_query, 3, -1), 3, query.shape[3]).astype(query.dtype)
     return to_query, joined(to_key, 2, key.shape[2]), joined(to_value, 2, key.shape[2])
 
 
@@ -264,20 +266,28 @@ def _scores(rules: Rules, query: Array, key: Array) -> Array:
 def _block_gradients(
     rules: Rules,
     rows: tuple[Array, Array, Array, Array],
-    columns: tuple[Array, Array],
-    visible: Bool[Array, "batch 1 1 seq kv_seq"],
+    columns: tuple[Array, Array, Array],
+    visible: Bool[Array, "batch 1 kv_seq 1 seq"],
 ) -> tuple[Array, Array, Array]:
-    """What a pair of blocks adds to the gradients of its queries, keys and values."""
-    (query, to_output, logsum, shared), (key, value) = rows, columns
-    exact = logsum.dtype
-    scores = _scores(rules, query, key)
-    weights = jnp.where(visible, jnp.exp(scores - logsum[..., None]), 0)
-    to_weights = jnp.einsum("bkgqd,bksd->bkgqs", to_output, value, preferred_element_type=exact)
-    to_scores = weights * (to_weights - shared[..., None])
+    """What a pair of blocks adds to the gradients of its queries, with channels before them, keys and values.
+
+    Scores stand keys first, and keys come with a transposed copy: so each product sums over the last dim of what is on
+    its left, as CPU kernels want it, and no array of the scores' size is transposed.
+    """
+    (query, to_output, logsum, shared), (key, key_turned, value) = rows, columns
+    exact, (group, seq) = logsum.dtype, logsum.shape[-2:]
+    merged = lambda x: x.reshape(*x.shape[:2], group * seq, -1)
+    product = functools.partial(jnp.einsum, preferred_element_type=exact)
+    by_key = lambda one, other: product("bksd,bkrd->bksr", one, merged(other)).reshape(*one.shape[:3], group, seq)
+    scores = soft_capped(by_key(key, query) * rules.scale, rules.softcap)
+    weights = jnp.where(visible, jnp.exp(scores - logsum[:, :, None]), 0)
+    to_scores = weights * (by_key(value, to_output) - shared[:, :, None])
     if rules.softcap is not None:
         to_scores *= 1 - jnp.square(scores / rules.softcap)
-    to_scores = to_scores.astype(query.dtype)
-    to_query = jnp.einsum("bkgqs,bksd->bkgqd", to_scores, key, preferred_element_type=exact)
-    to_key = jnp.einsum("bkgqs,bkgqd->bksd", to_scores, query, preferred_element_type=exact)
-    to_value = jnp.einsum("bkgqs,bkgqd->bksd", weights.astype(value.dtype), to_output, preferred_element_type=exact)
+    weights, to_scores = (
+        x.astype(like.dtype).reshape(*x.shape[:3], group * seq) for x, like in ((weights, value), (to_scores, query))
+    )
+    to_query = product("bkds,bksr->bkdr", key_turned, to_scores).reshape(*key_turned.shape[:3], group, seq)
+    to_key = product("bksr,bkrd->bksd", to_scores, merged(query))
+    to_value = product("bksr,bkrd->bksd", weights, merged(to_output))
     return to_query * rules.scale, to_key * rules.scale, to_value
