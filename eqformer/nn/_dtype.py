@@ -2,15 +2,27 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 
 def at_least_float32(dtype: np.dtype) -> np.dtype:
     """float32 for narrower floating-point dtypes, and any wider one itself."""
     return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype("float32")
+
+
+def in_float32(tree: PyTree) -> PyTree:
+    """The tree with its floating-point arrays in float32 at least."""
+    return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)) if eqx.is_inexact_array(x) else x, tree)
+
+
+def in_dtypes_of(tree: PyTree, other: PyTree) -> PyTree:
+    """The tree with its floating-point arrays in the dtypes that they have in another of the same structure."""
+    return jax.tree.map(lambda x, its: x.astype(its.dtype) if eqx.is_inexact_array(x) else x, tree, other)
 
 
 def holding(*dtypes: DTypeLike) -> np.dtype:

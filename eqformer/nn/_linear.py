@@ -61,12 +61,12 @@ def applied(
             f"{type(linear).__name__}({spec!r})(x): the last dims of x must be {dict(zip(linear.inputs, wanted))}; "
             f"x has shape {x.shape}."
         )
-    rows = x.reshape(*x.shape[: x.ndim - len(wanted)], -1)
-    matrix = weight.reshape(-1, rows.shape[-1])
+    rows = x.reshape(*x.shape[: x.ndim - len(wanted)], math.prod(wanted))
+    matrix = weight.reshape(-1, math.prod(wanted))
     is_plain = isinstance(linear.products, InComputeDtype)
     if is_plain and dtype is not None and jnp.dtype(dtype) == at_least_float32(x.dtype) != x.dtype:
         y = wide_map(rows, matrix)
-    elif is_plain and rows.size > _FEW * rows.shape[-1]:
+    elif is_plain and math.prod(rows.shape[:-1]) > _FEW:
         # Numbers stand for the dims: the inputs' first, then the outputs'.
         into = list(range(len(wanted)))
         out = list(range(len(wanted), len(wanted) + len(linear.outputs)))

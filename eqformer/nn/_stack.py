@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ._contracts import Layer
 from ._dims import ensemble
+from ._dtype import in_dtypes_of, in_float32
 from ._left import last_layers, only
 from ._quantized import memory_dtype
 from ._slots import in_memory, SlotCache, with_rollback
@@ -65,12 +66,15 @@ class Stack(Layer):
         """Run the layers in turn; the cache and the aux of routed layers have a `layers` dim in front."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
+        own_inputs, tokens = _by_layer(tokens.inputs, len(self)), tokens.replaced(inputs=None)
+        # Layers that read one array, such as a source, give it gradients, which the scan adds up in the array's dtype.
+        shared = in_float32(tokens) if cache is None else tokens
 
         def layer(carry: tuple, given: tuple) -> tuple[tuple, PyTree]:
             # The cache is part of the carry and updated in place; as a scanned input it would be copied by every call.
             (x, caches), (weights, number, place, inputs) = carry, given
             x = checkpoint_name(x, "layer input")  # for remat policies that keep it elsewhere
-            own = tokens.replaced(inputs=inputs).fold_in(number)
+            own = in_dtypes_of(shared, tokens).replaced(inputs=inputs).fold_in(number)
             x, kept, aux = eqx.combine(weights, static)(x, own, _of_layer(caches, place))
             return (x, _with_layer(caches, kept, place)), only(aux, tokens.wanted)
 
@@ -78,7 +82,7 @@ class Stack(Layer):
         if policy is not None:
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         places = jnp.arange(len(self), dtype=jnp.int32)
-        given = (arrays, self.numbers, places, _by_layer(tokens.inputs, len(self)))
+        given = (arrays, self.numbers, places, own_inputs)
         (x, cache), aux = jax.lax.scan(layer, (x, cache), given, unroll=self.unroll)
         return x, cache, last_layers(aux)
 

@@ -40,8 +40,8 @@ def model():
     return nn.Transformer(nn.Embedding(vocab=16, embed=8, key=key), stacks, nn.RMSNorm("embed", embed=8))
 
 
-# What versions of JAX put between: loops, and calls of programs.
-OF_JAX = re.compile(r"loss|while|body|cond|closed_call|eval_jaxpr|checkpoint|rematted_computation")
+# What versions of JAX put between: loops, calls of programs, and what `einsum` is given.
+OF_JAX = re.compile(r"loss|while|body|cond|closed_call|eval_jaxpr|checkpoint|rematted_computation|.*->.*")
 
 
 def scopes(text: str) -> set[str]:

@@ -31,7 +31,7 @@ MEANT = {
     ("all_gather_matmul", ()),
     ("matmul_reduce_scatter", ()),
     # A factor of LoRA's, a slice of whose outputs each device has.
-    ("applied", ("tensor",)),
+    *((name, ("tensor",)) for name in ("applied", "InComputeDtype.forward")),
     # A token's chosen experts, on whatever devices they are, and the gradients that they have for it.
     *((name, ("expert",)) for name in ("tokens to all experts", "sums of all experts")),
     # Gradients of keys and values that were gathered.
@@ -61,6 +61,7 @@ WIDER = [
     Case("few recurrence", {"tensor": 4}, {"residual": "sequence"}),
     Case("gpt2", {"pipe": 2, "fsdp": 2}, {"microbatches": 2, "schedule": "gpipe", "edges": "spread", "zero": 3}),
     Case("llama lora", {"fsdp": 2, "tensor": 2}, {"residual": "feature", "zero": 3}),
+    Case("vectors of layers", {}),
     Case("weighed inputs", {}),
     Case("batch mixture", {}),
     Case("choosing experts", {}),

@@ -7,10 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from narrow_sums import narrow_sums
 from plan_models import batch_of, filled, plan_over
-from plan_parity import compiled, differences, total_under, under
+from plan_parity import Case, compiled, differences, total_under, under
+from test_narrow_sums import MEANT_OF_NARROW, not_meant, program_of
 
 from eqformer import models, nn
+from eqformer.nn import _stack
 from eqformer.parallel.tensor._vocabulary import SourceOutput
 from eqformer.training import next_token_loss
 from eqformer.training._step import accumulated_gradients
@@ -66,6 +69,15 @@ def test_rows_and_layers_are_not_cut(mesh, choices, cut):
     with pytest.raises(ValueError, match=rf"Plan over {cut}: stacks.*cross.layer reads another sequence, which this"):
         plan.check(bare, rows=len(batch.ids), seq=16)
     plan_over({"fsdp": 2, "tensor": 2}).check(model, rows=len(batch.ids), seq=16)
+
+
+@pytest.mark.grid
+def test_what_layers_share_has_its_gradient_added_up_in_float32(monkeypatch):
+    model = nn.Precision(parameters="bfloat16", compute="bfloat16").apply(of_one_device()[0])
+    found = lambda: not_meant(narrow_sums(program_of(Case("", {}), model)), MEANT_OF_NARROW)
+    assert found() == []
+    monkeypatch.setattr(_stack, "in_float32", lambda tokens: tokens)
+    assert {one.place for one in found()} == {("Stack.__call__", ())}
 
 
 def _unbiased(node: Any) -> Any:
