@@ -34,7 +34,8 @@ def in_fewer_bits(folder: Path, case: str, name: str) -> dict[str, np.ndarray]:
     return stored
 
 
-@pytest.mark.parametrize("case", ["glm4_moe plain", pytest.param("qwen3_5_text plain", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("case", ["glm4_moe plain", "qwen3_5_text plain"])
 @pytest.mark.parametrize("name", ["fp8 blocks"])
 def test_a_predictor_is_kept_with_its_model(case, name, tmp_path):
     """Logits and proposals of the decoded model, codes where its maps are, and the folder as it came."""

@@ -42,7 +42,7 @@ MORE = [
 ROUNDED = [FEATURE]
 
 
-@pytest.mark.parametrize("case", named(ROUNDED, MORE))
+@pytest.mark.parametrize("case", named([], [*ROUNDED, *MORE]))
 def test_maps_of_eight_bits_are_split_like_any(case):
     """Those of feed-forward layers in four, where the name says so."""
     want = of_one_device(case)

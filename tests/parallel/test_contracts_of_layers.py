@@ -18,8 +18,9 @@ from eqformer.parallel.tensor._whole import counted_once
 
 
 EXCHANGE: dict[str, Any] = {"expert_method": "exchange", "expert_factor": 8.0}
-ROUTED = [Case("cosine rows", {"expert": 2, "tensor": 2}, EXCHANGE | {"residual": "sequence"})]
+ROUTED = [Case("cosine rows", {"expert": 2}, {})]
 MORE_ROUTED = [
+    Case("cosine rows", {"expert": 2, "tensor": 2}, EXCHANGE | {"residual": "sequence"}),
     Case("cosine rows", {"fsdp": 2, "expert": 2, "tensor": 2}, ZERO | EXCHANGE | {"residual": "sequence"}),
     Case("cosine", {"expert": 2, "tensor": 2}, {"residual": "feature"}),
     Case("cosine", {"expert": 2, "tensor": 2}, EXCHANGE),
@@ -41,7 +42,7 @@ def test_a_router_that_needs_rows_must_say_so(monkeypatch):
     alone = nn.RouterFacts(8, 2, "token")
     with monkeypatch.context() as patched:
         patched.setattr(Cosine, "facts", lambda self: alone)
-        assert is_seen(ROUTED[0])
+        assert is_seen(MORE_ROUTED[0])
     model = model_of("cosine rows")
     with pytest.raises(ValueError, match=r"context=2: .*layer has a Cosine, whose choices depend on whole rows"):
         Case("cosine rows", {"context": 2}).plan.check(model, rows=8, seq=16)
@@ -109,7 +110,7 @@ def test_whole_layers_are_told(capsys):
 COUNTED = [Case("own layers", {"tensor": 2}), Case("own layers", {"tensor": 2}, {"residual": "sequence"})]
 
 
-@pytest.mark.parametrize("case", named(LAYERS[:1], [MORE_LAYERS[0], *COUNTED]))
+@pytest.mark.parametrize("case", named(COUNTED[:1], [LAYERS[0], MORE_LAYERS[0], *COUNTED[1:]]))
 def test_bytes_of_whole_layers_are_counted(case):
     counted, told = bytes_of_gradients(case)
     assert counted[TENSOR] == pytest.approx(told[TENSOR], rel=0.03)

@@ -73,6 +73,7 @@ def test_maps_that_devices_repeat_are_refused():
     plan.check(some, rows=8, seq=16)
 
 
+@pytest.mark.grid
 def test_the_two_dim_layout_is_for_the_compute_dtype():
     mesh = parallel.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
     with pytest.raises(ValueError, match=r"the model multiplies in 8 bits; take nn.without_fp8\(model\)"):

@@ -108,9 +108,8 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [MESHES[0], *(pytest.param(case, marks=pytest.mark.grid) for case in MESHES[1:])], ids=str
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("case", MESHES, ids=str)
 def test_gradients_by_products_on_hosts_are_those_of_products(case):
     """To the bit, as CPUs run both alike; and what is kept, by hand."""
     mesh, choices = case

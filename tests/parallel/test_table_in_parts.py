@@ -111,9 +111,9 @@ def test_a_part_that_is_left_out_is_seen(small_parts, monkeypatch):
 
 @pytest.mark.parametrize(
     "family,parameters,meant",
-    [  # with a head of its own, and without
+    [  # with a head of its own; on the grid without, too
         ("llama", "float32", MEANT),
-        ("jaxformer", "bfloat16", MEANT_OF_NARROW),
+        pytest.param("jaxformer", "bfloat16", MEANT_OF_NARROW, marks=pytest.mark.grid),
         pytest.param("llama", "bfloat16", MEANT_OF_NARROW, marks=pytest.mark.grid),
         pytest.param("jaxformer", "float32", MEANT, marks=pytest.mark.grid),
     ],
