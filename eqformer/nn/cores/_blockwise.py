@@ -229,7 +229,8 @@ def _backward_in_blocks(
 
     def one_key_block(to_query, xs):
         (key_block, value_block), kv_place, first, stop = xs
-        columns = key_block, key_block.swapaxes(-1, -2), value_block
+        # Behind a barrier, as XLA's CPU compiler would turn the keys in the product, and has none of bfloat16 then.
+        columns = key_block, jax.lax.optimization_barrier(key_block.swapaxes(-1, -2)), value_block
 
         def one_query_block(number: Array, carry: tuple[Array, Array, Array]):
             to_query, to_key, to_value = carry
