@@ -61,20 +61,21 @@ def applied(
             f"{type(linear).__name__}({spec!r})(x): the last dims of x must be {dict(zip(linear.inputs, wanted))}; "
             f"x has shape {x.shape}."
         )
-    rows = x.reshape(*x.shape[: x.ndim - len(wanted)], math.prod(wanted))
-    matrix = weight.reshape(-1, math.prod(wanted))
+    lead = x.shape[: x.ndim - len(wanted)]
     is_plain = isinstance(linear.products, InComputeDtype)
-    if is_plain and dtype is not None and jnp.dtype(dtype) == at_least_float32(x.dtype) != x.dtype:
-        y = wide_map(rows, matrix)
-    elif is_plain and math.prod(rows.shape[:-1]) > _FEW:
+    is_widening = is_plain and dtype is not None and jnp.dtype(dtype) == at_least_float32(x.dtype) != x.dtype
+    if is_plain and not is_widening and math.prod(lead) > _FEW:
         # Numbers stand for the dims: the inputs' first, then the outputs'.
         into = list(range(len(wanted)))
         out = list(range(len(wanted), len(wanted) + len(linear.outputs)))
         cast = weight.astype(x.dtype)
         return jnp.einsum(x, [..., *into], cast, [*out, *into], [..., *out], preferred_element_type=dtype)
+    rows, matrix = x.reshape(*lead, math.prod(wanted)), weight.reshape(-1, math.prod(wanted))
+    if is_widening:
+        y = wide_map(rows, matrix)
     else:
         y = linear.products(rows, matrix.astype(x.dtype), x.dtype if dtype is None else dtype)
-    return y.reshape(*y.shape[:-1], *linear.output_shape)
+    return y.reshape(*lead, *linear.output_shape)
 
 
 def dense(linear: LinearMap) -> DenseMap:
