@@ -53,12 +53,13 @@ class GGUF:
             self._refuse(f"its version is {version}, not 2 or 3")
         tensors, values = self._number("Q"), self._number("Q")
         self.values: dict[str, Any] = {}
-        self._starts: dict[str, int] = {}
+        self._lists: dict[str, int] = {}  # where each begins
         for _ in range(values):
             name, kind = self._text(), self._number("I")
-            self._starts[name] = self._at
             if name in self.values:
                 self._refuse(f"it has {name} twice")
+            if kind == _LIST:
+                self._lists[name] = self._at
             self.values[name] = self._value(kind)
         infos = [self._info() for _ in range(tensors)]
         align = self.values.get("general.alignment", 32)
@@ -95,9 +96,9 @@ class GGUF:
 
     def listed(self, name: str) -> list[Any]:
         """A list of numbers or texts; empty where there is none."""
-        if not str(self.values.get(name)).startswith("a list of "):
+        if name not in self._lists:
             return []
-        self._at = self._starts[name]
+        self._at = self._lists[name]
         its, count = self._number("I"), self._number("Q")
         if its not in _NUMBERS:
             return [self._value(its) for _ in range(count)]
