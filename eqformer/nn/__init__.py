@@ -50,7 +50,12 @@ from ._dims import (
     stays_wide as stays_wide,
 )
 from ._dropout import Dropout as Dropout
-from ._dtype import at_least_float32 as at_least_float32, float_dtype as float_dtype, holding as holding
+from ._dtype import (
+    at_least_float32 as at_least_float32,
+    float_dtype as float_dtype,
+    holding as holding,
+    in_float32 as in_float32,
+)
 from ._embedding import (
     Embedding as Embedding,
     LayerEmbedding as LayerEmbedding,

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +15,17 @@ def at_least_float32(dtype: np.dtype) -> np.dtype:
 
 
 def in_float32(tree: PyTree) -> PyTree:
-    """The tree with its floating-point arrays in float32 at least."""
-    return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)) if eqx.is_inexact_array(x) else x, tree)
+    """The tree with its floating-point arrays, of JAX or NumPy, in float32 at least: as sums and moments are kept."""
+    return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)) if _is_float(x) else x, tree)
 
 
 def in_dtypes_of(tree: PyTree, other: PyTree) -> PyTree:
     """The tree with its floating-point arrays in the dtypes that they have in another of the same structure."""
-    return jax.tree.map(lambda x, its: x.astype(its.dtype) if eqx.is_inexact_array(x) else x, tree, other)
+    return jax.tree.map(lambda x, its: x.astype(its.dtype) if _is_float(x) else x, tree, other)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def holding(*dtypes: DTypeLike) -> np.dtype:

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from .._shapes import Batch
-from ..nn import packed_in_order, positions_like, Source, token_keys, Tokens, with_source
+from ..nn import in_float32, packed_in_order, positions_like, Source, token_keys, Tokens, with_source
 from ..parallel import vary, varying_axes
 from ._chunks import chunks_of, sum_over_chunks
 from ._loss_in_parts import in_parts, nats_in_parts
 from ._tally import tallied
-from ._wide import widened
 
 
 TokenNats = Callable[..., Any]
@@ -88,7 +87,7 @@ def cross_entropy(
     unembed, tables = _with_tables(unembed, flat[0][: sizes[1]])
 
     def of_chunk(tables: list, hidden: Array, targets: Array, weights: Array) -> Array:
-        logits = widened(unembed(hidden, *tables))
+        logits = in_float32(unembed(hidden, *tables))
         each, log_normaliser = nats(logits, targets)
         if z_loss:
             each = each + z_loss * jnp.square(log_normaliser)
@@ -101,7 +100,7 @@ def cross_entropy(
         def with_gradients(piece):
             total, pull = jax.vjp(lambda tables, hidden: of_chunk(tables, hidden, *piece[1:]), tables, piece[0])
             of_tables, of_hidden = pull(vary(jnp.ones_like(total), varying_axes(total)))
-            return (total, [widened(x) for x in of_tables]), of_hidden
+            return (total, [in_float32(x) for x in of_tables]), of_hidden
 
         (total, of_tables), of_hidden = sum_over_chunks(with_gradients, flat, sizes)
         return total, (of_tables, of_hidden)
@@ -109,7 +108,7 @@ def cross_entropy(
     def backward(gradients, scale):
         of_tables, of_hidden = gradients
         of_tables = [(x * scale.astype(x.dtype)).astype(table.dtype) for x, table in zip(of_tables, tables)]
-        wide = widened(of_hidden)
+        wide = in_float32(of_hidden)
         return of_tables, ((wide * scale.astype(wide.dtype)).astype(of_hidden.dtype), None, None)
 
     differentiable = jax.custom_vjp(of_all)
@@ -167,7 +166,7 @@ def evaluation_sums(
     vocab = jax.eval_shape(model.unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
 
     def of_chunk(piece):
-        logits = widened(model.unembed(piece[0]))
+        logits = in_float32(model.unembed(piece[0]))
         weights = piece[2].astype(logits.dtype)
         nats, _ = (token_nats if vocabulary is None else vocabulary.nats)(logits, piece[1])
         is_first = (_is_first if vocabulary is None else vocabulary.is_first)(logits, piece[1])
@@ -188,7 +187,7 @@ def nats_of_tokens(
     """Each token's `-log p[target]`, from the logits of `chunk` tokens at a time; not meant to be differentiated."""
     flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
-    of_chunk = lambda piece: ((), nats(widened(unembed(piece[0])), piece[1])[0])
+    of_chunk = lambda piece: ((), nats(in_float32(unembed(piece[0])), piece[1])[0])
     return sum_over_chunks(of_chunk, flat, chunks_of(flat[1].shape[0], vocab, chunk))[1].reshape(targets.shape)
 
 

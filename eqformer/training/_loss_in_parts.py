@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int, PyTree
 from .. import nn
 from ..parallel import vary, varying_axes
 from ._chunks import chunks_of, sum_over_chunks
-from ._wide import widened
 
 
 LOGITS = 2**25  # of a part and a chunk of tokens
@@ -43,7 +42,7 @@ def nats_in_parts(
 
         @jax.checkpoint
         def of_chunk(piece: tuple[Array, Array]) -> tuple[tuple, tuple[Array, Array]]:
-            logits = widened(one(vary(piece[0], axes)))
+            logits = nn.in_float32(one(vary(piece[0], axes)))
             logits = jnp.where(ids >= 0, logits, -jnp.inf)
             peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
             log_normaliser = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1)) + peak[:, 0]
@@ -69,7 +68,7 @@ def nats_in_parts(
             moving, rest, share = part
             _, pull = jax.vjp(lambda moving, hidden: of_part(moving, rest, hidden), moving, hidden)
             of_moving, of_hidden = pull(((of_nats + of_normaliser) * jnp.exp(share), -of_nats))
-            return sums + widened(of_hidden), of_moving
+            return sums + nn.in_float32(of_hidden), of_moving
 
         start = vary(jnp.zeros(hidden.shape, nn.at_least_float32(hidden.dtype)), varying_axes(hidden))
         of_hidden, of_moving = jax.lax.scan(add, start, (moving, rest, shares))

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, PyTree
 from .. import nn
 from ._moments import CodedState, is_masked, kept, MOMENTS, over_moments, unkept
 from ._rates import constant, Rates
-from ._wide import widened
 
 
 def trainable(model: PyTree) -> PyTree:
@@ -55,15 +54,15 @@ class Optimizer(eqx.Module):
 
     def init(self, model: PyTree) -> PyTree:
         """The state before the first step, for the trained parameters of `model`."""
-        return kept(self.moments, self.transform, self.transform.init(widened(self.trained(model))))
+        return kept(self.moments, self.transform, self.transform.init(nn.in_float32(self.trained(model))))
 
     def update(
         self, gradients: PyTree, state: PyTree, parameters: PyTree, learning_rate: Float[Array, ""]
     ) -> tuple[PyTree, PyTree]:
         """`parameters + learning_rate * transform(gradients)`, computed in float32 at least, and the new state."""
-        wide, memory = widened(parameters), unkept(self.moments, self.transform, state)
+        wide, memory = nn.in_float32(parameters), unkept(self.moments, self.transform, state)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of integer counts
-            updates, memory = self.transform.update(widened(gradients), memory, wide)
+            updates, memory = self.transform.update(nn.in_float32(gradients), memory, wide)
 
         def move(parameter: Array, value: Array, update: Array) -> Array:
             return (value + learning_rate.astype(value.dtype) * update).astype(parameter.dtype)
@@ -219,7 +218,7 @@ def optimizer(name: str, model: PyTree, *, rate: Rates | float, **options: Any) 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:
     """The root of the sum of the squares of every entry of every leaf, accumulated in float32 at least."""
-    leaves = jax.tree.leaves(widened(tree))
+    leaves = jax.tree.leaves(nn.in_float32(tree))
     widest = jnp.result_type(*(leaf.dtype for leaf in leaves)) if leaves else jnp.float32
     squares = (jnp.sum(jnp.square(leaf)).astype(widest) for leaf in leaves)
     return jnp.sqrt(sum(squares, start=jnp.zeros((), widest)))

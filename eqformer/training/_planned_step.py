@@ -22,7 +22,6 @@ from ._optimizer import Optimizer, trainable, Trained
 from ._row_loss import row_nats
 from ._step import accumulated_gradients, Gradients, GradientsOf, in_microbatches, LossFn, make_step, Step, TrainState
 from ._tally import Count, Tally
-from ._wide import widened
 
 
 Found = tuple[Array, PyTree, PyTree]  # a loss's sum, its count and aux, and gradients
@@ -243,7 +242,7 @@ class _Done(eqx.Module):
 
 def _wide(model: PyTree) -> PyTree:
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
-    return eqx.combine(widened(arrays), rest)
+    return eqx.combine(nn.in_float32(arrays), rest)
 
 
 def _travelling_wide(leaves: PyTree) -> PyTree:
