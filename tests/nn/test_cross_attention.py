@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import put
 from nn_reference import attend, close, drawn, linear, normal, randomised, wide
 
 from eqformer import nn
@@ -16,6 +17,7 @@ KEY = jax.random.key(0)
 SIZES: dict[str, Any] = {"embed": 6, "heads": 4, "kv_heads": 2, "head_dim": 3}
 PLACES = np.array([[0, 1, 2, 3, 4, 5, -1], [0, 1, 2, 0, 1, -1, -1]])
 SEGMENTS = np.array([[0] * 7, [0] * 3 + [1] * 4])
+run = eqx.filter_jit(lambda model, *given: model(*given))
 
 
 def test_it_is_attention_to_the_source():
@@ -35,50 +37,49 @@ def test_it_is_attention_to_the_source():
 
     there = np.broadcast_to(PLACES[:, None] >= 0, (2, 4, 7))
     visible = there & (own[:, :, None] == SEGMENTS[:, None])
-    found = module(x, tokens)[0]
+    found = run(module, x, tokens)[0]
     assert close(found, by_loops(visible))
     assert not close(found, by_loops(there), 1e-2) and not close(found, by_loops(np.ones_like(there)), 1e-2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_cache_keeps_the_source_for_calls_without_it(dtype):
-    encode = eqx.filter_jit(lambda model, *given: model(*given))
     model, ids, read = _model(), _ids(2, 6), _ids(2, 9, seed=1)
     source = nn.Source(read, nn.right_padded(jnp.array([9, 5]), 9))
-    whole = encode(model, ids, nn.with_source(nn.positions_like((2, 6)), source))[0]
+    whole = run(model, ids, nn.with_source(nn.positions_like((2, 6)), source))[0]
 
     def written(source):
         cache, found = model.init_cache(2, 10, dtype), []
         for place in range(6):
-            tokens = nn.Tokens(jnp.full((2, 1), place), source=None if place else source)
-            one, cache = encode(model, ids[:, place : place + 1], tokens, cache)
-            found.append(one)
-        return jnp.concatenate(found, axis=1)
+            tokens = nn.Tokens(put(np.full((2, 1), place), np.int32), source=None if place else source)
+            one, cache = run(model, put(np.asarray(ids)[:, place : place + 1]), tokens, cache)
+            found.append(np.asarray(one))
+        return np.concatenate(found, axis=1)
 
     rounding = 2e-5 if dtype == "float32" else 5e-2
     assert close(written(source), whole, rounding)
     assert not close(written(nn.Source(read[::-1], source.tokens)), whole, 4 * rounding)
     with pytest.raises(ValueError, match="a source of 9 tokens and a cache of capacity 8, which keeps its keys too"):
-        encode(model, ids, nn.with_source(nn.positions_like((2, 6)), source), model.init_cache(2, 8))
+        run(model, ids, nn.with_source(nn.positions_like((2, 6)), source), model.init_cache(2, 8))
 
 
 def test_packed_pairs_are_as_each_alone_and_vectors_are_read_as_they_are():
     model, ids, read = _model(), _ids(1, 8), _ids(1, 9, seed=1)
-    cut = lambda x, first, last: x[:, first:last]
-    places = lambda *lengths: jnp.concatenate([jnp.arange(n) for n in lengths])[None]
-    segments = lambda *lengths: jnp.concatenate([jnp.full(n, i) for i, n in enumerate(lengths)])[None]
+    cut = lambda x, first, last: put(np.asarray(x)[:, first:last])
+    places = lambda *lengths: put(np.concatenate([np.arange(n) for n in lengths])[None], np.int32)
+    segments = lambda *lengths: put(np.concatenate([np.full(n, i) for i, n in enumerate(lengths)])[None], np.int32)
     source = nn.Source(read, nn.Tokens(places(5, 4), segments(5, 4)))
-    together = model(ids, nn.Tokens(places(3, 5), segments(3, 5), source=source))[0]
+    together = np.asarray(run(model, ids, nn.Tokens(places(3, 5), segments(3, 5), source=source))[0])
     for (first, last), (begin, end) in (((0, 3), (0, 5)), ((3, 8), (5, 9))):
         one = nn.Source(cut(read, begin, end), nn.positions_like((1, end - begin)))
         alone = nn.with_source(nn.positions_like((1, last - first)), one)
-        assert close(together[:, first:last], model(cut(ids, first, last), alone)[0])
-    assert not close(together, model(ids, nn.Tokens(places(8), source=source))[0], 1e-2)  # one document
-    encoded = model.encoder(model.embedding(read), source.tokens)
+        assert close(together[:, first:last], run(model, cut(ids, first, last), alone)[0])
+    assert not close(together, run(model, ids, nn.Tokens(places(8), source=source))[0], 1e-2)  # one document
+    encoded = eqx.filter_jit(lambda m, ids, tokens: m.encoder(m.embedding(ids), tokens))(model, read, source.tokens)
     assert not encoded.is_of_ids
     tokens = nn.Tokens(places(3, 5), segments(3, 5), source=encoded)
     bare = eqx.tree_at(lambda m: m.encoder, model, None)
-    assert close(bare(ids, tokens)[0], together)
+    assert close(run(bare, ids, tokens)[0], together)
     with pytest.raises(ValueError, match="CrossAttention: the source is of ids, and the model has no encoder"):
         bare(ids, nn.with_source(tokens, source))
     with pytest.raises(ValueError, match="CrossAttention: neither a source nor a cache that holds one; pass"):
@@ -115,7 +116,7 @@ def test_mixtures_stand_in_decoders_alone():
 
 
 def _ids(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).integers(0, 20, shape), jnp.int32)
+    return put(np.random.default_rng(seed).integers(0, 20, shape), np.int32)
 
 
 def _model() -> Any:

@@ -44,10 +44,13 @@ def model_of(remat="none", inputs=True):
 
     masks = (nn.sliding_window(4), nn.causal())
     period = lambda first: lambda key: nn.Period(tuple(block(mask, first, key) for mask in masks))
-    stacks = nn.Stack(period(True), 1, key=KEY), nn.Stack(period(False), 2, key=KEY)
     sizes = {"vocab": VOCAB, "embed": EMBED}
-    vectors = nn.LayerInputs(**sizes, depth=6, mlp=4, key=KEY) if inputs else None
-    build = lambda: nn.Transformer(nn.Embedding(**sizes, key=KEY), stacks, norm(), layer_inputs=vectors)
+
+    def build():
+        stacks = nn.Stack(period(True), 1, key=KEY), nn.Stack(period(False), 2, key=KEY)
+        vectors = nn.LayerInputs(**sizes, depth=6, mlp=4, key=KEY) if inputs else None
+        return nn.Transformer(nn.Embedding(**sizes, key=KEY), stacks, norm(), layer_inputs=vectors)
+
     return nn.run_with(randomised(eqx.filter_eval_shape(build)), remat=remat)
 
 

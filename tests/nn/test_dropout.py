@@ -17,14 +17,21 @@ def keys(rows, seq=3, key=KEY):
 
 
 def test_a_tokens_mask_is_the_same_in_any_batch():
-    dropout, ones = nn.Dropout(0.4), jnp.ones((4, 3, 64))
-    whole = np.asarray(dropout(ones, keys([0, 1, 2, 3])))
-    assert np.array_equal(dropout(ones[:2], keys([3, 1])), whole[[3, 1]])
-    assert np.array_equal(dropout(ones[:1, 1:], keys([2])[:, 1:]), whole[2:3, 1:])
-    assert np.array_equal(dropout(ones[0, :1], keys([2])[0, 1:2]), whole[2, 1:2])
-    assert np.array_equal(jax.vmap(dropout)(ones, keys([0, 1, 2, 3])), whole)
+    dropout = nn.Dropout(0.4)
+
+    @jax.jit
+    def run(ones, key):
+        every = keys([0, 1, 2, 3])
+        whole = dropout(ones, every), jax.vmap(dropout)(ones, every), dropout(ones, keys([0, 1, 2, 3], key=key))
+        some = dropout(ones[:2], keys([3, 1])), dropout(ones[:1, 1:], keys([2])[:, 1:])
+        return *whole, *some, dropout(ones[0, :1], keys([2])[0, 1:2])
+
+    found = run(np.ones((4, 3, 64), np.float32), jax.random.key(1))
+    whole, mapped, of_another_key, rows, rest, one = map(np.asarray, found)
+    assert np.array_equal(rows, whole[[3, 1]]) and np.array_equal(rest, whole[2:3, 1:])
+    assert np.array_equal(one, whole[2, 1:2]) and np.array_equal(mapped, whole)
     assert len(np.unique(whole.reshape(12, 64), axis=0)) == 12
-    assert not np.array_equal(dropout(ones, keys([0, 1, 2, 3], key=jax.random.key(1))), whole)
+    assert not np.array_equal(of_another_key, whole)
 
 
 def test_the_rate_and_the_mean():

@@ -227,8 +227,9 @@ def test_layers_of_a_stack_write_their_tokens_alone():
     """In the whole stack's arrays: no layer's part of them is put back, as that of a recurrence's state is."""
 
     def operations(mixer):
-        stack = nn.Stack(lambda key: nn.Block(nn.Residual(mixer(key))), 3, key=jax.random.key(0))
-        given = stack.init_cache((2,), 16), jnp.ones((2, 1, 8)), jnp.full((2, 1), 7)
+        stack = drawn(nn.Stack, lambda key: nn.Block(nn.Residual(mixer(key))), 3, key=jax.random.key(0))
+        memory = eqx.filter_eval_shape(stack.init_cache, (2,), 16)
+        given = memory, *(jax.ShapeDtypeStruct(*one) for one in (((2, 1, 8), jnp.float32), ((2, 1), jnp.int32)))
         text = str(jax.make_jaxpr(lambda memory, x, places: stack(x, nn.Tokens(places), memory)[1])(*given))
         return text.count(" scatter["), text.count(" dynamic_update_slice")
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from nn_reference import close, normal, wide
+from haste import put
+from nn_reference import close, drawn as of_shapes, normal, wide
 
 from eqformer import models, nn, training
 
@@ -44,27 +45,30 @@ def reference(x: np.ndarray, weight: np.ndarray, gradient: np.ndarray) -> tuple[
     )
 
 
-def of_map(linear: nn.LinearMap, x: jax.Array, gradient: jax.Array, dtype: Any = None) -> tuple[Any, Any, Any]:
+def by_map(linear: nn.LinearMap, x: jax.Array, gradient: jax.Array, dtype: Any = None) -> tuple[Any, Any, Any]:
     """The same as the map gives them."""
     y, back = jax.vjp(lambda linear, x: linear.product(x, dtype), linear, x)
     of_linear, to_x = back(gradient.astype(y.dtype))
     return y, to_x, of_linear.weight
 
 
-def drawn(spread: float) -> tuple[nn.Linear, jax.Array, jax.Array]:
+of_map = eqx.filter_jit(by_map)
+
+
+def drawn(spread: float, dtype: str = "float32") -> tuple[nn.Linear, jax.Array, jax.Array]:
     """A map of 12 to 6, 20 vectors and the gradients of what it gives; vectors are as large as up to `exp(spread)`."""
-    linear = nn.Linear("embed -> heads head_dim", embed=12, heads=3, head_dim=2, key=KEY)
-    sizes = jnp.exp(spread * normal(3, 20, 1))
-    return linear, normal(1, 20, 12) * sizes, normal(2, 20, 3, 2) / sizes[..., None] * jnp.exp(normal(4, 20, 1, 1))
+    linear = of_shapes(nn.Linear, "embed -> heads head_dim", embed=12, heads=3, head_dim=2, key=KEY)
+    sizes = np.exp(spread * wide(normal(3, 20, 1)))
+    x, gradient = wide(normal(1, 20, 12)) * sizes, wide(normal(2, 20, 3, 2)) / sizes[..., None]
+    given = linear, x, gradient * np.exp(wide(normal(4, 20, 1, 1)))
+    return jax.tree.map(lambda leaf: put(leaf, jnp.dtype(dtype)), given)
 
 
 @pytest.mark.parametrize("spread", [0.0, 3.0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_outputs_and_gradients_are_the_formulas(dtype, spread):
     with jax.enable_x64(dtype == "float64"):
-        linear, x, gradient = jax.tree.map(
-            lambda leaf: leaf.astype(dtype), drawn(spread if dtype != "float16" else 0.5)
-        )
+        linear, x, gradient = drawn(spread if dtype != "float16" else 0.5, dtype)
         want = reference(wide(x), wide(linear.weight).reshape(6, 12), wide(gradient).reshape(20, 6))
         tolerance = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11, "float64": 1e-14}[dtype]
         found = of_map(nn.with_fp8(linear, [nn.Linear]), x, gradient)
@@ -78,7 +82,7 @@ def test_outputs_and_gradients_are_the_formulas(dtype, spread):
 
 
 def test_sums_in_float32_of_narrow_inputs():
-    linear, x, gradient = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), drawn(1.0))
+    linear, x, gradient = drawn(1.0, "bfloat16")
     y, *_ = of_map(nn.with_fp8(linear, [nn.Linear]), x, gradient, jnp.float32)
     want = reference(wide(x), wide(linear.weight).reshape(6, 12), wide(gradient).reshape(20, 6))[0]
     assert y.dtype == jnp.float32 and close(y.reshape(want.shape), want, 1e-6)
@@ -101,26 +105,27 @@ def test_another_rounding_is_seen(wrong, monkeypatch):
 
     monkeypatch.setattr(nn._products, "rounded", other)  # type: ignore[attr-defined]
     want = reference(wide(x), wide(linear.weight).reshape(6, 12), wide(gradient).reshape(20, 6))
-    found = of_map(nn.with_fp8(linear, [nn.Linear]), x, gradient)
+    run = eqx.filter_jit(lambda *given: by_map(*given))  # traced anew
+    found = run(nn.with_fp8(linear, [nn.Linear]), x, gradient)
     assert not all(close(wide(one).reshape(two.shape), two, 1e-5) for one, two in zip(found, want))
 
 
 def test_slices_give_what_the_whole_gives():
     """Of rows to the last digit, of inputs up to the smallest numbers; scales that are no powers of two would not."""
-    products = nn.InFp8()
-    x, weight, gradient = normal(1, 64, 32), normal(2, 48, 32), normal(3, 64, 48)
-    whole = products.forward(x, weight, "float32")
-    halves = [products.forward(half, weight, "float32") for half in (x[:32], x[32:])]
-    assert np.array_equal(jnp.concatenate(halves), whole)
-    x, weight = x.at[:, :16].multiply(0.01), weight.at[:, 16:].multiply(7.0)  # slices of unlike size
-    whole = products.forward(x, weight, "float32")
-    parts = [products.forward(x[:, part], weight[:, part], "float32") for part in (slice(16), slice(16, 32))]
-    assert close(sum(parts), whole, 2**-17) and not np.array_equal(sum(parts), whole)
-    to_weight = products.to_weight(gradient, x, "float32")
-    parts = [products.to_weight(gradient[part], x[part], "float32") for part in (slice(16), slice(16, 64))]
-    assert close(sum(parts), to_weight, 1e-6)
-    by_thirds = lambda x: products.forward(x / 3, weight, "float32") * 3
-    assert not close(by_thirds(x), products.forward(x, weight, "float32"), 1e-2)
+    products, thirds = nn.InFp8(), jax.jit(lambda x, weight: products.forward(x / 3, weight, "float32") * 3)
+    forward = jax.jit(lambda x, weight: products.forward(x, weight, "float32"))
+    to_weight = jax.jit(lambda gradient, x: products.to_weight(gradient, x, "float32"))
+    x, weight, gradient = (np.array(normal(*given)) for given in ((1, 64, 32), (2, 48, 32), (3, 64, 48)))
+    whole = forward(x, weight)
+    assert np.array_equal(np.concatenate([forward(half, weight) for half in (x[:32], x[32:])]), whole)
+    x[:, :16] *= 0.01  # slices of unlike size
+    weight[:, 16:] *= 7.0
+    whole = forward(x, weight)
+    total = sum(np.asarray(forward(x[:, part], weight[:, part])) for part in (slice(16), slice(16, 32)))
+    assert close(total, whole, 2**-17) and not np.array_equal(total, whole)
+    parts = [np.asarray(to_weight(gradient[part], x[part])) for part in (slice(16), slice(16, 64))]
+    assert close(sum(parts), to_weight(gradient, x), 1e-6)
+    assert not close(thirds(x, weight), whole, 1e-2)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
@@ -132,7 +137,7 @@ def test_what_is_not_finite_is_not_hidden(number, place):
     x = x.at[0, 0].set(number) if place == "input" else x
     gradient = gradient.at[0, 0, 0].set(number) if place == "gradient" else gradient
     y, to_x, to_weight = of_map(nn.with_fp8(linear, [nn.Linear]), x, gradient)
-    finite = [bool(jnp.isfinite(one).all()) for one in (y, to_x, to_weight)]
+    finite = [bool(np.isfinite(one).all()) for one in (y, to_x, to_weight)]
     assert (
         finite
         == {"input": [False, True, False], "weight": [False, False, True], "gradient": [True, False, False]}[place]
@@ -140,12 +145,14 @@ def test_what_is_not_finite_is_not_hidden(number, place):
 
 
 def test_zeros_and_the_smallest_numbers():
-    linear = nn.with_fp8(nn.Linear("embed -> mlp", embed=4, mlp=3, key=KEY), [nn.Linear])
-    assert not jnp.any(linear(jnp.zeros((2, 4)))) and not jnp.any(
-        jax.grad(lambda m: m(jnp.zeros((2, 4))).sum())(linear).weight
+    linear = nn.with_fp8(of_shapes(nn.Linear, "embed -> mlp", embed=4, mlp=3, key=KEY), [nn.Linear])
+    call = lambda *rows: of_map(
+        linear, put(np.broadcast_to(rows, (2, 4)), np.float32), put(np.ones((2, 3)), np.float32)
     )
-    small = linear(jnp.full((1, 4), 2.0**-100))
-    np.testing.assert_allclose(small * 2.0**100, linear(jnp.ones((1, 4))), rtol=1e-6)
+    y, _, to_weight = call([0.0], [0.0])
+    assert not np.any(y) and not np.any(to_weight)
+    small, one = np.asarray(call([2.0**-100], [1.0])[0])
+    np.testing.assert_allclose(small * 2.0**100, one, rtol=1e-6)
 
 
 def test_all_linears_are_taken_but_experts_routers_and_those_of_the_vocabulary():
@@ -176,11 +183,11 @@ def test_what_cannot_multiply_in_8_bits():
 
 
 def test_a_policy_chooses_the_products():
-    model = models.build(SMALL, key=KEY)
-    fp8 = nn.Precision("float32", "bfloat16", "fp8").apply(model)
+    model = eqx.filter_eval_shape(lambda: models.build(SMALL, key=KEY))
+    fp8 = eqx.filter_eval_shape(lambda: nn.Precision("float32", "bfloat16", "fp8").apply(models.build(SMALL, key=KEY)))
     maps = nn.named_modules(fp8.stacks[0], nn.LinearMap)
     assert all(isinstance(one, nn.Fp8Linear) for _, one in maps) and fp8.compute_dtype == "bfloat16"
-    assert jax.tree.structure(nn.Precision().apply(fp8)) == jax.tree.structure(model)
+    assert jax.tree.structure(eqx.filter_eval_shape(nn.Precision().apply, fp8)) == jax.tree.structure(model)
     marks = nn.matrices(fp8), nn.matrices(model)
     assert jax.tree.leaves(marks[0]) == jax.tree.leaves(marks[1])  # Muon sees the same matrices
 

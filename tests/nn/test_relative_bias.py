@@ -59,8 +59,9 @@ def test_attention_adds_it_to_its_scores(both_ways):
     options = {"embed": 6, "heads": 4, "kv_heads": 2, "head_dim": 3, "mask": mask, "score_bias": True, "scale": 1.0}
     module, x = drawn(nn.Attention, **options, key=KEY), normal(1, 2, 8, 6)
     tokens = nn.Tokens(jnp.asarray(PLACES), jnp.asarray(SEGMENTS))
+    visible = np.asarray(mask(tokens, tokens))
 
-    def call(bias, tokens=tokens):
+    def call(bias):
         return module(x, eqx.tree_at(lambda t: t.score_bias, tokens, bias, is_leaf=lambda x: x is None))[0]
 
     ranges = np.vectorize(lambda d: range_of(d, 6, 5, both_ways))(PLACES[:, :, None] - PLACES[:, None, :])
@@ -68,20 +69,22 @@ def test_attention_adds_it_to_its_scores(both_ways):
 
     def by_loops(table):
         query, key, value = (linear(wide(x), part) for part in (module.query, module.key, module.value))
-        visible = np.asarray(mask(tokens, tokens))
         return linear(attend(query, key, value, visible, 1.0, bias=np.moveaxis(table[ranges], -1, 1)), module.output)
 
     want = by_loops(wide(bias.weight))
-    found = call(bias)
+    weights = wide(normal(4, 2, 8, 6)) * is_there[..., None]
+
+    @eqx.filter_jit
+    def found_and_gradient(bias):
+        y, back = eqx.filter_vjp(call, bias)
+        return y, back(jnp.asarray(weights, jnp.float32))[0].weight
+
+    found, gradient = map(np.asarray, found_and_gradient(bias))
     assert close(found[is_there], want[is_there]) and not close(
         found[is_there], by_loops(0 * wide(bias.weight))[is_there]
     )
     # The table's gradient is the slope along a random direction.
-    toward, weights = (
-        np.random.default_rng(3).normal(size=bias.weight.shape),
-        wide(normal(4, 2, 8, 6)) * is_there[..., None],
-    )
-    gradient = eqx.filter_grad(lambda bias: jnp.sum(call(bias) * jnp.asarray(weights, jnp.float32)))(bias).weight
+    toward = np.random.default_rng(3).normal(size=bias.weight.shape)
     slope = lambda step: np.sum((by_loops(wide(bias.weight) + step * toward) - want) * weights) / step
     assert close(np.sum(wide(gradient) * toward), (slope(1e-5) + slope(-1e-5)) / 2)
     assert not close(np.sum(wide(gradient)[::-1] * toward), slope(1e-5), 1e-2)
