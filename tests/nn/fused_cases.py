@@ -85,5 +85,6 @@ def sharded(core: nn.Core, case: Case, arrays: dict, tokens: nn.Tokens) -> dict:
 
 def distance(got: dict, want: dict) -> float:
     assert set(got) == set(want)
-    largest = lambda x: max(float(jnp.abs(x).max()), 1.0)
-    return max(float(jnp.abs(got[name] - want[name]).max()) / largest(want[name]) for name in want)
+    got, want = (jax.tree.map(lambda x: np.asarray(x, np.float64), arrays) for arrays in (got, want))
+    largest = lambda x: max(float(np.abs(x).max()), 1.0)
+    return max(float(np.abs(got[name] - want[name]).max()) / largest(want[name]) for name in want)

@@ -29,7 +29,7 @@ def randomised(module: Any, seed: int = 0, deviation: float = 0.5) -> Any:
 
     def fresh(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.integer):
-            return put(np.arange(leaf.size), leaf.dtype)  # a stack's layer numbers
+            return put(np.broadcast_to(np.arange(leaf.shape[-1]), leaf.shape), leaf.dtype)  # a stack's layer numbers
         if isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_inexact_array(leaf):
             return put(draw.normal(size=leaf.shape) * deviation, leaf.dtype)
         return leaf

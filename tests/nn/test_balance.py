@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import put
 from nn_reference import close, drawn, normal, wide
 
 from eqformer import nn
@@ -140,7 +141,9 @@ def test_gradients_are_the_slopes():
 @pytest.mark.parametrize("split", ["rows", "parts of rows"])
 def test_halves_that_add_their_sums_are_the_whole(split):
     """As on two devices: each sums its own tokens' costs, and `total` adds what the other counted."""
-    halves: Any = jax.tree.map(lambda leaf: jnp.stack(jnp.split(leaf, 2, split == "parts of rows")), (X, TOKENS))
+    halves: Any = jax.tree.map(
+        lambda leaf: put(np.stack(np.split(leaf, 2, int(split == "parts of rows")))), (X, TOKENS)
+    )
     add: Any = lambda leaf: jax.lax.psum(leaf, "half")
     frozen: Any = lambda leaf: leaf + jax.lax.stop_gradient(add(leaf) - leaf)
 
@@ -151,13 +154,14 @@ def test_halves_that_add_their_sums_are_the_whole(split):
         return jnp.sum(each(halves), axis=0)
 
     total = dict(total=add) if split == "rows" else dict(total=add, row_total=add)
-    wanted, slopes = (part[np.array([NAMES.index(name) for name in names])] for part in both(WEIGHTS, X, TOKENS))
+    places = [NAMES.index(name) for name in names]
+    wanted, slopes = (np.asarray(part)[places] for part in both(WEIGHTS, X, TOKENS))
     whole = lambda weights: summed(weights, **total)
     if split == "rows":
-        shares = jnp.sqrt(jnp.arange(2.0, 2 + len(names)))
+        shares = np.sqrt(np.arange(2.0, 2 + len(names), dtype=np.float32))
         added = lambda weights: (jnp.dot(shares, whole(weights)), whole(weights))
         slope, value = jax.jit(jax.grad(added, has_aux=True))(WEIGHTS)
-        assert close(value, wanted, 1e-5) and close(slope, jnp.tensordot(shares, slopes, 1), 1e-5)
+        assert close(value, wanted, 1e-5) and close(slope, np.tensordot(shares, slopes, 1), 1e-5)
     else:  # counts by rows have no gradient
         assert close(jax.jit(whole)(WEIGHTS), wanted, 1e-5)
     local = {"z"} | ({"deepseek-v3"} if split == "rows" else set())

@@ -1,5 +1,6 @@
 """Each arrangement of residual sublayers against its formula."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -41,12 +42,19 @@ ARRANGEMENTS = {
 }
 
 
+@functools.cache
 def norm(place):
     return randomised(nn.RMSNorm("embed", embed=EMBED), seed=place)
 
 
-def attention(**options):
-    return drawn(nn.Attention, embed=EMBED, heads=2, head_dim=2, **options, key=KEY)
+@functools.cache
+def attention():
+    return drawn(nn.Attention, embed=EMBED, heads=2, head_dim=2, key=KEY)
+
+
+@functools.cache
+def perceptron():
+    return drawn(nn.MLP, embed=EMBED, mlp=6, key=KEY)
 
 
 def block(norms: Any = (0, 1), kind: Any = nn.Block, **options: Any) -> Any:
@@ -54,7 +62,7 @@ def block(norms: Any = (0, 1), kind: Any = nn.Block, **options: Any) -> Any:
     for place in norms:
         part, name = NORMS[place]
         own[part][name] = norm(place)
-    feed_forward = nn.Residual(drawn(nn.MLP, embed=EMBED, mlp=6, key=KEY), **own["feed_forward"])
+    feed_forward = nn.Residual(perceptron(), **own["feed_forward"])
     return kind(nn.Residual(attention(), **own["mixer"]), feed_forward, **own["block"])
 
 
@@ -70,7 +78,7 @@ def outputs():
 def test_every_arrangement_is_its_formula_and_no_other():
     x, found = outputs()
     attend = lambda x: attention()(x)[0]
-    feed = drawn(nn.MLP, embed=EMBED, mlp=6, key=KEY)
+    feed = perceptron()
     norms = [norm(place) for place in range(len(NORMS))]
     formulas = {name: formula for name, (_, _, formula) in ARRANGEMENTS.items()}
     every = jax.jit(lambda x: {name: formula(x, attend, feed, norms) for name, formula in formulas.items()})
@@ -197,8 +205,7 @@ def test_a_mixer_without_a_feed_forward_layer():
 def test_three_sublayers_in_a_row():
     """Each kind of layer alone beside the stream, as a `Period` of `Residual`s: caches, keys and gradients."""
     dropout, x = nn.Dropout(0.4), normal(1, 2, 5, EMBED)
-    mlp = drawn(nn.MLP, embed=EMBED, mlp=6, key=KEY)
-    layers = smooth(), attention(), mlp
+    layers = smooth(), attention(), perceptron()
     period = nn.Period(tuple(nn.Residual(layer, norm(place), dropout=dropout) for place, layer in enumerate(layers)))
 
     def by_hand(period, x, tokens, swapped=False):

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from nn_reference import drawn
 
 from eqformer import nn
 
@@ -30,14 +31,17 @@ class Own(nn.Module):
 
 @pytest.fixture(scope="module")
 def model():
-    key = jax.random.key(0)
-    one = nn.Block(
-        nn.Residual(nn.Attention(embed=8, heads=2, head_dim=4, key=key), nn.RMSNorm("embed", embed=8)),
-        nn.Residual(Own(nn.MLP(embed=8, mlp=8, key=key))),
-    )
-    period = nn.Period((one, nn.Residual(Plain(jnp.ones(8)))))
-    stacks = nn.Stack(lambda _: period, 2, key=key), nn.Stack(lambda _: one, 1, key=key)
-    return nn.Transformer(nn.Embedding(vocab=16, embed=8, key=key), stacks, nn.RMSNorm("embed", embed=8))
+    def make():
+        key = jax.random.key(0)
+        one = nn.Block(
+            nn.Residual(nn.Attention(embed=8, heads=2, head_dim=4, key=key), nn.RMSNorm("embed", embed=8)),
+            nn.Residual(Own(nn.MLP(embed=8, mlp=8, key=key))),
+        )
+        period = nn.Period((one, nn.Residual(Plain(jnp.ones(8)))))
+        stacks = nn.Stack(lambda _: period, 2, key=key), nn.Stack(lambda _: one, 1, key=key)
+        return nn.Transformer(nn.Embedding(vocab=16, embed=8, key=key), stacks, nn.RMSNorm("embed", embed=8))
+
+    return drawn(make)
 
 
 # What versions of JAX put between: loops, calls of programs, and what `einsum` is given.

@@ -15,8 +15,8 @@ from eqformer import nn
 
 def cache(slots=4, rolling=False, batch=(2,)):
     shape = (*batch, 1, slots, 2)
-    empty = jnp.full((*batch, slots), -1, jnp.int32)
-    return nn.KVCache(keys=jnp.zeros(shape), values=jnp.zeros(shape), positions=empty, rolling=rolling)
+    empty, zeros = moved(np.full((*batch, slots), -1), np.int32), moved(np.zeros(shape), np.float32)
+    return nn.KVCache(keys=zeros, values=zeros, positions=empty, rolling=rolling)
 
 
 @eqx.filter_jit
@@ -148,9 +148,8 @@ def test_a_step_back_in_a_rolling_cache_writes_over_what_was_there():
 
 @pytest.mark.parametrize("batch", [(), (2, 3)])
 def test_any_leading_dims(batch):
-    places = jnp.broadcast_to(jnp.arange(2), (*batch, 2))
-    keys = jnp.ones((*batch, 2, 1, 2))
-    memory, *_ = cache(batch=batch).update(keys, keys, nn.Tokens(places))
+    places, keys = np.broadcast_to(np.arange(2), (*batch, 2)), np.ones((*batch, 2, 1, 2), np.float32)
+    memory, *_ = stored(cache(batch=batch), moved(keys), moved(places, np.int32))
     assert np.array_equal(memory.positions, np.broadcast_to([0, 1, -1, -1], (*batch, 4)))
     assert np.array_equal(memory.keys[..., :2, :], np.swapaxes(keys, -3, -2))
 
@@ -159,9 +158,16 @@ def test_a_latent_cache_stores_both_of_its_parts():
     arrays: dict[str, Any] = {"latents": jnp.zeros((1, 3, 2)), "rotary_keys": jnp.zeros((1, 3, 4))}
     empty = nn.LatentCache(**arrays, positions=jnp.full((1, 3), -1, jnp.int32))
     latents, rotated = normal(1, 1, 1, 2), normal(2, 1, 1, 4)
-    memory, c, r, seen = empty.update(latents, rotated, nn.Tokens(jnp.array([[1]])))
-    assert np.array_equal(memory.latents[:, 1:2], latents) and np.array_equal(memory.rotary_keys[:, 1:2], rotated)
-    assert c is memory.latents and r is memory.rotary_keys and seen.positions.tolist() == [[-1, 1, -1]]
+
+    @eqx.filter_jit
+    def run(memory, *new):
+        after, c, r, seen = memory.update(*new, nn.Tokens(jnp.array([[1]])))
+        return after, seen, c is after.latents and r is after.rotary_keys
+
+    memory, seen, are_same = run(empty, latents, rotated)
+    assert np.array_equal(np.asarray(memory.latents)[:, 1:2], latents)
+    assert np.array_equal(np.asarray(memory.rotary_keys)[:, 1:2], rotated)
+    assert are_same and seen.positions.tolist() == [[-1, 1, -1]]
 
 
 def test_stored_in_the_caches_dtype():
@@ -197,7 +203,8 @@ def test_a_donated_cache_is_updated_in_place(rolling):
     def step(memory, keys, places):
         return memory.update(keys, keys, nn.Tokens(places))[0]
 
-    memory, keys, places = cache(1024, rolling), jnp.ones((2, 1, 1, 2)), jnp.zeros((2, 1), jnp.int32)
+    memory = jax.tree.map(lambda leaf: moved(np.array(leaf)), cache(1024, rolling))  # no array twice
+    keys, places = jnp.ones((2, 1, 1, 2)), jnp.zeros((2, 1), jnp.int32)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(memory))
     compiled = jax.jit(step, donate_argnums=0).lower(memory, keys, places).compile()
     kept = compiled.memory_analysis()

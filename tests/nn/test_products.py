@@ -105,7 +105,7 @@ def test_another_rounding_is_seen(wrong, monkeypatch):
 
     monkeypatch.setattr(nn._products, "rounded", other)  # type: ignore[attr-defined]
     want = reference(wide(x), wide(linear.weight).reshape(6, 12), wide(gradient).reshape(20, 6))
-    run = eqx.filter_jit(lambda *given: by_map(*given))  # traced anew
+    run = eqx.filter_jit(lambda linear, x, gradient: by_map(linear, x, gradient))  # traced anew
     found = run(nn.with_fp8(linear, [nn.Linear]), x, gradient)
     assert not all(close(wide(one).reshape(two.shape), two, 1e-5) for one, two in zip(found, want))
 
