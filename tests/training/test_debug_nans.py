@@ -55,9 +55,10 @@ def test_the_module_the_layer_and_the_line_are_named():
     assert (where.operation, where.is_backward) == ("exp", False)
     assert "test_debug_nans.py" in where.source and "Growing" in where.source
     assert str(where).startswith("infinity from `exp` in the forward pass of stacks[0].blocks.layer, layer 1 (")
-    # Of the first layer if of two, and with microbatches.
+    # Of the first layer if of two, and with microbatches, of as many rows: what was compiled above is used again.
+    twice = {"batch": batch_of(0, rows=8), "microbatches": 2}
     both = eqx.tree_at(lambda m: m.stacks[0].blocks.layer.factor, build(), jnp.full((3, 1), 1e5))
-    assert found(both, microbatches=2) == found(at_layer("factor", 1e5, layer=0), microbatches=2)
+    assert found(both, **twice) == found(at_layer("factor", 1e5, layer=0), **twice)
 
 
 def test_a_gradient_alone_and_a_planted_leaf_are_named():
