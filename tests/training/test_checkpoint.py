@@ -228,6 +228,8 @@ KILLED = """
     from eqformer import training
     from eqformer.training import _checkpoint
 
+    _checkpoint._orbax()  # imported once, not by each child
+
     def state(step):
         return {"x": jnp.asarray(np.random.default_rng(step).normal(size=2**16), jnp.float32), "step": jnp.int32(step)}
 

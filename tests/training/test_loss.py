@@ -129,7 +129,7 @@ def test_all_logits_never_exist_at_once():
 
 def test_token_loss_of_a_model_is_the_mean_over_plain_logits(make_model, make_batch):
     batch = make_batch()
-    model = make_model(tied=False)
+    model = make_model(tied=False, layers=1)
 
     def plain(model):
         logits, _ = model(jnp.asarray(batch.ids), nn.Tokens(jnp.asarray(batch.positions), jnp.asarray(batch.segments)))
@@ -151,7 +151,7 @@ def test_token_loss_of_a_model_is_the_mean_over_plain_logits(make_model, make_ba
 
 
 def test_tied_table_collects_both_gradients(make_model, make_batch):
-    batch, model = make_batch(), make_model(tied=True)
+    batch, model = make_batch(), make_model(tied=True, layers=1)
     loss = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: training.next_token_loss(m, batch, chunk=16)[0]))
     gradients = loss(model)[1]
     step = 2e-3

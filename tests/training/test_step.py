@@ -118,7 +118,7 @@ def test_too_many_in_a_row_are_an_error(quadratic):
         state, metrics = step(state, batch([np.nan, 0.0]))
     with pytest.raises(training.DivergedError, match="3 steps in a row .* loss nan"):
         training.check_finite(metrics, limit=3)
-    assert int(metrics["skipped"]) == 5
+    assert int(metrics["skipped"]) == 5 and "loss_scale" not in metrics
 
 
 def test_the_rate_follows_the_run_s_step_through_skipped_ones(quadratic):

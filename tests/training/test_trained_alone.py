@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import put
 
 from eqformer import Batch, models, nn, training
 
@@ -65,7 +66,7 @@ def test_by_default_everything_is_trained():
 
 
 def test_gradients_are_those_of_the_whole_and_others_are_not_computed():
-    model = jax.tree.map(lambda x: x + 0.1 if eqx.is_inexact_array(x) else x, adapted())
+    model = jax.tree.map(lambda x: put(np.float32(0.1) + x) if eqx.is_inexact_array(x) else x, adapted())
 
     def compiled(part):
         run = eqx.filter_jit(training.accumulated_gradients(training.next_token_loss, 1, part))
