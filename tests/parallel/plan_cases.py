@@ -22,14 +22,15 @@ PIPE += [
 EVERY_RUN = [
     Case(
         "gpt2",
-        {"replica": 2, "expert": 2, "tensor": 2},
-        {"zero": 0, "residual": "sequence", "overlap": "bidirectional", "microbatches": 2},
+        {"fsdp": 2, "pipe": 2, "tensor": 2},
+        {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2}
+        | {"residual": "sequence", "overlap": "bidirectional"},
     ),
     Case("jaxformer", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}, "products"),
     Case(
         "llama",
-        {"fsdp": 2, "context": 4},
-        {"zero": 3, "smallest": 1, "microbatches": 2, "context_method": "ring"},
+        {"fsdp": 2, "pipe": 2, "context": 2},
+        {"zero": 3, "smallest": 1, "schedule": "looping", "microbatches": 2, "chunks": 2, "context_method": "ring"},
         "full",
     ),
     Case(
@@ -43,11 +44,9 @@ EVERY_RUN = [
         {"fsdp": 2, "pipe": 2, "context": 2},
         {"zero": 2, "schedule": "zb-h1", "microbatches": 2, "context_method": "gather"},
     ),
-    Case("llama", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "looping", "microbatches": 2, "chunks": 2}),
-    Case("llama", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 4, "chunks": 2}),
+    Case("llama", {"replica": 2, "pipe": 2}, {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2}),
     Case("llama", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2}),
     Case("mixture", {"expert": 2}, {"expert_method": "exchange", "expert_factor": 8.0}),
-    Case("gpt2", {"fsdp": 2, "pipe": 2}, {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2}),
 ]
 EVERY_STEP = [
     Case(

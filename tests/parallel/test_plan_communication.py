@@ -9,7 +9,7 @@ from haste import FAST
 from plan_parity import batch_of, model_of, place
 
 from eqformer import planning, training
-from eqformer.parallel import init_sharded, link_ticks, make_mesh, Plan, shardings
+from eqformer.parallel import link_ticks, make_mesh, Plan, shardings
 
 
 ROWS, SEQ, LAYERS, EMBED, KV_EMBED = 8, 32, 4, 32, 8
@@ -75,14 +75,11 @@ def test_fully_sharded_parameters_are_gathered_twice_and_their_gradients_scatter
 
 
 def test_a_step_scatters_gradients_and_gathers_parameters_once():
-    plan = Plan(make_mesh(fsdp=8), zero=1, smallest=1)
-    model, batch = model_and_batch(plan, "none")
-    optimizer = training.optimizer("adamw", model, rate=1e-2)
-    step = training.planned_step(training.next_token_loss, optimizer, plan)
-    state = init_sharded(
-        lambda: training.init_state(model, optimizer), lambda s: training.state_shardings(plan, optimizer, s)
-    )
-    sent = by_axes(plan, step.lower(state, batch, jax.random.key(0)).compile().compiled)
+    plan, model = Plan(make_mesh(fsdp=8), zero=1, smallest=1), model_of("llama")
+    states = training.PlannedState(lambda: model, training.optimizer("adamw", model, rate=1e-2), plan)
+    step = training.planned_step(training.next_token_loss, states.optimizer, plan)
+    program = planning.lowered_step(states, step, planning.batch_shapes(ROWS, SEQ)).compile()
+    sent = by_axes(plan, getattr(program, "compiled", program))
     least = planning.sharded_state_bytes(parameters(model), 8, zero=1, weight_bytes=4, gradient_bytes=4)
     assert 1 <= sent["fsdp"] / least < 1.001
 

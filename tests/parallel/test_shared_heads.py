@@ -26,11 +26,14 @@ def read(model, ids):
     """Logits after a prompt of six tokens and after each of three more, and the cache."""
     rows, places = ids.shape[0], jnp.broadcast_to(jnp.arange(9), ids.shape)
     hidden, cache, _ = model.encode(ids[:, :6], nn.right_padded(jnp.full(rows, 6), 6), model.init_cache(rows, 12))
-    found = [model.unembed(hidden[:, -1])]
-    for at in range(6, 9):
-        hidden, cache, _ = model.encode(ids[:, at : at + 1], nn.Tokens(places[:, at : at + 1]), cache)
-        found.append(model.unembed(hidden[:, 0]))
-    return jnp.stack(found), cache
+
+    def one_more(cache, given):
+        ids, places = given
+        hidden, cache, _ = model.encode(ids[:, None], nn.Tokens(places[:, None]), cache)
+        return cache, model.unembed(hidden[:, 0])
+
+    cache, found = jax.lax.scan(one_more, cache, (ids[:, 6:].T, places[:, 6:].T))
+    return jnp.concatenate([model.unembed(hidden[:, -1])[None], found]), cache
 
 
 def test_pairs_of_devices_share_a_key_head(monkeypatch):

@@ -140,7 +140,9 @@ def shapes_in(program):
 
 
 def test_no_table_of_vectors_for_layers_is_whole(monkeypatch):
-    config = dataclasses.replace(FAMILIES[VECTORS.model], vocab=56)
+    """Of layers that are all alike, as no layer reads another's keys here."""
+    alike = {"layers": 3, "window_layers": (0, 1, 2), "reading_layers": 0, "widens_reading": False}
+    config = dataclasses.replace(FAMILIES[VECTORS.model], vocab=56, input_vocab=56, **alike)
     model = filled(lambda: models.build(config, key=jax.random.key(0)))
     table = model.layer_inputs.embedding.weight
     for size, is_whole in ((table.size * 4, True), (table.size * 4 // 3, False)):

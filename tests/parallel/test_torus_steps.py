@@ -19,41 +19,40 @@ ROUNDING = 64 * float(np.finfo(np.float32).eps)
 CASE = Case("llama", {"fsdp": 8}, {"zero": 3}, "products")
 
 
-def scattered(steps: tuple[int, ...], x: np.ndarray, dim: int) -> np.ndarray:
-    """What eight devices with a row of `x` each have of their sum, put together."""
-    one = lambda x: send.psum_scatter("gradients over fsdp", x[0], "fsdp", dim, steps=steps)
-    mapped = filter_shard_map(one, make_mesh(fsdp=8), (P("fsdp"),), P(*(None,) * dim, "fsdp"))
-    return np.asarray(mapped(x))
+def moved(steps: tuple[int, ...], x: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """In one program: what eight devices with a row of `x` each have of their sum, put together, and what each of them
+    has of the first row, which they share out, once it is gathered; along the last dim, and along the first of `x.T`.
+    """
 
+    def one(x: jax.Array, row: jax.Array, turned: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        add = lambda x, dim: send.psum_scatter("gradients over fsdp", x, "fsdp", dim, steps=steps)
+        gather = lambda x, dim: send.all_gather("parameters over fsdp", x, "fsdp", dim, steps=steps)[None]
+        return [(add(x[0], 1), gather(row, 1)), (add(x[0].T, 0), gather(turned, 0))]
 
-def gathered(steps: tuple[int, ...], x: np.ndarray, dim: int) -> np.ndarray:
-    """What each of eight devices has of `x`, which they share out along `dim`, once it is gathered."""
-    one = lambda x: send.all_gather("parameters over fsdp", x, "fsdp", dim, steps=steps)[None]
-    mapped = filter_shard_map(one, make_mesh(fsdp=8), (P(*(None,) * dim, "fsdp"),), P("fsdp"))
-    return np.asarray(mapped(x))
+    by_columns, by_rows = P(None, "fsdp"), P("fsdp")
+    given, out = (P("fsdp"), by_columns, by_rows), [(by_columns, P("fsdp")), (by_rows, P("fsdp"))]
+    return jax.tree.map(np.asarray, filter_shard_map(one, make_mesh(fsdp=8), given, out)(x, x[0], x[0].T))
 
 
 @pytest.mark.quick
 def test_steps_give_each_device_the_slice_that_is_its_own():
     x = np.random.default_rng(0).integers(-9, 9, (8, 3, 16)).astype(np.float32)  # sums without rounding
     for steps in ((), (4, 2), (2, 4), (2, 2, 2)):
-        np.testing.assert_array_equal(scattered(steps, x, 1), x.sum(0))
-        np.testing.assert_array_equal(scattered(steps, x.swapaxes(1, 2), 0), x.sum(0).T)
-        np.testing.assert_array_equal(gathered(steps, x[0], 1), np.stack([x[0]] * 8))
-        np.testing.assert_array_equal(gathered(steps, x[0].T, 0), np.stack([x[0].T] * 8))
+        for (total, whole), row, wanted in zip(moved(steps, x), (x[0], x[0].T), (x.sum(0), x.sum(0).T), strict=True):
+            np.testing.assert_array_equal(total, wanted)
+            np.testing.assert_array_equal(whole, np.stack([row] * 8))
 
 
 def test_steps_in_another_order_and_a_step_too_few_are_seen(monkeypatch):
     x = np.random.default_rng(0).integers(-9, 9, (8, 3, 16)).astype(np.float32)
     groups = send._groups
     monkeypatch.setattr(send, "_groups", lambda steps: groups(steps)[::-1])
-    found = scattered((4, 2), x, 1)
+    found, (whole, *_) = moved((4, 2), x)[0]
     assert not np.array_equal(found, x.sum(0)) and np.array_equal(np.sort(found), np.sort(x.sum(0)))
-    whole = gathered((4, 2), x[0], 1)[0]
     assert not np.array_equal(whole, x[0]) and np.array_equal(np.sort(whole), np.sort(x[0]))
     monkeypatch.setattr(send, "_groups", lambda steps: groups(steps)[1:])
-    assert scattered((4, 2), x, 1).shape != x.sum(0).shape
-    assert gathered((4, 2), x[0], 1)[0].shape != x[0].shape
+    found, (whole, *_) = moved((4, 2), x)[0]
+    assert found.shape != x.sum(0).shape and whole.shape != x[0].shape
 
 
 def gradients(monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...]) -> dict[str, float]:

@@ -32,15 +32,18 @@ def gradients(model):
 
     def plain(model):
         x = (jnp.asarray(rows["x"]) @ model.enter.weight.T + model.enter.bias)[:, 0]
-        for place in range(classifier.LAYERS):
-            block = jax.tree.map(lambda leaf, place=place: leaf[place], model.stack.blocks)
+
+        def layer(x, given):
+            place, block = given
             centred = x - x.mean(-1, keepdims=True)
             normed = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
             hidden = (normed * block.norm.weight + block.norm.bias) @ block.up.weight.T + block.up.bias
             keys = rows["tokens"].fold_in(place).keys[:, 0]
             keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, (EMBED,)))(keys)
             hidden = hidden / (1 + jnp.exp(-hidden)) * keep.astype(hidden.dtype) / 0.9
-            x = x + hidden @ block.down.weight.T + block.down.bias
+            return x + hidden @ block.down.weight.T + block.down.bias, None
+
+        x, _ = jax.lax.scan(layer, x, (jnp.arange(classifier.LAYERS), model.stack.blocks))
         centred = x - x.mean(-1, keepdims=True)
         x = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * model.norm.weight + model.norm.bias
         logits = x @ model.leave.weight.T + model.leave.bias
