@@ -22,8 +22,8 @@ from eqformer.parallel import (
 )
 
 
-STAGES = [2, 3, 4, 5, 8]
-MICROBATCHES = [1, 2, 3, 4, 5, 8, 16]
+STAGES = [2, 3, 4, 5]
+MICROBATCHES = [1, 2, 3, 5, 8, 12]
 COSTS = [(1, 1, 1), (1, 2, 1), (2, 3, 1), (3, 1, 4)]
 WIDE = [
     pytest.param(range(2, 9), range(1, 25), [*COSTS, (1, 1, 2), (4, 1, 1), (1, 4, 4)], marks=pytest.mark.grid),

@@ -1,6 +1,8 @@
 """Each wrapper alone on one module, inside a mapped function: the plain module's results and gradients."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -59,27 +61,60 @@ def value_and_gradients(call, module, x, direction):
     return y, gradients
 
 
-def alike(call, plain, module, x, direction) -> float:
-    """The largest relative difference of results and of each gradient between two ways to call a module."""
-    got = hastily(lambda *args: value_and_gradients(call, *args), module, x, direction)(module, x, direction)
-    want = hastily(lambda *args: value_and_gradients(plain, *args), module, x, direction)(module, x, direction)
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+class Plain(NamedTuple):
+    """A module, an input and a direction, and what the module makes of them by itself."""
+
+    module: Any
+    given: tuple[np.ndarray, np.ndarray]
+    found: Any
+
+
+@functools.cache
+def plain(make: Callable[[], Any], inputs: int = EMBED, outputs: int = EMBED) -> Plain:
+    """The same for all cases of a module."""
+    module, (x, direction) = filled(make), x_and_direction(ROWS, SEQ, max(inputs, outputs))
+    given = x[..., :inputs], direction[..., :outputs]
+    return Plain(module, given, ran(lambda module, x: module(x), module, *given))
+
+
+def ran(call, module, x, direction):
+    """What comes of one way to call a module; of a mixer's results, the first."""
+    first = lambda *args: y[0] if isinstance(y := call(*args), tuple) else y
+    return hastily(lambda *args: value_and_gradients(first, *args), module, x, direction)(module, x, direction)
+
+
+def error(call, plain: Plain) -> float:
+    """The largest relative difference of results and of each gradient from the plain module's."""
+    got = ran(call, plain.module, *plain.given)
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(plain.found), strict=True)
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
 
 
 def mlp() -> nn.MLP:
     """A feed-forward layer with biases."""
-    return filled(lambda: nn.MLP(embed=EMBED, mlp=MLP, bias=True, key=jax.random.key(0)))
+    return nn.MLP(embed=EMBED, mlp=MLP, bias=True, key=jax.random.key(0))
+
+
+def linear() -> nn.Linear:
+    """A map with a bias."""
+    return nn.Linear("embed -> mlp", embed=EMBED, mlp=MLP, bias=True, key=jax.random.key(0))
+
+
+def attention() -> nn.Attention:
+    """Four key heads, one for each device."""
+    rotary, core = nn.Rotary(4, 1e4), nn.BlockwiseCore(4)
+    sizes: dict[str, Any] = {"embed": EMBED, "heads": HEADS, "kv_heads": 4, "head_dim": 4}
+    return nn.Attention(**sizes, rotary=rotary, core=core, key=jax.random.key(0))
 
 
 @pytest.mark.parametrize("residual", ["replicated", "sequence"])
 def test_tensor_around_a_feed_forward_layer(mesh, residual):
-    module = mlp()
-    specs = partition_specs(module, Layout({"mlp": "tensor"}), mesh)
+    alone = plain(mlp)
+    specs = partition_specs(alone.module, Layout({"mlp": "tensor"}), mesh)
     stream = P("fsdp", "tensor") if residual == "sequence" else P("fsdp")
     run = lambda module, x: Tensor(module, stream_of(residual))(x)
     split = filter_shard_map(run, mesh, (specs, stream), stream)
-    assert alike(split, lambda module, x: module(x), module, *x_and_direction(ROWS, SEQ, EMBED)) < CLOSE
+    assert error(split, alone) < CLOSE
 
 
 def test_tensor_around_an_attention_of_shared_keys(mesh):
@@ -89,32 +124,32 @@ def test_tensor_around_an_attention_of_shared_keys(mesh):
         "core": nn.ReferenceCore(),
         "rotary": nn.Rotary(4, 1e4),
     }  # without which a key's bias has no gradient
-    module = filled(lambda: nn.Attention(**sizes, **parts, bias=True, key=jax.random.key(0)))
+    alone = plain(lambda: nn.Attention(**sizes, **parts, bias=True, key=jax.random.key(0)))
     layout = Layout({"heads": "tensor", "kv_heads": "tensor"}, lenient=frozenset({"kv_heads"}))
-    specs = partition_specs(module, layout, mesh)
+    specs = partition_specs(alone.module, layout, mesh)
 
     def run(module, x):
         return TensorMixer(Tensor(module, ByToken("ring"), shares_kv_heads=True))(x)[0]
 
     stream = P("fsdp", "tensor")
     split = filter_shard_map(run, mesh, (specs, stream), stream)
-    assert alike(split, lambda module, x: module(x)[0], module, *x_and_direction(ROWS, SEQ, EMBED)) < CLOSE
+    assert error(split, alone) < CLOSE
 
 
 @pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
 def test_a_norm_of_features_that_are_split(mesh, kind):
-    module = filled(lambda: kind("embed", embed=EMBED))
-    specs = partition_specs(module, Layout({"embed": "tensor"}), mesh)
+    alone = plain(lambda: kind("embed", embed=EMBED))
+    specs = partition_specs(alone.module, Layout({"embed": "tensor"}), mesh)
     features = P("fsdp", None, "tensor")
     split = filter_shard_map(lambda module, x: SplitNorm(module, "tensor")(x), mesh, (specs, features), features)
-    assert alike(split, lambda module, x: module(x), module, *x_and_direction(ROWS, SEQ, EMBED)) < CLOSE
+    assert error(split, alone) < CLOSE
 
 
 @pytest.mark.parametrize("overlap", ["none", "bidirectional"])
 def test_a_map_of_features(mesh, overlap):
     """Slices of features in, slices of features out; the bias lies with the outputs, the weight with the inputs."""
-    module = filled(lambda: nn.Linear("embed -> mlp", embed=EMBED, mlp=MLP, bias=True, key=jax.random.key(0)))
-    specs = partition_specs(module, Layout({"embed": "tensor", "mlp": "tensor"}), mesh)
+    alone = plain(linear, EMBED, MLP)
+    specs = partition_specs(alone.module, Layout({"embed": "tensor", "mlp": "tensor"}), mesh)
     assert (specs.weight, specs.bias) == (P(None, "tensor"), P("tensor"))
     features = P("fsdp", None, "tensor")
 
@@ -122,8 +157,7 @@ def test_a_map_of_features(mesh, overlap):
         return FeatureLinear(module, scatters=True, overlap=overlap)(x)
 
     split = filter_shard_map(run, mesh, (specs, features), features)
-    x, direction = x_and_direction(ROWS, SEQ, MLP)
-    assert alike(split, lambda module, x: module(x), module, x[..., :EMBED], direction) < CLOSE
+    assert error(split, alone) < CLOSE
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 17])
@@ -158,8 +192,8 @@ def test_a_vocabulary_that_is_split(mesh, vocab):
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_parameters_gathered_for_the_moment_of_their_use(mesh, keeps):
-    module = mlp()
-    specs = partition_specs(module, Layout(fsdp_axis="fsdp", smallest=32), mesh)
+    alone = plain(mlp)
+    specs = partition_specs(alone.module, Layout(fsdp_axis="fsdp", smallest=32), mesh)
     dims = tuple(next((i for i, entry in enumerate(spec) if entry), None) for spec in jax.tree.leaves(specs))
     assert dims == (0, None, 1, None)  # two matrices on their larger dims; biases are too small
 
@@ -167,16 +201,12 @@ def test_parameters_gathered_for_the_moment_of_their_use(mesh, keeps):
         return Gathered(module, dims, ("float32",) * len(dims), keeps)(x)
 
     split = filter_shard_map(run, mesh, (specs, P("fsdp", "tensor")), P("fsdp", "tensor"))
-    assert alike(split, lambda module, x: module(x), module, *x_and_direction(ROWS, SEQ, EMBED)) < CLOSE
+    assert error(split, alone) < CLOSE
 
 
 @pytest.mark.parametrize("method", ["ring", "gather", "heads"])
 def test_an_attention_of_pieces_of_rows(method):
     mesh = make_mesh(context=4, replica=2)
-    sizes: dict[str, Any] = {"embed": EMBED, "heads": HEADS, "kv_heads": 4, "head_dim": 4}
-    module = filled(
-        lambda: nn.Attention(**sizes, rotary=nn.Rotary(4, 1e4), core=nn.BlockwiseCore(4), key=jax.random.key(0))
-    )
     order, back = (np.arange(SEQ),) * 2 if method == "heads" else (zigzag(SEQ, 4), zigzag_inverse(SEQ, 4))
     positions = np.broadcast_to(order.astype(np.int32), (ROWS, SEQ))
 
@@ -186,5 +216,4 @@ def test_an_attention_of_pieces_of_rows(method):
 
     rows = P("replica", "context")
     mapped = filter_shard_map(run, mesh, (P(), rows, rows), rows)
-    split = lambda module, x: mapped(module, x[:, order], positions)[:, back]
-    assert alike(split, lambda module, x: module(x)[0], module, *x_and_direction(ROWS, SEQ, EMBED)) < CLOSE
+    assert error(lambda module, x: mapped(module, x[:, order], positions)[:, back], plain(attention)) < CLOSE
