@@ -191,7 +191,7 @@ def _others() -> Iterator[Case]:
     yield Case("gpt2", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"})
     yield Case("llama", {"replica": 2, "fsdp": 2}, {"zero": 3, "smallest": 1, "microbatches": 2})
     sizes = {"replica": 2, "expert": 2, "tensor": 2}
-    yield Case("gpt2", sizes, {"zero": 0, "residual": "replicated", "microbatches": 2})
+    yield from (Case("gpt2", sizes, {"zero": 0, "microbatches": 2} | TENSOR[way]) for way in (0, 3))
     yield Case("shared mixture", {"expert": 2, "tensor": 2}, {"expert_method": "exchange", "expert_factor": 8.0})
     yield Case("five layers", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 4, "chunks": 2})
     yield Case("dense, then mixtures", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2})
