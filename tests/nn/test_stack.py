@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import put
 from nn_reference import close, drawn, normal
 
 from eqformer import nn
@@ -36,8 +37,9 @@ def stack():
 
 
 def tokens_for(x, seed=0):
-    places = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    return nn.Tokens(places, keys=nn.token_keys(jax.random.key(seed), jnp.arange(x.shape[0]), places))
+    places = np.broadcast_to(np.arange(x.shape[1], dtype=np.int32), x.shape[:2])
+    keys = jax.jit(nn.token_keys)(jax.random.key(seed), np.arange(x.shape[0], dtype=np.int32), places)
+    return nn.Tokens(put(places), keys=keys)
 
 
 run = eqx.filter_jit(lambda module, x, tokens=None, cache=None: module(x, tokens, cache))
@@ -122,7 +124,7 @@ def test_remat_keeps_gradients_and_saves_memory(stack, names):
     """Temporary bytes of the compiled gradient must fall from policy to policy; the gradients must not move."""
     x = normal(1, 2, 32, EMBED)
     tokens = tokens_for(x)
-    deep = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * 3), stack)
+    deep = jax.tree.map(lambda leaf: put(np.concatenate([leaf] * 3)), stack)
 
     def measured(name):
         module = nn.run_with(deep, remat=name)
@@ -190,7 +192,7 @@ def test_a_stack_of_periods():
         for number in range(2):
             h, _, _ = run(built[layer].blocks[number], h)
     assert close(y, h, 1e-5)
-    cache, x = built.init_cache((2,), 8), np.asarray(x)
+    cache, x = eqx.filter_jit(lambda built: built.init_cache((2,), 8))(built), np.asarray(x)
     assert cache[0].keys.shape == (2, 2, 1, 2, 4) and cache[1].keys.shape == (2, 2, 2, 8, 2)
     places = np.tile(np.arange(6, dtype=np.int32), (2, 1))
     first, cache, _ = run(built, jnp.asarray(x[:, :3]), nn.Tokens(jnp.asarray(places[:, :3])), cache)
