@@ -28,7 +28,7 @@ def _row_texts(batch):
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("batch", [1, 4, 7])
 def test_each_epoch_has_every_row_once(store, packing, batch):
-    loader = Loader(store, seq=64, batch=batch, seed=5, packing=packing)
+    loader = Loader(store, seq=160, batch=batch, seed=5, packing=packing)
     rows = loader.rows_per_epoch
     every = sorted(_row_texts(loader.packing(np.arange(rows))))
     stream = [row for step in range(-(-3 * rows // batch)) for row in _row_texts(loader.batch(step))]
@@ -93,9 +93,9 @@ def test_example_numbers_stay_int32_for_ever(store):
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_the_ordered_pass_takes_every_row_once(store, packing):
-    loader = Loader(store, seq=16, batch=7, seed=1, packing=packing)
+    loader = Loader(store, seq=40, batch=7, seed=1, packing=packing)
     batches = list(loader.epoch())
-    assert len(batches) == loader.steps_per_epoch and {batch.ids.shape for batch in batches} == {(7, 16)}
+    assert len(batches) == loader.steps_per_epoch and {batch.ids.shape for batch in batches} == {(7, 40)}
     joined, rows = _join(batches), loader.rows_per_epoch
     every = loader.packing(np.arange(rows))
     assert rows % 7, "the last batch must need filling for this test to show something"
@@ -103,7 +103,7 @@ def test_the_ordered_pass_takes_every_row_once(store, packing):
         assert np.array_equal(joined[name][:rows], getattr(every, name))
     assert not joined["weights"][rows:].any() and joined["weights"].sum() == every.weights.sum()
     assert all(_equal(one, two) for one, two in zip(batches, loader.epoch()))
-    other_seed = Loader(store, seq=16, batch=7, seed=2, packing=packing)
+    other_seed = Loader(store, seq=40, batch=7, seed=2, packing=packing)
     assert all(_equal(one, two) for one, two in zip(batches, other_seed.epoch()))
     halves = [_join([a, b]) for a, b in zip(loader.epoch(stop=3), loader.epoch(start=3))]
     assert all(np.array_equal(half["weights"], batch.weights) for half, batch in zip(halves, batches))

@@ -86,8 +86,8 @@ def test_which_example_is_of_which_text_is_as_random_as_numpys_shuffle(stores):
 
 @pytest.mark.parametrize("packing", ["windows", "documents"])
 def test_each_text_comes_in_its_own_order_epoch_by_epoch(stores, packing):
-    mixture = _mixture(stores, packing=packing)
-    batches = [mixture.batch(step) for step in range(200)]
+    mixture = _mixture(stores, packing=packing, batch=40)
+    batches = [mixture.batch(step) for step in range(40)]
     whose = np.concatenate([_whose(batch) for batch in batches])
     assert np.array_equal(whose, mixture.origin(np.arange(1600))[0])
     assert np.concatenate([batch.examples for batch in batches]).tolist() == [*range(1600)]
@@ -97,21 +97,23 @@ def test_each_text_comes_in_its_own_order_epoch_by_epoch(stores, packing):
             if getattr(alone, field) is not None:
                 ours = np.concatenate([getattr(batch, field) for batch in batches])[whose == index]
                 assert np.array_equal(ours, getattr(alone, field))
-        assert mixture.epochs(200)[name] == pytest.approx((whose == index).sum() / loader.rows_per_epoch, rel=0.05)
-    assert all(passes > 0.5 for passes in mixture.epochs(200).values()) and mixture.epochs(200)["small"] > 3
+        assert mixture.epochs(40)[name] == pytest.approx((whose == index).sum() / loader.rows_per_epoch, rel=0.05)
+    assert all(passes > 0.5 for passes in mixture.epochs(40).values()) and mixture.epochs(40)["small"] > 3
 
 
 @pytest.mark.parametrize("packing", ["windows", "documents"])
 def test_a_run_that_goes_on_and_any_number_of_readers_have_the_same_rows(stores, packing):
-    whole = [_mixture(stores, packing=packing).batch(step) for step in range(140)]  # over a block's border
-    with prefetch(_mixture(stores, packing=packing), 125, 140) as resumed:
-        assert all(_equal(batch, whole[step]) for step, batch in enumerate(resumed, 125))
+    make = lambda weights=WEIGHTS, **changes: _mixture(stores, weights, **{"packing": packing, "batch": 32, **changes})
+    mixture = make()
+    whole = [mixture.batch(step) for step in range(35)]  # over a block's border
+    with prefetch(make(), 30, 35) as resumed:
+        assert all(_equal(batch, whole[step]) for step, batch in enumerate(resumed, 30))
     for readers in (1, 2, 4):
-        each = 8 // readers
-        own = [_mixture(stores, packing=packing) for _ in range(readers)]
-        for step in (0, 127, 128, 10**12):
+        each = 32 // readers
+        own = [make() for _ in range(readers)]
+        for step in (0, 31, 32, 10**12):
             parts = [own[reader].rows(step, reader * each, (reader + 1) * each) for reader in range(readers)]
-            expected = whole[step] if step < 140 else own[0].batch(step)
+            expected = whole[step] if step < 35 else own[0].batch(step)
             for field in FIELDS:
                 if getattr(expected, field) is not None:
                     assert np.array_equal(
@@ -119,13 +121,13 @@ def test_a_run_that_goes_on_and_any_number_of_readers_have_the_same_rows(stores,
                     )
     # The same rows of other weights, of another seed, and of the next step are others.
     others = [
-        _mixture(stores, {**WEIGHTS, "large": 0.5}, packing=packing).batch(5),
-        _mixture(stores, seed=4, packing=packing).batch(5),
+        make({**WEIGHTS, "large": 0.5}).batch(5),
+        make(seed=4).batch(5),
         replace(whole[6], examples=whole[5].examples),
     ]
     assert not any(_equal(other, whole[5]) for other in others)
     # Twice the batch in half the steps is the same run, and only ratios of weights matter.
-    wide = _mixture(stores, {"small": 7, "large": 2, "digits": 1}, packing=packing, batch=16).batch(3)
+    wide = make({"small": 7, "large": 2, "digits": 1}, batch=64).batch(3)
     assert np.array_equal(wide.ids, np.concatenate([whole[6].ids, whole[7].ids]))
 
 
