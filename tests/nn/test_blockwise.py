@@ -4,6 +4,7 @@ import math
 import re
 from functools import partial
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,7 +161,7 @@ def test_gradients_in_shard_map_are_those_of_one_device(kv_split):
 def test_few_queries_take_many_keys_at_a_time(queries, block, kv_block):
     """As many scores as a pair of full blocks has, so that decoding is not a loop over short blocks of its cache."""
     places, kv_places = positions_like((1, queries)), positions_like((1, 100))
-    rows, columns = jnp.zeros((1, 1, 1, queries, 2)), jnp.zeros((1, 1, 100, 2))
-    cut_rows, cut_columns, here, there, _ = cut(4, rows, columns, places, kv_places)
+    arrays = (jax.ShapeDtypeStruct((1, 1, *shape, 2), jnp.float32) for shape in ((1, queries), (100,)))
+    cut_rows, cut_columns, here, there, _ = eqx.filter_eval_shape(cut, 4, *arrays, places, kv_places)
     assert (cut_rows.shape[4], cut_columns.shape[3]) == (block, kv_block)
     assert (here.positions.shape[2], there.positions.shape[2]) == (block, kv_block)
