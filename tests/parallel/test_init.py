@@ -12,7 +12,7 @@ from eqformer import models, nn
 from eqformer.parallel import init_sharded, lower_sharded, make_mesh, Plan, shardings
 
 
-LLAMA = models.LlamaConfig(vocab=2048, embed=256, layers=8, heads=8, kv_heads=4, mlp=688)  # 6.9 million parameters
+LLAMA = models.LlamaConfig(vocab=1024, embed=256, layers=4, heads=8, kv_heads=4, mlp=688)  # 3.4 million parameters
 MESHES: dict[str, Any] = {"fsdp": dict(fsdp=8), "fsdp tensor pipe": dict(fsdp=2, tensor=2, pipe=2)}
 
 

@@ -75,7 +75,7 @@ def test_what_costs_nothing_is_not_drawn():
 
 
 def test_a_picture_is_written(tmp_path):
-    tables, path = [make(name) for name in SCHEDULES], tmp_path / "schedules.png"
+    tables, path = [make(name, microbatches=8) for name in SCHEDULES], tmp_path / "schedules.png"
     picture_timeline(tables, path)
     image = path.read_bytes()
     assert image[:8] == b"\x89PNG\r\n\x1a\n" and len(image) > 40_000
