@@ -8,7 +8,7 @@ number of steps had been asked for from the beginning. If the rate would jump, t
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from recipes import Optimization, Recipe
 
 from eqformer import training
@@ -63,7 +63,7 @@ def stretches_of(recipe: Recipe, checkpointer: training.Checkpointer) -> tuple[l
 
 def _ahead(rates: training.Rates, start: int, steps: int) -> str:
     """The rates to come, as text: the next, the highest if it is neither the next nor the last, and the last."""
-    highest = start + int(jnp.argmax(jax.vmap(rates)(jnp.arange(start, steps))))
+    highest = start + int(np.argmax(jax.jit(jax.vmap(rates))(np.arange(start, steps))))
     return ", ".join(f"{_rate(rates, step)} at step {step + 1}" for step in sorted({start, highest, steps - 1}))
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def save(folder, at, stretches, keep=None):
 
 def rates(wanted, stretches):
     made = rates_of(wanted.optimizer, stretches)
-    return np.array([float(made(step)) for step in range(wanted.steps)])
+    return np.asarray(jax.jit(jax.vmap(made))(np.arange(wanted.steps)))
 
 
 def cosine(steps, warmup, at):
