@@ -25,7 +25,7 @@ def test_a_room_has_its_names(room):
 
 def test_the_core_packages_suffice_to_import_everything():
     block = f"import sys\nfor extra in {EXTRAS.split()}:\n    sys.modules[extra] = None\n"
-    imports = "\n".join(f"import eqformer.{room}" for room in ROOMS)
+    imports = "\n".join(f"import eqformer.{room}" for room in ROOMS) + "\neqformer.data.standard_library()"
     missing = (
         "\ntry:\n    eqformer.training.Checkpointer('/nowhere').save({}, 1, {})\nexcept ImportError as e:\n    print(e)"
     )

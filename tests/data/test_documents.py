@@ -1,4 +1,3 @@
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -128,15 +127,3 @@ def test_a_dataset_that_cannot_be_opened_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(ValueError, match=r"hub\('owner/name'.*Couldn't reach the hub.*go online"):
         list(hub("owner/name"))
-
-
-def test_importing_the_room_needs_only_the_core_packages():
-    code = (
-        "import sys\n"
-        "for name in ('grain', 'tokenizers', 'pyarrow', 'datasets', 'rich', 'tyro'): sys.modules[name] = None\n"
-        "import eqformer.data\n"
-        "eqformer.data.standard_library()\n"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
