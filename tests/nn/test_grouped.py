@@ -16,6 +16,7 @@ from grouped_cases import (
     OUTPUTS,
     ROWS,
     SIZES,
+    slotted_product,
     wanted,
     with_gradients,
 )
@@ -26,7 +27,7 @@ from eqformer.nn.experts import _grouped_blocks, _grouped_ragged
 
 
 run = jax.jit(with_gradients)
-run_alone = jax.jit(grouped_product)
+run_alone, run_slotted = jax.jit(grouped_product), jax.jit(slotted_product)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -37,7 +38,8 @@ def test_products_and_gradients_are_those_of_a_loop(name):
     found, expected = jax.tree.map(np.asarray, run(*arrays, np.array(sizes))), wanted(arrays, sizes)
     for one, other in zip(found, expected, strict=True):
         assert close(one, other, 1e-6)
-    assert close(run_alone(*arrays[1:], np.array(sizes)), expected[0], 1e-6)  # with more slots
+    for forward in (run_alone, run_slotted):
+        assert close(forward(*arrays[1:], np.array(sizes)), expected[0], 1e-6)
     y, to_x, to_weight = found
     assert not np.any(y[sum(sizes) :]) and not np.any(to_x[sum(sizes) :])
     assert not np.any(to_weight[np.array(sizes) == 0])

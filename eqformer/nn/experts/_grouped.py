@@ -26,11 +26,12 @@ def grouped(
     one. Rows behind the last group give zeros. Maps that hold no weight, such as quantised ones, are decoded for groups
     that have rows, and again in the backward pass. On CPUs and GPUs each group has slots for as many rows as with an
     even load, which are computed together, and the other rows are computed in blocks of one group each, as in
-    MegaBlocks (arXiv:2211.15841). On TPUs each map is a ragged product by JAX's own kernels. (XLA would compute
-    `lax.ragged_dot` for every group and row on CPUs and GPUs, and its weights' gradients on TPUs too.) The products'
-    results are kept for the backward pass, which recomputes the rest; there are no second derivatives and no forward
-    mode. Weights are cast to the dtype of `x`; sums are float32 at least. If the rows are for the groups of several
-    `devices`, of which these are one's, there are slots for its even share of them.
+    MegaBlocks (arXiv:2211.15841); where nothing is kept for gradients, CPUs compute all in blocks. On TPUs each map is
+    a ragged product by JAX's own kernels. (XLA would compute `lax.ragged_dot` for every group and row on CPUs and GPUs,
+    and its weights' gradients on TPUs too.) The products' results are kept for the backward pass, which recomputes the
+    rest; there are no second derivatives and no forward mode. Weights are cast to the dtype of `x`; sums are float32 at
+    least. If the rows are for the groups of several `devices`, of which these are one's, there are slots for its even
+    share of them.
     """
     arrays, static = eqx.partition(modules, eqx.is_array)
     leaves, structure = jax.tree.flatten(static)
@@ -44,9 +45,12 @@ def grouped(
 def _make(structure: Any, leaves: tuple, devices: int) -> Callable[[PyTree, Array, Array], Array]:
     """The function with its gradient; the same for the same modules, so that eager calls compile once."""
     static = jax.tree.unflatten(structure, leaves)
-    in_blocks = (functools.partial(way, devices=devices) for way in (blocked, blocked_forward, blocked_backward))
+    first, second, last = (
+        functools.partial(way, devices=devices) for way in (blocked, blocked_forward, blocked_backward)
+    )
     ways = {
-        "default": in_blocks,
+        "default": (functools.partial(first, room=0.0), second, last),  # no slots: CPUs multiply faster group by group
+        **({"cuda": (first, second, last)} if "cuda" in compilers() else {}),
         **({"tpu": (ragged, ragged_forward, ragged_backward)} if "tpu" in compilers() else {}),
     }
     ways = {name: (first, second, _through_weights(last)) for name, (first, second, last) in ways.items()}

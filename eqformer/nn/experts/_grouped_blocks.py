@@ -17,9 +17,9 @@ Carry = TypeVar("Carry")
 LEAST = 16  # rows a group by even loads, from which on groups are computed together
 
 
-def blocked(static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, devices: int = 1) -> Array:
+def blocked(static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, devices: int = 1, room: float = 5 / 4) -> Array:
     """The rows' outputs. What nobody keeps may take more room: a quarter more slots, which few loads overflow."""
-    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), room=5 / 4, devices=devices))[0]
+    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), room, devices))[0]
 
 
 def blocked_forward(
