@@ -130,7 +130,9 @@ from .attention._mask import (
     full as full,
     Mask as Mask,
     sliding_window as sliding_window,
+    window_both_ways as window_both_ways,
 )
+from .attention._merged_attention import MergedAttention as MergedAttention
 from .attention._relative_bias import RelativeBias as RelativeBias
 from .attention._rotary import Rotary as Rotary
 from .attention._rotary_scaling import (

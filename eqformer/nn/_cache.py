@@ -1,13 +1,15 @@
 """Caches of past tokens, preallocated: keys and values, latents, or the state of a recurrence."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from ._dtype import float_dtype
 from ._quantized import restored
-from ._slots import of_layer, remembered, SlotCache
+from ._slots import empty_slots, of_layer, remembered, SlotCache
 from ._tokens import Tokens
 
 
@@ -32,6 +34,33 @@ class KVCache(SlotCache):
     """What keys of 8 bits are multiplied by."""
     value_scales: Float[Array, "*batch kv_heads kv_seq"] | None = None
     """What values of 8 bits are multiplied by."""
+
+    @classmethod
+    def empty(
+        cls,
+        batch: Sequence[int],
+        capacity: int,
+        keys: Sequence[int],
+        values: Sequence[int],
+        dtype: str,
+        *,
+        reach: int | None = None,
+    ) -> "KVCache":
+        """An empty cache.
+
+        Args:
+            batch: Its dims of rows.
+            capacity: Up to how many tokens a row may have.
+            keys: Heads of keys, and channels of each.
+            values: The same of values.
+            dtype: Of both, a float.
+            reach: How many tokens are kept; fewer than `capacity` roll.
+        """
+        dtype, size = float_dtype(dtype, f"init_cache(dtype={dtype!r})"), capacity if reach is None else reach
+        slots = lambda heads, width: jnp.zeros((*batch, heads, size, width), dtype)
+        return cls(
+            keys=slots(*keys), values=slots(*values), positions=empty_slots(batch, size), rolling=size < capacity
+        )
 
     def with_scales(self, dtype: str) -> "KVCache":
         """An empty cache like this one, with keys and values of 8 bits."""

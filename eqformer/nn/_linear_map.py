@@ -49,6 +49,10 @@ class LinearMap(Module):
         """Map the trailing input dims of `x` to the output dims; leading dims stay."""
         return wide_sum(self.product(x), self.bias)
 
+    def of_other(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The same of vectors that are not those of the layer's own tokens, such as a source's."""
+        return self(x)
+
     @property
     def products(self) -> Products:
         """How `matrix` is multiplied: in the compute dtype, unless a map says otherwise."""

@@ -1,5 +1,6 @@
 """What a model costs: parameters, and floating-point operations a token."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -90,7 +91,12 @@ def _of_maps(
 
 
 def visible_keys(mask: Mask, seq: int) -> float:
-    """The number of keys that a query sees under `mask`, on average over the positions of a row of `seq` tokens."""
+    """The number of keys that a query sees under `mask`, on average over the positions of a row of `seq` tokens.
+
+    A source is as long as the row.
+    """
+    if mask.source:
+        return seq + visible_keys(dataclasses.replace(mask, source=False), seq)
     if not mask.is_causal:
         return float(seq)
     reach = mask.reach(seq)

@@ -6,7 +6,7 @@ import pytest
 from haste import put
 
 from eqformer.nn._tokens import Tokens
-from eqformer.nn.attention._mask import causal, chunked, full, Mask, sliding_window
+from eqformer.nn.attention._mask import causal, chunked, full, Mask, sliding_window, window_both_ways
 from eqformer.nn.cores._block_pairs import possible_pairs
 
 
@@ -29,6 +29,7 @@ def blocked(positions, segments=None, block: int = 4) -> Tokens:
         (sliding_window(6), 8 + 7 + 6),
         (chunked(8), 4 * 3),
         (Mask(is_causal=False, window=2), 8 + 7 + 7),
+        (Mask(is_causal=False, window=1, ahead=2), 8 + 7),
     ],
 )
 def test_pairs_of_blocks_counted_by_hand(mask, pairs):
@@ -47,7 +48,7 @@ def test_documents_and_padding_leave_out_blocks():
     ]
 
 
-@pytest.mark.parametrize("mask", [causal(), sliding_window(3), chunked(5), full(), Mask(is_causal=False, window=3)])
+@pytest.mark.parametrize("mask", [causal(), sliding_window(3), chunked(5), full(), window_both_ways(6)])
 def test_no_visible_pair_is_ever_left_out(mask):
     rng = np.random.default_rng(0)
     for _ in range(20):

@@ -23,6 +23,7 @@ KINDS = {
     "window of one": nn.sliding_window(1),
     "chunk": nn.chunked(3),
     "window both ways": nn.Mask(is_causal=False, window=2),
+    "even window both ways": nn.window_both_ways(2),
     "chunk both ways": nn.Mask(is_causal=False, chunk=3),
     "window and chunk": nn.Mask(window=2, chunk=4),
 }
@@ -40,7 +41,7 @@ def literal(mask, queries, keys):
         if mask.is_causal:
             see = see and key <= query
         if mask.window is not None:
-            see = see and -mask.window < query - key < mask.window
+            see = see and -(mask.ahead or mask.window) < query - key < mask.window
         if mask.chunk is not None:
             see = see and np.floor(query / mask.chunk) == np.floor(key / mask.chunk)
         visible[b, i, j] = see
@@ -65,6 +66,22 @@ def test_the_kinds_differ_on_these_tokens():
     assert all(not np.array_equal(one, other) for one, other in itertools.combinations(found, 2))
     joined = nn.causal()(tokens(PACKED[0], None), tokens(PACKED[0], None))
     assert not np.array_equal(joined, found[0])
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 6])
+def test_a_window_both_ways_is_of_so_many_tokens(window):
+    """Those that transformers' T5Gemma 2 lets a token see, of an even number one more behind it than before it."""
+    places = nn.positions_like((1, 12))
+    left, right = (window + 1) // 2, window // 2 + 1
+    see = lambda i, j: (0 <= i - j < left) or (0 < j - i < right)
+    found = np.asarray(nn.window_both_ways(window)(places, places))[0]
+    assert found.tolist() == [[see(i, j) for j in range(12)] for i in range(12)] and found[6].sum() == window
+
+
+def test_the_other_side_of_a_window_needs_one():
+    for is_causal, window in ((False, None), (True, 2)):
+        with pytest.raises(ValueError, match=r"Mask\(is_causal=.*ahead=2\): ahead is the other side of a window"):
+            nn.Mask(is_causal, window, ahead=2)
 
 
 @pytest.mark.parametrize("name", ["window", "chunk"])

@@ -1,5 +1,7 @@
 """Parameters and operations against counts made by hand."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -71,6 +73,7 @@ def test_latent_attention_by_hand():
 def test_visible_keys_is_the_mean_of_the_mask(mask, seq):
     tokens = positions_like((seq,))
     assert visible_keys(mask, seq) == pytest.approx(float(np.asarray(mask(tokens, tokens)).sum()) / seq)
+    assert visible_keys(dataclasses.replace(mask, source=True), seq) == seq + visible_keys(mask, seq)
 
 
 def test_an_unknown_custom_of_counting_is_refused():

@@ -10,12 +10,11 @@ from jaxtyping import Array, Float, Key
 
 from .._cache import KVCache
 from .._contracts import Attends, Mixer, MixerFacts
-from .._dtype import float_dtype
 from .._left import Leaving, Left
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
-from .._slots import empty_slots, without_room
+from .._slots import without_room
 from .._sums import wide_product
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._auto import AutoCore
@@ -200,12 +199,9 @@ class Attention(Mixer):
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
         """An empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it is so long only, and rolls."""
-        dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         self.mask.check_cached("Attention")
-        reach = self.mask.reach(capacity)
-        slots = lambda heads, width: jnp.zeros((*batch, heads, reach, width), dtype)
-        keys, values = slots(*self.key.output_shape), slots(*self._values.output_shape)
-        return KVCache(keys=keys, values=values, positions=empty_slots(batch, reach), rolling=reach < capacity)
+        shapes, reach = (self.key.output_shape, self._values.output_shape), self.mask.reach(capacity)
+        return KVCache.empty(batch, capacity, *shapes, dtype, reach=reach)
 
     def facts(self) -> MixerFacts:
         """It runs on a slice of its heads, and its core attends for pieces of rows."""

@@ -1,6 +1,6 @@
 """Attention of a sequence to another one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
@@ -9,10 +9,8 @@ from jaxtyping import Array, Float, Key
 
 from .._cache import KVCache
 from .._contracts import Attends, Mixer, MixerFacts
-from .._dtype import float_dtype
 from .._linear import Linear
 from .._linear_map import LinearMap
-from .._slots import empty_slots
 from .._tokens import Tokens, tokens_or_default
 from ..cores._auto import AutoCore
 from ..cores._contract import Core
@@ -82,36 +80,51 @@ class CrossAttention(Mixer):
     ) -> tuple[Float[Array, "*batch seq embed"], KVCache | None]:
         """Attend to the source of the tokens or, where they have none, to that which the cache holds."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        source = tokens.source
-        if source is not None:
-            vectors = source.vectors("CrossAttention")
-            kv_tokens, key, value = source.tokens, self.key(vectors), self.value(vectors)
-            if cache is not None:
-                if vectors.shape[-2] > (slots := cache.positions.shape[-1]):
-                    raise ValueError(
-                        f"CrossAttention: a source of {vectors.shape[-2]} tokens and a cache of capacity {slots}, "
-                        "which keeps its keys too; make it by init_cache(..., capacity) with as many."
-                    )
-                cache, key, value, kv_tokens = cache.update(key, value, kv_tokens)
-        elif cache is not None:
-            key, value, kv_tokens = cache.stored(x.dtype)
-        else:
-            raise ValueError(
-                "CrossAttention: neither a source nor a cache that holds one; pass nn.Tokens(positions, "
-                "source=nn.Source(...)), or nn.with_source(tokens, source)."
-            )
-        key, value = key.astype(x.dtype), value.astype(x.dtype)
+        of_source = lambda vectors: (self.key(vectors), self.value(vectors))
+        key, value, kv_tokens, cache = read_source("CrossAttention", of_source, tokens, cache, x.dtype)
         query, rest = self.query(x), {"mask": self.mask, "scale": self.scale}
         return self.output(self.core(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **rest)), cache
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
         """An empty cache for sources of up to `capacity` tokens."""
-        dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
-        slots = lambda heads, width: jnp.zeros((*batch, heads, capacity, width), dtype)
-        keys, values = slots(*self.key.output_shape), slots(*self.value.output_shape)
-        return KVCache(keys=keys, values=values, positions=empty_slots(batch, capacity))
+        return KVCache.empty(batch, capacity, self.key.output_shape, self.value.output_shape, dtype)
 
     def facts(self) -> MixerFacts:
         """It runs on a slice of its heads."""
         shapes = ((each.output_shape,) for each in (self.query, self.key, self.value, self.query))
         return MixerFacts(True, Attends(self.mask, *shapes, needs=("source",)))
+
+
+def read_source(
+    call: str,
+    of_source: Callable[[Array], tuple[Array, Array]],
+    tokens: Tokens,
+    cache: KVCache | None,
+    dtype: jnp.dtype,
+) -> tuple[
+    Float[Array, "*batch all kv_heads head_dim"], Float[Array, "*batch all kv_heads v_dim"], Tokens, KVCache | None
+]:
+    """Keys and values of the tokens' source and its tokens, and the cache with them, or what that holds already.
+
+    `of_source` gives keys and values of a source's vectors. Raises a `ValueError`, which begins with `call`, where
+    neither is there, and where the cache has no room.
+    """
+    if tokens.source is None and cache is None:
+        raise ValueError(
+            f"{call}: neither a source nor a cache that holds one; pass nn.Tokens(positions, "
+            "source=nn.Source(...)), or nn.with_source(tokens, source)."
+        )
+    if tokens.source is None:
+        assert cache is not None
+        keys, values, places = cache.stored(dtype)
+        return keys.astype(dtype), values.astype(dtype), places, cache
+    vectors, places = tokens.source.vectors(call), tokens.source.tokens
+    keys, values = of_source(vectors)
+    if cache is not None:
+        if vectors.shape[-2] > (slots := cache.positions.shape[-1]):
+            raise ValueError(
+                f"{call}: a source of {vectors.shape[-2]} tokens and a cache of capacity {slots}, which keeps its keys "
+                "too; make it by init_cache(..., capacity) with as many."
+            )
+        cache, keys, values, places = cache.update(keys, values, places)
+    return keys.astype(dtype), values.astype(dtype), places, cache

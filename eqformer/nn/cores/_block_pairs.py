@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from .._tokens import Tokens
-from ..attention._mask import Mask
+from ..attention._mask import Mask, OF_SOURCE
 
 
 def possible_pairs(mask: Mask, queries: Tokens, keys: Tokens) -> Bool[Array, "_ _"]:
@@ -20,6 +20,7 @@ def possible_pairs(mask: Mask, queries: Tokens, keys: Tokens) -> Bool[Array, "_ 
     (low, high), (kv_low, kv_high) = (_range(part.positions, part.positions) for part in (queries, keys))
     low, high, kv_low, kv_high = low[:, None], high[:, None], kv_low[None], kv_high[None]
     possible = (high >= 0) & (kv_high >= 0)
+    of_source = (high >= 0) & jnp.any(keys.positions == OF_SOURCE, axis=-1)[None]
     if mask.chunk is not None:
         possible &= (low // mask.chunk <= kv_high // mask.chunk) & (kv_low // mask.chunk <= high // mask.chunk)
     (first, last), (kv_first, kv_last) = (_ends(part, is_packed) for part in (queries, keys))
@@ -28,11 +29,11 @@ def possible_pairs(mask: Mask, queries: Tokens, keys: Tokens) -> Bool[Array, "_ 
     possible &= (first[0] <= kv_last[0]) & (kv_first[0] <= last[0])
     if mask.is_causal:
         possible &= _not_after(kv_first, last)
-    for reach in (mask.window, mask.chunk):
+    for reach, ahead in ((mask.window, mask.ahead), (mask.chunk, None)):
         if reach is not None:
             possible &= _not_after(first, (kv_last[0], kv_last[1] + reach - 1))
-            possible &= _not_after(kv_first, (last[0], last[1] + reach - 1))
-    return jnp.any(possible, axis=-1)
+            possible &= _not_after(kv_first, (last[0], last[1] + (ahead or reach) - 1))
+    return jnp.any(possible | of_source if mask.source else possible, axis=-1)
 
 
 def _ends(tokens: Tokens, is_packed: bool) -> tuple[tuple[Array, Array], tuple[Array, Array]]:

@@ -26,8 +26,8 @@ class Rows(NamedTuple):
 
 
 def known_rows(mask: Mask, tokens: Tokens, kv_tokens: Tokens | None) -> Rows | None:
-    """What is known of a call's rows; None for a cache's keys, chunks, and tokens whose order is not known."""
-    if kv_tokens is not None or mask.chunk is not None:
+    """What is known of a call's rows; None for keys of others, rules of no kernel, tokens in an unknown order."""
+    if kv_tokens is not None or mask.chunk is not None or mask.ahead is not None:
         return None
     if tokens.are_packed_in_order:
         return Rows(mask.is_causal, mask.window, tokens.documents)

@@ -101,6 +101,9 @@ class _Given(nn.MapAround):
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         return self.value if dtype is None else self.value.astype(dtype)
 
+    def of_other(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return self.inner(x)
+
 
 class _Row(nn.MapAround):
     """A map back into the stream, of which this device holds a slice of the inputs."""
