@@ -80,6 +80,7 @@ from .families._seed_oss import SeedOSSConfig as SeedOSSConfig
 from .families._smollm3 import SmolLM3Config as SmolLM3Config
 from .families._switch import GShardConfig as GShardConfig, SwitchConfig as SwitchConfig
 from .families._t5 import T5Config as T5Config
+from .families._t5gemma2 import T5Gemma2Config as T5Gemma2Config
 
 
 # Files listed whole, each with its names. Type checkers take an import under another name for private, so assigned.

@@ -180,8 +180,8 @@ def _by_rows(coded: Coded, fill: Callable[[slice], None], run: Run) -> None:
 
 
 def _part(name: str) -> str:
-    """What part of a model an array is of: `visual`, `model.layers.61`."""
+    """What part of a model an array is of: `visual`, `model.layers.61`, `model.encoder.vision_tower`."""
     words = name.split(".")
-    if words[0] == "model" and words[1:2] == ["layers"]:
+    if words[0] == "model" and words[1:2] in (["layers"], ["encoder"]):
         return ".".join(words[:3])
     return ".".join(words[: 2 if words[0] == "model" else 1])

@@ -65,10 +65,10 @@ UNUSED = {
     "nemotron_h": {"chunk_size", "expand", "time_step_min", "time_step_max", "time_step_floor", "use_mamba_kernels"}
     | {"mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type", "num_nextn_predict_layers"}
     | {"num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"},
-    "qwen2_moe": {"sliding_window"},
-    "qwen3_moe": {"sliding_window"},
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), {"sliding_window"}),
     "seed_oss": {"residual_dropout"},
     "t5": {"classifier_dropout", "dropout_rate", "initializer_factor"},
+    "t5gemma2": {"classifier_dropout_rate", "dropout_rate", "eoi_token_index", "image_token_index"},
 }
 
 
@@ -145,9 +145,9 @@ def test_an_activation_that_the_family_has_not_is_refused(family):
     others = {"gpt2": "activation_function", "modernbert": "hidden_activation", "nemotron_h": "mlp_hidden_act"}
     others |= {"t5": "feed_forward_proj", "muse_glimmer_text": "hidden_activation"}
     name = others.get(family, "hidden_activation" if "gemma" in family else "hidden_act")
-    value = "gated-silu" if family == "t5" else "relu"
-    with pytest.raises(ValueError, match=rf"config.json: {name}='{value}' is not supported for this family, which has"):
-        numbers_of(config | {name: value})
+    wrong = {name: "gated-silu" if family == "t5" else "relu"}
+    with pytest.raises(ValueError, match=rf"config.json.*: {name}='{wrong[name]}' is not supported for this family, w"):
+        numbers_of(config | ({"decoder": config["decoder"] | wrong} if "decoder" in config else wrong))
 
 
 @pytest.mark.parametrize("family", PUBLISHED)

@@ -1,10 +1,15 @@
 """Text of models whose encoder reads the prompt, against what transformers' models write."""
 
+import dataclasses
+import json
 from typing import Any
 
+import equinox as eqx
 import jax
+import numpy as np
 import pytest
 from family_weights import ids_of, source_of
+from safetensors.numpy import load_file, save_file
 from test_published import RECORDED, write
 
 from eqformer import generation, models
@@ -19,7 +24,10 @@ def prompts_of() -> list[list[int]]:
     return [row[: count.sum()].tolist() for row, count in zip(source, is_there)]
 
 
-@pytest.mark.parametrize("name", ["t5 gated", pytest.param("t5 a head of its own", marks=pytest.mark.grid)])
+GRID = ("t5 a head of its own", "t5gemma2 even window", "t5gemma2 odd window")
+
+
+@pytest.mark.parametrize("name", ["t5 gated", *(pytest.param(name, marks=pytest.mark.grid) for name in GRID)])
 def test_the_likeliest_text_is_that_of_transformers(name, tmp_path):
     write(tmp_path, name)
     model, prompts, want = models.load(tmp_path), prompts_of(), RECORDED[name]["written"]
@@ -32,3 +40,30 @@ def test_the_likeliest_text_is_that_of_transformers(name, tmp_path):
     assert list(generation.stream(model, prompts[1], **GREEDY)) == want[1][1:]
     with pytest.raises(ValueError, match="the model has an encoder, and no draft is made for one; leave the draft out"):
         generation.generate(model, prompts, draft=model, **GREEDY)
+
+
+def test_what_images_go_through_is_left_unread_and_told(tmp_path):
+    """With the vector of the id behind an image; the encoder's arrays are read by transformers' newer names too."""
+    arrays = write(tmp_path, "t5gemma2 even window")
+    want, others = models.load(tmp_path), ("vision_tower.x.weight", "multi_modal_projector.y")
+    newer = {name.replace("model.encoder.", "model.encoder.text_model."): array for name, array in arrays.items()}
+    seen = {f"model.encoder.{name}": np.ones(2, np.float32) for name in others}
+    seen |= {"model.encoder.text_model.embed_tokens.eoi_embedding": np.ones(2, np.float32)}
+    save_file(newer | seen, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    parts = ("multi_modal_projector", "text_model", "vision_tower")
+    counted = ", ".join(rf"model.encoder.{part}\. \(1\)" for part in parts)
+    with pytest.warns(UserWarning, match=rf"are left unread: {counted}\.$"):
+        assert eqx.tree_equal(models.load(tmp_path), want)
+    models.save(want, tmp_path / "back", like=tmp_path, whole=True)
+    assert load_file(tmp_path / "back" / "model.safetensors").keys() == {*newer, *seen}
+
+
+def test_halves_of_unlike_sizes_are_refused(tmp_path):
+    write(tmp_path, "t5gemma2 even window")
+    said = json.loads((tmp_path / "config.json").read_text())
+    said["encoder"]["text_config"]["sliding_window"] = 7
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=r"the encoder has {'window': 7} and the decoder {'window': 6}; this family"):
+        models.read_config(tmp_path)
+    with pytest.raises(ValueError, match=r"T5Gemma2Config\(tied=False\): the table of both halves is the head too"):
+        dataclasses.replace(models.preset("t5gemma2-byte-900k"), tied=False)  # pyright: ignore[reportCallIssue]

@@ -1,6 +1,7 @@
 """A model with an encoder over devices: loss and gradients are one device's; rows and layers are not cut."""
 
 import copy
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,12 +15,14 @@ from test_narrow_sums import MEANT_OF_NARROW, not_meant, program_of
 
 from eqformer import models, nn
 from eqformer.nn import _stack
+from eqformer.parallel.tensor._tensor import _Given
 from eqformer.parallel.tensor._vocabulary import SourceOutput
 from eqformer.training import next_token_loss
 from eqformer.training._step import accumulated_gradients
 
 
 CONFIG = models.T5Config(50, 24, 2, 4, 20, head_dim=6, encoder_layers=3, ranges=8, farthest=10)
+MERGED = models.T5Gemma2Config(50, 24, 2, 4, 2, 20, head_dim=6, window_layers=(0,), window=4, query_scalar=6)
 ROUNDING = 4e-5
 
 
@@ -69,6 +72,25 @@ def test_rows_and_layers_are_not_cut(mesh, choices, cut):
     with pytest.raises(ValueError, match=rf"Plan over {cut}: stacks.*cross.layer reads another sequence, which this"):
         plan.check(bare, rows=len(batch.ids), seq=16)
     plan_over({"fsdp": 2, "tensor": 2}).check(model, rows=len(batch.ids), seq=16)
+
+
+@pytest.mark.parametrize(
+    "kv_heads", [pytest.param(1, marks=pytest.mark.grid), 2, pytest.param(4, marks=pytest.mark.grid)]
+)
+@pytest.mark.parametrize("residual", ["sequence", pytest.param("replicated", marks=pytest.mark.grid)])
+def test_a_sources_keys_are_made_by_the_maps_of_the_rows_own(kv_heads, residual, monkeypatch):
+    """What the maps give of the stream is known when they are called; what they give of a source is not."""
+    config = dataclasses.replace(MERGED, kv_heads=kv_heads)
+    model = filled(lambda: models.build(config, key=jax.random.key(0)))
+    batch, plan = batch_of(model), plan_over({"fsdp": 2, "tensor": 2}, zero=3, smallest=1, residual=residual)
+    want = compiled(accumulated_gradients(next_token_loss, 1), model, batch)
+    assert differences(under(plan, model, batch), want, ROUNDING) == {}
+    if residual == "replicated":
+        of_the_row = lambda self, x: jnp.concatenate([self(x)] * 2, axis=-3)[..., : x.shape[-2], :, :]
+        monkeypatch.setattr(_Given, "of_other", of_the_row)
+        assert abs(total_under(plan, model, batch) / float(want.total) - 1) > 1e-4
+    with pytest.raises(ValueError, match=r"Plan over context=2: stacks.*mixer.layer reads another sequence, which"):
+        plan_over({"context": 2}).check(model, rows=len(batch.ids), seq=16)
 
 
 @pytest.mark.grid

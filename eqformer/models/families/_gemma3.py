@@ -1,12 +1,13 @@
 """Gemma 3, its text models (Kamath et al. 2025, arXiv:2503.19786): five local layers to a global one, normed heads."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, gelu_tanh, LinearScaling, Rotary, Transformer
+from ...nn import Attention, Block, gelu_tanh, LinearScaling, Mixer, Rotary, Transformer
 from .._attributes import Attribute, Expect, Ignore
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
@@ -37,20 +38,35 @@ class Gemma3Config(DecoderConfig):
     max_seq: int = 131_072
 
 
-def build_gemma3(config: Gemma3Config, *, key: Key[Array, ""]) -> Transformer:
-    """A Gemma 3 with random weights."""
+AsMixer = Callable[[Attention], Mixer]
+
+
+def build_gemma3(config: Gemma3Config, as_mixer: AsMixer = lambda own: own, *, key: Key[Array, ""]) -> Transformer:
+    """A Gemma 3 with random weights, whose mixers are made of its attentions."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        options: dict[str, Any] = {"scale": config.query_scalar**-0.5, "output_std": None}
-        options |= {} if window is None else {"rotary": Rotary(config.head_size, config.local_theta)}
-        options |= head_norms(config, offset=1.0)
-        attended = attention(config, window=window, **options, key=mixer)
-        gated = gated_mlp(config, activation=gelu_tanh, output_std=None, key=feed_forward)
-        return four_norm_block(config, attended, gated, offset=1.0)
+        return gemma3_block(config, window, as_mixer, key=key)
 
     ends: dict[str, Any] = {"embedding_scale": config.embed**0.5, "logit_softcap": config.logit_softcap}
     return decoder(config, block, windows_of(config), final_norm=norm(config, offset=1.0), **ends, key=key)
+
+
+def gemma3_block(
+    config: Gemma3Config,
+    window: int | None,
+    as_mixer: AsMixer = lambda own: own,
+    *,
+    key: Key[Array, ""],
+    **options: Any,
+) -> Block:
+    """A layer, local where it has a window, whose mixer is made of its attention; `options` are that one's."""
+    mixer, feed_forward = jax.random.split(key)
+    given: dict[str, Any] = {"scale": config.query_scalar**-0.5, "output_std": None}
+    given |= {} if window is None else {"rotary": Rotary(config.head_size, config.local_theta)}
+    given |= head_norms(config, offset=1.0)
+    attended = attention(config, window=window, **given | options, key=mixer)
+    gated = gated_mlp(config, activation=gelu_tanh, output_std=None, key=feed_forward)
+    return four_norm_block(config, as_mixer(attended), gated, offset=1.0)
 
 
 def _gemma3(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> Gemma3Config:
@@ -71,7 +87,7 @@ _PRESETS = {
 }
 
 # What the smaller ones leave out, each by its own choice.
-_MISSING = {
+GEMMA3_MISSING = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -100,5 +116,5 @@ GEMMA3 = Family(
         Ignore("hidden_act", "cache_implementation", "attn_logit_softcapping"),  # which nothing reads
     ),
     (*EDGES, *ATTENTION, *head_norm_weights(), *GATED, *FOUR_NORMS),
-    towers=(Tower("gemma3", missing=_MISSING),),
+    towers=(Tower("gemma3", missing=GEMMA3_MISSING),),
 )

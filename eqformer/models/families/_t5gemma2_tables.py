@@ -1,0 +1,88 @@
+"""How T5Gemma 2 is published: attributes of its two halves, and names of arrays."""
+
+import dataclasses
+from typing import Any
+
+from .._attributes import Attribute, Entry, Expect, Ignore
+from .._config import PublishedConfig
+from .._towers import Tower
+from .._weights import Rule
+from ._common import ATTENTION, GATED, head_norm_weights, norm_weights
+from ._gemma3 import GEMMA3, GEMMA3_MISSING
+
+
+_TABLE = (*GEMMA3.attributes, Attribute("start", "bos_token_id", 2), Ignore("dropout_rate"))
+_WHOLE = Tower("t5gemma2_encoder")
+
+
+class _Halves(Entry):
+    """The same attributes of the encoder's text and of the decoder, which are of the same sizes."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """Those of the decoder; refuse an encoder with others."""
+        whole = PublishedConfig(published.nested("encoder"), f"{published.source}: encoder")
+        encoder = _read(_WHOLE.attributes(whole), f"{whole.source}: text_config")
+        decoder = _read(published.nested("decoder"), f"{published.source}: decoder")
+        if unlike := {name: its for name, its in encoder.items() if its != decoder[name] and name != "start"}:
+            its = {name: decoder[name] for name in unlike}
+            published.refuse(f"the encoder has {unlike} and the decoder {its}; this family has two halves alike.")
+        published.expect("vocab_size", decoder["vocab"])
+        return decoder
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Both halves."""
+        said: dict[str, Any] = {}
+        for entry in _TABLE:
+            said |= entry.write(config)
+        text = {"model_type": "t5gemma2_encoder", "text_config": {"model_type": "t5gemma2_text"} | said}
+        decoder = {"model_type": "t5gemma2_decoder"} | said
+        return {"encoder": text, "decoder": decoder, "vocab_size": config.vocab}
+
+
+def _read(said: dict[str, Any], source: str) -> dict[str, Any]:
+    published, found = PublishedConfig(GEMMA3_MISSING | said, source), {}
+    for entry in _TABLE:
+        found |= entry.read(published)
+    published.finish()
+    return found
+
+
+T5GEMMA2_ATTRIBUTES: tuple[Entry, ...] = (
+    _Halves(),
+    Expect("is_encoder_decoder", True),
+    Expect("tie_word_embeddings", True),
+    # Of training and of images.
+    Ignore("dropout_rate", "classifier_dropout_rate", "eoi_token_index", "image_token_index"),
+)
+
+
+def _half(prefix: str, part: str) -> tuple[Rule, ...]:
+    """The arrays of a half, whose names begin so."""
+    four = norm_weights(
+        mixer="pre_self_attn_layernorm",
+        mixer_output="post_self_attn_layernorm",
+        feed_forward="pre_feedforward_layernorm",
+        feed_forward_output="post_feedforward_layernorm",
+    )
+    its = Rule("model.norm.weight", f"{part}.norm.weight" if part else "norm.weight")
+    maps = (rule for rule in (*ATTENTION, *GATED) if rule.name.endswith(".weight"))
+    layers = (dataclasses.replace(rule, part=part) for rule in (*maps, *head_norm_weights(), *four))
+    return tuple(dataclasses.replace(rule, name=prefix + rule.name.removeprefix("model.")) for rule in (its, *layers))
+
+
+def _encoder(prefix: str) -> tuple[Rule, ...]:
+    return (Rule(f"{prefix}embed_tokens.weight", "embedding.weight"), *_half(prefix, "encoder"))
+
+
+_ENCODER, _NEWER = "model.encoder.", "model.encoder.text_model."  # as published, and as transformers has them
+T5GEMMA2_WEIGHTS = (
+    *_encoder(_ENCODER),
+    *(dataclasses.replace(rule, variant=True) for rule in _encoder(_NEWER)),
+    *_half("model.decoder.", ""),
+)
+# What images go through, and the vector of the id behind an image, in which no text is read.
+UNREAD = tuple(
+    f"{prefix}{part}"
+    for prefix in (_ENCODER, _NEWER, "model.decoder.")
+    for part in ("vision_tower.", "multi_modal_projector.", "embed_tokens.eoi_embedding")
+)
