@@ -38,7 +38,7 @@ CASES = {
     "causal": Case(nn.causal()),
     "full": Case(nn.full()),
     "full, packed": Case(nn.full(), is_packed=True),
-    "window both ways, packed": Case(nn.Mask(is_causal=False, window=70), is_packed=True),
+    "window both ways, packed": Case(nn.Mask(is_causal=False, window=70, ahead=90), is_packed=True),
     "sinks": Case(nn.causal(), has_sinks=True),
 }
 

@@ -208,7 +208,7 @@ def _in_groups(
     ways: Ways, query: Array, key: Array, value: Array, places: Places, kv_places: Places
 ) -> tuple[Rules, tuple]:
     rows = ways.call.rows
-    rules = Rules(Mask(rows.is_causal, rows.window), ways.call.scale, ways.call.softcap, "platform")
+    rules = Rules(Mask(rows.is_causal, rows.window, ahead=rows.ahead), ways.call.scale, ways.call.softcap, "platform")
     return rules, grouped(query, key, value, Tokens(*places), Tokens(*kv_places))
 
 

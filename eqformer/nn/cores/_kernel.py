@@ -14,24 +14,25 @@ from ..attention._mask import Mask
 class Rows(NamedTuple):
     """A mask that is known to follow from the order of tokens: rows of one document, or of several one after another.
 
-    `window` counts tokens as in `Mask`. `documents` is the most that a row holds, None for rows of one document. Of
-    rows cut into pieces, a call is given queries and keys of their `own` piece, or keys that are all `past` to the
-    queries; a piece may begin and end within a document.
+    `window` and `ahead` count tokens as in `Mask`. `documents` is the most that a row holds, None for rows of one
+    document. Of rows cut into pieces, a call is given queries and keys of their `own` piece, or keys that are all
+    `past` to the queries; a piece may begin and end within a document.
     """
 
     is_causal: bool
     window: int | None
     documents: int | None
     piece: Literal["own", "past"] | None = None
+    ahead: int | None = None
 
 
 def known_rows(mask: Mask, tokens: Tokens, kv_tokens: Tokens | None) -> Rows | None:
-    """What is known of a call's rows; None for keys of others, rules of no kernel, tokens in an unknown order."""
-    if kv_tokens is not None or mask.chunk is not None or mask.ahead is not None:
+    """What is known of a call's rows; None for a cache's keys, chunks, and tokens whose order is not known."""
+    if kv_tokens is not None or mask.chunk is not None:
         return None
     if tokens.are_packed_in_order:
-        return Rows(mask.is_causal, mask.window, tokens.documents)
-    return Rows(mask.is_causal, mask.window, None) if tokens.are_whole_rows else None
+        return Rows(mask.is_causal, mask.window, tokens.documents, ahead=mask.ahead)
+    return Rows(mask.is_causal, mask.window, None, ahead=mask.ahead) if tokens.are_whole_rows else None
 
 
 class Places(NamedTuple):

@@ -125,8 +125,8 @@ def _mask(rows: Rows, seq: int, kv_seq: int, kernel: str) -> _Mask:
     if rows.piece == "past":
         mask = masks.FullMask(shape)
     elif rows.window is not None:
-        before = rows.window - 1
-        mask = masks.LocalMask(shape, (before, 0 if rows.is_causal else before), 0)
+        ahead = 1 if rows.is_causal else rows.ahead or rows.window
+        mask = masks.LocalMask(shape, (rows.window - 1, ahead - 1), 0)
     else:
         mask = masks.CausalMask(shape) if rows.is_causal else masks.FullMask(shape)
     process = infos.process_mask_dkv if kernel == "to_key" else infos.process_mask
