@@ -22,7 +22,7 @@ from eqformer.training._step import accumulated_gradients
 
 
 CONFIG = models.T5Config(50, 24, 2, 4, 20, head_dim=6, encoder_layers=3, ranges=8, farthest=10)
-MERGED = models.T5Gemma2Config(50, 24, 2, 4, 2, 20, head_dim=6, window_layers=(0,), window=4, query_scalar=6)
+MERGED = models.T5Gemma2Config(50, 24, 2, 4, 2, 20, head_dim=6, window_layers=(0, 1), window=4, query_scalar=24)
 ROUNDING = 4e-5
 
 
@@ -89,8 +89,9 @@ def test_a_sources_keys_are_made_by_the_maps_of_the_rows_own(kv_heads, residual,
         of_the_row = lambda self, x: jnp.concatenate([self(x)] * 2, axis=-3)[..., : x.shape[-2], :, :]
         monkeypatch.setattr(_Given, "of_other", of_the_row)
         assert abs(total_under(plan, model, batch) / float(want.total) - 1) > 1e-4
-    with pytest.raises(ValueError, match=r"Plan over context=2: stacks.*mixer.layer reads another sequence, which"):
-        plan_over({"context": 2}).check(model, rows=len(batch.ids), seq=16)
+    for axis in ("pipe", "context"):
+        with pytest.raises(ValueError, match=rf"Plan over {axis}=2: stacks.*mixer.layer reads another sequence, which"):
+            plan_over({axis: 2}, microbatches=2).check(model, rows=len(batch.ids), seq=16)
 
 
 @pytest.mark.grid
