@@ -1,7 +1,8 @@
 """Measure eqformer beside PyTorch and transformers, where they are installed: `python scripts/benchmark.py`.
 
 What meshes cost is measured on 8 simulated devices: `python scripts/benchmark.py --simulate 8`; one GPU, in less than
-ten minutes, by `python scripts/benchmark.py --only gpu`.
+ten minutes, by `python scripts/benchmark.py --only gpu`. XLA's flags are those for training, or, where
+only `decode`, `zoo` or `quantised` are asked for, those for forward passes.
 """
 
 import sys
@@ -10,7 +11,8 @@ from support import environment
 
 
 if __name__ == "__main__":
-    environment.prepare(sys.argv[1:], shared=False)
+    forward = {"decode", "zoo", "quantised"} & {*sys.argv} and not {"train", "mixtures", "mixers"} & {*sys.argv}
+    environment.prepare(sys.argv[1:], shared=False, gradients=not forward)
 
 import dataclasses
 import json

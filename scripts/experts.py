@@ -6,7 +6,7 @@ from support import environment
 
 
 if __name__ == "__main__":
-    environment.prepare()
+    environment.prepare(gradients=False)
 
 import dataclasses
 from pathlib import Path

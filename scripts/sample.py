@@ -6,7 +6,7 @@ from support import environment
 
 
 if __name__ == "__main__":
-    environment.prepare(sys.argv)
+    environment.prepare(sys.argv, gradients=False)
 
 import dataclasses
 import datetime

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from support.user_folder import share_programs
 
 
-def prepare(arguments: Sequence[str] = (), *, shared: bool = True, compilers: bool = False) -> None:
+def prepare(
+    arguments: Sequence[str] = (), *, shared: bool = True, compilers: bool = False, gradients: bool = True
+) -> None:
     """Call `eqformer.prepare`, and set how JAX starts for a command with these arguments.
 
     What is compiled is kept for the user's next runs, unless `shared` is False, as where compilation is timed, or the
@@ -31,7 +33,7 @@ def prepare(arguments: Sequence[str] = (), *, shared: bool = True, compilers: bo
         install_import_hook("eqformer", "beartype.beartype")
     import eqformer
 
-    eqformer.prepare(devices=number, compilers=compilers)
+    eqformer.prepare(devices=number, compilers=compilers, gradients=gradients)
 
 
 def simulated(arguments: Sequence[str]) -> int | None:

@@ -64,6 +64,7 @@ def gradients(monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...]) -> dict[s
     return found
 
 
+@pytest.mark.grid  # by default slices and programs are those of one step
 def test_a_plan_over_a_torus_has_one_devices_gradients(monkeypatch):
     """As if eight simulated devices were a box of 4 x 2; the control puts slices where they do not belong."""
     assert gradients(monkeypatch, (4, 2)) == {}
