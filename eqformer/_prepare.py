@@ -50,9 +50,8 @@ def _flags(devices: int | None, compilers: bool, gradients: bool) -> list[str]:
     """The words of `XLA_FLAGS`: the user's, and those of the others that XLA knows."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     given = {flag.partition("=")[0].lstrip("-") for flag in flags}
-    wanted = (
-        platform_flags() | ({} if gradients else _FORWARD_FLAGS) | ({"xla_gpu_autotune_level": 0} if compilers else {})
-    )
+    wanted = platform_flags() | ({"xla_gpu_autotune_level": 0} if compilers else {})
+    wanted |= {} if gradients else _FORWARD_FLAGS
     flags += as_flags(known({name: value for name, value in wanted.items() if name not in given}))
     if devices is not None:
         flags = [flag for flag in flags if flag.partition("=")[0] != _SIMULATED] + [f"{_SIMULATED}={devices}"]

@@ -11,8 +11,8 @@ from support import environment
 
 
 if __name__ == "__main__":
-    forward = {"decode", "zoo", "quantised"} & {*sys.argv} and not {"train", "mixtures", "mixers"} & {*sys.argv}
-    environment.prepare(sys.argv[1:], shared=False, gradients=not forward)
+    asked = {*" ".join(sys.argv).partition("--only ")[2].partition(" --")[0].split()}
+    environment.prepare(sys.argv[1:], shared=False, gradients=not asked or bool(asked - {"decode", "zoo", "quantised"}))
 
 import dataclasses
 import json

@@ -36,8 +36,7 @@ def build_t5gemma2(config: T5Gemma2Config, *, key: Key[Array, ""]) -> Transforme
     return dataclasses.replace(build_gemma3(config, MergedAttention, key=writing), encoder=encoder)
 
 
-_BYTE = GEMMA3.presets["gemma3-byte-500k"]
-_PRESETS = {"t5gemma2-byte-900k": T5Gemma2Config(**{name: getattr(_BYTE, name) for name in _BYTE.__dataclass_fields__})}
+_PRESETS = {"t5gemma2-byte-900k": T5Gemma2Config(**vars(GEMMA3.presets["gemma3-byte-500k"]))}
 
 T5GEMMA2 = Family(
     "t5gemma2",

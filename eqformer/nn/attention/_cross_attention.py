@@ -109,13 +109,12 @@ def read_source(
     `of_source` gives keys and values of a source's vectors. Raises a `ValueError`, which begins with `call`, where
     neither is there, and where the cache has no room.
     """
-    if tokens.source is None and cache is None:
-        raise ValueError(
-            f"{call}: neither a source nor a cache that holds one; pass nn.Tokens(positions, "
-            "source=nn.Source(...)), or nn.with_source(tokens, source)."
-        )
     if tokens.source is None:
-        assert cache is not None
+        if cache is None:
+            raise ValueError(
+                f"{call}: neither a source nor a cache that holds one; pass nn.Tokens(positions, "
+                "source=nn.Source(...)), or nn.with_source(tokens, source)."
+            )
         keys, values, places = cache.stored(dtype)
         return keys.astype(dtype), values.astype(dtype), places, cache
     vectors, places = tokens.source.vectors(call), tokens.source.tokens

@@ -66,8 +66,8 @@ class MergedAttention(Mixer):
         """Attend to the tokens of `x`, with a cache to those stored in it, and to the source."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         own, other = (None, None) if cache is None else cache
-        query, key, value = self.query(x), self.key(x), self.value(x)
-        query, key = (one if norm is None else norm(one) for one, norm in zip((query, key), self._norms))
+        query, key, value = self.query(x), self._normed(self.key(x)), self.value(x)
+        query = query if self.query_norm is None else self.query_norm(query)
         if self.rotary is not None:
             query, key = self.rotary(query, tokens.positions), self.rotary(key, tokens.positions)
         places = tokens
@@ -88,15 +88,13 @@ class MergedAttention(Mixer):
             return self.output(attended), None
         return self.output(without_room(attended, tokens, own)), (own, other)
 
-    @property
-    def _norms(self) -> tuple[Norm | None, Norm | None]:
-        return self.query_norm, self.key_norm
+    def _normed(self, key: Float[Array, "*batch _ kv_heads head_dim"]) -> Float[Array, "*batch _ kv_heads head_dim"]:
+        return key if self.key_norm is None else self.key_norm(key)
 
     def _of_source(
         self, vectors: Float[Array, "*batch kv_seq embed"]
     ) -> tuple[Float[Array, "*batch kv_seq kv_heads head_dim"], Float[Array, "*batch kv_seq kv_heads head_dim"]]:
-        key = self.key.of_other(vectors)
-        return key if self.key_norm is None else self.key_norm(key), self.value.of_other(vectors)
+        return self._normed(self.key.of_other(vectors)), self.value.of_other(vectors)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> tuple[KVCache, KVCache]:
         """Empty caches for rows and sources of up to `capacity` tokens; the first rolls where the mask sees fewer."""

@@ -20,7 +20,6 @@ def possible_pairs(mask: Mask, queries: Tokens, keys: Tokens) -> Bool[Array, "_ 
     (low, high), (kv_low, kv_high) = (_range(part.positions, part.positions) for part in (queries, keys))
     low, high, kv_low, kv_high = low[:, None], high[:, None], kv_low[None], kv_high[None]
     possible = (high >= 0) & (kv_high >= 0)
-    of_source = (high >= 0) & jnp.any(keys.positions == OF_SOURCE, axis=-1)[None]
     if mask.chunk is not None:
         possible &= (low // mask.chunk <= kv_high // mask.chunk) & (kv_low // mask.chunk <= high // mask.chunk)
     (first, last), (kv_first, kv_last) = (_ends(part, is_packed) for part in (queries, keys))
@@ -33,7 +32,9 @@ def possible_pairs(mask: Mask, queries: Tokens, keys: Tokens) -> Bool[Array, "_ 
         if reach is not None:
             possible &= _not_after(first, (kv_last[0], kv_last[1] + reach - 1))
             possible &= _not_after(kv_first, (last[0], last[1] + (ahead or reach) - 1))
-    return jnp.any(possible | of_source if mask.source else possible, axis=-1)
+    if mask.source:
+        possible |= (high >= 0) & jnp.any(keys.positions == OF_SOURCE, axis=-1)[None]
+    return jnp.any(possible, axis=-1)
 
 
 def _ends(tokens: Tokens, is_packed: bool) -> tuple[tuple[Array, Array], tuple[Array, Array]]:

@@ -28,11 +28,10 @@ class Rows(NamedTuple):
 
 def known_rows(mask: Mask, tokens: Tokens, kv_tokens: Tokens | None) -> Rows | None:
     """What is known of a call's rows; None for a cache's keys, chunks, and tokens whose order is not known."""
-    if kv_tokens is not None or mask.chunk is not None:
+    is_packed = tokens.are_packed_in_order
+    if kv_tokens is not None or mask.chunk is not None or not (is_packed or tokens.are_whole_rows):
         return None
-    if tokens.are_packed_in_order:
-        return Rows(mask.is_causal, mask.window, tokens.documents, ahead=mask.ahead)
-    return Rows(mask.is_causal, mask.window, None, ahead=mask.ahead) if tokens.are_whole_rows else None
+    return Rows(mask.is_causal, mask.window, tokens.documents if is_packed else None, ahead=mask.ahead)
 
 
 class Places(NamedTuple):

@@ -45,12 +45,12 @@ def grouped(
 def _make(structure: Any, leaves: tuple, devices: int) -> Callable[[PyTree, Array, Array], Array]:
     """The function with its gradient; the same for the same modules, so that eager calls compile once."""
     static = jax.tree.unflatten(structure, leaves)
-    first, second, last = (
+    plain, *with_gradient = (
         functools.partial(way, devices=devices) for way in (blocked, blocked_forward, blocked_backward)
     )
     ways = {
-        "default": (functools.partial(first, room=0.0), second, last),  # no slots: CPUs multiply faster group by group
-        **({"cuda": (first, second, last)} if "cuda" in compilers() else {}),
+        "default": (functools.partial(plain, room=0.0), *with_gradient),  # no slots: CPUs are faster group by group
+        **({"cuda": (plain, *with_gradient)} if "cuda" in compilers() else {}),
         **({"tpu": (ragged, ragged_forward, ragged_backward)} if "tpu" in compilers() else {}),
     }
     ways = {name: (first, second, _through_weights(last)) for name, (first, second, last) in ways.items()}
