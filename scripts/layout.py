@@ -39,7 +39,7 @@ from support.processes import check_machine, Machine
 from support.screen import one_message
 from support.setup import batch_shapes, optimizer_of
 
-from eqformer import nn, parallel, planning, training
+from eqformer import parallel, planning, training
 from eqformer.parallel import CONTEXT, TENSOR
 
 
@@ -107,42 +107,28 @@ def _print_whole(plan: parallel.Plan, model: Any) -> None:
 
 def _print_bytes(recipe: Recipe, states: training.PlannedState, model: Any) -> int:
     """Print what a device holds, and return its sum."""
-    rows = [("bytes", "a device", "of", "share")]
-    plan, held = states.plan, planning.state_bytes(states)
-    rows += [(name, f"{own:,}", f"{whole:,}", f"{own / max(whole, 1):.1%}") for name, (own, whole) in held.items()]
-    most = planning.step_bytes(states, model, batch_shapes(recipe))
-    stays = ("parameters", "optimizer state")
-    rows += [(f"in a step: {name}", f"{size:,}", "", "") for name, size in most.held.items() if name not in stays]
-    rows.append(("sum when it is most", f"{most.total:,}", "", ""))
+    plan, most = states.plan, planning.step_bytes(states, model, batch_shapes(recipe))
+    print(planning.held_table(planning.state_bytes(states), most))
     pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
     tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
-    print(f"{nn.format_table(rows)}\na microbatch on a device is {tokens}\n")
+    print(f"a microbatch on a device is {tokens}\n")
     return most.total
 
 
 def _print_sent(recipe: Recipe, plan: parallel.Plan, model: Any, trained: training.Trained) -> None:
     sent = planning.sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=trained)
-    if not sent:
-        print("nothing is sent between devices\n")
-        return
-    rows = [("over", "what", "bytes sent a device and step")]
-    rows += [(axis, what, f"{size:,.0f}") for axis, what, size in sent]
-    rows.append(("sum", "", f"{sum(size for *_, size in sent):,.0f}"))
-    print(nn.format_table(rows), end="\n\n")
-    if recipe.optimizer.name == "muon":
+    print(planning.sent_table(sent), end="\n\n")
+    if sent and recipe.optimizer.name == "muon":
         print("Muon's products of whole matrices send more, as XLA parts them: --compile counts all\n")
 
 
 def _print_compiled(recipe: Recipe, model: Any) -> None:
     """Print the memory and the communication of the compiled step; devices are simulated, so it is a CPU's program."""
     plan = plan_of(recipe, jax.devices())
-    compiled = compiled_step(recipe, plan, model)
-    memory = compiled.memory_analysis()
-    if memory is not None:
-        held, more = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-        print(f"compiled: {held:,} bytes of state and batch, {more:,} bytes of temporaries a device")
-    transfers = planning.communication(compiled, mesh=plan.mesh)
-    print(planning.communication_table(transfers, names=parallel.COLLECTIVES), end="\n\n")
+    program = planning.program_of(compiled_step(recipe, plan, model), plan.mesh)
+    held, more = program.argument, program.temporary
+    print(f"compiled: {held:,} bytes of state and batch, {more:,} bytes of temporaries a device")
+    print(planning.communication_table(program.transfers, names=parallel.COLLECTIVES), end="\n\n")
 
 
 def compiled_step(recipe: Recipe, plan: parallel.Plan, model: Any, **options: Any) -> Any:

@@ -23,16 +23,15 @@ from jax.sharding import Mesh
 from recipes import LARGE, Recipe
 from support.check import check
 from support.command import parse
-from support.fitting import choices, gigabytes, recipe_under
+from support.fitting import choices, recipe_under
 from support.flags import naming_flags
 from support.mesh import abstract_plan, check_plan, check_sizes, flags, plan_of, state_of, step_of
-from support.plan_words import compilation_dict, forecast_text, held_text, program_text
 from support.screen import one_message
 from support.setup import batch_shapes, optimizer_of
 from support.user_folder import delete_oldest, user_folder
 
 from eqformer import generation, nn, parallel, planning
-from eqformer.planning import Compilation, missing_compiler
+from eqformer.planning import Compilation, gigabytes, missing_compiler
 from eqformer.training import PlannedState
 
 
@@ -98,10 +97,11 @@ def tell(command: Command) -> None:
     made = None if command.formulas or missing_compiler(topology) else compiled(run, recipe, topology)
     if command.json:
         row = {"recipe": command.recipe, "flags": flags(recipe)} | run.found.as_dict()
-        print(json.dumps(row | {"compiled": made and compilation_dict(made)}, indent=1))
+        print(json.dumps(row | {"compiled": made and made.as_dict()}, indent=1))
     else:
-        print(forecast_text(run.found, parallel.summary(plan)), end="\n\n")
-        print(_unsaid(topology) if made is None else program_text(made, run.found))
+        print(f"{topology}; {parallel.summary(plan)}; {run.found.parameters:,} parameters\n\nby formulas:")
+        print(planning.forecast_table(run.found), end="\n\n")
+        print(_unsaid(topology) if made is None else planning.compilation_table(made, run.found))
         if run.instead is not None and (run.found.missing or (made is not None and _lacks(made, topology))):
             print(run.instead())
     if command.picture is not None:
@@ -174,12 +174,12 @@ def search(command: Command, states: PlannedState, model: nn.Transformer, topolo
             made[number] = compiled(training(own, one.candidate.model, topology), own, topology)
     if command.json:
         rows = [{"flags": choices(recipe, one.candidate)} | one.as_dict() for one in offered]
-        print(json.dumps([row | {"compiled": its and compilation_dict(its)} for row, its in zip(rows, made)], indent=1))
+        print(json.dumps([row | {"compiled": its and its.as_dict()} for row, its in zip(rows, made)], indent=1))
         return
     table = [("seconds", "MFU", "held", "compiled", "bound by", "flags")]
     for one, its in zip(offered, made):
         row = (f"{one.time.seconds:.3f}", f"{one.time.utilization:.1%}", gigabytes(one.held))
-        table.append((*row, held_text(its), one.time.bound, choices(recipe, one.candidate)))
+        table.append((*row, _held(its), one.time.bound, choices(recipe, one.candidate)))
     print(f"{topology}, {topology.devices} devices, ranked by formulas\n{nn.format_table(table)}")
     if made[0] is None:
         print(_unsaid(topology))
@@ -190,8 +190,14 @@ def _unsaid(topology: planning.Topology) -> str:
 
 
 def _lacks(made: Compilation, topology: planning.Topology) -> bool:
-    program = made.program
-    return program is None or program.argument + program.temporary > topology.accelerator.memory
+    return made.program is None or made.program.total > topology.accelerator.memory
+
+
+def _held(made: Compilation | None) -> str:
+    """What a compiled step holds; nothing where nothing was compiled."""
+    if made is None or made.program is None:
+        return "" if made is None else made.failure
+    return gigabytes(made.program.total)
 
 
 def _instead(recipe: Recipe, states: PlannedState, model: nn.Transformer, topology: planning.Topology) -> str:

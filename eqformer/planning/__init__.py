@@ -58,11 +58,11 @@ from ._forecast import (
     Forecast as Forecast,
     forecast as forecast,
     Proposal as Proposal,
-    step_bytes as step_bytes,
 )
 from ._held_bytes import (
     batch_shapes as batch_shapes,
     state_bytes as state_bytes,
+    step_bytes as step_bytes,
 )
 from ._hlo import module_of as module_of
 from ._inference import (
@@ -82,6 +82,13 @@ from ._sent_bytes import (
     by_cause as by_cause,
     Sent as Sent,
     sent_bytes as sent_bytes,
+)
+from ._tables import (
+    compilation_table as compilation_table,
+    forecast_table as forecast_table,
+    gigabytes as gigabytes,
+    held_table as held_table,
+    sent_table as sent_table,
 )
 from ._temporary_bytes import StepBytes as StepBytes, temporary_bytes as temporary_bytes
 from ._time_account import Span as Span, time_account as time_account, Work as Work

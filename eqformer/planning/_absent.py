@@ -17,6 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from ..nn import compilers
+from ..parallel import COLLECTIVES
 from ._accelerators import Accelerator, Topology
 from ._program import Program, program_of
 
@@ -62,6 +63,15 @@ class Compilation:
     """Whether an earlier compilation told."""
     failure: str = ""
     """The compiler's words where it does not fit."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain data: the program's, with the names of what it sends, and its compilation's."""
+        program, whole = self.program, {}
+        if program is not None:
+            whole = program.as_dict()
+            for row, each in zip(whole["transfers"], program.transfers, strict=True):
+                row["name"] = each.named(COLLECTIVES)
+        return {"seconds_to_compile": self.seconds, "kept": self.is_kept, "failure": self.failure, **whole}
 
 
 def compilation_of(

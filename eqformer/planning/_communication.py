@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
+from ..nn import format_table
 from ._hlo import called, groups_of, hidden_starts, Instruction, parse, scopes_of, size_of, trips_of, Waits, waits
 
 
@@ -127,27 +128,27 @@ def bytes_sent(transfers: Iterable[Transfer], *, axes: tuple[str, ...] | None = 
 
 
 def communication_table(transfers: Iterable[Transfer], *, names: Container[str] = ()) -> str:
-    """Lines of text: what is sent by kind and axes, and for which of some names, largest first, and the sum."""
-    groups: dict[tuple[str, str, str], list[Transfer]] = collections.defaultdict(list)
-    for transfer in transfers:
-        over = f"{transfer.devices} devices" if transfer.axes is None else " x ".join(transfer.axes)
-        groups[transfer.kind, over, transfer.named(names) or ""].append(transfer)
-    rows = []
-    for (kind, over, name), group in groups.items():
-        known = [transfer for transfer in group if transfer.times is not None]
-        unknown = "" if len(known) == len(group) else "+?"
-        rows.append((kind, over, sum(transfer.times or 0 for transfer in known), bytes_sent(known), unknown, name))
-    rows.sort(key=lambda row: -row[3])
-    doubt = "+?" if any(row[4] for row in rows) else ""
-    rows.append(("all", "", sum(row[2] for row in rows), float(sum(row[3] for row in rows)), doubt, ""))
-    head = f"{'operation':<20}{'over':<24}{'times':>8}{'bytes sent a device':>22}"
-    return "\n".join(
-        [head]
-        + [
-            f"{kind:<20}{over:<24}{f'{times}{more}':>8}{f'{sent:,.0f}{more}':>22}  {name}".rstrip()
-            for kind, over, times, sent, more, name in rows
-        ]
-    )
+    """Lines of text: what is sent by kind, axes, and which of some names, largest first, and the sum.
+
+    `+?` stands behind what more is sent in loops of unknown length.
+    """
+    groups: dict[tuple[str, str, str, str], list[Transfer]] = collections.defaultdict(list)
+    for each in transfers:
+        over = f"{each.devices} devices" if each.axes is None else " x ".join(each.axes)
+        groups[each.kind, over, each.named(names) or "", "beside other work" if each.hidden else ""].append(each)
+    groups = dict(sorted(groups.items(), key=lambda its: -_known(its[1])[1]))
+    groups["all", "", "", ""] = [each for group in groups.values() for each in group]
+    rows: list[tuple[str, ...]] = [("operation", "over", "times", "bytes sent a device", "name", "")]
+    for (kind, over, name, hidden), group in groups.items():
+        (times, sent), more = _known(group), "+?" if any(each.times is None for each in group) else ""
+        rows.append((kind, over, f"{times}{more}", f"{sent:,.0f}{more}", name, hidden))
+    return format_table(rows)
+
+
+def _known(transfers: Iterable[Transfer]) -> tuple[int, float]:
+    """How often they run, and the bytes that are sent, of those of which that is known."""
+    known = [each for each in transfers if each.times is not None]
+    return sum(each.times or 0 for each in known), bytes_sent(known)
 
 
 _AGAIN = (Waits.WORKS, Waits.ENDS)  # a collective stands there once more, but was begun elsewhere

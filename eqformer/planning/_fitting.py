@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from .. import nn, parallel, training
 from .._shapes import Batch
 from ..parallel import AXES, FSDP, PIPE, REPLICA, TENSOR
-from ._held_bytes import state_bytes
+from ._held_bytes import state_bytes, step_bytes
 from ._sent_bytes import sent_bytes
 from ._temporary_bytes import StepBytes
 
@@ -58,8 +58,8 @@ def fitting_plans(
     model: nn.Transformer,
     batch: Batch,
     memory: int,
-    step: Callable[[Candidate], StepBytes],
     *,
+    platform: str = "cuda",
     meshes: Iterable[tuple[AbstractMesh, int]] | None = None,
     cost: Callable[[Candidate], float] = lambda one: one.sent,
     most: int = MOST_OFFERED,
@@ -75,7 +75,7 @@ def fitting_plans(
         model: The model, or its shapes.
         batch: The shapes of a step's batch.
         memory: Bytes of a device.
-        step: Gives the bytes of a plan's step, as `step_bytes` does.
+        platform: That of the compiler, as `step_bytes` takes it.
         meshes: Where to look.
         cost: What plans are ranked by.
         most: How many to offer.
@@ -84,6 +84,7 @@ def fitting_plans(
     chosen = list(meshes_of(states.plan) if meshes is None else meshes)
     candidates, least_state, tried = _candidates(states, model, batch, memory, chosen)
     candidates.sort(key=cost)
+    step = lambda one: step_bytes(states.under(one.plan), one.model, batch, platform)
     offered, traced = _search(candidates if tries is None else candidates[:tries], step, memory, most)
     least = min(traced, key=lambda its: its[1].total, default=None)
     return Fitting(offered, least, least_state, tried, len(candidates), len(traced))

@@ -17,10 +17,10 @@ from ._bounds import gather_bytes
 from ._compile import decode_shapes
 from ._costs import flops_per_token, parameter_count
 from ._fitting import abstract_mesh, Candidate, fitting_plans
-from ._held_bytes import ON_HOST, placed_bytes, state_bytes, updated_bytes
+from ._held_bytes import ON_HOST, placed_bytes, state_bytes, step_bytes
 from ._roofline import Roofline, roofline
 from ._sent_bytes import by_cause, Sent, sent_bytes
-from ._temporary_bytes import StepBytes, temporary_bytes
+from ._temporary_bytes import StepBytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,20 +144,6 @@ def decode_forecast(
     return Forecast(topology, {"weights": weights, "caches": cache}, sent, time, parameter_count(model), operations)
 
 
-def step_bytes(states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str = "cuda") -> StepBytes:
-    """Bytes of a step when they are most, on a device by cause: what stays between steps, and `temporary_bytes` or,
-    where they are more, gradients and `updated_bytes`.
-
-    `platform` is that of the compiler, `cuda` or `tpu`.
-    """
-    stays = {name: own for name, (own, _) in state_bytes(states).items()}
-    updated = updated_bytes(states, stays.pop(ON_HOST, 0))
-    update = {"gradients": stays.pop("gradients"), "moments in an update": updated}
-    found = temporary_bytes(states, model, batch, platform)
-    most = max(found.held, update if updated else {}, key=lambda held: sum(held.values()))
-    return found._replace(held=stays | most)
-
-
 _TRIES = 12  # of so many plans is the memory computed, a second or two each
 
 
@@ -198,9 +184,8 @@ def best_plans(
 
     meshes = every_mesh(topology.devices, states.plan, model)
     cost = lambda one: time(one).seconds
-    platform = topology.accelerator.platform
-    step = lambda one: step_bytes(states.under(one.plan), one.model, batch, platform)
-    found = fitting_plans(states, model, batch, memory, step, meshes=meshes, cost=cost, most=most, tries=_TRIES)
+    of: dict[str, Any] = {"platform": topology.accelerator.platform, "meshes": meshes, "cost": cost, "tries": _TRIES}
+    found = fitting_plans(states, model, batch, memory, most=most, **of)
     return sorted(itertools.starmap(proposal, found.offered), key=lambda one: one.time.seconds)
 
 

@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from .. import nn, parallel, training
 from .._shapes import Batch
+from ._temporary_bytes import StepBytes, temporary_bytes
 
 
 ON_HOST = "optimizer state on its host"
@@ -43,6 +44,20 @@ def updated_bytes(states: training.PlannedState, on_host: int) -> int:
     leaves = jax.tree.leaves(states.held_shapes().optimizer_state)
     codes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.dtype == jnp.uint8]
     return 4 * placed_bytes(codes)[0] if codes else on_host
+
+
+def step_bytes(states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str = "cuda") -> StepBytes:
+    """Bytes of a step when they are most, on a device by cause: what stays between steps, and `temporary_bytes` or,
+    where they are more, gradients and `updated_bytes`.
+
+    `platform` is that of the compiler, `cuda` or `tpu`.
+    """
+    stays = {name: own for name, (own, _) in state_bytes(states).items()}
+    updated = updated_bytes(states, stays.pop(ON_HOST, 0))
+    update = {"gradients": stays.pop("gradients"), "moments in an update": updated}
+    found = temporary_bytes(states, model, batch, platform)
+    most = max(found.held, update if updated else {}, key=lambda held: sum(held.values()))
+    return found._replace(held=stays | most)
 
 
 def batch_shapes(rows: int, seq: int, *, packed: bool = False) -> Batch:

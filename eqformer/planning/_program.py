@@ -41,6 +41,11 @@ class Program:
     """Bytes of arguments and temporaries in the memory of the device's host, beside those on the device."""
 
     @property
+    def total(self) -> int:
+        """Bytes of arguments and temporaries."""
+        return self.argument + self.temporary
+
+    @property
     def sent(self) -> float:
         """Bytes sent by a device, those in loops of unknown length once."""
         return float(sum(each.sent * (each.times or 1) for each in self.transfers))

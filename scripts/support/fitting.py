@@ -6,6 +6,7 @@ import re
 from recipes import Mesh, Recipe
 
 from eqformer import nn, parallel, planning, training
+from eqformer.planning import gigabytes
 from support.mesh import flags
 from support.setup import batch_shapes
 
@@ -32,9 +33,7 @@ def fitting(recipe: Recipe, memory: int, held: int, states: training.PlannedStat
     line = f"{verdict}: {gigabytes(held)} of {gigabytes(memory)} a device, before what the compiler needs to work in"
     if held <= memory:
         return line
-    batch = batch_shapes(recipe)
-    of_step = lambda one: planning.step_bytes(states.under(one.plan), one.model, batch)
-    found = planning.fitting_plans(states, model, batch, memory, of_step)
+    found = planning.fitting_plans(states, model, batch_shapes(recipe), memory)
     if found.least is None:
         return f"{line}\n{_too_large_state(found)}"
     if not found.offered:
@@ -79,8 +78,3 @@ def choices(recipe: Recipe, one: planning.Candidate) -> str:
     """The candidate's choices, as flags."""
     remat = [f"--execution.remat {one.remat}"] * (one.remat != recipe.execution.remat)
     return " ".join(filter(None, [flags(recipe_under(recipe, one)), *remat])) or "one device"
-
-
-def gigabytes(size: float) -> str:
-    """`80.0 GB`, of 10^9 bytes."""
-    return f"{size / 10**9:,.{1 if size >= 10**10 else 3}f} GB"

@@ -83,14 +83,14 @@ def test_loops_are_multiplied_out_and_the_dearest_branch_is_counted():
     with pytest.raises(ValueError, match="all-to-all stand in a loop of unknown length"):
         bytes_sent(transfers)
     table = communication_table(transfers)
-    assert [line.split()[0] for line in table.splitlines()][1:] == [
+    assert [line.split()[0] for line in table.splitlines()][2:] == [
         "collective-permute",
         "all-reduce",
         "all-gather",
         "all-to-all",
         "all",
     ]
-    assert "2,736+?" in table.splitlines()[-1] and "1,728" in table.splitlines()[1]
+    assert "2,736+?" in table.splitlines()[-1] and "1,728" in table.splitlines()[2]
 
 
 TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=8
@@ -154,7 +154,7 @@ def test_a_transfer_is_known_by_the_names_of_its_scopes():
     found = {(t.kind, t.named({"my rows", "my sum", "my copies"})) for t in transfers}
     assert {("all-gather", "my rows"), ("reduce-scatter", "my rows")} <= found
     assert all(t.named({"other"}) is None for t in transfers)
-    assert "my rows" in communication_table(transfers, names={"my rows"}).splitlines()[1]
+    assert "my rows" in communication_table(transfers, names={"my rows"}).splitlines()[2]
     scopes = 'metadata={op_name="jit(f)/shard_map/transpose(jvp(two words))/(a/psum:checkpoint/b/psum)" id=1}'
     assert scopes_of(scopes) == ("f", "shard_map", "two words", "a", "psum", "checkpoint", "b", "psum")
     assert scopes_of("channel_id=1") == ()

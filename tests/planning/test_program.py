@@ -1,5 +1,6 @@
 """What is read off a program's text, against counts made by hand."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -7,12 +8,13 @@ import equinox as eqx
 import jax
 import pytest
 
-from eqformer import nn
 from eqformer.models import build, LlamaConfig
 from eqformer.parallel import make_mesh, Plan
 from eqformer.planning import (
     abstract_mesh,
     Buffer,
+    Compilation,
+    compilation_table,
     decode_forecast,
     executed,
     largest_buffers,
@@ -127,4 +129,12 @@ def test_a_decode_step_holds_what_was_told():
     counted = sum(each.sent * (each.times or 1) for each in program.transfers if each.named({"maps to the stream"}))
     assert sums == counted == 2 * 1 / 2 * 2 * 32 * 4 * 2 * 2
     assert Program.from_dict(json.loads(json.dumps(program.as_dict()))) == program
-    assert nn.modules(model, nn.Mixer)
+    made = Compilation(program, 2.0, False)
+    assert {row["name"] for row in json.loads(json.dumps(made.as_dict()))["transfers"]} >= {"maps to the stream"}
+    table = compilation_table(made, told)
+    assert table.startswith("compiled in 2 s: fits, of 16.9 GB\narguments 0.0") and " of weights and caches" in table
+    assert f"{program.sent:,.0f}" in table.splitlines()[-1] and "of the model's own" in table
+    too_small = dataclasses.replace(told.topology.accelerator, memory=program.total - 1)
+    told = dataclasses.replace(told, topology=dataclasses.replace(told.topology, accelerator=too_small))
+    assert "compiled in 2 s: does not fit: 0.000 GB too much" in compilation_table(made, told)
+    assert compilation_table(Compilation(None, 2.0, True, "Used 9G"), told).endswith(" run's): does not fit: Used 9G")
