@@ -18,6 +18,8 @@ from support.run_directory import RunDirectory
 from support.screen import one_message
 from support.setup import latest_model
 
+from eqformer import data
+
 
 EXAMPLE = '''def load(path, encoding="utf-8"):
     """Read a file and return its lines without their ends."""
@@ -51,10 +53,10 @@ def write(command: Command) -> None:
     text = command.file.read_text(encoding="utf-8") if command.file is not None else command.text
     text = EXAMPLE if text is None else text
     tokenizer = tokenizer_of(recipe, directory)
-    ids = tokenizer.encode(text)[: command.tokens]
-    if not len(ids):
+    ids = tokenizer.encode(text)[: command.tokens].tolist()
+    if not ids:
         raise ValueError("the text is empty: there is nothing to colour; give some by --text or --file.")
-    color(directory, latest_model(directory, recipe), tokenizer, ids)
+    color(directory, latest_model(directory, recipe), ids, data.TextStream(tokenizer).pieces(ids))
     sys.stdout.write(f"look at {directory.experts_page}, {directory.experts}\n")
 
 

@@ -219,8 +219,6 @@ def write(command: Command) -> None:
     text = data.TextStream(writer.tokenizer)
     sys.stdout.write(shown)
     for number in ids:
-        if number >= writer.tokenizer.vocab:  # of a vocabulary that was rounded up
-            continue
         sys.stdout.write(text.push(number))
         sys.stdout.flush()
     sys.stdout.write(text.finish() + "\n")

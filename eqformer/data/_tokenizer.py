@@ -39,16 +39,18 @@ class TextStream:
     """Decodes ids one by one into whole characters.
 
     The bytes of an incomplete character are held back until the rest arrives or `finish` is called. The texts together
-    are what `decode` makes of all ids.
+    are what `decode` makes of all ids but those without a token, of a vocabulary that was rounded up.
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        self._decode = tokenizer.decode
+        self._decode, self._vocab = tokenizer.decode, tokenizer.vocab
         self._context: list[int] = []  # the ids last decoded: some decoders treat the first token of a text specially
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
         """The text that this id completes; often empty."""
+        if token >= self._vocab:
+            return ""
         self._pending.append(token)
         text = self._text()
         if not text or text.endswith("\ufffd"):
@@ -61,6 +63,11 @@ class TextStream:
         text = self._text()
         self._context, self._pending = [], []
         return text
+
+    def pieces(self, ids: Ids) -> list[str]:
+        """The text that each of the ids completes, the last with what was held back."""
+        found = [self.push(int(token)) for token in ids]
+        return [*found[:-1], found[-1] + self.finish()] if found else []
 
     def _text(self) -> str:
         return self._decode(self._context + self._pending)[len(self._decode(self._context)) :]

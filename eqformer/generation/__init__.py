@@ -3,6 +3,7 @@
 from ._drafts import Drafted as Drafted
 from ._generate import generate as generate, Generation as Generation
 from ._model import Model as Model
+from ._prompts import within_positions as within_positions
 from ._stream import Stream as Stream, stream as stream
 from ._transforms import (
     Chain as Chain,

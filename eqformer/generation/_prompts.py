@@ -74,6 +74,18 @@ def prepare(
     return Prompts(jnp.asarray(ids), counts, sizes, jnp.ones_like(counts) if is_encoded else counts)
 
 
+def within_positions(model: Model, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], int]:
+    """The end of a prompt, and how many tokens may follow, of which a model with learned positions can write on.
+
+    They are the prompt and `max_new_tokens` as far as there are positions, since `generate` refuses longer ones.
+    """
+    if model.positions is None:
+        return list(prompt), max_new_tokens
+    known = model.positions.weight.shape[0]
+    kept = list(prompt)[-known:]
+    return kept, min(max_new_tokens, known + 1 - len(kept))  # the last token is not read
+
+
 def _even_chunk(padded: int) -> int:
     """The default size of a prefill chunk: at most `PREFILL`, and such that the last chunk has little padding."""
     count = -(-padded // PREFILL)

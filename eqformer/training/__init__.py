@@ -48,6 +48,7 @@ from ._optimizer import (
     Trained as Trained,
 )
 from ._own_rows import OwnRows as OwnRows
+from ._picture_experts import picture_experts as picture_experts
 from ._pictures import picture_loads as picture_loads, picture_losses as picture_losses
 from ._planned_state import PlannedState as PlannedState, restore_model as restore_model
 from ._planned_step import (

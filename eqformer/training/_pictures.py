@@ -1,6 +1,7 @@
 """Pictures of a run, of the rows that `JsonLines` wrote: its losses, and the loads of its experts."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def picture_losses(metrics: str | Path, path: str | Path) -> None:
     validated = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
     if not trained:
         return
-    figure = _figure("picture_losses", (8, 4.5))
+    figure = figure_of("picture_losses(metrics, path)", (8, 4.5))
     axes = figure.add_subplot()
     axes.plot(*zip(*trained), color="#9ab8d6", linewidth=1, label="training, one step")
     axes.plot(*zip(*_smoothed(trained)), color="#1f4e79", linewidth=1.6, label="training, smoothed")
@@ -36,7 +37,7 @@ def picture_losses(metrics: str | Path, path: str | Path) -> None:
         nats = ratios[-1]
         right = axes.secondary_yaxis("right", functions=(lambda x: np.divide(x, nats), lambda x: np.multiply(x, nats)))
         right.set_ylabel("bits a byte of the validation text")
-    _save(figure, path)
+    write_whole(path, figure.savefig)
 
 
 def picture_loads(metrics: str | Path, path: str | Path) -> None:
@@ -49,7 +50,7 @@ def picture_loads(metrics: str | Path, path: str | Path) -> None:
         return
     steps, loads = [step for step, _ in found], np.asarray([load for _, load in found])  # steps layers experts
     layers, experts = np.shape(loads[0])
-    figure = _figure("picture_loads", (8, 0.6 + 1.1 * layers))
+    figure = figure_of("picture_loads(metrics, path)", (8, 0.6 + 1.1 * layers))
     panels = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
     for number, axes in enumerate(panels):
         shares = experts * loads[:, number].T
@@ -57,21 +58,23 @@ def picture_loads(metrics: str | Path, path: str | Path) -> None:
         axes.set(ylabel=f"layer {number}", yticks=[0, experts - 1])
     panels[-1].set_xlabel("step")
     figure.colorbar(image, ax=list(panels), label="load over an even share")
-    _save(figure, path)
+    write_whole(path, figure.savefig)
 
 
 def _rows(metrics: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(metrics).read_text(encoding="utf-8").splitlines()]
 
 
-def _figure(call: str, size: tuple[int | float, int | float]) -> Any:
-    figures = load_extra("matplotlib.figure", extra="train", call=f"{call}(metrics, path)")
+def figure_of(call: str, size: tuple[int | float, int | float]) -> Any:
+    """An empty figure of so many inches, for a public `call`, which is named where matplotlib is missing."""
+    figures = load_extra("matplotlib.figure", extra="train", call=call)
     return figures.Figure(figsize=size, dpi=110, layout="constrained")
 
 
-def _save(figure: Any, path: str | Path) -> None:
-    part = Path(path).with_suffix(".part.png")
-    figure.savefig(part)
+def write_whole(path: str | Path, write: Callable[[Path], Any]) -> None:
+    """Have another file written and rename it to `path`."""
+    part = Path(path).with_suffix(f".part{Path(path).suffix}")
+    write(part)
     part.replace(path)
 
 

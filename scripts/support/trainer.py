@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from recipes import Lora, Recipe
 
 from eqformer import data, generation, parallel, planning, training
@@ -203,11 +202,8 @@ class Trainer:
         on_first_process(lambda: self._write_sample(model, run.step))
 
     def _write_sample(self, model: Any, step: int) -> None:
-        known = None if model.positions is None else model.positions.weight.shape[0]
-        prompt, most = self.tokenizer.encode(self.recipe.prompt).tolist() or [self.tokenizer.end_of_text], 160
-        if known is not None:  # the model does not read the last token, so that one needs no position
-            prompt = prompt[-known:]
-            most = min(most, known + 1 - len(prompt))
+        asked = self.tokenizer.encode(self.recipe.prompt).tolist() or [self.tokenizer.end_of_text]
+        prompt, most = generation.within_positions(model, asked, 160)
         written = generation.generate(
             model,
             [prompt],
@@ -216,13 +212,12 @@ class Trainer:
             end_of_text=self.tokenizer.end_of_text,
             key=jax.random.fold_in(self.keys.samples, step),
         )
-        # A vocabulary that was rounded up has ids without a token.
-        known_ids = [number for number in written.new_ids()[0] if number < self.tokenizer.vocab]
-        ids = np.asarray(prompt + known_ids)
-        text = self.tokenizer.decode(ids)
+        ids = prompt + written.new_ids()[0]
+        pieces = data.TextStream(self.tokenizer).pieces(ids)
+        text = "".join(pieces)
         add_sample(self.directory.samples, step, text)
         if has_choices(model):
-            color(self.directory, model, self.tokenizer, ids[:known])
+            color(self.directory, model, ids, pieces)
         self.screen.note(f"--- after {step} steps it writes\n{text}\n---")
 
     def _stop(self) -> None:

@@ -35,6 +35,8 @@ def test_bytes_that_are_no_text_stream_as_they_decode():
     stream = TextStream(tokenizer)
     printed = "".join(stream.push(token) for token in ids) + stream.finish()
     assert printed == tokenizer.decode(ids) and printed.endswith("\ufffd")
+    pieces = TextStream(tokenizer).pieces([*ids[:300], 256, *ids[300:]])  # of a vocabulary that was rounded up
+    assert len(pieces) == len(ids) + 1 and "".join(pieces) == printed and TextStream(tokenizer).pieces([]) == []
     assert tokenizer.decode([104, 0, 105, 0]) == "hi" and tokenizer.decode([]) == ""
 
 

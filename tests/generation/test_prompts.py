@@ -46,6 +46,17 @@ def test_bad_input_is_refused(model, prompts, given, message):
         generation.generate(model, prompts, **given, key=KEY)
 
 
+@pytest.mark.parametrize("length, read, written", [(16, 16, 5), (30, 20, 1), (1, 1, 20)])
+def test_samples_stay_within_learned_positions(model, length, read, written):
+    prompt = list(range(length))
+    kept, most = generation.within_positions(model, prompt, 160)
+    assert kept == prompt[-read:] and most == written
+    _prompts.prepare(model, [kept], None, most, None)
+    with pytest.raises(ValueError, match="20 learned positions"):
+        _prompts.prepare(model, [kept], None, most + 1, None)
+    assert generation.within_positions(make_model("sliding window"), prompt, 160) == (prompt, 160)
+
+
 def test_an_array_of_one_prompt_is_refused():
     """Where no shapes are checked, as they are in tests."""
     rows = inspect.unwrap(_prompts._rows)

@@ -9,7 +9,6 @@ import numpy as np
 import pretrain
 import pytest
 from script_helpers import LLAMA, rows, TINY, write_corpus
-from support.colored_text import WIDTH
 from support.run_directory import RunDirectory
 from support.setup import latest_model
 
@@ -59,7 +58,7 @@ def test_the_page_shows_each_tokens_first_expert(run_dir, capsys):
 
 
 def test_a_long_text_is_cut_for_the_picture_and_a_file_is_read(run_dir, tmp_path):
-    (tmp_path / "long.txt").write_text("a" * WIDTH * 20)
+    (tmp_path / "long.txt").write_text("a" * 96 * 20)
     experts.main(["--run-dir", str(run_dir), "--file", str(tmp_path / "long.txt"), "--tokens", "100"])
     assert (run_dir / "experts.html").read_text().count(">a</span>") == 200
     assert (run_dir / "experts.png").read_bytes().startswith(b"\x89PNG")

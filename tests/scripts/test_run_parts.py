@@ -30,7 +30,6 @@ from support.screen import Screen
 from support.setup import build_model, keys_of, shapes_of
 
 from eqformer import data, models, nn, training
-from eqformer.generation._prompts import prepare
 
 
 CONFIG = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-5}
@@ -178,30 +177,27 @@ def test_an_adapter_is_of_a_run(folder, capsys):
     assert "--adapter: only a run" in words and not (folder.parent / "new").exists()
 
 
-@pytest.mark.parametrize("prompt,read,written", [("def f(x): return", 16, 5), ("d" * 30, 20, 1), ("", 1, 20)])
-def test_samples_stay_within_learned_positions_and_colours_are_of_their_ids(
-    prompt, read, written, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("prompt,read", [("def f(x): return", 16), ("d" * 30, 20), ("", 1)])
+def test_samples_stay_within_learned_positions_and_colours_are_of_their_ids(prompt, read, tmp_path, monkeypatch):
     numbers = dataclasses.replace(recipe_of("gpt2").model, max_seq=20)
     asked, coloured = [], []
 
     def generate(model, prompts, *, max_new_tokens, **_):
-        prepare(model, prompts, None, max_new_tokens, None)
-        with pytest.raises(ValueError, match="20 learned positions"):
-            prepare(model, prompts, None, max_new_tokens + 1, None)
         asked.append((len(prompts[0]), max_new_tokens))
         return SimpleNamespace(new_ids=lambda: [[255] * max_new_tokens + [256]])  # no UTF-8, and no id
 
     monkeypatch.setattr(_trainer.generation, "generate", generate)
     monkeypatch.setattr(_trainer, "has_choices", lambda model: True)
-    monkeypatch.setattr(_trainer, "color", lambda directory, model, tokenizer, ids: coloured.append(ids.tolist()))
+    monkeypatch.setattr(nn, "first_experts", lambda model, ids: ids[None])
+    monkeypatch.setattr(training, "picture_experts", lambda chosen, pieces, *_, **__: coloured.append((chosen, pieces)))
     run = recipe(model=numbers, prompt=prompt)
     parts = {"recipe": run, "keys": keys_of(run), "tokenizer": data.ByteTokenizer(), "screen": Screen(silent=True)}
     trainer: Any = SimpleNamespace(**parts, directory=RunDirectory(tmp_path))
     _trainer.Trainer._write_sample(trainer, eqx.filter_eval_shape(build_model, run), 1)
-    assert asked == [(read, written)]
-    ids = (list(prompt.encode()) or [0])[:read] + [255] * written
-    assert coloured == [ids[:20]]
+    assert asked == [(read, 21 - read)]
+    ids = (list(prompt.encode()) or [0])[:read] + [255] * (21 - read)
+    assert [chosen.tolist() for chosen, _ in coloured] == [[ids[:20]]] * 2
+    assert all(len(pieces) == 20 and "".join(pieces).startswith(prompt[:read]) for _, pieces in coloured)
     assert "\ufffd" in (tmp_path / "samples.txt").read_text()
 
 

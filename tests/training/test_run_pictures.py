@@ -16,7 +16,7 @@ def written(path, rows):
 def test_the_picture_has_the_bits_that_are_printed(tmp_path, monkeypatch):
     """The validation text has other bytes a token than the training text."""
     drawn: list[Any] = []
-    monkeypatch.setattr(_pictures, "_save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(_pictures, "write_whole", lambda path, write: drawn.append(write.__self__))
     (tmp_path / "metrics.jsonl").write_text(
         "".join(
             json.dumps(row) + "\n"
@@ -44,5 +44,9 @@ def test_pictures_are_written_whole_and_only_of_what_there_is(tmp_path):
     nothing = written(tmp_path / "nothing.jsonl", [{"step": 1}])
     training.picture_losses(nothing, tmp_path / "no.png")
     training.picture_loads(nothing, tmp_path / "no.png")
-    assert sorted(path.name for path in tmp_path.glob("*png*")) == ["loads.png", "loss.png"]
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("loads.png", "loss.png"))
+    for name in ("text.png", "text.html"):
+        training.picture_experts(np.asarray([[0, 2], [1, 1]]), ["a<", "b"], tmp_path / name, title="of two & two")
+    page = (tmp_path / "text.html").read_text()
+    assert page.count('<span class="e1" title="expert 1">') == 2 and "a&lt;</span>" in page and "two &amp;" in page
+    assert sorted(path.name for path in tmp_path.glob("*.[ph]*")) == ["loads.png", "loss.png", "text.html", "text.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.glob("*.png"))
