@@ -158,7 +158,7 @@ def write_folder(
     for name, array in arrays:
         if part and held + array.nbytes > shard_bytes:
             flush()
-        part[name], file_of[name] = np.ascontiguousarray(array), number
+        part[name], file_of[name] = np.asarray(array, order="C"), number  # and 0 dims stay 0
         held, total = held + array.nbytes, total + array.nbytes
     flush()
     names = [f"model-{i + 1:05}-of-{number:05}.safetensors" if number > 1 else SINGLE for i in range(number)]

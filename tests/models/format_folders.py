@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import numpy as np
 from format_cases import ALL_CASES, BF16, EXPERT_CASES
+from safetensors import deserialize
 from safetensors.numpy import load_file, save_file
 
 from eqformer import models
@@ -76,3 +77,12 @@ def change(folder: Path, stored: dict[str, np.ndarray], **attributes: Any) -> No
 
 def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def as_stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """The dtype, shape and bytes of each array of a folder, as its files say."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        for name, its in deserialize(file.read_bytes()):
+            found[name] = its["dtype"], tuple(its["shape"]), bytes(its["data"])
+    return found

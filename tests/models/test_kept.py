@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from format_cases import CASES, EXPERT_CASES, F8
-from format_folders import change, GATE, same_bits, store, write
+from format_folders import as_stored, change, GATE, same_bits, store, write
 from safetensors.numpy import load_file
 
 from eqformer import models, nn
@@ -17,7 +17,7 @@ from eqformer.parallel import make_mesh, Plan
 
 
 IN_ORDER = [name for name in CASES if "order" not in name]
-EVERY_RUN = {"fp8 blocks", "mxfp4"}
+EVERY_RUN = {"fp8 blocks", "fp8 one scale", "mxfp4"}
 NAMES = [pytest.param(n, marks=() if n in EVERY_RUN else pytest.mark.grid) for n in (*IN_ORDER, *EXPERT_CASES)]
 
 
@@ -85,15 +85,16 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
         models.load(tmp_path / "plain", weights="kept")
 
 
-def test_what_is_kept_is_saved_as_it_came(tmp_path):
-    """Byte for byte, with another table; a model of other codes is not, and by itself none is."""
-    stored, _ = write(tmp_path / "folder", "int4 with zeros")
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_kept_is_saved_as_it_came(name, tmp_path):
+    """Shapes, dtypes and bits, with another table; a model of other codes is not, and by itself none is."""
+    write(tmp_path / "folder", name)
     kept = models.load(tmp_path / "folder", weights="kept")
     other = eqx.tree_at(lambda m: m.embedding.weight, kept, kept.embedding.weight + 1)
     models.save(other, tmp_path / "again", like=tmp_path / "folder", whole=True)
-    back = load_file(tmp_path / "again" / "model.safetensors")
-    assert back.keys() == stored.keys()
-    assert [name for name in stored if not same_bits(back[name], stored[name])] == ["model.embed_tokens.weight"]
+    want, back = as_stored(tmp_path / "folder"), as_stored(tmp_path / "again")
+    assert back.keys() == want.keys()
+    assert [each for each in want if back[each] != want[each]] == ["model.embed_tokens.weight"]
     assert same(models.load(tmp_path / "again", weights="kept"), other)
     with pytest.raises(ValueError, match=r"the model's codes and scales are not those of model\..*nn.dequantise"):
         models.save(spoiled(kept), tmp_path / "other", like=tmp_path / "folder", whole=True)
