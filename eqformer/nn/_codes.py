@@ -41,9 +41,13 @@ def numbers(
 def scaled(
     numbers: Float32[Array, "*dims columns"], scales: Float[Array, "*scale_dims"] | UInt8[Array, "*scale_dims"]
 ) -> Float32[Array, "*dims columns"]:
-    """Numbers times their scales, in float32; scales of 8 bits are exponents: `2**(scale - 127)`."""
-    if scales.dtype == jnp.uint8:  # the bits of a float32's exponent, of which 0 is zero
-        scales = jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
+    """Numbers times their scales, in float32; scales of 8 bits are exponents: `2**(scale - 127)`.
+
+    Products below `2**-126` are 0 where a platform takes subnormal numbers for 0, as CPUs and TPUs do.
+    """
+    if scales.dtype == jnp.uint8:  # a float32's exponent but for 0: of 2**-127 a half is taken of the numbers
+        numbers = numbers * repeated(jnp.where(scales == 0, 0.5, 1.0).astype(jnp.float32), numbers.shape)
+        scales = jax.lax.bitcast_convert_type(jnp.maximum(scales, 1).astype(jnp.int32) << 23, jnp.float32)
     return numbers * repeated(scales.astype(jnp.float32), numbers.shape)
 
 

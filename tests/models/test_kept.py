@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from format_cases import CASES, EXPERT_CASES, F8
-from format_folders import as_stored, change, GATE, same_bits, store, write
+from format_folders import as_stored, change, EXPERTS, GATE, same_bits, store, write
 from safetensors.numpy import load_file
 
 from eqformer import models, nn
@@ -45,6 +45,23 @@ def test_what_is_kept_is_what_is_decoded(name, tmp_path):
     split |= {"expert": 2} if name in EXPERT_CASES else {"pipe": 2}
     placed = models.load(tmp_path, plan=Plan(make_mesh(**split), zero=3, smallest=1), dtype="float32", weights="kept")
     assert same(placed, kept) and not same(nn.dequantise(spoiled(kept)), decoded)
+
+
+def test_exponents_are_kept_as_they_are_decoded_up_to_the_least_and_the_largest(tmp_path):
+    """With every code; but for what float32 holds as a subnormal number, which CPUs take for 0 wherever it is used."""
+    stored, _ = write(tmp_path, "mxfp4")
+    name, pairs = EXPERTS + "down_proj", np.arange(0, 256, 16, dtype=np.uint8) | np.arange(16, dtype=np.uint8)
+    exponents = np.resize(np.array([0, 1, 254], np.uint8), stored[name + "_scales"].shape)
+    change(tmp_path, stored | {name + "_scales": exponents, name + "_blocks": np.tile(pairs, (*exponents.shape, 1))})
+    kept, decoded = models.load(tmp_path, dtype="float32", weights="kept"), models.load(tmp_path, dtype="float32")
+    below, above = 0, 0
+    for its, want in zip(*(jax.tree.leaves(model) for model in (jax.jit(nn.dequantise)(kept), decoded)), strict=True):
+        want = np.asarray(want)
+        tiny = (np.abs(want) < 2.0**-126) & (want != 0)
+        assert np.array_equal(its, np.where(tiny, 0, want))
+        below, above = below + np.count_nonzero(tiny), above + np.count_nonzero(np.isinf(want))
+    # Of 128 blocks a third has each exponent. Either sign of 0.5, 1 and 1.5, twice in a block, or of 0.5; of 2 to 6.
+    assert (below, above) == (43 * 12 + 43 * 4, 42 * 16)
 
 
 @pytest.mark.grid

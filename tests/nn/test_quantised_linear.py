@@ -74,6 +74,20 @@ def test_each_form_is_its_formula(name):
         linear(put(np.asarray(x)[:, 0]))
 
 
+def test_each_code_has_its_number_by_the_least_and_the_largest_exponent():
+    """0 among them, whose power float32 holds as a subnormal number alone; products that are such themselves are 0."""
+    exponents, codes = (0, 1, 2, 127, 254), np.arange(16, dtype=np.uint8)
+    with np.errstate(over="ignore"):
+        values = [[value("fp4", code, 0) * 2.0 ** (e - 127) for code in range(16)] for e in exponents]
+        want = np.array(values).astype(np.float32)
+    pairs, scales = np.tile(codes[::2] | codes[1::2] << 4, (5, 1)), np.array(exponents, np.uint8)[:, None]
+    linear = nn.QuantisedLinear(("embed",), ("mlp",), form="fp4", codes=put(pairs), scales=put(scales))
+    found = np.asarray(jax.jit(nn.QuantisedLinear.matrix)(linear))
+    tiny = np.abs(want) < 2.0**-126
+    assert np.array_equal(found, np.where(tiny, 0, want)) and tiny[0].sum() == 8 and np.isinf(want[-1]).sum() == 8
+    assert np.count_nonzero(found[0]) == 8
+
+
 def test_a_product_in_sixteen_bits_is_that_of_the_rounded_weight():
     linear, _ = stored("int4 with zeros")
     x, plain = normal(1, 5, 2, 8).astype(jnp.bfloat16), nn.cast(nn.dense(linear), "bfloat16")
