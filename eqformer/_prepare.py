@@ -12,12 +12,12 @@ from ._xla_flags import as_flags, known
 
 
 def prepare(*, devices: int | None = None, compilers: bool = False, gradients: bool = True) -> None:
-    """Set XLA's flags for CPUs and GPUs and malloc's parameters for CPUs, but for those that the user has set.
+    """Set XLA's flags for CPUs and GPUs, the share of a GPU's memory that JAX takes and malloc's parameters for CPUs.
 
-    Nothing else in eqformer does, and XLA reads them once: call it before JAX makes its first array or looks for
-    devices. On CPUs training is about twice as fast with them, and texts and forward passes are up to a fifth faster
-    with those of `gradients=False`; docs/benchmarks.md and docs/accelerators.md tell what each brings. Flags that the
-    installed XLA does not know are left out, with a line in the log.
+    What the user has set stays. Nothing else in eqformer sets them, and XLA reads them once: call it before JAX makes
+    its first array or looks for devices. On CPUs training is about twice as fast with them, and texts and forward
+    passes are up to a fifth faster with those of `gradients=False`; docs/benchmarks.md and docs/accelerators.md tell
+    what each brings. Flags that the installed XLA does not know are left out, with a line in the log.
 
     With `devices` JAX takes the CPU for so many devices, whatever else is there. With `compilers` libtpu and CUDA
     compile for accelerators that are not here, as `planning.compilation_of` has them do. Raises a `ValueError` where
@@ -28,13 +28,14 @@ def prepare(*, devices: int | None = None, compilers: bool = False, gradients: b
             f"prepare(devices={devices}): it counts devices, so pass at least 1, or None for those there are."
         )
     flags = _flags(devices, compilers, gradients)
-    if flags != os.environ.get("XLA_FLAGS", "").split():
+    share = _share_of_memory()
+    if share or flags != os.environ.get("XLA_FLAGS", "").split():
         if _has_started():
             raise ValueError(
                 "prepare(): JAX has started already, and XLA reads its flags only then; call it before the first array "
                 "is made and before jax.devices()."
             )
-        os.environ["XLA_FLAGS"] = " ".join(flags)
+        os.environ.update({"XLA_FLAGS": " ".join(flags)} | share)
     if devices is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         if (jax := sys.modules.get("jax")) is not None:  # which has read the variable
@@ -65,8 +66,18 @@ def _has_started() -> bool:
 
 def platform_flags() -> dict[str, Any]:
     """XLA's flags for CPUs and, where JAX can compile for them, for GPUs: a planned program is compiled as a run's."""
-    has_gpus = any(importlib.util.find_spec(f"jax_cuda{number}_plugin") for number in (12, 13))
-    return _CPU_FLAGS | (_GPU_FLAGS if has_gpus else {})
+    return _CPU_FLAGS | (_GPU_FLAGS if _has_gpus() else {})
+
+
+def _share_of_memory() -> dict[str, str]:
+    """The variable of JAX's share of a GPU's memory, where that is not set yet by the name it has or had."""
+    is_set = any(os.environ.get(name) for name in _OF_MEMORY)
+    return {_OF_MEMORY[0]: str(GPU_SHARE)} if _has_gpus() and not is_set else {}
+
+
+def _has_gpus() -> bool:
+    """Whether JAX can compile for GPUs."""
+    return any(importlib.util.find_spec(f"jax_cuda{number}_plugin") for number in (12, 13))
 
 
 def keep_pages(libc: ctypes.CDLL) -> None:
@@ -87,6 +98,10 @@ _FORWARD_FLAGS = {_KERNELS_FLAG: f"{_KIND}INDIVIDUAL_DOT"}
 # stood exposed. Gradients are scattered in their own turn: XLA would hold, and copy, them in float32 for the next one
 # (docs/accelerators.md). XLA's latency-hiding scheduler and asynchronous collectives are on by default.
 _GPU_FLAGS = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": False}
+# What of a GPU's memory JAX takes at its start for all its programs; by itself it takes three quarters, and a program
+# has no more. The rest is for CUDA, NCCL and the workspaces of their libraries: NVIDIA's own runs take 0.8 to 0.9.
+GPU_SHARE = 0.9
+_OF_MEMORY = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _SIMULATED = "--xla_force_host_platform_device_count"
 
 # Compilers for accelerators that are not here must look for none, and say no word of it; no chip is opened, so that

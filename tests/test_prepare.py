@@ -40,6 +40,7 @@ def test_flags_for_gpus_are_set_where_there_are_compilers_for_them_and_the_users
     monkeypatch.setattr(_prepare, "keep_pages", lambda libc: None)
     monkeypatch.setattr(_prepare, "_has_started", lambda: False)
     monkeypatch.setattr(_prepare, "known", lambda options: options)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "")
     set_by = {}
     for installed in ([], ["jax_cuda13_plugin"]):
         monkeypatch.setattr(_prepare.importlib.util, "find_spec", lambda name, there=installed: name in there or None)
@@ -51,6 +52,24 @@ def test_flags_for_gpus_are_set_where_there_are_compilers_for_them_and_the_users
     # Gathers are pipelined, scatters are not.
     wanted = {(False, False): [], (False, True): ["false"], (True, False): ["true", "false"]}
     assert set_by == wanted | {(True, True): ["false", "false"]}
+
+
+@pytest.mark.parametrize("own", [None, "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_jax_takes_most_of_a_gpus_memory_where_the_user_says_nothing(monkeypatch, own):
+    """And jaxlib reads it so; it refuses both names at once."""
+    from jaxlib.xla_client import generate_pjrt_gpu_plugin_options as options
+
+    monkeypatch.setattr(_prepare, "keep_pages", lambda libc: None)
+    monkeypatch.setattr(_prepare, "_has_started", lambda: False)
+    monkeypatch.setattr(_prepare, "_has_gpus", lambda: False)
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_FLAGS"):
+        monkeypatch.setenv(name, "0.4" if name == own else "")
+    eqformer.prepare()
+    assert options().get("memory_fraction") == (0.4 if own else None)  # no GPU: nothing is set
+    monkeypatch.setattr(_prepare, "_has_gpus", lambda: True)
+    monkeypatch.setattr(_prepare, "known", lambda options: options)
+    eqformer.prepare()
+    assert options()["memory_fraction"] == (0.4 if own else _prepare.GPU_SHARE)
 
 
 def test_a_process_is_prepared_before_jax_starts_and_not_later(monkeypatch):

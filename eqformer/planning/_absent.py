@@ -153,7 +153,7 @@ _GPU = """gpu_device_info {{
   memory_bandwidth: {one.bandwidth:.0f}
   l2_cache_size: 52428800
   clock_rate_ghz: 1.98
-  device_memory_size: {one.memory}
+  device_memory_size: {one.whole}
   shared_memory_per_block_optin: 232448
   cuda_compute_capability {{ major: {major} }}
   registers_per_core_limit: 65536

@@ -5,6 +5,8 @@ import math
 
 from jax.sharding import AbstractMesh, Mesh
 
+from .._prepare import GPU_SHARE
+
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
@@ -13,7 +15,7 @@ class Accelerator:
     name: str
     """Its name in a topology, `v5e`."""
     memory: int
-    """Bytes of memory that a program may fill."""
+    """Bytes of memory that programs may fill: of a GPU the share that JAX takes, as `eqformer.prepare` sets it."""
     bandwidth: float
     """Bytes that memory reads or writes."""
     bf16: float
@@ -40,6 +42,8 @@ class Accelerator:
     """Cycles of its cores, by which a compiler's estimate becomes seconds; 0 where they are not published."""
     round_trip: int = 4
     """A dim of a torus that is a multiple of this is a ring, a shorter one a line."""
+    whole: int = 0
+    """Bytes of a GPU's memory; 0 where programs may fill all there is."""
 
     def peak(self, dtype: str) -> float:
         """Operations a second in a dtype, by its name; those of any wider than 16 bits are taken as bfloat16's."""
@@ -51,8 +55,8 @@ _GIB = 2**30
 # https://cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x: "bidirectional ICI bandwidth per chip" over its links and
 # two directions, "DCN bandwidth per chip"), the link to the host from "How to Scale Your Model" (Austin et al. 2025,
 # part 2), which has none for tpu7x: of that a chip has v6e's. Of GPUs, from NVIDIA's data sheets (H100 SXM, H200 SXM,
-# HGX B200), dense; PCIe 5 to the host, 128 GB/s both ways; between machines one port of 400 Gb/s each; memory is what
-# CUDA reports of an H100, and in its share of the others.
+# HGX B200), dense; PCIe 5 to the host, 128 GB/s both ways; between machines one port of 400 Gb/s each; the whole memory
+# is what CUDA reports of an H100, and in its share of the others.
 _V4 = Accelerator("v4", int(30.5 * _GIB), 1.228e12, 2.75e14, 2.75e14, 2.75e14, 5e10, 6, 6.25e9, 1.5e10, "tpu")
 _V5E = Accelerator("v5e", int(15.75 * _GIB), 8.19e11, 1.97e14, 1.97e14, 3.94e14, 5e10, 4, 3.125e9, 1.5e10, "tpu")
 _V5P = Accelerator("v5p", int(95.74 * _GIB), 2.765e12, 4.59e14, 4.59e14, 9.18e14, 1e11, 6, 6.25e9, 1.5e10, "tpu")
@@ -69,7 +73,10 @@ ACCELERATORS = {
     "v5p": dataclasses.replace(_V5P, clock=1.75e9),
     "v6e": dataclasses.replace(_V6E, round_trip=16),
     "tpu7x": dataclasses.replace(_TPU7X, per_chip=2),
-    **{one.name: dataclasses.replace(one, switched=8) for one in (_H100, _H200, _B200)},
+    **{
+        one.name: dataclasses.replace(one, memory=int(GPU_SHARE * one.memory), whole=one.memory, switched=8)
+        for one in (_H100, _H200, _B200)
+    },
 }
 
 

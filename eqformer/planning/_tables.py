@@ -69,7 +69,9 @@ def _time_table(found: Forecast) -> str:
 
 def _verdict(held: int, one: Accelerator) -> str:
     missing = held - one.memory
-    return f"{f'does not fit: {gigabytes(missing)} too much' if missing > 0 else 'fits'}, of {gigabytes(one.memory)}"
+    share = f" that JAX takes of {gigabytes(one.whole)}" if one.whole else ""
+    verdict = f"does not fit: {gigabytes(missing)} too much" if missing > 0 else "fits"
+    return f"{verdict}, of {gigabytes(one.memory)}{share}"
 
 
 def compilation_table(made: Compilation, found: Forecast) -> str:

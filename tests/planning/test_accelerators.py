@@ -49,6 +49,13 @@ def test_a_mesh_of_another_size_is_refused():
         topology("v5e:4x4").speeds(abstract_mesh({"fsdp": 8}))
 
 
+def test_programs_fill_what_jax_takes_of_a_gpu():
+    """Of a H100, of which CUDA reports 79.1 GiB; of a TPU, what its compiler says."""
+    gpu, tpu = ACCELERATORS["h100"], ACCELERATORS["v5e"]
+    assert gpu.whole == pytest.approx(79.1 * 2**30, rel=1e-3) and gpu.memory == pytest.approx(0.9 * gpu.whole)
+    assert tpu.memory == 15.75 * 2**30 and not tpu.whole
+
+
 def test_a_device_has_the_peak_of_its_dtype():
     one = ACCELERATORS["h100"]
     assert one.peak("bfloat16") == one.peak("float32") == 9.89e14

@@ -73,6 +73,7 @@ def test_without_a_compiler_formulas_are_told_and_the_extra_is_named(name, extra
     text = told(f"--topology {name} --mesh.fsdp 4 --mesh.tensor 2 --zero 3")
     assert text.startswith(f"{name}; 8 devices: fsdp 4 x tensor 2; zero 3") and "an MFU of" in text and "fits," in text
     assert f"so nothing is compiled for {name}: pip install '{extra}'" in text
+    assert ("fits, of 76.4 GB that JAX takes of 84.9 GB" in text) == (name == "h100:8")
 
 
 @pytest.mark.skipif(missing_compiler(topology("v5e:2x2")) is not None, reason="the extra `tpu` is not installed")
