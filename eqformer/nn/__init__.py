@@ -63,6 +63,7 @@ from ._embedding import (
     unembed as unembed,
 )
 from ._encoder import Encoder as Encoder
+from ._execution import Execution as Execution
 from ._fp8 import Fp8Linear as Fp8Linear, with_fp8 as with_fp8, without_fp8 as without_fp8
 from ._in_turn import reads as reads
 from ._layer_inputs import GatedInput as GatedInput, LayerInputs as LayerInputs

@@ -18,6 +18,7 @@ from ._loop import (
     Progress as Progress,
     train as train,
 )
+from ._lora import Lora as Lora
 from ._loss import (
     batch_tokens as batch_tokens,
     cross_entropy as cross_entropy,
@@ -35,6 +36,8 @@ from ._metric_writers import (
     WeightsAndBiases as WeightsAndBiases,
 )
 from ._metrics import bits_per_byte as bits_per_byte, throughput as throughput
+from ._next_token import check_next_token as check_next_token
+from ._optimization import Optimization as Optimization
 from ._optimizer import (
     adamw as adamw,
     global_norm as global_norm,

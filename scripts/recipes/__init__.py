@@ -6,11 +6,8 @@ from ._default import adamw as adamw, default as default, gpt2 as gpt2, jaxforme
 from ._large import LARGE as LARGE
 from ._recipe import (
     CHANGEABLE as CHANGEABLE,
-    Execution as Execution,
-    Lora as Lora,
     Mesh as Mesh,
     Metrics as Metrics,
-    Optimization as Optimization,
     Recipe as Recipe,
     Spikes as Spikes,
     Text as Text,

@@ -3,8 +3,9 @@
 import dataclasses
 
 from eqformer.models import preset
+from eqformer.training import Optimization
 
-from ._recipe import Optimization, Recipe
+from ._recipe import Recipe
 
 
 def default() -> Recipe:

@@ -6,10 +6,11 @@ None has been run: each is planned and compiled (docs/accelerators.md). By AdamW
 from typing import Any
 
 from eqformer.models import preset
-from eqformer.nn import Precision
+from eqformer.nn import Execution, Precision
 from eqformer.parallel import Choices
+from eqformer.training import Optimization
 
-from ._recipe import Execution, Mesh, Optimization, Recipe
+from ._recipe import Mesh, Recipe
 
 
 _ALL_AGAIN = Execution(remat="full")

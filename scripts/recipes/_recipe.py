@@ -7,21 +7,9 @@ from typing import Annotated, Literal
 import tyro
 
 from eqformer.models import ModelConfig
-from eqformer.nn import Precision
+from eqformer.nn import Execution, Precision
 from eqformer.parallel import Choices
-
-
-def _number_or_none(words: list[str]) -> float | None:
-    return None if words[0].lower() == "none" else float(words[0])
-
-
-_NUMBER_OR_NONE = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="FLOAT|NONE",
-    instance_from_str=_number_or_none,
-    is_instance=lambda value: value is None or isinstance(value, int | float),
-    str_from_instance=lambda value: [str(value)],
-)
+from eqformer.training import Lora, Optimization
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,54 +35,6 @@ class Text:
 
 
 @dataclasses.dataclass(frozen=True)
-class Optimization:
-    """The optimizer and its learning rates."""
-
-    name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """AdamW, Muon (hidden matrices; AdamW for the rest), or gradient descent."""
-    learning_rate: float = 3e-3
-    """The peak learning rate."""
-    rates: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"
-    """The learning rate after the warmup: half a cosine, a plateau and a linear decay, or the peak."""
-    warmup: int | None = None
-    """Steps of linear warmup; by default a tenth of the run's, at least 1 and at most 50."""
-    moments: Literal["float32", "bfloat16", "8bit"] = "float32"
-    """What the optimizer's moments are kept in between steps: bfloat16 takes half the memory, 8bit a quarter."""
-    weight_decay: float = 0.1
-    """Decay of matrices, times the learning rate; biases and norms never decay."""
-    clip: Annotated[float | None, _NUMBER_OR_NONE] = 1.0
-    """The largest global gradient norm; larger gradients are scaled down to it. None switches clipping off."""
-    z_loss: float = 0.0
-    """Weight of the squared log-normaliser in the loss."""
-    balance_rate: float = 0.001
-    """The step size of the routers' selection biases, which balance the load of experts."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Lora:
-    """LoRA: low-rank changes that are trained instead of the weights."""
-
-    rank: int = 0
-    """The rank of the changes; 0 trains all weights."""
-    alpha: float = 16.0
-    """The changes are multiplied by alpha / rank."""
-    maps: tuple[str, ...] = ("query", "key", "value", "output")
-    """The linear maps that get one, by the ends of their names, as eqformer.nn.with_lora takes them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Execution:
-    """How the model runs; it changes speed and memory, and no results."""
-
-    core: Literal["auto", "xla", "reference", "blockwise", "cudnn", "splash"] = "auto"
-    """The attention core; auto takes what the platform has: cudnn on GPUs, splash on TPUs, blockwise elsewhere."""
-    remat: Literal["none", "full", "dots", "dots_no_batch", "products", "products_on_host"] = "products"
-    """What the backward pass recomputes instead of keeping it; products_on_host keeps products in hosts' memory."""
-    unroll: int = 1
-    """How many layers an iteration of the scan over layers runs."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Metrics:
     """Which metrics are written, and where beside metrics.jsonl."""
 
@@ -110,7 +50,7 @@ class Metrics:
 class Spikes:
     """Spikes of the loss: the run goes back to its last checkpoint and leaves out the batches since (as PaLM's)."""
 
-    factor: Annotated[float | None, _NUMBER_OR_NONE] = None
+    factor: float | None = None
     """A spike is a loss above this many times the median of the steps before it; None watches for none."""
     window: int = 50
     """Of how many steps."""

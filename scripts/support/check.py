@@ -5,16 +5,16 @@ import math
 import re
 from typing import Any
 
+import jax
 from recipes import Recipe
 
 from eqformer import nn, training
-from support.flags import flags_of
+from support.flags import flags_of, naming_flags
 from support.published import tokenizer_of
 from support.setup import optimizer_of, shapes_of
 
 
-_COUNTS = "--steps --seq --batch --log-every --checkpoint-every --keep --validate-every".split()
-_COUNTS += "--validation-batches --execution.unroll".split()
+_COUNTS = "--steps --seq --batch --log-every --checkpoint-every --keep --validate-every --validation-batches".split()
 
 
 def check(recipe: Recipe) -> nn.Transformer:
@@ -29,22 +29,12 @@ def check(recipe: Recipe) -> nn.Transformer:
         raise ValueError(f"--sample-every {recipe.sample_every}: give the steps between samples, or 0 for none at all.")
     if recipe.profile is not None:
         steps_of(recipe.profile)
-    training.Spikes(**dataclasses.asdict(recipe.spikes))  # which makes its own checks
     _check_vocab(recipe)
-    shapes = shapes_of(recipe)
-    _check_task(shapes)
-    if shapes.positions is not None and recipe.seq > (longest := shapes.positions.weight.shape[0]):
-        raise ValueError(
-            f"--seq {recipe.seq}: the model has {longest} learned positions; give --model.max-seq {recipe.seq} or a "
-            f"--seq of at most {longest}."
-        )
-    chosen, optimizer = recipe.optimizer, optimizer_of(recipe, shapes)
-    if chosen.clip is not None and chosen.clip <= 0:
-        raise ValueError(f"--optimizer.clip {chosen.clip}: the largest norm is positive; none switches clipping off.")
-    for name in ("weight_decay", "z_loss", "balance_rate"):
-        if (value := getattr(chosen, name)) < 0:
-            raise ValueError(f"--optimizer.{name.replace('_', '-')} {value}: give 0, which is none, or more.")
-    training.make_step(training.next_token_loss, optimizer, clip=chosen.clip)  # which makes its own checks
+    with naming_flags(recipe):  # the library makes its own checks
+        training.Spikes(**dataclasses.asdict(recipe.spikes))
+        shapes = shapes_of(recipe)
+        training.check_next_token(shapes, seq=recipe.seq)
+        recipe.optimizer.step(optimizer_of(recipe, shapes))
     if recipe.metrics.tensorboard:
         training.TensorBoard.package()
     if recipe.metrics.wandb is not None:
@@ -58,22 +48,6 @@ def steps_of(profile: str) -> tuple[int, int]:
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise ValueError(f"--profile {profile}: give the first and last step to trace, such as 20:25.")
     return int(found[1]), int(found[2])
-
-
-def _check_task(model: nn.Transformer) -> None:
-    """Raise a `ValueError` for a model that learns something else than the next token of a text."""
-    if model.start is not None:
-        raise ValueError(
-            "--recipe, --model: the model's encoder reads a text beside the one that is written, and a run's texts are "
-            "not pairs; train it by the library, on eqformer.data.paired(sources, targets)."
-        )
-    for path, mixer in nn.named_modules(model, nn.Mixer):
-        attends = mixer.facts().attends
-        if attends is not None and not attends.mask.is_causal:
-            raise ValueError(
-                f"--recipe, --model: in {path} a token sees later ones, so nothing is learned by predicting the next; "
-                "train the model by the library, on eqformer.training.masked_batch(batch, ...)."
-            )
 
 
 def _check_vocab(recipe: Recipe) -> None:
@@ -90,17 +64,15 @@ def _check_vocab(recipe: Recipe) -> None:
 
 def _check_value(flag: str, value: Any) -> None:
     """Raise a `ValueError` for a value that recipe.json cannot hold or a run cannot use."""
-    for part in value if isinstance(value, tuple) else ():
-        _check_value(flag, part)
-    if flag in _COUNTS and isinstance(value, int) and value < 1:
-        raise ValueError(f"{flag} {value}: it counts, so give at least 1.")
-    if isinstance(value, float) and not math.isfinite(value):
-        none = "; none switches clipping off" if flag == "--optimizer.clip" else ""
-        raise ValueError(f"{flag} {value}: give a finite number{none}.")
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{flag} {value}: give a number of at most 64 bits.")
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{flag} {ascii(value)}: this is no text in UTF-8; type it anew.") from error
+    for part in jax.tree.leaves(value):
+        if flag in _COUNTS and part < 1:
+            fix = "it counts, so give at least 1"
+        elif isinstance(part, float) and not math.isfinite(part):
+            fix = "give a finite number"
+        elif isinstance(part, int) and not -(2**63) <= part < 2**63:
+            fix = "give a number of at most 64 bits"
+        elif isinstance(part, str) and part.encode(errors="ignore").decode() != part:
+            part, fix = ascii(part), "this is no text in UTF-8; type it anew"
+        else:
+            continue
+        raise ValueError(f"{flag} {part}: {fix}.")

@@ -98,6 +98,7 @@ WORDS = {
     "FileTokenizer(": ("--text.tokenizer", "--model"),
     "files(": ("--data", "--text.mix"),
     "hub(": ("--text.hub", "--text.mix"),
+    "check_next_token(": ("--model", "--recipe"),
     "load(": ("--model",),
     "optimizer(": ("--optimizer.name",),
     "rates(": ("--optimizer.rates",),
@@ -111,6 +112,7 @@ WORDS = {
     "rows": ("--batch",),
     "peak": ("--optimizer.learning-rate",),
     "rate": ("--model.dropout",),
+    "where": ("--lora.maps",),
     "name": (),
     "split": (),
 }

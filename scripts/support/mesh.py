@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from recipes import Recipe
 
-from eqformer import Batch, parallel, planning, training
+from eqformer import parallel, planning, training
 from support.setup import build_model
 
 
@@ -74,20 +74,9 @@ def in_flags(recipe: Recipe, call: Callable[[], Any], *more: str) -> Any:
         raise ValueError(f"{given}: {error}" if given else str(error)) from error
 
 
-def loss_of(recipe: Recipe) -> Callable[..., tuple[Any, Any]]:
-    """The recipe's loss."""
-
-    def loss(model: Any, batch: Batch, key: Any, **views: Any) -> tuple[Any, Any]:
-        return training.next_token_loss(model, batch, key, z_loss=recipe.optimizer.z_loss, **views)
-
-    return loss
-
-
 def step_of(recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer) -> training.Step:
     """The recipe's step under a plan."""
-    its = recipe.optimizer
-    options = {"balance_rate": its.balance_rate, "gradient_norms": recipe.metrics.gradient_norms}
-    return training.planned_step(loss_of(recipe), optimizer, plan, clip=its.clip, **options)
+    return recipe.optimizer.step(optimizer, plan, gradient_norms=recipe.metrics.gradient_norms)
 
 
 def state_of(

@@ -5,32 +5,12 @@ number of steps had been asked for from the beginning. If the rate would jump, t
 (`--prolong`), and checkpoints keep the choice. The rates of the steps already taken never change.
 """
 
-from collections.abc import Sequence
-
 import jax
 import numpy as np
-from recipes import Optimization, Recipe
+from recipes import Recipe
 
 from eqformer import training
 from eqformer.training import Stretch
-
-
-def whole_run(recipe: Recipe) -> list[Stretch]:
-    """The one stretch of a run that begins with this recipe."""
-    asked, steps = recipe.optimizer.warmup, recipe.steps
-    return [Stretch(0, steps, training.default_warmup(steps) if asked is None else asked)]
-
-
-def rates_of(chosen: Optimization, stretches: Sequence[Stretch]) -> training.Rates:
-    """The learning rate of each step; raises a `ValueError` that names the flags where no rates can be made."""
-    try:
-        return training.stretched_rates(chosen.rates, stretches, peak=chosen.learning_rate)
-    except ValueError as error:
-        last = stretches[-1]
-        flags = (
-            f"--optimizer.learning-rate {chosen.learning_rate} --optimizer.warmup {last.warmup} --steps {last.steps}"
-        )
-        raise ValueError(f"{flags}: {error}") from error
 
 
 def stretches_of(recipe: Recipe, checkpointer: training.Checkpointer) -> tuple[list[Stretch], str]:
@@ -40,15 +20,15 @@ def stretches_of(recipe: Recipe, checkpointer: training.Checkpointer) -> tuple[l
     """
     start, steps, chosen = checkpointer.latest_step, recipe.steps, recipe.optimizer
     if not start:
-        return whole_run(recipe), ""
+        return chosen.stretches(steps), ""
     so_far = [Stretch(**stretch) for stretch in checkpointer.metadata()["rates"]]
     if steps in (so_far[-1].steps, start) or steps < start:
         return so_far, ""
     options = {"peak": chosen.learning_rate, "start": start, "steps": steps, "warmup": chosen.warmup}
-    ahead = lambda stretches: _ahead(rates_of(chosen, stretches), start, steps)
+    ahead = lambda stretches: _ahead(chosen.rates_over(stretches), start, steps)
     on = training.continuation(chosen.rates, so_far, **options)
     call = f"--steps {steps}: the run was trained as one of {so_far[-1].steps} steps, and the learning rate was "
-    call += f"{_rate(rates_of(chosen, so_far), start - 1)} at step {start}"
+    call += f"{_rate(chosen.rates_over(so_far), start - 1)} at step {start}"
     if on.smooth(start):
         return on.longer, f"{call}; it will be {ahead(on.longer)}"
     if recipe.prolong in on.ways:

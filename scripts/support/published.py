@@ -7,9 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from recipes import Optimization, Recipe
+from recipes import Recipe
 
 from eqformer import data, models
+from eqformer.training import Optimization
 from support.recipe_file import differences
 from support.run_directory import EVERYTHING_ELSE, RunDirectory
 

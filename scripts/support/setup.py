@@ -1,8 +1,7 @@
 """From a recipe to its parts: model, optimizer, keys."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import equinox as eqx
 import jax
@@ -10,19 +9,8 @@ from jaxtyping import Array, Key
 from recipes import Recipe
 
 from eqformer import Batch, models, nn, parallel, planning, training
-from support.prolonged import rates_of, whole_run
 from support.run_directory import RunDirectory
 from support.screen import Screen
-
-
-CORES: dict[str, Callable[[], nn.Core]] = {
-    "auto": nn.AutoCore,
-    "xla": nn.DotProductCore,
-    "reference": nn.ReferenceCore,
-    "blockwise": nn.BlockwiseCore,
-    "cudnn": nn.CudnnCore,
-    "splash": nn.SplashCore,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,20 +52,12 @@ def shapes_of(recipe: Recipe) -> nn.Transformer:
 
 def as_recipe_says(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
     """The model with the recipe's execution settings, precision and LoRA."""
-    its = recipe.execution
-    model = nn.run_with(model, core=CORES[its.core](), remat=its.remat, unroll=its.unroll)
-    return adapted(recipe, recipe.precision.apply(model))
+    return adapted(recipe, recipe.precision.apply(recipe.execution.apply(model)))
 
 
 def adapted(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
     """The model with the recipe's LoRA, which changes nothing before the first step."""
-    if not recipe.lora.rank:
-        return model
-    key = jax.random.fold_in(keys_of(recipe).init, 1)
-    try:
-        return nn.with_lora(model, list(recipe.lora.maps), rank=recipe.lora.rank, alpha=recipe.lora.alpha, key=key)
-    except ValueError as error:
-        raise ValueError(f"--lora.rank {recipe.lora.rank} --lora.maps {' '.join(recipe.lora.maps)}: {error}") from error
+    return recipe.lora.apply(model, key=jax.random.fold_in(keys_of(recipe).init, 1))
 
 
 def latest_model(directory: RunDirectory, recipe: Recipe, plan: parallel.Plan | None = None) -> nn.Transformer:
@@ -100,8 +80,5 @@ def optimizer_of(
     recipe: Recipe, model: nn.Transformer, stretches: Sequence[training.Stretch] | None = None
 ) -> training.Optimizer:
     """The recipe's optimizer, with the learning rates of a new run or, if given, those of these stretches."""
-    chosen = recipe.optimizer
-    rates = rates_of(chosen, whole_run(recipe) if stretches is None else stretches)
-    given: dict[str, Any] = {"moments": chosen.moments, "weight_decay": chosen.weight_decay}
-    given |= {"trained": nn.lora_factors} if recipe.lora.rank else {}
-    return training.optimizer(chosen.name, model, rate=rates, **given)
+    its = recipe.optimizer
+    return its.optimizer(model, stretches or its.stretches(recipe.steps), trained=recipe.lora.trained)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from recipes import Lora, Recipe
+from recipes import Recipe
 
 from eqformer import data, generation, parallel, planning, training
 from eqformer.parallel import check_alike, on_all_processes, on_first_process
 from support.check import steps_of
 from support.colored_text import color, has_choices
 from support.forked import forked
-from support.mesh import loss_of, state_of, step_of
+from support.mesh import state_of, step_of
 from support.metric_writers import open_metrics, Write
 from support.prolonged import stretches_of
 from support.published import keep_companions, tokenizer_of
@@ -130,7 +130,7 @@ class Trainer:
 
     def _debug_nans(self) -> training.DebugNans:
         pieces, trained = self.plan.microbatches, self.optimizer.trained
-        key, loss = self.keys.steps, loss_of(self.recipe)
+        key, loss = self.keys.steps, self.recipe.optimizer.loss
         return training.DebugNans(loss, key, microbatches=pieces, trained=trained, states=self.states)
 
     def _keeping(self, write: Write) -> Write:
@@ -159,7 +159,7 @@ class Trainer:
                 return self.states.init(), 0
             return self.states.init_from(load_model(self.recipe, self.plan, self.screen)), 0
         if checkpointer.latest_step == 0:  # of a model that was brought here, and nothing else
-            plain = shapes_of(dataclasses.replace(self.recipe, lora=Lora()))
+            plain = shapes_of(dataclasses.replace(self.recipe, lora=training.Lora()))
             model = training.restore_model(checkpointer, plain, self.plan)
             return self.states.init_from(adapted(self.recipe, model)), 0
         metadata = checkpointer.metadata()

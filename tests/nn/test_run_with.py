@@ -1,5 +1,7 @@
 """How a model runs is set on it: its arrays and what it computes stay, softcaps with them."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -95,3 +97,18 @@ def test_the_program_changes():
     program = lambda stack: str(jax.make_jaxpr(lambda x: stack(x)[0])(x))
     assert program(nn.run_with(stack, remat="full")).count("remat") > program(stack).count("remat")
     assert "unroll=2" in program(nn.run_with(stack, unroll=2)) and "unroll=1" in program(stack)
+
+
+def test_an_execution_says_in_words_what_run_with_is_given():
+    shapes = eqx.filter_eval_shape(lambda: models.build("llama-byte-1m", key=KEY))
+    words: dict[Any, Any] = {"auto": nn.AutoCore, "xla": nn.DotProductCore, "reference": nn.ReferenceCore}
+    words |= {"blockwise": nn.BlockwiseCore, "cudnn": nn.CudnnCore, "splash": nn.SplashCore}
+    for core, kind in words.items():
+        changed = nn.Execution(core, "full", 2).apply(shapes)
+        assert eqx.tree_equal(changed, nn.run_with(shapes, core=kind(), remat="full", unroll=2))
+    assert not eqx.tree_equal(nn.Execution("xla", "full", 2).apply(shapes), nn.Execution("xla", "full").apply(shapes))
+    for name, value in (("core", "flash"), ("remat", "all"), ("unroll", 0)):
+        wrong = nn.Execution()
+        object.__setattr__(wrong, name, value)  # the types of a call are checked here, and not where users call it
+        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+            wrong.apply(shapes)

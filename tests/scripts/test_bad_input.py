@@ -61,8 +61,14 @@ def refused(capsys):
         ),
         ("--recipe gpt2 --model.embed 100", ["embed=100, heads=8", "divide"]),
         ("--batch 16 --microbatches 3", ["--microbatches 3 --batch 16", "multiple of 3 rows"]),
-        ("--recipe t5-byte-200k", ["error: --recipe, --model: the model's encoder", "data.paired(sources, targets)"]),
-        ("--recipe modernbert-byte-200k", ["error: --recipe, --model: in stacks[0]", "a token sees later ones"]),
+        (
+            "--recipe t5-byte-200k",
+            ["error: --recipe t5-byte-200k: ", "the model's encoder", "data.paired(sources, targets)"],
+        ),
+        (
+            "--recipe modernbert-byte-200k",
+            ["error: --recipe modernbert-byte-200k: ", "in stacks[0]", "a token sees later ones"],
+        ),
         ("--recipe gpt2 --seq 1024", ["--seq 1024", "512 learned positions"]),
         ("--steps 0", ["--steps 0", "at least 1"]),
         ("--sample-every -1", ["--sample-every -1", "0 for none"]),

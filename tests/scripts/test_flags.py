@@ -1,6 +1,7 @@
 """Flags: help that fits on a screen, names from elsewhere, and the library's errors said in flags."""
 
 import ast
+import inspect
 import json
 import re
 from itertools import pairwise
@@ -17,7 +18,7 @@ from support.command import parse, recipe_of
 from support.flags import flags_of, in_flags, USUAL_NAMES, WORDS
 from support.help import GROUPS
 
-from eqformer import data, models
+from eqformer import data, models, nn, parallel, training
 
 
 def page(kind, capsys, *arguments):
@@ -96,7 +97,9 @@ def test_names_of_flags_may_have_underscores_and_values_keep_theirs(given):
 def test_help_of_a_field_is_one_line():
     # Lines after the first are indented, and the parser breaks the text there.
     documented = 0
-    for path in [*SCRIPTS.glob("*.py"), *SCRIPTS.glob("[rs]*/*.py")]:
+    kinds = training.Optimization, training.Lora, nn.Execution, parallel.Choices
+    of_kinds = [Path(inspect.getfile(kind)) for kind in kinds]
+    for path in [*SCRIPTS.glob("*.py"), *SCRIPTS.glob("[rs]*/*.py"), *of_kinds]:
         for node in ast.walk(ast.parse(path.read_text())):
             for field, words in pairwise(node.body if isinstance(node, ast.ClassDef) else []):
                 if isinstance(field, ast.AnnAssign) and isinstance(words, ast.Expr):

@@ -16,12 +16,11 @@ import numpy as np
 import pretrain
 import pytest
 import sample
-from recipes import Lora, Metrics, Optimization, Recipe, RECIPES, Text
+from recipes import Metrics, Recipe, RECIPES, Text
 from rich.console import Console
 from support import screen as _screen, trainer as _trainer
 from support.command import parse, recipe_of
 from support.metric_writers import open_metrics
-from support.prolonged import whole_run
 from support.published import check_published, keep_companions, tokenizer_of
 from support.recipe_file import to_json
 from support.report import figures, opening
@@ -30,6 +29,7 @@ from support.screen import Screen
 from support.setup import build_model, keys_of, shapes_of
 
 from eqformer import data, models, nn, training
+from eqformer.training import Lora, Optimization
 
 
 CONFIG = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-5}
@@ -103,7 +103,7 @@ def test_a_folder_is_a_recipes_once_something_is_saved(tmp_path):
 
     def saved(step):
         with training.Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
-            about = {"rates": [dataclasses.asdict(its) for its in whole_run(recipe(steps=9))]}
+            about = {"rates": [dataclasses.asdict(its) for its in Optimization().stretches(9)]}
             checkpointer.save({"x": np.zeros(1)}, step, about)
 
     other = models.preset("gpt2")
@@ -265,7 +265,11 @@ def test_a_run_goes_on_by_its_copy_once_the_published_folder_has_moved(folder, t
     with pytest.raises(ValueError, match="published"):  # it has no weights of its own yet
         parse(pretrain.Command, flags)
     with training.Checkpointer(run.checkpoints) as checkpointer:
-        checkpointer.save({"x": np.zeros(1)}, 3, {"rates": [dataclasses.asdict(its) for its in whole_run(begun)]})
+        checkpointer.save(
+            {"x": np.zeros(1)},
+            3,
+            {"rates": [dataclasses.asdict(its) for its in begun.optimizer.stretches(begun.steps)]},
+        )
     again = parse(pretrain.Command, flags).run
     for spelled in (["--run_dir", str(run.path)], [f"--run_dir={run.path}"]):
         assert parse(pretrain.Command, [*flags[:2], *spelled]).run == again

@@ -1,0 +1,76 @@
+"""How a run changes its weights, as plain data."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jaxtyping import Array, Float, PyTree
+
+from ..parallel import Plan
+from ._loss import next_token_loss
+from ._optimizer import Optimizer, optimizer, trainable, Trained
+from ._planned_step import planned_step
+from ._rates import Rates
+from ._step import make_step, Step
+from ._stretches import default_warmup, Stretch, stretched_rates
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimization:
+    """An optimizer, its learning rates and what is minimised. Plain data: the methods, which make them, check it."""
+
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """AdamW, Muon (hidden matrices; AdamW for the rest), or gradient descent."""
+    learning_rate: float = 3e-3
+    """The peak learning rate."""
+    rates: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"
+    """The learning rate after the warmup: half a cosine, a plateau and a linear decay, or the peak."""
+    warmup: int | None = None
+    """Steps of linear warmup; by default a tenth of the run's, at least 1 and at most 50."""
+    moments: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """What the optimizer's moments are kept in between steps: bfloat16 takes half the memory, 8bit a quarter."""
+    weight_decay: float = 0.1
+    """Decay of matrices, times the learning rate; biases and norms never decay."""
+    clip: float | None = 1.0
+    """The largest global gradient norm; larger gradients are scaled down to it. None switches clipping off."""
+    z_loss: float = 0.0
+    """Weight of the squared log-normaliser in the loss."""
+    balance_rate: float = 0.001
+    """The step size of the routers' selection biases, which balance the load of experts."""
+
+    def stretches(self, steps: int) -> list[Stretch]:
+        """The one stretch of a run that is asked for so many steps from its beginning."""
+        return [Stretch(0, steps, default_warmup(steps) if self.warmup is None else self.warmup)]
+
+    def rates_over(self, stretches: Sequence[Stretch]) -> Rates:
+        """The learning rate of each step of a run in stretches; raises a `ValueError` as `training.rates` does."""
+        return stretched_rates(self.rates, stretches, peak=self.learning_rate)
+
+    def optimizer(self, model: PyTree, stretches: Sequence[Stretch], *, trained: Trained = trainable) -> Optimizer:
+        """The optimizer for a model's structure, and a run in stretches; `trained` picks what is trained.
+
+        Raises a `ValueError` for a decay below zero, and for rates that cannot be made.
+        """
+        self._check_positive("weight_decay")
+        options: dict[str, Any] = {"moments": self.moments, "weight_decay": self.weight_decay, "trained": trained}
+        return optimizer(self.name, model, rate=self.rates_over(stretches), **options)
+
+    def loss(self, model: PyTree, batch: PyTree, key: PyTree = None, **views: Any) -> tuple[Float[Array, ""], PyTree]:
+        """What a step minimises: `next_token_loss` with the `z_loss`."""
+        return next_token_loss(model, batch, key, z_loss=self.z_loss, **views)
+
+    def step(self, optimizer: Optimizer, plan: Plan | None = None, *, gradient_norms: bool = False) -> Step:
+        """The step of an optimizer, under a plan or on one device; `gradient_norms` writes those of each module too.
+
+        Raises a `ValueError` for a `clip` that is not positive, and a `z_loss` or `balance_rate` below zero.
+        """
+        self._check_positive("z_loss", "balance_rate")
+        options = {"clip": self.clip, "balance_rate": self.balance_rate, "gradient_norms": gradient_norms}
+        if plan is None:
+            return make_step(self.loss, optimizer, **options)
+        return planned_step(self.loss, optimizer, plan, **options)
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"Optimization({name}={getattr(self, name)}): give 0, which is none, or more.")

@@ -1,0 +1,80 @@
+"""A run's choices as plain data make what the calls that they stand for make."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+from eqformer import models, nn, training
+from eqformer.parallel import make_mesh, Plan
+
+
+CHOSEN = training.Optimization("sgd", 0.5, "constant", weight_decay=0.2, clip=0.1, z_loss=0.3)
+
+
+def test_an_optimization_makes_the_step_of_its_numbers(make_model, make_batch):
+    model, batch, stretches = make_model(), make_batch(), CHOSEN.stretches(20)
+    assert stretches == [training.Stretch(0, 20, 2)] and CHOSEN.stretches(800)[0].warmup == 50
+    rule = training.sgd(model, rate=training.constant(0.5, warmup=2), weight_decay=0.2)
+    loss = lambda model, batch, key: training.next_token_loss(model, batch, key, z_loss=0.3)
+    own = CHOSEN.optimizer(model, stretches)
+    plan = Plan(make_mesh(devices=jax.devices()[:1]))
+    steps = [(training.make_step(loss, rule, clip=0.1), rule), (CHOSEN.step(own), own), (CHOSEN.step(own, plan), own)]
+    steps.append((dataclasses.replace(CHOSEN, z_loss=0.0).step(own), own))
+    ended = []
+    for step, optimizer in steps:
+        state, metrics = step(training.init_state(jax.tree.map(_copied, model), optimizer), batch, None)
+        ended.append([float(metrics["loss"]), *map(np.asarray, jax.tree.leaves(eqx.filter(state.model, eqx.is_array)))])
+    expected, one, planned, other = ended
+    for found in (one, planned):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)
+    assert abs(other[0] - expected[0]) > 0.1  # the control: without the z-loss
+
+
+def _copied(leaf):
+    return leaf.copy() if eqx.is_array(leaf) else leaf
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"weight_decay": -1.0}, {"z_loss": -1.0}, {"balance_rate": -1.0}, {"clip": 0.0}, {"warmup": 20}]
+)
+def test_an_optimization_that_cannot_work_is_refused(wrong, make_model):
+    chosen, ((name, value),) = dataclasses.replace(CHOSEN, **{"rates": "warmup-cosine"} | wrong), wrong.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        chosen.step(chosen.optimizer(make_model(), chosen.stretches(20)))
+
+
+def test_low_rank_changes_are_what_is_trained():
+    shapes = eqx.filter_eval_shape(lambda: models.build("llama-byte-1m", key=jax.random.key(0)))
+    key = jax.random.key(1)
+    made = eqx.filter_eval_shape(training.Lora(2, 8.0, ("query", "value")).apply, shapes, key=key)
+    assert {nn.path_name(path).rpartition(".")[2] for path in _maps(made)} == {"query", "value"}
+    assert all(lora.scale == 4.0 and lora.down.shape[-2] == 2 for lora in _maps(made).values())
+    assert training.Lora(2).trained is nn.lora_factors
+    assert training.Lora().apply(shapes, key=key) is shapes and training.Lora().trained is training.trainable
+    with pytest.raises(ValueError, match="rank=-1"):
+        training.Lora(-1).apply(shapes, key=key)
+
+
+def _maps(model):
+    is_lora = lambda node: isinstance(node, nn.LoRA)
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_lora)
+    return {path: leaf for path, leaf in leaves if is_lora(leaf)}
+
+
+@pytest.mark.parametrize(
+    "preset, words",
+    [
+        ("t5-byte-200k", "encoder reads a text beside"),
+        ("modernbert-byte-200k", r"in stacks\[0\].* sees later ones"),
+        ("gpt2-byte-1m", "seq=513.*512 learned positions"),
+    ],
+)
+def test_models_that_do_not_predict_the_next_token_are_refused(preset, words):
+    shapes = eqx.filter_eval_shape(lambda: models.build(preset, key=jax.random.key(0)))
+    with pytest.raises(ValueError, match=words):
+        training.check_next_token(shapes, seq=513)
+    for other in ("gpt2-byte-1m", "qwen3-next-byte-500k"):  # the controls
+        training.check_next_token(eqx.filter_eval_shape(models.build, other, key=jax.random.key(0)), seq=512)
