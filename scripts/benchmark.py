@@ -18,17 +18,20 @@ import dataclasses
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import jax
+from benchmarks._apart import apart
+from benchmarks._gpu_runs import Card, card
 from benchmarks._measure import machine_row, Row
 from benchmarks._rows import ASKED_FOR, BENCHMARKS, OF_GPUS, OF_MESHES
 from rich.console import Console
 from rich.table import Table
 from support.command import read
 from support.screen import one_message
+from support.whole import write_whole
 
 from eqformer import training
 
@@ -72,22 +75,44 @@ def check(command: Command, names: Sequence[str]) -> None:
         raise ValueError(f"--rounds {command.rounds}: give at least 1.")
     if command.simulate is not None and command.simulate < 1:
         raise ValueError(f"--simulate {command.simulate}: it counts devices, so give at least 1.")
+    if any(name in OF_GPUS for name in names):
+        if len(names) > 1:
+            raise ValueError(f"--only {' '.join(names)}: gpu needs the whole card; measure it by itself.")
+        return
     number = command.simulate or len(jax.devices())
-    if any(name in OF_GPUS for name in names) and jax.default_backend() != "gpu":
-        raise ValueError(
-            f"--only gpu: measured on a GPU, but JAX computes on {jax.default_backend()}; install eqformer[cuda] on a "
-            "machine that has one."
-        )
     if of_meshes and number != 8:
         raise ValueError(f"{', '.join(of_meshes)}: measured on 8 devices, but there are {number}; give --simulate 8.")
 
 
-def machine() -> dict[str, str]:
+def card_of() -> Card:
+    """The GPU, as a process of its own finds it: this one must hold none of its memory."""
+    jax.config.update("jax_platforms", "cpu")
+    found = apart(card, 180)
+    if found.platform != "gpu":
+        raise ValueError(
+            f"--only gpu: measured on a GPU, but JAX computes on {found.platform}; install eqformer[cuda] on a machine "
+            "that has one."
+        )
+    return found
+
+
+def machine(device: str) -> dict[str, str]:
     """What the figures were measured on."""
     versions = training.versions(("jax", "equinox", "torch", "transformers"))
-    device = jax.devices()[0]
     cores = len(os.sched_getaffinity(0))
-    return {"device": device.device_kind, "cores": str(cores), "python": platform.python_version()} | versions
+    return {"device": device, "cores": str(cores), "python": platform.python_version()} | versions
+
+
+def measured(command: Command, names: Sequence[str], gpu: Card | None) -> Iterator[Row]:
+    """The rows of the benchmarks, as they come; the name of each is printed first."""
+    on_this = BENCHMARKS | ASKED_FOR
+    for name in names:
+        print(f"measuring {name}: {(on_this | OF_GPUS)[name].__doc__}", file=sys.stderr, flush=True)
+        if gpu is not None:
+            yield from OF_GPUS[name](gpu, command.rounds, command.output.parent)
+        else:
+            yield machine_row(name)
+            yield from on_this[name](command.rounds)
 
 
 def show(rows: list[Row]) -> None:
@@ -96,14 +121,14 @@ def show(rows: list[Row]) -> None:
     group = None
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        value = f"{row.value:,.0f}" if row.value >= 100 else f"{row.value:.1f}"
+        value = "" if row.value is None else f"{row.value:,.0f}" if row.value >= 100 else f"{row.value:.1f}"
         table.add_row(row.group if row.group != group else "", row.name, value, row.unit, ratio, row.note)
         group = row.group
     Console(width=130).print(table)
 
 
 def main(arguments: list[str]) -> None:
-    """Run the chosen benchmarks, printing the name of each as it runs."""
+    """Run the chosen benchmarks."""
     with one_message():
         command = read(Command, arguments)
         names = (
@@ -112,17 +137,14 @@ def main(arguments: list[str]) -> None:
             else command.only or [name for name in BENCHMARKS if (name in OF_MESHES) == (command.simulate is not None)]
         )
         check(command, names)
+        gpu = card_of() if any(name in OF_GPUS for name in names) else None
+        about = machine(jax.devices()[0].device_kind if gpu is None else gpu.name)
         rows: list[Row] = []
-        on_this = BENCHMARKS | ASKED_FOR
-        for name in names:
-            print(f"measuring {name}: {(on_this | OF_GPUS)[name].__doc__}", file=sys.stderr, flush=True)
-            if name in OF_GPUS:
-                rows += OF_GPUS[name](command.rounds, command.output.parent)
-            else:
-                rows += [machine_row(name), *on_this[name](command.rounds)]
         command.output.parent.mkdir(parents=True, exist_ok=True)
-        content = {"machine": machine(), "rows": [dataclasses.asdict(row) for row in rows]}
-        command.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        for row in measured(command, names, gpu):  # written after each, so that a run that is ended keeps them
+            rows.append(row)
+            content = {"machine": about, "rows": [dataclasses.asdict(one) for one in rows]}
+            write_whole(command.output, json.dumps(content, indent=2) + "\n")
         show(rows)
         print(f"written to {command.output}")
 

@@ -19,12 +19,15 @@ REST = 0.25  # seconds; idle threads of a thread pool spin for a while, which wo
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table: what was measured, of whom, and how it compares with the first of its group."""
+    """One line of the table: what was measured, of whom, and how it compares with the first of its group.
+
+    Without a value the note says why there is none.
+    """
 
     group: str
     name: str
-    value: float
-    unit: str
+    value: float | None = None
+    unit: str = ""
     ratio: float | None = None
     note: str = ""
 

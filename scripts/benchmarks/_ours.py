@@ -23,13 +23,17 @@ def random_batch(vocab: int, rows: int, seq: int) -> Batch:
     )
 
 
-def step_and_state(
-    numbers: Any, *, precision: nn.Precision = nn.Precision(), **how: Any
-) -> tuple[training.Step, training.TrainState]:
-    """A step of AdamW with clipping, and the first state, of a model of these numbers."""
-
+def model_and_optimizer(
+    numbers: Any, *, precision: nn.Precision = nn.Precision(), moments: Any = "float32", **how: Any
+) -> tuple[Callable[[], nn.Transformer], training.Optimizer]:
+    """What makes a model of these numbers, and AdamW for it."""
     make = lambda: precision.apply(nn.run_with(models.build(numbers, key=jax.random.key(0)), **how))
-    optimizer = training.optimizer("adamw", eqx.filter_eval_shape(make), rate=1e-3)
+    return make, training.optimizer("adamw", eqx.filter_eval_shape(make), rate=1e-3, moments=moments)
+
+
+def step_and_state(numbers: Any, **how: Any) -> tuple[training.Step, training.TrainState]:
+    """A step of AdamW with clipping, and the first state, of a model of these numbers."""
+    make, optimizer = model_and_optimizer(numbers, **how)
     state = eqx.filter_jit(lambda: training.init_state(make(), optimizer))()
     return training.make_step(training.next_token_loss, optimizer), state
 

@@ -40,12 +40,32 @@ def model_of(numbers: LlamaConfig, max_length: int) -> Any:
     return transformers.LlamaForCausalLM(config).to(_device())
 
 
-def train_step(numbers: LlamaConfig, ids: np.ndarray, targets: np.ndarray, *, compiled: bool) -> Callable[[], float]:
-    """One step of forward, backward, clipping and fused AdamW, on a GPU with products in bfloat16; returns the loss."""
+def train_step(
+    numbers: LlamaConfig,
+    ids: np.ndarray,
+    targets: np.ndarray,
+    *,
+    compiled: bool,
+    again: bool = False,
+    narrow: bool = False,
+) -> Callable[[], float]:
+    """One step of forward, backward, clipping and fused AdamW, on a GPU with products in bfloat16; returns the loss.
+
+    Args:
+        numbers: The model's.
+        ids: The tokens of the rows.
+        targets: Those to be predicted.
+        compiled: Whether `torch.compile` makes the forward pass.
+        again: Whether the backward pass computes each layer again.
+        narrow: Whether parameters, gradients and moments are in bfloat16.
+    """
     import torch  # pyright: ignore[reportMissingImports]  # an extra
 
     device = _device()
     model = model_of(numbers, ids.shape[1]).train()
+    model = model.to(torch.bfloat16) if narrow else model
+    if again:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     forward = torch.compile(model) if compiled else model
     inputs, wanted = (torch.tensor(x, device=device).long() for x in (ids, targets))
@@ -63,14 +83,15 @@ def train_step(numbers: LlamaConfig, ids: np.ndarray, targets: np.ndarray, *, co
     return step
 
 
-def attention(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> Callable[[], None]:
+def attention(heads: tuple[int, int, int], rows: int, seq: int) -> Callable[[], None]:
     """Causal `scaled_dot_product_attention` in bfloat16 (FlashAttention on a GPU), forward and backward."""
     import torch  # pyright: ignore[reportMissingImports]  # an extra
 
     _begin()
     device = _device()
-    of = lambda x: torch.tensor(x, device=device).to(torch.bfloat16).transpose(1, 2).requires_grad_()
-    given = [of(x) for x in (query, key, value)]
+    count, kv_count, head_dim = heads
+    draw = lambda own: torch.randn(rows, seq, own, head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
+    given = [draw(own).requires_grad_() for own in (count, kv_count, kv_count)]
 
     def run() -> None:
         attended = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from benchmarks import _gpu, _layouts, _mixers, _mixtures, _ours, _peers, _profile, _quantised, _zoo
+from benchmarks import _gpu, _gpu_runs, _layouts, _mixers, _mixtures, _ours, _peers, _profile, _quantised, _zoo
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import models, nn, planning
 
@@ -39,7 +39,12 @@ def train(rounds: int) -> Iterator[Row]:
         flops = planning.flops_per_token(shapes, SEQ, attention=attention)
         note = f"causal attention counted {attention}; peak of a product {peak / 1e9:,.0f} GFLOP/s"
         yield Row(
-            "train", f"share of the matmul peak ({attention})", 100 * rows[0].value * flops / peak, "%", None, note
+            "train",
+            f"share of the matmul peak ({attention})",
+            100 * (rows[0].value or 0) * flops / peak,
+            "%",
+            None,
+            note,
         )
 
 
@@ -107,8 +112,8 @@ OF_MESHES: dict[str, Callable[[int], Iterator[Row]]] = {
     "schedules": _layouts.schedules,
     "communication": _layouts.communication,
 }
-# These write more than rows, into a folder.
-OF_GPUS: dict[str, Callable[[int, Path], Iterator[Row]]] = {"gpu": _gpu.gpu}
+# These have processes of their own, and write more than rows, into a folder.
+OF_GPUS: dict[str, Callable[[_gpu_runs.Card, int, Path], Iterator[Row]]] = {"gpu": _gpu.gpu}
 BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "train": train,
     "decode": decode,

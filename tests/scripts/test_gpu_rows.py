@@ -1,10 +1,20 @@
-"""The rows of a GPU's benchmark, of a small size on a CPU: what they hold, and how many a deadline leaves."""
+"""The rows of a GPU's benchmark, of small sizes on a CPU: what they hold, what fails, what a deadline leaves out."""
 
 import dataclasses
+import functools
+import json
+import os
+import time
 
+import benchmark
 import jax
 import pytest
-from benchmarks import _gpu
+from benchmarks import _gpu, _gpu_runs
+from benchmarks._apart import apart
+from benchmarks._gpu_runs import Way, ways_that_fit, Work
+from benchmarks._measure import Row
+
+from eqformer import planning
 
 
 SMALL = _gpu.Sizes(
@@ -19,16 +29,22 @@ SMALL = _gpu.Sizes(
     prompt=8,
     new=4,
 )
+CARD = _gpu_runs.Card("a GPU", "gpu", 0, 1e12)
+FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 bytes."
 
 
-MIXTURE = "mixtral-byte-500k, 1 layers"
+def measured(folder, run=lambda work, seconds: work(), **sizes) -> list[Row]:
+    return list(_gpu.gpu(CARD, 2, folder, dataclasses.replace(SMALL, **sizes), run))
+
+
+@pytest.fixture(autouse=True)
+def no_peers(monkeypatch):
+    monkeypatch.setattr(_gpu._peers, "are_installed", lambda: False)
 
 
 @pytest.mark.grid
-def test_each_group_has_its_rows(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(_gpu._peers, "are_installed", lambda: False)
-    with jax.numpy_dtype_promotion("standard"):  # for `jax.nn`'s attention in bfloat16
-        rows = list(_gpu.gpu(2, tmp_path, SMALL))
+def test_each_group_has_its_rows(tmp_path):
+    rows = measured(tmp_path, apart)
     trained = (
         "train llama-byte-1m, 2 x 32",
         "train llama-byte-1m, 1 x 64",
@@ -36,13 +52,78 @@ def test_each_group_has_its_rows(tmp_path, monkeypatch, capsys):
     )
     groups = ["peak", "attention, 2 x 32 tokens", "attention, 1 x 64 tokens", *(f"{name} tokens" for name in trained)]
     assert {*groups, "decode llama-byte-1m, batch 1", "decode llama-byte-1m, batch 2"} <= {row.group for row in rows}
-    shares = [row.value for row in rows if row.unit == "%"]
-    assert all(row.value > 0 for row in rows) and len(shares) == 8
-    assert all(half < full for half, full in zip(shares[::2], shares[1::2]))
+    shares = [row.value or 0.0 for row in rows if row.unit == "%"]
+    assert len(shares) == 8 and all(half < full for half, full in zip(shares[::2], shares[1::2]))
+    without = [(row.name, row.note.partition(":")[0]) for row in rows if not row.value]
+    assert without == [("cuDNN", "ValueError")] * 2  # no kernel for a CPU
     assert list((tmp_path / "gpu-profile").rglob("*.xplane.pb"))
 
 
-def test_what_is_late_is_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(_gpu, "_trace", lambda *given: None)
-    (peak,) = _gpu.gpu(2, tmp_path, dataclasses.replace(SMALL, minutes=-1.0))
-    assert peak.group == "peak" and "8 of 8 groups are left out" in capsys.readouterr().err
+def test_what_is_late_is_left_out_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(_gpu._peers, "are_installed", lambda: True)
+    peak, *others = measured(tmp_path, minutes=-1.0)
+    assert peak.group == "peak" and len(others) == 8 + 5  # PyTorch has the same but for mixtures and the trace
+    assert all(row.value is None and row.note == "left out: -1 minutes are over" for row in others)
+    assert [row.name for row in others].index("PyTorch") == 8
+
+
+def test_a_process_that_fails_is_a_row_and_the_others_go_on(tmp_path):
+    calls = iter(range(100))
+
+    def run(work, seconds):
+        number = next(calls)
+        if number == 0:
+            raise ChildProcessError("its process ended by itself, with exit code -9")
+        return _gpu_runs.Found([Row(f"group {number % 2}", f"{number}", float(number), "tokens/s")])
+
+    rows = measured(tmp_path, run)
+    assert rows[1].note.endswith("exit code -9") and len(rows) == 1 + 8
+    assert [row.ratio for row in rows[2:6]] == [None, None, 1 / 3, 2 / 4]
+
+
+def test_out_of_memory_is_a_row_and_the_next_way_is_tried(monkeypatch):
+    def step(config, batch, *, remat, **how):
+        if remat == "products":
+            raise jax.errors.JaxRuntimeError(FULL)
+        return lambda: None
+
+    monkeypatch.setattr(_gpu_runs._ours, "train_step", step)
+    found = _gpu_runs.train(Work("llama-byte-1m", 2, 32), 1, 1e12)
+    failed, row, half, full = found.rows
+    assert failed.value is None and FULL in failed.note and "remat products" in failed.note
+    assert (row.value or 0) > 0 and "remat full" in row.note and found.way == Way("full")
+    assert (full.value or 0) > (half.value or 0) > 0
+
+
+def test_a_model_is_trained_as_its_bytes_allow():
+    """By hand: AdamW takes 16 bytes a parameter in float32; 10 with parameters and moments in bfloat16."""
+    memory = planning.ACCELERATORS["h100"].memory
+    large = Work("llama-3-8b", 4, 4096)
+    way = next(ways_that_fit(large, memory))
+    assert way == Way("full", narrow=True, layers=0.5) and large.by(way)[0].startswith(
+        "train llama-3-8b, 16 layers, 4 x"
+    )
+    parameters = 8.03e9, (8.03e9 + 2 * 128_256 * 4096) / 2  # all, and half the layers with both tables
+    assert 10 * parameters[0] > memory > 10 * parameters[1]
+    assert next(ways_that_fit(large, None)) == Way() and next(ways_that_fit(large, 10**9), None) is None
+
+
+def test_a_process_of_its_own_gives_raises_ends_or_is_ended():
+    assert apart(functools.partial(int, "7"), 60) == 7
+    with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
+        apart(functools.partial(int, "seven"), 60)
+    with pytest.raises(ChildProcessError, match="exit code 3"):
+        apart(functools.partial(os._exit, 3), 60)
+    with pytest.raises(TimeoutError, match="stopped after 0 seconds"):
+        apart(functools.partial(time.sleep, 60), 0.1)
+
+
+def test_rows_are_written_as_they_come(tmp_path, monkeypatch):
+    def rows(*given):
+        yield Row("train", "eqformer", 2.0, "tokens/s")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark, "measured", rows)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main(["--only", "train", "--output", str(tmp_path / "found.json")])
+    assert [row["value"] for row in json.loads((tmp_path / "found.json").read_text())["rows"]] == [2.0]
