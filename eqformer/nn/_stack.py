@@ -149,8 +149,9 @@ _TO_HOST: dict[str, Any] = {"offload_src": "device", "offload_dst": "pinned_host
 # keeps everything; `products` keeps the results of linear maps, and arrays that are named by `checkpoint_name`: the
 # output of attention ("attended"; with the sums of its softmax, where its backward pass reads them, so that no kernel
 # runs twice forward), in every core but `DotProductCore`, and results of linear maps that are put together from devices
-# ("product"). `products_on_host` keeps the same, and the layers' inputs, in the memory of the devices' hosts; CPUs run
-# it as `products`.
+# or are those of experts ("product"). (Products of several experts at once have a batch dim, and are not kept where
+# experts choose their tokens or are made of more than maps.) `products_on_host` keeps the same, and the layers' inputs,
+# in the memory of the devices' hosts; CPUs run it as `products`.
 _KEPT = ("attended", "product")
 _NAMED = _POLICIES.save_and_offload_only_these_names(
     names_which_can_be_saved=[], names_which_can_be_offloaded=[*_KEPT, "layer input"], **_TO_HOST

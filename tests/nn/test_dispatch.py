@@ -138,20 +138,23 @@ def with_gradients(function, experts, x, weights, direction):
 
 
 def test_gradients_are_those_of_the_dense_sum():
-    """In float64: of the tokens, the weights, and each parameter of the experts."""
+    """In float64: of the tokens, the weights, and each parameter of experts that are made of maps, and of others."""
     chosen = next(iter(draws(1)))
     with jax.enable_x64(True):
         double = lambda seed, *shape: jnp.asarray(wide(normal(seed, *shape)))
-        experts = jax.tree.map(lambda leaf: jnp.asarray(wide(leaf)), experts_of())
-        given = (experts, double(1, 2, SEQ, EMBED), double(2, 2, SEQ, TOP_K), double(3, 2, SEQ, EMBED))
-        dispatches = DISPATCHES[:2]
-        kept = [kept_by(dispatch, chosen) for dispatch in dispatches]
+        maps, others = (jax.tree.map(lambda leaf: jnp.asarray(wide(leaf)), one) for one in (experts_of(), SCALES))
+        given = (double(1, 2, SEQ, EMBED), double(2, 2, SEQ, TOP_K), double(3, 2, SEQ, EMBED))
+        pairs = [(maps, DISPATCHES[0]), (maps, DISPATCHES[1]), (others, DISPATCHES[1])]
+        kept = [kept_by(dispatch, chosen) for _, dispatch in pairs]
         assert sum(np.array_equal(one, chosen) for one in kept) == 1
 
         routed = lambda dispatch: lambda experts, x, w: dispatch(experts, x, routing_of(chosen, w))[0]
-        found = jax.jit(lambda *given: [with_gradients(routed(one), *given) for one in dispatches])(*given)
-        summed = lambda kept, *given: with_gradients(lambda experts, x, w: dense(experts, x, kept, w), *given)
-        expected = list(map(jax.jit(summed), map(jnp.asarray, kept), *([one] * 2 for one in given)))
+        found = jax.jit(lambda *given: [with_gradients(routed(one), experts, *given) for experts, one in pairs])(*given)
+        summed = lambda kept: lambda experts, x, w: dense(experts, x, kept, w)
+        of_all = lambda *given: [
+            with_gradients(summed(one), experts, *given) for (experts, _), one in zip(pairs, kept, strict=True)
+        ]
+        expected = jax.jit(of_all)(*given)
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         for place, pair in enumerate(zip(one, other, strict=True)):
             assert pair[0].dtype == np.float64 and close(*pair, 1e-12), (number, place)

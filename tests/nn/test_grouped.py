@@ -159,7 +159,7 @@ def test_modules_in_blocks_and_in_ragged_products_are_those_of_a_loop(name):
 
     def both_ways(arrays, x, sizes):
         ragged, blocked = ("ragged", _grouped_ragged, {"interpret": True}), ("blocked", _grouped_blocks)
-        for way, place, more in ((*blocked, {}), (*blocked, {"devices": 2}), ragged):
+        for way, place, more in ((*blocked, {}), (*blocked, {"devices": 2}), (*blocked, {"most": 50}), ragged):
             y, kept = getattr(place, f"{way}_forward")(static.mlps, arrays.mlps, x, sizes, **more)
             given = (arrays.mlps, x, sizes, (*kept, y), direction)
             to_arrays, to_x = getattr(place, f"{way}_backward")(static.mlps, *given, **more)

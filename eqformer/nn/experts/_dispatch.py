@@ -59,7 +59,8 @@ class Capacity(Dispatch):
     Groups are rows (`per="sequence"`, so that neither the batch nor a mesh that splits it changes who is dropped) or
     all rows of a call (`"batch"`). First choices go before second ones, and earlier tokens before later ones (GShard,
     arXiv:2006.16668, algorithm 1; Switch, arXiv:2101.03961, section 2.2). A dropped choice adds nothing: with all
-    dropped, a token passes through the residual stream. Works with experts of any kind of module.
+    dropped, a token passes through the residual stream. Works with experts of any kind of module; those made of linear
+    maps have one derivative, in reverse mode, as by `Dropless`.
 
     Choices are dropped in training only; in inference, layers use `without_drops`, since which choices are dropped
     depends on later tokens (whose first choices go before earlier tokens' second ones) and on the length of the call.
@@ -87,23 +88,28 @@ class Capacity(Dispatch):
     ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
         """The weighted sum of each token's experts that had a slot, and the number of dropped choices."""
         chosen, slot, count = self._slots(routing.experts, len(experts))
-        groups = chosen.shape[0]
+        groups, has_slot = chosen.shape[0], slot >= 0
+        dropped = jnp.sum((chosen >= 0) & ~has_slot, dtype=jnp.int32)
+        if experts.only_call_maps():
+            # CPUs compute no empty slot, and whatever is recomputed otherwise, what these maps gave is kept.
+            kept = jnp.where(has_slot, chosen, -1)
+            flat = (array.reshape(-1, array.shape[-1]) for array in (x, kept, routing.weights))
+            y = sum_of_experts(experts, *flat, weighs_inputs=weighs_inputs, most=groups * count)
+            return y.reshape(x.shape), dropped
         rows = x.reshape(*chosen.shape[:2], x.shape[-1])
         token = jax.vmap(lambda slot: token_of_slot(slot, len(experts) * count))(slot)
         taken = jax.vmap(look_up)(rows, jnp.maximum(token, 0))
         taken = jnp.where((token >= 0)[..., None], taken, 0)
-        weights = jnp.where(slot >= 0, routing.weights.reshape(chosen.shape), 0)
+        weights = jnp.where(has_slot, routing.weights.reshape(chosen.shape), 0)
         if weighs_inputs:
             of_slots = jax.vmap(lambda slot, weights: weight_of_slot(slot, weights, len(experts) * count))
-            taken, weights = scaled(taken, of_slots(slot, weights)), (slot >= 0).astype(weights.dtype)
+            taken, weights = scaled(taken, of_slots(slot, weights)), has_slot.astype(weights.dtype)
         number, embed = len(experts), x.shape[-1]
         by_expert = jnp.swapaxes(taken.reshape(groups, number, count, embed), 0, 1)
         y = experts.slots(by_expert.reshape(number, groups * count, embed)).reshape(number, groups, count, embed)
         y = jnp.swapaxes(y, 0, 1).reshape(groups, number * count, embed)
-        has_slot = slot >= 0
         given = jax.vmap(look_up)(y, jnp.maximum(slot, 0))
-        output = combine(given, weights).reshape(x.shape)
-        return output, jnp.sum((chosen >= 0) & ~has_slot, dtype=jnp.int32)
+        return combine(given, weights).reshape(x.shape), dropped
 
     def kept(
         self, chosen: Int[Array, "*batch seq top_k"], experts: int
@@ -145,6 +151,7 @@ def sum_of_experts(
     *,
     weighs_inputs: bool = False,
     devices: int = 1,
+    most: int | None = None,
 ) -> Float[Array, "tokens embed"]:
     """Each token's weighted sum of the experts it has chosen; a choice of -1 adds nothing.
 
@@ -157,12 +164,13 @@ def sum_of_experts(
         weights: Those of the choices.
         weighs_inputs: Whether tokens are weighted, and not what experts give.
         devices: Among how many devices the experts of these tokens are split, of which one computes its part.
+        most: No expert is chosen by more tokens than this, or None.
     """
     order, place, sizes = by_expert(chosen, len(experts))
     rows = take_rows(x, order // chosen.shape[-1], place.reshape(chosen.shape))
     if weighs_inputs:
         rows, weights = scaled(rows, weights.reshape(-1)[order]), (chosen >= 0).astype(weights.dtype)
-    y = experts.sorted_rows(rows, sizes, devices=devices)
+    y = experts.sorted_rows(rows, sizes, devices=devices, most=most)
     return combine(take_rows(y, place, order[:, None]).reshape(*chosen.shape, x.shape[-1]), weights)
 
 

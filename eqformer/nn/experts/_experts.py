@@ -45,11 +45,16 @@ class Experts(Module):
         return eqx.filter_vmap(lambda mlp, x: mlp(x))(self.mlps, x)
 
     def sorted_rows(
-        self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"], *, devices: int = 1
+        self,
+        x: Float[Array, "rows embed"],
+        sizes: Int[Array, "experts"],
+        *,
+        devices: int = 1,
+        most: int | None = None,
     ) -> Float[Array, "rows embed"]:
         """The first `sizes[0]` rows by expert 0, the next `sizes[1]` by expert 1, and so on; zeros for rows behind.
 
-        `devices` is for how many devices' experts the rows are.
+        `devices` is for how many devices' experts the rows are; no expert has more rows than `most`.
 
         Raises a `ValueError` for parameters that are not those of linear maps of one dim to one.
         """
@@ -58,7 +63,7 @@ class Experts(Module):
                 f"Experts.sorted_rows: of an expert's parameters, {', '.join(others)} are not those of a linear map of "
                 "one dim to one, and rows sorted by expert need such; dispatch by Capacity, which runs any module."
             )
-        return grouped(self.mlps, x, sizes, devices=devices)
+        return grouped(self.mlps, x, sizes, devices=devices, most=most)
 
     def only_call_maps(self) -> bool:
         """Whether `sorted_rows` can run these experts: they use their parameters only by calling linear maps."""

@@ -18,7 +18,12 @@ from ._grouped_ragged import ragged, ragged_backward, ragged_forward
 
 
 def grouped(
-    modules: PyTree, x: Float[Array, "rows inputs"], sizes: Int[Array, "groups"], *, devices: int = 1
+    modules: PyTree,
+    x: Float[Array, "rows inputs"],
+    sizes: Int[Array, "groups"],
+    *,
+    devices: int = 1,
+    most: int | None = None,
 ) -> Float[Array, "rows outputs"]:
     """`modules[g](x[i])` for each row `i` of group `g`, where the first `sizes[0]` rows are of group 0, and so on.
 
@@ -30,29 +35,37 @@ def grouped(
     a ragged product by JAX's own kernels. (XLA would compute `lax.ragged_dot` for every group and row on CPUs and GPUs,
     and its weights' gradients on TPUs too.) The products' results are kept for the backward pass, which recomputes the
     rest; there are no second derivatives and no forward mode. Weights are cast to the dtype of `x`; sums are float32 at
-    least. If the rows are for the groups of several `devices`, of which these are one's, there are slots for its even
-    share of them.
+    least.
+
+    Args:
+        modules: An ensemble over groups.
+        x: The rows, sorted by group.
+        sizes: How many rows each group has.
+        devices: The rows are for the groups of so many devices, of which these are one's: there are slots for its even
+            share of them.
+        most: No group has more rows than this. GPUs and TPUs then have so many slots, and nothing else.
     """
     arrays, static = eqx.partition(modules, eqx.is_array)
     leaves, structure = jax.tree.flatten(static)
     # Within a shard_map of the caller's, gradients of what does not vary are summed by these additions' transposes.
     zero = zero_of(arrays, x, sizes)
     arrays, x = jax.tree.map(lambda a: _typed_like(a, zero), (arrays, x))
-    return _make(structure, tuple(leaves), devices)(arrays, x, sizes.astype(jnp.int32))
+    return _make(structure, tuple(leaves), devices, most)(arrays, x, sizes.astype(jnp.int32))
 
 
 @functools.lru_cache(maxsize=256)
-def _make(structure: Any, leaves: tuple, devices: int) -> Callable[[PyTree, Array, Array], Array]:
+def _make(structure: Any, leaves: tuple, devices: int, most: int | None) -> Callable[[PyTree, Array, Array], Array]:
     """The function with its gradient; the same for the same modules, so that eager calls compile once."""
     static = jax.tree.unflatten(structure, leaves)
-    plain, *with_gradient = (
-        functools.partial(way, devices=devices) for way in (blocked, blocked_forward, blocked_backward)
-    )
+    with_devices = lambda way, **more: functools.partial(way, devices=devices, **more)
+    plain, *with_gradient = map(with_devices, (blocked, blocked_forward, blocked_backward))
+    slotted = [with_devices(way, most=most) for way in (blocked, blocked_forward, blocked_backward)]
     ways = {
         "default": (functools.partial(plain, room=0.0), *with_gradient),  # no slots: CPUs are faster group by group
-        **({"cuda": (plain, *with_gradient)} if "cuda" in compilers() else {}),
-        **({"tpu": (ragged, ragged_forward, ragged_backward)} if "tpu" in compilers() else {}),
+        "cuda": slotted,
+        "tpu": (ragged, ragged_forward, ragged_backward) if most is None else slotted,
     }
+    ways = {name: way for name, way in ways.items() if name in ("default", *compilers())}
     ways = {name: (first, second, _through_weights(last)) for name, (first, second, last) in ways.items()}
 
     @functools.partial(jax.jit, static_argnums=0)

@@ -17,16 +17,25 @@ Carry = TypeVar("Carry")
 LEAST = 16  # rows a group by even loads, from which on groups are computed together
 
 
-def blocked(static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, devices: int = 1, room: float = 5 / 4) -> Array:
+def blocked(
+    static: PyTree,
+    arrays: PyTree,
+    x: Array,
+    sizes: Array,
+    *,
+    devices: int = 1,
+    most: int | None = None,
+    room: float = 5 / 4,
+) -> Array:
     """The rows' outputs. What nobody keeps may take more room: a quarter more slots, which few loads overflow."""
-    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), room, devices))[0]
+    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), room, devices, most))[0]
 
 
 def blocked_forward(
-    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, devices: int = 1
+    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, devices: int = 1, most: int | None = None
 ) -> tuple[Array, list[Array]]:
-    """The rows' outputs, and what the modules' linear maps gave of the rows in slots, slot by slot."""
-    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), devices=devices))
+    """The rows' outputs, and what the modules' linear maps gave of the rows in slots, as `Slots.flat` has it."""
+    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), devices=devices, most=most))
 
 
 def _outputs(static: PyTree, arrays: PyTree, x: Array, sizes: Array, slots: "Slots") -> tuple[Array, list[Array]]:
@@ -41,7 +50,7 @@ def _outputs(static: PyTree, arrays: PyTree, x: Array, sizes: Array, slots: "Slo
         y, kept = jax.vmap(of_rows)(arrays, slots.filled(x))
         return slots.rows(y), list(map(slots.flat, kept))
 
-    y, kept = jax.lax.cond(slots.are_used, together, lambda: nothing) if slots.number else nothing
+    y, kept = slots.used(together, nothing)
 
     def group(number: Array, y: Array) -> Array:
         module = map_linears(dense, eqx.combine(_of_group(arrays, number), static))  # decoded once for all its blocks
@@ -63,9 +72,10 @@ def blocked_backward(
     gradient: Array,
     *,
     devices: int = 1,
+    most: int | None = None,
 ) -> tuple[PyTree, Array]:
     """The gradients of the parameters and of the rows; `kept` ends in the output."""
-    zero, slots = zero_of((arrays, kept, gradient), x, sizes), Slots(sizes, len(x), devices=devices)
+    zero, slots = zero_of((arrays, kept, gradient), x, sizes), Slots(sizes, len(x), devices=devices, most=most)
     wide = jax.tree.map(lambda a: a.astype(at_least_float32(a.dtype)), arrays)
     nothing = jax.tree.map(lambda a: jnp.full(a.shape, zero.astype(a.dtype)), wide), jnp.full(x.shape, zero)
 
@@ -90,7 +100,7 @@ def blocked_backward(
 
         return _over_blocks(block, carry, *slots.rest(number), len(x), slots.even)
 
-    found = jax.lax.cond(slots.are_used, together, lambda: nothing) if slots.number else nothing
+    found = slots.used(together, nothing)
     to_arrays, to_x = slots.over_rests(group, found) if len(x) else found
     return jax.tree.map(lambda total, a: total.astype(a.dtype), to_arrays, arrays), to_x
 
@@ -100,16 +110,20 @@ class Slots:
 
     The first rows of each group are computed in its slots, all groups in one batched product, which copies no
     parameters; the other rows are computed after that. Slots are not used if loads are so uneven that a quarter of the
-    rows would be left over.
+    rows would be left over. If no group has more than `most` rows, there are so many slots and no other rows.
     """
 
     number: int
     even: int
     are_used: Bool[Array, ""]
 
-    def __init__(self, sizes: Int[Array, "groups"], rows: int, room: float = 1, devices: int = 1):
+    def __init__(
+        self, sizes: Int[Array, "groups"], rows: int, room: float = 1, devices: int = 1, most: int | None = None
+    ):
         self.even = even = rows // (len(sizes) * devices)
         self.number, self.groups, self.count = (int(even * room) if even >= LEAST else 0), len(sizes), rows
+        self.hold_all = most is not None and rows > 0
+        self.number = min(most, rows) if most is not None else self.number
         self.ends = jnp.cumsum(sizes)
         self.starts = self.ends - sizes
         slot = jnp.arange(self.number, dtype=jnp.int32)
@@ -133,13 +147,26 @@ class Slots:
         return jnp.where(has_one[:, None], flat[jnp.where(has_one, mine * self.number + slot, 0)], 0)
 
     def flat(self, slots: Array) -> Array:
-        """Slots one after another in `count` rows: padded with zeros or, with `room`, without the last slots."""
+        """Slots one after another in `count` rows: padded with zeros or, with `room`, without the last slots.
+
+        Where there may be more slots than rows, and all rows have one: the rows.
+        """
+        if self.hold_all:
+            return self.rows(slots)
         flat = slots.reshape(self.groups * self.number, -1)[: self.count]
         return jnp.pad(flat, [(0, self.count - len(flat)), (0, 0)])
 
     def stacked(self, flat: Array) -> Array:
         """What `flat` gave, by group."""
+        if self.hold_all:
+            return self.filled(flat)
         return flat[: self.groups * self.number].reshape(self.groups, self.number, -1)
+
+    def used(self, together: Callable[[], Carry], nothing: Carry) -> Carry:
+        """What is computed `together`, where slots are used."""
+        if self.hold_all:
+            return together()
+        return jax.lax.cond(self.are_used, together, lambda: nothing) if self.number else nothing
 
     def rest(self, group: Array) -> tuple[Array, Array]:
         """The first row of a group that has no slot, and the end of the group."""
@@ -147,6 +174,8 @@ class Slots:
 
     def over_rests(self, step: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
         """`step(group, carry)` for each group with rows that have no slot: in decoding, few have rows at all."""
+        if self.hold_all:
+            return carry
 
         def one(group: Array, carry: Carry) -> Carry:
             return jax.lax.cond(self._firsts[group] < self.ends[group], step, lambda _, same: same, group, carry)
