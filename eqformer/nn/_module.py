@@ -50,19 +50,25 @@ def _under_its_name(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _name_in(caller: eqx.Module, module: eqx.Module) -> str:
-    """The field of the caller that holds the module or, where that was put together anew, the only one of its class."""
-    of_its_class = []
-    for name, value in vars(caller).items():
-        if value is module:
-            return _shown(name)
-        if isinstance(value, tuple | list):
-            for number, each in enumerate(value):
-                if each is module:
-                    return f"{name}[{number}]"
-        if type(value) is type(module):
-            of_its_class.append(name)
-    if len(of_its_class) == 1:
-        return _shown(of_its_class[0])
+    """The field of the caller that holds the module or, where that was put together anew, the only one of its class.
+
+    A wrapper calls parts of what it holds as `inner` too, by the names that they have there.
+    """
+    holder: Any = caller
+    while isinstance(holder, eqx.Module):
+        of_its_class = []
+        for name, value in vars(holder).items():
+            if value is module:
+                return _shown(name)
+            if isinstance(value, tuple | list):
+                for number, each in enumerate(value):
+                    if each is module:
+                        return f"{name}[{number}]"
+            if type(value) is type(module):
+                of_its_class.append(name)
+        if len(of_its_class) == 1:
+            return _shown(of_its_class[0])
+        holder = vars(holder).get("inner")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(module).__name__).lower().lstrip("_")
 
 

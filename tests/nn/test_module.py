@@ -76,6 +76,22 @@ def test_what_a_module_computes_stands_under_its_path(model):
     assert not any("gate" in scope for scope in found)
 
 
+class Parts(nn.Module):
+    """A wrapper that runs the parts of what it holds by itself, one of them made anew."""
+
+    inner: nn.MLP
+
+    def __call__(self, x):
+        return jax.tree.map(lambda leaf: leaf, self.inner.down)(self.inner.up(x))
+
+
+def test_parts_that_a_wrapper_runs_have_their_names_in_what_it_holds():
+    parts = Parts(drawn(nn.MLP, embed=8, mlp=4, key=jax.random.key(0)))
+    lines = jax.make_jaxpr(parts)(jnp.ones(8)).eqns
+    found = {str(line.source_info.name_stack).split("/")[0] for line in lines}
+    assert found == {"up", "linear"}  # of two maps made anew, none could be told by its class
+
+
 def test_names_end_with_the_call_of_the_module_that_gives_them(model):
     def names(function, *args):
         return {str(line.source_info.name_stack) for line in jax.make_jaxpr(function)(*args).eqns}
