@@ -8,8 +8,9 @@ from typing import NamedTuple
 from ._hlo import called, Instruction, module_of, parse, scopes_of
 
 
-KINDS = ("products", "elementwise", "reductions", "copies", "fills", "loops", "nothing")
+KINDS = ("products", "elementwise", "reductions", "copies", "fills", "messages", "loops", "nothing")
 _LOOPS = {"while", "conditional", "call"}
+_MESSAGES = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-", "ragged-all-to-all"
 _PRODUCTS = {"dot", "convolution", "custom-call"}
 _SOURCES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 _FILLS = _SOURCES | {"broadcast", "iota"}
@@ -30,7 +31,8 @@ class Work(NamedTuple):
     """Seconds that a program spent on one kind of work in one module."""
 
     kind: str
-    """One of `KINDS`: `nothing` is when no thread had an operation, and `loops` what loops take themselves."""
+    """One of `KINDS`: `nothing` is when no thread had an operation, `loops` what loops take themselves, and `messages`
+    when there was nothing but collectives, in which a device waits for the others."""
     module: str
     """Its path; empty for what is in none."""
     is_backward: bool
@@ -42,7 +44,7 @@ def time_account(text: str, spans: Iterable[Span]) -> tuple[Work, ...]:
 
     `text` is that of the compiled program (HLO), whose operations the spans are called by; others are left out. At each
     instant the threads that work share it, so that all adds up to the time that passed. An operation inside of another
-    on the same thread (of a loop's body) counts for itself; a loop counts only where nothing else works.
+    on the same thread (of a loop's body) counts for itself; a loop or a message counts only where nothing else works.
     """
     lines = _lines(text)
     spans = [span for span in spans if span.name in lines and span.end > span.start]
@@ -55,7 +57,8 @@ def time_account(text: str, spans: Iterable[Span]) -> tuple[Work, ...]:
     for now, is_start, _, number in points:
         if now > before:
             tops = [lines[spans[own[-1]].name] for own in inside.values() if own]
-            working = [top for top in tops if top[0] != "loops"] or tops or [("nothing", "", False)]
+            working = [top for top in tops if top[0] not in ("messages", "loops")]
+            working = working or [top for top in tops if top[0] == "messages"] or tops or [("nothing", "", False)]
             for each in working:
                 found[each] += (now - before) / len(working)
         before, own = now, inside[spans[number].thread]
@@ -79,6 +82,8 @@ def _lines(text: str) -> dict[str, tuple[str, str, bool]]:
 def _kind(line: Instruction, program: dict[str, list[Instruction]]) -> str:
     if line.operation in _LOOPS:
         return "loops"
+    if line.operation.startswith(_MESSAGES):
+        return "messages"
     operations = {line.operation}
     if line.operation == "fusion":
         operations = {each.operation for name in called(line) for each in program[name]}

@@ -27,6 +27,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
   %x = f32[8,8]{1,0} parameter(0)
   %loop = f32[8,8]{1,0} while(%x), condition=%body, body=%body, metadata={op_name="jit(run)/while"}
   %zeros = f32[8,8]{1,0} broadcast(%x), dimensions={}
+  %sum = f32[8,8]{1,0} all-reduce(%loop), to_apply=%body, metadata={op_name="jit(run)/shard_map/loads of experts/psum"}
   ROOT %bent = f32[8,8]{1,0} fusion(%loop), kind=kLoop, calls=%fused_add, metadata={op_name="jit(run)/optimizer/tanh"}
 }
 """
@@ -54,6 +55,13 @@ def test_all_of_the_time_is_told_once():
     )
     assert sum(found.values()) == 8.5
     assert [work.seconds for work in time_account(TEXT, SPANS)] == sorted(found.values(), reverse=True)
+
+
+def test_a_message_counts_where_nothing_else_works():
+    """A device that waits in one takes no time from those that work; two that wait share it."""
+    spans = [Span("a", "sum", 0.0, 4.0), Span("b", "product", 1.0, 2.0), Span("c", "sum", 2.0, 4.0)]
+    found = {work.kind: work.seconds for work in time_account(TEXT, [*spans, Span("d", "loop", 0.0, 5.0)])}
+    assert found == pytest.approx({"messages": 3.0, "products": 1.0, "loops": 1.0})
 
 
 def test_no_operation_takes_no_time():
