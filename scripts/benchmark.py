@@ -51,6 +51,7 @@ class Command:
             "zoo",
             "quantised",
             "layouts",
+            "jaxformer",
             "schedules",
             "communication",
             "gpu",

@@ -10,7 +10,19 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from benchmarks import _gpu, _gpu_runs, _layouts, _mixers, _mixtures, _ours, _peers, _profile, _quantised, _zoo
+from benchmarks import (
+    _gpu,
+    _gpu_runs,
+    _jaxformer,
+    _layouts,
+    _mixers,
+    _mixtures,
+    _ours,
+    _peers,
+    _profile,
+    _quantised,
+    _zoo,
+)
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import models, nn, planning
 
@@ -109,6 +121,7 @@ def _llama(name: str) -> models.LlamaConfig:
 
 OF_MESHES: dict[str, Callable[[int], Iterator[Row]]] = {
     "layouts": _layouts.layouts,
+    "jaxformer": _jaxformer.jaxformer,
     "schedules": _layouts.schedules,
     "communication": _layouts.communication,
 }
