@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
-from ._xla_flags import as_flags, known
+from ._xla_flags import as_flags, known, unset
 
 
 def prepare(*, devices: int | None = None, compilers: bool = False, gradients: bool = True) -> None:
@@ -50,10 +50,9 @@ def prepare(*, devices: int | None = None, compilers: bool = False, gradients: b
 def _flags(devices: int | None, compilers: bool, gradients: bool) -> list[str]:
     """The words of `XLA_FLAGS`: the user's, and those of the others that XLA knows."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    given = {flag.partition("=")[0].lstrip("-") for flag in flags}
     wanted = platform_flags() | ({"xla_gpu_autotune_level": 0} if compilers else {})
     wanted |= {} if gradients else _FORWARD_FLAGS
-    flags += as_flags(known({name: value for name, value in wanted.items() if name not in given}))
+    flags += as_flags(known(unset(wanted)))
     if devices is not None:
         flags = [flag for flag in flags if flag.partition("=")[0] != _SIMULATED] + [f"{_SIMULATED}={devices}"]
     return flags

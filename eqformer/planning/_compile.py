@@ -15,18 +15,10 @@ from .._shapes import Batch
 
 def lowered_step(states: training.PlannedState, step: training.Step, batch: Batch) -> jax.stages.Lowered:
     """A training step under a plan, lowered from the shapes of its state and batch, the state donated."""
-    mesh = states.plan.mesh
-    arrays, rest = eqx.partition(states.held_shapes(), _is_shape)
-    batch = _placed(batch, NamedSharding(mesh, PartitionSpec(parallel.BATCH_AXES)))
-    key = _placed(jax.eval_shape(lambda: jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
-
-    def run(arrays: PyTree, batch: Batch, key: Any) -> tuple[PyTree, Any]:
-        state, metrics = step(eqx.combine(arrays, rest), batch, key)
-        return eqx.filter(state, eqx.is_array), metrics
-
-    if states.plan.optimizer_memory == "device" or _say_what_memory(mesh):
-        return jax.jit(run, donate_argnums=0).lower(arrays, batch, key)
-    lowered = jax.jit(run, donate_argnums=0, keep_unused=True).lower(arrays, batch, key)
+    shapes = states.step_shapes(batch)
+    if states.plan.optimizer_memory == "device" or _say_what_memory(states.plan.mesh):
+        return step.lower(*shapes)
+    lowered, arrays = step.lower(*shapes, keep_unused=True), eqx.filter(shapes[0], _is_shape)
     memory = training.is_on_host(states.plan, states.optimizer, arrays.optimizer_state)
     nowhere = jax.tree.map(lambda _: False, arrays)
     _keep_on_host(lowered, jax.tree.leaves(eqx.tree_at(lambda s: s.optimizer_state, nowhere, memory)))

@@ -60,9 +60,9 @@ def train(
 ) -> Progress:
     """Takes the steps `start + 1` to `steps`, calls each callback after each of them, and returns where it ended.
 
-    The step is compiled once, for the first batch. Its results are not waited for, so that the host prepares the next
-    batch while the devices compute. Raises a `DivergedError` for a run whose numbers are not finite, see
-    `check_finite`, and a `ValueError` where batches end before the steps do.
+    The step is compiled once, for the first batch, unless it is compiled already. Its results are not waited for, so
+    that the host prepares the next batch while the devices compute. Raises a `DivergedError` for a run whose numbers
+    are not finite, see `check_finite`, and a `ValueError` where batches end before the steps do.
 
     Args:
         step: Of `make_step` or `planned_step`.
@@ -78,7 +78,7 @@ def train(
     batch = next(source, None) if start < steps else None
     if batch is None:
         return run
-    step = Step(step.lower(run.state, batch, key).compile())
+    step = step.compiled(run.state, batch, key)
     with contextlib.ExitStack() as ends:
         for callback in callbacks:
             ends.callback(callback.end, run)

@@ -44,7 +44,7 @@ class Optimizer(eqx.Module):
     """
 
     transform: optax.GradientTransformation = eqx.field(static=True)
-    rate: Rates = eqx.field(static=True)
+    rate: Rates
     trained: Trained = eqx.field(static=True, default=trainable)
     moments: str = eqx.field(static=True, default="float32")
 

@@ -19,6 +19,10 @@ class OwnRows:
         spans = [index[0].indices(rows) for index in pieces if index is not None]
         self.start, self.stop = min(span[0] for span in spans), max(span[1] for span in spans)
 
+    def shapes(self, batch: Batch) -> Batch:
+        """The shapes of the whole batch, from this process's rows."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self._rows, *x.shape[1:]), x.dtype), batch)
+
     def place(self, batch: Batch) -> Batch:
         """The whole batch on the mesh, from this process's rows, as numpy arrays, and those of the other processes."""
 

@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
-from ..parallel import init_sharded, Plan, shardings
+from .._shapes import Batch
+from ..parallel import BATCH_AXES, init_sharded, Plan, shardings
 from ._checkpoint import Checkpointer
 from ._optimizer import Optimizer
 from ._planned_step import state_shardings
@@ -66,6 +67,12 @@ class PlannedState:
     def held_shapes(self) -> TrainState:
         """The shapes of what a step takes: in ring order, each where the plan keeps it."""
         return _placed(self._held, self._shardings(eqx.filter(self._held, _is_shape)))
+
+    def step_shapes(self, batch: Batch) -> tuple[TrainState, Batch, Any]:
+        """The shapes of a step's state, batch and key, each with its place; `batch` has arrays or their shapes."""
+        placed = lambda axes, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.plan.mesh, axes))
+        key = placed(PartitionSpec(), jax.eval_shape(lambda: jax.random.key(0)))
+        return self.held_shapes(), jax.tree.map(functools.partial(placed, PartitionSpec(BATCH_AXES)), batch), key
 
     def under(self, plan: Plan) -> "PlannedState":
         """The same state under another plan; shapes are shared, since tracing them takes long."""

@@ -1,13 +1,15 @@
 """Learning rates: functions of the step, made by name, with their arguments checked.
 
-They are called rates, and never schedules: that word is a pipeline's.
+They are called rates, and never schedules: that word is a pipeline's. Their numbers are arrays, which a compiled step
+takes as arguments.
 """
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import equinox as eqx
 import jax.numpy as jnp
-import optax
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 
@@ -17,14 +19,13 @@ Rates = Callable[[int | Int[Array, ""]], Float[Array, ""]]  # step -> learning r
 def constant(peak: float, *, warmup: int = 0) -> Rates:
     """`peak` at every step, after a linear warmup of `warmup` steps."""
     _check("constant", peak=peak, warmup=warmup)
-    return _as_float32(_after_warmup(optax.schedules.constant_schedule(peak), peak, warmup))
+    return _Warmup(peak, warmup, _level)
 
 
 def warmup_cosine(peak: float, *, steps: int, warmup: int = 0, final: float = 0.1) -> Rates:
     """Linear warmup to `peak`, then half a cosine down to `final * peak` at step `steps` (arXiv 1608.03983)."""
     _check("warmup_cosine", peak=peak, steps=steps, warmup=warmup, final=final)
-    cosine = optax.schedules.cosine_decay_schedule(peak, steps - warmup, alpha=final)
-    return _as_float32(_after_warmup(cosine, peak, warmup))
+    return _Warmup(peak, warmup, _Cosine(warmup, steps - warmup, final))
 
 
 def warmup_stable_decay(
@@ -36,8 +37,7 @@ def warmup_stable_decay(
     """
     decay = max(1, min(steps // 5, steps - warmup)) if decay is None else decay
     _check("warmup_stable_decay", peak=peak, steps=steps, warmup=warmup, final=final, decay=decay)
-    fall = optax.schedules.linear_schedule(peak, final * peak, decay, transition_begin=steps - warmup - decay)
-    return _as_float32(_after_warmup(fall, peak, warmup))
+    return _Warmup(peak, warmup, _Fall(steps - decay, decay or np.inf, final))
 
 
 RATES: Mapping[str, Callable[..., Rates]] = MappingProxyType(
@@ -85,26 +85,71 @@ def switched(first: Rates, after: Rates, *, at: int) -> Rates:
     """`first(step)` for steps before `at`, `after(step)` from it on."""
     if at < 1:
         raise ValueError(f"switched(at={at}): nothing comes before that step; pass at least 1, or `after` alone.")
-
-    def rate(step: int | Int[Array, ""]) -> Float[Array, ""]:
-        return jnp.where(jnp.asarray(step) < at, first(step), after(step))
-
-    return rate
+    return _Switched(first, after, at)
 
 
-def _after_warmup(after: optax.Schedule, peak: float, warmup: int) -> optax.Schedule:
-    if warmup == 0:
-        return after
-    rise = optax.schedules.linear_schedule(peak / (warmup + 1), peak, warmup)
-    return optax.schedules.join_schedules([rise, after], [warmup])
+def later(rates: Rates, by: int) -> Rates:
+    """Rates that begin at step `by`: `rates(step - by)`."""
+    return _Later(rates, by)
 
 
-def _as_float32(of_step: optax.Schedule) -> Rates:
-    def rate(step: int | Int[Array, ""]) -> Float[Array, ""]:
-        # Optax mixes integers and floats where promotion is strict, so the step goes in as the float it becomes.
-        return jnp.asarray(of_step(jnp.asarray(step, jnp.float32)), jnp.float32)
+Number = Float[np.ndarray, ""]
 
-    return rate
+
+def _number(value: float | int) -> np.ndarray:
+    return np.asarray(value, np.float32)
+
+
+class _Warmup(eqx.Module):
+    """A linear warmup to `peak`, then the share of it that `after(step)` leaves, a function of the run's step."""
+
+    peak: Number = eqx.field(converter=_number)
+    warmup: Number = eqx.field(converter=_number)
+    after: Callable[[Float[Array, ""]], Float[Array, ""]]
+
+    def __call__(self, step: int | Int[Array, ""]) -> Float[Array, ""]:
+        at = jnp.asarray(step, jnp.float32)
+        return self.peak * jnp.where(at < self.warmup, (at + 1) / (self.warmup + 1), self.after(at))
+
+
+def _level(step: Float[Array, ""]) -> Float[Array, ""]:
+    return jnp.ones_like(step)
+
+
+class _Cosine(eqx.Module):
+    start: Number = eqx.field(converter=_number)
+    steps: Number = eqx.field(converter=_number)
+    final: Number = eqx.field(converter=_number)
+
+    def __call__(self, step: Float[Array, ""]) -> Float[Array, ""]:
+        share = jnp.minimum((step - self.start) / self.steps, 1)
+        return self.final + (1 - self.final) * (1 + jnp.cos(jnp.pi * share)) / 2
+
+
+class _Fall(eqx.Module):
+    start: Number = eqx.field(converter=_number)
+    steps: Number = eqx.field(converter=_number)
+    final: Number = eqx.field(converter=_number)
+
+    def __call__(self, step: Float[Array, ""]) -> Float[Array, ""]:
+        return 1 - jnp.clip((step - self.start) / self.steps, 0, 1) * (1 - self.final)
+
+
+class _Switched(eqx.Module):
+    first: Rates
+    after: Rates
+    at: Number = eqx.field(converter=_number)
+
+    def __call__(self, step: int | Int[Array, ""]) -> Float[Array, ""]:
+        return jnp.where(jnp.asarray(step, jnp.float32) < self.at, self.first(step), self.after(step))
+
+
+class _Later(eqx.Module):
+    rates: Rates
+    by: Int[np.ndarray, ""] = eqx.field(converter=lambda steps: np.asarray(steps, np.int32))
+
+    def __call__(self, step: int | Int[Array, ""]) -> Float[Array, ""]:
+        return self.rates(jnp.asarray(step) - self.by)
 
 
 def _check(

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from .._shapes import Batch
@@ -15,6 +16,7 @@ from ..parallel import is_narrow, routed, stand_in, vary, varying_axes
 from ._gradient_norms import module_gradient_norms
 from ._loss_scale import loss_scale, LossScale, Scale, seed, unscaled
 from ._optimizer import divided, global_norm, Optimizer, trainable, Trained
+from ._rates import Rates
 from ._rebalance import rebalanced
 from ._tally import count_of, routing_metrics, Tally
 
@@ -48,9 +50,15 @@ def init_state(model: PyTree, optimizer: Optimizer) -> TrainState:
 
 
 class Step(eqx.Module):
-    """A compiled step, `(state, batch, key) -> (state, metrics)`; made by `make_step`."""
+    """A jitted step, `(state, batch, key) -> (state, metrics)`; made by `make_step`.
+
+    The numbers of its learning rates are arguments of the compiled program, so that runs of any length share it.
+    """
 
     run: Callable[..., Any]
+    rate: Rates
+    program: jax.stages.Compiled | None = eqx.field(static=True, default=None)
+    """What a step that `compiled` made runs."""
 
     def __call__(
         self, state: TrainState, batch: PyTree, key: Key[Array, ""] | None = None
@@ -59,11 +67,28 @@ class Step(eqx.Module):
 
         Without a key, layers run as in inference: no dropout, no router noise, no dropped choices of experts.
         """
-        return self.run((batch, key), state)
+        if self.program is None:
+            return self.run((batch, key, self.rate), state)
+        state, rest = eqx.partition(state, _is_traced)
+        state, metrics = self.program(state, eqx.filter((batch, key, self.rate), _is_traced))
+        return eqx.combine(state, rest), metrics
 
-    def lower(self, state: PyTree, batch: PyTree, key: PyTree = None) -> Any:
-        """The step lowered for arguments like these; `.compile().compiled` is JAX's compiled program."""
-        return self.run.lower((batch, key), state)  # type: ignore[attr-defined]  # made by filter_jit
+    def lower(
+        self, state: PyTree, batch: PyTree, key: PyTree = None, *, keep_unused: bool = False
+    ) -> jax.stages.Lowered:
+        """The step lowered for arguments like these, or for their shapes; its first argument is the state's arrays."""
+        state, rest = eqx.partition(state, _is_traced)
+        given, others = eqx.partition((batch, key, self.rate), _is_traced)
+
+        def run(state: PyTree, given: PyTree) -> tuple[PyTree, Any]:
+            state, metrics = self.run(eqx.combine(given, others), eqx.combine(state, rest))
+            return eqx.filter(state, _is_traced), metrics
+
+        return jax.jit(run, donate_argnums=0, keep_unused=keep_unused).lower(state, given)
+
+    def compiled(self, state: PyTree, batch: PyTree, key: PyTree = None) -> "Step":
+        """The step compiled for arguments like these, or for their shapes, and no others; itself, if it is compiled."""
+        return self if self.program else Step(self.run, self.rate, self.lower(state, batch, key).compile())
 
 
 def make_step(
@@ -117,8 +142,8 @@ def make_step(
         of_batch = gradients_of(loss_fn, optimizer.trained)
 
     @eqx.filter_jit(donate="all-except-first")
-    def run(data: tuple[PyTree, Any], state: TrainState) -> tuple[TrainState, dict[str, Array]]:
-        batch, key = data
+    def run(data: tuple[PyTree, Any, Rates], state: TrainState) -> tuple[TrainState, dict[str, Array]]:
+        batch, key, rate = data
         key = None if key is None else jax.random.fold_in(key, state.step)
         held = state.loss_scale
         total, tally, gradients = of_batch(state.model, batch, key, None if held is None else held.value)
@@ -127,7 +152,7 @@ def make_step(
         norm = norm / count.astype(norm.dtype)
         clipping = 1.0 if clip is None else jnp.where(norm > clip, clip / norm, jnp.ones_like(norm))
         scale = clipping / count.astype(norm.dtype)
-        learning_rate = jnp.asarray(optimizer.rate(state.step), jnp.float32)
+        learning_rate = jnp.asarray(rate(state.step), jnp.float32)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
         memory, gradients = near(state.optimizer_state, gradients)
@@ -162,7 +187,7 @@ def make_step(
         # `+ 0` copies, since the next step donates the state's own counters.
         return state, metrics | {"skipped": state.skipped + 0, "skipped_in_a_row": state.skipped_in_a_row + 0}
 
-    return Step(run)
+    return Step(run, optimizer.rate)
 
 
 def updated_if(is_meant: Bool[Array, ""], update: Callable[..., Any], *state: PyTree) -> Any:
@@ -265,6 +290,10 @@ def check_finite(metrics: dict[str, Any], limit: int = 10, *, step: int | None =
             "last finite step; lower the learning rate, lengthen the warmup, look at the data of these steps, or have "
             "DebugNans (--debug-nans) name the module."
         )
+
+
+def _is_traced(leaf: object) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
 def _each_its_own_buffer(tree: PyTree) -> PyTree:

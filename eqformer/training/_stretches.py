@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal
 
-from ._rates import constant, Rates, rates, switched
+from ._rates import constant, later, Rates, rates, switched
 
 
 WAYS: tuple[Literal["hold", "rewarm", "reshape"], ...] = ("hold", "rewarm", "reshape")
@@ -95,4 +95,4 @@ def _own_rates(name: str, stretch: Stretch, peak: float, before: Rates | None) -
         return constant(float(before(stretch.start - 1)))
     shift = stretch.start if stretch.how == "rewarm" else 0
     own = rates(name, peak=peak, steps=stretch.steps - shift, warmup=stretch.warmup)
-    return (lambda step: own(step - shift)) if shift else own
+    return later(own, shift) if shift else own

@@ -75,17 +75,17 @@ class Run:
         self.batch = jax.device_put(batch, shardings(plan.batch_specs(batch), plan.mesh))
         step = training.planned_step(training.next_token_loss, optimizer, plan)
         start = time.perf_counter()
-        self.step = step.lower(self.state, self.batch).compile()
+        self.step = step.compiled(self.state, self.batch)
         self.seconds_to_compile = time.perf_counter() - start
 
     @property
     def temporary(self) -> int:
         """Bytes of temporary memory on a device."""
-        return self.step.compiled.memory_analysis().temp_size_in_bytes
+        return self.step.program.memory_analysis().temp_size_in_bytes
 
     def __call__(self) -> float:
         """One step; returns the loss."""
-        self.state, metrics = self.step((self.batch, None), self.state)
+        self.state, metrics = self.step(self.state, self.batch)
         return float(metrics["loss"])
 
 
@@ -128,7 +128,7 @@ def communication(rounds: int) -> Iterator[Row]:
     model = eqx.filter_eval_shape(lambda: nn.run_with(models.build(NUMBERS, key=jax.random.key(0)), **_AS_RECIPES))
     for name in LAYOUTS:
         plan = _plan(name)
-        counted = planning.counted_bytes(plan, planning.communication(Run(plan).step.compiled, mesh=plan.mesh))
+        counted = planning.counted_bytes(plan, planning.communication(Run(plan).step.program, mesh=plan.mesh))
         for cause, size in planning.by_cause(planning.sent_bytes(plan, model, rows=ROWS, seq=SEQ)).items():
             sent = counted.get(cause, 0.0)
             yield Row(f"sent: {name}", cause, sent / 1e6, "MB", sent / size, f"formula {size / 1e6:.2f} MB")

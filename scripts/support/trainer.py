@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -64,21 +65,23 @@ class Trainer:
         """Train from the last checkpoint to the last step, or to a spike of the loss."""
         recipe, screen = self.recipe, self.screen
         checkpointer = training.Checkpointer(self.directory.checkpoints, keep=recipe.keep)
-        with checkpointer, signals(self._stop):
-            state, start = self._state(checkpointer)
+        start = checkpointer.latest_step or 0
+        with checkpointer, signals(self._stop), ThreadPoolExecutor(1) as aside:
+            # Compiled while the state is made or read: XLA holds no lock of Python's.
+            step = aside.submit(lambda: self.step) if start < recipe.steps else None
+            state = self._state(checkpointer)
             screen.note(opening(self.name, recipe, self.directory, start, self.parameters, self.texts.tokens))
             if mixed := self.texts.description(recipe.steps):
                 screen.note(mixed)
             if self.plan.mesh.size > 1:
                 screen.note(parallel.summary(self.plan))
-            if start >= recipe.steps:
+            if step is None:
                 screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
                 return
             if self.rates_note:
                 screen.note(self.rates_note)
             self.spikes.start(start, checkpointer.metadata().get("spikes") if start else None)
-            step, key = step_of(recipe, self.plan, self.optimizer), self.states.everywhere(self.keys.steps)
-            rows = self.rows.start, self.rows.stop
+            key, rows = self.states.everywhere(self.keys.steps), (self.rows.start, self.rows.stop)
             place, batch_of = self.rows.place, self.spikes.batch_of
             with (
                 data.prefetch(
@@ -89,12 +92,21 @@ class Trainer:
             ):
                 callbacks, steps = self._callbacks(write, show, checkpointer), recipe.steps
                 try:
-                    run = training.train(step, state, batches, key, start=start, steps=steps, callbacks=callbacks)
+                    run = training.train(
+                        step.result(), state, batches, key, start=start, steps=steps, callbacks=callbacks
+                    )
                 except training.LossSpikeError:
                     checkpointer.wait()  # so that all processes go back to the same checkpoint
                     raise
                 checkpointer.wait()
             screen.note(closing(recipe, self.directory, run.step, int(run.state.skipped), self.last))
+
+    @functools.cached_property
+    def step(self) -> training.Step:
+        """The step, compiled from shapes."""
+        first = self.texts.train.rows(0, self.rows.start, self.rows.stop)
+        shapes = self.states.step_shapes(self.rows.shapes(first))
+        return step_of(self.recipe, self.plan, self.optimizer).compiled(*shapes)
 
     def _callbacks(self, write: Write, show: Show, checkpointer: training.Checkpointer) -> list[training.Callback]:
         """What is done after each step, in this order."""
@@ -150,18 +162,18 @@ class Trainer:
     def _vote(self, run: training.Progress) -> None:
         run.is_stopping = self.votes.any(self.stopping)
 
-    def _state(self, checkpointer: training.Checkpointer) -> tuple[training.TrainState, int]:
+    def _state(self, checkpointer: training.Checkpointer) -> training.TrainState:
         """The state to go on from: the latest checkpoint's or the first."""
         if checkpointer.latest_step is None:
             if self.recipe.from_run is not None:
-                return forked(self.recipe, self.states), 0
+                return forked(self.recipe, self.states)
             if self.recipe.published is None:
-                return self.states.init(), 0
-            return self.states.init_from(load_model(self.recipe, self.plan, self.screen)), 0
+                return self.states.init()
+            return self.states.init_from(load_model(self.recipe, self.plan, self.screen))
         if checkpointer.latest_step == 0:  # of a model that was brought here, and nothing else
             plain = shapes_of(dataclasses.replace(self.recipe, lora=training.Lora()))
             model = training.restore_model(checkpointer, plain, self.plan)
-            return self.states.init_from(adapted(self.recipe, model)), 0
+            return self.states.init_from(adapted(self.recipe, model))
         metadata = checkpointer.metadata()
         if (text := metadata["data"]["text"]) != self.texts.identity:
             raise ValueError(
@@ -169,8 +181,7 @@ class Trainer:
                 f"{self.texts.identity}; restore the files as they were, or begin a new run."
             )
         self.keys = dataclasses.replace(self.keys, steps=training.saved_key(metadata))
-        state, _ = self.states.restore(checkpointer)
-        return state, int(metadata["step"])
+        return self.states.restore(checkpointer)[0]
 
     def _validate(self, run: training.Progress, write: Write) -> None:
         sums = lambda batch: self.evaluate(run.state.model, self.rows.place(batch))

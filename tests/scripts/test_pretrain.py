@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import threading
 
 import equinox as eqx
 import numpy as np
@@ -10,6 +11,7 @@ import pretrain
 import pytest
 from script_helpers import LLAMA, PLAIN, rows, run, run_here, saved_arrays, start_until, stop_at, TINY, write_corpus
 
+from eqformer import training
 from eqformer.training import Checkpointer
 
 
@@ -157,10 +159,14 @@ def is_saved(output, run_dir):
     return "the checkpoint is saved, the same command goes on" in output and rows(run_dir)[-1]["step"] == step
 
 
-def test_a_signal_saves_and_ends_cleanly(corpus, tmp_path, monkeypatch):
+def test_the_step_is_traced_once_and_a_signal_saves_and_ends_cleanly(corpus, tmp_path, monkeypatch):
     stop_at(monkeypatch, 2, signal.SIGINT)
+    traced, loss = [], training.next_token_loss
+    counting = lambda *args, **given: traced.append(threading.current_thread()) or loss(*args, **given)
+    monkeypatch.setattr("eqformer.training._optimization.next_token_loss", counting)
     ended = run_here("pretrain.py", *endless(corpus, tmp_path), "--simulate", 1)
     assert ended.returncode == 0 and is_saved(ended.stdout, tmp_path / "run"), ended.stderr
+    assert len(traced) == 1 and traced[0] is not threading.main_thread()  # beside the program of the first weights
 
 
 @pytest.mark.grid

@@ -130,6 +130,31 @@ def test_the_rate_follows_the_run_s_step_through_skipped_ones(quadratic):
     np.testing.assert_allclose(rates, [optimizer.rate(i) for i in range(4)], rtol=1e-6)
 
 
+def test_runs_of_any_length_share_a_program_compiled_from_shapes(quadratic):
+    make, batch, _, _, of_batch = quadratic
+
+    def step_of(name, *lengths, peak=0.1):
+        starts = [0, *lengths[:-1]]
+        stretches = [training.Stretch(start, steps, 1, "rewarm") for start, steps in zip(starts, lengths)]
+        rate = training.stretched_rates(name, stretches, peak=peak)
+        return training.make_step(of_batch, training.optimizer("adamw", make(), rate=rate))
+
+    first = training.init_state(make(), training.optimizer("adamw", make(), rate=0.1))
+    text = lambda *run, **more: step_of(*run, **more).lower(first, batch(1.0)).as_text()
+    made = {}
+    for name in training.RATES:
+        made |= {(name, 1): text(name, 9), (name, 2): text(name, 9, 30)}
+        assert made[name, 1] == text(name, 30, peak=0.2) and made[name, 2] == text(name, 5, 12)
+    assert len({*made.values()}) == len(made)  # the control: programs of other rates differ
+    shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x, tree)
+    step = step_of("warmup-cosine", 9)
+    ready = step.compiled(shapes(first), shapes(batch(1.0)))
+    assert ready.compiled(first, batch(1.0)) is ready
+    again = training.init_state(make(), training.optimizer("adamw", make(), rate=0.1))
+    (ours, metrics), (state, expected) = ready(first, batch(1.0)), step(again, batch(1.0))
+    assert_same_bits((ours, metrics), (state, expected))
+
+
 def test_narrow_parameters_train(quadratic):
     make, batch, optimizer, step, _ = quadratic
     state = training.init_state(make(jnp.bfloat16), optimizer)
@@ -162,7 +187,7 @@ def test_everything_but_the_batch_is_updated_in_place(make_model, make_batch, ke
     optimizer = training.optimizer("adamw", model, rate=1e-3)
     step = training.make_step(loss, optimizer, microbatches=2)
     state = training.init_state(model, optimizer)
-    memory = step.lower(state, batch, key).compile().compiled.memory_analysis()
+    memory = step.lower(state, batch, key).compile().memory_analysis()
     held = sum(x.nbytes for x in jax.tree.leaves(eqx.filter(state, eqx.is_array)))
     assert memory.alias_size_in_bytes == held
     table = state.model.embedding.weight
