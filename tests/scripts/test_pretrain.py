@@ -1,8 +1,11 @@
 """pretrain.py and sample.py as a user runs them: what they write, and that a killed run goes on bit for bit."""
 
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 
 import equinox as eqx
@@ -24,20 +27,39 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("text") / "corpus")
 
 
+# What Python imports when it starts, on a machine whose network is down.
+OFFLINE = """
+import socket
+
+def refused(*given, **options):
+    raise SystemExit("the network was asked for")
+
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = socket.create_connection = refused
+"""
+
+
 @pytest.fixture(scope="module")
 def trained(corpus, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "tiny"
-    # Where the terminal knows no letter beyond ASCII, as under a bare `LC_ALL=C`.
-    plain = PLAIN | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    # Where the terminal knows no letter beyond ASCII, as under a bare `LC_ALL=C`, on a machine with no compiler (nor
+    # any other program), no network, and no home that can be written, be it by root.
+    offline = tmp_path_factory.mktemp("offline")
+    (offline / "sitecustomize.py").write_text(OFFLINE)
+    bare = {"PATH": "", "HOME": "/dev/null/home", "XDG_CACHE_HOME": "", "EQFORMER_TOKENS": ""}
+    bare["PYTHONPATH"] = f"{offline}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    plain = PLAIN | bare | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     done = run("pretrain.py", "--run-dir", run_dir, "--data", corpus, *TINY, *LLAMA, env=plain)
     assert done.returncode == 0, done.stderr
+    (offline / "asks.py").write_text("import socket; socket.create_connection(('localhost', 1))")
+    asks = subprocess.run([sys.executable, offline / "asks.py"], env=plain, capture_output=True, text=True)
+    assert asks.stderr == "the network was asked for\n"  # the control
     return run_dir, done
 
 
 @pytest.mark.quick
 def test_a_run_leaves_what_it_promises(trained):
     run_dir, done = trained
-    expected = {"recipe.json", "metrics.jsonl", "checkpoints", "loss.png", "samples.txt", ".lock"}
+    expected = {"recipe.json", "metrics.jsonl", "checkpoints", "data", "loss.png", "samples.txt", ".lock"}
     assert {path.name for path in run_dir.iterdir()} == expected
     assert json.loads((run_dir / "recipe.json").read_text())["recipe"]["model"]["embed"] == 32
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -53,6 +75,20 @@ def test_a_run_leaves_what_it_promises(trained):
     assert validated[-1]["validation_bits_per_byte"] == pytest.approx(bits, rel=0.01)  # a byte a token, ends aside
     assert validated[-1]["validation_loss"] < validated[0]["validation_loss"] < 5.6
     assert Checkpointer(run_dir / "checkpoints").steps == [3, 6]
+
+
+def test_a_machine_with_no_compiler_network_or_home_trains(trained):
+    _, done = trained
+    assert "cannot be written to /dev/null/home" in done.stderr and "\ntrained    6 steps" in done.stdout
+
+
+@pytest.mark.grid
+def test_the_default_run_ends_in_five_minutes_below_two_bits_a_byte(tmp_path):
+    as_users_have_it = {name: value for name, value in PLAIN.items() if name != "XLA_FLAGS"}
+    done = run("pretrain.py", "--run-dir", tmp_path / "run", env=as_users_have_it)  # which waits so long
+    assert done.returncode == 0, done.stderr
+    first, *_, last = (row["validation_bits_per_byte"] for row in rows(tmp_path / "run", "validation_loss"))
+    assert last < 2.0 < first and rows(tmp_path / "run")[-1]["step"] == 320
 
 
 def test_the_last_lines_hold_the_command_that_samples(trained):
