@@ -17,7 +17,7 @@ from .formats import Coded, Format, Grouped, Numbers
 
 HEAD = "lm_head.weight"
 Run = Callable[[Callable[[Any], None], Iterable[Any]], Iterable[None]]  # as `map`, perhaps by several threads
-_AT_ONCE, _ROWS = 1 << 16, 32  # numbers and rows that a thread decodes at once
+_AT_ONCE, _ROWS = 1 << 17, 32  # numbers and rows that a thread decodes at once
 
 
 class Arrays:
@@ -85,10 +85,18 @@ class Arrays:
         """Whether an array is stored in fewer bits, so that reading it takes time and memory."""
         return name in self._coded
 
-    def read(self, name: str, dtype: str | None = None, piece: int | None = None, run: Run = map) -> np.ndarray:
+    def read(
+        self,
+        name: str,
+        dtype: str | None = None,
+        piece: int | None = None,
+        run: Run = map,
+        into: np.ndarray | None = None,
+    ) -> np.ndarray:
         """An array, mapped into memory where it is stored plainly, or else decoded to a `dtype`, its own by default.
 
-        `piece` is the place of its first dim that is read alone; `run` shares the work.
+        `piece` is the place of its first dim that is read alone; `run` shares the work; `into` is memory of that dtype
+        for what is decoded, as much as an array of two dims has or more.
         """
         if name not in self._coded:
             stored = self._stored[name]
@@ -96,14 +104,18 @@ class Arrays:
         if piece is None and (pieces := self.pieces(name)):
             return np.stack([self.read(name, dtype, place, run) for place in pieces])
         coded = self._coded_at(name, piece)
-        made = np.empty(coded.shape, dtype or coded.dtype)
+        rows, columns = reversed(coded.shape) if coded.form.turned else coded.shape
+        into = np.empty(rows * columns, dtype or coded.dtype) if into is None else into
+        made = into[: rows * columns].reshape(rows, columns)
 
-        def decode(rows: slice) -> None:
+        def decode(some: slice) -> None:
             with np.errstate(over="ignore", invalid="ignore"):  # what is too large is infinite, as in the references
-                made[rows] = coded.form.decode(coded.parts, rows)
+                coded.form.decode(coded.parts, some, made[some])
 
-        _by_rows(coded, decode, run)
-        return made
+        step = _ROWS * max(1, _AT_ONCE // (_ROWS * columns))
+        for _ in run(decode, [slice(start, min(start + step, rows)) for start in range(0, rows, step)]):
+            pass
+        return made.T if coded.form.turned else made
 
     def form(self, name: str) -> Format | None:
         """In which format an array is stored; None: plainly."""
@@ -115,27 +127,14 @@ class Arrays:
         assert isinstance(coded.form, Grouped)
         return str(coded.parts[coded.form.groups.scale].dtype)
 
-    def numbers(self, name: str, piece: int | None = None, run: Run = map) -> Numbers:
-        """As `read`, of an array whose format is `Grouped`, not decoded."""
+    def numbers(self, name: str, piece: int | None, unit: tuple[int, int]) -> Numbers:
+        """As `read`, of an array whose format is `Grouped`: its codes, and the scale of each `unit` of two dims."""
         if piece is None and (pieces := self.pieces(name)):
-            found = [self.numbers(name, place, run) for place in pieces]
-            zeros = [its.zeros for its in found if its.zeros is not None]
-            whole = np.stack([its.codes for its in found]), np.stack([its.scales for its in found])
-            return Numbers(*whole, np.stack(zeros) if zeros else None)
+            codes, scales, zeros = zip(*(self.numbers(name, place, unit) for place in pieces), strict=True)
+            return Numbers(np.stack(codes), np.stack(scales), None if zeros[0] is None else np.stack(zeros))
         coded = self._coded_at(name, piece)
-        form = coded.form
-        assert isinstance(form, Grouped)
-        empty = lambda dtype: np.empty(coded.shape, dtype)
-        zeros = empty(np.uint8) if form.groups.has_zeros else None
-        made = Numbers(empty(np.uint8), empty(self.scale_dtype(name)), zeros)
-
-        def copy(rows: slice) -> None:
-            for whole, part in zip(made, form.numbers(coded.parts, rows), strict=True):
-                if whole is not None:
-                    whole[rows] = part
-
-        _by_rows(coded, copy, run)
-        return made
+        assert isinstance(coded.form, Grouped)
+        return coded.form.numbers(coded.parts, unit)
 
     def _coded_at(self, name: str, piece: int | None) -> Coded:
         coded = self._coded[name]
@@ -169,14 +168,6 @@ class Arrays:
             self._stored[own] = stored
         if form.also is not None:
             self._find(folder, form.also, dtype)
-
-
-def _by_rows(coded: Coded, fill: Callable[[slice], None], run: Run) -> None:
-    """`fill` some rows of an array of two dims at a time, so that little is held beside it."""
-    step = _ROWS * max(1, _AT_ONCE // (_ROWS * coded.shape[1]))
-    starts = range(0, coded.shape[0], step)
-    for _ in run(fill, [slice(start, min(start + step, coded.shape[0])) for start in starts]):
-        pass
 
 
 def _part(name: str) -> str:

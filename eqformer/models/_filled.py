@@ -1,5 +1,6 @@
 """Copies published arrays into the shards of a model's leaves that this process's devices hold."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -39,11 +40,13 @@ class Filled(NamedTuple):
         """The bytes of all of it."""
         return sum(leaf.size * jnp.dtype(its).itemsize for leaf, its in zip(self.targets, self.dtypes, strict=True))
 
-    def arrays(self, source: Arrays, name: str, piece: int | None, rule: Weight, run: Run) -> list[np.ndarray]:
+    def arrays(
+        self, source: Arrays, name: str, piece: int | None, rule: Weight, run: Run, into: np.ndarray
+    ) -> list[np.ndarray]:
         """What a published array, or a piece of it, that `rule` reads gives to each of the targets."""
         if self.maps:
-            return own_arrays(source, name, piece, rule, self.leaves, self.maps, run)
-        whole = source.read(name, self.dtypes[0], piece, run)
+            return own_arrays(source, name, piece, rule, self.maps)
+        whole = source.read(name, self.dtypes[0], piece, run, into)
         return [rule.to_own(whole, self.leaves, number) for number in range(len(self.leaves))]
 
 
@@ -56,25 +59,35 @@ class _Part(NamedTuple):
     def holds(self, place: tuple[int, ...]) -> bool:
         return all(start <= at < stop for at, (start, stop) in zip(place, self.bounds))
 
-    def fill(self, place: tuple[int, ...], own: np.ndarray) -> None:
+    def fill(self, place: tuple[int, ...], own: np.ndarray, run: Run) -> None:
         at = tuple(one - start for one, (start, _) in zip(place, self.bounds))
-        self.values[at] = own[tuple(slice(*bound) for bound in self.bounds[len(place) :])]
+        target = np.atleast_1d(self.values[(*at, ...)])
+        source = np.atleast_1d(own[tuple(slice(*bound) for bound in self.bounds[len(place) :])])
+        step = max(1, -(-len(target) // _THREADS))
+
+        def copy(start: int) -> None:  # memory that is touched for the first time takes longer than the copy
+            target[start : start + step] = source[start : start + step]
+
+        for _ in run(copy, range(0, len(target), step)):
+            pass
 
 
 def read(arrays: Arrays, filled: Filled, places: list[Sharding]) -> list[Array]:
     """What one rule fills; each published array is looked at once, and copied to whom it belongs.
 
-    Those in fewer bits are decoded one after another, each by all threads, so that one is in memory at a time.
+    Those that are decoded are one after another, each by all threads, so that one is in memory at a time.
     """
     parts = [_parts(*each) for each in zip(filled.targets, places, filled.dtypes, strict=True)]
     distinct = [[*{part.bounds: part for part in its.values()}.values()] for its in parts]
     named = list(filled.rule.places(filled.leaves[0]))
+    is_decoded = lambda task: arrays.is_coded(task[1]) and not filled.maps
+    decoded = list(filter(is_decoded, named))
+    into = np.empty(max((math.prod(arrays.shape(name)[-2:]) for _, name in decoded), default=0), filled.dtypes[0])
     with ThreadPoolExecutor(_THREADS) as threads:
-        copy = lambda task: _copy(arrays, filled, distinct, task, threads.map)
-        list(threads.map(copy, [task for task in named if not arrays.is_coded(task[1])]))
-        for task in named:
-            if arrays.is_coded(task[1]):
-                copy(task)
+        copy = lambda task, run: _copy(arrays, filled, distinct, task, run, into)
+        list(threads.map(lambda task: copy(task, map), itertools.filterfalse(is_decoded, named)))
+        for task in decoded:
+            copy(task, threads.map)
     made = ([jax.device_put(part.values, device) for device, part in its.items()] for its in parts)
     return [
         jax.make_array_from_single_device_arrays(leaf.shape, place, pieces)
@@ -83,9 +96,23 @@ def read(arrays: Arrays, filled: Filled, places: list[Sharding]) -> list[Array]:
 
 
 def _copy(
-    arrays: Arrays, filled: Filled, distinct: list[list[_Part]], task: tuple[tuple[int, ...], str], run: Run
+    arrays: Arrays,
+    filled: Filled,
+    distinct: list[list[_Part]],
+    task: tuple[tuple[int, ...], str],
+    run: Run,
+    into: np.ndarray,
 ) -> None:
-    """Copy one published array, at this place of the leaves' outer dims, into the parts that hold it."""
+    """Copy one published array, at this place of the leaves' outer dims, into the parts that hold it.
+
+    Args:
+        arrays: What is published.
+        filled: What the rule fills.
+        distinct: The parts of each target.
+        task: The place, and the array's name.
+        run: Shares the work.
+        into: Memory for what is decoded, used again for each array.
+    """
     (place, name), rule, leaves = task, filled.rule, filled.leaves
     try:
         rule.check_shape(arrays.shape(name), leaves)
@@ -94,10 +121,10 @@ def _copy(
         for piece in (None,) if inner is None else pieces:
             at, its = (place, rule) if inner is None or piece is None else ((*place, piece), inner)
             if any(part.holds(at) for of_target in distinct for part in of_target):
-                for own, of_target in zip(filled.arrays(arrays, name, piece, its, run), distinct, strict=True):
+                for own, of_target in zip(filled.arrays(arrays, name, piece, its, run, into), distinct, strict=True):
                     for part in of_target:
                         if part.holds(at):
-                            part.fill(at, own)
+                            part.fill(at, own, run)
     except ValueError as error:
         raise ValueError(f"{arrays.call}: {arrays.stored_name(name)}: {error}.") from None
 

@@ -88,7 +88,9 @@ class GGUF:
     def read(self, name: str) -> np.ndarray:
         """A small array, decoded."""
         tensor = self.tensors[name]
-        return tensor.form.decode(tensor.parts(None), slice(0, None)).reshape(tensor.shape)
+        made = np.empty((len(tensor.rows), tensor.shape[-1]), np.float32)
+        tensor.form.decode(tensor.parts(None), slice(0, None), made)
+        return made.reshape(tensor.shape)
 
     def divisors(self, name: str) -> np.ndarray | None:
         """What each frequency is divided by, if the file says it by this name."""

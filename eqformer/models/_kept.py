@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .. import nn
-from ._arrays import Arrays, Run
+from ._arrays import Arrays
 from ._weights import Weight
 from .formats import Grouped
 
@@ -40,8 +40,9 @@ def kept_maps(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer) -> di
             _refuse(arrays, coded[0], "is stored in blocks that no map holds")
         scales = {arrays.scale_dtype(name) for name in names}
         dtype = scales.pop() if len(scales) == 1 else str(nn.holding(*scales))
-        for leaf in leaves:
-            found[id(leaf)] = _shapes_of(arrays, coded[0], form, weights[id(leaf)], dtype)
+        for number, leaf in enumerate(leaves):
+            dim = rule.dim_of_last(number)
+            found[id(leaf)] = _shapes_of(arrays, coded[0], form, dim, weights[id(leaf)], dtype)
     if not found:
         raise ValueError(
             f"{arrays.call}: weights='kept': no linear map of it is stored in fewer bits; load it without, and "
@@ -89,7 +90,7 @@ def names_as_stored(
                     "arrays; save the model by itself, or load it with weights='kept'."
                 )
             held = [np.asarray(leaf[place] if place else leaf) for one in own for leaf in leaves_of(one)]
-            its = own_arrays(arrays, name, None, rule, leaves, own, map)
+            its = own_arrays(arrays, name, None, rule, own)
             if len(its) != len(held) or not all(map(np.array_equal, its, held)):
                 raise ValueError(
                     f"{call}: the model's codes and scales are not those of {stored}; nn.dequantise the model and save "
@@ -105,27 +106,38 @@ def leaves_of(linear: nn.QuantisedLinear) -> list[Any]:
 
 
 def own_arrays(
-    arrays: Arrays, name: str, piece: int | None, rule: Weight, leaves: Sequence, maps: Sequence, run: Run
+    arrays: Arrays, name: str, piece: int | None, rule: Weight, maps: Sequence[nn.QuantisedLinear]
 ) -> list[np.ndarray]:
     """What one published array gives to the `leaves_of` each of the maps that hold it, in turn."""
-    found = arrays.numbers(name, piece, run)
+    form, sizes = arrays.form(name), arrays.shape(name)[-2:]
+    assert isinstance(form, Grouped)
     made: list[np.ndarray] = []
     for number, linear in enumerate(maps):
-        codes, *rest = (rule.to_own(its, leaves, number) for its in found if its is not None)
-        made.append(codes if linear.shape == linear.codes.shape else codes[..., ::2] | codes[..., 1::2] << 4)
-        made += [_of_groups(its, linear.scales.shape) for its in rest]
+        dim = rule.dim_of_last(number)
+        assert dim is not None
+        is_one = form.groups.members[dim] is None
+        unit = [1, 1]
+        unit[dim] = sizes[dim] if is_one else linear.shape[-1] // linear.scales.shape[-1]
+        found = arrays.numbers(name, piece, (unit[0], unit[1]))
+        for its, leaves in zip(found, zip(*((m.codes, m.scales, m.zeros) for m in maps)), strict=True):
+            made += [] if its is None else [rule.to_own(its, leaves, number)]
     return made
 
 
-def _shapes_of(arrays: Arrays, name: str, form: Grouped, linear: nn.DenseMap, dtype: str) -> nn.QuantisedLinear:
+def _shapes_of(
+    arrays: Arrays, name: str, form: Grouped, dim: int | None, linear: nn.DenseMap, dtype: str
+) -> nn.QuantisedLinear:
+    """`dim` is that of the published array, from its end, along which the last of the inputs lies."""
     groups, shape, inputs = form.groups, linear.weight.shape, linear.inputs
     last, many = shape[-1], nn.codes_in_a_byte(groups.form)
     if last % many:
         _refuse(arrays, name, f"has {last} of {inputs[-1]!r}, and two codes share a byte")
-    if groups.members is None:
+    if dim not in (-1, -2) or (many > 1 and dim != (-2 if form.turned else -1)):
+        _refuse(arrays, name, f"has its {inputs[-1]!r} in another order, or two codes of other dims in a byte")
+    if (members := groups.members[dim]) is None:
         ends = (1,) * len(inputs)
     else:
-        ends = (*shape[len(shape) - len(inputs) : -1], last // math.gcd(groups.members, last))
+        ends = (*shape[len(shape) - len(inputs) : -1], last // math.gcd(members, last))
     of_scales = (*shape[: len(shape) - len(inputs)], *ends)
 
     def make(bias: Array | None) -> nn.QuantisedLinear:
@@ -145,20 +157,6 @@ def _shapes_of(arrays: Arrays, name: str, form: Grouped, linear: nn.DenseMap, dt
 def _with_bias(linear: nn.LinearMap, bias: Any) -> Any:
     """The map with a bias that other maps have too, by whose identity it is found."""
     return eqx.tree_at(lambda m: m.bias, linear, bias, is_leaf=lambda leaf: leaf is None)
-
-
-def _of_groups(each: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """One number of each group of a map's inputs, for which all numbers of the group must be the same."""
-    wanted = shape[len(shape) - each.ndim :]
-    dims = [size for pair in ((own, its // own) for own, its in zip(wanted, each.shape, strict=True)) for size in pair]
-    grouped = each.reshape(dims)
-    first = grouped[(slice(None), slice(0, 1)) * each.ndim]
-    if not np.array_equal(np.broadcast_to(first, grouped.shape), grouped):
-        raise ValueError(
-            "its scales are not of neighbouring inputs, as where g_idx says another order, so that it cannot be kept; "
-            "load with weights='decoded'"
-        )
-    return first.reshape(wanted)
 
 
 def _refuse(arrays: Arrays, name: str, why: str) -> NoReturn:

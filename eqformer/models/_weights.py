@@ -19,6 +19,7 @@ from ..nn import Layer, Period, Predictor, Stack, Transformer
 Stacked = Transformer | Predictor  # what has stacks of layers and arrays beside them
 Stored = Mapping[str, tuple[int, ...]]  # the shape of each array of a folder
 NOTHING_STORED: Stored = MappingProxyType({})
+_DIMS = re.compile(r"\(([^)]*)\)|(\S+)")  # of a pattern: names in brackets, or one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +104,15 @@ class Weight:
             whole = split[*(slice(None),) * (self.axis + 1), start:stop].reshape(parts[number])
         return einops.rearrange(whole, pattern, **_sizes(pattern, own)) if pattern else whole
 
+    def dim_of_last(self, number: int) -> int | None:
+        """Along which dim of the published array, from its end, the last of leaf `number` lies, one after another."""
+        if not (pattern := self.pattern_of(number)):
+            return -1
+        published, own = pattern.split(" -> ")
+        dims = [(merged or alone).split() for merged, alone in _DIMS.findall(published)]
+        found = [place for place, names in enumerate(dims) if names[-1:] == own.split()[-1:]]
+        return found[0] - len(dims) if found else None
+
     def to_published(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """The published array of what the leaves hold for one place."""
         turned = [_to_published(part, self.pattern_of(number)) for number, part in enumerate(parts)]
@@ -130,7 +140,7 @@ def _published_shape(own: Sequence[int], pattern: str) -> tuple[int, ...]:
     if not pattern:
         return tuple(own)
     sizes = _sizes(pattern, own)
-    dims = re.findall(r"\(([^)]*)\)|(\S+)", pattern.split(" -> ")[0])
+    dims = _DIMS.findall(pattern.split(" -> ")[0])
     return tuple(math.prod(sizes.get(name, 1) for name in (merged or alone).split()) for merged, alone in dims)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import _peers
+from benchmarks._formats import formats
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import generation, models, nn
 
@@ -29,9 +30,10 @@ ROWS, SEQ = 4, 256
 
 
 def zoo(rounds: int) -> Iterator[Row]:
-    """Reading 1 GB of safetensors, tokens a second of forward passes, and milliseconds to a first token."""
+    """Reading safetensors, in fewer bits too, tokens a second of forward passes, and milliseconds to a first token."""
     with tempfile.TemporaryDirectory() as folder:
         yield from _loading(Path(folder), rounds)
+        yield from formats(Path(folder), rounds)
         for name, config in FAMILIES.items():
             yield from _forward(Path(folder) / name, name, config, rounds)
 

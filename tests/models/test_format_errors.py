@@ -15,7 +15,7 @@ from eqformer import models
 BY_DEFAULT = {"fp8 blocks", "int4 with zeros", "gptq", "awq", *EXPERT_CASES}
 NAMES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.grid) for name in ALL_CASES]
 HOSTILE = {
-    "codes cut short": (lambda codes, scales: (codes[:-1], scales), r"has shape|is no multiple|says"),
+    "codes cut short": (lambda codes, scales: (codes[:-1], scales), r"has shape|no multiple|says"),
     "scales cut short": (lambda codes, scales: (codes, scales[:-1] if scales.ndim else np.ones(2, BF16)), "has shape"),
     "too many scales": (lambda codes, scales: (codes, np.stack([scales, scales])), r"has shape"),
     "scales of another dtype": (lambda codes, scales: (codes, scales.astype(np.int64)), "is of I64, not of"),

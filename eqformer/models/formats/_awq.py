@@ -3,12 +3,12 @@
 import dataclasses
 
 import numpy as np
-from jaxtyping import Int32, UInt8
+from jaxtyping import UInt8
 
 from .._config import PublishedConfig
-from ._format import check_codes, check_part, finite, Format, number_of_groups, Numbers, Parts, SCALES
+from ._format import check_codes, check_part, Format, number_of_groups, Parts, SCALES
 from ._gptq import group_of
-from ._whole_numbers import groups_of, unpacked, WholeNumbers
+from ._whole_numbers import octets_of, unpacked, WholeNumbers
 
 
 _CODES, _ZEROS, _SCALES, _MANY = ".qweight", WholeNumbers.zeros, WholeNumbers.scales, 8
@@ -25,20 +25,29 @@ class AWQ(WholeNumbers):
         groups = number_of_groups(inputs, self.group)
         check_part(parts, _ZEROS, ("I32",), ((groups, words),))
         check_part(parts, _SCALES, SCALES, ((groups, words * _MANY),))
+        if inputs % 2:
+            raise ValueError(f"its {inputs} inputs are no multiple of 2")
         return words * _MANY, inputs
 
-    def numbers(self, parts: Parts, rows: slice) -> Numbers:
-        """Some outputs."""
-        words = slice(rows.start // _MANY, rows.stop // _MANY)
-        codes, zeros = (_numbers(parts[end][:, words]).T for end in (_CODES, _ZEROS))
-        scales = finite(parts[_SCALES][:, rows].T)
-        group = groups_of(codes.shape[1], self.group, scales.shape[1])
-        return Numbers(codes, scales[:, group], zeros[:, group])
+    def octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
+        """Each word has neighbouring outputs of an input."""
+        found = octets_of(parts[_CODES][:, _words(rows)])
+        even, odd = found[::2], found[1::2]
+        pairs = np.stack([even & 15 | odd << 4, even >> 4 | odd & 240], axis=-1)
+        return np.ascontiguousarray(_in_order(pairs).T)
+
+    def of_groups(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        """Zeros are stored as codes are."""
+        return parts[_SCALES][:, rows].T, _in_order(unpacked(parts[_ZEROS][:, _words(rows)], 4)).T
 
 
-def _numbers(words: Int32[np.ndarray, "rows words"]) -> UInt8[np.ndarray, "rows outputs"]:
-    found = unpacked(words, 4).reshape(len(words), -1, _MANY)
-    return found[..., _ORDER].reshape(len(words), -1)
+def _words(rows: slice) -> slice:
+    return slice((rows.start or 0) // _MANY, None if rows.stop is None else rows.stop // _MANY)
+
+
+def _in_order(numbers: UInt8[np.ndarray, "rows ..."]) -> UInt8[np.ndarray, "rows outputs"]:
+    """What stands at the places of words, by output."""
+    return numbers.reshape(len(numbers), -1, _MANY)[..., _ORDER].reshape(len(numbers), -1)
 
 
 def awq(published: PublishedConfig) -> Format:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Shaped, UInt8
+from jaxtyping import Int, Shaped, UInt8
 
 
 Parts = Mapping[str, Shaped[np.ndarray, "..."]]  # the arrays stored for one, by the end of their names
@@ -38,16 +38,19 @@ class Format(abc.ABC):
     """The dtypes, as files call them, that tell codes from plain arrays whose names end like theirs; none: all do."""
     also: "Format | None" = None
     """That of codes whose names end otherwise."""
+    turned: bool = False
+    """Whether arrays are stored, and decoded, with their last dim before the one that precedes it."""
 
     @abc.abstractmethod
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """The decoded array's; raises a `ValueError` for arrays that do not go together."""
 
     @abc.abstractmethod
-    def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "rows columns"]:
-        """Some rows of an array of two dims, the first of them a multiple of 32; raises a `ValueError` for bad scales.
+    def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "rows columns"]) -> None:
+        """Fill `out` with some rows of an array of two dims; raises a `ValueError` for bad scales.
 
-        Of an array of three dims, `parts` are those of one place of the first.
+        The first row is a multiple of 32. Rows are columns where arrays are `turned`. Of an array of three dims,
+        `parts` are those of one place of the first.
         """
 
 
@@ -56,8 +59,8 @@ class Groups(NamedTuple):
 
     form: str
     """What codes stand for, as `nn.QuantisedLinear` calls it."""
-    members: int | None
-    """How many inputs, one after another, share a scale; None: all."""
+    members: tuple[int | None, int | None]
+    """How many rows and how many columns of the decoded array, one after another, share a scale; None: all."""
     scale: str
     """The end of the name of the array of scales."""
     has_zeros: bool = False
@@ -65,13 +68,13 @@ class Groups(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Some rows of an array in fewer bits: the code, the scale and perhaps the zero of each number."""
+    """An array in fewer bits, as `nn.QuantisedLinear` holds it, its dims those of the decoded array."""
 
-    codes: UInt8[np.ndarray, "rows columns"]
-    """What `nn.QuantisedLinear` has for a number, each in a byte of its own."""
-    scales: Shaped[np.ndarray, "rows columns"]
+    codes: UInt8[np.ndarray, "code_rows code_columns"]
+    """Bytes; of codes of 4 bits each has two neighbours, of the dim that has groups."""
+    scales: Shaped[np.ndarray, "scale_rows scale_columns"]
     """As they are stored: numbers, or exponents of 8 bits."""
-    zeros: UInt8[np.ndarray, "rows columns"] | None
+    zeros: UInt8[np.ndarray, "scale_rows scale_columns"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +87,11 @@ class Grouped(Format):
         """What is the same for all arrays."""
 
     @abc.abstractmethod
-    def numbers(self, parts: Parts, rows: slice) -> Numbers:
-        """What `decode` gives the values of."""
+    def numbers(self, parts: Parts, unit: tuple[int, int]) -> Numbers:
+        """What `decode` gives the values of, and raises a `ValueError` for.
+
+        There is a scale, and perhaps a zero, for each `unit` of rows and columns, all of which are of one group.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +133,11 @@ def finite(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
 def number_of_groups(columns: int, size: int | None) -> int:
     """How many groups of `size` columns there are; None: one of all."""
     return math.ceil(columns / (size or columns))
+
+
+def group_of_units(columns: int, size: int | None, unit: int) -> Int[np.ndarray, "units"]:
+    """The group of each `unit` of columns, of groups of `size` columns; None: one of all."""
+    return np.arange(0, columns, unit) // (size or columns)
 
 
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32", "int64": "I64", "uint8": "U8"}

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float32, UInt8
+from jaxtyping import Float32, Shaped, UInt8
 
 from ._format import finite, Format, Parts
 
@@ -32,11 +32,11 @@ class Blocks(Format):
             raise ValueError(f"its rows of {width} bytes are no whole blocks of {self.octets}")
         return rows, width // self.octets * self.numbers
 
-    def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "rows columns"]:
+    def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "rows columns"]) -> None:
         """Some rows."""
         chosen = parts[ORDER][rows] if ORDER in parts else rows
         octets = np.ascontiguousarray(parts[ROWS][chosen])
-        return self.values(octets.reshape(-1, self.octets)).reshape(len(octets), -1)
+        out[...] = self.values(octets.reshape(-1, self.octets)).reshape(out.shape)
 
 
 def _scale(octets: UInt8[np.ndarray, "blocks 2"]) -> Float32[np.ndarray, "blocks 1"]:

@@ -3,13 +3,14 @@
 import dataclasses
 
 import numpy as np
+from jaxtyping import UInt8
 
 from .._config import PublishedConfig
-from ._format import check_codes, check_part, finite, Format, number_of_groups, Numbers, Parts, SCALES
-from ._whole_numbers import groups_of, unpacked, WholeNumbers
+from ._format import check_codes, check_part, Format, number_of_groups, Parts, SCALES
+from ._whole_numbers import octets_of, unpacked, WholeNumbers
 
 
-_CODES, _ZEROS, _SCALES, _PLACES = ".qweight", WholeNumbers.zeros, WholeNumbers.scales, ".g_idx"
+_CODES, _ZEROS, _SCALES, _PLACES = ".qweight", WholeNumbers.zeros, WholeNumbers.scales, WholeNumbers.places
 _OF_ROUNDING = (
     "damp_percent damp_auto_increment static_groups true_sequential sym desc_act model_name_or_path "
     "model_file_base_name meta quantizer dataset batch_size block_name_to_quantize cache_block_outputs disable_exllama "
@@ -38,14 +39,15 @@ class GPTQ(WholeNumbers):
             check_part(parts, _PLACES, ("I32",), ((inputs,),))
         return outputs, inputs
 
-    def numbers(self, parts: Parts, rows: slice) -> Numbers:
-        """Some outputs."""
-        codes = unpacked(np.ascontiguousarray(parts[_CODES][:, rows].T), self.bits)
-        scales = finite(parts[_SCALES][:, rows].T)
-        zeros = unpacked(parts[_ZEROS][:, rows.start // self.many : rows.stop // self.many], self.bits).T
-        zeros = ((zeros.astype(np.int32) + self.shift) % 2**self.bits).astype(np.uint8)
-        group = groups_of(codes.shape[1], self.group, scales.shape[1], parts.get(_PLACES))
-        return Numbers(codes, scales[:, group], zeros[:, group])
+    def octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
+        """Each word has neighbouring inputs of an output."""
+        return octets_of(parts[_CODES][:, rows].T)
+
+    def of_groups(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        """Zeros are stored as codes are, along outputs."""
+        words = slice((rows.start or 0) // self.many, None if rows.stop is None else rows.stop // self.many)
+        zeros = unpacked(parts[_ZEROS][:, words], self.bits).T.astype(np.int32)
+        return parts[_SCALES][:, rows].T, ((zeros + self.shift) % 2**self.bits).astype(np.uint8)
 
 
 def gptq(published: PublishedConfig) -> Format:

@@ -4,9 +4,10 @@ import dataclasses
 import math
 
 import numpy as np
+from jaxtyping import UInt8
 
-from ._format import check_codes, check_part, finite, number_of_groups, Numbers, Parts, SCALES
-from ._whole_numbers import groups_of, unpacked, WholeNumbers
+from ._format import check_codes, check_part, number_of_groups, Parts, SCALES
+from ._whole_numbers import octets_of, unpacked, WholeNumbers
 
 
 _CODES, _SCALE, _SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
@@ -19,6 +20,7 @@ class Packed(WholeNumbers):
 
     scales: str = _SCALE
     zeros: str = ZERO
+    places: str = PLACES
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """The two numbers of `weight_shape`."""
@@ -38,13 +40,14 @@ class Packed(WholeNumbers):
             check_part(parts, PLACES, ("I32", "I64"), ((columns,),))
         return rows, columns
 
-    def numbers(self, parts: Parts, rows: slice) -> Numbers:
-        """Some rows."""
-        columns = int(parts[_SHAPE][1])
-        codes, scales = unpacked(parts[_CODES][rows], self.bits)[:, :columns], finite(parts[_SCALE][rows])
-        group = groups_of(columns, self.group, scales.shape[1], parts.get(PLACES))
+    def octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
+        """As they are stored."""
+        return octets_of(parts[_CODES][rows])
+
+    def of_groups(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        """Words of zeros go along outputs."""
+        scales = parts[_SCALE][rows]
         if ZERO not in parts:
-            return Numbers(codes, scales[:, group], None)
-        words = parts[ZERO][rows.start // self.many : math.ceil(rows.stop / self.many)]
-        zeros = unpacked(np.ascontiguousarray(words.T), self.bits).T[: len(codes)]
-        return Numbers(codes, scales[:, group], zeros[:, group])
+            return scales, None
+        words = parts[ZERO][(rows.start or 0) // self.many :][: math.ceil(len(scales) / self.many)]
+        return scales, unpacked(words.T, self.bits).T[: len(scales)]

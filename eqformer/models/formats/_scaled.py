@@ -1,20 +1,33 @@
 """Numbers of 8 bits times a scale: of a block, as DeepSeek-V3 has it (arXiv:2412.19437), of a row, or of an array."""
 
 import dataclasses
+import math
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Shaped
 
 from .._config import PublishedConfig
-from ._format import check_codes, check_part, finite, Format, Grouped, Groups, number_of_groups, Numbers, Parts, SCALES
+from ._format import (
+    check_codes,
+    check_part,
+    finite,
+    Format,
+    group_of_units,
+    Grouped,
+    Groups,
+    number_of_groups,
+    Numbers,
+    Parts,
+    SCALES,
+)
 
 
 _CODES = ".weight"
 _VALUES = {  # by what codes stand for
     "fp8": np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32),
-    "int8": np.arange(256, dtype=np.float32) - 128,
+    "int8": np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32),
 }
 
 
@@ -41,27 +54,31 @@ class Scaled(Grouped):
         check_part(parts, scale, SCALES, shapes)
         return *experts, rows, columns
 
-    def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "rows columns"]:
+    def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "rows columns"]) -> None:
         """Some rows."""
-        codes, scales, _ = self.numbers(parts, rows)
-        return np.take(_VALUES[self.groups.form], codes) * scales.astype(np.float32)
+        columns, (height, width) = out.shape[1], self.block
+        unit = math.gcd(width or columns, columns)
+        group = group_of_units(len(parts[self.codes]), height, 1)[rows]
+        scales = self._scales(parts)[np.ix_(group, group_of_units(columns, width, unit))]
+        found = np.take(_VALUES[self.groups.form], parts[self.codes][rows].view(np.uint8))
+        found.reshape(len(out), -1, unit)[...] *= scales[..., None].astype(np.float32)
+        out[...] = found
 
-    def numbers(self, parts: Parts, rows: slice) -> Numbers:
-        """Some rows."""
-        stored, scales = parts[self.codes], parts[self.needs[0]]
-        height, width = self.block
-        scales = scales.reshape(self._grid(*stored.shape))
-        scales = finite(scales[np.arange(rows.start, rows.stop) // (height or len(stored))])
-        codes = stored[rows].view(np.uint8)
-        if width is not None:
-            scales = np.repeat(scales, width, axis=1)[:, : codes.shape[1]]
-        codes = codes if self.groups.form == "fp8" else codes ^ 128  # a sign turned into half of the range
-        return Numbers(codes, np.broadcast_to(scales, codes.shape), None)
+    def numbers(self, parts: Parts, unit: tuple[int, int]) -> Numbers:
+        """All of them."""
+        codes = parts[self.codes]
+        of_dims = zip(codes.shape, self.block, unit, strict=True)
+        scales = self._scales(parts)[np.ix_(*(group_of_units(*each) for each in of_dims))]
+        codes = codes.view(np.uint8)
+        return Numbers(codes if self.groups.form == "fp8" else codes ^ 128, scales, None)
 
     @property
     def groups(self) -> Groups:
         """What the dtype of the codes says."""
-        return Groups("fp8" if self.dtypes == ("F8_E4M3",) else "int8", self.block[1], self.needs[0])
+        return Groups("fp8" if self.dtypes == ("F8_E4M3",) else "int8", self.block, self.needs[0])
+
+    def _scales(self, parts: Parts) -> Shaped[np.ndarray, "grid_rows grid_columns"]:
+        return finite(parts[self.needs[0]]).reshape(self._grid(*parts[self.codes].shape))
 
     def _grid(self, rows: int, columns: int) -> tuple[int, int]:
         height, width = self.block

@@ -1,11 +1,13 @@
 """What formats of whole numbers share: words of 32 bits that hold several, groups of inputs, and what a number is."""
 
+import abc
 import dataclasses
+import math
 
 import numpy as np
-from jaxtyping import Float32, Int32, Shaped, UInt8
+from jaxtyping import Int32, Shaped, UInt8
 
-from ._format import Grouped, Groups, Parts
+from ._format import finite, group_of_units, Grouped, Groups, Numbers, Parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,38 +21,87 @@ class WholeNumbers(Grouped):
     """The end of the name of the array of scales."""
     zeros: str = ".qzeros"
     """That of the array of zeros, where `needs` names it."""
+    places: str = ".g_idx"
+    """That of the array that states the group of each input, where there is one."""
 
     @property
     def many(self) -> int:
         """The numbers of a word."""
         return 32 // self.bits
 
-    def decode(self, parts: Parts, rows: slice) -> Float32[np.ndarray, "outputs inputs"]:
+    def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "outputs inputs"]) -> None:
         """Some outputs."""
-        found = self.numbers(parts, rows)
-        codes, scales = found.codes.astype(np.float32), found.scales.astype(np.float32)
-        return (codes - (2 ** (self.bits - 1) if found.zeros is None else found.zeros)) * scales
+        columns = out.shape[1]
+        unit = math.gcd(self.group or columns, columns) if self.places not in parts else 1
+        scales, zeros = self._of_units(parts, rows, columns, unit)
+        table = (_NUMBERS if zeros is not None else _SIGNED)[self.bits]
+        found = np.take(table, self.octets(parts, rows)).view(np.float32)[:, :columns].reshape(len(out), -1, unit)
+        if zeros is not None:
+            found -= zeros[..., None].astype(np.float32)
+        found *= scales[..., None].astype(np.float32)
+        out[...] = found.reshape(out.shape)
+
+    def numbers(self, parts: Parts, unit: tuple[int, int]) -> Numbers:
+        """All of them."""
+        columns, rows = self.shape(parts)[1], slice(0, None)
+        scales, zeros = self._of_units(parts, rows, columns, unit[1])
+        return Numbers(self.octets(parts, rows)[:, : columns * self.bits // 8], scales, zeros)
 
     @property
     def groups(self) -> Groups:
         """What the configuration says."""
-        return Groups(f"int{self.bits}", self.group, self.scales, has_zeros=self.zeros in self.needs)
+        return Groups(f"int{self.bits}", (1, self.group), self.scales, has_zeros=self.zeros in self.needs)
+
+    @abc.abstractmethod
+    def octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
+        """The codes of some outputs along their inputs, of two in a byte the low bits first."""
+
+    @abc.abstractmethod
+    def of_groups(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        """The scale, and the zero where there are any, of each of some outputs and group."""
+
+    def _of_units(
+        self, parts: Parts, rows: slice, columns: int, unit: int
+    ) -> tuple[Shaped[np.ndarray, "outputs units"], Shaped[np.ndarray, "outputs units"] | None]:
+        scales, zeros = self.of_groups(parts, rows)
+        group = group_of_units(columns, self.group, unit)
+        if (stated := parts.get(self.places)) is not None:
+            group = _stated(stated, scales.shape[1], unit)
+        return finite(scales)[:, group], None if zeros is None else zeros[:, group]
 
 
 def unpacked(words: Int32[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows numbers"]:
     """The numbers of 4 or 8 bits in each word, the lowest bits first."""
-    octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    found = octets_of(words)
+    return found if bits == 8 else np.stack([found & 15, found >> 4], axis=-1).reshape(len(words), -1)
+
+
+def octets_of(words: Int32[np.ndarray, "rows words"]) -> UInt8[np.ndarray, "rows octets"]:
+    """The bytes of each word, the lowest first."""
+    return np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+
+
+def _stated(places: Shaped[np.ndarray, "columns"], number: int, unit: int) -> Shaped[np.ndarray, "units"]:
+    """The group of each unit of columns, as stated for each column."""
+    if places.min() < 0 or places.max() >= number:
+        raise ValueError(f"a column of it is of group {places.max()} or {places.min()}, and it has {number}")
+    units = places.reshape(-1, unit)
+    if (units != units[:, :1]).any():
+        raise ValueError(
+            "its scales are not of neighbouring inputs, as where g_idx says another order, so that it cannot be kept; "
+            "load with weights='decoded'"
+        )
+    return units[:, 0]
+
+
+def _table(bits: int, zero: int) -> Shaped[np.ndarray, "256"]:
+    """Of a byte the number in float32, or both of 4 bits as one to be taken at once."""
+    codes = np.arange(256, dtype=np.float32)[:, None]
     if bits == 8:
-        return octets
-    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(len(words), -1)
+        return (codes - zero)[:, 0]
+    return (np.concatenate([codes % 16, codes // 16], axis=1) - zero).view(np.uint64)[:, 0]
 
 
-def groups_of(
-    columns: int, size: int | None, number: int, stated: Shaped[np.ndarray, "columns"] | None = None
-) -> Shaped[np.ndarray, "columns"]:
-    """The group of each column: as stated, or one after another; raises a `ValueError` for one that there is not."""
-    if stated is None:
-        return np.arange(columns) // (size or columns)
-    if stated.min() < 0 or stated.max() >= number:
-        raise ValueError(f"a column of it is of group {stated.max()} or {stated.min()}, and it has {number}")
-    return stated
+# By the bits of a number; from 0, and without half of the range.
+_NUMBERS = {bits: _table(bits, 0) for bits in (4, 8)}
+_SIGNED = {bits: _table(bits, 2 ** (bits - 1)) for bits in (4, 8)}
