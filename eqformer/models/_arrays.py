@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  # lets numpy know bfloat16
 import numpy as np
 
-from ._folder import Folder
+from ._folder import FLOATS, Folder
 from ._gguf import GGUF
 from ._gguf_models import coded_of, plain_of
 from ._published import Description
@@ -16,6 +16,7 @@ from .formats import Coded, Format, Grouped, Numbers
 
 
 HEAD = "lm_head.weight"
+_NO_CODES = ("BOOL", "I64")  # what masks and positions are of
 Run = Callable[[Callable[[Any], None], Iterable[Any]], Iterable[None]]  # as `map`, perhaps by several threads
 _AT_ONCE, _ROWS = 1 << 17, 32  # numbers and rows that a thread decodes at once
 
@@ -33,6 +34,7 @@ class Arrays:
         self._stored: dict[str, str] = {}
         self._coded: dict[str, Coded] = {}
         self._left: list[str] = []
+        self._is_said = said.format is not None
         for name in sorted(source.names):
             own = said.own_name(name)
             if own is None:
@@ -116,6 +118,14 @@ class Arrays:
         for _ in run(decode, [slice(start, min(start + step, rows)) for start in range(0, rows, step)]):
             pass
         return made.T if coded.form.turned else made
+
+    def unexplained(self, names: Iterable[str]) -> str:
+        """The first of some arrays that holds codes although the configuration says nothing of any; empty for none."""
+        if isinstance(self._source, GGUF) or self._is_said:
+            return ""
+        dtypes = {name: self._source.dtype_in_file(self._stored[name]) for name in sorted(names)}
+        found = (f"{self._stored[name]} ({its})" for name, its in dtypes.items() if its not in (*FLOATS, *_NO_CODES))
+        return next(found, "")
 
     def form(self, name: str) -> Format | None:
         """In which format an array is stored; None: plainly."""

@@ -20,8 +20,8 @@ CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.sa
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # What other arrays of a folder are of: codes of weights, and what other parts hold.
-_OTHERS = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "BOOL": "bool"}
-_OTHERS |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+OTHERS = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "BOOL": "bool"}
+OTHERS |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 
 
 class Folder:
@@ -58,10 +58,8 @@ class Folder:
         """An array's dtype as JAX calls it; raises a `ValueError` for one that is no float, as only buffers are."""
         dtype = self._placed[name][0]
         if dtype not in FLOATS:
-            why = " (codes without scales: no quantization_config of config.json says how they are meant)"
             raise ValueError(
-                f"{self.path / self._file_of[name]}: {name} is of {dtype}{why if dtype[0] == 'F' else ''}; weights are "
-                f"{', '.join(FLOATS)}."
+                f"{self.path / self._file_of[name]}: {name} is of {dtype}; weights are {', '.join(FLOATS)}."
             )
         return FLOATS[dtype]
 
@@ -81,7 +79,7 @@ class Folder:
     def stored(self, name: str) -> np.ndarray:
         """An array of whatever dtype as it lies in its file, mapped into memory; a `ValueError` for an unknown one."""
         dtype, shape, start, stop = self._placed[name]
-        if (known := (FLOATS | _OTHERS).get(dtype)) is None:
+        if (known := (FLOATS | OTHERS).get(dtype)) is None:
             raise ValueError(f"{self.path / self._file_of[name]}: {name} is of {dtype}, which is not known.")
         return self._maps[self._file_of[name]][start:stop].view(known).reshape(shape)
 

@@ -132,6 +132,11 @@ def _check_names(arrays: Arrays, said: Description, rules: list[Weight], shapes:
     copies = said.family.copies(said.config, shapes) | ({HEAD: shapes.embedding.weight} if shapes.head is None else {})
     copies = {name: leaf for name, leaf in copies.items() if name in spare}
     spare -= copies.keys()
+    if codes := arrays.unexplained((wanted & arrays.names) | (spare if missing else set())):
+        raise ValueError(
+            f"{arrays.call}: {codes} holds codes, and config.json has no quantization_config that says how they are "
+            "meant; take the config.json that was published with them."
+        )
     if missing or spare or empty:
         parts = (("not in the folder", missing), ("in no rule", spare), ("filled by no array", set(empty)))
         faults = "; ".join(f"{what}: {', '.join(sorted(names)[:8])} ({len(names)})" for what, names in parts if names)

@@ -2,7 +2,9 @@
 
 import json
 import re
+from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from format_cases import ALL_CASES, BF16, CASES, EXPERT_CASES, OF_GPTQ
@@ -19,6 +21,10 @@ HOSTILE = {
     "scales cut short": (lambda codes, scales: (codes, scales[:-1] if scales.ndim else np.ones(2, BF16)), "has shape"),
     "too many scales": (lambda codes, scales: (codes, np.stack([scales, scales])), r"has shape"),
     "scales of another dtype": (lambda codes, scales: (codes, scales.astype(np.int64)), "is of I64, not of"),
+    "scales that are exponents": (
+        lambda codes, scales: (codes, np.ones(scales.shape, ml_dtypes.float8_e8m0fnu)),
+        "is of F8_E8M0, not of",
+    ),
     "no scales": (lambda codes, scales: (codes, None), r"mean nothing without .*(scale|_scales).*must have both"),
     "no codes": (lambda codes, scales: (None, scales), r"not in the folder: .*|in no rule: .*"),
     "codes that are floats": (
@@ -34,6 +40,16 @@ HOSTILE = {
 }
 
 
+def refused(folder: Path, name: str, words_of: str) -> list[str]:
+    """The messages of a load that decodes and of one that keeps, but for inputs in another order, which none keeps."""
+    found = []
+    for weights in ("decoded", "kept")[: 1 if "order" in name else 2]:
+        with pytest.raises(ValueError, match=words_of) as raised:
+            models.load(folder, weights=weights)
+        found.append(str(raised.value))
+    return found
+
+
 @pytest.mark.parametrize("fault", HOSTILE)
 @pytest.mark.parametrize("name", NAMES)
 def test_codes_and_scales_that_do_not_go_together(name, fault, tmp_path):
@@ -44,9 +60,8 @@ def test_codes_and_scales_that_do_not_go_together(name, fault, tmp_path):
     spoilt = dict(zip(ends, spoil(*(stored.pop(stem + end) for end in ends)), strict=True))
     stored |= {stem + end: np.ascontiguousarray(its) for end, its in spoilt.items() if its is not None}
     change(tmp_path, stored)
-    with pytest.raises(ValueError, match=words_of) as raised:
-        models.load(tmp_path)
-    assert stem in str(raised.value) and str(tmp_path) in str(raised.value)
+    for message in refused(tmp_path, name, words_of):
+        assert stem in message and str(tmp_path) in message
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,8 +71,54 @@ def test_an_array_of_another_size_than_the_models(name, tmp_path):
     shape, rng = ((5, 32, 32) if name in EXPERT_CASES else (96, 32)), np.random.default_rng(0)
     parts, _ = ALL_CASES[name].make(rng, *shape)
     change(tmp_path, stored | {stem + end: part for end, part in parts.items()})
-    with pytest.raises(ValueError, match=rf"{re.escape(stem)}.*: it has shape \(.*\), and the model's is \(.*\)"):
-        models.load(tmp_path)
+    refused(tmp_path, name, rf"{re.escape(stem)}.*: it has shape \(.*\), and the model's is \(.*\)")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_codes_of_which_the_configuration_says_nothing(name, tmp_path):
+    """With their scales too: what is missing is named, not each array."""
+    stored, _ = write(tmp_path, name)
+    said = json.loads((tmp_path / "config.json").read_text())
+    store(tmp_path, stored, {key: its for key, its in said.items() if key != "quantization_config"})
+    words_of = (
+        r"^load\('.*'\): model.layers.0.* \([UIF](8|32)(_E4M3)?\) holds codes, and config.json has no quantization_"
+    )
+    for message in refused(tmp_path, name, words_of):
+        assert len(message) < len(str(tmp_path)) + 260
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_cut_short(name, tmp_path):
+    write(tmp_path, name)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    for length in (4, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        refused(tmp_path, name, r"model.safetensors: it is no whole safetensors file \(")
+    file.write_bytes(whole)
+    assert models.load(tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8 blocks", *(pytest.param(n, marks=pytest.mark.grid) for n in CASES if "8" in n and n != "fp8 blocks")]
+)
+def test_a_scale_of_a_magnitude_is_not_below_0(name, tmp_path):
+    stored, _ = write(tmp_path, name)
+    wrong = stored[GATE + CASES[name].scales].copy()
+    wrong.reshape(-1)[-1] *= -1
+    change(tmp_path, stored | {GATE + CASES[name].scales: wrong})
+    for message in refused(tmp_path, name, "a scale of it is below 0"):
+        assert f"{GATE}.weight" in message
+
+
+def test_a_scale_of_whole_numbers_may_be_below_0(tmp_path):
+    """Some programs use the whole range of four bits with either sign: all weights have the other sign then."""
+    stored, _ = write(tmp_path, "int4")
+    gate = lambda: models.load(tmp_path).stacks[0].blocks.feed_forward.layer.gate.weight  # pyright: ignore
+    want = gate()
+    change(tmp_path, stored | {GATE + ".weight_scale": -stored[GATE + ".weight_scale"]})
+    found = gate()
+    assert np.array_equal(found[0], -want[0]) and np.array_equal(found[1], want[1]) and want[0].any()
 
 
 WRONG = {
@@ -120,7 +181,9 @@ def test_codes_of_which_nothing_is_said_are_refused_by_name(tmp_path):
     del said["quantization_config"]
     only = {name: array for name, array in stored.items() if not name.endswith("_scale_inv")}
     store(tmp_path, only, said)
-    with pytest.raises(ValueError, match=r"\.weight is of F8_E4M3 \(codes without scales: no quantization_config of"):
+    with pytest.raises(
+        ValueError, match=r"\.weight \(F8_E4M3\) holds codes, and config.json has no quantization_config"
+    ):
         models.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(said | {"quantization_config": [1]}))
     with pytest.raises(ValueError, match="quantization_config: it must be one object"):

@@ -285,6 +285,27 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path):
         models.load(path)
 
 
+# Where a block of each type has its numbers of 16 bits, as ggml lays them out.
+SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
+SCALES |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def test_a_scale_of_each_type_of_block_that_is_no_number_is_refused():
+    plain = {"F32", "F16", "BF16"}
+    assert SCALES.keys() | plain == {form.name for form in BLOCKS.values()}
+    for form in (form for form in BLOCKS.values() if form.name not in plain):
+        out = np.ones((2, 3 * form.numbers), np.float32)
+        octets = np.zeros((2, 3 * form.octets), np.uint8)
+        form.decode({"": octets}, slice(0, 2), out)
+        assert not out.any()
+        for place in SCALES[form.name]:
+            for wrong in (np.inf, -np.inf, np.nan):
+                spoilt = octets.copy()
+                spoilt[1, form.octets + place :][:2] = np.frombuffer(struct.pack("<e", wrong), np.uint8)
+                with pytest.raises(ValueError, match="a scale of it is not finite"):
+                    form.decode({"": spoilt}, slice(0, 2), out)
+
+
 def test_only_paths_that_are_files_are_of_gguf(tmp_path):
     with pytest.raises(ValueError, match="there is no such folder"):
         models.load(Path(tmp_path / "nothing.gguf"))

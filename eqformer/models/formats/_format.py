@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Shaped, UInt8
 
+from .._folder import FLOATS, OTHERS
+
 
 Parts = Mapping[str, Shaped[np.ndarray, "..."]]  # the arrays stored for one, by the end of their names
 SCALES = ("F32", "BF16", "F16")
@@ -123,6 +125,13 @@ def check_codes(parts: Parts, end: str, dtype: str, dims: int) -> tuple[int, ...
     return found
 
 
+def not_negative(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
+    """Finite scales; raises a `ValueError` if one is below 0."""
+    if (finite(scales) < 0).any():
+        raise ValueError("a scale of it is below 0")
+    return scales
+
+
 def finite(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
     """The scales; raises a `ValueError` if one is not finite."""
     if not np.isfinite(scales.astype(np.float32)).all():
@@ -140,5 +149,4 @@ def group_of_units(columns: int, size: int | None, unit: int) -> Int[np.ndarray,
     return np.arange(0, columns, unit) // (size or columns)
 
 
-_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32", "int64": "I64", "uint8": "U8"}
-_NAMES |= {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}
+_NAMES = {its: theirs for theirs, its in (FLOATS | OTHERS).items()}

@@ -12,11 +12,11 @@ from .._config import PublishedConfig
 from ._format import (
     check_codes,
     check_part,
-    finite,
     Format,
     group_of_units,
     Grouped,
     Groups,
+    not_negative,
     number_of_groups,
     Numbers,
     Parts,
@@ -78,7 +78,8 @@ class Scaled(Grouped):
         return Groups("fp8" if self.dtypes == ("F8_E4M3",) else "int8", self.block, self.needs[0])
 
     def _scales(self, parts: Parts) -> Shaped[np.ndarray, "grid_rows grid_columns"]:
-        return finite(parts[self.needs[0]]).reshape(self._grid(*parts[self.codes].shape))
+        # They are the largest magnitudes of what was rounded; of whole numbers of 4 bits some programs turn the sign.
+        return not_negative(parts[self.needs[0]]).reshape(self._grid(*parts[self.codes].shape))
 
     def _grid(self, rows: int, columns: int) -> tuple[int, int]:
         height, width = self.block
