@@ -57,8 +57,8 @@ class Step(eqx.Module):
 
     run: Callable[..., Any]
     rate: Rates
-    program: jax.stages.Compiled | None = eqx.field(static=True, default=None)
-    """What a step that `compiled` made runs."""
+    program: Any = eqx.field(static=True, default=None)
+    """JAX's compiled program, of a step that `compiled` made; else None."""
 
     def __call__(
         self, state: TrainState, batch: PyTree, key: Key[Array, ""] | None = None

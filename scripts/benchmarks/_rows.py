@@ -98,7 +98,7 @@ def memory(rounds: int) -> Iterator[Row]:
     batch = _ours.random_batch(config.vocab, ROWS, SEQ)
     step, state = _ours.step_and_state(config, **_AS_RECIPES)
     parameters = planning.parameter_count(state.model)
-    found = step.lower(state, batch).compile().memory_analysis()
+    found: Any = step.lower(state, batch).compile().memory_analysis()
     held = found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes
     held -= found.alias_size_in_bytes
     # Float32 of parameters, two moments and gradients, and of what the policy `products` keeps for each token and
