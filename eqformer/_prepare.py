@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
-from ._xla_flags import as_flags, known, unset
+from ._xla_flags import as_flags, known
 
 
 def prepare(*, devices: int | None = None, compilers: bool = False, gradients: bool = True) -> None:
@@ -52,10 +52,21 @@ def _flags(devices: int | None, compilers: bool, gradients: bool) -> list[str]:
     flags = os.environ.get("XLA_FLAGS", "").split()
     wanted = platform_flags() | ({"xla_gpu_autotune_level": 0} if compilers else {})
     wanted |= {} if gradients else _FORWARD_FLAGS
-    flags += as_flags(known(unset(wanted)))
+    flags += as_flags(known(_unset(wanted)))
     if devices is not None:
         flags = [flag for flag in flags if flag.partition("=")[0] != _SIMULATED] + [f"{_SIMULATED}={devices}"]
     return flags
+
+
+def _unset(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that the user has not set."""
+    given = {flag.partition("=")[0].lstrip("-") for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in options.items() if name not in given}
+
+
+def run_once(platform: str) -> dict[str, Any]:
+    """XLA's options for a program of random weights, which runs once, but for those that the user has set."""
+    return _unset(_ONCE) if platform == "cpu" else {}
 
 
 def _has_started() -> bool:
@@ -93,6 +104,8 @@ _CPU_FLAGS = {_KERNELS_FLAG: ",".join(f"{_KIND}{kind}" for kind in _KERNELS)}
 # Each product by itself: a chain of them, such as a feed-forward layer's, is slower fused. Of programs with gradients
 # XLA would then fuse operations that take longer than the products.
 _FORWARD_FLAGS = {_KERNELS_FLAG: f"{_KIND}INDIVIDUAL_DOT"}
+# LLVM's later passes take three quarters of such a program's compilation, and change no bit of it.
+_ONCE = {"xla_backend_optimization_level": 1}
 # In a loop over layers, gathers of weights begin in the turn before they are used: without it, half of those of a layer
 # stood exposed. Gradients are scattered in their own turn: XLA would hold, and copy, them in float32 for the next one
 # (docs/accelerators.md). XLA's latency-hiding scheduler and asynchronous collectives are on by default.

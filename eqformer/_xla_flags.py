@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import logging
 import mmap
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,6 @@ def known(options: Mapping[str, Any]) -> dict[str, Any]:
         else:
             logging.getLogger("eqformer").warning("the installed XLA does not know %s; it is left out", name)
     return found
-
-
-def unset(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags or compiler options that the user has not set in `XLA_FLAGS`."""
-    given = {flag.partition("=")[0].lstrip("-") for flag in os.environ.get("XLA_FLAGS", "").split()}
-    return {name: value for name, value in options.items() if name not in given}
 
 
 def as_flags(options: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ from ._checkpoint import (
 from ._chunks import chunk_size as chunk_size
 from ._clock import Clock as Clock
 from ._debug_nans import DebugNans as DebugNans
+from ._diverged import check_finite as check_finite, DivergedError as DivergedError
 from ._first_non_finite import first_non_finite as first_non_finite, NonFinite as NonFinite
 from ._gradient_norms import module_gradient_norms as module_gradient_norms
 from ._host_memory import is_on_host as is_on_host
@@ -77,8 +78,6 @@ from ._run_metadata import run_metadata as run_metadata, saved_key as saved_key,
 from ._spikes import LossSpikeError as LossSpikeError, Spikes as Spikes
 from ._step import (
     accumulated_gradients as accumulated_gradients,
-    check_finite as check_finite,
-    DivergedError as DivergedError,
     init_state as init_state,
     make_step as make_step,
     Step as Step,

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
+from ._diverged import DivergedError
 from ._first_non_finite import first_non_finite
 from ._loop import Callback, Progress
 from ._optimizer import trainable, Trained
 from ._planned_state import PlannedState
-from ._step import DivergedError, LossFn
+from ._step import LossFn
 
 
 class DebugNans(Callback):

@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from ._checkpoint import Checkpointer
+from ._diverged import check_finite
 from ._planned_state import PlannedState
-from ._step import check_finite, Step, TrainState
+from ._step import Step, TrainState
 
 
 @dataclasses.dataclass

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from ._diverged import DivergedError
 from ._loop import Callback, Progress
-from ._step import DivergedError
 
 
 Result = TypeVar("Result")

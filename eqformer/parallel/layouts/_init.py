@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..._xla_flags import unset
+from ..._prepare import run_once
 
 
 def init_sharded(
@@ -19,8 +19,8 @@ def init_sharded(
     are those of one device, whatever the mesh.
     """
     shapes = eqx.filter_eval_shape(make, *args) if shapes is None else shapes
-    lowered, on_cpu = lower_sharded(make, shardings, *args, shapes=shapes), jax.default_backend() == "cpu"
-    run = lowered.compile(compiler_options=unset(_RUN_ONCE) if on_cpu else None)
+    lowered = lower_sharded(make, shardings, *args, shapes=shapes)
+    run = lowered.compile(compiler_options=run_once(jax.default_backend()))
     rest = eqx.filter(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct), inverse=True)
     return eqx.combine(run(), rest)
 
@@ -32,7 +32,3 @@ def lower_sharded(
     shapes = eqx.filter_eval_shape(make, *args) if shapes is None else shapes
     with jax.default_device(None):
         return jax.jit(lambda: eqx.filter(make(*args), eqx.is_array), out_shardings=shardings(shapes)).lower()
-
-
-# The program runs once, and LLVM's later passes took three quarters of its compilation. They change no bit of it.
-_RUN_ONCE = {"xla_backend_optimization_level": 1}
