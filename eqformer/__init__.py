@@ -12,6 +12,7 @@ import typing
 from ._failures import reason_and_fix as reason_and_fix
 from ._prepare import prepare as prepare
 from ._shapes import Batch as Batch, LEGEND as LEGEND
+from ._whole import write_whole as write_whole
 
 
 if typing.TYPE_CHECKING:

@@ -8,10 +8,11 @@ only `decode`, `zoo` or `quantised` are asked for, those for forward passes.
 import sys
 
 from support import environment
+from support.flags import given
 
 
 if __name__ == "__main__":
-    asked = {*" ".join(sys.argv).partition("--only ")[2].partition(" --")[0].split()}
+    asked = {*given(sys.argv).get("--only", [])}
     environment.prepare(sys.argv[1:], shared=False, gradients=not asked or bool(asked - {"decode", "zoo", "quantised"}))
 
 import dataclasses
@@ -29,11 +30,9 @@ from benchmarks._measure import machine_row, Row
 from benchmarks._rows import ASKED_FOR, BENCHMARKS, OF_GPUS, OF_MESHES
 from rich.console import Console
 from rich.table import Table
-from support.command import read
-from support.screen import one_message
-from support.whole import write_whole
+from support.command import entry
 
-from eqformer import training
+from eqformer import training, write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,27 +127,27 @@ def show(rows: list[Row]) -> None:
     Console(width=130).print(table)
 
 
-def main(arguments: list[str]) -> None:
+def measure(command: Command) -> None:
     """Run the chosen benchmarks."""
-    with one_message():
-        command = read(Command, arguments)
-        names = (
-            ("profile",)
-            if command.profile
-            else command.only or [name for name in BENCHMARKS if (name in OF_MESHES) == (command.simulate is not None)]
-        )
-        check(command, names)
-        gpu = card_of() if any(name in OF_GPUS for name in names) else None
-        about = machine(jax.devices()[0].device_kind if gpu is None else gpu.name)
-        rows: list[Row] = []
-        command.output.parent.mkdir(parents=True, exist_ok=True)
-        for row in measured(command, names, gpu):  # written after each, so that a run that is ended keeps them
-            rows.append(row)
-            content = {"machine": about, "rows": [dataclasses.asdict(one) for one in rows]}
-            write_whole(command.output, json.dumps(content, indent=2) + "\n")
-        show(rows)
-        print(f"written to {command.output}")
+    names = (
+        ("profile",)
+        if command.profile
+        else command.only or [name for name in BENCHMARKS if (name in OF_MESHES) == (command.simulate is not None)]
+    )
+    check(command, names)
+    gpu = card_of() if any(name in OF_GPUS for name in names) else None
+    about = machine(jax.devices()[0].device_kind if gpu is None else gpu.name)
+    rows: list[Row] = []
+    command.output.parent.mkdir(parents=True, exist_ok=True)
+    for row in measured(command, names, gpu):  # written after each, so that a run that is ended keeps them
+        rows.append(row)
+        content = {"machine": about, "rows": [dataclasses.asdict(one) for one in rows]}
+        write_whole(command.output, json.dumps(content, indent=2) + "\n")
+    show(rows)
+    print(f"written to {command.output}")
 
+
+main = entry(Command, measure)
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -15,11 +15,11 @@ from typing import Annotated
 import tyro
 from recipes import Recipe
 from support.check import check
-from support.command import read
+from support.command import entry
 from support.published import keep_companions, recipe_of_folder, to_publish
 from support.recipe_file import to_json
 from support.run_directory import RunDirectory
-from support.screen import one_message, Screen
+from support.screen import Screen
 from support.setup import keys_of, latest_model, load_model
 
 from eqformer import models, nn, training
@@ -41,9 +41,9 @@ class Command:
     """Of a run with --lora.rank, write the low-rank changes alone, as peft does; else they are merged into the rest."""
 
 
-def convert(command: Command, screen: Screen) -> None:
+def convert(command: Command) -> None:
     """Write the target."""
-    source = RunDirectory(command.source)
+    screen, source = Screen(), RunDirectory(command.source)
     if command.target.exists():
         raise ValueError(f"TARGET {command.target}: something is there already; give a new folder.")
     if source.recipe.exists():
@@ -89,11 +89,7 @@ def _bring(recipe: Recipe, target: RunDirectory, screen: Screen) -> None:
     )
 
 
-def main(arguments: list[str]) -> None:
-    """Run the command; bad input ends it with one message and exit code 2."""
-    with one_message():
-        convert(read(Command, arguments), Screen())
-
+main = entry(Command, convert)
 
 if __name__ == "__main__":
     main(sys.argv[1:])

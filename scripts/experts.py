@@ -12,10 +12,9 @@ import dataclasses
 from pathlib import Path
 
 from support.colored_text import color
-from support.command import read
+from support.command import entry
 from support.published import tokenizer_of
 from support.run_directory import RunDirectory
-from support.screen import one_message
 from support.setup import latest_model
 
 from eqformer import data
@@ -60,11 +59,7 @@ def write(command: Command) -> None:
     sys.stdout.write(f"look at {directory.experts_page}, {directory.experts}\n")
 
 
-def main(arguments: list[str]) -> None:
-    """Run the command; bad input ends it with one message and exit code 2."""
-    with one_message():
-        write(read(Command, arguments))
-
+main = entry(Command, write)
 
 if __name__ == "__main__":
     main(sys.argv[1:])

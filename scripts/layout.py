@@ -4,25 +4,22 @@ import math
 import sys
 
 from support import environment
+from support.flags import given
 
 
 def _devices(arguments: list[str]) -> list[str]:
     """The arguments with `--simulate` for as many devices as the mesh has, unless it is given."""
-    sizes = [
-        own or value
-        for flag, value in zip(arguments, [*arguments[1:], ""])
-        for name, _, own in [flag.partition("=")]
-        if name.startswith("--mesh.")
-    ]
-    product = math.prod(int(size) for size in sizes if size.isdecimal())
-    given = environment.simulated(arguments) is not None
-    return arguments if given else [*arguments, "--simulate", str(max(1, product))]
+    flags = given(arguments)
+    words = [word for flag, given in flags.items() if flag.startswith("--mesh.") for word in given[:1]]
+    sizes = [int(word) for word in words if word.isdecimal()]
+    return arguments if environment.simulated(flags) else [*arguments, "--simulate", str(max(1, math.prod(sizes)))]
 
 
 if __name__ == "__main__":
     environment.prepare(_devices(sys.argv))
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,16 +28,14 @@ import tyro
 from jax.sharding import Mesh
 from recipes import Recipe
 from support.check import check
-from support.command import parse
-from support.fitting import fitting, memory_bytes
-from support.flags import naming_flags
-from support.mesh import abstract_plan, check_plan, check_sizes, plan_of, state_of, step_of
+from support.command import entry
+from support.mesh import abstract_plan, check_plan, choices, plan_of, state_of, step_of
 from support.processes import check_machine, Machine
-from support.screen import one_message
 from support.setup import batch_shapes, optimizer_of
 
 from eqformer import parallel, planning, training
 from eqformer.parallel import CONTEXT, TENSOR
+from eqformer.planning import gigabytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,25 +55,16 @@ class Command:
     memory: str | None = None
     """A device's memory, such as 80GB: report whether the plan fits and, if not, which plans of as many devices do."""
     picture: Path | None = None
-    """Draw the layout to this PNG, and a pipeline's timeline beside it as NAME-timeline.png."""
+    """Draw the layout to this PNG; and a pipeline's timeline beside it, as NAME-timeline.png."""
     run_dir: Path | None = None
     """Accepted, since pretrain.py has it, and ignored."""
 
 
-# The flags that pretrain.py does not have, with their descriptions for `--help`.
-OWN = {
-    "--compile": "compile the step too, and count what the program holds and sends",
-    "--memory 80GB": "report whether the plan fits into so much, and which would",
-    "--picture FILE": "draw the layout to this PNG, and a pipeline's timeline beside it",
-}
-IGNORED = ("the run",)  # groups of flags in `--help` that change nothing in the report
-
-
 def report(command: Command) -> None:
     """Print the whole report."""
+    check_machine(command.machine)
     recipe = command.run
-    memory = None if command.memory is None else memory_bytes(command.memory)
-    check_sizes(recipe)
+    memory = None if command.memory is None else planning.bytes_of(command.memory)
     model = check(recipe)
     plan = abstract_plan(recipe)
     check_plan(recipe, plan, model)
@@ -89,7 +75,7 @@ def report(command: Command) -> None:
     _print_whole(plan, held)
     held_bytes = _print_bytes(recipe, states, model)
     if memory is not None:
-        print(fitting(recipe, memory, held_bytes, states, model), end="\n\n")
+        _print_fitting(recipe, memory, held_bytes, states, model)
     _print_sent(recipe, plan, model, states.optimizer.trained)
     if plan.is_pipelined:
         print(f"timeline, a backward as long as two forwards\n{parallel.draw_timeline(plan.timetable())}\n")
@@ -113,6 +99,16 @@ def _print_bytes(recipe: Recipe, states: training.PlannedState, model: Any) -> i
     tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
     print(f"a microbatch on a device is {tokens}\n")
     return most.total
+
+
+def _print_fitting(recipe: Recipe, memory: int, held: int, states: training.PlannedState, model: Any) -> None:
+    """Print whether a plan that holds so much fits and, if not, up to three plans for as many devices that do."""
+    of = f"{gigabytes(held)} of {gigabytes(memory)} a device, before what the compiler needs to work in"
+    print(f"{'fits' if held <= memory else 'does not fit'}: {of}")
+    if held > memory:
+        found = planning.fitting_plans(states, model, batch_shapes(recipe), memory)
+        print(planning.offers(found, functools.partial(choices, recipe)))
+    print()
 
 
 def _print_sent(recipe: Recipe, plan: parallel.Plan, model: Any, trained: training.Trained) -> None:
@@ -151,14 +147,7 @@ def _draw(path: Path, recipe: Recipe, model: Any) -> None:
         print(f"drawn: {timeline}")
 
 
-def main(arguments: list[str]) -> None:
-    """Run the command; bad input ends it with one message and exit code 2."""
-    with one_message():
-        command = parse(Command, arguments, OWN, IGNORED)
-        check_machine(command.machine)
-        with naming_flags(command):
-            report(command)
-
+main = entry(Command, report, left_out=("the run",))  # whose flags change nothing in the report
 
 if __name__ == "__main__":
     main(sys.argv[1:])

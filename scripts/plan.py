@@ -10,6 +10,7 @@ if __name__ == "__main__":
     environment.prepare([*sys.argv, "--simulate", "1"], compilers=True)
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -22,11 +23,8 @@ import tyro
 from jax.sharding import Mesh
 from recipes import LARGE, Recipe
 from support.check import check
-from support.command import parse
-from support.fitting import choices, recipe_under
-from support.flags import naming_flags
-from support.mesh import abstract_plan, check_plan, check_sizes, flags, plan_of, state_of, step_of
-from support.screen import one_message
+from support.command import entry
+from support.mesh import abstract_plan, check_plan, choices, flags, in_flags, plan_of, recipe_under, state_of, step_of
 from support.setup import batch_shapes, optimizer_of
 from support.user_folder import delete_oldest, user_folder
 
@@ -47,11 +45,11 @@ class Command:
     """The recipe to start from, or a preset of eqformer.models: --recipe llama-3-8b."""
     run: Annotated[Recipe, tyro.conf.arg(name="")]
     topology: str | None = None
-    """The accelerators: v5e:16x16, v5p:8x8x16, v6e:16x16, tpu7x:4x4x4, or GPUs of a machine x machines, h100:8x4."""
+    """Accelerators such as v5e:16x16 or tpu7x:4x4x4; or GPUs, as those of a machine x machines, h100:8x4."""
     decode: bool = False
     """Tell of decoding one token of --batch rows with caches of --seq tokens, not of training."""
     cache_dtype: str | None = None
-    """With --decode: what keys and values are kept in, such as bfloat16, int8 or fp8; the compute dtype by default."""
+    """What caches of --decode are kept in; such as bfloat16, int8 or fp8, and the compute dtype by default."""
     search: bool = False
     """Rank meshes over all the devices by the time of a step, in place of the mesh that is given; compile the best."""
     formulas: bool = False
@@ -64,17 +62,6 @@ class Command:
     """Accepted, since pretrain.py has it, and ignored."""
 
 
-# The flags that pretrain.py does not have, with their descriptions for `--help`.
-OWN = {
-    "--topology NAME:SHAPE": "v5e:16x16, v5p:8x8x16, tpu7x:4x4x4, h100:8x4",
-    "--decode": "tell of decoding --batch rows, caches of --seq tokens",
-    "--cache-dtype NAME": "of these caches: bfloat16, int8, fp8",
-    "--search": "rank all meshes by the time of a step",
-    "--formulas": "compile nothing",
-    "--json": "print JSON",
-    "--picture FILE": "draw memory and time by cause to this PNG",
-}
-IGNORED = ("the run",)  # groups of flags in `--help` that change nothing in the report
 OFFERED, COMPILED = 5, 2  # the most meshes that a search lists, and that it compiles
 KEPT = 2**26  # the bytes of what is kept of compiled programs
 
@@ -82,17 +69,13 @@ KEPT = 2**26  # the bytes of what is kept of compiled programs
 def tell(command: Command) -> None:
     """Print what is asked for."""
     recipe, topology = command.run, _topology(command)
-    check_sizes(recipe)
     model = check(recipe)
     if command.search:
         states = state_of(recipe, abstract_plan(recipe), optimizer_of(recipe, model), model)
         search(command, states, model, topology)
         return
     plan = abstract_plan(recipe)
-    try:
-        topology.speeds(plan.mesh)
-    except ValueError as error:
-        raise ValueError(f"{flags(recipe) or '--mesh'} --topology {topology}: {error}") from error
+    in_flags(recipe, lambda: topology.speeds(plan.mesh), f"--topology {topology}")
     run = decoding(command, model, topology) if command.decode else training(recipe, model, topology)
     made = None if command.formulas or missing_compiler(topology) else compiled(run, recipe, topology)
     if command.json:
@@ -133,8 +116,9 @@ def training(recipe: Recipe, model: nn.Transformer, topology: planning.Topology)
     def lower(plan: parallel.Plan) -> jax.stages.Lowered:
         return planning.lowered_step(states.under(plan), step_of(recipe, plan, optimizer), batch)
 
-    found = planning.forecast(states, model, batch, topology)
-    return Run(found, lower, lambda: _instead(recipe, states, model, topology))
+    others = lambda: planning.best_plans(states, model, batch, topology)
+    instead = lambda: planning.proposals(others(), functools.partial(choices, recipe))
+    return Run(planning.forecast(states, model, batch, topology), lower, instead)
 
 
 def decoding(command: Command, model: nn.Transformer, topology: planning.Topology) -> Run:
@@ -160,7 +144,7 @@ def compiled(run: Run, recipe: Recipe, topology: planning.Topology) -> Compilati
 
 def search(command: Command, states: PlannedState, model: nn.Transformer, topology: planning.Topology) -> None:
     """Print the meshes that fit and take the least time."""
-    recipe = command.run
+    recipe, spelled = command.run, functools.partial(choices, command.run)
     offered = planning.best_plans(states, model, batch_shapes(recipe), topology, most=OFFERED)
     if not offered:
         raise ValueError(
@@ -173,14 +157,11 @@ def search(command: Command, states: PlannedState, model: nn.Transformer, topolo
             own = recipe_under(recipe, one.candidate)
             made[number] = compiled(training(own, one.candidate.model, topology), own, topology)
     if command.json:
-        rows = [{"flags": choices(recipe, one.candidate)} | one.as_dict() for one in offered]
+        rows = [{"flags": spelled(one.candidate)} | one.as_dict() for one in offered]
         print(json.dumps([row | {"compiled": its and its.as_dict()} for row, its in zip(rows, made)], indent=1))
         return
-    table = [("seconds", "MFU", "held", "compiled", "bound by", "flags")]
-    for one, its in zip(offered, made):
-        row = (f"{one.time.seconds:.3f}", f"{one.time.utilization:.1%}", gigabytes(one.held))
-        table.append((*row, _held(its), one.time.bound, choices(recipe, one.candidate)))
-    print(f"{topology}, {topology.devices} devices, ranked by formulas\n{nn.format_table(table)}")
+    table = planning.ranking_table(offered, made, spelled)
+    print(f"{topology}, {topology.devices} devices, ranked by formulas\n{table}")
     if made[0] is None:
         print(_unsaid(topology))
 
@@ -193,28 +174,7 @@ def _lacks(made: Compilation, topology: planning.Topology) -> bool:
     return made.program is None or made.program.total > topology.accelerator.memory
 
 
-def _held(made: Compilation | None) -> str:
-    """What a compiled step holds; nothing where nothing was compiled."""
-    if made is None or made.program is None:
-        return "" if made is None else made.failure
-    return gigabytes(made.program.total)
-
-
-def _instead(recipe: Recipe, states: PlannedState, model: nn.Transformer, topology: planning.Topology) -> str:
-    offered = planning.best_plans(states, model, batch_shapes(recipe), topology)
-    if not offered:
-        return "no other mesh over these devices was found that fits; take more devices, or a smaller --batch or --seq"
-    said = (f"  {choices(recipe, one)}: {gigabytes(held)}, {time.seconds:.3f} s a step" for one, held, time in offered)
-    return "\n".join(["by formulas, as many devices would hold it by", *said])
-
-
-def main(arguments: list[str]) -> None:
-    """Run the command; bad input ends it with one message and exit code 2."""
-    with one_message():
-        command = parse(Command, arguments, OWN, IGNORED)
-        with naming_flags(command):
-            tell(command)
-
+main = entry(Command, tell, left_out=("the run",))  # whose flags change nothing in the report
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -15,8 +15,7 @@ from typing import Annotated
 import tyro
 from recipes import Recipe
 from support.check import check
-from support.command import parse
-from support.flags import naming_flags
+from support.command import entry
 from support.forked import check_fork
 from support.mesh import check_plan, plan_of
 from support.own_recipe import short_name
@@ -24,7 +23,7 @@ from support.processes import devices_of, join, Machine
 from support.published import check_published
 from support.recipe_file import to_json
 from support.run_directory import RunDirectory
-from support.screen import one_message, Screen
+from support.screen import Screen
 from support.trainer import Trainer
 
 from eqformer.parallel import check_alike, is_first_process
@@ -35,7 +34,7 @@ class Command:
     """Train a transformer on text; run the same command again to continue a run that was stopped."""
 
     recipe: str
-    """The recipe to start from; see scripts/recipes, or FILE.py:NAME, one's own. Flags below change its fields."""
+    """The recipe to start from; see below. Other flags change its fields."""
     run: Annotated[Recipe, tyro.conf.arg(name="")]
     machine: Annotated[Machine, tyro.conf.arg(name="")] = Machine()
     run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/<recipe>)")] = None
@@ -57,13 +56,7 @@ def train(command: Command) -> None:
         Trainer(command.recipe, recipe, shapes, plan, directory, Screen(silent=not is_first_process())).run()
 
 
-def main(arguments: list[str]) -> None:
-    """Run the command; bad input ends it with one message and exit code 2, before anything is overwritten."""
-    with one_message():
-        command = parse(Command, arguments)
-        with naming_flags(command):
-            train(command)
-
+main = entry(Command, train)
 
 if __name__ == "__main__":
     main(sys.argv[1:])

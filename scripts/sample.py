@@ -10,6 +10,7 @@ if __name__ == "__main__":
 
 import dataclasses
 import datetime
+import functools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,13 +18,12 @@ import equinox as eqx
 import jax
 import tyro
 from recipes import Mesh, Recipe
-from support.command import read
-from support.flags import naming_flags
+from support.command import entry
 from support.mesh import plan_of
 from support.processes import devices_of, Machine
-from support.published import companions_of, published_tokenizer, recipe_of_folder, tokenizer_of
+from support.published import companions_of, published_tokenizer, recipe_of_folder, Tokenizer, tokenizer_of
 from support.run_directory import RunDirectory
-from support.screen import one_message, Screen
+from support.screen import Screen
 from support.setup import latest_model, shapes_of
 
 from eqformer import data, generation, models, nn, parallel
@@ -82,7 +82,7 @@ class Writer:
     """A model with its tokenizer."""
 
     model: generation.Model
-    tokenizer: data.Tokenizer
+    tokenizer: Tokenizer
     ends: list[int]
     folder: Path
     """The folder with the files that the model was published with, such as its chat template; it may not exist."""
@@ -129,9 +129,9 @@ def of_folder(command: Command, folder: Path) -> Writer:
     dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
     plan, companions = plan_for(command, recipe_of_folder(folder)), companions_of(folder)
     tokenizer = published_tokenizer(companions)
-    with Screen(errors=True).bytes(f"reading {folder}") as progress:
-        has_predictor = command.draft == OWN
-        given: dict[str, Any] = {"weights": command.weights, "predictor": has_predictor, "progress": progress}
+    with Screen(errors=True).bytes() as progress:
+        show = functools.partial(progress, f"reading {folder}")
+        given: dict[str, Any] = {"weights": command.weights, "predictor": command.draft == OWN, "progress": show}
         model = models.load(folder, plan=plan, dtype=dtype, **given)
     return _writer(model, plan, tokenizer, companions)
 
@@ -144,7 +144,7 @@ def of_run(command: Command, folder: Path) -> Writer:
     return _writer(latest_model(directory, recipe, plan), plan, tokenizer, directory.published)
 
 
-def _writer(model: nn.Transformer, plan: parallel.Plan | None, tokenizer: data.Tokenizer, folder: Path) -> Writer:
+def _writer(model: nn.Transformer, plan: parallel.Plan | None, tokenizer: Tokenizer, folder: Path) -> Writer:
     return Writer(served(model, plan), tokenizer, sorted({tokenizer.end_of_text, *models.ends_of_text(folder)}), folder)
 
 
@@ -181,18 +181,11 @@ def prompt_of(command: Command, writer: Writer) -> tuple[str, list[int]]:
         system = [] if command.system is None else [{"role": "system", "content": command.system}]
         template = data.ChatTemplate(writer.folder, now=datetime.datetime.now)
         text = template.render([*system, {"role": "user", "content": command.prompt}])
-        return "", _prompt(tokenizer, text, whole=True)
-    is_published = writer.folder.is_dir()
-    ids = _prompt(tokenizer, command.prompt) if is_published else tokenizer.encode(command.prompt).tolist()
+        return "", tokenizer.encode_prompt(text, whole=True).tolist()
+    encode = tokenizer.encode_prompt if writer.folder.is_dir() else tokenizer.encode
+    ids = encode(command.prompt).tolist()
     shown = command.prompt if writer.model.start is None else ""  # what an encoder reads is no part of the text
     return shown, ids or [tokenizer.end_of_text]
-
-
-def _prompt(tokenizer: data.Tokenizer, text: str, *, whole: bool = False) -> list[int]:
-    """The ids of a prompt, with the special tokens that a tokenizer's file adds."""
-    if isinstance(tokenizer, data.FileTokenizer):
-        return tokenizer.encode_prompt(text, whole=whole).tolist()
-    return tokenizer.encode(text).tolist()
 
 
 def write(command: Command) -> None:
@@ -229,13 +222,7 @@ def write(command: Command) -> None:
         )
 
 
-def main(arguments: list[str]) -> None:
-    """Run the command; bad input ends it with one message and exit code 2."""
-    with one_message():
-        command = read(Command, arguments)
-        with naming_flags(command):
-            write(command)
-
+main = entry(Command, write)
 
 if __name__ == "__main__":
     main(sys.argv[1:])

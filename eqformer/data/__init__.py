@@ -1,7 +1,7 @@
 """Documents to batches: sources, tokenizers, a token cache on disk, packing, resumable order, mixtures, prefetch."""
 
 from ._chat import ChatTemplate as ChatTemplate, has_chat_template as has_chat_template
-from ._corpus import Corpus as Corpus, Means as Means
+from ._corpus import Corpus as Corpus, Means as Means, open_corpus as open_corpus
 from ._documents import (
     Document as Document,
     Source as Source,
@@ -22,4 +22,5 @@ from ._tokenizer import (
     FileTokenizer as FileTokenizer,
     TextStream as TextStream,
     Tokenizer as Tokenizer,
+    tokenizer_files as tokenizer_files,
 )

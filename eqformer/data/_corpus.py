@@ -1,12 +1,18 @@
 """A run's text: what it trains on, and what each source has held out to validate it."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from .._shapes import Batch
+from ._documents import Source
 from ._loader import Loader
 from ._mixture import Mixture
+from ._store import check_vocab, open_store
+from ._tokenizer import Tokenizer
 
 
 class Means(NamedTuple):
@@ -75,6 +81,54 @@ class Corpus:
         each = {name: _means(loader, sums, batches, rows) for name, loader in self.held_out.items()}
         total = (sum(self.weights[name] * its[field] for name, its in each.items()) for field in range(3))
         return Means(*total), each
+
+
+def open_corpus(
+    sources: Mapping[str, Source],
+    tokenizer: Tokenizer,
+    cache_dir: str | PathLike[str] | Sequence[str | PathLike[str]],
+    *,
+    seq: int,
+    batch: int,
+    seed: int,
+    packing: Literal["windows", "documents"] = "windows",
+    weights: Mapping[str, float] | None = None,
+    validation: float = 0.05,
+    vocab: int | None = None,
+    progress: Callable[[str, int, int], Any] | None = None,
+) -> Corpus:
+    """A text, or a mixture of several, as batches; their tokens from the cache, or tokenised into it now.
+
+    Args:
+        sources: The documents of each, by a name for messages and metrics.
+        tokenizer: What makes ids of their texts.
+        cache_dir: As `open_store` takes it; one that could not be written is not tried again.
+        seq: The tokens of a row.
+        batch: The rows of a batch.
+        seed: Decides the order.
+        packing: As `Loader` takes it.
+        weights: The share of the rows that each source has, for a `Mixture`; None: there is one source, and no mixture.
+        validation: The share of the documents that is held out.
+        vocab: The ids of the model that is to read them, see `check_vocab`; None: it is not compared.
+        progress: Called with what is read, `NAME (split)`, the bytes done and the bytes in all (0: unknown).
+
+    **Raises:** `ValueError` as `open_store`, `check_vocab`, `Loader` and `Mixture` do.
+    """
+    if weights is None and len(sources) != 1:
+        raise ValueError(f"open_corpus({list(sources)}, weights=None): several sources need weights; pass one of each.")
+    folders = [Path(one) for one in ([cache_dir] if isinstance(cache_dir, (str, PathLike)) else cache_dir)]
+    loaders: dict[str, dict[str, Loader]] = {"train": {}, "validation": {}}
+    for name, source in sources.items():
+        for split in ("train", "validation"):
+            show = None if progress is None else functools.partial(progress, f"{name} ({split})")
+            store = open_store(source, tokenizer, folders, split, validation=validation, progress=show)
+            if vocab is not None:
+                check_vocab(store, vocab)
+            loaders[split][name] = Loader(store, seq=seq, batch=batch, seed=seed, packing=packing)
+            folders = folders[folders.index(store.path.parent) :]
+    train = loaders["train"]
+    mixed = next(iter(train.values())) if weights is None else Mixture(train, weights, seed=seed)
+    return Corpus(mixed, loaders["validation"])
 
 
 def _means(

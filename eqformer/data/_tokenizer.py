@@ -98,6 +98,10 @@ class ByteTokenizer:
         """`encode` of every text."""
         return [self.encode(text) for text in texts]
 
+    def encode_prompt(self, text: str, *, whole: bool = False) -> UInt[np.ndarray, "seq"]:
+        """`encode`: bytes have no special tokens around a prompt."""
+        return self.encode(text)
+
     def decode(self, ids: Ids) -> str:
         """The text of these bytes. Raises `ValueError` where an id is no byte."""
         array = np.asarray(ids, dtype=np.int64)
@@ -164,6 +168,7 @@ class FileTokenizer:
                 f"{call}: the file must be a tokenizer.json as the package tokenizers writes it, but {error}; "
                 f"fetch it again."
             ) from error
+        self._path = Path(path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -225,3 +230,19 @@ class FileTokenizer:
                 f"leave padding out."
             )
         return self._tokenizer.decode(array.tolist(), skip_special_tokens=True)
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return self._path.read_text(encoding="utf-8")
+
+
+def tokenizer_files(tokenizer: ByteTokenizer | FileTokenizer, *, longest: int) -> dict[str, str]:
+    """The files by which transformers reads a tokenizer, by their names: `tokenizer.json` and `tokenizer_config.json`.
+
+    `longest` is the most tokens of a text; `models.save(..., files=)` takes them.
+    """
+    written = tokenizer.to_json()
+    added = {token["id"]: token["content"] for token in json.loads(written).get("added_tokens", [])}
+    settings: dict[str, str | int] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
+    settings |= {"eos_token": added[tokenizer.end_of_text]} if tokenizer.end_of_text in added else {}
+    return {"tokenizer.json": written, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}

@@ -19,6 +19,7 @@ from ._families import (
     preset as preset,
     presets as presets,
     register as register,
+    shapes as shapes,
 )
 from ._family import DecoderConfig as DecoderConfig, Family as Family, ModelConfig as ModelConfig
 from ._folder import ends_of_text as ends_of_text, read_json as read_json

@@ -5,6 +5,7 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import equinox as eqx
 import jax
 from jaxtyping import Array, Key
 
@@ -127,8 +128,8 @@ def preset(name: str) -> ModelConfig:
 def build(model: str | ModelConfig, *, predictor: bool = False, key: Key[Array, ""]) -> Transformer:
     """A model with random weights, from the name of a preset or from a family's config.
 
-    Build under `equinox.filter_eval_shape` to get shapes alone, of a model of any size; `nn.run_with` chooses how it
-    runs. With `predictor` it has what predicts a further token, where its family publishes one.
+    `shapes` are its shapes alone; `nn.run_with` chooses how it runs. With `predictor` it has what predicts a further
+    token, where its family publishes one.
     """
     config = preset(model) if isinstance(model, str) else model
     family = family_of(call := f"build({model!r})", config)
@@ -139,6 +140,11 @@ def build(model: str | ModelConfig, *, predictor: bool = False, key: Key[Array, 
         family.build, config, key=jax.random.fold_in(key, 1)
     )
     return dataclasses.replace(made, predictor=its)
+
+
+def shapes(model: str | ModelConfig) -> Transformer:
+    """The shapes of what `build` makes, of any size: `ShapeDtypeStruct`s in the place of arrays."""
+    return eqx.filter_eval_shape(build, model, key=jax.random.key(0))
 
 
 def predictor_of(call: str, family: Family) -> PredictorTable:

@@ -25,8 +25,11 @@ class Precision:
     """
 
     parameters: str = "float32"
+    """What parameters are kept in."""
     compute: str = "float32"
+    """float32, or bfloat16 for mixed precision; float16 too, with a scale of the loss."""
     products: str = "compute"
+    """What products of linear maps are of: compute (that dtype) or fp8."""
 
     def __post_init__(self):
         if self.products not in ("compute", "fp8"):

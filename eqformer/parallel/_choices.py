@@ -32,7 +32,7 @@ class Choices:
     schedule: ScheduleName | Maker | Schedule = "1f1b"
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
-    """Pieces of a batch, whose gradients are summed: they go through --mesh.pipe or, without it, one after another."""
+    """Pieces that a batch is computed in; they go through --mesh.pipe or, without it, one after another."""
     chunks: int = 1
     """Parts of the model that each stage holds: any number for interleaved and looping, 2 for zb-v and dualpipe-v."""
     edges: Literal["ends", "spread"] = "ends"

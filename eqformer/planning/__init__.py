@@ -74,7 +74,8 @@ from ._inference import (
 )
 from ._liveness import Buffer as Buffer, largest_buffers as largest_buffers
 from ._moved_bytes import moved_bytes as moved_bytes
-from ._peak import copy_bandwidth as copy_bandwidth, matmul_peak as matmul_peak
+from ._offers import bytes_of as bytes_of, offers as offers, proposals as proposals, ranking_table as ranking_table
+from ._peak import copy_bandwidth as copy_bandwidth, matmul_peak as matmul_peak, mesh_peak as mesh_peak
 from ._picture_costs import picture_costs as picture_costs
 from ._program import Program as Program, program_of as program_of
 from ._roofline import Roofline as Roofline, roofline as roofline

@@ -103,7 +103,9 @@ def meshes_of(plan: parallel.Plan) -> Iterator[tuple[AbstractMesh, int]]:
 
 
 def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:
-    """A mesh without devices, of any size; axes that are not named have one."""
+    """A mesh without devices, of any size; axes that are not named have one. Raises a `ValueError` for one below 1."""
+    if wrong := {axis: size for axis, size in sizes.items() if size < 1}:
+        raise ValueError(f"abstract_mesh({sizes}): an axis has at least one device; change {wrong}.")
     return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, (AxisType.Auto,) * len(AXES))
 
 

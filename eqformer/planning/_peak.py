@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from ..nn import float_dtype
@@ -24,6 +25,13 @@ def matmul_peak(dtype: str = "float32", *, size: int | None = None, seconds: flo
     dtype = float_dtype(dtype, f"matmul_peak(dtype={dtype!r})")
     x = jax.device_put(jnp.full((size, size), 0.5, dtype), device)
     return 2 * size**3 / _best(jax.jit(lambda x: x @ x), x, seconds)
+
+
+def mesh_peak(mesh: Mesh, dtype: str = "float32", *, seconds: float = 0.5) -> float:
+    """`matmul_peak` of all devices of a mesh together; simulated devices share the CPU of their process."""
+    device = mesh.local_devices[0]
+    number = len({one.process_index for one in mesh.devices.flat}) if device.platform == "cpu" else mesh.size
+    return number * matmul_peak(dtype, seconds=seconds, device=device)
 
 
 def copy_bandwidth(*, size: int = 2**27, seconds: float = 0.5, device: Any = None) -> float:

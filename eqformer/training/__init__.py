@@ -33,6 +33,7 @@ from ._masked import masked_batch as masked_batch
 from ._metric_writers import (
     JsonLines as JsonLines,
     MetricWriter as MetricWriter,
+    MetricWriters as MetricWriters,
     TensorBoard as TensorBoard,
     WeightsAndBiases as WeightsAndBiases,
 )
@@ -91,3 +92,4 @@ from ._stretches import (
     stretched_rates as stretched_rates,
 )
 from ._tally import count_of as count_of, routing_metrics as routing_metrics, Tally as Tally
+from ._validation import Validation as Validation

@@ -13,7 +13,7 @@ class Lora:
     """LoRA: low-rank changes that are trained instead of the weights. Plain data: `nn.with_lora` checks it."""
 
     rank: int = 0
-    """The rank of the changes; 0 trains all weights."""
+    """The rank of trained low-rank changes; 0 trains all weights."""
     alpha: float = 16.0
     """The changes are multiplied by alpha / rank."""
     maps: tuple[str, ...] = ("query", "key", "value", "output")

@@ -1,12 +1,15 @@
 """Writers of metrics: JSON lines, and TensorBoard and Weights & Biases where they are installed."""
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from .._extra import load_extra
+from .._whole import write_whole
+from ..parallel import on_first_process
 
 
 @runtime_checkable
@@ -63,10 +66,7 @@ class JsonLines:
             if from_step is None or step < from_step:
                 kept.append(line if line.endswith("\n") else line + "\n")
         if kept != lines:
-            # Written to a second file that then replaces the first, so that a kill in between loses no rows.
-            other = self._path.with_name(self._path.name + ".rewritten")
-            other.write_text("".join(kept), encoding="utf-8")
-            other.replace(self._path)
+            write_whole(self._path, "".join(kept))  # so that a kill in between loses no rows
 
 
 class TensorBoard:
@@ -146,6 +146,39 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Finishes the run."""
         self._run.finish()
+
+
+class MetricWriters:
+    """Several writers as one, in a run of one process or more: all call it, and the first one alone writes.
+
+    If opening or writing fails there, all processes raise. A context manager, which closes the writers.
+    """
+
+    def __init__(self, *opens: Callable[[], MetricWriter]):
+        """Each of `opens` makes a writer; those made are closed again if a later one fails."""
+        self._opened, self._writers = contextlib.ExitStack(), list[MetricWriter]()
+        on_first_process(lambda: self._open(opens))
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Writes the row by each writer."""
+        on_first_process(lambda: [writer.write(row) for writer in self._writers])
+
+    def close(self) -> None:
+        """Closes all."""
+        self._opened.close()
+
+    def __enter__(self) -> "MetricWriters":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self, opens: Sequence[Callable[[], MetricWriter]]) -> None:
+        with self._opened:
+            for make in opens:
+                self._writers.append(make())
+                self._opened.callback(self._writers[-1].close)
+            self._opened = self._opened.pop_all()
 
 
 def plain_number(value: Any) -> Any:

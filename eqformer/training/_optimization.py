@@ -20,7 +20,7 @@ class Optimization:
     """An optimizer, its learning rates and what is minimised. Plain data: the methods, which make them, check it."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """AdamW, Muon (hidden matrices; AdamW for the rest), or gradient descent."""
+    """AdamW, Muon or gradient descent; Muon is for hidden matrices, with AdamW for the rest."""
     learning_rate: float = 3e-3
     """The peak learning rate."""
     rates: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"

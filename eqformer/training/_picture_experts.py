@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Integer
 
 from .._extra import load_extra
-from ._pictures import figure_of, write_whole
+from .._whole import write_whole
+from ._pictures import figure_of
 
 
 def picture_experts(
@@ -25,7 +26,7 @@ def picture_experts(
     colors = _colors(int(chosen.max()) + 1)
     if Path(path).suffix == ".html":
         page = _page(chosen, pieces, colors, title)
-        write_whole(path, lambda part: part.write_text(page, encoding="utf-8"))
+        write_whole(path, page)
         return
     places, letters = _laid_out(pieces, lines)
     height = max((line for line, _, _ in places), default=0) + 1

@@ -1,13 +1,13 @@
 """Pictures of a run, of the rows that `JsonLines` wrote: its losses, and the loads of its experts."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .._extra import load_extra
+from .._whole import write_whole
 
 
 def picture_losses(metrics: str | Path, path: str | Path) -> None:
@@ -69,13 +69,6 @@ def figure_of(call: str, size: tuple[int | float, int | float]) -> Any:
     """An empty figure of so many inches, for a public `call`, which is named where matplotlib is missing."""
     figures = load_extra("matplotlib.figure", extra="train", call=call)
     return figures.Figure(figsize=size, dpi=110, layout="constrained")
-
-
-def write_whole(path: str | Path, write: Callable[[Path], Any]) -> None:
-    """Have another file written and rename it to `path`."""
-    part = Path(path).with_suffix(f".part{Path(path).suffix}")
-    write(part)
-    part.replace(path)
 
 
 def _smoothed(points: list[tuple[int, float]]) -> list[tuple[int, float]]:

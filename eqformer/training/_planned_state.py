@@ -49,9 +49,17 @@ class PlannedState:
         run = jax.jit(lambda x: eqx.filter(make(x), eqx.is_array), out_shardings=self._shardings(shapes))
         return eqx.combine(run(arrays), others)
 
-    def restore(self, checkpointer: Checkpointer, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
-        """The state of a checkpoint (the latest, or of `step`) that was saved under any plan, and its metadata."""
+    def restore(
+        self, checkpointer: Checkpointer, step: int | None = None, *, fresh_counts: bool = False
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The state of a checkpoint (the latest, or of `step`) that was saved under any plan, and its metadata.
+
+        With `fresh_counts` it has taken no step yet: another run begins with it.
+        """
         state, metadata = checkpointer.restore(self.shapes(), step)
+        if fresh_counts:
+            counts = lambda s: (s.step, s.skipped, s.skipped_in_a_row)
+            state = eqx.tree_at(counts, state, jax.tree.map(lambda x: x * 0, counts(state)))
         return self.to_ring_order(state), metadata
 
     def save(self, checkpointer: Checkpointer, state: TrainState, step: int, metadata: Mapping[str, Any]) -> TrainState:

@@ -68,11 +68,11 @@ def rate_rows(group: str, unit: str, amount: float, times: dict[str, list[float]
 
 
 class Gradients:
-    """The gradients, of parameters and input, of a layer that returns its output and more; compiled."""
+    """The gradients, of parameters and input, of `call(layer, x)`, or the first that a layer returns; compiled."""
 
-    def __init__(self, layer: Callable[..., Any], x: Array):
+    def __init__(self, layer: Any, x: Array, call: Callable[[Any, Array], Array] = lambda layer, x: layer(x)[0]):
         arrays, rest = eqx.partition(layer, eqx.is_array)
-        loss = lambda arrays, x: jnp.sum(jnp.square(eqx.combine(arrays, rest)(x)[0]))
+        loss = lambda arrays, x: jnp.sum(jnp.square(call(eqx.combine(arrays, rest), x)))
         self.program = jax.jit(jax.grad(loss, (0, 1))).lower(arrays, x).compile()
         self.args = arrays, x
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
-import jax
 import numpy as np
 
 from benchmarks import (
@@ -45,7 +43,7 @@ def train(rounds: int) -> Iterator[Row]:
         contenders["PyTorch, eager"] = _peers.train_step(config, ids, targets, compiled=False)
     rows = rate_rows("train", "tokens/s", ROWS * SEQ, seconds_in_turn(contenders, rounds))
     yield from rows
-    shapes = eqx.filter_eval_shape(lambda key: models.build(config, key=key), jax.random.key(0))
+    shapes = models.shapes(config)
     peak = planning.matmul_peak()
     for attention in ("half", "full"):
         flops = planning.flops_per_token(shapes, SEQ, attention=attention)

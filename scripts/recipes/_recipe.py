@@ -19,9 +19,9 @@ class Text:
     hub: str | None = None
     """A Hugging Face dataset by name, in place of --data (extra `data`; needs the network)."""
     mix: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH=WEIGHT ...")] = ()
-    """Several texts, in place of --data, and what share of the rows each has; hub:NAME=WEIGHT is a dataset."""
+    """Several texts by weight, in place of --data; the weight is a share of rows, and hub:NAME=WEIGHT a dataset."""
     tokenizer: Path | None = None
-    """A tokenizer.json file, whose vocabulary the model gets; bytes (256 ids, 0 ends a text) by default."""
+    """A tokenizer.json; the model gets its vocabulary. Bytes by default: 256 ids, of which 0 ends a text."""
     round_vocab: int = 1
     """The model's vocabulary is the tokenizer's, rounded up to a multiple of this: 128 suits tensor parallelism."""
     end_of_text: str | None = None
@@ -65,15 +65,15 @@ class Mesh:
     replica: int = 1
     """Data parallelism: the batch is split, and the state is replicated."""
     fsdp: int = 1
-    """The batch is split, and so is as much of the training state as --zero says."""
+    """The batch is split, and the state by --zero."""
     expert: int = 1
     """The batch is split, and so are the experts of a mixture."""
     pipe: int = 1
-    """The layers are split into the stages of a pipeline."""
+    """Layers are split into a pipeline's stages."""
     context: int = 1
     """Each row's tokens are split."""
     tensor: int = 1
-    """Heads, hidden features and the vocabulary are split."""
+    """Heads, features and the vocabulary are split."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Recipe:
     model: ModelConfig
     """The model's family and its hyperparameters."""
     published: Annotated[Path | None, tyro.conf.arg(name="model", metavar="FOLDER")] = None
-    """A folder of safetensors and config.json, as published, whose model, weights and tokenizer the run starts from."""
+    """A published model to train on; a folder of safetensors and config.json, with its tokenizer."""
     from_run: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A run whose weights this run starts from; its recipe is this one's too, where --recipe does not name another."""
     from_step: int | None = None
@@ -95,9 +95,9 @@ class Recipe:
     prolong: Literal["refuse", "hold", "rewarm", "reshape"] = "refuse"
     """If another --steps would make the rate jump: refuse, hold the last rate, warm up anew, or jump (reshape)."""
     seed: int = 0
-    """Decides initial weights, the order of the data, dropout and samples."""
+    """Decides weights, order, dropout and samples."""
     data: Path | None = None
-    """A file or folder of .txt, .md, .py, .jsonl or .parquet; Python's own standard library by default."""
+    """A file or folder of text; .txt, .md, .py, .jsonl or .parquet. Python's own standard library by default."""
     seq: int = 256
     """Tokens a row."""
     batch: int = 16

@@ -6,21 +6,21 @@ import math
 import os
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import tyro
 from recipes import LARGE, Recipe, RECIPES
 
 from eqformer import models, nn
-from support.flags import check_names, flags_of, naming_flags, with_hyphens
+from support.flags import check_names, flags_of, given, naming_flags, with_hyphens
 from support.help import short_help
 from support.own_recipe import file_of, own_recipe, short_name
 from support.published import recipe_of_folder, tokenizer_of
 from support.recipe_file import source_beside
 from support.run_directory import RunDirectory
+from support.screen import one_message
 
 
 Command = TypeVar("Command")
@@ -46,6 +46,21 @@ def _words(info: Any) -> Any:
     )
 
 
+def entry(
+    kind: type[Command], act: Callable[[Command], None], left_out: Sequence[str] = ()
+) -> Callable[[Sequence[str]], None]:
+    """A script's `main`, which acts as its flags say; bad input ends it with one message and exit code 2."""
+
+    def main(arguments: Sequence[str]) -> None:
+        with one_message():
+            has_recipe = "recipe" in typing.get_type_hints(kind)
+            command = parse(kind, arguments, left_out) if has_recipe else read(kind, arguments)
+            with naming_flags(command):
+                act(command)
+
+    return main
+
+
 def read(kind: type[Command], arguments: Sequence[str]) -> Command:
     """The command that the flags make; it is a dataclass, and `--help` shows every field."""
     arguments = with_hyphens(arguments)
@@ -53,24 +68,16 @@ def read(kind: type[Command], arguments: Sequence[str]) -> Command:
     return tyro.cli(kind, args=["--help" if argument == "--help-all" else argument for argument in arguments])
 
 
-def parse(
-    kind: type[Command],
-    arguments: Sequence[str],
-    own: Mapping[str, str] = MappingProxyType({}),
-    left_out: Sequence[str] = (),
-) -> Command:
+def parse(kind: type[Command], arguments: Sequence[str], left_out: Sequence[str] = ()) -> Command:
     """The command that the flags make, a dataclass with the fields `recipe` (a name) and `run` (the recipe).
 
-    `--help` shows the most used flags, except for the groups `left_out`, and the command's `own` with their
-    descriptions; `--help-all` shows all.
+    `--help` shows the most used flags and the command's own, except for the groups `left_out`; `--help-all` shows all.
     """
     arguments = with_hyphens(arguments)
     default = _default(kind, arguments)
     check_names(arguments, flags_of(default))
-    about = inspect.getdoc(kind) or ""
     if {"-h", "--help"} & {*arguments}:
-        script = os.path.relpath(sys.argv[0])
-        print(short_help(script, about.partition("\n")[0], flags_of(default), own, ", ".join(RECIPES), left_out))
+        print(short_help(os.path.relpath(sys.argv[0]), default, ", ".join(RECIPES), left_out))
         raise SystemExit(0)
     known = "\n".join(f"  {name}: {recipe.__doc__}" for name, recipe in RECIPES.items())
     command: Any = tyro.cli(
@@ -79,7 +86,7 @@ def parse(
         args=["--help" if argument == "--help-all" else argument for argument in arguments],
         config=(tyro.conf.AvoidSubcommands,),
         registry=_REGISTRY,
-        description=f"{about}\n\nRecipes (or any preset of eqformer.models):\n{known}",
+        description=f"{inspect.getdoc(kind)}\n\nRecipes (or any preset of eqformer.models):\n{known}",
     )
     run = command.run
     if run.from_run is not None:
@@ -87,22 +94,23 @@ def parse(
     if run.published is not None:  # absolute, as in `recipe_of_folder`, so that the run resumes from any directory
         run = dataclasses.replace(run, published=run.published.absolute())
     elif run.text.tokenizer is not None:
-        run = _with_vocabulary(run, _value("--model.vocab", arguments) is not None)
+        run = _with_vocabulary(run, "--model.vocab" in given(arguments))
     return dataclasses.replace(command, run=run)
 
 
 def _default(kind: Any, arguments: Sequence[str]) -> Any:
     """The command with the recipe that the arguments name; raises where the parser's own error would name no flag."""
+    word = {flag: words[0] for flag, words in given(arguments).items() if words}.get
     for flag in ("--precision.parameters", "--precision.compute"):
-        if (dtype := _value(flag, arguments)) is not None:
+        if (dtype := word(flag)) is not None:
             nn.float_dtype(dtype, f"{flag} {dtype}")
-    if (products := _value("--precision.products", arguments)) not in (None, "compute", "fp8"):
+    if (products := word("--precision.products")) not in (None, "compute", "fp8"):
         raise ValueError(f"--precision.products {products}: give compute, for those of its dtype, or fp8.")
-    name, folder = _value("--recipe", arguments), _value("--model", arguments)
-    if (source := _value("--from-run", arguments)) is not None and name is None and folder is None:
+    name, folder = word("--recipe"), word("--model")
+    if (source := word("--from-run")) is not None and name is None and folder is None:
         return kind(*_of_run(RunDirectory(Path(source))))
     called = name or ("default" if folder is None else Path(folder).absolute().name)
-    run = RunDirectory(Path(_value("--run-dir", arguments) or Path("runs") / short_name(called)))
+    run = RunDirectory(Path(word("--run-dir") or Path("runs") / short_name(called)))
     return kind(called, recipe_of(name or "default", None if folder is None else Path(folder), run))
 
 
@@ -124,14 +132,6 @@ def _with_vocabulary(recipe: Recipe, is_given: bool) -> Recipe:
     with naming_flags(recipe):
         vocab = math.ceil(tokenizer_of(recipe).vocab / text.round_vocab) * text.round_vocab
     return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vocab=vocab))
-
-
-def _value(flag: str, arguments: Sequence[str]) -> str | None:
-    """The flag's last value on the command line."""
-    found = None
-    for one, following in zip(arguments, [*arguments[1:], ""]):
-        found = following if one == flag else one.removeprefix(f"{flag}=") if one.startswith(f"{flag}=") else found
-    return found
 
 
 def recipe_of(name: str, folder: Path | None = None, run: RunDirectory | None = None) -> Recipe:

@@ -3,8 +3,9 @@
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from support.flags import given
 from support.user_folder import share_programs
 
 
@@ -21,13 +22,14 @@ def prepare(
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # characters that the terminal cannot show are escaped
             stream.reconfigure(errors="backslashreplace")
-    number = simulated(arguments)
+    flags = given(arguments)
+    number = simulated(flags)
     several = number is not None or _SIMULATED in os.environ.get("XLA_FLAGS", "")
-    if not shared or several or "--coordinator" in " ".join(arguments):
+    if not shared or several or "--coordinator" in flags:
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
     else:
         share_programs()
-    if {"--check-shapes", "--check_shapes"} & {*arguments}:
+    if "--check-shapes" in flags:
         from jaxtyping import install_import_hook
 
         install_import_hook("eqformer", "beartype.beartype")
@@ -36,15 +38,10 @@ def prepare(
     eqformer.prepare(devices=number, compilers=compilers, gradients=gradients)
 
 
-def simulated(arguments: Sequence[str]) -> int | None:
-    """The N of `--simulate N` or `--simulate=N`; None if it is absent or not a count, which is an error later."""
-    number = None
-    for flag, value in zip(arguments, [*arguments[1:], ""]):
-        name, _, own = flag.partition("=")
-        if name == "--simulate":
-            text = own or value
-            number = int(text) if text.isdecimal() and int(text) > 0 else None
-    return number
+def simulated(flags: Mapping[str, Sequence[str]]) -> int | None:
+    """The N of `--simulate N`; None if it is absent or not a count, which is an error later."""
+    words = flags.get("--simulate", [])
+    return int(words[0]) if words and words[0].isdecimal() and int(words[0]) > 0 else None
 
 
 _SIMULATED = "--xla_force_host_platform_device_count"

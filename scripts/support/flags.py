@@ -7,16 +7,31 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def flags_of(command: Any, prefix: str = "--") -> dict[str, Any]:
+def flags_of(command: Any) -> dict[str, Any]:
     """Every flag of a command with its value; a dataclass, or its class, of which the defaults are taken."""
-    found: dict[str, Any] = {}
+    return {flag: value for flag, value, _, _ in fields_of(command)}
+
+
+def fields_of(command: Any, prefix: str = "--") -> Iterator[tuple[str, Any, type, str]]:
+    """Every flag of a command with its value, and the dataclass and the name of its field."""
     for field in dataclasses.fields(command):
         value = getattr(command, field.name, None)
         name = _NAMED.get(field.name, field.name.replace("_", "-"))
         if dataclasses.is_dataclass(value):
-            found |= flags_of(value, f"{prefix}{name}." if name else prefix)
+            yield from fields_of(value, f"{prefix}{name}." if name else prefix)
         else:
-            found[prefix + name] = value
+            yield prefix + name, value, type(command), field.name
+
+
+def given(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Each flag on a command line, spelled with hyphens, with its words; of one that is there twice, the last ones."""
+    found: dict[str, list[str]] = {}
+    words: list[str] = []
+    for name, value in map(_parted, arguments):
+        if name:
+            words = found[name.replace("_", "-")] = [value[1:]] if value else []
+        else:
+            words.append(value)
     return found
 
 
@@ -98,6 +113,7 @@ WORDS = {
     "FileTokenizer(": ("--text.tokenizer", "--model"),
     "files(": ("--data", "--text.mix"),
     "hub(": ("--text.hub", "--text.mix"),
+    "bytes_of(": ("--memory",),
     "check_next_token(": ("--model", "--recipe"),
     "load(": ("--model",),
     "optimizer(": ("--optimizer.name",),

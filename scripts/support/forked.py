@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import equinox as eqx
-import jax
 from recipes import Recipe
 
 from eqformer import nn, training
@@ -53,9 +51,7 @@ def forked(recipe: Recipe, states: training.PlannedState) -> training.TrainState
     _, old = source.read()
     checkpointer = training.Checkpointer(source.checkpoints)
     if recipe.from_optimizer:
-        state, _ = states.restore(checkpointer, recipe.from_step)
-        counts = lambda s: (s.step, s.skipped, s.skipped_in_a_row)
-        return eqx.tree_at(counts, state, jax.tree.map(lambda x: x * 0, counts(state)))
+        return states.restore(checkpointer, recipe.from_step, fresh_counts=True)[0]
     shapes = shapes_of(_as_saved(recipe, old))
     model = training.restore_model(checkpointer, shapes, states.plan, step=recipe.from_step)
     model = model if old.lora == recipe.lora else adapted(recipe, nn.merge_lora(model))

@@ -1,75 +1,59 @@
 """The short help, which fits on a screen: the flags that most runs use."""
 
+import ast
+import inspect
+import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+from support.flags import fields_of
 
-# Under each heading, flags with their descriptions; a command shows those that it has.
+
+# Under each heading, flags with what they take; a command shows those that it has.
 GROUPS = {
-    "model": {
-        "--recipe NAME": "{recipes}, a preset's name, or FILE.py:NAME",
-        "--model FOLDER": "a published model to train on (a folder)",
-        "--from-run FOLDER": "a run whose weights this one starts from",
-        "--model.embed": "channels",
-        "--model.layers": "layers",
-        "--model.heads": "attention heads",
-        "--lora.rank": "train low-rank changes alone; 0 trains all",
-    },
-    "text": {
-        "--data PATH": "a file or folder; Python's own library",
-        "--text.mix PATH=WEIGHT": "several, or datasets: hub:NAME=WEIGHT",
-        "--text.tokenizer FILE": "a tokenizer.json; bytes without one",
-        "--seq": "tokens in a row",
-    },
-    "training": {
-        "--steps": "optimizer steps",
-        "--batch": "rows a step",
-        "--microbatches": "pieces a step is computed in",
-        "--optimizer.name": "adamw, muon or sgd",
-        "--optimizer.learning-rate": "the highest learning rate",
-        "--precision.compute": "float32, or bfloat16 for mixed precision",
-        "--seed": "decides weights, order, samples",
-    },
-    "the run": {
-        "--run-dir FOLDER": "where all is written, and goes on from",
-        "--checkpoint-every": "steps between checkpoints",
-        "--validate-every": "steps between validations",
-        "--sample-every": "steps between samples; 0 for none",
-        "--prompt": "what samples begin with",
-    },
-    "devices": {
-        "--mesh.fsdp": "split rows and state (--zero) over so many",
-        "--mesh.tensor": "split heads and features over so many",
-        "--mesh.pipe": "split layers over so many",
-        "--zero": "1 optimizer state, 2 gradients, 3 all",
-        "--simulate N": "have the CPU act as so many devices",
-    },
+    "model": "--recipe, --model FOLDER, --from-run FOLDER, --model.embed, --model.layers, --model.heads, --lora.rank",
+    "text": "--data PATH, --text.mix PATH=WEIGHT, --text.tokenizer FILE, --seq",
+    "training": "--steps, --batch, --microbatches, --optimizer.name, --optimizer.learning-rate, --precision.compute, "
+    "--seed",
+    "the run": "--run-dir FOLDER, --checkpoint-every, --validate-every, --sample-every, --prompt",
+    "devices": "--mesh.fsdp, --mesh.tensor, --mesh.pipe, --zero, --simulate N",
 }
 WIDTH, INDENT = 80, 36
 
 
-def short_help(
-    script: str,
-    purpose: str,
-    flags: Mapping[str, Any],
-    own: Mapping[str, str],
-    recipes: str,
-    left_out: Sequence[str] = (),
-) -> str:
-    """The help's text: the script's purpose, the groups of flags with their default values, and the script's own."""
+def short_help(script: str, command: Any, recipes: str, left_out: Sequence[str] = ()) -> str:
+    """The help's text: the command's purpose, groups of flags with their default values, and the command's own flags.
+
+    A flag's words are the first clause of its field's documentation.
+    """
+    purpose = (inspect.getdoc(type(command)) or "").partition("\n")[0]
     lines = [f"usage: {script} [--flag value ...]", textwrap.fill(purpose, WIDTH)]
-    for heading, chosen in {**GROUPS, "this command": own}.items():
-        there = [(*named.partition(" ")[::2], words) for named, words in chosen.items() if named.split()[0] in flags]
+    fields = {flag: (value, kind, name) for flag, value, kind, name in fields_of(command)}
+    known = {*re.findall(r"--[a-z.-]+", " ".join(GROUPS.values()))}
+    own = [flag for flag, (_, kind, _) in fields.items() if kind is type(command) and flag not in known]
+    for heading, chosen in {**GROUPS, "this command": ", ".join(own)}.items():
+        there = [(flag, of) for one in chosen.split(", ") for flag, _, of in [one.partition(" ")] if flag in fields]
         if there and heading not in left_out:
-            lines.append(f"{heading}:")
-            lines += (_line(flag, flags[flag], of, words.format(recipes=recipes)) for flag, of, words in there)
-    lines.append("--help-all lists every flag.")
-    return "\n".join(lines)
+            lines += [f"{heading}:", *(_line(flag, of, *fields[flag]) for flag, of in there)]
+    more = f"Recipes: {recipes}, any preset's name, or FILE.py:NAME. --help-all lists every flag."
+    return "\n".join([*lines, textwrap.fill(more, WIDTH)])
 
 
-def _line(flag: str, value: Any, of: str, words: str) -> str:
+def _line(flag: str, of: str, value: Any, kind: type, name: str) -> str:
     """A flag's line with its default value or, if it has none, with the kind of value it takes (`of`)."""
-    known = of if value in (None, ()) or isinstance(value, bool) else str(value)
-    head = f"  {f'{flag} {known}':<{INDENT - 3}} "
-    return textwrap.fill(words, WIDTH, initial_indent=head, subsequent_indent=" " * INDENT)
+    taken = of if value in (None, ()) or isinstance(value, bool) else str(value)
+    words = re.split(r"[;:.](?: |$)| \(", documentation(kind).get(name, ""))[0]
+    return textwrap.fill(f"  {f'{flag} {taken}':<{INDENT - 3}} {words}", WIDTH, subsequent_indent=" " * INDENT)
+
+
+def documentation(kind: type) -> dict[str, str]:
+    """What is written below each field of a dataclass, those that it inherits included."""
+    found: dict[str, str] = {}
+    for one in reversed(kind.__mro__[:-1]):  # all but `object`
+        (defined,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        for field, words in pairwise(defined.body if isinstance(defined, ast.ClassDef) else []):
+            if isinstance(field, ast.AnnAssign) and isinstance(words, ast.Expr):
+                found[ast.unparse(field.target)] = ast.literal_eval(words.value)
+    return found

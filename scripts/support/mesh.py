@@ -1,12 +1,10 @@
 """From a recipe to its plan, its step and its state under a plan."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-from recipes import Recipe
+from recipes import Mesh, Recipe
 
 from eqformer import parallel, planning, training
 from support.setup import build_model
@@ -14,27 +12,13 @@ from support.setup import build_model
 
 def plan_of(recipe: Recipe, devices: Sequence[Any]) -> parallel.Plan:
     """The recipe's plan over all the devices; raises a `ValueError` that names the flags if it is impossible."""
-    sizes = check_sizes(recipe)
-    wanted, there = math.prod(sizes.values()), len(devices)
-    given = flags(recipe) or "--mesh"
-    if wanted > there:
-        raise ValueError(
-            f"{given}: the axes multiply to {wanted} devices, but there are {there}; make an axis smaller, or simulate "
-            f"devices on the CPU with --simulate {math.ceil(wanted / jax.process_count())}."
-        )
-    if wanted < there:
-        more = sizes["replica"] * (there // wanted)
-        fix = f"give them to an axis, such as --mesh.replica {more}" if there % wanted == 0 else "make an axis larger"
-        raise ValueError(
-            f"{given}: the axes multiply to {wanted} devices, and {there - wanted} of {there} would be left over; "
-            f"{fix}, or hide the rest from JAX (--simulate on a CPU, CUDA_VISIBLE_DEVICES on GPUs)."
-        )
-    return plan_over(recipe, parallel.make_mesh(**sizes, devices=devices))
+    make = lambda: parallel.make_mesh(**vars(recipe.mesh), devices=devices)
+    return plan_over(recipe, in_flags(recipe, make))
 
 
 def abstract_plan(recipe: Recipe) -> parallel.Plan:
     """The recipe's plan over an abstract mesh, which may be of any size, since it has no devices."""
-    return plan_over(recipe, planning.abstract_mesh(check_sizes(recipe)))
+    return plan_over(recipe, in_flags(recipe, lambda: planning.abstract_mesh(vars(recipe.mesh))))
 
 
 def plan_over(recipe: Recipe, mesh: Any) -> parallel.Plan:
@@ -48,15 +32,6 @@ def check_plan(recipe: Recipe, plan: parallel.Plan, model: Any) -> None:
     in_flags(recipe, lambda: plan.check(model, rows=recipe.batch, seq=recipe.seq), more)
 
 
-def check_sizes(recipe: Recipe) -> dict[str, int]:
-    """The size of each axis; raises a `ValueError` for one below 1."""
-    sizes = dataclasses.asdict(recipe.mesh)
-    for axis, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"--mesh.{axis} {size}: an axis has at least one device; give 1 or more.")
-    return sizes
-
-
 def flags(recipe: Recipe) -> str:
     """The mesh, and the plan's choices that differ from the defaults, as flags."""
     plain = vars(Recipe.plan)
@@ -65,13 +40,25 @@ def flags(recipe: Recipe) -> str:
     return " ".join(axes + [f"--{name.replace('_', '-')} {value}" for name, value in chosen])
 
 
+def recipe_under(recipe: Recipe, one: planning.Candidate) -> Recipe:
+    """The recipe with a candidate's mesh and choices."""
+    execution = dataclasses.replace(recipe.execution, remat=one.remat)
+    mesh, plan = Mesh(**parallel.axis_sizes(one.plan.mesh)), dataclasses.replace(recipe.plan, zero=one.plan.zero)
+    return dataclasses.replace(recipe, mesh=mesh, plan=plan, execution=execution)
+
+
+def choices(recipe: Recipe, one: planning.Candidate) -> str:
+    """The candidate's choices, as flags."""
+    remat = [f"--execution.remat {one.remat}"] * (one.remat != recipe.execution.remat)
+    return " ".join(filter(None, [flags(recipe_under(recipe, one)), *remat])) or "one device"
+
+
 def in_flags(recipe: Recipe, call: Callable[[], Any], *more: str) -> Any:
     """The result of `call`; if it raises a `ValueError`, the recipe's flags and `more` are put in front of it."""
     try:
         return call()
     except ValueError as error:
-        given = " ".join(filter(None, (flags(recipe), *more)))
-        raise ValueError(f"{given}: {error}" if given else str(error)) from error
+        raise ValueError(f"{' '.join([flags(recipe) or '--mesh', *more])}: {error}") from error
 
 
 def step_of(recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer) -> training.Step:

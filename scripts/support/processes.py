@@ -31,22 +31,21 @@ def check_machine(machine: Machine) -> None:
     if machine.simulate is not None and machine.simulate < 1:
         raise ValueError(f"--simulate {machine.simulate}: it counts devices, so give at least 1.")
     place = {"--coordinator": machine.coordinator, "--processes": machine.processes, "--process-id": machine.process_id}
-    missing = [flag for flag, value in place.items() if value is None]
-    if not missing:
-        assert machine.processes is not None and machine.process_id is not None and machine.coordinator is not None
-        if machine.processes < 1:
-            raise ValueError(f"--processes {machine.processes}: it counts, so give at least 1.")
-        if not 0 <= machine.process_id < machine.processes:
-            raise ValueError(
-                f"--process-id {machine.process_id} --processes {machine.processes}: processes are numbered from 0 to "
-                f"{machine.processes - 1}; give each its own of these numbers."
-            )
-        host, _, port = machine.coordinator.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ValueError(f"--coordinator {machine.coordinator}: give host:port, such as 10.0.0.1:1234.")
-    elif len(missing) < len(place):
-        given = " ".join(f"{flag} {value}" for flag, value in place.items() if value is not None)
-        raise ValueError(f"{given}: processes meet by three flags together; give {' and '.join(missing)} too.")
+    given = {flag: value for flag, value in place.items() if value is not None}
+    if not given:
+        return
+    called = " ".join(f"{flag} {value}" for flag, value in given.items())
+    if missing := [flag for flag in place if flag not in given]:
+        raise ValueError(f"{called}: processes meet by three flags together; give {' and '.join(missing)} too.")
+    host, _, port = str(machine.coordinator).rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"--coordinator {machine.coordinator}: give host:port, such as 10.0.0.1:1234.")
+    number, own = machine.processes or 0, machine.process_id or 0
+    if not 0 <= own < number:
+        raise ValueError(
+            f"--process-id {own} --processes {number}: there is at least one process, and they are numbered from 0 to "
+            f"{max(number - 1, 0)}; give each its own of these numbers."
+        )
 
 
 def join(machine: Machine) -> None:

@@ -1,7 +1,6 @@
 """Published models in the scripts: a run that starts from one, and the files that are exported with a run's model."""
 
 import atexit
-import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,6 +12,9 @@ from eqformer import data, models
 from eqformer.training import Optimization
 from support.recipe_file import differences
 from support.run_directory import EVERYTHING_ELSE, RunDirectory
+
+
+Tokenizer = data.ByteTokenizer | data.FileTokenizer
 
 
 def recipe_of_folder(folder: Path, run: RunDirectory | None = None) -> Recipe:
@@ -43,7 +45,7 @@ def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
         )
 
 
-def tokenizer_of(recipe: Recipe, directory: RunDirectory | None = None) -> data.Tokenizer:
+def tokenizer_of(recipe: Recipe, directory: RunDirectory | None = None) -> Tokenizer:
     """The recipe's tokenizer: --text.tokenizer, or the published model's (of which the run has a copy), or bytes."""
     end_of_text = recipe.text.end_of_text
     if recipe.text.tokenizer is not None:
@@ -55,7 +57,7 @@ def tokenizer_of(recipe: Recipe, directory: RunDirectory | None = None) -> data.
     return published_tokenizer(folder, end_of_text)
 
 
-def published_tokenizer(folder: Path, end_of_text: str | None = None) -> data.Tokenizer:
+def published_tokenizer(folder: Path, end_of_text: str | None = None) -> Tokenizer:
     """The tokenizer of a published folder; bytes if the folder has none and the model 256 ids."""
     file, ends = folder / "tokenizer.json", models.ends_of_text(folder)
     if file.exists():
@@ -76,7 +78,7 @@ def companions_of(path: Path) -> Path:
     return folder
 
 
-def _bytes(end_of_text: str | None) -> data.Tokenizer:
+def _bytes(end_of_text: str | None) -> Tokenizer:
     if end_of_text is not None:
         raise ValueError(
             f"--text.end-of-text {end_of_text}: bytes end a text with 0; leave it out, or give --text.tokenizer."
@@ -101,13 +103,9 @@ def to_publish(recipe: Recipe, directory: RunDirectory) -> dict[str, Any]:
     """The arguments that `eqformer.models.save` needs beside a run's model."""
     if directory.published.exists():
         return {"like": directory.published}
-    tokenizer, file = tokenizer_of(recipe), recipe.text.tokenizer
-    written = data.ByteTokenizer().to_json() if file is None else file.read_text(encoding="utf-8")
-    added = {token["id"]: token["content"] for token in json.loads(written).get("added_tokens", [])}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": recipe.seq}
-    settings |= {"eos_token": added[tokenizer.end_of_text]} if tokenizer.end_of_text in added else {}
+    tokenizer = tokenizer_of(recipe)
     return {
         "config": recipe.model,
         "attributes": {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None},
-        "files": {"tokenizer.json": written, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"},
+        "files": data.tokenizer_files(tokenizer, longest=recipe.seq),
     }

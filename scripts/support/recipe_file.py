@@ -9,9 +9,8 @@ from typing import Any
 
 from recipes import Recipe
 
-from eqformer import models, nn
+from eqformer import models, nn, write_whole
 from support.own_recipe import classes_of, file_of
-from support.whole import write_whole
 
 
 _KINDS = {

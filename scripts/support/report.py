@@ -8,8 +8,8 @@ from typing import Any
 
 from recipes import Recipe
 
+from eqformer import write_whole
 from support.run_directory import RunDirectory
-from support.whole import write_whole
 
 
 def opening(

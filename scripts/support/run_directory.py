@@ -14,7 +14,6 @@ from eqformer import reason_and_fix, training
 from support.own_recipe import file_of
 from support.prolonged import stretches_of
 from support.recipe_file import differences, read_recipe, source_beside, write_recipe
-from support.whole import part_of
 
 
 EVERYTHING = frozenset(field.name for field in dataclasses.fields(Recipe))
@@ -41,7 +40,7 @@ class RunDirectory:
         self.identifier = path / "wandb-run"
         self.lock = path / ".lock"
         # What remains if the disk was full at the first write.
-        self._beginning = {self.lock, source_beside(self.recipe), part_of(self.recipe)}
+        self._beginning = {self.lock, source_beside(self.recipe), path / "recipe.part.json"}
         self._lock: IO[str] | None = None
 
     def claim(self, name: str, recipe: Recipe) -> None:

@@ -1,5 +1,7 @@
 """Output for people: a progress bar with notes above it, or plain lines without a terminal; and error messages."""
 
+import datetime
+import functools
 import math
 import os
 import select
@@ -12,9 +14,8 @@ from typing import NoReturn, TextIO
 
 from jax.errors import JaxRuntimeError
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
-from rich.text import Text
 
 from eqformer import reason_and_fix
 from eqformer.training import CheckpointError, DivergedError
@@ -50,7 +51,8 @@ class Screen:
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=12),
             TextColumn("{task.percentage:>3.0f}%"),
-            _Eta(table_column=Column(no_wrap=True)),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}", table_column=Column()),  # on a narrow terminal in two lines
         )
         with Progress(*columns, console=self.console, refresh_per_second=4) as progress:
@@ -58,28 +60,25 @@ class Screen:
             yield lambda done, figures, is_new: progress.update(task, completed=done, figures=figures)
 
     @contextmanager
-    def bytes(self, title: str) -> Iterator[Callable[[int, int], None]]:
-        """A progress bar over bytes, shown from the first call of the function that it gives."""
+    def bytes(self) -> Iterator[Callable[[str, int, int], None]]:
+        """A progress bar over bytes, shown from the first call of the function that it gives.
+
+        Call that with what is done, the bytes done and the bytes in all (0: unknown).
+        """
         if self.console.quiet or not self.console.is_terminal:
-            yield lambda done, total: None
+            yield lambda title, done, total: None
             return
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f}%"))
         with Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True) as progress:
-            task = progress.add_task(title, total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total or None)
+            task = progress.add_task("", total=None, visible=False)
+            shown = functools.partial(progress.update, task, visible=True)
+            yield lambda title, done, total: shown(description=title, completed=done, total=total or None)
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Re-raise, so that `one_message` handles a closed pipe, instead of rich."""
         raise
-
-
-class _Eta(ProgressColumn):
-    """Time left, estimated from the steps since the program started."""
-
-    def render(self, task: Task) -> Text:
-        return Text(_eta(task.time_remaining))
 
 
 def _lines(total: int) -> Show:
@@ -94,19 +93,11 @@ def _lines(total: int) -> Show:
         since, first = begun[0]
         if is_new and (now - last[0] >= 5 or done == total):
             last[0] = now
-            left = (now - since) / (done - first) * (total - done) if done > first else None
-            print(f"step {done}/{total}  {figures}  {_eta(left)}", flush=True)
+            left = int((now - since) / (done - first) * (total - done)) if done > first else None
+            time_left = "-:--:--" if left is None else datetime.timedelta(seconds=left)
+            print(f"step {done}/{total}  {figures}  ETA {time_left}", flush=True)
 
     return line
-
-
-def _eta(left: float | None) -> str:
-    """The seconds left, as text."""
-    if left is None:
-        return "ETA -:--"
-    minutes, seconds = divmod(int(left), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"ETA {hours}:{minutes:02}:{seconds:02}" if hours else f"ETA {minutes}:{seconds:02}"
 
 
 def warn(text: str) -> None:
@@ -116,16 +107,20 @@ def warn(text: str) -> None:
 
 @contextmanager
 def one_message() -> Iterator[None]:
-    """Run a script: bad input ends it with one message and exit code 2; a closed pipe ends it silently."""
-    with _until_nobody_reads():
+    """Run a script: bad input ends it with one message and exit code 2; a closed pipe silently, with SIGPIPE's."""
+    try:
         try:
             yield
-        except BrokenPipeError as error:
-            if _unread():
+        except (ValueError, OSError, ImportError, CheckpointError, DivergedError, JaxRuntimeError) as error:
+            if isinstance(error, BrokenPipeError) and _unread():
                 raise
             _fail(error)
-        except (ValueError, OSError, ImportError, CheckpointError, DivergedError, JaxRuntimeError) as error:
-            _fail(error)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        for stream in _unread():  # buffered output would be written at exit, and fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _fail(error: BaseException) -> NoReturn:
@@ -136,20 +131,6 @@ def _fail(error: BaseException) -> NoReturn:
     is_foreign = isinstance(error, OSError | RuntimeError) or reason.startswith("UNKNOWN: ")
     print(f"error: {reason}; {fix}." if is_foreign and fix else f"error: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2)
-
-
-@contextmanager
-def _until_nobody_reads() -> Iterator[None]:
-    """If the reader of the output has closed the pipe, end with the exit code of SIGPIPE."""
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        for stream in _unread():  # buffered output would be written at exit, and fail again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _unread() -> list[TextIO]:

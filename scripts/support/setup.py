@@ -1,6 +1,7 @@
 """From a recipe to its parts: model, optimizer, keys."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -30,13 +31,9 @@ def keys_of(recipe: Recipe) -> Keys:
 def load_model(recipe: Recipe, plan: parallel.Plan | None, screen: Screen) -> nn.Transformer:
     """The published model that the recipe starts from, sharded by the plan."""
     assert recipe.published is not None
-    with screen.bytes(f"reading {recipe.published}") as progress:
-        model = models.load(
-            recipe.published,
-            plan=plan,
-            dtype=recipe.precision.parameters,
-            progress=progress,
-        )
+    with screen.bytes() as progress:
+        show = functools.partial(progress, f"reading {recipe.published}")
+        model = models.load(recipe.published, plan=plan, dtype=recipe.precision.parameters, progress=show)
     return as_recipe_says(recipe, model)
 
 

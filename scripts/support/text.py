@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from recipes import Recipe
 
@@ -66,27 +65,25 @@ def open_texts(
     screen: Screen,
 ) -> data.Corpus:
     """The texts as batches of the recipe's shape; their tokens as they are kept, or made now."""
-    folders = [*shared_folder(), directory.data]
+    folders, text = [*shared_folder(), directory.data], recipe.text
     before = _size(folders[0])
-    stores: dict[str, dict[str, data.TokenStore]] = {}
-    for name, (source, _) in sources.items():
-        stores[name] = {}
-        for split in ("train", "validation"):
-            with screen.bytes(f"reading {source.name} ({split})") as show, _one_line_each():
-                store = data.open_store(
-                    source, tokenizer, folders, split, validation=recipe.text.validation, progress=show
-                )
-            data.check_vocab(store, recipe.model.vocab)
-            stores[name][split] = store
-            folders = folders[folders.index(store.path.parent) :]  # one that could not be written is not tried again
+    with screen.bytes() as progress, _one_line_each():
+        corpus = data.open_corpus(
+            {name: source for name, (source, _) in sources.items()},
+            tokenizer,
+            folders,
+            seq=recipe.seq,
+            batch=recipe.batch,
+            seed=recipe.seed,
+            packing=text.packing,
+            weights={name: weight for name, (_, weight) in sources.items()} if text.mix else None,
+            validation=text.validation,
+            vocab=recipe.model.vocab,
+            progress=lambda what, done, total: progress(f"reading {what}", done, total),
+        )
     if (size := _size(folders[0])) > before and folders[0] != directory.data:
         screen.note(f"the tokens are in {folders[0]}, which all runs share ({size / 1e6:,.1f} MB; it may be deleted)")
-    options: Any = {"seq": recipe.seq, "batch": recipe.batch, "seed": recipe.seed, "packing": recipe.text.packing}
-    train = {name: data.Loader(its["train"], **options) for name, its in stores.items()}
-    held_out = {name: data.Loader(its["validation"], **options) for name, its in stores.items()}
-    weights = {name: weight for name, (_, weight) in sources.items()}
-    one = train[next(iter(train))]
-    return data.Corpus(data.Mixture(train, weights, seed=recipe.seed) if recipe.text.mix else one, held_out)
+    return corpus
 
 
 def _size(folder: Path) -> int:

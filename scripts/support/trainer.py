@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from recipes import Recipe
 
 from eqformer import data, generation, parallel, planning, training
@@ -16,7 +17,7 @@ from support.check import steps_of
 from support.colored_text import color, has_choices
 from support.forked import forked
 from support.mesh import state_of, step_of
-from support.metric_writers import open_metrics, Write
+from support.metric_writers import open_metrics
 from support.prolonged import stretches_of
 from support.published import keep_companions, tokenizer_of
 from support.recipe_file import to_json
@@ -87,10 +88,10 @@ class Trainer:
                 data.prefetch(
                     self.texts.train, start, recipe.steps, rows=rows, transform=place, batch_of=batch_of
                 ) as batches,
-                open_metrics(recipe, self.directory, start) as write,
+                open_metrics(recipe, self.directory, start) as writers,
                 screen.steps(recipe.steps, start) as show,
             ):
-                callbacks, steps = self._callbacks(write, show, checkpointer), recipe.steps
+                callbacks, steps = self._callbacks(writers, show, checkpointer), recipe.steps
                 try:
                     run = training.train(
                         step.result(), state, batches, key, start=start, steps=steps, callbacks=callbacks
@@ -108,22 +109,32 @@ class Trainer:
         shapes = self.states.step_shapes(self.rows.shapes(first))
         return step_of(self.recipe, self.plan, self.optimizer).compiled(*shapes)
 
-    def _callbacks(self, write: Write, show: Show, checkpointer: training.Checkpointer) -> list[training.Callback]:
+    def _callbacks(
+        self, writers: training.MetricWriters, show: Show, checkpointer: training.Checkpointer
+    ) -> list[training.Callback]:
         """What is done after each step, in this order."""
         recipe, every = self.recipe, training.Every
         clock = training.Clock(
-            tokens_per_step=recipe.batch * recipe.seq, flops_per_token=self.flops_per_token, peak_flops=self._peak_flops
+            tokens_per_step=recipe.batch * recipe.seq,
+            flops_per_token=self.flops_per_token,
+            peak_flops=lambda: self._peak,
         )
-        show_last = lambda run: show(run.step, figures(self.last), run.step == self.last.get("step"))
+
+        def keep(row: dict[str, Any]) -> None:
+            writers.write(row)
+            self.last.update(row)
+
+        show_last = lambda run: show(run.step, figures(self.last), run.is_due(recipe.log_every))
         return [
             *([self._profile()] if recipe.profile else []),
-            training.Log(recipe.log_every, self._keeping(write), self._more(clock)),
+            training.Log(recipe.log_every, keep, self._more(clock)),
             *clock.leaving_out(
                 [
                     *([self._debug_nans()] if recipe.debug_nans else []),
                     self.spikes,
                     every(1, self._vote),
-                    every(recipe.validate_every, lambda run: self._validate(run, write)),
+                    training.Validation(recipe.validate_every, self._validation, keep),
+                    every(recipe.validate_every, lambda run: on_first_process(self._draw)),
                     every(1, show_last),
                     training.Checkpoints(recipe.checkpoint_every, checkpointer, self._metadata, self.states),
                     *([every(recipe.sample_every, self._sample)] if recipe.sample_every else []),
@@ -131,11 +142,11 @@ class Trainer:
             ),
         ]
 
-    def _peak_flops(self) -> float:
-        """The measured peak of all devices together; simulated devices share their CPU's."""
-        one = jax.local_devices()[0]
-        number = jax.process_count() if one.platform == "cpu" else self.plan.mesh.size
-        return number * _peak_of_one(self.recipe.precision.compute)
+    @functools.cached_property
+    def _peak(self) -> float:
+        """The measured peak of all devices together, in FLOP/s."""
+        assert isinstance(self.plan.mesh, Mesh)
+        return planning.mesh_peak(self.plan.mesh, self.recipe.precision.compute, seconds=0.25)
 
     def _profile(self) -> training.Profile:
         return training.Profile(*steps_of(self.recipe.profile or ""), self.directory.profile)
@@ -144,15 +155,6 @@ class Trainer:
         pieces, trained = self.plan.microbatches, self.optimizer.trained
         key, loss = self.keys.steps, self.recipe.optimizer.loss
         return training.DebugNans(loss, key, microbatches=pieces, trained=trained, states=self.states)
-
-    def _keeping(self, write: Write) -> Write:
-        """`write`, of rows that are kept as the last."""
-
-        def keep(row: dict[str, Any]) -> None:
-            write(row)
-            self.last.update(row)
-
-        return keep
 
     def _more(self, clock: training.Clock) -> Callable[[training.Progress], dict[str, int | float]]:
         """What rows have beside the step's metrics."""
@@ -183,19 +185,10 @@ class Trainer:
         self.keys = dataclasses.replace(self.keys, steps=training.saved_key(metadata))
         return self.states.restore(checkpointer)[0]
 
-    def _validate(self, run: training.Progress, write: Write) -> None:
-        sums = lambda batch: self.evaluate(run.state.model, self.rows.place(batch))
+    def _validation(self, model: Any) -> tuple[Any, Mapping[str, Any]]:
+        sums = lambda batch: self.evaluate(model, self.rows.place(batch))
         rows = self.rows.start, self.rows.stop
-        mean, each = self.texts.validation(sums, self.recipe.validation_batches, rows=rows)
-        row = {
-            "validation_loss": mean.loss,
-            "validation_bits_per_byte": training.bits_per_byte(mean.loss, mean.bytes_per_token),
-            "validation_accuracy": mean.accuracy,
-        }
-        row |= {f"validation_loss/{name}": its.loss for name, its in each.items()} if len(each) > 1 else {}
-        self.last.update(row)
-        write({"step": run.step} | row)
-        on_first_process(self._draw)
+        return self.texts.validation(sums, self.recipe.validation_batches, rows=rows)
 
     def _draw(self) -> None:
         training.picture_losses(self.directory.metrics, self.directory.loss)
@@ -234,12 +227,6 @@ class Trainer:
     def _stop(self) -> None:
         self.stopping = True
         self.screen.note("stopping after this step; once more to stop at once")
-
-
-@functools.cache
-def _peak_of_one(dtype: str) -> float:
-    """The measured peak of a device, in FLOP/s; measured once a process."""
-    return planning.matmul_peak(dtype, device=jax.local_devices()[0], seconds=0.25)
 
 
 def parameters(recipe: Recipe, shapes: Any) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eqformer.data import ByteTokenizer, FileTokenizer, open_store, texts, TextStream, Tokenizer
+from eqformer.data import ByteTokenizer, FileTokenizer, open_store, texts, TextStream, Tokenizer, tokenizer_files
 
 
 def _any_text(seed, length=200):
@@ -47,6 +47,14 @@ def test_bytes_as_a_file(tmp_path):
     assert file.encode(text).tolist() == ByteTokenizer().encode(text).tolist()
     assert file.decode(file.encode(text)) == text
     assert file.encode_prompt("a<|endoftext|>").tolist() == [97, 0]
+    assert ByteTokenizer().encode_prompt("ab", whole=True).tolist() == [97, 98]
+    for tokenizer in (file, ByteTokenizer()):
+        files = tokenizer_files(tokenizer, longest=77)
+        assert files["tokenizer.json"] == (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
+        settings = json.loads(files["tokenizer_config.json"])
+        assert (settings["eos_token"], settings["model_max_length"]) == ("<|endoftext|>", 77)
+    named = FileTokenizer(tmp_path / "tokenizer.json", end_of_text="a")  # no token of its own, which a name could mean
+    assert "eos_token" not in json.loads(tokenizer_files(named, longest=77)["tokenizer_config.json"])
 
 
 def test_bytes_refuse_nul_and_foreign_ids():

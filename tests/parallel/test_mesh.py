@@ -33,7 +33,7 @@ def test_given_devices_are_used_and_no_others():
 @pytest.mark.parametrize(
     "sizes,words",
     [
-        (dict(tensor=16), ["make_mesh(tensor=16)", "16 devices", "there are 8", "device_count=16"]),
+        (dict(tensor=16), ["make_mesh(tensor=16)", "16 devices", "there are 8", "--simulate 16"]),
         (dict(fsdp=3, tensor=3), ["make_mesh(fsdp=3, tensor=3)", "9 devices", "there are 8"]),
         (dict(tensor=2, pipe=2), ["4 of 8 devices would be left over", "replica=2", "devices=jax.devices()[:4]"]),
         (dict(replica=2, tensor=2), ["4 of 8 devices would be left over", "replica=4"]),

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from eqformer.parallel import AXES, Plan
-from eqformer.planning import _fitting, abstract_mesh, meshes_of, StepBytes
+from eqformer.planning import _fitting, abstract_mesh, bytes_of, Fitting, meshes_of, offers, proposals, StepBytes
 
 
 def numbered(number: int) -> _fitting.Candidate:
@@ -32,3 +32,26 @@ def test_meshes_have_as_many_devices():
     assert all(isinstance(mesh, AbstractMesh) and mesh.axis_names == AXES and mesh.size == 16 for mesh, _ in found)
     assert all(mesh.shape["context"] == 2 and mesh.shape["pipe"] <= 2 for mesh, _ in found)
     assert {zero for _, zero in found} == {1, 3}
+
+
+def test_what_was_found_is_told_or_what_is_too_large():
+    one = numbered(3)._replace(state=10**9, sent=2e9)
+    step, spelled = StepBytes({"all": 5 * 10**9}, 0), lambda one: f"--mesh.fsdp {one.plan.mesh.size}"
+    assert offers(Fitting([(one, step)], (one, step), 10**9, 9, 5, 5), spelled) == (
+        "as many devices would hold it by\n  --mesh.fsdp 4: 5.000 GB, sends 2.000 GB a step"
+    )
+    assert "of 9 that are possible: the state alone" in offers(Fitting([], None, 10**9, 9, 0, 0), spelled)
+    for traced, stops in ((5, False), (2, True)):
+        text = offers(Fitting([], (one, step), 10**9, 9, 5, traced), spelled)
+        assert "with 1.000 GB, but not the temporaries of a step beside it, 4.000 GB" in text
+        assert ("stopped after 2 of 5 plans" in text) == stops
+    assert "no other mesh" in proposals([], spelled)
+
+
+@pytest.mark.parametrize(
+    "amount, size",
+    [("80GB", 80e9), ("80G", 80e9), ("80 g", 80e9), ("7B", 7), ("1.5k", 1500), ("2MB", 2e6), ("3T", 3e12)]
+    + [("1KiB", 2**10), ("1Ki", 2**10), ("2mib", 2**21), ("141Gi", 141 * 2**30), ("1TiB", 2**40)],
+)
+def test_memory_has_the_units_that_people_write(amount, size):
+    assert bytes_of(amount) == size

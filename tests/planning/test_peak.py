@@ -1,10 +1,16 @@
 """The measured peak is operations over seconds of the best repeat, and the arguments are checked."""
 
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from eqformer.planning import copy_bandwidth, matmul_peak
+from eqformer.parallel import make_mesh
+from eqformer.planning import copy_bandwidth, matmul_peak, mesh_peak
 
 
 def test_peak_is_operations_over_the_best_time(monkeypatch):
@@ -13,6 +19,16 @@ def test_peak_is_operations_over_the_best_time(monkeypatch):
     now = iter(_running_sum(jumps))
     monkeypatch.setattr("eqformer.planning._peak.perf_counter", lambda: next(now))
     assert matmul_peak(size=64, seconds=9.0) == pytest.approx(2 * 64**3 / 0.25)
+
+
+def test_simulated_devices_share_their_cpu_and_others_have_each_a_peak(monkeypatch):
+    monkeypatch.setattr("eqformer.planning._peak.matmul_peak", lambda dtype, *, seconds, device: 7.0)
+    mesh = make_mesh(replica=4, fsdp=2)
+    assert mesh_peak(mesh) == 7.0
+    of = lambda number: SimpleNamespace(platform="gpu", process_index=number // 4)
+    devices = np.array([of(number) for number in range(8)])
+    gpus: Any = Mock(spec=Mesh, local_devices=devices[:4], devices=devices, size=8)
+    assert mesh_peak(gpus) == 56.0
 
 
 def test_a_copy_reads_and_writes(monkeypatch):

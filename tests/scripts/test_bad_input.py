@@ -110,8 +110,8 @@ def test_what_cannot_work_is_refused_before_anything_is_written(arguments, words
     [
         ("--mesh.tensor 16", ["--mesh.tensor 16", "16 devices", "there are 8", "--simulate 16"]),
         ("--mesh.fsdp 0", ["--mesh.fsdp 0", "at least one device"]),
-        ("--mesh.replica 1", ["1 devices", "7 of 8 would be left over", "--mesh.replica 8"]),
-        ("--mesh.fsdp 4", ["--mesh.fsdp 4", "4 of 8 would be left over", "--mesh.replica 2"]),
+        ("--mesh.replica 1", ["1 devices", "7 of 8 devices would be left over", "replica=8"]),
+        ("--mesh.fsdp 4", ["--mesh.fsdp 4", "4 of 8 devices would be left over", "replica=2"]),
         ("--mesh.fsdp 8 --simulate 4", ["--mesh.fsdp 8", "there are 4"]),
         ("--simulate 16 --mesh.fsdp 16", ["--simulate 16", "8 cpu devices"]),
         ("--simulate 0", ["--simulate 0", "at least 1"]),

@@ -14,7 +14,7 @@ import sample
 from recipes import RECIPES
 from script_helpers import SCRIPTS
 from support.check import check
-from support.command import parse, recipe_of
+from support.command import parse, read, recipe_of
 from support.flags import flags_of, in_flags, USUAL_NAMES, WORDS
 from support.help import GROUPS
 
@@ -23,7 +23,7 @@ from eqformer import data, models, nn, parallel, training
 
 def page(kind, capsys, *arguments):
     with pytest.raises(SystemExit) as exit:
-        parse(kind, arguments, layout.OWN if kind is layout.Command else {})
+        parse(kind, arguments)
     assert exit.value.code == 0
     return capsys.readouterr().out
 
@@ -40,9 +40,14 @@ def test_help_fits_on_a_screen_and_help_all_has_every_flag(kind, capsys, monkeyp
     lines, all_flags = short.splitlines(), {*re.findall(r"--[a-z][a-z0-9.-]*", whole)}
     assert len(lines) <= 45 and max(map(len, lines)) <= 80
     shown = re.findall(r"^  (--[a-z.-]+)", short, re.MULTILINE)
-    chosen = [named.split()[0] for group in (*GROUPS.values(), layout.OWN) for named in group]
-    there = [flag for flag in chosen if flag in of_recipe(kind)]
+    chosen = [named.split()[0] for group in GROUPS.values() for named in group.split(", ")]
+    own = ["--compile", "--memory", "--picture"] if kind is layout.Command else []
+    there = [flag for flag in chosen if flag in of_recipe(kind)] + own
     assert shown == there and len(there) >= 25
+    monkeypatch.setenv("COLUMNS", "100")  # in one column
+    letters = lambda text: re.sub(r"\W", "", text)
+    words = letters(page(kind, capsys, "--help-all"))
+    assert all(letters(re.split(" {2,}", line)[-1]) in words for line in lines if line.startswith("  --"))
     no_flags = {"--model.scaling"}  # a table of a published model
     assert {*of_recipe(kind)} - no_flags <= all_flags and {*there} <= all_flags and len(there) < len(all_flags) / 2
     order = [short.index(f"\n{heading}:\n") for heading in ("model", "text", "training", "devices")]
@@ -89,7 +94,7 @@ def test_a_flag_that_is_called_otherwise_elsewhere(given, ours):
 @pytest.mark.parametrize("given", [["--run_dir", "a_b"], ["--run_dir=a_b"], ["--run-dir", "a_b"]])
 def test_names_of_flags_may_have_underscores_and_values_keep_theirs(given):
     assert parse(pretrain.Command, given).run_dir == Path("a_b")
-    assert sample.read(sample.Command, [*given, "--top_k", "3", "--prompt", "_--a_b=c_d"]).prompt == "_--a_b=c_d"
+    assert read(sample.Command, [*given, "--top_k", "3", "--prompt", "_--a_b=c_d"]).prompt == "_--a_b=c_d"
     rate = parse(pretrain.Command, [*given, "--optimizer.learning_rate=1e-1", "--text.round_vocab", "2"]).run
     assert (rate.optimizer.learning_rate, rate.text.round_vocab) == (0.1, 2)
 
@@ -123,8 +128,8 @@ def test_flags_that_are_there_are_no_other_names():
         flags = of_recipe(pretrain.Command, name)
         assert not [flag for flag in flags if any(flag[2:] in others.split() for others in USUAL_NAMES.values())]
     with pytest.raises(ValueError, match="--max-new-tokens: .* it is --tokens here"):
-        sample.read(sample.Command, ["--max-new-tokens", "3"])
-    assert sample.read(sample.Command, ["--tokens", "3", "--dtype", "bf16", "--prompt", "a --b"]).tokens == 3
+        read(sample.Command, ["--max-new-tokens", "3"])
+    assert read(sample.Command, ["--tokens", "3", "--dtype", "bf16", "--prompt", "a --b"]).tokens == 3
 
 
 @pytest.mark.parametrize(

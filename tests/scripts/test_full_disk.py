@@ -81,8 +81,8 @@ def test_after_any_write_that_failed_the_next_start_works(tmp_path, monkeypatch)
         with RunDirectory(folder) as directory:
             directory.claim("name", recipe)
             keep_companions(recipe, directory)
-            with open_metrics(recipe, directory, 0) as write:
-                write({"step": 1, "loss": 2.0})
+            with open_metrics(recipe, directory, 0) as writers:
+                writers.write({"step": 1, "loss": 2.0})
 
     failures = 0
     for allowed in range(100):

@@ -1,11 +1,14 @@
 """Recipes in files of one's own: trained, stopped, continued over another mesh, and sampled."""
 
 import shutil
+import signal
 
 import numpy as np
 import pytest
 from extending import BLOCK, PAGE
-from script_helpers import losses, run, run_here, write_corpus
+from script_helpers import losses, run, run_here, start_until, write_corpus
+
+from eqformer import training
 
 
 TINY = "--model.embed 32 --model.periods 1 --model.window 8 --seq 32 --batch 4 --steps 6 --log-every 1 "
@@ -43,6 +46,7 @@ def test_a_recipe_of_ones_own_trains_and_writes(file, tmp_path):
 # Of as many rows a device: six steps of a rate as large as the recipe's make a difference of rounding a million times
 # larger (in float64, 1e-16 becomes 4e-10).
 MESH = "--mesh.replica 2 --mesh.tensor 2 --simulate 4".split()
+ONE = "--mesh.fsdp 1 --mesh.tensor 1 --simulate 1".split()
 OTHER = "--mesh.fsdp 2 --mesh.tensor 2 --zero 3 --simulate 4".split()
 
 
@@ -81,3 +85,30 @@ def test_a_name_that_leads_nowhere_is_refused(name, message, file, tmp_path):
     file.write_text(file.read_text() + "\n\ndef number():\n    return 7\n")
     done = run_here("pretrain.py", "--recipe", name.format(file=file), "--run-dir", tmp_path / "run")
     assert done.returncode == 2 and message in done.stderr and not (tmp_path / "run").exists()
+
+
+@pytest.mark.grid
+def test_it_is_killed_resumed_over_another_mesh_forked_and_sampled(file, tmp_path):
+    """After the kill its copy goes on over the same mesh, with which the first steps over another are compared."""
+    corpus, its, copy, fork = (tmp_path / name for name in ("corpus", "its", "copy", "fork"))
+    write_corpus(corpus)
+    process = start_until(its, 8, "pretrain.py", *arguments(file, its, corpus), *MESH, "--steps", "60")
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    kept = training.Checkpointer(its / "checkpoints").latest_step
+    assert kept is not None and 3 <= kept < 60 and len(losses(its)) < 60
+    shutil.copytree(its, copy)
+    for folder, mesh in ((its, OTHER), (copy, MESH)):
+        resumed = train(file, folder, corpus, *mesh, "--steps", "60")
+        assert resumed.returncode == 0 and f"goes on at step {kept}" in resumed.stdout, resumed.stderr
+    same, other = losses(copy), losses(its)
+    assert len(same) == len(other) == 60 and same[:kept] == other[:kept]
+    np.testing.assert_allclose(other[kept : kept + 2], same[kept : kept + 2], rtol=2e-5)
+    assert abs(other[kept] - same[kept + 1]) > 1e-3  # the control: of another step
+    file.unlink()
+    forked = run_here("pretrain.py", "--from-run", its, "--run-dir", fork, "--steps", "6", *ONE)
+    assert forked.returncode == 0 and f"starts from {its}" in forked.stdout, forked.stderr
+    assert losses(fork)[0] < other[0] - 1
+    written = run_here("sample.py", "--run-dir", fork, "--tokens", "5", "--temperature", "0")
+    assert written.returncode == 0 and len(written.stdout) > len("def "), written.stderr

@@ -105,10 +105,10 @@ def test_lines_without_a_terminal_tell_what_was_measured(trained):
     assert "of 26,784 parameters, all trained, starts in" in opening
     first, last = rows(run_dir)[0], rows(run_dir)[-1]
     assert lines[0].startswith(f"step 1/6  loss {first['loss']:.3f}  rate {first['learning_rate']:.2e}  ")
-    assert lines[0].endswith("ETA -:--")
+    assert lines[0].endswith("ETA -:--:--")
     validated = rows(run_dir, "validation_loss")[-1]["validation_loss"]
     line = f"step 6/6  loss {last['loss']:.3f}  validation {validated:.3f}  rate {last['learning_rate']:.2e}  "
-    assert lines[-1].startswith(line) and lines[-1].endswith("ETA 0:00")
+    assert lines[-1].startswith(line) and lines[-1].endswith("ETA 0:00:00")
 
 
 @pytest.mark.grid

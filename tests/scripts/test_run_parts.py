@@ -226,7 +226,7 @@ def test_lines_without_a_terminal_are_of_new_figures(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     # A step takes three seconds; the line of a step has its own figures and the time that is left.
     assert lines == [
-        f"step {done}/100  loss of {done}  ETA {3 * (100 - done) // 60}:{3 * (100 - done) % 60:02}"
+        f"step {done}/100  loss of {done}  ETA 0:{3 * (100 - done) // 60:02}:{3 * (100 - done) % 60:02}"
         for done in range(50, 101, 10)
     ]
 

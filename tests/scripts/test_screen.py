@@ -46,7 +46,7 @@ def test_every_script_ends_as_the_others():
     assert len(scripts) >= 6
     for script in scripts:
         text = script.read_text()
-        assert "    with one_message():\n" in text and "except (" not in text.partition("def main")[2], script
+        assert "\nmain = entry(Command, " in text and "except (" not in text, script
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), ConnectionRefusedError(111, "refused")])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from eqformer import training
+from eqformer.training import _metric_writers
 
 
 def rows(path):
@@ -117,3 +118,33 @@ def test_an_absent_package_names_its_extra(module, tmp_path, monkeypatch):
             training.WeightsAndBiases("p", folder=tmp_path)
         else:
             training.TensorBoard(tmp_path)
+
+
+class Kept:
+    def __init__(self, fails=False):
+        assert not fails
+        self.rows, self.is_closed = [], False
+
+    def write(self, row):
+        self.rows.append(row)
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_several_writers_get_each_row_and_are_closed_also_where_a_later_one_cannot_be_opened():
+    first, second = Kept(), Kept()
+    with training.MetricWriters(lambda: first, lambda: second) as writers:
+        writers.write({"step": 1})
+        assert not first.is_closed and isinstance(writers, training.MetricWriter)
+    assert first.rows == second.rows == [{"step": 1}] and first.is_closed and second.is_closed
+    third = Kept()
+    with pytest.raises(AssertionError):
+        training.MetricWriters(lambda: third, lambda: Kept(fails=True))
+    assert third.is_closed
+
+
+def test_a_process_that_is_not_the_first_opens_and_writes_nothing(monkeypatch):
+    monkeypatch.setattr(_metric_writers, "on_first_process", lambda action: None)
+    with training.MetricWriters(lambda: Kept(fails=True)) as writers:
+        writers.write({"step": 1})

@@ -45,15 +45,16 @@ def make_mesh(
     wanted, there = math.prod(sizes.values()), len(devices)
     if wanted > there:
         raise ValueError(
-            f"{call}: the axes multiply to {wanted} devices, but there are {there}; make an axis smaller "
-            f"(on a CPU, more devices can be simulated: XLA_FLAGS=--xla_force_host_platform_device_count={wanted})."
+            f"{call}: the axes multiply to {wanted} devices, but there are {there}; make an axis smaller, or simulate "
+            f"devices on a CPU (--simulate {-(-wanted // jax.process_count())}, or eqformer.prepare(devices=...))."
         )
     if wanted < there:
         left = f"{there - wanted} of {there} devices would be left over"
         fix = f"give them to an axis, such as replica={replica * (there // wanted)}" if there % wanted == 0 else ""
         raise ValueError(
             f"{call}: the axes multiply to {wanted} devices, and {left}; "
-            f"{fix + ', or ' if fix else ''}pass devices=jax.devices()[:{wanted}] to leave them idle."
+            f"{fix + ', or ' if fix else ''}pass devices=jax.devices()[:{wanted}] to leave them idle (commands: "
+            "--simulate on a CPU, CUDA_VISIBLE_DEVICES on GPUs)."
         )
     return Mesh(arranged(devices, tuple(sizes.values())), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

@@ -1,0 +1,31 @@
+"""Validation writes means as rows, and calls for them when it is due."""
+
+import math
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from eqformer import training
+
+
+def test_rows_have_the_means_of_all_and_of_each_of_several_sources():
+    rows, asked = [], []
+    of = lambda loss: SimpleNamespace(loss=loss, accuracy=loss / 8, bytes_per_token=2.0)
+
+    def means(model):
+        asked.append(model)
+        return of(3.0), {"a": of(2.0), "b": of(4.0)} if model == "mixed" else {"a": of(3.0)}
+
+    validation = training.Validation(2, means, rows.append)
+    zero = jnp.zeros((), jnp.int32)
+    run = training.Progress(training.TrainState(None, None, zero, zero, zero), 0, 5, {})
+    for run.step in range(1, 6):
+        model = "mixed" if run.step < 5 else "one"
+        run.state = training.TrainState(model, None, zero, zero, zero)
+        validation.after_step(run)
+    assert asked == ["mixed", "mixed", "one"] and [row["step"] for row in rows] == [2, 4, 5]  # and after the last
+    assert rows[0]["validation_loss"] == 3.0 and rows[0]["validation_accuracy"] == 3 / 8
+    assert rows[0]["validation_bits_per_byte"] == pytest.approx(1.5 / math.log(2))
+    assert (rows[0]["validation_loss/a"], rows[0]["validation_loss/b"]) == (2.0, 4.0)
+    assert [name for name in rows[2] if "/" in name] == []
