@@ -54,8 +54,9 @@ def write(folder: Path, name: str) -> int:
         is_map = array.ndim == 3 if name == "MXFP4" else "_proj" in key
         stored |= coded(rng, key.removesuffix(".weight"), *array.shape) if is_map else {key: array}
     save_file(stored, folder / _FILE, metadata={"format": "pt"})
-    its = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(its | {"quantization_config": said, "torch_dtype": "bfloat16"}))
+    its = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    its |= {"quantization_config": said, "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(its), encoding="utf-8")
     return (folder / _FILE).stat().st_size
 
 
