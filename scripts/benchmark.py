@@ -21,9 +21,10 @@ import os
 import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
 import jax
+import tyro
 from benchmarks._apart import apart
 from benchmarks._gpu_runs import Card, card
 from benchmarks._measure import machine_row, Row
@@ -35,28 +36,14 @@ from support.command import entry
 from eqformer import training, write_whole
 
 
+NAMES = (*BENCHMARKS, *OF_GPUS)
+
+
 @dataclasses.dataclass(frozen=True)
 class Command:
     """Print a table of benchmarks and write it as JSON."""
 
-    only: tuple[
-        Literal[
-            "train",
-            "decode",
-            "compile",
-            "memory",
-            "mixtures",
-            "mixers",
-            "zoo",
-            "quantised",
-            "layouts",
-            "jaxformer",
-            "schedules",
-            "communication",
-            "gpu",
-        ],
-        ...,
-    ] = ()
+    only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="{" + ",".join(NAMES) + "} ...")] = ()
     """The benchmarks to run; by default all of one device but `gpu` or, with --simulate 8, all of meshes."""
     profile: bool = False
     """Tell where the time of a train step goes on a CPU, by kind of work and by module, in place of all benchmarks."""
@@ -71,6 +58,8 @@ class Command:
 def check(command: Command, names: Sequence[str]) -> None:
     """Raise a `ValueError` for what cannot be measured, before anything is."""
     of_meshes = [name for name in names if name in OF_MESHES]
+    if unknown := [name for name in command.only if name not in NAMES]:
+        raise ValueError(f"--only {' '.join(unknown)}: the benchmarks are {', '.join(NAMES)}.")
     if command.rounds < 1:
         raise ValueError(f"--rounds {command.rounds}: give at least 1.")
     if command.simulate is not None and command.simulate < 1:

@@ -5,7 +5,7 @@ import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -31,7 +31,7 @@ class Card(NamedTuple):
 class Way:
     """How a model is trained: with what fits into the memory, and is nearest to the usual. Shares are of the whole."""
 
-    remat: str = "products"
+    remat: Literal["products", "full"] = "products"
     rows: float = 1.0
     narrow: bool = False
     layers: float = 1.0
@@ -124,7 +124,7 @@ def train(work: Work, rounds: int, peak: float) -> Found:
 
 def _shares(row: Row, config: Any, seq: int, peak: float) -> Iterator[Row]:
     """The share of the peak, by both ways to count causal attention."""
-    shapes = eqx.filter_eval_shape(lambda key: models.build(config, key=key), jax.random.key(0))
+    shapes = models.shapes(config)
     for attention in ("half", "full"):
         share = (row.value or 0.0) * planning.flops_per_token(shapes, seq, attention=attention) / peak
         note = f"causal attention counted {attention}"
@@ -135,7 +135,7 @@ def how(way: Way) -> dict[str, Any]:
     """What `_ours.step_and_state` takes of a way."""
     precision = nn.Precision("bfloat16" if way.narrow else "float32", "bfloat16")
     moments = "bfloat16" if way.narrow else "float32"
-    return {"core": nn.AutoCore(), "remat": way.remat, "precision": precision, "moments": moments}
+    return {"execution": nn.Execution(remat=way.remat), "precision": precision, "moments": moments}
 
 
 def ways_that_fit(work: Work, memory: int | None) -> Iterator[Way]:

@@ -11,13 +11,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import equinox as eqx
 import jax
 
 from benchmarks import _ours
 from benchmarks._measure import Row
-from eqformer import models, nn, training
-from eqformer.parallel import FSDP, make_mesh, PIPE, Plan, shardings, TENSOR
+from eqformer import models
+from eqformer.parallel import FSDP, make_mesh, PIPE, Plan, TENSOR
 
 
 ROWS, SEQ = 16, 128
@@ -35,7 +34,7 @@ def jaxformer(
     rounds: int, config: Any = CONFIG, meshes: Mapping[str, dict[str, int]] = MESHES, rows: int = ROWS, seq: int = SEQ
 ) -> Iterator[Row]:
     """Tokens a second of JAXformer (12.8 M parameters, 16 x 128 tokens) on one device and on meshes, with capacity."""
-    runs = {name: _Run(config, mesh, rows, seq) for name, mesh in meshes.items()}
+    runs = {name: _run(config, mesh, rows, seq) for name, mesh in meshes.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for run in runs.values():
         run()
@@ -55,23 +54,6 @@ def jaxformer(
         yield Row("jaxformer", name, rows * seq / statistics.median(of(name, 0)), "tokens/s", wall, note)
 
 
-class _Run:
-    """A step over a mesh that is called with a key, as in training: without one, no choice is dropped."""
-
-    def __init__(self, config: Any, mesh: dict[str, Any], rows: int, seq: int):
-        plan = Plan(make_mesh(**mesh, devices=jax.devices()[: math.prod(mesh.values())]))
-        make = lambda: nn.run_with(models.build(config, key=jax.random.key(0)), core=nn.AutoCore(), remat="products")
-        optimizer = training.optimizer("adamw", eqx.filter_eval_shape(make), rate=1e-3)
-        states = training.PlannedState(make, optimizer, plan)
-        batch = _ours.random_batch(config.vocab, rows, seq)
-        self.state, self.key = states.init(), states.everywhere(jax.random.key(1))
-        self.batch = jax.device_put(batch, shardings(plan.batch_specs(batch), plan.mesh))
-        step = training.planned_step(training.next_token_loss, optimizer, plan, balance_rate=0.001)
-        start = time.perf_counter()
-        self.step = step.lower(self.state, self.batch, self.key).compile()
-        self.seconds_to_compile = time.perf_counter() - start
-        self.loss = math.nan
-
-    def __call__(self) -> None:
-        self.state, metrics = self.step((self.batch, self.key), self.state)
-        self.loss = float(metrics["loss"])
+def _run(config: Any, mesh: dict[str, Any], rows: int, seq: int) -> _ours.OverMesh:
+    plan = Plan(make_mesh(**mesh, devices=jax.devices()[: math.prod(mesh.values())]))
+    return _ours.OverMesh(config, plan, rows, seq, jax.random.key(1))

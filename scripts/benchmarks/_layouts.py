@@ -4,16 +4,15 @@ All simulated devices share the machine's cores, so that a step over 8 of them c
 ratio is overhead.
 """
 
-import time
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
-import equinox as eqx
 import jax
 
 from benchmarks import _ours
 from benchmarks._measure import Row, seconds_in_turn
-from eqformer import models, nn, planning, training
+from eqformer import models, nn, planning
 from eqformer.parallel import (
     CONTEXT,
     FSDP,
@@ -22,7 +21,6 @@ from eqformer.parallel import (
     PIPE,
     Plan,
     REPLICA,
-    shardings,
     simulate,
     TENSOR,
 )
@@ -30,7 +28,6 @@ from eqformer.parallel import (
 
 ROWS, SEQ = 16, 256
 NUMBERS = models.LlamaConfig(vocab=256, embed=128, layers=8, heads=8, kv_heads=4, mlp=384)
-_AS_RECIPES: dict[str, Any] = {"core": nn.AutoCore(), "remat": "products"}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "data": ({REPLICA: 8}, {}),
     "ZeRO-1": ({FSDP: 8}, {"zero": 1}),
@@ -64,71 +61,42 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-class Run:
-    """A step over a mesh, its state and a batch, ready to be called."""
-
-    def __init__(self, plan: Plan, config: models.LlamaConfig = NUMBERS, rows: int = ROWS, **how: Any):
-        make = lambda: nn.run_with(models.build(config, key=jax.random.key(0)), **_AS_RECIPES | how)
-        optimizer = training.optimizer("adamw", eqx.filter_eval_shape(make), rate=1e-3)
-        self.state = training.PlannedState(make, optimizer, plan).init()
-        batch = _ours.random_batch(config.vocab, rows, SEQ)
-        self.batch = jax.device_put(batch, shardings(plan.batch_specs(batch), plan.mesh))
-        step = training.planned_step(training.next_token_loss, optimizer, plan)
-        start = time.perf_counter()
-        self.step = step.compiled(self.state, self.batch)
-        self.seconds_to_compile = time.perf_counter() - start
-
-    @property
-    def temporary(self) -> int:
-        """Bytes of temporary memory on a device."""
-        return self.step.program.memory_analysis().temp_size_in_bytes
-
-    def __call__(self) -> float:
-        """One step; returns the loss."""
-        self.state, metrics = self.step(self.state, self.batch)
-        return float(metrics["loss"])
-
-
 def layouts(rounds: int) -> Iterator[Row]:
     """Step time of each layout on 8 simulated devices over one device's at the same batch, and seconds to compile."""
-    one = Run(Plan(make_mesh(devices=jax.devices()[:1])))
-    yield Row(
-        "layouts", "one device", 1000 * _median(one, rounds), "ms", None, f"compiled in {one.seconds_to_compile:.1f} s"
-    )
+    one = _run(Plan(make_mesh(devices=jax.devices()[:1])))
+    alone = statistics.median(seconds_in_turn({"one": one}, rounds)["one"])
+    yield Row("layouts", "one device", 1000 * alone, "ms", None, f"compiled in {one.seconds_to_compile:.1f} s")
     for name, (mesh, _) in LAYOUTS.items():
-        run = Run(_plan(name))
+        run = _run(_plan(name))
         times = seconds_in_turn({"one": one, name: run}, max(2, rounds // 3))
-        ratios = sorted(theirs / ours for ours, theirs in zip(times["one"], times[name], strict=True))
+        ratio = statistics.median(theirs / ours for ours, theirs in zip(times["one"], times[name], strict=True))
         note = f"compiled in {run.seconds_to_compile:.1f} s; {' x '.join(f'{a} {n}' for a, n in mesh.items())}"
-        seconds = sorted(times[name])[len(ratios) // 2]
-        yield Row("layouts", name, 1000 * seconds, "ms", ratios[len(ratios) // 2], note)
+        yield Row("layouts", name, 1000 * statistics.median(times[name]), "ms", ratio, note)
 
 
 def schedules(rounds: int) -> Iterator[Row]:
     """GPipe and 1F1B on 4 stages at 4, 16 and 64 microbatches of 2 rows: time, temporary memory, idle share."""
     mesh = make_mesh(pipe=4, devices=jax.devices()[:4])
     for microbatches in (4, 16, 64):
-        runs = {
-            name: Run(Plan(mesh, schedule=name, microbatches=microbatches), rows=2 * microbatches)
-            for name in ("1f1b", "gpipe")
-        }
-        times = seconds_in_turn(runs, max(2, rounds // 3))
+        plans = {name: Plan(mesh, schedule=name, microbatches=microbatches) for name in ("1f1b", "gpipe")}
+        runs = {name: _run(plan, rows=2 * microbatches) for name, plan in plans.items()}
+        seconds = {name: statistics.median(its) for name, its in seconds_in_turn(runs, max(2, rounds // 3)).items()}
         for name, run in runs.items():
-            seconds = sorted(times[name])[len(times[name]) // 2]
             found = simulate(make_schedule(name, stages=4, microbatches=microbatches), backward=2.0).lock_step
-            note = f"{run.temporary / 2**20:.1f} MiB temporary; bubble {100 * found.bubble:.0f} %"
-            ratio = None if name == "1f1b" else seconds / (sorted(times["1f1b"])[len(times["1f1b"]) // 2])
-            yield Row(f"{microbatches} microbatches", name, 1000 * seconds, "ms", ratio, note)
+            temporary = run.step.program.memory_analysis().temp_size_in_bytes
+            note = f"{temporary / 2**20:.1f} MiB temporary; bubble {100 * found.bubble:.0f} %"
+            ratio = None if name == "1f1b" else seconds[name] / seconds["1f1b"]
+            yield Row(f"{microbatches} microbatches", name, 1000 * seconds[name], "ms", ratio, note)
     share = simulate(make_schedule("gpipe", stages=2, microbatches=4)).useful_share
     yield Row("work", "8 blocks, 2 stages, 4 microbatches", 100 * share, "%", None, "of block evaluations are needed")
 
 
 def communication(rounds: int) -> Iterator[Row]:
     """Bytes a device sends in a step of each layout, counted in the compiled program, over those by the formulas."""
-    model = eqx.filter_eval_shape(lambda: nn.run_with(models.build(NUMBERS, key=jax.random.key(0)), **_AS_RECIPES))
+    model = nn.Execution().apply(models.shapes(NUMBERS))
     for name in LAYOUTS:
         plan = _plan(name)
-        counted = planning.counted_bytes(plan, planning.communication(Run(plan).step.program, mesh=plan.mesh))
+        counted = planning.counted_bytes(plan, planning.communication(_run(plan).step.program, mesh=plan.mesh))
         for cause, size in planning.by_cause(planning.sent_bytes(plan, model, rows=ROWS, seq=SEQ)).items():
             sent = counted.get(cause, 0.0)
             yield Row(f"sent: {name}", cause, sent / 1e6, "MB", sent / size, f"formula {size / 1e6:.2f} MB")
@@ -140,6 +108,5 @@ def _plan(name: str) -> Plan:
     return Plan(make_mesh(**sizes), **choices)
 
 
-def _median(run: Run, rounds: int) -> float:
-    times = seconds_in_turn({"one": run}, rounds)["one"]
-    return sorted(times)[len(times) // 2]
+def _run(plan: Plan, rows: int = ROWS) -> _ours.OverMesh:
+    return _ours.OverMesh(NUMBERS, plan, rows, SEQ)

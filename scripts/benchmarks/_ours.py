@@ -1,5 +1,7 @@
 """eqformer's side of the benchmarks: a train step and greedy decoding."""
 
+import math
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,8 +10,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Key
 
 from eqformer import Batch, generation, models, nn, training
+from eqformer.parallel import Plan, shardings
 
 
 def random_batch(vocab: int, rows: int, seq: int) -> Batch:
@@ -24,10 +28,14 @@ def random_batch(vocab: int, rows: int, seq: int) -> Batch:
 
 
 def model_and_optimizer(
-    numbers: Any, *, precision: nn.Precision = nn.Precision(), moments: Any = "float32", **how: Any
+    numbers: Any,
+    *,
+    execution: nn.Execution = nn.Execution(),
+    precision: nn.Precision = nn.Precision(),
+    moments: Any = "float32",
 ) -> tuple[Callable[[], nn.Transformer], training.Optimizer]:
-    """What makes a model of these numbers, and AdamW for it."""
-    make = lambda: precision.apply(nn.run_with(models.build(numbers, key=jax.random.key(0)), **how))
+    """What makes a model of these numbers, that runs as recipes have it by default, and AdamW for it."""
+    make = lambda: precision.apply(execution.apply(models.build(numbers, key=jax.random.key(0))))
     return make, training.optimizer("adamw", eqx.filter_eval_shape(make), rate=1e-3, moments=moments)
 
 
@@ -48,6 +56,27 @@ def train_step(numbers: Any, batch: Batch, **how: Any) -> Callable[[], float]:
         return float(metrics["loss"])
 
     return run
+
+
+class OverMesh:
+    """A step over a mesh, its state and a batch, ready to be called; with a key, choices of experts may be dropped."""
+
+    def __init__(self, numbers: Any, plan: Plan, rows: int, seq: int, key: Key[Array, ""] | None = None, **how: Any):
+        make, optimizer = model_and_optimizer(numbers, **how)
+        states = training.PlannedState(make, optimizer, plan)
+        self.state, self.key = states.init(), None if key is None else states.everywhere(key)
+        batch = random_batch(numbers.vocab, rows, seq)
+        self.batch = jax.device_put(batch, shardings(plan.batch_specs(batch), plan.mesh))
+        step = training.planned_step(training.next_token_loss, optimizer, plan, balance_rate=0.001)
+        start = time.perf_counter()
+        self.step = step.compiled(self.state, self.batch, self.key)
+        self.seconds_to_compile = time.perf_counter() - start
+        self.loss = math.nan
+
+    def __call__(self) -> None:
+        """One step."""
+        self.state, metrics = self.step(self.state, self.batch, self.key)
+        self.loss = float(metrics["loss"])
 
 
 def decode(

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ def are_installed() -> bool:
 
 def model_of(numbers: LlamaConfig, max_length: int) -> Any:
     """transformers' Llama of these numbers, with random weights in float32, on PyTorch's device."""
-    import transformers  # pyright: ignore[reportMissingImports]  # an extra
-
+    transformers = import_module("transformers")
     _begin()
     transformers.logging.set_verbosity_error()
     config = transformers.LlamaConfig(
@@ -59,8 +59,7 @@ def train_step(
         again: Whether the backward pass computes each layer again.
         narrow: Whether parameters, gradients and moments are in bfloat16.
     """
-    import torch  # pyright: ignore[reportMissingImports]  # an extra
-
+    torch = import_module("torch")
     device = _device()
     model = model_of(numbers, ids.shape[1]).train()
     model = model.to(torch.bfloat16) if narrow else model
@@ -85,8 +84,7 @@ def train_step(
 
 def attention(heads: tuple[int, int, int], rows: int, seq: int) -> Callable[[], None]:
     """Causal `scaled_dot_product_attention` in bfloat16 (FlashAttention on a GPU), forward and backward."""
-    import torch  # pyright: ignore[reportMissingImports]  # an extra
-
+    torch = import_module("torch")
     _begin()
     device = _device()
     count, kv_count, head_dim = heads
@@ -104,16 +102,11 @@ def attention(heads: tuple[int, int, int], rows: int, seq: int) -> Callable[[], 
 
 def mixtral_layer(x: np.ndarray, *, mlp: int, experts: int, kind: str) -> Callable[[], None]:
     """transformers' mixture, two experts a token, forward and backward; `kind` is how it runs its experts."""
-    import torch  # pyright: ignore[reportMissingImports]  # an extra
-    from transformers import MixtralConfig  # pyright: ignore[reportMissingImports]  # an extra
-    from transformers.models.mixtral.modeling_mixtral import (  # pyright: ignore[reportMissingImports]  # an extra
-        MixtralSparseMoeBlock,
-    )
-
+    torch, mixtral = import_module("torch"), _modeling("mixtral")
     _begin()
-    config = MixtralConfig(hidden_size=x.shape[-1], intermediate_size=mlp, num_local_experts=experts)
+    config = mixtral.MixtralConfig(hidden_size=x.shape[-1], intermediate_size=mlp, num_local_experts=experts)
     config._experts_implementation = kind
-    layer = MixtralSparseMoeBlock(config)
+    layer = mixtral.MixtralSparseMoeBlock(config)
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
     return _gradients(layer, x)
@@ -121,35 +114,26 @@ def mixtral_layer(x: np.ndarray, *, mlp: int, experts: int, kind: str) -> Callab
 
 def delta_net(x: np.ndarray, *, heads: int, kv_heads: int, head_dim: int) -> Callable[[], None]:
     """transformers' gated delta net, forward and backward."""
-    from transformers import Qwen3NextConfig  # pyright: ignore[reportMissingImports]  # an extra
-    from transformers.models.qwen3_next.modeling_qwen3_next import (  # pyright: ignore[reportMissingImports]  # an extra
-        Qwen3NextGatedDeltaNet,
-    )
-
+    qwen = _modeling("qwen3_next")
     _begin()
     sizes = {"linear_num_value_heads": heads, "linear_num_key_heads": kv_heads}
     sizes |= {"linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim}
-    layer = Qwen3NextGatedDeltaNet(Qwen3NextConfig(hidden_size=x.shape[-1], **sizes), layer_idx=0)
+    layer = qwen.Qwen3NextGatedDeltaNet(qwen.Qwen3NextConfig(hidden_size=x.shape[-1], **sizes), layer_idx=0)
     return _gradients(layer, x)
 
 
 def mamba2(x: np.ndarray, *, heads: int, state: int, head_dim: int) -> Callable[[], None]:
     """transformers' Mamba-2 of one group, forward and backward."""
-    from transformers import Mamba2Config  # pyright: ignore[reportMissingImports]  # an extra
-    from transformers.models.mamba2.modeling_mamba2 import (  # pyright: ignore[reportMissingImports]  # an extra
-        Mamba2Mixer,
-    )
-
+    mamba = _modeling("mamba2")
     _begin()
     sizes = {"num_heads": heads, "head_dim": head_dim, "state_size": state, "n_groups": 1}
     sizes |= {"hidden_size": x.shape[-1], "expand": heads * head_dim // x.shape[-1]}
-    return _gradients(Mamba2Mixer(Mamba2Config(**sizes), layer_idx=0), x)
+    return _gradients(mamba.Mamba2Mixer(mamba.Mamba2Config(**sizes), layer_idx=0), x)
 
 
 def decode(numbers: LlamaConfig, ids: np.ndarray, new: int) -> Callable[[], Any]:
     """Greedy `generate` with the static cache."""
-    import torch  # pyright: ignore[reportMissingImports]  # an extra
-
+    torch = import_module("torch")
     device = _device()
     model = model_of(numbers, ids.shape[1] + new).eval().to(torch.bfloat16 if device == "cuda" else torch.float32)
     inputs = torch.tensor(ids, device=device).long()
@@ -170,9 +154,8 @@ def decode(numbers: LlamaConfig, ids: np.ndarray, new: int) -> Callable[[], Any]
 
 def read(folder: Path) -> Any:
     """A published folder, loaded by transformers."""
-    import torch  # pyright: ignore[reportMissingImports]  # an extra
-    import transformers  # pyright: ignore[reportMissingImports]  # an extra
-
+    torch = import_module("torch")
+    transformers = import_module("transformers")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -181,8 +164,7 @@ def read(folder: Path) -> Any:
 
 def forward(folder: Path, ids: np.ndarray) -> tuple[Callable[[], np.ndarray], Callable[[], Any]]:
     """Of a published folder the logits of all rows, and the first token after one."""
-    import torch  # pyright: ignore[reportMissingImports]  # an extra
-
+    torch = import_module("torch")
     model, inputs = read(folder), torch.tensor(ids).long()
 
     def logits() -> np.ndarray:
@@ -197,25 +179,27 @@ def forward(folder: Path, ids: np.ndarray) -> tuple[Callable[[], np.ndarray], Ca
     return logits, first
 
 
+def _modeling(family: str) -> Any:
+    """transformers' modules of a family."""
+    return import_module(f"transformers.models.{family}.modeling_{family}")
+
+
 def _device() -> str:
     """The device that PyTorch computes on."""
-    import torch  # pyright: ignore[reportMissingImports]  # an extra
-
+    torch = import_module("torch")
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _begin() -> None:
     """All cores, and weights that are always the same."""
-    import torch  # pyright: ignore[reportMissingImports]  # an extra
-
+    torch = import_module("torch")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
 
 
 def _gradients(layer: Any, x: np.ndarray) -> Callable[[], None]:
     """A layer forward and backward, down to its parameters and input."""
-    import torch  # pyright: ignore[reportMissingImports]  # an extra
-
+    torch = import_module("torch")
     inputs = torch.tensor(x, requires_grad=True)
 
     def run() -> None:

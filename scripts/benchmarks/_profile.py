@@ -13,7 +13,7 @@ import jax
 
 from benchmarks import _ours
 from benchmarks._measure import Row
-from eqformer import models, nn, planning
+from eqformer import models, planning
 from eqformer.planning import Span, Work
 
 
@@ -52,7 +52,7 @@ def profile(rounds: int, config: Any = None, rows: int = 8, seq: int = 256) -> I
 
 def _program(config: Any, rows: int, seq: int) -> tuple[str, Callable[[], None]]:
     """The text of a compiled step, as recipes have it, and what runs it once."""
-    step, state = _ours.step_and_state(config, core=nn.AutoCore(), remat="products")
+    step, state = _ours.step_and_state(config)
     batch = _ours.random_batch(config.vocab, rows, seq)
     arrays, rest = eqx.partition(state, eqx.is_array)
 

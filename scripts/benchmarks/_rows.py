@@ -26,7 +26,6 @@ from eqformer import models, nn, planning
 
 
 ROWS, SEQ = 8, 256
-_AS_RECIPES: dict[str, Any] = {"core": nn.AutoCore(), "remat": "products"}
 
 
 def train(rounds: int) -> Iterator[Row]:
@@ -34,8 +33,8 @@ def train(rounds: int) -> Iterator[Row]:
     config = _llama("llama-byte-8m")
     batch = _ours.random_batch(config.vocab, ROWS, SEQ)
     contenders: dict[str, Callable[[], Any]] = {
-        "eqformer": _ours.train_step(config, batch, **_AS_RECIPES),
-        "eqformer, jax.nn core, keep all": _ours.train_step(config, batch, core=nn.DotProductCore()),
+        "eqformer": _ours.train_step(config, batch),
+        "eqformer, jax.nn core, keep all": _ours.train_step(config, batch, execution=nn.Execution("xla", "none")),
     }
     if _peers.are_installed():
         ids, targets = np.asarray(batch.ids), np.asarray(batch.targets)
@@ -79,7 +78,7 @@ def compilation(rounds: int) -> Iterator[Row]:
     for layers in (4, 16, 64):
         config = dataclasses.replace(_llama("llama-byte-1m"), layers=layers)
         batch = _ours.random_batch(config.vocab, 2, 64)
-        step, state = _ours.step_and_state(config, **_AS_RECIPES)
+        step, state = _ours.step_and_state(config)
         start = time.perf_counter()
         lowered = step.lower(state, batch)
         traced = time.perf_counter() - start
@@ -94,7 +93,7 @@ def memory(rounds: int) -> Iterator[Row]:
     """Bytes that a compiled train step holds at once, against a count by hand."""
     config = _llama("llama-byte-8m")
     batch = _ours.random_batch(config.vocab, ROWS, SEQ)
-    step, state = _ours.step_and_state(config, **_AS_RECIPES)
+    step, state = _ours.step_and_state(config)
     parameters = planning.parameter_count(state.model)
     found: Any = step.lower(state, batch).compile().memory_analysis()
     held = found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes

@@ -154,6 +154,7 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(argument
     "arguments,words",
     [
         ("--only layouts", ["layouts", "8 devices", "there are 1", "--simulate 8"]),
+        ("--only layouts speed", ["--only speed: the benchmarks are train, decode", "gpu"]),
         ("--simulate 4 --only train communication", ["communication", "there are 4"]),
         ("--simulate 0", ["--simulate 0", "at least 1"]),
         ("--rounds 0", ["--rounds 0", "at least 1"]),
