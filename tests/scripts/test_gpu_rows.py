@@ -82,8 +82,8 @@ def test_a_process_that_fails_is_a_row_and_the_others_go_on(tmp_path):
 
 
 def test_out_of_memory_is_a_row_and_the_next_way_is_tried(monkeypatch):
-    def step(config, batch, *, remat, **how):
-        if remat == "products":
+    def step(config, batch, *, execution, **how):
+        if execution.remat == "products":
             raise jax.errors.JaxRuntimeError(FULL)
         return lambda: None
 
