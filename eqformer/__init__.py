@@ -9,7 +9,7 @@ import pkgutil
 import types
 import typing
 
-from ._failures import reason_and_fix as reason_and_fix
+from ._failures import bytes_asked as bytes_asked, reason_and_fix as reason_and_fix
 from ._prepare import prepare as prepare
 from ._shapes import Batch as Batch, LEGEND as LEGEND
 from ._whole import write_whole as write_whole

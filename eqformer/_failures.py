@@ -9,7 +9,14 @@ _LONGEST = 300  # characters of a foreign message
 
 # Numbers of the system's errors, the words that libraries without such numbers use, and what to do.
 _PEER = "another process of the run has ended or cannot be reached; its own message says why. Start all of them again"
+# Of a device's memory XLA has other words than of a disk, for which the same code stands.
+_OF_MEMORY = r"\bout of memory\b|failed to allocate request|attempting to allocate .* not possible"
+_SMALLER = (
+    "have a device hold less: more devices or pieces of the batch, fewer rows or tokens, 16 bits, more recomputation; "
+    "scripts/plan.py says what fits"
+)
 _KINDS = (
+    ((), _OF_MEMORY, _SMALLER),
     ((), r"\bgloo\b|\bNCCL\b|\bbarrier\b|\bheartbeat|coordination (service|agent)", _PEER),
     ((errno.ENOSPC, errno.EDQUOT), "no space left|quota exceeded", "free some space"),
     ((errno.EFBIG,), "file too large", "raise the largest size that a file may have (ulimit -f)"),
@@ -38,6 +45,15 @@ def reason_and_fix(error: BaseException) -> tuple[str, str]:
     words = " ".join(f"{type(one).__name__} {one}" for one in family)
     fixes = (fix for _, pattern, fix in _KINDS if not numbers and re.search(pattern, words, re.IGNORECASE))
     return reason, next(fixes, "")
+
+
+def bytes_asked(error: BaseException) -> int | None:
+    """The bytes that were asked for where a device's memory was full, 0 if it does not say; None of other errors."""
+    words = " ".join(str(one) for one in _family(error))
+    if not re.search(_OF_MEMORY, words, re.IGNORECASE | re.DOTALL):
+        return None
+    found = re.search(r"(?:allocate|request for|\bUsed) ([\d.]+) ?([KMGT]?)(?:i?B|bytes)?\b", words)
+    return 0 if found is None else int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
 
 
 def _family(error: BaseException) -> Iterator[BaseException]:

@@ -21,10 +21,11 @@ import equinox as eqx
 import jax
 import tyro
 from jax.sharding import Mesh
-from recipes import LARGE, Recipe
+from recipes import LARGE, Mesh as RecipeMesh, Recipe
 from support.check import check
 from support.command import entry
 from support.mesh import abstract_plan, check_plan, choices, flags, in_flags, plan_of, recipe_under, state_of, step_of
+from support.nearest import nearest
 from support.setup import batch_shapes, optimizer_of
 from support.user_folder import delete_oldest, user_folder
 
@@ -85,7 +86,7 @@ def tell(command: Command) -> None:
         print(f"{topology}; {parallel.summary(plan)}; {run.found.parameters:,} parameters\n\nby formulas:")
         print(planning.forecast_table(run.found), end="\n\n")
         print(_unsaid(topology) if made is None else planning.compilation_table(made, run.found))
-        if run.instead is not None and (run.found.missing or (made is not None and _lacks(made, topology))):
+        if run.found.missing or (made is not None and _lacks(made, topology)):
             print(run.instead())
     if command.picture is not None:
         planning.picture_costs(run.found.held, topology.accelerator.memory, run.found.time.by_cause, command.picture)
@@ -104,7 +105,7 @@ class Run:
 
     found: planning.Forecast
     lower: Callable[[parallel.Plan], jax.stages.Lowered]
-    instead: Callable[[], str] | None = None
+    instead: Callable[[], str]
 
 
 def training(recipe: Recipe, model: nn.Transformer, topology: planning.Topology) -> Run:
@@ -116,20 +117,34 @@ def training(recipe: Recipe, model: nn.Transformer, topology: planning.Topology)
     def lower(plan: parallel.Plan) -> jax.stages.Lowered:
         return planning.lowered_step(states.under(plan), step_of(recipe, plan, optimizer), batch)
 
-    others = lambda: planning.best_plans(states, model, batch, topology)
-    instead = lambda: planning.proposals(others(), functools.partial(choices, recipe))
+    def instead() -> str:
+        others, one = planning.best_plans(states, model, batch, topology), topology.accelerator
+        near = nearest(recipe, one.memory, one.platform, 3 - len(others))
+        lines = [planning.proposals(others, functools.partial(choices, recipe)), *["on the same mesh by"] * bool(near)]
+        return "\n".join([*lines, *map(str, near)])
+
     return Run(planning.forecast(states, model, batch, topology), lower, instead)
 
 
 def decoding(command: Command, model: nn.Transformer, topology: planning.Topology) -> Run:
     """A step that writes a token of each row, with parameters in the dtype that they are computed in."""
     recipe = command.run
-    model = eqx.filter_eval_shape(nn.Precision(recipe.precision.compute, recipe.precision.compute).apply, model)
+    whole = eqx.filter_eval_shape(nn.Precision(recipe.precision.compute, recipe.precision.compute).apply, model)
+    model = whole
     if recipe.mesh.pipe == 1:
         model = eqx.filter_eval_shape(generation.for_platform, model, topology.accelerator.platform)
     sizes: dict[str, Any] = {"rows": recipe.batch, "capacity": recipe.seq, "cache_dtype": command.cache_dtype}
     found = planning.decode_forecast(abstract_plan(recipe), model, topology, **sizes)
-    return Run(found, lambda plan: planning.lowered_decode(plan, model, **sizes))
+
+    def spelled(one: planning.Served) -> str:
+        mesh = dataclasses.replace(recipe, mesh=RecipeMesh(**parallel.axis_sizes(one.plan.mesh)))
+        words = [flags(mesh), f"--batch {one.rows}" * (one.rows != recipe.batch)]
+        words.append(f"--cache-dtype {one.cache_dtype}" if one.cache_dtype else "")
+        return " ".join(filter(None, words)) or "one device"
+
+    others = lambda: planning.best_decodes(abstract_plan(recipe), whole, topology, **sizes)
+    instead = lambda: planning.servings(others(), spelled)
+    return Run(found, lambda plan: planning.lowered_decode(plan, model, **sizes), instead)
 
 
 def compiled(run: Run, recipe: Recipe, topology: planning.Topology) -> Compilation:

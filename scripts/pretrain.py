@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from jax.errors import JaxRuntimeError
 from recipes import Recipe
 from support.check import check
 from support.command import entry
+from support.exhausted import exhausted
 from support.forked import check_fork
 from support.mesh import check_plan, plan_of
 from support.own_recipe import short_name
@@ -53,7 +55,13 @@ def train(command: Command) -> None:
     plan = plan_of(recipe, devices_of(machine))
     check_plan(recipe, plan, shapes)
     with RunDirectory(folder) as directory:
-        Trainer(command.recipe, recipe, shapes, plan, directory, Screen(silent=not is_first_process())).run()
+        trainer = Trainer(command.recipe, recipe, shapes, plan, directory, Screen(silent=not is_first_process()))
+        try:
+            trainer.run()
+        except JaxRuntimeError as error:
+            if (message := exhausted(error, recipe, shapes)) is None:
+                raise
+            raise ValueError(message) from error
 
 
 main = entry(Command, train)

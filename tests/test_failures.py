@@ -6,7 +6,7 @@ import os
 import jax
 import pytest
 
-from eqformer import reason_and_fix
+from eqformer import bytes_asked, reason_and_fix
 
 
 TENSORSTORE = (
@@ -49,6 +49,7 @@ def system(number: int) -> OSError:
         (jax.errors.JaxRuntimeError("NCCL operation failed: errno 104"), "NCCL", "another process"),
         (jax.errors.JaxRuntimeError("UNAVAILABLE: Failed to reach coordination service"), "reach", "another process"),
         *((system(number), os.strerror(number), "") for number in (errno.EPIPE, errno.ECONNREFUSED, errno.ECONNRESET)),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to"), "memory", "hold less"),
         (OSError("hub.example: Connection reset by peer [Errno 104]"), "hub.example", ""),
         (OSError("503 Server Error: Service Unavailable for url: https://hub.example"), "503", ""),
         (FileNotFoundError(2, "No such file or directory", "/peer/quota exceeded/timed out"), "No such file", ""),
@@ -60,3 +61,25 @@ def test_an_error_is_named_by_what_it_is(error, reason, fix):
     line, done = reason_and_fix(error)
     assert reason in line and len(line) < 320 and "\n" not in line
     assert (fix in done) if fix else done == ""
+
+
+MEMORY = {
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 bytes.": 4770354232,
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.50GiB.\nBufferAssignment OOM": 3 * 2**29,
+    "RESOURCE_EXHAUSTED: Failed to allocate request for 176.00MiB (184549376B) on device ordinal 0": 184549376,
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.50G of 15.75G "
+    "hbm.": 41 * 2**29,
+    "RESOURCE_EXHAUSTED: Attempting to allocate 2.00G. That was not possible. There are 1.50G free.": 2**31,
+    "RESOURCE_EXHAUSTED: out of memory": 0,
+}
+
+
+@pytest.mark.parametrize("message", MEMORY)
+def test_what_was_asked_for_of_a_full_memory(message):
+    assert bytes_asked(jax.errors.JaxRuntimeError(message)) == MEMORY[message]
+    assert bytes_asked(caused(ValueError("stopped"), RuntimeError(message))) == MEMORY[message]
+
+
+@pytest.mark.parametrize("error", [ValueError(TENSORSTORE.format("No space left", 28)), ValueError(GLOO), OSError()])
+def test_a_full_disk_is_no_full_memory(error):
+    assert bytes_asked(error) is None

@@ -43,6 +43,7 @@ from ._costs import (
     visible_keys as visible_keys,
 )
 from ._counted_bytes import counted_bytes as counted_bytes
+from ._decode_plans import best_decodes as best_decodes, Served as Served
 from ._executed import executed as executed
 from ._fitting import (
     abstract_mesh as abstract_mesh,
@@ -74,7 +75,13 @@ from ._inference import (
 )
 from ._liveness import Buffer as Buffer, largest_buffers as largest_buffers
 from ._moved_bytes import moved_bytes as moved_bytes
-from ._offers import bytes_of as bytes_of, offers as offers, proposals as proposals, ranking_table as ranking_table
+from ._offers import (
+    bytes_of as bytes_of,
+    offers as offers,
+    proposals as proposals,
+    ranking_table as ranking_table,
+    servings as servings,
+)
 from ._peak import copy_bandwidth as copy_bandwidth, matmul_peak as matmul_peak, mesh_peak as mesh_peak
 from ._picture_costs import picture_costs as picture_costs
 from ._program import Program as Program, program_of as program_of

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from ..nn import format_table
 from ._absent import Compilation
+from ._decode_plans import Served
 from ._fitting import Candidate, Fitting
 from ._forecast import Proposal
 from ._tables import gigabytes
@@ -58,6 +59,15 @@ def proposals(found: Sequence[Proposal], spelled: Spelled) -> str:
     if not found:
         return "no other mesh over these devices was found that fits; take more devices, or a smaller batch or rows"
     each = (f"  {spelled(one)}: {gigabytes(held)}, {time.seconds:.3f} s a step" for one, held, time in found)
+    return "\n".join(["by formulas, as many devices would hold it by", *each])
+
+
+def servings(found: Sequence[Served], spelled: Callable[[Served], str]) -> str:
+    """The ways of `best_decodes`, to be had in place of one that does not fit."""
+    if not found:
+        return "no mesh over these devices was found that holds the caches of a row; take more devices, or shorter rows"
+    takes = lambda its: f"{gigabytes(its.total)}, {its.time.seconds:.4f} s a token of each row"
+    each = (f"  {spelled(one)}: {takes(one.found)}" for one in found)
     return "\n".join(["by formulas, as many devices would hold it by", *each])
 
 

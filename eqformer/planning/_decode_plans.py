@@ -1,0 +1,72 @@
+"""Where a model can be served on accelerators that are not here, by formulas."""
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+from .. import nn, parallel
+from ..parallel import EXPERT, FSDP, TENSOR
+from ._accelerators import Topology
+from ._fitting import abstract_mesh
+from ._forecast import decode_forecast, divisors, Forecast
+
+
+_NARROW = "int8"
+
+
+class Served(NamedTuple):
+    """A way to decode that fits."""
+
+    plan: parallel.Plan
+    rows: int
+    cache_dtype: str | None
+    found: Forecast
+
+
+def best_decodes(
+    plan: parallel.Plan,
+    model: nn.Transformer,
+    topology: Topology,
+    *,
+    rows: int,
+    capacity: int,
+    cache_dtype: str | None = None,
+    most: int = 3,
+) -> list[Served]:
+    """The ways to decode that fit into a topology's memory, by formulas, the nearest first.
+
+    These are other meshes of tensor, expert and fsdp with the plan's other choices, by their time; the same with caches
+    in int8; and, where no mesh holds so many rows, with half as many, a quarter, and so on. A mesh that the model does
+    not suit is left out.
+
+    Args:
+        plan: Where it would not fit.
+        model: The model, or its shapes, in the dtype in which it is served.
+        topology: What it would run on.
+        rows: Rows that are decoded together.
+        capacity: Slots of a row's caches.
+        cache_dtype: What keys and values are kept in; None: the compute dtype.
+        most: How many to give.
+    """
+    experts = min((moe.router.facts().experts for moe in nn.modules(model, nn.MoE)), default=1)
+    plans = []
+    for expert, tensor in itertools.product(*(divisors(topology.devices, int(n)) for n in (experts, topology.devices))):
+        if topology.devices % (expert * tensor) == 0:
+            mesh = abstract_mesh({FSDP: topology.devices // (expert * tensor), EXPERT: expert, TENSOR: tensor})
+            plans.append(dataclasses.replace(plan, mesh=mesh))
+    narrow = _NARROW if cache_dtype is None else cache_dtype
+    kinds = dict.fromkeys([(rows, cache_dtype), *((rows >> times, narrow) for times in range(rows.bit_length()))])
+    found: list[Served] = []
+    for number, dtype in kinds:
+        if len(found) >= most or (found and number < rows):
+            break
+        fitting = []
+        for one in plans:
+            try:
+                sizes = {"rows": number, "capacity": capacity, "cache_dtype": dtype}
+                its = decode_forecast(one, model, topology, **sizes)
+            except ValueError:  # the mesh suits neither the model nor so few rows
+                continue
+            fitting += [] if its.missing else [Served(one, number, dtype, its)]
+        found += sorted(fitting, key=lambda its: its.found.time.seconds)
+    return found[:most]
