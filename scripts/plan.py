@@ -22,6 +22,7 @@ import jax
 import tyro
 from jax.sharding import Mesh
 from recipes import LARGE, Mesh as RecipeMesh, Recipe
+from support.attending import attention_line, CACHED
 from support.check import check
 from support.command import entry
 from support.mesh import abstract_plan, check_plan, choices, flags, in_flags, plan_of, recipe_under, state_of, step_of
@@ -83,7 +84,8 @@ def tell(command: Command) -> None:
         row = {"recipe": command.recipe, "flags": flags(recipe)} | run.found.as_dict()
         print(json.dumps(row | {"compiled": made and made.as_dict()}, indent=1))
     else:
-        print(f"{topology}; {parallel.summary(plan)}; {run.found.parameters:,} parameters\n\nby formulas:")
+        line = CACHED if command.decode else attention_line(recipe, model, topology.accelerator.platform)
+        print(f"{topology}; {parallel.summary(plan)}; {run.found.parameters:,} parameters\n{line}\n\nby formulas:")
         print(planning.forecast_table(run.found), end="\n\n")
         print(_unsaid(topology) if made is None else planning.compilation_table(made, run.found))
         if run.found.missing or (made is not None and _lacks(made, topology)):

@@ -18,6 +18,7 @@ import equinox as eqx
 import jax
 import tyro
 from recipes import Mesh, Recipe
+from support.attending import CACHED, KERNELS, platform_here
 from support.command import entry
 from support.mesh import plan_of
 from support.processes import devices_of, Machine
@@ -191,6 +192,8 @@ def prompt_of(command: Command, writer: Writer) -> tuple[str, list[int]]:
 def write(command: Command) -> None:
     """Stream the text to standard output."""
     writer = writer_of(command)
+    if platform_here() in KERNELS:
+        Screen(errors=True).note(CACHED)
     shown, prompt = prompt_of(command, writer)
     ids = generation.stream(
         writer.model,

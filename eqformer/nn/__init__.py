@@ -153,6 +153,7 @@ from .cores._auto import AutoCore as AutoCore, CudnnCore as CudnnCore, SplashCor
 from .cores._blockwise import BlockwiseCore as BlockwiseCore
 from .cores._contract import Core as Core, Fused as Fused
 from .cores._core import DotProductCore as DotProductCore, lowest as lowest, ReferenceCore as ReferenceCore
+from .cores._refusals import attention_refusals as attention_refusals
 from .experts import _dispatch
 from .experts._balance import (
     BalanceLoss as BalanceLoss,

@@ -26,7 +26,7 @@ def exhausted(error: BaseException, recipe: Recipe, model: nn.Transformer) -> st
     there = (device.memory_stats() or {}).get("bytes_limit")
     plan = abstract_plan(recipe)
     states = state_of(recipe, plan, optimizer_of(recipe, model), model)
-    platform = "tpu" if device.platform == "tpu" else "cuda"
+    platform = "tpu" if device.platform == "tpu" else "cuda"  # also of a CPU, for which there are no formulas
     step = planning.step_bytes(states, model, batch_shapes(recipe), platform)
     most = ", ".join(f"{name} {gigabytes(size)}" for name, size in step.held.items() if size)
     lines = [f"a device ({device.device_kind}) is out of memory"]

@@ -13,6 +13,7 @@ from recipes import Recipe
 
 from eqformer import data, generation, parallel, planning, training
 from eqformer.parallel import check_alike, on_all_processes, on_first_process
+from support.attending import attention_line, platform_here
 from support.check import steps_of
 from support.colored_text import color, has_choices
 from support.forked import forked
@@ -37,7 +38,7 @@ class Trainer:
     ):
         """`shapes` are those of the recipe's model."""
         self.recipe, self.plan, self.directory, self.screen = recipe, plan, directory, screen
-        self.name = name
+        self.name, self.shapes = name, shapes
         sources, self.tokenizer = on_all_processes(lambda: (sources_of(recipe), tokenizer_of(recipe, directory)))
         on_first_process(lambda: (directory.claim(name, recipe), keep_companions(recipe, directory)))
         check_alike({f"--run-dir {directory.path}": directory.token()})
@@ -76,6 +77,8 @@ class Trainer:
                 screen.note(mixed)
             if self.plan.mesh.size > 1:
                 screen.note(parallel.summary(self.plan))
+            if line := attention_line(recipe, self.shapes, platform_here()):
+                screen.note(line)
             if step is None:
                 screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
                 return

@@ -67,6 +67,34 @@ def test_bad_input_is_one_clear_error(flags, message):
     assert found.returncode == 2 and message in found.stderr and found.stderr.count("error:") == 1
 
 
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (
+            "h100:1",
+            "in blocks, not by cuDNN's fused kernel: it computes in bfloat16 or float16, not float32 (--precision.",
+        ),
+        ("h100:1 --precision.compute bfloat16", "by cuDNN's fused kernel\n"),
+        ("h100:1 --precision.compute bfloat16 --text.packing documents", "by cuDNN's fused kernel\n"),
+        (
+            "v5e:1x1",
+            "in blocks, not by splash attention: it takes rows of a multiple of 128 tokens, not 32 and 32 (another",
+        ),
+        (
+            "v5e:1x1 --seq 128 --execution.core blockwise",
+            "in blocks, not by splash attention: BlockwiseCore is asked for",
+        ),
+        ("v5e:1x1 --decode", "in blocks, as wherever a cache is read"),
+        (
+            "v5e:1x2 --mesh.context 2 --context-method gather --seq 256",
+            "in blocks, not by splash attention: keys are gath",
+        ),
+    ],
+)
+def test_the_attention_that_runs_is_said(flags, line):
+    assert f"\nattention: {line}" in told(f"--formulas --topology {flags}")
+
+
 @pytest.mark.parametrize("name, extra", [("v5e:2x4", "eqformer[tpu]"), ("h100:8", "eqformer[cuda]")])
 def test_without_a_compiler_formulas_are_told_and_the_extra_is_named(name, extra, monkeypatch):
     monkeypatch.setattr(_absent, "compilers", lambda: ())
