@@ -70,6 +70,7 @@ KEPT = 2**26  # the bytes of what is kept of compiled programs
 
 def tell(command: Command) -> None:
     """Print what is asked for."""
+    _check_flags(command)
     recipe, topology = command.run, _topology(command)
     model = check(recipe)
     if command.search:
@@ -92,6 +93,21 @@ def tell(command: Command) -> None:
             print(run.instead())
     if command.picture is not None:
         planning.picture_costs(run.found.held, topology.accelerator.memory, run.found.time.by_cause, command.picture)
+
+
+def _check_flags(command: Command) -> None:
+    """Raise a `ValueError` for flags of which one would be ignored."""
+    if command.cache_dtype is not None and not command.decode:
+        raise ValueError(
+            f"--cache-dtype {command.cache_dtype}: training has no caches; leave it out, or give --decode."
+        )
+    for flag, value in (("--picture", command.picture), ("--decode", command.decode or None)):
+        if command.search and value is not None:
+            given = f"{flag} {value}" if flag == "--picture" else flag
+            raise ValueError(
+                f"--search {given}: a search ranks meshes of training as text or JSON; leave --search out and give the "
+                "mesh that is meant."
+            )
 
 
 def _topology(command: Command) -> planning.Topology:
@@ -153,7 +169,8 @@ def compiled(run: Run, recipe: Recipe, topology: planning.Topology) -> Compilati
     """A run's program over a topology's devices; what is known of it is kept for the user's next look."""
     plan, folder = plan_of(recipe, planning.devices_of(topology)), user_folder("plans")
     assert isinstance(plan.mesh, Mesh)
-    made = planning.compilation_of(run.lower(plan), topology, plan.mesh, folder, os.environ.get("XLA_FLAGS", ""))
+    set_by_user = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+    made = planning.compilation_of(run.lower(plan), topology, plan.mesh, folder, set_by_user)
     if folder is not None:
         delete_oldest(folder, KEPT)
     return made

@@ -136,8 +136,13 @@ def _target(one: Accelerator) -> str:
 
     The versions are those of CUDA: without them it takes no call of cuBLAS for products of 8 bits.
     """
-    return _GPU.format(one=one, major=10 if one.name.startswith("b") else 9, name=f"NVIDIA {one.name.upper()}")
+    major = 10 if one.name.startswith("b") else 9
+    cores, cache, clock = _CORES[major]
+    return _GPU.format(one=one, major=major, cores=cores, cache=cache, clock=clock, name=f"NVIDIA {one.name.upper()}")
 
+
+# By compute capability, of SXM cards, as XLA describes them: cores, bytes of the second cache, gigahertz.
+_CORES = {9: (132, 52_428_800, 1.98), 10: (148, 132_644_864, 1.965)}
 
 _GPU = """gpu_device_info {{
   threads_per_block_limit: 1024
@@ -145,14 +150,14 @@ _GPU = """gpu_device_info {{
   shared_memory_per_block: 49152
   shared_memory_per_core: 233472
   threads_per_core_limit: 2048
-  core_count: 132
+  core_count: {cores}
   fpus_per_core: 128
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   memory_bandwidth: {one.bandwidth:.0f}
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
+  l2_cache_size: {cache}
+  clock_rate_ghz: {clock}
   device_memory_size: {one.whole}
   shared_memory_per_block_optin: 232448
   cuda_compute_capability {{ major: {major} }}

@@ -56,7 +56,7 @@ _GIB = 2**30
 # two directions, "DCN bandwidth per chip"), the link to the host from "How to Scale Your Model" (Austin et al. 2025,
 # part 2), which has none for tpu7x: of that a chip has v6e's. Of GPUs, from NVIDIA's data sheets (H100 SXM, H200 SXM,
 # HGX B200), dense; PCIe 5 to the host, 128 GB/s both ways; between machines one port of 400 Gb/s each; the whole memory
-# is what CUDA reports of an H100, and in its share of the others.
+# is what CUDA reports of an H100 and a B200, and of an H200 its share.
 _V4 = Accelerator("v4", int(30.5 * _GIB), 1.228e12, 2.75e14, 2.75e14, 2.75e14, 5e10, 6, 6.25e9, 1.5e10, "tpu")
 _V5E = Accelerator("v5e", int(15.75 * _GIB), 8.19e11, 1.97e14, 1.97e14, 3.94e14, 5e10, 4, 3.125e9, 1.5e10, "tpu")
 _V5P = Accelerator("v5p", int(95.74 * _GIB), 2.765e12, 4.59e14, 4.59e14, 9.18e14, 1e11, 6, 6.25e9, 1.5e10, "tpu")
@@ -66,7 +66,7 @@ _TPU7X = Accelerator(
 )
 _H100 = Accelerator("h100", 84_942_979_072, 3.35e12, 9.89e14, 1.979e15, 1.979e15, 2.5e10, 18, 5e10, 6.4e10, "cuda")
 _H200 = dataclasses.replace(_H100, name="h200", memory=150_110_000_000, bandwidth=4.8e12)
-_B200 = Accelerator("b200", 191_000_000_000, 8e12, 2.25e15, 4.5e15, 4.5e15, 5e10, 18, 5e10, 6.4e10, "cuda")
+_B200 = Accelerator("b200", 191_514_411_008, 8e12, 2.25e15, 4.5e15, 4.5e15, 5e10, 18, 5e10, 6.4e10, "cuda")
 ACCELERATORS = {
     "v4": dataclasses.replace(_V4, clock=1.05e9),
     "v5e": dataclasses.replace(_V5E, clock=1.5e9, round_trip=16),

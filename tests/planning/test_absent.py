@@ -29,3 +29,13 @@ def test_what_was_told_of_a_program_is_kept(tmp_path, monkeypatch):
     file.unlink()
     with pytest.raises(pytest.fail.Exception, match="compiled again"):
         compilation_of(lowered, topology("v5e:2x4"), mesh, folder)  # another topology's is another program
+
+
+def test_a_gpu_is_described_by_its_own_generation():
+    """Numbers of cores, and bytes of the second cache, of a SXM H100 and of a B200."""
+    words = {name: _absent._target(topology(f"{name}:8").accelerator).split() for name in ("h100", "h200", "b200")}
+    of = lambda name, field: words[name][words[name].index(field) + 1]
+    assert [of(name, "core_count:") for name in words] == ["132", "132", "148"]
+    assert int(of("b200", "l2_cache_size:")) > 2 * int(of("h100", "l2_cache_size:")) == 2 * 50 * 2**20
+    assert [of(name, "major:") for name in words] == ["9", "9", "10"] and of("b200", "clock_rate_ghz:") == "1.965"
+    assert of("h100", "device_memory_size:") == "84942979072"  # all of it, as a run's compiler sees it

@@ -2,8 +2,11 @@
 
 import json
 
+import jax
+import plan
 import pytest
 from script_helpers import run_here
+from support.command import parse
 
 from eqformer.planning import _absent, missing_compiler, topology
 
@@ -59,6 +62,9 @@ def test_what_does_not_fit_has_other_plans_that_do():
             "--mesh.fsdp 8 --topology v5e:2x2: Topology('v5e:2x2').speeds(",
         ),
         ("--topology h100:16", "a machine has at most 8 h100s"),
+        ("--topology v5e:1x1 --cache-dtype int8", "--cache-dtype int8: training has no caches"),
+        ("--topology v5e:1x1 --search --picture costs.png", "--search --picture costs.png: a search ranks meshes"),
+        ("--topology v5e:1x1 --search --decode", "--search --decode: a search ranks meshes"),
         ("--topology v5e:2x2 --search --model.vocab 4000000000", "no mesh was found that fits into 16.9 GB"),
     ],
 )
@@ -93,6 +99,18 @@ def test_bad_input_is_one_clear_error(flags, message):
 )
 def test_the_attention_that_runs_is_said(flags, line):
     assert f"\nattention: {line}" in told(f"--formulas --topology {flags}")
+
+
+def test_a_program_is_kept_by_what_its_compiler_is_given(monkeypatch):
+    asked = []
+    recipe, chips = parse(plan.Command, ["--topology", "v5e:1x1"]).run, topology("v5e:1x1")
+    monkeypatch.setattr(plan, "user_folder", lambda name: None)
+    monkeypatch.setattr(plan.planning, "devices_of", lambda topology: jax.devices()[:1])
+    monkeypatch.setattr(plan.planning, "compilation_of", lambda *given: asked.append(given[-1]))
+    for given in ("--own=1", "--own=2"):
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
+        plan.compiled(plan.Run(None, lambda plan: None, str), recipe, chips)  # pyright: ignore[reportArgumentType]
+    assert len(set(asked)) == 2 and asked[0].endswith("--own=1")
 
 
 @pytest.mark.parametrize("name, extra", [("v5e:2x4", "eqformer[tpu]"), ("h100:8", "eqformer[cuda]")])
