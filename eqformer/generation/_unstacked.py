@@ -2,7 +2,7 @@
 
 import equinox as eqx
 
-from ..nn import Stack, Transformer
+from ..nn import modules, Routed, Stack, Transformer
 
 
 def unstacked(model: Transformer) -> Transformer:
@@ -19,10 +19,12 @@ def unstacked(model: Transformer) -> Transformer:
 def for_platform(model: Transformer, platform: str) -> Transformer:
     """The model as it reads weights and caches in place on a platform, `"gpu"`, `"tpu"` or `"cpu"`.
 
-    `unstacked` on GPUs; as it is elsewhere: TPUs read slices of stacked arrays where they are, and on CPUs less is
-    gained than compilation may take. Not for models whose layers are split over the axis `pipe`.
+    `unstacked` on GPUs and, with routed layers, on CPUs, where a scan copies all experts and a token reads a few. As it
+    is elsewhere: TPUs read slices of stacked arrays where they are, and for dense layers CPUs gain less than
+    compilation may take. Not for models whose layers are split over the axis `pipe`.
     """
-    return unstacked(model) if platform in _COPYING else model
+    copies = platform in _COPYING or (platform == "cpu" and modules(model.stacks, Routed))
+    return unstacked(model) if copies else model
 
 
 _COPYING = ("gpu", "cuda", "rocm")  # platforms whose compilers copy slices of what a loop reads

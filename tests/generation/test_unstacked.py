@@ -1,11 +1,12 @@
 """The same numbers with and without a loop over layers."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from generation_reference import make_model, quickly
 
-from eqformer import generation, nn
+from eqformer import generation, models, nn
 
 
 IDS = jnp.arange(6, dtype=jnp.int32)[None]
@@ -28,3 +29,15 @@ def test_layers_apart_give_the_logits_of_the_stack():
     assert sum(x.size for x in jax.tree.leaves(apart)) == sum(x.size for x in jax.tree.leaves(model))
     swapped = nn.Transformer(apart.embedding, apart.stacks[::-1], apart.norm, apart.head)
     assert np.abs(np.asarray(quickly(step, swapped)) - np.asarray(wanted)).max() > 1e-2
+
+
+def test_a_platform_that_copies_what_a_loop_reads_has_layers_apart():
+    shape = {"vocab": 16, "embed": 16, "layers": 2, "heads": 2, "kv_heads": 1, "mlp": 16}
+    dense, mixture = models.LlamaConfig(**shape), models.MixtralConfig(**shape, experts=2, top_k=1)
+
+    def lengths(config, platform):
+        model = eqx.filter_eval_shape(models.build, config, key=jax.random.key(0))
+        return [len(stack) for stack in eqx.filter_eval_shape(generation.for_platform, model, platform).stacks]
+
+    assert [lengths(dense, platform) for platform in ("gpu", "cpu", "tpu")] == [[1, 1], [2], [2]]
+    assert [lengths(mixture, platform) for platform in ("gpu", "cpu", "tpu")] == [[1, 1], [1, 1], [2]]
