@@ -170,7 +170,8 @@ def sum_of_experts(
     rows = take_rows(x, order // chosen.shape[-1], place.reshape(chosen.shape))
     if weighs_inputs:
         rows, weights = scaled(rows, weights.reshape(-1)[order]), (chosen >= 0).astype(weights.dtype)
-    y = experts.sorted_rows(rows, sizes, devices=devices, most=most)
+    even = chosen.size // (len(experts) * devices)
+    y = experts.sorted_rows(rows, sizes, even=even, most=most)
     return combine(take_rows(y, place, order[:, None]).reshape(*chosen.shape, x.shape[-1]), weights)
 
 
@@ -214,6 +215,24 @@ take_rows.defvjp(
 )
 
 
+@jax.custom_vjp
+def take_some_rows(
+    x: Float[Array, "rows embed"], place: Int[Array, "taken"], back: Int[Array, "rows times"]
+) -> Float[Array, "taken embed"]:
+    """`take_rows` with zeros for a place of -1, where a -1 in `back` is no place."""
+    return _rows_or_zeros(x, place)
+
+
+take_some_rows.defvjp(
+    lambda x, place, back: (_rows_or_zeros(x, place), back),
+    lambda back, gradient: (_summed(_rows_or_zeros(gradient, back)), None, None),
+)
+
+
+def _rows_or_zeros(x: Float[Array, "rows embed"], place: Int[Array, "*taken"]) -> Float[Array, "*taken embed"]:
+    return x.at[place].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
 def _summed(rows: Float[Array, "taken times embed"]) -> Float[Array, "taken embed"]:
     return jnp.sum(rows, axis=1, dtype=at_least_float32(rows.dtype)).astype(rows.dtype)
 
@@ -228,17 +247,27 @@ def slot_of_choice(
 ) -> Int[Array, "tokens top_k"]:
     """Each choice's slot, of `count` an expert, or -1 where its expert has none left of the first `limit`."""
     check_indices(f"a dispatch of {chosen.shape[0]} tokens", f"slots ({experts} experts x {count})", experts * count)
+    rank = rank_of_choice(chosen, experts)
+    return jnp.where((chosen >= 0) & (rank < (count if limit is None else limit)), chosen * count + rank, -1)
+
+
+def rank_of_choice(chosen: Int[Array, "tokens top_k"], experts: int) -> Int[Array, "tokens top_k"]:
+    """How many choices of the same expert go before each: first choices before second ones, then earlier tokens'."""
     turns = chosen.T  # all first choices, then all second ones
-    order, place, sizes = by_expert(turns, experts)
+    _, place, sizes = by_expert(turns, experts)
     starts = jnp.cumsum(sizes) - sizes
-    rank = place.reshape(turns.shape) - starts[jnp.maximum(turns, 0)]
-    return jnp.where((turns >= 0) & (rank < (count if limit is None else limit)), turns * count + rank, -1).T
+    return (place.reshape(turns.shape) - starts[jnp.maximum(turns, 0)]).T
 
 
 def token_of_slot(slot: Int[Array, "tokens top_k"], number: int) -> Int[Array, "slots"]:
     """The token in each of `number` slots, -1 for an empty one."""
-    token = jnp.broadcast_to(jnp.arange(slot.shape[0], dtype=jnp.int32)[:, None], slot.shape)
-    return jnp.full(number + 1, -1, jnp.int32).at[jnp.where(slot < 0, number, slot)].set(token)[:number]
+    return choice_of_slot(slot, number) // max(slot.shape[-1], 1)
+
+
+def choice_of_slot(slot: Int[Array, "tokens top_k"], number: int) -> Int[Array, "slots"]:
+    """The choice in each of `number` slots, counted token by token, -1 for an empty one."""
+    choice = jnp.arange(slot.size, dtype=jnp.int32).reshape(slot.shape)
+    return jnp.full(number + 1, -1, jnp.int32).at[jnp.where(slot < 0, number, slot)].set(choice)[:number]
 
 
 def weight_of_slot(

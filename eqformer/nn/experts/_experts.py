@@ -49,12 +49,12 @@ class Experts(Module):
         x: Float[Array, "rows embed"],
         sizes: Int[Array, "experts"],
         *,
-        devices: int = 1,
+        even: int | None = None,
         most: int | None = None,
     ) -> Float[Array, "rows embed"]:
         """The first `sizes[0]` rows by expert 0, the next `sizes[1]` by expert 1, and so on; zeros for rows behind.
 
-        `devices` is for how many devices' experts the rows are; no expert has more rows than `most`.
+        `even` is how many rows an expert has with an even load, by default an equal share; none has more than `most`.
 
         Raises a `ValueError` for parameters that are not those of linear maps of one dim to one.
         """
@@ -63,7 +63,7 @@ class Experts(Module):
                 f"Experts.sorted_rows: of an expert's parameters, {', '.join(others)} are not those of a linear map of "
                 "one dim to one, and rows sorted by expert need such; dispatch by Capacity, which runs any module."
             )
-        return grouped(self.mlps, x, sizes, devices=devices, most=most)
+        return grouped(self.mlps, x, sizes, even=even, most=most)
 
     def only_call_maps(self) -> bool:
         """Whether `sorted_rows` can run these experts: they use their parameters only by calling linear maps."""

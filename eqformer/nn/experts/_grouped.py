@@ -22,7 +22,7 @@ def grouped(
     x: Float[Array, "rows inputs"],
     sizes: Int[Array, "groups"],
     *,
-    devices: int = 1,
+    even: int | None = None,
     most: int | None = None,
 ) -> Float[Array, "rows outputs"]:
     """`modules[g](x[i])` for each row `i` of group `g`, where the first `sizes[0]` rows are of group 0, and so on.
@@ -41,8 +41,8 @@ def grouped(
         modules: An ensemble over groups.
         x: The rows, sorted by group.
         sizes: How many rows each group has.
-        devices: The rows are for the groups of so many devices, of which these are one's: there are slots for its even
-            share of them.
+        even: How many rows a group has with an even load; None: an equal share of all rows, though some of
+            these may be of no group.
         most: No group has more rows than this. GPUs and TPUs then have so many slots, and nothing else.
     """
     arrays, static = eqx.partition(modules, eqx.is_array)
@@ -50,16 +50,16 @@ def grouped(
     # Within a shard_map of the caller's, gradients of what does not vary are summed by these additions' transposes.
     zero = zero_of(arrays, x, sizes)
     arrays, x = jax.tree.map(lambda a: _typed_like(a, zero), (arrays, x))
-    return _make(structure, tuple(leaves), devices, most)(arrays, x, sizes.astype(jnp.int32))
+    return _make(structure, tuple(leaves), even, most)(arrays, x, sizes.astype(jnp.int32))
 
 
 @functools.lru_cache(maxsize=256)
-def _make(structure: Any, leaves: tuple, devices: int, most: int | None) -> Callable[[PyTree, Array, Array], Array]:
+def _make(structure: Any, leaves: tuple, even: int | None, most: int | None) -> Callable[[PyTree, Array, Array], Array]:
     """The function with its gradient; the same for the same modules, so that eager calls compile once."""
     static = jax.tree.unflatten(structure, leaves)
-    with_devices = lambda way, **more: functools.partial(way, devices=devices, **more)
-    plain, *with_gradient = map(with_devices, (blocked, blocked_forward, blocked_backward))
-    slotted = [with_devices(way, most=most) for way in (blocked, blocked_forward, blocked_backward)]
+    with_sizes = lambda way, **more: functools.partial(way, even=even, **more)
+    plain, *with_gradient = map(with_sizes, (blocked, blocked_forward, blocked_backward))
+    slotted = [with_sizes(way, most=most) for way in (blocked, blocked_forward, blocked_backward)]
     ways = {
         "default": (functools.partial(plain, room=0.0), *with_gradient),  # no slots: CPUs are faster group by group
         "cuda": slotted,

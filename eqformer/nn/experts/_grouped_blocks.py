@@ -23,19 +23,19 @@ def blocked(
     x: Array,
     sizes: Array,
     *,
-    devices: int = 1,
+    even: int | None = None,
     most: int | None = None,
     room: float = 5 / 4,
 ) -> Array:
     """The rows' outputs. What nobody keeps may take more room: a quarter more slots, which few loads overflow."""
-    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), room, devices, most))[0]
+    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), room, even, most))[0]
 
 
 def blocked_forward(
-    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, devices: int = 1, most: int | None = None
+    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, even: int | None = None, most: int | None = None
 ) -> tuple[Array, list[Array]]:
     """The rows' outputs, and what the modules' linear maps gave of the rows in slots, as `Slots.flat` has it."""
-    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), devices=devices, most=most))
+    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), even=even, most=most))
 
 
 def _outputs(static: PyTree, arrays: PyTree, x: Array, sizes: Array, slots: "Slots") -> tuple[Array, list[Array]]:
@@ -71,11 +71,11 @@ def blocked_backward(
     kept: Sequence[Array],
     gradient: Array,
     *,
-    devices: int = 1,
+    even: int | None = None,
     most: int | None = None,
 ) -> tuple[PyTree, Array]:
     """The gradients of the parameters and of the rows; `kept` ends in the output."""
-    zero, slots = zero_of((arrays, kept, gradient), x, sizes), Slots(sizes, len(x), devices=devices, most=most)
+    zero, slots = zero_of((arrays, kept, gradient), x, sizes), Slots(sizes, len(x), even=even, most=most)
     wide = jax.tree.map(lambda a: a.astype(at_least_float32(a.dtype)), arrays)
     nothing = jax.tree.map(lambda a: jnp.full(a.shape, zero.astype(a.dtype)), wide), jnp.full(x.shape, zero)
 
@@ -106,7 +106,7 @@ def blocked_backward(
 
 
 class Slots:
-    """The number of slots for each group: the rows of an even load over all `devices`, times `room`; 0 if few.
+    """The number of slots for each group: the rows of an `even` load, by default all rows', times `room`; 0 if few.
 
     The first rows of each group are computed in its slots, all groups in one batched product, which copies no
     parameters; the other rows are computed after that. Slots are not used if loads are so uneven that a quarter of the
@@ -118,9 +118,9 @@ class Slots:
     are_used: Bool[Array, ""]
 
     def __init__(
-        self, sizes: Int[Array, "groups"], rows: int, room: float = 1, devices: int = 1, most: int | None = None
+        self, sizes: Int[Array, "groups"], rows: int, room: float = 1, even: int | None = None, most: int | None = None
     ):
-        self.even = even = rows // (len(sizes) * devices)
+        self.even = even = rows // len(sizes) if even is None else even
         self.number, self.groups, self.count = (int(even * room) if even >= LEAST else 0), len(sizes), rows
         self.hold_all = most is not None and rows > 0
         self.number = min(most, rows) if most is not None else self.number
