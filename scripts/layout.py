@@ -69,7 +69,7 @@ def report(command: Command) -> None:
     plan = abstract_plan(recipe)
     check_plan(recipe, plan, model)
     states = state_of(recipe, plan, optimizer_of(recipe, model), model)
-    print(parallel.summary(plan), end="\n\n")
+    print(parallel.summary(plan, model, rows=recipe.batch, seq=recipe.seq), end="\n\n")
     held = plan.shapes(model)
     print(parallel.layout_table(held, plan.parameter_specs(held), plan.mesh).partition("\n")[2], end="\n\n")
     _print_whole(plan, held)

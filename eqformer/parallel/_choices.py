@@ -5,7 +5,7 @@ import math
 import typing
 from typing import Literal
 
-from ._mixture import ExpertMethod
+from ._expert_method import ExpertMethod
 from .context._context import ContextMethod
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import Maker, ScheduleName
@@ -25,10 +25,10 @@ class Choices:
     """How a split stream is gathered and scattered: by one collective, or in rings that overlap with the products."""
     context_method: ContextMethod = "ring"
     """How attention sees other devices' tokens: keys and values pass round a ring, or are gathered, or by Ulysses."""
-    expert_method: ExpertMethod = "gather"
-    """How tokens reach experts: all are gathered (exact), or each choice is sent by all-to-all, within a capacity."""
+    expert_method: ExpertMethod = "auto"
+    """How tokens reach experts: all are gathered, or each choice is sent by all-to-all; by default the cheaper."""
     expert_factor: float = 2.0
-    """The capacity of --expert-method exchange for each pair of devices, relative to an even load."""
+    """Slots of --expert-method exchange for each pair of devices, relative to an even load; the rest goes next."""
     schedule: ScheduleName | Maker | Schedule = "1f1b"
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
@@ -60,7 +60,7 @@ def check_values(choices: Choices) -> None:
     if not 0 < choices.expert_factor < math.inf:
         raise ValueError(
             f"Plan(expert_factor={choices.expert_factor}): a pair of devices has that many times the slots that even "
-            "loads need; give a positive and finite number, such as 2.0, or, to drop nothing, the axis' size."
+            "loads need in a round of an exchange; give a positive and finite number, such as 2.0."
         )
     for name, value in (("microbatches", choices.microbatches), ("chunks", choices.chunks)):
         if value < 1:

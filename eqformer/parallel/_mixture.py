@@ -1,7 +1,6 @@
 """Expert parallelism: tokens are gathered on all devices of the axis `expert`, or sent to those with their experts."""
 
 import dataclasses
-from typing import Literal
 
 import equinox as eqx
 import jax
@@ -12,6 +11,8 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 from .. import nn
 from . import _send as send
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
+from ._exchange import exchanged
+from ._expert_method import expert_method, pieces_of
 from ._vary import vary
 from .state._gather import gather_parameter
 from .tensor._stream import Stream
@@ -19,21 +20,14 @@ from .tensor._tensor import HEAD_DIMS
 from .tensor._whole import counted_once, Sliced
 
 
-ExpertMethod = Literal["gather", "exchange"]
-MOST = (
-    2**30
-)  # bytes of the rows that a device makes room for when tokens are gathered: some layers would need terabytes
-
-
 class SplitMoE(nn.Routed):
     """A mixture of which this device holds some experts, and of each a slice of its hidden features.
 
     `method="gather"`: the tokens of all devices of the axis `expert` are gathered, each device computes what its own
     experts add, and the sums are scattered back; exact. As all choices may be for one device, it is done in as many
-    pieces as keep the room for them below 1 GiB. `"exchange"`: each choice goes to its expert's device and back
-    by two all-to-alls, with `factor` times the slots for a pair of devices that even loads need; what finds no slot is
-    dropped and counted. It sends less where `factor` times a token's choices is less than the axis has devices
-    (DeepSpeed-MoE, arXiv:2201.05596). Outside of training, where nothing may be dropped, it gathers. Each token is
+    pieces as keep the room for them below 1 GiB. `"exchange"`: each choice goes to its expert's device and back by
+    all-to-alls (DeepSpeed-MoE, arXiv:2201.05596), in rounds with `factor` times the slots for a pair of devices that
+    even loads need, until all have had one; exact. `"auto"`: the cheaper one (`expert_method`). Each token is
     routed once, on one device. `stream` is that over the axis `tensor`, None where that has one device: split tokens or
     features are put together for the experts.
     """
@@ -119,26 +113,32 @@ class SplitMoE(nn.Routed):
         choices, dropped = dispatch.kept(choices, number)
         flat = (array.reshape(-1, array.shape[-1]) for array in (x, choices, weights))
         if jax.lax.axis_size(EXPERT) == 1:
-            y, more = self._sum(self._experts(), *flat), jnp.zeros((), jnp.int32)
+            y = self._sum(self._experts(), *flat)
         else:
-            exchanges = self.method == "exchange" and tokens.is_training
-            y, more = (self._exchanged if exchanges else self._gathered)(*flat)
-        dropped = dropped + more
+            y = self._over_devices(*flat)
         dropped = dropped if self.stream is None else _same(dropped)
         return self._reduced(y.reshape(x.shape)), dropped
 
-    def _gathered(self, x: Array, choices: Array, weights: Array) -> tuple[Array, Array]:
-        experts, nothing = self._experts(), jnp.zeros((), jnp.int32)
+    def _over_devices(self, x: Array, choices: Array, weights: Array) -> Array:
+        tokens, top_k = choices.shape
+        sizes = {"tokens": tokens, "top_k": top_k, "devices": jax.lax.axis_size(EXPERT)}
+        row = x.shape[-1] * x.dtype.itemsize
+        if expert_method(self.method, **sizes, factor=self.factor, row_bytes=row) == "gather":
+            return self._gathered(x, choices, weights)
+        return exchanged(self._experts(), x, choices, weights, self.factor, weighs_inputs=self.inner.weighs_inputs)
+
+    def _gathered(self, x: Array, choices: Array, weights: Array) -> Array:
+        experts = self._experts()
         rows = jax.lax.axis_size(EXPERT) * choices.size  # all of which may be for this device's experts
         pieces = pieces_of(len(x), rows * x.shape[-1] * x.dtype.itemsize)
         if pieces == 1:
-            return self._sum_of_all(experts, x, choices, weights), nothing
+            return self._sum_of_all(experts, x, choices, weights)
         # One after another, and again in the backward pass, which keeps none of them and sums gradients over them.
         wide = lambda x: x.astype(nn.at_least_float32(x.dtype)) if nn.is_trainable(x) else x
         experts = jax.tree.map(wide, experts)
         arrays = jax.tree.map(lambda a: a.reshape(pieces, -1, *a.shape[1:]), (x, choices, weights))
         one = jax.checkpoint(lambda piece: self._sum_of_all(experts, *piece), prevent_cse=False)
-        return jax.lax.map(one, arrays).reshape(x.shape), nothing
+        return jax.lax.map(one, arrays).reshape(x.shape)
 
     def _sum_of_all(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
         """What all devices' experts add to this device's tokens."""
@@ -151,26 +151,6 @@ class SplitMoE(nn.Routed):
     def _sum(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
         given = {"weighs_inputs": self.inner.weighs_inputs, "devices": jax.lax.axis_size(EXPERT)}
         return nn.dispatch.sum_of_experts(experts, x, choices, weights, **given)
-
-    def _exchanged(self, x: Array, choices: Array, weights: Array) -> tuple[Array, Array]:
-        experts, devices = self._experts(), jax.lax.axis_size(EXPERT)
-        count = nn.dispatch.slots_of(self.factor, choices.size, devices)
-        slot = nn.dispatch.slot_of_choice(jnp.where(choices < 0, -1, choices // len(experts)), devices, count)
-        has_slot, spare = slot >= 0, devices * count
-        token = nn.dispatch.token_of_slot(slot, spare)
-        expert = jnp.full(spare + 1, -1, jnp.int32).at[jnp.where(has_slot, slot, spare)].set(choices % len(experts))
-        to_experts = lambda array: send.all_to_all("choices to experts", array, EXPERT, 0, 0)
-        sent = jnp.where((token >= 0)[:, None], nn.look_up(x, jnp.maximum(token, 0)), 0)
-        weights = jnp.where(has_slot, weights, 0)
-        if self.inner.weighs_inputs:
-            sent = nn.dispatch.scaled(sent, nn.dispatch.weight_of_slot(slot, weights, spare))
-            weights = has_slot.astype(weights.dtype)
-        order, place, sizes = nn.dispatch.by_expert(to_experts(expert[:spare])[:, None], len(experts))
-        y = experts.sorted_rows(nn.dispatch.take_rows(to_experts(sent), order, place[:, None]), sizes)
-        back = nn.dispatch.take_rows(y, place, order[:, None])
-        back = checkpoint_name(send.all_to_all("choices from experts", back, EXPERT, 0, 0), "product")
-        given = nn.look_up(back, jnp.maximum(slot, 0))
-        return nn.dispatch.combine(given, weights), jnp.sum((choices >= 0) & ~has_slot, dtype=jnp.int32)
 
     def _taken(self, x: Array, slots: nn.Slots, tokens: nn.Tokens) -> tuple[Array, nn.Aux]:
         """What experts that have chosen tokens of whole rows add, and what they took."""
@@ -202,13 +182,6 @@ class SplitMoE(nn.Routed):
             return eqx.tree_at(lambda m: m.bias, linear, jnp.where(is_first, linear.bias, 0))
 
         return nn.map_linears(own, experts)
-
-
-def pieces_of(tokens: int, room: int) -> int:
-    """Into how many equal pieces of tokens a gather is cut that would need so many bytes of room at once."""
-    return next(
-        pieces for pieces in range(1, tokens + 1) if not tokens % pieces and room <= MOST * pieces or pieces == tokens
-    )
 
 
 def _sum(x: Array, axes: tuple[str, ...]) -> Array:

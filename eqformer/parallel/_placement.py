@@ -15,6 +15,7 @@ from .. import nn
 from .._shapes import Batch
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._choices import Choices
+from ._expert_method import expert_method
 from .context._context import context_order
 from .layouts._devices import Steps, torus_steps
 from .layouts._layout import Layout, partition_specs
@@ -62,6 +63,15 @@ class Placement(Choices):
     def stream(self) -> Stream | None:
         """The residual stream over the axis `tensor`; None where that has one device."""
         return stream_of(self.residual, self.overlap) if self.size(TENSOR) > 1 else None
+
+    def expert_method_of(self, model: nn.Transformer, moe: nn.MoE, tokens: int) -> str:
+        """How so many tokens of a device reach a mixture's experts on others: `"gather"` or `"exchange"`."""
+        facts = moe.router.facts()
+        if facts.gives_slots:
+            return "gather"
+        row = model.embedding.weight.shape[-1] * jnp.dtype(model.compute_dtype).itemsize
+        sizes = {"devices": self.size(EXPERT), "factor": self.expert_factor, "row_bytes": row}
+        return expert_method(self.expert_method, tokens=tokens, top_k=int(facts.choices), **sizes)
 
     @property
     def torus_steps(self) -> Steps:

@@ -56,6 +56,7 @@ COLLECTIVES: dict[str, str] = {
     "same on all slices": TENSOR,
     "tokens to all experts": EXPERT,
     "sums of all experts": EXPERT,
+    "rounds of choices": EXPERT,
     "choices to experts": EXPERT,
     "choices from experts": EXPERT,
     "activations between stages": PIPE,

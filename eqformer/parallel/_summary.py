@@ -1,12 +1,16 @@
 """A plan in one line."""
 
+import math
+
+from .. import nn
+from ._axes import BATCH_AXES, CONTEXT
 from ._plan import Plan
 from .layouts._mesh import axis_sizes
 from .pipeline._simulate import simulate
 
 
-def summary(plan: Plan) -> str:
-    """The mesh, those of the plan's choices that matter on it, and a pipeline's idle share, in one line."""
+def summary(plan: Plan, model: nn.Transformer, *, rows: int, seq: int) -> str:
+    """The mesh, what matters on it of the plan's choices for batches of a model, and a pipeline's idle share."""
     number, sizes = plan.mesh.size, axis_sizes(plan.mesh)
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "no axis is split"
     parts = [f"{number} device{'s' * (number > 1)}: {axes}"]
@@ -15,7 +19,9 @@ def summary(plan: Plan) -> str:
     if sizes["tensor"] > 1:
         parts.append(f"{plan.residual} stream" + (f", overlap {plan.overlap}" if plan.overlap != "none" else ""))
     if sizes["expert"] > 1:
-        parts.append(f"experts by {plan.expert_method}")
+        pieces = math.prod(map(plan.size, (*BATCH_AXES, CONTEXT))) * plan.microbatches
+        methods = {plan.expert_method_of(model, moe, rows * seq // pieces) for moe in nn.modules(model, nn.MoE)}
+        parts += [f"experts by {method}" for method in sorted(methods)]
     if sizes["context"] > 1:
         parts.append(f"context by {plan.context_method}")
     if plan.is_pipelined:

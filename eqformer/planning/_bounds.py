@@ -131,8 +131,8 @@ def expert_bytes(
     """Bytes a layer and microbatch of experts split over `devices`, each with so many tokens of its own.
 
     `"exchange"`: each choice goes to its expert and back, in both passes: `4 f k (n-1)/n T h a`, where `f` is how many
-    slots there are for a choice (GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596). `"gather"`: all tokens go
-    to all devices and their sums come back: `4 (n-1) T h a`, which is less where `f k >= n`.
+    slots a round has for a choice (GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596). `"gather"`: all tokens
+    go to all devices and their sums come back: `4 (n-1) T h a`, which is less where `f k >= n`.
 
     Args:
         tokens: Tokens of each device.

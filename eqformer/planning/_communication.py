@@ -60,9 +60,10 @@ def communication(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None =
 
     All-reduce `2(n-1)/n S`; all-gather `(n-1)/n S` of its result; reduce-scatter and all-to-all `(n-1)/n S` of their
     operands; permute `S`, times the share of devices that send. Calls are followed and loops multiplied out; of a
-    conditional, the branch that sends most is counted. With the `mesh` the program was compiled for, axes are named.
-    The bytes are those of the program: XLA's CPU backend, for one, adds up 16-bit numbers as float32. Raises a
-    `ValueError` where the program's text cannot be had, as of some TPU programs.
+    conditional, the branch that sends most is counted, and of an exchange of experts' tokens the first round. With the
+    `mesh` the program was compiled for, axes are named. The bytes are those of the program: XLA's CPU
+    backend, for one, adds up 16-bit numbers as float32. Raises a `ValueError` where the program's text cannot be had,
+    as of some TPU programs.
     """
     text = compiled if isinstance(compiled, str) else text_of(compiled)
     program, entry = parse(text)

@@ -32,9 +32,9 @@ def _summed(program: dict[str, list[Instruction]], name: str, of: Of, known: dic
             own = of(line, beside)
             parts = [_summed(program, each, of, known) for each in called(line)]
             inner = max(parts, default=0.0) if line.operation == "conditional" else sum(parts)
-            times = (trips_of(line, program, beside) or 1) if line.operation == "while" else 1
+            times = trips_of(line, program, beside) if line.operation == "while" else 1
             # A fusion that says its own cycles says those of all that it holds.
-            total += own + times * inner * (line.operation != "fusion" or not own)
+            total += own + (1 if times is None else times) * inner * (line.operation != "fusion" or not own)
         known[name] = total
     return known[name]
 

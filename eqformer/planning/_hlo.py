@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from ..parallel import FURTHER_ROUNDS
+
 
 class Instruction(NamedTuple):
     """A line of a program: its name, the type of its result, the operation, its operands' names, and the rest."""
@@ -55,8 +57,10 @@ def trips_of(line: Instruction, program: dict[str, list[Instruction]], beside: d
     """How often a loop runs, as the compiler says or as its condition compares a counter with a constant; or None.
 
     `beside` are the instructions of the computation that the loop stands in, by name: from them the counter's first
-    value is known. A counter goes up by one, as those of JAX's loops do.
+    value is known. A counter goes up by one, as those of JAX's loops do. Rounds that only uneven loads need are none.
     """
+    if FURTHER_ROUNDS in scopes_of(line.attributes):
+        return 0
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.attributes):
         return int(known.group(1))
     found = re.search(r"condition=%?([\w.-]+)", line.attributes)

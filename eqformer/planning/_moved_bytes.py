@@ -38,7 +38,8 @@ class _Moved:
             parts = [self.of(name) for name in called(line) if name in self.program]
             if operation == "conditional":
                 return max(parts, default=0.0)
-            return sum(parts) * ((trips_of(line, self.program, beside) or 1) if operation == "while" else 1)
+            times = trips_of(line, self.program, beside) if operation == "while" else 1
+            return sum(parts) * (1 if times is None else times)
         if operation == "fusion":
             return self._fusion(line, beside)
         given = [_held(beside[name].result) if name in beside else 0 for name in line.operands]

@@ -62,8 +62,7 @@ def sent_bytes(
         attended = sum(_of_context(plan, model, stack, tokens) for stack in model.stacks)
         found.append(Sent(CONTEXT, f"attention by {plan.context_method}", attended))
     if plan.size(EXPERT) > 1:
-        chosen = sum(_of_experts(plan, model, stack, tokens) for stack in model.stacks)
-        found.append(Sent(EXPERT, f"experts by {plan.expert_method}", chosen))
+        found += [sent for stack in model.stacks for sent in _of_experts(plan, model, stack, tokens)]
     if plan.is_pipelined:
         found.append(Sent(PIPE, "activations and their gradients", _of_pipe(plan, model, tokens)))
         found.append(Sent(STATE, "gradients of embedding and head, over stages", _of_edges(plan, model, moving)))
@@ -218,13 +217,17 @@ def _of_context(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
     return _evaluations(plan, stack) * total
 
 
-def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
-    """Tokens, choices and weights to the experts, results back, and gradients of all but the choices."""
-    devices, total = plan.size(EXPERT), 0.0
+def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> Iterator[Sent]:
+    """Tokens, choices and weights to the experts, results back, and gradients of all but the choices.
+
+    Of an exchange, one round.
+    """
+    devices = plan.size(EXPERT)
     for moe in nn.modules(stack, (nn.MoE,)):
         facts, vector = moe.router.facts(), model.embedding.weight.shape[-1] * _width(model)
         top_k = 0 if facts.gives_slots else int(facts.choices)  # what experts choose is known where they are
-        if plan.expert_method == "exchange" and top_k:
+        method = plan.expert_method_of(model, moe, int(tokens))
+        if method == "exchange":
             slots = devices * nn.dispatch.slots_of(plan.expert_factor, int(tokens) * top_k, devices)
             vectors, choices, weights = slots * vector, slots * 4, 0.0
         else:
@@ -235,8 +238,8 @@ def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
         again = (stack.remat != "none") * (vectors + choices + weights)
         again += (_recomputes(stack) and not weights) * vectors
         again += plan.is_pipelined * (2 * vectors + choices + weights)
-        total += gather_bytes(4 * vectors + choices + 2 * weights + again, devices)
-    return _evaluations(plan, stack) * total
+        total = gather_bytes(4 * vectors + choices + 2 * weights + again, devices)
+        yield Sent(EXPERT, f"experts by {method}", _evaluations(plan, stack) * total)
 
 
 def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float:

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from .. import nn, training
 from .._shapes import Batch
+from ..parallel import FURTHER_ROUNDS
 from ._temporary_cuda import beside_loops, born_early, copied_bytes, gradients_last, last_in_flight
 from ._traced import carry_of, host_bytes, Line, Lines, needed, per_device
 from ._traced_uses import IN_PLACE, Uses, WRITTEN
@@ -137,7 +138,7 @@ def _inner(line: Line, uses: Uses, platform: str, back: Collection[int]) -> Most
     if line.name == "scan":
         narrow = [number for number, value in enumerate(line.reads[: carry_of(line)[0]]) if value in back]
         return peak(line.params["jaxpr"].jaxpr, platform, carry_of(line), narrow_given=narrow)
-    if line.name == "while":
+    if line.name == "while" and FURTHER_ROUNDS not in line.scopes:  # those are in the room of the first round
         start = line.params["body_nconsts"]
         return peak(line.params["body_jaxpr"].jaxpr, platform, (start, len(line.writes)))
     if line.name == "cond":

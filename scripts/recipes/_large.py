@@ -29,7 +29,6 @@ def _of(model: str, mesh: Mesh, batch: int, seq: int, execution: Execution = _AL
     )
 
 
-_EXPERTS: dict[str, Any] = {"expert_method": "exchange"}
 _TOKENS: dict[str, Any] = {"residual": "sequence"}
 
 # For each, the topology to plan it on and the recipe.
@@ -43,9 +42,9 @@ LARGE: dict[str, tuple[str, Recipe]] = {
         "v5p:8x16x16",
         _of("llama-3.1-405b", Mesh(fsdp=256, tensor=8), 512, 8192, **_TOKENS),
     ),
-    "mixtral-8x7b-v5p-128": ("v5p:4x4x8", _of("mixtral-8x7b", Mesh(fsdp=16, expert=8), 128, 4096, **_EXPERTS)),
-    "deepseek-v3-v5p-2048": ("v5p:8x16x16", _of("deepseek-v3", Mesh(fsdp=32, expert=64), 2048, 4096, **_EXPERTS)),
-    "deepseek-v3-tpu7x-512": ("tpu7x:8x8x8", _of("deepseek-v3", Mesh(fsdp=32, expert=32), 1024, 4096, **_EXPERTS)),
-    "deepseek-v3-h100-256": ("h100:8x32", _of("deepseek-v3", Mesh(fsdp=32, expert=8), 256, 4096, **_EXPERTS)),
-    "qwen3-30b-a3b-h100-64": ("h100:8x8", _of("qwen3-30b-a3b", Mesh(fsdp=8, expert=8), 256, 4096, **_EXPERTS)),
+    "mixtral-8x7b-v5p-128": ("v5p:4x4x8", _of("mixtral-8x7b", Mesh(fsdp=16, expert=8), 128, 4096)),
+    "deepseek-v3-v5p-2048": ("v5p:8x16x16", _of("deepseek-v3", Mesh(fsdp=32, expert=64), 2048, 4096)),
+    "deepseek-v3-tpu7x-512": ("tpu7x:8x8x8", _of("deepseek-v3", Mesh(fsdp=32, expert=32), 1024, 4096)),
+    "deepseek-v3-h100-256": ("h100:8x32", _of("deepseek-v3", Mesh(fsdp=32, expert=8), 256, 4096)),
+    "qwen3-30b-a3b-h100-64": ("h100:8x8", _of("qwen3-30b-a3b", Mesh(fsdp=8, expert=8), 256, 4096)),
 }

@@ -136,6 +136,6 @@ CHANGEABLE = frozenset(
     ("steps", "prolong", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
     + ("sample_every", "prompt", "metrics", "execution", "profile", "debug_nans", "spikes")
     # The mesh and the microbatches decide where and when numbers are computed, not their values. Only mixtures differ
-    # a little: balance losses are over a microbatch, and --expert-method exchange may drop choices.
+    # a little, whose balance losses are over a microbatch.
     + ("mesh", "plan")
 )

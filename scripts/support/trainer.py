@@ -56,6 +56,7 @@ class Trainer:
         self.states = state_of(recipe, plan, self.optimizer, shapes)
         self.flops_per_token = planning.flops_per_token(shapes, recipe.seq, trained=self.optimizer.trained)
         self.parameters = parameters(recipe, shapes)
+        self.summary = parallel.summary(plan, shapes, rows=recipe.batch, seq=recipe.seq)
         self.evaluate = training.planned_evaluation(plan)
         self.last: dict[str, Any] = {}
 
@@ -76,7 +77,7 @@ class Trainer:
             if mixed := self.texts.description(recipe.steps):
                 screen.note(mixed)
             if self.plan.mesh.size > 1:
-                screen.note(parallel.summary(self.plan))
+                screen.note(self.summary)
             if line := attention_line(recipe, self.shapes, platform_here()):
                 screen.note(line)
             if step is None:

@@ -123,6 +123,12 @@ def mixture(key: Any, *losses: nn.BalanceLoss, **options: Any) -> nn.Block:
     return nn.Block(nn.Residual(mixer, norm()), nn.Residual(moe, norm()))
 
 
+def crowded(key: Any, **options: Any) -> nn.Block:
+    """All tokens take the first two of eight experts, which one device has, but for a few of uneven rows."""
+    router = nn.TopKRouter(embed=EMBED, experts=8, top_k=2, score="sigmoid", normalise=True, balanced=True, key=key)
+    return mixture(key, router=router, **options)
+
+
 def weighed_inputs(key: Any) -> nn.Period:
     """Like Llama 4: chunks of rows and whole ones in turn, the latter sharpened, and sigmoids that weigh inputs."""
     one, two = jax.random.split(key)
@@ -257,6 +263,8 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "dense, then mixtures": (full_norms, shared_experts),
     "mixture": (mixture,),
     "shared mixture": (shared_mixture,),
+    "crowded": (crowded,),
+    "crowded, weighed inputs": (functools.partial(crowded, weighs_inputs=True),),
     "weighed inputs": (weighed_inputs,),
     "batch mixture": (batch_mixture,),
     "choosing experts": (choosing_experts,),

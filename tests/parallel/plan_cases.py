@@ -46,7 +46,7 @@ EVERY_RUN = [
     ),
     Case("llama", {"replica": 2, "pipe": 2}, {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2}),
     Case("llama", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2}),
-    Case("mixture", {"expert": 2}, {"expert_method": "exchange", "expert_factor": 8.0}),
+    Case("mixture", {"expert": 2}, {"expert_method": "exchange", "expert_factor": 0.5}),
 ]
 EVERY_STEP = [
     Case(
@@ -85,7 +85,7 @@ def step_grid() -> list[Case]:
         Case("llama lora", {"fsdp": 2, "pipe": 2}, {"zero": 2, "microbatches": 2}, optimizer="muon of factors"),
         Case("latents lora", {"fsdp": 2, "context": 2}, {"zero": 2, "microbatches": 2}, optimizer="adamw of factors"),
         Case("shared mixture lora", {"expert": 2, "tensor": 2}, {"zero": 1}, optimizer="adamw of factors"),
-        Case("shared mixture", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_factor": 8.0}),
+        Case("shared mixture", {"fsdp": 2, "expert": 2}, {"zero": 3}),
         Case(
             "shared mixture",
             {"expert": 2, "pipe": 2},
@@ -192,7 +192,7 @@ def _others() -> Iterator[Case]:
     yield Case("llama", {"replica": 2, "fsdp": 2}, {"zero": 3, "smallest": 1, "microbatches": 2})
     sizes = {"replica": 2, "expert": 2, "tensor": 2}
     yield from (Case("gpt2", sizes, {"zero": 0, "microbatches": 2} | TENSOR[way]) for way in (0, 3))
-    yield Case("shared mixture", {"expert": 2, "tensor": 2}, {"expert_method": "exchange", "expert_factor": 8.0})
+    yield Case("shared mixture", {"expert": 2, "tensor": 2}, {"expert_method": "exchange", "expert_factor": 0.5})
     yield Case("five layers", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 4, "chunks": 2})
     yield Case("dense, then mixtures", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2})
     yield Case("llama", {"fsdp": 2, "context": 4}, {"zero": 2, "context_method": "ring"}, "full")
@@ -221,7 +221,7 @@ def _others() -> Iterator[Case]:
         yield Case(
             model,
             {"expert": 2, "pipe": 2, "tensor": 2},
-            {"expert_method": "exchange", "expert_factor": 8.0, "schedule": "1f1b", "microbatches": 2},
+            {"expert_method": "exchange", "expert_factor": 0.5, "schedule": "1f1b", "microbatches": 2},
         )
     layouts: list[tuple[dict[str, int], dict[str, Any]]] = [
         ({"fsdp": 4, "tensor": 2}, {"zero": 3, "residual": "replicated"}),
@@ -258,7 +258,7 @@ def _mixtures() -> Iterator[Case]:
     """Experts over their axis alone and beside each other one."""
     ways: list[dict[str, Any]] = [
         {"expert_method": "gather"},
-        {"expert_method": "exchange", "expert_factor": 8.0},
+        {"expert_method": "exchange", "expert_factor": 0.5},
     ]
     layouts: list[tuple[dict[str, int], dict[str, Any]]] = [
         ({"expert": 8}, {}),

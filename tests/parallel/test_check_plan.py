@@ -21,9 +21,13 @@ CHOICES = {
         r"Plan\(context_method='zag'\): the choices are ring, gather",
     ),
     "microbatches": ({"pipe": 2}, {"microbatches": 0}, r"Plan\(microbatches=0\): .* at least 1"),
-    "expert method": ({"expert": 2}, {"expert_method": "send"}, r"expert_method='send'\): the choices are gather, ex"),
+    "expert method": (
+        {"expert": 2},
+        {"expert_method": "send"},
+        r"expert_method='send'\): the choices are auto, gather, ex",
+    ),
     "expert factor": ({"expert": 2}, {"expert_factor": 0.0}, r"Plan\(expert_factor=0.0\): .* give a positive and fin"),
-    "no end of slots": ({"expert": 2}, {"expert_factor": float("inf")}, r"factor=inf\): .* the axis' size"),
+    "no end of slots": ({"expert": 2}, {"expert_factor": float("inf")}, r"factor=inf\): .* in a round of an exchange"),
     "chunks": ({"pipe": 2}, {"chunks": -1}, r"Plan\(chunks=-1\): .* at least 1"),
     "nothing to overlap": (
         {"tensor": 2},

@@ -34,7 +34,9 @@ MORE = [
     Case("llama int8", {"fsdp": 4, "tensor": 2}, {"zero": 2, "residual": "feature", "overlap": "ring"}, "full"),
     Case("gpt2 int8", {"tensor": 4}),
     Case("jaxformer int8", {"fsdp": 2, "tensor": 2}, {"zero": 1, "residual": "feature"}),
-    Case("shared mixture int8", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_factor": 8.0}),
+    Case(
+        "shared mixture int8", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_method": "exchange", "expert_factor": 0.5}
+    ),
     Case("llama int8", {"fsdp": 2, "pipe": 2}, {"zero": 2, "microbatches": 2}),
 ]
 

@@ -17,7 +17,7 @@ from eqformer.parallel.tensor import _whole
 from eqformer.parallel.tensor._whole import counted_once
 
 
-EXCHANGE: dict[str, Any] = {"expert_method": "exchange", "expert_factor": 8.0}
+EXCHANGE: dict[str, Any] = {"expert_method": "exchange", "expert_factor": 0.5}
 ROUTED = [Case("cosine rows", {"expert": 2}, {})]
 MORE_ROUTED = [
     Case("cosine rows", {"expert": 2, "tensor": 2}, EXCHANGE | {"residual": "sequence"}),
@@ -67,7 +67,7 @@ def test_a_router_of_ones_own_is_counted():
 
 @pytest.mark.parametrize(
     "case",
-    named(ROUTED, [Case("cosine", {"expert": 2, "fsdp": 2}, {"expert_method": "exchange", "expert_factor": 2.0})]),
+    named(ROUTED, [Case("cosine", {"expert": 2, "fsdp": 2}, {"expert_method": "exchange", "expert_factor": 0.25})]),
 )
 def test_bytes_that_experts_of_a_foreign_router_send(case):
     counted, told = bytes_of_gradients(case)

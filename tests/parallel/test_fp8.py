@@ -22,7 +22,9 @@ MORE = [
     Case("llama fp8", {"fsdp": 4, "pipe": 2}, ZERO | {"schedule": "zb-h1", "microbatches": 2}, "full"),
     Case("gpt2 fp8", {"fsdp": 4, "tensor": 2}, ZERO),
     Case("jaxformer fp8", {"fsdp": 2, "context": 2}, {"zero": 1}),
-    Case("shared mixture fp8", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_factor": 8.0}),
+    Case(
+        "shared mixture fp8", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_method": "exchange", "expert_factor": 0.5}
+    ),
 ]
 
 

@@ -45,7 +45,7 @@ CASES = [
     Case("shared mixture", {}),
 ]
 WIDER = [
-    Case("shared mixture", {"expert": 2, "tensor": 2}, {"expert_method": "exchange", "expert_factor": 8.0}),
+    Case("shared mixture", {"expert": 2, "tensor": 2}, {"expert_method": "exchange", "expert_factor": 0.5}),
     Case("unlike stacks", {"fsdp": 2, "tensor": 4}, {"residual": "sequence", "zero": 3}),
     Case("windows", {"context": 2, "tensor": 2}, {"residual": "sequence", "overlap": "ring"}),
     Case("gpt2", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"microbatches": 2, "schedule": "zb-h1", "zero": 2}),

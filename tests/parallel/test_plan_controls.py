@@ -44,7 +44,7 @@ CHUNKS = Case("llama", {"pipe": 2}, {"schedule": "looping", "microbatches": 2, "
 SHARED = Case("llama", {"tensor": 4})
 FULL_NORMS = Case("full norms", {"tensor": 2})
 EXPERTS = Case("mixture", {"expert": 2}, {"expert_method": "gather"})
-SENT = Case("mixture", {"expert": 2}, {"expert_method": "exchange", "expert_factor": 2.0})
+SENT = Case("mixture", {"expert": 2}, {"expert_method": "exchange", "expert_factor": 0.25})
 SLICES = Case("mixture", {"tensor": 2}, {"residual": "sequence"})
 FEATURES = Case("mixture", {"tensor": 2}, {"residual": "feature"})
 
@@ -126,6 +126,7 @@ CONTROLS: dict[str, Control] = {
     # Mixtures of experts.
     "gather of tokens for experts": Control(without("tokens to all experts", own_piece), EXPERTS),
     "sum and scatter of what experts give": Control(without("sums of all experts", own_part), EXPERTS),
+    "rounds that all take": Control(without("rounds of choices", of_first), SENT),
     "choices sent to their experts": Control(without("choices to experts", control.kept_all), SENT),
     "and back": Control(without("choices from experts", control.kept_all), SENT),
     "own experts of all": Control(control.first_device_in("_mixture"), EXPERTS),

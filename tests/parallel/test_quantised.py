@@ -21,7 +21,11 @@ MORE = [
     Case("llama int4 lora", {"tensor": 4}, {"residual": "sequence", "overlap": "ring"}),
     Case("llama int4 lora", {"fsdp": 2, "context": 2, "tensor": 2}, {"zero": 2}, "full"),
     Case("mixture int4 lora", {"expert": 2, "tensor": 2}, {"residual": "feature"}),
-    Case("shared mixture int4 lora", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_factor": 8.0}),
+    Case(
+        "shared mixture int4 lora",
+        {"fsdp": 2, "expert": 2},
+        {"zero": 3, "expert_method": "exchange", "expert_factor": 0.5},
+    ),
     Case("jaxformer int4 lora", {"fsdp": 2, "tensor": 2}, {"zero": 1, "residual": "feature"}),
     Case("llama int4 lora", {"pipe": 2, "tensor": 2}, {"schedule": "zb-h1", "microbatches": 2}),
 ]

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from eqformer.models import build, LlamaConfig
-from eqformer.parallel import make_mesh, Plan
+from eqformer.parallel import FURTHER_ROUNDS, make_mesh, Plan
 from eqformer.planning import (
     abstract_mesh,
     Buffer,
@@ -90,6 +90,8 @@ def test_the_buffers_of_a_program():
 @pytest.mark.quick
 def test_what_a_program_executes():
     assert executed(TEXT) == (7 * 2 * 64 * 64 * 32 + 2 * 64**3, 700)
+    uneven = f'body=%body, metadata={{op_name="jit(f)/{FURTHER_ROUNDS}/while"}}'  # which even loads do not enter
+    assert executed(TEXT.replace("body=%body", uneven)) == (2 * 64**3, 0)
     assert executed(TEXT.replace('"estimated_cycles":"100"', '"estimated_cycles":"9223372036854775807"'))[1] == 0
 
 
