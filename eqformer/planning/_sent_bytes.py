@@ -218,10 +218,7 @@ def _of_context(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
 
 
 def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> Iterator[Sent]:
-    """Tokens, choices and weights to the experts, results back, and gradients of all but the choices.
-
-    Of an exchange, one round.
-    """
+    """Tokens, choices and weights to the experts, results back, gradients of all but the choices; of rounds, one."""
     devices = plan.size(EXPERT)
     for moe in nn.modules(stack, (nn.MoE,)):
         facts, vector = moe.router.facts(), model.embedding.weight.shape[-1] * _width(model)
