@@ -12,12 +12,12 @@ from ._xla_flags import as_flags, known
 
 
 def prepare(*, devices: int | None = None, compilers: bool = False, gradients: bool = True) -> None:
-    """Set XLA's flags for CPUs and GPUs, the share of a GPU's memory that JAX takes and malloc's parameters for CPUs.
+    """Set flags of XLA and libtpu, the share of a GPU's memory that JAX takes and malloc's parameters for CPUs.
 
     What the user has set stays. Nothing else in eqformer sets them, and XLA reads them once: call it before JAX makes
     its first array or looks for devices. On CPUs training is about twice as fast with them, and texts and forward
     passes are up to a fifth faster with those of `gradients=False`; docs/benchmarks.md and docs/accelerators.md tell
-    what each brings. Flags that the installed XLA does not know are left out, with a line in the log.
+    what each brings. Flags that those installed do not know are left out, with a line in the log.
 
     With `devices` JAX takes the CPU for so many devices, whatever else is there. With `compilers` libtpu and CUDA
     compile for accelerators that are not here, as `planning.compilation_of` has them do. Raises a `ValueError` where
@@ -28,14 +28,14 @@ def prepare(*, devices: int | None = None, compilers: bool = False, gradients: b
             f"prepare(devices={devices}): it counts devices, so pass at least 1, or None for those there are."
         )
     flags = _flags(devices, compilers, gradients)
-    share = _share_of_memory()
-    if share or flags != os.environ.get("XLA_FLAGS", "").split():
+    more = _share_of_memory() | _tpu_flags()
+    if more or flags != os.environ.get("XLA_FLAGS", "").split():
         if _has_started():
             raise ValueError(
                 "prepare(): JAX has started already, and XLA reads its flags only then; call it before the first array "
                 "is made and before jax.devices()."
             )
-        os.environ.update({"XLA_FLAGS": " ".join(flags)} | share)
+        os.environ.update({"XLA_FLAGS": " ".join(flags)} | more)
     if devices is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         if (jax := sys.modules.get("jax")) is not None:  # which has read the variable
@@ -58,10 +58,21 @@ def _flags(devices: int | None, compilers: bool, gradients: bool) -> list[str]:
     return flags
 
 
-def _unset(options: dict[str, Any]) -> dict[str, Any]:
+def _unset(options: dict[str, Any], variable: str = "XLA_FLAGS") -> dict[str, Any]:
     """The options that the user has not set."""
-    given = {flag.partition("=")[0].lstrip("-") for flag in os.environ.get("XLA_FLAGS", "").split()}
+    given = {flag.partition("=")[0].lstrip("-") for flag in os.environ.get(variable, "").split()}
     return {name: value for name, value in options.items() if name not in given}
+
+
+def _tpu_flags() -> dict[str, str]:
+    """libtpu's own variable, with those of our flags that it knows, where it is installed and more are to be set."""
+    more = as_flags(known(_unset(_TPU_FLAGS, _OF_TPUS), "libtpu")) if importlib.util.find_spec("libtpu") else []
+    return {_OF_TPUS: " ".join([*os.environ.get(_OF_TPUS, "").split(), *more])} if more else {}
+
+
+def compiler_flags() -> str:
+    """All flags that this process' compilers take from its environment: other flags, other programs."""
+    return " ".join(filter(None, (os.environ.get(name) for name in ("XLA_FLAGS", _OF_TPUS))))
 
 
 def run_once(platform: str) -> dict[str, Any]:
@@ -114,6 +125,15 @@ _GPU_FLAGS = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipel
 # has no more. The rest is for CUDA, NCCL and the workspaces of their libraries: NVIDIA's own runs take 0.8 to 0.9.
 GPU_SHARE = 0.9
 _OF_MEMORY = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# A gather of weights begins before the product that stands before its own, and its parts arrive between that product's.
+# libtpu does so by default for v5e, and by SparseCores for tpu7x, which these leave as they are; for v5p and v6e it did
+# not for one gather (docs/accelerators.md).
+_TPU_FLAGS = {
+    "xla_enable_async_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+}
+_OF_TPUS = "LIBTPU_INIT_ARGS"
 _SIMULATED = "--xla_force_host_platform_device_count"
 
 # Compilers for accelerators that are not here must look for none, and say no word of it; no chip is opened, so that

@@ -12,7 +12,6 @@ if __name__ == "__main__":
 import dataclasses
 import functools
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -170,8 +169,7 @@ def compiled(run: Run, recipe: Recipe, topology: planning.Topology) -> Compilati
     """A run's program over a topology's devices; what is known of it is kept for the user's next look."""
     plan, folder = plan_of(recipe, planning.devices_of(topology)), user_folder("plans")
     assert isinstance(plan.mesh, Mesh)
-    set_by_user = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
-    made = planning.compilation_of(run.lower(plan), topology, plan.mesh, folder, set_by_user)
+    made = planning.compilation_of(run.lower(plan), topology, plan.mesh, folder)
     if folder is not None:
         delete_oldest(folder, KEPT)
     return made

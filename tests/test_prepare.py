@@ -1,6 +1,7 @@
 """Flags go to XLA only where it knows them: one that it does not would end the process."""
 
 import ast
+import importlib.util
 import logging
 import os
 import subprocess
@@ -39,7 +40,7 @@ def test_xla_agrees():
 def test_flags_for_gpus_are_set_where_there_are_compilers_for_them_and_the_users_stay(monkeypatch):
     monkeypatch.setattr(_prepare, "keep_pages", lambda libc: None)
     monkeypatch.setattr(_prepare, "_has_started", lambda: False)
-    monkeypatch.setattr(_prepare, "known", lambda options: options)
+    monkeypatch.setattr(_prepare, "known", lambda options, library="jaxlib": options)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "")
     set_by = {}
     for installed in ([], ["jax_cuda13_plugin"]):
@@ -52,6 +53,27 @@ def test_flags_for_gpus_are_set_where_there_are_compilers_for_them_and_the_users
     # Gathers are pipelined, scatters are not.
     wanted = {(False, False): [], (False, True): ["false"], (True, False): ["true", "false"]}
     assert set_by == wanted | {(True, True): ["false", "false"]}
+
+
+def test_flags_for_tpus_go_to_libtpu_where_it_is_and_knows_them(monkeypatch, tmp_path, caplog):
+    """Another library's flags are none of its, and the control is a flag that is gone."""
+    (tmp_path / "libtpu.so").write_bytes(b"..\0" + b"\0".join(name.encode() for name in _prepare._TPU_FLAGS) + b"\0..")
+    spec = importlib.util.spec_from_file_location("libtpu", tmp_path / "__init__.py", submodule_search_locations=[])
+    spec.submodule_search_locations = [str(tmp_path)]
+    find = importlib.util.find_spec
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: spec if name == "libtpu" else find(name))
+        patch.setenv("LIBTPU_INIT_ARGS", "--xla_enable_async_all_gather=false --xla_of_the_user=1")
+        names = [name for name in _prepare._TPU_FLAGS if name != "xla_enable_async_all_gather"]
+        own = os.environ["LIBTPU_INIT_ARGS"]
+        assert _prepare._tpu_flags() == {"LIBTPU_INIT_ARGS": " ".join([own, *(f"--{name}=true" for name in names)])}
+        patch.setenv("LIBTPU_INIT_ARGS", _prepare._tpu_flags()["LIBTPU_INIT_ARGS"])
+        assert _prepare._tpu_flags() == {}  # there is nothing left to set
+        patch.setattr(_prepare, "_TPU_FLAGS", {"xla_tpu_no_such_flag": True, "xla_backend_optimization_level": 0})
+        with caplog.at_level(logging.WARNING, logger="eqformer"):
+            assert _prepare._tpu_flags() == {} and len(caplog.records) == 2
+        patch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
+        assert _prepare._tpu_flags() == {} and len(caplog.records) == 2  # nothing is asked about
 
 
 @pytest.mark.parametrize("own", [None, "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
@@ -67,7 +89,7 @@ def test_jax_takes_most_of_a_gpus_memory_where_the_user_says_nothing(monkeypatch
     eqformer.prepare()
     assert options().get("memory_fraction") == (0.4 if own else None)  # no GPU: nothing is set
     monkeypatch.setattr(_prepare, "_has_gpus", lambda: True)
-    monkeypatch.setattr(_prepare, "known", lambda options: options)
+    monkeypatch.setattr(_prepare, "known", lambda options, library="jaxlib": options)
     eqformer.prepare()
     assert options()["memory_fraction"] == (0.4 if own else _prepare.GPU_SHARE)
 

@@ -16,6 +16,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from .._prepare import compiler_flags
 from ..nn import compilers
 from ..parallel import COLLECTIVES
 from ._accelerators import Accelerator, Topology
@@ -79,15 +80,15 @@ def compilation_of(
     topology: Topology,
     mesh: Mesh,
     folder: Path | None = None,
-    flags: str = "",
 ) -> Compilation:
     """What is known of a program once it is compiled for devices of a topology, on which it cannot run.
 
-    What is known is kept in the `folder`, a file each: the same program for the same topology and XLA's `flags` is
-    compiled once. Raises JAX's `JaxRuntimeError` where the compiler fails for another reason than memory.
+    What is known is kept in the `folder`, a file each: the same program for the same topology and the same flags of
+    XLA and libtpu is compiled once. Raises JAX's `JaxRuntimeError` where the compiler fails for another reason than
+    memory.
     """
     one = topology.accelerator
-    asked = [str(topology), [device.id for device in mesh.devices.flat], flags, lowered.as_text()]
+    asked = [str(topology), [device.id for device in mesh.devices.flat], compiler_flags(), lowered.as_text()]
     asked += [_target(one)] if one.platform == "cuda" else []
     path = None if folder is None else folder / f"{_key(asked)}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or another version's

@@ -106,12 +106,15 @@ def waits(name: str, lines: Iterable[Instruction]) -> Waits | None:
     return None
 
 
-_WORK = {"fusion", "convolution", "dot", "while", "call", "custom-call", "sort", "scatter", "reduce", "conditional"}
+_KERNEL = re.compile(r'custom_call_target="[^"]*(__cu|tpu_custom_call|triton|mosaic)')
 _PASSED = {"get-tuple-element", "bitcast", "tuple", "copy", "copy-start", "copy-done"}
 
 
 def hidden_starts(lines: Sequence[Instruction], program: dict[str, list[Instruction]]) -> set[str]:
-    """Names of the instructions that begin a collective and are waited for only after other work, in their order."""
+    """Names of the instructions that begin a collective and are waited for only after products or a kernel, in order.
+
+    Elementwise work beside it is none that would hide it: the first gather of a layer often has only casts of the next.
+    """
     kinds = {line.name: next((k for n in called(line) if (k := waits(n, program.get(n, [])))), None) for line in lines}
     found = set()
     for place, line in enumerate(lines):
@@ -125,8 +128,17 @@ def hidden_starts(lines: Sequence[Instruction], program: dict[str, list[Instruct
                 break
             if is_handed and (kinds[after.name] is Waits.WORKS or after.operation in _PASSED):
                 handed.add(after.name)
-            worked |= after.operation in _WORK and kinds[after.name] not in (Waits.STARTS, Waits.ENDS)
+            worked = worked or (kinds[after.name] not in (Waits.STARTS, Waits.ENDS) and _multiplies(after, program))
     return found
+
+
+def _multiplies(line: Instruction, program: dict[str, list[Instruction]]) -> bool:
+    """Whether an instruction is, or runs, a product of matrices or a kernel."""
+    if line.operation in ("convolution", "dot"):
+        return True
+    if line.operation == "custom-call" and _KERNEL.search(line.attributes):
+        return True
+    return any(_multiplies(one, program) for name in called(line) for one in program.get(name, []))
 
 
 def called(line: Instruction) -> list[str]:

@@ -22,6 +22,10 @@ def test_what_was_told_of_a_program_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(_absent, "_compiled", lambda *_: pytest.fail("compiled again"))
     again = compilation_of(lowered, chips, mesh, folder)
     assert again.is_kept and not first.is_kept and again.program == first.program and again.seconds == first.seconds
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):  # by which programs are others
+        with monkeypatch.context() as other, pytest.raises(pytest.fail.Exception, match="compiled again"):
+            other.setenv(name, "a flag more")
+            compilation_of(lowered, chips, mesh, folder)
     (file,) = folder.iterdir()
     file.write_text("{}")  # another version's, or half a file
     with pytest.raises(pytest.fail.Exception, match="compiled again"):
