@@ -13,7 +13,7 @@ from ..parallel import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, STATE, 
 from ._accelerators import Accelerator, Topology
 from ._costs import flops_per_token, fp8_flops_per_token, idle_shares
 from ._held_bytes import ON_HOST
-from ._sent_bytes import by_cause, Sent
+from ._sent_bytes import by_cause, GRADIENTS, Sent
 
 
 KEPT_ON_HOST = "kept on its host"
@@ -41,6 +41,8 @@ class Roofline:
     """Sending what the backward pass reads to the host, beside the forward pass; and as long back, in the other."""
     updated: float = 0.0
     """Bringing the optimizer's state from the host and taking it back, which an update waits for."""
+    waited: float = 0.0
+    """Of state, the part that is sent with nothing beside it: on TPUs, gradients."""
 
     @property
     def by_cause(self) -> dict[str, float]:
@@ -55,8 +57,8 @@ class Roofline:
 
         What a pass sends to the host or brings back takes as long as its products at least.
         """
-        beside = sum(size for cause, size in self.sent.items() if cause in self.hidden)
-        alone = sum(size for cause, size in self.sent.items() if cause not in self.hidden)
+        beside = sum(size for cause, size in self.sent.items() if cause in self.hidden) - self.waited
+        alone = sum(size for cause, size in self.sent.items() if cause not in self.hidden) + self.waited
         waits = max(0.0, self.kept - self.forward) + max(0.0, self.kept - (self.products - self.forward))
         return (max(self.products + waits, self.memory, beside) + alone + self.updated) / (1 - self.bubble)
 
@@ -86,8 +88,9 @@ def roofline(
     """The seconds of a training step, of which each device sends what `sent_bytes` says.
 
     Products run at the peak of the compute dtype, those of 8 bits at that of fp8, each link at its data sheet's speed,
-    and what is read and written is counted by linear maps: what comes is close to a lower bound. Raises a `ValueError`
-    if the mesh has another number of devices than the topology.
+    and what is read and written is counted by linear maps: what comes is close to a lower bound. TPUs wait for
+    gradients, as their programs do (docs/accelerators.md), and for nothing else of state. Raises a `ValueError` if the
+    mesh has another number of devices than the topology.
 
     Args:
         plan: How the model is laid out.
@@ -111,7 +114,9 @@ def roofline(
     own, forward = seconds(trained=trained), seconds(backward=False)
     again = plan.is_pipelined + (model.stacks[0].remat in ("full", "dots_no_batch"))
     bubble = parallel.simulate(plan.timetable()).lock_step.bubble if plan.is_pipelined else 0.0
+    sent = list(sent)
     links = {cause: size / _speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}
+    gradients = sum(each.size for each in sent if each.cause == STATE and each.what.startswith(GRADIENTS))
     hidden = [STATE]
     if plan.context_method == "ring":
         hidden.append(CONTEXT)
@@ -127,6 +132,7 @@ def roofline(
         forward,
         kept / one.host,
         2 * moments / one.host,
+        gradients / _speed(STATE, plan, speeds) if gradients and one.platform == "tpu" else 0.0,
     )
 
 

@@ -13,6 +13,9 @@ from ..parallel import CONTEXT, EXPERT, FSDP, PIPE, STATE, TENSOR
 from ._bounds import context_bytes, gather_bytes, pipeline_bytes, sharded_state_bytes
 
 
+GRADIENTS = "gradients"  # how it is said of state that it is no parameters
+
+
 class Sent(NamedTuple):
     """Bytes that a device sends in a step, of one cause: `STATE`, or the axis whose split asks for them."""
 
@@ -81,7 +84,7 @@ def by_cause(found: Iterable[Sent]) -> dict[str, float]:
 
 
 def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any, casts_first: bool) -> Iterator[Sent]:
-    what = f"parameters and gradients, zero {plan.zero}"
+    of_weights, of_gradients = f"parameters, zero {plan.zero}", f"{GRADIENTS}, zero {plan.zero}"
     # A pipeline's backward entry runs its layers forward once more, and gathers them for it; a single one it keeps.
     width = lambda leaf: jnp.dtype(leaf.sent).itemsize
     gathered = lambda leaf: min(width(leaf), _width(model)) if casts_first else width(leaf)
@@ -93,29 +96,28 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any, casts_fir
             continue
         pieces = plan.size(FSDP) if leaf.fsdp_dim is not None else 1
         once = plan.is_pipelined and not (plan.zero == 3 and layers)
-        shared_out = sharded_state_bytes(
-            number,
-            pieces,
-            zero=plan.zero,
-            microbatches=1 if once else plan.microbatches,
-            # What is no layer's, or on a GPU that of the one layer of a stack, whose loop the compiler takes away, once
-            # for both passes; a head in parts, in each.
-            gathers=2 + (plan.is_pipelined and is_deep)
-            if layers > 1 or (layers and (plan.is_pipelined or casts_first))
-            else 1 + (x is of_logits and head is not None),
-            weight_bytes=gathered(leaf) if plan.zero == 3 else weight,
-            gradient_bytes=max(weight, 4) if moves else 0,  # summed in float32 at least
-        )
-        yield Sent(STATE, what, shared_out)
-        if x is of_logits and head is None:  # beside vectors, logits have gathers and a gradient of their own
-            of_both = 2 * _width(model) + max(weight, 4) * moves
-            yield Sent(STATE, what, plan.microbatches * gather_bytes(number * of_both, pieces))
+        # What is no layer's, or on a GPU that of the one layer of a stack, whose loop the compiler takes away, once for
+        # both passes; a head in parts, in each.
+        in_loop = layers > 1 or (layers and (plan.is_pipelined or casts_first))
+        gathers = 2 + (plan.is_pipelined and is_deep) if in_loop else 1 + (x is of_logits and head is not None)
+        kept: dict[str, Any] = {"zero": plan.zero, "microbatches": 1 if once else plan.microbatches, "gathers": gathers}
+        narrow = gathered(leaf) if plan.zero == 3 else weight
+        wide = max(weight, 4) if moves else 0  # summed in float32 at least
+        for what, *sizes, again in ((of_weights, narrow, 0, 2 * _width(model)), (of_gradients, 0, wide, wide)):
+            sent = dict(zip(("weight_bytes", "gradient_bytes"), sizes))
+            yield Sent(STATE, what, sharded_state_bytes(number, pieces, **kept, **sent))
+            if x is of_logits and head is None:  # beside vectors, logits have gathers and a gradient of their own
+                yield Sent(STATE, what, plan.microbatches * gather_bytes(number * again, pieces))
         if not moves:
             continue
         over = [axis for axis in leaf.reduced if plan.size(axis) > 1]
         copies = math.prod(map(plan.size, over))
         summed = sharded_state_bytes(number / pieces, copies, zero=0, gradient_bytes=max(weight, 4))
-        yield Sent(TENSOR, "gradients of what all hold", summed) if over == [TENSOR] else Sent(STATE, what, summed)
+        yield (
+            Sent(TENSOR, "gradients of what all hold", summed)
+            if over == [TENSOR]
+            else Sent(STATE, of_gradients, summed)
+        )
 
 
 def _of_edges(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> float:

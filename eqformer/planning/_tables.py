@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from ..nn import format_table
-from ..parallel import COLLECTIVES
+from ..parallel import COLLECTIVES, STATE
 from ._absent import Compilation
 from ._accelerators import Accelerator
 from ._communication import communication_table
@@ -62,6 +62,7 @@ def _time_table(found: Forecast) -> str:
     time = found.time
     rows = [("a step, by roofline", "seconds", "")]
     beside = dict.fromkeys(time.hidden, "beside products")
+    beside |= {STATE: f"beside products, but for {time.waited:.4f}"} if time.waited else {}
     rows += [(cause, f"{seconds:.4f}", beside.get(cause, "")) for cause, seconds in time.by_cause.items()]
     rows += [("bubble of the pipeline", f"{time.bubble:.1%}", "")] * (time.bubble > 0)
     return format_table([*rows, ("in all", f"{time.seconds:.4f}", f"bound by {time.bound}")])

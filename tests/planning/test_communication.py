@@ -202,8 +202,8 @@ def test_what_a_program_for_tpus_would_be_counted_as_otherwise():
     assert (summed.kind, summed.sent) == ("all-reduce", 2 * SCATTER)
 
 
-# A loop over eight layers of 4,096 to 14,336 channels over fsdp 16, compiled for v5p:2x2x4 by libtpu 0.0.42.1 with gathers
-# by SparseCores: the first of a layer is waited for after casts of the others', each of these after a product.
+# A loop over eight layers of 4,096 to 14,336 channels over fsdp 16, compiled for v5p:2x2x4 by libtpu 0.0.42.1 with
+# gathers by SparseCores: the first of a layer is waited for after casts of the others', each of these after a product.
 V5P = (pathlib.Path(__file__).parent / "programs" / "v5p.hlo").read_text()
 
 
