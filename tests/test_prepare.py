@@ -59,6 +59,7 @@ def test_flags_for_tpus_go_to_libtpu_where_it_is_and_knows_them(monkeypatch, tmp
     """Another library's flags are none of its, and the control is a flag that is gone."""
     (tmp_path / "libtpu.so").write_bytes(b"..\0" + b"\0".join(name.encode() for name in _prepare._TPU_FLAGS) + b"\0..")
     spec = importlib.util.spec_from_file_location("libtpu", tmp_path / "__init__.py", submodule_search_locations=[])
+    assert spec is not None
     spec.submodule_search_locations = [str(tmp_path)]
     find = importlib.util.find_spec
     with monkeypatch.context() as patch:

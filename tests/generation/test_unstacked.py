@@ -1,5 +1,7 @@
 """The same numbers with and without a loop over layers."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -32,7 +34,7 @@ def test_layers_apart_give_the_logits_of_the_stack():
 
 
 def test_a_platform_that_copies_what_a_loop_reads_has_layers_apart():
-    shape = {"vocab": 16, "embed": 16, "layers": 2, "heads": 2, "kv_heads": 1, "mlp": 16}
+    shape: dict[str, Any] = {"vocab": 16, "embed": 16, "layers": 2, "heads": 2, "kv_heads": 1, "mlp": 16}
     dense, mixture = models.LlamaConfig(**shape), models.MixtralConfig(**shape, experts=2, top_k=1)
 
     def lengths(config, platform):

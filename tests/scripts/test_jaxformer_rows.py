@@ -15,7 +15,7 @@ def test_a_mesh_takes_one_device_s_step_and_drops_choices():
     def losses(config, meshes):
         rows = list(jaxformer(1, config, meshes, rows=4, seq=16))
         assert [row.name for row in rows] == list(meshes) and rows[0].ratio == 1
-        assert all(row.value > 0 and row.unit == "tokens/s" for row in rows)
+        assert all(row.value is not None and row.value > 0 and row.unit == "tokens/s" for row in rows)
         return [re.findall(r"loss (\d+\.\d{3})", row.note) for row in rows]
 
     alone, over_two = losses(small, one | {"fsdp 2": {"fsdp": 2}})
