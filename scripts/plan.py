@@ -85,8 +85,8 @@ def tell(command: Command) -> None:
         print(json.dumps(row | {"compiled": made and made.as_dict()}, indent=1))
     else:
         line = CACHED if command.decode else attention_line(recipe, model, topology.accelerator.platform)
-        told = parallel.summary(plan, model, rows=recipe.batch, seq=1 if command.decode else recipe.seq)
-        print(f"{topology}; {told}; {run.found.parameters:,} parameters\n{line}\n\nby formulas:")
+        summary = parallel.summary(plan, model, rows=recipe.batch, seq=1 if command.decode else recipe.seq)
+        print(f"{topology}; {summary}; {run.found.parameters:,} parameters\n{line}\n\nby formulas:")
         print(planning.forecast_table(run.found), end="\n\n")
         print(_unsaid(topology) if made is None else planning.compilation_table(made, run.found))
         if run.found.missing or (made is not None and _lacks(made, topology)):
