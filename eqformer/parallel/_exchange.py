@@ -23,8 +23,10 @@ class _Queues(NamedTuple):
     """Each device has a queue of choices for every device of the axis, of which a round takes the next few."""
 
     choices: Int[Array, "tokens top_k"]
-    rank: Int[Array, "tokens top_k"]
-    """Each choice's place in its queue."""
+    turn: Int[Array, "tokens top_k"]
+    """Each choice's round."""
+    place: Int[Array, "tokens top_k"]
+    """Its slot in that round, of those for its device."""
     rounds: Int[Array, ""]
     """How many it takes until all queues of all devices of the axis are empty."""
 
@@ -58,7 +60,7 @@ def exchanged(
     rank = nn.dispatch.rank_of_choice(jnp.where(choices < 0, -1, choices // len(experts)), devices)
     most = jnp.max(jnp.where(choices < 0, -1, rank), initial=-1) // count + 1
     # Of the devices that exchange, none must leave the loop before another.
-    queues = _Queues(choices, rank, send.pmax("rounds of choices", vary(most, [EXPERT]), EXPERT))
+    queues = _Queues(choices, rank // count, rank % count, send.pmax("rounds of choices", vary(most, [EXPERT]), EXPERT))
     moving, fixed = eqx.partition(experts, nn.is_trainable)
     codes, static = eqx.partition(fixed, eqx.is_array)
     # Typed alike, so that the transposes of these sum what no round sums.
@@ -77,7 +79,9 @@ def _rounds(one: Callable[..., Array]) -> Callable[..., Float[Array, "tokens top
             return jax.lax.while_loop(is_left, step, (jnp.ones((), jnp.int32), first))[1]
 
     def further(first: Array, codes: PyTree, queues: _Queues, *given: PyTree) -> Array:
-        return all_of(first, queues, lambda number, total: total + one(codes, queues, number, *given))
+        is_own = lambda number: (queues.turn == number)[..., None]
+        more = lambda number, total: jnp.where(is_own(number), one(codes, queues, number, *given), total)
+        return all_of(first, queues, more)
 
     @jax.custom_vjp
     def run(codes: PyTree, queues: _Queues, *given: PyTree) -> Array:
@@ -113,9 +117,9 @@ def _round(
     weights: Float[Array, "tokens top_k"] | None,
 ) -> Float[Array, "tokens top_k embed"]:
     """What the choices of a round give, of tokens times their weights, if any; zeros for all others."""
-    experts, (choices, rank, _) = eqx.combine(moving, codes, static), queues
-    is_own = (choices >= 0) & (rank // count == number)
-    slot = jnp.where(is_own, choices // len(experts) * count + rank % count, -1)
+    experts, choices = eqx.combine(moving, codes, static), queues.choices
+    is_own = (choices >= 0) & (queues.turn == number)
+    slot = jnp.where(is_own, choices // len(experts) * count + queues.place, -1)
     choice = nn.dispatch.choice_of_slot(slot, jax.lax.axis_size(EXPERT) * count)
     sent = nn.dispatch.take_some_rows(x, choice // choices.shape[-1], slot)
     if weights is not None:
