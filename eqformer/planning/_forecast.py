@@ -144,9 +144,6 @@ def decode_forecast(
     return Forecast(topology, {"weights": weights, "caches": cache}, sent, time, parameter_count(model), operations)
 
 
-_TRIES = 12  # of so many plans is the memory computed, a second or two each
-
-
 class Proposal(NamedTuple):
     """A plan that fits, with the bytes that a device holds and the seconds of a step."""
 
@@ -184,7 +181,7 @@ def best_plans(
 
     meshes = every_mesh(topology.devices, states.plan, model)
     cost = lambda one: time(one).seconds
-    of: dict[str, Any] = {"platform": topology.accelerator.platform, "meshes": meshes, "cost": cost, "tries": _TRIES}
+    of: dict[str, Any] = {"platform": topology.accelerator.platform, "meshes": meshes, "cost": cost}
     found = fitting_plans(states, model, batch, memory, most=most, **of)
     return sorted(itertools.starmap(proposal, found.offered), key=lambda one: one.time.seconds)
 

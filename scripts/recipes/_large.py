@@ -1,6 +1,7 @@
 """Published models at the scale that they are trained at, by name of model and accelerators: for scripts/plan.py.
 
-None has been run: each is planned and compiled (docs/accelerators.md). By AdamW, in float32 with products in bfloat16.
+None has been run: each is planned and compiled (docs/accelerators.md). By AdamW, in float32 with products in bfloat16;
+moments of 8 bits, on the host, where wide ones do not fit.
 """
 
 from typing import Any
@@ -14,14 +15,24 @@ from ._recipe import Mesh, Recipe
 
 
 _ALL_AGAIN = Execution(remat="full")
+_ADAMW = Optimization(name="adamw", learning_rate=3e-4)
+_NARROW = Optimization(name="adamw", learning_rate=3e-4, moments="8bit")
 
 
-def _of(model: str, mesh: Mesh, batch: int, seq: int, execution: Execution = _ALL_AGAIN, **choices: Any) -> Recipe:
+def _of(
+    model: str,
+    mesh: Mesh,
+    batch: int,
+    seq: int,
+    execution: Execution = _ALL_AGAIN,
+    optimizer: Optimization = _ADAMW,
+    **choices: Any,
+) -> Recipe:
     return Recipe(
         model=preset(model),
         batch=batch,
         seq=seq,
-        optimizer=Optimization(name="adamw", learning_rate=3e-4),
+        optimizer=optimizer,
         precision=Precision("float32", "bfloat16"),
         execution=execution,
         mesh=mesh,
@@ -45,6 +56,9 @@ LARGE: dict[str, tuple[str, Recipe]] = {
     "mixtral-8x7b-v5p-128": ("v5p:4x4x8", _of("mixtral-8x7b", Mesh(fsdp=16, expert=8), 128, 4096)),
     "deepseek-v3-v5p-2048": ("v5p:8x16x16", _of("deepseek-v3", Mesh(fsdp=32, expert=64), 2048, 4096)),
     "deepseek-v3-tpu7x-512": ("tpu7x:8x8x8", _of("deepseek-v3", Mesh(fsdp=32, expert=32), 1024, 4096)),
-    "deepseek-v3-h100-256": ("h100:8x32", _of("deepseek-v3", Mesh(fsdp=32, expert=8), 256, 4096)),
+    "deepseek-v3-h100-256": (
+        "h100:8x32",
+        _of("deepseek-v3", Mesh(fsdp=8, expert=32), 256, 4096, optimizer=_NARROW, optimizer_memory="pinned_host"),
+    ),
     "qwen3-30b-a3b-h100-64": ("h100:8x8", _of("qwen3-30b-a3b", Mesh(fsdp=8, expert=8), 256, 4096)),
 }

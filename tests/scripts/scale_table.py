@@ -1,0 +1,45 @@
+"""Formulas' columns of the table of large recipes in docs/accelerators.md: `python tests/scripts/scale_table.py`."""
+
+import pathlib
+import sys
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "scripts")]
+    from support import environment
+
+    environment.prepare(["--simulate", "1"])
+
+from recipes import LARGE
+from support.mesh import abstract_plan, state_of
+from support.setup import batch_shapes, optimizer_of, shapes_of
+
+from eqformer import planning
+
+
+PAGE = ROOT / "docs" / "accelerators.md"
+
+
+def formulas(name: str) -> str:
+    """What a recipe holds and sends, its seconds and its MFU, as the table has them."""
+    topology, recipe = LARGE[name]
+    plan, model = abstract_plan(recipe), shapes_of(recipe)
+    states = state_of(recipe, plan, optimizer_of(recipe, model), model)
+    found = planning.forecast(states, model, batch_shapes(recipe), planning.topology(topology))
+    sent = sum(size for *_, size in found.sent)
+    held, seconds = found.total / 1e9, found.time.seconds
+    return f"{name} | {topology} | {held:.1f} | {sent / 1e9:.1f} | {seconds:.2f}, {found.time.utilization:.0%}"
+
+
+def in_docs() -> dict[str, str]:
+    """The same as it stands in the docs, by name."""
+    table = PAGE.read_text(encoding="utf-8").partition("| `--recipe` |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    return {row[0]: " | ".join(row[:5]) for row in rows}
+
+
+if __name__ == "__main__":
+    for name in LARGE:
+        print(f"| {formulas(name)} |")

@@ -1,0 +1,19 @@
+"""What the docs say of recipes at the scale of many machines is what the formulas give today."""
+
+import pytest
+from recipes import LARGE
+from scale_table import formulas, in_docs
+
+
+DEFAULT = ("llama-3-8b-v5e-256", "llama-3-8b-h100-8")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.grid) for n in LARGE])
+def test_the_docs_have_what_formulas_give(name):
+    assert in_docs()[name] == formulas(name)
+
+
+@pytest.mark.quick
+def test_every_recipe_has_a_row_of_its_own():
+    found = in_docs()
+    assert list(found) == list(LARGE) and len(set(found.values())) == len(LARGE)
