@@ -101,18 +101,6 @@ def test_the_attention_that_runs_is_said(flags, line):
     assert f"\nattention: {line}" in told(f"--formulas --topology {flags}")
 
 
-def test_a_program_is_kept_by_what_its_compiler_is_given(monkeypatch):
-    asked = []
-    recipe, chips = parse(plan.Command, ["--topology", "v5e:1x1"]).run, topology("v5e:1x1")
-    monkeypatch.setattr(plan, "user_folder", lambda name: None)
-    monkeypatch.setattr(plan.planning, "devices_of", lambda topology: jax.devices()[:1])
-    monkeypatch.setattr(plan.planning, "compilation_of", lambda *given: asked.append(given[-1]))
-    for given in ("--own=1", "--own=2"):
-        monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
-        plan.compiled(plan.Run(None, lambda plan: None, str), recipe, chips)  # pyright: ignore[reportArgumentType]
-    assert len(set(asked)) == 2 and asked[0].endswith("--own=1")
-
-
 @pytest.mark.parametrize("name, extra", [("v5e:2x4", "eqformer[tpu]"), ("h100:8", "eqformer[cuda]")])
 def test_without_a_compiler_formulas_are_told_and_the_extra_is_named(name, extra, monkeypatch):
     monkeypatch.setattr(_absent, "compilers", lambda: ())
