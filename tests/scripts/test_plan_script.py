@@ -2,11 +2,8 @@
 
 import json
 
-import jax
-import plan
 import pytest
 from script_helpers import run_here
-from support.command import parse
 
 from eqformer.planning import _absent, missing_compiler, topology
 
