@@ -109,7 +109,7 @@ class _Warmup(eqx.Module):
 
     def __call__(self, step: int | Int[Array, ""]) -> Float[Array, ""]:
         at = jnp.asarray(step, jnp.float32)
-        return self.peak * jnp.where(at < self.warmup, (at + 1) / (self.warmup + 1), self.after(at))
+        return jnp.where(at < self.warmup, (at + 1) / (self.warmup + 1), self.after(at)) * self.peak
 
 
 def _level(step: Float[Array, ""]) -> Float[Array, ""]:
@@ -123,7 +123,7 @@ class _Cosine(eqx.Module):
 
     def __call__(self, step: Float[Array, ""]) -> Float[Array, ""]:
         share = jnp.minimum((step - self.start) / self.steps, 1)
-        return self.final + (1 - self.final) * (1 + jnp.cos(jnp.pi * share)) / 2
+        return (1 + jnp.cos(jnp.pi * share)) / 2 * (1 - self.final) + self.final
 
 
 class _Fall(eqx.Module):
