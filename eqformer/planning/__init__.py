@@ -48,14 +48,13 @@ from ._executed import executed as executed
 from ._fitting import (
     abstract_mesh as abstract_mesh,
     Candidate as Candidate,
+    every_mesh as every_mesh,
     Fitting as Fitting,
     fitting_plans as fitting_plans,
-    meshes_of as meshes_of,
 )
 from ._forecast import (
     best_plans as best_plans,
     decode_forecast as decode_forecast,
-    every_mesh as every_mesh,
     Forecast as Forecast,
     forecast as forecast,
     Proposal as Proposal,

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from .. import nn, parallel
 from ..parallel import EXPERT, FSDP, TENSOR
 from ._accelerators import Topology
-from ._fitting import abstract_mesh
-from ._forecast import decode_forecast, divisors, Forecast
+from ._fitting import abstract_mesh, divisors
+from ._forecast import decode_forecast, Forecast
 
 
 _NARROW = "int8"

@@ -10,13 +10,14 @@ from jax.sharding import AbstractMesh, AxisType
 
 from .. import nn, parallel, training
 from .._shapes import Batch
-from ..parallel import AXES, FSDP, PIPE, REPLICA, TENSOR
+from ..parallel import AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
 from ._held_bytes import state_bytes, step_bytes
 from ._sent_bytes import sent_bytes
 from ._temporary_bytes import StepBytes
 
 
-MOST_TENSOR = 8  # the largest tensor axis that is tried: a larger one would send over the links between machines
+MOST_TENSOR = 8  # the largest tensor axis that is tried: on GPUs a larger one would send between machines
+MOST_CONTEXT = 8  # the largest context axis that is tried
 TRACED = 16  # the most plans that are traced (a second or more each), if some of them fit
 MOST_TRACED = 64  # the same, if none fits
 MOST_OFFERED = 3  # the most plans that are offered
@@ -67,8 +68,9 @@ def fitting_plans(
 ) -> Fitting:
     """The plans for as many devices that fit into `memory`, those of the least `cost` (bytes sent, by default) first.
 
-    Plans have the `states`' choices, on the `meshes` with their stage of zero (by default `meshes_of` its plan), with
-    the model's policy of recomputation or recomputing all. Nothing is compiled; models are traced once each.
+    Plans have the `states`' choices, on the `meshes` with their stage of zero (by default `every_mesh` of as many
+    devices), with the model's policy of recomputation or recomputing all. Nothing is compiled; models are traced once
+    each.
 
     Args:
         states: The state under the plan in question.
@@ -81,7 +83,7 @@ def fitting_plans(
         most: How many to offer.
         tries: Of how many, at most, bytes are computed; None: as many as it takes some minutes to compute.
     """
-    chosen = list(meshes_of(states.plan) if meshes is None else meshes)
+    chosen = list(every_mesh(states.plan.mesh.size, states.plan, model) if meshes is None else meshes)
     candidates, least_state, tried = _candidates(states, model, batch, memory, chosen)
     candidates.sort(key=cost)
     step = lambda one: step_bytes(states.under(one.plan), one.model, batch, platform)
@@ -90,16 +92,32 @@ def fitting_plans(
     return Fitting(offered, least, least_state, tried, len(candidates), len(traced))
 
 
-def meshes_of(plan: parallel.Plan) -> Iterator[tuple[AbstractMesh, int]]:
-    """Meshes of other sizes of fsdp, tensor and pipe over as many devices, each with the plan's `zero` and with 3."""
-    sizes = parallel.axis_sizes(plan.mesh)
-    number = math.prod(sizes[axis] for axis in (REPLICA, FSDP, TENSOR, PIPE))
-    for tensor, pipe in itertools.product(range(1, min(number, MOST_TENSOR) + 1), range(1, number + 1)):
-        if number % (tensor * pipe) or (pipe > 1 and plan.microbatches < pipe):
-            continue
-        fsdp = number // (tensor * pipe)
-        mesh = abstract_mesh(sizes | {REPLICA: 1, FSDP: fsdp, TENSOR: tensor, PIPE: pipe})
-        yield from ((mesh, zero) for zero in sorted({plan.zero, 3} if fsdp > 1 else {plan.zero}))
+def every_mesh(
+    devices: int,
+    plan: parallel.Plan,
+    model: nn.Transformer,
+    *,
+    tensor: int = MOST_TENSOR,
+    replicas: Iterable[int] = (1,),
+) -> Iterator[tuple[AbstractMesh, int]]:
+    """Meshes of so many devices with a stage of zero each: the plan's and, where `fsdp` splits rows, 3.
+
+    `tensor` has at most so many devices, `context` at most 8, `pipe` as many stages as there are microbatches and
+    layers, `expert` as many as there are experts, `replica` one of the given numbers; `fsdp` has the rest.
+    """
+    experts = min((moe.router.facts().experts for moe in nn.modules(model, nn.MoE)), default=1)
+    stages = min(plan.microbatches, sum(map(len, model.stacks)))
+    most = (divisors(devices, int(size)) for size in (experts, stages, MOST_CONTEXT, tensor))
+    for replica, expert, pipe, context, split in itertools.product(sorted(set(replicas)), *most):
+        rest, left = divmod(devices, replica * expert * pipe * context * split)
+        if rest and not left:
+            sizes = {REPLICA: replica, FSDP: rest, EXPERT: expert, PIPE: pipe, CONTEXT: context, TENSOR: split}
+            yield from ((abstract_mesh(sizes), zero) for zero in sorted({plan.zero, 3} if rest > 1 else {plan.zero}))
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """The divisors of a number up to `most`."""
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0]
 
 
 def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:

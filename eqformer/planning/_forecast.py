@@ -3,20 +3,18 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 
 from .. import nn, parallel, training
 from .._shapes import Batch
-from ..parallel import CONTEXT, EXPERT, FSDP, PIPE, TENSOR
+from ..parallel import PIPE, TENSOR
 from ._accelerators import Topology
 from ._bounds import gather_bytes
 from ._compile import decode_shapes
 from ._costs import flops_per_token, parameter_count
-from ._fitting import abstract_mesh, Candidate, fitting_plans
+from ._fitting import Candidate, every_mesh, fitting_plans
 from ._held_bytes import ON_HOST, placed_bytes, state_bytes, step_bytes
 from ._roofline import Roofline, roofline
 from ._sent_bytes import by_cause, Sent, sent_bytes
@@ -144,6 +142,9 @@ def decode_forecast(
     return Forecast(topology, {"weights": weights, "caches": cache}, sent, time, parameter_count(model), operations)
 
 
+MOST_OF_TORUS = 64  # the largest tensor axis that is tried on TPUs
+
+
 class Proposal(NamedTuple):
     """A plan that fits, with the bytes that a device holds and the seconds of a step."""
 
@@ -168,7 +169,8 @@ def best_plans(
 ) -> list[Proposal]:
     """Of all meshes over a topology, those that fit into its memory and take the least time, by formulas.
 
-    What is kept on hosts is found by tracing: it counts among the plans that are offered, and not for which are tried.
+    Over machines of GPUs state may be held by each of them. What is kept on hosts is found by tracing: it counts among
+    the plans that are offered, and not for which are tried.
     """
     memory = topology.accelerator.memory
 
@@ -179,29 +181,13 @@ def best_plans(
     def proposal(one: Candidate, step: StepBytes) -> Proposal:
         return Proposal(one, step.total, time(one, step.on_host))
 
-    meshes = every_mesh(topology.devices, states.plan, model)
+    # A torus has no bound such as a switch's. Between machines copies may take less time than pieces.
+    switched, machines = topology.accelerator.switched, math.prod(topology.shape[1:])
+    limits: dict[str, Any] = {"tensor": MOST_OF_TORUS}
+    if switched > 1:
+        limits = {"tensor": switched, "replicas": (1, machines)}
+    meshes = every_mesh(topology.devices, states.plan, model, **limits)
     cost = lambda one: time(one).seconds
     of: dict[str, Any] = {"platform": topology.accelerator.platform, "meshes": meshes, "cost": cost}
     found = fitting_plans(states, model, batch, memory, most=most, **of)
     return sorted(itertools.starmap(proposal, found.offered), key=lambda one: one.time.seconds)
-
-
-def every_mesh(devices: int, plan: parallel.Plan, model: nn.Transformer) -> Iterator[tuple[AbstractMesh, int]]:
-    """Meshes of so many devices, with zero 3 wherever rows are split.
-
-    `tensor` and `context` have at most 8 devices, `pipe` as many stages as there are microbatches and layers, `expert`
-    as many as there are experts; `fsdp` has the rest.
-    """
-    experts = min((moe.router.facts().experts for moe in nn.modules(model, nn.MoE)), default=1)
-    stages = min(plan.microbatches, sum(map(len, model.stacks)))
-    sizes = (experts, stages, 8, 8)
-    for expert, pipe, context, tensor in itertools.product(*(divisors(devices, int(most)) for most in sizes)):
-        rest, left = divmod(devices, expert * pipe * context * tensor)
-        if rest and not left:
-            mesh = abstract_mesh({FSDP: rest, EXPERT: expert, PIPE: pipe, CONTEXT: context, TENSOR: tensor})
-            yield mesh, 3 if rest > 1 else plan.zero
-
-
-def divisors(number: int, most: int) -> list[int]:
-    """The divisors of a number up to `most`."""
-    return [size for size in range(1, min(number, most) + 1) if number % size == 0]

@@ -4,10 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jax.sharding import AbstractMesh
 
-from eqformer.parallel import AXES, Plan
-from eqformer.planning import _fitting, abstract_mesh, bytes_of, Fitting, meshes_of, offers, proposals, StepBytes
+from eqformer.planning import _fitting, abstract_mesh, bytes_of, Fitting, offers, proposals, StepBytes
 
 
 def numbered(number: int) -> _fitting.Candidate:
@@ -24,14 +22,6 @@ def test_the_search_goes_on_until_a_plan_fits(monkeypatch):
     assert [found.total for _, found in offered] == [80] and len(traced) == 21
     offered, traced = _fitting._search(candidates, step, 30, 3)
     assert (offered, min(found.total for _, found in traced), len(traced)) == ([], 100 - 63, 64)
-
-
-def test_meshes_have_as_many_devices():
-    plan = Plan(abstract_mesh({"fsdp": 4, "tensor": 2, "context": 2}), zero=1, microbatches=2)
-    found = list(meshes_of(plan))
-    assert all(isinstance(mesh, AbstractMesh) and mesh.axis_names == AXES and mesh.size == 16 for mesh, _ in found)
-    assert all(mesh.shape["context"] == 2 and mesh.shape["pipe"] <= 2 for mesh, _ in found)
-    assert {zero for _, zero in found} == {1, 3}
 
 
 def test_what_was_found_is_told_or_what_is_too_large():
