@@ -49,14 +49,17 @@ class Attribute(Entry):
         return (self.published,) if isinstance(self.published, str) else self.published
 
 
+@dataclasses.dataclass(frozen=True)
 class Count(Attribute):
-    """One field by which something is counted or divided: a whole number of at least 1."""
+    """One field by which something is counted or divided: a whole number of at `least` so many."""
+
+    least: int = 1
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """The field's value."""
         value = self.default
         for name in reversed(self._published):
-            value = published.count(name, value)
+            value = published.count(name, value, self.least)
         return {self.name: value}
 
 
@@ -83,6 +86,42 @@ class Expect(Entry):
     def write(self, config: Any) -> dict[str, Any]:
         """The first of the values, where it is `written` and not left to be the default."""
         return {self.published: self.allowed[0]} if self.written else {}
+
+
+# Transformers' names of activations, and those of `nn.ACTIVATIONS`; of names for one the first is written.
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "quick_gelu": "quick_gelu"}
+_ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh")
+_ACTIVATIONS |= {"relu": "relu", "relu2": "relu_squared"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation(Entry):
+    """What bends a feed-forward layer's features, or its gate; `default` where nothing is said.
+
+    A family whose layers of another kind are bent by it too has `only` that.
+    """
+
+    default: str = "silu"
+    published: str = "hidden_act"
+    name: str = "activation"
+    only: bool = False
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """The name in `nn.ACTIVATIONS`; refuse others than are known."""
+        others = () if self.only else (name for name in _ACTIVATIONS if name != self.default)
+        published.expect(self.published, self.default, *others)
+        return {self.name: _ACTIVATIONS[published.take(self.published, self.default)]}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """One of transformers' names; raises a `ValueError` for what has none."""
+        value = getattr(config, self.name)
+        for name in (self.default,) if self.only else (self.default, *_ACTIVATIONS):
+            if _ACTIVATIONS[name] == value:
+                return {self.published: name}
+        raise ValueError(
+            f"save(config={type(config).__name__}({self.name}={value!r})): no published configuration says it; "
+            f"leave it at {_ACTIVATIONS[self.default]!r}."
+        )
 
 
 class Ignore(Entry):

@@ -57,11 +57,11 @@ class PublishedConfig:
         """Raise a `ValueError` that names the file."""
         raise ValueError(f"{self.source}: {text}")
 
-    def count(self, name: str, default: Any = REQUIRED) -> int:
-        """The attribute's value, by which something is counted or divided: a whole number of at least 1."""
+    def count(self, name: str, default: Any = REQUIRED, least: int = 1) -> int:
+        """The attribute's value, by which something is counted or divided: a whole number of at `least` so many."""
         value = self.take(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.refuse(f"{name}={value!r}: it must be a whole number of at least 1.")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            self.refuse(f"{name}={value!r}: it must be a whole number of at least {least}.")
         return value
 
     def text(self, name: str, default: Any = REQUIRED) -> str:

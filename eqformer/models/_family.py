@@ -41,6 +41,8 @@ class DecoderConfig(ModelConfig):
     """The base of rotary positions."""
     scaling: RotaryScaling | None = None
     """Of rotary positions."""
+    activation: str = "silu"
+    """What bends a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     eps: float = 1e-6
     """What norms add before the root."""
     tied: bool = False

@@ -48,40 +48,31 @@ class RotaryPositions(Entry):
         return {"rope_scaling": {"rope_type": "default"}} | found if self.stated else found
 
 
-class RotaryOfWholeRows(RotaryPositions):
-    """Rotary positions that may be scaled in layers without a window alone (OLMo 3)."""
-
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`theta`, which all layers share, and the scaling of layers without a window."""
-        found, given = super().read(published), published.nested("rope_parameters")
-        if SLIDING in given and read_rotary(published, self.theta, SLIDING) != (found["theta"], None):
-            published.refuse(
-                f"rope_parameters={given}: only the layers without a window may have a scaling of their own."
-            )
-        return found
-
-    def write(self, config: Any) -> dict[str, Any]:
-        """The older attributes and, for each type of layer, the newer."""
-        found, plain = super().write(config), {"rope_type": "default", "rope_theta": config.theta}
-        both = {SLIDING: plain, FULL: plain | found.get("rope_scaling", {})}
-        return found | {"rope_parameters": both}  # newer transformers take the base of layers with windows from here
-
-
 @dataclasses.dataclass(frozen=True)
-class LocalRotaryPositions(Entry):
-    """The base of layers with a window, which have no scaling (Gemma 3)."""
+class RotaryByType(Entry):
+    """Base and scaling of layers without a window, and those of layers with one.
 
-    name: str
-    published: str
+    `theta` and `local_theta` are the bases where they are missing, which older configurations say in the attributes
+    `older`; their `rope_scaling`, where the family has had it, is of layers without a window.
+    """
+
     theta: float
+    local_theta: float
+    older: tuple[str, str] = ("rope_theta", "rope_local_base_freq")
+    scaled: bool = True
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """The base."""
-        return {self.name: read_rotary(published, self.theta, SLIDING, (self.published, None))[0]}
+        """`theta`, `scaling`, `local_theta` and `local_scaling`."""
+        theta, scaling = read_rotary(
+            published, self.theta, FULL, (self.older[0], "rope_scaling" if self.scaled else None)
+        )
+        return {"theta": theta, "scaling": scaling} | read_local(published, self.local_theta, self.older[1])
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The older attribute."""
-        return {self.published: getattr(config, self.name)}
+        """The older attributes and, for each type of layer, the newer, of which alone a local scaling is."""
+        found = {self.older[1]: config.local_theta} | {self.older[0]: config.theta}  # which may have one name
+        found |= _scaling_attributes(config.scaling) if self.scaled else {}
+        return found | {"rope_parameters": {SLIDING: _parameters(config, *_LOCAL), FULL: _parameters(config)}}
 
 
 class LongRotaryPositions(RotaryPositions):
@@ -157,28 +148,27 @@ class PositionsByType(Entry):
     """Rotary positions of layers with a window and of the others, of which a part of the pairs may turn."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`theta`, `scaling` and `local_theta`."""
+        """`theta`, `scaling`, `local_theta` and `local_scaling`."""
         by_type = published.nested("rope_parameters")
-        local, _ = read_rotary(published, 10_000.0, SLIDING, ("rope_local_base_freq", None))
+        local = read_local(published, 10_000.0, "rope_local_base_freq")
         given = dict(by_type.get(FULL) or {} if by_type else _PROPORTIONAL)
         if given.pop("rope_type", "default") != "proportional":
             theta, scaling = read_rotary(published, 1_000_000.0, FULL)
-            return {"theta": theta, "scaling": scaling, "local_theta": local}
+            return {"theta": theta, "scaling": scaling} | local
         theta, part = given.pop("rope_theta", 1_000_000.0), given.pop("partial_rotary_factor", 1.0)
         scaling = ProportionalScaling(part, given.pop("factor", 1.0))
         if given:
             published.refuse(f"rope_type='proportional' has attributes that are not known: {given}.")
-        return {"theta": float(theta), "scaling": scaling, "local_theta": local}
+        return {"theta": float(theta), "scaling": scaling} | local
 
     def write(self, config: Any) -> dict[str, Any]:
         """Both."""
-        scaling, said = config.scaling, {"rope_type": "default"}
+        scaling, said = config.scaling, {"rope_type": "proportional", "rope_theta": config.theta}
         if isinstance(scaling, ProportionalScaling):
-            said = {"rope_type": "proportional", "partial_rotary_factor": scaling.part, "factor": scaling.factor}
+            said |= {"partial_rotary_factor": scaling.part, "factor": scaling.factor}
         else:
-            said |= RotaryPositions().write(config).get("rope_scaling", {})
-        local = {"rope_type": "default", "rope_theta": config.local_theta}
-        return {"rope_parameters": {FULL: said | {"rope_theta": config.theta}, SLIDING: local}}
+            said = _parameters(config)
+        return {"rope_parameters": {FULL: said, SLIDING: _parameters(config, *_LOCAL)}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +176,8 @@ class RotaryFraction(Entry):
     """Which part of a head's channels is rotated; a family without this entry has whole heads."""
 
     default: float = 1.0
+    inside: bool = False
+    """Whether transformers takes its own default of what is not said beside the base."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`rotary_fraction`, said beside the base or by itself."""
@@ -195,7 +187,8 @@ class RotaryFraction(Entry):
 
     def write(self, config: Any) -> dict[str, Any]:
         """Its attribute."""
-        return {"partial_rotary_factor": config.rotary_fraction}
+        said = {"partial_rotary_factor": config.rotary_fraction}
+        return said | ({"rope_parameters": _parameters(config) | said} if self.inside else {})
 
 
 def read_rotary(
@@ -207,7 +200,7 @@ def read_rotary(
 ) -> tuple[float, RotaryScaling | None]:
     """Base and scaling of the rotary positions, of the `older` attributes or of `rope_parameters`.
 
-    A type of layer whose scaling has no older name is refused where it has one.
+    A scaling that has no older name, and is not said by type of layer, is refused.
     """
     given = published.nested("rope_parameters")
     by_type = any(isinstance(value, dict) for value in given.values())
@@ -225,9 +218,23 @@ def read_rotary(
     original = published.take("original_max_position_embeddings", None)
     original = given.pop("original_max_position_embeddings", None) or original or longest
     scaling = _scaling(published.refuse, kind, given, original, longest)
-    if scaling is not None and older[1] is None:
+    if scaling is not None and older[1] is None and not by_type:
         published.refuse(f"rope_parameters: {layer_type} has {kind!r}, and this family no scaling.")
     return float(theta), scaling
+
+
+def read_local(published: PublishedConfig, theta: float, older: str) -> dict[str, Any]:
+    """`local_theta` and `local_scaling`, of layers with a window, whose base has an `older` attribute."""
+    found, scaling = read_rotary(published, theta, SLIDING, (older, None))
+    return {"local_theta": found, "local_scaling": scaling}
+
+
+_LOCAL = ("local_theta", "local_scaling")
+
+
+def _parameters(config: Any, theta: str = "theta", scaling: str = "scaling") -> dict[str, Any]:
+    said = _scaling_attributes(getattr(config, scaling)).get("rope_scaling", {})
+    return {"rope_type": "default"} | said | {"rope_theta": getattr(config, theta)}
 
 
 def _scaling(

@@ -30,7 +30,7 @@ def ensemble(dim: str) -> Any:
 
 
 def float32_at_least() -> Any:
-    """A field whose array stays float32 at least when a model is cast, since rounding it would change a choice."""
+    """A field whose array stays float32 at least when a model is cast: rounding it would change what it decides."""
     return eqx.field(metadata={"float32_at_least": True})
 
 

@@ -70,7 +70,10 @@ def applied(
         out = list(range(len(wanted), len(wanted) + len(linear.outputs)))
         cast = weight.astype(x.dtype)
         return jnp.einsum(x, [..., *into], cast, [*out, *into], [..., *out], preferred_element_type=dtype)
-    rows, matrix = x.reshape(*lead, math.prod(wanted)), weight.reshape(-1, math.prod(wanted))
+    rows, matrix = (
+        x.reshape(*lead, math.prod(wanted)),
+        weight.reshape(math.prod(linear.output_shape), math.prod(wanted)),
+    )
     if is_widening:
         y = wide_map(rows, matrix)
     else:

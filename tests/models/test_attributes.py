@@ -145,7 +145,7 @@ def test_an_activation_that_the_family_has_not_is_refused(family):
     others = {"gpt2": "activation_function", "modernbert": "hidden_activation", "nemotron_h": "mlp_hidden_act"}
     others |= {"t5": "feed_forward_proj", "muse_glimmer_text": "hidden_activation"}
     name = others.get(family, "hidden_activation" if "gemma" in family else "hidden_act")
-    wrong = {name: "gated-silu" if family == "t5" else "relu"}
+    wrong = {name: "gated-helix" if family == "t5" else "helix"}
     with pytest.raises(ValueError, match=rf"config.json.*: {name}='{wrong[name]}' is not supported for this family, w"):
         numbers_of(config | ({"decoder": config["decoder"] | wrong} if "decoder" in config else wrong))
 
@@ -223,7 +223,8 @@ def test_what_layers_are_counted_by_is_a_count(family, name):
     [
         ("smollm3", {"no_rope_layers": [1]}),
         ("qwen3_next", {"layer_types": ["linear_attention"]}),
-        ("kimi_linear", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+        ("kimi_linear", {"mlp_layer_types": ["sparse", "moe", "sparse"]}),
+        ("deepseek_v32", {"mlp_layer_types": ["sparse"]}),
         ("llama4_text", {"no_rope_layers": [1]}),
         ("mamba2", {"time_step_limit": [0.5, 0.1]}),
         ("mamba2", {"time_step_limit": [0.5, "inf"]}),
@@ -238,7 +239,6 @@ def test_what_layers_are_counted_by_is_a_count(family, name):
         ("deepseek_v3", {"num_key_value_heads": 1}),
         ("muse_glimmer_text", {"layer_rope_theta": [0.0]}),
         ("muse_glimmer_text", {"layer_rope_theta": [0.0, 5e3, 5e3, 1e4, 0.0]}),
-        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}),
     ],
 )
 def test_a_refusal_names_the_file(family, changes):

@@ -144,6 +144,11 @@ PUBLISHED = {
     "mamba2-2.7b": 2_702_599_680,
     "mamba-codestral-7b": 7_285_403_648,
 }
+# With the layers' scalars, which transformers does not count.
+PUBLISHED |= {"gemma4-e2b": 4_628_569_379, "gemma4-e4b": 7_463_013_418}
+PUBLISHED |= {"gemma4-26b-a4b": 25_233_141_790, "gemma4-31b": 30_697_345_340}
+# Without the vector of the id behind an image, of which either half has one.
+PUBLISHED |= {"t5gemma2-270m": 368_424_192, "t5gemma2-1b": 1_697_782_016, "t5gemma2-4b": 7_089_110_016}
 PUBLISHED |= {"t5-small": 60_506_624, "t5-base": 222_903_552, "t5-large": 737_668_096}
 PUBLISHED |= {"flan-t5-small": 76_961_152, "flan-t5-base": 247_577_856, "flan-t5-large": 783_150_080}
 PUBLISHED |= {"flan-t5-xl": 2_849_757_184, "flan-t5-xxl": 11_135_332_352}
@@ -157,6 +162,7 @@ SEVERAL_STACKS = (
     "gemma3-1b",
     "gemma3-4b",
     "gemma3-27b",
+    "gemma4-e",
     "glm-4.5",
     "granite-4.0-h-",
     "glm-5",
@@ -164,6 +170,8 @@ SEVERAL_STACKS = (
     "nemotron",
     "lfm2-",
     "modernbert-",
+    "t5gemma2-1b",
+    "t5gemma2-4b",
 )
 
 

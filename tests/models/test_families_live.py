@@ -1,6 +1,7 @@
 """Published families to transformers and back, where it is installed: fresh weights, logits, decoding, state dicts."""
 
 import contextlib
+import dataclasses
 import json
 import re
 import sys
@@ -13,11 +14,13 @@ import pytest
 from family_weights import ids_of, source_of, weight
 from safetensors.numpy import save_file
 from test_attributes import numbers_of, PUBLISHED
+from test_families import shapes_of
 from test_published import close, decoded, ENCODERS, FIXTURES, float32s, RECORDED, run
 from test_published_configs import meaning
 
 from eqformer import models
 from eqformer.models._folder import Folder
+from eqformer.planning import parameter_count
 
 
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]
@@ -103,6 +106,60 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
     assert unlike == set()
 
 
+# What transformers' own models lack by default.
+CHOSEN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    **dict.fromkeys(("glm4_moe", "hunyuan_v1_dense", "hunyuan_v1_moe"), {"head_dim": 128}),
+    "lfm2_moe": {"num_hidden_layers": 24}
+    | {"layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)]},
+}
+# Presets of the sizes that transformers takes where nothing is said.
+DEFAULTS = {
+    "cohere": "command-r",
+    "deepseek_v3": "deepseek-v3",
+    "deepseek_v32": "deepseek-v3.2",
+    "ernie4_5": "ernie4.5-0.3b",
+    "ernie4_5_moe": "ernie4.5-21b-a3b",
+    "gemma": "gemma-7b",
+    "gemma2": "gemma2-2b",
+    "glm4": "glm4-9b",
+    "glm_moe_dsa": "glm-5",
+    "gpt2": "gpt2",
+    "gpt_oss": "gpt-oss-120b",
+    "lfm2_moe": "lfm2-8b-a1b",
+    "llama": "llama-2-7b",
+    "mamba2": "mamba-codestral-7b",
+    "minimax_m2": "minimax-m2",
+    "mistral": "mistral-7b-v0.1",
+    "mistral4": "mistral4-119b",
+    "modernbert": "modernbert-base",
+    "muse_glimmer_text": "muse-glimmer-30b",
+    "phi3": "phi3-mini-4k",
+    "qwen3_next": "qwen3-next-80b-a3b",
+    "smollm3": "smollm3-3b",
+    "t5": "t5-small",
+}
+
+
+def counted(config) -> int:
+    """The parameters of transformers' model, and the buffers that are read like weights."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    read = [x for name, x in model.named_buffers() if name.endswith(("layer_scalar", "correction_bias", "expert_bias"))]
+    return sum({id(x): x.numel() for x in [*model.parameters(), *read]}.values())
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_model_of_the_default_sizes_has_as_many_parameters(family):
+    config = transformers.AutoConfig.for_model(family, **CHOSEN.get(family, {}))
+    said = config.to_dict() | {"model_type": family}
+    ours = parameter_count(shapes_of(numbers_of(said)))
+    assert ours == counted(config)
+    if family in DEFAULTS:
+        assert ours == parameter_count(shapes_of(DEFAULTS[family]))
+    assert ours != parameter_count(shapes_of(dataclasses.replace(numbers_of(said), vocab=12_345)))
+
+
 def test_a_changed_number_is_seen(tmp_path):
     """The comparison of state dicts is of bits, and by name."""
     theirs = made(tmp_path, "llama plain")
@@ -117,16 +174,19 @@ def test_a_changed_number_is_seen(tmp_path):
 def test_in_bfloat16_those_arrays_stay_float32_that_do_in_transformers(name, tmp_path):
     made(tmp_path, name)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)
-    wide = {_published(name) for name, x in theirs.state_dict().items() if x.dtype == torch.float32}
+    state, shapes = theirs.state_dict(), RECORDED[name]["shapes"]
+    wide = {_published(key, shapes) for key, x in state.items() if x.dtype == torch.float32}
     kept = {name for name in wide if not name.endswith(("gate.weight", "gate.wg.weight"))}  # routers' are as asked for
     numbers, ours = models.read_config(tmp_path / "theirs"), models.load(tmp_path / "theirs", dtype="bfloat16")
     models.save(ours, tmp_path / "ours", config=numbers)
     folder = Folder(tmp_path / "ours")
     biases = {name for name in folder.names if name.endswith("e_score_correction_bias")}  # MiniMax-M2's here alone
     assert {name for name in folder.names if folder.dtype(name) == "float32"} == kept | biases
-    assert bool(biases) == any(name.endswith("correction_bias") for name in RECORDED[name]["shapes"])
+    assert bool(biases) == any(key.endswith("correction_bias") for key in shapes)
 
 
-def _published(name: str) -> str:
+def _published(name: str, shapes: dict[str, Any]) -> str:
     """The name in a folder of what transformers gives another while it runs."""
-    return re.sub(r"^model(?=\..*\.mixer\.)", "backbone", name.replace("gate.moe", "moe"))
+    found = re.sub(r"^model(?=\..*\.mixer\.)", "backbone", name.replace("gate.moe", "moe")).replace("forget_gate.", "")
+    older = found.replace(".mlp.", ".block_sparse_moe.")
+    return older if older in shapes else found

@@ -7,13 +7,13 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Rotary, Transformer
-from .._attributes import Attribute, Expect, Ignore
+from .._attributes import Activation, Attribute, Ignore
 from .._family import DecoderConfig, Family
 from .._layer_attributes import ListedLayers
 from .._rotary_attributes import RotaryFraction
 from .._weights import Rule
 from ._common import ATTENTION, decoder_attributes, gated_weights, LAYER, norm_weights
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from ._decoder import attention, decoder, gated_mlp, pre_norm_block, turned
 from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
 
 
@@ -35,7 +35,7 @@ class BambaConfig(NetSizes, DecoderConfig):
 
 def build_bamba(config: BambaConfig, *, key: Key[Array, ""]) -> Transformer:
     """A Bamba with random weights."""
-    rotary = Rotary(int(config.head_size * config.rotary_fraction), config.theta, scaling=config.scaling)
+    rotary = Rotary(turned(config), config.theta, scaling=config.scaling)
 
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
@@ -63,10 +63,10 @@ BAMBA = Family(
         *decoder_attributes(kv_heads=8),
         *MAMBA_ATTRIBUTES,
         ListedLayers("attention_layers", "attn_layer_indices", lambda published, layers: ()),
-        RotaryFraction(0.5),
+        RotaryFraction(0.5, inside=True),
         Attribute("bias", "attention_bias", False),
         Attribute("mlp_bias", "mlp_bias", False),
-        Expect("hidden_act", "silu"),
+        Activation(only=True),
         # How it runs, a loss of training, and what transformers never reads.
         Ignore("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"),
     ),

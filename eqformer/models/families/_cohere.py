@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import LayerNorm, ParallelBlock, Residual, Rotary, Transformer
-from .._attributes import Attribute, Expect
+from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryPositions
 from .._weights import Rule
@@ -73,7 +73,7 @@ COHERE = Family(
         Attribute("bias", "attention_bias", False),
         Attribute("qk_norm", "use_qk_norm", False),
         Attribute("logit_scale", "logit_scale", 0.0625),
-        Expect("hidden_act", "silu"),
+        Activation(),
     ),
     (*LLAMA_WEIGHTS, Rule(f"{LAYER}input_layernorm.weight", "norm.weight")),
 )

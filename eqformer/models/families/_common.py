@@ -179,7 +179,7 @@ def gated_weights(
     return tuple(Rule(f"{prefix}{its}.{part}", f"{path}.{own}.{part}") for its, own in maps for part in parts)
 
 
-ATTENTION, GATED = attention_weights(), gated_weights()
+ATTENTION, GATED = attention_weights(), gated_weights(bias=True)
 # A `GatedMLP` whose first two maps are published as one.
 JOINED_GATED = (
     Rule(f"{LAYER}mlp.gate_up_proj.weight", ("feed_forward.layer.gate.weight", "feed_forward.layer.up.weight")),

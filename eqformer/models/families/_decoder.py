@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import (
+    ACTIVATIONS,
     Attention,
     Block,
     causal,
@@ -54,6 +55,8 @@ class WithMLP(Sizes, Protocol):
 
     @property
     def mlp(self) -> int: ...
+    @property
+    def activation(self) -> str: ...
 
 
 def damping(config: Sizes) -> float:
@@ -89,10 +92,28 @@ def attention(config: DecoderConfig, *, window: int | None = None, key: Key[Arra
     return Attention(embed=config.embed, **given | options, key=key)
 
 
+def turned(config: Any) -> int:
+    """Channels of a head that are rotated; raises a `ValueError` where they are no pairs."""
+    if (found := int(config.head_size * config.rotary_fraction)) % 2 or not found:
+        raise ValueError(
+            f"{type(config).__name__}(head_dim={config.head_size}, rotary_fraction={config.rotary_fraction}): {found} "
+            "channels would turn, and they turn in pairs; give a partial_rotary_factor that leaves an even number."
+        )
+    return found
+
+
+def bend(config: Any, name: str = "activation") -> Callable[[Array], Array]:
+    """The activation that a config names; raises a `ValueError` that lists the names there are."""
+    if (said := getattr(config, name)) not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"{type(config).__name__}({name}={said!r}): no such activation; take one of {known}.")
+    return ACTIVATIONS[said]
+
+
 def gated_mlp(config: WithMLP, *, mlp: int | None = None, key: Key[Array, ""], **options: Any) -> GatedMLP:
     """A `GatedMLP` as wide as the config says, or `mlp`; `options` are its own, and come first."""
     width = config.mlp if mlp is None else mlp
-    given: dict[str, Any] = {"output_std": damping(config) * width**-0.5}
+    given: dict[str, Any] = {"output_std": damping(config) * max(width, 1) ** -0.5, "activation": bend(config)}
     return GatedMLP(embed=config.embed, mlp=width, **given | options, key=key)
 
 

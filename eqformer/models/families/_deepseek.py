@@ -17,8 +17,10 @@ from ...nn import (
     yarn_magnitude,
     YarnScaling,
 )
-from .._attributes import Attribute, Entry, Expect, Ignore
+from .._attributes import Activation, Attribute, Entry, Expect, Ignore, Unpublished
+from .._config import PublishedConfig
 from .._family import ModelConfig
+from .._layer_attributes import LAYERS
 from .._rotary_attributes import SharpenedRotaryPositions
 from .._weights import Rule
 from ._common import AsManyKeyHeads, EDGES, GATED, LAYER, PRE_NORMS, SIZES, WIDTH
@@ -56,6 +58,8 @@ class LatentConfig(ModelConfig):
     """Experts that every token has."""
     first_dense: int
     """Layers at the beginning without experts."""
+    dense_layers: tuple[int, ...] = ()
+    """The numbers of later layers without experts."""
     groups: int
     """Groups of experts."""
     kept_groups: int
@@ -70,12 +74,21 @@ class LatentConfig(ModelConfig):
     """Of rotary positions."""
     temperature: float = 0.0
     """YaRN's `mscale_all_dim`: with it, scores grow with its factor."""
+    activation: str = "silu"
+    """What bends a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
+    bias: bool = False
+    """Whether the maps to latents, and the attention's output, have biases."""
     eps: float = 1e-6
     """What norms add before the root."""
     tied: bool = False
     """Whether the head is the embedding's table."""
     max_seq: int = 163_840
     """The longest rows it was trained on; it changes nothing."""
+
+    @property
+    def mixtures(self) -> tuple[bool, ...]:
+        """Of each layer whether it has experts."""
+        return tuple(n >= self.first_dense and n not in self.dense_layers for n in range(self.layers))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +130,7 @@ def build_latent(
         mixed = latent_attention(config, mixer, interleaved=interleaved, **options(jax.random.fold_in(mixer, 0)))
         return pre_norm_block(config, mixed, fed)
 
-    return decoder(config, block, [layer >= config.first_dense for layer in range(config.layers)], key=key)
+    return decoder(config, block, config.mixtures, key=key)
 
 
 def latent_attention(
@@ -138,16 +151,22 @@ def latent_attention(
         query_latent_norm=None if config.q_latent is None else RMSNorm("q_latent", q_latent=config.q_latent),
         rotary=Rotary(config.rope_dim, config.theta, interleaved=interleaved, scaling=scaling),
         output_std=damping(config) * (config.heads * config.v_dim) ** -0.5,
+        latent_bias=config.bias,
         scale=sharper * (config.head_dim + config.rope_dim) ** -0.5,
         **options,
         key=key,
     )
 
 
-def latent_attributes(positions: Entry = SharpenedRotaryPositions()) -> tuple[Entry, ...]:
-    """The fields of a `LatentConfig`; `positions` are those of rotary positions."""
+_FIRST_DENSE = Unpublished("dense_layers", (), "none but the first layers are dense")
+
+
+def latent_attributes(
+    positions: Entry = SharpenedRotaryPositions(), mixtures: Entry = _FIRST_DENSE
+) -> tuple[Entry, ...]:
+    """The fields of a `LatentConfig`; `positions` are those of rotary positions, `mixtures` of later dense layers."""
     return (
-        *(*SIZES, WIDTH, AsManyKeyHeads(), positions, *SHARED_ATTRIBUTES),
+        *(*SIZES, WIDTH, AsManyKeyHeads(), positions, *SHARED_ATTRIBUTES, mixtures),
         Attribute("latent", "kv_lora_rank"),
         Attribute("q_latent", "q_lora_rank"),
         Attribute("head_dim", "qk_nope_head_dim"),
@@ -156,12 +175,31 @@ def latent_attributes(positions: Entry = SharpenedRotaryPositions()) -> tuple[En
         Attribute("eps", "rms_norm_eps"),
         Attribute("tied", "tie_word_embeddings", False),
         Attribute("max_seq", "max_position_embeddings", 2048),
-        Expect("hidden_act", "silu"),
-        Expect("attention_bias", False),
+        Activation(),
+        Attribute("bias", "attention_bias", False),
         Expect("moe_layer_freq", 1),
         Ignore("head_dim", "qk_head_dim"),  # which follow
         Ignore("aux_loss_alpha", "seq_aux", "ep_size"),  # of training: how losses are summed and where experts are
     )
+
+
+class LayerMixtures(Entry):
+    """`mlp_layer_types`, which layers are dense; where there is no list, the first ones, whose number another says."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`first_dense` and `dense_layers`; refuse other kinds, and lists of another length."""
+        layers = published.count(LAYERS)
+        if (said := published.listed("mlp_layer_types")) is None:
+            return {}
+        if len(said) != layers or {*said} - {"dense", "sparse"}:
+            published.refuse(f"mlp_layer_types={said} must name {layers} layers, each 'dense' or 'sparse'.")
+        first = [*said, "sparse"].index("sparse")
+        later = tuple(layer for layer, kind in enumerate(said) if kind == "dense" and layer > first)
+        return {"first_dense": first, "dense_layers": later}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The list."""
+        return {"mlp_layer_types": ["sparse" if its else "dense" for its in config.mixtures]}
 
 
 _ATTENTION, _INTO = f"{LAYER}self_attn.", "(heads width) inputs -> heads width inputs"
@@ -169,6 +207,7 @@ _QUERIES = ("mixer.layer.query.weight", "mixer.layer.query_rope.weight")
 LATENT_WEIGHTS = (
     *(*EDGES, *PRE_NORMS, *GATED, *MIXTURE, *SHARED),
     Rule(f"{_ATTENTION}kv_a_proj_with_mqa.weight", ("mixer.layer.latent_down.weight", "mixer.layer.key_rope.weight")),
+    Rule(f"{_ATTENTION}kv_a_proj_with_mqa.bias", ("mixer.layer.latent_down.bias", "mixer.layer.key_rope.bias")),
     Rule(f"{_ATTENTION}kv_a_layernorm.weight", "mixer.layer.latent_norm.weight"),
     Rule(
         f"{_ATTENTION}kv_b_proj.weight",
@@ -177,8 +216,10 @@ LATENT_WEIGHTS = (
         groups="heads",
     ),
     Rule(f"{_ATTENTION}o_proj.weight", "mixer.layer.output.weight", "embed (heads width) -> embed heads width"),
+    Rule(f"{_ATTENTION}o_proj.bias", "mixer.layer.output.bias"),
     Rule(f"{_ATTENTION}q_proj.weight", _QUERIES, _INTO, groups="heads", lacks="mixer.layer.query_down"),
     Rule(f"{_ATTENTION}q_a_proj.weight", "mixer.layer.query_down.weight"),
+    Rule(f"{_ATTENTION}q_a_proj.bias", "mixer.layer.query_down.bias"),
     Rule(f"{_ATTENTION}q_a_layernorm.weight", "mixer.layer.query_latent_norm.weight"),
     Rule(f"{_ATTENTION}q_b_proj.weight", _QUERIES, _INTO, groups="heads", needs="mixer.layer.query_down"),
 )

@@ -14,7 +14,7 @@ from .._layer_attributes import LAYERS
 from .._predictors import BEHIND
 from .._weights import Rule
 from ._common import LAYER
-from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, SigmoidLatentConfig
+from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LayerMixtures, SigmoidLatentConfig
 from ._mixtures import BIASED_SIGMOIDS, SELECTION_BIAS
 
 
@@ -46,28 +46,23 @@ def build_deepseek_v32(
 
 
 class _Kinds(Entry):
-    """The kinds of layers: dense ones first, then mixtures; each with an indexer of its own."""
+    """The kinds of layers: each has an indexer of its own."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`first_dense`, where a list says it; refuse other orders."""
+        """Nothing; refuse others."""
         layers = published.count(LAYERS)
         for name, kind in (("layer_types", "indexed_attention"), ("indexer_types", "full")):
             if (said := published.listed(name)) is not None and said != [kind] * layers:
                 published.refuse(f"{name}={said}: this family has {layers} layers that are {kind!r}.")
-        if (said := published.listed("mlp_layer_types")) is None:
-            return {}
-        dense = sum(kind == "dense" for kind in said)
-        if said != ["dense"] * dense + ["sparse"] * (layers - dense):
-            published.refuse(f"mlp_layer_types={said}: this family has {layers} layers, 'dense' and then 'sparse'.")
-        return {"first_dense": dense}
+        return {}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Nothing: the number of dense layers says it."""
+        """Nothing."""
         return {}
 
 
 DSA_ATTRIBUTES: tuple[Entry, ...] = (
-    *latent_attributes(),
+    *latent_attributes(mixtures=LayerMixtures()),
     _Kinds(),
     Count("q_latent", "q_lora_rank"),
     Count("index_heads", "index_n_heads"),
@@ -98,7 +93,7 @@ DSA_BYTE |= {"first_dense": 1, "groups": 1, "kept_groups": 1, "tied": True, "q_l
 DSA_BYTE |= {"index_heads": 4, "index_dim": 16, "index_top_k": 64}
 _SIZES: dict[str, Any] = {"layers": 61, "heads": 128, "mlp": 18_432, "expert_mlp": 2048, "q_latent": 1536}
 _PRESETS = {
-    "deepseek-v3.2-byte-500k": DeepSeekV32Config(256, 64, layers=4, heads=4, mlp=128, **DSA_BYTE),
+    "deepseek-v3.2-byte-500k": DeepSeekV32Config(256, 64, layers=4, heads=4, mlp=128, **DSA_BYTE, bias=True),
     "deepseek-v3.2": DeepSeekV32Config(
         129_280, 7168, **_SIZES, scaling=YarnScaling(40.0, 4096, magnitude=1.0), temperature=1.0
     ),

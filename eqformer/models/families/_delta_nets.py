@@ -6,13 +6,13 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from ...nn import Attention, GatedDeltaNet, Rotary
-from .._attributes import Attribute, Entry, Expect
+from .._attributes import Activation, Attribute, Entry
 from .._family import DecoderConfig
 from .._layer_attributes import LayerTypes, Period
 from .._rotary_attributes import RotaryFraction
 from .._weights import Rule
 from ._common import attention_weights, LAYER
-from ._decoder import attention, damping, head_norms
+from ._decoder import attention, damping, head_norms, turned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class NetConfig(DecoderConfig):
 
 def gated_attention(config: NetConfig, key: Key[Array, ""]) -> Attention:
     """An attention with a gate for each head, whose queries and keys are normed."""
-    rotary = Rotary(int(config.head_size * config.rotary_fraction), config.theta, scaling=config.scaling)
+    rotary = Rotary(turned(config), config.theta, scaling=config.scaling)
     return attention(config, rotary=rotary, gate=True, bias=config.bias, **head_norms(config, offset=1.0), key=key)
 
 
@@ -62,7 +62,7 @@ NET_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("taps", "linear_conv_kernel_dim", 4),
     LayerTypes("attention_layers", ("full_attention", "linear_attention"), Period(4, ("full_attention_interval",))),
     RotaryFraction(0.25),
-    Expect("hidden_act", "silu"),
+    Activation(only=True),
     Attribute("bias", "attention_bias", False),
 )
 

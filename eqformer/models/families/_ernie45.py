@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Rotary, Transformer
-from .._attributes import Attribute, Expect
+from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryPositions
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, PRE_NORMS, StatedHeadSize
@@ -53,7 +53,7 @@ ERNIE45 = Family(
         *decoder_attributes(RotaryPositions(500_000.0), kv_heads=2, tied=True),
         StatedHeadSize(128),
         Attribute("bias", "use_bias", False),
-        Expect("hidden_act", "silu"),
+        Activation(),
     ),
     (*EDGES, *ATTENTION, *PRE_NORMS, *gated_weights(bias=True)),
 )

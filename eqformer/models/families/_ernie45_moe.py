@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from ...nn import Block, Linear, MoE, Rotary, Transformer
@@ -40,10 +41,6 @@ class Ernie45MoEConfig(DecoderConfig):
     tied: bool = True
     max_seq: int = 131_072
 
-    def __post_init__(self):
-        if self.bias and self.tied:
-            raise ValueError("Ernie45MoEConfig(bias=True, tied=True): a head that is the table has no bias; untie it.")
-
     @property
     def kinds(self) -> tuple[bool, ...]:
         """Of each layer whether it has experts."""
@@ -72,6 +69,8 @@ def build_ernie45_moe(config: Ernie45MoEConfig, *, key: Key[Array, ""]) -> Trans
     model = decoder(config, block, config.kinds, key=whole)
     if not config.bias:
         return model
+    if config.tied:
+        return dataclasses.replace(model, logit_bias=jnp.zeros(config.vocab, jnp.float32))
     biased = Linear("embed -> vocab", embed=config.embed, vocab=config.vocab, bias=True, key=head)
     return dataclasses.replace(model, head=biased)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .._attributes import Attribute, Count, Entry, Expect, Ignore
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore
 from .._config import PublishedConfig
 from .._layer_attributes import LAYERS
 from .._rotary_attributes import RotaryPositions
@@ -35,14 +35,22 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Count("moe_every", "moe_layer_interval", 1),
     _LastMixture(),
     Attribute("balance", "router_aux_loss_coef", 0.001),
-    Expect("hidden_act", "silu"),
+    Activation(),
     Expect("moe_norm_min", 1e-12),
     Expect("moe_gate", "topk", written=False),
     Ignore("moe_capacity", "moe_use_aux_free", "num_nextn_predict_layers"),  # of training
 )
 _BIAS = "feed_forward.layer.router.selection_bias"
 WEIGHTS = (
-    *(*EDGES, Rule("lm_head.bias", "head.bias"), *ATTENTION, *PRE_NORMS, *gated_weights(bias=True), *MIXTURE),
+    *(
+        *EDGES,
+        Rule("lm_head.bias", "head.bias"),
+        Rule("lm_head.bias", "logit_bias"),
+        *ATTENTION,
+        *PRE_NORMS,
+        *gated_weights(bias=True),
+        *MIXTURE,
+    ),
     *gated_weights("feed_forward.layer.shared", prefix=f"{LAYER}mlp.shared_experts.", bias=True),
     Rule(f"{LAYER}mlp.moe_statics.e_score_correction_bias", _BIAS, "1 experts -> experts"),
 )

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Llama3Scaling, Transformer
-from .._attributes import Expect
+from .._attributes import Activation
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, NullableWindows, Period
@@ -75,7 +75,7 @@ EXAONE4 = Family(
     (
         *decoder_attributes(kv_heads=32),
         NullableWindows(4096, _local),
-        Expect("hidden_act", "silu"),
+        Activation(),
     ),
     (*EDGES, *ATTENTION, *head_norm_weights(), *GATED, *POST_NORMS),
 )

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, ParallelMixers, Residual, ScaledActivation, silu, Transformer
+from ...nn import Block, ParallelMixers, Residual, ScaledActivation, Transformer
 from .._family import DecoderConfig, Family
-from ._decoder import attention, decoder, gated_mlp, norm
+from ._decoder import attention, bend, decoder, gated_mlp, norm
 from ._falcon_h1_tables import ATTRIBUTES, WEIGHTS
 from ._state_spaces import mamba2, NetSizes
 
@@ -55,7 +55,7 @@ def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transform
     net: dict[str, Any] = {"output_bias": config.output_bias, "multipliers": config.net_scales}
     net |= {"norm_eps": config.eps if config.net_norm else None, "norm_first": config.norm_first}
     gate_scale, mlp_scale = config.mlp_scales
-    fed: dict[str, Any] = {"activation": ScaledActivation(silu, gate_scale), "bias": config.mlp_bias}
+    fed: dict[str, Any] = {"activation": ScaledActivation(bend(config), gate_scale), "bias": config.mlp_bias}
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         attended, recurrent, gated = jax.random.split(key, 3)

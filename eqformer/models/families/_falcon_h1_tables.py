@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from .._attributes import Attribute, Entry, Expect, Ignore
+from .._attributes import Activation, Attribute, Entry, Expect, Ignore
 from .._config import PublishedConfig
 from .._weights import Rule
 from ._common import attention_weights, decoder_attributes, gated_weights, LAYER
@@ -52,7 +52,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("bias", "attention_bias", False),
     Attribute("output_bias", "projectors_bias", False),
     Attribute("mlp_bias", "mlp_bias", False),
-    Expect("hidden_act", "silu"),
+    Activation(only=True),
     Expect("mamba_use_mlp", True, written=False),
     # How it runs, and what transformers never reads.
     Ignore("mamba_chunk_size", "num_logits_to_keep", "mlp_expansion_factor", "attn_layer_indices"),

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, gelu_tanh, Transformer
-from .._attributes import Expect
+from ...nn import Block, Transformer
+from .._attributes import Attribute, Expect, Unpublished
 from .._family import DecoderConfig, Family
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, norm, pre_norm_block
@@ -18,6 +18,9 @@ class GemmaConfig(DecoderConfig):
     """The config of a Gemma."""
 
     head_dim: int = 256
+    activation: str = "gelu_tanh"
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
     tied: bool = True
     max_seq: int = 8192
 
@@ -27,8 +30,8 @@ def build_gemma(config: GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        gated = gated_mlp(config, activation=gelu_tanh, key=feed_forward)
-        return pre_norm_block(config, attention(config, key=mixer), gated, offset=1.0)
+        gated = gated_mlp(config, key=feed_forward)
+        return pre_norm_block(config, attention(config, bias=config.bias, key=mixer), gated, offset=1.0)
 
     ends: dict[str, Any] = {"final_norm": norm(config, offset=1.0), "embedding_scale": config.embed**0.5}
     return decoder(config, block, **ends, key=key)
@@ -54,7 +57,8 @@ GEMMA = Family(
         # Early checkpoints say gelu and mean its approximation, as does whatever stands in the second attribute.
         Expect("hidden_act", "gelu_pytorch_tanh", "gelu"),
         Expect("hidden_activation", "gelu_pytorch_tanh", written=False),
-        Expect("attention_bias", False, written=False),
+        Unpublished("activation", "gelu_tanh", "readers do not agree on other activations"),
+        Attribute("bias", "attention_bias", False),
         Expect("use_bidirectional_attention", False, written=False),
     ),
     LLAMA_WEIGHTS,

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, gelu_tanh, Transformer
-from .._attributes import Attribute, Expect, Ignore, Nullable
+from ...nn import Block, Transformer
+from .._attributes import Activation, Attribute, Expect, Ignore, Nullable
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED
@@ -24,6 +24,9 @@ class Gemma2Config(DecoderConfig):
     window: int = 4096
     """The tokens that the layers of `window_layers` see."""
     head_dim: int = 256
+    activation: str = "gelu_tanh"
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
     query_scalar: int = 256
     """Scores are divided by its root."""
     score_softcap: float | None = 50.0
@@ -43,8 +46,8 @@ def build_gemma2(config: Gemma2Config, *, key: Key[Array, ""]) -> Transformer:
             "scale": config.query_scalar**-0.5,
             "softcap": config.score_softcap,
         }
-        attended = attention(config, window=window, output_std=None, **scores, key=mixer)
-        gated = gated_mlp(config, activation=gelu_tanh, output_std=None, key=feed_forward)
+        attended = attention(config, window=window, bias=config.bias, output_std=None, **scores, key=mixer)
+        gated = gated_mlp(config, output_std=None, key=feed_forward)
         return four_norm_block(config, attended, gated, offset=1.0)
 
     ends: dict[str, Any] = {"embedding_scale": config.embed**0.5, "logit_softcap": config.logit_softcap}
@@ -78,8 +81,8 @@ GEMMA2 = Family(
         Attribute("query_scalar", "query_pre_attn_scalar", 256),
         Nullable("score_softcap", "attn_logit_softcapping", 50.0),
         Nullable("logit_softcap", "final_logit_softcapping", 30.0),
-        Expect("hidden_activation", "gelu_pytorch_tanh"),
-        Expect("attention_bias", False, written=False),
+        Activation("gelu_pytorch_tanh", "hidden_activation"),
+        Attribute("bias", "attention_bias", False),
         Expect("use_bidirectional_attention", False, written=False),
         Ignore("hidden_act", "cache_implementation"),  # which nothing reads
     ),

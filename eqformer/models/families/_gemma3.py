@@ -7,11 +7,11 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Attention, Block, gelu_tanh, LinearScaling, Mixer, Rotary, Transformer
-from .._attributes import Attribute, Expect, Ignore
+from ...nn import Attention, Block, LinearScaling, Mixer, Rotary, RotaryScaling, Transformer
+from .._attributes import Activation, Attribute, Expect, Ignore
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
-from .._rotary_attributes import LocalRotaryPositions, RotaryPositions
+from .._rotary_attributes import RotaryByType
 from .._towers import Tower
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, head_norm_weights
 from ._decoder import attention, decoder, four_norm_block, gated_mlp, head_norms, norm
@@ -23,10 +23,13 @@ class Gemma3Config(DecoderConfig):
     """The config of a Gemma 3."""
 
     window_layers: tuple[int, ...]
-    """The numbers of the layers that see a `window` and have no `scaling`."""
+    """The numbers of the layers that see a `window`; the others have the `scaling`."""
     window: int = 1024
     """The tokens that the layers of `window_layers` see."""
     head_dim: int = 256
+    activation: str = "gelu_tanh"
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
     query_scalar: int = 256
     """Scores are divided by its root."""
     logit_softcap: float | None = None
@@ -34,6 +37,8 @@ class Gemma3Config(DecoderConfig):
     theta: float = 1_000_000.0
     local_theta: float = 10_000.0
     """The base of rotary positions in these layers."""
+    local_scaling: RotaryScaling | None = None
+    """Their scaling."""
     tied: bool = True
     max_seq: int = 131_072
 
@@ -61,11 +66,12 @@ def gemma3_block(
 ) -> Block:
     """A layer, local where it has a window, whose mixer is made of its attention; `options` are that one's."""
     mixer, feed_forward = jax.random.split(key)
-    given: dict[str, Any] = {"scale": config.query_scalar**-0.5, "output_std": None}
-    given |= {} if window is None else {"rotary": Rotary(config.head_size, config.local_theta)}
+    given: dict[str, Any] = {"scale": config.query_scalar**-0.5, "bias": config.bias, "output_std": None}
+    rotary = Rotary(config.head_size, config.local_theta, scaling=config.local_scaling)
+    given |= {} if window is None else {"rotary": rotary}
     given |= head_norms(config, offset=1.0)
     attended = attention(config, window=window, **given | options, key=mixer)
-    gated = gated_mlp(config, activation=gelu_tanh, output_std=None, key=feed_forward)
+    gated = gated_mlp(config, output_std=None, key=feed_forward)
     return four_norm_block(config, as_mixer(attended), gated, offset=1.0)
 
 
@@ -87,15 +93,8 @@ _PRESETS = {
 }
 
 # What the smaller ones leave out, each by its own choice.
-GEMMA3_MISSING = {
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 131_072,
-}
+GEMMA3_MISSING = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+GEMMA3_MISSING |= {"num_attention_heads": 8, "rms_norm_eps": 1e-6, "max_position_embeddings": 131_072}
 
 GEMMA3 = Family(
     "gemma3",
@@ -105,13 +104,12 @@ GEMMA3 = Family(
     "Gemma3ForCausalLM",
     "gemma3_text",
     (
-        *decoder_attributes(RotaryPositions(1e6, "full_attention"), head_dim=256, kv_heads=4, tied=True),
-        LocalRotaryPositions("local_theta", "rope_local_base_freq", 10_000.0),
+        *decoder_attributes(RotaryByType(1e6, 10_000.0), head_dim=256, kv_heads=4, tied=True),
         Windows(4096, Period(6, ("_sliding_window_pattern", "sliding_window_pattern"), but=True)),
         Attribute("query_scalar", "query_pre_attn_scalar", 256),
         Attribute("logit_softcap", "final_logit_softcapping", None),
-        Expect("hidden_activation", "gelu_pytorch_tanh"),
-        Expect("attention_bias", False, written=False),
+        Activation("gelu_pytorch_tanh", "hidden_activation"),
+        Attribute("bias", "attention_bias", False),
         Expect("use_bidirectional_attention", False, written=False),
         Ignore("hidden_act", "cache_implementation", "attn_logit_softcapping"),  # which nothing reads
     ),

@@ -13,7 +13,6 @@ from ...nn import (
     causal,
     CrossLayerAttention,
     GatedInput,
-    gelu_tanh,
     LayerInputs,
     Residual,
     RMSNorm,
@@ -21,25 +20,26 @@ from ...nn import (
     sliding_window,
     Transformer,
 )
-from .._attributes import Attribute, Expect
+from .._attributes import Activation, Attribute, Expect
 from .._family import Family
 from .._rotary_attributes import PositionsByType
 from .._towers import Tower
 from ._common import decoder_attributes
-from ._decoder import attention, decoder, gated_mlp, norm
+from ._decoder import attention, bend, decoder, gated_mlp, norm
 from ._gemma4_attributes import GEMMA4_WEIGHTS, GlobalHeads, GlobalWindows, LayerVectors, MaybeExperts
 from ._gemma4_config import Gemma4Config, Kind, kinds_of, unread
+from ._gemma4_presets import PRESETS
 from ._mixtures import mixture
 
 
 def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
     """A Gemma 4 with random weights."""
-    gelu: dict[str, Any] = {"activation": gelu_tanh, "output_std": None}
+    gelu: dict[str, Any] = {"output_std": None}
 
     def mixer(kind: Kind, key: Key[Array, ""]) -> Residual:
         window, leaves, reads = kind
         size, heads = config.head_size, config.kv_heads
-        rotary = Rotary(size, config.local_theta)
+        rotary = Rotary(size, config.local_theta, scaling=config.local_scaling)
         if window is None:
             size, heads = config.global_head_dim, config.global_kv_heads
             rotary = Rotary(size, config.theta, scaling=config.scaling)
@@ -71,7 +71,7 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
         first, second, third = jax.random.split(key, 3)
         given = None
         if config.input_mlp:
-            given = GatedInput(embed=config.embed, mlp=config.input_mlp, key=third)
+            given = GatedInput(embed=config.embed, mlp=config.input_mlp, activation=bend(config), key=third)
             given = Residual(given, output_norm=norm(config))
         is_wide = config.widens_reading and kind.reads is not None
         return Block(mixer(kind, first), fed(is_wide, second), jnp.ones((), jnp.float32), given)
@@ -85,20 +85,11 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
     return dataclasses.replace(model, layer_inputs=LayerInputs(**sizes, eps=config.eps, key=inputs))
 
 
-_BYTE: dict[str, Any] = {"window": 64, "window_layers": (0, 1, 2), "head_dim": 16, "global_head_dim": 32}
-_BYTE |= {"global_kv_heads": 1, "keys_as_values": True, "theta": 1e5, "max_seq": 512, "bias": True}
-_TABLES: dict[str, Any] = {"reading_layers": 4, "widens_reading": True, "input_mlp": 8, "input_vocab": 256}
-_TABLES |= _BYTE | {"window_layers": (0, 2, 4, 6), "keys_as_values": False}
-_PRESETS = {
-    "gemma4-byte-500k": Gemma4Config(256, 64, 4, 4, 2, 128, **_BYTE, experts=12, top_k=4, expert_mlp=16),
-    "gemma4-e-byte-400k": Gemma4Config(256, 64, 8, 4, 1, 96, **_TABLES),
-}
-
 GEMMA4 = Family(
     "gemma4",
     Gemma4Config,
     build_gemma4,
-    _PRESETS,
+    PRESETS,
     "Gemma4ForCausalLM",
     "gemma4_text",
     (
@@ -107,7 +98,7 @@ GEMMA4 = Family(
         Attribute("logit_softcap", "final_logit_softcapping", None, lambda cap: None if cap is None else float(cap)),
         Attribute("bias", "attention_bias", False),
         Attribute("balance", "router_aux_loss_coef", 0.001),
-        Expect("hidden_activation", "gelu_pytorch_tanh"),
+        Activation("gelu_pytorch_tanh", "hidden_activation"),
         Expect("use_bidirectional_attention", None, "vision", written=False),  # "vision" is of images' tokens
         LayerVectors(),
         Attribute("reading_layers", "num_kv_shared_layers", 0),

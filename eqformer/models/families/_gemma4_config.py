@@ -17,6 +17,7 @@ class Gemma4Config(DecoderConfig):
     window: int = 512
     """The tokens that the layers of `window_layers` see."""
     head_dim: int = 256
+    activation: str = "gelu_tanh"
     global_head_dim: int = 512
     """Channels of a head in the other layers."""
     global_kv_heads: int
@@ -26,7 +27,9 @@ class Gemma4Config(DecoderConfig):
     theta: float = 1_000_000.0
     scaling: RotaryScaling | None = ProportionalScaling(0.25)
     local_theta: float = 10_000.0
-    """The base of rotary positions in the layers of `window_layers`, which have no `scaling`."""
+    """The base of rotary positions in the layers of `window_layers`; the others have the `scaling`."""
+    local_scaling: RotaryScaling | None = None
+    """Their scaling."""
     logit_softcap: float | None = None
     """The bound of logits."""
     bias: bool = False

@@ -6,11 +6,11 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Rotary, Transformer
-from .._attributes import Attribute, Expect
+from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction
 from ._common import ATTENTION, decoder_attributes, EDGES, JOINED_GATED, norm_weights
-from ._decoder import attention, decoder, four_norm_block, gated_mlp
+from ._decoder import attention, decoder, four_norm_block, gated_mlp, turned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class GLM4Config(DecoderConfig):
 
 def build_glm4(config: GLM4Config, *, key: Key[Array, ""]) -> Transformer:
     """A GLM-4 with random weights."""
-    rotated = int(config.head_size * config.rotary_fraction)
+    rotated = turned(config)
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
@@ -60,7 +60,7 @@ GLM4 = Family(
         *decoder_attributes(head_dim=128, kv_heads=2),
         RotaryFraction(0.5),
         Attribute("bias", "attention_bias", True),
-        Expect("hidden_act", "silu"),
+        Activation(),
     ),
     (*EDGES, *ATTENTION, *JOINED_GATED, *_NORMS),
 )

@@ -7,12 +7,12 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Rotary, Transformer
-from .._attributes import Attribute, Expect, Ignore
+from .._attributes import Activation, Attribute, Ignore
 from .._family import DecoderConfig, Family
 from .._predictors import BEHIND
 from .._rotary_attributes import RotaryFraction
 from ._common import decoder_attributes, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
+from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block, turned
 from ._mixtures import BIASED_SIGMOIDS, MIXTURE, mixture_beside_shared, SELECTION_BIAS, SHARED, SHARED_ATTRIBUTES
 
 
@@ -53,7 +53,7 @@ class GLM4MoEConfig(DecoderConfig):
 
 def build_glm4_moe(config: GLM4MoEConfig, *, key: Key[Array, ""]) -> Transformer:
     """A GLM-4.5 with random weights."""
-    rotary = Rotary(int(config.head_size * config.rotary_fraction), config.theta, scaling=config.scaling)
+    rotary = Rotary(turned(config), config.theta, scaling=config.scaling)
     router = {"normalise": config.normalise, **BIASED_SIGMOIDS}
 
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
@@ -98,7 +98,7 @@ GLM4_MOE = Family(
         Attribute("qk_norm", "use_qk_norm", False),
         Attribute("bias", "attention_bias", False),
         Attribute("balance", "router_aux_loss_coef", 0.0001),
-        Expect("hidden_act", "silu"),
+        Activation(),
         Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # layers behind the model, which transformers skips too
     ),
     (*LLAMA_WEIGHTS, *MIXTURE, *SHARED, SELECTION_BIAS),

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, GatedMLP, quick_gelu, RotaryScaling, Transformer, YarnScaling
-from .._attributes import Attribute, Expect, Ignore
+from ...nn import Block, GatedMLP, RotaryScaling, Transformer, YarnScaling
+from .._attributes import Attribute, Expect, Ignore, Unpublished
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryPositions
@@ -33,6 +33,7 @@ class GPTOSSConfig(DecoderConfig):
     limit: float = 7.0
     """The bound of an expert's gate and of its other factor."""
     head_dim: int = 64
+    activation: str = "quick_gelu"
     theta: float = 150_000.0
     scaling: RotaryScaling | None = YarnScaling(32.0, 4096, truncate=False)
     eps: float = 1e-5
@@ -47,7 +48,7 @@ def build_gpt_oss(config: GPTOSSConfig, *, key: Key[Array, ""]) -> Transformer:
     """A gpt-oss with random weights."""
 
     def expert(key: Key[Array, ""]) -> GatedMLP:
-        options: dict[str, Any] = {"bias": True, "activation": quick_gelu, "limit": config.limit, "offset": 1.0}
+        options: dict[str, Any] = {"bias": True, "limit": config.limit, "offset": 1.0}
         return gated_mlp(config, **options, key=key)
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
@@ -98,6 +99,7 @@ GPT_OSS = Family(
         Attribute("bias", "attention_bias", True),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Expect("hidden_act", "silu"),
+        Unpublished("activation", "quick_gelu", "experts have it whatever is said"),
         Expect("swiglu_alpha", 1.702, written=False),
         Ignore("experts_per_token", "initial_context_length"),  # said elsewhere too
     ),

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Attribute, Expect
+from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
@@ -25,6 +25,10 @@ class GraniteConfig(DecoderConfig):
     """What multiplies what a layer adds."""
     logit_divisor: float
     """What logits are divided by."""
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    mlp_bias: bool = False
+    """Whether feed-forward layers have biases."""
     eps: float = 1e-5
     tied: bool = True
     max_seq: int = 4096
@@ -35,8 +39,8 @@ def build_granite(config: GraniteConfig, *, key: Key[Array, ""]) -> Transformer:
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, scale=config.attention_scale, output_std=None, key=mixer)
-        gated = gated_mlp(config, output_std=None, key=feed_forward)
+        attended = attention(config, bias=config.bias, scale=config.attention_scale, output_std=None, key=mixer)
+        gated = gated_mlp(config, bias=config.mlp_bias, output_std=None, key=feed_forward)
         return pre_norm_block(config, attended, gated, residual_scale=config.residual_scale)
 
     ends: dict[str, Any] = {"embedding_scale": config.embedding_scale, "logit_scale": 1 / config.logit_divisor}
@@ -95,9 +99,9 @@ GRANITE = Family(
     (
         *decoder_attributes(),
         *SCALES,
-        Expect("hidden_act", "silu"),
-        Expect("attention_bias", False),
-        Expect("mlp_bias", False),
+        Activation(),
+        Attribute("bias", "attention_bias", False),
+        Attribute("mlp_bias", "mlp_bias", False),
     ),
     LLAMA_WEIGHTS,
 )

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, GatedMLP, MoE, Rotary, Transformer
-from .._attributes import Attribute, Count, Expect, Ignore
+from .._attributes import Activation, Attribute, Count, Expect, Ignore, Unpublished
 from .._family import Family
 from .._layer_attributes import every, LayerTypes, RotaryOrNone
 from .._weights import Rule
@@ -52,7 +52,7 @@ def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) ->
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         scaled: dict[str, Any] = {"scale": config.attention_scale, "output_std": None}
-        attended = lambda: attention(config, rotary=rotary, **scaled, key=mixer)
+        attended = lambda: attention(config, bias=config.bias, rotary=rotary, **scaled, key=mixer)
         mixed = attended() if is_attention else mamba2(config, mixer, output_std=None)
         return pre_norm_block(config, mixed, fed(feed_forward), residual_scale=config.residual_scale)
 
@@ -100,8 +100,9 @@ GRANITE_HYBRID = Family(
         Attribute("experts", "num_local_experts", 8),
         Attribute("top_k", "num_experts_per_tok", 2),
         Attribute("balance", "router_aux_loss_coef", 0.001),
-        Expect("hidden_act", "silu"),
-        Expect("attention_bias", False),
+        Activation(only=True),
+        Attribute("bias", "attention_bias", False),
+        *(Unpublished("mlp_bias", False, "no layer has one"), Expect("mlp_bias", False, written=False)),
         Ignore("mamba_chunk_size"),
     ),
     (

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, NTKScaling, Transformer
-from .._attributes import Attribute, Expect, Ignore
+from .._attributes import Activation, Attribute, Expect, Ignore
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryPositions
@@ -64,7 +64,7 @@ _BESIDE_ALPHA |= {"mscale_all_dim"}
 HUNYUAN_ATTRIBUTES = (
     *(*decoder_attributes(AlphaRotaryPositions()), StatedHeadSize()),  # transformers does not find it out by itself
     Attribute("bias", "attention_bias", False),
-    Expect("hidden_act", "silu"),
+    Activation(),
     Expect("mlp_bias", False, written=False),
     Expect("norm_type", "rms", written=False),
     Expect("use_qk_norm", True, written=False),

@@ -53,7 +53,7 @@ def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Trans
         fed = mixture_beside_shared(config, feed_forward, balance={"normalise": True}, **router)
         return pre_norm_block(config, mixed, fed)
 
-    kinds = [(layer in config.attention_layers, layer >= config.first_dense) for layer in range(config.layers)]
+    kinds = [(layer in config.attention_layers, is_mixture) for layer, is_mixture in enumerate(config.mixtures)]
     return decoder(config, block, kinds, key=key)
 
 

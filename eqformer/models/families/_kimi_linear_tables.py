@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
-from .._attributes import Attribute, Count, Entry, Expect, Ignore, Nullable, Unpublished
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Nullable, Unpublished
 from .._config import PublishedConfig
-from .._layer_attributes import LAYERS, LayerTypes
+from .._layer_attributes import LayerTypes
 from .._weights import Rule
 from ._common import AsManyKeyHeads, gated_weights, LAYER, SIZES, WIDTH
-from ._deepseek import LATENT_WEIGHTS
+from ._deepseek import LATENT_WEIGHTS, LayerMixtures
 
 
 def _of_nets(published: PublishedConfig) -> PublishedConfig:
@@ -45,32 +45,14 @@ def _attention(published: PublishedConfig, layers: int) -> tuple[int, ...]:
     return tuple(range(4, layers, 4)) if said is None else tuple(number - 1 for number in said)
 
 
-class _Dense(Entry):
-    """`first_dense`, in a number or by the kinds of all layers."""
-
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """The number; refuse another order of kinds."""
-        layers, first = published.count(LAYERS), published.take("first_k_dense_replace", 1)
-        if (said := published.listed("mlp_layer_types")) is None:
-            return {"first_dense": first}
-        dense = said.count("dense")
-        if said != ["dense"] * dense + ["sparse"] * (layers - dense):
-            published.refuse(f"mlp_layer_types={said}: this family has {layers} layers, 'dense' and then 'sparse'.")
-        return {"first_dense": dense}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        """Both."""
-        kinds = ["dense"] * config.first_dense + ["sparse"] * (config.layers - config.first_dense)
-        return {"first_k_dense_replace": config.first_dense, "mlp_layer_types": kinds}
-
-
 KIMI_ATTRIBUTES: tuple[Entry, ...] = (
-    *(*SIZES, WIDTH, AsManyKeyHeads(), _Net(), _Dense()),
+    *(*SIZES, WIDTH, AsManyKeyHeads(), _Net()),
+    *(Attribute("first_dense", "first_k_dense_replace", 1), LayerMixtures()),
     LayerTypes("attention_layers", ("full_attention", "linear_attention"), _attention),
     Attribute("expert_mlp", "moe_intermediate_size", 1024),
     Attribute("experts", ("num_experts", "num_local_experts"), 256),
     Attribute("top_k", ("num_experts_per_token", "num_experts_per_tok"), 8),
-    Count("shared", ("num_shared_experts", "n_shared_experts"), 1),
+    Count("shared", ("num_shared_experts", "n_shared_experts"), 1, least=0),
     Attribute("scale", "routed_scaling_factor", 2.446),
     Attribute("groups", ("num_expert_group", "n_group"), 1),
     Attribute("kept_groups", "topk_group", 1),
@@ -84,7 +66,7 @@ KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     *(Unpublished("tied", False, "transformers never ties it"), Expect("tie_word_embeddings", False)),
     Attribute("max_seq", ("model_max_length", "max_position_embeddings"), 1_048_576),
     *(Unpublished(name, its, "none turns") for name, its in (("theta", 1e4), ("scaling", None), ("temperature", 0.0))),
-    *(Expect(name, its) for name, its in (("hidden_act", "silu"), ("attention_bias", False), ("moe_layer_freq", 1))),
+    *(Activation(only=True), Attribute("bias", "attention_bias", False), Expect("moe_layer_freq", 1)),
     *(Expect(name, True, written=False) for name in ("mla_use_nope", "use_grouped_topk")),
     Expect("moe_router_activation_func", "sigmoid", written=False),
     Ignore("head_dim", "qk_head_dim", "rope_theta", "num_nextn_predict_layers"),

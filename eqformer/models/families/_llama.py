@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Llama3Scaling, Transformer
-from .._attributes import Attribute, Expect, Ignore
+from .._attributes import Activation, Attribute, Ignore
 from .._family import DecoderConfig, Family
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
@@ -19,6 +19,8 @@ class LlamaConfig(DecoderConfig):
     eps: float = 1e-5
     bias: bool = False
     """Whether the attention's four projections have biases."""
+    mlp_bias: bool = False
+    """Whether feed-forward layers have biases."""
     max_seq: int = 8192
 
 
@@ -28,7 +30,7 @@ def build_llama(config: LlamaConfig, *, key: Key[Array, ""]) -> Transformer:
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(config, bias=config.bias, key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+        return pre_norm_block(config, attended, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
 
     return decoder(config, block, key=key)
 
@@ -82,8 +84,8 @@ LLAMA = Family(
     (
         *decoder_attributes(),
         Attribute("bias", "attention_bias", False),
-        Expect("hidden_act", "silu"),
-        Expect("mlp_bias", False),
+        Activation(),
+        Attribute("mlp_bias", "mlp_bias", False),
         Ignore("is_llama_config"),  # SmolLM2 says what it is
     ),
     LLAMA_WEIGHTS,

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Llama3Scaling, LogTemperature, Mask, MoE, Rotary, Transformer
+from ...nn import Block, Llama3Scaling, LogTemperature, LongRopeScaling, Mask, MoE, Rotary, Transformer, YarnScaling
 from .._family import DecoderConfig, Family
 from .._layer_attributes import every
 from .._towers import Tower
@@ -49,10 +49,10 @@ class Llama4Config(DecoderConfig):
     max_seq: int = 131_072
 
     def __post_init__(self):
-        if self.qk_norm and not isinstance(self.scaling, Llama3Scaling | None):
+        if self.qk_norm and isinstance(self.scaling, YarnScaling | LongRopeScaling):
             raise ValueError(
                 f"Llama4Config(qk_norm=True, scaling={self.scaling}): norms after a rotation are known of no scaling "
-                "and llama3's."
+                "that changes lengths."
             )
 
     @property

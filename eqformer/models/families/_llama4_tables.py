@@ -1,6 +1,6 @@
 """How the text models of Llama 4 are published."""
 
-from .._attributes import Attribute, Entry, Expect, Nullable, Switched
+from .._attributes import Activation, Attribute, Entry, Nullable, Switched
 from .._layer_attributes import LayerTypes, ListedLayers, NoRotaryLayers, Period
 from .._rotary_attributes import RotaryPositions
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS
@@ -21,7 +21,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     ListedLayers("moe_layers", "moe_layers", Period(1, ("interleave_moe_layer_step",))),
     NoRotaryLayers(empty=True),
     LayerTypes("full_layers", ("full_attention", "chunked_attention"), NoRotaryLayers(empty=True), empty=True),
-    Expect("hidden_act", "silu"),
+    Activation(),
 )
 _FED = f"{LAYER}feed_forward."
 WEIGHTS = (

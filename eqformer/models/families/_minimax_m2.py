@@ -7,13 +7,13 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Rotary, Transformer
-from .._attributes import Attribute, Expect, Ignore
+from .._attributes import Activation, Attribute, Expect, Ignore
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weights import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, head_norm_weights, LAYER, OF_HEADS, PRE_NORMS
-from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
+from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block, turned
 from ._mixtures import mixture
 
 
@@ -38,7 +38,7 @@ class MiniMaxM2Config(DecoderConfig):
 
 def build_minimax_m2(config: MiniMaxM2Config, *, key: Key[Array, ""]) -> Transformer:
     """A MiniMax-M2 with random weights."""
-    rotary = Rotary(int(config.head_size * config.rotary_fraction), config.theta, scaling=config.scaling)
+    rotary = Rotary(turned(config), config.theta, scaling=config.scaling)
     router = {"score": "sigmoid", "normalise": True, "balanced": True, "jitter": config.jitter}
 
     def block(_: None, key: Key[Array, ""]) -> Block:
@@ -82,7 +82,7 @@ MINIMAX_M2 = Family(
         Attribute("top_k", "num_experts_per_tok", 8),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Attribute("jitter", "router_jitter_noise", 0.0),
-        Expect("hidden_act", "silu"),
+        Activation(),
         Expect("scoring_func", "sigmoid", written=False),
         Expect("qk_norm_type", "per_layer", written=False),
         Expect("use_qk_norm", True, written=False),

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, LogTemperature, RotaryScaling, Transformer, YarnScaling
-from .._attributes import Attribute, Expect
+from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import GrowingPositions
 from .._towers import Tower
@@ -67,7 +67,7 @@ MINISTRAL3 = Family(
         *decoder_attributes(GrowingPositions(), kv_heads=8),
         StatedHeadSize(128),
         Attribute("window", "sliding_window", None),
-        Expect("hidden_act", "silu"),
+        Activation(),
     ),
     LLAMA_WEIGHTS,
     towers=(Tower("mistral3"),),

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Expect, Nullable
+from .._attributes import Activation, Nullable
 from .._family import DecoderConfig, Family
 from .._towers import Tower
 from ._common import decoder_attributes, LLAMA_WEIGHTS
@@ -55,7 +55,7 @@ MISTRAL = Family(
     _PRESETS,
     "MistralForCausalLM",
     "mistral",
-    (*decoder_attributes(kv_heads=8), Nullable("window", "sliding_window", 4096), Expect("hidden_act", "silu")),
+    (*decoder_attributes(kv_heads=8), Nullable("window", "sliding_window", 4096), Activation()),
     LLAMA_WEIGHTS,
     towers=(Tower("mistral3"),),
 )

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Capacity, Dropless, Transformer
-from .._attributes import Attribute, Expect, Unpublished
+from .._attributes import Activation, Attribute, Unpublished
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryPositions
 from .._weights import Rule
@@ -79,7 +79,7 @@ MIXTRAL = Family(
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Attribute("jitter", "router_jitter_noise", 0.0),
         Unpublished("capacity", None, "without one no token is dropped"),
-        Expect("hidden_act", "silu"),
+        Activation(),
     ),
     (
         *(*EDGES, *ATTENTION, *PRE_NORMS),

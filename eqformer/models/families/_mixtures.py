@@ -157,7 +157,7 @@ SHARED_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("expert_mlp", "moe_intermediate_size"),
     Attribute("experts", "n_routed_experts"),
     Attribute("top_k", "num_experts_per_tok"),
-    Count("shared", "n_shared_experts"),
+    Count("shared", "n_shared_experts", least=0),
     Attribute("first_dense", "first_k_dense_replace"),
     Attribute("scale", "routed_scaling_factor"),
     Attribute("groups", "n_group", convert=lambda count: count or 1),

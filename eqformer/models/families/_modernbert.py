@@ -7,47 +7,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from ...nn import Attention, Block, gelu, LayerNorm, Linear, Mask, PredictionHead, Residual, Rotary, Transformer
-from .._family import Family, ModelConfig
-from ._decoder import damping, decoder, gated_mlp
+from ...nn import (
+    Attention,
+    Block,
+    LayerNorm,
+    Linear,
+    Mask,
+    PredictionHead,
+    Residual,
+    Rotary,
+    Transformer,
+)
+from .._family import Family
+from ._decoder import bend, damping, decoder, gated_mlp
+from ._modernbert_config import ModernBERTConfig
 from ._modernbert_tables import MODERNBERT_ATTRIBUTES, MODERNBERT_WEIGHTS
-
-
-@dataclasses.dataclass(frozen=True)
-class ModernBERTConfig(ModelConfig):
-    """The config of a ModernBERT."""
-
-    layers: int
-    """Layers."""
-    heads: int
-    """Heads, of embed / heads channels."""
-    mlp: int
-    """Hidden features of a feed-forward layer."""
-    _: dataclasses.KW_ONLY
-    global_layers: tuple[int, ...]
-    """The numbers of the layers of which each token sees all others."""
-    window: int = 128
-    """The tokens that it sees in other layers, half of them on either side."""
-    theta: float = 160_000.0
-    """The base of rotary positions."""
-    local_theta: float = 10_000.0
-    """The same of layers with a window."""
-    eps: float = 1e-5
-    """What norms add before the root."""
-    norm_bias: bool = False
-    """Whether norms have biases."""
-    bias: bool = False
-    """Whether the attention's maps have."""
-    mlp_bias: bool = False
-    """Whether feed-forward layers have."""
-    dense_bias: bool = False
-    """Whether the map before the logits has."""
-    logit_bias: bool = True
-    """Whether logits have."""
-    tied: bool = True
-    """Whether the head is the embedding's table."""
-    max_seq: int = 8192
-    """The longest rows it was trained on; it changes nothing."""
 
 
 def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -59,17 +33,25 @@ def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> Transf
 
     def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
         (is_global, is_first), (mixer, feed_forward) = kind, jax.random.split(key)
-        rotary = Rotary(size, config.theta if is_global else config.local_theta)
+        local = Rotary(size, config.local_theta, scaling=config.local_scaling)
+        rotary = Rotary(size, config.theta, scaling=config.scaling) if is_global else local
         mask = Mask(is_causal=False, window=None if is_global else config.window // 2 + 1)
         given: dict[str, Any] = {"bias": config.bias, "output_std": damping(config) * config.embed**-0.5}
         given |= {"embed": config.embed, "heads": config.heads, "head_dim": size, "key": mixer}
         mixed = Attention(mask=mask, rotary=rotary, **given)
-        fed = gated_mlp(config, activation=gelu, bias=config.mlp_bias, key=feed_forward)
+        fed = gated_mlp(config, bias=config.mlp_bias, key=feed_forward)
         return Block(Residual(mixed, None if is_first else norm()), Residual(fed, norm()))
 
     of_decoder, of_dense, of_head = jax.random.split(key, 3)
     kinds = [(layer in config.global_layers, layer == 0) for layer in range(config.layers)]
-    dense = PredictionHead(norm(), norm(), embed=config.embed, bias=config.dense_bias, key=of_dense)
+    dense = PredictionHead(
+        norm(),
+        norm(),
+        embed=config.embed,
+        bias=config.dense_bias,
+        activation=bend(config, "dense_activation"),
+        key=of_dense,
+    )
     model = decoder(config, block, kinds, final_norm=dense, key=of_decoder)
     if not config.tied:
         sizes = {"embed": config.embed, "vocab": config.vocab}

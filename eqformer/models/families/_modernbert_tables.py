@@ -1,37 +1,20 @@
 """How ModernBERT is published: attributes of configurations, and names of arrays."""
 
-from typing import Any
-
-from .._attributes import Attribute, Entry, Expect, Ignore
+from .._attributes import Activation, Attribute, Entry, Ignore
 from .._config import PublishedConfig
 from .._layer_attributes import LayerTypes
-from .._rotary_attributes import FULL, read_rotary, SLIDING
+from .._rotary_attributes import FULL, RotaryByType, SLIDING
 from .._weights import Rule
 from ._common import INTO_HEADS, LAYER, OF_HEADS, OUT_OF_HEADS, SIZES, WIDTH
-
-
-class _Positions(Entry):
-    """The bases of global and of local layers, which may be said in attributes of their own."""
-
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Both; refuse scalings."""
-        base = lambda kind, name, default: read_rotary(published, default, kind, (name, None))[0]
-        return {
-            "theta": base(FULL, "global_rope_theta", 160_000.0),
-            "local_theta": base(SLIDING, "local_rope_theta", 10_000.0),
-        }
-
-    def write(self, config: Any) -> dict[str, Any]:
-        """The older attributes."""
-        return {"global_rope_theta": config.theta, "local_rope_theta": config.local_theta}
 
 
 def _every_third(published: PublishedConfig, layers: int) -> range:
     return range(0, layers, published.count("global_attn_every_n_layers", 3))
 
 
+_POSITIONS = RotaryByType(160_000.0, 10_000.0, ("global_rope_theta", "local_rope_theta"), scaled=False)
 MODERNBERT_ATTRIBUTES: tuple[Entry, ...] = (
-    *(*SIZES, WIDTH, _Positions()),
+    *(*SIZES, WIDTH, _POSITIONS),
     LayerTypes("global_layers", (FULL, SLIDING), _every_third),
     Attribute("window", "local_attention", 128),
     Attribute("eps", "norm_eps", 1e-5),
@@ -42,8 +25,8 @@ MODERNBERT_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("logit_bias", "decoder_bias", True),
     Attribute("tied", "tie_word_embeddings", True),
     Attribute("max_seq", "max_position_embeddings", 8192),
-    Expect("hidden_activation", "gelu"),
-    Expect("classifier_activation", "gelu"),
+    Activation("gelu", "hidden_activation"),
+    Activation("gelu", "classifier_activation", "dense_activation"),
     # Of classifiers, of training, and of how transformers runs it.
     Ignore("classifier_pooling", "classifier_dropout", "embedding_dropout", "mlp_dropout", "cls_token_id"),
     Ignore("initializer_cutoff_factor", "layer_norm_eps", "position_embedding_type", "deterministic_flash_attn"),

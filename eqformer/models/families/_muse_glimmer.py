@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Residual, Transformer
-from .._attributes import Attribute, Expect
+from .._attributes import Activation, Attribute, Expect
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, every, LAYERS, NullableWindows
@@ -112,7 +112,7 @@ MUSE_GLIMMER = Family(
         Attribute("output_eps", "post_norm_eps", 1e-8),
         Attribute("logit_scale", "output_multiplier", 256**0.5 * 6656**-0.5),
         Attribute("logit_softcap", "final_logit_softcapping", 20.0),
-        Expect("hidden_activation", "silu"),
+        Activation(published="hidden_activation"),
         Expect("attention_bias", False, written=False),
     ),
     (*EDGES, *ATTENTION, _GATE, *GATED, *FOUR_NORMS),

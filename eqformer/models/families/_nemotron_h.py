@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Layer, MLP, relu_squared, Residual, Transformer
+from ...nn import Block, Layer, MLP, Residual, Transformer
 from .._family import DecoderConfig, Family
-from ._decoder import attention, damping, decoder, norm
+from ._decoder import attention, bend, damping, decoder, norm
 from ._mixtures import BIASED_SIGMOIDS, mixture
 from ._nemotron_h_tables import ATTRIBUTES, KINDS, WEIGHTS
 from ._state_spaces import mamba2, NetSizes
@@ -36,6 +36,9 @@ class NemotronHConfig(NetSizes, DecoderConfig):
     """What weights of experts are multiplied by."""
     normalise: bool = True
     """Whether a token's weights add up to 1 before that."""
+    activation: str = "relu_squared"
+    mlp_bias: bool = False
+    """Whether feed-forward layers have biases; experts have none."""
     eps: float = 1e-5
     balance: ClassVar[float] = 0.0
     """No loss balances experts: the bias of their choice does."""
@@ -51,9 +54,9 @@ class NemotronHConfig(NetSizes, DecoderConfig):
 def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transformer:
     """A Nemotron-H with random weights."""
 
-    def mlp(width: int, key: Key[Array, ""]) -> MLP:
+    def mlp(width: int, key: Key[Array, ""], bias: bool = config.mlp_bias) -> MLP:
         output_std = damping(config) * width**-0.5
-        return MLP(embed=config.embed, mlp=width, activation=relu_squared, output_std=output_std, key=key)
+        return MLP(embed=config.embed, mlp=width, activation=bend(config), bias=bias, output_std=output_std, key=key)
 
     def layer(kind: str, key: Key[Array, ""]) -> Layer:
         if kind in "M*":
@@ -65,13 +68,13 @@ def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transfo
         own: dict[str, Any] = {"shared": mlp(config.shared_mlp, shared), "router": router, "experts": experts}
         groups: dict[str, Any] = {"groups": config.groups, "kept_groups": config.kept_groups, **BIASED_SIGMOIDS}
         choice: dict[str, Any] = {"normalise": config.normalise, "scale": config.scale, **groups}
-        return Residual(mixture(config, lambda key: mlp(config.expert_mlp, key), **own, **choice), norm(config))
+        return Residual(mixture(config, lambda key: mlp(config.expert_mlp, key, False), **own, **choice), norm(config))
 
     return decoder(config, layer, tuple(config.pattern), key=key)
 
 
 _BYTE: dict[str, Any] = {"net_heads": 8, "net_kv_heads": 2, "net_head_dim": 16, "net_v_dim": 16, "top_k": 4}
-_BYTE |= {"head_dim": 16, "expert_mlp": 32, "shared_mlp": 64, "experts": 12, "tied": True}
+_BYTE |= {"head_dim": 16, "expert_mlp": 32, "shared_mlp": 64, "experts": 12, "tied": True, "mlp_bias": True}
 
 
 def _nemotron(embed: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> NemotronHConfig:

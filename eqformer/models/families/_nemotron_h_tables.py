@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .._attributes import Attribute, Count, Entry, Expect, Ignore
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore
 from .._config import PublishedConfig
 from .._weights import Rule
 from ._common import attention_weights, KeyHeads, StatedHeadSize
@@ -53,7 +53,11 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Count("kept_groups", "topk_group", 1),
     Attribute("scale", "routed_scaling_factor", 1.0, float),
     Attribute("normalise", "norm_topk_prob", True),
-    *(Expect("mlp_hidden_act", "relu2"), Expect("mamba_hidden_act", "silu"), Expect("mlp_bias", False)),
+    *(
+        Activation("relu2", "mlp_hidden_act"),
+        Expect("mamba_hidden_act", "silu"),
+        Attribute("mlp_bias", "mlp_bias", False),
+    ),
     *(Expect("attention_bias", False), Expect("mamba_proj_bias", False), Expect("n_shared_experts", 1)),
     *(Expect("moe_latent_size", None, written=False), Expect("sliding_window", None, written=False)),
     # How weights are drawn, what is run how, further predictors, and what transformers never reads.
@@ -65,6 +69,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
 
 _LAYER = "backbone.layers.{layer}."
 _MIXED = f"{_LAYER}mixer."
+_MLP = [(name, leaf) for name in ("up", "down") for leaf in ("weight", "bias")]
 WEIGHTS = (
     Rule("backbone.embeddings.weight", "embedding.weight"),
     Rule("backbone.norm_f.weight", "norm.weight"),
@@ -73,12 +78,10 @@ WEIGHTS = (
     Rule(f"{_LAYER}norm.weight", "norm.weight"),
     *beside_mamba(attention_weights(prefix=_MIXED)),
     *mamba_weights(_MIXED),
-    Rule(f"{_MIXED}up_proj.weight", "layer.up.weight"),
-    Rule(f"{_MIXED}down_proj.weight", "layer.down.weight"),
+    *(Rule(f"{_MIXED}{name}_proj.{leaf}", f"layer.{name}.{leaf}") for name, leaf in _MLP),
     Rule(f"{_MIXED}gate.weight", "layer.router.linear.weight"),
     Rule(f"{_MIXED}gate.e_score_correction_bias", "layer.router.selection_bias"),
     Rule(f"{_MIXED}experts.{{expert}}.up_proj.weight", "layer.experts.mlps.up.weight"),
     Rule(f"{_MIXED}experts.{{expert}}.down_proj.weight", "layer.experts.mlps.down.weight"),
-    Rule(f"{_MIXED}shared_experts.up_proj.weight", "layer.shared.up.weight"),
-    Rule(f"{_MIXED}shared_experts.down_proj.weight", "layer.shared.down.weight"),
+    *(Rule(f"{_MIXED}shared_experts.{name}_proj.{leaf}", f"layer.shared.{name}.{leaf}") for name, leaf in _MLP),
 )

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Attribute, Expect
+from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, OF_HEADS, POST_NORMS
 from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block
@@ -49,6 +49,6 @@ OLMO2 = Family(
     _PRESETS,
     "Olmo2ForCausalLM",
     "olmo2",
-    (*decoder_attributes(), Attribute("bias", "attention_bias", False), Expect("hidden_act", "silu")),
+    (*decoder_attributes(), Attribute("bias", "attention_bias", False), Activation()),
     OLMO2_WEIGHTS,
 )

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Rotary, Transformer, YarnScaling
-from .._attributes import Attribute, Expect
+from ...nn import Block, Rotary, RotaryScaling, Transformer, YarnScaling
+from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
-from .._rotary_attributes import RotaryOfWholeRows
+from .._rotary_attributes import RotaryByType
 from ._common import decoder_attributes
 from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block
 from ._olmo2 import OLMO2_WEIGHTS
@@ -22,10 +22,14 @@ class Olmo3Config(DecoderConfig):
     """The config of an OLMo 3."""
 
     window_layers: tuple[int, ...]
-    """The numbers of the layers that see a `window` and have no `scaling`."""
+    """The numbers of the layers that see a `window`; the others have the `scaling`."""
     window: int = 4096
     """The tokens that the layers of `window_layers` see."""
     theta: float = 500_000.0
+    local_theta: float = 500_000.0
+    """The base of rotary positions in these layers."""
+    local_scaling: RotaryScaling | None = None
+    """Their scaling."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
     max_seq: int = 65_536
@@ -36,7 +40,8 @@ def build_olmo3(config: Olmo3Config, *, key: Key[Array, ""]) -> Transformer:
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        options: dict[str, Any] = {} if window is None else {"rotary": Rotary(config.head_size, config.theta)}
+        local = Rotary(config.head_size, config.local_theta, scaling=config.local_scaling)
+        options: dict[str, Any] = {} if window is None else {"rotary": local}
         options |= head_norms(config, all_heads=True)
         attended = attention(config, window=window, bias=config.bias, output_std=None, **options, key=mixer)
         return post_norm_block(config, attended, gated_mlp(config, output_std=None, key=feed_forward))
@@ -46,7 +51,9 @@ def build_olmo3(config: Olmo3Config, *, key: Key[Array, ""]) -> Transformer:
 
 _YARN = YarnScaling(8.0, 8192, magnitude=1.2079441541679836)
 _PRESETS = {
-    "olmo3-byte-500k": Olmo3Config(256, 96, 4, 6, 6, 256, window_layers=all_but_every(4, 4), window=64, theta=10_000.0),
+    "olmo3-byte-500k": Olmo3Config(
+        256, 96, 4, 6, 6, 256, window_layers=all_but_every(4, 4), window=64, theta=10_000.0, local_theta=10_000.0
+    ),
     "olmo3-7b": Olmo3Config(100_278, 4096, 32, 32, 32, 11_008, window_layers=all_but_every(4, 32), scaling=_YARN),
     "olmo3-32b": Olmo3Config(100_278, 5120, 64, 40, 8, 27_648, window_layers=all_but_every(4, 64), scaling=_YARN),
 }
@@ -59,10 +66,10 @@ OLMO3 = Family(
     "Olmo3ForCausalLM",
     "olmo3",
     (
-        *decoder_attributes(RotaryOfWholeRows(500_000.0, "full_attention")),
+        *decoder_attributes(RotaryByType(500_000.0, 500_000.0, ("rope_theta", "rope_theta"))),
         Windows(4096, Period(4, but=True)),
         Attribute("bias", "attention_bias", False),
-        Expect("hidden_act", "silu"),
+        Activation(),
     ),
     OLMO2_WEIGHTS,
 )

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Attribute, Expect
+from .._attributes import Activation, Attribute, Expect
 from .._family import DecoderConfig, Family
 from ._common import ATTENTION, decoder_attributes, EDGES, head_norm_weights, OF_HEADS, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
@@ -62,7 +62,7 @@ OLMOE = Family(
         *decoder_attributes(),
         *choice_attributes(64, 8, balance=0.01),
         Attribute("bias", "attention_bias", False),
-        Expect("hidden_act", "silu"),
+        Activation(),
         Expect("clip_qkv", None, written=False),
     ),
     (*EDGES, *ATTENTION, *head_norm_weights(OF_HEADS), *PRE_NORMS, *MIXTURE),

@@ -6,12 +6,12 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Rotary, Transformer
-from .._attributes import Attribute, Expect
+from .._attributes import Activation, Attribute, Expect
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import LongRotaryPositions, RotaryFraction
 from .._weights import Rule
 from ._common import decoder_attributes, EDGES, INTO_HEADS, JOINED_GATED, LAYER, OUT_OF_HEADS, PRE_NORMS
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from ._decoder import attention, decoder, gated_mlp, pre_norm_block, turned
 from ._phi3_divisors import PHI3_MINI, PHI4_MINI, PHI35_MINI
 
 
@@ -32,7 +32,7 @@ def build_phi3(config: Phi3Config, *, key: Key[Array, ""]) -> Transformer:
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        rotary = Rotary(int(config.head_size * config.rotary_fraction), config.theta, scaling=config.scaling)
+        rotary = Rotary(turned(config), config.theta, scaling=config.scaling)
         attended = attention(config, window=config.window, rotary=rotary, key=mixer)
         return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
 
@@ -80,7 +80,7 @@ PHI3 = Family(
         *decoder_attributes(LongRotaryPositions()),
         RotaryFraction(),
         Attribute("window", "sliding_window", None),
-        Expect("hidden_act", "silu"),
+        Activation(),
         Expect("full_attn_mod", 1, written=False),
         Expect("interpolate_factor", 1, written=False),
     ),

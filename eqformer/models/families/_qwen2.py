@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Expect
+from .._attributes import Activation
 from .._family import DecoderConfig, Family
 from .._layer_attributes import LateWindows
 from ._common import decoder_attributes, LLAMA_WEIGHTS
@@ -64,6 +64,6 @@ QWEN2 = Family(
     _PRESETS,
     "Qwen2ForCausalLM",
     "qwen2",
-    (*decoder_attributes(), LateWindows(4096, 28), Expect("hidden_act", "silu")),
+    (*decoder_attributes(), LateWindows(4096, 28), Activation()),
     LLAMA_WEIGHTS,
 )

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Attribute, Expect
+from .._attributes import Activation, Attribute
 from .._family import Family
 from .._layer_attributes import FullLayers, NoWindows
 from ._common import decoder_attributes, LLAMA_WEIGHTS
@@ -71,7 +71,7 @@ QWEN2_MOE = Family(
         FullLayers(),
         Attribute("bias", "qkv_bias", True),
         Attribute("shared_mlp", "shared_expert_intermediate_size"),
-        Expect("hidden_act", "silu"),
+        Activation(),
     ),
     (*LLAMA_WEIGHTS, *MIXTURE, *GATED_SHARED),
 )

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Attribute, Expect
+from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from .._layer_attributes import LateWindows
 from .._towers import Tower
@@ -69,7 +69,7 @@ QWEN3 = Family(
         *decoder_attributes(head_dim=128),
         Attribute("bias", "attention_bias", False),
         LateWindows(4096, 28),
-        Expect("hidden_act", "silu"),
+        Activation(),
     ),
     LLAMA_WEIGHTS,
     towers=(Tower("qwen3_vl", "qwen3_vl_text"),),

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Attribute, Expect
+from .._attributes import Activation, Attribute
 from .._family import Family
 from .._layer_attributes import NoWindows
 from .._towers import Tower
@@ -68,7 +68,7 @@ QWEN3_MOE = Family(
         *mixture_attributes(128, 8),
         NoWindows(),
         Attribute("bias", "attention_bias", False),
-        Expect("hidden_act", "silu"),
+        Activation(),
     ),
     (*LLAMA_WEIGHTS, *MIXTURE),
     towers=(Tower("qwen3_vl_moe", "qwen3_vl_moe_text", _MISSING, {"norm_topk_prob": True}, (*FUSED, *TURNED)),),

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Attribute, Expect, Ignore
+from .._attributes import Activation, Attribute, Ignore
 from .._family import DecoderConfig, Family
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, PRE_NORMS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
@@ -57,7 +57,7 @@ SEED_OSS = Family(
         Attribute("bias", "attention_bias", True),
         Attribute("output_bias", "attention_out_bias", False),
         Attribute("mlp_bias", "mlp_bias", False),
-        Expect("hidden_act", "silu"),
+        Activation(),
         Ignore("residual_dropout"),  # of training
     ),
     (*EDGES, *ATTENTION, *PRE_NORMS, *gated_weights(bias=True)),

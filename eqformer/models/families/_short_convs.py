@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from jaxtyping import Array, Key
 
 from ...nn import Attention, GatedShortConv
-from .._attributes import Attribute, Entry, Expect, Ignore
+from .._attributes import Attribute, Entry, Expect, Ignore, Unpublished
 from .._config import PublishedConfig
 from .._family import DecoderConfig
 from .._layer_attributes import LayerTypes
@@ -54,7 +54,7 @@ CONV_ATTRIBUTES: tuple[Entry, ...] = (
     LayerTypes("attention_layers", ("full_attention", "conv"), _listed),
     Attribute("taps", "conv_L_cache", 3),
     Attribute("bias", "conv_bias", False),
-    Expect("hidden_act", "silu", written=False),
+    *(Expect("hidden_act", "silu", written=False), Unpublished("activation", "silu", "all layers have it")),
     Expect("block_use_swiglu", True, written=False),
     Expect("use_pos_enc", True, written=False),
     Expect("theta", 1_000_000.0, written=False),

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Expect
+from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from .._layer_attributes import every, NoRotaryLayers, SwitchedWindows
 from .._rotary_attributes import RotaryPositions
@@ -27,6 +27,10 @@ class SmolLM3Config(DecoderConfig):
     """The tokens that the layers of `window_layers` see."""
     window_layers: tuple[int, ...] = ()
     """The numbers of the layers that see a `window`; the others see everything."""
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    mlp_bias: bool = False
+    """Whether feed-forward layers have biases."""
     tied: bool = True
     max_seq: int = 65_536
 
@@ -37,8 +41,8 @@ def build_smollm3(config: SmolLM3Config, *, key: Key[Array, ""]) -> Transformer:
     def block(kind: tuple[bool, int | None], key: Key[Array, ""]) -> Block:
         (rotated, window), (mixer, feed_forward) = kind, jax.random.split(key)
         positions: dict[str, Any] = {} if rotated else {"rotary": None}
-        attended = attention(config, window=window, **positions, key=mixer)
-        return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
+        attended = attention(config, window=window, bias=config.bias, **positions, key=mixer)
+        return pre_norm_block(config, attended, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
 
     kinds = [(layer not in config.no_rotary_layers, window) for layer, window in enumerate(windows_of(config))]
     return decoder(config, block, kinds, key=key)
@@ -64,9 +68,9 @@ SMOLLM3 = Family(
         *decoder_attributes(RotaryPositions(2_000_000.0), kv_heads=4, tied=True),
         NoRotaryLayers(),
         SwitchedWindows(None, NoRotaryLayers()),
-        Expect("hidden_act", "silu"),
-        Expect("attention_bias", False, written=False),
-        Expect("mlp_bias", False, written=False),
+        Activation(),
+        Attribute("bias", "attention_bias", False),
+        Attribute("mlp_bias", "mlp_bias", False),
     ),
     LLAMA_WEIGHTS,
 )

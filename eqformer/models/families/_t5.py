@@ -15,19 +15,18 @@ from ...nn import (
     Embedding,
     Encoder,
     full,
-    gelu_tanh,
     Linear,
     MLP,
     RelativeBias,
-    relu,
     Residual,
     RMSNorm,
     Stack,
     Transformer,
 )
 from .._family import Family, ModelConfig
-from ._decoder import gated_mlp
-from ._t5_tables import T5_ATTRIBUTES, T5_WEIGHTS
+from ._decoder import bend, gated_mlp
+from ._t5_attributes import T5_ATTRIBUTES
+from ._t5_tables import T5_WEIGHTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,9 @@ class T5Config(ModelConfig):
     head_dim: int = 64
     """Channels of a head."""
     gated: bool = True
-    """Whether feed-forward layers are gated, by a GELU (v1.1), or plain, with a ReLU."""
+    """Whether feed-forward layers are gated (v1.1), or plain."""
+    activation: str = "gelu_tanh"
+    """What bends their features, or their gate: a name of `nn.ACTIVATIONS`."""
     tied: bool = False
     """Whether the head is the embedding's table."""
     scaled: bool = False
@@ -72,8 +73,8 @@ def build_t5(config: T5Config, *, key: Key[Array, ""]) -> Transformer:
         given = sizes | {"output_std": (2 * config.layers * inner) ** -0.5}
         attention = Attention(mask=full() if reads else causal(), score_bias=True, **given, key=own)
         cross = None if reads else Residual(CrossAttention(**given, key=other), norm())
-        plain = lambda: MLP(embed=embed, mlp=config.mlp, activation=relu, key=fed)
-        layer = gated_mlp(config, activation=gelu_tanh, key=fed) if config.gated else plain()
+        plain = lambda: MLP(embed=embed, mlp=config.mlp, activation=bend(config), key=fed)
+        layer = gated_mlp(config, key=fed) if config.gated else plain()
         return Block(Residual(attention, norm()), Residual(layer, norm()), cross=cross)
 
     def bias(key: Key[Array, ""], *, reads: bool) -> RelativeBias:
@@ -98,7 +99,7 @@ def _as_stored(config: Any, names: Collection[str]) -> T5Config:
     return dataclasses.replace(config, tied="lm_head.weight" not in names)
 
 
-_FIRST: dict[str, Any] = {"gated": False, "tied": True, "scaled": True}
+_FIRST: dict[str, Any] = {"gated": False, "activation": "relu", "tied": True, "scaled": True}
 _PRESETS = {
     "t5-byte-200k": T5Config(384, 64, 2, 4, 128, head_dim=16, **_FIRST),
     "t5-byte-gated-200k": T5Config(384, 64, 2, 4, 96, head_dim=16),

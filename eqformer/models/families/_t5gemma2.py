@@ -1,6 +1,7 @@
 """T5Gemma 2 (Zhang et al. 2025): Gemma 3's blocks as an encoder, and a decoder that also reads it."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -36,7 +37,13 @@ def build_t5gemma2(config: T5Gemma2Config, *, key: Key[Array, ""]) -> Transforme
     return dataclasses.replace(build_gemma3(config, MergedAttention, key=writing), encoder=encoder)
 
 
-_PRESETS = {"t5gemma2-byte-900k": T5Gemma2Config(**vars(GEMMA3.presets["gemma3-byte-500k"]))}
+def _t5gemma2(gemma3: str, **more: Any) -> T5Gemma2Config:
+    """Both halves are of the sizes of a Gemma 3."""
+    return T5Gemma2Config(**vars(GEMMA3.presets[gemma3]) | more)
+
+
+_PRESETS = {"t5gemma2-byte-900k": _t5gemma2("gemma3-byte-500k", bias=True)}
+_PRESETS |= {f"t5gemma2-{size}": _t5gemma2(f"gemma3-{size}", vocab=262_144) for size in ("270m", "1b", "4b")}
 
 T5GEMMA2 = Family(
     "t5gemma2",

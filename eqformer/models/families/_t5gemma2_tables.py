@@ -7,7 +7,7 @@ from .._attributes import Attribute, Entry, Expect, Ignore
 from .._config import PublishedConfig
 from .._towers import Tower
 from .._weights import Rule
-from ._common import ATTENTION, GATED, head_norm_weights, norm_weights
+from ._common import ATTENTION, gated_weights, head_norm_weights, norm_weights
 from ._gemma3 import GEMMA3, GEMMA3_MISSING
 
 
@@ -65,8 +65,9 @@ def _half(prefix: str, part: str) -> tuple[Rule, ...]:
         feed_forward_output="post_feedforward_layernorm",
     )
     its = Rule("model.norm.weight", f"{part}.norm.weight" if part else "norm.weight")
-    maps = (rule for rule in (*ATTENTION, *GATED) if rule.name.endswith(".weight"))
-    layers = (dataclasses.replace(rule, part=part) for rule in (*maps, *head_norm_weights(), *four))
+    layers = (
+        dataclasses.replace(rule, part=part) for rule in (*ATTENTION, *gated_weights(), *head_norm_weights(), *four)
+    )
     return tuple(dataclasses.replace(rule, name=prefix + rule.name.removeprefix("model.")) for rule in (its, *layers))
 
 

@@ -160,7 +160,7 @@ class Attention(Mixer):
             query, key = self.rotary(query, tokens.positions, lengths), self.rotary(key, places, lengths)
             query, key = self._normed(query, key) if self.norms_rotated else (query, key)
         if self.temperature is not None:
-            factor = self.temperature(tokens.positions)[..., None, None]
+            factor = self.temperature(tokens.positions, query.dtype)[..., None, None]
             query = wide_product(query, factor)
         given: dict[str, Any] = {"key": key, "value": value}
         core: Any = self.core

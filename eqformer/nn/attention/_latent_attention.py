@@ -68,6 +68,7 @@ class LatentAttention(Mixer):
         temperature: LogTemperature | None = None,
         indexer: Indexer | None = None,
         bias: bool = False,
+        latent_bias: bool = False,
         output_std: float | None = None,
         mask: Mask | None = None,
         core: Core | None = None,
@@ -89,6 +90,7 @@ class LatentAttention(Mixer):
             temperature: What sharpens queries of late positions.
             indexer: What chooses the keys that a query sees; it reads the queries' latent.
             bias: Whether the maps have biases.
+            latent_bias: Whether those to latents, and the output, have biases at least (DeepSeek).
             output_std: The deviation of the output's weights; None: as the others'.
             mask: Which keys a query may see; None: `causal()`.
             core: How the attention is computed; None: `AutoCore()`, in memory linear in the sequence.
@@ -103,27 +105,25 @@ class LatentAttention(Mixer):
         rope_dim = 0 if rotary is None else rotary.dim
         source = {"embed": embed} if q_latent is None else {"q_latent": q_latent}
         (origin,) = source
-        self.query_down = None
+        self.query_down, edges = None, {"embed": embed, "bias": bias or latent_bias}
         if q_latent is not None:
-            self.query_down = Linear("embed -> q_latent", embed=embed, q_latent=q_latent, bias=bias, key=keys[0])
+            self.query_down = Linear("embed -> q_latent", q_latent=q_latent, key=keys[0], **edges)
         self.query_latent_norm, self.latent_norm = query_latent_norm, latent_norm
         self.query = Linear(
             f"{origin} -> heads head_dim", heads=heads, head_dim=head_dim, bias=bias, key=keys[1], **source
         )
-        self.latent_down = Linear("embed -> latent", embed=embed, latent=latent, bias=bias, key=keys[2])
+        self.latent_down = Linear("embed -> latent", latent=latent, key=keys[2], **edges)
         self.query_rope = self.key_rope = None
         if rotary is not None:
             self.query_rope = Linear(
                 f"{origin} -> heads rope_dim", heads=heads, rope_dim=rope_dim, bias=bias, key=keys[3], **source
             )
-            self.key_rope = Linear("embed -> rope_dim", embed=embed, rope_dim=rope_dim, bias=bias, key=keys[4])
+            self.key_rope = Linear("embed -> rope_dim", rope_dim=rope_dim, key=keys[4], **edges)
         up = {"latent": latent, "heads": heads, "bias": bias}
         v_dim = head_dim if v_dim is None else v_dim
         self.key_up = Linear("latent -> heads head_dim", head_dim=head_dim, key=keys[5], **up)
         self.value_up = Linear("latent -> heads v_dim", v_dim=v_dim, key=keys[6], **up)
-        self.output = Linear(
-            "heads v_dim -> embed", heads=heads, v_dim=v_dim, embed=embed, bias=bias, std=output_std, key=keys[7]
-        )
+        self.output = Linear("heads v_dim -> embed", heads=heads, v_dim=v_dim, std=output_std, key=keys[7], **edges)
         self.rotary, self.temperature, self.indexer = rotary, temperature, indexer
         self.mask = causal() if mask is None else mask
         self.core = AutoCore() if core is None else core
@@ -166,7 +166,7 @@ class LatentAttention(Mixer):
             shared = spread(key_rope[..., None, :], (*key.shape[:-1], key_rope.shape[-1]))
             query, key = jnp.concatenate([query, query_rope], -1), jnp.concatenate([key, shared], -1)
         if self.temperature is not None:
-            query = wide_product(query, self.temperature(tokens.positions)[..., None, None])
+            query = wide_product(query, self.temperature(tokens.positions, query.dtype)[..., None, None])
         rest: dict[str, Any] = {"mask": self.mask, "tokens": tokens, "scale": self.scale}
         if self.indexer is None or latents.shape[-2] <= self.indexer.top_k:
             attended = self.core(query, key, value, **rest, kv_tokens=kv_tokens)

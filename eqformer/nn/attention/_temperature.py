@@ -2,8 +2,10 @@
 
 import equinox as eqx
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from .._dtype import at_least_float32
 from .._module import Module
 
 
@@ -23,7 +25,9 @@ class LogTemperature(Module):
         if self.every < 1:
             raise ValueError(f"LogTemperature(every={self.every}): every counts tokens and must be at least 1.")
 
-    def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq"]:
-        """The factor of each token's query, in float32."""
+    def __call__(
+        self, positions: Int[Array, "*batch seq"], dtype: DTypeLike = jnp.float32
+    ) -> Float[Array, "*batch seq"]:
+        """The factor of each token's query, in this dtype, or in float32 instead of a narrower one."""
         steps = (positions + self.offset) // self.every
-        return 1 + self.strength * jnp.log1p(steps.astype(jnp.float32))
+        return 1 + self.strength * jnp.log1p(steps.astype(at_least_float32(jnp.dtype(dtype))))

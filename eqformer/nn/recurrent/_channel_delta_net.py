@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Key
 
 from .._cache import RecurrentCache
 from .._contracts import Mixer, MixerFacts
+from .._dims import float32_at_least
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import RMSNorm
@@ -39,7 +40,7 @@ class ChannelDeltaNet(Mixer):
     key_conv: CausalConv
     value_conv: CausalConv
     log_rate: Float[Array, "heads"]
-    decay_bias: Float[Array, "heads head_dim"]
+    decay_bias: Float[Array, "heads head_dim"] = float32_at_least()
     norm: RMSNorm
     output: LinearMap
     chunk: int = eqx.field(static=True)

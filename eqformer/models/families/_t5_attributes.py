@@ -1,0 +1,78 @@
+"""How configurations of T5 say its sizes."""
+
+from typing import Any
+
+from .._attributes import Attribute, Count, Entry, Expect, Ignore
+from .._config import PublishedConfig
+
+
+class _Layers(Entry):
+    """Layers of the encoder and of the decoder, as many where nothing is said."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """Both."""
+        encoder = published.count("num_layers", 6)
+        decoder = published.count("num_decoder_layers", encoder)
+        return {"layers": decoder, "encoder_layers": None if encoder == decoder else encoder}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Both."""
+        return {"num_layers": config.encoder_layers or config.layers, "num_decoder_layers": config.layers}
+
+
+# By `feed_forward_proj`: whether layers are gated, and what bends them. A gated GELU is its approximation.
+_KINDS = {"relu": (False, "relu"), "gated-gelu": (True, "gelu_tanh"), "gated-silu": (True, "silu")}
+
+
+class _FeedForward(Entry):
+    """The kind of feed-forward layers, which transformers says three times."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`gated` and `activation`; refuse any other kind."""
+        published.expect("feed_forward_proj", *_KINDS)
+        said = published.take("feed_forward_proj", "relu")
+        for name, value in self._same(*_KINDS[said]).items():
+            published.expect(name, value)
+        return dict(zip(("gated", "activation"), _KINDS[said]))
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """All three attributes; raises a `ValueError` for a kind that has no name."""
+        for said, kind in _KINDS.items():
+            if kind == (config.gated, config.activation):
+                return {"feed_forward_proj": said} | self._same(*kind)
+        kind = f"gated={config.gated}, activation={config.activation!r}"
+        raise ValueError(f"save(config=T5Config({kind})): published are {', '.join(_KINDS)}; give one of these.")
+
+    def _same(self, gated: bool, activation: str) -> dict[str, Any]:
+        return {"is_gated_act": gated, "dense_act_fn": {"gelu_tanh": "gelu_new"}.get(activation, activation)}
+
+
+class _Head(Entry):
+    """Whether the head is tied, and whether its input is scaled, which older configurations say by being tied."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """Both."""
+        tied = published.take("tie_word_embeddings", True)
+        return {"tied": tied, "scaled": published.take("scale_decoder_outputs", tied)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Both."""
+        return {"tie_word_embeddings": config.tied, "scale_decoder_outputs": config.scaled}
+
+
+T5_ATTRIBUTES: tuple[Entry, ...] = (
+    Count("vocab", "vocab_size", 32_128),
+    Count("embed", "d_model", 512),
+    Count("head_dim", "d_kv", 64),
+    Count("mlp", "d_ff", 2048),
+    Count("heads", "num_heads", 8),
+    *(_Layers(), _FeedForward(), _Head()),
+    Attribute("ranges", "relative_attention_num_buckets", 32),
+    Attribute("farthest", "relative_attention_max_distance", 128),
+    Attribute("eps", "layer_norm_epsilon", 1e-6),
+    Attribute("start", "decoder_start_token_id", 0),
+    Expect("is_encoder_decoder", True),
+    Expect("is_decoder", False, written=False),
+    # Of training, and of classifiers.
+    Ignore("dropout_rate", "initializer_factor", "classifier_dropout", "n_positions"),
+)
