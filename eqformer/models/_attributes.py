@@ -28,10 +28,15 @@ class Attribute(Entry):
     """
 
     name: str
+    """The field in the config."""
     published: str | tuple[str, ...]
+    """The attribute, or several."""
     default: Any = REQUIRED
+    """What the field is without one."""
     convert: Callable[[Any], Any] | None = None
+    """What makes the field of the attribute's value."""
     written: tuple[str, ...] = ()
+    """The attributes that are written, if not the first."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """The field's value."""
@@ -54,6 +59,7 @@ class Count(Attribute):
     """One field by which something is counted or divided: a whole number of at `least` so many."""
 
     least: int = 1
+    """The least that it may be."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """The field's value."""
@@ -61,6 +67,11 @@ class Count(Attribute):
         for name in reversed(self._published):
             value = published.count(name, value, self.least)
         return {self.name: value}
+
+
+def float_or_none(value: int | float | None) -> float | None:
+    """A number that may be published as a whole one, or null."""
+    return None if value is None else float(value)
 
 
 class Nullable(Attribute):
