@@ -61,7 +61,7 @@ def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> Transf
     return dataclasses.replace(model, embedding_norm=norm(), logit_bias=bias)
 
 
-_BIASES: dict[str, bool] = {"norm_bias": True, "bias": True, "mlp_bias": True, "dense_bias": True}
+_BIASES: dict[str, Any] = {"norm_bias": True, "bias": True, "mlp_bias": True, "dense_bias": True}
 _PRESETS = {
     "modernbert-byte-200k": ModernBERTConfig(256, 64, 4, 4, 96, global_layers=(0, 3), window=32, **_BIASES),
     "modernbert-byte-untied-200k": ModernBERTConfig(256, 64, 4, 4, 96, global_layers=(0, 3), window=32, tied=False),

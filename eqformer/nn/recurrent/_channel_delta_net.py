@@ -40,10 +40,10 @@ class ChannelDeltaNet(Mixer):
     key_conv: CausalConv
     value_conv: CausalConv
     log_rate: Float[Array, "heads"]
-    decay_bias: Float[Array, "heads head_dim"] = float32_at_least()
     norm: RMSNorm
     output: LinearMap
     chunk: int = eqx.field(static=True)
+    decay_bias: Float[Array, "heads head_dim"] = float32_at_least()
 
     def __init__(
         self,
