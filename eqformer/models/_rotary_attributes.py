@@ -188,7 +188,8 @@ class RotaryFraction(Entry):
     def write(self, config: Any) -> dict[str, Any]:
         """Its attribute."""
         said = {"partial_rotary_factor": config.rotary_fraction}
-        return said | ({"rope_parameters": _parameters(config) | said} if self.inside else {})
+        newer = {"rope_scaling": None, "rope_parameters": _parameters(config) | said}  # the older would come first
+        return said | (newer if self.inside else {})
 
 
 def read_rotary(

@@ -183,7 +183,7 @@ CONFIGS = {
     "no family": (changed(model_type=None), "no 'model_type'"),
     "an attribute missing": (changed(hidden_size=None), "no 'hidden_size'"),
     "an attribute that nobody knows": (changed(window_of_doom=3), "does not know: window_of_doom=3"),
-    "an attribute that is not supported": (changed(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
+    "an attribute that is not supported": (changed(hidden_act="helix"), "hidden_act='helix' is not supported"),
     "a kind of rotary positions": (changed(rope_parameters={"rope_type": "helix"}), "rope_type='helix'"),
     "a rotary attribute": (changed(rope_parameters={"rope_type": "linear", "factor": 2.0, "twist": 1}), "twist"),
     "another size": (changed(intermediate_size=30), r"mlp.*: it has shape \(\d+, \d+\), and the model's is"),
