@@ -31,6 +31,7 @@ def held(words: str) -> int:
     return planning.step_bytes(states, model, batch_shapes(recipe)).total
 
 
+@pytest.mark.grid
 def test_what_is_offered_fits_and_is_what_its_flags_hold():
     recipe, whole = recipe_of(LARGE), held(LARGE)
     memory = whole * 9 // 10
