@@ -58,6 +58,11 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 50)
 
 
+def pytest_sessionfinish():
+    """What is left at the end goes with the process; pytest would collect it first, which takes seconds."""
+    gc.freeze()
+
+
 def forget_programs(most: int | None = None) -> None:
     """Let programs go before memory is full, and before the system's limit of mappings a process ends the worker.
 

@@ -2,10 +2,12 @@
 
 import importlib.util
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from beartype import beartype
 
 
 # By its path, since eqformer is imported later, with its shapes checked.
@@ -40,6 +42,27 @@ def share_contexts(programs: int = 64) -> None:
         return own.context
 
     mlir.make_ir_context = context
+
+
+CHECKED: dict[tuple, Callable] = {}
+
+
+def checked(function: Callable) -> Callable:
+    """beartype's check, written once for a function inside of another, which is made again at every call of that.
+
+    What jaxtyping has checked is a function of its own with the same signature, which does nothing but give back an
+    argument: two of one place and of the same annotations are the same, unless they have defaults.
+    """
+    if "<locals>" not in function.__qualname__ or function.__defaults__ or function.__kwdefaults__:
+        return beartype(function)
+    names = function.__code__.co_varnames
+    key = function.__module__, function.__qualname__, names, tuple(function.__annotations__.items())
+    try:
+        if key not in CHECKED:
+            CHECKED[key] = beartype(function)
+    except TypeError:  # annotations of which one has no hash
+        return beartype(function)
+    return CHECKED[key]
 
 
 def put(x: Any, dtype: Any = None) -> Any:

@@ -60,7 +60,11 @@ def test_a_model_is_saved_under_one_mesh_and_loaded_under_another(make, tmp_path
     [
         (hybrid, ["blocks.blocks[0].mixer.layer.keep.weight"]),
         (of_eight_bits, ["blocks.mixer.layer.query.rounded", "blocks.mixer.layer.query.scale"]),
-        (macaron, ["blocks.blocks[2].amount", "blocks.blocks[1].sublayer.layer.query.weight"]),
+        pytest.param(
+            macaron,
+            ["blocks.blocks[2].amount", "blocks.blocks[1].sublayer.layer.query.weight"],
+            marks=pytest.mark.grid,
+        ),
     ],
 )
 def test_a_layout_has_a_line_for_each_array(make, paths, monkeypatch, capsys):

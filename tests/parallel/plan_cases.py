@@ -18,7 +18,8 @@ PIPE += [
     {"schedule": name, "microbatches": 2, "chunks": 2} for name in ("interleaved", "looping", "zb-v", "dualpipe-v")
 ]
 
-# Every axis, stage of ZeRO, stream, overlap, method, schedule and remat at least once.
+# Every stage of ZeRO, stream, overlap, method and remat at least once, and schedules of every kind. Experts over an
+# axis are in test_contracts_of_layers.py and test_exchange.py.
 EVERY_RUN = [
     Case(
         "gpt2",
@@ -44,6 +45,8 @@ EVERY_RUN = [
         {"fsdp": 2, "pipe": 2, "context": 2},
         {"zero": 2, "schedule": "zb-h1", "microbatches": 2, "context_method": "gather"},
     ),
+]
+FURTHER = [
     Case("llama", {"replica": 2, "pipe": 2}, {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2}),
     Case("llama", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2}),
     Case("mixture", {"expert": 2}, {"expert_method": "exchange", "expert_factor": 0.5}),
@@ -59,7 +62,7 @@ EVERY_STEP = [
 
 def grid() -> list[Case]:
     """Everything but `EVERY_RUN`; the three families take turns where it is too much for each."""
-    found = {case.name: case for case in (*_alone(), *_pairs(), *_triples(), *_others(), *_unequal())}
+    found = {case.name: case for case in (*FURTHER, *_alone(), *_pairs(), *_triples(), *_others(), *_unequal())}
     return [case for name, case in found.items() if name not in {case.name for case in EVERY_RUN}]
 
 

@@ -74,10 +74,9 @@ def test_rows_and_layers_are_not_cut(mesh, choices, cut):
     plan_over({"fsdp": 2, "tensor": 2}).check(model, rows=len(batch.ids), seq=16)
 
 
-@pytest.mark.parametrize(
-    "kv_heads", [pytest.param(1, marks=pytest.mark.grid), 2, pytest.param(4, marks=pytest.mark.grid)]
-)
-@pytest.mark.parametrize("residual", ["sequence", pytest.param("replicated", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("residual", ["sequence", "replicated"])
 def test_a_sources_keys_are_made_by_the_maps_of_the_rows_own(kv_heads, residual, monkeypatch):
     """What the maps give of the stream is known when they are called; what they give of a source is not."""
     config = dataclasses.replace(MERGED, kv_heads=kv_heads)

@@ -5,9 +5,8 @@ import pytest
 from script_helpers import SCRIPTS
 
 
-@pytest.mark.parametrize(
-    "flags, found", [(["--check-shapes"], ["TypeCheckError"]), pytest.param([], [], marks=pytest.mark.grid)]
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("flags, found", [(["--check-shapes"], ["TypeCheckError"]), ([], [])])
 def test_shapes_are_checked_where_that_is_asked_for(flags, found):
     code = f"""
 import sys

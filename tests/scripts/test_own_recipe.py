@@ -32,6 +32,7 @@ def train(file, run_dir, corpus, *more):
     return run_here("pretrain.py", *arguments(file, run_dir, corpus), *more)
 
 
+@pytest.mark.grid
 def test_a_recipe_of_ones_own_trains_and_writes(file, tmp_path):
     corpus, its = write_corpus(tmp_path / "corpus"), tmp_path / "run"
     file.write_text(file.read_text().replace("kinds = (True, True, False)", "kinds = (True, False)"))

@@ -24,9 +24,9 @@ VECTORS = "--recipe gemma4-e-byte-400k"
 FACTORS = "--lora.rank 4 --lora.maps query value output up down"
 MESHES = {
     "sequence": "--mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
-    "context heads": "--mesh.fsdp 2 --mesh.context 4 --context-method heads",
 }
 WIDER = {
+    "context heads": "--mesh.fsdp 2 --mesh.context 4 --context-method heads",
     "feature": "--mesh.fsdp 2 --mesh.tensor 4 --residual feature",
     "nets": f"{NETS} --mesh.fsdp 2 --mesh.tensor 4",
     "vectors of layers": f"{VECTORS} --mesh.fsdp 2 --mesh.tensor 4 --residual sequence",

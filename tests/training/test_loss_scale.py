@@ -85,6 +85,7 @@ def test_the_scale_changes_no_bit_of_what_neither_overflows_nor_vanishes(make_mo
     assert seed(None, batch) == 1
 
 
+@pytest.mark.grid
 def test_a_resumed_run_has_its_scale(make_model, make_batch, tmp_path):
     model, batch = nn.Precision("float16", "float16").apply(make_model(layers=1)), make_batch(rows=4)
     rule = training.optimizer("sgd", model, rate=0.02)
