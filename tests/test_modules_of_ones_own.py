@@ -59,7 +59,11 @@ def test_a_model_is_saved_under_one_mesh_and_loaded_under_another(make, tmp_path
     "make,paths",
     [
         (hybrid, ["blocks.blocks[0].mixer.layer.keep.weight"]),
-        (of_eight_bits, ["blocks.mixer.layer.query.rounded", "blocks.mixer.layer.query.scale"]),
+        pytest.param(
+            of_eight_bits,
+            ["blocks.mixer.layer.query.rounded", "blocks.mixer.layer.query.scale"],
+            marks=pytest.mark.grid,
+        ),
         pytest.param(
             macaron,
             ["blocks.blocks[2].amount", "blocks.blocks[1].sublayer.layer.query.weight"],

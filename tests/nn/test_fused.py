@@ -58,7 +58,7 @@ def everywhere(monkeypatch):
         monkeypatch.setattr(module, "compilers", lambda: ("tpu", "cuda"))
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("is_packed", [True, pytest.param(False, marks=pytest.mark.grid)])
 def test_each_platform_has_its_own_kernel_once_and_no_matrix_of_scores(everywhere, is_packed):
     case = Case(nn.sliding_window(100), is_packed=is_packed, has_sinks=True)
     trace = traced(nn.AutoCore(), case)

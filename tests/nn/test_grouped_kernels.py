@@ -26,7 +26,7 @@ def test_cpus_and_gpus_get_a_loop_over_blocks_and_none_a_product_with_all_groups
         assert "ragged_dot" not in found and found.count("while") >= 3, platform
 
 
-@pytest.mark.parametrize("rows,sizes", [(130, [50, 0, 77, 3]), (5, [1, 0, 0, 2])])
+@pytest.mark.parametrize("rows,sizes", [pytest.param(130, [50, 0, 77, 3], marks=pytest.mark.grid), (5, [1, 0, 0, 2])])
 def test_kernels_for_tpus_give_the_products_of_a_loop(rows, sizes):
     """As plain JAX; rows fill no whole tile, and some are behind the last group."""
     direction, x, weight = given(rows)

@@ -38,7 +38,9 @@ MODULES = {
 OFF = {"int8": (1e-4, 0.02), "float8_e4m3fn": (1e-3, 0.15)}
 
 
-@pytest.mark.parametrize(("kind", "mask"), [("grouped", nn.sliding_window(5)), ("latent", nn.causal())])
+@pytest.mark.parametrize(
+    ("kind", "mask"), [("grouped", nn.sliding_window(5)), pytest.param("latent", nn.causal(), marks=pytest.mark.grid)]
+)
 def test_what_is_seen_is_what_was_rounded(kind, mask):
     """At once, in pieces or one by one, in slots that roll or not, beside what a wide cache and no cache give."""
     module, x = MODULES[kind](mask=mask), normal(1, 2, 8, 6)

@@ -18,12 +18,12 @@ PIPE += [
     {"schedule": name, "microbatches": 2, "chunks": 2} for name in ("interleaved", "looping", "zb-v", "dualpipe-v")
 ]
 
-# Every stage of ZeRO, stream, overlap, method and remat at least once, and schedules of every kind. Experts over an
-# axis are in test_contracts_of_layers.py and test_exchange.py.
+# Every axis, stage of ZeRO, stream, overlap, method, schedule and remat at least once; mixtures over their axis are in
+# test_contracts_of_layers.py, and their exchange in test_exchange.py.
 EVERY_RUN = [
     Case(
         "gpt2",
-        {"fsdp": 2, "pipe": 2, "tensor": 2},
+        {"replica": 2, "pipe": 2, "tensor": 2},
         {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2}
         | {"residual": "sequence", "overlap": "bidirectional"},
     ),
@@ -45,10 +45,17 @@ EVERY_RUN = [
         {"fsdp": 2, "pipe": 2, "context": 2},
         {"zero": 2, "schedule": "zb-h1", "microbatches": 2, "context_method": "gather"},
     ),
+    Case("llama", {"expert": 2, "pipe": 2}, {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2}),
+    Case("llama", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2}),
 ]
 FURTHER = [
+    Case(
+        "gpt2",
+        {"fsdp": 2, "pipe": 2, "tensor": 2},
+        {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2}
+        | {"residual": "sequence", "overlap": "bidirectional"},
+    ),
     Case("llama", {"replica": 2, "pipe": 2}, {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2}),
-    Case("llama", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2}),
     Case("mixture", {"expert": 2}, {"expert_method": "exchange", "expert_factor": 0.5}),
 ]
 EVERY_STEP = [

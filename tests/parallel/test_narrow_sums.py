@@ -97,7 +97,8 @@ def test_a_step_in_mixed_precision_adds_up_in_float32(case):
     assert bool(found) == ("tensor" in case.mesh or "context_method" in case.choices)
 
 
-@pytest.mark.parametrize("case", named(CASES[-1:]) + named(CASES[:-1] + WIDER, pytest.mark.grid))
+@pytest.mark.grid
+@pytest.mark.parametrize("case", named(CASES + WIDER))
 def test_a_step_of_narrow_parameters_adds_up_in_float32(case):
     found = narrow_sums(program_of(case._replace(dtypes=("bfloat16", "bfloat16"))))
     assert not_meant(found, MEANT_OF_NARROW) == []

@@ -139,6 +139,7 @@ def shapes_in(program):
     return {one.shape for one in made if hasattr(one, "shape")}
 
 
+@pytest.mark.grid
 def test_no_table_of_vectors_for_layers_is_whole(monkeypatch):
     """Of layers that are all alike, as no layer reads another's keys here."""
     alike = {"layers": 3, "window_layers": (0, 1, 2), "reading_layers": 0, "widens_reading": False}

@@ -229,7 +229,7 @@ def test_an_unknown_name_is_refused(make_model):
         training.optimizer("adam", make_model(layers=1), rate=RATE)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("name", ["muon", *(pytest.param(name, marks=pytest.mark.grid) for name in ("adamw", "sgd"))])
 def test_moments_are_kept_in_bfloat16_and_used_in_float32(name, make_model):
     """Three steps beside the same rule whose float32 state is rounded by hand after each; the control is not."""
     model = make_model(layers=1)
