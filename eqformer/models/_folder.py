@@ -35,7 +35,10 @@ class Folder:
         """Open every file of the folder and compare it with the index."""
         self.path, self.call = Path(path), f"{caller}({str(path)!r})"
         if not self.path.is_dir():
-            raise ValueError(f"{self.call}: there is no such folder.")
+            raise ValueError(
+                f"{self.call}: there is no such folder; nothing is downloaded, so give the folder that a download made "
+                "(hf download OWNER/NAME --local-dir FOLDER)."
+            )
         index = self.path / f"{single}.index.json"
         self._maps: dict[str, np.ndarray] = {}
         self._placed: dict[str, tuple[str, list[int], int, int]] = {}  # the file's dtype, shape, first and last byte

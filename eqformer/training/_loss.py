@@ -199,8 +199,13 @@ def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
     """The `Tokens` that layers read: positions, documents, a source and, given a `key`, a random key for each token.
 
     A token's random key depends on its example and its place in the row, not on its position, since positions restart
-    in each packed document.
+    in each packed document. A `ValueError` says what to give in the place of anything but a batch.
     """
+    if not isinstance(batch, Batch):
+        raise ValueError(
+            f"batch_tokens(batch): it is a {type(batch).__name__}, which does not say what the loss and the layers "
+            "need of each row; give an eqformer.Batch(ids, targets, weights, examples)."
+        )
 
     def keys_of(shape: tuple[int, ...]) -> Key[Array, "batch seq"] | None:
         places = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)

@@ -5,6 +5,7 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
@@ -206,3 +207,11 @@ def test_rows_split_over_devices_give_the_same_sum_and_gradients(data):
 def test_a_chunk_of_no_tokens_is_refused(data):
     with pytest.raises(ValueError, match="chunk=0"):
         chunked(**data, chunk=0, z_loss=0.0)
+
+
+def test_what_is_no_batch_is_refused_where_shapes_are_not_checked(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    ids = np.zeros((2, 4), np.int32)
+    for wrong in (ids, {"ids": ids}, (ids, ids)):
+        with pytest.raises(ValueError, match=f"it is a {type(wrong).__name__}.*give an eqformer.Batch"):
+            training.batch_tokens(wrong)
