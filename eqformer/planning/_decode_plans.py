@@ -1,13 +1,11 @@
 """Where a model can be served on accelerators that are not here, by formulas."""
 
 import dataclasses
-import itertools
 from typing import NamedTuple
 
 from .. import nn, parallel
-from ..parallel import EXPERT, FSDP, TENSOR
 from ._accelerators import Topology
-from ._fitting import abstract_mesh, divisors
+from ._fitting import every_mesh
 from ._forecast import decode_forecast, Forecast
 
 
@@ -48,12 +46,9 @@ def best_decodes(
         cache_dtype: What keys and values are kept in; None: the compute dtype.
         most: How many to give.
     """
-    experts = min((moe.router.facts().experts for moe in nn.modules(model, nn.MoE)), default=1)
-    plans = []
-    for expert, tensor in itertools.product(*(divisors(topology.devices, int(n)) for n in (experts, topology.devices))):
-        if topology.devices % (expert * tensor) == 0:
-            mesh = abstract_mesh({FSDP: topology.devices // (expert * tensor), EXPERT: expert, TENSOR: tensor})
-            plans.append(dataclasses.replace(plan, mesh=mesh))
+    whole = dataclasses.replace(plan, microbatches=1)  # without stages
+    meshes = every_mesh(topology.devices, whole, model, tensor=topology.devices, context=1)
+    plans = [dataclasses.replace(plan, mesh=mesh) for mesh, zero in meshes if zero == plan.zero]
     narrow = _NARROW if cache_dtype is None else cache_dtype
     kinds = dict.fromkeys([(rows, cache_dtype), *((rows >> times, narrow) for times in range(rows.bit_length()))])
     found: list[Served] = []

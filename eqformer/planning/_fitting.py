@@ -98,24 +98,25 @@ def every_mesh(
     model: nn.Transformer,
     *,
     tensor: int = MOST_TENSOR,
+    context: int = MOST_CONTEXT,
     replicas: Iterable[int] = (1,),
 ) -> Iterator[tuple[AbstractMesh, int]]:
     """Meshes of so many devices with a stage of zero each: the plan's and, where `fsdp` splits rows, 3.
 
-    `tensor` has at most so many devices, `context` at most 8, `pipe` as many stages as there are microbatches and
-    layers, `expert` as many as there are experts, `replica` one of the given numbers; `fsdp` has the rest.
+    `tensor` and `context` have at most so many devices, `pipe` as many stages as there are microbatches and layers,
+    `expert` as many as there are experts, `replica` one of the given numbers; `fsdp` has the rest.
     """
     experts = min((moe.router.facts().experts for moe in nn.modules(model, nn.MoE)), default=1)
     stages = min(plan.microbatches, sum(map(len, model.stacks)))
-    most = (divisors(devices, int(size)) for size in (experts, stages, MOST_CONTEXT, tensor))
-    for replica, expert, pipe, context, split in itertools.product(sorted(set(replicas)), *most):
-        rest, left = divmod(devices, replica * expert * pipe * context * split)
+    most = (_divisors(devices, int(size)) for size in (experts, stages, context, tensor))
+    for replica, expert, pipe, ring, split in itertools.product(sorted(set(replicas)), *most):
+        rest, left = divmod(devices, replica * expert * pipe * ring * split)
         if rest and not left:
-            sizes = {REPLICA: replica, FSDP: rest, EXPERT: expert, PIPE: pipe, CONTEXT: context, TENSOR: split}
+            sizes = {REPLICA: replica, FSDP: rest, EXPERT: expert, PIPE: pipe, CONTEXT: ring, TENSOR: split}
             yield from ((abstract_mesh(sizes), zero) for zero in sorted({plan.zero, 3} if rest > 1 else {plan.zero}))
 
 
-def divisors(number: int, most: int) -> list[int]:
+def _divisors(number: int, most: int) -> list[int]:
     """The divisors of a number up to `most`."""
     return [size for size in range(1, min(number, most) + 1) if number % size == 0]
 
