@@ -1,5 +1,6 @@
 """Steps compiled from shapes, for devices that may not be here."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -64,7 +65,18 @@ def lowered_decode(
     plan: parallel.Plan, model: nn.Transformer, rows: int, capacity: int, cache_dtype: str | None = None
 ) -> jax.stages.Lowered:
     """One token more of each of `rows`, by the likeliest of the logits, lowered from shapes, the cache donated."""
-    served, cache = decode_shapes(plan, model, rows, capacity, cache_dtype)
+    run, shapes = _decode(plan, *decode_shapes(plan, model, rows, capacity, cache_dtype), rows)
+    return jax.jit(run, donate_argnums=1).lower(*shapes)
+
+
+def traced_decode(plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int) -> Any:
+    """The same as a traced program, of what `decode_shapes` gives."""
+    run, shapes = _decode(plan, served, cache, rows)
+    return jax.make_jaxpr(run)(*shapes).jaxpr
+
+
+def _decode(plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int) -> tuple[Callable[..., Any], tuple]:
+    """A step of decoding, and the shapes of what it is given."""
     arrays, rest = eqx.partition(served, _is_shape)
     slabs, others = eqx.partition(cache, _is_shape)
     ids = jax.ShapeDtypeStruct((rows, 1), jnp.int32, sharding=NamedSharding(plan.mesh, PartitionSpec()))
@@ -74,7 +86,7 @@ def lowered_decode(
         hidden, cache, _ = served.encode(ids, nn.Tokens(positions), eqx.combine(slabs, others))
         return eqx.filter(cache, eqx.is_array), jnp.argmax(served.unembed(hidden[:, 0]), axis=-1).astype(jnp.int32)
 
-    return jax.jit(run, donate_argnums=1).lower(arrays, slabs, ids, ids)
+    return run, (arrays, slabs, ids, ids)
 
 
 def _is_shape(leaf: object) -> bool:

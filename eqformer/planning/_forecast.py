@@ -9,16 +9,15 @@ import jax.numpy as jnp
 
 from .. import nn, parallel, training
 from .._shapes import Batch
-from ..parallel import PIPE, TENSOR
 from ._accelerators import Topology
-from ._bounds import gather_bytes
-from ._compile import decode_shapes
+from ._compile import decode_shapes, traced_decode
 from ._costs import flops_per_token, parameter_count
 from ._fitting import Candidate, every_mesh, fitting_plans
 from ._held_bytes import ON_HOST, placed_bytes, state_bytes, step_bytes
-from ._roofline import Roofline, roofline
+from ._roofline import link_speed, Roofline, roofline
 from ._sent_bytes import by_cause, Sent, sent_bytes
 from ._temporary_bytes import StepBytes
+from ._traced_sent import traced_sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +115,7 @@ def decode_forecast(
 ) -> Forecast:
     """What decoding one token of each of `rows` holds, sends and takes, with caches of `capacity` tokens, all filled.
 
-    Each device reads its weights and its caches once. Of what is sent, the sums over `tensor` are counted.
+    Each device reads its weights and its caches once. What is sent is counted in the traced step and waited for.
 
     Args:
         plan: Where the model is served.
@@ -127,17 +126,12 @@ def decode_forecast(
         cache_dtype: What keys and values are kept in; None: the compute dtype.
     """
     one, speeds = topology.accelerator, topology.speeds(plan.mesh)
-    weights, cache = (placed_bytes(tree)[0] for tree in decode_shapes(plan, model, rows, capacity, cache_dtype))
-    own = rows // math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) or 1
-    vector = model.embedding.weight.shape[-1] * jnp.dtype(model.compute_dtype).itemsize
-    sublayers = sum(
-        len(nn.modules(stack, (nn.Mixer, nn.FeedForward, nn.Experts))) * len(stack) for stack in model.stacks
-    )
-    size = 2 * gather_bytes(own * vector, plan.size(TENSOR)) * sublayers / plan.size(PIPE)
-    sent = (Sent(TENSOR, "sums of layers' outputs", size),) * (size > 0)
+    served, caches = decode_shapes(plan, model, rows, capacity, cache_dtype)
+    weights, cache = placed_bytes(served)[0], placed_bytes(caches)[0]
+    sent = tuple(traced_sent(traced_decode(plan, served, caches, rows), parallel.axis_sizes(plan.mesh)))
     operations = flops_per_token(model, capacity, backward=False, attention="full") * rows / topology.devices
     products = operations / one.peak(str(jnp.dtype(model.compute_dtype)))
-    links = {TENSOR: size / speeds[TENSOR]} if size else {}
+    links = {cause: size / link_speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}
     time = Roofline(products, (weights + cache) / one.bandwidth, links, (), 0.0, products)
     return Forecast(topology, {"weights": weights, "caches": cache}, sent, time, parameter_count(model), operations)
 

@@ -115,7 +115,7 @@ def roofline(
     again = plan.is_pipelined + (model.stacks[0].remat in ("full", "dots_no_batch"))
     bubble = parallel.simulate(plan.timetable()).lock_step.bubble if plan.is_pipelined else 0.0
     sent = list(sent)
-    links = {cause: size / _speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}
+    links = {cause: size / link_speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}
     gradients = sum(each.size for each in sent if each.cause == STATE and each.what.startswith(GRADIENTS))
     hidden = [STATE]
     if plan.context_method == "ring":
@@ -132,11 +132,11 @@ def roofline(
         forward,
         kept / one.host,
         2 * moments / one.host,
-        gradients / _speed(STATE, plan, speeds) if gradients and one.platform == "tpu" else 0.0,
+        gradients / link_speed(STATE, plan, speeds) if gradients and one.platform == "tpu" else 0.0,
     )
 
 
-def _speed(cause: str, plan: parallel.Plan, speeds: dict[str, float]) -> float:
+def link_speed(cause: str, plan: parallel.Plan, speeds: dict[str, float]) -> float:
     """Of state, that of the axis it is split over, or of the slowest that holds copies."""
     if cause != STATE:
         return speeds[cause]

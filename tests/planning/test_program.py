@@ -8,8 +8,8 @@ import equinox as eqx
 import jax
 import pytest
 
-from eqformer.models import build, LlamaConfig
-from eqformer.parallel import FURTHER_ROUNDS, make_mesh, Plan
+from eqformer.models import build, LlamaConfig, MixtralConfig
+from eqformer.parallel import COLLECTIVES, FURTHER_ROUNDS, make_mesh, Plan, STATE
 from eqformer.planning import (
     abstract_mesh,
     Buffer,
@@ -113,6 +113,15 @@ def test_the_cycles_of_a_tpus_loop():
     assert executed(V5E)[1] == 2 * cycles > 0
 
 
+def named_bytes(program):
+    """What a compiled program sends, by its collectives' names."""
+    found = {}
+    for each in program.transfers:
+        if name := each.named(COLLECTIVES):
+            found[name] = found.get(name, 0.0) + each.sent * (each.times or 1)
+    return found
+
+
 NUMBERS = LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=64)
 
 
@@ -127,9 +136,8 @@ def test_a_decode_step_holds_what_was_told():
     by_hand = 2 * 8 / 4 * 64 * 2 * (2 / 2) * 8 * 4  # layers, rows, slots, keys and values, heads, channels, bytes
     assert told.held["caches"] == pytest.approx(by_hand, rel=0.3)  # and the slots' positions
     assert told.time.bound == "memory" and told.time.seconds > told.total / topology("v5e:2x4").accelerator.bandwidth
-    (sums,) = (size for _, _, size in told.sent)
-    counted = sum(each.sent * (each.times or 1) for each in program.transfers if each.named({"maps to the stream"}))
-    assert sums == counted == 2 * 1 / 2 * 2 * 32 * 4 * 2 * 2
+    sent = {what: size for _, what, size in told.sent}
+    assert sent == named_bytes(program) and sent["maps to the stream"] == 2 * 1 / 2 * 2 * 32 * 4 * 2 * 2
     assert Program.from_dict(json.loads(json.dumps(program.as_dict()))) == program
     made = Compilation(program, 2.0, False)
     assert {row["name"] for row in json.loads(json.dumps(made.as_dict()))["transfers"]} >= {"maps to the stream"}
@@ -140,3 +148,25 @@ def test_a_decode_step_holds_what_was_told():
     told = dataclasses.replace(told, topology=dataclasses.replace(told.topology, accelerator=too_small))
     assert "compiled in 2 s: does not fit: 0.000 GB too much" in compilation_table(made, told)
     assert compilation_table(Compilation(None, 2.0, True, "Used 9G"), told).endswith(" run's): does not fit: Used 9G")
+
+
+ON_MESHES = {
+    "gathered": (NUMBERS, {"fsdp": 2, "context": 2, "tensor": 2}, 3),
+    "shared key heads": (dataclasses.replace(NUMBERS, heads=8), {"tensor": 8}, 1),
+    "stages": (NUMBERS, {"fsdp": 2, "pipe": 2, "tensor": 2}, 1),
+    "experts": (MixtralConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=64), {"fsdp": 2, "expert": 4}, 1),
+}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", ON_MESHES)
+def test_a_decode_step_sends_what_was_told_over_every_axis(name):
+    """By each collective's name, as compiled; the control: over each axis that a step uses something is sent."""
+    numbers, sizes, zero = ON_MESHES[name]
+    model = eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))
+    abstract, plan = Plan(abstract_mesh(sizes), zero=zero), Plan(make_mesh(**sizes), zero=zero)
+    told = decode_forecast(abstract, model, topology("v5e:2x4"), rows=16, capacity=64)
+    compiled = named_bytes(program_of(lowered_decode(plan, model, 16, 64).compile(), plan.mesh))
+    assert {what: size for _, what, size in told.sent} == pytest.approx(compiled)
+    over = {cause for cause, *_ in told.sent}
+    assert over == {*sizes} - {"fsdp"} | ({STATE} if zero == 3 else set()) and {*told.time.sent} == over
