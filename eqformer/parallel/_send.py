@@ -123,9 +123,13 @@ def psum_scatter(name: str, x: Array, axis: str, dim: int = 0, *, steps: Sequenc
 
     With `steps` it is scattered several times, each time among so many devices; they multiply to the axis' size.
     """
+    # Behind dims of one entry, XLA's compiler for TPUs sums the whole on every device instead.
+    dim %= x.ndim
+    single = x.shape[:dim] if math.prod(x.shape[:dim]) == 1 else ()
+    x = x.reshape(x.shape[len(single) :])
     for options in _options(steps):
-        x = _sent("psum_scatter", name, x, axis, scatter_dimension=dim % x.ndim, tiled=True, **options)
-    return x
+        x = _sent("psum_scatter", name, x, axis, scatter_dimension=dim - len(single), tiled=True, **options)
+    return x.reshape(*single, *x.shape)
 
 
 def all_to_all(

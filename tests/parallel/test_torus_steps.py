@@ -21,13 +21,14 @@ CASE = Case("llama", {"fsdp": 8}, {"zero": 3}, "products")
 
 def moved(steps: tuple[int, ...], x: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """In one program: what eight devices with a row of `x` each have of their sum, put together, and what each of them
-    has of the first row, which they share out, once it is gathered; along the last dim, and along the first of `x.T`.
+    has of the first row, which they share out, once it is gathered; along the last dim, and along the
+    second of `x.T[None]`.
     """
 
     def one(x: jax.Array, row: jax.Array, turned: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         add = lambda x, dim: send.psum_scatter("gradients over fsdp", x, "fsdp", dim, steps=steps)
         gather = lambda x, dim: send.all_gather("parameters over fsdp", x, "fsdp", dim, steps=steps)[None]
-        return [(add(x[0], 1), gather(row, 1)), (add(x[0].T, 0), gather(turned, 0))]
+        return [(add(x[0], 1), gather(row, 1)), (add(x[0].T[None], 1)[0], gather(turned, 0))]
 
     by_columns, by_rows = P(None, "fsdp"), P("fsdp")
     given, out = (P("fsdp"), by_columns, by_rows), [(by_columns, P("fsdp")), (by_rows, P("fsdp"))]
@@ -112,3 +113,20 @@ def test_a_program_for_a_box_gathers_in_steps_and_sums_nothing(name, expected):
     assert steps == expected
     assert " all-gather" in compiled(steps) and " all-reduce" not in compiled(steps)
     assert " all-reduce" in compiled(())
+
+
+@pytest.mark.parametrize("name", ["v5p:4x4x8", "v5e:8x16"])
+def test_a_program_scatters_behind_a_dim_of_one_entry(name):
+    """Of the gradients of one expert; its compiler sums the whole on every device instead (the control)."""
+    devices = tpus(name)
+    mesh = make_mesh(fsdp=16, expert=8, devices=devices)
+
+    def compiled(scatter: Callable[[jax.Array], jax.Array]) -> str:
+        given, out = P(("fsdp", "expert")), P(None, ("expert", "fsdp"))
+        mapped = filter_shard_map(lambda x: scatter(x[0].astype(jnp.float32)), mesh, (given,), out)
+        shape = jax.ShapeDtypeStruct((128, 1, 2048, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, given))
+        return jax.jit(mapped).lower(shape).compile().as_text()
+
+    text = compiled(lambda x: send.psum_scatter("gradients over fsdp", x, "fsdp", 1))
+    assert " reduce-scatter" in text and " all-reduce" not in text
+    assert " all-reduce" in compiled(lambda x: jax.lax.psum_scatter(x, "fsdp", scatter_dimension=1, tiled=True))
