@@ -9,7 +9,6 @@ from jaxtyping import PyTree
 
 from .. import nn, training
 from .._shapes import Batch
-from ..parallel import FURTHER_ROUNDS
 from ._temporary_cuda import beside_loops, born_early, copied_bytes, gradients_last, last_in_flight
 from ._traced import carry_of, host_bytes, Line, Lines, needed, per_device
 from ._traced_uses import IN_PLACE, Uses, WRITTEN
@@ -38,10 +37,11 @@ def temporary_bytes(states: training.PlannedState, model: nn.Transformer, batch:
     The loss and its gradients are traced for one device, and the trace is walked through as XLA's compilers for
     `platform` (`tpu` or `cuda`) schedule it: elementwise results that only elementwise operations and sums read are
     never written, sums and updates take the place of what nothing reads any more, a product that is only added is added
-    in place, and what a branch's results are written over is in their place. On TPUs a cast that is cast back is not
-    made. On GPUs what gradients of layers are added to is made with the first zeros, arrays that are gathered along
-    another dim than their first are held once more, and what is sent runs beside other lines: parameters are gathered a
-    turn early, and gradients, made at the end of a turn, are scattered beside the next one.
+    in place, and a branch's results are in the place of what they are written over, if in any. On TPUs a cast that is
+    cast back is not made. On GPUs what gradients of layers are added to is made with the first zeros, as are other
+    zeros of the same shape, arrays that are gathered along another dim than their first are held once more, and what is
+    sent runs beside other lines: parameters are gathered a turn early, and gradients, made at the end of a turn, are
+    scattered one after another, each beside the next two products.
     """
     found, on_host = [StepBytes({}, 0)], 0
     for jaxpr in _traced(states, model, batch):
@@ -81,7 +81,7 @@ def peak(
     jaxpr: Any,
     platform: str,
     carried: tuple[int, int] | None = None,
-    is_branch: bool = False,
+    placed: Collection[int] = (),
     narrow_given: Collection[int] = (),
 ) -> Most:
     """What a program makes when it is most.
@@ -90,7 +90,7 @@ def peak(
         jaxpr: The program.
         platform: For which it is compiled.
         carried: Of a loop's body, where its carry begins and how long it is.
-        is_branch: Whether its results are a conditional's.
+        placed: Of a branch, the numbers of the results that are in places which are there before it.
         narrow_given: The places of what it is given that is narrower in truth than its type, as it casts it back.
     """
     program = Lines(jaxpr)
@@ -106,43 +106,44 @@ def peak(
     size_of = lambda value: narrow.get(value, program.size(value))
     unwritten = {*uses.views, *uses.fused, *_added_in_place(uses), *_carried_in_place(uses, carried)}
     unwritten |= {line.writes[0] for line in program.lines if _casts(line, {program.given[n] for n in narrow_given})}
-    unwritten |= _in_results(uses) if is_branch else set()
+    unwritten |= _in_results(uses, placed)
     alive: dict[int, int] = {}
-    most, there, size = 0, [], 0
+    most, there = 0, []
     for place, line in enumerate(program.lines):
-        inner = _inner(line, uses, platform, back)
         dying = {one for one in map(uses.root, line.reads) if one in alive and last(one) == place}
+        made, late = [value for value in early.get(place, ()) if value not in unwritten], []
         for number, value in enumerate(line.writes):
             if value in unwritten or value in places:
                 continue
             if (given := _overwritten(line, number, program, uses, dying)) is not None:
                 dying.discard(given)
-                size -= alive.pop(given)
-            alive[value] = size_of(value)
-            size += alive[value]
-        for value in early.get(place, ()):
-            if value not in unwritten and value not in alive:
-                alive[value] = program.size(value)
-                size += alive[value]
-        if size + inner.size + beside[place] > most:
-            most = size + inner.size + beside[place]
-            there = [(_cause(uses, value), own) for value, own in alive.items()] + inner.there
-            there.append((GATHERED, beside[place]))
-        for value in [one for one in alive if last(one) <= place]:
-            size -= alive.pop(value)
+                del alive[given]
+            elif line.name == "cond":  # what else its results are is made within the branch
+                late.append(value)
+                continue
+            made.append(value)
+        placed = [number for number, value in enumerate(line.writes) if value not in late]
+        for values, inner in ((made, _inner(line, uses, platform, back, placed)), (late, Most(0, []))):
+            alive |= {value: size_of(value) for value in values if value not in alive}
+            size = sum(alive.values())
+            if size + inner.size + beside[place] > most:
+                most = size + inner.size + beside[place]
+                there = [(_cause(uses, value), own) for value, own in alive.items()] + inner.there
+                there.append((GATHERED, beside[place]))
+        alive = {value: own for value, own in alive.items() if last(value) > place}
     return Most(most, there)
 
 
-def _inner(line: Line, uses: Uses, platform: str, back: Collection[int]) -> Most:
+def _inner(line: Line, uses: Uses, platform: str, back: Collection[int], placed: Collection[int]) -> Most:
     """What loops and branches make inside."""
     if line.name == "scan":
         narrow = [number for number, value in enumerate(line.reads[: carry_of(line)[0]]) if value in back]
         return peak(line.params["jaxpr"].jaxpr, platform, carry_of(line), narrow_given=narrow)
-    if line.name == "while" and FURTHER_ROUNDS not in line.scopes:  # those are in the room of the first round
+    if line.name == "while":
         start = line.params["body_nconsts"]
         return peak(line.params["body_jaxpr"].jaxpr, platform, (start, len(line.writes)))
     if line.name == "cond":
-        runs = (peak(branch.jaxpr, platform, is_branch=True) for branch in _branches(line, uses, platform))
+        runs = (peak(branch.jaxpr, platform, placed=placed) for branch in _branches(line, uses, platform))
         return max(runs, key=lambda run: run.size)
     return Most(0, [])
 
@@ -171,10 +172,10 @@ def _overwritten(line: Line, number: int, program: Lines, uses: Uses, dying: set
     return next((one for one in dying if program.size(one) == size), None)
 
 
-def _in_results(uses: Uses) -> set[int]:
-    """A branch's results, and what they are written over: all are in the places of the conditional's results."""
+def _in_results(uses: Uses, placed: Collection[int]) -> set[int]:
+    """Some of a branch's results, and what they are written over: all are in the places of the conditional's."""
     found: set[int] = set()
-    for value in uses.results:
+    for value in {uses.root(uses.program.results[number]) for number in placed}:
         while value in uses.made and value not in found:
             found.add(value)
             place = uses.made[value]

@@ -9,41 +9,52 @@ from ._traced_uses import Uses, VIEWS
 
 
 _SCATTERS = ("psum_scatter", "reduce_scatter")
+_PRODUCTS = {"dot_general": 1, "scan": 2}
 
 
 def born_early(uses: Uses, merged: set[int]) -> tuple[set[int], dict[int, list[int]]]:
-    """What gradients of layers are added to is made with the first zeros of all."""
-    first, early = None, []
+    """What gradients of layers are added to is made with the first zeros of all; zeros of one shape are made at once.
+
+    Not those of what is scattered along another dim than its first, which lie in another order.
+    """
+    first, early, shapes = None, [], set()
     for place, line in enumerate(uses.lines):
         value = line.writes[0] if line.writes else -1
         if line.name == "broadcast_in_dim" and line.reads[0] is None and value not in (uses.fused | merged):
-            first = place if first is None else first
+            shape, first = uses.program.avals[value].shape, place if first is None else first
+            early.extend([value] if shape in shapes and not _scattered_within(uses, value) else ())
+            shapes.add(shape)
         elif line.name == "scan" and first is not None and "transpose" in line.scopes:
             early.extend(line.writes[carry_of(line)[1] :])
     return set(early), {} if first is None else {first: early}
 
 
+def _scattered_within(uses: Uses, zeros: int) -> bool:
+    """Whether what is added to zeros is scattered along another dim than its first."""
+    sums = (uses.root(value) for place in uses.readers.get(zeros, []) for value in uses.lines[place].writes)
+    then = (uses.lines[place] for value in sums for place in uses.readers.get(value, []))
+    return any(line.name in _SCATTERS and line.params["scatter_dimension"] for line in then)
+
+
 def gradients_last(program: Lines) -> list[Line]:
-    """A loop's lines with the products that are scattered over devices, and what comes of them, behind all others."""
+    """A loop's lines with the products that are scattered over devices behind all others, each before its scatter."""
     made = {value: place for place, line in enumerate(program.lines) for value in line.writes}
-    late: set[int] = set()
+    turns: dict[int, int] = {}  # of a line that is late, the place of the scatter with which it goes
     for place, line in enumerate(program.lines):
-        if line.name in _SCATTERS:
-            late.add(place)
-            while (source := made.get(line.reads[0] if line.reads[0] is not None else -1)) is not None:
-                line = program.lines[source]
-                if line.name not in (*VIEWS, "convert_element_type", "dot_general"):
-                    break
-                late.add(source)
-                if line.name == "dot_general":
-                    break
-    of_late: set[int | None] = set()
+        before: int | None = place if line.name in _SCATTERS else None
+        while before is not None and before not in turns:
+            turns[before], source = place, program.lines[before].reads[0]
+            is_product = program.lines[before].name == "dot_general"
+            before = None if is_product or source is None else made.get(source)
+            if before is not None and program.lines[before].name not in (*VIEWS, "convert_element_type", "dot_general"):
+                before = None
+    of_late: dict[int | None, int] = {}
     for place, line in enumerate(program.lines):
-        if place in late or not of_late.isdisjoint(line.reads):
-            late.add(place)
-            of_late.update(line.writes)
-    order = sorted(range(len(program.lines)), key=lambda place: (place in late, place))
-    return [program.lines[place] for place in order]
+        found = [of_late[value] for value in line.reads if value in of_late]
+        if place in turns or found:
+            turns.setdefault(place, max(found, default=place))
+            of_late.update(dict.fromkeys(line.writes, turns[place]))
+    return [program.lines[place] for place in sorted(range(len(program.lines)), key=lambda n: (turns.get(n, -1), n))]
 
 
 def beside_loops(program: Lines) -> list[int]:
@@ -73,16 +84,16 @@ def _gathers_parameters(line: Line) -> bool:
 
 
 def last_in_flight(uses: Uses, is_loop: bool) -> Callable[[int], int]:
-    """Until when each value is there: a sum that is scattered beside the next product, and what a loop gathers always.
+    """Until when each value is there: a sum that is scattered beside the next two products, and what a loop gathers.
 
-    In the place of what was gathered and read is what the next turn reads.
+    A loop has products enough. In the place of what was gathered and read is what the next turn reads.
     """
-    products = [place for place, line in enumerate(uses.lines) if line.name == "dot_general"]
+    products = [place for place, line in enumerate(uses.lines) for _ in range(_PRODUCTS.get(line.name, 0))]
     later: dict[int, int] = {}
     for place, line in enumerate(uses.lines):
         if line.name in _SCATTERS:
-            after = next((product for product in products if product > place), len(uses.lines) - 1)
-            later[uses.root(line.reads[0])] = after
+            second = [product for product in products if product > place][1:2]
+            later[uses.root(line.reads[0])] = (second or [len(uses.lines) - 1])[0]
         elif _gathers_parameters(line) and is_loop:
             later[line.writes[0]] = len(uses.lines) - 1
     return lambda value: max(uses.last(value), later.get(value, -1))

@@ -54,6 +54,8 @@ def test_branches_and_platforms():
     )  # and the number of the branch
     over = lambda x: x.T * (x @ x)  # written over the product, which is in the result's place
     assert most(lambda flag, x: jax.lax.cond(flag, over, lambda x: x, x), True, X) == MATRIX + 4
+    after = lambda x: jnp.outer((x @ x).sum(0), x[0])  # made when the product is not needed any more
+    assert MATRIX < most(lambda flag, x: jax.lax.cond(flag, after, lambda x: x, x), True, X) < 1.1 * MATRIX
     by_platform = lambda x: jax.lax.platform_dependent(x, tpu=few, default=many)
     assert most(by_platform, X, platform="tpu") // MATRIX == 1 and most(by_platform, X, platform="cuda") // MATRIX == 3
 
@@ -87,3 +89,30 @@ def test_gpus_send_beside_other_lines():
     (jaxpr,) = per_device(jax.make_jaxpr(mapped)(X, jnp.zeros((2, N, N))).jaxpr)
     rows = {platform: peak(needed(jaxpr), platform).size for platform in ("tpu", "cuda")}
     assert rows["tpu"] < MATRIX + N * N and rows["cuda"] == 2 * MATRIX + N * 4
+
+
+def test_gpus_scatter_each_sum_of_a_turn_beside_the_next_two_products():
+    """Of four, all made before the first is scattered as they are traced, three are there; the control is a TPU."""
+
+    def turn(x, _):
+        sums = x @ x, x.T @ x, x @ x.T, x.T @ x.T
+        scattered = [send.psum_scatter("gradients over fsdp", each, "fsdp", 0).sum(0) for each in sums]
+        return x, jnp.stack(scattered)
+
+    run = lambda x: jax.lax.scan(turn, vary(x, ["fsdp"]), length=2)[1]
+    (jaxpr,) = per_device(jax.make_jaxpr(filter_shard_map(run, make_mesh(fsdp=8), (P(),), P(None, "fsdp")))(X).jaxpr)
+    found = {platform: peak(needed(jaxpr), platform).size / MATRIX for platform in ("tpu", "cuda")}
+    assert 4 < found["tpu"] < 4.3 and 3 < found["cuda"] < 3.6
+
+
+def test_gpus_make_zeros_of_one_shape_at_once():
+    """Those that a table's gradient is added to are there during what comes before; the control is a TPU."""
+
+    def run(ids, rows, x):
+        first = jnp.zeros_like(x).at[ids].add(rows)
+        after = jnp.tanh((x @ x) @ (first @ x)).sum()
+        return first, jnp.zeros_like(x).at[ids].add(rows * after)
+
+    ids, rows = jnp.zeros(4, int), jnp.zeros((4, N))
+    found = {platform: most(run, ids, rows, X, platform=platform) // MATRIX for platform in ("tpu", "cuda")}
+    assert found == {"tpu": 4, "cuda": 5}

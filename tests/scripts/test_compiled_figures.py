@@ -23,17 +23,13 @@ HELD, SENT = 0.05, 0.02  # how far formulas may be off
 # Where they are further off, by how much they may be, and why.
 HELD_OFF = {
     "gemma2-v6e4": 0.17,  # one table for ids and logits
-    "granite-h8": 0.08,  # logits of an odd vocabulary, which are copied in another order
+    "granite-h8": 0.08,  # gaps between arrays
     "llama-v5e4-full": 0.11,  # sums of gradients on their way
     "llama-v5e4-products": 0.06,  # the same
-    "mamba2-h8": 0.30,  # not found out
-    "olmo2-1b-h8-zero1": 0.08,  # not found out
-    "olmo2-h8": 0.06,  # norms of queries and keys, in float32
-    "phi4-h8-full": 0.10,  # gradients of a layer in float32, all at once by the formula, and two as compiled
-    "qwen3-h8-tensor": 0.06,  # not found out
+    "mamba2-h8": 0.30,  # gaps, and zeros of a table's gradient, which are made before the first loop
+    "olmo2-h8": 0.09,  # norms of queries and keys, whose gradients wait in float32
     "qwen3-v5e4-none": 0.12,  # one table for ids and logits
-    "qwen3moe-h8": 0.11,  # experts' weights, cast before the loop over their blocks
-    "qwen3next-h8": 0.10,  # experts that the compiler masks, each over all rows
+    "qwen3next-h8": 0.07,  # gaps
 }
 SENT_OFF = {
     "gemma2-v6e4": 0.16,  # one table for ids and logits
