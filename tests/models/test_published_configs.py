@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from test_attributes import numbers_of
+from test_published import FIXTURES
 
 from eqformer import models
 
@@ -74,8 +75,14 @@ SHORTENED: dict[str, list] = {
 }
 
 
+# The defaults of transformers, with what publishers changed of them, by `tests/fixtures/make_published.py`.
+DEFAULTS: dict[str, dict[str, Any]] = json.loads((FIXTURES / "published_configs.json").read_text())
+
+
 def published(name: str) -> dict[str, Any]:
     """The configuration with its lists of one thing, which are shortened above."""
+    if name in DEFAULTS:
+        return DEFAULTS[name]
     text = PUBLISHED[name]
     for word, values in SHORTENED.items():
         text = text.replace(f'["{word}"]', json.dumps(values))
@@ -90,7 +97,7 @@ def meaning(numbers: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "max_seq"}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, *DEFAULTS])
 def test_a_published_configuration_is_its_preset(name):
     assert meaning(numbers_of(published(name))) == meaning(models.preset(name))
     other = published(name) | {"vocab_size": 12_345}
