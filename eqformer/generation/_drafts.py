@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
-from ._model import Model
+from ._model import Model, PredictingModel
 
 
 class Draft(eqx.Module):
@@ -56,7 +56,7 @@ class SmallModel(Draft):
 class OwnPredictor(Draft):
     """The model's own predictor of a further token, which is given its own vectors to predict further still."""
 
-    model: nn.Transformer
+    model: PredictingModel
     tokens: int = eqx.field(static=True)
 
     def read(
@@ -71,9 +71,7 @@ class OwnPredictor(Draft):
 
     def init_cache(self, batch: int, capacity: int, dtype: str | None) -> PyTree:
         """The predictor's."""
-        its, compute_dtype = self.model.predictor, self.model.compute_dtype
-        assert its is not None, "a draft is made of a model with a predictor"
-        return its.init_cache((batch,), capacity, dtype, compute_dtype=compute_dtype, rollback=self.tokens)
+        return self.model.init_predictor_cache(batch, capacity, dtype, rollback=self.tokens)
 
 
 class Drafted(eqx.Module):
@@ -107,15 +105,10 @@ def draft_of(model: Model, draft: Model | str, tokens: int, total: int) -> Draft
     if not isinstance(draft, str):
         _check_fits(model, draft, total)
         return SmallModel(model=draft, tokens=tokens)
-    if draft == "mtp" and not isinstance(model, nn.Transformer):
+    if draft != "mtp" or not isinstance(model, PredictingModel) or model.predictor is None:
         raise ValueError(
-            f"generate(draft='mtp'): the model is a {type(model).__name__}, which leaves its predictor out; give the "
-            "nn.Transformer itself, split or not, or a smaller model as the draft."
-        )
-    if draft != "mtp" or not isinstance(model, nn.Transformer) or model.predictor is None:
-        raise ValueError(
-            f"generate(draft={draft!r}): a draft is a smaller model or, of an nn.Transformer that was loaded or built "
-            f'with predictor=True, its own predictor, draft="mtp"; the model is a {type(model).__name__} without one.'
+            f"generate(draft={draft!r}): a draft is a smaller model or, of a model that was loaded or built with "
+            f'predictor=True, its own predictor, draft="mtp"; the model is a {type(model).__name__} without one.'
         )
     return OwnPredictor(model=model, tokens=tokens)
 

@@ -4,7 +4,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..nn import LearnedPositions, Tokens
+from ..nn import LearnedPositions, Predictor, Tokens
 
 
 @runtime_checkable
@@ -27,3 +27,19 @@ class Model(Protocol):
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]: ...
 
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree: ...
+
+
+@runtime_checkable
+class PredictingModel(Model, Protocol):
+    """A model that may have a predictor of a further token, with `Transformer.predict` and a cache for that."""
+
+    @property
+    def predictor(self) -> Predictor | None: ...
+
+    def predict(
+        self, ids: Int[Array, "batch seq"], hidden: Float[Array, "batch seq embed"], tokens: Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch seq embed"], PyTree]: ...
+
+    def init_predictor_cache(
+        self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0
+    ) -> PyTree: ...

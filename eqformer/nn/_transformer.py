@@ -162,6 +162,17 @@ class Transformer(Module):
             )
         return empty_caches(self.stacks, shape, capacity, dtype, compute_dtype=self.compute_dtype, rollback=rollback)
 
+    def init_predictor_cache(
+        self, batch: int | Sequence[int], capacity: int, dtype: str | None = None, *, rollback: int = 0
+    ) -> PyTree:
+        """The same for the layers of the `predictor`, as `predict` takes it."""
+        if self.predictor is None:
+            raise ValueError(
+                "Transformer.init_predictor_cache: the model has no predictor; load or build it with predictor=True."
+            )
+        shape = (batch,) if isinstance(batch, int) else tuple(batch)
+        return self.predictor.init_cache(shape, capacity, dtype, compute_dtype=self.compute_dtype, rollback=rollback)
+
 
 _SOURCE = 2**31 - 2
 _EMBEDDING = 2**31 - 1  # folded into the keys of the embedding's dropout, where layers fold their numbers

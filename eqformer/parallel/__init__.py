@@ -79,7 +79,8 @@ from .pipeline._simulate import Entries as Entries, simulate as simulate, Simula
 from .pipeline._timeline import draw_timeline as draw_timeline, picture_timeline as picture_timeline
 from .pipeline._v_schedules import dualpipe_v as dualpipe_v, zero_bubble_v as zero_bubble_v
 from .pipeline._weight_gradients import differentiable as differentiable
-from .serving._planned import CacheCore as CacheCore, Planned as Planned
+from .serving._cache_core import CacheCore as CacheCore
+from .serving._planned import Planned as Planned
 from .serving._weight_stationary import WeightStationary as WeightStationary
 from .state._fully_sharded import Gathered as Gathered
 from .state._stand_ins import is_narrow as is_narrow, routed as routed, stand_in as stand_in

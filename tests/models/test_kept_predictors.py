@@ -65,13 +65,16 @@ def test_a_predictor_that_is_kept_drafts(tmp_path):
 
 
 @pytest.mark.grid
-def test_a_model_that_is_split_drafts_for_itself_and_a_planned_one_does_not(tmp_path):
-    """By the compiler's own division of a program: tokens and what was accepted are one device's."""
+def test_a_model_that_is_split_drafts_for_itself(tmp_path):
+    """Planned, and by the compiler's own division of a program: tokens and what was accepted are one device's."""
     folder_of(tmp_path / "in", "glm4_moe plain")
     plan = Plan(make_mesh(fsdp=4, tensor=2), zero=3, smallest=1)
     alone, split = (models.load(tmp_path / "in", plan=its, predictor=True) for its in (None, plan))
-    one, other = (generation.generate(model, IDS, draft="mtp", draft_tokens=2, **GIVEN) for model in (alone, split))
-    assert np.array_equal(one.ids, other.ids) and not split.embedding.weight.sharding.is_fully_replicated
-    assert np.array_equal(one.drafted.accepted, other.drafted.accepted)  # pyright: ignore[reportOptionalMemberAccess]
-    with pytest.raises(ValueError, match="draft='mtp'.*: the model is a Planned, which leaves its predictor out; give"):
-        generation.generate(Planned(split, plan), IDS, draft="mtp", **GIVEN)
+    assert not split.embedding.weight.sharding.is_fully_replicated
+    one, *others = (
+        generation.generate(model, IDS, draft="mtp", draft_tokens=2, **GIVEN)
+        for model in (alone, split, Planned(split, plan))
+    )
+    for other in others:
+        assert np.array_equal(one.ids, other.ids)
+        assert np.array_equal(one.drafted.accepted, other.drafted.accepted)  # pyright: ignore[reportOptionalMemberAccess]

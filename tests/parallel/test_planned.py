@@ -13,19 +13,19 @@ from plan_parity import place
 
 from eqformer import generation, models, nn
 from eqformer.parallel import Planned
-from eqformer.parallel.serving import _planned as module
+from eqformer.parallel.serving import _cache_core, _planned as module
 
 
 PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 1], [2]]
 NEW = 40  # beyond the windows of these presets
 
 
-def written(model, rows, **options) -> Any:
+def written(model, rows, temperature=0.8, **options) -> Any:
     return generation.generate(
         model,
         PROMPTS[:rows],
         max_new_tokens=NEW,
-        transforms=generation.sampling(temperature=0.8),
+        transforms=generation.sampling(temperature=temperature),
         log_probabilities=True,
         key=jax.random.key(1),
         **options,
@@ -86,6 +86,42 @@ def test_text_with_a_draft(name, mesh):
     assert np.array_equal(found.drafted.accepted, alone.drafted.accepted)
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    "name,mesh,zero",
+    [
+        ("deepseek-v3-byte-500k", {"fsdp": 2, "tensor": 2}, 3),
+        ("deepseek-v3-byte-500k", {"expert": 2, "pipe": 2, "tensor": 2}, 0),
+        ("qwen3-next-byte-500k", {"replica": 2, "pipe": 2, "tensor": 2}, 0),
+        ("glm4-moe-byte-500k", {"context": 2, "pipe": 2, "tensor": 2}, 0),
+        ("glm4-moe-byte-500k", {"tensor": 4}, 0),
+    ],
+)
+def test_text_that_the_models_own_predictor_drafts(name, mesh, zero):
+    """The text, and what was accepted of each row, are one device's; of a predictor that is spoiled, none is."""
+    model, plan = echoing(name), plan_over(mesh, zero=zero, smallest=1)
+    given: dict[str, Any] = dict(draft="mtp", draft_tokens=2, temperature=0)
+    alone, cut = written(model, 3, **given), planned(model, plan)
+    assert np.array_equal(alone.ids, written(model, 3, 0).ids) and 0 < alone.drafted.acceptance < 1
+    found = written(cut, 3, **given)
+    assert same(found, alone) and np.array_equal(found.drafted.accepted, alone.drafted.accepted)
+    assert jax.tree.leaves(cut.init_predictor_cache(3, 64)) and len(cut.init_cache(3, 64)) == len(model.stacks)
+    sides = lambda m: m.predictor.merge.weight
+    spoiled = written(eqx.tree_at(lambda m: sides(m.model), cut, -sides(model)), 3, **given)
+    assert same(spoiled, alone) and not np.array_equal(spoiled.drafted.accepted, alone.drafted.accepted)
+
+
+def echoing(name):
+    """A model that hangs mostly on its last tokens, and its predictor too, which is then right now and then."""
+    model = eqx.filter_jit(lambda: models.build(name, predictor=True, key=jax.random.key(0)))()
+    ends = lambda node: isinstance(node, nn.Residual)
+    weak = lambda node: dataclasses.replace(node, scale=0.3) if ends(node) else node
+    model = jax.tree.map(weak, model, is_leaf=ends)
+    embed = model.embedding.weight.shape[1]
+    first = jnp.stack([jnp.eye(embed), 0.4 * jnp.eye(embed)], axis=1)
+    return eqx.tree_at(lambda m: m.predictor.merge.weight, model, first.astype(model.embedding.weight.dtype))
+
+
 class Unweighed:
     """`jax.numpy`, but parts of a softmax are not weighed."""
 
@@ -106,7 +142,7 @@ def test_tokens_beyond_a_cache_in_pieces_are_refused_or_nan(monkeypatch):
     assert bool(jnp.isnan(hidden[:, 6:]).all()) and sorted(cache[0].positions.reshape(-1).tolist()) == list(range(6))
     want = eqx.filter_jit(lambda ids: model.encode(ids)[0])(ids[:, :6])
     assert np.allclose(hidden[:, :6], want, atol=1e-5)
-    monkeypatch.setattr(module, "jnp", Unweighed())
+    monkeypatch.setattr(_cache_core, "jnp", Unweighed())
     unweighed = eqx.filter_jit(lambda ids, tokens, cache: cut.encode(ids, tokens, cache)[0])
     assert not np.allclose(unweighed(ids, tokens, cut.init_cache(1, 6))[:, :6], want, atol=1e-3)
 

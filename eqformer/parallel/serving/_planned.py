@@ -13,16 +13,16 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
 from ..._shapes import ArrayOrShape
-from .. import _send as send
 from .._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
 from .._plan import Plan
 from .._shard_map import filter_shard_map
 from .._vary import vary, vary_like
 from .._wrap import replace
-from ..context._context import ContextCore, ring_block
+from ..context._context import ContextCore
 from ..layouts._layout import is_spec, shardings
 from ..tensor._tensor import TensorMixer
 from ..tensor._whole import whole_layers
+from ._cache_core import CacheCore
 from ._served import filled, filled_tokens, multiple, Served
 from ._shared_heads import sharers, with_own_key_heads
 
@@ -35,16 +35,19 @@ class Planned(Served):
     `expert`, and the slots of every cache over `context`: each device attends to those it has, and results are combined
     by their logsumexps. With `zero=3` each layer's weights are gathered before it runs. The residual stream is
     replicated, since a single token cannot be split. Where `sharers` devices share a key head, each has it, and its
-    cache for some of the rows. A predictor of further tokens is left out. Raises a `ValueError` if the model does not
-    fit the mesh.
+    cache for some of the rows. The last `further` stacks are those of a predictor of a further token. Raises a
+    `ValueError` if the model does not fit the mesh.
     """
 
     model: nn.Transformer
     plan: Plan = eqx.field(static=True)
     sharers: int = eqx.field(static=True)
+    further: int = eqx.field(static=True)
 
     def __init__(self, model: nn.Transformer, plan: Plan):
-        model = dataclasses.replace(model, predictor=None)
+        # A pipeline of all layers has the predictor's on its last stages.
+        self.further = 0 if model.predictor is None else len(model.predictor.stacks)
+        model = _joined(model)
         zero = 3 if plan.zero == 3 else 0
         self.plan = Plan(
             plan.mesh,
@@ -64,14 +67,21 @@ class Planned(Served):
     ) -> tuple[Float[Array, "batch seq embed"], PyTree, None]:
         """The final norm's output, and the cache with these tokens stored."""
         nn.check_cached(tokens, cache)
-        rows = self._rows(ids.shape[0])
-        ids, tokens, batch = filled(ids, rows, 0), filled_tokens(tokens, rows), ids.shape[0]
-        run = self._run(rows, lambda model, ids, tokens, cache: _encode(model, self.plan, ids, tokens, cache))
-        specs = PartitionSpec(BATCH_AXES), self._cache_specs(cache)
-        x, cache = filter_shard_map(run, self.plan.mesh, (self._specs, specs[0], *specs), specs)(
-            self.model, ids, tokens, cache
-        )
-        return x[:batch], cache, None
+        encode = lambda model, ids, tokens, cache: model.encode(ids, tokens, cache)[:2]
+        return *self._read(encode, ids, (), tokens, cache), None
+
+    def predict(
+        self, ids: Int[Array, "batch seq"], hidden: Float[Array, "batch seq embed"], tokens: nn.Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
+        """What `Transformer.predict` gives; the cache is that of `init_predictor_cache`."""
+        if self.predictor is None:
+            raise ValueError("Planned.predict: the model has no predictor; load or build it with predictor=True.")
+        return self._read(nn.Transformer.predict, ids, (hidden,), tokens, cache)
+
+    @property
+    def predictor(self) -> nn.Predictor | None:
+        """The model's predictor of a further token, but for its layers."""
+        return self.model.predictor
 
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
         """Logits, in float32 at least, of what `encode` gave."""
@@ -85,8 +95,21 @@ class Planned(Served):
 
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
         """An empty cache for `batch` rows of up to `capacity` tokens, in parts where the plan keeps them."""
-        rows, pieces, tensor = self._rows(batch), self.plan.size(CONTEXT), self.plan.size(TENSOR)
-        shapes = eqx.filter_eval_shape(lambda: self.model.init_cache(rows, capacity, dtype, rollback=rollback))
+        shapes = self._whole_caches(batch, capacity, dtype, rollback)
+        return self._empty(shapes[: len(shapes) - self.further])
+
+    def init_predictor_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
+        """The same for the predictor's layers."""
+        shapes = self._whole_caches(batch, capacity, dtype, rollback)
+        return self._empty(shapes[len(shapes) - self.further :])
+
+    def _whole_caches(self, batch: int, capacity: int, dtype: str | None, rollback: int) -> PyTree:
+        """Shapes of caches that no device splits, for each of the stacks."""
+        rows = self._rows(batch)
+        return eqx.filter_eval_shape(lambda: self.model.init_cache(rows, capacity, dtype, rollback=rollback))
+
+    def _empty(self, shapes: PyTree) -> PyTree:
+        pieces, tensor = self.plan.size(CONTEXT), self.plan.size(TENSOR)
 
         def resized(names: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
             sizes = dict(zip(_dims(names), x.shape, strict=True))
@@ -137,6 +160,23 @@ class Planned(Served):
 
         return jax.tree.map(spec, nn.dims(cache), cache)
 
+    def _read(
+        self, read: Callable[..., Any], ids: Array, beside: tuple[Array, ...], tokens: nn.Tokens, cache: PyTree
+    ) -> tuple[Array, PyTree]:
+        """Vectors that a method of the model gives, on each device for its own rows, and the cache."""
+        rows, batch = self._rows(ids.shape[0]), ids.shape[0]
+        ids, tokens = filled(ids, rows, 0), filled_tokens(tokens, rows)
+        beside = tuple(jnp.pad(x, [(0, rows - batch), (0, 0), (0, 0)]) for x in beside)
+
+        def per_device(model: nn.Transformer, *given: PyTree) -> tuple[Array, PyTree]:
+            return _over_pieces(read, _apart(model, self.further), self.plan, *given)
+
+        split, slots = PartitionSpec(BATCH_AXES), self._cache_specs(cache)
+        given = self._specs, split, split, split, slots
+        run = filter_shard_map(self._run(rows, per_device), self.plan.mesh, given, (split, slots))
+        x, cache = run(self.model, ids, beside, tokens, cache)
+        return x[:batch], cache
+
     def _run(self, rows: int, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call` on one device, with the model as it is there."""
         own = rows // math.prod(self.plan.size(axis) for axis in BATCH_AXES)
@@ -154,39 +194,6 @@ class Planned(Served):
             return call(wrapped, *given)
 
         return per_device
-
-
-class CacheCore(nn.Core):
-    """An attention core for caches whose slots are split over the axis `context`.
-
-    Queries, which are replicated, attend to the keys that the device holds; the results are combined by their
-    logsumexps, as in flash decoding with split keys: `2 + v_dim` numbers a query and head are reduced.
-    """
-
-    inner: nn.Core
-
-    def __call__(
-        self,
-        query: Float[Array, "*batch seq heads head_dim"],
-        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
-        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
-        *,
-        mask: nn.Mask,
-        tokens: nn.Tokens,
-        kv_tokens: nn.Tokens,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Float[Array, "heads"] | None = None,
-    ) -> Float[Array, "*batch seq heads v_dim"]:
-        rules = nn.blockwise.Rules(mask, scale, softcap, ring_block(self.inner))
-        bare = nn.Tokens(tokens.positions)
-        output, logsum = nn.blockwise.attend(rules, *vary((query, key, value, bare, kv_tokens), (CONTEXT,)))
-        peak = send.pmax("peaks over split caches", logsum, CONTEXT)
-        share = jnp.exp(logsum - peak)
-        total = send.psum("sums over split caches", share, CONTEXT)
-        whole = send.psum("sums over split caches", output.astype(share.dtype) * share[..., None], CONTEXT)
-        whole = (whole / total[..., None]).astype(output.dtype)
-        return whole if sinks is None else nn.blockwise.with_sinks(whole, jnp.log(total) + peak, sinks)
 
 
 def _in_ring_order(model: nn.Transformer, plan: Plan) -> nn.Transformer:
@@ -210,9 +217,34 @@ def _check_whole(model: nn.Transformer) -> None:
             )
 
 
-def _encode(
-    model: nn.Transformer, plan: Plan, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
+def _joined(model: nn.Transformer) -> nn.Transformer:
+    """The model with its predictor's stacks behind its own."""
+    its = model.predictor
+    if its is None:
+        return model
+    return dataclasses.replace(
+        model, stacks=(*model.stacks, *its.stacks), predictor=dataclasses.replace(its, stacks=())
+    )
+
+
+def _apart(model: nn.Transformer, further: int) -> nn.Transformer:
+    """The model with the last of its stacks in its predictor."""
+    if not further:
+        return model
+    own, its = model.stacks[:-further], model.stacks[-further:]
+    return eqx.tree_at(lambda m: (m.stacks, m.predictor.stacks), model, (own, its))
+
+
+def _over_pieces(
+    read: Callable[..., Any],
+    model: nn.Transformer,
+    plan: Plan,
+    ids: Int[Array, "batch seq"],
+    beside: tuple[Array, ...],
+    tokens: nn.Tokens,
+    cache: PyTree,
 ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
+    """What `read(model, ids, *beside, tokens, cache)` gives on a device that has a piece of each cache."""
     if plan.size(TENSOR) > 1:  # the norm alone: logits are computed from values typed as varying
         model = eqx.tree_at(lambda m: m.norm, model, model.norm.inner)  # type: ignore[attr-defined]
     pieces = plan.size(CONTEXT)
@@ -220,7 +252,7 @@ def _encode(
         lengths = jnp.broadcast_to(nn.document_lengths(tokens), ids.shape)  # not known from a piece of a row
         tokens = dataclasses.replace(tokens, lengths=lengths)
         cache = _each_cache(cache, lambda one: _piece(one, pieces))
-    x, cache, _ = model.encode(ids, tokens, cache)
+    x, cache = read(model, ids, *beside, tokens, cache)
     return x, _each_cache(cache, lambda one: dataclasses.replace(one, first=None, capacity=None))
 
 
