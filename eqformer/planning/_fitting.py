@@ -103,8 +103,16 @@ def every_mesh(
 ) -> Iterator[tuple[AbstractMesh, int]]:
     """Meshes of so many devices with a stage of zero each: the plan's and, where `fsdp` splits rows, 3.
 
-    `tensor` and `context` have at most so many devices, `pipe` as many stages as there are microbatches and layers,
-    `expert` as many as there are experts, `replica` one of the given numbers; `fsdp` has the rest.
+    `pipe` has as many stages as there are microbatches and layers, `expert` as many devices as there are experts;
+    `fsdp` has the rest.
+
+    Args:
+        devices: How many there are.
+        plan: Whose microbatches and stage of zero are meant.
+        model: The model, or its shapes.
+        tensor: The most devices of that axis.
+        context: The most devices of that axis.
+        replicas: What `replica` may have.
     """
     experts = min((moe.router.facts().experts for moe in nn.modules(model, nn.MoE)), default=1)
     stages = min(plan.microbatches, sum(map(len, model.stacks)))

@@ -43,7 +43,7 @@ def _count(program: Lines, sizes: Mapping[str, int], times: int, found: dict[tup
 
 def _share(line: Line, sizes: Mapping[str, int]) -> float:
     """The bytes that a collective sends for each byte that it is given."""
-    axes = line.params.get("axes", line.params.get("axis_name"))
+    axes: Any = line.params.get("axes", line.params.get("axis_name"))
     groups = line.params.get("axis_index_groups")
     devices = math.prod(sizes[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
     if line.name == "ppermute":
@@ -51,7 +51,15 @@ def _share(line: Line, sizes: Mapping[str, int]) -> float:
     return float(SENT[_KINDS[line.name]](len(groups[0]) if groups else devices))
 
 
-_SUMS = ("psum", "psum_invariant", "pmax", "pmin")
-_KINDS = dict.fromkeys(_SUMS, "all-reduce") | dict.fromkeys(("all_gather", "all_gather_invariant"), "all-gather")
-_KINDS |= dict.fromkeys(("psum_scatter", "reduce_scatter"), "reduce-scatter")
-_KINDS |= {"all_to_all": "all-to-all", "ppermute": "collective-permute"}
+_KINDS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "psum_scatter": "reduce-scatter",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
