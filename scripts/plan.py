@@ -14,7 +14,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import equinox as eqx
 import jax
@@ -29,7 +29,7 @@ from support.nearest import nearest
 from support.setup import batch_shapes, optimizer_of
 from support.user_folder import delete_oldest, user_folder
 
-from eqformer import generation, nn, parallel, planning
+from eqformer import generation, models, nn, parallel, planning
 from eqformer.planning import Compilation, gigabytes, missing_compiler
 from eqformer.training import PlannedState
 
@@ -51,6 +51,8 @@ class Command:
     """Tell of decoding one token of --batch rows with caches of --seq tokens, not of training."""
     cache_dtype: str | None = None
     """What caches of --decode are kept in; such as bfloat16, int8 or fp8, and the compute dtype by default."""
+    weights: Literal["decoded", "kept"] = "decoded"
+    """Whether --decode counts weights that --model FOLDER holds in fewer bits as decoded, or kept so."""
     search: bool = False
     """Rank meshes over all the devices by the time of a step, in place of the mesh that is given; compile the best."""
     formulas: bool = False
@@ -101,6 +103,11 @@ def _check_flags(command: Command) -> None:
         raise ValueError(
             f"--cache-dtype {command.cache_dtype}: training has no caches; leave it out, or give --decode."
         )
+    if command.weights == "kept" and not (command.decode and command.run.published):
+        raise ValueError(
+            "--weights kept: it is a published folder's weights that are decoded from or kept in fewer bits, to write "
+            "text; give --model FOLDER --decode, or leave it out."
+        )
     for flag, value in (("--picture", command.picture), ("--decode", command.decode or None)):
         if command.search and value is not None:
             given = f"{flag} {value}" if flag == "--picture" else flag
@@ -147,7 +154,12 @@ def training(recipe: Recipe, model: nn.Transformer, topology: planning.Topology)
 def decoding(command: Command, model: nn.Transformer, topology: planning.Topology) -> Run:
     """A step that writes a token of each row, with parameters in the dtype that they are computed in."""
     recipe = command.run
-    whole = eqx.filter_eval_shape(nn.Precision(recipe.precision.compute, recipe.precision.compute).apply, model)
+    compute = recipe.precision.compute
+    if command.weights == "kept":
+        assert recipe.published is not None
+        whole = models.load_shapes(recipe.published, dtype=compute, weights=command.weights)
+    else:
+        whole = eqx.filter_eval_shape(nn.Precision(compute, compute).apply, model)
     model = whole
     if recipe.mesh.pipe == 1:
         model = eqx.filter_eval_shape(generation.for_platform, model, topology.accelerator.platform)

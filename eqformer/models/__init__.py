@@ -24,7 +24,7 @@ from ._families import (
 from ._family import DecoderConfig as DecoderConfig, Family as Family, ModelConfig as ModelConfig
 from ._folder import ends_of_text as ends_of_text, read_json as read_json
 from ._gguf_tokenizer import companions as companions
-from ._load import load as load, read_config as read_config
+from ._load import load as load, load_shapes as load_shapes, read_config as read_config
 from ._save import COMPANIONS as COMPANIONS, save as save
 from ._towers import Tower as Tower
 from ._weights import Rule as Rule

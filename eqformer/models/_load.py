@@ -4,7 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import equinox as eqx
 import jax
@@ -69,6 +69,45 @@ def load(
     names what no map can hold as it is stored.
     """
     plan = _plan(path, mesh, plan)
+    found = _to_read(path, dtype, weights, predictor)
+    places = _places(plan, found.empty)
+    sharding_of = dict(zip(map(id, jax.tree.leaves(found.empty)), jax.tree.leaves(places), strict=True))
+    made: dict[int, Array] = {}
+    total, done = sum(one.nbytes for one in found.filled), 0
+    for one in found.filled:
+        made |= zip(map(id, one.targets), read(found.arrays, one, [sharding_of[id(leaf)] for leaf in one.targets]))
+        done += one.nbytes
+        progress(done, total)
+    made |= _numbers_of_layers(found.empty, sharding_of)
+    model = eqx.combine(jax.tree.map(lambda leaf: made[id(leaf)], found.empty), found.rest)
+    return dataclasses.replace(model, compute_dtype=found.compute_dtype)
+
+
+def load_shapes(path: str | Path, *, dtype: DTypeLike | None = None, weights: str = "decoded") -> nn.Transformer:
+    """The shapes of what `load` gives, of any size: no array of the folder is read.
+
+    Raises what `load` raises.
+    """
+    found = _to_read(path, dtype, weights, predictor=False)
+    dtypes = {id(leaf): its for one in found.filled for leaf, its in zip(one.targets, one.dtypes, strict=True)}
+    narrow = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(id(leaf), leaf.dtype))
+    model = eqx.combine(jax.tree.map(narrow, found.empty), found.rest)
+    return dataclasses.replace(model, compute_dtype=found.compute_dtype)
+
+
+class _ToRead(NamedTuple):
+    """A model whose arrays are still to be read."""
+
+    arrays: Arrays
+    empty: PyTree
+    """Its shapes, with None for all else."""
+    rest: PyTree
+    """All else."""
+    filled: list[Filled]
+    compute_dtype: str
+
+
+def _to_read(path: str | Path, dtype: DTypeLike | None, weights: str, predictor: bool) -> _ToRead:
     source = GGUF(Path(path)) if Path(path).is_file() else Folder(path)
     dtype = None if dtype is None else float_dtype(dtype, f"{source.call}: dtype={dtype!r}")
     said = described(source.path, source if isinstance(source, GGUF) else None)
@@ -80,22 +119,12 @@ def load(
     rules = rules_of(arrays.shapes, said, shapes)
     _check_names(arrays, said, rules, shapes)
     if arrays.unread:
-        warnings.warn(arrays.unread, stacklevel=2)
+        warnings.warn(arrays.unread, stacklevel=3)
     dtypes = _dtypes(arrays, rules, shapes, dtype)
     kept = _kept(arrays, rules, shapes, weights)
     empty, rest = eqx.partition(with_kept(shapes, kept), _is_shape)
-    places = _places(plan, empty)
-    sharding_of = dict(zip(map(id, jax.tree.leaves(empty)), jax.tree.leaves(places), strict=True))
     filled = [Filled.of(arrays, rule, its, shapes, kept) for rule, its in zip(rules, dtypes, strict=True)]
-    made: dict[int, Array] = {}
-    total, done = sum(one.nbytes for one in filled), 0
-    for one in filled:
-        made |= zip(map(id, one.targets), read(arrays, one, [sharding_of[id(leaf)] for leaf in one.targets]))
-        done += one.nbytes
-        progress(done, total)
-    made |= _numbers_of_layers(shapes, sharding_of)
-    model = eqx.combine(jax.tree.map(lambda leaf: made[id(leaf)], empty), rest)
-    return dataclasses.replace(model, compute_dtype=dtypes[0])
+    return _ToRead(arrays, empty, rest, filled, dtypes[0])
 
 
 def _plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan | None:

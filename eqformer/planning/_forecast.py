@@ -5,6 +5,7 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax.numpy as jnp
 
 from .. import nn, parallel, training
@@ -119,7 +120,7 @@ def decode_forecast(
 
     Args:
         plan: Where the model is served.
-        model: The model, or its shapes, in the dtype in which it is served.
+        model: The model, or its shapes, in the dtype in which it is served, or with the codes that are kept of it.
         topology: What it would run on.
         rows: Rows that are decoded together.
         capacity: Slots of a row's caches.
@@ -133,7 +134,8 @@ def decode_forecast(
     products = operations / one.peak(str(jnp.dtype(model.compute_dtype)))
     links = {cause: size / link_speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}
     time = Roofline(products, (weights + cache) / one.bandwidth, links, (), 0.0, products)
-    return Forecast(topology, {"weights": weights, "caches": cache}, sent, time, parameter_count(model), operations)
+    count = parameter_count(eqx.filter_eval_shape(nn.dequantise, model))
+    return Forecast(topology, {"weights": weights, "caches": cache}, sent, time, count, operations)
 
 
 MOST_OF_TORUS = 64  # the largest tensor axis that is tried on TPUs

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from eqformer import models, nn
 from eqformer.parallel import make_mesh, Plan
+from eqformer.planning import abstract_mesh, decode_forecast, topology
 
 
 IN_ORDER = [name for name in CASES if "order" not in name]
@@ -39,12 +40,33 @@ def test_what_is_kept_is_what_is_decoded(name, tmp_path):
     maps = [one for one in nn.linear_maps(kept) if isinstance(one, nn.QuantisedLinear)]
     assert len(maps) == (6 if name in EXPERT_CASES else 7)
     assert same(eqx.filter_jit(nn.dequantise)(kept), decoded)
+    for weights, loaded in (("decoded", decoded), ("kept", kept)):
+        shapes = models.load_shapes(tmp_path, dtype="float32", weights=weights)
+        assert eqx.tree_equal(shapes, eqx.filter_eval_shape(lambda loaded=loaded: loaded))
     whole = sum(2 * np.prod(one.shape) for one in maps)
     assert sum(one.codes.nbytes for one in maps) == whole / (4 if maps[0].form in ("int4", "fp4") else 2)
     split: dict[str, Any] = {"fsdp": 2, "replica" if "16" in str(CASES.get(name)) else "tensor": 2}
     split |= {"expert": 2} if name in EXPERT_CASES else {"pipe": 2}
     placed = models.load(tmp_path, plan=Plan(make_mesh(**split), zero=3, smallest=1), dtype="float32", weights="kept")
     assert same(placed, kept) and not same(nn.dequantise(spoiled(kept)), decoded)
+
+
+@pytest.mark.grid
+def test_a_plan_counts_codes_as_they_are_kept(tmp_path):
+    """As two devices hold them; the control is the model in bfloat16."""
+    write(tmp_path, "fp8 one scale")
+    plan, sizes = Plan(abstract_mesh({"tensor": 2})), {"rows": 2, "capacity": 32}
+    held, parameters = {}, set()
+    for weights in ("kept", "decoded"):
+        shapes = models.load_shapes(tmp_path, dtype="bfloat16", weights=weights)
+        found = decode_forecast(plan, shapes, topology("h100:2"), **sizes)
+        held[weights], parameters = found.held["weights"], parameters | {found.parameters}
+        placed = models.load(
+            tmp_path, plan=Plan(make_mesh(tensor=2, devices=jax.devices()[:2])), dtype="bfloat16", weights=weights
+        )
+        own = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(eqx.filter(placed, eqx.is_array))]
+        assert held[weights] == sum(own)
+    assert held["kept"] < 0.8 * held["decoded"] and len(parameters) == 1
 
 
 def test_exponents_are_kept_as_they_are_decoded_up_to_the_least_and_the_largest(tmp_path):

@@ -60,6 +60,7 @@ def test_what_does_not_fit_has_other_plans_that_do():
         ),
         ("--topology h100:16", "a machine has at most 8 h100s"),
         ("--topology v5e:1x1 --cache-dtype int8", "--cache-dtype int8: training has no caches"),
+        ("--topology v5e:1x1 --decode --weights kept", "--weights kept: it is a published folder's weights"),
         ("--topology v5e:1x1 --search --picture costs.png", "--search --picture costs.png: a search ranks meshes"),
         ("--topology v5e:1x1 --search --decode", "--search --decode: a search ranks meshes"),
         ("--topology v5e:2x2 --search --model.vocab 4000000000", "no mesh was found that fits into 16.9 GB"),
