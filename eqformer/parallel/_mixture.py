@@ -48,6 +48,7 @@ class SplitMoE(nn.Routed):
         if self.inner.expert_norm is not None:
             normed = self.inner.expert_norm(x)
             given = normed if self.stream is None else self.stream.to_routed(normed)
+        given = _through(self.inner.to_latent, given)
         if isinstance(routing, nn.Slots):
             y, aux = self._taken(given, routing, tokens)
         else:
@@ -55,6 +56,7 @@ class SplitMoE(nn.Routed):
             aux = self.inner.aux_of_routing(routing, own, dropped, self._total, self._row_total)
             if self._splits_tokens:
                 aux = eqx.tree_at(lambda a: a.dropped, jax.tree.map(lambda leaf: _sum(leaf, (TENSOR,)), aux), dropped)
+        y = _through(self.inner.from_latent, y)
         y = checkpoint_name(y if self.stream is None else self.stream.from_routed(y), "product")
         return (y if self.inner.shared is None else y + self.inner.shared(x)), aux
 
@@ -182,6 +184,13 @@ class SplitMoE(nn.Routed):
             return eqx.tree_at(lambda m: m.bias, linear, jnp.where(is_first, linear.bias, 0))
 
         return nn.map_linears(own, experts)
+
+
+def _through(linear: nn.LinearMap | Sliced | None, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
+    """A map of all features, in which they may be split."""
+    if linear is None:
+        return x
+    return (linear.whole if isinstance(linear, Sliced) else linear)(x)
 
 
 def _sum(x: Array, axes: tuple[str, ...]) -> Array:

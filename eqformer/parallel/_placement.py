@@ -69,7 +69,7 @@ class Placement(Choices):
         facts = moe.router.facts()
         if facts.gives_slots:
             return "gather"
-        row = model.embedding.weight.shape[-1] * jnp.dtype(model.compute_dtype).itemsize
+        row = moe.expert_width(model.embedding.weight.shape[-1]) * jnp.dtype(model.compute_dtype).itemsize
         sizes = {"devices": self.size(EXPERT), "factor": self.expert_factor, "row_bytes": row}
         return expert_method(self.expert_method, tokens=tokens, top_k=int(facts.choices), **sizes)
 

@@ -44,8 +44,11 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
         if isinstance(module, nn.MoE):
             shared = replace(module.shared, kinds, wrap, spec.shared, shape.shared, name.shared)
             norm = None if module.expert_norm is None else stream.norm(module.expert_norm)
-            parts = lambda m: (m.router, m.shared, m.expert_norm)
-            return eqx.tree_at(parts, module, (sliced(module.router, spec.router), shared, norm), is_leaf=_is_none)
+            whole = [(module.router, spec.router), (module.to_latent, spec.to_latent)]
+            whole.append((module.from_latent, spec.from_latent))
+            read_whole = [None if part is None else sliced(part, its) for part, its in whole]
+            parts = lambda m: (m.router, m.to_latent, m.from_latent, m.shared, m.expert_norm)
+            return eqx.tree_at(parts, module, (*read_whole, shared, norm), is_leaf=_is_none)
         if isinstance(module, WholeLayer):
             return module
         if is_split(module) or isinstance(module, nn.LayerInputs):

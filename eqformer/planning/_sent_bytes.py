@@ -223,7 +223,7 @@ def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
     """Tokens, choices and weights to the experts, results back, gradients of all but the choices; of rounds, one."""
     devices = plan.size(EXPERT)
     for moe in nn.modules(stack, (nn.MoE,)):
-        facts, vector = moe.router.facts(), model.embedding.weight.shape[-1] * _width(model)
+        facts, vector = moe.router.facts(), moe.expert_width(model.embedding.weight.shape[-1]) * _width(model)
         top_k = 0 if facts.gives_slots else int(facts.choices)  # what experts choose is known where they are
         method = plan.expert_method_of(model, moe, int(tokens))
         if method == "exchange":

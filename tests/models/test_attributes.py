@@ -235,7 +235,7 @@ def test_what_layers_are_counted_by_is_a_count(family, name):
         ("falcon_h1", {"mlp_multipliers": [0.5, True]}),
         ("falcon_h1", {"mamba_use_mlp": False}),
         ("nemotron_h", {"layers_block_type": ["mamba", "lstm"]}),
-        ("nemotron_h", {"moe_latent_size": 8}),
+        ("nemotron_h", {"n_shared_experts": 2}),
         ("deepseek_v3", {"num_key_value_heads": 1}),
         ("muse_glimmer_text", {"layer_rope_theta": [0.0]}),
         ("muse_glimmer_text", {"layer_rope_theta": [0.0, 5e3, 5e3, 1e4, 0.0]}),

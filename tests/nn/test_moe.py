@@ -242,6 +242,12 @@ def test_weights_can_multiply_what_experts_are_given():
     assert all_close(found[0][1], found[1][1]) and not all_close(found[0][1], found[2][1])
 
 
+def test_experts_of_a_latent_have_a_map_to_it_and_one_back():
+    to_latent = drawn(nn.Linear, "embed -> latent", embed=EMBED, latent=3, key=KEY)
+    with pytest.raises(ValueError, match=r"MoE\(from_latent=None\): experts of a latent need a map to it and one back"):
+        nn.MoE(SOFTMAX, experts_of(), to_latent=to_latent)
+
+
 def test_experts_that_choose_their_tokens_weigh_no_inputs():
     router = drawn(nn.ExpertChoiceRouter, embed=EMBED, experts=EXPERTS, factor=1.0, key=KEY)
     with pytest.raises(ValueError, match="experts that choose their tokens weigh what they give"):

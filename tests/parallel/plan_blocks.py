@@ -116,7 +116,8 @@ def mixture(key: Any, *losses: nn.BalanceLoss, **options: Any) -> nn.Block:
     """Eight experts of which a token takes two, with biases, balanced row by row."""
     one, two, three = jax.random.split(key, 3)
     options = {"router": nn.TopKRouter(embed=EMBED, experts=8, top_k=2, normalise=True, jitter=0.1, key=two), **options}
-    make = lambda key: nn.GatedMLP(embed=EMBED, mlp=16, bias=True, key=key)
+    width = options.pop("width", EMBED)
+    make = lambda key: nn.GatedMLP(embed=width, mlp=16, bias=True, key=key)
     losses = losses or (nn.LoadBalance(0.5, per="sequence"), nn.RouterZ(0.1))
     mixer = options.pop("mixer", attention(one))
     moe = nn.MoE(options.pop("router"), nn.Experts(make, 8, key=three), losses=losses, **options)
@@ -137,6 +138,16 @@ def weighed_inputs(key: Any) -> nn.Period:
     balance = nn.LoadBalance(0.5, per="sequence", normalise=True)
     options = {"router": router, "weighs_inputs": True}
     return nn.Period(tuple(mixture(two, balance, mixer=mixer, **options) for mixer in mixers))
+
+
+def latent_experts(key: Any) -> nn.Block:
+    """Like Nemotron 3: experts that read fewer channels, beside a shared one that reads all."""
+    one, two, three, four = jax.random.split(key, 4)
+    router = nn.TopKRouter(embed=EMBED, experts=8, top_k=2, score="sigmoid", key=one)
+    sizes: dict[str, Any] = {"embed": EMBED, "latent": 12, "bias": True}
+    maps: dict[str, Any] = {"to_latent": nn.Linear("embed -> latent", **sizes, key=two)}
+    maps["from_latent"] = nn.Linear("latent -> embed", **sizes, key=three)
+    return mixture(four, router=router, shared=nn.MLP(embed=EMBED, mlp=16, key=two), width=12, **maps)
 
 
 def shared_mixture(key: Any) -> nn.Period:
@@ -266,6 +277,7 @@ BLOCKS: dict[str, tuple[Make, ...]] = {
     "crowded": (crowded,),
     "crowded, weighed inputs": (functools.partial(crowded, weighs_inputs=True),),
     "weighed inputs": (weighed_inputs,),
+    "latent experts": (latent_experts,),
     "batch mixture": (batch_mixture,),
     "choosing experts": (choosing_experts,),
     "own layers": (own_layers,),

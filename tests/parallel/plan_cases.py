@@ -297,6 +297,7 @@ def _mixtures() -> Iterator[Case]:
                 yield Case(model, mesh, choices | way, remat)
     for (mesh, choices), way in zip(layouts + stages[1:2], itertools.cycle(ways)):
         yield Case("weighed inputs", mesh, choices | way)
+        yield Case("latent experts", mesh, choices | way)
     for model in ("mixture", "choosing experts"):
         yield Case(model, {"pipe": 2, "tensor": 2}, {"schedule": "zb-h1", "microbatches": 2, "residual": "feature"})
     for mesh, choices in layouts:

@@ -7,7 +7,18 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Dispatch, Dropless, Experts, FeedForward, GatedShared, LoadBalance, MoE, Norm, TopKRouter
+from ...nn import (
+    Dispatch,
+    Dropless,
+    Experts,
+    FeedForward,
+    GatedShared,
+    LinearMap,
+    LoadBalance,
+    MoE,
+    Norm,
+    TopKRouter,
+)
 from .._attributes import Attribute, Count, Entry
 from .._config import PublishedConfig
 from .._family import DecoderConfig
@@ -46,6 +57,7 @@ def mixture(
     balance: Mapping[str, Any] = {},
     weighs_inputs: bool = False,
     expert_norm: Norm | None = None,
+    latent: tuple[LinearMap, LinearMap] | None = None,
     router: Key[Array, ""],
     experts: Key[Array, ""],
     **options: Any,
@@ -60,6 +72,7 @@ def mixture(
         balance: Further arguments of `LoadBalance`.
         weighs_inputs: Whether weights multiply the experts' inputs.
         expert_norm: A norm of what experts read.
+        latent: The maps to what they read, and from what they give.
         router: The key of the router.
         experts: The key of the experts.
         **options: Further arguments of the router, which come first.
@@ -72,6 +85,8 @@ def mixture(
         shared=shared,
         losses=(LoadBalance(config.balance, **balance),) if config.balance else (),
         expert_norm=expert_norm,
+        to_latent=None if latent is None else latent[0],
+        from_latent=None if latent is None else latent[1],
         weighs_inputs=weighs_inputs,
     )
 

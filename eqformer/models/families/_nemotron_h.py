@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Layer, MLP, Residual, Transformer
+from ...nn import Block, Layer, Linear, MLP, Residual, Transformer
 from .._family import DecoderConfig, Family
 from ._decoder import attention, bend, damping, decoder, norm
 from ._mixtures import BIASED_SIGMOIDS, mixture
@@ -22,6 +22,8 @@ class NemotronHConfig(NetSizes, DecoderConfig):
     """A letter for each layer: M has a Mamba-2, * an attention, - a feed-forward layer, and E experts."""
     expert_mlp: int = 7688
     """Hidden features of an expert."""
+    expert_latent: int | None = None
+    """Channels of what experts read; None: those of the stream."""
     shared_mlp: int = 7688
     """Hidden features of the layer beside experts."""
     experts: int = 8
@@ -54,9 +56,15 @@ class NemotronHConfig(NetSizes, DecoderConfig):
 def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transformer:
     """A Nemotron-H with random weights."""
 
-    def mlp(width: int, key: Key[Array, ""], bias: bool = config.mlp_bias) -> MLP:
+    def mlp(width: int, key: Key[Array, ""], *, embed: int = config.embed, bias: bool = config.mlp_bias) -> MLP:
         output_std = damping(config) * width**-0.5
-        return MLP(embed=config.embed, mlp=width, activation=bend(config), bias=bias, output_std=output_std, key=key)
+        return MLP(embed=embed, mlp=width, activation=bend(config), bias=bias, output_std=output_std, key=key)
+
+    def latent(to: Key[Array, ""], back: Key[Array, ""]) -> tuple[Linear, Linear] | None:
+        if config.expert_latent is None:
+            return None
+        sizes: dict[str, Any] = {"embed": config.embed, "latent": config.expert_latent, "bias": config.mlp_bias}
+        return Linear("embed -> latent", **sizes, key=to), Linear("latent -> embed", **sizes, key=back)
 
     def layer(kind: str, key: Key[Array, ""]) -> Layer:
         if kind in "M*":
@@ -66,9 +74,11 @@ def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transfo
             return Residual(mlp(config.mlp, key), norm(config))
         router, experts, shared = jax.random.split(key, 3)
         own: dict[str, Any] = {"shared": mlp(config.shared_mlp, shared), "router": router, "experts": experts}
+        own |= {"latent": latent(*jax.random.split(jax.random.fold_in(key, 3)))}
+        expert = lambda key: mlp(config.expert_mlp, key, embed=config.expert_latent or config.embed, bias=False)
         groups: dict[str, Any] = {"groups": config.groups, "kept_groups": config.kept_groups, **BIASED_SIGMOIDS}
         choice: dict[str, Any] = {"normalise": config.normalise, "scale": config.scale, **groups}
-        return Residual(mixture(config, lambda key: mlp(config.expert_mlp, key, False), **own, **choice), norm(config))
+        return Residual(mixture(config, expert, **own, **choice), norm(config))
 
     return decoder(config, layer, tuple(config.pattern), key=key)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Nullable
 from .._config import PublishedConfig
 from .._weights import Rule
 from ._common import attention_weights, KeyHeads, StatedHeadSize
@@ -59,7 +59,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
         Attribute("mlp_bias", "mlp_bias", False),
     ),
     *(Expect("attention_bias", False), Expect("mamba_proj_bias", False), Expect("n_shared_experts", 1)),
-    *(Expect("moe_latent_size", None, written=False), Expect("sliding_window", None, written=False)),
+    *(Nullable("expert_latent", "moe_latent_size", None), Expect("sliding_window", None, written=False)),
     # How weights are drawn, what is run how, further predictors, and what transformers never reads.
     Ignore("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "residual_in_fp32"),
     Ignore("chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
@@ -83,5 +83,7 @@ WEIGHTS = (
     Rule(f"{_MIXED}gate.e_score_correction_bias", "layer.router.selection_bias"),
     Rule(f"{_MIXED}experts.{{expert}}.up_proj.weight", "layer.experts.mlps.up.weight"),
     Rule(f"{_MIXED}experts.{{expert}}.down_proj.weight", "layer.experts.mlps.down.weight"),
+    *(Rule(f"{_MIXED}fc1_latent_proj.{leaf}", f"layer.to_latent.{leaf}") for leaf in ("weight", "bias")),
+    *(Rule(f"{_MIXED}fc2_latent_proj.{leaf}", f"layer.from_latent.{leaf}") for leaf in ("weight", "bias")),
     *(Rule(f"{_MIXED}shared_experts.{name}_proj.{leaf}", f"layer.shared.{name}.{leaf}") for name, leaf in _MLP),
 )

@@ -28,7 +28,9 @@ class MoE(Routed):
     (`ExpertChoiceRouter`) it is not used. For tokens without keys, those of evaluation and generation, nothing is
     dropped by any dispatch, so that a token's output does not depend on later tokens or on the length of the call.
     `shared` runs on every token. `losses` are summed into `Aux.loss`. With `weighs_inputs` the layer is
-    `shared(x) + sum_k experts[i_k](w_k x)` (Llama 4).
+    `shared(x) + sum_k experts[i_k](w_k x)` (Llama 4). With maps `to_latent` and `from_latent` it is
+    `shared(x) + from_latent(sum_k w_k experts[i_k](to_latent(x)))`: experts read, and are sent, fewer channels
+    (Nemotron 3).
     """
 
     router: Router
@@ -37,6 +39,8 @@ class MoE(Routed):
     shared: Callable[[Array], Array] | None
     losses: tuple[BalanceLoss, ...]
     expert_norm: Norm | None
+    to_latent: LinearMap | None
+    from_latent: LinearMap | None
     weighs_inputs: bool = eqx.field(static=True)
 
     def __init__(
@@ -48,6 +52,8 @@ class MoE(Routed):
         shared: Callable[[Array], Array] | None = None,
         losses: tuple[BalanceLoss, ...] = (),
         expert_norm: Norm | None = None,
+        to_latent: LinearMap | None = None,
+        from_latent: LinearMap | None = None,
         weighs_inputs: bool = False,
     ):
         """Put the parts together. Raises a `ValueError` where they do not fit, or `losses` have nothing to read.
@@ -59,6 +65,8 @@ class MoE(Routed):
             shared: A layer that every token has beside its experts.
             losses: Balance losses, summed into `Aux.loss`.
             expert_norm: A norm of what experts read, and neither the router nor `shared` (Gemma 4).
+            to_latent: A map `embed -> latent` of what experts read; what they call `embed` is the latent then.
+            from_latent: A map `latent -> embed` of the sum of their outputs.
             weighs_inputs: Whether weights multiply the experts' inputs in place of their outputs (Llama 4).
         """
         facts, name = router.facts(), type(router).__name__
@@ -77,7 +85,13 @@ class MoE(Routed):
                 f"MoE({name}, weighs_inputs=True): experts that choose their tokens weigh what they give; "
                 "leave weighs_inputs out, or take a router by which tokens choose."
             )
+        if (to_latent is None) != (from_latent is None):
+            missing = "to_latent" if to_latent is None else "from_latent"
+            raise ValueError(
+                f"MoE({missing}=None): experts of a latent need a map to it and one back; give both or neither."
+            )
         self.weighs_inputs, self.expert_norm = weighs_inputs, expert_norm
+        self.to_latent, self.from_latent = to_latent, from_latent
         self.router, self.experts, self.shared, self.losses = router, experts, shared, losses
         self.dispatch = Dropless() if dispatch is None else dispatch
 
@@ -88,13 +102,19 @@ class MoE(Routed):
         tokens = tokens_or_default(tokens, x.shape[:-1], None)
         routing = self.router(x, tokens.fold_in(ROUTER))
         given = x if self.expert_norm is None else self.expert_norm(x)
+        given = given if self.to_latent is None else self.to_latent(given)
         if isinstance(routing, Slots):
             y, aux = run_slots(self.experts, given, routing), aux_of_slots(routing, tokens, x)
         else:
             dispatch = self.dispatch_of(tokens, routing)
             y, dropped = dispatch(self.experts, given, routing, weighs_inputs=self.weighs_inputs)
             aux = self.aux_of_routing(routing, tokens, dropped)
+        y = y if self.from_latent is None else self.from_latent(y)
         return (y if self.shared is None else y + self.shared(x)), aux
+
+    def expert_width(self, embed: int) -> int:
+        """The channels of a token that experts read, of the `embed` of the stream."""
+        return embed if self.to_latent is None else self.to_latent.sizes["latent"]
 
     def dispatch_of(self, tokens: Tokens, routing: Routing) -> Dispatch:
         """How these tokens come to experts: by `dispatch` in training, by one that drops none elsewhere."""
