@@ -155,6 +155,8 @@ def test_factors_beside_codes_are_written_and_read_like_any(tmp_path):
     assert same(back, add(kept)) and jax.tree.structure(back) == jax.tree.structure(add(kept))
 
 
+# How names of maps end: in T5 and ModernBERT otherwise than in all others.
+MAPS = ("proj.weight", *(f".{name}.weight" for name in ("q", "k", "v", "o", "wi", "wo", "Wqkv", "Wi", "Wo")))
 FIRST = {family.name: next(iter(family.presets)) for family in models.FAMILIES.values() if family.model_type}
 
 
@@ -186,14 +188,12 @@ def test_every_family_keeps_what_is_decoded(family, tmp_path):
     models.save(zeros, tmp_path / "plain", config=config)
     stored = load_file(tmp_path / "plain" / "model.safetensors")
     for name, array in [*stored.items()]:
-        if array.ndim != 2 or not name.endswith("proj.weight"):
+        if array.ndim != 2 or not name.endswith(MAPS):
             continue
         codes = rng.integers(0, 120, array.shape).astype(np.uint8).view(F8)
         scales = rng.random([-(-size // 16) for size in array.shape], np.float32)
         stored |= {name: codes, f"{name}_scale_inv": scales}
     said = json.loads((tmp_path / "plain" / "config.json").read_text())
-    if not any(name.endswith("_scale_inv") for name in stored):
-        pytest.skip("its maps are published otherwise")
     fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     (tmp_path / "fp8").mkdir()
     store(tmp_path / "fp8", stored, said | {"quantization_config": fp8})
