@@ -55,11 +55,11 @@ def test_what_is_kept_is_what_is_decoded(name, tmp_path):
 def test_a_plan_counts_codes_as_they_are_kept(tmp_path):
     """As two devices hold them; the control is the model in bfloat16."""
     write(tmp_path, "fp8 one scale")
-    plan, sizes = Plan(abstract_mesh({"tensor": 2})), {"rows": 2, "capacity": 32}
+    plan = Plan(abstract_mesh({"tensor": 2}))
     held, parameters = {}, set()
     for weights in ("kept", "decoded"):
         shapes = models.load_shapes(tmp_path, dtype="bfloat16", weights=weights)
-        found = decode_forecast(plan, shapes, topology("h100:2"), **sizes)
+        found = decode_forecast(plan, shapes, topology("h100:2"), rows=2, capacity=32)
         held[weights], parameters = found.held["weights"], parameters | {found.parameters}
         placed = models.load(
             tmp_path, plan=Plan(make_mesh(tensor=2, devices=jax.devices()[:2])), dtype="bfloat16", weights=weights

@@ -121,7 +121,7 @@ def test_a_program_scatters_behind_a_dim_of_one_entry(name):
     devices = tpus(name)
     mesh = make_mesh(fsdp=16, expert=8, devices=devices)
 
-    def compiled(scatter: Callable[[jax.Array], jax.Array]) -> str:
+    def compiled(scatter: Callable[[jax.Array], jax.Array]) -> Any:
         given, out = P(("fsdp", "expert")), P(None, ("expert", "fsdp"))
         mapped = filter_shard_map(lambda x: scatter(x[0].astype(jnp.float32)), mesh, (given,), out)
         shape = jax.ShapeDtypeStruct((128, 1, 2048, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, given))
