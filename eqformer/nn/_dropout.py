@@ -3,7 +3,8 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Key
 
 from ._module import Module
 
@@ -24,8 +25,16 @@ class Dropout(Module):
         self, x: Float[Array, "*batch seq embed"], keys: Key[Array, "*batch seq"] | None
     ) -> Float[Array, "*batch seq embed"]:
         """Drop channels of each token by its key; without keys nothing is dropped."""
-        if keys is None or self.rate == 0:
-            return x
-        draw = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, x.shape[-1:]))
-        keep = draw(keys.reshape(-1)).reshape(x.shape)
-        return jnp.where(keep, x / (1 - self.rate), jnp.zeros_like(x))
+        return x if keys is None or self.rate == 0 else self.masked(x, self.mask(keys, x.shape[-1]))
+
+    def mask(self, keys: Key[Array, "*batch seq"], channels: int) -> Bool[Array, "*batch seq embed"]:
+        """Which of so many channels each token keeps."""
+        draw = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, (channels,)))
+        return draw(keys.reshape(-1)).reshape(*keys.shape, channels)
+
+    def masked(
+        self, x: Float[Array, "*batch seq embed"], mask: Bool[Array, "*batch seq embed"]
+    ) -> Float[Array, "*batch seq embed"]:
+        """The channels that are kept, scaled, and zeros for others."""
+        mask = checkpoint_name(mask, "dropout")  # for remat policies that keep it, so that it is not drawn again
+        return jnp.where(mask, x / (1 - self.rate), jnp.zeros_like(x))

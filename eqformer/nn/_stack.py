@@ -148,10 +148,11 @@ _TO_HOST: dict[str, Any] = {"offload_src": "device", "offload_dst": "pinned_host
 # Rematerialisation policies: what is kept from the forward pass; all else is recomputed in the backward pass. `none`
 # keeps everything; `products` keeps the results of linear maps, and arrays that are named by `checkpoint_name`: the
 # output of attention ("attended"; with the sums of its softmax, where its backward pass reads them, so that no kernel
-# runs twice forward), in every core but `DotProductCore`, and results of linear maps that are put together from devices
-# or are those of experts ("product"). (Products of several experts at once have a batch dim, and are not kept where
-# experts choose their tokens or are made of more than maps.) `products_on_host` keeps the same, and the layers' inputs,
-# in the memory of the devices' hosts; CPUs run it as `products`.
+# runs twice forward), in every core but `DotProductCore`, results of linear maps that are put together from devices or
+# are those of experts ("product"), and dropout's masks ("dropout"), a byte a channel. (Products of several experts at
+# once have a batch dim, and are not kept where experts choose their tokens or are made of more than maps.)
+# `products_on_host` keeps the same but masks, and the layers' inputs, in the memory of the devices' hosts; CPUs run it
+# as `products`.
 _KEPT = ("attended", "product")
 _NAMED = _POLICIES.save_and_offload_only_these_names(
     names_which_can_be_saved=[], names_which_can_be_offloaded=[*_KEPT, "layer input"], **_TO_HOST
@@ -163,7 +164,7 @@ REMAT: dict[str, Callable[..., Any] | None] = {
     "dots": _POLICIES.dots_saveable,
     "dots_no_batch": _POLICIES.dots_with_no_batch_dims_saveable,
     "products": _POLICIES.save_from_both_policies(
-        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(*_KEPT)
+        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(*_KEPT, "dropout")
     ),
     "products_on_host": lambda operation, *given, **params: (_NAMED if operation.name == "name" else _DOTS)(
         operation, *given, **params

@@ -57,6 +57,14 @@ def test_gradient_passes_where_the_value_did():
     assert np.array_equal(pull(jnp.ones_like(y))[0], np.asarray(y) / 2)
 
 
+def test_a_mask_is_drawn_once_where_remat_keeps_it():
+    def draws(policy):
+        call = jax.checkpoint(lambda x: jnp.sum(nn.Dropout(0.5)(x, keys([0])) ** 2), policy=nn.REMAT[policy])
+        return str(jax.make_jaxpr(jax.grad(call))(jnp.ones((1, 3, 8)))).count("random_bits")
+
+    assert (draws("products"), draws("full")) == (1, 2)
+
+
 def test_the_dtype_stays():
     assert nn.Dropout(0.5)(jnp.ones((1, 3, 8), jnp.bfloat16), keys([0])).dtype == jnp.bfloat16
 

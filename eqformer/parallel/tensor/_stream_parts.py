@@ -1,7 +1,6 @@
 """Dropout and learned positions of the part of the stream that a device holds."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from ... import nn
@@ -32,9 +31,8 @@ class FeatureDropout(nn.Module):
         """Drop this device's channels of each token."""
         if keys is None or self.inner.rate == 0:
             return x
-        whole = jnp.ones((*x.shape[:-1], x.shape[-1] * jax.lax.axis_size(TENSOR)), x.dtype)
-        is_kept = own_part(self.inner(whole, keys), TENSOR, -1) != 0
-        return jnp.where(is_kept, x / (1 - self.inner.rate), jnp.zeros_like(x))
+        whole = self.inner.mask(keys, x.shape[-1] * jax.lax.axis_size(TENSOR))
+        return self.inner.masked(x, own_part(whole, TENSOR, -1))
 
 
 class TokensPositions(nn.Module):
