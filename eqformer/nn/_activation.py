@@ -1,6 +1,7 @@
 """Activations by name, as functions of this module, so that static fields of equal modules compare equal."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -14,8 +15,10 @@ def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """GELU by its tanh approximation: GPT-2's `gelu_new`, Gemma's `gelu_pytorch_tanh`."""
-    return jax.nn.gelu(x, approximate=True)
+    """`x (1 + tanh u) / 2`, `u = sqrt(2 / pi) (x + 0.044715 x^3)`: GPT-2's `gelu_new`, Gemma's `gelu_pytorch_tanh`."""
+    # As the sigmoid of 2u, which keeps its digits where the tanh is near -1, and whose gradient keeps one array less.
+    slope = 2 * math.sqrt(2 / math.pi)
+    return x * jax.nn.sigmoid(x * (slope + slope * 0.044715 * jnp.square(x)))
 
 
 def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
