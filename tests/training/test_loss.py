@@ -1,6 +1,7 @@
 """The chunked loss against all logits at once in float64, and what it keeps in memory."""
 
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -212,6 +213,7 @@ def test_a_chunk_of_no_tokens_is_refused(data):
 def test_what_is_no_batch_is_refused_where_shapes_are_not_checked(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     ids = np.zeros((2, 4), np.int32)
-    for wrong in (ids, {"ids": ids}, (ids, ids)):
+    wrongs: list[Any] = [ids, {"ids": ids}, (ids, ids)]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match=f"it is a {type(wrong).__name__}.*give an eqformer.Batch"):
             training.batch_tokens(wrong)
