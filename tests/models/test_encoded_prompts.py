@@ -24,10 +24,11 @@ def prompts_of() -> list[list[int]]:
     return [row[: count.sum()].tolist() for row, count in zip(source, is_there)]
 
 
-GRID = ("t5 a head of its own", "t5gemma2 even window", "t5gemma2 odd window")
+NAMES = ("t5 gated", "t5 a head of its own", "t5gemma2 even window", "t5gemma2 odd window")
 
 
-@pytest.mark.parametrize("name", ["t5 gated", *(pytest.param(name, marks=pytest.mark.grid) for name in GRID)])
+@pytest.mark.grid
+@pytest.mark.parametrize("name", NAMES)
 def test_the_likeliest_text_is_that_of_transformers(name, tmp_path):
     write(tmp_path, name)
     model, prompts, want = models.load(tmp_path), prompts_of(), RECORDED[name]["written"]

@@ -34,13 +34,14 @@ def of_one_device() -> tuple[nn.Transformer, Any, Any]:
     return model, batch, compiled(accumulated_gradients(next_token_loss, 1), model, batch)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "mesh, choices",
     [
         ({"fsdp": 2, "tensor": 2}, {"zero": 3, "residual": "sequence"}),
-        pytest.param({"fsdp": 4}, {"zero": 3, "microbatches": 2}, marks=pytest.mark.grid),
-        pytest.param({"replica": 2, "fsdp": 2}, {"zero": 2}, marks=pytest.mark.grid),
-        pytest.param({"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "replicated"}, marks=pytest.mark.grid),
+        ({"fsdp": 4}, {"zero": 3, "microbatches": 2}),
+        ({"replica": 2, "fsdp": 2}, {"zero": 2}),
+        ({"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "replicated"}),
     ],
 )
 def test_loss_and_gradients_are_those_of_one_device(mesh, choices, monkeypatch):

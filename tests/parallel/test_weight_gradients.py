@@ -50,6 +50,7 @@ def odd_block(key):
     return Odd(*map(make, jax.random.split(key, 5)))
 
 
+@pytest.mark.grid
 def test_maps_that_taps_cannot_follow_are_left_alone(key):
     stack, x = nn.Stack(odd_block, LAYERS, key=key), jax.random.normal(key, (4, 5, EMBED))
     loss = lambda wanted, rest, x: jnp.sum(jnp.square(eqx.combine(wanted, rest)(x)[0]))

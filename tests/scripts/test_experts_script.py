@@ -15,6 +15,8 @@ from support.setup import latest_model
 from eqformer import nn
 
 
+pytestmark = pytest.mark.grid  # each looks at a run of some seconds
+
 MOE = ["--recipe", "moe", *TINY, *LLAMA, "--model.experts", 4]
 TEXT = "def a(b):\n\treturn <b> & 'é', '\u07e7', '\x01'\n"  # NKo, of which the picture has no letters
 

@@ -52,6 +52,7 @@ def test_a_pipeline_is_reported_with_its_timeline_and_pictures(report, tmp_path)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.grid
 def test_the_compiled_step_holds_and_sends_what_was_reported(report):
     text = report("--mesh.replica 8 --model.embed 32 --model.mlp 64 --seq 32 --compile")
     state = figure(text, "parameters") + figure(text, "optimizer state")

@@ -41,6 +41,7 @@ def test_what_is_offered_fits_and_is_what_its_flags_hold():
     assert nearest(recipe, 10**6, "cuda") == []  # the state alone is larger
 
 
+@pytest.mark.grid
 def test_an_error_of_a_full_memory_is_told_with_plans():
     recipe = recipe_of(f"{LARGE} --mesh.fsdp 2")
     told = exhausted(jax.errors.JaxRuntimeError(ASKED), recipe, shapes_of(recipe))

@@ -73,7 +73,8 @@ def test_a_gradient_alone_and_a_planted_leaf_are_named():
     assert where.module == "the batch's weights"
 
 
-@pytest.mark.parametrize("axes", [{}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "tensor": 2}])
 def test_a_run_ends_at_its_first_such_step(axes):
     plan = parallel.Plan(parallel.make_mesh(**axes, devices=jax.devices()[: 4 if axes else 1]), microbatches=2)
     optimizer = training.optimizer("sgd", build(), rate=1e-3)

@@ -93,7 +93,7 @@ def _nemotron(embed: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> N
 
 
 _PRESETS = {
-    "nemotron-h-byte-500k": NemotronHConfig(256, 64, 6, 4, 2, 256, pattern="MEM*M-", **_BYTE),
+    "nemotron-h-byte-500k": NemotronHConfig(256, 64, 6, 4, 2, 256, pattern="MEM*M-", expert_latent=32, **_BYTE),
     "nemotron-h-8b": _nemotron(
         *(4096, 32, 8, 21_504),
         net_heads=128,
