@@ -63,6 +63,7 @@ def test_scales_that_are_no_powers_of_two_differ_from_slice_to_slice(monkeypatch
         of_one_device.__globals__["_of_one_device"].cache_clear()
 
 
+@pytest.mark.quick
 def test_maps_that_devices_repeat_are_refused():
     """Of key heads that devices share each device has the gradient of its own query heads."""
     for model, choices, name in (("llama fp8", {}, "key"), ("jaxformer fp8", {}, "query_down")):

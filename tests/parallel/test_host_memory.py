@@ -69,6 +69,7 @@ def test_steps_and_checkpoints_are_the_same_to_the_bit(case, tmp_path):
     assert all(one.dtype == two.dtype and np.array_equal(one, two) for one, two in pairs)
 
 
+@pytest.mark.quick
 def test_a_step_that_brings_nothing_near_is_refused(monkeypatch):
     """The control: the state is really elsewhere, and JAX mixes no memories."""
     states = states_of("pinned_host", {"fsdp": 2}, zero=1)

@@ -46,6 +46,7 @@ def test_an_optimization_that_cannot_work_is_refused(wrong, make_model):
         chosen.step(chosen.optimizer(make_model(), chosen.stretches(20)))
 
 
+@pytest.mark.quick
 def test_low_rank_changes_are_what_is_trained():
     shapes = eqx.filter_eval_shape(lambda: models.build("llama-byte-1m", key=jax.random.key(0)))
     key = jax.random.key(1)
