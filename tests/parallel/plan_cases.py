@@ -49,13 +49,8 @@ EVERY_RUN = [
     Case("llama", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2}),
 ]
 FURTHER = [
-    Case(
-        "gpt2",
-        {"fsdp": 2, "pipe": 2, "tensor": 2},
-        {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2}
-        | {"residual": "sequence", "overlap": "bidirectional"},
-    ),
-    Case("llama", {"replica": 2, "pipe": 2}, {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2}),
+    EVERY_RUN[0]._replace(mesh={"fsdp": 2, "pipe": 2, "tensor": 2}),
+    EVERY_RUN[-2]._replace(mesh={"replica": 2, "pipe": 2}),
     Case("mixture", {"expert": 2}, {"expert_method": "exchange", "expert_factor": 0.5}),
 ]
 EVERY_STEP = [
