@@ -18,8 +18,7 @@ PIPE += [
     {"schedule": name, "microbatches": 2, "chunks": 2} for name in ("interleaved", "looping", "zb-v", "dualpipe-v")
 ]
 
-# Every axis, stage of ZeRO, stream, overlap, method, schedule and remat at least once; mixtures over their axis are in
-# test_contracts_of_layers.py, and their exchange in test_exchange.py.
+# Every axis, stage of ZeRO, stream, overlap, method, schedule and remat at least once; exchanges: test_exchange.py.
 EVERY_RUN = [
     Case(
         "gpt2",
