@@ -89,7 +89,7 @@ def test_a_step_balances_layers_in_the_order_that_it_holds_and_reads_them_in_the
     step = training.planned_step(training.next_token_loss, rule, plan, balance_rate=0.5)
 
     def results(arrays):
-        state, metrics = step.run.__wrapped__((batch, None), eqx.combine(arrays, rest))
+        state, metrics = step.run.__wrapped__((batch, None, step.rate), eqx.combine(arrays, rest))
         return metrics["expert_load"], eqx.filter(state.model, eqx.is_array)
 
     arrays, rest = eqx.partition(state, eqx.is_array)
