@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from .. import nn, parallel
 from ._accelerators import Topology
+from ._compile import decode_shapes
 from ._fitting import every_mesh
-from ._forecast import decode_forecast, Forecast
+from ._forecast import decode_forecast, decode_held, Forecast
 
 
 _NARROW = "int8"
@@ -58,10 +59,13 @@ def best_decodes(
         fitting = []
         for one in plans:
             try:
+                held = decode_held(*decode_shapes(one, model, number, capacity, dtype))
+                if sum(held.values()) > topology.accelerator.memory:  # a step that does not fit need not be traced
+                    continue
                 sizes = {"rows": number, "capacity": capacity, "cache_dtype": dtype}
                 its = decode_forecast(one, model, topology, **sizes)
             except ValueError:  # the mesh suits neither the model nor so few rows
                 continue
-            fitting += [] if its.missing else [Served(one, number, dtype, its)]
+            fitting.append(Served(one, number, dtype, its))
         found += sorted(fitting, key=lambda its: its.found.time.seconds)
     return found[:most]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .. import nn, parallel, training
 from .._shapes import Batch
@@ -128,14 +129,19 @@ def decode_forecast(
     """
     one, speeds = topology.accelerator, topology.speeds(plan.mesh)
     served, caches = decode_shapes(plan, model, rows, capacity, cache_dtype)
-    weights, cache = placed_bytes(served)[0], placed_bytes(caches)[0]
+    held = decode_held(served, caches)
     sent = tuple(traced_sent(traced_decode(plan, served, caches, rows), parallel.axis_sizes(plan.mesh)))
     operations = flops_per_token(model, capacity, backward=False, attention="full") * rows / topology.devices
     products = operations / one.peak(str(jnp.dtype(model.compute_dtype)))
     links = {cause: size / link_speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}
-    time = Roofline(products, (weights + cache) / one.bandwidth, links, (), 0.0, products)
+    time = Roofline(products, sum(held.values()) / one.bandwidth, links, (), 0.0, products)
     count = parameter_count(eqx.filter_eval_shape(nn.dequantise, model))
-    return Forecast(topology, {"weights": weights, "caches": cache}, sent, time, count, operations)
+    return Forecast(topology, held, sent, time, count, operations)
+
+
+def decode_held(served: PyTree, caches: PyTree) -> dict[str, int]:
+    """Bytes on a device by cause, of what `decode_shapes` gives; nothing is traced."""
+    return {"weights": placed_bytes(served)[0], "caches": placed_bytes(caches)[0]}
 
 
 MOST_OF_TORUS = 64  # the largest tensor axis that is tried on TPUs
