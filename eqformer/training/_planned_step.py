@@ -223,6 +223,7 @@ class _Local:
             (edges, wrapped.stacks),
             pieces,
             has_aux=True,
+            remat=self.plan.stage_remat,
             seed=start,
         )
         gradients = unscaled(_with_stacks(of_edges, of_stacks), start)

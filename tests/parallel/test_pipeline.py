@@ -32,6 +32,7 @@ from eqformer.parallel import (
 )
 from eqformer.parallel._axes import FSDP, PIPE, TENSOR
 from eqformer.parallel.pipeline import _padding as padding, _pipeline as executor
+from eqformer.parallel.pipeline._kept import Kept
 from eqformer.parallel.pipeline._pipeline_plan import route
 from eqformer.parallel.pipeline._schedule import IDLE
 
@@ -67,15 +68,36 @@ def run(mesh, schedule, model, data, **options):
     return program(arrays)
 
 
+again = functools.partial(pipeline_gradients, remat=True)  # stages run again in their backward entries
+
+
 @pytest.mark.grid
+@pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_gives_one_devices_gradients(example, name):
+def test_a_schedule_gives_one_devices_gradients(example, name, remat):
     model, data, expected = example
-    result = run(make_mesh(pipe=STAGES, fsdp=2), SCHEDULES[name](), model, data)
+    made = again if remat else pipeline_gradients
+    result = run(make_mesh(pipe=STAGES, fsdp=2), SCHEDULES[name](), model, data, run=made)
     assert distance(result, expected) < CLOSE
     gradients = result[2]
     assert gradients[1].numbers is None  # which is not floating-point
     assert small.worst(gradients, model)[0] > 0.1  # the check can tell
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("part", [0, -1])
+def test_what_is_kept_of_another_pass_is_seen(monkeypatch, part):
+    """Whatever is wrong of what a stage's forward entry leaves, gradients tell."""
+    model, data, expected, mesh = whole_rows()
+    of = Kept.of
+
+    def broken(self, found, given):
+        kept = of(self, found, given)
+        kept[part] = kept[part] * 0.9
+        return kept
+
+    monkeypatch.setattr(Kept, "of", broken)
+    assert not distance(run(mesh, one_f_one_b(2, 4), model, data), expected) < 100 * CLOSE
 
 
 @pytest.mark.grid
@@ -170,6 +192,7 @@ def test_a_message_the_wrong_way_is_seen(monkeypatch):
         assert not distance(run(mesh, zero_bubble_v(3, 4), model, data), expected) < 100 * CLOSE
 
 
+@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.grid)])
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -178,14 +201,15 @@ def test_a_message_the_wrong_way_is_seen(monkeypatch):
     ],
     ids=lambda s: s.name,
 )
-def test_only_useful_work_is_done(schedule):
+def test_only_useful_work_is_done(schedule, remat):
     model, data = small.make_model(block=small.counted_block), small.make_data(8, keys=False)
     small.counts.clear()
-    result = run(make_mesh(pipe=2, devices=jax.devices()[:2]), schedule, model, data)
+    made = again if remat else pipeline_gradients
+    result = run(make_mesh(pipe=2, devices=jax.devices()[:2]), schedule, model, data, run=made)
     jax.effects_barrier()
-    per_part = small.LAYERS // (schedule.stages * schedule.chunks)
-    forward = (schedule.stages * schedule.chunks - 1) * per_part * 4  # the last part runs in its backward alone
-    assert len(small.counts) == forward + small.LAYERS * 4
+    per_part = small.LAYERS // schedule.parts
+    more = (schedule.parts - 1) * per_part * 4 if remat else 0  # the last part runs in its backward alone
+    assert len(small.counts) == small.LAYERS * 4 + more
     assert distance(result, small.one_device(model, data)) < CLOSE
 
 
@@ -194,18 +218,17 @@ def test_only_useful_work_is_done(schedule):
 def test_rows_of_padding_are_passed_over(monkeypatch, schedule):
     """Five layers over two stages or four parts: exact, and no more blocks are run than there are layers."""
     model, data = small.make_model(layers=5, block=small.counted_block), small.make_data(8, keys=False)
-    mesh, parts = make_mesh(pipe=2, devices=jax.devices()[:2]), schedule.parts
+    mesh = make_mesh(pipe=2, devices=jax.devices()[:2])
     small.counts.clear()
     result = run(mesh, schedule, model, data)
     jax.effects_barrier()
-    last = 5 // parts  # the last part runs in its backward alone
-    assert len(small.counts) == (5 - last) * 4 + 5 * 4
+    assert len(small.counts) == 5 * 4
     assert distance(result, small.one_device(model, data)) < CLOSE
     monkeypatch.setattr(padding, "Skipping", lambda inner, is_layer: inner)
     small.counts.clear()
     run(mesh, schedule, model, data)
     jax.effects_barrier()
-    assert len(small.counts) > (5 - last) * 4 + 5 * 4
+    assert len(small.counts) > 5 * 4
 
 
 def lowered(schedule, run=pipeline_gradients):
@@ -236,10 +259,13 @@ def looped(text):
 @pytest.mark.grid
 def test_memory_and_program_do_not_grow_with_microbatches():
     few, many, kept, all_kept = map(lowered, (one_f_one_b(2, 4), one_f_one_b(2, 16), gpipe(2, 4), gpipe(2, 16)))
+    inputs, all_inputs = (lowered(gpipe(2, number), again) for number in (4, 16))
     temp = lambda program: program.memory_analysis().temp_size_in_bytes
     activation = 4 * small.SEQ * small.EMBED * 4
     assert temp(many) - temp(few) < activation
-    assert temp(all_kept) - temp(kept) >= 12 * activation
+    # Of each microbatch, a stage's input and, where the stage is not run again, also its output and the layer's tanh.
+    of_inputs, of_all = temp(all_inputs) - temp(inputs), temp(all_kept) - temp(kept)
+    assert of_inputs >= 12 * activation and of_all - of_inputs >= 24 * activation
     assert len(str(few.as_text()).splitlines()) == len(str(many.as_text()).splitlines())
     assert looped(few.as_text()) == ["collective-permute"] * 2
 
@@ -253,8 +279,8 @@ def test_without_the_typing_of_parameters_gradients_would_be_reduced_in_the_loop
 def test_slots_are_as_many_as_ever_live_at_once():
     for stages, microbatches in ((1, 3), (2, 4), (4, 8), (4, 2)):
         in_turns, fused = (route(one_f_one_b(stages, microbatches, fused=fused)) for fused in (False, True))
-        assert in_turns.inputs == min(stages, microbatches)
-        assert fused.inputs == min(2 * stages - 1, microbatches)
+        assert in_turns.inputs == in_turns.kept == min(stages, microbatches)
+        assert fused.inputs == fused.kept == min(2 * stages - 1, microbatches)
         assert route(gpipe(stages, microbatches)).inputs == microbatches
         assert route(zero_bubble(stages, microbatches)).products == min(stages, microbatches)
 

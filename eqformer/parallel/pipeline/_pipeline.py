@@ -1,7 +1,8 @@
 """One executor for any schedule: a scan over ticks in which each device does what its column of the table says."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,7 +15,9 @@ from .. import _send as send
 from .._axes import PIPE
 from .._vary import vary, vary_like, varying_axes
 from ..state._stand_ins import stand_in
-from ._pipeline_plan import Link, route, Routes, Turn
+from ._check_data import check_data, check_stream
+from ._kept import Kept
+from ._pipeline_plan import Link, route, Turn
 from ._schedule import IDLE, Schedule
 from ._stash import add, add_rows, get, put, zeros
 from ._weight_gradients import (
@@ -28,7 +31,6 @@ from ._weight_gradients import (
 )
 
 
-Module = TypeVar("Module", bound=eqx.Module)
 Seed = Float[Array, ""] | int
 
 
@@ -41,15 +43,16 @@ def pipeline_gradients(
     data: PyTree,
     *,
     has_aux: bool = False,
+    remat: bool = False,
     seed: Seed = 1,
 ) -> tuple[Any, ...]:
     """Loss sum, count and gradients of the sum over all microbatches, run as the schedule says; inside `shard_map`.
 
     The model is `last(edges, stage(blocks, ... first(edges, piece)), piece) -> (sum, count)` with one `stage` a part.
-    The functions may use collectives over other axes. A device keeps only the inputs of its parts, in as many slots as
-    are in use at once, and recomputes a part in its backward; so the forward entry of the model's last part does
-    nothing, and its backward computes the loss. An idle device computes nothing. In a tick in which any device sends a
-    message one way, all devices send one that way.
+    The functions may use collectives over other axes. A device keeps what the derivative of its parts needs, in as many
+    slots as are in use at once; or, with `remat`, only their inputs, and runs a part again in its backward, so that the
+    forward entry of the model's last part does nothing. The last part's backward computes the loss. An idle device
+    computes nothing. In a tick in which any device sends a message one way, all devices send one that way.
 
     Sum, count and the gradients of `edges` are reduced over `pipe`; over axes that the data vary over they are partial
     sums, to be reduced once by the caller. Gradients are summed in float32 at least and are None for arrays that are
@@ -66,6 +69,7 @@ def pipeline_gradients(
         data: Pieces, with a leading dim `microbatches`, whole on every device of the axis.
         has_aux: Whether a stage returns `(x, aux)`, of `nn.Aux` with a `layers` dim in front: their losses join the
             loss sum, and their sums over microbatches are returned third.
+        remat: Whether a part runs forward again in its backward entry.
         seed: What the loss sum is multiplied by for the gradients.
     """
     if (there := jax.lax.axis_size(PIPE)) != schedule.stages:
@@ -77,7 +81,7 @@ def pipeline_gradients(
     # Typed as varying like the data, so that gradients stay partial sums and nothing is reduced within the loop.
     parameters = vary_like(parameters, data)
     with_aux = stage if has_aux else lambda *given: (stage(*given), None)
-    run = _Run(schedule, route(schedule), (first, with_aux, last), parameters, data, seed)
+    run = _Run(schedule, (first, with_aux, last), parameters, data, remat, seed)
     turns = jax.tree.map(lambda table: jnp.asarray(table)[:, run.rank], run.routes.turns)
     sums = jax.lax.scan(lambda state, turn: (run.tick(state, turn), None), run.start(), turns)[0].sums
     # Loss sums and edges are partial on every device of the ring; blocks are a device's own.
@@ -97,25 +101,26 @@ class _Sums(eqx.Module):
 
 
 class _State(eqx.Module):
-    """The carry of the scan over ticks: the messages that wait, by slot, and the sums."""
+    """The carry of the scan over ticks: the messages that wait and what parts keep, by slot, and the sums."""
 
     inputs: PyTree
     cotangents: PyTree
+    kept: list[Array]
     sums: _Sums
 
 
 class _Run:
     """The constants of one call, and the three kinds of entry as functions of the state."""
 
-    def __init__(
-        self, schedule: Schedule, routes: Routes, functions: tuple, parameters: tuple, data: PyTree, seed: Seed
-    ):
-        self.schedule, self.routes, self.data, self.seed = schedule, routes, data, seed
+    def __init__(self, schedule: Schedule, functions: tuple, parameters: tuple, data: PyTree, remat: bool, seed: Seed):
+        self.schedule, self.routes, self.data, self.seed = schedule, route(schedule), data, seed
         self.first, self.stage, self.last = functions
         self.edges, self.blocks = parameters
         self.rank = jax.lax.axis_index(PIPE)
-        _check_shapes(schedule, self.blocks, data)
+        check_data(schedule, self.blocks, data)
         self.axes, self.x, self.loss, self.aux, self.taps = self._trace()
+        x, entry = jax.tree.map(lambda x: zeros(x, self.axes), self.x), vary(jnp.int32(0), [PIPE])
+        self.kept = None if remat else Kept(lambda: self._found(x, entry))
 
     def _trace(self) -> tuple:
         """By tracing alone, the shapes and varying axes of the stream between parts, sum and count, aux, and taps."""
@@ -136,11 +141,7 @@ class _Run:
             if grown == axes:
                 break
             axes = grown
-        if (ours := _shapes(x)) != (theirs := _shapes(y)):
-            raise ValueError(
-                f"pipeline_gradients(stage): a stage maps the stream to one of its shapes and dtypes, but {ours} goes "
-                f"in and {theirs} comes out; let first give what stages give."
-            )
+        check_stream(x, y)
         tokens = min(leaf.size // leaf.shape[-1] for leaf in jax.tree.leaves(x) if leaf.ndim)
         loss = [(x, varying_axes(x) | varying_axes(extra) | {PIPE}) for x in sums]
         return axes, x, loss, aux, taps(chunk, notes, tokens) if self.schedule.is_split else {}
@@ -156,50 +157,69 @@ class _Run:
 
         of_edges, of_blocks = jax.tree.map(stand_in, differentiable((self.edges, self.blocks)))
         sums = _Sums(loss, aux, of_edges, of_blocks, products)
-        return _State(stash(self.routes.inputs), stash(self.routes.cotangents), sums)
+        return _State(stash(self.routes.inputs), stash(self.routes.cotangents), self._none(self.routes.kept), sums)
+
+    def _none(self, *slots: int) -> list[Array]:
+        """Zeros in the place of what parts keep."""
+        return [zeros(x, varying_axes(x), *slots) for x in self.kept.shapes] if self.kept else []
 
     def tick(self, state: _State, turn: Turn) -> _State:
         """One tick: a forward, a backward and a weight entry, and the messages between devices."""
         nothing = jax.tree.map(lambda x: zeros(x, self.axes), self.x)
         # Slots are read outside of `cond`, since a stash that enters a branch would be held twice.
         x = get(state.inputs, turn.forward_input)
-        x, y = jax.lax.cond(turn.forward != IDLE, lambda: self._forward(x, turn), lambda: (nothing, nothing))
+        run, idle = lambda: self._forward(x, turn), lambda: (nothing, nothing, self._none())
+        x, y, made = jax.lax.cond(turn.forward != IDLE, run, idle)
         # The model's first input is no message from another device, so it is stashed where it is computed.
         made_here = (turn.forward != IDLE) & self._is_part(turn.forward, 0)
-        state = _with(state, inputs=put(state.inputs, jnp.where(made_here, turn.forward_input, IDLE), x))
-        given = get(state.inputs, turn.backward_input), get(state.cotangents, turn.backward_cotangent)
+        inputs = put(state.inputs, jnp.where(made_here, turn.forward_input, IDLE), x)
+        state = dataclasses.replace(state, inputs=inputs, kept=put(state.kept, turn.forward_kept, made))
+        given = get(inputs, turn.backward_input), get(state.cotangents, turn.backward_cotangent)
+        given = *given, get(state.kept, turn.backward_kept)
         sums, dx = jax.lax.cond(
             turn.backward != IDLE, lambda s: self._backward(s, *given, turn), lambda s: (s, nothing), state.sums
         )
-        state = _with(state, sums=sums)
+        state = dataclasses.replace(state, sums=sums)
         if self.schedule.is_split:
             sums = jax.lax.cond(turn.weight != IDLE, lambda s: self._weight(s, turn), lambda s: s, state.sums)
-            state = _with(state, sums=sums)
+            state = dataclasses.replace(state, sums=sums)
         for link, arrival in zip(self.routes.links, turn.arrivals, strict=True):
             name, message = ("inputs", y) if link.is_input else ("cotangents", dx)
             stash = put(getattr(state, name), arrival.slot, self._sent(message, link, arrival.is_used))
-            state = _with(state, **{name: stash})
+            state = dataclasses.replace(state, **{name: stash})
         return state
 
-    def _forward(self, x: PyTree, turn: Turn) -> tuple[PyTree, PyTree]:
-        """The part's input and output; of the model's last part, only the input, as its backward runs it anyway."""
-        piece, chunk = self._piece(turn.forward), self._chunk(turn.forward)
-        first = lambda: vary(self.first(self.edges, piece), self.axes)
+    def _forward(self, x: PyTree, turn: Turn) -> tuple[PyTree, PyTree, list[Array]]:
+        """The part's input, its output, and what it keeps; of a model's last part that is run again only the input."""
+        first = lambda: vary(self.first(self.edges, self._piece(turn.forward)), self.axes)
         x = jax.lax.cond(self._is_part(turn.forward, 0), first, lambda: x)
-        run = lambda: vary(self.stage(chunk, x, piece)[0], self.axes)
-        return x, jax.lax.cond(self._is_part(turn.forward, -1), lambda: x, run)
+        if self.kept:
+            found, given = self._found(x, turn.forward)
+            return x, found[0][0], self.kept.of(found, given)
+        run = lambda: vary(self.stage(self._chunk(turn.forward), x, self._piece(turn.forward))[0], self.axes)
+        return x, jax.lax.cond(self._is_part(turn.forward, -1), lambda: x, run), []
 
-    def _backward(self, sums: _Sums, x: PyTree, cotangent: PyTree, turn: Turn) -> tuple[_Sums, PyTree]:
-        """The sums with this part's gradients, and the gradient of its input."""
-        piece, chunk = self._piece(turn.backward), self._chunk(turn.backward)
-        run = tapped(chunk, self.taps)
-        wanted, rest = eqx.partition(run, is_differentiated(run))
+    def _found(self, x: PyTree, entry: Int[Array, ""]) -> tuple[tuple, PyTree]:
+        """`((output, its aux's loss), pullback, aux)` of a part, and all that it is computed from."""
+        given = tapped(self._chunk(entry), self.taps), x, self._piece(entry)
+        return self._of_part(*given), given
+
+    def _of_part(self, blocks: PyTree, x: PyTree, piece: PyTree) -> tuple:
+        wanted, rest = eqx.partition(blocks, is_differentiated(blocks))
 
         def stage(wanted: PyTree, x: PyTree) -> tuple[tuple, PyTree]:
             y, aux = self.stage(eqx.combine(wanted, rest), x, piece)
             return (vary(y, self.axes), vary(nn.aux_loss(aux), self.loss[0][1])), aux
 
-        (y, extra), pull, aux = jax.vjp(stage, wanted, x, has_aux=True)
+        return jax.vjp(stage, wanted, x, has_aux=True)
+
+    def _backward(
+        self, sums: _Sums, x: PyTree, cotangent: PyTree, made: list[Array], turn: Turn
+    ) -> tuple[_Sums, PyTree]:
+        """The sums with this part's gradients, and the gradient of its input."""
+        piece, chunk = self._piece(turn.backward), self._chunk(turn.backward)
+        given = tapped(chunk, self.taps), x, piece
+        (y, extra), pull, aux = self.kept.restored(made, given) if self.kept else self._of_part(*given)
         loss, of_edges, cotangent = jax.lax.cond(
             self._is_part(turn.backward, -1),
             lambda loss, of_edges: self._ending(loss, of_edges, y, piece),
@@ -232,7 +252,7 @@ class _Run:
 
     def _weight(self, sums: _Sums, turn: Turn) -> _Sums:
         of_chunk = weight_gradients(self._chunk(turn.weight), get(sums.products, turn.weight_products))
-        return _with(sums, blocks=self._add_chunk(sums.blocks, of_chunk, turn.weight))
+        return dataclasses.replace(sums, blocks=self._add_chunk(sums.blocks, of_chunk, turn.weight))
 
     def _sent(self, message: PyTree, link: Link, is_used: Bool[Array, ""]) -> PyTree:
         """The message that comes over the link, in a tick in which it brings any device one.
@@ -272,29 +292,3 @@ class _Run:
 
 def _over_ring(sums: PyTree) -> PyTree:
     return send.psum("sums over stages", sums, PIPE)
-
-
-def _with(state: Module, **new: PyTree) -> Module:
-    names = tuple(new)
-    return eqx.tree_at(lambda s: [getattr(s, name) for name in names], state, [new[name] for name in names])
-
-
-def _shapes(tree: PyTree) -> list[str]:
-    return [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(tree)]
-
-
-def _check_shapes(schedule: Schedule, blocks: PyTree, data: PyTree) -> None:
-    """Each chunk has as many rows of an array of blocks, and the data as many pieces as microbatches."""
-    call = f"pipeline_gradients(schedule={schedule.name!r})"
-    for leaf in jax.tree.leaves(data):
-        if leaf.shape[:1] != (schedule.microbatches,):
-            raise ValueError(
-                f"{call}: the leading dim of all data is the microbatch, of which the schedule has "
-                f"{schedule.microbatches}; an array has shape {leaf.shape}; reshape it to (microbatches, rows, ...)."
-            )
-    layers = {leaf.shape[0] for leaf in jax.tree.leaves(eqx.filter(blocks, eqx.is_array))}
-    if any(number % schedule.chunks for number in layers):
-        raise ValueError(
-            f"{call}: the arrays of blocks have a dim of layers in front, a multiple of chunks={schedule.chunks}; "
-            f"here it is {sorted(layers)}; see layer_order."
-        )

@@ -36,9 +36,11 @@ class Turn(NamedTuple):
 
     forward: Int[Array, "*ticks"]
     forward_input: Int[Array, "*ticks"]
+    forward_kept: Int[Array, "*ticks"]
     backward: Int[Array, "*ticks"]
     backward_input: Int[Array, "*ticks"]
     backward_cotangent: Int[Array, "*ticks"]
+    backward_kept: Int[Array, "*ticks"]
     backward_products: Int[Array, "*ticks"]
     weight: Int[Array, "*ticks"]
     weight_products: Int[Array, "*ticks"]
@@ -49,14 +51,16 @@ class Turn(NamedTuple):
 class Routes:
     """A schedule's turns, and how many slots its stashes need: the peak of any device, since all run one program.
 
-    `inputs` are those of stages, kept from arrival to backward; `cotangents` wait for their backward; `products` are
-    what a split backward leaves for the weight entry. `links` are those that the table uses.
+    `inputs` are those of stages, from arrival to backward; `cotangents` wait for their backward; `kept` is what stays
+    from a forward entry to its backward; `products` are what a split backward leaves for the weight entry. `links` are
+    those that the table uses.
     """
 
     turns: Turn
     links: tuple[Link, ...]
     inputs: int
     cotangents: int
+    kept: int
     products: int
 
 
@@ -70,6 +74,7 @@ def route(schedule: Schedule) -> Routes:
     start = np.concatenate([3 * backward[1:] + 2, never])
     end = np.concatenate([3 * backward[:-1] + 1, never])
     cotangents, cotangent_slots = _slots(schedule, start, end)
+    kept, kept_slots = _slots(schedule, 3 * forward, 3 * backward + 1)
     products, product_slots = _slots(schedule, 3 * backward + 1, 3 * weight + 2) if schedule.is_split else (0, None)
     none = np.full_like(forward, IDLE)
     product_slots = none if product_slots is None else product_slots
@@ -83,16 +88,18 @@ def route(schedule: Schedule) -> Routes:
     turns = Turn(
         forward=schedule.forward,
         forward_input=_table(schedule, forward, input_slots),
+        forward_kept=_table(schedule, forward, kept_slots),
         backward=schedule.backward,
         backward_input=_table(schedule, backward, input_slots),
         backward_cotangent=_table(schedule, backward, cotangent_slots),
+        backward_kept=_table(schedule, backward, kept_slots),
         backward_products=_table(schedule, backward, product_slots),
         weight=schedule.weight,
         weight_products=_table(schedule, weight, product_slots),
         arrivals=tuple(map(Arrival, arrivals, used)),
     )
     turns = jax.tree.map(lambda table: table if table.dtype == bool else table.astype(np.int32), turns)
-    return Routes(turns, tuple(links), inputs, cotangents, products)
+    return Routes(turns, tuple(links), inputs, cotangents, kept, products)
 
 
 def link_ticks(schedule: Schedule) -> dict[Link, int]:
