@@ -88,6 +88,13 @@ def check_model(plan: Placement, model: nn.Transformer) -> None:
 def _check_stages(plan: Placement, model: nn.Transformer) -> None:
     """Refuse what later stages would need beside the stream."""
     reading = [number for number, stack in enumerate(model.stacks) if nn.reads(stack)]
+    hosts = [number for number, stack in enumerate(model.stacks) if stack.remat == "products_on_host"]
+    if hosts and not plan.reruns_stages:
+        raise ValueError(
+            f"Plan over pipe={plan.size(PIPE)}: stacks[{hosts[0]}] has remat 'products_on_host', but stages keep "
+            "on the devices what is for their backward pass; take remat 'products', or Plan(stage_remat=True), which "
+            "keeps a stage's input alone."
+        )
     found = [f"stacks[{number}] reads keys that layers before it leave" for number in reading]
     found += [] if model.layer_inputs is None else ["each layer is given a vector of each token (layer_inputs)"]
     if found:

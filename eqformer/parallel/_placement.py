@@ -108,6 +108,11 @@ class Placement(Choices):
         return self.is_pipelined and not self.spreads_edges
 
     @property
+    def reruns_stages(self) -> bool:
+        """Whether a stage's backward pass runs its layers forward again, whatever their `remat` keeps."""
+        return self.spreads_edges or (self.is_pipelined and self.stage_remat)
+
+    @property
     def aux_spec(self) -> PartitionSpec:
         """The spec of routed layers' aux: split like the layers that a schedule runs, or else replicated."""
         return PartitionSpec(PIPE) if self.runs_schedule else PartitionSpec()

@@ -35,8 +35,8 @@ def sent_bytes(
 ) -> list[Sent]:
     """The bytes that each device sends in a training step, by formulas.
 
-    What the backward pass computes again is sent again: by a pipeline, and as the model's `remat` says. Left out is
-    what is small beside the rest: the norms' sums, the positions that go with keys.
+    What the backward pass computes again is sent again, as the model's `remat` and the plan's `stage_remat` say. Left
+    out is what is small beside the rest: the norms' sums, the positions that go with keys.
 
     Args:
         plan: How the model is laid out.
@@ -85,7 +85,7 @@ def by_cause(found: Iterable[Sent]) -> dict[str, float]:
 
 def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any, casts_first: bool) -> Iterator[Sent]:
     of_weights, of_gradients = f"parameters, zero {plan.zero}", f"{GRADIENTS}, zero {plan.zero}"
-    # A pipeline's backward entry runs its layers forward once more, and gathers them for it; a single one it keeps.
+    # A backward entry that runs its layers forward once more gathers them for it; a single one it keeps.
     width = lambda leaf: jnp.dtype(leaf.sent).itemsize
     gathered = lambda leaf: min(width(leaf), _width(model)) if casts_first else width(leaf)
     is_deep = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
@@ -99,7 +99,7 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any, casts_fir
         # What is no layer's, or on a GPU that of the one layer of a stack, whose loop the compiler takes away, once for
         # both passes; a head in parts, in each.
         in_loop = layers > 1 or (layers and (plan.is_pipelined or casts_first))
-        gathers = 2 + (plan.is_pipelined and is_deep) if in_loop else 1 + (x is of_logits and head is not None)
+        gathers = 2 + (plan.reruns_stages and is_deep) if in_loop else 1 + (x is of_logits and head is not None)
         kept: dict[str, Any] = {"zero": plan.zero, "microbatches": 1 if once else plan.microbatches, "gathers": gathers}
         narrow = gathered(leaf) if plan.zero == 3 else weight
         wide = max(weight, 4) if moves else 0  # summed in float32 at least
@@ -153,12 +153,12 @@ def _of_tensor(
         outputs += len(whole) * stream.is_whole  # the first device's result goes to all
         forward = (len(sublayers) + len(whole) + outputs) * embed
         there = 2 * outputs * embed if stream.is_whole else forward
-    again = plan.is_pipelined * there
+    again = plan.reruns_stages * there
     if _recomputes(stack):  # all but the last output, which the next layer's input is kept for
         again += there - embed * (2 if stream.is_whole else 1)
     elif not stream.is_whole and (stack.remat != "none" or stream.overlap != "none"):
         again += (len(whole) + len(sublayers) * stream.splits_tokens) * embed  # what was gathered is not kept
-    slices = sum(sizes.values()) / len(stack) * (2 + (stack.remat != "none" or plan.is_pipelined))
+    slices = sum(sizes.values()) / len(stack) * (2 + (stack.remat != "none" or plan.reruns_stages))
     sent = tokens * (2 * forward + again) * _width(model) + slices
     return _evaluations(plan, stack) * gather_bytes(sent, plan.size(TENSOR))
 
@@ -215,7 +215,7 @@ def _of_context(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
             activation_bytes=_width(model),
         )
         forward = each / (2 if method == "heads" else 3)
-        total += each + forward * (plan.is_pipelined + _recomputes(stack))
+        total += each + forward * (plan.reruns_stages + _recomputes(stack))
     return _evaluations(plan, stack) * total
 
 
@@ -232,11 +232,11 @@ def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
         else:
             vectors, choices = devices * tokens * vector, devices * tokens * top_k * 4
             weights = choices
-        # What policies do not keep is what the experts are given and, but for `products`, what choices give back; a
-        # pipeline runs its layers forward once more.
+        # What policies do not keep is what the experts are given and, but for `products`, what choices give back;
+        # stages of a pipeline may run forward once more.
         again = (stack.remat != "none") * (vectors + choices + weights)
         again += (_recomputes(stack) and not weights) * vectors
-        again += plan.is_pipelined * (2 * vectors + choices + weights)
+        again += plan.reruns_stages * (2 * vectors + choices + weights)
         total = gather_bytes(4 * vectors + choices + 2 * weights + again, devices)
         yield Sent(EXPERT, f"experts by {method}", _evaluations(plan, stack) * total)
 

@@ -50,6 +50,10 @@ def _kinds(recipe: Recipe) -> Iterator[list[Recipe]]:
         yield [dataclasses.replace(recipe, plan=dataclasses.replace(recipe.plan, zero=3))]
     if recipe.execution.remat != "full":
         yield [full]
+    if recipe.mesh.pipe > 1 and not recipe.plan.stage_remat:
+        full = dataclasses.replace(full, plan=dataclasses.replace(full.plan, stage_remat=True))
+        yield [full]
+    if recipe.execution.remat != "full":
         yield pieces(recipe)
     yield pieces(full)
     narrow = dataclasses.replace(full, optimizer=dataclasses.replace(full.optimizer, moments="bfloat16"))
@@ -76,4 +80,5 @@ def _held(recipe: Recipe, memory: int, platform: str) -> int | None:
 def _changes(recipe: Recipe, other: Recipe) -> str:
     """What differs, as flags."""
     old = flags_of(recipe)
-    return " ".join(f"{flag} {value}" for flag, value in flags_of(other).items() if old[flag] != value)
+    changed = {flag: value for flag, value in flags_of(other).items() if old[flag] != value}
+    return " ".join(flag if value is True else f"{flag} {value}" for flag, value in changed.items())

@@ -13,6 +13,7 @@ TENSOR: list[dict[str, Any]] = [{"residual": "replicated"}]
 TENSOR += [{"residual": r, "overlap": o} for r in ("sequence", "feature") for o in ("none", "ring", "bidirectional")]
 CONTEXT = [{"context_method": method} for method in ("ring", "gather", "heads")]
 PIPE: list[dict[str, Any]] = [{"schedule": name, "microbatches": 4} for name in ("gpipe", "1f1b", "zb-h1")]
+PIPE += [{"schedule": name, "microbatches": 4, "stage_remat": True} for name in ("1f1b", "zb-h1")]
 PIPE += [{"schedule": "gpipe", "microbatches": 4, "edges": "spread"}]
 PIPE += [
     {"schedule": name, "microbatches": 2, "chunks": 2} for name in ("interleaved", "looping", "zb-v", "dualpipe-v")
@@ -45,7 +46,7 @@ EVERY_RUN = [
         {"zero": 2, "schedule": "zb-h1", "microbatches": 2, "context_method": "gather"},
     ),
     Case("llama", {"expert": 2, "pipe": 2}, {"zero": 0, "schedule": "zb-v", "microbatches": 4, "chunks": 2}),
-    Case("llama", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2}),
+    Case("llama", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2, "stage_remat": True}),
 ]
 FURTHER = [
     EVERY_RUN[0]._replace(mesh={"fsdp": 2, "pipe": 2, "tensor": 2}),

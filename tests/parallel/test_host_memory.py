@@ -105,8 +105,15 @@ def test_devices_without_such_memory_are_refused(monkeypatch):
 MESHES = [
     ({"fsdp": 2}, {"zero": 3}),
     ({"fsdp": 2, "tensor": 2}, {"zero": 3, "residual": "sequence"}),
-    ({"fsdp": 2, "pipe": 2}, {"zero": 1, "microbatches": 2, "schedule": "1f1b"}),
+    ({"fsdp": 2, "pipe": 2}, {"zero": 1, "microbatches": 2, "schedule": "1f1b", "stage_remat": True}),
 ]
+
+
+def test_what_stages_keep_is_not_kept_on_hosts():
+    plan, model = plan_over({"pipe": 2}, microbatches=2), model_of("llama", "products_on_host")
+    with pytest.raises(ValueError, match=r"remat 'products_on_host', but stages .* Plan\(stage_remat=True\)"):
+        plan.check(model, rows=8, seq=16)
+    plan_over({"pipe": 2}, microbatches=2, stage_remat=True).check(model, rows=8, seq=16)
 
 
 @pytest.mark.grid

@@ -39,6 +39,9 @@ def test_what_is_offered_fits_and_is_what_its_flags_hold():
     assert 2 <= len(offered) <= 3 and all(one.held <= memory < whole for one in offered)
     assert offered[0].held == held(f"{LARGE} {offered[0].flags}")
     assert nearest(recipe, 10**6, "cuda") == []  # the state alone is larger
+    in_stages = f"{LARGE} --mesh.pipe 2 --microbatches 4 --execution.remat full"
+    (first, *_) = nearest(recipe_of(in_stages), held(in_stages) - 1, "cuda")
+    assert first.flags == "--stage-remat" and first.held == held(f"{in_stages} --stage-remat")
 
 
 @pytest.mark.grid
