@@ -5,8 +5,10 @@ pass has too; others do not vary over stages, so that they are the same in every
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 from jaxtyping import PyTree
 
@@ -23,14 +25,17 @@ class Kept:
     """
 
     def __init__(self, find: Callable[[], tuple[PyTree, PyTree]]):
+        noted: list[tuple[Any, list[tuple[int, int]], list[Any]]] = []
+
         def trace() -> tuple[list[Array], list[Array]]:
             found, given = find()
-            self.structure = jax.tree.structure(found)
-            self.places, constants, own = _parted(found, given)
-            self.impls = [jax.random.key_impl(x) if _is_key(x) else None for x in own]
+            places, constants, own = _parted(found, given)
+            impls = [jax.random.key_impl(x) if _is_key(x) else None for x in own]
+            noted.append((jax.tree.structure(found), places, impls))
             return constants, _numbers(own)
 
         program, (constants, self.shapes) = jax.make_jaxpr(trace, return_shape=True)()
+        self.structure, self.places, self.impls = noted[-1]
         self.constants = jaxpr_as_fun(_first_results(program, len(constants)))()
 
     def of(self, found: PyTree, given: PyTree) -> list[Array]:
@@ -39,7 +44,7 @@ class Kept:
 
     def restored(self, kept: Sequence[Array], given: PyTree) -> PyTree:
         """What a pass found, from what was kept of it and what it was given."""
-        own = [x if impl is None else jax.random.wrap_key_data(x, impl=impl) for x, impl in zip(kept, self.impls)]
+        own = [x if impl is None else _keys(x, impl) for x, impl in zip(kept, self.impls, strict=True)]
         sources = jax.tree.leaves(given), self.constants, own
         return self.structure.unflatten([sources[source][place] for source, place in self.places])
 
@@ -73,7 +78,11 @@ def _first_results(program: ClosedJaxpr, number: int) -> ClosedJaxpr:
 
 
 def _is_key(x: Array) -> bool:
-    return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _keys(numbers: Array, impl: Any) -> Array:
+    return jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl)
 
 
 def _numbers(arrays: Sequence[Array]) -> list[Array]:
