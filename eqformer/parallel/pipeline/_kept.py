@@ -1,7 +1,8 @@
 """What a stage's forward pass leaves for its backward pass, which begins ticks later and does not run it again.
 
 `jax.vjp` gives outputs and a pullback, a tree of arrays. Some of these are arguments of the stage, which the backward
-pass has too; others do not vary over stages, so that they are the same in every tick. The rest has to be kept.
+pass has too; others are computed from none of these, so that they are the same in every tick. The rest has to be kept.
+(Types do not tell: indices of a mixture's tokens are not typed as varying over `pipe`, though they do.)
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from jaxtyping import PyTree
 
 from ..._shapes import Array
 from .._axes import PIPE
-from .._vary import varying_axes
+from .._vary import vary
 
 
 class Kept:
@@ -27,49 +28,56 @@ class Kept:
     def __init__(self, find: Callable[[], tuple[PyTree, PyTree]]):
         noted: list[tuple[Any, list[tuple[int, int]], list[Any]]] = []
 
-        def trace() -> tuple[list[Array], list[Array]]:
+        def trace() -> list[Array]:
             found, given = find()
-            places, constants, own = _parted(found, given)
+            places, own = _parted(found, given)
             impls = [jax.random.key_impl(x) if _is_key(x) else None for x in own]
             noted.append((jax.tree.structure(found), places, impls))
-            return constants, _numbers(own)
+            return _as_kept(own)
 
-        program, (constants, self.shapes) = jax.make_jaxpr(trace, return_shape=True)()
+        program, shapes = jax.make_jaxpr(trace, return_shape=True)()
         self.structure, self.places, self.impls = noted[-1]
-        self.constants = jaxpr_as_fun(_first_results(program, len(constants)))()
+        alone = [_alone(program, place) for place in range(len(shapes))]
+        self.constants = [None if one is None else jaxpr_as_fun(one)()[0] for one in alone]
+        self.shapes = [shape for shape, one in zip(shapes, alone, strict=True) if one is None]
 
     def of(self, found: PyTree, given: PyTree) -> list[Array]:
         """What has to be kept of a pass; keys as numbers."""
-        return _numbers(_parted(found, given)[2])
+        own = _as_kept(_parted(found, given)[1])
+        return [x for x, constant in zip(own, self.constants, strict=True) if constant is None]
 
     def restored(self, kept: Sequence[Array], given: PyTree) -> PyTree:
         """What a pass found, from what was kept of it and what it was given."""
-        own = [x if impl is None else _keys(x, impl) for x, impl in zip(kept, self.impls, strict=True)]
-        sources = jax.tree.leaves(given), self.constants, own
+        rest = iter(kept)
+        own = [next(rest) if constant is None else constant for constant in self.constants]
+        own = [x if impl is None else _keys(x, impl) for x, impl in zip(own, self.impls, strict=True)]
+        sources = jax.tree.leaves(given), own
         return self.structure.unflatten([sources[source][place] for source, place in self.places])
 
 
-def _parted(found: PyTree, given: PyTree) -> tuple[list[tuple[int, int]], list[Array], list[Array]]:
-    """For each array found, its source (0 given, 1 constants, 2 its own) and place there; the constants; its own."""
-    sources: tuple[list[Array], ...] = jax.tree.leaves(given), [], []
-    places = {id(x): (0, place) for place, x in enumerate(sources[0])}
+def _parted(found: PyTree, given: PyTree) -> tuple[list[tuple[int, int]], list[Array]]:
+    """For each array found, its source (0 given, 1 its own) and place there; and its own."""
+    own: list[Array] = []
+    places = {id(x): (0, place) for place, x in enumerate(jax.tree.leaves(given))}
     leaves = jax.tree.leaves(found)
     for x in leaves:
         if id(x) not in places:
-            source = 2 if PIPE in varying_axes(x) else 1
-            places[id(x)] = source, len(sources[source])
-            sources[source].append(x)
-    return [places[id(x)] for x in leaves], *sources[1:]
+            places[id(x)] = 1, len(own)
+            own.append(x)
+    return [places[id(x)] for x in leaves], own
 
 
-def _first_results(program: ClosedJaxpr, number: int) -> ClosedJaxpr:
-    """The program of the first results alone, without effects of what is left out, such as what users print."""
-    results = program.jaxpr.outvars[:number]
+def _alone(program: ClosedJaxpr, place: int) -> ClosedJaxpr | None:
+    """The program of one result, without effects of what is left out; None where it is computed from what is given."""
+    results = program.jaxpr.outvars[place : place + 1]
     needed, eqns = {x for x in results if not isinstance(x, Literal)}, []
     for eqn in reversed(program.jaxpr.eqns):
         if not needed.isdisjoint(eqn.outvars):
             eqns.append(eqn)
             needed |= {x for x in eqn.invars if not isinstance(x, Literal)}
+    given = zip(program.jaxpr.constvars, program.consts, strict=True)
+    if any(var in needed and isinstance(value, jax.core.Tracer) for var, value in given):
+        return None
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     info = program.jaxpr.debug_info._replace(result_paths=None)
     return program.replace(
@@ -81,9 +89,10 @@ def _is_key(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def _as_kept(arrays: Sequence[Array]) -> list[Array]:
+    """Keys as numbers, and all typed as varying over stages, as what is read from slots is."""
+    return [vary(jax.random.key_data(x) if _is_key(x) else x, [PIPE]) for x in arrays]
+
+
 def _keys(numbers: Array, impl: Any) -> Array:
     return jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl)
-
-
-def _numbers(arrays: Sequence[Array]) -> list[Array]:
-    return [jax.random.key_data(x) if _is_key(x) else x for x in arrays]
