@@ -91,7 +91,7 @@ def _is_key(x: Array) -> bool:
 
 def _as_kept(arrays: Sequence[Array]) -> list[Array]:
     """Keys as numbers, and all typed as varying over stages, as what is read from slots is."""
-    return [vary(jax.random.key_data(x) if _is_key(x) else x, [PIPE]) for x in arrays]
+    return [vary(jax.random.key_data(x) if _is_key(x) else jnp.asarray(x), [PIPE]) for x in arrays]
 
 
 def _keys(numbers: Array, impl: Any) -> Array:
