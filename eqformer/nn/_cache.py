@@ -67,12 +67,12 @@ class KVCache(SlotCache):
         (keys, key_scales), (values, value_scales) = (_emptied(x, dtype) for x in (self.keys, self.values))
         return dataclasses.replace(self, keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
 
-    def scaled(self, dtype: jnp.dtype) -> dict[str, Array]:
-        """What a core reads of all slots, of 8 bits: keys and values as such floats, and what they are to be times."""
+    def scaled(self) -> dict[str, Array]:
+        """What is read of all slots, of 8 bits: keys and values as they are stored, and what they are to be times."""
         own = lambda x: of_layer(x, self.layer)
         return {
-            "key": _swapped(own(self.keys).astype(dtype)),
-            "value": _swapped(own(self.values).astype(dtype)),
+            "key": _swapped(own(self.keys)),
+            "value": _swapped(own(self.values)),
             "key_scales": own(self.key_scales).swapaxes(-2, -1),
             "value_scales": own(self.value_scales).swapaxes(-2, -1),
         }

@@ -75,6 +75,10 @@ class _Moved:
                     continue
                 if line.operation in ("bitcast", "reshape"):
                     yield from self._uses(line.name, inside)
+                elif line.operation in _EACH and place == 0 and not line.is_root and line.result[0] != "(":
+                    # Of a sum of which a slice is taken, what the slice is a sum of.
+                    share = size_of(_result(name, inside)) / size_of(line.result)
+                    yield from (share * size for size in self._uses(line.name, inside))
                 elif line.operation in _SLICES and place == 0:
                     yield size_of(line.result)
                 elif line.operation in _UPDATES and place == 0:
@@ -108,6 +112,11 @@ class _Moved:
         return total
 
 
+def _result(name: str, lines: list[Instruction]) -> str:
+    """The type of a value."""
+    return next(line.result for line in lines if line.name == name)
+
+
 def _names(lines: list[Instruction], name: str) -> bool:
     """Whether the result of a fusion is one of its values by another name."""
     for line in lines:
@@ -120,6 +129,7 @@ _NAMING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "af
 _NAMING |= {"add-dependency", "partition-id", "replica-id"}
 _RUNS = {"while", "call", "conditional", "async-start"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
+_EACH = {"convert", "reduce"}  # what a fusion computes for those elements of the result that it needs
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is the update
 _COPIED = {"copy-start": 0, "all-gather-start": 1, "collective-permute-start": 1}  # which part is the result
 

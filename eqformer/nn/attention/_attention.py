@@ -18,8 +18,8 @@ from .._slots import without_room
 from .._sums import wide_product
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._auto import AutoCore
+from ..cores._cached import attend_cached
 from ..cores._contract import Core
-from ..cores._core import ReferenceCore
 from ._mask import causal, Mask
 from ._rotary import Rotary
 from ._temperature import LogTemperature
@@ -166,7 +166,7 @@ class Attention(Mixer):
         core: Any = self.core
         if cache is not None and cache.key_scales is not None and x.shape[-2] == 1 and not late and core.ring_block():
             # All that a token sees is what is stored: products read it as it is, and scores are multiplied.
-            given, core = cache.scaled(x.dtype), ReferenceCore()
+            given, core = cache.scaled(), attend_cached
         if self.score_bias:
             given["bias"] = _bias(tokens, kv_tokens)
         attended = core(

@@ -21,8 +21,9 @@ from .._tokens import Tokens
 from ..attention._mask import Mask
 from ._block_pairs import possible_pairs, spans
 from ._blocks import block_of, cut, grouped, joined, ungrouped
+from ._cached import attend_cached
 from ._contract import Block, Core
-from ._core import lowest, ReferenceCore, soft_capped
+from ._core import lowest, soft_capped
 
 
 _FEW = 8  # queries, whose scores for all keys are few too
@@ -35,9 +36,9 @@ class BlockwiseCore(Core):
     The program is of one size for any length. Pairs of blocks that the mask, the segments or padding leave empty are
     not computed. `block` is the tokens of a block, by default 512 on TPUs and 128 elsewhere; the scores of a pair of
     blocks take `4 * batch * heads * block**2` bytes, and on a CPU the core is fastest where they fit its cache (about 1
-    MB). `softcap` and `sinks` as in
-    `ReferenceCore`, which is used for few queries of cached keys, as in decoding, since it reads the cache in place.
-    Differentiable in reverse mode, once; `DotProductCore` has all derivatives.
+    MB). `softcap` and `sinks` as in `ReferenceCore`, which is used for few queries of cached keys, as in decoding, since
+    it reads the cache in place; on GPUs a kernel reads it for one query a row in 16 bits. Differentiable in reverse
+    mode, once; `DotProductCore` has all derivatives.
     """
 
     block: Block = eqx.field(static=True, default="platform")
@@ -61,7 +62,7 @@ class BlockwiseCore(Core):
     ) -> Float[Array, "*batch seq heads v_dim"]:
         if kv_tokens is not None and query.shape[-3] <= _FEW:
             given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
-            return ReferenceCore()(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **given)
+            return attend_cached(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **given)
         rules = Rules(mask, scale, softcap, self.block)
         output, logsum = attend(rules, query, key, value, tokens, kv_tokens)
         return output if sinks is None else with_sinks(output, logsum, sinks)
