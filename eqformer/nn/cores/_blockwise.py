@@ -36,7 +36,7 @@ class BlockwiseCore(Core):
     The program is of one size for any length. Pairs of blocks that the mask, the segments or padding leave empty are
     not computed. `block` is the tokens of a block, by default 512 on TPUs and 128 elsewhere; the scores of a pair of
     blocks take `4 * batch * heads * block**2` bytes, and on a CPU the core is fastest where they fit its cache (about 1
-    MB). `softcap` and `sinks` as in `ReferenceCore`, which is used for few queries of cached keys, as in decoding, since
+    MB). `softcap` and `sinks` as in `ReferenceCore`, which is used for few queries of cached keys, as in decoding, as
     it reads the cache in place; on GPUs a kernel reads it for one query a row in 16 bits. Differentiable in reverse
     mode, once; `DotProductCore` has all derivatives.
     """
