@@ -67,28 +67,28 @@ class _Moved:
                 read += min(size, sum(self._uses(numbers[number], inside)))
         return read + self._written(line, names)
 
-    def _uses(self, name: str, inside: list[Instruction]) -> Iterator[float]:
-        """Bytes that a fusion's operations read of one of its values."""
+    def _uses(self, name: str, inside: list[Instruction], *, is_made: bool = False) -> Iterator[float]:
+        """Bytes that a fusion's operations read of one of its values; of one that it makes nothing is in its place."""
         for line in inside:
             for place, operand in enumerate(line.operands):
                 if operand != name:
                     continue
                 if line.operation in ("bitcast", "reshape"):
-                    yield from self._uses(line.name, inside)
+                    yield from self._uses(line.name, inside, is_made=is_made)
                 elif line.operation in _EACH and place == 0 and not line.is_root and line.result[0] != "(":
                     # Of a sum of which a slice is taken, what the slice is a sum of.
                     share = size_of(_result(name, inside)) / size_of(line.result)
-                    yield from (share * size for size in self._uses(line.name, inside))
+                    yield from (share * size for size in self._uses(line.name, inside, is_made=True))
                 elif line.operation in _SLICES and place == 0:
                     yield size_of(line.result)
                 elif line.operation in _UPDATES and place == 0:
-                    yield 0.0  # updated in its place
+                    yield float("inf") if is_made else 0.0  # updated in its place
                 elif line.operation == "fusion":
                     within = self.program.get(next(iter(called(line)), ""), [])
                     parameter = next(o.name for o in within if o.operation == "parameter" and int(o.literal) == place)
-                    yield from self._uses(parameter, within)
+                    yield from self._uses(parameter, within, is_made=is_made)
                     if _names(within, parameter):
-                        yield from self._uses(line.name, inside)
+                        yield from self._uses(line.name, inside, is_made=is_made)
                 elif line.operation not in ("tuple", "get-tuple-element"):
                     yield float("inf")
 

@@ -32,13 +32,23 @@ CASES = {
     "one key head, sinks": Case(kv_heads=1, has_sinks=True, v_dim=16),
     "heads of their own": Case(kv_heads=6, dtype=jnp.float16),
 }
-SLOTS, LENGTHS = 150, (149, 20, 101)  # so that chunks are empty, and rows end within blocks
+SLOTS, LENGTHS = 150, (149, 20, 101, 180)  # so that chunks are empty, rows end within blocks, and the last has rolled
+
+
+def held() -> nn.Tokens:
+    """What the slots hold: nothing behind a row's newest token, of the third two documents behind padding."""
+    slots, last = np.arange(SLOTS), np.asarray(LENGTHS)[:, None]
+    positions = np.where(slots <= last, slots, -1)
+    positions[2, :7] = -1
+    positions[3] = np.where(slots <= LENGTHS[3] - SLOTS, slots + SLOTS, slots)
+    segments = np.where((np.arange(len(LENGTHS)) == 2)[:, None] & (slots < 60), 0, 1)
+    return nn.Tokens(jnp.asarray(positions, jnp.int32), jnp.asarray(segments, jnp.int32))
 
 
 def given_of(case: Case) -> dict[str, Any]:
     """The arguments of a call."""
     rng = np.random.default_rng(0)
-    rows, slots = len(LENGTHS), np.arange(SLOTS)
+    rows = len(LENGTHS)
     wide = lambda *shape: jnp.asarray(rng.normal(size=shape).astype(np.float32))
     keys, values = (rows, SLOTS, case.kv_heads, 24), (rows, SLOTS, case.kv_heads, case.v_dim)
     given: dict[str, Any] = {"query": wide(rows, 1, case.heads, 24).astype(case.dtype)}
@@ -49,9 +59,9 @@ def given_of(case: Case) -> dict[str, Any]:
         given |= {"key_scales": scales(), "value_scales": scales()}
     else:
         given |= {"key": wide(*keys).astype(case.dtype), "value": wide(*values).astype(case.dtype)}
-    last = np.asarray(LENGTHS, np.int32)[:, None]
-    given |= {"tokens": nn.Tokens(jnp.asarray(last)), "mask": case.mask, "scale": 0.3, "softcap": case.softcap}
-    given["kv_tokens"] = nn.Tokens(jnp.asarray(np.where(slots <= last, slots, -1), jnp.int32))
+    last = jnp.asarray(LENGTHS, jnp.int32)[:, None]
+    given |= {"tokens": nn.Tokens(last, jnp.ones_like(last)), "mask": case.mask, "scale": 0.3, "softcap": case.softcap}
+    given["kv_tokens"] = held()
     return given | {"sinks": wide(case.heads) if case.has_sinks else None}
 
 
@@ -61,22 +71,36 @@ def by_kernel(query, key, value, *, mask, tokens, kv_tokens, scale, softcap, sin
 
 
 def wanted(given: dict[str, Any]) -> np.ndarray:
-    """By the reference in float32, with keys and values multiplied by their scales."""
-    given = {name: given[name] for name in given}
-    times = [given.pop(name, None) for name in ("key_scales", "value_scales")]
-    for name, factor in zip(("key", "value"), times):
-        given[name] = given[name].astype(jnp.float32) * (1 if factor is None else factor[..., None])
-    return np.asarray(nn.ReferenceCore()(**{**given, "query": given["query"].astype(jnp.float32)}))
+    """Row by row and head by head in float64, of the slots that a row's token sees."""
+    query, key, value = (np.asarray(given[name].astype(jnp.float32), np.float64) for name in ("query", "key", "value"))
+    if "key_scales" in given:
+        key, value = (
+            key * np.asarray(given["key_scales"])[..., None],
+            value * np.asarray(given["value_scales"])[..., None],
+        )
+    places, segments, window = given["kv_tokens"].positions, given["kv_tokens"].segments, given["mask"].window
+    found = np.zeros((*query.shape[:-1], value.shape[-1]))
+    for row, head in np.ndindex(query.shape[0], query.shape[2]):
+        at, kv_head = LENGTHS[row], head // (query.shape[2] // key.shape[2])
+        sees = np.asarray((places[row] >= 0) & (places[row] <= at) & (segments[row] == 1))
+        sees = sees if window is None else sees & (np.asarray(places[row]) > at - window)
+        scores = given["scale"] * key[row, sees, kv_head] @ query[row, 0, head]
+        scores = scores if given["softcap"] is None else given["softcap"] * np.tanh(scores / given["softcap"])
+        sink = 0 if given["sinks"] is None else np.exp(float(given["sinks"][head]))
+        weights = np.exp(scores)
+        found[row, 0, head] = weights @ value[row, sees, kv_head] / (weights.sum() + sink)
+    return found
 
 
 @pytest.mark.parametrize("name", [next(iter(CASES)), *(pytest.param(n, marks=pytest.mark.grid) for n in [*CASES][1:])])
 def test_the_kernel_is_the_reference_in_chunks(name, monkeypatch):
-    monkeypatch.setattr(_cached, "_PROGRAMS", 4 * 3 * CASES[name].kv_heads)
+    monkeypatch.setattr(_cached, "_PROGRAMS", 4 * len(LENGTHS) * CASES[name].kv_heads)
     monkeypatch.setattr(_cached, "_TILE", 512)
     given = given_of(CASES[name])
     found, right = np.asarray(by_kernel(**given), np.float32), wanted(given)
     assert np.abs(found - right).max() < 0.01 * np.abs(right).max()
-    without = given | {"kv_tokens": nn.Tokens(given["kv_tokens"].positions.at[0, 130:].set(-1))}
+    seen = given["kv_tokens"]
+    without = given | {"kv_tokens": nn.Tokens(seen.positions.at[0, 130:].set(-1), seen.segments)}
     assert np.abs(found - wanted(without)).max() > 0.02 * np.abs(right).max()  # the comparison sees slots
 
 
@@ -97,3 +121,16 @@ def test_gpus_run_it_over_devices_with_types_checked_and_gradients_are_the_refer
     assert np.array_equal(slope(arrays), plain_slope)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
     assert "triton" not in run.trace(wide).lower(lowering_platforms=("cuda",)).as_text()  # exact sums in float32
+    monkeypatch.setattr(_cached, "_MOST", 16 * 32 - 1)
+    run.clear_cache()
+    assert text("cuda") == plain  # nor what a multiprocessor has no room for
+
+
+def test_scores_may_have_a_bias_where_a_cache_is_of_8_bits(monkeypatch):
+    monkeypatch.setattr(_cached, "compilers", lambda: ("cuda",))
+    given = given_of(Case(is_scaled=True))
+    bias = jnp.where(jnp.arange(SLOTS) == 5, 50.0, 0.0)[None, None].repeat(6, 0)  # all read slot 5
+    found = np.asarray(attend_cached(**given, bias=bias), np.float32)[0, 0]
+    slot = np.asarray(given["value"][0, 5].astype(jnp.float32) * given["value_scales"][0, 5, :, None]).repeat(3, 0)
+    assert np.abs(found - slot).max() < 0.01 * np.abs(slot).max()
+    assert np.abs(np.asarray(attend_cached(**given), np.float32)[0, 0] - slot).max() > 0.1 * np.abs(slot).max()

@@ -109,6 +109,12 @@ def test_of_a_sum_that_is_sliced_what_the_slice_sums_counts():
     assert moved_bytes(SUMS.replace("slice(%narrow)", "negate(%narrow)")) == parts * 2 + 64 * 64 * 2 + 64 * 256 * 2
 
 
+def test_an_update_of_what_a_fusion_makes_is_not_in_place():
+    update = "dynamic-update-slice(%narrow, %zero, %zero, %zero)"
+    made = SUMS.replace("slice(%narrow), slice={[0:64], [64:128]}", update)
+    assert moved_bytes(made) == 2 * 4 * 64 * 256 * 4 + 64 * 64 * 2 + 64 * 256 * 2
+
+
 def test_slices_count_where_slices_are_read_and_written():
     a_turn = 2 * PAGE + 4 + 3 * PAGE + 2 * 4 * PAGE + 16  # a slice, its square, four pages that are put in their rows
     assert moved_bytes(TEXT) == 3 * a_turn + 2 * PAGE  # and `w` into vector memory, and its double out of there

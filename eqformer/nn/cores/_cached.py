@@ -51,6 +51,7 @@ def attend_cached(
     scale: float,
     softcap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    bias: Float[Array, "*#batch heads seq kv_seq"] | None = None,
     key_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
     value_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
 ) -> Float[Array, "*batch seq heads v_dim"]:
@@ -66,22 +67,28 @@ def attend_cached(
         scale: What the scores are multiplied by.
         softcap: The bound of the scores; None: there is none.
         sinks: A score of each head that joins its softmax.
+        bias: What is added to the scores, which the kernel has not; None: nothing.
         key_scales: What each key is to be multiplied by; None: nothing.
         value_scales: What each value is to be multiplied by; None: nothing.
     """
-    if "cuda" not in compilers() or query.shape[-3] != 1 or not _is_narrow(query, key, value):
+    if "cuda" not in compilers() or query.shape[-3] != 1 or bias is not None or not _has(query, key, value):
         key, value = key.astype(query.dtype), value.astype(query.dtype)
         given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
-        given |= {"key_scales": key_scales, "value_scales": value_scales}
+        given |= {"bias": bias, "key_scales": key_scales, "value_scales": value_scales}
         return ReferenceCore()(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **given)
     visible = jnp.broadcast_to(mask(tokens, kv_tokens), (*query.shape[:-3], 1, key.shape[-3]))
     return _attend(Rules(scale, softcap), Read(query, key, value, visible, sinks, key_scales, value_scales))
 
 
-def _is_narrow(query: Array, key: Array, value: Array) -> bool:
-    """Whether the kernel has the dtypes: products in 16 bits, of keys and values of as many or of integers."""
+def _has(query: Array, key: Array, value: Array) -> bool:
+    """Whether the kernel has the call: products in 16 bits, of integers too, whose queries fit a multiprocessor.
+
+    So the 128 heads of DeepSeek-V3, which share a latent, are the kernel's over 8 devices and not on one.
+    """
     its = jnp.bfloat16, jnp.float16
-    return query.dtype in its and all(x.dtype in (query.dtype, jnp.int8) for x in (key, value))
+    group, widest = query.shape[-2] // key.shape[-2], max(key.shape[-1], value.shape[-1])
+    fits = max(_LEAST, _power(group)) * _power(widest) <= _MOST
+    return fits and query.dtype in its and all(x.dtype in (query.dtype, jnp.int8) for x in (key, value))
 
 
 def _plainly(rules: Rules, read: Read) -> Float[Array, "*batch 1 heads v_dim"]:
@@ -104,7 +111,8 @@ _attend.defjvp(lambda rules, primals, tangents: jax.jvp(functools.partial(_plain
 
 _PROGRAMS = 264  # that fill a GPU: two for each of the 132 multiprocessors of an H100
 _TILE = 8192  # numbers of keys that a turn of the loop reads: with its values 32 KB, and as much is on the way
-_LEAST = 16  # rows of a product on tensor cores
+_LEAST = 16  # places of each dim of a product on tensor cores
+_MOST = 16384  # numbers of queries, which stay beside the running sums
 
 
 def attend_by_kernel(rules: Rules, read: Read) -> Float[Array, "*batch 1 heads v_dim"]:
@@ -191,7 +199,7 @@ def _kernel(
     (group, head_dim), (kv_seq, v_dim), chunk = query.shape, value.shape, pl.program_id(2)
     key_scales = scales[0] if are_scaled[0] else None
     value_scales = scales[-1] if are_scaled[1] else None
-    heads, channels, columns = _whole(group, _LEAST), _whole(head_dim), _whole(v_dim)
+    heads, channels, columns = (_whole(size) for size in (group, head_dim, v_dim))
     asked = _read(query, heads, channels)
 
     def one_block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -228,8 +236,8 @@ class _Span(NamedTuple):
     end: int
 
 
-def _whole(size: int, least: int = 1) -> _Span:
-    return _Span(0, max(least, _power(size)), size)
+def _whole(size: int) -> _Span:
+    return _Span(0, max(_LEAST, _power(size)), size)
 
 
 def _read(ref: Any, *spans: _Span) -> Array:
