@@ -110,7 +110,7 @@ def test_gpus_run_it_over_devices_with_types_checked_and_gradients_are_the_refer
     mesh = jax.make_mesh((2,), ("heads",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
     specs = dict.fromkeys(arrays, PartitionSpec(None, None, "heads"))
     attend = lambda arrays: attend_cached(**arrays, **rest)
-    run = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(specs,), out_specs=specs["query"]))
+    run: Any = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(specs,), out_specs=specs["query"]))
     text = lambda platform: run.trace(arrays).lower(lowering_platforms=(platform,)).as_text()
     slope = lambda arrays: jax.grad(lambda arrays: jnp.sum(attend(arrays).astype(jnp.float32) ** 2))(arrays)["key"]
     monkeypatch.setattr(_cached, "compilers", lambda: ())
