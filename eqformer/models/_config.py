@@ -5,11 +5,12 @@ from typing import Any, NoReturn
 
 
 REQUIRED: Any = object()
-# Attributes of how a model was trained or stored or is to be run, which do not change what it computes.
+# Attributes of how a model was trained or stored or is to be run, which do not change what it computes; the families
+# of `max_window_layers` and `model_max_length` read them, and others' folders have them left over from another's.
 _OF_MODELS = (
     "attention_dropout attn_pdrop auto_map embd_pdrop hidden_dropout initializer_range keys_to_ignore_at_inference "
-    "max_position_embeddings output_router_logits pretraining_tp resid_pdrop transformers.js_config unsloth_fixed "
-    "unsloth_version"
+    "max_position_embeddings max_window_layers model_max_length output_router_logits pretraining_tp resid_pdrop "
+    "transformers.js_config unsloth_fixed unsloth_version"
 )
 # Attributes that transformers puts, or has put, into the configuration of any model. `add_cross_attention`,
 # `is_decoder`, `is_encoder_decoder`, `per_layer_config`, `pruned_heads` and `tie_encoder_decoder` are not listed, since

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Llama3Scaling, Transformer
-from .._attributes import Activation
+from .._attributes import Activation, Expect
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, NullableWindows, Period
@@ -76,6 +76,7 @@ EXAONE4 = Family(
         *decoder_attributes(kv_heads=32),
         NullableWindows(4096, _local),
         Activation(),
+        Expect("reorder_qk_norm", True, written=False),
     ),
     (*EDGES, *ATTENTION, *head_norm_weights(), *GATED, *POST_NORMS),
 )

@@ -81,7 +81,11 @@ _BYTE: dict[str, Any] = {"vocab": 256, "head_dim": 16, "net_head_dim": 16, "net_
 _BYTE |= {"net_kv_heads": 2, "net_norm": True, "key_scale": 0.5, "tied": True, "mlp_scales": (0.5, 0.5)}
 _BYTE |= dict.fromkeys(("bias", "net_bias", "output_bias", "mlp_bias"), True)
 _HALF: dict[str, Any] = {"vocab": 32_784, "head_dim": 64, "net_heads": 24, "net_head_dim": 128, "net_v_dim": 64}
-_HALF |= {"net_scales": (2**-1.5, 0.25, 2**-1.5, 0.5, 2**-1.5), "key_scale": 0.390625, "attention_scale": 0.9375}
+_HALF |= {
+    "net_scales": (2**-1.5, 0.25, 2**-1.5, 0.5, 2**-1.5),
+    "key_scale": 0.39062499999999994,
+    "attention_scale": 0.9375,
+}
 _HALF |= {"net_input_scale": 1.25, "net_scale": 2**0.5 / 6, "mlp_scales": (0.625 * 2**0.5, 0.5859375)}
 _SEVEN: dict[str, Any] = {"vocab": 130_049, "net_heads": 24, "net_norm": True, "key_scale": 2**0.5 * 25 / 1152}
 _SEVEN |= {"attention_scale": 5 / 48, "net_input_scale": 5 / 12, "net_scale": 2**0.5 / 12}

@@ -19,7 +19,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("tied", "tie_word_embeddings", True),
     *(Expect(name, False, written=False) for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention")),
     Expect("reorder_and_upcast_attn", False, written=False),  # which changes rounding alone
-    Ignore("n_ctx", *_SUMMARY, attn_pdrop=0.0),
+    Ignore("n_ctx", "predict_special_tokens", *_SUMMARY, attn_pdrop=0.0),
 )
 
 _LAYER, _TURNED = "transformer.h.{layer}.", "inputs outputs -> outputs inputs"

@@ -103,7 +103,8 @@ GRANITE_HYBRID = Family(
         Activation(only=True),
         Attribute("bias", "attention_bias", False),
         *(Unpublished("mlp_bias", False, "no layer has one"), Expect("mlp_bias", False, written=False)),
-        Ignore("mamba_chunk_size"),
+        Expect("normalization_function", "rmsnorm", written=False),
+        Ignore("mamba_chunk_size", "init_method"),
     ),
     (
         *(*EDGES, *beside_mamba(ATTENTION), *mamba_weights(f"{LAYER}mamba."), *PRE_NORMS),

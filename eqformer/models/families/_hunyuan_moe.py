@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, NTKScaling, Transformer
-from .._attributes import Attribute, Entry
+from .._attributes import Attribute, Entry, Expect, Ignore
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
 from .._layer_attributes import LAYERS
@@ -95,6 +95,10 @@ HUNYUAN_MOE = Family(
         _ForEachLayer(),
         Attribute("experts", ("num_experts", "num_local_experts"), 1),
         Attribute("balance", "router_aux_loss_coef", 0.001),
+        *(Expect(name, True, written=False) for name in ("norm_topk_prob", "use_mixed_mlp_moe")),
+        # Of images, which the published models do not read.
+        *(Ignore(f"vit_{name}") for name in ("input_resolution", "mapping_type", "norm_type", "patch", "token")),
+        Ignore("anyres_pooling_size", "num_media_embeds"),
     ),
     (
         *HUNYUAN_WEIGHTS,

@@ -5,7 +5,7 @@ from typing import Any
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Nullable
 from .._config import PublishedConfig
 from .._weights import Rule
-from ._common import attention_weights, KeyHeads, StatedHeadSize
+from ._common import attention_weights, KeyHeads
 from ._state_spaces import beside_mamba, mamba_weights, StepLimits
 
 
@@ -32,7 +32,8 @@ class LayerKinds(Entry):
 
 ATTRIBUTES: tuple[Entry, ...] = (
     *(Count("vocab", "vocab_size"), Count("embed", "hidden_size"), Count("heads", "num_attention_heads", 32)),
-    *(KeyHeads(8), StatedHeadSize(128), Count("mlp", "intermediate_size", 21_504), LayerKinds()),
+    *(KeyHeads(8), Count("mlp", "intermediate_size", 21_504), LayerKinds()),
+    Attribute("head_dim", ("head_dim", "attention_head_dim"), 128),
     Attribute("eps", "layer_norm_epsilon", 1e-5),
     Attribute("tied", "tie_word_embeddings", False),
     Attribute("max_seq", "max_position_embeddings", 4096),
