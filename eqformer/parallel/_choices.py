@@ -33,7 +33,7 @@ class Choices:
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
     """Pieces that a batch is computed in; they go through --mesh.pipe or, without it, one after another."""
-    stage_remat: bool = True
+    stage_remat: bool = False
     """Keep a stage's input alone for its backward pass, and run it again; else what its layers keep by --remat."""
     chunks: int = 1
     """Parts of the model that each stage holds: any number for interleaved and looping, 2 for zb-v and dualpipe-v."""
