@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 from jaxtyping import PyTree
 
@@ -76,7 +77,7 @@ def _alone(program: ClosedJaxpr, place: int) -> ClosedJaxpr | None:
             eqns.append(eqn)
             needed |= {x for x in eqn.invars if not isinstance(x, Literal)}
     given = zip(program.jaxpr.constvars, program.consts, strict=True)
-    if any(var in needed and isinstance(value, jax.core.Tracer) for var, value in given):
+    if any(var in needed and isinstance(value, Tracer) for var, value in given):
         return None
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     info = program.jaxpr.debug_info._replace(result_paths=None)
