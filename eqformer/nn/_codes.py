@@ -25,12 +25,12 @@ def numbers(
     `fp4` E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same below zero).
     """
     if codes_in_a_byte(form) == 2:
-        codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+        pairs = codes[..., None] >> jnp.array([0, 4], jnp.uint8)
+        codes = (pairs & 15).reshape(*codes.shape[:-1], -1)
     if form == "fp8":
         return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-    if form == "fp4":  # from the third on, a number is a power of two times 1 or 1.5
-        size, power = (codes & 7).astype(jnp.int32), ((codes & 7) >> 1).astype(jnp.int32)
-        halves = jnp.where(size < 2, size, (2 | (size & 1)) << jnp.maximum(power - 1, 0))
+    if form == "fp4":  # twice the numbers are a constant's digits: looked up faster than computed
+        halves = (jnp.uint32(0xC8643210) >> (4 * (codes & 7).astype(jnp.uint32))) & 15
         return jnp.where(codes > 7, -0.5, 0.5).astype(jnp.float32) * halves.astype(jnp.float32)
     whole = codes.astype(jnp.float32)
     if zeros is None:

@@ -52,7 +52,8 @@ def write(folder: Path, name: str) -> int:
     stored: Stored = {}
     for key, array in load_file(folder / _FILE).items():
         is_map = array.ndim == 3 if name == "MXFP4" else "_proj" in key
-        stored |= coded(rng, key.removesuffix(".weight"), *array.shape) if is_map else {key: array}
+        drawn = rng.standard_normal(array.shape, np.float32).astype(array.dtype)
+        stored |= coded(rng, key.removesuffix(".weight"), *array.shape) if is_map else {key: drawn}
     save_file(stored, folder / _FILE, metadata={"format": "pt"})
     its = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     its |= {"quantization_config": said, "torch_dtype": "bfloat16"}
@@ -64,13 +65,13 @@ def _scales(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return (rng.random(shape, np.float32) / 100).astype(ml_dtypes.bfloat16)
 
 
-def _octets(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.integers(0, 120, shape, np.uint8)
+def _octets(rng: np.random.Generator, *shape: int, least: int = 0) -> np.ndarray:
+    return rng.integers(least, 120, shape, np.uint8)
 
 
 def _mxfp4(rng: np.random.Generator, name: str, experts: int, inputs: int, outputs: int) -> Stored:
     blocks = experts, outputs, inputs // _GROUP
-    return {f"{name}_blocks": _octets(rng, *blocks, _GROUP // 2), f"{name}_scales": _octets(rng, *blocks)}
+    return {f"{name}_blocks": _octets(rng, *blocks, _GROUP // 2), f"{name}_scales": _octets(rng, *blocks, least=112)}
 
 
 def _fp8(rng: np.random.Generator, name: str, outputs: int, inputs: int) -> Stored:

@@ -88,9 +88,11 @@ class Gradients:
         jax.block_until_ready(self.program(*self.args))
 
 
-def gradient_rows(group: str, amount: float, contenders: dict[str, Callable[[], Any]], rounds: int) -> Iterator[Row]:
+def gradient_rows(
+    group: str, amount: float, contenders: dict[str, Callable[[], Any]], times: dict[str, list[float]]
+) -> Iterator[Row]:
     """`rate_rows` of tokens a second, with the temporary memory of those that are `Gradients`."""
-    for row in rate_rows(group, "tokens/s", amount, seconds_in_turn(contenders, rounds)):
+    for row in rate_rows(group, "tokens/s", amount, times):
         program = contenders[row.name]
         memory = f"; {program.temporary / 2**20:.0f} MiB" if isinstance(program, Gradients) else ""
         yield dataclasses.replace(row, note=row.note + memory)

@@ -7,32 +7,37 @@ import jax
 import numpy as np
 
 from benchmarks import _peers
-from benchmarks._measure import gradient_rows, Gradients, Row
+from benchmarks._measure import gradient_rows, Gradients, Row, seconds_in_turn
 from eqformer import nn
 
 
 EMBED, HEADS, HEAD_DIM, STATE, ROWS = 256, 8, 64, 128, 2
+PEERS: dict[str, Callable[[np.ndarray], Callable[[], None]]] = {
+    "gated delta net": lambda x: _peers.delta_net(x, heads=HEADS, kv_heads=HEADS // 2, head_dim=HEAD_DIM),
+    "channel delta net": lambda x: _peers.channel_delta_net(x, heads=HEADS, head_dim=HEAD_DIM),
+    "mamba2": lambda x: _peers.mamba2(x, heads=HEADS, state=STATE, head_dim=HEAD_DIM),
+    "short convolution": _peers.short_conv,
+}
 
 
 def mixers(rounds: int) -> Iterator[Row]:
-    """Tokens a second of recurrences and of causal attention with as many heads, forward and backward."""
-    delta = nn.GatedDeltaNet(
-        embed=EMBED, heads=HEADS, kv_heads=HEADS // 2, head_dim=HEAD_DIM, v_dim=HEAD_DIM, key=jax.random.key(0)
-    )
-    attention = nn.Attention(
-        embed=EMBED, heads=HEADS, kv_heads=HEADS // 2, head_dim=HEAD_DIM, core=nn.BlockwiseCore(), key=jax.random.key(0)
-    )
-    mamba = nn.Mamba2Mixer(embed=EMBED, heads=HEADS, kv_heads=1, head_dim=STATE, v_dim=HEAD_DIM, key=jax.random.key(0))
+    """Tokens a second of recurrences, forward and backward, beside causal attention and transformers' layers."""
+    sizes, key = {"embed": EMBED, "heads": HEADS}, jax.random.key(0)
+    attention = nn.Attention(**sizes, kv_heads=HEADS // 2, head_dim=HEAD_DIM, core=nn.BlockwiseCore(), key=key)
+    layers: dict[str, nn.Mixer] = {
+        "gated delta net": nn.GatedDeltaNet(**sizes, kv_heads=HEADS // 2, head_dim=HEAD_DIM, v_dim=HEAD_DIM, key=key),
+        "channel delta net": nn.ChannelDeltaNet(**sizes, head_dim=HEAD_DIM, key=key),
+        "mamba2": nn.Mamba2Mixer(**sizes, kv_heads=1, head_dim=STATE, v_dim=HEAD_DIM, key=key),
+        "short convolution": nn.GatedShortConv(embed=EMBED, key=key),
+    }
     for seq in (512, 4096):
         x = jax.random.normal(jax.random.key(1), (ROWS, seq, EMBED))
-        contenders: dict[str, Callable[[], Any]] = {
-            "gated delta net": Gradients(delta, x),
-            "mamba2": Gradients(mamba, x),
-            "attention": Gradients(attention, x),
-        }
-        if _peers.are_installed():
-            sizes = {"heads": HEADS, "kv_heads": HEADS // 2, "head_dim": HEAD_DIM}
-            contenders["gated delta net of transformers"] = _peers.delta_net(np.asarray(x), **sizes)
-            sizes = {"heads": HEADS, "state": STATE, "head_dim": HEAD_DIM}
-            contenders["mamba2 of transformers"] = _peers.mamba2(np.asarray(x), **sizes)
-        yield from gradient_rows(f"mixer, {seq} tokens", ROWS * seq, contenders, rounds)
+        ours = {name: Gradients(layer, x) for name, layer in {**layers, "attention": attention}.items()}
+        theirs = {name: peer(np.asarray(x)) for name, peer in PEERS.items() if _peers.are_installed()}
+        of = "{} of transformers".format
+        contenders: dict[str, Callable[[], Any]] = {**ours, **{of(name): peer for name, peer in theirs.items()}}
+        times = seconds_in_turn(contenders, rounds)
+        for name in layers:  # one turn of all, and beside each mixer those that it is compared with
+            beside = [one for one in (name, "attention", of(name)) if one in times]
+            group = f"{name}, {seq} tokens"
+            yield from gradient_rows(group, ROWS * seq, contenders, {one: times[one] for one in beside})

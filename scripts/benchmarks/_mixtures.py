@@ -66,7 +66,7 @@ def mixtures(rounds: int) -> Iterator[Row]:
     if _peers.are_installed():
         for kind in ("eager", "grouped_mm"):
             contenders[f"transformers, {kind}"] = _peers.mixtral_layer(np.asarray(x), mlp=MLP, experts=8, kind=kind)
-    yield from gradient_rows("mixture", TOKENS, contenders, rounds)
+    yield from gradient_rows("mixture", TOKENS, contenders, seconds_in_turn(contenders, rounds))
     numbers, choices = (8, 16, 32, 64), jnp.repeat(x.reshape(TOKENS, EMBED), TOP_K, axis=0)
     more = {f"{number} experts": Gradients(moe(number), x, in_training) for number in numbers}
     alone = {f"{number} experts alone, even loads": Gradients(moe(number).experts, choices, even) for number in numbers}

@@ -90,7 +90,12 @@ def decode(
 ) -> Callable[[], Any]:
     """Greedy decoding with a cache, of a model with a `change`; `apart` takes the layers out of their stack first."""
     model = eqx.filter_jit(lambda key: change(precision.apply(models.build(numbers, key=key))))(jax.random.key(0))
-    model = generation.unstacked(model) if apart else model
-    greedy = generation.sampling(temperature=0)
-    call = partial(generation.generate, transforms=greedy, max_new_tokens=new, key=jax.random.key(0))
+    return greedy(generation.unstacked(model) if apart else model, ids, new)
+
+
+def greedy(model: nn.Transformer, ids: np.ndarray, new: int) -> Callable[[], Any]:
+    """Greedy decoding with a cache."""
+    call = partial(
+        generation.generate, transforms=generation.sampling(temperature=0), max_new_tokens=new, key=jax.random.key(0)
+    )
     return lambda: call(model, ids)

@@ -131,12 +131,34 @@ def mamba2(x: np.ndarray, *, heads: int, state: int, head_dim: int) -> Callable[
     return _gradients(mamba.Mamba2Mixer(mamba.Mamba2Config(**sizes), layer_idx=0), x)
 
 
+def short_conv(x: np.ndarray) -> Callable[[], None]:
+    """transformers' gated short convolution, forward and backward."""
+    lfm = _modeling("lfm2")
+    _begin()
+    config = lfm.Lfm2Config(hidden_size=x.shape[-1], num_hidden_layers=1, layer_types=["conv"])
+    return _gradients(lfm.Lfm2ShortConv(config, layer_idx=0), x)
+
+
+def channel_delta_net(x: np.ndarray, *, heads: int, head_dim: int) -> Callable[[], None]:
+    """transformers' Kimi Delta Attention, forward and backward."""
+    kimi = _modeling("kimi_linear")
+    _begin()
+    sizes = {"linear_num_heads": heads, "linear_head_dim": head_dim, "num_hidden_layers": 1}
+    config = kimi.KimiLinearConfig(hidden_size=x.shape[-1], layer_types=["linear_attention"], **sizes)
+    return _gradients(kimi.KimiLinearDeltaAttention(config, layer_idx=0), x)
+
+
 def decode(numbers: LlamaConfig, ids: np.ndarray, new: int) -> Callable[[], Any]:
     """Greedy `generate` with the static cache."""
     torch = import_module("torch")
-    device = _device()
-    model = model_of(numbers, ids.shape[1] + new).eval().to(torch.bfloat16 if device == "cuda" else torch.float32)
-    inputs = torch.tensor(ids, device=device).long()
+    model = model_of(numbers, ids.shape[1] + new).eval()
+    return greedy(model.to(torch.bfloat16 if _device() == "cuda" else torch.float32), ids, new)
+
+
+def greedy(model: Any, ids: np.ndarray, new: int) -> Callable[[], Any]:
+    """The same of a model that was read, on its own device."""
+    torch = import_module("torch")
+    inputs = torch.tensor(ids, device=model.device).long()
 
     def run() -> Any:
         with torch.no_grad():
@@ -162,10 +184,10 @@ def read(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-def forward(folder: Path, ids: np.ndarray) -> tuple[Callable[[], np.ndarray], Callable[[], Any]]:
-    """Of a published folder the logits of all rows, and the first token after one."""
+def forward(model: Any, ids: np.ndarray) -> tuple[Callable[[], np.ndarray], Callable[[], Any]]:
+    """Of a model that was read the logits of all rows, and the first token after one."""
     torch = import_module("torch")
-    model, inputs = read(folder), torch.tensor(ids).long()
+    inputs = torch.tensor(ids).long()
 
     def logits() -> np.ndarray:
         with torch.no_grad():

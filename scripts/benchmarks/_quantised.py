@@ -1,5 +1,6 @@
 """Weights in 8 and 4 bits: their bytes, how fast text is written with them, and what they cost in bits a byte."""
 
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from support.published import tokenizer_of
 from support.run_directory import RunDirectory
@@ -14,12 +16,15 @@ from support.screen import Screen
 from support.setup import latest_model
 from support.text import open_texts, sources_of
 
-from benchmarks import _ours
+from benchmarks import _ours, _peers
+from benchmarks._formats import write
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
-from eqformer import models, nn, training
+from eqformer import generation, models, nn, training
 
 
 RUN = Path("runs/default")
+BATCHES = (1, 16)
+FOLDERS = ("INT4", "FP8", "MXFP4")
 FORMS: dict[str, Callable[[nn.Transformer], nn.Transformer]] = {
     "float32": lambda model: model,
     "int8": partial(nn.quantise, form="int8"),
@@ -30,15 +35,46 @@ FORMS: dict[str, Callable[[nn.Transformer], nn.Transformer]] = {
 
 
 def quantised(rounds: int) -> Iterator[Row]:
-    """Greedy decoding in 8 and 4 bits (8 M parameters, prompt 32, 128 new tokens) and bits a byte of runs/default."""
+    """Greedy decoding in 8 and 4 bits, of our own (8 M parameters) and of folders, and bits a byte of runs/default."""
     config, prompt, new = models.preset("llama-byte-8m"), 32, 128
-    for batch in (1, 16):
-        ids = np.random.default_rng(0).integers(1, config.vocab, (batch, prompt), dtype=np.int32)
+    for batch in BATCHES:
+        ids = _ids(config.vocab, batch, prompt)
         contenders = {name: _ours.decode(config, ids, new, apart=False, change=form) for name, form in FORMS.items()}
         times = seconds_in_turn(contenders, max(2, rounds // 3))
         yield from rate_rows(f"decode, batch {batch}", "tokens/s", batch * new, times)
+    for name in FOLDERS:
+        with tempfile.TemporaryDirectory() as folder:
+            yield from _of_folder(Path(folder), name, rounds)
     if (directory := RunDirectory(RUN)).recipe.exists():
         yield from _of_run(directory)
+
+
+def _of_folder(folder: Path, name: str, rounds: int) -> Iterator[Row]:
+    """Prompt 32, 16 new tokens, with a folder's codes kept, with them decoded, and with transformers."""
+    write(folder / "coded", name)
+    load = partial(models.load, folder / "coded", dtype="float32")
+    decoded, new = load(), 16
+    found = {"kept": load(weights="kept"), "decoded": decoded}
+    run = eqx.filter_jit(lambda model, ids: model(ids)[0])
+    theirs = None
+    if _peers.are_installed():
+        models.save(decoded, folder / "decoded", config=models.read_config(folder / "coded"))
+        theirs = _peers.read(folder / "decoded")
+    for batch in BATCHES:
+        ids = _ids(1024, batch, 32)
+        want, kept = (np.asarray(run(one, jnp.asarray(ids))) for one in (decoded, found["kept"]))
+        assert np.array_equal(want, kept), f"{name}: kept and decoded differ by {np.max(np.abs(want - kept))}"
+        contenders = {way: _ours.greedy(generation.unstacked(one), ids, new) for way, one in found.items()}
+        if theirs is not None:
+            contenders["transformers, decoded weights"] = _peers.greedy(theirs, ids, new)
+            distance = np.max(np.abs(want - _peers.forward(theirs, ids)[0]())) / np.max(np.abs(want))
+            assert distance < 1e-2, f"{name}: logits differ by {distance}"  # random codes: rounding grows
+        times = seconds_in_turn(contenders, max(2, rounds // 3))
+        yield from rate_rows(f"decode {name}, batch {batch}", "tokens/s", batch * new, times)
+
+
+def _ids(vocab: int, batch: int, prompt: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(1, vocab, (batch, prompt), dtype=np.int32)
 
 
 def _of_run(directory: RunDirectory) -> Iterator[Row]:

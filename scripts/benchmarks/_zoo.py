@@ -72,7 +72,7 @@ def _forward(folder: Path, name: str, config: models.ModelConfig, rounds: int) -
         "eqformer, layers apart": _first_token(apart, ids),
     }
     if _peers.are_installed():
-        theirs, their_first = _peers.forward(folder, ids)
+        theirs, their_first = _peers.forward(_peers.read(folder), ids)
         forward["transformers"], latency["transformers"] = theirs, their_first
         distance = np.max(np.abs(np.asarray(run(model, jnp.asarray(ids))) - theirs()))
         assert distance < 1e-3, f"{name}: logits differ by {distance}"
