@@ -23,7 +23,8 @@ PEERS: dict[str, Callable[[np.ndarray], Callable[[], None]]] = {
 
 def mixers(rounds: int) -> Iterator[Row]:
     """Tokens a second of recurrences, forward and backward, beside causal attention and transformers' layers."""
-    sizes, key = {"embed": EMBED, "heads": HEADS}, jax.random.key(0)
+    sizes: dict[str, Any] = {"embed": EMBED, "heads": HEADS}
+    key = jax.random.key(0)
     attention = nn.Attention(**sizes, kv_heads=HEADS // 2, head_dim=HEAD_DIM, core=nn.BlockwiseCore(), key=key)
     layers: dict[str, nn.Mixer] = {
         "gated delta net": nn.GatedDeltaNet(**sizes, kv_heads=HEADS // 2, head_dim=HEAD_DIM, v_dim=HEAD_DIM, key=key),

@@ -25,6 +25,7 @@ from eqformer import generation, models, nn, training
 RUN = Path("runs/default")
 BATCHES = (1, 16)
 FOLDERS = ("INT4", "FP8", "MXFP4")
+CLOSE = {"INT4": 1e-3, "FP8": 1e-3, "MXFP4": 3e-3}  # of random codes float32 is 5e-4 to 7e-4 off float64 in MXFP4
 FORMS: dict[str, Callable[[nn.Transformer], nn.Transformer]] = {
     "float32": lambda model: model,
     "int8": partial(nn.quantise, form="int8"),
@@ -68,7 +69,7 @@ def _of_folder(folder: Path, name: str, rounds: int) -> Iterator[Row]:
         if theirs is not None:
             contenders["transformers, decoded weights"] = _peers.greedy(theirs, ids, new)
             distance = np.max(np.abs(want - _peers.forward(theirs, ids)[0]())) / np.max(np.abs(want))
-            assert distance < 1e-2, f"{name}: logits differ by {distance}"  # random codes: rounding grows
+            assert distance < CLOSE[name], f"{name}: logits differ by {distance}"
         times = seconds_in_turn(contenders, max(2, rounds // 3))
         yield from rate_rows(f"decode {name}, batch {batch}", "tokens/s", batch * new, times)
 
