@@ -86,7 +86,7 @@ def check_model(plan: Placement, model: nn.Transformer) -> None:
 
 
 def _check_stages(plan: Placement, model: nn.Transformer) -> None:
-    """Refuse what later stages would need beside the stream."""
+    """Refuse what stages cannot keep, and what later ones would need beside the stream."""
     reading = [number for number, stack in enumerate(model.stacks) if nn.reads(stack)]
     hosts = [number for number, stack in enumerate(model.stacks) if stack.remat == "products_on_host"]
     if hosts and not plan.reruns_stages:

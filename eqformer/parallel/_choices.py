@@ -34,7 +34,7 @@ class Choices:
     microbatches: int = 1
     """Pieces that a batch is computed in; they go through --mesh.pipe or, without it, one after another."""
     stage_remat: bool = False
-    """Keep a stage's input alone for its backward pass, and run it again; else what its layers keep by --remat."""
+    """Stages keep their input alone and run again in backward passes, as with spread edges; else what --remat keeps."""
     chunks: int = 1
     """Parts of the model that each stage holds: any number for interleaved and looping, 2 for zb-v and dualpipe-v."""
     edges: Literal["ends", "spread"] = "ends"

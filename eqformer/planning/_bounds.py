@@ -28,7 +28,7 @@ def sharded_state_bytes(
     With `f = (n-1)/n`, `P` parameters and `G` microbatches, ZeRO (arXiv:1910.02054) sends `2 f P b_g` at stage 0 (plain
     data parallelism), `f P (b_g + b_w)` at 1, `f P (G b_g + b_w)` at 2, where each microbatch's gradients are
     scattered, and `f P G (2 b_w + b_g)` at 3, where each microbatch gathers parameters in both passes; `gathers` is
-    how often, 3 in a pipeline, which runs a stage once more for its backward. `replicas` of the group (HSDP) add an
+    how often, 3 in a pipeline whose stages run once more for their backward. `replicas` of the group (HSDP) add an
     all-reduce of each device's share of the gradients, once a step.
 
     Args:

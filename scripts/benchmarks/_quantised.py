@@ -55,17 +55,18 @@ def _of_folder(folder: Path, name: str, rounds: int) -> Iterator[Row]:
     write(folder / "coded", name)
     load = partial(models.load, folder / "coded", dtype="float32")
     decoded, new = load(), 16
-    found = {"kept": load(weights="kept"), "decoded": decoded}
+    found, config = {"kept": load(weights="kept"), "decoded": decoded}, models.read_config(folder / "coded")
+    apart = {way: generation.unstacked(one) for way, one in found.items()}
     run = eqx.filter_jit(lambda model, ids: model(ids)[0])
     theirs = None
     if _peers.are_installed():
-        models.save(decoded, folder / "decoded", config=models.read_config(folder / "coded"))
+        models.save(decoded, folder / "decoded", config=config)
         theirs = _peers.read(folder / "decoded")
     for batch in BATCHES:
-        ids = _ids(1024, batch, 32)
+        ids = _ids(config.vocab, batch, 32)
         want, kept = (np.asarray(run(one, jnp.asarray(ids))) for one in (decoded, found["kept"]))
         assert np.array_equal(want, kept), f"{name}: kept and decoded differ by {np.max(np.abs(want - kept))}"
-        contenders = {way: _ours.greedy(generation.unstacked(one), ids, new) for way, one in found.items()}
+        contenders = {way: _ours.greedy(one, ids, new) for way, one in apart.items()}
         if theirs is not None:
             contenders["transformers, decoded weights"] = _peers.greedy(theirs, ids, new)
             distance = np.max(np.abs(want - _peers.forward(theirs, ids)[0]())) / np.max(np.abs(want))

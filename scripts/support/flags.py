@@ -23,6 +23,13 @@ def fields_of(command: Any, prefix: str = "--") -> Iterator[tuple[str, Any, type
             yield prefix + name, value, type(command), field.name
 
 
+def spelled(flag: str, value: Any) -> str:
+    """A flag with its value as one types them; of a choice of two, the flag alone or `--no-` before its name."""
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag.removeprefix('--')}"
+    return f"{flag} {value}"
+
+
 def given(arguments: Sequence[str]) -> dict[str, list[str]]:
     """Each flag on a command line, spelled with hyphens, with its words; of one that is there twice, the last ones."""
     found: dict[str, list[str]] = {}

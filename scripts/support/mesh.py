@@ -7,6 +7,7 @@ from typing import Any
 from recipes import Mesh, Recipe
 
 from eqformer import parallel, planning, training
+from support.flags import spelled
 from support.setup import build_model
 
 
@@ -37,7 +38,7 @@ def flags(recipe: Recipe) -> str:
     plain = vars(Recipe.plan)
     axes = [f"--mesh.{axis} {size}" for axis, size in dataclasses.asdict(recipe.mesh).items() if size != 1]
     chosen = [(name, value) for name, value in vars(recipe.plan).items() if value != plain[name]]
-    return " ".join(axes + [f"--{name.replace('_', '-')} {value}" for name, value in chosen])
+    return " ".join(axes + [spelled(f"--{name.replace('_', '-')}", value) for name, value in chosen])
 
 
 def recipe_under(recipe: Recipe, one: planning.Candidate) -> Recipe:

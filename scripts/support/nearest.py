@@ -9,7 +9,7 @@ from recipes import Recipe
 
 from eqformer import planning
 from eqformer.planning import gigabytes
-from support.flags import flags_of
+from support.flags import flags_of, spelled
 from support.mesh import abstract_plan, check_plan, state_of
 from support.setup import batch_shapes, optimizer_of, shapes_of
 
@@ -80,5 +80,4 @@ def _held(recipe: Recipe, memory: int, platform: str) -> int | None:
 def _changes(recipe: Recipe, other: Recipe) -> str:
     """What differs, as flags."""
     old = flags_of(recipe)
-    changed = {flag: value for flag, value in flags_of(other).items() if old[flag] != value}
-    return " ".join(flag if value is True else f"{flag} {value}" for flag, value in changed.items())
+    return " ".join(spelled(flag, value) for flag, value in flags_of(other).items() if old[flag] != value)

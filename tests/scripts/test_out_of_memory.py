@@ -8,7 +8,8 @@ import pytest
 from script_helpers import run_here, TINY, write_corpus
 from support.command import parse
 from support.exhausted import exhausted
-from support.mesh import abstract_plan, state_of
+from support.flags import spelled
+from support.mesh import abstract_plan, flags, state_of
 from support.nearest import nearest
 from support.setup import batch_shapes, optimizer_of, shapes_of
 
@@ -42,6 +43,13 @@ def test_what_is_offered_fits_and_is_what_its_flags_hold():
     in_stages = f"{LARGE} --mesh.pipe 2 --microbatches 4 --execution.remat full"
     (first, *_) = nearest(recipe_of(in_stages), held(in_stages) - 1, "cuda")
     assert first.flags == "--stage-remat" and first.held == held(f"{in_stages} --stage-remat")
+
+
+def test_choices_of_two_are_said_as_they_are_typed():
+    said = "--mesh.pipe 2 --microbatches 4 --stage-remat"
+    assert flags(recipe_of(said)) == said
+    assert spelled("--stage-remat", False) == "--no-stage-remat"
+    assert not recipe_of(f"{said} --no-stage-remat").plan.stage_remat
 
 
 @pytest.mark.grid

@@ -72,10 +72,9 @@ def attend_cached(
         value_scales: What each value is to be multiplied by; None: nothing.
     """
     if "cuda" not in compilers() or query.shape[-3] != 1 or bias is not None or not _has(query, key, value):
-        key, value = key.astype(query.dtype), value.astype(query.dtype)
         given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
         given |= {"bias": bias, "key_scales": key_scales, "value_scales": value_scales}
-        return ReferenceCore()(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **given)
+        return _by_reference(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **given)
     visible = jnp.broadcast_to(mask(tokens, kv_tokens), (*query.shape[:-3], 1, key.shape[-3]))
     return _attend(Rules(scale, softcap), Read(query, key, value, visible, sinks, key_scales, value_scales))
 
@@ -91,12 +90,16 @@ def _has(query: Array, key: Array, value: Array) -> bool:
     return fits and query.dtype in its and all(x.dtype in (query.dtype, jnp.int8) for x in (key, value))
 
 
+def _by_reference(query: Array, key: Array, value: Array, **given: Any) -> Array:
+    return ReferenceCore()(query, key.astype(query.dtype), value.astype(query.dtype), **given)
+
+
 def _plainly(rules: Rules, read: Read) -> Float[Array, "*batch 1 heads v_dim"]:
     query, key, value, visible, *rest = read
     nowhere = Tokens(jnp.zeros((*query.shape[:-3], 1), jnp.int32))  # the mask is made
     names = "sinks", "key_scales", "value_scales"
     given: dict[str, Any] = {"mask": Chosen(visible), "tokens": nowhere, "scale": rules.scale, "softcap": rules.softcap}
-    return ReferenceCore()(query, key.astype(query.dtype), value.astype(query.dtype), **given, **dict(zip(names, rest)))
+    return _by_reference(query, key, value, **given, **dict(zip(names, rest)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -120,7 +120,7 @@ class _Run:
         check_data(schedule, self.blocks, data)
         self.axes, self.x, self.loss, self.aux, self.taps = self._trace()
         x, entry = jax.tree.map(lambda x: zeros(x, self.axes), self.x), vary(jnp.int32(0), [PIPE])
-        self.kept = None if remat else Kept(lambda: self._found(x, entry))
+        self.kept = None if remat else Kept(lambda: self._found(self._chunk(entry), x, self._piece(entry)))
 
     def _trace(self) -> tuple:
         """By tracing alone, the shapes and varying axes of the stream between parts, sum and count, aux, and taps."""
@@ -154,7 +154,6 @@ class _Run:
         loss = tuple(zeros(x, axes) for x, axes in self.loss)
         rows = lambda x: jax.ShapeDtypeStruct((x.shape[0] * self.schedule.chunks, *x.shape[1:]), x.dtype)
         aux = jax.tree.map(lambda x: zeros(rows(x), varying_axes(x) | {PIPE}), self.aux)
-
         of_edges, of_blocks = jax.tree.map(stand_in, differentiable((self.edges, self.blocks)))
         sums = _Sums(loss, aux, of_edges, of_blocks, products)
         return _State(stash(self.routes.inputs), stash(self.routes.cotangents), self._none(self.routes.kept), sums)
@@ -174,8 +173,11 @@ class _Run:
         made_here = (turn.forward != IDLE) & self._is_part(turn.forward, 0)
         inputs = put(state.inputs, jnp.where(made_here, turn.forward_input, IDLE), x)
         state = dataclasses.replace(state, inputs=inputs, kept=put(state.kept, turn.forward_kept, made))
-        given = get(inputs, turn.backward_input), get(state.cotangents, turn.backward_cotangent)
-        given = *given, get(state.kept, turn.backward_kept)
+        given = (
+            get(inputs, turn.backward_input),
+            get(state.cotangents, turn.backward_cotangent),
+            get(state.kept, turn.backward_kept),
+        )
         sums, dx = jax.lax.cond(
             turn.backward != IDLE, lambda s: self._backward(s, *given, turn), lambda s: (s, nothing), state.sums
         )
@@ -191,20 +193,22 @@ class _Run:
 
     def _forward(self, x: PyTree, turn: Turn) -> tuple[PyTree, PyTree, list[Array]]:
         """The part's input, its output, and what it keeps; of a model's last part that is run again only the input."""
-        first = lambda: vary(self.first(self.edges, self._piece(turn.forward)), self.axes)
+        piece, chunk = self._piece(turn.forward), self._chunk(turn.forward)
+        first = lambda: vary(self.first(self.edges, piece), self.axes)
         x = jax.lax.cond(self._is_part(turn.forward, 0), first, lambda: x)
         if self.kept:
-            found, given = self._found(x, turn.forward)
+            found, given = self._found(chunk, x, piece)
             return x, found[0][0], self.kept.of(found, given)
-        run = lambda: vary(self.stage(self._chunk(turn.forward), x, self._piece(turn.forward))[0], self.axes)
+        run = lambda: vary(self.stage(chunk, x, piece)[0], self.axes)
         return x, jax.lax.cond(self._is_part(turn.forward, -1), lambda: x, run), []
 
-    def _found(self, x: PyTree, entry: Int[Array, ""]) -> tuple[tuple, PyTree]:
-        """`((output, its aux's loss), pullback, aux)` of a part, and all that it is computed from."""
-        given = tapped(self._chunk(entry), self.taps), x, self._piece(entry)
+    def _found(self, chunk: PyTree, x: PyTree, piece: PyTree) -> tuple[tuple, PyTree]:
+        """What `_of_part` gives, and all that it is computed from."""
+        given = tapped(chunk, self.taps), x, piece
         return self._of_part(*given), given
 
     def _of_part(self, blocks: PyTree, x: PyTree, piece: PyTree) -> tuple:
+        """`((output, its aux's loss), pullback, aux)` of a part."""
         wanted, rest = eqx.partition(blocks, is_differentiated(blocks))
 
         def stage(wanted: PyTree, x: PyTree) -> tuple[tuple, PyTree]:
