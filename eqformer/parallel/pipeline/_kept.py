@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
+from jax.extend.core import jaxpr_as_fun, Literal
 from jaxtyping import PyTree
 
 from ..._shapes import Array
@@ -68,8 +68,8 @@ def _parted(found: PyTree, given: PyTree) -> tuple[list[tuple[int, int]], list[A
     return [places[id(x)] for x in leaves], own
 
 
-def _alone(program: ClosedJaxpr, place: int) -> ClosedJaxpr | None:
-    """The program of one result, without effects of what is left out; None where it is computed from what is given."""
+def _alone(program: Any, place: int) -> Any:
+    """A closed jaxpr's program of one result, without effects of what is left out; None if it needs what is given."""
     results = program.jaxpr.outvars[place : place + 1]
     needed, eqns = {x for x in results if not isinstance(x, Literal)}, []
     for eqn in reversed(program.jaxpr.eqns):
