@@ -7,6 +7,7 @@ are cut into chunks, as many as fill a GPU, and the chunks' results are put toge
 """
 
 import functools
+import importlib.util
 from typing import Any, NamedTuple
 
 import jax
@@ -86,7 +87,7 @@ def _has(query: Array, key: Array, value: Array) -> bool:
     """
     its = jnp.bfloat16, jnp.float16
     group, widest = query.shape[-2] // key.shape[-2], max(key.shape[-1], value.shape[-1])
-    fits = max(_LEAST, _power(group)) * _power(widest) <= _MOST
+    fits = max(_LEAST, _power(group)) * _power(widest) <= _MOST and importlib.util.find_spec(_TRITON) is not None
     return fits and query.dtype in its and all(x.dtype in (query.dtype, jnp.int8) for x in (key, value))
 
 
@@ -112,6 +113,7 @@ def _attend(rules: Rules, read: Read) -> Array:
 _attend.defjvp(lambda rules, primals, tangents: jax.jvp(functools.partial(_plainly, rules), primals, tangents))
 
 
+_TRITON = "jax.experimental.pallas.triton"  # which JAX means to remove: from then on the plain way is everyone's
 _PROGRAMS = 264  # that fill a GPU: two for each of the 132 multiprocessors of an H100
 _TILE = 8192  # numbers of keys that a turn of the loop reads: with its values 32 KB, and as much is on the way
 _LEAST = 16  # places of each dim of a product on tensor cores
@@ -159,23 +161,25 @@ def _chunks(
     blocks = -(-kv_seq // block)
     each = -(-blocks // min(blocks, -(-_PROGRAMS // (rows * kv_heads))))  # blocks of a chunk
     chunks = -(-blocks // each)
-    whole = lambda x: pl.BlockSpec((None, None, *x.shape[2:]), lambda row, head, _: (row, head, *[0] * (x.ndim - 2)))
+    heads, channels, columns = (_whole(size) for size in (group, key.shape[-1], v_dim))
+    whole = lambda *sizes: pl.BlockSpec((None, None, *sizes), lambda row, head, _: (row, head, *[0] * len(sizes)))
     of_row = lambda x: pl.BlockSpec((None, x.shape[1]), lambda row, head, _: (row, 0))
     of_chunk = lambda *sizes: pl.BlockSpec(
         (None, None, None, *sizes), lambda row, head, chunk: (chunk, row, head, *[0] * len(sizes))
     )
+    read = whole(heads.size, channels.size), whole(kv_seq, channels.size), whole(kv_seq, columns.size)
     filled, given = _filled(visible, block), [x for x in scales if x is not None]
     arrays = query, key, value, *given
     varying = jax.typeof(sum(jnp.zeros_like(x, jnp.float32, shape=()) for x in (*arrays, visible))).manual_axis_type
     result = lambda *sizes: jax.ShapeDtypeStruct(
         (chunks, rows, kv_heads, group, *sizes), jnp.float32, manual_axis_type=varying
     )
-    kernel = functools.partial(_kernel, rules, block, each, [x is not None for x in scales])
+    kernel = functools.partial(_kernel, rules, block, each, (heads, channels, columns), [x is not None for x in scales])
     return pl.pallas_call(
         kernel,
         grid=(rows, kv_heads, chunks),
-        in_specs=[of_row(visible), of_row(filled), *map(whole, arrays)],
-        out_specs=(of_chunk(group, v_dim), of_chunk(group), of_chunk(group)),
+        in_specs=[of_row(visible), of_row(filled), *read, *[whole(kv_seq)] * len(given)],
+        out_specs=(of_chunk(heads.size, columns.size), of_chunk(heads.size), of_chunk(heads.size)),
         out_shape=(result(v_dim), result(), result()),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=rules.interpret,
@@ -192,17 +196,24 @@ def _filled(visible: Bool[Array, "batch kv_seq"], block: int) -> Num[Array, "bat
 
 
 def _kernel(
-    rules: Rules, block: int, each: int, are_scaled: list[bool], visible: Any, filled: Any, query: Any, *rest: Any
+    rules: Rules,
+    block: int,
+    each: int,
+    spans: tuple[Any, Any, Any],
+    are_scaled: list[bool],
+    visible: Any,
+    filled: Any,
+    query: Any,
+    *rest: Any,
 ) -> None:
-    """A chunk of a key head's slots, block by block with running sums."""
+    """A chunk of a key head's slots, block by block with running sums; `spans` are heads, their channels, values'."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     key, value, *scales, output, peaks, totals = rest
-    (group, head_dim), (kv_seq, v_dim), chunk = query.shape, value.shape, pl.program_id(2)
+    (heads, channels, columns), kv_seq, chunk = spans, value.shape[0], pl.program_id(2)
     key_scales = scales[0] if are_scaled[0] else None
     value_scales = scales[-1] if are_scaled[1] else None
-    heads, channels, columns = (_whole(size) for size in (group, head_dim, v_dim))
     asked = _read(query, heads, channels)
 
     def one_block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
