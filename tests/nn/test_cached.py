@@ -104,7 +104,6 @@ def test_the_kernel_is_the_reference_in_chunks(name, monkeypatch):
     assert np.abs(found - wanted(without)).max() > 0.02 * np.abs(right).max()  # the comparison sees slots
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")  # from JAX 0.12 on
 def test_gpus_run_it_over_devices_with_types_checked_and_gradients_are_the_references(monkeypatch):
     given = given_of(Case(kv_heads=2, heads=4))
     arrays, rest = {name: given.pop(name) for name in ("query", "key", "value")}, given
