@@ -13,6 +13,7 @@ from ..nn import in_float32, packed_in_order, positions_like, Source, token_keys
 from ..parallel import vary, varying_axes
 from ._chunks import chunks_of, sum_over_chunks
 from ._loss_in_parts import in_parts, nats_in_parts
+from ._narrow_tables import cast, read_dtypes, read_from
 from ._tally import tallied
 
 
@@ -85,6 +86,7 @@ def cross_entropy(
     vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
     sizes = chunks_of(flat[1].shape[0], vocab, chunk)
     unembed, tables = _with_tables(unembed, flat[0][: sizes[1]])
+    dtypes = read_dtypes(unembed, flat[0][: sizes[1]], tables)
 
     def of_chunk(tables: list, hidden: Array, targets: Array, weights: Array) -> Array:
         logits = in_float32(unembed(hidden, *tables))
@@ -94,11 +96,15 @@ def cross_entropy(
         return jnp.sum(each * weights.astype(each.dtype))
 
     def of_all(tables, flat):
+        tables = read_from(cast(tables, dtypes), tables)
         return sum_over_chunks(lambda piece: (of_chunk(tables, *piece), None), flat, sizes)[0]
 
     def forward(tables, flat):
+        values = cast(tables, dtypes)
+
         def with_gradients(piece):
-            total, pull = jax.vjp(lambda tables, hidden: of_chunk(tables, hidden, *piece[1:]), tables, piece[0])
+            of_piece = lambda tables, hidden: of_chunk(read_from(values, tables), hidden, *piece[1:])
+            total, pull = jax.vjp(of_piece, tables, piece[0])
             of_tables, of_hidden = pull(vary(jnp.ones_like(total), varying_axes(total)))
             return (total, [in_float32(x) for x in of_tables]), of_hidden
 

@@ -199,7 +199,7 @@ def _kernel(
     rules: Rules,
     block: int,
     each: int,
-    spans: tuple[Any, Any, Any],
+    spans: "tuple[_Span, _Span, _Span]",
     are_scaled: list[bool],
     visible: Any,
     filled: Any,
@@ -238,8 +238,8 @@ def _kernel(
     empty = zeros, jnp.full(heads.size, lowest(zeros.dtype)), jnp.zeros(heads.size, jnp.float32)
     first, stop = jnp.maximum(chunk * each, filled[0]), jnp.minimum((chunk + 1) * each, filled[1])
     sums, peak, total = jax.lax.fori_loop(first, jnp.maximum(first, stop), one_block, empty)
-    for whole, x, spans in ((output, sums, (heads, columns)), (peaks, peak, (heads,)), (totals, total, (heads,))):
-        triton.store(_part(whole, *spans), x, mask=_inside(*spans))
+    for whole, x, own in ((output, sums, (heads, columns)), (peaks, peak, (heads,)), (totals, total, (heads,))):
+        triton.store(_part(whole, *own), x, mask=_inside(*own))
 
 
 class _Span(NamedTuple):
