@@ -30,6 +30,7 @@ class Lines:
         self.lines: list[Line] = []
         self.avals: list[Aval] = []
         self._casts: dict[tuple[int, str], int] = {}
+        self._widened: dict[int, int] = {}  # what is cast to more bits, and what it is cast from
         self.given = [self._fresh(v.aval) for v in jaxpr.invars]
         self.results = self._written_out(jaxpr, [self._fresh(v.aval) for v in jaxpr.constvars], self.given, "")
 
@@ -54,15 +55,24 @@ class Lines:
                 closed = getattr(inner, "jaxpr", inner)
                 own = [self._fresh(v.aval) for v in closed.constvars]
                 results = self._written_out(closed, own, reads, stands)
-            elif name == "convert_element_type" and (kept := self._casts.get(_cast(eqn, reads))) is not None:
-                results = [kept]  # the compilers make equal casts once
+            elif name == "convert_element_type" and (kept := self._cast_before(eqn, reads)) is not None:
+                results = [kept]
             else:
                 results = [self._fresh(v.aval) for v in eqn.outvars]
                 self.lines.append(Line(name, eqn.params, reads, tuple(results), stands))
                 if name == "convert_element_type":
                     self._casts[_cast(eqn, reads)] = results[0]
+                    if reads[0] is not None and _is_exact(self.avals[reads[0]].dtype, self.avals[results[0]].dtype):
+                        self._widened[results[0]] = reads[0]
             values.update(zip(eqn.outvars, results))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _cast_before(self, eqn: Any, reads: tuple[int | None, ...]) -> int | None:
+        """What a cast gives, if it is there: compilers make equal casts once, and none that is cast back."""
+        source = None if reads[0] is None else self._widened.get(reads[0])
+        if source is not None and self.avals[source].dtype == eqn.outvars[0].aval.dtype:
+            return source
+        return self._casts.get(_cast(eqn, reads))
 
 
 def carry_of(line: Line) -> tuple[int, int]:
@@ -111,6 +121,12 @@ def _size(aval: Aval) -> int:
 
 def _is_on_host(aval: Aval) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def _is_exact(dtype: Any, wider: Any) -> bool:
+    """Whether a dtype holds all floating-point numbers of another that has fewer bits."""
+    are_floats = all(jnp.issubdtype(each, jnp.floating) for each in (dtype, wider))
+    return are_floats and jnp.finfo(dtype).bits < jnp.finfo(wider).bits and jnp.promote_types(dtype, wider) == wider
 
 
 def _cast(eqn: Any, reads: tuple[int | None, ...]) -> tuple[int, str]:

@@ -35,7 +35,7 @@ def _valued(value: Shaped[Array, "..."], table: Shaped[Array, "..."]) -> Shaped[
     return value.astype(table.dtype)
 
 
-_valued.defvjp(lambda value, table: (_valued(value, table), None), lambda _, gradient: (None, gradient))
+_valued.defvjp(lambda value, table: (value.astype(table.dtype), None), lambda _, gradient: (None, gradient))
 
 
 def _read_as(program: Any, variable: Any) -> set[np.dtype]:
