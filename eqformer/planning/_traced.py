@@ -125,8 +125,10 @@ def _is_on_host(aval: Aval) -> bool:
 
 def _is_exact(dtype: Any, wider: Any) -> bool:
     """Whether a dtype holds all floating-point numbers of another that has fewer bits."""
-    are_floats = all(jnp.issubdtype(each, jnp.floating) for each in (dtype, wider))
-    return are_floats and jnp.finfo(dtype).bits < jnp.finfo(wider).bits and jnp.promote_types(dtype, wider) == wider
+    if dtype == wider or not all(jnp.issubdtype(each, jnp.floating) for each in (dtype, wider)):
+        return False
+    own, other = jnp.finfo(dtype), jnp.finfo(wider)
+    return own.nmant <= other.nmant and own.maxexp <= other.maxexp
 
 
 def _cast(eqn: Any, reads: tuple[int | None, ...]) -> tuple[int, str]:

@@ -41,7 +41,7 @@ def sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int]) -> 
 
     pieces = jax.tree.map(split, flat)
     shapes = jax.eval_shape(lambda piece: of_chunk(piece)[0], jax.tree.map(lambda x: x[0], pieces))
-    # Zeros that need the hidden states: from zeros alone XLA for GPUs makes them, a table's too, before the first layer.
+    # Zeros that need the hidden states: others, a table's too, XLA for GPUs makes before the first layer.
     zero = 0 * jnp.abs(flat[0].reshape(-1)[0])
     start = jax.tree.map(lambda x: vary(jnp.full(x.shape, zero.astype(x.dtype)), varying_axes(x)), shapes)
 

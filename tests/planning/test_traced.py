@@ -75,6 +75,9 @@ def test_a_cast_that_is_cast_back_is_not_made_on_tpus():
     narrow = X.astype(jnp.bfloat16)
     assert most(given, narrow, platform="tpu") == MATRIX // 2 + N * 2
     assert most(given, narrow, platform="cuda") >= 2 * MATRIX
+    back = lambda between: lambda narrow: narrow @ narrow.astype(between).astype(jnp.bfloat16)
+    assert most(back(jnp.float32), narrow, platform="cuda") == MATRIX // 2  # nor on GPUs, but for loops
+    assert most(back(jnp.float16), narrow, platform="cuda") == MATRIX  # which rounds
 
 
 def test_gpus_send_beside_other_lines():
