@@ -41,9 +41,7 @@ def sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int]) -> 
 
     pieces = jax.tree.map(split, flat)
     shapes = jax.eval_shape(lambda piece: of_chunk(piece)[0], jax.tree.map(lambda x: x[0], pieces))
-    # Zeros that need the hidden states: others, a table's too, XLA for GPUs makes before the first layer.
-    zero = 0 * jnp.abs(flat[0].reshape(-1)[0])
-    start = jax.tree.map(lambda x: vary(jnp.full(x.shape, zero.astype(x.dtype)), varying_axes(x)), shapes)
+    start = jax.tree.map(lambda x: _zeros_behind(flat[0], x), shapes)
 
     def body(sums, piece):
         more, each = of_chunk(piece)
@@ -51,3 +49,12 @@ def sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int]) -> 
 
     sums, each = jax.lax.scan(body, start, pieces)
     return sums, jax.tree.map(lambda x: x.reshape(number * size, *x.shape[2:])[:num_tokens], each)
+
+
+def _zeros_behind(hidden: Array, like: jax.ShapeDtypeStruct) -> Array:
+    """Zeros that are made once there are hidden states; others, a table's too, GPUs make before the first layer."""
+    axes = varying_axes(like)
+    if not varying_axes(hidden) <= axes:
+        return vary(jnp.zeros(like.shape, like.dtype), axes)
+    zero = 0 * jnp.abs(hidden.reshape(-1)[0])
+    return vary(jnp.full(like.shape, zero.astype(like.dtype)), axes)
