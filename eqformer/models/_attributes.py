@@ -102,7 +102,12 @@ class Expect(Entry):
 # Transformers' names of activations, and those of `nn.ACTIVATIONS`; of names for one the first is written.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "quick_gelu": "quick_gelu"}
 _ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh")
-_ACTIVATIONS |= {"relu": "relu", "relu2": "relu_squared"}
+_ACTIVATIONS |= {"gelu_python_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu_squared"}
+
+
+def names_of(activation: str) -> list[str]:
+    """Transformers' names of one of `nn.ACTIVATIONS`."""
+    return [name for name, its in _ACTIVATIONS.items() if its == activation]
 
 
 @dataclasses.dataclass(frozen=True)

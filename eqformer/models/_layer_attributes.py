@@ -136,32 +136,20 @@ class LateWindows(SwitchedWindows):
         return super().write(config) | {"max_window_layers": first}
 
 
-class NoWindows(Entry):
-    """A family without windows, whose configurations have the attributes for them."""
+@dataclasses.dataclass(frozen=True)
+class SwitchedWindow(Entry):
+    """The `window` of all layers, which `use_sliding_window` switches on; None without."""
+
+    window: int
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Nothing; refuse a window that is in use."""
-        published.expect("use_sliding_window", False)
-        for name in ("sliding_window", "max_window_layers"):  # which are without effect while the switch is off
-            published.take(name, None)
-        return {}
+        """`window`."""
+        window = published.nullable("sliding_window", self.window)
+        return {"window": window if published.take("use_sliding_window", False) else None}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The switch."""
-        return {"use_sliding_window": False}
-
-
-class FullLayers(Entry):
-    """A family whose configurations list the types of layers, and that has one type."""
-
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Nothing; refuse another type."""
-        Windows(None, Period(1))._read(published, None)
-        return {}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        """Nothing."""
-        return {}
+        """The window, and the switch."""
+        return {"sliding_window": config.window, "use_sliding_window": config.window is not None}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,21 +1,12 @@
 """How configurations say rotary positions: base, scaling, and which part of a head's channels they turn."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-from ..nn import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    ProportionalScaling,
-    RotaryScaling,
-    yarn_magnitude,
-    YarnScaling,
-)
+from ..nn import LongRopeScaling, ProportionalScaling, RotaryScaling
 from ._attributes import Entry
 from ._config import PublishedConfig
+from ._rotary_scalings import scaling_attributes, scaling_of, SCALINGS
 
 
 _TYPES = FULL, SLIDING = "full_attention", "sliding_attention"
@@ -44,7 +35,7 @@ class RotaryPositions(Entry):
 
     def write(self, config: Any) -> dict[str, Any]:
         """The older attributes for both, which every version of transformers reads."""
-        found = {"rope_theta": config.theta} | _scaling_attributes(config.scaling)
+        found = {"rope_theta": config.theta} | scaling_attributes(config)
         return {"rope_scaling": {"rope_type": "default"}} | found if self.stated else found
 
 
@@ -71,7 +62,7 @@ class RotaryByType(Entry):
     def write(self, config: Any) -> dict[str, Any]:
         """The older attributes and, for each type of layer, the newer, of which alone a local scaling is."""
         found = {self.older[1]: config.local_theta} | {self.older[0]: config.theta}  # which may have one name
-        found |= _scaling_attributes(config.scaling) if self.scaled else {}
+        found |= scaling_attributes(config) if self.scaled else {}
         return found | {"rope_parameters": {SLIDING: _parameters(config, *_LOCAL), FULL: _parameters(config)}}
 
 
@@ -204,10 +195,13 @@ def read_rotary(
     A scaling that has no older name, and is not said by type of layer, is refused.
     """
     given = published.nested("rope_parameters")
-    by_type = any(isinstance(value, dict) for value in given.values())
-    if by_type and layer_type and (others := {name for name in given if name not in _TYPES}):
+    typed = {name for name, value in given.items() if isinstance(value, dict)}
+    if typed and layer_type and (others := typed - {*_TYPES}):
         published.refuse(f"rope_parameters are by type of layer, and {sorted(others)} are no types.")
-    given = dict(given.get(layer_type) or {} if by_type and layer_type else given)
+    # Beside the types transformers leaves a scaling that it was given of none of them, and turns by the types alone.
+    if typed and layer_type and (kind := given.get("rope_type", "default")) not in SCALINGS:
+        published.refuse(f"rope_type={kind!r} is not known.")
+    given = dict(given.get(layer_type) or {} if typed and layer_type else given)
     theta = published.take(older[0], None)
     scaling = published.nested(older[1]) if older[1] else {}
     given = {name: value for name, value in (given or scaling).items() if name not in beside}
@@ -218,8 +212,8 @@ def read_rotary(
     longest = 0 if kind == "default" else published.count("max_position_embeddings")
     original = published.take("original_max_position_embeddings", None)
     original = given.pop("original_max_position_embeddings", None) or original or longest
-    scaling = _scaling(published.refuse, kind, given, original, longest)
-    if scaling is not None and older[1] is None and not by_type:
+    scaling = scaling_of(published.refuse, kind, given, original, longest)
+    if scaling is not None and older[1] is None and not typed:
         published.refuse(f"rope_parameters: {layer_type} has {kind!r}, and this family no scaling.")
     return float(theta), scaling
 
@@ -234,67 +228,5 @@ _LOCAL = ("local_theta", "local_scaling")
 
 
 def _parameters(config: Any, theta: str = "theta", scaling: str = "scaling") -> dict[str, Any]:
-    said = _scaling_attributes(getattr(config, scaling)).get("rope_scaling", {})
+    said = scaling_attributes(config, scaling).get("rope_scaling", {})
     return {"rope_type": "default"} | said | {"rope_theta": getattr(config, theta)}
-
-
-def _scaling(
-    refuse: Callable[[str], NoReturn], kind: str, given: dict[str, Any], original: int, longest: int
-) -> RotaryScaling | None:
-    if kind == "default":
-        make, fields = None, {}
-    elif (named := "longrope" if kind == "su" else kind) in _SCALINGS:
-        make, fields = _SCALINGS[named]
-        _complete(named, given, original, longest)
-    else:
-        refuse(f"rope_type={kind!r} is not known.")
-    found: dict[str, Any] = {}
-    for name, published in fields.items():
-        value = given.pop(published, None)
-        if value is None and name not in _OPTIONAL:
-            refuse(f"rope_type={kind!r} needs {published!r}, which is not said.")
-        found[name] = tuple(map(float, value)) if isinstance(value, list) else value
-    if given:
-        refuse(f"rope_type={kind!r} has attributes that are not known: {given}.")
-    return None if make is None else make(**found)
-
-
-def _complete(kind: str, given: dict[str, Any], original: int, longest: int) -> None:
-    """Say what is left out, or said in other words."""
-    if "original_length" in _SCALINGS[kind][1]:
-        given["original_max_position_embeddings"] = original
-    if kind == "longrope":
-        given["factor"] = given.get("factor") or longest / original
-    if kind == "yarn":
-        over, under = given.pop("mscale", None), given.pop("mscale_all_dim", None)
-        if given.get("attention_factor") is None and given.get("factor") and over and under:
-            given["attention_factor"] = yarn_magnitude(given["factor"], over) / yarn_magnitude(given["factor"], under)
-        given |= {"beta_fast": given.get("beta_fast") or 32.0, "beta_slow": given.get("beta_slow") or 1.0}
-        given.setdefault("truncate", True)
-
-
-def _scaling_attributes(scaling: RotaryScaling | None) -> dict[str, Any]:
-    """The older attribute for a scaling; none without one."""
-    if scaling is None:
-        return {}
-    for kind, (make, fields) in _SCALINGS.items():
-        if type(scaling) is make:
-            said = {published: getattr(scaling, name) for name, published in fields.items()}
-            said = {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
-            return {"rope_scaling": {"rope_type": kind} | {name: its for name, its in said.items() if its is not None}}
-    raise ValueError(f"{type(scaling).__name__}: no configuration has a name for this scaling.")
-
-
-# By `rope_type` the scaling, and what configurations call its fields.
-_FACTOR, _ORIGINAL = {"factor": "factor"}, {"original_length": "original_max_position_embeddings"}
-_FREQUENCIES = {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"}
-_YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "magnitude": "attention_factor", "truncate": "truncate"}
-_DIVISORS = {"short_divisors": "short_factor", "long_divisors": "long_factor", "magnitude": "attention_factor"}
-_SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, str]]] = {
-    "linear": (LinearScaling, _FACTOR),
-    "dynamic": (DynamicScaling, _FACTOR | _ORIGINAL),
-    "llama3": (Llama3Scaling, _FACTOR | _FREQUENCIES | _ORIGINAL),
-    "yarn": (YarnScaling, _FACTOR | _YARN | _ORIGINAL),
-    "longrope": (LongRopeScaling, _DIVISORS | _FACTOR | _ORIGINAL),
-}
-_OPTIONAL = {"magnitude", "truncate"}

@@ -88,7 +88,7 @@ from ._lora import (
 from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import GatedMLP as GatedMLP, MLP as MLP
 from ._module import Module as Module
-from ._norm import LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
+from ._norm import Clipped as Clipped, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
 from ._pallas import compilers as compilers
 from ._precision import cast as cast, Precision as Precision
 from ._prediction_head import PredictionHead as PredictionHead

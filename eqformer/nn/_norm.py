@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -151,6 +152,29 @@ class LayerNorm(Norm):
         if self.bias is not None:
             y = y + self.bias.astype(y.dtype)
         return y.astype(x.dtype)
+
+
+class Clipped(Norm):
+    """What a norm gives, or the input itself, no further than `bound` from 0 (OLMoE)."""
+
+    norm: Norm | None
+    """The norm; None: none."""
+    bound: float = eqx.field(static=True)
+    """The largest size."""
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """The norm's."""
+        return () if self.norm is None else self.norm.reduced
+
+    @property
+    def weight(self) -> Any:
+        """The norm's scale, or its shape, under the name that it has where nothing is clipped."""
+        return getattr(self.norm, "weight", None)
+
+    def normalised(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
+        """By the norm, and clipped."""
+        return jnp.clip(x if self.norm is None else self.norm.normalised(x, mean), -self.bound, self.bound)
 
 
 def _named_shape(call: str, dims: str, sizes: dict[str, int]) -> tuple[tuple[str, ...], list[int]]:

@@ -46,7 +46,8 @@ UNUSED = {
     "exaone4": {"sliding_window_pattern"},  # said again by layer_types
     "falcon_h1": {"mamba_chunk_size", "num_logits_to_keep"},
     "gemma3_text": {"_sliding_window_pattern", "attn_logit_softcapping"},
-    "gpt2": {f"summary_{name}" for name in ("type", "first_dropout", "activation", "use_proj", "proj_to_labels")},
+    "gpt2": {f"summary_{name}" for name in ("type", "first_dropout", "activation", "use_proj", "proj_to_labels")}
+    | {"reorder_and_upcast_attn"},  # of rounding
     "glm_moe_dsa": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
     "glm4_moe": {"num_nextn_predict_layers"},
     "granitemoehybrid": {"mamba_chunk_size"},
@@ -65,7 +66,6 @@ UNUSED = {
     "nemotron_h": {"chunk_size", "expand", "time_step_min", "time_step_max", "time_step_floor", "use_mamba_kernels"}
     | {"mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type", "num_nextn_predict_layers"}
     | {"num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"},
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), {"sliding_window"}),
     "seed_oss": {"residual_dropout"},
     "t5": {"classifier_dropout", "dropout_rate", "initializer_factor"},
     "t5gemma2": {"classifier_dropout_rate", "dropout_rate", "eoi_token_index", "image_token_index"},

@@ -7,7 +7,8 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Attribute, Expect, Unpublished
+from .._attributes import Activation, Attribute, Expect, names_of
+from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, norm, pre_norm_block
@@ -37,6 +38,24 @@ def build_gemma(config: GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
     return decoder(config, block, **ends, key=key)
 
 
+class EitherActivation(Activation):
+    """An activation said twice, since older readers look at `hidden_activation` alone, and newer ones not at all."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """The name in `nn.ACTIVATIONS`; refuse two that differ."""
+        found = super().read(published)[self.name]
+        # Early checkpoints say gelu and mean its approximation.
+        own = "gelu_tanh" if published.take(self.published, self.default) == "gelu" else found
+        published.expect("hidden_activation", *names_of(own))
+        return {self.name: own}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Both attributes, or one where older readers take the other for granted."""
+        (said,) = super().write(config).values()
+        said = "gelu_python" if said == "gelu" else said
+        return {self.published: said} | ({} if said == self.default else {"hidden_activation": said})
+
+
 _PRESETS = {
     "gemma-byte-500k": GemmaConfig(
         vocab=256, embed=96, layers=4, heads=4, kv_heads=2, mlp=256, head_dim=32, max_seq=512
@@ -54,10 +73,7 @@ GEMMA = Family(
     "gemma",
     (
         *decoder_attributes(head_dim=256, tied=True),
-        # Early checkpoints say gelu and mean its approximation, as does whatever stands in the second attribute.
-        Expect("hidden_act", "gelu_pytorch_tanh", "gelu"),
-        Expect("hidden_activation", "gelu_pytorch_tanh", written=False),
-        Unpublished("activation", "gelu_tanh", "readers do not agree on other activations"),
+        EitherActivation("gelu_pytorch_tanh"),
         Attribute("bias", "attention_bias", False),
         Expect("use_bidirectional_attention", False, written=False),
     ),

@@ -1,6 +1,7 @@
 """GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases everywhere, tied embedding."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from ...nn import (
 from .._family import Family, ModelConfig
 from ._decoder import bend
 from ._gpt2_tables import ATTRIBUTES, WEIGHTS
+from ._pattern import stacks_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,8 @@ class GPT2Config(ModelConfig):
     """What norms add before the root."""
     score_scale: bool = True
     """Whether scores are divided by the root of a head's channels."""
+    layer_scales: bool = False
+    """Whether they are divided by the layer's number too, counted from 1."""
     tied: bool = True
     """Whether the head is the embedding's table."""
     dropout: float = 0.0
@@ -58,21 +62,25 @@ def build_gpt2(config: GPT2Config, *, key: Key[Array, ""]) -> Transformer:
 
     norm = lambda: LayerNorm("embed", embed=embed, eps=config.eps)
 
-    def block(key: Key[Array, ""]) -> Block:
+    def block(number: int, key: Key[Array, ""]) -> Block:
         mixes, feeds = jax.random.split(key)
         heads: dict[str, Any] = {"heads": config.heads, "head_dim": embed // config.heads}
-        heads |= {} if config.score_scale else {"scale": 1.0}
+        heads |= {"scale": (heads["head_dim"] ** -0.5 if config.score_scale else 1.0) / number}
         attention = Attention(embed=embed, **heads, bias=True, output_std=damping * embed**-0.5, key=mixes)
         sizes: dict[str, Any] = {"embed": embed, "mlp": mlp, "output_std": damping * mlp**-0.5}
         feed_forward = MLP(**sizes, activation=bend(config), bias=True, key=feeds)
         return Block(Residual(attention, norm(), dropout=dropout), Residual(feed_forward, norm(), dropout=dropout))
 
     embedding, positions, stack = jax.random.split(key, 3)
+    if config.layer_scales:
+        stacks = stacks_of(block, range(1, config.layers + 1), key=stack)
+    else:
+        stacks = (Stack(functools.partial(block, 1), config.layers, key=stack),)
     head = Linear("embed -> vocab", embed=embed, vocab=config.vocab, key=jax.random.fold_in(key, 3))
     return Transformer(
         embedding=Embedding(vocab=config.vocab, embed=embed, key=embedding),
         positions=LearnedPositions(max_seq=config.max_seq, embed=embed, key=positions),
-        stacks=(Stack(block, config.layers, key=stack),),
+        stacks=stacks,
         norm=norm(),
         head=None if config.tied else head,
         dropout=dropout,

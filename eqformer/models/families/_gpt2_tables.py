@@ -17,8 +17,9 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Activation("gelu_new", "activation_function"),
     Attribute("score_scale", "scale_attn_weights", True),
     Attribute("tied", "tie_word_embeddings", True),
-    *(Expect(name, False, written=False) for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention")),
-    Expect("reorder_and_upcast_attn", False, written=False),  # which changes rounding alone
+    Attribute("layer_scales", "scale_attn_by_inverse_layer_idx", False),
+    Expect("add_cross_attention", False, written=False),
+    Ignore("reorder_and_upcast_attn"),  # which changes rounding alone: scores are of float32 at least
     Ignore("n_ctx", "predict_special_tokens", *_SUMMARY, attn_pdrop=0.0),
 )
 

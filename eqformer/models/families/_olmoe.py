@@ -1,12 +1,13 @@
 """OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): 64 small experts, queries and keys normed over all heads."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Transformer
-from .._attributes import Activation, Attribute, Expect
+from ...nn import Block, Clipped, Transformer
+from .._attributes import Activation, Attribute, float_or_none
 from .._family import DecoderConfig, Family
 from ._common import ATTENTION, decoder_attributes, EDGES, head_norm_weights, OF_HEADS, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
@@ -26,6 +27,8 @@ class OLMoEConfig(DecoderConfig):
     eps: float = 1e-5
     bias: bool = False
     """Whether the attention's four projections have biases."""
+    clip: float | None = None
+    """How far from 0 queries, keys and values may be, the first two after their norms; None: anywhere."""
     balance: float = 0.01
     """The weight of `LoadBalance`, over the batch."""
     max_seq: int = 4096
@@ -39,9 +42,10 @@ def build_olmoe(config: OLMoEConfig, *, key: Key[Array, ""]) -> Transformer:
         router, experts = jax.random.split(feed_forward)
         expert = lambda key: gated_mlp(config, key=key)
         mixed = mixture(config, expert, normalise=config.normalise, router=router, experts=experts)
-        return pre_norm_block(
-            config, attention(config, bias=config.bias, **head_norms(config, all_heads=True), key=mixer), mixed
-        )
+        norms: dict[str, Any] = head_norms(config, all_heads=True)
+        if config.clip is not None:
+            norms = {name: Clipped(norms.get(name), config.clip) for name in (*norms, "value_norm")}
+        return pre_norm_block(config, attention(config, bias=config.bias, **norms, key=mixer), mixed)
 
     return decoder(config, block, key=key)
 
@@ -63,7 +67,7 @@ OLMOE = Family(
         *choice_attributes(64, 8, balance=0.01),
         Attribute("bias", "attention_bias", False),
         Activation(),
-        Expect("clip_qkv", None, written=False),
+        Attribute("clip", "clip_qkv", None, float_or_none),
     ),
     (*EDGES, *ATTENTION, *head_norm_weights(OF_HEADS), *PRE_NORMS, *MIXTURE),
 )

@@ -7,8 +7,9 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
+from .._config import PublishedConfig
 from .._family import Family
-from .._layer_attributes import FullLayers, NoWindows
+from .._layer_attributes import SwitchedWindows
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 from ._mixtures import (
@@ -19,6 +20,7 @@ from ._mixtures import (
     QwenMoEConfig,
     which_are_mixtures,
 )
+from ._pattern import windows_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,19 +34,28 @@ class Qwen2MoEConfig(QwenMoEConfig):
     normalise: bool = False
     bias: bool = True
     """Whether queries, keys and values have biases."""
+    window: int | None = None
+    """The tokens that the layers of `window_layers` see."""
+    window_layers: tuple[int, ...] = ()
+    """The numbers of the layers that see a `window`; the others see everything."""
 
 
 def build_qwen2_moe(config: Qwen2MoEConfig, *, key: Key[Array, ""]) -> Transformer:
     """A Qwen2-MoE with random weights."""
 
-    def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, output_bias=False, key=mixer)
+    def block(kind: tuple[bool, int | None], key: Key[Array, ""]) -> Block:
+        (is_mixture, window), (mixer, feed_forward) = kind, jax.random.split(key)
+        attended = attention(config, window=window, bias=config.bias, output_bias=False, key=mixer)
         if is_mixture:
             return pre_norm_block(config, attended, mixture_beside_gated_shared(config, feed_forward))
         return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
 
-    return decoder(config, block, which_are_mixtures(config), key=key)
+    return decoder(config, block, list(zip(which_are_mixtures(config), windows_of(config), strict=True)), key=key)
+
+
+def _every_other(published: PublishedConfig, layers: int) -> range:
+    """Of the first `max_window_layers` layers the first, the third and so on."""
+    return range(0, min(layers, published.count("max_window_layers", 28, least=0)), 2)
 
 
 _PRESETS = {
@@ -67,8 +78,7 @@ QWEN2_MOE = Family(
     (
         *decoder_attributes(),
         *mixture_attributes(60, 4),
-        NoWindows(),
-        FullLayers(),
+        SwitchedWindows(4096, _every_other),
         Attribute("bias", "qkv_bias", True),
         Attribute("shared_mlp", "shared_expert_intermediate_size"),
         Activation(),

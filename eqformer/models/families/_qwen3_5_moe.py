@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Attribute
+from .._attributes import Attribute, Ignore
 from .._family import Family
 from .._layer_attributes import every
 from .._predictors import BESIDE
@@ -76,6 +76,7 @@ QWEN3_5_MOE = Family(
         Attribute("experts", ("num_experts", "num_local_experts"), 256),
         Attribute("top_k", "num_experts_per_tok", 8),
         Attribute("balance", "router_aux_loss_coef", 0.001),
+        Ignore("intermediate_size"),  # of the dense layers that the family has not
     ),
     (*QWEN35_WEIGHTS, *MIXTURE, *FUSED, *GATED_SHARED),
     predictor=BESIDE,

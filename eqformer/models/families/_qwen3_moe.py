@@ -8,7 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
 from .._family import Family
-from .._layer_attributes import NoWindows
+from .._layer_attributes import SwitchedWindow
 from .._towers import Tower
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
@@ -24,6 +24,8 @@ class Qwen3MoEConfig(QwenMoEConfig):
     normalise: bool = True
     bias: bool = False
     """Whether the attention's four projections have biases."""
+    window: int | None = None
+    """The tokens that every layer sees; None: all."""
     max_seq: int = 40_960
 
 
@@ -32,7 +34,7 @@ def build_qwen3_moe(config: Qwen3MoEConfig, *, key: Key[Array, ""]) -> Transform
 
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, **head_norms(config), key=mixer)
+        attended = attention(config, window=config.window, bias=config.bias, **head_norms(config), key=mixer)
         if not is_mixture:
             return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
         router, experts = jax.random.split(feed_forward)
@@ -66,7 +68,7 @@ QWEN3_MOE = Family(
     (
         *decoder_attributes(kv_heads=4),
         *mixture_attributes(128, 8),
-        NoWindows(),
+        SwitchedWindow(4096),
         Attribute("bias", "attention_bias", False),
         Activation(),
     ),

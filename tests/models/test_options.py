@@ -1,0 +1,58 @@
+"""Options of configurations that few folders have: read as transformers reads them, written so that they read alike."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from test_attributes import case, numbers_of, PUBLISHED
+
+from eqformer import nn
+
+
+def back(family: str, numbers: Any) -> Any:
+    """The numbers of what is written of them."""
+    return numbers_of({"model_type": family} | PUBLISHED[family].write(numbers))
+
+
+@pytest.mark.parametrize("family", ["llama", "ministral3", "gemma3_text"])
+def test_a_dynamic_scaling_begins_at_the_longest_length(family):
+    """Whatever original length is said beside it."""
+    said = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+    said = {"full_attention": said, "sliding_attention": {"rope_theta": 5.0}} if family == "gemma3_text" else said
+    numbers = numbers_of(case(family) | {"rope_parameters": said})
+    assert numbers.scaling == nn.DynamicScaling(2.0, 64) and back(family, numbers) == numbers
+    with pytest.raises(ValueError, match=r"Config\(scaling=DynamicScaling\(.*, max_seq=65\)\): .* one length for both"):
+        PUBLISHED[family].write(dataclasses.replace(numbers, max_seq=65))
+
+
+def test_what_stands_beside_types_of_layers_is_not_read():
+    """Transformers leaves it there and turns by the types alone."""
+    config = case("olmo3")
+    said = config["rope_parameters"] | {"rope_type": "yarn", "factor": 4.0}
+    assert numbers_of(config | {"rope_parameters": said}) == numbers_of(config)
+
+
+@pytest.mark.parametrize(
+    "family, said, field, value",
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}, "layer_scales", True),
+        ("olmoe", {"clip_qkv": 8}, "clip", 8.0),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, "window", 5),
+        ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 5}, "window", None),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 5, "layer_types": None}, "window_layers", (0, 2)),
+        ("qwen2_moe", {"use_sliding_window": True, "layer_types": None, "max_window_layers": 2}, "window_layers", (0,)),
+        ("qwen3_5_moe_text", {"intermediate_size": 17}, "mlp", 12),
+        ("llama", {"hidden_act": "gelu_python_tanh"}, "activation", "gelu_tanh"),
+        ("gemma", {"hidden_act": "gelu"}, "activation", "gelu_tanh"),
+        ("gemma", {"hidden_act": "gelu_python"}, "activation", "gelu"),
+        ("gemma", {"hidden_act": "relu2", "hidden_activation": "relu2"}, "activation", "relu_squared"),
+    ],
+)
+def test_an_option_is_read_and_written(family, said, field, value):
+    numbers = numbers_of(case(family) | said)
+    assert getattr(numbers, field) == value and back(family, numbers) == numbers
+
+
+def test_two_names_of_activations_that_differ_are_refused():
+    with pytest.raises(ValueError, match=r"hidden_activation='gelu_pytorch_tanh' is not supported .* has 'relu'\.$"):
+        numbers_of(case("gemma") | {"hidden_act": "relu", "hidden_activation": "gelu_pytorch_tanh"})
