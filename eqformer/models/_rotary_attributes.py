@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from ..nn import LongRopeScaling, ProportionalScaling, RotaryScaling
+from ..nn import LongRopeScaling, ProportionalScaling, RotaryScaling, YarnScaling
 from ._attributes import Entry
 from ._config import PublishedConfig
 from ._rotary_scalings import scaling_attributes, scaling_of, SCALINGS
@@ -63,7 +63,7 @@ class RotaryByType(Entry):
         """The older attributes and, for each type of layer, the newer, of which alone a local scaling is."""
         found = {self.older[1]: config.local_theta} | {self.older[0]: config.theta}  # which may have one name
         found |= scaling_attributes(config) if self.scaled else {}
-        return found | {"rope_parameters": {SLIDING: _parameters(config, *_LOCAL), FULL: _parameters(config)}}
+        return found | _by_type(config, _parameters(config))
 
 
 class LongRotaryPositions(RotaryPositions):
@@ -159,7 +159,7 @@ class PositionsByType(Entry):
             said |= {"partial_rotary_factor": scaling.part, "factor": scaling.factor}
         else:
             said = _parameters(config)
-        return {"rope_parameters": {FULL: said, SLIDING: _parameters(config, *_LOCAL)}}
+        return _by_type(config, said)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,11 @@ def read_rotary(
     # Beside the types transformers leaves a scaling that it was given of none of them, and turns by the types alone.
     if typed and layer_type and (kind := given.get("rope_type", "default")) not in SCALINGS:
         published.refuse(f"rope_type={kind!r} is not known.")
-    given = dict(given.get(layer_type) or {} if typed and layer_type else given)
+    if typed and layer_type:
+        # Whether YaRN's ramp is rounded it looks up there too, for all types, and never in theirs.
+        rounds, given = {"truncate": given.get("truncate", True)}, dict(given.get(layer_type) or {})
+        given |= rounds if given.get("rope_type") == "yarn" else {}
+    given = dict(given)
     theta = published.take(older[0], None)
     scaling = published.nested(older[1]) if older[1] else {}
     given = {name: value for name, value in (given or scaling).items() if name not in beside}
@@ -225,6 +229,18 @@ def read_local(published: PublishedConfig, theta: float, older: str) -> dict[str
 
 
 _LOCAL = ("local_theta", "local_scaling")
+
+
+def _by_type(config: Any, full: dict[str, Any]) -> dict[str, Any]:
+    """The newer attribute, with what all types have in common beside them."""
+    found = {SLIDING: _parameters(config, *_LOCAL), FULL: full}
+    rounds = {its.truncate for its in (config.scaling, config.local_scaling) if isinstance(its, YarnScaling)}
+    if len(rounds) == 2:
+        raise ValueError(
+            f"save(config={type(config).__name__}(scaling={config.scaling}, local_scaling={config.local_scaling})): "
+            "published configurations have one truncate for both; give both the same."
+        )
+    return {"rope_parameters": found if False not in rounds else found | {"truncate": False}}
 
 
 def _parameters(config: Any, theta: str = "theta", scaling: str = "scaling") -> dict[str, Any]:

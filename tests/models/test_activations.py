@@ -8,7 +8,7 @@ import jax
 import pytest
 from test_attributes import case, numbers_of, PUBLISHED
 
-from eqformer import models
+from eqformer import models, nn
 from eqformer.models._attributes import Activation
 
 
@@ -44,10 +44,13 @@ def test_where_other_layers_are_bent_too_there_is_one_alone(family, entry):
         ("llama-byte-1m", {"activation": "helix"}, r"LlamaConfig\(activation='helix'\): .*take one of 'gelu', 'gel"),
         (
             "glm4-byte-500k",
-            {"rotary_fraction": 0.4375},
-            r"\(head_dim=16, rotary_fraction=0.4375\): 7 channels .*in pairs",
+            {"rotary_fraction": 0.4375, "scaling": nn.DynamicScaling(2.0, 32_768)},
+            r"\(head_dim=16, rotary_fraction=0.4375, scaling=Dynamic.*\): 7 channels .*in pairs",
         ),
-        ("glm4-byte-500k", {"rotary_fraction": 0.01}, r"\(head_dim=16, rotary_fraction=0.01\): 0 channels"),
+        ("glm4-byte-500k", {"rotary_fraction": 0.01}, r"\(head_dim=16, rotary_fraction=0.01, .*\): 0 channels"),
+        ("glm4-byte-500k", {"rotary_fraction": 1.0, "head_dim": 7}, r"\(head_dim=7, .*\): 7 channels"),
+        ("llama-byte-1m", {"head_dim": 7}, r"LlamaConfig\(head_dim=7\): channels turn in pairs; take an even head_dim"),
+        ("kimi-linear-byte-500k", {"rope_dim": 7}, r"KimiLinearConfig\(rope_dim=7\): channels turn in pairs"),
     ],
 )
 def test_what_cannot_be_built_says_what_to_change(preset, changes, message):

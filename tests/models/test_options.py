@@ -3,10 +3,14 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 from test_attributes import case, numbers_of, PUBLISHED
 
-from eqformer import nn
+from eqformer import models, nn
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 def back(family: str, numbers: Any) -> Any:
@@ -30,6 +34,31 @@ def test_what_stands_beside_types_of_layers_is_not_read():
     config = case("olmo3")
     said = config["rope_parameters"] | {"rope_type": "yarn", "factor": 4.0}
     assert numbers_of(config | {"rope_parameters": said}) == numbers_of(config)
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_whether_yarn_is_rounded_is_read_beside_the_types_of_layers(rounds):
+    """Transformers looks it up there alone, and not where the rest of a type's scaling is."""
+    said, config = {"truncate": False} | YARN, case("gemma3_text")
+    said = {"full_attention": said, "sliding_attention": said, "truncate": rounds}
+    numbers = numbers_of(config | {"rope_parameters": said})
+    assert numbers.scaling.truncate is numbers.local_scaling.truncate is rounds
+    assert back("gemma3_text", numbers) == numbers
+    other = dataclasses.replace(numbers, local_scaling=dataclasses.replace(numbers.scaling, truncate=not rounds))
+    with pytest.raises(ValueError, match="published configurations have one truncate for both"):
+        PUBLISHED["gemma3_text"].write(other)
+
+
+def test_the_last_of_an_odd_number_of_channels_turns_with_the_one_behind_it():
+    config = dataclasses.replace(models.GLM4Config(61, 24, 2, 2, 1, 20, head_dim=10), rotary_fraction=0.5)
+    found = models.decoders.part_rotary(config)
+    frequencies = found.theta ** (-np.arange(0, found.dim, 2) / found.dim)
+    assert found.dim == 6 and np.allclose(frequencies, config.theta ** (-np.arange(0, 5, 2) / 5))
+
+
+def test_heads_without_rotary_positions_may_have_an_odd_number_of_channels():
+    config = dataclasses.replace(models.preset("nemotron-h-byte-500k"), head_dim=7)  # pyright: ignore[reportCallIssue]
+    assert {its.query.output_shape[1] for its in nn.modules(models.shapes(config), nn.Attention)} == {7}
 
 
 @pytest.mark.parametrize(

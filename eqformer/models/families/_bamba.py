@@ -6,14 +6,14 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Rotary, Transformer
+from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Ignore
 from .._family import DecoderConfig, Family
 from .._layer_attributes import ListedLayers
 from .._rotary_attributes import RotaryFraction
 from .._weights import Rule
 from ._common import ATTENTION, decoder_attributes, gated_weights, LAYER, norm_weights
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block, turned
+from ._decoder import attention, decoder, gated_mlp, part_rotary, pre_norm_block
 from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
 
 
@@ -35,7 +35,7 @@ class BambaConfig(NetSizes, DecoderConfig):
 
 def build_bamba(config: BambaConfig, *, key: Key[Array, ""]) -> Transformer:
     """A Bamba with random weights."""
-    rotary = Rotary(turned(config), config.theta, scaling=config.scaling)
+    rotary = part_rotary(config)
 
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

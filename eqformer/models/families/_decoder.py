@@ -11,6 +11,7 @@ from ...nn import (
     Attention,
     Block,
     causal,
+    DynamicScaling,
     Embedding,
     FeedForward,
     GatedMLP,
@@ -25,6 +26,7 @@ from ...nn import (
     sliding_window,
     Stack,
     Transformer,
+    YarnScaling,
 )
 from .._family import DecoderConfig
 from ._pattern import stacks_of
@@ -85,21 +87,38 @@ def attention(config: DecoderConfig, *, window: int | None = None, key: Key[Arra
     size = config.head_size
     given: dict[str, Any] = {
         "output_std": damping(config) * (config.heads * size) ** -0.5,
-        "rotary": Rotary(size, config.theta, scaling=config.scaling),
         "mask": causal() if window is None else sliding_window(window),
     }
+    given |= {} if "rotary" in options else {"rotary": rotary(config, size, scaling=config.scaling)}
     given |= {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": size}
     return Attention(embed=config.embed, **given | options, key=key)
 
 
-def turned(config: Any) -> int:
-    """Channels of a head that are rotated; raises a `ValueError` where they are no pairs."""
-    if (found := int(config.head_size * config.rotary_fraction)) % 2 or not found:
+def rotary(config: Any, channels: int, name: str = "head_dim", **options: Any) -> Rotary:
+    """The rotary positions of channels that the config's field `name` counts; `options` are `Rotary`'s."""
+    if channels % 2:
         raise ValueError(
-            f"{type(config).__name__}(head_dim={config.head_size}, rotary_fraction={config.rotary_fraction}): {found} "
-            "channels would turn, and they turn in pairs; give a partial_rotary_factor that leaves an even number."
+            f"{type(config).__name__}({name}={channels}): channels turn in pairs; take an even {name}, and a "
+            "configuration that says one."
         )
-    return found
+    return Rotary(channels, config.theta, **options)
+
+
+def part_rotary(config: Any, **options: Any) -> Rotary:
+    """The rotary positions of a part of each head's channels; `options` are `Rotary`'s.
+
+    Of an odd number of channels the frequencies are counted by it, and the last turns with the one behind it, as in
+    transformers. Raises a `ValueError` where there is none behind it, or a scaling that has no such pairs.
+    """
+    found, scaling = int(config.head_size * config.rotary_fraction), config.scaling
+    channels = found + found % 2
+    if not 0 < channels <= config.head_size or (found % 2 and isinstance(scaling, DynamicScaling | YarnScaling)):
+        raise ValueError(
+            f"{type(config).__name__}(head_dim={config.head_size}, rotary_fraction={config.rotary_fraction}, "
+            f"scaling={scaling}): {found} channels would turn, and they turn in pairs; give a partial_rotary_factor "
+            "that leaves an even number."
+        )
+    return Rotary(channels, config.theta ** (channels / found), scaling=scaling, **options)
 
 
 def bend(config: Any, name: str = "activation") -> Callable[[Array], Array]:

@@ -5,14 +5,14 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from ...nn import Attention, GatedDeltaNet, Rotary
+from ...nn import Attention, GatedDeltaNet
 from .._attributes import Activation, Attribute, Entry
 from .._family import DecoderConfig
 from .._layer_attributes import LayerTypes, Period
 from .._rotary_attributes import RotaryFraction
 from .._weights import Rule
 from ._common import attention_weights, LAYER
-from ._decoder import attention, damping, head_norms, turned
+from ._decoder import attention, damping, head_norms, part_rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class NetConfig(DecoderConfig):
 
 def gated_attention(config: NetConfig, key: Key[Array, ""]) -> Attention:
     """An attention with a gate for each head, whose queries and keys are normed."""
-    rotary = Rotary(turned(config), config.theta, scaling=config.scaling)
+    rotary = part_rotary(config)
     return attention(config, rotary=rotary, gate=True, bias=config.bias, **head_norms(config, offset=1.0), key=key)
 
 

@@ -5,12 +5,12 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Rotary, Transformer
+from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction
 from ._common import ATTENTION, decoder_attributes, EDGES, JOINED_GATED, norm_weights
-from ._decoder import attention, decoder, four_norm_block, gated_mlp, turned
+from ._decoder import attention, decoder, four_norm_block, gated_mlp, part_rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,10 @@ class GLM4Config(DecoderConfig):
 
 def build_glm4(config: GLM4Config, *, key: Key[Array, ""]) -> Transformer:
     """A GLM-4 with random weights."""
-    rotated = turned(config)
+    rotary = part_rotary(config, interleaved=True)
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        rotary = Rotary(rotated, config.theta, interleaved=True, scaling=config.scaling)
         attended = attention(config, bias=config.bias, output_bias=False, rotary=rotary, key=mixer)
         return four_norm_block(config, attended, gated_mlp(config, key=feed_forward))
 

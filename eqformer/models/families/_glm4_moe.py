@@ -6,13 +6,13 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Rotary, Transformer
+from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Ignore
 from .._family import DecoderConfig, Family
 from .._predictors import BEHIND
 from .._rotary_attributes import RotaryFraction
 from ._common import decoder_attributes, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block, turned
+from ._decoder import attention, decoder, gated_mlp, head_norms, part_rotary, pre_norm_block
 from ._mixtures import BIASED_SIGMOIDS, MIXTURE, mixture_beside_shared, SELECTION_BIAS, SHARED, SHARED_ATTRIBUTES
 
 
@@ -53,7 +53,7 @@ class GLM4MoEConfig(DecoderConfig):
 
 def build_glm4_moe(config: GLM4MoEConfig, *, key: Key[Array, ""]) -> Transformer:
     """A GLM-4.5 with random weights."""
-    rotary = Rotary(turned(config), config.theta, scaling=config.scaling)
+    rotary = part_rotary(config)
     router = {"normalise": config.normalise, **BIASED_SIGMOIDS}
 
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:

@@ -6,14 +6,14 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Rotary, Transformer
+from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Expect, Ignore
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weights import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, head_norm_weights, LAYER, OF_HEADS, PRE_NORMS
-from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block, turned
+from ._decoder import attention, decoder, gated_mlp, head_norms, part_rotary, pre_norm_block
 from ._mixtures import mixture
 
 
@@ -38,7 +38,7 @@ class MiniMaxM2Config(DecoderConfig):
 
 def build_minimax_m2(config: MiniMaxM2Config, *, key: Key[Array, ""]) -> Transformer:
     """A MiniMax-M2 with random weights."""
-    rotary = Rotary(turned(config), config.theta, scaling=config.scaling)
+    rotary = part_rotary(config)
     router = {"score": "sigmoid", "normalise": True, "balanced": True, "jitter": config.jitter}
 
     def block(_: None, key: Key[Array, ""]) -> Block:

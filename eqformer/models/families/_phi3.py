@@ -5,13 +5,13 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Rotary, Transformer
+from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Expect
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import LongRotaryPositions, RotaryFraction
 from .._weights import Rule
 from ._common import decoder_attributes, EDGES, INTO_HEADS, JOINED_GATED, LAYER, OUT_OF_HEADS, PRE_NORMS
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block, turned
+from ._decoder import attention, decoder, gated_mlp, part_rotary, pre_norm_block
 from ._phi3_divisors import PHI3_MINI, PHI4_MINI, PHI35_MINI
 
 
@@ -32,7 +32,7 @@ def build_phi3(config: Phi3Config, *, key: Key[Array, ""]) -> Transformer:
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        rotary = Rotary(turned(config), config.theta, scaling=config.scaling)
+        rotary = part_rotary(config)
         attended = attention(config, window=config.window, rotary=rotary, key=mixer)
         return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
 
