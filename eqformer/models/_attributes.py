@@ -112,26 +112,21 @@ def names_of(activation: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Activation(Entry):
-    """What bends a feed-forward layer's features, or its gate; `default` where nothing is said.
-
-    A family whose layers of another kind are bent by it too has `only` that.
-    """
+    """What bends a feed-forward layer's features, or its gate; `default` where nothing is said."""
 
     default: str = "silu"
     published: str = "hidden_act"
     name: str = "activation"
-    only: bool = False
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """The name in `nn.ACTIVATIONS`; refuse others than are known."""
-        others = () if self.only else (name for name in _ACTIVATIONS if name != self.default)
-        published.expect(self.published, self.default, *others)
+        published.expect(self.published, self.default, *(name for name in _ACTIVATIONS if name != self.default))
         return {self.name: _ACTIVATIONS[published.take(self.published, self.default)]}
 
     def write(self, config: Any) -> dict[str, Any]:
         """One of transformers' names; raises a `ValueError` for what has none."""
         value = getattr(config, self.name)
-        for name in (self.default,) if self.only else (self.default, *_ACTIVATIONS):
+        for name in (self.default, *_ACTIVATIONS):
             if _ACTIVATIONS[name] == value:
                 return {self.published: name}
         raise ValueError(

@@ -17,25 +17,12 @@ ENTRIES = [(family, entry) for family, entry in FOUND if isinstance(entry, Activ
 NAMES = {"relu": "relu", "gelu_fast": "gelu_tanh", "swish": "silu", "gelu_python": "gelu", "relu2": "relu_squared"}
 
 
-@pytest.mark.parametrize("family, entry", [(family, entry) for family, entry in ENTRIES if not entry.only])
+@pytest.mark.parametrize("family, entry", ENTRIES)
 def test_a_named_activation_is_read_and_written(family, entry):
     for said, own in NAMES.items():
         numbers = numbers_of(case(family) | {entry.published: said})
         assert getattr(numbers, entry.name) == own
         assert numbers_of({"model_type": family} | PUBLISHED[family].write(numbers)) == numbers
-
-
-@pytest.mark.parametrize("family, entry", [(family, entry) for family, entry in ENTRIES if entry.only])
-def test_where_other_layers_are_bent_too_there_is_one_alone(family, entry):
-    numbers = numbers_of(case(family))
-    with pytest.raises(
-        ValueError, match=rf"{entry.published}='gelu' is not supported for this family, which has 'silu'"
-    ):
-        numbers_of(case(family) | {entry.published: "gelu"})
-    with pytest.raises(
-        ValueError, match=rf"\({entry.name}='gelu'\)\): no published configuration says it; leave it at"
-    ):
-        PUBLISHED[family].write(dataclasses.replace(numbers, **{entry.name: "gelu"}))
 
 
 @pytest.mark.parametrize(

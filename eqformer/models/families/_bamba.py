@@ -13,7 +13,7 @@ from .._layer_attributes import ListedLayers
 from .._rotary_attributes import RotaryFraction
 from .._weights import Rule
 from ._common import ATTENTION, decoder_attributes, gated_weights, LAYER, norm_weights
-from ._decoder import attention, decoder, gated_mlp, part_rotary, pre_norm_block
+from ._decoder import attention, bend, decoder, gated_mlp, part_rotary, pre_norm_block
 from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
 
 
@@ -40,7 +40,7 @@ def build_bamba(config: BambaConfig, *, key: Key[Array, ""]) -> Transformer:
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = lambda: attention(config, rotary=rotary, bias=config.bias, key=mixer)
-        mixed = attended() if is_attention else mamba2(config, mixer)
+        mixed = attended() if is_attention else mamba2(config, mixer, activation=bend(config))
         return pre_norm_block(config, mixed, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
 
     return decoder(config, block, [layer in config.attention_layers for layer in range(config.layers)], key=key)
@@ -66,7 +66,7 @@ BAMBA = Family(
         RotaryFraction(0.5, inside=True),
         Attribute("bias", "attention_bias", False),
         Attribute("mlp_bias", "mlp_bias", False),
-        Activation(only=True),
+        Activation(),
         # How it runs, a loss of training, and what transformers never reads.
         Ignore("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"),
     ),

@@ -12,7 +12,7 @@ from .._layer_attributes import LayerTypes, Period
 from .._rotary_attributes import RotaryFraction
 from .._weights import Rule
 from ._common import attention_weights, LAYER
-from ._decoder import attention, damping, head_norms, part_rotary
+from ._decoder import attention, bend, damping, head_norms, part_rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,11 @@ def delta_net(config: NetConfig, key: Key[Array, ""]) -> GatedDeltaNet:
     """A net of the config's heads."""
     heads, v_dim = config.net_heads, config.net_v_dim
     sizes = {"kv_heads": config.net_kv_heads, "head_dim": config.net_head_dim, "taps": config.taps}
-    given: dict[str, Any] = {"eps": config.eps, "output_std": damping(config) * (heads * v_dim) ** -0.5}
+    given: dict[str, Any] = {
+        "activation": bend(config),
+        "eps": config.eps,
+        "output_std": damping(config) * (heads * v_dim) ** -0.5,
+    }
     return GatedDeltaNet(embed=config.embed, heads=heads, v_dim=v_dim, **sizes, **given, key=key)
 
 
@@ -62,7 +66,7 @@ NET_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("taps", "linear_conv_kernel_dim", 4),
     LayerTypes("attention_layers", ("full_attention", "linear_attention"), Period(4, ("full_attention_interval",))),
     RotaryFraction(0.25),
-    Activation(only=True),
+    Activation(),
     Attribute("bias", "attention_bias", False),
 )
 

@@ -56,6 +56,7 @@ def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transform
     net |= {"norm_eps": config.eps if config.net_norm else None, "norm_first": config.norm_first}
     gate_scale, mlp_scale = config.mlp_scales
     fed: dict[str, Any] = {"activation": ScaledActivation(bend(config), gate_scale), "bias": config.mlp_bias}
+    net["activation"] = bend(config)
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         attended, recurrent, gated = jax.random.split(key, 3)

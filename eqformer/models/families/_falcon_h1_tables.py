@@ -52,7 +52,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("bias", "attention_bias", False),
     Attribute("output_bias", "projectors_bias", False),
     Attribute("mlp_bias", "mlp_bias", False),
-    Activation(only=True),
+    Activation(),
     Expect("mamba_use_mlp", True, written=False),
     # How it runs, and what transformers never reads.
     Ignore("mamba_chunk_size", "num_logits_to_keep", "mlp_expansion_factor", "attn_layer_indices"),

@@ -12,7 +12,7 @@ from .._family import Family
 from .._layer_attributes import every, LayerTypes, RotaryOrNone
 from .._weights import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, PRE_NORMS
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from ._decoder import attention, bend, decoder, gated_mlp, pre_norm_block
 from ._granite import GraniteConfig, SCALES
 from ._mixtures import mixture
 from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
@@ -53,7 +53,7 @@ def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) ->
         mixer, feed_forward = jax.random.split(key)
         scaled: dict[str, Any] = {"scale": config.attention_scale, "output_std": None}
         attended = lambda: attention(config, bias=config.bias, rotary=rotary, **scaled, key=mixer)
-        mixed = attended() if is_attention else mamba2(config, mixer, output_std=None)
+        mixed = attended() if is_attention else mamba2(config, mixer, output_std=None, activation=bend(config))
         return pre_norm_block(config, mixed, fed(feed_forward), residual_scale=config.residual_scale)
 
     kinds = [layer in config.attention_layers for layer in range(config.layers)]
@@ -100,7 +100,7 @@ GRANITE_HYBRID = Family(
         Attribute("experts", "num_local_experts", 8),
         Attribute("top_k", "num_experts_per_tok", 2),
         Attribute("balance", "router_aux_loss_coef", 0.001),
-        Activation(only=True),
+        Activation(),
         Attribute("bias", "attention_bias", False),
         *(Unpublished("mlp_bias", False, "no layer has one"), Expect("mlp_bias", False, written=False)),
         Expect("normalization_function", "rmsnorm", written=False),

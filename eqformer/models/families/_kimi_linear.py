@@ -9,7 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, ChannelDeltaNet, ProportionalScaling, Transformer
 from .._family import Family
 from .._layer_attributes import every
-from ._decoder import damping, decoder, gated_mlp, pre_norm_block
+from ._decoder import bend, damping, decoder, gated_mlp, pre_norm_block
 from ._deepseek import latent_attention, SigmoidLatentConfig
 from ._kimi_linear_tables import KIMI_ATTRIBUTES, KIMI_WEIGHTS
 from ._mixtures import BIASED_SIGMOIDS, mixture_beside_shared
@@ -42,7 +42,11 @@ def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Trans
     # Some channels of keys are one for all heads, as where they are rotated; here none turns.
     still = dataclasses.replace(config, scaling=ProportionalScaling(0.0))
     sizes: dict[str, Any] = {"heads": config.net_heads, "head_dim": config.net_head_dim, "taps": config.taps}
-    sizes |= {"eps": config.eps, "output_std": damping(config) * (config.net_heads * config.net_head_dim) ** -0.5}
+    sizes |= {
+        "activation": bend(config),
+        "eps": config.eps,
+        "output_std": damping(config) * (config.net_heads * config.net_head_dim) ** -0.5,
+    }
 
     def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
         (is_attention, is_mixture), (mixer, feed_forward) = kind, jax.random.split(key)

@@ -66,7 +66,7 @@ KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     *(Unpublished("tied", False, "transformers never ties it"), Expect("tie_word_embeddings", False)),
     Attribute("max_seq", ("model_max_length", "max_position_embeddings"), 1_048_576),
     *(Unpublished(name, its, "none turns") for name, its in (("theta", 1e4), ("scaling", None), ("temperature", 0.0))),
-    *(Activation(only=True), Attribute("bias", "attention_bias", False), Expect("moe_layer_freq", 1)),
+    *(Activation(), Attribute("bias", "attention_bias", False), Expect("moe_layer_freq", 1)),
     *(Expect(name, True, written=False) for name in ("mla_use_nope", "use_grouped_topk")),
     Expect("moe_router_activation_func", "sigmoid", written=False),
     Ignore("head_dim", "qk_head_dim", "rope_theta", "num_nextn_predict_layers"),

@@ -6,10 +6,10 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from ...nn import Block, Residual, Transformer
-from .._attributes import Attribute, Count, Expect, Ignore
+from .._attributes import Activation, Attribute, Count, Expect, Ignore
 from .._family import Family, ModelConfig
 from .._weights import Rule
-from ._decoder import decoder, norm
+from ._decoder import bend, decoder, norm
 from ._state_spaces import mamba2, mamba_weights, NetSizes, StepLimits, ValueChannels
 
 
@@ -24,13 +24,15 @@ class Mamba2Config(NetSizes, ModelConfig):
     """What norms add before the root."""
     tied: bool = False
     """Whether the head is the embedding's table."""
+    activation: str = "silu"
+    """What bends what the convolutions give: a name of `nn.ACTIVATIONS`."""
 
 
 def build_mamba2(config: Mamba2Config, *, key: Key[Array, ""]) -> Transformer:
     """A Mamba-2 with random weights."""
 
     def block(_: None, key: Key[Array, ""]) -> Block:
-        return Block(Residual(mamba2(config, key), norm(config)))
+        return Block(Residual(mamba2(config, key, activation=bend(config)), norm(config)))
 
     return decoder(config, block, key=key)
 
@@ -72,7 +74,7 @@ MAMBA2 = Family(
         StepLimits(),
         Attribute("eps", "layer_norm_epsilon", 1e-5),
         Attribute("tied", "tie_word_embeddings", False),
-        Expect("hidden_act", "silu"),
+        Activation(),
         Expect("rms_norm", True, written=False),
         # How weights are drawn, how sums are rounded, which kernel runs, and what transformers never reads.
         Ignore("chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_rank", "time_step_min"),

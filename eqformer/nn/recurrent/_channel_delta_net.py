@@ -1,6 +1,6 @@
 """A gated delta net whose memory decays channel by channel."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from .._activation import silu
 from .._cache import RecurrentCache
 from .._contracts import Mixer, MixerFacts
 from .._dims import float32_at_least
@@ -43,6 +44,7 @@ class ChannelDeltaNet(Mixer):
     norm: RMSNorm
     output: LinearMap
     chunk: int = eqx.field(static=True)
+    activation: Callable[[Array], Array] = eqx.field(static=True)
     decay_bias: Float[Array, "heads head_dim"] = float32_at_least()
 
     def __init__(
@@ -57,6 +59,7 @@ class ChannelDeltaNet(Mixer):
         chunk: int = 64,
         eps: float = 1e-5,
         output_std: float | None = None,
+        activation: Callable[[Array], Array] = silu,
         key: Key[Array, ""],
     ):
         """Draw the maps; where the input says nothing, decays are `exp(-a s)`, `a` from 1 to 16, `s` from 0.001 to 0.1.
@@ -71,6 +74,7 @@ class ChannelDeltaNet(Mixer):
             chunk: Tokens that are computed together; a multiple of 8 takes the fewest operations.
             eps: What the output's norm adds to the mean of squares.
             output_std: The deviation of the last map's weights; None: as the others'.
+            activation: What bends what the convolutions give.
             key: For the weights.
         """
         check_sizes("ChannelDeltaNet", heads=heads, kv_heads=heads, chunk=chunk)
@@ -93,7 +97,7 @@ class ChannelDeltaNet(Mixer):
         self.decay_bias = step_bias((heads, head_dim), keys[12])
         self.norm = RMSNorm("v_dim", v_dim=v_dim, eps=eps)
         self.output = Linear("heads v_dim -> embed", embed=embed, **of_values, std=output_std, key=keys[13])
-        self.chunk = chunk
+        self.chunk, self.activation = chunk, activation
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: RecurrentCache | None = None
@@ -102,7 +106,9 @@ class ChannelDeltaNet(Mixer):
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         inputs = self.query(x), self.key(x), self.value(x)
         # Of all tokens, where `x` are some of them.
-        reading = Reading((self.query_conv, self.key_conv, self.value_conv), tokens, inputs[0].shape[:-2], cache)
+        reading = Reading(
+            (self.query_conv, self.key_conv, self.value_conv), tokens, inputs[0].shape[:-2], cache, self.activation
+        )
         query, key, value = reading.convolved(inputs)
         exact, is_real = query.dtype, reading.is_real[..., None]
         query, key = unit(query) * key.shape[-1] ** -0.5, unit(key)

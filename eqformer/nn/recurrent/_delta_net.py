@@ -1,6 +1,6 @@
 """A recurrence in the place of attention: a memory of fixed size that each token corrects."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from .._activation import silu
 from .._cache import RecurrentCache
 from .._contracts import Mixer, MixerFacts
 from .._linear import Linear
@@ -22,12 +23,12 @@ from ._reading import check_sizes, empty_cache, Reading, unit
 class GatedDeltaNet(Mixer):
     """The mixer of Yang, Kautz and Hatamizadeh (2024, arXiv:2412.06464), as in Qwen3-Next; called like an attention.
 
-    Queries, keys and values go through short convolutions and silu; queries and keys get length 1. Each of `heads` has
-    a matrix that the `delta_rule` changes: it decays by `exp(-exp(log_rate) softplus(decay(x) + decay_bias))` and is
-    corrected at the rate `sigmoid(rate(x))`. Its outputs are normalised within each head and multiplied by
-    `silu(gate(x))`. `kv_heads` count the heads of queries and of keys, of which each serves `heads / kv_heads` heads of
-    values. There are no positions: tokens come in reading order, any padding last in a row of a call, and a document
-    begins at position 0 or with another segment. Head counts are read off the weights.
+    Queries, keys and values go through short convolutions and silu (or another `activation`); queries and keys get
+    length 1. Each of `heads` has a matrix that the `delta_rule` changes: it decays by `exp(-exp(log_rate)
+    softplus(decay(x) + decay_bias))` and is corrected at the rate `sigmoid(rate(x))`. Its outputs are normalised within
+    each head and multiplied by `silu(gate(x))`. `kv_heads` count the heads of queries and of keys, of which each serves
+    `heads / kv_heads` heads of values. There are no positions: tokens come in reading order, any padding last in a row
+    of a call, and a document begins at position 0 or with another segment. Head counts are read off the weights.
     """
 
     query: LinearMap
@@ -44,6 +45,7 @@ class GatedDeltaNet(Mixer):
     norm: RMSNorm
     output: LinearMap
     chunk: int = eqx.field(static=True)
+    activation: Callable[[Array], Array] = eqx.field(static=True)
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class GatedDeltaNet(Mixer):
         chunk: int = 64,
         eps: float = 1e-6,
         output_std: float | None = None,
+        activation: Callable[[Array], Array] = silu,
         key: Key[Array, ""],
     ):
         """Draw the maps, and decays of `exp(-a softplus(1))` with `a` from U(0.01, 16) where the input says nothing.
@@ -71,6 +74,7 @@ class GatedDeltaNet(Mixer):
             chunk: Tokens that are computed together.
             eps: What the output's norm adds to the mean of squares.
             output_std: The deviation of the last map's weights; None: as the others'.
+            activation: What bends what the convolutions give.
             key: For the weights.
         """
         check_sizes("GatedDeltaNet", heads=heads, kv_heads=kv_heads, chunk=chunk)
@@ -90,7 +94,7 @@ class GatedDeltaNet(Mixer):
         self.decay_bias = jnp.ones(heads, jnp.float32)
         self.norm = RMSNorm("v_dim", v_dim=v_dim, eps=eps)
         self.output = Linear("heads v_dim -> embed", embed=embed, **many, std=output_std, key=keys[10])
-        self.chunk = chunk
+        self.chunk, self.activation = chunk, activation
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: RecurrentCache | None = None
@@ -99,7 +103,9 @@ class GatedDeltaNet(Mixer):
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         inputs = self.query(x), self.key(x), self.value(x)
         # Of all tokens, where `x` are some of them.
-        reading = Reading((self.query_conv, self.key_conv, self.value_conv), tokens, inputs[0].shape[:-2], cache)
+        reading = Reading(
+            (self.query_conv, self.key_conv, self.value_conv), tokens, inputs[0].shape[:-2], cache, self.activation
+        )
         query, key, value = reading.convolved(inputs)
         exact, is_real = query.dtype, reading.is_real[..., None]
         copies = value.shape[-2] // key.shape[-2]

@@ -1,6 +1,6 @@
 """Mamba-2 in the place of attention: a memory of fixed size that fades and takes up each token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from .._activation import silu
 from .._cache import RecurrentCache
 from .._contracts import Mixer, MixerFacts
 from .._linear import Linear
@@ -22,16 +23,16 @@ from ._state_space import state_space
 class Mamba2Mixer(Mixer):
     """The mixer of Dao and Gu (2024, arXiv:2405.21060), called like an attention; in brackets the paper's letters.
 
-    Values (`x`), keys (`B`) and queries (`C`) go through short convolutions and silu. Each of `heads` has a matrix that
-    fades by `exp(-exp(log_rate) dt)` and takes up the token's key and `dt` times its value, where `dt` is
-    `softplus(step(x) + step_bias)` within `step_limits`; the query reads it (see `state_space`), and `skip` (`D`) times
-    the value is added. This is multiplied by `silu(gate(x))` (`z`) and then, where there is a `norm`, divided by the
-    root of its mean square over all heads of one key head, and multiplied by `scale`; with `norm_first` these two come
-    before the product with the gate. `kv_heads` count the heads of
-    keys and of queries (groups), of which each serves `heads / kv_heads` heads of values; `head_dim` are their channels
-    (`N`, the size of the state), `v_dim` those of a value (`P`). There are no positions: tokens come in reading order,
-    any padding last in a row of a call, and a document begins at position 0 or with another segment. Head counts are
-    read off the weights.
+    Values (`x`), keys (`B`) and queries (`C`) go through short convolutions and silu (or another `activation`). Each of
+    `heads` has a matrix that fades by `exp(-exp(log_rate) dt)` and takes up the token's key and `dt` times its value,
+    where `dt` is `softplus(step(x) + step_bias)` within `step_limits`; the query reads it (see `state_space`), and
+    `skip` (`D`) times the value is added. This is multiplied by `silu(gate(x))` (`z`) and then, where there is a
+    `norm`, divided by the root of its mean square over all heads of one key head, and multiplied by `scale`; with
+    `norm_first` these two come before the product with the gate. `kv_heads` count the heads of keys and of queries
+    (groups), of which each serves `heads / kv_heads` heads of values; `head_dim` are their channels (`N`, the size of
+    the state), `v_dim` those of a value (`P`). There are no positions: tokens come in reading order, any padding last
+    in a row of a call, and a document begins at position 0 or with another segment. Head counts are read off the
+    weights.
     """
 
     gate: LinearMap
@@ -52,6 +53,7 @@ class Mamba2Mixer(Mixer):
     multipliers: tuple[float, float, float, float, float] | None = eqx.field(static=True)
     norm_first: bool = eqx.field(static=True)
     chunk: int = eqx.field(static=True)
+    activation: Callable[[Array], Array] = eqx.field(static=True)
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class Mamba2Mixer(Mixer):
         norm_eps: float | None = 1e-5,
         norm_first: bool = False,
         output_std: float | None = None,
+        activation: Callable[[Array], Array] = silu,
     ):
         """Draw the maps; where the input says nothing, steps are from 0.001 to 0.1 and rates 1, 2, 3 and so on.
 
@@ -93,6 +96,7 @@ class Mamba2Mixer(Mixer):
             norm_eps: What the output's norm adds to the mean of squares; None: there is no norm.
             norm_first: Whether the norm comes before the gate.
             output_std: The deviation of the last map's weights; None: as the others'.
+            activation: What bends what the convolutions give.
         """
         check_sizes("Mamba2Mixer", heads=heads, kv_heads=kv_heads, chunk=chunk)
         keys = jax.random.split(key, 10)
@@ -119,6 +123,7 @@ class Mamba2Mixer(Mixer):
         output_bias = bias if output_bias is None else output_bias
         back: dict[str, Any] = {"embed": embed, "bias": output_bias, "std": output_std}
         self.output = Linear("heads v_dim -> embed", **back, **many, key=keys[9])
+        self.activation = activation
         self.step_limits, self.chunk, self.multipliers, self.norm_first = step_limits, chunk, multipliers, norm_first
 
     def __call__(
@@ -133,7 +138,9 @@ class Mamba2Mixer(Mixer):
         gate, value, key, query, step = found
         inputs = query, key, value
         # Of all tokens, where `x` are some of them.
-        reading = Reading((self.query_conv, self.key_conv, self.value_conv), tokens, inputs[0].shape[:-2], cache)
+        reading = Reading(
+            (self.query_conv, self.key_conv, self.value_conv), tokens, inputs[0].shape[:-2], cache, self.activation
+        )
         query, key, value = reading.convolved(inputs)
         exact = value.dtype
         step = jax.nn.softplus(step.astype(exact) + self.step_bias.astype(exact))

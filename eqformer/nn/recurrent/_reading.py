@@ -1,6 +1,6 @@
 """What recurrences share around their rules: convolutions of what goes in, padding, documents, the cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
@@ -26,6 +26,7 @@ class Reading(eqx.Module):
     positions: Int[Array, "*batch seq"]
     documents: Int[Array, "*batch seq"]
     cache: RecurrentCache | None
+    activation: Callable[[Array], Array] = eqx.field(static=True)
 
     def __init__(
         self,
@@ -33,11 +34,15 @@ class Reading(eqx.Module):
         tokens: Tokens,
         shape: tuple[int, ...],
         cache: RecurrentCache | None,
+        activation: Callable[[Array], Array],
     ):
-        """Of tokens of this `shape`, that of whole rows. Raises a `ValueError` for packed rows with a cache."""
+        """Of tokens of this `shape`, that of whole rows. Raises a `ValueError` for packed rows with a cache.
+
+        The `activation` bends what the convolutions give.
+        """
         if cache is not None:
             check_one_document(tokens)
-        self.convs, self.cache = convs, cache
+        self.convs, self.cache, self.activation = convs, cache, activation
         self.positions, self.documents = jnp.broadcast_to(tokens.positions, shape), documents_of(tokens, shape)
 
     @property
@@ -46,10 +51,10 @@ class Reading(eqx.Module):
         return self.positions >= 0
 
     def convolved(self, inputs: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
-        """Queries, keys and values after their convolutions and silu, in float32 at least."""
+        """Queries, keys and values after their convolutions and activation, in float32 at least."""
         before = (None,) * 3 if self.cache is None else (self.cache.queries, self.cache.keys, self.cache.values)
         triples = zip(self.convs, self._without_padding(inputs), before, strict=True)
-        return [jax.nn.silu(conv(y, self.documents, past)) for conv, y, past in triples]
+        return [self.activation(conv(y, self.documents, past)) for conv, y, past in triples]
 
     def state(
         self, key: Float[Array, "*batch seq kv_heads head_dim"], value: Float[Array, "*batch seq heads v_dim"]
