@@ -1,6 +1,7 @@
 """The delta net of decays by channel against loops in float64; its documents, slices, bad sizes."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,7 +15,7 @@ from eqformer import nn
 
 
 KEY, EMBED, SEQ = jax.random.key(0), 6, 7
-SIZES = dict(embed=EMBED, heads=4, head_dim=3, v_dim=5, rank=2)
+SIZES: dict[str, Any] = dict(embed=EMBED, heads=4, head_dim=3, v_dim=5, rank=2)
 NET = drawn(nn.ChannelDeltaNet, **SIZES, chunk=8, key=KEY)
 X = normal(1, 2, SEQ, EMBED)
 run = eqx.filter_jit(lambda net, x, tokens: net(x, tokens)[0])

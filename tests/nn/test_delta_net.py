@@ -1,6 +1,7 @@
 """The gated delta net against loops in float64; its documents, padding, caches, slices."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,7 +16,7 @@ from eqformer import nn
 
 KEY = jax.random.key(0)
 EMBED, SEQ = 6, 7
-SIZES = dict(embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5)
+SIZES: dict[str, Any] = dict(embed=EMBED, heads=4, kv_heads=2, head_dim=3, v_dim=5)
 NET = drawn(nn.GatedDeltaNet, **SIZES, chunk=3, key=KEY)
 X = normal(1, 2, SEQ, EMBED)
 run = eqx.filter_jit(lambda net, x, tokens, cache=None: net(x, tokens, cache))

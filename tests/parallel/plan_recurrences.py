@@ -11,7 +11,7 @@ from eqformer import nn
 def recurrence(key: Any, kv_heads: int = 4) -> nn.Period:
     """Like Qwen3-Next: a gated delta net, and an attention whose heads have gates, under norms that count from one."""
     one, two = jax.random.split(key)
-    sizes = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": HEAD_DIM, "v_dim": 6}
+    sizes: dict[str, Any] = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": HEAD_DIM, "v_dim": 6}
     net = nn.GatedDeltaNet(embed=EMBED, **sizes, chunk=5, key=one)
     mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
     mixers = net, attention(two, kv_heads=kv_heads, gate=True)
