@@ -123,6 +123,6 @@ def test_in_bfloat16_it_remembers_in_float32():
 
 def test_bad_sizes_are_refused():
     with pytest.raises(ValueError, match=r"heads=4, kv_heads=3\).*take one of \[1, 2, 4\]"):
-        nn.GatedDeltaNet(**SIZES | {"kv_heads": 3}, key=KEY)
+        nn.GatedDeltaNet(**dict(SIZES, kv_heads=3), key=KEY)
     with pytest.raises(ValueError, match=r"GatedDeltaNet\(chunk=0\)"):
         nn.GatedDeltaNet(**SIZES, chunk=0, key=KEY)
