@@ -62,6 +62,20 @@ def test_heads_without_rotary_positions_may_have_an_odd_number_of_channels():
 
 
 @pytest.mark.parametrize(
+    "name, field",
+    [
+        *((f"{name}-byte-500k", "head_dim") for name in ("cohere", "ernie4.5", "gemma3", "llama4", "olmo3")),
+        ("gemma4-byte-500k", "global_head_dim"),
+        ("deepseek-v3-byte-500k", "rope_dim"),
+    ],
+)
+def test_an_odd_number_of_channels_that_turn_is_refused_by_its_name(name, field):
+    config = dataclasses.replace(models.preset(name), **{field: 7})
+    with pytest.raises(ValueError, match=rf"Config\({field}=7\): channels turn in pairs; take an even {field}"):
+        models.shapes(config)
+
+
+@pytest.mark.parametrize(
     "family, said, field, value",
     [
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}, "layer_scales", True),

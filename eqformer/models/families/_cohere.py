@@ -6,13 +6,13 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import LayerNorm, ParallelBlock, Residual, Rotary, Transformer
+from ...nn import LayerNorm, ParallelBlock, Residual, Transformer
 from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryPositions
 from .._weights import Rule
 from ._common import decoder_attributes, LAYER, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp
+from ._decoder import attention, decoder, gated_mlp, rotary_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def build_cohere(config: CohereConfig, *, key: Key[Array, ""]) -> Transformer:
     def block(_: None, key: Key[Array, ""]) -> ParallelBlock:
         mixer, feed_forward = jax.random.split(key)
         options: dict[str, Any] = {
-            "rotary": Rotary(size, config.theta, interleaved=True, scaling=config.scaling),
+            "rotary": rotary_of(config, size, interleaved=True, scaling=config.scaling),
             "query_norm": norm("head_dim", heads=config.heads, head_dim=size) if config.qk_norm else None,
             "key_norm": norm("head_dim", kv_heads=config.kv_heads, head_dim=size) if config.qk_norm else None,
         }

@@ -89,19 +89,24 @@ def attention(config: DecoderConfig, *, window: int | None = None, key: Key[Arra
         "output_std": damping(config) * (config.heads * size) ** -0.5,
         "mask": causal() if window is None else sliding_window(window),
     }
-    given |= {} if "rotary" in options else {"rotary": rotary(config, size, scaling=config.scaling)}
+    given |= {} if "rotary" in options else {"rotary": rotary_of(config, size, scaling=config.scaling)}
     given |= {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": size}
     return Attention(embed=config.embed, **given | options, key=key)
 
 
-def rotary(config: Any, channels: int, name: str = "head_dim", **options: Any) -> Rotary:
-    """The rotary positions of channels that the config's field `name` counts; `options` are `Rotary`'s."""
+def rotary_of(
+    config: Any, channels: int, name: str = "head_dim", *, theta: float | None = None, **options: Any
+) -> Rotary:
+    """The rotary positions of channels that the config's field `name` counts, by its base or `theta`.
+
+    `options` are `Rotary`'s. Raises a `ValueError`, which names the field, for an odd number.
+    """
     if channels % 2:
         raise ValueError(
             f"{type(config).__name__}({name}={channels}): channels turn in pairs; take an even {name}, and a "
             "configuration that says one."
         )
-    return Rotary(channels, config.theta, **options)
+    return Rotary(channels, config.theta if theta is None else theta, **options)
 
 
 def part_rotary(config: Any, **options: Any) -> Rotary:

@@ -23,7 +23,7 @@ from .._layer_attributes import LAYERS
 from .._rotary_attributes import SharpenedRotaryPositions
 from .._weights import Rule
 from ._common import AsManyKeyHeads, EDGES, GATED, LAYER, PRE_NORMS, SIZES, WIDTH
-from ._decoder import damping, decoder, gated_mlp, pre_norm_block, rotary
+from ._decoder import damping, decoder, gated_mlp, pre_norm_block, rotary_of
 from ._mixtures import MIXTURE, mixture_beside_shared, SHARED, SHARED_ATTRIBUTES
 
 
@@ -148,7 +148,7 @@ def latent_attention(
         v_dim=config.v_dim,
         latent_norm=RMSNorm("latent", latent=config.latent),
         query_latent_norm=None if config.q_latent is None else RMSNorm("q_latent", q_latent=config.q_latent),
-        rotary=rotary(config, config.rope_dim, "rope_dim", interleaved=interleaved, scaling=scaling),
+        rotary=rotary_of(config, config.rope_dim, "rope_dim", interleaved=interleaved, scaling=scaling),
         output_std=damping(config) * (config.heads * config.v_dim) ** -0.5,
         latent_bias=config.bias,
         scale=sharper * (config.head_dim + config.rope_dim) ** -0.5,

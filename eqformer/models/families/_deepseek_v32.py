@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from ...nn import Indexer, Rotary, Transformer, YarnScaling
+from ...nn import Indexer, Transformer, YarnScaling
 from .._attributes import Attribute, Count, Entry, Expect, Ignore
 from .._config import PublishedConfig
 from .._family import Family
@@ -14,6 +14,7 @@ from .._layer_attributes import LAYERS
 from .._predictors import BEHIND
 from .._weights import Rule
 from ._common import LAYER
+from ._decoder import rotary_of
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LayerMixtures, SigmoidLatentConfig
 from ._mixtures import BIASED_SIGMOIDS, SELECTION_BIAS
 
@@ -35,7 +36,7 @@ def build_deepseek_v32(
     config: DeepSeekV32Config, *, index_interleaved: bool = False, key: Key[Array, ""]
 ) -> Transformer:
     """A DeepSeek-V3.2 with random weights."""
-    rotary = Rotary(config.rope_dim, config.theta, interleaved=index_interleaved, scaling=config.scaling)
+    rotary = rotary_of(config, config.rope_dim, "rope_dim", interleaved=index_interleaved, scaling=config.scaling)
     sizes = {"heads": config.index_heads, "dim": config.index_dim, "top_k": config.index_top_k}
 
     def options(key: Key[Array, ""]) -> Mapping[str, Any]:

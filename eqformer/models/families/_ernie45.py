@@ -5,12 +5,12 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Rotary, Transformer
+from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryPositions
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, PRE_NORMS, StatedHeadSize
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from ._decoder import attention, decoder, gated_mlp, pre_norm_block, rotary_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Ernie45Config(DecoderConfig):
 
 def build_ernie45(config: Ernie45Config, *, key: Key[Array, ""]) -> Transformer:
     """A dense ERNIE 4.5 with random weights."""
-    rotary = Rotary(config.head_size, config.theta, interleaved=True, scaling=config.scaling)
+    rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

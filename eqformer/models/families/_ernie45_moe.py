@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from ...nn import Block, Linear, MoE, Rotary, Transformer
+from ...nn import Block, Linear, MoE, Transformer
 from .._family import DecoderConfig, Family
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from ._decoder import attention, decoder, gated_mlp, pre_norm_block, rotary_of
 from ._ernie45_moe_tables import ATTRIBUTES, WEIGHTS
 from ._mixtures import mixture
 
@@ -50,7 +50,7 @@ class Ernie45MoEConfig(DecoderConfig):
 
 def build_ernie45_moe(config: Ernie45MoEConfig, *, key: Key[Array, ""]) -> Transformer:
     """An ERNIE 4.5 with experts and random weights."""
-    rotary = Rotary(config.head_size, config.theta, interleaved=True, scaling=config.scaling)
+    rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
 
     def mixed(key: Key[Array, ""]) -> MoE:
         router, experts, shared = jax.random.split(key, 3)

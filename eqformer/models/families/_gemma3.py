@@ -7,14 +7,14 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Attention, Block, LinearScaling, Mixer, Rotary, RotaryScaling, Transformer
+from ...nn import Attention, Block, LinearScaling, Mixer, RotaryScaling, Transformer
 from .._attributes import Activation, Attribute, Expect, float_or_none, Ignore
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryByType
 from .._towers import Tower
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, head_norm_weights
-from ._decoder import attention, decoder, four_norm_block, gated_mlp, head_norms, norm
+from ._decoder import attention, decoder, four_norm_block, gated_mlp, head_norms, norm, rotary_of
 from ._pattern import windows_of
 
 
@@ -67,7 +67,7 @@ def gemma3_block(
     """A layer, local where it has a window, whose mixer is made of its attention; `options` are that one's."""
     mixer, feed_forward = jax.random.split(key)
     given: dict[str, Any] = {"scale": config.query_scalar**-0.5, "bias": config.bias, "output_std": None}
-    rotary = Rotary(config.head_size, config.local_theta, scaling=config.local_scaling)
+    rotary = rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
     given |= {} if window is None else {"rotary": rotary}
     given |= head_norms(config, offset=1.0)
     attended = attention(config, window=window, **given | options, key=mixer)

@@ -16,7 +16,6 @@ from ...nn import (
     LayerInputs,
     Residual,
     RMSNorm,
-    Rotary,
     sliding_window,
     Transformer,
 )
@@ -25,7 +24,7 @@ from .._family import Family
 from .._rotary_attributes import PositionsByType
 from .._towers import Tower
 from ._common import decoder_attributes
-from ._decoder import attention, bend, decoder, gated_mlp, norm
+from ._decoder import attention, bend, decoder, gated_mlp, norm, rotary_of
 from ._gemma4_attributes import GEMMA4_WEIGHTS, GlobalHeads, GlobalWindows, LayerVectors, MaybeExperts
 from ._gemma4_config import Gemma4Config, Kind, kinds_of, unread
 from ._gemma4_presets import PRESETS
@@ -39,10 +38,10 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
     def mixer(kind: Kind, key: Key[Array, ""]) -> Residual:
         window, leaves, reads = kind
         size, heads = config.head_size, config.kv_heads
-        rotary = Rotary(size, config.local_theta, scaling=config.local_scaling)
+        rotary = rotary_of(config, size, theta=config.local_theta, scaling=config.local_scaling)
         if window is None:
             size, heads = config.global_head_dim, config.global_kv_heads
-            rotary = Rotary(size, config.theta, scaling=config.scaling)
+            rotary = rotary_of(config, size, "global_head_dim", scaling=config.scaling)
         own = lambda **options: RMSNorm("head_dim", head_dim=size, eps=config.eps, **options)
         options: dict[str, Any] = {"head_dim": size, "kv_heads": heads, "rotary": rotary, "scale": 1.0}
         options |= {"query_norm": own(), "bias": config.bias}

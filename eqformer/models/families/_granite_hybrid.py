@@ -6,13 +6,13 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, GatedMLP, MoE, Rotary, Transformer
+from ...nn import Block, GatedMLP, MoE, Transformer
 from .._attributes import Activation, Attribute, Count, Expect, Ignore, Unpublished
 from .._family import Family
 from .._layer_attributes import every, LayerTypes, RotaryOrNone
 from .._weights import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, PRE_NORMS
-from ._decoder import attention, bend, decoder, gated_mlp, pre_norm_block
+from ._decoder import attention, bend, decoder, gated_mlp, pre_norm_block, rotary_of
 from ._granite import GraniteConfig, SCALES
 from ._mixtures import mixture
 from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
@@ -39,7 +39,7 @@ class GraniteHybridConfig(NetSizes, GraniteConfig):
 
 def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) -> Transformer:
     """A Granite 4 with random weights."""
-    rotary = Rotary(config.head_size, config.theta, scaling=config.scaling) if config.rotary else None
+    rotary = rotary_of(config, config.head_size, scaling=config.scaling) if config.rotary else None
 
     def fed(key: Key[Array, ""]) -> MoE | GatedMLP:
         shared, router, experts = jax.random.split(key, 3)

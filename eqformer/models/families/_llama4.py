@@ -6,11 +6,11 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Llama3Scaling, LogTemperature, LongRopeScaling, Mask, MoE, Rotary, Transformer, YarnScaling
+from ...nn import Block, Llama3Scaling, LogTemperature, LongRopeScaling, Mask, MoE, Transformer, YarnScaling
 from .._family import DecoderConfig, Family
 from .._layer_attributes import every
 from .._towers import Tower
-from ._decoder import attention, decoder, gated_mlp, norm, pre_norm_block
+from ._decoder import attention, decoder, gated_mlp, norm, pre_norm_block, rotary_of
 from ._llama4_tables import ATTRIBUTES, WEIGHTS
 from ._mixtures import mixture
 
@@ -79,7 +79,7 @@ def build_llama4(config: Llama4Config, *, key: Key[Array, ""]) -> Transformer:
         if rotated:
             # Published after the rotation, which changes no length.
             norms = dict.fromkeys(("query_norm", "key_norm"), norm(config, "head_dim", scale=False))
-            rotary = Rotary(config.head_size, config.theta, interleaved=True, scaling=config.scaling)
+            rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
             options |= {"rotary": rotary} | (norms if config.qk_norm else {})
         else:
             options |= {"rotary": None, "temperature": sharper}

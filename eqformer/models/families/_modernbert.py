@@ -15,11 +15,10 @@ from ...nn import (
     Mask,
     PredictionHead,
     Residual,
-    Rotary,
     Transformer,
 )
 from .._family import Family
-from ._decoder import bend, damping, decoder, gated_mlp
+from ._decoder import bend, damping, decoder, gated_mlp, rotary_of
 from ._modernbert_config import ModernBERTConfig
 from ._modernbert_tables import MODERNBERT_ATTRIBUTES, MODERNBERT_WEIGHTS
 
@@ -33,8 +32,8 @@ def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> Transf
 
     def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
         (is_global, is_first), (mixer, feed_forward) = kind, jax.random.split(key)
-        local = Rotary(size, config.local_theta, scaling=config.local_scaling)
-        rotary = Rotary(size, config.theta, scaling=config.scaling) if is_global else local
+        local = rotary_of(config, size, theta=config.local_theta, scaling=config.local_scaling)
+        rotary = rotary_of(config, size, scaling=config.scaling) if is_global else local
         mask = Mask(is_causal=False, window=None if is_global else config.window // 2 + 1)
         given: dict[str, Any] = {"bias": config.bias, "output_std": damping(config) * config.embed**-0.5}
         given |= {"embed": config.embed, "heads": config.heads, "head_dim": size, "key": mixer}

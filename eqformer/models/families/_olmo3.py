@@ -6,13 +6,13 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Rotary, RotaryScaling, Transformer, YarnScaling
+from ...nn import Block, RotaryScaling, Transformer, YarnScaling
 from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryByType
 from ._common import decoder_attributes
-from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block
+from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block, rotary_of
 from ._olmo2 import OLMO2_WEIGHTS
 from ._pattern import windows_of
 
@@ -40,7 +40,7 @@ def build_olmo3(config: Olmo3Config, *, key: Key[Array, ""]) -> Transformer:
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        local = Rotary(config.head_size, config.local_theta, scaling=config.local_scaling)
+        local = rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
         options: dict[str, Any] = {} if window is None else {"rotary": local}
         options |= head_norms(config, all_heads=True)
         attended = attention(config, window=window, bias=config.bias, output_std=None, **options, key=mixer)

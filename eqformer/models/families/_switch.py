@@ -25,13 +25,13 @@ from ...nn import (
     relu,
     Residual,
     RMSNorm,
-    Rotary,
     Router,
     Stack,
     TopKRouter,
     Transformer,
 )
 from .._family import Family, ModelConfig
+from ._decoder import rotary_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def build_switch(config: GShardConfig, *, key: Key[Array, ""]) -> Transformer:
     def layer(make: Callable[..., MLP | MoE], key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
         size = embed // config.heads
-        given: dict[str, Any] = {"heads": config.heads, "head_dim": size, "rotary": Rotary(size, config.theta)}
+        given: dict[str, Any] = {"heads": config.heads, "head_dim": size, "rotary": rotary_of(config, size)}
         mixer = Attention(embed=embed, **given, output_std=damping * embed**-0.5, key=attention)
         return Block(Residual(mixer, norm()), Residual(make(feed_forward), norm()))
 
