@@ -44,8 +44,7 @@ def selection(part: str) -> list[str]:
     """The arguments of pytest that choose a part."""
     others = [path for name, paths in PARTS.items() if name != part for path in paths]
     inside = [other for other in others if any(other.startswith(own + "/") for own in PARTS[part])]
-    is_one_file = [path.endswith(".py") for path in PARTS[part]] == [True]
-    shared_out = ["--dist", "load"] if is_one_file else []
+    shared_out = ["--dist", "load"] if all(path.endswith(".py") for path in PARTS[part]) else []  # of few files
     return ["-m", "grid", *shared_out, *PARTS[part], *(f"--ignore={path}" for path in inside)]
 
 
