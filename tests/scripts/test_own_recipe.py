@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from extending import BLOCK, PAGE
 from script_helpers import losses, run, run_here, start_until, write_corpus
+from support import own_recipe
 
 from eqformer import training
 
@@ -16,7 +17,8 @@ TINY += "--checkpoint-every 3 --validate-every 100 --sample-every 0 --optimizer.
 
 
 @pytest.fixture
-def file(tmp_path):
+def file(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_recipe, "_LOADED", {})  # after a test its family is let go, so that it registers it anew
     (text,) = (block for block in BLOCK.findall(PAGE.read_text(encoding="utf-8")) if block.startswith("# windowed.py"))
     path = tmp_path / "elsewhere" / "windowed.py"
     path.parent.mkdir()

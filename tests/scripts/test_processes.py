@@ -129,7 +129,7 @@ def test_processes_that_differ_end_together_with_nothing_written(more, word, tmp
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("file", ["metrics.jsonl", "loss.part.png", "samples.part"])
+@pytest.mark.parametrize("file", ["metrics.jsonl", "loss.part.png", "samples.part.txt"])
 def test_what_the_first_process_cannot_write_ends_both(file, tmp_path):
     """With a folder where the file should be, as nobody else writes it."""
     run = ["--data", write_corpus(tmp_path / "corpus"), "--run-dir", tmp_path / "run", *RUN, *SMALL_MESH]
