@@ -28,7 +28,6 @@ from ...nn import (
     Transformer,
 )
 from .._family import Family, ModelConfig
-from ._decoder import rotary_of
 from ._mixtures import mixture
 
 
@@ -95,7 +94,7 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transfor
         return Block(Residual(mixer, norm(), dropout=dropout), Residual(fed, norm(), dropout=dropout))
 
     def block(key: Key[Array, ""]) -> Period:
-        rotary = rotary_of(config, config.rope_dim, "rope_dim", interleaved=True)
+        rotary = Rotary(config.rope_dim, config.theta, interleaved=True)
         kinds = (rotary,) * (config.layers_per_block - 1) + (None,)
         return Period(tuple(map(layer, kinds, jax.random.split(key, config.layers_per_block))))
 
