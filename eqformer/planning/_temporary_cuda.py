@@ -21,19 +21,16 @@ def born_early(uses: Uses, merged: set[int]) -> tuple[set[int], dict[int, list[i
     for place, line in enumerate(uses.lines):
         value = line.writes[0] if line.writes else -1
         if line.name == "broadcast_in_dim" and value not in (uses.fused | merged):
-            shape, is_of_one = uses.program.avals[value].shape, line.reads[0] is None or _is_one(uses, line.reads[0])
-            first = place if first is None and is_of_one else first
-            if line.reads[0] is None:
+            shape, source = uses.program.avals[value].shape, line.reads[0]
+            # A loss's zeros are of one number that there is once hidden states are.
+            if first is None and (source is None or uses.program.avals[source].shape == ()):
+                first = place
+            if source is None:
                 early.extend([value] if shape in shapes and not _scattered_within(uses, value) else ())
                 shapes.add(shape)
         elif line.name == "scan" and first is not None and "transpose" in line.scopes:
             early.extend(line.writes[carry_of(line)[1] :])
     return set(early), {} if first is None else {first: early}
-
-
-def _is_one(uses: Uses, value: int) -> bool:
-    """Whether a value is a single number, as that of a loss's zeros, which are there once hidden states are."""
-    return uses.program.avals[value].shape == ()
 
 
 def _scattered_within(uses: Uses, zeros: int) -> bool:

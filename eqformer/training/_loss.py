@@ -85,8 +85,7 @@ def cross_entropy(
         return jnp.sum(each * weights), jnp.sum(weights)
     vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
     sizes = chunks_of(flat[1].shape[0], vocab, chunk)
-    unembed, tables = _with_tables(unembed, flat[0][: sizes[1]])
-    dtypes = read_dtypes(unembed, flat[0][: sizes[1]], tables)
+    unembed, tables, dtypes = _with_tables(unembed, flat[0][: sizes[1]])
 
     def of_chunk(tables: list, hidden: Array, targets: Array, weights: Array) -> Array:
         logits = in_float32(unembed(hidden, *tables))
@@ -237,8 +236,8 @@ def _tokens(positions: Any, segments: Any, keys: Any, shape: tuple[int, ...], do
     return packed_in_order(positions, segments, keys, documents=documents)
 
 
-def _with_tables(unembed: Callable, chunk: Array) -> tuple[Callable, list[Array]]:
-    """`unembed` as a function of a chunk like this one and of the arrays that it reads; and those arrays."""
+def _with_tables(unembed: Callable, chunk: Array) -> tuple[Callable, list[Array], list[Any]]:
+    """`unembed` as a function of a chunk like this one and of the arrays that it reads; those; their `read_dtypes`."""
     leaves, rest = eqx.partition(unembed, eqx.is_inexact_array)
     leaves, structure = jax.tree.flatten(leaves)
     chunk = jax.lax.stop_gradient(chunk)
@@ -249,7 +248,9 @@ def _with_tables(unembed: Callable, chunk: Array) -> tuple[Callable, list[Array]
     # A bound method holds the whole model: only the arrays that it reads get gradients here.
     program = jax.make_jaxpr(call)(leaves, chunk)
     read = {id(variable) for equation in program.eqns for variable in equation.invars}
-    is_read = [id(variable) in read for variable in program.jaxpr.invars[: len(leaves)]]
+    variables = program.jaxpr.invars[: len(leaves)]
+    is_read = [id(variable) in read for variable in variables]
+    dtypes = read_dtypes(program.jaxpr, [variable for variable, used in zip(variables, is_read) if used])
     # Inside `shard_map` a replicated table is multiplied with hidden states that vary over devices. `pcast` to varying
     # here, outside of the custom rule: the table's gradient is then reduced once, after all chunks, not once a chunk.
     tables = [vary(leaf, varying_axes(chunk)) for leaf, used in zip(leaves, is_read) if used]
@@ -265,4 +266,4 @@ def _with_tables(unembed: Callable, chunk: Array) -> tuple[Callable, list[Array]
             f"same axes as hidden, {sorted(varying_axes(chunk))}; pass a bound method of a module or a "
             "jax.tree_util.Partial."
         )
-    return converted, tables + list(closed_over)
+    return converted, tables + list(closed_over), dtypes + [None] * len(closed_over)

@@ -4,7 +4,7 @@ A table that is held, or has its gradient, in float32 is multiplied in bfloat16.
 carries the wide table along and casts all of it in each turn.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,11 +13,9 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 
-def read_dtypes(call: Callable, chunk: Array, tables: Sequence[Array]) -> list[np.dtype | None]:
-    """For each table the dtype to which `call(chunk, *tables)` casts it wherever it is read, if it has fewer bits."""
-    program = jax.make_jaxpr(call)(chunk, *tables).jaxpr
-    found = [_read_as(program, variable) for variable in program.invars[1:]]
-    return [_if_narrower(its, table.dtype) for its, table in zip(found, tables, strict=True)]
+def read_dtypes(program: Any, tables: Sequence[Any]) -> list[np.dtype | None]:
+    """For each variable of a jaxpr the dtype to which it is cast wherever it is read, if that has fewer bits."""
+    return [_if_narrower(_read_as(program, table), table.aval.dtype) for table in tables]
 
 
 def cast(tables: Sequence[Array], dtypes: Sequence[np.dtype | None]) -> list[Array | None]:

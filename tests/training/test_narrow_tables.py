@@ -36,26 +36,31 @@ def loss(tables: dict[str, Any], hidden: Any, targets: Any) -> Any:
     return training.cross_entropy(unembed, hidden, targets, jnp.ones(targets.shape), chunk=8)[0]
 
 
+def dtypes(call: Any, hidden: Any, tables: list[Any]) -> list[Any]:
+    program = jax.make_jaxpr(call)(hidden, *tables).jaxpr
+    return read_dtypes(program, program.invars[1:])
+
+
 def test_what_is_read_in_16_bits_everywhere_is_known():
     tables, hidden, _ = arrays()
     leaves, structure = jax.tree.flatten(tables)
     call = lambda hidden, *leaves: logits(jax.tree.unflatten(structure, leaves), hidden)
-    found = dict(zip(sorted(tables), read_dtypes(call, hidden, leaves)))
+    found = dict(zip(sorted(tables), dtypes(call, hidden, leaves)))
     assert found == {"table": jnp.bfloat16, "bias": None, "scale": None}
-    assert read_dtypes(call, hidden.astype(jnp.float32), leaves) == [None] * 3
+    assert dtypes(call, hidden.astype(jnp.float32), leaves) == [None] * 3
     given = lambda hidden, table: (hidden.astype(jnp.float32) @ table.T, table.astype(jnp.float16))
-    assert read_dtypes(given, hidden, [tables["table"]]) == [None]
-    assert read_dtypes(lambda hidden, table: table, hidden, [tables["table"]]) == [None]
+    assert dtypes(given, hidden, [tables["table"]]) == [None]
+    assert dtypes(lambda hidden, table: table, hidden, [tables["table"]]) == [None]
 
 
 def test_loss_and_gradients_are_the_same_to_the_bit(monkeypatch):
     tables, hidden, targets = arrays()
     run = lambda: jax.jit(lambda *given: jax.value_and_grad(loss, (0, 1))(*given))(tables, hidden, targets)
     found = jax.tree.leaves((run(), loss(tables, hidden, targets)))
-    monkeypatch.setattr(_loss, "read_dtypes", lambda call, chunk, tables: [None] * len(tables))
+    monkeypatch.setattr(_loss, "read_dtypes", lambda program, tables: [None] * len(tables))
     right = jax.tree.leaves((run(), loss(tables, hidden, targets)))
     assert all(np.array_equal(one, other) and one.dtype == other.dtype for one, other in zip(found, right, strict=True))
-    monkeypatch.setattr(_loss, "read_dtypes", lambda call, chunk, tables: [np.dtype(jnp.bfloat16)] * len(tables))
+    monkeypatch.setattr(_loss, "read_dtypes", lambda program, tables: [np.dtype(jnp.bfloat16)] * len(tables))
     assert not all(map(np.array_equal, jax.tree.leaves(run()), right))  # the control: what is read wide is not cast
 
 
@@ -76,5 +81,5 @@ def test_gpus_carry_no_wide_table_through_the_loop(monkeypatch):
         return loop.partition(" while(")[0].count("f32[512,64]")
 
     assert carried() == 1  # the sum of gradients
-    monkeypatch.setattr(_loss, "read_dtypes", lambda call, chunk, tables: [None] * len(tables))
+    monkeypatch.setattr(_loss, "read_dtypes", lambda program, tables: [None] * len(tables))
     assert carried() == 2

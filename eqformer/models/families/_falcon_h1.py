@@ -54,9 +54,9 @@ def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transform
     score_scale = config.head_size**-0.5 * config.key_scale
     net: dict[str, Any] = {"output_bias": config.output_bias, "multipliers": config.net_scales}
     net |= {"norm_eps": config.eps if config.net_norm else None, "norm_first": config.norm_first}
+    net["activation"] = bend(config)
     gate_scale, mlp_scale = config.mlp_scales
     fed: dict[str, Any] = {"activation": ScaledActivation(bend(config), gate_scale), "bias": config.mlp_bias}
-    net["activation"] = bend(config)
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         attended, recurrent, gated = jax.random.split(key, 3)
