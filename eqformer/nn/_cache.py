@@ -132,6 +132,11 @@ class LatentCache(SlotCache):
             self, latents=latents, rotary_keys=rotated, latent_scales=scales, rotary_scales=others
         )
 
+    def scaled(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Of all slots, of 8 bits: latents as they are stored and what they are to be times; rotated keys likewise."""
+        own = lambda x: of_layer(x, self.layer)
+        return (own(self.latents), own(self.latent_scales)), (own(self.rotary_keys), own(self.rotary_scales))
+
     def update(
         self,
         latents: Float[Array, "*batch seq latent"],

@@ -19,7 +19,9 @@ from .._slots import empty_slots, without_room
 from .._sums import spread, wide_product, wide_sum
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._auto import AutoCore
+from ..cores._cached import attend_cached
 from ..cores._contract import Core
+from ..cores._core import Rotated
 from ._indexer import Indexer
 from ._mask import causal, Mask
 from ._rotary import Rotary
@@ -158,21 +160,26 @@ class LatentAttention(Mixer):
         if absorbed:
             # The bias of key_up adds the same number to all scores of a query, which does not change the softmax.
             query = einops.einsum(query, self.key_up.matrix(x.dtype), "... h d, h d latent -> ... h latent")
-            key = value = latents[..., None, :]
-        else:
-            key, value = self.key_up(latents), self.value_up(latents)
+        query, rotated = self._sharpened(query, tokens), None
         if self.rotary is not None and query_rope is not None:
-            query_rope = self.rotary(query_rope, tokens.positions, lengths)
-            shared = spread(key_rope[..., None, :], (*key.shape[:-1], key_rope.shape[-1]))
-            query, key = jnp.concatenate([query, query_rope], -1), jnp.concatenate([key, shared], -1)
-        if self.temperature is not None:
-            query = wide_product(query, self.temperature(tokens.positions, query.dtype)[..., None, None])
-        rest: dict[str, Any] = {"mask": self.mask, "tokens": tokens, "scale": self.scale}
-        if self.indexer is None or latents.shape[-2] <= self.indexer.top_k:
-            attended = self.core(query, key, value, **rest, kv_tokens=kv_tokens)
+            query_rope = self._sharpened(self.rotary(query_rope, tokens.positions, lengths), tokens)
+            rotated = Rotated(query_rope, key_rope[..., None, :])
+        rest: dict[str, Any] = {"mask": self.mask, "tokens": tokens, "scale": self.scale, "kv_tokens": kv_tokens}
+        chooses = self.indexer is not None and latents.shape[-2] > self.indexer.top_k
+        if cache is not None and absorbed and not chooses and self.core.ring_block():
+            attended = self._to_latents(query, rotated, latents, cache, late, **rest)
         else:
-            rest |= {"asking": self.indexer.asking(x, source, tokens), "keys": index_keys}
-            attended = self.indexer.attend(query, key, value, **rest, kv_tokens=seen)
+            key = value = latents[..., None, :]
+            if not absorbed:
+                key, value = self.key_up(latents), self.value_up(latents)
+            if rotated is not None:
+                shared = spread(rotated.key, (*key.shape[:-1], rope_dim))
+                query, key = jnp.concatenate([query, rotated.query], -1), jnp.concatenate([key, shared], -1)
+            if self.indexer is not None and chooses:
+                rest |= {"asking": self.indexer.asking(x, source, tokens), "keys": index_keys, "kv_tokens": seen}
+                attended = self.indexer.attend(query, key, value, **rest)
+            else:
+                attended = self.core(query, key, value, **rest)
         if cache is not None:
             attended = without_room(attended, tokens, cache)
         if absorbed:
@@ -185,6 +192,30 @@ class LatentAttention(Mixer):
         """What the queries come from: the input, or their latent."""
         source = x if self.query_down is None else self.query_down(x)
         return source if self.query_latent_norm is None else self.query_latent_norm(source)
+
+    def _to_latents(
+        self,
+        query: Float[Array, "*batch 1 heads latent"],
+        rotated: Rotated | None,
+        latents: Float[Array, "*batch kv_seq latent"],
+        cache: LatentCache,
+        late: bool,
+        **rest: Any,
+    ) -> Float[Array, "*batch 1 heads latent"]:
+        """Attention to what a cache holds as it is: joined, latents and rotated keys would be written and read anew."""
+        key, scales = latents[..., None, :], None
+        if cache.latent_scales is not None:
+            (key, scales), (rotary, others) = ((x[..., None, :], y[..., None]) for x, y in cache.scaled())
+            if rotated is not None and not late:
+                rotated = Rotated(rotated.query, rotary[..., : rotated.key.shape[-1]], others)
+        return attend_cached(query, key, None, **rest, key_scales=scales, rotated=rotated)
+
+    def _sharpened(
+        self, query: Float[Array, "*batch seq heads head_dim"], tokens: Tokens
+    ) -> Float[Array, "*batch seq heads head_dim"]:
+        if self.temperature is None:
+            return query
+        return wide_product(query, self.temperature(tokens.positions, query.dtype)[..., None, None])
 
     def _rotate_key(
         self, key: Float[Array, "*batch seq rope_dim"], tokens: Tokens, lengths: Int[Array, "*batch #seq"] | None

@@ -5,17 +5,26 @@ depends on positions and segments, wherever tokens stand; only if `tokens.are_wh
 indices. Query head `h` reads kv head `h // (heads // kv_heads)`. Outputs of padding queries are finite and meaningless.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from .._dtype import at_least_float32
 from .._tokens import Tokens
 from ..attention._mask import Chosen, Mask
 from ._contract import Block, Core
+
+
+class Rotated(NamedTuple):
+    """Channels of queries and keys that stand in arrays of their own, as the rotated ones of latent attention."""
+
+    query: Float[Array, "*batch seq heads rope_dim"]
+    key: Num[Array, "*batch kv_seq kv_heads rope_dim"]
+    scales: Float[Array, "*batch kv_seq kv_heads"] | None = None
+    """What these of each key are to be multiplied by."""
 
 
 class ReferenceCore(Core):
@@ -40,6 +49,7 @@ class ReferenceCore(Core):
         bias: Float[Array, "*#batch heads seq kv_seq"] | None = None,
         key_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
         value_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
+        rotated: Rotated | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
         """Attend.
 
@@ -56,14 +66,19 @@ class ReferenceCore(Core):
             bias: What is added to the scores; without the dims of the batch the same for all rows; None: nothing.
             key_scales: What each key is to be multiplied by; None: nothing.
             value_scales: What each value is to be multiplied by; None: nothing.
+            rotated: Further channels of queries and keys; None: there are none.
         """
         heads, kv_heads = check_heads(query, key)
-        by_scores = lambda scales: jnp.moveaxis(scales, -1, -2)[..., None, None, :]
         exact = at_least_float32(query.dtype)
-        grouped = query.reshape(*query.shape[:-2], kv_heads, heads // kv_heads, query.shape[-1])
-        scores = jnp.einsum("...qkgd,...skd->...kgqs", grouped, key, preferred_element_type=exact)
-        if key_scales is not None:
-            scores = scores * by_scores(key_scales).astype(exact)
+        by_scores = lambda scales: jnp.moveaxis(scales, -1, -2)[..., None, None, :].astype(exact)
+
+        def scored(query: Array, key: Array, scales: Array | None) -> Array:
+            grouped = query.reshape(*query.shape[:-2], kv_heads, heads // kv_heads, query.shape[-1])
+            dots = jnp.einsum("...qkgd,...skd->...kgqs", grouped, key, preferred_element_type=exact)
+            return dots if scales is None else dots * by_scores(scales)
+
+        scores = scored(query, key, key_scales)
+        scores = scores if rotated is None else scores + scored(*rotated)
         scores = soft_capped(scores * scale, softcap)
         if bias is not None:
             scores = scores + bias.reshape(*bias.shape[:-3], kv_heads, -1, *bias.shape[-2:]).astype(exact)
@@ -80,7 +95,7 @@ class ReferenceCore(Core):
             total = total + jnp.exp(sink - peak)
         probabilities = weights / jnp.where(total > 0, total, 1)
         if value_scales is not None:
-            probabilities = probabilities * by_scores(value_scales).astype(exact)
+            probabilities = probabilities * by_scores(value_scales)
         narrow = probabilities.astype(value.dtype)
         output = jnp.einsum("...kgqs,...skd->...kgqd", narrow, value, preferred_element_type=exact)
         output = jnp.moveaxis(output, -2, -4).reshape(*query.shape[:-1], value.shape[-1]).astype(query.dtype)
