@@ -27,7 +27,7 @@ import jax
 import tyro
 from benchmarks._apart import apart
 from benchmarks._gpu_runs import Card, card
-from benchmarks._measure import machine_row, Row
+from benchmarks._measure import machine_rows, Row
 from benchmarks._rows import ASKED_FOR, BENCHMARKS, OF_GPUS, OF_MESHES
 from rich.console import Console
 from rich.table import Table
@@ -86,8 +86,13 @@ def card_of() -> Card:
 
 
 def machine(device: str) -> dict[str, str]:
-    """What the figures were measured on."""
+    """What the figures were measured on; a CPU by its name and its widest vectors, on Linux."""
     versions = training.versions(("jax", "equinox", "torch", "transformers"))
+    if device == "cpu" and (about := Path("/proc/cpuinfo")).is_file():
+        parts = (line.partition(":") for line in about.read_text().splitlines())
+        found = {name.strip(): value.strip() for name, _, value in parts}
+        widest = [name for name in ("avx512f", "avx2") if name in found.get("flags", "").split()][:1]
+        device = " ".join([device, *filter(None, [found.get("model name")]), *widest])
     cores = len(os.sched_getaffinity(0))
     return {"device": device, "cores": str(cores), "python": platform.python_version()} | versions
 
@@ -100,7 +105,7 @@ def measured(command: Command, names: Sequence[str], gpu: Card | None) -> Iterat
         if gpu is not None:
             yield from OF_GPUS[name](gpu, command.rounds, command.output.parent)
         else:
-            yield machine_row(name)
+            yield from machine_rows(name)
             yield from on_this[name](command.rounds)
 
 
@@ -133,7 +138,7 @@ def measure(command: Command) -> None:
         content = {"machine": about, "rows": [dataclasses.asdict(one) for one in rows]}
         write_whole(command.output, json.dumps(content, indent=2) + "\n")
     show(rows)
-    print(f"written to {command.output}")
+    print(f"on {about['device']}, {about['cores']} cores; written to {command.output}")
 
 
 main = entry(Command, measure)

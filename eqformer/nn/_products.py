@@ -2,6 +2,8 @@
 
 import abc
 import dataclasses
+import math
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -10,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ._dtype import at_least_float32
+from ._pallas import compilers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,11 @@ class Products(abc.ABC):
         """The weight's gradient, `sum g x^T` over all vectors."""
 
 
+# XLA for CPUs multiplies a matrix by one vector where it lies, and brings it into another order for more of them, which
+# costs as much as products with three or four.
+_FEWEST = 3
+
+
 class InComputeDtype(Products):
     """Products of the arrays as they are, in their own dtype."""
 
@@ -60,8 +68,16 @@ class InComputeDtype(Products):
     def forward(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch outputs"]:
-        """`W x`."""
-        return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
+        """`W x`; of two or three vectors by one product each on CPUs."""
+        together = partial(jnp.einsum, "...i,oi->...o", preferred_element_type=dtype)
+        if not 1 < math.prod(x.shape[:-1]) <= _FEWEST:
+            return together(x, weight)
+
+        def apart(x: Array, weight: Array) -> Array:
+            each = [together(one, weight) for one in x.reshape(-1, x.shape[-1])]
+            return jnp.stack(each).reshape(*x.shape[:-1], -1)
+
+        return jax.lax.platform_dependent(x, weight, cpu=apart, default=together) if compilers() else apart(x, weight)
 
     def to_input(
         self, gradient: Float[Array, "*batch outputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from benchmarks import _peers
 from eqformer import planning
 
 
@@ -32,11 +33,18 @@ class Row:
     note: str = ""
 
 
-def machine_row(group: str) -> Row:
-    """What the machine does now, beside which the rows that follow are read: shared machines have slow days."""
+def machine_rows(group: str) -> Iterator[Row]:
+    """What the machine does now, beside which the rows that follow are read: machines differ, and have slow days.
+
+    A product of 2048 x 2048 by PyTorch is measured too: on some processors its library is as fast as XLA's, on others
+    half as fast, and so are all of its rows.
+    """
     product, copies = planning.matmul_peak(seconds=1.0), planning.copy_bandwidth(seconds=1.0)
     note = f"copies of 128 MiB: {copies / 1e9:.1f} GB/s read and written"
-    return Row("this machine", f"product, before {group}", product / 1e9, "GFLOP/s", None, note)
+    yield Row("this machine", f"product, before {group}", product / 1e9, "GFLOP/s", None, note)
+    if _peers.are_installed():
+        theirs = _peers.product_rate()
+        yield Row("this machine", "... by PyTorch", theirs / 1e9, "GFLOP/s", product / theirs)
 
 
 def seconds_in_turn(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,18 @@ from eqformer.models import LlamaConfig
 def are_installed() -> bool:
     """Whether PyTorch and transformers can be imported."""
     return all(importlib.util.find_spec(package) for package in ("torch", "transformers"))
+
+
+def product_rate(size: int = 2048, times: int = 20) -> float:
+    """Best FLOP/s of a product of two square matrices in float32."""
+    torch = import_module("torch")
+    _begin()
+    x, found = torch.full((size, size), 0.5), 0.0
+    for _ in range(times):
+        start = time.perf_counter()
+        torch.mm(x, x)
+        found = max(found, 2 * size**3 / (time.perf_counter() - start))
+    return found
 
 
 def model_of(numbers: LlamaConfig, max_length: int) -> Any:

@@ -12,6 +12,7 @@ from jaxtyping import TypeCheckError
 from nn_reference import close, drawn, normal, wide
 
 from eqformer import nn
+from eqformer.nn import _products
 
 
 KEY = jax.random.key(0)
@@ -41,12 +42,22 @@ def test_few_vectors_do_not_make_xla_copy_the_weight():
     assert transposed.search(many)  # the control
 
 
+def test_two_or_three_vectors_meet_a_matrix_one_by_one_on_cpus_and_together_elsewhere(monkeypatch):
+    monkeypatch.setattr(_products, "compilers", lambda: ("cuda",))
+    module = make("embed -> mlp")
+    products = lambda rows, platform: (
+        jax.jit(module.__call__).trace(normal(1, rows, 5)).lower(lowering_platforms=(platform,)).as_text()
+    ).count("stablehlo.dot_general")
+    assert [products(rows, "cpu") for rows in (1, 2, 3, 4)] == [1, 2, 3, 1]
+    assert [products(rows, "cuda") for rows in (1, 2, 3, 4)] == [1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_form_of_spec(spec, bias):
     module = make(spec, bias=bias)
     inputs = [SIZES[name] for name in spec.split("->")[0].split()]
-    for lead in ((), (7,), (2, 3), (2, 300)):
+    for lead in ((), (7,), (2, 1), (3,), (2, 3), (2, 300)):
         x = normal(1, *lead, *inputs)
         expected = np.einsum(SPECS[spec], wide(x), wide(module.weight))
         expected = expected if module.bias is None else expected + wide(module.bias)

@@ -15,6 +15,7 @@ from .._pallas import compilers
 from ._grouped_blocks import blocked, blocked_backward, blocked_forward
 from ._grouped_maps import map_linears, zero_of
 from ._grouped_ragged import ragged, ragged_backward, ragged_forward
+from ._grouped_unkept import unkept
 
 
 def grouped(
@@ -31,7 +32,8 @@ def grouped(
     one. Rows behind the last group give zeros. Maps that hold no weight, such as quantised ones, are decoded for groups
     that have rows, and again in the backward pass. On CPUs and GPUs each group has slots for as many rows as with an
     even load, which are computed together, and the other rows are computed in blocks of one group each, as in
-    MegaBlocks (arXiv:2211.15841); where nothing is kept for gradients, CPUs compute all in blocks. On TPUs each map is
+    MegaBlocks (arXiv:2211.15841); where nothing is kept for gradients, CPUs have slots for few rows or large weights
+    alone, and blocks for all else. On TPUs each map is
     a ragged product by JAX's own kernels. (XLA would compute `lax.ragged_dot` for every group and row on CPUs and GPUs,
     and its weights' gradients on TPUs too.) The products' results are kept for the backward pass, which recomputes the
     rest; there are no second derivatives and no forward mode. Weights are cast to the dtype of `x`; sums are float32 at
@@ -58,10 +60,10 @@ def _make(structure: Any, leaves: tuple, even: int | None, most: int | None) -> 
     """The function with its gradient; the same for the same modules, so that eager calls compile once."""
     static = jax.tree.unflatten(structure, leaves)
     with_sizes = lambda way, **more: functools.partial(way, even=even, **more)
-    plain, *with_gradient = map(with_sizes, (blocked, blocked_forward, blocked_backward))
+    with_gradient = map(with_sizes, (blocked_forward, blocked_backward))
     slotted = [with_sizes(way, most=most) for way in (blocked, blocked_forward, blocked_backward)]
     ways = {
-        "default": (functools.partial(plain, room=0.0), *with_gradient),  # no slots: CPUs are faster group by group
+        "default": (with_sizes(unkept), *with_gradient),
         "cuda": slotted,
         "tpu": (ragged, ragged_forward, ragged_backward) if most is None else slotted,
     }

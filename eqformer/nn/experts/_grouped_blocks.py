@@ -25,21 +25,24 @@ def blocked(
     *,
     even: int | None = None,
     most: int | None = None,
-    room: float = 5 / 4,
 ) -> Array:
     """The rows' outputs. What nobody keeps may take more room: a quarter more slots, which few loads overflow."""
-    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), room, even, most))[0]
+    number = Slots(sizes, len(x), even=even).number * 5 // 4
+    return outputs(static, arrays, x, sizes, Slots(sizes, len(x), number, even, most))[0]
 
 
 def blocked_forward(
     static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, even: int | None = None, most: int | None = None
 ) -> tuple[Array, list[Array]]:
     """The rows' outputs, and what the modules' linear maps gave of the rows in slots, as `Slots.flat` has it."""
-    return _outputs(static, arrays, x, sizes, Slots(sizes, len(x), even=even, most=most))
+    return outputs(static, arrays, x, sizes, Slots(sizes, len(x), even=even, most=most))
 
 
-def _outputs(static: PyTree, arrays: PyTree, x: Array, sizes: Array, slots: "Slots") -> tuple[Array, list[Array]]:
-    of_rows = lambda arrays, x: recorded(eqx.combine(arrays, static), x, _WHOLE)
+def outputs(
+    static: PyTree, arrays: PyTree, x: Array, sizes: Array, slots: "Slots", maps: Maps | None = None
+) -> tuple[Array, list[Array]]:
+    """What `blocked_forward` gives, with these slots, in which linear maps are computed by `maps`."""
+    of_rows = lambda arrays, x: recorded(eqx.combine(arrays, static), x, WHOLE if maps is None else maps)
     shapes = jax.eval_shape(of_rows, jax.tree.map(lambda a: a[0], arrays), x[:1])
     zero = zero_of(arrays, x, sizes)
     nothing = jax.tree.map(lambda s: jnp.full((len(x), *s.shape[1:]), zero.astype(s.dtype)), shapes)
@@ -81,7 +84,7 @@ def blocked_backward(
 
     def together() -> tuple[PyTree, Array]:
         def one(own: PyTree, x: Array, kept: list[Array], gradient: Array) -> tuple[PyTree, Array]:
-            again = lambda own, x: replayed(eqx.combine(own, static), x, _WHOLE, kept)
+            again = lambda own, x: replayed(eqx.combine(own, static), x, WHOLE, kept)
             return jax.vjp(again, own, x)[1](gradient)
 
         *inner, y = kept
@@ -106,7 +109,7 @@ def blocked_backward(
 
 
 class Slots:
-    """The number of slots for each group: the rows of an `even` load, by default all rows', times `room`; 0 if few.
+    """The number of slots for each group: by default the rows of an `even` load, by default of all rows; 0 if few.
 
     The first rows of each group are computed in its slots, all groups in one batched product, which copies no
     parameters; the other rows are computed after that. Slots are not used if loads are so uneven that a quarter of the
@@ -118,10 +121,16 @@ class Slots:
     are_used: Bool[Array, ""]
 
     def __init__(
-        self, sizes: Int[Array, "groups"], rows: int, room: float = 1, even: int | None = None, most: int | None = None
+        self,
+        sizes: Int[Array, "groups"],
+        rows: int,
+        number: int | None = None,
+        even: int | None = None,
+        most: int | None = None,
     ):
         self.even = even = rows // len(sizes) if even is None else even
-        self.number, self.groups, self.count = (int(even * room) if even >= LEAST else 0), len(sizes), rows
+        self.number, self.groups, self.count = (even if even >= LEAST else 0), len(sizes), rows
+        self.number = self.number if number is None else number
         self.hold_all = most is not None and rows > 0
         self.number = min(most, rows) if most is not None else self.number
         self.ends = jnp.cumsum(sizes)
@@ -147,7 +156,7 @@ class Slots:
         return jnp.where(has_one[:, None], flat[jnp.where(has_one, mine * self.number + slot, 0)], 0)
 
     def flat(self, slots: Array) -> Array:
-        """Slots one after another in `count` rows: padded with zeros or, with `room`, without the last slots.
+        """Slots one after another in `count` rows: padded with zeros or, of more slots than rows, without the last.
 
         Where there may be more slots than rows, and all rows have one: the rows.
         """
@@ -191,7 +200,7 @@ def _whole_backward(parameters: Parameters, x: Array, gradient: Array) -> tuple[
     return (to_weight, to_bias), to_x.astype(x.dtype)
 
 
-_WHOLE = Maps(lambda linear, x: linear(x), _whole_backward)
+WHOLE = Maps(lambda linear, x: linear(x), _whole_backward)
 
 
 def _over_blocks(
