@@ -154,8 +154,8 @@ def _of_tensor(
         forward = (len(sublayers) + len(whole) + outputs) * embed
         there = 2 * outputs * embed if stream.is_whole else forward
     again = plan.reruns_stages * there
-    if _recomputes(stack):  # all but the last output, which the next layer's input is kept for
-        again += there - embed * (2 if stream.is_whole else 1)
+    if _recomputes(stack) and not (stream.splits_tokens and stack.remat == "full"):  # which keeps what was scattered
+        again += there - embed * (2 if stream.is_whole else 1)  # the last output is kept as the next layer's input
     elif not stream.is_whole and (stack.remat != "none" or stream.overlap != "none"):
         again += (len(whole) + len(sublayers) * stream.splits_tokens) * embed  # what was gathered is not kept
     slices = sum(sizes.values()) / len(stack) * (2 + (stack.remat != "none" or plan.reruns_stages))

@@ -31,7 +31,6 @@ HELD_OFF = {
     "mamba2-h8": 0.33,  # gaps, and the table's gradient, which waits for the layers'
     "mistral-v6e4-full": 0.09,  # weights that are gathered beside products
     "olmo2-h8": 0.09,  # norms of queries and keys, whose gradients wait in float32
-    "qwen3-h8-tensor": 0.10,  # gradients of one table at either end, which lie in two orders
     "qwen3-v5e4-none": 0.12,  # one table for ids and logits
     "qwen3next-h8": 0.07,  # gaps
 }

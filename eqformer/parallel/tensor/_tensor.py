@@ -118,7 +118,8 @@ class _Row(nn.MapAround):
             weight = self.inner.flat_matrix(x.dtype)
             how: Any = {"overlap": self.stream.overlap, "products": self.products, "name": "maps to the stream"}
             y = matmul_reduce_scatter(flat, weight, TENSOR, scatter="seq", **how)
-        return checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
+        y = checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
+        return checkpoint_name(y, "own tokens") if self.stream.splits_tokens else y
 
 
 class _RowOfAll(nn.MapAround):
