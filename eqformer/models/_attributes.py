@@ -102,7 +102,9 @@ class Expect(Entry):
 # Transformers' names of activations, and those of `nn.ACTIVATIONS`; of names for one the first is written.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "quick_gelu": "quick_gelu"}
 _ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh")
-_ACTIVATIONS |= {"gelu_python_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu_squared"}
+_ACTIVATIONS |= {"gelu_python_tanh": "gelu_tanh", "gelu_10": "clipped_gelu", "relu2": "relu_squared"}
+_ACTIVATIONS |= {"hardswish": "hard_swish", "sqrtsoftplus": "sqrt_softplus", "linear": "identity"}
+_ACTIVATIONS |= {name: name for name in ("relu", "leaky_relu", "relu6", "mish", "laplace", "tanh", "sigmoid")}
 
 
 def names_of(activation: str) -> list[str]:

@@ -207,3 +207,22 @@ class ListedLayers(Entry):
     def write(self, config: Any) -> dict[str, Any]:
         """The list."""
         return {self.published: list(getattr(config, self.name))}
+
+
+@dataclasses.dataclass(frozen=True)
+class AllLayers(Entry):
+    """A list of layers' kinds, which are all this one."""
+
+    published: str
+    kind: str
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """Nothing; refuse others."""
+        layers, said = published.count(LAYERS), published.listed(self.published)
+        if said is not None and said != [self.kind] * layers:
+            published.refuse(f"{self.published}={said}: this family has {layers} layers that are {self.kind!r}.")
+        return {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Nothing."""
+        return {}

@@ -6,7 +6,7 @@ from typing import Any
 from ..nn import LongRopeScaling, ProportionalScaling, RotaryScaling, YarnScaling
 from ._attributes import Entry
 from ._config import PublishedConfig
-from ._rotary_scalings import scaling_attributes, scaling_of, SCALINGS
+from ._rotary_scalings import scaling_attributes, scaling_of, SCALINGS, unknown
 
 
 _TYPES = FULL, SLIDING = "full_attention", "sliding_attention"
@@ -148,8 +148,8 @@ class PositionsByType(Entry):
             return {"theta": theta, "scaling": scaling} | local
         theta, part = given.pop("rope_theta", 1_000_000.0), given.pop("partial_rotary_factor", 1.0)
         scaling = ProportionalScaling(part, given.pop("factor", 1.0))
-        if given:
-            published.refuse(f"rope_type='proportional' has attributes that are not known: {given}.")
+        if left := unknown(given):
+            published.refuse(f"rope_type='proportional' has attributes that are not known: {left}.")
         return {"theta": float(theta), "scaling": scaling} | local
 
     def write(self, config: Any) -> dict[str, Any]:
@@ -212,8 +212,8 @@ def read_rotary(
     if (part := given.pop("partial_rotary_factor", None)) is not None:
         published.add("partial_rotary_factor", part)
     theta = given.pop("rope_theta", None) or theta or default_theta
-    kind = given.pop("rope_type", given.pop("type", "default"))
-    longest = 0 if kind == "default" else published.count("max_position_embeddings")
+    kind = given.pop("rope_type", given.pop("type", None))
+    longest = 0 if kind in (None, "default") else published.count("max_position_embeddings")
     original = published.take("original_max_position_embeddings", None)
     original = given.pop("original_max_position_embeddings", None) or original or longest
     scaling = scaling_of(published.refuse, kind, given, original, longest)

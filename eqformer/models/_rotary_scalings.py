@@ -15,10 +15,13 @@ from ..nn import (
 
 
 def scaling_of(
-    refuse: Callable[[str], NoReturn], kind: str, given: dict[str, Any], original: int, longest: int
+    refuse: Callable[[str], NoReturn], kind: str | None, given: dict[str, Any], original: int, longest: int
 ) -> RotaryScaling | None:
-    """The scaling of this `rope_type` that the rest says, for rows of `original` length, and of the `longest`."""
-    if kind == "default":
+    """The scaling of this `rope_type` that the rest says, for rows of `original` length, and of the `longest`.
+
+    Attributes of other types beside it are passed over, as in transformers, but not where no type is said.
+    """
+    if kind is None or kind == "default":
         make, fields = None, {}
     elif (named := "longrope" if kind == "su" else kind) in _SCALINGS:
         make, fields = _SCALINGS[named]
@@ -31,9 +34,14 @@ def scaling_of(
         if value is None and name not in _OPTIONAL:
             refuse(f"rope_type={kind!r} needs {published!r}, which is not said.")
         found[name] = tuple(map(float, value)) if isinstance(value, list) else value
-    if given:
-        refuse(f"rope_type={kind!r} has attributes that are not known: {given}.")
+    if left := given if kind is None else unknown(given):
+        refuse(f"rope_type={kind!r} has attributes that are not known: {left}.")
     return None if make is None else make(**found)
+
+
+def unknown(given: dict[str, Any]) -> dict[str, Any]:
+    """What of the attributes that a scaling does not have is not those of another either."""
+    return {name: value for name, value in given.items() if name not in _OF_ANY}
 
 
 def _complete(kind: str, given: dict[str, Any], original: int, longest: int) -> None:
@@ -85,3 +93,5 @@ _SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, str]]] = {
 }
 _OPTIONAL = {"magnitude", "truncate"}
 SCALINGS = {"default", "su", *_SCALINGS}
+_OF_ANY = {name for _, fields in _SCALINGS.values() for name in fields.values()}
+_OF_ANY |= {"mscale", "mscale_all_dim", "alpha", "finetuned"}

@@ -2,13 +2,23 @@
 
 from ._activation import (
     ACTIVATIONS as ACTIVATIONS,
+    clipped_gelu as clipped_gelu,
     gelu as gelu,
     gelu_tanh as gelu_tanh,
+    hard_swish as hard_swish,
+    identity as identity,
+    laplace as laplace,
+    leaky_relu as leaky_relu,
+    mish as mish,
     quick_gelu as quick_gelu,
     relu as relu,
+    relu6 as relu6,
     relu_squared as relu_squared,
     ScaledActivation as ScaledActivation,
+    sigmoid as sigmoid,
     silu as silu,
+    sqrt_softplus as sqrt_softplus,
+    tanh as tanh,
 )
 from ._aux import Aux as Aux, aux_loss as aux_loss, aux_of as aux_of
 from ._block import (
@@ -67,7 +77,7 @@ from ._execution import Execution as Execution
 from ._fp8 import Fp8Linear as Fp8Linear, with_fp8 as with_fp8, without_fp8 as without_fp8
 from ._in_turn import reads as reads
 from ._layer_inputs import GatedInput as GatedInput, LayerInputs as LayerInputs
-from ._left import Leaving as Leaving, Left as Left
+from ._left import KeysAndValues as KeysAndValues, Leaving as Leaving, Left as Left
 from ._linear import dense as dense, Linear as Linear
 from ._linear_map import (
     Answered as Answered,
@@ -123,7 +133,7 @@ from ._transformer import Transformer as Transformer
 from .attention._attention import Attention as Attention
 from .attention._cross_attention import CrossAttention as CrossAttention
 from .attention._cross_layer_attention import CrossLayerAttention as CrossLayerAttention
-from .attention._indexer import Indexer as Indexer
+from .attention._indexer import Choice as Choice, Indexer as Indexer
 from .attention._latent_attention import LatentAttention as LatentAttention
 from .attention._mask import (
     causal as causal,

@@ -41,6 +41,56 @@ def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.square(jax.nn.relu(x))
 
 
+def clipped_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`gelu`, at most 10 (transformers' `gelu_10`)."""
+    return jnp.minimum(gelu(x), 10.0)  # it is never less than -10
+
+
+def leaky_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`max(x, x / 100)`."""
+    return jax.nn.leaky_relu(x)
+
+
+def relu6(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`min(max(x, 0), 6)`."""
+    return jax.nn.relu6(x)
+
+
+def hard_swish(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x relu6(x + 3) / 6` (Howard et al. 2019)."""
+    return jax.nn.hard_swish(x)
+
+
+def mish(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x tanh(log(1 + exp x))` (Misra 2019)."""
+    return jax.nn.mish(x)
+
+
+def laplace(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The normal distribution's function of mean `sqrt(1 / 2)` and deviation `sqrt(1 / 4 pi)` (Ma et al. 2022)."""
+    return 0.5 * (1 + jax.lax.erf((x - 0.707107) / (0.282095 * math.sqrt(2))))
+
+
+def tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The hyperbolic tangent."""
+    return jnp.tanh(x)
+
+
+def sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`1 / (1 + exp -x)`."""
+    return jax.nn.sigmoid(x)
+
+
+def sqrt_softplus(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`sqrt(log(1 + exp x))`."""
+    return jnp.sqrt(jax.nn.softplus(x))
+
+
+def identity(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x`: nothing is bent."""
+    return x
+
+
 @dataclasses.dataclass(frozen=True)
 class ScaledActivation:
     """`activation(scale * x)`, where a model multiplies what a map gives before it is bent (Falcon-H1)."""
@@ -62,4 +112,14 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": silu,
     "relu": relu,
     "relu_squared": relu_squared,
+    "clipped_gelu": clipped_gelu,
+    "leaky_relu": leaky_relu,
+    "relu6": relu6,
+    "hard_swish": hard_swish,
+    "mish": mish,
+    "laplace": laplace,
+    "tanh": tanh,
+    "sigmoid": sigmoid,
+    "sqrt_softplus": sqrt_softplus,
+    "identity": identity,
 }

@@ -44,7 +44,7 @@ def in_turn(
 
 
 def reads(layer: PyTree) -> frozenset[str]:
-    """The names of keys and values that a layer, or a stack, reads of layers before it."""
+    """The names of what a layer, or a stack, reads of layers before it."""
     found, left = set[str](), set[str]()
     for one in modules(layer, Residual):
         found |= {one.reads} - left - {None}

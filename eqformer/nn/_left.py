@@ -1,4 +1,4 @@
-"""Keys and values that a layer leaves for later ones (cross-layer attention, Brandon et al. 2024, arXiv:2405.12981)."""
+"""What a layer leaves for later ones: keys and values (Brandon et al. 2024, arXiv:2405.12981), or which keys to see."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float, Int, PyTree
 
 
-class Left(eqx.Module):
+class KeysAndValues(eqx.Module):
     """What a mixer's queries may see, for mixers of later layers that make no keys and values of their own."""
 
     keys: Float[Array, "*batch kv_seq kv_heads head_dim"]
@@ -17,8 +17,16 @@ class Left(eqx.Module):
     """The values."""
     positions: Int[Array, "*batch kv_seq"] | None = None
     """Of what stands in a cache; None: the keys are of the call's own tokens."""
+
+
+class Left(eqx.Module):
+    """What a mixer leaves for mixers of later layers."""
+
+    what: PyTree
+    """`KeysAndValues`, a `Choice` of keys, or anything else that the later mixer knows."""
     rest: PyTree = None
-    """What stands here without it: of what a mixer returns its cache, of a layer's aux that of its other sublayer."""
+    """What stands here without it: of what a mixer is given or returns its cache, of a layer's aux that of its other
+    sublayer."""
     name: str = eqx.field(static=True, default="")
     """By which later layers ask for it."""
 
@@ -35,7 +43,7 @@ def of_name(left: Iterable[Left], name: str) -> Left:
     if not found:
         names = sorted({one.name for one in left})
         raise ValueError(
-            f"Residual(reads={name!r}): layers before it have left keys and values under {names or 'no name'}; write "
+            f"Residual(reads={name!r}): layers before it have left something under {names or 'no name'}; write "
             f"Residual(leaves={name!r}) in one of them."
         )
     return found[-1]

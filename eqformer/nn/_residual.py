@@ -35,15 +35,16 @@ class Residual(Layer):
     input_scale: float | None = eqx.field(static=True, default=None)
     """What multiplies what the layer is given (Falcon-H1)."""
     leaves: str | None = eqx.field(static=True, default=None)
-    """The name under which a mixer's keys and values are left for later layers: it is called with `Leaving(cache)`."""
+    """The name under which a mixer leaves its keys and values, or its choice of keys, for later layers: it is called
+    with `Leaving(cache)`."""
     reads: str | None = eqx.field(static=True, default=None)
-    """The name of those that a mixer reads, which has no cache of its own: it is called with a `Left` in its place."""
+    """The name of what a mixer reads: it is called with a `Left`, whose `rest` is its cache, and returns one."""
 
     def __check_init__(self):
         if self.leaves and self.reads:
             raise ValueError(
-                f"Residual(leaves={self.leaves!r}, reads={self.reads!r}): what reads other layers' keys has none to "
-                "leave; give one of the two."
+                f"Residual(leaves={self.leaves!r}, reads={self.reads!r}): what reads another layer's leaves nothing of "
+                "its own; give one of the two."
             )
 
     def __call__(
@@ -89,22 +90,22 @@ class Residual(Layer):
         self, mixer: Mixer, x: Float[Array, "*batch seq embed"], tokens: Tokens, cache: PyTree
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """What the mixer gives, its cache, and what it leaves."""
-        if self.reads is not None:
-            return mixer(x, tokens.bare, of_name(tokens.left, self.reads))[0], cache, None
-        if self.leaves is None:
+        if self.leaves is None and self.reads is None:
             return *mixer(x, tokens.bare, cache), None
-        y, left = mixer(x, tokens.bare, Leaving(cache))
+        reads = self.reads
+        given = Leaving(cache) if reads is None else dataclasses.replace(of_name(tokens.left, reads), rest=cache)
+        y, left = mixer(x, tokens.bare, given)
         if not isinstance(left, Left):
+            way = f"reads={reads!r}): given a Left" if reads else f"leaves={self.leaves!r}): given Leaving(cache)"
             raise ValueError(
-                f"Residual({type(mixer).__name__}, leaves={self.leaves!r}): given Leaving(cache), the mixer returns "
-                f"{type(left).__name__} and no Left; leave out leaves, or take one that returns its keys and values."
+                f"Residual({type(mixer).__name__}, {way}, the mixer returns {type(left).__name__} and no Left; leave "
+                "that out, or take one that returns its keys and values, or its choice, with its cache."
             )
-        return y, left.rest, dataclasses.replace(left, name=self.leaves, rest=None)
+        return y, left.rest, None if reads is not None else dataclasses.replace(left, name=self.leaves, rest=None)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """A mixer's empty cache, None for other layers."""
-        has_cache = isinstance(self.layer, Mixer) and self.reads is None
-        return self.layer.init_cache(batch, capacity, dtype) if has_cache else None  # type: ignore[attr-defined]
+        return self.layer.init_cache(batch, capacity, dtype) if isinstance(self.layer, Mixer) else None
 
 
 def apply_norm(

@@ -37,9 +37,9 @@ class Tokens(eqx.Module):
     inputs: Float[Array, "*rows seq depth mlp"] | None = None
     """A vector for each of the layers that are given one (`LayerInputs`); no mixer is given any."""
     left: tuple[Left, ...] = ()
-    """Keys and values that layers before have left; a mixer is given those that it reads in the place of a cache."""
+    """What layers before have left; a mixer is given what it reads in the place of a cache."""
     wanted: frozenset[str] = eqx.field(static=True, default=frozenset())
-    """The names under which layers behind read such keys."""
+    """The names under which layers behind read of it."""
     source: "Source | None" = None
     """The sequence that cross-attention reads."""
     score_bias: Callable[..., Any] | None = None

@@ -5,16 +5,19 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 import pytest
 from test_attributes import case, numbers_of, PUBLISHED
 
 from eqformer import models, nn
-from eqformer.models._attributes import Activation
+from eqformer.models._attributes import Activation, names_of
 
 
 FOUND = [(family, entry) for family, its in PUBLISHED.items() for entry in its.attributes]
 ENTRIES = [(family, entry) for family, entry in FOUND if isinstance(entry, Activation)]
 NAMES = {"relu": "relu", "gelu_fast": "gelu_tanh", "swish": "silu", "gelu_python": "gelu", "relu2": "relu_squared"}
+NAMES |= {"gelu_10": "clipped_gelu", "hardswish": "hard_swish", "leaky_relu": "leaky_relu", "linear": "identity"}
+NAMES |= {"sqrtsoftplus": "sqrt_softplus"} | {its: its for its in ("relu6", "mish", "laplace", "tanh", "sigmoid")}
 
 
 @pytest.mark.parametrize("family, entry", ENTRIES)
@@ -23,6 +26,36 @@ def test_a_named_activation_is_read_and_written(family, entry):
         numbers = numbers_of(case(family) | {entry.published: said})
         assert getattr(numbers, entry.name) == own
         assert numbers_of({"model_type": family} | PUBLISHED[family].write(numbers)) == numbers
+
+
+def test_every_name_that_transformers_has_is_known_and_bends_alike():
+    """Of those with weights of their own there are none."""
+    activations, torch = pytest.importorskip("transformers.activations"), pytest.importorskip("torch")
+    x = np.linspace(-12, 12, 97, dtype=np.float32) + np.float32(0.01)
+    known = {name: its for its in nn.ACTIVATIONS for name in names_of(its)}
+    assert set(activations.ACT2FN) == {*known, "prelu", "xielu"}
+    found = jax.jit(lambda x: {name: nn.ACTIVATIONS[its](x) for name, its in known.items()})(x)
+    for name, its in known.items():
+        want = activations.ACT2FN[name](torch.tensor(x)).numpy()
+        assert np.allclose(found[name], want, atol=1e-6), name
+        assert its == "silu" or not np.allclose(found["silu"], want, atol=1e-3)  # which another would not pass
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_t5_has_every_activation_with_a_gate_and_without(gated):
+    config = case("t5")
+    for its in nn.ACTIVATIONS:
+        numbers = dataclasses.replace(numbers_of(config), gated=gated, activation=its)
+        written = PUBLISHED["t5"].write(numbers)
+        assert numbers_of({"model_type": "t5"} | written) == numbers
+        assert written["is_gated_act"] == gated == written["feed_forward_proj"].startswith("gated-")
+        assert written["dense_act_fn"] in names_of(its)
+    said = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new", "is_gated_act": True}
+    assert numbers_of(config | said).activation == "gelu_tanh"
+    with pytest.raises(ValueError, match="dense_act_fn='gelu' is not supported"):
+        numbers_of(config | said | {"dense_act_fn": "gelu"})
+    with pytest.raises(ValueError, match=r"T5Config\(activation='helix'\)\): published are gelu, "):
+        PUBLISHED["t5"].write(dataclasses.replace(numbers_of(config), activation="helix"))
 
 
 @pytest.mark.parametrize(

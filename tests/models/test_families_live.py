@@ -81,7 +81,9 @@ def test_from_transformers_and_back(name, tmp_path):
     numbers = models.read_config(tmp_path / "theirs")
     models.save(ours, tmp_path / "back", config=numbers, attributes=attributes, shard_bytes=20_000)
     back = opened(tmp_path / "back")
-    assert unlike(theirs, back) == set() and (logits_of(back, ids) == want).all()
+    # `gelu_new` goes back out as `gelu_pytorch_tanh`, the same function, of which transformers rounds other steps.
+    is_renamed, found = "gelu_new" in json.dumps(RECORDED[name]["config"]), logits_of(back, ids)
+    assert unlike(theirs, back) == set() and ((found == want).all() or (is_renamed and close(found, want, 5e-6)))
 
 
 def test_an_encoders_vectors_are_those_of_transformers(tmp_path):

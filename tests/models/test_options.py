@@ -1,11 +1,13 @@
 """Options of configurations that few folders have: read as transformers reads them, written so that they read alike."""
 
 import dataclasses
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 from test_attributes import case, numbers_of, PUBLISHED
+from test_published import RECORDED
 
 from eqformer import models, nn
 
@@ -27,6 +29,46 @@ def test_a_dynamic_scaling_begins_at_the_longest_length(family):
     assert numbers.scaling == nn.DynamicScaling(2.0, 64) and back(family, numbers) == numbers
     with pytest.raises(ValueError, match=r"Config\(scaling=DynamicScaling\(.*, max_seq=65\)\): .* one length for both"):
         PUBLISHED[family].write(dataclasses.replace(numbers, max_seq=65))
+
+
+OF_OTHERS = {"factor": 4.0, "beta_fast": 16.0, "attention_factor": 2.0, "mscale_all_dim": 0.5, "low_freq_factor": 1.0}
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "llama3", "yarn", "longrope"])
+def test_what_another_scaling_has_is_passed_over(kind):
+    """As transformers does, which warns of it; what no scaling has is refused, and what has no type."""
+    said = {"rope_type": kind, "rope_theta": 1e4} | ({} if kind == "default" else {"factor": 2.0})
+    said |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    said |= {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2} if kind == "longrope" else {}
+    said |= {"original_max_position_embeddings": 16} if kind in ("llama3", "yarn", "longrope") else {}
+    config, own = (
+        case("llama"),
+        {"yarn": {"attention_factor", "beta_fast", "mscale_all_dim"}, "longrope": {"attention_factor"}},
+    )
+    others = {name: its for name, its in OF_OTHERS.items() if name not in {*said, *own.get(kind, ())}}
+    want = numbers_of(config | {"rope_parameters": said})
+    assert others and numbers_of(config | {"rope_parameters": said | others}) == want
+    with pytest.raises(ValueError, match=rf"rope_type='{kind}' has attributes that are not known: {{'doom': 1}}"):
+        numbers_of(config | {"rope_parameters": said | others | {"doom": 1}})
+    if kind == "default":
+        with pytest.raises(ValueError, match=r"rope_type=None has attributes that are not known: {'factor': 4.0, "):
+            numbers_of(config | {"rope_parameters": {"rope_theta": 1e4} | others})
+
+
+def test_what_scores_grow_with_is_read_beside_any_scaling():
+    """As DeepSeek's attention reads it, whatever the scaling is; without one it says nothing."""
+    config = case("deepseek_v3")
+    said = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0, "mscale_all_dim": 0.5}
+    numbers = numbers_of(config | {"rope_parameters": said})
+    assert (numbers.scaling, numbers.temperature) == (nn.LinearScaling(4.0), 0.5)
+    assert back("deepseek_v3", numbers) == numbers
+    scales = [its.scale for its in nn.modules(models.shapes(numbers), nn.LatentAttention)]
+    plain = [
+        its.scale
+        for its in nn.modules(models.shapes(dataclasses.replace(numbers, temperature=0.0)), nn.LatentAttention)
+    ]
+    assert np.allclose(scales, np.multiply(plain, nn.yarn_magnitude(4.0, 0.5) ** 2)) and scales != plain
+    assert numbers_of(config | {"rope_parameters": said | {"rope_type": "default"}}).temperature == 0.0
 
 
 def test_what_stands_beside_types_of_layers_is_not_read():
@@ -76,6 +118,45 @@ def test_an_odd_number_of_channels_that_turn_is_refused_by_its_name(name, field)
 
 
 @pytest.mark.parametrize(
+    "said, reading",
+    [
+        ({}, ()),
+        ({"index_topk_freq": 3}, (2, 3, 5, 6)),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 1}, (1, 2, 3, 5, 6)),
+        ({"index_topk_freq": 3, "index_topk_pattern": "FSSFFFS"}, (1, 2, 6)),
+        ({"index_topk_pattern": ["full"] * 6 + ["shared"]}, (6,)),
+        ({"indexer_types": ["full", "shared"] * 3 + ["full"], "index_topk_pattern": "FFFFFFF"}, (1, 3, 5)),
+    ],
+)
+def test_layers_that_read_a_choice_of_keys_are_those_of_transformers(said, reading):
+    config = {name: its for name, its in RECORDED["glm_moe_dsa shared choices"]["config"].items()}
+    config.pop("indexer_types")
+    numbers = numbers_of(config | said)
+    assert numbers.reading_layers == reading and back("glm_moe_dsa", numbers) == numbers
+    held = [its.indexer is None for its in nn.modules(models.shapes(numbers), nn.LatentAttention)]
+    assert any(held) == bool(reading)
+    if theirs := sys.modules.get("transformers"):
+        types = theirs.AutoConfig.for_model(config.pop("model_type"), **config | said).indexer_types
+        assert types == ["shared" if layer in reading else "full" for layer in range(7)]
+
+
+@pytest.mark.parametrize("said", [["shared"] + ["full"] * 6, ["full"] * 6, ["full"] * 6 + ["none"]])
+def test_layers_that_can_read_no_choice_are_refused(said):
+    config = RECORDED["glm_moe_dsa shared choices"]["config"]
+    with pytest.raises(ValueError, match=r"config.json: indexer_types=.* must name 7 layers"):
+        numbers_of(config | {"indexer_types": said})
+    with pytest.raises(ValueError, match=r"indexer_types=.*this family has 3 layers that are 'full'"):
+        numbers_of(
+            case("deepseek_v32")
+            | {"num_hidden_layers": 3, "layer_types": None, "mlp_layer_types": None}
+            | {"indexer_types": ["full", "shared", "full"]}
+        )
+    numbers = dataclasses.replace(numbers_of(config), reading_layers=(0, 2))
+    with pytest.raises(ValueError, match=r"GLMMoEDSAConfig\(reading_layers=\(0, 2\)\): no layer before the first"):
+        models.shapes(numbers)
+
+
+@pytest.mark.parametrize(
     "family, said, field, value",
     [
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}, "layer_scales", True),
@@ -89,6 +170,8 @@ def test_an_odd_number_of_channels_that_turn_is_refused_by_its_name(name, field)
         ("gemma", {"hidden_act": "gelu"}, "activation", "gelu_tanh"),
         ("gemma", {"hidden_act": "gelu_python"}, "activation", "gelu"),
         ("gemma", {"hidden_act": "relu2", "hidden_activation": "relu2"}, "activation", "relu_squared"),
+        ("nemotron_h", {"mamba_hidden_act": "swish"}, "net_activation", "silu"),
+        ("nemotron_h", {"mamba_hidden_act": "tanh"}, "net_activation", "tanh"),
     ],
 )
 def test_an_option_is_read_and_written(family, said, field, value):

@@ -1,12 +1,15 @@
 """Layers of several kinds are cut into the fewest periods, and every layer has its place."""
 
+import dataclasses
+from typing import Any
+
 import equinox as eqx
 import jax
 
-from eqformer import models
+from eqformer import models, nn
 from eqformer.models._layer_attributes import all_but_every, every
 from eqformer.models._weights import places
-from eqformer.models.families._pattern import Run, runs
+from eqformer.models.families._pattern import Run, runs, Together
 
 
 def pattern(period, layers):
@@ -29,6 +32,22 @@ def test_every_layer_has_one_place_of_its_kind():
     held = {layer: where(model) for _, where, layers in places(model) for layer in layers}
     assert sorted(held) == list(range(26))
     assert all((held[n].mixer.layer.mask.window is None) == (kind == "full") for n, kind in enumerate(kinds))
+
+
+def test_layers_that_stand_together_are_not_parted():
+    """Though fewer blocks would be traced: a later turn would read what the first one has left."""
+    plain = ("first", "reads", "reads", "leaves", "reads", "reads", "leaves", "reads")
+    assert any(run.periods > 1 and run.kinds[0] == "reads" for run in runs(plain))
+    both = Together(("leaves", "reads", "reads"))
+    found = runs(("first", both, both, Together(("leaves", "reads"))))
+    assert [(run.kinds, run.periods) for run in found][1] == ((both,), 2)
+    numbers: Any = models.preset("glm-5-byte-500k")
+    numbers = dataclasses.replace(numbers, layers=8, reading_layers=(2, 3, 5, 6))
+    stacks = models.shapes(numbers).stacks
+    assert [(len(stack), nn.reads(stack)) for stack in stacks] == [(1, frozenset()), (2, frozenset()), (1, frozenset())]
+    period: Any = stacks[1].blocks
+    blocks = period.blocks
+    assert [(its.mixer.leaves, its.mixer.reads) for its in blocks] == [("choice", None), *[(None, "choice")] * 2]
 
 
 def test_layers_are_numbered_from_zero_and_counted_from_one():

@@ -105,7 +105,7 @@ BY_DEFAULT = {
     "falcon_h1 groups normed",
     "gemma4_text vectors of layers, shared keys",
     "glm4_moe plain",
-    "glm_moe_dsa chosen keys",
+    "glm_moe_dsa shared choices",
     "hunyuan_v1_dense alpha",
     "hunyuan_v1_moe each layer's own",
     "kimi_linear groups",

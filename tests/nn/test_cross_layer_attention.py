@@ -60,7 +60,8 @@ def test_it_attends_to_what_an_attention_has_left():
     one, two = normal(1, 2, SEQ, EMBED), normal(2, 2, SEQ, EMBED)
     run = eqx.filter_jit(lambda mixer, *given: mixer(*given))
     y, left = run(first, one, None, nn.Leaving(None))
-    assert isinstance(left, nn.Left) and left.rest is None and left.positions is None
+    assert isinstance(left, nn.Left) and left.rest is None
+    assert isinstance(left.what, nn.KeysAndValues) and left.what.positions is None
     assert np.array_equal(y, run(first, one)[0])
     found, _ = run(second, two, None, left)
     query = wide(
@@ -69,7 +70,7 @@ def test_it_attends_to_what_an_attention_has_left():
         )
     )
     visible = np.tril(np.ones((2, SEQ, SEQ), bool))
-    want = linear(attend(query, wide(left.keys), wide(left.values), visible, 3**-0.5), second.output)
+    want = linear(attend(query, wide(left.what.keys), wide(left.what.values), visible, 3**-0.5), second.output)
     assert close(found, want, 1e-5) and not close(found, want[:, ::-1], 1e-2)
 
 
@@ -148,3 +149,13 @@ def test_what_does_not_fit_is_refused():
 
     with pytest.raises(ValueError, match=r"Residual\(Still, leaves='a'\): given Leaving\(cache\), the mixer returns L"):
         nn.Residual(Still(), leaves="a")(normal(1, 1, SEQ, EMBED))
+    left = nn.Tokens(jnp.zeros((1, SEQ), jnp.int32), left=(nn.Left(None, name="a"),))
+
+    class Forgets(Still):
+        def __call__(self, x, tokens=None, cache=None):
+            return x, None
+
+    with pytest.raises(ValueError, match=r"Residual\(Forgets, reads='a'\): given a Left, the mixer returns NoneType"):
+        nn.Residual(Forgets(), reads="a")(normal(1, 1, SEQ, EMBED), left)
+    with pytest.raises(ValueError, match=r"CrossLayerAttention\(x\): it reads keys of an earlier layer"):
+        nn.Residual(reading(), reads="a")(normal(1, 1, SEQ, EMBED), left)

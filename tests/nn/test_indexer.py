@@ -35,17 +35,26 @@ def literal(indexer, x, latent, top_k):
     return chosen
 
 
-@pytest.mark.parametrize("top_k", [3, SEQ])
+@pytest.mark.parametrize("top_k", [3, SEQ - 1])
 def test_each_query_sees_its_best_keys(top_k):
     indexer, x, latent = make(top_k), normal(1, 2, SEQ, EMBED), normal(2, 2, SEQ, Q_LATENT)
     tokens = nn.Tokens(jnp.asarray(PLACES))
 
     def choose(indexer, x):
-        return indexer(indexer.asking(x, latent, tokens), indexer.keys(x, tokens), nn.causal()(tokens, tokens))
+        asking, places = indexer.asking(x, latent, tokens), {"tokens": tokens, "kv_tokens": tokens}
+        return indexer.choose(asking, indexer.keys(x, tokens), mask=nn.causal(), **places)
 
-    found = np.asarray(eqx.filter_jit(choose)(indexer, x))
+    best = np.asarray(eqx.filter_jit(choose)(indexer, x).best)
+    found = np.tril(np.any(best[..., None] == np.arange(SEQ), axis=-2))
     assert np.array_equal(found, literal(indexer, wide(x), wide(latent), top_k))
     assert not np.array_equal(found, literal(indexer, wide(x), wide(latent), top_k - 1))
+
+
+def test_up_to_so_many_keys_nothing_is_chosen():
+    indexer, x, latent = make(SEQ), normal(1, 2, SEQ, EMBED), normal(2, 2, SEQ, Q_LATENT)
+    tokens = nn.positions_like((2, SEQ))
+    asking, places = indexer.asking(x, latent, tokens), {"tokens": tokens, "kv_tokens": tokens}
+    assert indexer.choose(asking, indexer.keys(x, tokens), mask=nn.causal(), **places) is None
 
 
 def test_an_attention_sees_chosen_keys_alone():
@@ -60,6 +69,54 @@ def test_an_attention_sees_chosen_keys_alone():
     gradient = eqx.filter_jit(eqx.filter_grad(lambda module: jnp.sum(module(x)[0] ** 2)))(sparse)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradient.indexer))
     assert all(np.any(leaf) for leaf in (gradient.query.weight, gradient.latent_down.weight))
+
+
+def pair(top_k=2):
+    """An attention with an indexer, and one without whose queries have the same latent."""
+    sizes = dict(embed=EMBED, heads=2, head_dim=4, latent=3, q_latent=Q_LATENT, rotary=nn.Rotary(2, 100.0))
+    first = drawn(nn.LatentAttention, **sizes, indexer=make(top_k, at_once=3), key=KEY)
+    second = drawn(nn.LatentAttention, **sizes, v_dim=5, key=KEY)
+    return first, eqx.tree_at(lambda m: m.query_down, second, first.query_down)
+
+
+def test_a_layer_reads_what_an_earlier_one_has_chosen():
+    """It sees the keys that the other's indexer would choose for it, where both choose by the same."""
+    (first, second), x = pair(), normal(1, 2, SEQ, EMBED)
+    run = eqx.filter_jit(lambda module, x, given=None: module(x, None, given))
+    y, left = run(first, x, nn.Leaving(None))
+    assert np.array_equal(y, run(first, x)[0]) and left.rest is None and left.what.best.shape == (2, SEQ, 2)
+    found, after = run(second, x, left)
+    assert np.allclose(found, run(eqx.tree_at(lambda m: m.indexer, second, first.indexer, is_leaf=_is_none), x)[0])
+    assert not np.allclose(found, run(second, x)[0], atol=1e-3) and after.rest is None
+    every = nn.Left(nn.Choice(jnp.broadcast_to(jnp.arange(SEQ), (2, SEQ, SEQ)), 3))
+    assert np.allclose(run(second, x, every)[0], run(second, x)[0], atol=1e-6)
+    assert run(*(pair(SEQ)[0], x, nn.Leaving(None)))[1].what is None  # so few keys are all seen
+    for wrong in ((first, left), (second, nn.Left(jnp.zeros(3)))):
+        with pytest.raises(ValueError, match=r"LatentAttention\(x\): it was given .* reads an indexer's choice alone"):
+            wrong[0](x, None, wrong[1])
+
+
+def test_layers_that_read_a_choice_have_caches_and_decode_alike():
+    def stack_of(reads):
+        first, second = pair()
+        block = lambda mixer, **own: nn.Block(nn.Residual(mixer, nn.RMSNorm("embed", embed=EMBED), **own))
+        blocks = block(first, leaves="choice"), block(second, reads=reads)
+        return eqx.filter_jit(lambda: nn.Stack(lambda key: nn.Period(blocks), 2, key=KEY))()
+
+    stack, x = stack_of("choice"), normal(1, 2, SEQ, EMBED)
+    call = eqx.filter_jit(lambda stack, x, tokens, cache: stack(x, tokens, cache))
+    want, cache = call(stack, x, None, None)[0], stack.init_cache((2,), SEQ)
+    assert [its.rotary_keys.shape[-1] for its in cache] == [2 + 4, 2]  # the indexer's keys in the first alone
+    found, start = [], 0
+    for stop in (5, 6, 7):
+        y, cache, _ = call(stack, x[:, start:stop], nn.Tokens(jnp.asarray(PLACES[:, start:stop])), cache)
+        found, start = [*found, y], stop
+    assert np.allclose(np.concatenate(found, axis=1), want, atol=1e-5)
+    assert not np.allclose(call(stack_of(None), x, None, None)[0], want, atol=1e-3)
+
+
+def _is_none(node):
+    return node is None
 
 
 @pytest.mark.parametrize("at_once", [3, SEQ - 1])

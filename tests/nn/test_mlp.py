@@ -22,12 +22,22 @@ FORMULAS = {
     "silu": lambda x: x * sigmoid(x),
     "relu": lambda x: np.maximum(x, 0),
     "relu_squared": lambda x: np.maximum(x, 0) ** 2,
+    "clipped_gelu": lambda x: np.clip(FORMULAS["gelu"](x), -10, 10),
+    "leaky_relu": lambda x: np.where(x > 0, x, 0.01 * x),
+    "relu6": lambda x: np.clip(x, 0, 6),
+    "hard_swish": lambda x: x * np.clip(x + 3, 0, 6) / 6,
+    "mish": lambda x: x * np.tanh(np.log1p(np.exp(x))),
+    "laplace": lambda x: (1 + erf((x - 0.707107) / (0.282095 * math.sqrt(2)))) / 2,
+    "tanh": np.tanh,
+    "sigmoid": sigmoid,
+    "sqrt_softplus": lambda x: np.sqrt(np.log1p(np.exp(x))),
+    "identity": lambda x: x,
 }
 
 
 def test_every_activation_is_its_formula_and_has_its_slope():
     assert set(FORMULAS) == set(nn.ACTIVATIONS)
-    x = np.linspace(-6, 6, 41) + 0.01
+    x = np.linspace(-12, 12, 81) + 0.01
     with_slopes = lambda x: {
         name: jax.vmap(jax.value_and_grad(activation))(x) for name, activation in nn.ACTIVATIONS.items()
     }

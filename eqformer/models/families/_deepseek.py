@@ -1,15 +1,20 @@
 """What DeepSeek-V2 and V3 share: attributes of configurations, blocks of latent attention, and names of arrays."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Key
 
 from ...nn import (
     Block,
+    DynamicScaling,
     LatentAttention,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Residual,
     RMSNorm,
     RotaryScaling,
     Transformer,
@@ -23,8 +28,9 @@ from .._layer_attributes import LAYERS
 from .._rotary_attributes import SharpenedRotaryPositions
 from .._weights import Rule
 from ._common import AsManyKeyHeads, EDGES, GATED, LAYER, PRE_NORMS, SIZES, WIDTH
-from ._decoder import damping, decoder, gated_mlp, pre_norm_block, rotary_of
+from ._decoder import damping, decoder, gated_mlp, norm, rotary_of
 from ._mixtures import MIXTURE, mixture_beside_shared, SHARED, SHARED_ATTRIBUTES
+from ._pattern import Together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,7 @@ class LatentConfig(ModelConfig):
     scaling: RotaryScaling | None = None
     """Of rotary positions."""
     temperature: float = 0.0
-    """YaRN's `mscale_all_dim`: with it, scores grow with its factor."""
+    """The `mscale_all_dim` beside a scaling, YaRN as a rule: with it, scores grow with its factor."""
     activation: str = "silu"
     """What bends a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     bias: bool = False
@@ -106,30 +112,42 @@ class SigmoidLatentConfig(LatentConfig):
     balance: float = 0.0001
 
 
+class LatentKind(NamedTuple):
+    """What a layer is: whether it has experts, and under which names it leaves or reads a choice of keys."""
+
+    is_mixture: bool
+    leaves: str | None = None
+    reads: str | None = None
+
+
 def build_latent(
     config: LatentConfig,
     *,
     interleaved: bool,
     router: Mapping[str, Any],
     balance: Mapping[str, Any],
-    options: Callable[[Key[Array, ""]], Mapping[str, Any]] = lambda key: {},
+    options: Callable[[LatentKind, Key[Array, ""]], Mapping[str, Any]] = lambda kind, key: {},
+    kinds: Sequence[LatentKind | Together] | None = None,
     key: Key[Array, ""],
 ) -> Transformer:
     """Latent attention, whose scores YaRN sharpens by `temperature` too, and gated layers or mixtures.
 
-    `router` and `balance` are options of `TopKRouter` and `LoadBalance`, `options(key)` more of `LatentAttention`.
+    `router` and `balance` are options of `TopKRouter` and `LoadBalance`, `options(kind, key)` more of
+    `LatentAttention`; `kinds` are those of the layers, by default the config's, which share nothing.
     """
 
-    def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
+    def block(kind: LatentKind, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        if is_mixture:
+        if kind.is_mixture:
             fed = mixture_beside_shared(config, feed_forward, balance=balance, **router)
         else:
             fed = gated_mlp(config, key=feed_forward)
-        mixed = latent_attention(config, mixer, interleaved=interleaved, **options(jax.random.fold_in(mixer, 0)))
-        return pre_norm_block(config, mixed, fed)
+        own = options(kind, jax.random.fold_in(mixer, 0))
+        mixed = latent_attention(config, mixer, interleaved=interleaved, **own)
+        mixed = Residual(mixed, norm(config), leaves=kind.leaves, reads=kind.reads)
+        return Block(mixed, Residual(fed, norm(config)))
 
-    return decoder(config, block, config.mixtures, key=key)
+    return decoder(config, block, kinds or [LatentKind(its) for its in config.mixtures], key=key)
 
 
 def latent_attention(
@@ -137,7 +155,7 @@ def latent_attention(
 ) -> LatentAttention:
     """Latent attention of the config's sizes; `options` are more of its own."""
     scaling, sharper = config.scaling, 1.0
-    if config.temperature and isinstance(scaling, YarnScaling):
+    if config.temperature and isinstance(scaling, _SHARPENED):
         sharper = yarn_magnitude(scaling.factor, config.temperature) ** 2
     return LatentAttention(
         embed=config.embed,
@@ -157,6 +175,7 @@ def latent_attention(
     )
 
 
+_SHARPENED = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 _FIRST_DENSE = Unpublished("dense_layers", (), "none but the first layers are dense")
 
 

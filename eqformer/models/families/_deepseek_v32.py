@@ -1,22 +1,29 @@
 """DeepSeek-V3.2 (arXiv:2512.02556): DeepSeek-V3 whose queries, beyond some keys, see those that an indexer chooses."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtyping import Array, Key
 
 from ...nn import Indexer, Transformer, YarnScaling
 from .._attributes import Attribute, Count, Entry, Expect, Ignore
-from .._config import PublishedConfig
 from .._family import Family
-from .._layer_attributes import LAYERS
+from .._layer_attributes import AllLayers
 from .._predictors import BEHIND
 from .._weights import Rule
 from ._common import LAYER
 from ._decoder import rotary_of
-from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LayerMixtures, SigmoidLatentConfig
+from ._deepseek import (
+    build_latent,
+    latent_attributes,
+    LATENT_WEIGHTS,
+    LatentKind,
+    LayerMixtures,
+    SigmoidLatentConfig,
+)
 from ._mixtures import BIASED_SIGMOIDS, SELECTION_BIAS
+from ._pattern import Together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,38 +40,28 @@ class DeepSeekV32Config(SigmoidLatentConfig):
 
 
 def build_deepseek_v32(
-    config: DeepSeekV32Config, *, index_interleaved: bool = False, key: Key[Array, ""]
+    config: DeepSeekV32Config,
+    *,
+    index_interleaved: bool = False,
+    kinds: Sequence[LatentKind | Together] | None = None,
+    key: Key[Array, ""],
 ) -> Transformer:
-    """A DeepSeek-V3.2 with random weights."""
+    """A DeepSeek-V3.2 with random weights; layers of `kinds` that read a choice of keys have no indexer."""
     rotary = rotary_of(config, config.rope_dim, "rope_dim", interleaved=index_interleaved, scaling=config.scaling)
     sizes = {"heads": config.index_heads, "dim": config.index_dim, "top_k": config.index_top_k}
 
-    def options(key: Key[Array, ""]) -> Mapping[str, Any]:
+    def options(kind: LatentKind, key: Key[Array, ""]) -> Mapping[str, Any]:
+        if kind.reads:
+            return {}
         return {"indexer": Indexer(embed=config.embed, q_latent=config.q_latent, **sizes, rotary=rotary, key=key)}
 
-    router = {"normalise": config.normalise, **BIASED_SIGMOIDS}
-    return build_latent(config, interleaved=True, router=router, balance={"normalise": True}, options=options, key=key)
-
-
-class _Kinds(Entry):
-    """The kinds of layers: each has an indexer of its own."""
-
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Nothing; refuse others."""
-        layers = published.count(LAYERS)
-        for name, kind in (("layer_types", "indexed_attention"), ("indexer_types", "full")):
-            if (said := published.listed(name)) is not None and said != [kind] * layers:
-                published.refuse(f"{name}={said}: this family has {layers} layers that are {kind!r}.")
-        return {}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        """Nothing."""
-        return {}
+    given: dict[str, Any] = {"router": {"normalise": config.normalise, **BIASED_SIGMOIDS}, "options": options}
+    return build_latent(config, interleaved=True, balance={"normalise": True}, kinds=kinds, **given, key=key)
 
 
 DSA_ATTRIBUTES: tuple[Entry, ...] = (
     *latent_attributes(mixtures=LayerMixtures()),
-    _Kinds(),
+    AllLayers("layer_types", "indexed_attention"),
     Count("q_latent", "q_lora_rank"),
     Count("index_heads", "index_n_heads"),
     Count("index_dim", "index_head_dim"),
@@ -75,9 +72,13 @@ DSA_ATTRIBUTES: tuple[Entry, ...] = (
     Expect("topk_method", "noaux_tc"),
     Expect("rope_interleave", True, written=False),
     Expect("mlp_bias", False, written=False),
+    Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # which transformers skips too
+)
+_EACH_CHOOSES = (
+    AllLayers("indexer_types", "full"),
     Expect("index_topk_freq", 1, 0, written=False),
     Expect("index_topk_pattern", None, written=False),
-    Ignore("index_skip_topk_offset", "num_mtp_layers", num_nextn_predict_layers=0),  # which transformers skips too
+    Ignore("index_skip_topk_offset"),
 )
 _INDEXER = f"{LAYER}self_attn.indexer."
 DSA_WEIGHTS = (
@@ -107,7 +108,7 @@ DEEPSEEK_V32 = Family(
     _PRESETS,
     "DeepseekV32ForCausalLM",
     "deepseek_v32",
-    DSA_ATTRIBUTES,
+    (*DSA_ATTRIBUTES, *_EACH_CHOOSES),
     DSA_WEIGHTS,
     predictor=BEHIND,
 )

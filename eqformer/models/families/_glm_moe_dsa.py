@@ -1,14 +1,19 @@
-"""GLM-5 (GLM-5 team 2026): DeepSeek-V3.2 whose indexer turns neighbouring channels, with wider heads."""
+"""GLM-5 (GLM-5 team 2026): DeepSeek-V3.2 with wider heads, some of whose layers see what an earlier one has chosen."""
 
 import dataclasses
+from typing import Any
 
 from jaxtyping import Array, Key
 
 from ...nn import Transformer
-from .._attributes import Expect
+from .._attributes import Entry, Expect
+from .._config import PublishedConfig
 from .._family import Family
+from .._layer_attributes import LAYERS
 from .._predictors import BEHIND
+from ._deepseek import LatentKind
 from ._deepseek_v32 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_BYTE, DSA_WEIGHTS
+from ._pattern import Together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,6 +23,8 @@ class GLMMoEDSAConfig(DeepSeekV32Config):
     head_dim: int = 192
     v_dim: int = 256
     index_heads: int = 32
+    reading_layers: tuple[int, ...] = ()
+    """The numbers of the layers without an indexer, which see what the last one with an indexer has chosen."""
     groups: int = 1
     kept_groups: int = 1
     theta: float = 1_000_000.0
@@ -26,8 +33,48 @@ class GLMMoEDSAConfig(DeepSeekV32Config):
 
 
 def build_glm_moe_dsa(config: GLMMoEDSAConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A GLM-5 with random weights."""
-    return build_deepseek_v32(config, index_interleaved=True, key=key)
+    """A GLM-5 with random weights, whose indexers turn neighbouring channels."""
+    return build_deepseek_v32(config, index_interleaved=True, kinds=_kinds(config), key=key)
+
+
+def _kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together]:
+    """Each layer with an indexer, and together with it those that read its choice."""
+    rows: list[list[LatentKind]] = []
+    for layer, is_mixture in enumerate(config.mixtures):
+        if layer not in config.reading_layers:
+            rows.append([LatentKind(is_mixture)])
+        elif rows:
+            rows[-1] = [rows[-1][0]._replace(leaves="choice"), *rows[-1][1:], LatentKind(is_mixture, reads="choice")]
+        else:
+            raise ValueError(
+                f"GLMMoEDSAConfig(reading_layers={config.reading_layers}): no layer before the first has an indexer; "
+                "leave 0 out."
+            )
+    return [row[0] if len(row) == 1 else Together(tuple(row)) for row in rows]
+
+
+class ReadingLayers(Entry):
+    """`indexer_types`, or what a list is made from where there is none: a pattern of letters, or a period."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`reading_layers`; refuse other kinds, lists of another length, and a first layer that reads."""
+        layers, said = published.count(LAYERS), published.listed("indexer_types")
+        pattern, period = published.take("index_topk_pattern", None), published.count("index_topk_freq", 1, least=0)
+        first = published.count("index_skip_topk_offset", 2, least=0)
+        if said is None and isinstance(pattern, str):
+            said = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+        if said is None and (said := published.listed("index_topk_pattern")) is None:
+            chooses = [max(layer - first + 1, 0) % max(period, 1) == 0 for layer in range(layers)]
+            said = ["full" if its else "shared" for its in chooses]
+        if len(said) != layers or {*said} - {"full", "shared"} or said[0] != "full":
+            published.refuse(
+                f"indexer_types={said} must name {layers} layers, 'full' or 'shared', and the first 'full'."
+            )
+        return {"reading_layers": tuple(layer for layer, kind in enumerate(said) if kind == "shared")}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The list."""
+        return {"indexer_types": ["shared" if n in config.reading_layers else "full" for n in range(config.layers)]}
 
 
 _PRESETS = {
@@ -42,7 +89,7 @@ GLM_MOE_DSA = Family(
     _PRESETS,
     "GlmMoeDsaForCausalLM",
     "glm_moe_dsa",
-    (*DSA_ATTRIBUTES, Expect("indexer_rope_interleave", True, written=False)),
+    (*DSA_ATTRIBUTES, ReadingLayers(), Expect("indexer_rope_interleave", True, written=False)),
     DSA_WEIGHTS,
     predictor=BEHIND,
 )

@@ -11,6 +11,7 @@ from .._attributes import Activation, Attribute, Expect, Ignore
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryPositions
+from .._rotary_scalings import unknown
 from .._weights import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, LAYER, PRE_NORMS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
@@ -44,8 +45,8 @@ class AlphaRotaryPositions(RotaryPositions):
         given = published.nested("rope_parameters") or published.nested("rope_scaling")
         if given.get("rope_type", given.get("type")) != "dynamic" or not given.get("alpha"):
             return super().read(published)
-        if unknown := {name: value for name, value in given.items() if name not in _BESIDE_ALPHA}:
-            published.refuse(f"rope_type='dynamic' with an alpha has attributes that are not known: {unknown}.")
+        if left := unknown({name: value for name, value in given.items() if name not in _OWN}):
+            published.refuse(f"rope_type='dynamic' with an alpha has attributes that are not known: {left}.")
         theta = given.get("rope_theta") or published.take("rope_theta", None) or self.theta
         return {"theta": float(theta), "scaling": NTKScaling(float(given["alpha"]))}
 
@@ -57,9 +58,7 @@ class AlphaRotaryPositions(RotaryPositions):
         return {"rope_theta": config.theta, "rope_scaling": said}
 
 
-# Of these, those that are no scaling's are published and without effect.
-_BESIDE_ALPHA = {"rope_type", "type", "rope_theta", "alpha", "factor", "beta_fast", "beta_slow", "mscale"}
-_BESIDE_ALPHA |= {"mscale_all_dim"}
+_OWN = ("rope_type", "type", "rope_theta")
 
 HUNYUAN_ATTRIBUTES = (
     *(*decoder_attributes(AlphaRotaryPositions()), StatedHeadSize()),  # transformers does not find it out by itself

@@ -46,7 +46,7 @@ def build_mistral4(config: Mistral4Config, *, key: Key[Array, ""]) -> Transforme
     """A Mistral 4 with random weights."""
     options: dict[str, Any] = {"router": {"normalise": config.normalise, "group_score": "top2"}, "balance": {}}
     growth = LogTemperature(config.growth_every, config.growth, offset=0) if config.growth else None
-    options["options"] = lambda key: {"temperature": growth}
+    options["options"] = lambda kind, key: {"temperature": growth}
     return build_latent(config, interleaved=config.interleaved, **options, key=key)
 
 

@@ -39,6 +39,8 @@ class NemotronHConfig(NetSizes, DecoderConfig):
     normalise: bool = True
     """Whether a token's weights add up to 1 before that."""
     activation: str = "relu_squared"
+    net_activation: str = "silu"
+    """What bends what the convolutions of a Mamba-2 give: a name of `nn.ACTIVATIONS`."""
     mlp_bias: bool = False
     """Whether feed-forward layers have biases; experts have none."""
     eps: float = 1e-5
@@ -67,9 +69,10 @@ def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transfo
         return Linear("embed -> latent", **sizes, key=to), Linear("latent -> embed", **sizes, key=back)
 
     def layer(kind: str, key: Key[Array, ""]) -> Layer:
-        if kind in "M*":
-            mixer = mamba2(config, key) if kind == "M" else attention(config, rotary=None, key=key)
-            return Block(Residual(mixer, norm(config)))
+        if kind == "M":
+            return Block(Residual(mamba2(config, key, activation=bend(config, "net_activation")), norm(config)))
+        if kind == "*":
+            return Block(Residual(attention(config, rotary=None, key=key), norm(config)))
         if kind == "-":
             return Residual(mlp(config.mlp, key), norm(config))
         router, experts, shared = jax.random.split(key, 3)
@@ -95,14 +98,11 @@ def _nemotron(embed: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> N
 _PRESETS = {
     "nemotron-h-byte-500k": NemotronHConfig(256, 64, 6, 4, 2, 256, pattern="MEM*M-", expert_latent=32, **_BYTE),
     "nemotron-h-8b": _nemotron(
-        *(4096, 32, 8, 21_504),
-        net_heads=128,
-        pattern="M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
+        *(4096, 32, 8, 21_504), net_heads=128, pattern="M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-"
     ),
     "nemotron-3-nano-30b-a3b": _nemotron(
         *(2688, 32, 2, 1856),
-        net_heads=64,
-        **{"expert_mlp": 1856, "shared_mlp": 3712, "experts": 128, "top_k": 6, "scale": 2.5},
+        **{"net_heads": 64, "expert_mlp": 1856, "shared_mlp": 3712, "experts": 128, "top_k": 6, "scale": 2.5},
         pattern="MEMEM*" + 4 * "EMEMEM*" + "EMEMEMEM*" + "EMEMEMEME",
     ),
 }

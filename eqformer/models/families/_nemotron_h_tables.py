@@ -56,7 +56,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("normalise", "norm_topk_prob", True),
     *(
         Activation("relu2", "mlp_hidden_act"),
-        Expect("mamba_hidden_act", "silu"),
+        Activation("silu", "mamba_hidden_act", "net_activation"),
         Attribute("mlp_bias", "mlp_bias", False),
     ),
     *(Expect("attention_bias", False), Expect("mamba_proj_bias", False), Expect("n_shared_experts", 1)),

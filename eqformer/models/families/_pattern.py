@@ -10,6 +10,12 @@ from jaxtyping import Array, Key
 from ...nn import Layer, Period, Stack
 
 
+class Together(NamedTuple):
+    """Kinds of layers in a row that no cut parts, since the later ones read what the first one leaves."""
+
+    kinds: tuple[Any, ...]
+
+
 class Run(NamedTuple):
     """Layers from number `first` on: `periods` times these kinds."""
 
@@ -43,7 +49,7 @@ def stacks_of(
     *,
     key: Key[Array, ""],
 ) -> tuple[Stack, ...]:
-    """Stacks of `block(kind, key)` for these kinds of layers."""
+    """Stacks of `block(kind, key)` for these kinds of layers, of which some may stand `Together`."""
     cut = runs(tuple(kinds))
     keys = jax.random.split(key, len(cut))
     return tuple(
@@ -58,6 +64,7 @@ def windows_of(config: Any) -> list[int | None]:
 
 
 def _period(block: Callable[..., Layer], kinds: tuple[Any, ...], key: Key[Array, ""]) -> Layer:
+    kinds = tuple(own for kind in kinds for own in (kind.kinds if isinstance(kind, Together) else (kind,)))
     if len(kinds) == 1:
         return block(kinds[0], key)
     keys = jax.random.split(key, len(kinds))

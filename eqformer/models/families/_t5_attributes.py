@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from .._attributes import Attribute, Count, Entry, Expect, Ignore
+from ...nn import ACTIVATIONS
+from .._attributes import Attribute, Count, Entry, Expect, Ignore, names_of
 from .._config import PublishedConfig
 
 
@@ -21,7 +22,9 @@ class _Layers(Entry):
 
 
 # By `feed_forward_proj`: whether layers are gated, and what bends them. A gated GELU is its approximation.
-_KINDS = {"relu": (False, "relu"), "gated-gelu": (True, "gelu_tanh"), "gated-silu": (True, "silu")}
+_NAMES = [(name, its) for its in ("relu", *ACTIVATIONS) for name in names_of(its)]
+_KINDS = {name: (False, its) for name, its in _NAMES} | {"gated-gelu": (True, "gelu_tanh")}
+_KINDS |= {f"gated-{name}": (True, its) for name, its in _NAMES if name != "gelu"}
 
 
 class _FeedForward(Entry):
@@ -31,7 +34,7 @@ class _FeedForward(Entry):
         """`gated` and `activation`; refuse any other kind."""
         published.expect("feed_forward_proj", *_KINDS)
         said = published.take("feed_forward_proj", "relu")
-        for name, value in self._same(*_KINDS[said]).items():
+        for name, value in self._same(said).items():
             published.expect(name, value)
         return dict(zip(("gated", "activation"), _KINDS[said]))
 
@@ -39,12 +42,15 @@ class _FeedForward(Entry):
         """All three attributes; raises a `ValueError` for a kind that has no name."""
         for said, kind in _KINDS.items():
             if kind == (config.gated, config.activation):
-                return {"feed_forward_proj": said} | self._same(*kind)
-        kind = f"gated={config.gated}, activation={config.activation!r}"
-        raise ValueError(f"save(config=T5Config({kind})): published are {', '.join(_KINDS)}; give one of these.")
+                return {"feed_forward_proj": said} | self._same(said)
+        raise ValueError(
+            f"save(config=T5Config(activation={config.activation!r})): published are {', '.join(ACTIVATIONS)}; give "
+            "one of these."
+        )
 
-    def _same(self, gated: bool, activation: str) -> dict[str, Any]:
-        return {"is_gated_act": gated, "dense_act_fn": {"gelu_tanh": "gelu_new"}.get(activation, activation)}
+    def _same(self, said: str) -> dict[str, Any]:
+        name = "gelu_new" if said == "gated-gelu" else said.removeprefix("gated-")
+        return {"is_gated_act": _KINDS[said][0], "dense_act_fn": name}
 
 
 class _Head(Entry):

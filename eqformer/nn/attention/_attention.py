@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Key
 
 from .._cache import KVCache
 from .._contracts import Attends, Mixer, MixerFacts
-from .._left import Leaving, Left
+from .._left import KeysAndValues, Leaving, Left
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
@@ -183,8 +183,10 @@ class Attention(Mixer):
             attended = without_room(attended, tokens, cache)
         if self.gate is not None:
             attended = attended * jax.nn.sigmoid(self.gate(x))
-        kept = Left(key, value, None if kv_tokens is None else kv_tokens.positions, cache) if leaves else cache
-        return self.output(attended), kept
+        if not leaves:
+            return self.output(attended), cache
+        seen = KeysAndValues(key, value, None if kv_tokens is None else kv_tokens.positions)
+        return self.output(attended), Left(seen, cache)
 
     @property
     def _values(self) -> LinearMap:

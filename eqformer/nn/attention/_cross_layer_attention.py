@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float, Key, PyTree
 
 from .._contracts import Attends, Mixer, MixerFacts
-from .._left import Left
+from .._left import KeysAndValues, Left
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
@@ -90,12 +90,14 @@ class CrossLayerAttention(Mixer):
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: Left | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], Left]:
         """Attend to what the earlier layer has left."""
-        if cache is None:
+        seen = None if cache is None else cache.what
+        if cache is None or not isinstance(seen, KeysAndValues):
             raise ValueError(
-                "CrossLayerAttention(x): it reads keys of an earlier layer; let it stand in Residual(reads=)."
+                "CrossLayerAttention(x): it reads keys of an earlier layer; let it stand in Residual(reads=), behind "
+                "an Attention in Residual(leaves=)."
             )
         tokens = tokens_or_default(tokens, x.shape[:-1], None)
-        kv_tokens = None if cache.positions is None else Tokens(cache.positions)
+        kv_tokens = None if seen.positions is None else Tokens(seen.positions)
         query = self.query(x)
         query = query if self.query_norm is None else self.query_norm(query)
         if self.rotary is not None:
@@ -103,8 +105,8 @@ class CrossLayerAttention(Mixer):
             query = self.rotary(query, tokens.positions, lengths)
         attended = self.core(
             query,
-            key=cache.keys,
-            value=cache.values,
+            key=seen.keys,
+            value=seen.values,
             mask=self.mask,
             tokens=tokens,
             kv_tokens=kv_tokens,

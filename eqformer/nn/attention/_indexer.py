@@ -1,11 +1,12 @@
 """What chooses the keys of a sparse attention: small heads that score every key, and the best of them."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from .._dtype import at_least_float32
 from .._linear import Linear
@@ -91,31 +92,53 @@ class Indexer(Module):
         query, weight = self.rotary(self.query(latent), tokens.positions), self.weight(x)
         return Asking(*(jax.lax.stop_gradient(its).astype(exact) for its in (query, weight)))
 
-    def __call__(
+    def choose(
         self,
         asking: Asking,
         keys: Float[Array, "*batch kv_seq index_dim"],
-        visible: Bool[Array, "*batch seq kv_seq"],
-    ) -> Bool[Array, "*batch seq kv_seq"]:
-        """Which of the visible keys each query sees."""
-        if keys.shape[-2] <= self.top_k:
-            return visible
-        query, weight = asking
-        heads, dim = query.shape[-2:]
-        dots = jnp.einsum("...qhd,...kd->...qhk", query, jax.lax.stop_gradient(keys).astype(query.dtype))
-        scores = jnp.einsum("...qh,...qhk->...qk", weight * heads**-0.5, jax.nn.relu(dots * dim**-0.5))
-        best = jax.lax.top_k(jnp.where(visible, scores, -jnp.inf), self.top_k)[1]
-        chosen = jnp.put_along_axis(jnp.zeros_like(visible), best, True, axis=-1, inplace=False)
-        return chosen & visible
+        *,
+        mask: Mask,
+        tokens: Tokens,
+        kv_tokens: Tokens,
+    ) -> "Choice | None":
+        """Which keys each query sees, of those that its mask shows; None where there are no more than `top_k`.
 
-    def attend(
+        Scores of some queries are in memory at a time.
+
+        Args:
+            asking: What asks for keys.
+            keys: The indexer's own.
+            mask: Which keys a query may choose from.
+            tokens: The positions and segments of the queries.
+            kv_tokens: Those of the keys.
+        """
+        if keys.shape[-2] <= self.top_k:
+            return None
+        keys = jax.lax.stop_gradient(keys).astype(asking.query.dtype)
+
+        def best(tokens: Tokens, asking: Asking) -> Int[Array, "*batch seq top_k"]:
+            heads, dim = asking.query.shape[-2:]
+            dots = jax.nn.relu(jnp.einsum("...qhd,...kd->...qhk", asking.query, keys) * dim**-0.5)
+            scores = jnp.einsum("...qh,...qhk->...qk", asking.weight * heads**-0.5, dots)
+            return jax.lax.top_k(jnp.where(mask(tokens, kv_tokens), scores, -jnp.inf), self.top_k)[1]
+
+        return Choice(_of_some(best, tokens, asking.weight.shape[:-1], asking, self.at_once), self.at_once)
+
+
+class Choice(eqx.Module):
+    """Which keys each query sees, of those that its mask shows: an indexer's, for its layer and for later ones."""
+
+    best: Int[Array, "*batch seq top_k"]
+    """Places of keys."""
+    at_once: int = eqx.field(static=True)
+    """Queries whose scores are in memory at a time."""
+
+    def __call__(
         self,
         query: Float[Array, "*batch seq heads head_dim"],
         key: Float[Array, "*batch kv_seq kv_heads head_dim"],
         value: Float[Array, "*batch kv_seq kv_heads v_dim"],
         *,
-        asking: Asking,
-        keys: Float[Array, "*batch kv_seq index_dim"],
         mask: Mask,
         tokens: Tokens,
         kv_tokens: Tokens,
@@ -127,29 +150,35 @@ class Indexer(Module):
             query: The attention's queries.
             key: Its keys.
             value: Its values.
-            asking: What asks for keys.
-            keys: The indexer's own.
-            mask: Which keys a query may choose from.
+            mask: Which keys a query may see.
             tokens: The positions and segments of the queries.
             kv_tokens: Those of the keys.
             scale: What the scores are multiplied by.
         """
 
-        def some(query: Array, asking: Asking, positions: Array, segments: Array | None) -> Array:
-            its = Tokens(positions, segments)
-            chosen: Any = Chosen(self(asking, keys, mask(its, kv_tokens)))
-            return ReferenceCore()(query, key, value, mask=chosen, tokens=its, kv_tokens=kv_tokens, scale=scale)
+        def some(tokens: Tokens, given: tuple[Array, Array]) -> Float[Array, "*batch seq heads v_dim"]:
+            query, best = given
+            shown = mask(tokens, kv_tokens)
+            chosen: Any = Chosen(shown & jnp.put_along_axis(jnp.zeros_like(shown), best, True, -1, inplace=False))
+            return ReferenceCore()(query, key, value, mask=chosen, tokens=tokens, kv_tokens=kv_tokens, scale=scale)
 
-        seq, at, size = query.shape[-3], query.ndim - 3, self.at_once
-        places = jax.tree.map(lambda x: jnp.broadcast_to(x, query.shape[:-2]), (tokens.positions, tokens.segments))
-        if seq <= size:
-            return some(query, asking, *places)
+        return _of_some(some, tokens, query.shape[:-2], (query, self.best), self.at_once)
 
-        def cut(x: Array) -> Array:
-            filled = jnp.pad(x, [(0, -seq % size if axis == at else 0) for axis in range(x.ndim)])
-            return jnp.moveaxis(filled.reshape(*x.shape[:at], -1, size, *x.shape[at + 1 :]), at, 0)
 
-        parts = jax.tree.map(cut, (query, asking, *places))
-        found = jnp.moveaxis(jax.lax.map(jax.checkpoint(lambda its: some(*its)), parts), 0, at)
-        whole = found.reshape(*query.shape[:at], -1, *found.shape[at + 2 :])
-        return jax.lax.slice_in_dim(whole, 0, seq, axis=at)
+def _of_some(
+    function: Callable[[Tokens, Any], Array], tokens: Tokens, shape: tuple[int, ...], given: PyTree, size: int
+) -> Shaped[Array, "..."]:
+    """What a function gives of tokens of a shape and of arrays with their dims in front, of `size` tokens at a time."""
+    at, seq = len(shape) - 1, shape[-1]
+    places = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), (tokens.positions, tokens.segments))
+    if seq <= size:
+        return function(Tokens(*places), given)
+
+    def cut(x: Array) -> Array:
+        filled = jnp.pad(x, [(0, -seq % size if axis == at else 0) for axis in range(x.ndim)])
+        return jnp.moveaxis(filled.reshape(*x.shape[:at], -1, size, *x.shape[at + 1 :]), at, 0)
+
+    parts = jax.tree.map(cut, (places, given))
+    found = jax.lax.map(jax.checkpoint(lambda part: function(Tokens(*part[0]), part[1])), parts)
+    found = jnp.moveaxis(found, 0, at)
+    return jax.lax.slice_in_dim(found.reshape(*found.shape[:at], -1, *found.shape[at + 2 :]), 0, seq, axis=at)

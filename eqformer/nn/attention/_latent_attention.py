@@ -7,11 +7,12 @@ import einops
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from .._cache import LatentCache
 from .._contracts import Attends, Mixer, MixerFacts
 from .._dtype import float_dtype
+from .._left import Leaving, Left
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
@@ -22,7 +23,7 @@ from ..cores._auto import AutoCore
 from ..cores._cached import attend_cached
 from ..cores._contract import Core
 from ..cores._core import Rotated
-from ._indexer import Indexer
+from ._indexer import Choice, Indexer
 from ._mask import causal, Mask
 from ._rotary import Rotary
 from ._temperature import LogTemperature
@@ -35,7 +36,8 @@ class LatentAttention(Mixer):
     rotated key of `rope_dim` channels that all heads share. Queries come from the input or, with `q_latent`, from a
     latent of their own. Without a `rotary` there is no decoupled key (NoPE). A single decoded token attends to the
     latents directly: the up-projections are absorbed into query and output, as in the paper, with equal results. With
-    an `indexer`, beyond its number of keys each query sees those alone that it chooses (DeepSeek-V3.2).
+    an `indexer`, beyond its number of keys each query sees those alone that it chooses (DeepSeek-V3.2). In
+    `Residual(leaves=)` it leaves this choice, for a layer without an indexer in `Residual(reads=)` (GLM-5).
     """
 
     query_down: LinearMap | None
@@ -132,9 +134,13 @@ class LatentAttention(Mixer):
         self.scale = (head_dim + rope_dim) ** -0.5 if scale is None else scale
 
     def __call__(
-        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: LatentCache | None = None
-    ) -> tuple[Float[Array, "*batch seq embed"], LatentCache | None]:
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: LatentCache | Leaving | Left | None = None,
+    ) -> tuple[Float[Array, "*batch seq embed"], LatentCache | Left | None]:
         """Attend among the tokens of `x` and, with a cache, to those stored in it; the new ones are stored too."""
+        given, cache = cache, _own_cache(cache)
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         source = self._source(x)
         query, query_rope = self.query(source), None if self.query_rope is None else self.query_rope(source)
@@ -164,10 +170,12 @@ class LatentAttention(Mixer):
         if self.rotary is not None and query_rope is not None:
             query_rope = self._sharpened(self.rotary(query_rope, tokens.positions, lengths), tokens)
             rotated = Rotated(query_rope, key_rope[..., None, :])
-        rest: dict[str, Any] = {"mask": self.mask, "tokens": tokens, "scale": self.scale, "kv_tokens": kv_tokens}
-        chooses = self.indexer is not None and latents.shape[-2] > self.indexer.top_k
-        if cache is not None and absorbed and not chooses and self.core.ring_block():
-            attended = self._to_latents(query, rotated, latents, cache, late, **rest)
+        choice, rest = self._read(given), {"mask": self.mask, "tokens": tokens, "scale": self.scale}
+        if self.indexer is not None:
+            asking = self.indexer.asking(x, source, tokens)
+            choice = self.indexer.choose(asking, index_keys, mask=self.mask, tokens=tokens, kv_tokens=seen)
+        if cache is not None and absorbed and choice is None and self.core.ring_block():
+            attended = self._to_latents(query, rotated, latents, cache, late, kv_tokens=kv_tokens, **rest)
         else:
             key = value = latents[..., None, :]
             if not absorbed:
@@ -175,18 +183,28 @@ class LatentAttention(Mixer):
             if rotated is not None:
                 shared = spread(rotated.key, (*key.shape[:-1], rope_dim))
                 query, key = jnp.concatenate([query, rotated.query], -1), jnp.concatenate([key, shared], -1)
-            if self.indexer is not None and chooses:
-                rest |= {"asking": self.indexer.asking(x, source, tokens), "keys": index_keys, "kv_tokens": seen}
-                attended = self.indexer.attend(query, key, value, **rest)
+            if choice is None:
+                attended = self.core(query, key, value, kv_tokens=kv_tokens, **rest)
             else:
-                attended = self.core(query, key, value, **rest)
+                attended = choice(query, key, value, kv_tokens=seen, **rest)
         if cache is not None:
             attended = without_room(attended, tokens, cache)
         if absorbed:
             up = self.value_up
             attended = einops.einsum(attended, up.matrix(x.dtype), "... h latent, h v latent -> ... h v")
             attended = wide_sum(attended, up.bias)
-        return self.output(attended), cache
+        return self.output(attended), Left(choice, cache) if isinstance(given, Leaving | Left) else cache
+
+    def _read(self, given: PyTree) -> Choice | None:
+        """The choice of keys that an earlier layer has left; raises a `ValueError` for anything else."""
+        choice = given.what if isinstance(given, Left) else None
+        if isinstance(given, Left) and (self.indexer is not None or not isinstance(choice, Choice | None)):
+            raise ValueError(
+                f"LatentAttention(x): it was given {type(choice).__name__} of an earlier layer, and reads an indexer's "
+                "choice alone, if it has no indexer; let it stand in Residual(reads=), behind one that has an indexer, "
+                "in Residual(leaves=)."
+            )
+        return choice
 
     def _source(self, x: Float[Array, "*batch _ embed"]) -> Float[Array, "*batch _ source"]:
         """What the queries come from: the input, or their latent."""
@@ -242,3 +260,8 @@ class LatentAttention(Mixer):
         # Rows are not cut where an indexer compares all of their keys.
         attends = Attends(self.mask, query, key, value, value) if self.indexer is None else None
         return MixerFacts(True, attends)
+
+
+def _own_cache(given: LatentCache | Leaving | Left | None) -> LatentCache | None:
+    """The cache of what a mixer is called with."""
+    return given.cache if isinstance(given, Leaving) else given.rest if isinstance(given, Left) else given
