@@ -81,6 +81,7 @@ from .families._seed_oss import SeedOSSConfig as SeedOSSConfig
 from .families._smollm3 import SmolLM3Config as SmolLM3Config
 from .families._switch import GShardConfig as GShardConfig, SwitchConfig as SwitchConfig
 from .families._t5 import T5Config as T5Config
+from .families._t5gemma import T5GemmaConfig as T5GemmaConfig
 from .families._t5gemma2 import T5Gemma2Config as T5Gemma2Config
 
 

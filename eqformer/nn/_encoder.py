@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from ._contracts import Routed, ScoreBias
 from ._dims import modules
+from ._embedding import Embedding
 from ._in_turn import in_turn
 from ._module import Module
 from ._norm import Norm
@@ -25,6 +26,8 @@ class Encoder(Module):
     """What is added to the scores of its own attentions that say so."""
     start: int = eqx.field(static=True, default=0)
     """The id with which the decoder begins each text."""
+    embedding: Embedding | None = None
+    """Its own table (T5Gemma), which may be of other sizes; None: the model's."""
 
     def __check_init__(self):
         if modules(self.stacks, Routed):

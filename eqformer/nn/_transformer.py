@@ -62,7 +62,7 @@ class Transformer(Module):
     predictor: Predictor | None = None
     """Predicts one token further, for drafts of text; a call of the model leaves it alone."""
     encoder: Encoder | None = None
-    """What reads `tokens.source` for the layers' cross-attention, embedded by the same table (T5)."""
+    """What reads `tokens.source` for the layers' cross-attention, embedded by the same table (T5) or by its own."""
     score_bias: ScoreBias | None = None
     """What is added to the scores of the layers' attentions that say so, such as a `RelativeBias`."""
 
@@ -112,7 +112,9 @@ class Transformer(Module):
         if self.encoder is None or source is None or not source.is_of_ids:
             return tokens
         read = source.tokens.fold_in(_SOURCE)  # so that its random keys are not the targets'
-        return with_source(tokens, self.encoder(self.embed(source.values, read), read))
+        own = self.encoder.embedding
+        x = self.embed(source.values, read) if own is None else own(source.values).astype(self.compute_dtype)
+        return with_source(tokens, self.encoder(x, read))
 
     def embed(self, ids: Int[Array, "*batch seq"], tokens: Tokens) -> Float[Array, "*batch _ embed"]:
         """What the first stack is given: the tokens' vectors and, where learned, their positions'."""

@@ -66,6 +66,11 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
     model = eqx.tree_at(lambda m: m.norm, model, HeadInput(model.norm, stream))
     if model.encoder is not None:  # what all cross-attentions read is gathered once
         model = eqx.tree_at(lambda m: m.encoder.norm, model, SourceOutput(model.encoder.norm, stream))
+        of_source = lambda tree: tree.encoder.embedding
+        if of_source(whole) is not None:
+            own, spec, name, shape = map(of_source, (whole, specs, names, shapes))
+            table = _table(own, spec, name, stream, shape.weight.shape[0], is_tied=False)
+            model = eqx.tree_at(of_source, model, table)
     parts = _split_vocabulary(whole, specs, names, stream, shapes.vocab)
     return eqx.tree_at(lambda m: (m.embedding, m.head, m.logit_bias), model, parts, is_leaf=_is_none)
 
@@ -111,21 +116,28 @@ def _split_vocabulary(
     model: nn.Transformer, specs: PyTree, names: PyTree, stream: Stream, vocab: int
 ) -> tuple[eqx.Module, nn.LinearMap | None, Array | None]:
     """The embedding, the head and the logits' bias, of which each device holds the rows of its own ids."""
+    head = None if model.head is None else jax.tree.map(_rows, model.head, specs.head, names.head)
+    bias = None if model.logit_bias is None else _rows(model.logit_bias, specs.logit_bias, names.logit_bias)
+    return _table(model.embedding, specs.embedding, names.embedding, stream, vocab, is_tied=head is None), head, bias
 
-    def rows(table: Array, spec: PartitionSpec, names: str) -> Array:
-        dims, split = names.split(), dim_over(spec, TENSOR)
-        if "vocab" not in dims:  # a factor of the head, which is given whole features
-            return table if split is None else gather_parameter(table, split)
-        ids = dims.index("vocab")
-        if split is None:
-            return own_rows(table, ids)
-        return table if split == ids else rows_of_features(table, ids, split)
 
-    embedding, head = model.embedding, model.head
-    own_table = lambda: rows(embedding.weight, specs.embedding.weight, names.embedding.weight)
-    head = None if head is None else jax.tree.map(rows, head, specs.head, names.head)
-    bias = None if model.logit_bias is None else rows(model.logit_bias, specs.logit_bias, names.logit_bias)
-    return stream.embedding(embedding, own_table, vocab, is_tied=head is None), head, bias
+def _table(
+    embedding: nn.Embedding, spec: PyTree, names: PyTree, stream: Stream, vocab: int, *, is_tied: bool
+) -> eqx.Module:
+    """An embedding, of which each device looks up what it holds."""
+    return stream.embedding(
+        embedding, lambda: _rows(embedding.weight, spec.weight, names.weight), vocab, is_tied=is_tied
+    )
+
+
+def _rows(table: Array, spec: PartitionSpec, names: str) -> Array:
+    dims, split = names.split(), dim_over(spec, TENSOR)
+    if "vocab" not in dims:  # a factor of the head, which is given whole features
+        return table if split is None else gather_parameter(table, split)
+    ids = dims.index("vocab")
+    if split is None:
+        return own_rows(table, ids)
+    return table if split == ids else rows_of_features(table, ids, split)
 
 
 def _is_none(node: object) -> bool:

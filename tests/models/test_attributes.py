@@ -68,6 +68,7 @@ UNUSED = {
     | {"num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"},
     "seed_oss": {"residual_dropout"},
     "t5": {"classifier_dropout", "dropout_rate", "initializer_factor"},
+    "t5gemma": {"classifier_dropout_rate", "dropout_rate", "vocab_size"},
     "t5gemma2": {"classifier_dropout_rate", "dropout_rate", "eoi_token_index", "image_token_index"},
 }
 

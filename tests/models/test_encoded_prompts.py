@@ -24,7 +24,8 @@ def prompts_of() -> list[list[int]]:
     return [row[: count.sum()].tolist() for row, count in zip(source, is_there)]
 
 
-NAMES = ("t5 gated", "t5 a head of its own", "t5gemma2 even window", "t5gemma2 odd window")
+NAMES = ("t5 gated", "t5 a head of its own", "t5gemma unlike halves", "t5gemma alike, untied")
+NAMES += ("t5gemma2 even window", "t5gemma2 odd window")
 
 
 @pytest.mark.grid

@@ -149,6 +149,7 @@ PUBLISHED |= {"gemma4-e2b": 4_628_569_379, "gemma4-e4b": 7_463_013_418}
 PUBLISHED |= {"gemma4-26b-a4b": 25_233_141_790, "gemma4-31b": 30_697_345_340}
 # Without the vector of the id behind an image, of which either half has one.
 PUBLISHED |= {"t5gemma2-270m": 368_424_192, "t5gemma2-1b": 1_697_782_016, "t5gemma2-4b": 7_089_110_016}
+PUBLISHED |= {"t5gemma-2b-2b": 5_596_853_760, "t5gemma-9b-2b": 12_292_375_296, "t5gemma-9b-9b": 20_333_401_088}
 PUBLISHED |= {"t5-small": 60_506_624, "t5-base": 222_903_552, "t5-large": 737_668_096}
 PUBLISHED |= {"flan-t5-small": 76_961_152, "flan-t5-base": 247_577_856, "flan-t5-large": 783_150_080}
 PUBLISHED |= {"flan-t5-xl": 2_849_757_184, "flan-t5-xxl": 11_135_332_352}

@@ -32,6 +32,8 @@ DEEPER = {  # of families whose cases hold one period each
     "kimi_linear plain": (("layers", 4), ("attention_layers", (1, 3)), ("first_dense", 0)),
     "llama4_text plain": (("no_rotary_layers", (1, 3)), ("full_layers", (1, 3))),
     "nemotron_h experts": (("layers", 8), ("pattern", "ME*M" * 2)),
+    "t5gemma alike, untied": (("layers", 4), ("window_layers", (0, 2))),
+    "t5gemma unlike halves": (("layers", 4), ("window_layers", (0, 2))),
     "t5gemma2 even window": (("layers", 4), ("window_layers", (0, 2))),
     "t5gemma2 odd window": (("layers", 4), ("window_layers", (0, 2))),
     "qwen3_next plain": (("layers", 4), ("attention_layers", (1, 3))),
@@ -93,7 +95,9 @@ def test_over_data_and_stages(name, record_property):
     model = model_of(name, changes)
     plan = plan_over({"fsdp": 2, "pipe": 2}, microbatches=2)
     if model.encoder is not None:
-        with pytest.raises(ValueError, match=r"Plan over pipe=2: stacks.*mixer.layer reads (a bias of|another seq)"):
+        with pytest.raises(
+            ValueError, match=r"Plan over pipe=2: stacks.*(mixer|cross).layer reads (a bias of|another seq)"
+        ):
             plan.check(model, rows=ROWS, seq=SEQ)
     elif model.depth > 1:
         assert_same(plan, name, changes)

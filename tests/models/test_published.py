@@ -120,6 +120,7 @@ BY_DEFAULT = {
     "qwen3_5_text chosen layers",
     "seed_oss biased",
     "t5 a head of its own",
+    "t5gemma unlike halves",
     "t5gemma2 even window",
 }
 

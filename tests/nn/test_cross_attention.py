@@ -42,6 +42,33 @@ def test_it_is_attention_to_the_source():
     assert not close(found, by_loops(there), 1e-2) and not close(found, by_loops(np.ones_like(there)), 1e-2)
 
 
+def test_a_softcap_bounds_its_scores():
+    plain, capped = (
+        drawn(nn.CrossAttention, **SIZES, source=5, softcap=cap, scale=4.0, key=KEY) for cap in (None, 0.7)
+    )
+    x, vectors = normal(0, 2, 4, 6), normal(1, 2, 7, 5)
+    tokens = nn.with_source(nn.positions_like((2, 4)), nn.Source(vectors, nn.positions_like((2, 7))))
+    query, key, value = linear(wide(x), capped.query), *(linear(wide(vectors), m) for m in (capped.key, capped.value))
+    scores = 4.0 * np.einsum("bqhd,bkhd->bhqk", query, np.repeat(key, 2, axis=-2))
+    weights = np.exp(0.7 * np.tanh(scores / 0.7))
+    weights = weights / weights.sum(-1, keepdims=True)
+    want = linear(np.einsum("bhqk,bkhd->bqhd", weights, np.repeat(value, 2, axis=-2)), capped.output)
+    assert close(run(capped, x, tokens)[0], want) and not close(run(plain, x, tokens)[0], want, 1e-2)
+    needs = [module.facts().attends.needs for module in (plain, capped)]
+    assert needs == [("source",), ("source", "softcap")]
+
+
+def test_an_encoder_may_have_a_table_of_its_own():
+    """Of other ids and channels than the model's."""
+    model, ids, read = _model(), _ids(2, 6), _ids(2, 9, seed=1)
+    tokens = nn.with_source(nn.positions_like((2, 6)), nn.Source(read, nn.positions_like((2, 9))))
+    table = nn.Embedding(vocab=model.vocab + 3, embed=6, scale=2.0, key=jax.random.key(7))
+    own = eqx.tree_at(lambda m: m.encoder.embedding, model, table, is_leaf=lambda node: node is None)
+    source = eqx.filter_jit(lambda m: m.encoder(2.0 * table.weight[read], nn.positions_like((2, 9))))(model)
+    want = run(model, ids, nn.with_source(nn.positions_like((2, 6)), source))[0]
+    assert close(run(own, ids, tokens)[0], want) and not close(run(model, ids, tokens)[0], want, 1e-2)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_cache_keeps_the_source_for_calls_without_it(dtype):
     model, ids, read = _model(), _ids(2, 6), _ids(2, 9, seed=1)

@@ -95,6 +95,31 @@ def test_a_sources_keys_are_made_by_the_maps_of_the_rows_own(kv_heads, residual,
 
 
 @pytest.mark.grid
+@pytest.mark.parametrize(
+    "mesh, choices",
+    [
+        ({"fsdp": 2, "tensor": 2}, {"zero": 3, "residual": "sequence"}),
+        ({"tensor": 4}, {"residual": "replicated"}),
+        ({"replica": 2, "fsdp": 2}, {"zero": 2}),
+    ],
+)
+def test_an_encoder_has_a_table_of_its_own(mesh, choices, monkeypatch):
+    """Of other ids and other channels than the decoder's."""
+    read = models.Gemma2Config(30, 16, 2, 4, 4, 12, head_dim=4, window_layers=(0,), window=3)
+    sizes: dict[str, Any] = {"head_dim": 6, "window_layers": (0, 1), "window": 4, "query_scalar": 24}
+    config = models.T5GemmaConfig(50, 24, 2, 4, 4, 20, **sizes, encoder=dataclasses.replace(read, vocab=54))
+    model = filled(lambda: models.build(config, key=jax.random.key(0)))
+    batch, plan = batch_of(model), plan_over(mesh, smallest=1, **choices)
+    want = compiled(accumulated_gradients(next_token_loss, 1), model, batch)
+    assert differences(under(plan, model, batch), want, ROUNDING) == {}
+    assert float(jnp.max(jnp.abs(want.gradients.encoder.embedding.weight))) > 1e-3
+    if plan.stream is not None and plan.residual == "replicated":  # each device's own ids alone
+        monkeypatch.setattr(type(plan.stream), "summed", lambda self, name, x: x)
+        with pytest.raises((AssertionError, ValueError)):
+            assert abs(total_under(plan, model, batch) / float(want.total) - 1) < 1e-4
+
+
+@pytest.mark.grid
 def test_what_layers_share_has_its_gradient_added_up_in_float32(monkeypatch):
     model = nn.Precision(parameters="bfloat16", compute="bfloat16").apply(of_one_device()[0])
     found = lambda: not_meant(narrow_sums(program_of(Case("", {}), model)), MEANT_OF_NARROW)

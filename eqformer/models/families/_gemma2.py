@@ -1,6 +1,7 @@
 """Gemma 2 (Riviere et al. 2024, arXiv:2408.00118): four norms a layer, softcaps, and a window in every other layer."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,17 +42,29 @@ def build_gemma2(config: Gemma2Config, *, key: Key[Array, ""]) -> Transformer:
     """A Gemma 2 with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        scores: dict[str, Any] = {
-            "scale": config.query_scalar**-0.5,
-            "softcap": config.score_softcap,
-        }
-        attended = attention(config, window=window, bias=config.bias, output_std=None, **scores, key=mixer)
-        gated = gated_mlp(config, output_std=None, key=feed_forward)
-        return four_norm_block(config, attended, gated, offset=1.0)
+        return gemma2_block(config, window, key=key)
 
+    return gemma2_of(config, block, key=key)
+
+
+def gemma2_of(config: Gemma2Config, block: Callable[..., Block], *, key: Key[Array, ""]) -> Transformer:
+    """The model of layers that `block(window, key)` builds."""
     ends: dict[str, Any] = {"embedding_scale": config.embed**0.5, "logit_softcap": config.logit_softcap}
     return decoder(config, block, windows_of(config), final_norm=norm(config, offset=1.0), **ends, key=key)
+
+
+def gemma2_block(config: Gemma2Config, window: int | None, *, key: Key[Array, ""], **options: Any) -> Block:
+    """A layer, local where it has a window; `options` are its attention's."""
+    mixer, feed_forward = jax.random.split(key)
+    given: dict[str, Any] = {"bias": config.bias, "output_std": None} | scores_of(config)
+    attended = attention(config, window=window, **given | options, key=mixer)
+    gated = gated_mlp(config, output_std=None, key=feed_forward)
+    return four_norm_block(config, attended, gated, offset=1.0)
+
+
+def scores_of(config: Gemma2Config) -> dict[str, Any]:
+    """What becomes of an attention's scores."""
+    return {"scale": config.query_scalar**-0.5, "softcap": config.score_softcap}
 
 
 def _gemma2(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> Gemma2Config:

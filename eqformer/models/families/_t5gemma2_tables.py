@@ -56,7 +56,7 @@ T5GEMMA2_ATTRIBUTES: tuple[Entry, ...] = (
 )
 
 
-def _half(prefix: str, part: str) -> tuple[Rule, ...]:
+def half_weights(prefix: str, part: str) -> tuple[Rule, ...]:
     """The arrays of a half, whose names begin so."""
     four = norm_weights(
         mixer="pre_self_attn_layernorm",
@@ -72,14 +72,14 @@ def _half(prefix: str, part: str) -> tuple[Rule, ...]:
 
 
 def _encoder(prefix: str) -> tuple[Rule, ...]:
-    return (Rule(f"{prefix}embed_tokens.weight", "embedding.weight"), *_half(prefix, "encoder"))
+    return (Rule(f"{prefix}embed_tokens.weight", "embedding.weight"), *half_weights(prefix, "encoder"))
 
 
 _ENCODER, _NEWER = "model.encoder.", "model.encoder.text_model."  # as published, and as transformers has them
 T5GEMMA2_WEIGHTS = (
     *_encoder(_ENCODER),
     *(dataclasses.replace(rule, variant=True) for rule in _encoder(_NEWER)),
-    *_half("model.decoder.", ""),
+    *half_weights("model.decoder.", ""),
 )
 # What images go through, and the vector of the id behind an image, in which no text is read.
 UNREAD = tuple(

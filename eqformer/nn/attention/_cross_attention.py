@@ -32,6 +32,7 @@ class CrossAttention(Mixer):
     mask: Mask
     core: Core
     scale: float = eqx.field(static=True)
+    softcap: float | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class CrossAttention(Mixer):
         output_std: float | None = None,
         core: Core | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
         key: Key[Array, ""],
     ):
         """Draw the projections.
@@ -59,6 +61,7 @@ class CrossAttention(Mixer):
             output_std: The deviation of the output's weights; None: as the others'.
             core: How the attention is computed; None: `AutoCore()`.
             scale: What the scores are multiplied by; None: `head_dim^-0.5`.
+            softcap: The bound of the scores, `softcap * tanh(scores / softcap)` (T5Gemma).
             key: For the weights.
         """
         kv_heads = heads if kv_heads is None else kv_heads
@@ -73,7 +76,7 @@ class CrossAttention(Mixer):
         self.output = Linear("heads head_dim -> embed", bias=bias, std=output_std, key=keys[3], **own)
         self.mask = full()
         self.core = AutoCore() if core is None else core
-        self.scale = head_dim**-0.5 if scale is None else scale
+        self.scale, self.softcap = head_dim**-0.5 if scale is None else scale, softcap
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: KVCache | None = None
@@ -82,7 +85,7 @@ class CrossAttention(Mixer):
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         of_source = lambda vectors: (self.key(vectors), self.value(vectors))
         key, value, kv_tokens, cache = read_source("CrossAttention", of_source, tokens, cache, x.dtype)
-        query, rest = self.query(x), {"mask": self.mask, "scale": self.scale}
+        query, rest = self.query(x), {"mask": self.mask, "scale": self.scale, "softcap": self.softcap}
         return self.output(self.core(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **rest)), cache
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
@@ -92,7 +95,8 @@ class CrossAttention(Mixer):
     def facts(self) -> MixerFacts:
         """It runs on a slice of its heads."""
         shapes = ((each.output_shape,) for each in (self.query, self.key, self.value, self.query))
-        return MixerFacts(True, Attends(self.mask, *shapes, needs=("source",)))
+        needs = ("source",) if self.softcap is None else ("source", "softcap")
+        return MixerFacts(True, Attends(self.mask, *shapes, needs=needs))
 
 
 def read_source(

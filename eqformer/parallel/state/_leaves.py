@@ -108,7 +108,9 @@ def _in_slices(model: nn.Transformer, stream: Stream | None) -> PyTree:
 
     layers = (nn.Mixer, nn.FeedForward, nn.Experts, nn.ScoreBias)
     marks = jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, layers))
-    ends = lambda m: (m.embedding, m.head, m.logit_bias)
+    has_table = model.encoder is not None and model.encoder.embedding is not None
+    of_encoder = lambda m: (m.encoder.embedding,) if has_table else ()
+    ends = lambda m: (m.embedding, m.head, m.logit_bias, *of_encoder(m))
     return eqx.tree_at(ends, marks, _everywhere(ends(model), True), is_leaf=lambda node: node is None)
 
 

@@ -1,0 +1,71 @@
+"""T5Gemma (Zhang et al. 2025, arXiv:2504.06225): a Gemma 2 as an encoder, and one as a decoder that attends to it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Key
+
+from ...nn import Block, CrossAttention, Embedding, Encoder, full, Residual, Transformer, window_both_ways
+from .._family import Family
+from ._decoder import norm
+from ._gemma2 import GEMMA2, gemma2_block, gemma2_of, Gemma2Config, scores_of
+from ._pattern import stacks_of, windows_of
+from ._t5gemma_tables import T5GEMMA_ATTRIBUTES, T5GEMMA_WEIGHTS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5GemmaConfig(Gemma2Config):
+    """The config of a T5Gemma; its own numbers are those of the decoder."""
+
+    encoder: Gemma2Config | None = None
+    """The encoder's, whose layers of `window_layers` see a `window` before a token and one behind; None: the same."""
+    start: int = 2
+    """The id with which the decoder begins."""
+
+
+def build_t5gemma(config: T5GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
+    """A T5Gemma with random weights."""
+    read, after = config.encoder or config, lambda: norm(config, offset=1.0)
+
+    def reader(window: int | None, key: Key[Array, ""]) -> Block:
+        mask = full() if window is None else window_both_ways(2 * window + 1)
+        return gemma2_block(read, window, mask=mask, key=key)
+
+    def writer(window: int | None, key: Key[Array, ""]) -> Block:
+        own, other = jax.random.split(key)
+        sizes: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_size}
+        sizes |= {"embed": config.embed, "source": read.embed, "bias": config.bias} | scores_of(config)
+        cross = Residual(CrossAttention(**sizes, key=other), after(), output_norm=after())
+        return dataclasses.replace(gemma2_block(config, window, key=own), cross=cross)
+
+    table, reading, writing = jax.random.split(key, 3)
+    stacks, last = stacks_of(reader, windows_of(read), key=reading), norm(read, offset=1.0)
+    embedding = Embedding(vocab=read.vocab, embed=read.embed, scale=read.embed**0.5, key=table)
+    encoder = Encoder(stacks, last, start=config.start, embedding=embedding)
+    return dataclasses.replace(gemma2_of(config, writer, key=writing), encoder=encoder)
+
+
+def _t5gemma(decoder: str, encoder: Any = None) -> T5GemmaConfig:
+    """A decoder of the sizes of a Gemma 2, and an encoder of those of another."""
+    return T5GemmaConfig(**vars(GEMMA2.presets[decoder]) | {"encoder": encoder})
+
+
+_BYTE = Gemma2Config(256, 64, 2, 2, 1, 128, window_layers=(0,), window=32, head_dim=32, query_scalar=32, max_seq=512)
+_PRESETS = {
+    "t5gemma-byte-700k": _t5gemma("gemma2-byte-500k", _BYTE),
+    "t5gemma-2b-2b": _t5gemma("gemma2-2b"),
+    "t5gemma-9b-2b": _t5gemma("gemma2-2b", GEMMA2.presets["gemma2-9b"]),
+    "t5gemma-9b-9b": _t5gemma("gemma2-9b"),
+}
+
+T5GEMMA = Family(
+    "t5gemma",
+    T5GemmaConfig,
+    build_t5gemma,
+    _PRESETS,
+    "T5GemmaForConditionalGeneration",
+    "t5gemma",
+    T5GEMMA_ATTRIBUTES,
+    T5GEMMA_WEIGHTS,
+)
