@@ -89,7 +89,7 @@ def machine(device: str) -> dict[str, str]:
     """What the figures were measured on; a CPU by its name and its widest vectors, on Linux."""
     versions = training.versions(("jax", "equinox", "torch", "transformers"))
     if device == "cpu" and (about := Path("/proc/cpuinfo")).is_file():
-        parts = (line.partition(":") for line in about.read_text().splitlines())
+        parts = (line.partition(":") for line in about.read_text(encoding="utf-8").splitlines())
         found = {name.strip(): value.strip() for name, _, value in parts}
         widest = [name for name in ("avx512f", "avx2") if name in found.get("flags", "").split()][:1]
         device = " ".join([device, *filter(None, [found.get("model name")]), *widest])
