@@ -95,8 +95,8 @@ def cross_entropy(
         return jnp.sum(each * weights.astype(each.dtype))
 
     def of_all(tables, flat):
-        tables = read_from(cast(tables, dtypes), tables)
-        return sum_over_chunks(lambda piece: (of_chunk(tables, *piece), None), flat, sizes)[0]
+        values = cast(tables, dtypes)
+        return sum_over_chunks(lambda piece: (of_chunk(read_from(values, tables), *piece), None), flat, sizes)[0]
 
     def forward(tables, flat):
         values = cast(tables, dtypes)
@@ -169,16 +169,18 @@ def evaluation_sums(
     hidden, _, _ = model.encode(jnp.asarray(batch.ids), tokens)
     flat = (hidden.reshape(-1, hidden.shape[-1]), *(jnp.asarray(x).reshape(-1) for x in (batch.targets, batch.weights)))
     vocab = jax.eval_shape(model.unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
+    sizes = chunks_of(flat[1].shape[0], vocab, chunk)
+    unembed = _casting_once(model.unembed, flat[0][: sizes[1]])
 
     def of_chunk(piece):
-        logits = in_float32(model.unembed(piece[0]))
+        logits = in_float32(unembed(piece[0]))
         weights = piece[2].astype(logits.dtype)
         nats, _ = (token_nats if vocabulary is None else vocabulary.nats)(logits, piece[1])
         is_first = (_is_first if vocabulary is None else vocabulary.is_first)(logits, piece[1])
         sums = {"nats": nats, "correct": is_first.astype(logits.dtype)}
         return {name: jnp.sum(each * weights) for name, each in sums.items()} | {"count": jnp.sum(weights)}, None
 
-    return sum_over_chunks(of_chunk, flat, chunks_of(flat[1].shape[0], vocab, chunk))[0]
+    return sum_over_chunks(of_chunk, flat, sizes)[0]
 
 
 def nats_of_tokens(
@@ -192,8 +194,10 @@ def nats_of_tokens(
     """Each token's `-log p[target]`, from the logits of `chunk` tokens at a time; not meant to be differentiated."""
     flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
+    sizes = chunks_of(flat[1].shape[0], vocab, chunk)
+    unembed = _casting_once(unembed, flat[0][: sizes[1]])
     of_chunk = lambda piece: ((), nats(in_float32(unembed(piece[0])), piece[1])[0])
-    return sum_over_chunks(of_chunk, flat, chunks_of(flat[1].shape[0], vocab, chunk))[1].reshape(targets.shape)
+    return sum_over_chunks(of_chunk, flat, sizes)[1].reshape(targets.shape)
 
 
 def _is_first(logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
@@ -234,6 +238,15 @@ def _tokens(positions: Any, segments: Any, keys: Any, shape: tuple[int, ...], do
     if documents is None:
         return Tokens(positions, segments, keys)
     return packed_in_order(positions, segments, keys, documents=documents)
+
+
+def _casting_once(unembed: Callable, chunk: Array) -> Callable:
+    """`unembed` of chunks like this one, whose tables are cast here where it casts them."""
+    if in_parts(unembed):  # which are gathered where they are read
+        return unembed
+    its, tables, dtypes = _with_tables(unembed, chunk)
+    values = cast(tables, dtypes)
+    return lambda hidden: its(hidden, *read_from(values, tables))
 
 
 def _with_tables(unembed: Callable, chunk: Array) -> tuple[Callable, list[Array], list[Any]]:

@@ -36,6 +36,10 @@ def loss(tables: dict[str, Any], hidden: Any, targets: Any) -> Any:
     return training.cross_entropy(unembed, hidden, targets, jnp.ones(targets.shape), chunk=8)[0]
 
 
+def nats(tables: dict[str, Any], hidden: Any, targets: Any) -> Any:
+    return _loss.nats_of_tokens(jax.tree_util.Partial(logits, tables), hidden, targets, chunk=8)
+
+
 def dtypes(call: Any, hidden: Any, tables: list[Any]) -> list[Any]:
     program = jax.make_jaxpr(call)(hidden, *tables).jaxpr
     return read_dtypes(program, program.invars[1:])
@@ -55,7 +59,8 @@ def test_what_is_read_in_16_bits_everywhere_is_known():
 
 def test_loss_and_gradients_are_the_same_to_the_bit(monkeypatch):
     tables, hidden, targets = arrays()
-    run = lambda: jax.jit(lambda *given: jax.value_and_grad(loss, (0, 1))(*given))(tables, hidden, targets)
+    graded = jax.value_and_grad(loss, (0, 1))
+    run = lambda: jax.jit(lambda *given: (graded(*given), nats(*given)))(tables, hidden, targets)
     found = jax.tree.leaves((run(), loss(tables, hidden, targets)))
     monkeypatch.setattr(_loss, "read_dtypes", lambda program, tables: [None] * len(tables))
     right = jax.tree.leaves((run(), loss(tables, hidden, targets)))
@@ -74,12 +79,12 @@ def test_gpus_carry_no_wide_table_through_the_loop(monkeypatch):
     )
     rows = [jax.ShapeDtypeStruct(s, d, sharding=here) for s, d in (((64, 64), jnp.bfloat16), ((64,), jnp.int32))]
 
-    def carried() -> int:
+    def carried(run: Any = jax.grad(loss)) -> int:
         """Float32 arrays of the table's shape that the loop over chunks has."""
-        text = jax.jit(jax.grad(loss)).lower(shapes, *rows).compile().as_text()
+        text = jax.jit(lambda *given: run(*given)).lower(shapes, *rows).compile().as_text()
         (loop,) = [line for line in (text or "").splitlines() if " while(" in line]
         return loop.partition(" while(")[0].count("f32[512,64]")
 
-    assert carried() == 1  # the sum of gradients
+    assert (carried(), carried(nats)) == (1, 0)  # the sum of gradients
     monkeypatch.setattr(_loss, "read_dtypes", lambda program, tables: [None] * len(tables))
-    assert carried() == 2
+    assert (carried(), carried(nats)) == (2, 1)
