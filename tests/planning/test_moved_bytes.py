@@ -163,7 +163,7 @@ def test_gpus_read_latents_once_for_all_heads():
     """Before, latents were joined with rotated keys, and read three times: 2.8 and 3.5 of what a step needs."""
     assert moved("cuda", config=LATENTS, rows=64) < 1.14
     assert moved("cuda", config=LATENTS, rows=64, memory="int8") < 1.16
-    assert moved("cuda", config=LATENTS, rows=64, devices=8) < 1.2
+    assert moved("cuda", config=LATENTS, rows=64, devices=8) < 1.25
 
 
 def test_tpus_join_no_latents_with_rotated_keys():
