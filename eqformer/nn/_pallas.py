@@ -1,6 +1,7 @@
 """Kernels that come with JAX: for which platforms they can be compiled here, and their types under `shard_map`."""
 
 import importlib.util
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -40,3 +41,38 @@ def typed(function: Callable[..., Any], like: Shaped[Array, "..."]) -> Callable[
             return copy(*args, **more)
 
     return call
+
+
+def varying_as(array: Shaped[Array, "..."], like: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """A kernel's result, said to vary over the mesh axes that `like` varies over: Mosaic's for GPUs say nothing."""
+    more = jax.typeof(like).manual_axis_type.varying - jax.typeof(array).manual_axis_type.varying
+    return jax.lax.pcast(array, tuple(more), to="varying") if more else array
+
+
+def gpu_capability() -> float:
+    """The compute capability of the GPUs that a program is traced for, 9.0 for Hopper's.
+
+    It is that of the mesh's GPUs: of this machine's, or of absent ones by their name. Without a mesh it is that of this
+    machine's; where there is none either, the program is taken to be for Hopper's.
+    """
+    mesh, is_here = jax.sharding.get_abstract_mesh().abstract_device, jax.default_backend() == "gpu"
+    name = "" if mesh is None else str(mesh.device_kind)
+    if is_here and name in ("", jax.devices()[0].device_kind):
+        return float(jax.devices()[0].compute_capability)
+    if "NVIDIA" not in name:  # the mesh of a test, or none
+        return 9.0
+    return next((capability for kinds, capability in _KINDS.items() if re.search(kinds, name)), 8.0)
+
+
+_KINDS = {
+    r"\bG?H\d": 9.0,
+    r"\bG?B\d": 10.0,
+}  # in GPUs' names, as in GH200 and B200; others are taken for older
+
+
+def gpu_cores() -> int:
+    """Multiprocessors of these GPUs, as for `gpu_capability`: by default 132, an H100's."""
+    mesh, is_here = jax.sharding.get_abstract_mesh().abstract_device, jax.default_backend() == "gpu"
+    if is_here and (mesh is None or mesh.device_kind == jax.devices()[0].device_kind):
+        return int(jax.devices()[0].core_count)
+    return 132

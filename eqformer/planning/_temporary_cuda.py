@@ -90,17 +90,29 @@ def _gathers_parameters(line: Line) -> bool:
 def last_in_flight(uses: Uses, is_loop: bool) -> Callable[[int], int]:
     """Until when each value is there: a sum that is scattered beside the next two products, and what a loop gathers.
 
-    A loop has products enough. In the place of what was gathered and read is what the next turn reads.
+    Sums that kernels give, all at once, are cast and scattered one after another, two at a time. A loop has products
+    enough. In the place of what was gathered and read is what the next turn reads.
     """
     products = [place for place, line in enumerate(uses.lines) for _ in range(_PRODUCTS.get(line.name, 0))]
+    scatters = [place for place, line in enumerate(uses.lines) if line.name in _SCATTERS]
     later: dict[int, int] = {}
     for place, line in enumerate(uses.lines):
         if line.name in _SCATTERS:
             second = [product for product in products if product > place][1:2]
-            later[uses.root(line.reads[0])] = (second or [len(uses.lines) - 1])[0]
+            following = [scatter for scatter in scatters if scatter > place][:1]
+            end = following if _is_of_kernels(uses, line.reads[0]) else second
+            later[uses.root(line.reads[0])] = (end or [len(uses.lines) - 1])[0]
         elif _gathers_parameters(line) and is_loop:
             later[line.writes[0]] = len(uses.lines) - 1
     return lambda value: max(uses.last(value), later.get(value, -1))
+
+
+def _is_of_kernels(uses: Uses, value: int | None) -> bool:
+    """Whether a sum is one of those of a choice by platform, with a cast."""
+    maker = uses.maker(value)
+    while maker is not None and maker.name in (*VIEWS, "convert_element_type"):
+        maker = uses.maker(maker.reads[0])
+    return maker is not None and maker.name == "cond"
 
 
 def copied_bytes(jaxpr: Any) -> int:

@@ -15,7 +15,7 @@ KEEP = {"scan", "while", "scatter", "scatter-add", "scatter_add", "dynamic_updat
 WRITTEN = SUMS | IN_PLACE | KEEP | {"dot_general", "cond", "shard_map", "gather", "sort", "cumsum", "cumlogsumexp"}
 WRITTEN |= {"cummax", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "pallas_call", "concatenate", "pad"}
 WRITTEN |= {"all_gather", "all_gather_invariant", "psum_scatter", "reduce_scatter", "all_to_all", "ppermute", "top_k"}
-WRITTEN |= {"random_bits", "threefry2x32", "custom_vjp_call", "device_put"}
+WRITTEN |= {"random_bits", "threefry2x32", "custom_vjp_call", "custom_vmap_call", "mpmd_map", "device_put"}
 
 
 class Uses:

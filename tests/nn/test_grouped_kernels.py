@@ -30,7 +30,8 @@ def test_cpus_and_gpus_get_a_loop_over_blocks_and_none_a_product_with_all_groups
 def test_kernels_for_tpus_give_the_products_of_a_loop(rows, sizes):
     """As plain JAX; rows fill no whole tile, and some are behind the last group."""
     direction, x, weight = given(rows)
-    kernels: Any = (_grouped_kernels.times, _grouped_kernels.back, _grouped_kernels.outer)
+    outer = lambda gradient, x, sizes, **how: _grouped_kernels.outer(gradient, x, sizes, jnp.float32, **how)
+    kernels: Any = (_grouped_kernels.times, _grouped_kernels.back, outer)
     pairs = (x, weight), (direction, weight), (direction, x)
 
     @jax.jit

@@ -7,10 +7,10 @@ place for packed documents. So its two primitives are bound here, and differenti
 import inspect
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._pallas import gpu_capability
 from ._kernel import Call, Kernel, Places
 
 
@@ -21,7 +21,7 @@ class CudnnKernel(Kernel):
 
     def refusal(self, call: Call, query: Array, key: Array, value: Array) -> str | None:
         """Why it cannot compute a call, or None."""
-        widths, hopper = {query.shape[-1], value.shape[-1]}, is_hopper()
+        widths, hopper = {query.shape[-1], value.shape[-1]}, gpu_capability() >= 9
         widest = 256 if hopper else 128
         if query.dtype not in (jnp.bfloat16, jnp.float16):
             return f"it computes in bfloat16 or float16, not {query.dtype}"
@@ -163,10 +163,3 @@ def _cudnn() -> Any:
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo
-
-
-def is_hopper() -> bool:
-    """Whether GPUs are of Hopper's generation or later: those of this machine, or else those compiled for."""
-    if jax.default_backend() != "gpu":
-        return True
-    return float(jax.devices()[0].compute_capability) >= 9

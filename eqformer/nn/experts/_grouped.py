@@ -1,7 +1,7 @@
 """Modules on rows sorted by group: what experts compute, however many rows each of them gets."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .._linear import dense
 from .._pallas import compilers
 from ._grouped_blocks import blocked, blocked_backward, blocked_forward
+from ._grouped_hopper import has_kernels, holds_less, HOPPER
 from ._grouped_maps import map_linears, zero_of
 from ._grouped_ragged import ragged, ragged_backward, ragged_forward
 from ._grouped_unkept import unkept
@@ -33,11 +34,11 @@ def grouped(
     that have rows, and again in the backward pass. On CPUs and GPUs each group has slots for as many rows as with an
     even load, which are computed together, and the other rows are computed in blocks of one group each, as in
     MegaBlocks (arXiv:2211.15841); where nothing is kept for gradients, CPUs have slots for few rows or large weights
-    alone, and blocks for all else. On TPUs each map is
-    a ragged product by JAX's own kernels. (XLA would compute `lax.ragged_dot` for every group and row on CPUs and GPUs,
-    and its weights' gradients on TPUs too.) The products' results are kept for the backward pass, which recomputes the
-    rest; there are no second derivatives and no forward mode. Weights are cast to the dtype of `x`; sums are float32 at
-    least.
+    alone, and blocks for all else. On TPUs each map is a ragged product by JAX's own kernels, and on Hopper GPUs, in 16
+    bits, by kernels of our own, where a step holds less with them. (XLA would compute `lax.ragged_dot` for every group
+    and row on CPUs and GPUs, and its weights' gradients on TPUs too.) The products' results are kept for the backward
+    pass, which recomputes the rest; there are no second derivatives and no forward mode. Weights are cast to the dtype
+    of `x`; sums are float32 at least.
 
     Args:
         modules: An ensemble over groups.
@@ -45,7 +46,8 @@ def grouped(
         sizes: How many rows each group has.
         even: How many rows a group has with an even load; None: an equal share of all rows, though some of
             these may be of no group.
-        most: No group has more rows than this. GPUs and TPUs then have so many slots, and nothing else.
+        most: No group has more rows than this. TPUs, and GPUs without kernels, then have so many slots and nothing
+            else.
     """
     arrays, static = eqx.partition(modules, eqx.is_array)
     leaves, structure = jax.tree.flatten(static)
@@ -62,17 +64,21 @@ def _make(structure: Any, leaves: tuple, even: int | None, most: int | None) -> 
     with_sizes = lambda way, **more: functools.partial(way, even=even, **more)
     with_gradient = map(with_sizes, (blocked_forward, blocked_backward))
     slotted = [with_sizes(way, most=most) for way in (blocked, blocked_forward, blocked_backward)]
-    ways = {
+    ways: dict[str, Sequence[Callable[..., Any]]] = {
         "default": (with_sizes(unkept), *with_gradient),
         "cuda": slotted,
         "tpu": (ragged, ragged_forward, ragged_backward) if most is None else slotted,
     }
     ways = {name: way for name, way in ways.items() if name in ("default", *compilers())}
-    ways = {name: (first, second, _through_weights(last)) for name, (first, second, last) in ways.items()}
+    hopper = [functools.partial(way, kernels=HOPPER) for way in (ragged, ragged_forward, ragged_backward)]
 
     @functools.partial(jax.jit, static_argnums=0)
     def on_platform(which: int, *args: PyTree) -> PyTree:
-        found = {name: functools.partial(way[which], static) for name, way in ways.items()}
+        # Traced everywhere, and lowered for these GPUs alone: formulas of what a plan holds read the trace.
+        is_cheaper = which == 0 or holds_less(args[0], args[1], even)
+        own = ways | ({"cuda": hopper} if is_cheaper and has_kernels(static, *args[:2]) else {})
+        made = {name: _through_weights(way[which]) if which == 2 else way[which] for name, way in own.items()}
+        found = {name: functools.partial(way, static) for name, way in made.items()}
         return jax.lax.platform_dependent(*args, **found)
 
     @jax.custom_vjp

@@ -8,9 +8,11 @@ import importlib
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from .._pallas import typed
+from ._grouped_maps import Kernels
 
 
 def times(
@@ -39,14 +41,18 @@ def outer(
     gradient: Float[Array, "rows outputs"],
     x: Float[Array, "rows inputs"],
     sizes: Int[Array, "groups"],
+    dtype: DTypeLike,
     *,
     interpret: bool = False,
 ) -> Float[Array, "groups outputs inputs"]:
-    """The gradients of the matrices of `times`, in float32."""
+    """The gradients of the matrices of `times`: float32 sums, rounded to `dtype` once."""
     gradient, x = (_padded(rows, len(sizes)) for rows in _narrow_alike(gradient, x))
     tiling = _tile(len(x), len(sizes)), 512, 512
     product = typed(_kernels().tgmm, x)
-    return product(gradient.swapaxes(0, 1), x, sizes, jnp.float32, tiling, interpret=interpret)
+    return product(gradient.swapaxes(0, 1), x, sizes, jnp.float32, tiling, interpret=interpret).astype(dtype)
+
+
+TPU = Kernels(times, back, outer)
 
 
 def _by_rows(x: Array, weight: Array, sizes: Array, *, transpose_rhs: bool, interpret: bool) -> Array:

@@ -1,5 +1,6 @@
-"""`grouped` on TPUs: all rows at once, a ragged product for each linear map."""
+"""`grouped` on TPUs and Hopper GPUs: all rows at once, a ragged product for each linear map."""
 
+import functools
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -11,20 +12,22 @@ from .._dtype import at_least_float32
 from .._linear import dense
 from .._linear_map import LinearMap
 from .._sums import wide_sum
-from ._grouped_kernels import back, outer, times
-from ._grouped_maps import Maps, Parameters, recorded, replayed
+from ._grouped_kernels import TPU
+from ._grouped_maps import Kernels, Maps, Parameters, recorded, replayed
 
 
-def ragged(static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, interpret: bool = False) -> Array:
+def ragged(
+    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, kernels: Kernels = TPU, interpret: bool = False
+) -> Array:
     """The rows' outputs; `interpret` runs the kernels as plain JAX on any platform, which is slow: for tests."""
-    return ragged_forward(static, arrays, x, sizes, interpret=interpret)[0]
+    return ragged_forward(static, arrays, x, sizes, kernels=kernels, interpret=interpret)[0]
 
 
 def ragged_forward(
-    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, interpret: bool = False
+    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, kernels: Kernels = TPU, interpret: bool = False
 ) -> tuple[Array, list[Array]]:
     """The rows' outputs, and what the modules' linear maps gave."""
-    y, kept = recorded(eqx.combine(arrays, static), x, _maps(sizes, len(x), interpret))
+    y, kept = recorded(eqx.combine(arrays, static), x, _maps(sizes, len(x), kernels, interpret))
     return jnp.where(_is_real(x, sizes), y, 0), kept
 
 
@@ -36,28 +39,31 @@ def ragged_backward(
     kept: Sequence[Array],
     gradient: Array,
     *,
+    kernels: Kernels = TPU,
     interpret: bool = False,
 ) -> tuple[PyTree, Array]:
     """The gradients of the parameters and of the rows; `kept` ends in the output."""
-    maps, gradient = _maps(sizes, len(x), interpret), jnp.where(_is_real(x, sizes), gradient, 0)
+    maps = _maps(sizes, len(x), kernels, interpret)
     again = lambda arrays, x: replayed(eqx.combine(arrays, static), x, maps, kept)
     to_arrays, to_x = jax.vjp(again, arrays, x)[1](gradient)
     return to_arrays, jnp.where(_is_real(x, sizes), to_x, 0)
 
 
-def _maps(sizes: Array, rows: int, interpret: bool) -> Maps:
+def _maps(sizes: Array, rows: int, kernels: Kernels, interpret: bool) -> Maps:
+    times, back, outer = (functools.partial(kernel, interpret=interpret) for kernel in kernels)
     owners = jnp.repeat(jnp.arange(len(sizes), dtype=jnp.int32), sizes, total_repeat_length=rows)
 
     def forward(linear: LinearMap, x: Array) -> Array:
-        y = times(x, dense(linear).weight, sizes, interpret=interpret)
+        y = times(x, dense(linear).weight, sizes)
         return wide_sum(y, None if linear.bias is None else linear.bias[owners])
 
     def backward(parameters: Parameters, x: Array, gradient: Array) -> tuple[Parameters, Array]:
         (weight, bias), exact = parameters, at_least_float32(x.dtype)
-        to_weight, to_bias = outer(gradient, x, sizes, interpret=interpret), None
+        to_weight, to_bias = outer(gradient, x, sizes, weight.dtype), None
         if bias is not None:
-            to_bias = jax.ops.segment_sum(gradient.astype(exact), owners, len(sizes)).astype(bias.dtype)
-        return (to_weight.astype(weight.dtype), to_bias), back(gradient, weight, sizes, interpret=interpret)
+            of_rows = jnp.where(_is_real(x, sizes), gradient, 0)
+            to_bias = jax.ops.segment_sum(of_rows.astype(exact), owners, len(sizes)).astype(bias.dtype)
+        return (to_weight, to_bias), back(gradient, weight, sizes)
 
     return Maps(forward, backward)
 

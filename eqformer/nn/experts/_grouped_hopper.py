@@ -1,0 +1,182 @@
+"""Products of sorted rows and their groups' matrices on NVIDIA's Hopper GPUs, in Pallas by Mosaic.
+
+They follow the kernels that come with JAX, `ragged_dot_mgpu` and `transposed_ragged_dot_mgpu` in
+`jax.experimental.pallas.ops.gpu`, which are not called: those load JAX's test tools, ask this machine for its GPU, look
+for each tile's group by a loop that is unrolled over all groups, compute tiles that no group has, leave rows behind the
+last group unwritten, give weights' gradients in the rows' dtype alone, and begin to overwrite what a product reads
+without waiting for it. Here which rows a tile has is counted before the kernel, and tiles begin where groups do, or up
+to seven rows before, as copies begin at multiples of eight.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
+
+from .._linear_map import Answered, DenseMap, is_map, LinearMap
+from .._pallas import gpu_capability, gpu_cores, varying_as
+from ._grouped_maps import Kernels, map_linears
+from ._hopper_tiles import pallas, row_tiles, ROWS, STEP, sum_of_rows, Tile
+
+
+def times(
+    x: Float[Array, "rows inputs"],
+    weight: Float[Array, "groups outputs inputs"],
+    sizes: Int[Array, "groups"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "rows outputs"]:
+    """Each row by its group's matrix, in the dtype of `x`; zeros behind the last group."""
+    return _by_rows(x, weight.astype(x.dtype), sizes, is_transposed=True, interpret=interpret)
+
+
+def back(
+    gradient: Float[Array, "rows outputs"],
+    weight: Float[Array, "groups outputs inputs"],
+    sizes: Int[Array, "groups"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "rows inputs"]:
+    """The gradients of the rows of `times`, in the dtype of `gradient`."""
+    return _by_rows(gradient, weight.astype(gradient.dtype), sizes, is_transposed=False, interpret=interpret)
+
+
+def outer(
+    gradient: Float[Array, "rows outputs"],
+    x: Float[Array, "rows inputs"],
+    sizes: Int[Array, "groups"],
+    dtype: DTypeLike,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "groups outputs inputs"]:
+    """The gradients of the matrices of `times`: float32 sums, rounded to `dtype` once."""
+    gradient, x = (_padded(rows, -(-len(rows) // STEP) * STEP) for rows in (gradient, x))
+    (_, outputs), inputs, groups = gradient.shape, x.shape[1], len(sizes)
+    tile = Tile(*(128 if size % 128 == 0 else 64 for size in (outputs, inputs)))
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    starts = ends - sizes
+    firsts = starts // STEP * STEP
+    blocks = jnp.where(sizes > 0, -(-(ends - firsts) // STEP), 0)
+    body = functools.partial(sum_of_rows, tile, (groups, outputs // tile.rows, inputs // tile.columns))
+    y = _run(body, jax.ShapeDtypeStruct((groups, outputs, inputs), dtype), interpret)
+    return varying_as(y(starts, ends, firsts, blocks, gradient, x), x)
+
+
+HOPPER = Kernels(times, back, outer)
+
+
+def has_kernels(static: PyTree, arrays: PyTree, x: Float[Array, "rows inputs"]) -> bool:
+    """Whether the kernels have an ensemble's maps, and a program for GPUs is for Hopper's.
+
+    They multiply in 16 bits, sizes of a multiple of 64 channels, matrices that maps hold: what is decoded or put
+    together of parts is cheaper group by group.
+    """
+    given: list[Array] = []
+
+    def noted(linear: LinearMap, x: Array) -> Array:
+        given.append(x)
+        return linear(x)
+
+    def run(arrays: PyTree, x: Array) -> Array:
+        noting = lambda linear: Answered(linear, functools.partial(noted, linear))
+        return map_linears(noting, eqx.combine(arrays, static))(x)
+
+    maps = [node for node in jax.tree.leaves(eqx.combine(arrays, static), is_leaf=is_map) if is_map(node)]
+    if not (len(x) and all(isinstance(one, DenseMap) for one in maps)):
+        return False
+    if any(size % STEP for one in maps for size in one.shape[1:]) or gpu_capability() != 9.0:
+        return False
+    jax.eval_shape(run, jax.tree.map(lambda a: a[0], arrays), x[:1])
+    has_mosaic = importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is not None
+    return has_mosaic and all(x.dtype in (jnp.bfloat16, jnp.float16) for x in given)
+
+
+def holds_less(arrays: PyTree, x: Float[Array, "rows inputs"], even: int | None) -> bool:
+    """Whether a step with the kernels holds less than with slots for an `even` load of rows.
+
+    Slots' gradients take copies of the weights in float32. The kernels' arrays have all rows, also those that an
+    exchange makes room for and an even load does not fill, in about eight arrays at once.
+    """
+    weights = [leaf for leaf in jax.tree.leaves(arrays) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    spare = 0 if even is None else max(0, len(x) - even * len(weights[0]))
+    return 8 * spare * x.shape[1] * x.dtype.itemsize <= 4 * sum(leaf.size for leaf in weights)
+
+
+class Tiles(NamedTuple):
+    """What tiles compute of the rows. Behind the last group's are those of no group, which are zeros.
+
+    A tile's group has `size` of its rows, from `start` on; those before and behind are its neighbours'.
+    """
+
+    group: Int[Array, "tiles"]
+    begin: Int[Array, "tiles"]
+    start: Int[Array, "tiles"]
+    size: Int[Array, "tiles"]
+    number: Int[Array, "1"]
+
+
+def tiles_of(sizes: Int[Array, "groups"], rows: int, tile: int) -> Tiles:
+    """The tiles of so many rows; `number` of them are used."""
+    most = (rows + min(len(sizes) + 1, rows) * (tile + ROWS - 2)) // tile
+    ends = jnp.concatenate([jnp.cumsum(sizes, dtype=jnp.int32), jnp.full(1, rows, jnp.int32)])
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    firsts = starts // ROWS * ROWS
+    last = jnp.cumsum(jnp.where(ends > starts, -(-(ends - firsts) // tile), 0), dtype=jnp.int32)
+    number = jnp.arange(most, dtype=jnp.int32)
+    group = jnp.minimum(jnp.sum(number[:, None] >= last, axis=1, dtype=jnp.int32), len(sizes))
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), last[:-1]])
+    begin = firsts[group] + (number - before[group]) * tile
+    start = jnp.maximum(begin, starts[group])
+    size = jnp.minimum(ends[group], begin + tile) - start
+    return Tiles(group, jnp.clip(begin, 0, rows - tile), start, size, last[-1:])
+
+
+def tile_for(rows: int, groups: int, columns: int) -> Tile:
+    """The largest tiles that leave few rows of groups' last ones empty, and all multiprocessors some."""
+    height = 128 if rows >= 640 * groups else 64
+    tiles = max(rows // height, min(rows, groups))
+    return Tile(height, 128 if columns % 128 == 0 and tiles * (columns // 128) >= gpu_cores() else 64)
+
+
+def _by_rows(x: Array, weight: Array, sizes: Array, *, is_transposed: bool, interpret: bool) -> Array:
+    count, columns = len(x), weight.shape[1 if is_transposed else 2]
+    tile = tile_for(count, len(sizes), columns)
+    x = _padded(x, max(tile.rows, -(-count // ROWS) * ROWS))
+    body = functools.partial(row_tiles, tile, is_transposed)
+    y = _run(body, jax.ShapeDtypeStruct((len(x), columns), x.dtype), interpret)
+    return varying_as(y(*tiles_of(sizes, len(x), tile.rows), x, weight), x)[:count]
+
+
+def _run(body: Callable[..., None], result: jax.ShapeDtypeStruct, interpret: bool) -> Callable[..., Array]:
+    """Two programs on each multiprocessor, which take turns at the tiles: one computes while the other writes."""
+    plgpu = pallas()[1]
+    how: Any = None
+    if interpret:
+        from jax._src.pallas.mosaic_gpu.interpret import params
+
+        how = params.InterpretGPUParams()
+    kernel = plgpu.kernel(
+        body,
+        out_type=result,
+        grid=(2 if interpret else 2 * gpu_cores(),),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=how,
+        kernel_name="grouped_" + getattr(body, "func", body).__name__.strip("_"),
+    )
+
+    def call(*arrays: Array) -> Array:
+        with jax.numpy_dtype_promotion("standard"):  # JAX's pipelines mix dtypes
+            return kernel(*arrays)
+
+    return call
+
+
+def _padded(rows: Array, number: int) -> Array:
+    return rows if len(rows) == number else jnp.pad(rows, [(0, number - len(rows)), (0, 0)])
