@@ -12,7 +12,7 @@ from eqformer import nn
 
 
 EMBED, HEADS, HEAD_DIM, STATE, ROWS = 256, 8, 64, 128, 2
-TOO_LARGE = 4096, "channel delta net"  # in PyTorch: an array of 1 GB, of which a gradient keeps several
+LARGE = 4096, "channel delta net"  # in PyTorch: an array of 1 GB, of which a gradient keeps several, so of one row
 PEERS: dict[str, Callable[[np.ndarray], Callable[[], None]]] = {
     "gated delta net": lambda x: _peers.delta_net(x, heads=HEADS, kv_heads=HEADS // 2, head_dim=HEAD_DIM),
     "channel delta net": lambda x: _peers.channel_delta_net(x, heads=HEADS, head_dim=HEAD_DIM),
@@ -35,7 +35,7 @@ def mixers(rounds: int) -> Iterator[Row]:
     for seq in (512, 4096):
         x = jax.random.normal(jax.random.key(1), (ROWS, seq, EMBED))
         ours = {name: Gradients(layer, x) for name, layer in {**layers, "attention": attention}.items()}
-        compared = [name for name in PEERS if _peers.are_installed() and (seq, name) != TOO_LARGE]
+        compared = [name for name in PEERS if _peers.are_installed() and (seq, name) != LARGE]
         theirs = {name: PEERS[name](np.asarray(x)) for name in compared}
         of = "{} of transformers".format
         contenders: dict[str, Callable[[], Any]] = {**ours, **{of(name): peer for name, peer in theirs.items()}}
@@ -44,3 +44,6 @@ def mixers(rounds: int) -> Iterator[Row]:
             beside = [one for one in (name, "attention", of(name)) if one in times]
             group = f"{name}, {seq} tokens"
             yield from gradient_rows(group, ROWS * seq, contenders, {one: times[one] for one in beside})
+            if _peers.are_installed() and (seq, name) == LARGE:
+                alone = {name: Gradients(layers[name], x[:1]), of(name): PEERS[name](np.asarray(x[:1]))}
+                yield from gradient_rows(f"{group}, one row", seq, alone, seconds_in_turn(alone, rounds))
