@@ -74,8 +74,8 @@ class InComputeDtype(Products):
             return together(x, weight)
 
         def apart(x: Array, weight: Array) -> Array:
-            each = [together(one, weight) for one in x.reshape(-1, x.shape[-1])]
-            return jnp.stack(each).reshape(*x.shape[:-1], -1)
+            each = [together(one, weight) for one in x.reshape(math.prod(x.shape[:-1]), x.shape[-1])]
+            return jnp.stack(each).reshape(*x.shape[:-1], weight.shape[0])
 
         return jax.lax.platform_dependent(x, weight, cpu=apart, default=together) if compilers() else apart(x, weight)
 

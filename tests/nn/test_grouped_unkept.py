@@ -58,10 +58,12 @@ def test_large_weights_and_many_rows():
 
 
 def test_which_have_slots():
-    """16 from two rows a group on by even loads, but for small weights and many rows, and none of codes."""
+    """16 from two rows a group on by even loads; none for small weights and many rows, codes, and in 16 bits."""
     sizes = jnp.zeros(GROUPS, jnp.int32)
     of = lambda rows: has_slots(16, grouped_product, *given(rows)[1:], sizes)
     assert [of(rows * GROUPS) for rows in (1, 4, 12, 16)] == [False, True, True, False]
     maps = linears(given(4 * GROUPS)[2])
     by = lambda maps: has_slots(16, lambda x: grouped(maps, x, sizes), given(4 * GROUPS)[1])
     assert by(maps) and not by(nn.quantise(maps, "int8"))
+    rows = given(4 * GROUPS)[1]
+    assert not has_slots(16, lambda x: grouped(maps, x, sizes), rows.astype(jnp.bfloat16))
