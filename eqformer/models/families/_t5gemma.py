@@ -46,14 +46,14 @@ def build_t5gemma(config: T5GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
     return dataclasses.replace(gemma2_of(config, writer, key=writing), encoder=encoder)
 
 
-def _t5gemma(decoder: str, encoder: Any = None) -> T5GemmaConfig:
+def _t5gemma(decoder: str, encoder: Any = None, **more: Any) -> T5GemmaConfig:
     """A decoder of the sizes of a Gemma 2, and an encoder of those of another."""
-    return T5GemmaConfig(**vars(GEMMA2.presets[decoder]) | {"encoder": encoder})
+    return T5GemmaConfig(**vars(GEMMA2.presets[decoder]) | {"encoder": encoder} | more)
 
 
 _BYTE = Gemma2Config(256, 64, 2, 2, 1, 128, window_layers=(0,), window=32, head_dim=32, query_scalar=32, max_seq=512)
 _PRESETS = {
-    "t5gemma-byte-700k": _t5gemma("gemma2-byte-500k", _BYTE),
+    "t5gemma-byte-700k": _t5gemma("gemma2-byte-500k", _BYTE, bias=True),
     "t5gemma-2b-2b": _t5gemma("gemma2-2b"),
     "t5gemma-9b-2b": _t5gemma("gemma2-2b", GEMMA2.presets["gemma2-9b"]),
     "t5gemma-9b-9b": _t5gemma("gemma2-9b"),
