@@ -55,10 +55,10 @@ def gpu_capability() -> float:
     It is that of the mesh's GPUs: of this machine's, or of absent ones by their name. Without a mesh it is that of this
     machine's; where there is none either, the program is taken to be for Hopper's.
     """
-    mesh, is_here = jax.sharding.get_abstract_mesh().abstract_device, jax.default_backend() == "gpu"
+    own, mesh = _own_gpu(), jax.sharding.get_abstract_mesh().abstract_device
+    if own is not None:
+        return float(own.compute_capability)
     name = "" if mesh is None else str(mesh.device_kind)
-    if is_here and name in ("", jax.devices()[0].device_kind):
-        return float(jax.devices()[0].compute_capability)
     if "NVIDIA" not in name:  # the mesh of a test, or none
         return 9.0
     return next((capability for kinds, capability in _KINDS.items() if re.search(kinds, name)), 8.0)
@@ -72,7 +72,13 @@ _KINDS = {
 
 def gpu_cores() -> int:
     """Multiprocessors of these GPUs, as for `gpu_capability`: by default 132, an H100's."""
-    mesh, is_here = jax.sharding.get_abstract_mesh().abstract_device, jax.default_backend() == "gpu"
-    if is_here and (mesh is None or mesh.device_kind == jax.devices()[0].device_kind):
-        return int(jax.devices()[0].core_count)
-    return 132
+    own = _own_gpu()
+    return 132 if own is None else int(own.core_count)
+
+
+def _own_gpu() -> Any:
+    """This machine's GPU, where a program is traced for it: without a mesh, or with one of its kind; else None."""
+    if jax.default_backend() != "gpu":
+        return None
+    mesh, (own, *_) = jax.sharding.get_abstract_mesh().abstract_device, jax.devices()
+    return own if mesh is None or mesh.device_kind == own.device_kind else None

@@ -83,8 +83,7 @@ def cross_entropy(
         each = each + z_loss * jnp.square(log_normaliser) if z_loss else each
         weights = flat[2].astype(each.dtype)
         return jnp.sum(each * weights), jnp.sum(weights)
-    vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
-    sizes = chunks_of(flat[1].shape[0], vocab, chunk)
+    sizes = _chunk_sizes(unembed, flat[0], chunk)
     unembed, tables, dtypes = _with_tables(unembed, flat[0][: sizes[1]])
 
     def of_chunk(tables: list, hidden: Array, targets: Array, weights: Array) -> Array:
@@ -168,8 +167,7 @@ def evaluation_sums(
     tokens = batch_tokens(batch) if tokens is None else tokens
     hidden, _, _ = model.encode(jnp.asarray(batch.ids), tokens)
     flat = (hidden.reshape(-1, hidden.shape[-1]), *(jnp.asarray(x).reshape(-1) for x in (batch.targets, batch.weights)))
-    vocab = jax.eval_shape(model.unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
-    sizes = chunks_of(flat[1].shape[0], vocab, chunk)
+    sizes = _chunk_sizes(model.unembed, flat[0], chunk)
     unembed = _casting_once(model.unembed, flat[0][: sizes[1]])
 
     def of_chunk(piece):
@@ -193,8 +191,7 @@ def nats_of_tokens(
 ) -> Float[Array, "*batch seq"]:
     """Each token's `-log p[target]`, from the logits of `chunk` tokens at a time; not meant to be differentiated."""
     flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
-    sizes = chunks_of(flat[1].shape[0], vocab, chunk)
+    sizes = _chunk_sizes(unembed, flat[0], chunk)
     unembed = _casting_once(unembed, flat[0][: sizes[1]])
     of_chunk = lambda piece: ((), nats(in_float32(unembed(piece[0])), piece[1])[0])
     return sum_over_chunks(of_chunk, flat, sizes)[1].reshape(targets.shape)
@@ -238,6 +235,12 @@ def _tokens(positions: Any, segments: Any, keys: Any, shape: tuple[int, ...], do
     if documents is None:
         return Tokens(positions, segments, keys)
     return packed_in_order(positions, segments, keys, documents=documents)
+
+
+def _chunk_sizes(unembed: Callable, hidden: Float[Array, "tokens embed"], chunk: int | None) -> tuple[int, int]:
+    """`chunks_of` these tokens, whose logits are of as many ids as `unembed` gives."""
+    vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
+    return chunks_of(len(hidden), vocab, chunk)
 
 
 def _casting_once(unembed: Callable, chunk: Array) -> Callable:

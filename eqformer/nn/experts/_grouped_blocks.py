@@ -27,7 +27,8 @@ def blocked(
     most: int | None = None,
 ) -> Array:
     """The rows' outputs. What nobody keeps may take more room: a quarter more slots, which few loads overflow."""
-    number = Slots(sizes, len(x), even=even).number * 5 // 4
+    even = even_load(sizes, len(x), even)
+    number = even * 5 // 4 if even >= LEAST else 0
     return outputs(static, arrays, x, sizes, Slots(sizes, len(x), number, even, most))[0]
 
 
@@ -108,6 +109,11 @@ def blocked_backward(
     return jax.tree.map(lambda total, a: total.astype(a.dtype), to_arrays, arrays), to_x
 
 
+def even_load(sizes: Int[Array, "groups"], rows: int, even: int | None) -> int:
+    """How many rows a group has with an even load: those that are said, or an equal share."""
+    return rows // len(sizes) if even is None else even
+
+
 class Slots:
     """The number of slots for each group: by default the rows of an `even` load, by default of all rows; 0 if few.
 
@@ -128,7 +134,7 @@ class Slots:
         even: int | None = None,
         most: int | None = None,
     ):
-        self.even = even = rows // len(sizes) if even is None else even
+        self.even = even = even_load(sizes, rows, even)
         self.number, self.groups, self.count = (even if even >= LEAST else 0), len(sizes), rows
         self.number = self.number if number is None else number
         self.hold_all = most is not None and rows > 0

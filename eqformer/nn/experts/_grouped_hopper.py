@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from .._linear_map import Answered, DenseMap, is_map, LinearMap
+from .._linear_map import DenseMap, linear_maps, LinearMap
 from .._pallas import gpu_capability, gpu_cores, varying_as
-from ._grouped_maps import Kernels, map_linears
+from ._grouped_blocks import WHOLE
+from ._grouped_maps import Kernels, recorded
 from ._hopper_tiles import pallas, row_tiles, ROWS, STEP, sum_of_rows, Tile
 
 
@@ -83,15 +84,12 @@ def has_kernels(static: PyTree, arrays: PyTree, x: Float[Array, "rows inputs"]) 
         given.append(x)
         return linear(x)
 
-    def run(arrays: PyTree, x: Array) -> Array:
-        noting = lambda linear: Answered(linear, functools.partial(noted, linear))
-        return map_linears(noting, eqx.combine(arrays, static))(x)
-
-    maps = [node for node in jax.tree.leaves(eqx.combine(arrays, static), is_leaf=is_map) if is_map(node)]
+    maps, noting = linear_maps(eqx.combine(arrays, static)), WHOLE._replace(forward=noted)
     if not (len(x) and all(isinstance(one, DenseMap) for one in maps)):
         return False
     if any(size % STEP for one in maps for size in one.shape[1:]) or gpu_capability() != 9.0:
         return False
+    run = lambda arrays, x: recorded(eqx.combine(arrays, static), x, noting)
     jax.eval_shape(run, jax.tree.map(lambda a: a[0], arrays), x[:1])
     has_mosaic = importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is not None
     return has_mosaic and all(x.dtype in (jnp.bfloat16, jnp.float16) for x in given)

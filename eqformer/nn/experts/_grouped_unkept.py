@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._linear_map import DenseMap, is_map, LinearMap
+from .._linear_map import DenseMap, linear_maps, LinearMap
 from .._products import InComputeDtype
 from .._sums import wide_sum
-from ._grouped_blocks import LEAST, outputs, Slots, WHOLE
-from ._grouped_maps import Maps
+from ._grouped_blocks import even_load, LEAST, outputs, Slots, WHOLE
 
 
 LARGE = 2**23  # bytes of a group's weights: a copy of as much, which a block makes, is no longer read from a cache
@@ -20,7 +19,7 @@ def unkept(static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, even: int 
     A block of rows copies its group's weights out of the ensemble, and one batched product for the slots of all groups
     copies none. Blocks win where few groups have rows at all, and where small weights meet many rows.
     """
-    even = len(x) // len(sizes) if even is None else even
+    even = even_load(sizes, len(x), even)
     # In 16 bits XLA rounds less often where it fuses more, so that maps in codes, which go by blocks, would differ.
     is_wide = jnp.finfo(x.dtype).bits >= 32
     number = max(LEAST, even * 5 // 4) if is_wide and even >= 2 and _are_better_together(static, arrays, even) else 0
@@ -28,8 +27,7 @@ def unkept(static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, even: int 
 
 
 def _are_better_together(static: PyTree, arrays: PyTree, even: int) -> bool:
-    maps = [node for node in jax.tree.leaves(static, is_leaf=is_map) if is_map(node)]
-    if not all(isinstance(one, DenseMap) for one in maps):  # codes would be decoded for all groups at once
+    if not all(isinstance(one, DenseMap) for one in linear_maps(static)):  # codes would be decoded for all at once
         return False
     large = sum(array[0].nbytes for array in jax.tree.leaves(arrays)) >= LARGE
     return large or even < LEAST
@@ -45,4 +43,4 @@ def _left(linear: LinearMap, x: Array) -> Array:
     return wide_sum(jnp.einsum("oi,ni->on", linear.weight.astype(x.dtype), x).T, linear.bias)
 
 
-_LEFT = Maps(_left, WHOLE.backward)
+_LEFT = WHOLE._replace(forward=_left)
