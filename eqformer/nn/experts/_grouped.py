@@ -34,8 +34,8 @@ def grouped(
     that have rows, and again in the backward pass. On CPUs and GPUs each group has slots for as many rows as with an
     even load, which are computed together, and the other rows are computed in blocks of one group each, as in
     MegaBlocks (arXiv:2211.15841); where nothing is kept for gradients, CPUs have slots, in float32, for few rows or
-    large weights alone, and blocks for all else. On TPUs each map is a ragged product by JAX's own kernels, and on
-    Hopper GPUs, in 16 bits, by kernels of our own, where a step holds less with them. (XLA would compute
+    large weights alone, and blocks for all else. On TPUs each map is computed by kernels of our own, and so it is on
+    Hopper GPUs, in 16 bits, where a step holds less with them. (XLA would compute
     `lax.ragged_dot` for every group and row on CPUs and GPUs, and its weights' gradients on TPUs too.) The products'
     results are kept for the backward pass, which recomputes the rest; there are no second derivatives and no forward
     mode. Weights are cast to the dtype of `x`; sums are float32 at least.

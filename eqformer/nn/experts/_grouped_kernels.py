@@ -1,18 +1,21 @@
-"""Products of sorted rows and their groups' matrices on TPUs, by the kernels that come with JAX (megablox).
+"""Products of sorted rows and their groups' matrices on TPUs, in Pallas by Mosaic.
 
 XLA's own ragged products copy the weights where they contract the last dim of these, and compute gradients of weights
-for every group and row: as many times the work as there are groups. These do neither.
+for every group and row: as many times the work as there are groups. JAX's kernels (megablox), which these follow, do
+neither, but compute a whole tile for each group that has rows in it. Here a group's own rows are computed alone, in
+pieces that the tiles' heights do not bind.
 """
 
-import importlib
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from .._pallas import typed
 from ._grouped_maps import Kernels
+from ._tpu_tiles import pallas, row_tiles, ROWS, sum_of_rows, Visits, visits_of
 
 
 def times(
@@ -23,7 +26,7 @@ def times(
     interpret: bool = False,
 ) -> Float[Array, "rows outputs"]:
     """Each row by its group's matrix, in the dtype of `x`; zeros behind the last group."""
-    return _by_rows(x, weight, sizes, transpose_rhs=True, interpret=interpret)
+    return _by_rows(x, weight, sizes, transposed=True, interpret=interpret)
 
 
 def back(
@@ -34,7 +37,7 @@ def back(
     interpret: bool = False,
 ) -> Float[Array, "rows inputs"]:
     """The gradients of the rows of `times`, in the dtype of `gradient`."""
-    return _by_rows(gradient, weight, sizes, transpose_rhs=False, interpret=interpret)
+    return _by_rows(gradient, weight, sizes, transposed=False, interpret=interpret)
 
 
 def outer(
@@ -46,30 +49,80 @@ def outer(
     interpret: bool = False,
 ) -> Float[Array, "groups outputs inputs"]:
     """The gradients of the matrices of `times`: float32 sums, rounded to `dtype` once."""
-    gradient, x = (_padded(rows, len(sizes)) for rows in _narrow_alike(gradient, x))
-    tiling = _tile(len(x), len(sizes)), 512, 512
-    product = typed(_kernels().tgmm, x)
-    return product(gradient.swapaxes(0, 1), x, sizes, jnp.float32, tiling, interpret=interpret).astype(dtype)
+    tile, dtype = _tile(len(x)), jnp.dtype(dtype)
+    gradient, x = (_padded(rows, tile) for rows in _narrow_alike(gradient, x))
+    (rows, outputs), inputs, groups = gradient.shape, x.shape[1], len(sizes)
+    pl, plt = pallas()
+    sides = _part(outputs, 512), _part(inputs, 512)
+    visits, number = visits_of(sizes, rows, tile, each=True)
+    its = lambda side: lambda row, column, at, *visits: (Visits(*visits).tile[at], (row, column)[side])
+    of_group = lambda row, column, at, *visits: (Visits(*visits).group[at], row, column)
+    specs = {
+        "in_specs": [pl.BlockSpec((tile, width), its(side)) for side, width in enumerate(sides)],
+        "out_specs": pl.BlockSpec((None, *sides), of_group),
+        "grid": (-(-outputs // sides[0]), -(-inputs // sides[1]), number),
+        "scratch_shapes": [plt.VMEM(sides, jnp.float32)],
+    }
+    result = jax.ShapeDtypeStruct((groups, outputs, inputs), dtype)
+    cost = _cost(rows * outputs * inputs, gradient, x, result)
+    return _run(sum_of_rows, specs, result, cost, interpret, visits, gradient, x)
 
 
 TPU = Kernels(times, back, outer)
 
 
-def _by_rows(x: Array, weight: Array, sizes: Array, *, transpose_rhs: bool, interpret: bool) -> Array:
-    rows, dtype = len(x), x.dtype
+def _by_rows(x: Array, weight: Array, sizes: Array, *, transposed: bool, interpret: bool) -> Array:
+    count, dtype, tile = len(x), x.dtype, _tile(len(x))
     x, weight = _narrow_alike(x, weight.astype(dtype))
-    x = _padded(x, len(sizes))
-    contracted, others = x.shape[1], weight.shape[1 if transpose_rhs else 2]
-    tiling = _tile(len(x), len(sizes)), min(contracted, 4096 // x.dtype.itemsize), min(others, 512)
-    given: dict[str, Any] = {"transpose_rhs": transpose_rhs, "interpret": interpret}
-    y = typed(_kernels().gmm, x)(x, weight, sizes, dtype, tiling, **given)[:rows]
-    is_real = jnp.arange(rows, dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32)
+    x, (pl, plt) = _padded(x, tile), pallas()
+    (rows, inputs), columns = x.shape, weight.shape[1 if transposed else 2]
+    own, width = _part(inputs, 4096 // x.dtype.itemsize), _part(columns, 768 if x.dtype.itemsize == 2 else 512)
+    steps = -(-inputs // own)
+    visits, number = visits_of(sizes, rows, tile)
+    of_rows = lambda column, at, step, *visits: (Visits(*visits).tile[at], step)
+    of_result = lambda column, at, step, *visits: (Visits(*visits).tile[at], column)
+
+    def of_group(column: Any, at: Any, step: Any, *visits: Any) -> tuple[Any, ...]:
+        return Visits(*visits).group[at], *((column, step) if transposed else (step, column))
+
+    specs = {
+        "in_specs": [
+            pl.BlockSpec((tile, own), of_rows),
+            pl.BlockSpec((None, *((width, own) if transposed else (own, width))), of_group),
+        ],
+        "out_specs": pl.BlockSpec((tile, width), of_result),
+        "grid": (-(-columns // width), number, steps),
+        "scratch_shapes": [plt.VMEM((tile, width), jnp.float32)] * (steps > 1),
+    }
+    result = jax.ShapeDtypeStruct((rows, columns), dtype)
+    cost = _cost(rows * inputs * columns, x, weight, result)
+    body = functools.partial(row_tiles, transposed, inputs)
+    y = _run(body, specs, result, cost, interpret, visits, x, weight)[:count]
+    is_real = jnp.arange(count, dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32)
     return jnp.where(is_real[:, None], y, 0)
 
 
-def _kernels() -> Any:
-    """The module of the kernels, which lies behind a function of the same name; only TPUs need it."""
-    return importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+def _run(
+    body: Any, specs: dict[str, Any], result: Any, cost: dict[str, int], interpret: bool, visits: Visits, *given: Array
+) -> Array:
+    """A kernel on a grid whose last dims but the columns' go in order, as sums and what is written twice need."""
+    pl, plt = pallas()
+    varying = jax.typeof(sum(jnp.zeros_like(one, jnp.float32, shape=()) for one in (*visits, *given)))
+    call = pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=varying.manual_axis_type),
+        grid_spec=plt.PrefetchScalarGridSpec(num_scalar_prefetch=len(visits), **specs),
+        compiler_params=plt.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        cost_estimate=pl.CostEstimate(**cost, transcendentals=0),
+        interpret=interpret,
+        name="grouped_" + getattr(body, "func", body).__name__,
+    )
+    return call(*visits, *given)
+
+
+def _cost(products: int, *arrays: Any) -> dict[str, int]:
+    """What the compiler is told of a kernel: two operations for each product, and each array once."""
+    return {"flops": 2 * products, "bytes_accessed": sum(array.size * array.dtype.itemsize for array in arrays)}
 
 
 def _narrow_alike(x: Array, other: Array) -> tuple[Array, Array]:
@@ -78,10 +131,19 @@ def _narrow_alike(x: Array, other: Array) -> tuple[Array, Array]:
     return x.astype(dtype), other.astype(dtype)
 
 
-def _padded(x: Array, groups: int) -> Array:
-    return jnp.pad(x, [(0, -len(x) % _tile(len(x), groups)), (0, 0)])
+def _padded(x: Array, tile: int) -> Array:
+    return jnp.pad(x, [(0, -len(x) % tile), (0, 0)]) if len(x) % tile else x
 
 
-def _tile(rows: int, groups: int) -> int:
-    """Rows that are computed at once. Of a tile with rows of two groups all is computed for both."""
-    return next((tile for tile in (512, 256) if 10 * tile * (groups - 1) <= rows), 128)
+def _tile(rows: int) -> int:
+    """Rows of a tile, which are on the chip at once: a group of several tiles reads its matrix for each anew."""
+    return min(512, -(-rows // ROWS) * ROWS)
+
+
+def _part(size: int, most: int) -> int:
+    """Channels of a tile: parts as equal as multiples of 128 are, so that few are computed that are not there."""
+    least = -(-size // most)
+    if least == 1:
+        return size
+    width = lambda number: -(-size // (128 * number)) * 128
+    return width(min(range(least, 2 * least + 1), key=lambda number: (number * width(number), number)))
