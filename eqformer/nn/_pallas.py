@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jaxtyping import Array, Shaped
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree, Shaped
 
 
 def compilers() -> tuple[str, ...]:
@@ -41,6 +42,11 @@ def typed(function: Callable[..., Any], like: Shaped[Array, "..."]) -> Callable[
             return copy(*args, **more)
 
     return call
+
+
+def varying_of(arrays: PyTree) -> Any:
+    """Over which mesh axes a kernel's result varies that reads all of these arrays."""
+    return jax.typeof(sum(jnp.zeros_like(x, jnp.float32, shape=()) for x in jax.tree.leaves(arrays))).manual_axis_type
 
 
 def varying_as(array: Shaped[Array, "..."], like: Shaped[Array, "..."]) -> Shaped[Array, "..."]:

@@ -10,9 +10,9 @@ def moved_bytes(text: str) -> float:
     """Bytes that the operations of a program read and write in the device's main memory, loops multiplied out.
 
     Each operation reads its operands once and writes its result; a fusion is one operation. Of an array of which an
-    operation reads a slice, or in which it updates one, the slice counts. What lies in a TPU's vector memory does not,
-    nor what kernels of others read twice. Of a conditional the branch with the most is counted, and a loop of unknown
-    length once.
+    operation reads a slice, or in which it updates one, the slice counts, and of a kernel in Pallas what it says, if it
+    says something (`pl.CostEstimate`). What lies in a TPU's vector memory does not, nor what kernels of others read
+    twice. Of a conditional the branch with the most is counted, and a loop of unknown length once.
     """
     program, entry = parse(text)
     return _Moved(program).of(entry)
@@ -42,6 +42,8 @@ class _Moved:
             return sum(parts) * (1 if times is None else times)
         if operation == "fusion":
             return self._fusion(line, beside)
+        if operation == "custom-call" and (said := re.search(r'"bytes_accessed":"(\d+)"', line.attributes)):
+            return float(said.group(1))
         given = [_held(beside[name].result) if name in beside else 0 for name in line.operands]
         if operation in _SLICES:  # the result, read and written
             return 2.0 * _held(line.result)

@@ -1,4 +1,4 @@
-"""The kernel for GPUs by which newest tokens read a cache: its numbers as plain JAX, its gradients and its program."""
+"""The kernels by which newest tokens read a cache: their numbers as plain JAX, their gradients and their programs."""
 
 from typing import Any, NamedTuple
 
@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
 from eqformer import nn
-from eqformer.nn.cores import _cached, _cached_kernel
+from eqformer.nn.cores import _cached, _cached_kernel as gpu, _cached_kernel_tpu as tpu
 from eqformer.nn.cores._cached import attend_cached
-from eqformer.nn.cores._cached_kernel import attend_by_kernel, Read, Rules
+from eqformer.nn.cores._cached_read import Held, Read, Rules
 from eqformer.nn.cores._core import Rotated
 
 
@@ -77,10 +77,27 @@ def given_of(case: Case) -> dict[str, Any]:
     return given
 
 
-def by_kernel(query, key, value, *, mask, tokens, kv_tokens, scale, softcap, **rest):
-    return attend_by_kernel(
-        Rules(scale, softcap, interpret=True), Read(query, key, value, **rest), mask(tokens, kv_tokens)
+def by_kernel(query, key, value, *, mask, tokens, kv_tokens, scale, softcap, held=None, **rest):
+    rules, read, visible = (
+        Rules(scale, softcap, interpret=True),
+        Read(query, key, value, **rest),
+        mask(tokens, kv_tokens),
     )
+    return (
+        gpu.attend_by_kernel(rules, read, visible) if held is None else tpu.attend_by_kernel(rules, read, visible, held)
+    )
+
+
+def held_by(given: dict[str, Any]) -> Held:
+    """The arrays of a call as those of the second layer of three, of which the others hold what would be seen."""
+
+    def stacked(x: jax.Array) -> jax.Array:
+        other = jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 127)
+        return jnp.stack([other, x, other]).swapaxes(-3, -2)
+
+    rotated = stacked(given["rotated"].key) if "rotated" in given else None
+    value = None if given["value"] is None else stacked(given["value"])
+    return Held(jnp.asarray(1, jnp.int32), stacked(given["key"]), value, rotated)
 
 
 def wanted(given: dict[str, Any]) -> np.ndarray:
@@ -107,9 +124,9 @@ def wanted(given: dict[str, Any]) -> np.ndarray:
 
 @pytest.mark.parametrize("name", [*CASES][:2] + [pytest.param(n, marks=pytest.mark.grid) for n in [*CASES][2:]])
 def test_the_kernel_is_the_reference_in_chunks(name, monkeypatch):
-    monkeypatch.setattr(_cached_kernel, "_PROGRAMS", 4 * len(LENGTHS) * CASES[name].kv_heads)
-    monkeypatch.setattr(_cached_kernel, "_TILE", 512)
-    monkeypatch.setattr(_cached_kernel, "_MOST", 512)  # 16 heads of 32 channels a program
+    monkeypatch.setattr(gpu, "_PROGRAMS", 4 * len(LENGTHS) * CASES[name].kv_heads)
+    monkeypatch.setattr(gpu, "_TILE", 512)
+    monkeypatch.setattr(gpu, "_MOST", 512)  # 16 heads of 32 channels a program
     given = given_of(CASES[name])
     found, right = np.asarray(by_kernel(**given), np.float32), wanted(given)
     assert np.abs(found - right).max() < 0.01 * np.abs(right).max()
@@ -118,14 +135,85 @@ def test_the_kernel_is_the_reference_in_chunks(name, monkeypatch):
     assert np.abs(found - wanted(without)).max() > 0.02 * np.abs(right).max()  # the comparison sees slots
 
 
+OTHERS = sorted({*CASES} - {"everything", "latents"})
+LANES = [10, 128]  # numbers of a vector: slots fill whole ones and channels do not, and stand before them, or neither
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("name", ["everything", "latents", *(pytest.param(n, marks=pytest.mark.grid) for n in OTHERS)])
+def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, monkeypatch):
+    monkeypatch.setattr(tpu, "_LANES", lanes)
+    monkeypatch.setattr(tpu, "_TILE", 512)  # blocks of 20 slots, or of 128
+    given = given_of(CASES[name])
+    found, right = np.asarray(by_kernel(**given, held=held_by(given)), np.float32), wanted(given)
+    assert np.abs(found - right).max() < 0.01 * np.abs(right).max()
+    seen = given["kv_tokens"]
+    without = given | {"kv_tokens": nn.Tokens(seen.positions.at[0, 130:].set(-1), seen.segments)}
+    assert np.abs(found - wanted(without)).max() > 0.02 * np.abs(right).max()  # the comparison sees slots
+
+
+@pytest.mark.parametrize("name", ["everything", "latents"])
+def test_tpus_fetch_what_is_counted_and_no_more_than_is_seen(name, monkeypatch):
+    monkeypatch.setattr(tpu, "_TILE", 512)
+    monkeypatch.setattr(tpu, "_LANES", 10)
+    calls: list[Any] = []
+
+    def pallas_call(kernel: Any, *, grid_spec: Any, out_shape: Any, cost_estimate: Any, **_: Any) -> Any:
+        def run(*given: Any) -> jax.Array:
+            calls.append((grid_spec, given, cost_estimate.bytes_accessed))
+            return jnp.zeros(out_shape.shape, out_shape.dtype)
+
+        return run
+
+    monkeypatch.setattr("jax.experimental.pallas.pallas_call", pallas_call)
+
+    def fetched_and_said(lengths: int) -> tuple[int, int]:
+        """Bytes of the blocks that programs ask for, but for those that the one before has asked for."""
+        given: dict[str, Any] = given_of(CASES[name]) | {"mask": nn.full()}
+        positions = jnp.where(jnp.arange(SLOTS) < lengths, jnp.arange(SLOTS), -1)
+        given["kv_tokens"] = nn.Tokens(jnp.broadcast_to(positions, (len(LENGTHS), SLOTS)))
+        given["tokens"] = nn.Tokens(jnp.asarray(LENGTHS, jnp.int32)[:, None])
+        by_kernel(**given, held=held_by(given))
+        grid, (*seen, arrays), said = calls.pop()
+        found = sum(x.nbytes for x in seen)
+        result = jax.ShapeDtypeStruct((grid.grid[0], *grid.out_specs.block_shape[1:]), jnp.bfloat16)
+        for spec, x in zip(jax.tree.leaves((grid.in_specs, grid.out_specs)), jax.tree.leaves((arrays, result))):
+            block, last = [size or 1 for size in spec.block_shape], None
+            for place in np.ndindex(grid.grid):
+                index = [int(number) for number in spec.index_map(*place, *seen)]
+                inside = [min(size, whole - size * number) for size, whole, number in zip(block, x.shape, index)]
+                found += int(np.prod(inside)) * x.dtype.itemsize if index != last else 0
+                last = index
+        return found, said
+
+    found, said = fetched_and_said(SLOTS)
+    assert found == said
+    assert fetched_and_said(70)[0] < 0.6 * said  # four blocks of eight
+
+
+def test_tpus_give_zeros_where_a_token_sees_nothing():
+    given = given_of(Case(kv_heads=1, rope_dim=16))
+    held, seen = held_by(given), given["kv_tokens"]
+    given["kv_tokens"] = nn.Tokens(seen.positions.at[1].set(-1), seen.segments)
+    found = np.asarray(by_kernel(**given, held=held), np.float32)
+    assert not found[1].any() and found[0].any() and np.isfinite(found).all()
+
+
+HEADS: Any = PartitionSpec(None, None, "heads")
+
+
+def over_heads(attend: Any, specs: Any) -> Any:
+    """A call on two devices, each with half of the heads."""
+    gpu = AbstractDevice("NVIDIA H100", 132, "gpu")  # from JAX 0.12 on it matters for which one is compiled
+    mesh = AbstractMesh((2,), ("heads",), (jax.sharding.AxisType.Auto,), abstract_device=gpu)
+    return jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(specs,), out_specs=HEADS))
+
+
 def test_gpus_run_it_over_devices_with_types_checked_and_gradients_are_the_references(monkeypatch):
     given = given_of(Case(kv_heads=2, heads=4))
     arrays, rest = {name: given.pop(name) for name in ("query", "key", "value")}, given
-    gpu = AbstractDevice("NVIDIA H100", 132, "gpu")  # from JAX 0.12 on it matters for which one is compiled
-    gpus = AbstractMesh((2,), ("heads",), (jax.sharding.AxisType.Auto,), abstract_device=gpu)
-    spec = PartitionSpec(None, None, "heads")
     attend = lambda arrays: attend_cached(**arrays, **rest)
-    run: Any = jax.jit(jax.shard_map(attend, mesh=gpus, in_specs=(dict.fromkeys(arrays, spec),), out_specs=spec))
+    run = over_heads(attend, dict.fromkeys(arrays, HEADS))
 
     def text(platform: str, arrays: dict[str, Any] = arrays) -> str:
         return run.trace(jax.eval_shape(lambda: arrays)).lower(lowering_platforms=(platform,)).as_text()
@@ -141,9 +229,30 @@ def test_gpus_run_it_over_devices_with_types_checked_and_gradients_are_the_refer
     assert "triton" not in text("cuda", wide)  # exact sums in float32
     for name, its in {"_MOST": 16 * 32 - 1, "_TRITON": "jax.experimental.absent"}.items():
         with monkeypatch.context() as patched:
-            patched.setattr(_cached_kernel, name, its)
+            patched.setattr(gpu, name, its)
             run.clear_cache()
             assert text("cuda") == plain  # nor what a multiprocessor has no room for, nor where JAX has no such kernels
+
+
+def test_tpus_run_it_over_devices_that_share_latents(monkeypatch):
+    """With types checked: the results are each device's own, as its queries are."""
+    given = given_of(Case(kv_heads=1, rope_dim=16))
+    arrays, rest = {"query": given.pop("query"), "rotated": given.pop("rotated"), "key": given.pop("key")}, given
+    arrays["held"] = held_by(arrays | {"value": None})
+    whole: Any = PartitionSpec()
+    specs = {"query": HEADS, "rotated": Rotated(HEADS, whole), "key": whole, "held": Held(whole, whole, None, whole)}
+    run = over_heads(lambda arrays: attend_cached(**arrays, **rest), specs)
+
+    def text(platform: str, arrays: dict[str, Any] = arrays) -> str:
+        return run.trace(jax.eval_shape(lambda: arrays)).lower(lowering_platforms=(platform,)).as_text()
+
+    monkeypatch.setattr(_cached, "compilers", lambda: ())
+    plain = text("tpu")
+    monkeypatch.setattr(_cached, "compilers", lambda: ("tpu",))
+    run.clear_cache()
+    assert "tpu_custom_call" in text("tpu") and "custom_call" not in text("cuda") + text("cpu") + plain
+    wide = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x.astype(jnp.float32), arrays)
+    assert "custom_call" not in text("tpu", wide)  # exact sums in float32
 
 
 def test_scores_may_have_a_bias_where_a_cache_is_of_8_bits(monkeypatch):

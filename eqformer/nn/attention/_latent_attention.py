@@ -21,6 +21,7 @@ from .._sums import spread, wide_product, wide_sum
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._auto import AutoCore
 from ..cores._cached import attend_cached
+from ..cores._cached_read import Held
 from ..cores._contract import Core
 from ..cores._core import Rotated
 from ._indexer import Choice, Indexer
@@ -222,11 +223,13 @@ class LatentAttention(Mixer):
     ) -> Float[Array, "*batch 1 heads latent"]:
         """Attention to what a cache holds as it is: joined, latents and rotated keys would be written and read anew."""
         key, scales = latents[..., None, :], None
+        is_held = rotated is not None and not late and rotated.key.shape[-1] == cache.rotary_keys.shape[-1]
+        held = Held(cache.layer, cache.latents, rotated=cache.rotary_keys if is_held else None)
         if cache.latent_scales is not None:
             (key, scales), (rotary, others) = ((x[..., None, :], y[..., None]) for x, y in cache.scaled())
             if rotated is not None and not late:
                 rotated = Rotated(rotated.query, rotary[..., : rotated.key.shape[-1]], others)
-        return attend_cached(query, key, None, **rest, key_scales=scales, rotated=rotated)
+        return attend_cached(query, key, None, **rest, key_scales=scales, rotated=rotated, held=held)
 
     def _sharpened(
         self, query: Float[Array, "*batch seq heads head_dim"], tokens: Tokens

@@ -1,8 +1,10 @@
-"""Attention of a row's newest token to what a cache holds, which reads keys and values once on NVIDIA GPUs.
+"""Attention of a row's newest token to what a cache holds, which reads keys and values once on NVIDIA GPUs and TPUs.
 
 In plain XLA the scores of all slots stand in main memory in float32, and a softmax reads them three times: where many
 heads share a key head, as the eight of Llama 3 70B on each of eight devices, that is a sixth of what a step moves. A
-kernel (`_cached_kernel.py`) keeps them where they are computed. What it cannot compute is `ReferenceCore`'s.
+kernel (`_cached_kernel.py`) keeps them where they are computed. TPUs keep them there by themselves, but read latents
+twice, which are keys and values: their kernel (`_cached_kernel_tpu.py`) reads what a mixer says where it is held. What
+the kernels cannot compute is `ReferenceCore`'s.
 """
 
 import functools
@@ -15,7 +17,8 @@ from jaxtyping import Array, Float, Num
 from .._pallas import compilers
 from .._tokens import Tokens
 from ..attention._mask import Chosen, Mask
-from ._cached_kernel import attend_by_kernel, kernel_has, Read, Rules
+from . import _cached_kernel as gpu, _cached_kernel_tpu as tpu
+from ._cached_read import Held, Read, Rules
 from ._core import ReferenceCore, Rotated
 
 
@@ -34,8 +37,9 @@ def attend_cached(
     key_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
     value_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
     rotated: Rotated | None = None,
+    held: Held | None = None,
 ) -> Float[Array, "*batch seq heads _"]:
-    """What `ReferenceCore` gives of few queries; of one a row, in 16 bits, by a kernel in programs for NVIDIA GPUs.
+    """What `ReferenceCore` gives of few queries; of one a row, in 16 bits, by kernels on NVIDIA GPUs and TPUs.
 
     Args:
         query: The queries.
@@ -51,13 +55,21 @@ def attend_cached(
         key_scales: What each key is to be multiplied by; None: nothing.
         value_scales: What each value is to be multiplied by; None: nothing.
         rotated: Further channels of queries and keys, in arrays of their own; None: there are none.
+        held: The same keys and values where they lie, which TPUs' kernel reads in their place; None: it is not used.
     """
     read = Read(query, key, value, sinks, key_scales, value_scales, rotated)
     seen = mask(tokens, kv_tokens)
-    if "cuda" not in compilers() or query.shape[-3] != 1 or bias is not None or not kernel_has(read):
+    ways = _kernels(read, held) if query.shape[-3] == 1 and bias is None else ()
+    if not ways:
         return _plainly(Rules(scale, softcap), read, seen, bias)
     visible = jnp.broadcast_to(seen, (*query.shape[:-3], 1, key.shape[-3]))
-    return _attend(Rules(scale, softcap), read, visible)
+    return _attend(Rules(scale, softcap), ways, read, visible, held)
+
+
+def _kernels(read: Read, held: Held | None) -> tuple[str, ...]:
+    """The platforms that this installation can compile for, whose kernels have the call."""
+    has = {"cuda": gpu.kernel_has(read), "tpu": held is not None and tpu.kernel_has(read, held)}
+    return tuple(name for name in compilers() if has[name])
 
 
 def _plainly(rules: Rules, read: Read, visible: Array, bias: Array | None = None) -> Array:
@@ -71,11 +83,18 @@ def _plainly(rules: Rules, read: Read, visible: Array, bias: Array | None = None
     return ReferenceCore()(query, wide(key), wide(value), **given)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(rules: Rules, read: Read, visible: Array) -> Array:
-    by_kernel, plainly = (functools.partial(way, rules) for way in (attend_by_kernel, _plainly))
-    return jax.lax.platform_dependent(read, visible, cuda=by_kernel, default=plainly)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _attend(rules: Rules, ways: tuple[str, ...], read: Read, visible: Array, held: Held | None) -> Array:
+    by_kernel = {
+        "cuda": lambda read, visible, _: gpu.attend_by_kernel(rules, read, visible),
+        "tpu": lambda read, visible, held: tpu.attend_by_kernel(rules, read, visible, held),
+    }
+    plainly = lambda read, visible, _: _plainly(rules, read, visible)
+    own = {name: by_kernel[name] for name in ways}
+    return jax.lax.platform_dependent(read, visible, held, **own, default=plainly)
 
 
-# The kernel has no derivative, so that gradients are those of the plain way.
-_attend.defjvp(lambda rules, primals, tangents: jax.jvp(functools.partial(_plainly, rules), primals, tangents))
+@_attend.defjvp
+def _slope(rules: Rules, ways: tuple[str, ...], primals: tuple, tangents: tuple) -> tuple:
+    """The kernels have no derivatives: those are the plain way's, to what was read of what is held."""
+    return jax.jvp(functools.partial(_plainly, rules), primals[:2], tangents[:2])

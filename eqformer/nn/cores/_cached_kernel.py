@@ -7,7 +7,6 @@ head, as the 128 of DeepSeek-V3 a latent, programs beside each other have some o
 
 import functools
 import importlib.util
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,28 +14,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from ._core import lowest, Rotated, soft_capped
-
-
-class Read(NamedTuple):
-    """What single tokens attend to: the arrays of a call of `ReferenceCore`."""
-
-    query: Float[Array, "*batch 1 heads head_dim"]
-    key: Num[Array, "*batch kv_seq kv_heads head_dim"]
-    value: Num[Array, "*batch kv_seq kv_heads v_dim"] | None
-    """None: the keys are the values."""
-    sinks: Float[Array, "heads"] | None = None
-    key_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None
-    value_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None
-    rotated: Rotated | None = None
-
-
-class Rules(NamedTuple):
-    """The static settings of a call."""
-
-    scale: float
-    softcap: float | None
-    interpret: bool = False
+from .._pallas import varying_of
+from ._cached_read import if_given, Read, Rules
+from ._core import lowest, soft_capped
 
 
 _TRITON = "jax.experimental.pallas.triton"  # which JAX means to remove: from then on the plain way is everyone's
@@ -63,7 +43,7 @@ def attend_by_kernel(
     asked = lambda x: flat(x).reshape(-1, kv_heads, heads // kv_heads, x.shape[-1])
     held = lambda x: flat(x).swapaxes(1, 2)
     factors = lambda x: None if x is None else held(x).astype(jnp.float32)
-    value = _of(held, read.value)
+    value = if_given(held, read.value)
     parts = [_Part(asked(read.query), held(read.key), factors(read.key_scales))]
     if read.rotated is not None:
         parts.append(_Part(asked(read.rotated.query), held(read.rotated.key), factors(read.rotated.scales)))
@@ -148,12 +128,12 @@ def _chunks(
         lambda side, row, chunk: (chunk, row, side // sides, side % sides, 0)[: 4 + len(sizes)],
     )
     given = _Given(visible, _filled(visible, block), parts, value, value_scales)
-    specs_of = lambda part: _Part._make((of_heads(part.query), whole(part.key), _of(whole, part.scales)))
-    rows_of, of_slots = (of_row(visible), of_row(given.filled)), (_of(whole, value), _of(whole, value_scales))
+    specs_of = lambda part: _Part._make((of_heads(part.query), whole(part.key), if_given(whole, part.scales)))
+    rows_of, of_slots = (of_row(visible), of_row(given.filled)), (if_given(whole, value), if_given(whole, value_scales))
     specs = _Given._make((*rows_of, [specs_of(part) for part in parts], *of_slots))
-    varying = jax.typeof(sum(jnp.zeros_like(x, jnp.float32, shape=()) for x in jax.tree.leaves(given)))
+    varying = varying_of(given)
     result = lambda *sizes: jax.ShapeDtypeStruct(
-        (chunks, rows, kv_heads, group, *sizes), jnp.float32, manual_axis_type=varying.manual_axis_type
+        (chunks, rows, kv_heads, group, *sizes), jnp.float32, manual_axis_type=varying
     )
     return pl.pallas_call(
         functools.partial(_kernel, rules, sizes),
@@ -253,7 +233,3 @@ def _places(size: int) -> int:
 def _power(number: int) -> int:
     """The next power of two."""
     return 1 << (number - 1).bit_length()
-
-
-def _of(spec: Callable[[Array], Any], array: Array | None) -> Any:
-    return None if array is None else spec(array)
