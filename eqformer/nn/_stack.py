@@ -153,10 +153,13 @@ _TO_HOST: dict[str, Any] = {"offload_src": "device", "offload_dst": "pinned_host
 # linear maps that are put together from devices or are those of experts ("product"), and dropout's masks ("dropout"), a
 # byte a channel. (Products of several experts at once have a batch dim, and are not kept where experts choose their
 # tokens or are made of more than maps.) `products_on_host` keeps the same but masks, and the layers' inputs, in the
-# memory of the devices' hosts; CPUs run it as `products`.
+# memory of the devices' hosts, `full_on_host` the layers' inputs; CPUs run them as `products` and `full`.
 _KEPT = ("attended", "product")
 _NAMED = _POLICIES.save_and_offload_only_these_names(
     names_which_can_be_saved=[], names_which_can_be_offloaded=[*_KEPT, "layer input"], **_TO_HOST
+)
+_INPUTS = _POLICIES.save_and_offload_only_these_names(
+    names_which_can_be_saved=["own tokens"], names_which_can_be_offloaded=["layer input"], **_TO_HOST
 )
 _DOTS = _POLICIES.offload_dot_with_no_batch_dims(**_TO_HOST)
 REMAT: dict[str, Callable[..., Any] | None] = {
@@ -170,4 +173,5 @@ REMAT: dict[str, Callable[..., Any] | None] = {
     "products_on_host": lambda operation, *given, **params: (_NAMED if operation.name == "name" else _DOTS)(
         operation, *given, **params
     ),
+    "full_on_host": _INPUTS,
 }

@@ -88,12 +88,13 @@ def check_model(plan: Placement, model: nn.Transformer) -> None:
 def _check_stages(plan: Placement, model: nn.Transformer) -> None:
     """Refuse what stages cannot keep, and what later ones would need beside the stream."""
     reading = [number for number, stack in enumerate(model.stacks) if nn.reads(stack)]
-    hosts = [number for number, stack in enumerate(model.stacks) if stack.remat == "products_on_host"]
+    hosts = [number for number, stack in enumerate(model.stacks) if stack.remat.endswith("_on_host")]
     if hosts and not plan.reruns_stages:
+        remat = model.stacks[hosts[0]].remat
         raise ValueError(
-            f"Plan over pipe={plan.size(PIPE)}: stacks[{hosts[0]}] has remat 'products_on_host', but stages keep "
-            "on the devices what is for their backward pass; take remat 'products', or Plan(stage_remat=True), which "
-            "keeps a stage's input alone."
+            f"Plan over pipe={plan.size(PIPE)}: stacks[{hosts[0]}] has remat {remat!r}, but stages keep on the devices "
+            f"what is for their backward pass; take remat {remat.removesuffix('_on_host')!r}, or "
+            "Plan(stage_remat=True), which keeps a stage's input alone."
         )
     found = [f"stacks[{number}] reads keys that layers before it leave" for number in reading]
     found += [] if model.layer_inputs is None else ["each layer is given a vector of each token (layer_inputs)"]

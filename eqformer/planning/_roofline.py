@@ -112,7 +112,7 @@ def roofline(
         return (flops_per_token(model, seq, **given) - narrow) * tokens / peaks[0] + narrow * tokens / peaks[1]
 
     own, forward = seconds(trained=trained), seconds(backward=False)
-    again = plan.reruns_stages + (model.stacks[0].remat in ("full", "dots_no_batch"))
+    again = plan.reruns_stages + (model.stacks[0].remat in ("full", "full_on_host", "dots_no_batch"))
     bubble = parallel.simulate(plan.timetable()).lock_step.bubble if plan.is_pipelined else 0.0
     sent = list(sent)
     links = {cause: size / link_speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}

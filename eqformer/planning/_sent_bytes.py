@@ -154,7 +154,7 @@ def _of_tensor(
         forward = (len(sublayers) + len(whole) + outputs) * embed
         there = 2 * outputs * embed if stream.is_whole else forward
     again = plan.reruns_stages * there
-    if _recomputes(stack) and not (stream.splits_tokens and stack.remat == "full"):  # which keeps what was scattered
+    if _recomputes(stack) and not (stream.splits_tokens and stack.remat.startswith("full")):  # kept, if scattered
         again += there - embed * (2 if stream.is_whole else 1)  # the last output is kept as the next layer's input
     elif not stream.is_whole and (stack.remat != "none" or stream.overlap != "none"):
         again += (len(whole) + len(sublayers) * stream.splits_tokens) * embed  # what was gathered is not kept

@@ -27,10 +27,11 @@ class Near(NamedTuple):
 def nearest(recipe: Recipe, memory: int, platform: str, most: int = 3) -> list[Near]:
     """Up to `most` ways to run on the same mesh in so much memory: of each kind the one that changes least.
 
-    More is computed again; the batch goes in smaller pieces; less is kept of the state, which changes the numbers.
+    More is computed again, and kept on hosts; the batch goes in smaller pieces; less is kept of the state, which
+    changes the numbers.
     """
     found: list[Near] = []
-    for kind in _kinds(recipe):
+    for kind in _kinds(recipe, platform):
         if len(found) >= most:
             break
         sizes = ((one, _held(one, memory, platform)) for one in kind)
@@ -39,9 +40,10 @@ def nearest(recipe: Recipe, memory: int, platform: str, most: int = 3) -> list[N
     return found
 
 
-def _kinds(recipe: Recipe) -> Iterator[list[Recipe]]:
+def _kinds(recipe: Recipe, platform: str) -> Iterator[list[Recipe]]:
     """Recipes that hold less and less, by kind."""
-    full = dataclasses.replace(recipe, execution=dataclasses.replace(recipe.execution, remat="full"))
+    again = lambda remat: dataclasses.replace(recipe, execution=dataclasses.replace(recipe.execution, remat=remat))
+    full = again("full")
     pieces = lambda one: [
         dataclasses.replace(one, plan=dataclasses.replace(one.plan, microbatches=one.plan.microbatches << times))
         for times in range(1, (recipe.batch // recipe.plan.microbatches).bit_length())
@@ -50,6 +52,8 @@ def _kinds(recipe: Recipe) -> Iterator[list[Recipe]]:
         yield [dataclasses.replace(recipe, plan=dataclasses.replace(recipe.plan, zero=3))]
     if recipe.execution.remat != "full":
         yield [full]
+    if platform != "cpu" and recipe.mesh.pipe == 1 and recipe.execution.remat != "full_on_host":
+        yield [again("full_on_host")]
     if recipe.mesh.pipe > 1 and not recipe.plan.stage_remat:
         full = dataclasses.replace(full, plan=dataclasses.replace(full.plan, stage_remat=True))
         yield [full]

@@ -141,7 +141,8 @@ def test_remat_keeps_gradients_and_saves_memory(stack, names):
             assert close(one, two, 1e-5)
     size = dict(zip(names, sizes))
     assert size["full"] < 0.5 * size["none"]
-    assert all(size["full"] < size[name] < size["none"] for name in names if name not in ("none", "full"))
+    between = set(names) - {"none", "full", "full_on_host"}
+    assert all(size["full"] < size[name] < size["none"] for name in between)
 
 
 def test_unrolling_changes_nothing(stack):

@@ -109,20 +109,23 @@ MESHES = [
 ]
 
 
-def test_what_stages_keep_is_not_kept_on_hosts():
-    plan, model = plan_over({"pipe": 2}, microbatches=2), model_of("llama", "products_on_host")
-    with pytest.raises(ValueError, match=r"remat 'products_on_host', but stages .* Plan\(stage_remat=True\)"):
+@pytest.mark.parametrize("remat", ["products", "full"])
+def test_what_stages_keep_is_not_kept_on_hosts(remat):
+    plan, model = plan_over({"pipe": 2}, microbatches=2), model_of("llama", f"{remat}_on_host")
+    why = rf"remat '{remat}_on_host', but stages .*; take remat '{remat}', or Plan\(stage_remat=True\)"
+    with pytest.raises(ValueError, match=why):
         plan.check(model, rows=8, seq=16)
     plan_over({"pipe": 2}, microbatches=2, stage_remat=True).check(model, rows=8, seq=16)
 
 
 @pytest.mark.grid
+@pytest.mark.parametrize("way", ["products", "full"])
 @pytest.mark.parametrize("case", MESHES, ids=str)
-def test_gradients_by_products_on_hosts_are_those_of_products(case):
+def test_gradients_by_what_is_on_hosts_are_those_of_what_is_on_devices(case, way):
     """To the bit, as CPUs run both alike; and what is kept, by hand."""
     mesh, choices = case
     found, kept = {}, {}
-    for remat in ("products", "products_on_host"):
+    for remat in (way, f"{way}_on_host"):
         model, plan = model_of("llama", remat), plan_over(mesh, smallest=1, **choices)
         gradients = eqx.filter_jit(training.planned_gradients(plan)(training.next_token_loss, training.trainable))
         found[remat] = gradients(model, batch_of(model), jax.random.key(7))
@@ -130,20 +133,21 @@ def test_gradients_by_products_on_hosts_are_those_of_products(case):
         kept[remat] = planning.step_bytes(states, model, planning.batch_shapes(8, 16)).on_host
     pairs = zip(*(jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in found.values()), strict=True)
     assert all(one.dtype == two.dtype and np.array_equal(one, two) for one, two in pairs)
-    assert kept["products"] == 0 < kept["products_on_host"]
+    assert kept[way] == 0 < kept[f"{way}_on_host"]
     if "pipe" not in mesh:
-        numbers = 32 + (32 + 8 + 8) + (32 + 8) + 32 + 2 * 48  # input; maps in; attended, sums; map out; gate, up
-        assert kept["products_on_host"] == 4 * numbers * 4 * (8 * 16 // 2) // mesh.get("tensor", 1)
+        numbers = 32  # input; and of products: maps in; attended, sums; map out; gate, up
+        numbers += ((32 + 8 + 8) + (32 + 8) + 32 + 2 * 48) * (way == "products")
+        assert kept[f"{way}_on_host"] == 4 * numbers * 4 * (8 * 16 // 2) // mesh.get("tensor", 1)
 
 
 @pytest.mark.parametrize("name", ["v5e:2x2", "h100:4"])
 def test_compilers_keep_it_on_the_host(name):
     """A step of a small model: arguments less by the moments, temporaries more by no more than their copies; and with
-    products on the host, temporaries less by these, but for what is on its way."""
+    products or layers' inputs on the host, temporaries less by these, but for what is on its way."""
     chips, devices = planning.topology(name), devices_for(name)
     config = models.LlamaConfig(vocab=256, embed=1024, layers=2, heads=8, kv_heads=8, head_dim=128, mlp=1024)
-    batch, made, moments, kept = planning.batch_shapes(8, 1024), {}, 0, 0
-    for way in ("products", "pinned_host", "products_on_host"):
+    batch, made, moments, kept = planning.batch_shapes(8, 1024), {}, 0, {}
+    for way in ("products", "pinned_host", "products_on_host", "full", "full_on_host"):
         memory, remat = ("pinned_host", "products") if way == "pinned_host" else ("device", way)
         build = lambda remat=remat: nn.run_with(models.build(config, key=jax.random.key(0)), remat=remat)
         optimizer = rule(jax.eval_shape(build))
@@ -152,8 +156,8 @@ def test_compilers_keep_it_on_the_host(name):
         step = training.planned_step(training.next_token_loss, optimizer, plan)
         made[way] = planning.program_of(planning.lowered_step(states, step, batch).compile())
         moments += planning.state_bytes(states).get("optimizer state on its host", (0, 0))[0]
-        kept += planning.step_bytes(states, jax.eval_shape(build), batch).on_host
-    here, away, kept_away = (made[way] for way in made)
+        kept[way] = planning.step_bytes(states, jax.eval_shape(build), batch).on_host
+    here, away = made["products"], made["pinned_host"]
     assert here.on_host == 0 and away.on_host == pytest.approx(moments, rel=0.01)  # a TPU pads small arrays
     assert here.argument - away.argument == pytest.approx(away.on_host, rel=0.01)
     # A compiler for GPUs has room for the copies in what the backward pass no longer needs; a TPU's found none.
@@ -161,5 +165,7 @@ def test_compilers_keep_it_on_the_host(name):
     assert away.temporary - here.temporary < most, (here.temporary, away.temporary, moments)
     # A TPU's compiler has some of it twice on the host, and of two layers most on its way.
     times, share = (2, 0.2) if chips.accelerator.platform == "tpu" else (1, 0.6)
-    assert 0.99 * kept < kept_away.on_host < 1.01 * times * kept and kept_away.argument == here.argument
-    assert here.temporary - kept_away.temporary > share * kept, (here.temporary, kept_away.temporary, kept)
+    for way in ("products", "full"):
+        near, far, size = made[way], made[f"{way}_on_host"], kept[f"{way}_on_host"]
+        assert 0.99 * size < far.on_host < 1.01 * times * size and far.argument == near.argument == here.argument
+        assert near.temporary - far.temporary > share * size, (way, near.temporary, far.temporary, size)

@@ -43,6 +43,10 @@ def test_what_is_offered_fits_and_is_what_its_flags_hold():
     in_stages = f"{LARGE} --mesh.pipe 2 --microbatches 4 --execution.remat full"
     (first, *_) = nearest(recipe_of(in_stages), held(in_stages) - 1, "cuda")
     assert first.flags == "--stage-remat" and first.held == held(f"{in_stages} --stage-remat")
+    again = f"{LARGE} --execution.remat full"
+    of_a_gpu, of_a_cpu = (nearest(recipe_of(again), held(again) - 1, platform)[0] for platform in ("cuda", "cpu"))
+    assert of_a_gpu.flags == "--execution.remat full_on_host" and of_a_gpu.held == held(f"{LARGE} {of_a_gpu.flags}")
+    assert "host" not in of_a_cpu.flags  # whose memory is its own
 
 
 def test_choices_of_two_are_said_as_they_are_typed():
