@@ -1,6 +1,7 @@
 """Slots of past tokens, preallocated: of all tokens, or of a rolling window; who writes them and who sees them."""
 
 import abc
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .._shapes import ArrayOrShape
 from ._dims import dims
+from ._pallas import compilers
 from ._quantized import quantized, restored
+from ._slots_tpu import kernel_has, write_by_kernel
 from ._tokens import Tokens
 
 
@@ -187,12 +190,28 @@ def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int 
 
 def _write(memory: Array, slots: Int[Array, "*batch seq"], new: Array, dim: int, layer: Int[Array, ""] | None) -> Array:
     """`memory[row, slot] = new` for each row, or each row's heads; slots, its `dim`, at the capacity are dropped."""
+    if "tpu" in compilers() and kernel_has(memory, dim, layer, slots.shape[-1]):
+        return _written(dim, memory, slots, new, layer)
+    return _scattered(dim, memory, slots, new, layer)
+
+
+def _scattered(dim: int, memory: Array, slots: Array, new: Array, layer: Array | None) -> Array:
     shape = *new.shape[:dim], slots.shape[-1]
     of_heads = jnp.broadcast_to(jax.lax.expand_dims(slots, range(slots.ndim - 1, dim)), shape)
     # All dims up to that of slots are indexed, which is in place everywhere: reshaped, one head's memory is copied.
     places = [jax.lax.broadcasted_iota(jnp.int32, shape, number) for number in range(dim)]
     layers = () if layer is None else (jnp.broadcast_to(layer, shape),)
     return memory.at[(*layers, *places, of_heads)].set(new, mode="drop")
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _written(dim: int, memory: Array, slots: Array, new: Array, layer: Array | None) -> Array:
+    plainly = functools.partial(_scattered, dim)
+    return jax.lax.platform_dependent(memory, slots, new, layer, tpu=write_by_kernel, default=plainly)
+
+
+# The kernel has no derivative, so that gradients are those of the plain way.
+_written.defjvp(lambda dim, primals, tangents: jax.jvp(functools.partial(_scattered, dim), primals, tangents))
 
 
 def of_layer(memory: Array, layer: Int[Array, ""] | None) -> Array:

@@ -88,8 +88,10 @@ class _Moved:
                 elif line.operation == "fusion":
                     within = self.program.get(next(iter(called(line)), ""), [])
                     parameter = next(o.name for o in within if o.operation == "parameter" and int(o.literal) == place)
-                    yield from self._uses(parameter, within, is_made=is_made)
-                    if _names(within, parameter):
+                    is_view = "output_to_operand_aliasing" in line.attributes and not line.is_root
+                    if not is_view:  # which a compiler for TPUs makes of an array that is laid out in other tiles
+                        yield from self._uses(parameter, within, is_made=is_made)
+                    if is_view or _names(within, parameter):
                         yield from self._uses(line.name, inside, is_made=is_made)
                 elif line.operation not in ("tuple", "get-tuple-element"):
                     yield float("inf")

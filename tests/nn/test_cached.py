@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
 from eqformer import nn
+from eqformer.nn import _slots_tpu
 from eqformer.nn.cores import _cached, _cached_kernel as gpu, _cached_kernel_tpu as tpu
 from eqformer.nn.cores._cached import attend_cached
 from eqformer.nn.cores._cached_read import Held, Read, Rules
@@ -142,7 +143,8 @@ LANES = [10, 128]  # numbers of a vector: slots fill whole ones and channels do 
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("name", ["everything", "latents", *(pytest.param(n, marks=pytest.mark.grid) for n in OTHERS)])
 def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, monkeypatch):
-    monkeypatch.setattr(tpu, "_LANES", lanes)
+    monkeypatch.setattr(tpu, "LANES", lanes)
+    monkeypatch.setattr(_slots_tpu, "LANES", lanes)
     monkeypatch.setattr(tpu, "_TILE", 512)  # blocks of 20 slots, or of 128
     given = given_of(CASES[name])
     found, right = np.asarray(by_kernel(**given, held=held_by(given)), np.float32), wanted(given)
@@ -155,7 +157,8 @@ def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, monkeypatch)
 @pytest.mark.parametrize("name", ["everything", "latents"])
 def test_tpus_fetch_what_is_counted_and_no_more_than_is_seen(name, monkeypatch):
     monkeypatch.setattr(tpu, "_TILE", 512)
-    monkeypatch.setattr(tpu, "_LANES", 10)
+    monkeypatch.setattr(tpu, "LANES", 10)
+    monkeypatch.setattr(_slots_tpu, "LANES", 10)
     calls: list[Any] = []
 
     def pallas_call(kernel: Any, *, grid_spec: Any, out_shape: Any, cost_estimate: Any, **_: Any) -> Any:

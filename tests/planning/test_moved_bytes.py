@@ -9,6 +9,7 @@ import pytest
 from compilers import devices_for
 
 from eqformer import generation, models, nn
+from eqformer.nn import _slots
 from eqformer.nn.cores import _cached_kernel_tpu
 from eqformer.parallel import make_mesh, Plan
 from eqformer.planning import decode_shapes, lowered_decode, moved_bytes
@@ -117,6 +118,22 @@ def test_an_update_of_what_a_fusion_makes_is_not_in_place():
     assert moved_bytes(made) == 2 * 4 * 64 * 256 * 4 + 64 * 64 * 2 + 64 * 256 * 2
 
 
+def test_a_view_in_other_tiles_is_no_copy():
+    """As compilers for TPUs make them inside of a fusion that cuts a slice; without a word of aliasing it reads all."""
+    start = "  %cut = f32[1,64,64]{2,1,0} dynamic-slice(%whole,"
+    aliased = "output_to_operand_aliasing={{}: (0, {})}, "
+    view = f"  %view = f32[8,64,64]{{2,1,0}} fusion(%whole), kind=kLoop, {aliased}calls=%tiles\n"
+    tiles = """%tiles (given: f32[8,64,64]) -> f32[8,64,64] {
+  %given = f32[8,64,64]{2,1,0:T(32,128)} parameter(0)
+  ROOT %copy = f32[8,64,64]{2,1,0} copy(%given)
+}
+
+%slice"""
+    text = TEXT.replace(start, view + start.replace("%whole", "%view")).replace("%slice", tiles, 1)
+    assert moved_bytes(text) == moved_bytes(TEXT)
+    assert moved_bytes(text.replace(aliased, "")) == moved_bytes(TEXT) + 3 * 7 * PAGE
+
+
 def test_of_a_kernel_that_says_what_it_reads_that_counts():
     kernel = 'custom_call_target="tpu_custom_call", backend_config={"cost_estimate":{"bytes_accessed":"1000"}}'
     called = SUMS.replace("fusion(%x), kind=kLoop, calls=%quarter", f"custom-call(%x), {kernel}")
@@ -180,3 +197,19 @@ def test_tpus_read_latents_once_in_a_stack(monkeypatch):
     assert moved("tpu", config=LATENTS, rows=64, devices=8) < 1.12
     monkeypatch.setattr(_cached_kernel_tpu, "kernel_has", lambda *_: False)
     assert moved("tpu", config=LATENTS, rows=64, devices=8) > 1.7
+
+
+# Of eight layers, as of two the whole stacks' rotated keys would be brought into vector memory in each turn.
+NARROW = {
+    "heads of 64 channels": dataclasses.replace(EIGHT, layers=8, embed=2048, mlp=8192, head_dim=64),
+    "latents": dataclasses.replace(LATENTS, layers=8, first_dense=8),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param("heads of 64 channels", marks=pytest.mark.grid), "latents"])
+def test_tpus_write_caches_of_8_bits_in_place(name, monkeypatch):
+    """By a kernel; XLA's own scatter copies the whole stack's cache in each layer, but for channels of one vector."""
+    given: Any = {"config": NARROW[name], "rows": 64, "devices": 8, "memory": "int8"}
+    assert moved("tpu", **given) < 1.12
+    monkeypatch.setattr(_slots, "kernel_has", lambda *_: False)
+    assert moved("tpu", **given) > 20

@@ -16,11 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from .._pallas import varying_of
+from .._slots_tpu import is_turned, LANES
 from ._cached_read import Held, if_given, Read, Rules
 from ._core import lowest, soft_capped
 
 
-_LANES = 128  # numbers of a vector, of which the last dim of an array fills whole ones
 _TILE = 2**20  # numbers of keys of a block: 2 MB in bfloat16, and as much is on the way
 _SCORES = 2**19  # of a block: 2 MB, and their exponentials as much
 
@@ -28,7 +28,7 @@ _SCORES = 2**19  # of a block: 2 MB, and their exponentials as much
 def kernel_has(read: Read, held: Held) -> bool:
     """Whether the kernel has the call: products in bfloat16, of integers too, and no more heads than fit its memory."""
     keys = [x for x in (held.key, held.value, held.rotated, read.rotated and read.rotated.key) if x is not None]
-    fits = read.query.shape[-2] // read.key.shape[-2] <= _SCORES // _LANES
+    fits = read.query.shape[-2] // read.key.shape[-2] <= _SCORES // LANES
     return fits and read.query.dtype == jnp.bfloat16 and all(x.dtype in (jnp.bfloat16, jnp.int8) for x in keys)
 
 
@@ -109,8 +109,8 @@ def _attended(rules: Rules, given: _Given, layer: Int[Array, ""]) -> Float[Array
     (rows, group, _), (batch, _, kv_seq) = given.parts[0].query.shape, given.visible.shape
     keys = [part.key for part in given.parts]
     v_dim = (keys[0] if given.value is None else given.value).shape[-1]
-    block = min(_TILE // max(_LANES, v_dim, *(x.shape[-1] for x in keys)), _SCORES // group) // _LANES * _LANES
-    sizes = _Sizes(min(max(block, _LANES), kv_seq), kv_seq, rows // batch, v_dim)
+    block = min(_TILE // max(LANES, v_dim, *(x.shape[-1] for x in keys)), _SCORES // group) // LANES * LANES
+    sizes = _Sizes(min(max(block, LANES), kv_seq), kv_seq, rows // batch, v_dim)
     result = jax.ShapeDtypeStruct(
         (rows, group, v_dim), given.parts[0].query.dtype, manual_axis_type=varying_of((given, layer))
     )
@@ -147,12 +147,7 @@ def _seen(visible: Bool[Array, "batch kv_seq"], layer: Int[Array, ""], block: in
 
 def _laid(x: Num[Array, "layers rows kv_seq width"]) -> Num[Array, "layers rows _ _"]:
     """Memories as compilers for TPUs lay them out, so that nothing is copied."""
-    return x.swapaxes(-2, -1) if _is_turned(*x.shape[-2:]) else x
-
-
-def _is_turned(kv_seq: int, width: int) -> bool:
-    """Whether channels, which fill no whole vectors, stand before slots, which do."""
-    return kv_seq % _LANES == 0 and width % _LANES != 0
+    return x.swapaxes(-2, -1) if is_turned(*x.shape[-2:]) else x
 
 
 def _specs(sizes: _Sizes, given: _Given) -> Any:
@@ -168,7 +163,7 @@ def _specs(sizes: _Sizes, given: _Given) -> Any:
 
     def memory(x: Array, width: int) -> Any:
         layer = lambda seen: jnp.minimum(seen.layer[0], x.shape[0] - 1)  # what is of no stack has one
-        if _is_turned(sizes.kv_seq, width):
+        if is_turned(sizes.kv_seq, width):
             its = lambda row, number, seen: (layer(seen), row, 0, of_block(row, number, seen))
             return spec((None, None, width, sizes.block), its)
         its = lambda row, number, seen: (layer(seen), row, of_block(row, number, seen), 0)
@@ -234,7 +229,7 @@ def _add_block(rules: Rules, sizes: _Sizes, given: Any, sums: Any, number: Any) 
     sees = (given.visible[...] != 0) & (places((1, sizes.block), 1) < sizes.kv_seq)
     keys = [part.key[...].astype(dtype) for part in parts]
     dots = [
-        _product(part.query[...], key, not _is_turned(sizes.kv_seq, part.query.shape[-1]))
+        _product(part.query[...], key, not is_turned(sizes.kv_seq, part.query.shape[-1]))
         for part, key in zip(parts, keys)
     ]
     scores: Any = sum(dot if part.scales is None else dot * part.scales[...] for part, dot in zip(parts, dots))
@@ -247,16 +242,14 @@ def _add_block(rules: Rules, sizes: _Sizes, given: Any, sums: Any, number: Any) 
     sums.totals[...] = sums.totals[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
     scales = parts[0].scales if given.value is None else given.value_scales
     weights = weights if scales is None else jnp.where(sees, weights * scales[...], 0)
-    values, is_turned = (
-        keys[0] if given.value is None else given.value[...].astype(dtype),
-        _is_turned(sizes.kv_seq, sizes.v_dim),
-    )
+    turned = is_turned(sizes.kv_seq, sizes.v_dim)
+    values = keys[0] if given.value is None else given.value[...].astype(dtype)
     if sizes.kv_seq % sizes.block:  # what lies behind the last slot may be no numbers
-        values = jnp.where(places(values.shape, int(is_turned)) < sizes.kv_seq, values, jnp.zeros_like(values))
-    sums.values[...] = sums.values[...] * shrink + _product(weights.astype(dtype), values, is_turned)
+        values = jnp.where(places(values.shape, int(turned)) < sizes.kv_seq, values, jnp.zeros_like(values))
+    sums.values[...] = sums.values[...] * shrink + _product(weights.astype(dtype), values, turned)
 
 
-def _product(left: Array, right: Array, is_turned: bool) -> Float[Array, "_ _"]:
+def _product(left: Array, right: Array, turned: bool) -> Float[Array, "_ _"]:
     """The product of two matrices, of which the right one is turned or not, with sums in float32."""
-    dims = (((1,), (int(is_turned),)), ((), ()))
+    dims = (((1,), (int(turned),)), ((), ()))
     return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
