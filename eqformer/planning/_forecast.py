@@ -95,8 +95,7 @@ def _sent_and_time(
     `kept` are the bytes that a microbatch keeps on the host, `moments` those of the optimizer's state there.
     """
     plan, trained, (rows, seq) = states.plan, states.optimizer.trained, batch.ids.shape
-    casts_first = topology.accelerator.platform == "tpu"
-    sent = tuple(sent_bytes(plan, model, rows=rows, seq=seq, trained=trained, casts_first=casts_first))
+    sent = tuple(sent_bytes(plan, model, rows=rows, seq=seq, trained=trained))
     over_link = {"kept": float(kept * plan.microbatches), "moments": float(moments)}
     return sent, roofline(plan, model, sent, topology, rows=rows, seq=seq, trained=trained, **over_link)
 

@@ -31,7 +31,6 @@ def sent_bytes(
     rows: int,
     seq: int,
     trained: training.Trained = training.trainable,
-    casts_first: bool = False,
 ) -> list[Sent]:
     """The bytes that each device sends in a training step, by formulas.
 
@@ -45,14 +44,12 @@ def sent_bytes(
         seq: The tokens of a row.
         trained: What picks the parameters that move, as an optimizer's does: of all else there are no gradients, and
             what is not split over devices is never sent.
-        casts_first: Whether parameters are gathered in the compute dtype where they are only cast to it, as a TPU's
-            compiler does.
     """
     pieces = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
     tokens = float(rows // pieces * seq // plan.size(CONTEXT))
     model = plan.shapes(model)
     moving = trained(model)
-    found = list(_of_state(plan, model, moving, casts_first))
+    found = list(_of_state(plan, model, moving))
     if plan.stream is not None:
         layers = sum(_of_tensor(plan, plan.stream, model, stack, tokens) for stack in model.stacks)
         at_ends = ", where they are computed" if plan.is_pipelined and not plan.spreads_edges else ""
@@ -83,11 +80,9 @@ def by_cause(found: Iterable[Sent]) -> dict[str, float]:
     return total
 
 
-def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any, casts_first: bool) -> Iterator[Sent]:
+def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[Sent]:
     of_weights, of_gradients = f"parameters, zero {plan.zero}", f"{GRADIENTS}, zero {plan.zero}"
     # A backward entry that runs its layers forward once more gathers them for it; a single one it keeps.
-    width = lambda leaf: jnp.dtype(leaf.sent).itemsize
-    gathered = lambda leaf: min(width(leaf), _width(model)) if casts_first else width(leaf)
     is_deep = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
     in_parts, head = plan.splits_tables and parallel.in_parts(model).logits, model.head
     of_logits = None if not in_parts else model.embedding.weight if head is None else head.weight  # type: ignore[attr-defined]
@@ -96,12 +91,12 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any, casts_fir
             continue
         pieces = plan.size(FSDP) if leaf.fsdp_dim is not None else 1
         once = plan.is_pipelined and not (plan.zero == 3 and layers)
-        # What is no layer's, or on a GPU that of the one layer of a stack, whose loop the compiler takes away, once for
-        # both passes; a head in parts, in each.
-        in_loop = layers > 1 or (layers and (plan.is_pipelined or casts_first))
+        # What is no layer's, or that of the one layer of a stack, whose loop compilers take away, once for both passes;
+        # a head in parts, in each.
+        in_loop = layers > 1 or (layers and plan.is_pipelined)
         gathers = 2 + (plan.reruns_stages and is_deep) if in_loop else 1 + (x is of_logits and head is not None)
         kept: dict[str, Any] = {"zero": plan.zero, "microbatches": 1 if once else plan.microbatches, "gathers": gathers}
-        narrow = gathered(leaf) if plan.zero == 3 else weight
+        narrow = jnp.dtype(leaf.sent).itemsize if plan.zero == 3 else weight
         wide = max(weight, 4) if moves else 0  # summed in float32 at least
         for what, *sizes, again in ((of_weights, narrow, 0, 2 * _width(model)), (of_gradients, 0, wide, wide)):
             sent = dict(zip(("weight_bytes", "gradient_bytes"), sizes))

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from .. import nn, training
 from .._shapes import Batch
-from ._temporary_cuda import beside_loops, born_early, copied_bytes, gradients_last, last_in_flight
+from ._temporary_cuda import beside_loops, born_early, copied_bytes, gradients_last, kept_twice, last_in_flight
 from ._traced import carry_of, host_bytes, Line, Lines, needed, per_device
 from ._traced_uses import IN_PLACE, Uses, WRITTEN
 
@@ -40,8 +40,9 @@ def temporary_bytes(states: training.PlannedState, model: nn.Transformer, batch:
     in place, and a branch's results are in the place of what they are written over, if in any. On TPUs a cast that is
     cast back is not made. On GPUs what gradients of layers are added to is made with the first zeros, as are other
     zeros of the same shape, arrays that are gathered along another dim than their first are held once more, and what is
-    sent runs beside other lines: parameters are gathered a turn early, and gradients, made at the end of a turn, are
-    scattered one after another, each beside the next two products.
+    sent runs beside other lines: parameters are gathered a turn early, so that what the last turn keeps is beside what
+    others have kept until it is read, and gradients, made at the end of a turn, are scattered one after another, each
+    beside the next two products.
     """
     found, on_host = [StepBytes({}, 0)], 0
     for jaxpr in _traced(states, model, batch):
@@ -101,7 +102,8 @@ def peak(
     uses = Uses(program, back) if back else uses
     places, early = born_early(uses, _added_in_place(uses)) if platform == "cuda" else (set(), {})
     last = last_in_flight(uses, carried is not None) if platform == "cuda" else uses.last
-    beside = beside_loops(program) if platform == "cuda" else [0] * len(program.lines)
+    none = [0] * len(program.lines)
+    sent, kept = (beside_loops(program), kept_twice(program)) if platform == "cuda" else (none, none)
     narrow = _cast_before_sent(uses, carried) if platform == "tpu" else {}
     size_of = lambda value: narrow.get(value, program.size(value))
     unwritten = {*uses.views, *uses.fused, *_added_in_place(uses), *_carried_in_place(uses, carried)}
@@ -125,11 +127,11 @@ def peak(
         placed = [number for number, value in enumerate(line.writes) if value not in late]
         for values, inner in ((made, _inner(line, uses, platform, back, placed)), (late, Most(0, []))):
             alive |= {value: size_of(value) for value in values if value not in alive}
-            size = sum(alive.values())
-            if size + inner.size + beside[place] > most:
-                most = size + inner.size + beside[place]
+            size = sum(alive.values()) + inner.size + sent[place] + kept[place]
+            if size > most:
+                most = size
                 there = [(_cause(uses, value), own) for value, own in alive.items()] + inner.there
-                there.append((GATHERED, beside[place]))
+                there += [(GATHERED, sent[place]), (KEPT, kept[place])]
         alive = {value: own for value, own in alive.items() if last(value) > place}
     return Most(most, there)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ._traced import carry_of, Line, Lines
-from ._traced_uses import Uses, VIEWS
+from ._traced_uses import Uses, VIEWS, WRITTEN
 
 
 _SCATTERS = ("psum_scatter", "reduce_scatter")
@@ -80,6 +80,27 @@ def beside_loops(program: Lines) -> list[int]:
             found[beside] += gathered
         for beside in range(place + 1, end + 1):
             found[beside] += scattered
+    return found
+
+
+def kept_twice(program: Lines) -> list[int]:
+    """At each line the bytes that the last turns of loops before it keep, and that are not yet beside other turns'.
+
+    Of a loop that gathers parameters a turn ahead the last turn runs behind it, and what it keeps is written into the
+    loop's arrays when they are read: products and the like as they are, elementwise results as they are computed.
+    """
+    found = [0] * len(program.lines)
+    for place, line in enumerate(program.lines):
+        if line.name != "scan" or line.params["length"] == 1:
+            continue
+        body = Uses(Lines(line.params["jaxpr"].jaxpr))
+        if any(map(_gathers_parameters, body.lines)):
+            carried, arrays = carry_of(line)[1], set(line.writes[carry_of(line)[1] :])
+            makers = ((value, body.maker(value)) for value in set(map(body.root, body.program.results[carried:])))
+            kept = sum(body.program.size(value) for value, maker in makers if maker and maker.name in WRITTEN)
+            readers = (n for n in range(place + 1, len(program.lines)) if arrays & set(program.lines[n].reads))
+            for beside in range(place + 1, next(readers, place)):
+                found[beside] = kept
     return found
 
 
