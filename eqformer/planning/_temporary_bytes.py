@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 from .. import nn, training
 from .._shapes import Batch
 from ._temporary_cuda import beside_loops, born_early, copied_bytes, gradients_last, kept_twice, last_in_flight
+from ._temporary_tpu import cast_back, cast_before_sent, relaid_bytes
 from ._traced import carry_of, host_bytes, Line, Lines, needed, per_device
 from ._traced_uses import IN_PLACE, Uses, WRITTEN
 
@@ -38,11 +39,11 @@ def temporary_bytes(states: training.PlannedState, model: nn.Transformer, batch:
     `platform` (`tpu` or `cuda`) schedule it: elementwise results that only elementwise operations and sums read are
     never written, sums and updates take the place of what nothing reads any more, a product that is only added is added
     in place, and a branch's results are in the place of what they are written over, if in any. On TPUs a cast that is
-    cast back is not made. On GPUs what gradients of layers are added to is made with the first zeros, as are other
-    zeros of the same shape, arrays that are gathered along another dim than their first are held once more, and what is
-    sent runs beside other lines: parameters are gathered a turn early, so that what the last turn keeps is beside what
-    others have kept until it is read, and gradients, made at the end of a turn, are scattered one after another, each
-    beside the next two products.
+    cast back is not made, and an update lays out anew what was made in parts. On GPUs what layers' gradients are added
+    to is made with the first zeros, as are other zeros of the same shape, arrays that are gathered along another dim
+    than their first are held once more, and what is sent runs beside other lines: parameters are gathered a turn early,
+    so that what the last turn keeps is beside what others have kept until it is read, and gradients, made at the end of
+    a turn, are scattered one after another, each beside the next two products.
     """
     found, on_host = [StepBytes({}, 0)], 0
     for jaxpr in _traced(states, model, batch):
@@ -52,17 +53,32 @@ def temporary_bytes(states: training.PlannedState, model: nn.Transformer, batch:
             held[cause] = held.get(cause, 0) + size
         if platform == "cuda":
             held[GATHERED] = held.get(GATHERED, 0) + copied_bytes(jaxpr)
+        elif platform == "tpu" and (relaid := relaid_bytes(jaxpr, _moments(states))):
+            found.append(StepBytes({GRADIENTS: _results_bytes(jaxpr), WORK: relaid}, 0))
         found.append(StepBytes(held, 0))
         on_host = max(on_host, host_bytes(jaxpr))
     return max(found, key=lambda one: one.total)._replace(on_host=on_host)
+
+
+def _moments(states: training.PlannedState) -> int:
+    """How many numbers the optimizer holds for a parameter, about."""
+    shapes, size = (
+        states.held_shapes(),
+        lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree) if _is_shape(leaf)),
+    )
+    return round(size(shapes.optimizer_state) / size(states.optimizer.trained(shapes.model)))
+
+
+def _results_bytes(jaxpr: Any) -> int:
+    program = Lines(jaxpr)
+    return sum(program.size(value) for value in program.results if value is not None)
 
 
 def _traced(states: training.PlannedState, model: nn.Transformer, batch: Batch) -> list[Any]:
     """The programs of a loss and its gradients on each device, without what they do not need."""
     plan, trained = states.plan, states.optimizer.trained
     gradients = training.planned_gradients(plan)(training.next_token_loss, trained)
-    is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
-    arrays, rest = eqx.partition(plan.shapes(model), is_shape)
+    arrays, rest = eqx.partition(plan.shapes(model), _is_shape)
 
     def run(arrays: PyTree, batch: Batch, key: Any) -> PyTree:
         return eqx.filter(gradients(eqx.combine(arrays, rest), batch, key), eqx.is_array)
@@ -98,13 +114,13 @@ def peak(
     if platform == "cuda" and carried is not None:
         program.lines = gradients_last(program)
     uses = Uses(program)
-    back = _cast_back(uses) if platform == "tpu" else {}
+    back = cast_back(uses) if platform == "tpu" else {}
     uses = Uses(program, back) if back else uses
     places, early = born_early(uses, _added_in_place(uses)) if platform == "cuda" else (set(), {})
     last = last_in_flight(uses, carried is not None) if platform == "cuda" else uses.last
     none = [0] * len(program.lines)
     sent, kept = (beside_loops(program), kept_twice(program)) if platform == "cuda" else (none, none)
-    narrow = _cast_before_sent(uses, carried) if platform == "tpu" else {}
+    narrow = cast_before_sent(uses, carried) if platform == "tpu" else {}
     size_of = lambda value: narrow.get(value, program.size(value))
     unwritten = {*uses.views, *uses.fused, *_added_in_place(uses), *_carried_in_place(uses, carried)}
     unwritten |= {line.writes[0] for line in program.lines if _casts(line, {program.given[n] for n in narrow_given})}
@@ -217,59 +233,8 @@ def _added_in_place(uses: Uses) -> set[int]:
     return found
 
 
-def _cast_before_sent(uses: Uses, carried: tuple[int, int] | None) -> dict[int, int]:
-    """Bytes of what is gathered and then only cast, which a TPU's compiler does in the other order, and of the casts.
-
-    A cast of what a loop is given is done before the loop.
-    """
-    found: dict[int, int] = {}
-    given = uses.program.given[: carried[0]] if carried else []
-    for value in [*given, *(line.writes[0] for line in uses.lines if line.name == "all_gather")]:
-        places = uses.readers.get(value, [])
-        widths = [_cast_width(uses.lines[place], value, uses) for place in places]
-        if places and all(widths) and max(widths) < uses.program.avals[value].dtype.itemsize:
-            found[value] = max(widths) * uses.program.avals[value].size
-            casts = (uses.lines[place] for place in places)
-            found |= {line.writes[0]: 0 for line in casts if line.name == "convert_element_type"}
-    return found
-
-
-def _cast_width(line: Line, value: int, uses: Uses) -> int:
-    """The bytes of a number as which a line reads a value, where it casts it or hands it to a loop that does; or 0."""
-    if line.name == "convert_element_type":
-        return uses.program.avals[line.writes[0]].dtype.itemsize
-    if line.name == "gather":  # a lookup, whose vectors are cast
-        casts = [uses.lines[place] for place in uses.readers.get(line.writes[0], [])]
-        return max((_cast_width(one, line.writes[0], uses) for one in casts), default=0) if _all_casts(casts) else 0
-    if line.name != "scan":
-        return 0
-    number = next(n for n, one in enumerate(line.reads) if uses.root(one) == value)
-    inner = Lines(line.params["jaxpr"].jaxpr)
-    casts = [one for one in inner.lines if inner.given[number] in one.reads]
-    if number >= carry_of(line)[0] or not _all_casts(casts):
-        return 0
-    return max((inner.avals[one.writes[0]].dtype.itemsize for one in casts), default=0)
-
-
-def _cast_back(uses: Uses) -> dict[int, int]:
-    """Casts to more bytes, and what they are of, that are cast back wherever they are read: they are not made."""
-    found: dict[int, int] = {}
-    for line in uses.lines:
-        if line.name == "convert_element_type" and (source := line.reads[0]) is not None:
-            value, width = line.writes[0], uses.program.avals[source].dtype.itemsize
-            places = uses.readers.get(value, [])
-            is_back = all(_cast_width(uses.lines[place], value, uses) == width for place in places)
-            if places and is_back and width < uses.program.avals[value].dtype.itemsize:
-                found[value] = source
-    return found
-
-
 def _casts(line: Line, given: Collection[int]) -> bool:
     return line.name == "convert_element_type" and line.reads[0] in given
-
-
-def _all_casts(lines: list[Line]) -> bool:
-    return all(line.name == "convert_element_type" for line in lines)
 
 
 def _cause(uses: Uses, value: int) -> str:
@@ -281,3 +246,7 @@ def _cause(uses: Uses, value: int) -> str:
     if "transpose" in line.scopes or line.name == "broadcast_in_dim" or (is_carry and uses.program.size(value) > 2**20):
         return GRADIENTS
     return KEPT if line.name == "scan" else WORK
+
+
+def _is_shape(leaf: object) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from eqformer.parallel import _send as send, filter_shard_map, make_mesh, vary
 from eqformer.planning._temporary_bytes import peak
+from eqformer.planning._temporary_tpu import relaid_bytes
 from eqformer.planning._traced import Lines, needed, per_device
 
 
@@ -119,3 +120,36 @@ def test_gpus_make_zeros_of_one_shape_at_once():
     ids, rows = jnp.zeros(4, int), jnp.zeros((4, N))
     found = {platform: most(run, ids, rows, X, platform=platform) // MATRIX for platform in ("tpu", "cuda")}
     assert found == {"tpu": 4, "cuda": 5}
+
+
+def test_what_the_last_turn_of_a_loop_keeps_waits_on_gpus_until_it_is_read():
+    """Products are there twice in a loss behind the loop, elementwise results are not; the control is a TPU."""
+
+    def run(x, weights, keep):
+        gathered = lambda weight: send.all_gather("parameters over fsdp", weight, "fsdp")
+        last, kept = jax.lax.scan(lambda y, weight: (y * gathered(weight).sum(), keep(y)), vary(x, ["fsdp"]), weights)
+        loss = (last @ last).sum() + jnp.tanh((last.T @ last) @ last).sum()
+        return jax.lax.scan(lambda total, row: (total + row.sum(), None), loss, kept)[0]
+
+    def held(keep, platform):
+        fn = lambda x, weights: run(x, weights, keep)[None]
+        mapped = filter_shard_map(fn, make_mesh(fsdp=8), (P(), P(None, "fsdp")), P("fsdp"))
+        (jaxpr,) = per_device(jax.make_jaxpr(mapped)(X, jnp.zeros((3, 8))).jaxpr)
+        return peak(needed(jaxpr), platform).size // MATRIX
+
+    assert held(lambda y: y @ y, "cuda") == held(lambda y: y @ y, "tpu") + 1
+    assert held(jnp.tanh, "cuda") == held(jnp.tanh, "tpu")
+
+
+@pytest.mark.quick
+def test_parts_of_other_than_eight_rows_are_laid_out_anew_on_tpus():
+    def relaid(rows, moments=2, dtype=jnp.float32):
+        parts = lambda x: jax.lax.map(lambda part: part * 2, x).reshape(-1, 128)
+        given = jnp.zeros((4, rows, 128), dtype)
+        return (
+            relaid_bytes(jax.make_jaxpr(lambda x, y: (parts(x), parts(y)))(given, given).jaxpr, moments) / given.nbytes
+        )
+
+    # Of two arrays four that a moment adds, the last two beside a gradient.
+    assert relaid(12) == 3 and relaid(12, moments=1) == 1 and relaid(12, moments=0) == 0
+    assert relaid(16) == 0 and relaid(8, dtype=jnp.bfloat16) == 3

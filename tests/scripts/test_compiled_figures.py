@@ -22,8 +22,6 @@ DEFAULT = ("llama-h8-products", "llama-v5e4-lora")
 HELD, SENT = 0.05, 0.02  # how far formulas may be off
 # Where they are further off, by how much they may be, and why.
 HELD_OFF = {
-    "llama-v5e4-full": 0.11,  # sums of gradients on their way
-    "llama-v5e4-products": 0.06,  # the same
     "mamba2-h8": 0.33,  # zeros and transposed arrays of loops within layers
     "mistral-v6e4-full": 0.09,  # weights that are gathered beside products
     "olmo2-h8": 0.09,  # gradients of attention that wait in float32 for the feed-forward layer's
