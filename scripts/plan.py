@@ -25,6 +25,7 @@ from support.attending import attention_line, CACHED
 from support.check import check
 from support.command import entry
 from support.mesh import abstract_plan, check_plan, choices, flags, in_flags, plan_of, recipe_under, state_of, step_of
+from support.multiplying import products_line
 from support.nearest import nearest
 from support.setup import batch_shapes, optimizer_of
 from support.user_folder import delete_oldest, user_folder
@@ -86,7 +87,9 @@ def tell(command: Command) -> None:
         row = {"recipe": command.recipe, "flags": flags(recipe)} | run.found.as_dict()
         print(json.dumps(row | {"compiled": made and made.as_dict()}, indent=1))
     else:
-        line = CACHED if command.decode else attention_line(recipe, model, topology.accelerator.platform)
+        one = topology.accelerator
+        lines = attention_line(recipe, model, one.platform), products_line(recipe, model, one.name)
+        line = CACHED if command.decode else "\n".join(filter(None, lines))
         summary = parallel.summary(plan, model, rows=recipe.batch, seq=1 if command.decode else recipe.seq)
         print(f"{topology}; {summary}; {run.found.parameters:,} parameters\n{line}\n\nby formulas:")
         print(planning.forecast_table(run.found), end="\n\n")

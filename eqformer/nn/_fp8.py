@@ -13,7 +13,6 @@ from ._linear_map import DenseMap, LinearMap
 from ._lora import chosen_maps, LoRA, Where
 from ._products import InFp8, Products
 from .experts._contract import Router
-from .experts._experts import Experts
 
 
 class Fp8Linear(DenseMap):
@@ -41,14 +40,13 @@ def with_fp8(model: PyTree, where: Where | None = None) -> PyTree:
     """The model with an `Fp8Linear` in the place of each chosen `Linear`, of the same arrays.
 
     Of a `LoRA` it is the map that stays; the factors' products stay in the compute dtype. Raises a `ValueError` where
-    nothing is chosen, where a chosen map is no `Linear`, and for experts' maps and routers', whose products stay there
-    too.
+    nothing is chosen, where a chosen map is no `Linear`, and for routers' maps, whose products stay there too.
 
     Args:
         model: Any tree of modules.
-        where: Which maps, as for `with_lora`; None: all `Linear`s but experts', routers' and those of the vocabulary.
+        where: Which maps, as for `with_lora`; None: all `Linear`s but routers' and those of the vocabulary.
     """
-    apart = [name for kind in (Experts, Router) for name, _ in named_modules(model, kind)]
+    apart = [name for name, _ in named_modules(model, Router)]
     is_apart = lambda name: any(name.startswith(f"{one}.") for one in apart)
     fits = lambda name, linear: type(_base(linear)) is Linear and not is_apart(name)
     usual: Where = lambda name, linear: fits(name, linear) and "vocab" not in (*linear.outputs, *linear.inputs)
@@ -56,7 +54,7 @@ def with_fp8(model: PyTree, where: Where | None = None) -> PyTree:
     if wrong := [name for name, linear in chosen.items() if not fits(name, linear)]:
         raise ValueError(
             f"with_fp8(where={where!r}): {', '.join(wrong)} cannot multiply in 8 bits: a map must be a Linear, with or "
-            "without a LoRA, and no expert's or router's; choose others."
+            "without a LoRA, and no router's; choose others."
         )
 
     def one(path: tuple, node: PyTree) -> PyTree:

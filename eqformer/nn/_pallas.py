@@ -65,9 +65,12 @@ def gpu_capability() -> float:
     if own is not None:
         return float(own.compute_capability)
     name = "" if mesh is None else str(mesh.device_kind)
-    if "NVIDIA" not in name:  # the mesh of a test, or none
-        return 9.0
-    return next((capability for kinds, capability in _KINDS.items() if re.search(kinds, name)), 8.0)
+    return capability_of(name) if "NVIDIA" in name else 9.0  # the mesh of a test, or none
+
+
+def capability_of(gpu: str) -> float:
+    """The compute capability of GPUs of a name, such as `NVIDIA H100` or `h100`; 8.0 where it is not known."""
+    return next((capability for kinds, capability in _KINDS.items() if re.search(kinds, gpu, re.IGNORECASE)), 8.0)
 
 
 _KINDS = {

@@ -141,18 +141,23 @@ class InFp8(Products):
 _EXPONENTS = {InFp8.E4M3: 7, InFp8.E5M2: 14}
 
 
-def rounded(x: Float[Array, "..."], form: Any, dim: int | None) -> tuple[Array, Float[Array, "..."]]:
-    """The numbers over their scale, in 8 bits, and the scale: a power of two for each vector along `dim`, or for all.
+def rounded(x: Float[Array, "..."], form: Any, dim: int | tuple[int, ...] | None) -> tuple[Array, Float[Array, "..."]]:
+    """The numbers over their scale, in 8 bits, and the scale: a power of two for each slice along `dim`, or for all.
 
     What is not finite is not finite afterwards.
     """
     wide = at_least_float32(x.dtype)
-    largest = jnp.max(jnp.abs(x), dim, keepdims=dim is not None).astype(jnp.float32)
+    scale, inverse = power_of_two(jnp.max(jnp.abs(x), dim, keepdims=dim is not None), form)
+    return (x.astype(wide) * inverse.astype(wide)).astype(form), scale.astype(wide)
+
+
+def power_of_two(largest: Float[Array, "*dims"], form: Any) -> tuple[Float[Array, "*dims"], Float[Array, "*dims"]]:
+    """The scale, in float32, that brings a largest magnitude to its place in 8 bits, and the scale's inverse."""
     # A float32's exponent, to which 127 is added, stands above 23 bits of digits.
-    exponent = (jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - _EXPONENTS[form]
+    exponent = (jax.lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32) >> 23) - _EXPONENTS[form]
     exponent = jnp.clip(exponent, 1, 253)  # so that the scale's inverse is a number too
     scale, inverse = (jax.lax.bitcast_convert_type(one << 23, jnp.float32) for one in (exponent, 254 - exponent))
-    return (x.astype(wide) * inverse.astype(wide)).astype(form), scale.astype(wide)
+    return scale, inverse
 
 
 def _forward(products: Products, dtype: Any, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:

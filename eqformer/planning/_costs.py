@@ -69,10 +69,18 @@ def flops_per_token(
 
 
 def fp8_flops_per_token(
-    model: Transformer, *, backward: bool = True, trained: Callable[[PyTree], PyTree] | None = None
+    model: Transformer,
+    *,
+    backward: bool = True,
+    trained: Callable[[PyTree], PyTree] | None = None,
+    experts: bool = True,
 ) -> float:
-    """Those of `flops_per_token` that are products of numbers of 8 bits, which some chips multiply twice as fast."""
-    maps = [linear for linear in linear_maps(model) if isinstance(linear.products, InFp8)]
+    """Those of `flops_per_token` that are products of numbers of 8 bits, which some chips multiply twice as fast.
+
+    Without `experts` theirs are not counted, as some of these chips have kernels of 16 bits for them (`fp8_experts`).
+    """
+    wide = {} if experts else idle_shares(model)
+    maps = [one for one in linear_maps(model) if isinstance(one.products, InFp8) and id(one) not in wide]
     forward, of_weights = _of_maps(model, maps, trained)
     return forward + (forward + of_weights) * backward
 

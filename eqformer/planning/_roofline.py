@@ -108,7 +108,7 @@ def roofline(
     peaks = one.peak(str(jnp.dtype(model.compute_dtype))), one.peak("float8_e4m3fn")
 
     def seconds(**given: Any) -> float:
-        narrow = fp8_flops_per_token(model, **given)
+        narrow = fp8_flops_per_token(model, experts=nn.fp8_experts(one.name), **given)
         return (flops_per_token(model, seq, **given) - narrow) * tokens / peaks[0] + narrow * tokens / peaks[1]
 
     own, forward = seconds(trained=trained), seconds(backward=False)

@@ -19,6 +19,7 @@ from support.colored_text import color, has_choices
 from support.forked import forked
 from support.mesh import state_of, step_of
 from support.metric_writers import open_metrics
+from support.multiplying import chip_here, products_line
 from support.prolonged import stretches_of
 from support.published import keep_companions, tokenizer_of
 from support.recipe_file import to_json
@@ -78,8 +79,12 @@ class Trainer:
                 screen.note(mixed)
             if self.plan.mesh.size > 1:
                 screen.note(self.summary)
-            if line := attention_line(recipe, self.shapes, platform_here()):
-                screen.note(line)
+            for line in (
+                attention_line(recipe, self.shapes, platform_here()),
+                products_line(recipe, self.shapes, chip_here()),
+            ):
+                if line:
+                    screen.note(line)
             if step is None:
                 screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
                 return

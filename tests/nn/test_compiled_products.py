@@ -1,5 +1,7 @@
 """What compilers for accelerators make of products of 8 bits, where installed: `eqformer[tpu]` or `eqformer[cuda]`.
 
+Of experts' kernels both factors are of 8 bits, too.
+
 No accelerator is needed: `TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost ALLOW_MULTIPLE_LIBTPU_LOAD=1 pytest
 tests/nn/test_compiled_products.py`.
 """
@@ -11,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from compilers import devices_for
 from haste import known
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -50,3 +53,36 @@ def test_tpu7x_multiplies_numbers_of_8_bits():
     factors = re.findall(r" convolution\(%([\w.-]+), %([\w.-]+)\)", text)
     found = sorted(tuple(sorted(kinds[factor] for factor in pair)) for pair in factors)
     assert found == [("f8e4m3fn", "f8e4m3fn")] * 2 + [("f8e4m3fn", "f8e5m2")] * 4
+
+
+def factors_of_experts(name: str) -> list[tuple[str, ...]]:
+    """Of each kernel in the program of experts' gradients, its factors of 8 bits."""
+    mesh = Mesh(np.array(devices_for(name)[:1]), ("one",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = NamedSharding(mesh, PartitionSpec())
+    make = lambda key: nn.Experts(lambda key: nn.GatedMLP(embed=256, mlp=512, key=key), 4, key=key)
+    shapes = eqx.filter_eval_shape(lambda key: nn.with_fp8(make(key)), jax.random.key(0))
+    placed = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+    arrays, rest = eqx.partition(jax.tree.map(placed, shapes), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+    def gradients(arrays: Any, x: Any, sizes: Any) -> Any:
+        total = lambda arrays, x: jnp.sum(eqx.combine(arrays, rest).sorted_rows(x, sizes).astype(jnp.float32) ** 2)
+        return jax.grad(total, (0, 1))(arrays, x)
+
+    x, sizes = ((2048, 256), jnp.bfloat16), ((4,), jnp.int32)
+    given = [jax.ShapeDtypeStruct(*one, sharding=whole) for one in (x, sizes)]
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    options = known({"xla_gpu_autotune_level": 0}) if name.startswith("h100") else {}
+    text = jax.jit(mapped).lower(arrays, *given).compile(compiler_options=options).as_text() or ""
+    kinds = dict(re.findall(r"%([\w.-]+) = (\w+)\[", text))
+    calls = re.findall(r'custom-call\((.*?)\), custom_call_target="(?:tpu_custom_call|mosaic_gpu_v2)"', text)
+    factors = [[kinds.get(one, "") for one in re.findall(r"%([\w.-]+)", call)] for call in calls]
+    return sorted(tuple(sorted(kind for kind in one if kind.startswith("f8"))) for one in factors)
+
+
+@pytest.mark.parametrize("name", ["h100:8", "tpu7x:2x2x1"])
+def test_experts_kernels(name):
+    """Three products forward and six of gradients; TPUs have kernels of 16 bits, as old JAX has for H100s."""
+    found = factors_of_experts(name)
+    narrow = [("f8e4m3fn", "f8e4m3fn")] * 3 + [("f8e4m3fn", "f8e5m2")] * 6
+    is_wide = name.startswith("tpu") or (name.startswith("h100") and jax.__version_info__ < (0, 12))
+    assert found == ([()] * 9 if is_wide else narrow)

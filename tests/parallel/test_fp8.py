@@ -13,6 +13,7 @@ from eqformer import nn, parallel
 
 
 SPLIT = Case("eight layers fp8", {"fsdp": 2, "tensor": 2}, ZERO)
+EXPERTS = Case("mixture fp8", {"fsdp": 2, "expert": 2}, ZERO)
 MORE = [
     Case("eight layers fp8", {"fsdp": 2, "pipe": 2, "tensor": 2}, ZERO | {"microbatches": 2}),
     Case("eight layers fp8", {"tensor": 4}, {"residual": "feature"}),
@@ -26,10 +27,13 @@ MORE = [
     Case(
         "shared mixture fp8", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_method": "exchange", "expert_factor": 0.5}
     ),
+    Case("mixture fp8", {"fsdp": 2, "expert": 4}, {"zero": 3, "expert_method": "gather"}),
+    Case("mixture fp8", {"expert": 2, "tensor": 2}, {}),
+    Case("mixture fp8", {"expert": 2, "pipe": 2}, {"microbatches": 2}),
 ]
 
 
-@pytest.mark.parametrize("case", named([SPLIT], MORE))
+@pytest.mark.parametrize("case", named([SPLIT, EXPERTS], MORE))
 def test_losses_and_gradients_are_one_devices(case):
     """Leaf by leaf, to float32's rounding: no slice is rounded to other digits than the whole.
 

@@ -1,13 +1,15 @@
 """Seconds of a step against counts made by hand."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
 import pytest
 
 from eqformer import nn
-from eqformer.models import build, LlamaConfig
+from eqformer.models import build, LlamaConfig, MixtralConfig
+from eqformer.nn.experts import _grouped
 from eqformer.parallel import Plan
 from eqformer.planning import (
     abstract_mesh,
@@ -25,7 +27,7 @@ NUMBERS = LlamaConfig(vocab=128, embed=32, layers=4, heads=4, kv_heads=4, mlp=64
 ROWS, SEQ = 16, 64
 
 
-def shapes_of(numbers=NUMBERS):
+def shapes_of(numbers: Any = NUMBERS):
     return eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))
 
 
@@ -73,6 +75,24 @@ def test_products_of_8_bits_run_at_their_own_peak():
         assert (
             times[0].products - times[1].products == pytest.approx(saved, rel=1e-9, abs=1e-15) and (saved > 0) == faster
         )
+
+
+def test_experts_products_of_8_bits_are_counted_where_they_run(monkeypatch):
+    """As many as a token takes of them; at the compute dtype's peak where chips have kernels of 16 bits alone."""
+    mixture = MixtralConfig(vocab=128, embed=32, layers=4, heads=4, kv_heads=4, mlp=64, experts=8, top_k=2)
+    model, plan = shapes_of(mixture), Plan(abstract_mesh({"fsdp": 8}), zero=3)
+    fp8 = eqx.filter_eval_shape(lambda: nn.with_fp8(build(mixture, key=jax.random.key(0))))
+    attention, experts = 6 * 4 * 4 * 32 * 32, 6 * 4 * 2 * 3 * 32 * 64
+    assert fp8_flops_per_token(fp8) == pytest.approx(attention + experts, rel=1e-9)
+    assert fp8_flops_per_token(fp8, experts=False) == attention
+    saved = lambda chips: time_of(plan, model, chips).products - time_of(plan, fp8, chips).products
+    for chips, narrow in (("tpu7x:2x2x1", attention), ("b200:8", attention + experts), ("v6e:2x4", 0)):
+        one = topology(chips).accelerator
+        assert saved(chips) == pytest.approx(narrow * ROWS * SEQ / 8 * (1 / one.bf16 - 1 / one.fp8), abs=1e-15)
+    one = topology("h100:8").accelerator
+    for has_kernels, narrow in ((True, attention + experts), (False, attention)):
+        monkeypatch.setattr(_grouped, "hopper_in_8_bits", lambda found=has_kernels: found or None)
+        assert saved("h100:8") == pytest.approx(narrow * ROWS * SEQ / 8 * (1 / one.bf16 - 1 / one.fp8))
 
 
 def test_what_is_sent_with_nothing_beside_it_and_bubbles_are_added():

@@ -99,6 +99,19 @@ def test_the_attention_that_runs_is_said(flags, line):
     assert f"\nattention: {line}" in told(f"--formulas --topology {flags}")
 
 
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        ("b200:1", "\nproducts: in 8 bits, those of experts too\n"),
+        ("v6e:1x1", "\nproducts: in 8 bits, but those of experts in bfloat16 where they have kernels on v6e\n"),
+    ],
+)
+def test_the_products_that_run_are_said(flags, line):
+    precision = "--precision.compute bfloat16 --precision.products"
+    ask = lambda products: told(f"--formulas --recipe moe --topology {flags} {precision} {products}")
+    assert line in ask("fp8") and "products: " not in ask("compute").split("by formulas")[0]
+
+
 @pytest.mark.parametrize("name, extra", [("v5e:2x4", "eqformer[tpu]"), ("h100:8", "eqformer[cuda]")])
 def test_without_a_compiler_formulas_are_told_and_the_extra_is_named(name, extra, monkeypatch):
     monkeypatch.setattr(_absent, "compilers", lambda: ())

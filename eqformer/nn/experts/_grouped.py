@@ -11,12 +11,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._linear import dense
-from .._pallas import compilers
+from .._pallas import capability_of, compilers
 from ._grouped_blocks import blocked, blocked_backward, blocked_forward
 from ._grouped_hopper import has_kernels, holds_less, HOPPER
 from ._grouped_maps import map_linears, zero_of
 from ._grouped_ragged import ragged, ragged_backward, ragged_forward
 from ._grouped_unkept import unkept
+from ._hopper_fp8 import hopper_in_8_bits
 
 
 def grouped(
@@ -35,7 +36,8 @@ def grouped(
     even load, which are computed together, and the other rows are computed in blocks of one group each, as in
     MegaBlocks (arXiv:2211.15841); where nothing is kept for gradients, CPUs have slots, in float32, for few rows or
     large weights alone, and blocks for all else. On TPUs each map is computed by kernels of our own, and so it is on
-    Hopper GPUs, in 16 bits, where a step holds less with them. (XLA would compute
+    Hopper GPUs, in 16 bits, where a step holds less with them. Maps whose products are of 8 bits (`InFp8`) have such
+    kernels on Hopper GPUs, and those of 16 bits on TPUs. (XLA would compute
     `lax.ragged_dot` for every group and row on CPUs and GPUs, and its weights' gradients on TPUs too.) The products'
     results are kept for the backward pass, which recomputes the rest; there are no second derivatives and no forward
     mode. Weights are cast to the dtype of `x`; sums are float32 at least.
@@ -70,7 +72,8 @@ def _make(structure: Any, leaves: tuple, even: int | None, most: int | None) -> 
         "tpu": (ragged, ragged_forward, ragged_backward) if most is None else slotted,
     }
     ways = {name: way for name, way in ways.items() if name in ("default", *compilers())}
-    hopper = [functools.partial(way, kernels=HOPPER) for way in (ragged, ragged_forward, ragged_backward)]
+    given: Any = {"kernels": HOPPER, "in_8_bits": hopper_in_8_bits()}
+    hopper = [functools.partial(way, **given) for way in (ragged, ragged_forward, ragged_backward)]
 
     @functools.partial(jax.jit, static_argnums=0)
     def on_platform(which: int, *args: PyTree) -> PyTree:
@@ -94,6 +97,16 @@ def _make(structure: Any, leaves: tuple, even: int | None, most: int | None) -> 
 
     run.defvjp(forward, backward)
     return run
+
+
+def fp8_experts(chip: str) -> bool:
+    """Whether experts' products of 8 bits are such on chips of a name, such as `NVIDIA H100` or `h100`.
+
+    TPUs, and Hopper GPUs before JAX 0.12, have kernels of 16 bits; on a CPU and older GPUs a wider product multiplies
+    numbers of 8 bits.
+    """
+    gpu = capability_of(chip)
+    return gpu >= 10 or (gpu == 9 and hopper_in_8_bits() is not None)
 
 
 def _through_weights(backward: Callable[..., tuple[PyTree, Array]]) -> Callable[..., tuple[PyTree, Array]]:

@@ -57,7 +57,7 @@ def outer(
     interpret: bool = False,
 ) -> Float[Array, "groups outputs inputs"]:
     """The gradients of the matrices of `times`: float32 sums, rounded to `dtype` once."""
-    gradient, x = (_padded(rows, -(-len(rows) // STEP) * STEP) for rows in (gradient, x))
+    gradient, x = (padded(rows, -(-len(rows) // STEP) * STEP) for rows in (gradient, x))
     (_, outputs), inputs, groups = gradient.shape, x.shape[1], len(sizes)
     tile = Tile(*(128 if size % 128 == 0 else 64 for size in (outputs, inputs)))
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
@@ -65,7 +65,7 @@ def outer(
     firsts = starts // STEP * STEP
     blocks = jnp.where(sizes > 0, -(-(ends - firsts) // STEP), 0)
     body = functools.partial(sum_of_rows, tile, (groups, outputs // tile.rows, inputs // tile.columns))
-    y = _run(body, jax.ShapeDtypeStruct((groups, outputs, inputs), dtype), interpret)
+    y = run_kernel(body, jax.ShapeDtypeStruct((groups, outputs, inputs), dtype), interpret)
     return varying_as(y(starts, ends, firsts, blocks, gradient, x), x)
 
 
@@ -145,13 +145,13 @@ def tile_for(rows: int, groups: int, columns: int) -> Tile:
 def _by_rows(x: Array, weight: Array, sizes: Array, *, is_transposed: bool, interpret: bool) -> Array:
     count, columns = len(x), weight.shape[1 if is_transposed else 2]
     tile = tile_for(count, len(sizes), columns)
-    x = _padded(x, max(tile.rows, -(-count // ROWS) * ROWS))
+    x = padded(x, max(tile.rows, -(-count // ROWS) * ROWS))
     body = functools.partial(row_tiles, tile, is_transposed)
-    y = _run(body, jax.ShapeDtypeStruct((len(x), columns), x.dtype), interpret)
+    y = run_kernel(body, jax.ShapeDtypeStruct((len(x), columns), x.dtype), interpret)
     return varying_as(y(*tiles_of(sizes, len(x), tile.rows), x, weight), x)[:count]
 
 
-def _run(body: Callable[..., None], result: jax.ShapeDtypeStruct, interpret: bool) -> Callable[..., Array]:
+def run_kernel(body: Callable[..., None], result: jax.ShapeDtypeStruct, interpret: bool) -> Callable[..., Array]:
     """Two programs on each multiprocessor, which take turns at the tiles: one computes while the other writes."""
     plgpu = pallas()[1]
     how: Any = None
@@ -176,5 +176,6 @@ def _run(body: Callable[..., None], result: jax.ShapeDtypeStruct, interpret: boo
     return call
 
 
-def _padded(rows: Array, number: int) -> Array:
+def padded(rows: Array, number: int) -> Array:
+    """So many rows, zeros behind the last."""
     return rows if len(rows) == number else jnp.pad(rows, [(0, number - len(rows)), (0, 0)])

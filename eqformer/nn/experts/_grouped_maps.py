@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._linear_map import Answered, is_map, LinearMap
+from .._products import Products
 
 
 Parameters = tuple[Array, Array | None]  # a weight and, where there is one, a bias
@@ -18,7 +19,7 @@ class Maps(NamedTuple):
     """How a linear map is computed, and the gradients of its parameters and its input by those of its output."""
 
     forward: Callable[[LinearMap, Array], Array]
-    backward: Callable[[Parameters, Array, Array], tuple[Parameters, Array]]
+    backward: Callable[[Products, Parameters, Array, Array], tuple[Parameters, Array]]
 
 
 class Kernels(NamedTuple):
@@ -56,15 +57,14 @@ def replayed(module: PyTree, x: Array, maps: Maps, kept: Sequence[Array]) -> Arr
     """The module with the outputs of its linear maps given."""
     given = list(kept)
 
-    @jax.custom_vjp
-    def known(parameters: Parameters, x: Array, y: Array) -> Array:
-        return y
+    def backward(
+        products: Products, saved: tuple[Parameters, Array], gradient: Array
+    ) -> tuple[Parameters, Array, None]:
+        return *maps.backward(products, *saved, gradient), None
 
-    def backward(saved: tuple[Parameters, Array], gradient: Array) -> tuple[Parameters, Array, None]:
-        return *maps.backward(*saved, gradient), None
-
-    known.defvjp(lambda parameters, x, y: (y, (parameters, x)), backward)
-    call = lambda linear, x: known((linear.weight, linear.bias), x, given.pop(0))
+    known = jax.custom_vjp(lambda products, parameters, x, y: y, nondiff_argnums=(0,))
+    known.defvjp(lambda products, parameters, x, y: (y, (parameters, x)), backward)
+    call = lambda linear, x: known(linear.products, (linear.weight, linear.bias), x, given.pop(0))
     return map_linears(lambda linear: Answered(linear, functools.partial(call, linear)), module)(x)
 
 

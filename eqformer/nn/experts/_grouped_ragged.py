@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,23 +12,44 @@ from jaxtyping import Array, PyTree
 from .._dtype import at_least_float32
 from .._linear import dense
 from .._linear_map import LinearMap
+from .._products import InFp8, Products
 from .._sums import wide_sum
 from ._grouped_kernels import TPU
 from ._grouped_maps import Kernels, Maps, Parameters, recorded, replayed
 
 
 def ragged(
-    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, kernels: Kernels = TPU, interpret: bool = False
+    static: PyTree,
+    arrays: PyTree,
+    x: Array,
+    sizes: Array,
+    *,
+    kernels: Kernels = TPU,
+    in_8_bits: Kernels | None = None,
+    interpret: bool = False,
 ) -> Array:
-    """The rows' outputs; `interpret` runs the kernels as plain JAX on any platform, which is slow: for tests."""
-    return ragged_forward(static, arrays, x, sizes, kernels=kernels, interpret=interpret)[0]
+    """The rows' outputs.
+
+    Maps whose products are of 8 bits have kernels of their own, if there are any. `interpret` runs kernels as plain JAX
+    on any platform, which is slow: for tests.
+    """
+    how: Any = {"kernels": kernels, "in_8_bits": in_8_bits, "interpret": interpret}
+    return ragged_forward(static, arrays, x, sizes, **how)[0]
 
 
 def ragged_forward(
-    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, kernels: Kernels = TPU, interpret: bool = False
+    static: PyTree,
+    arrays: PyTree,
+    x: Array,
+    sizes: Array,
+    *,
+    kernels: Kernels = TPU,
+    in_8_bits: Kernels | None = None,
+    interpret: bool = False,
 ) -> tuple[Array, list[Array]]:
     """The rows' outputs, and what the modules' linear maps gave."""
-    y, kept = recorded(eqx.combine(arrays, static), x, _maps(sizes, len(x), kernels, interpret))
+    maps = _maps(sizes, len(x), kernels, in_8_bits, interpret)
+    y, kept = recorded(eqx.combine(arrays, static), x, maps)
     return jnp.where(_is_real(x, sizes), y, 0), kept
 
 
@@ -40,30 +62,34 @@ def ragged_backward(
     gradient: Array,
     *,
     kernels: Kernels = TPU,
+    in_8_bits: Kernels | None = None,
     interpret: bool = False,
 ) -> tuple[PyTree, Array]:
     """The gradients of the parameters and of the rows; `kept` ends in the output."""
-    maps = _maps(sizes, len(x), kernels, interpret)
+    maps = _maps(sizes, len(x), kernels, in_8_bits, interpret)
     again = lambda arrays, x: replayed(eqx.combine(arrays, static), x, maps, kept)
     to_arrays, to_x = jax.vjp(again, arrays, x)[1](gradient)
     return to_arrays, jnp.where(_is_real(x, sizes), to_x, 0)
 
 
-def _maps(sizes: Array, rows: int, kernels: Kernels, interpret: bool) -> Maps:
-    times, back, outer = (functools.partial(kernel, interpret=interpret) for kernel in kernels)
+def _maps(sizes: Array, rows: int, kernels: Kernels, in_8_bits: Kernels | None, interpret: bool) -> Maps:
     owners = jnp.repeat(jnp.arange(len(sizes), dtype=jnp.int32), sizes, total_repeat_length=rows)
 
+    def of(products: Products) -> Kernels:
+        found = in_8_bits if in_8_bits is not None and isinstance(products, InFp8) else kernels
+        return Kernels(*(functools.partial(kernel, interpret=interpret) for kernel in found))
+
     def forward(linear: LinearMap, x: Array) -> Array:
-        y = times(x, dense(linear).weight, sizes)
+        y = of(linear.products).times(x, dense(linear).weight, sizes)
         return wide_sum(y, None if linear.bias is None else linear.bias[owners])
 
-    def backward(parameters: Parameters, x: Array, gradient: Array) -> tuple[Parameters, Array]:
-        (weight, bias), exact = parameters, at_least_float32(x.dtype)
-        to_weight, to_bias = outer(gradient, x, sizes, weight.dtype), None
+    def backward(products: Products, parameters: Parameters, x: Array, gradient: Array) -> tuple[Parameters, Array]:
+        (weight, bias), exact, its = parameters, at_least_float32(x.dtype), of(products)
+        to_weight, to_bias = its.outer(gradient, x, sizes, weight.dtype), None
         if bias is not None:
             of_rows = jnp.where(_is_real(x, sizes), gradient, 0)
             to_bias = jax.ops.segment_sum(of_rows.astype(exact), owners, len(sizes)).astype(bias.dtype)
-        return (to_weight, to_bias), back(gradient, weight, sizes)
+        return (to_weight, to_bias), its.back(gradient, weight, sizes)
 
     return Maps(forward, backward)
 

@@ -49,7 +49,7 @@ def row_tiles(
 
     @plgpu.nd_loop((number[0] * columns,), collective_axes="program")
     def _(info: Any) -> None:
-        place, column = _in_panels(info.index[0], number[0], columns)
+        place, column = in_panels(info.index[0], number[0], columns)
         group, begin, size = group_of[place], pl.multiple_of(begins[place], ROWS), counts[place]
         own = (tile.columns, STEP), lambda step: (column, step)
         own = own if is_transposed else (own[0][::-1], lambda step: (step, column))
@@ -76,13 +76,13 @@ def row_tiles(
         def store(written: Any) -> None:
             written[...] = found.astype(written.dtype)
             plgpu.commit_smem()
-            _copy_rows(written, y, starts[place] - begin, begin, size, column * tile.columns)
+            copy_rows(written, y, starts[place] - begin, begin, size, column * tile.columns)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.run_scoped(store, plgpu.SMEM(tile, dtype=y.dtype))
 
 
-def _copy_rows(tile: Any, y: Any, first: Array, begin: Array, size: Array, column: Array) -> None:
+def copy_rows(tile: Any, y: Any, first: Array, begin: Array, size: Array, column: Array) -> None:
     """A tile's own rows to their place: a copy has as many as it is compiled for, one of each power of two."""
     pl, plgpu = pallas()
     rows, columns = tile.shape
@@ -109,11 +109,11 @@ def sum_of_rows(
 ) -> None:
     """The kernel of `outer`: tiles of each group's matrix, summed over the blocks that hold rows of the group."""
     pl, plgpu = pallas()
-    mixed, (groups, *tiles) = _mixed_places(gradient.dtype), number
+    mixed, (groups, *tiles) = mixed_places(gradient.dtype), number
 
     @plgpu.nd_loop((groups, tiles[0] * tiles[1]), collective_axes="program")
     def _(info: Any) -> None:
-        group, (row, column) = info.index[0], _in_panels(info.index[1], jnp.int32(tiles[0]), tiles[1])
+        group, (row, column) = info.index[0], in_panels(info.index[1], jnp.int32(tiles[0]), tiles[1])
         first = pl.multiple_of(firsts[group], STEP)
 
         def step(indices: Any, left: Any, right: Any, *, total: Any) -> None:
@@ -153,17 +153,17 @@ def sum_of_rows(
             plgpu.copy_smem_to_gmem(written, y.at[group, *into])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        pl.run_scoped(store, plgpu.SMEM(tile, dtype=y.dtype, transforms=_mixed_places(y.dtype)))
+        pl.run_scoped(store, plgpu.SMEM(tile, dtype=y.dtype, transforms=mixed_places(y.dtype)))
 
 
-def _in_panels(index: Array, rows: Array, columns: int) -> tuple[Array, Array]:
+def in_panels(index: Array, rows: Array, columns: int) -> tuple[Array, Array]:
     """A tile's row and column, panel by panel of up to 16 columns, so that programs at work share what they read."""
     wide = max(width for width in range(1, 17) if columns % width == 0)
     inside, panel = jax.lax.rem(index, rows * wide), jax.lax.div(index, rows * wide)
     return jax.lax.div(inside, jnp.int32(wide)), panel * wide + jax.lax.rem(inside, jnp.int32(wide))
 
 
-def _mixed_places(dtype: Any) -> tuple[Any, ...]:
+def mixed_places(dtype: Any) -> tuple[Any, ...]:
     """How tensor cores and copies have a tile in shared memory: rows of 128 bytes, mixed by eights."""
     plgpu = pallas()[1]
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
