@@ -1,4 +1,4 @@
-"""The same model without a scan over layers, for faster decoding on GPUs and CPUs."""
+"""The same model without a scan over layers, for faster decoding on GPUs and CPUs, and of mixtures on TPUs."""
 
 import equinox as eqx
 
@@ -19,15 +19,14 @@ def unstacked(model: Transformer) -> Transformer:
 def for_platform(model: Transformer, platform: str) -> Transformer:
     """The model as it reads weights and caches in place on a platform, `"gpu"`, `"tpu"` or `"cpu"`.
 
-    `unstacked` on GPUs and, with routed layers, on CPUs, where a scan copies all experts and a token reads a few. As it
-    is elsewhere: TPUs read slices of stacked arrays where they are, and for dense layers CPUs gain less than
-    compilation may take. Not for models whose layers are split over the axis `pipe`.
+    `unstacked` on GPUs and, with routed layers, everywhere: a scan copies all experts, on CPUs for the few that a token
+    reads, and on TPUs for their kernels. Else as it is: TPUs read slices of stacked arrays where they are, and for
+    dense layers CPUs gain less than compilation may take. Not for models whose layers are split over the axis `pipe`.
     """
-    copies = platform in _COPYING or (platform == "cpu" and modules(model.stacks, Routed))
-    return unstacked(model) if copies else model
+    return unstacked(model) if platform in _COPYING or modules(model.stacks, Routed) else model
 
 
-_COPYING = ("gpu", "cuda", "rocm")  # platforms whose compilers copy slices of what a loop reads
+_COPYING = ("gpu", "cuda", "rocm")  # platforms whose compilers copy slices of all that a loop reads
 
 
 def _one(stack: Stack, number: int) -> Stack:

@@ -11,8 +11,8 @@ def moved_bytes(text: str) -> float:
 
     Each operation reads its operands once and writes its result; a fusion is one operation. Of an array of which an
     operation reads a slice, or in which it updates one, the slice counts, and of a kernel in Pallas what it says, if it
-    says something (`pl.CostEstimate`). What lies in a TPU's vector memory does not, nor what kernels of others read
-    twice. Of a conditional the branch with the most is counted, and a loop of unknown length once.
+    says something (`pl.CostEstimate`). What lies in a TPU's vector memory does not, nor what other kernels read twice.
+    Of a conditional the branch with the most is counted, and a loop of unknown length once.
     """
     program, entry = parse(text)
     return _Moved(program).of(entry)
@@ -43,7 +43,10 @@ class _Moved:
         if operation == "fusion":
             return self._fusion(line, beside)
         if operation == "custom-call" and (said := re.search(r'"bytes_accessed":"(\d+)"', line.attributes)):
-            return float(said.group(1))
+            near = sum(
+                size_of(one) - _held(one) for one in (*(beside[name].result for name in line.operands), line.result)
+            )
+            return max(0.0, float(said.group(1)) - near)
         given = [_held(beside[name].result) if name in beside else 0 for name in line.operands]
         if operation in _SLICES:  # the result, read and written
             return 2.0 * _held(line.result)
