@@ -26,6 +26,9 @@ def test_what_was_told_of_a_program_is_kept(tmp_path, monkeypatch):
         with monkeypatch.context() as other, pytest.raises(pytest.fail.Exception, match="compiled again"):
             other.setenv(name, "a flag more")
             compilation_of(lowered, chips, mesh, folder)
+    with monkeypatch.context() as other, pytest.raises(pytest.fail.Exception, match="compiled again"):
+        other.setattr(_absent, "_counters", lambda: "counted otherwise")
+        compilation_of(lowered, chips, mesh, folder)
     (file,) = folder.iterdir()
     file.write_text("{}")  # another version's, or half a file
     with pytest.raises(pytest.fail.Exception, match="compiled again"):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from .._pallas import varying_of
 from ._grouped_maps import Kernels
 from ._tpu_tiles import pallas, row_tiles, ROWS, sum_of_rows, Visits, visits_of
 
@@ -107,10 +108,9 @@ def _run(
 ) -> Array:
     """A kernel on a grid whose last dims but the columns' go in order, as sums and what is written twice need."""
     pl, plt = pallas()
-    varying = jax.typeof(sum(jnp.zeros_like(one, jnp.float32, shape=()) for one in (*visits, *given)))
     call = pl.pallas_call(
         body,
-        out_shape=jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=varying.manual_axis_type),
+        out_shape=jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=varying_of((visits, given))),
         grid_spec=plt.PrefetchScalarGridSpec(num_scalar_prefetch=len(visits), **specs),
         compiler_params=plt.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=pl.CostEstimate(**cost, transcendentals=0),
