@@ -79,7 +79,7 @@ def tell(command: Command) -> None:
         states = state_of(recipe, abstract_plan(recipe), optimizer_of(recipe, model), model)
         search(command, states, model, topology)
         return
-    plan = abstract_plan(recipe)
+    plan = planning.for_platform(abstract_plan(recipe), topology.accelerator.platform)
     in_flags(recipe, lambda: topology.speeds(plan.mesh), f"--topology {topology}")
     run = decoding(command, model, topology) if command.decode else training(recipe, model, topology)
     made = None if command.formulas or missing_compiler(topology) else compiled(run, recipe, topology)

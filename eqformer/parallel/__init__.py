@@ -21,7 +21,7 @@ from ._collectives import (
     ring_psum_scatter as ring_psum_scatter,
 )
 from ._exchange import FURTHER_ROUNDS as FURTHER_ROUNDS
-from ._expert_method import expert_method as expert_method
+from ._expert_method import Exchange as Exchange, expert_method as expert_method
 from ._on_device import OnDevice as OnDevice
 from ._per_rank import PerRank as PerRank
 from ._placement import Placement as Placement

@@ -27,8 +27,8 @@ class Choices:
     """How attention sees other devices' tokens: keys and values pass round a ring, or are gathered, or by Ulysses."""
     expert_method: ExpertMethod = "auto"
     """How tokens reach experts: all are gathered, or each choice is sent by all-to-all; by default the cheaper."""
-    expert_factor: float = 2.0
-    """Slots of --expert-method exchange for each pair of devices, relative to an even load; the rest goes next."""
+    expert_factor: float | None = None
+    """Room in a round of --expert-method exchange, times an even load: of a device 1.25 or, on CPUs, of a pair 2."""
     schedule: ScheduleName | Maker | Schedule = "1f1b"
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
@@ -59,10 +59,10 @@ def check_values(choices: Choices) -> None:
         is_made = name == "schedule" and not isinstance(value, str)
         if known and value not in known and not is_made:
             raise ValueError(f"Plan({name}={value!r}): the choices are {', '.join(map(str, known))}.")
-    if not 0 < choices.expert_factor < math.inf:
+    if choices.expert_factor is not None and not 0 < choices.expert_factor < math.inf:
         raise ValueError(
-            f"Plan(expert_factor={choices.expert_factor}): a pair of devices has that many times the slots that even "
-            "loads need in a round of an exchange; give a positive and finite number, such as 2.0."
+            f"Plan(expert_factor={choices.expert_factor}): a device, or on CPUs a pair of devices, has that many times "
+            "the room that even loads need in a round of an exchange; give a positive and finite number, such as 1.25."
         )
     for name, value in (("microbatches", choices.microbatches), ("chunks", choices.chunks)):
         if value < 1:

@@ -12,7 +12,7 @@ from .. import nn
 from . import _send as send
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 from ._exchange import exchanged
-from ._expert_method import expert_method, pieces_of
+from ._expert_method import Exchange, expert_method, pieces_of
 from ._vary import vary
 from .state._gather import gather_parameter
 from .tensor._stream import Stream
@@ -26,15 +26,14 @@ class SplitMoE(nn.Routed):
     `method="gather"`: the tokens of all devices of the axis `expert` are gathered, each device computes what its own
     experts add, and the sums are scattered back; exact. As all choices may be for one device, it is done in as many
     pieces as keep the room for them below 1 GiB. `"exchange"`: each choice goes to its expert's device and back by
-    all-to-alls (DeepSpeed-MoE, arXiv:2201.05596), in rounds with `factor` times the slots for a pair of devices that
-    even loads need, until all have had one; exact. `"auto"`: the cheaper one (`expert_method`). Each token is
-    routed once, on one device. `stream` is that over the axis `tensor`, None where that has one device: split tokens or
-    features are put together for the experts.
+    all-to-alls (DeepSpeed-MoE, arXiv:2201.05596), those of `exchange`, in rounds until all have had a place; exact.
+    `"auto"`: the cheaper one (`expert_method`). Each token is routed once, on one device. `stream` is that over the
+    axis `tensor`, None where that has one device: split tokens or features are put together for the experts.
     """
 
     inner: nn.MoE
     method: str = eqx.field(static=True)
-    factor: float = eqx.field(static=True)
+    exchange: Exchange = eqx.field(static=True)
     stream: Stream | None = eqx.field(static=True)
 
     def __call__(
@@ -125,9 +124,9 @@ class SplitMoE(nn.Routed):
         tokens, top_k = choices.shape
         sizes = {"tokens": tokens, "top_k": top_k, "devices": jax.lax.axis_size(EXPERT)}
         row = x.shape[-1] * x.dtype.itemsize
-        if expert_method(self.method, **sizes, factor=self.factor, row_bytes=row) == "gather":
+        if expert_method(self.method, **sizes, exchange=self.exchange, row_bytes=row) == "gather":
             return self._gathered(x, choices, weights)
-        return exchanged(self._experts(), x, choices, weights, self.factor, weighs_inputs=self.inner.weighs_inputs)
+        return exchanged(self._experts(), x, choices, weights, self.exchange, weighs_inputs=self.inner.weighs_inputs)
 
     def _gathered(self, x: Array, choices: Array, weights: Array) -> Array:
         experts = self._experts()

@@ -64,7 +64,7 @@ class OnDevice:
             specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
             model = split_over_tensor(model, specs, self.shapes, plan.stream)
         if plan.mesh.size > 1:
-            model = split_mixtures(model, plan.expert_method, plan.expert_factor, plan.stream)
+            model = split_mixtures(model, plan.expert_method, plan.exchange, plan.stream)
         if plan.size(CONTEXT) > 1:
             model = split_over_context(model, plan.context_method)
         if is_apart:

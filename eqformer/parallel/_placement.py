@@ -15,7 +15,7 @@ from .. import nn
 from .._shapes import Batch
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._choices import Choices
-from ._expert_method import expert_method
+from ._expert_method import Exchange, exchange_on, expert_method
 from .context._context import context_order
 from .layouts._devices import Steps, torus_steps
 from .layouts._layout import Layout, partition_specs
@@ -38,6 +38,13 @@ class Placement(Choices):
     def size(self, axis: str) -> int:
         """How many devices an axis has."""
         return axis_sizes(self.mesh)[axis]
+
+    @property
+    def platform(self) -> str:
+        """That of the mesh's devices, `"tpu"`, `"gpu"` or `"cpu"`, which is also taken for a mesh that says none."""
+        mesh = self.mesh
+        one = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
+        return "cpu" if one is None else one.platform
 
     def layout(self, *, splits_fsdp: bool) -> Layout:
         """The layout of parameters or, with `splits_fsdp`, of what else is split over the axis `fsdp`."""
@@ -64,13 +71,18 @@ class Placement(Choices):
         """The residual stream over the axis `tensor`; None where that has one device."""
         return stream_of(self.residual, self.overlap) if self.size(TENSOR) > 1 else None
 
+    @property
+    def exchange(self) -> Exchange:
+        """How choices reach their experts where they are exchanged."""
+        return exchange_on(self.platform, self.expert_factor)
+
     def expert_method_of(self, model: nn.Transformer, moe: nn.MoE, tokens: int) -> str:
         """How so many tokens of a device reach a mixture's experts on others: `"gather"` or `"exchange"`."""
         facts = moe.router.facts()
         if facts.gives_slots:
             return "gather"
         row = moe.expert_width(model.embedding.weight.shape[-1]) * jnp.dtype(model.compute_dtype).itemsize
-        sizes = {"devices": self.size(EXPERT), "factor": self.expert_factor, "row_bytes": row}
+        sizes = {"devices": self.size(EXPERT), "exchange": self.exchange, "row_bytes": row}
         return expert_method(self.expert_method, tokens=tokens, top_k=int(facts.choices), **sizes)
 
     @property

@@ -4,16 +4,18 @@ A name stands in the program's metadata (`op_name`), before that of the operatio
 goes by the same name. So profiles, counted bytes and the tests that leave one out all speak of the same things.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Int, PyTree, Shaped
 
 from ._axes import CONTEXT, EXPERT, PIPE, TENSOR
-from ._vary import vary as vary_over
+from ._vary import vary as vary_over, vary_like
 
 
 STATE = "state"  # parameters and gradients, over all axes along which they are copied or shared out
@@ -57,6 +59,7 @@ COLLECTIVES: dict[str, str] = {
     "tokens to all experts": EXPERT,
     "sums of all experts": EXPERT,
     "rounds of choices": EXPERT,
+    "counts of choices": EXPERT,
     "choices to experts": EXPERT,
     "choices from experts": EXPERT,
     "activations between stages": PIPE,
@@ -148,6 +151,30 @@ def all_to_all(
     )
 
 
+class Runs(NamedTuple):
+    """Runs of rows that a device sends, equally many to each other device one after another, and how many it gets."""
+
+    start: Int[Array, "runs"]
+    """The first row of each."""
+    size: Int[Array, "runs"]
+    """How many rows it has."""
+    place: Int[Array, "runs"]
+    """Where its first row is to be on the device that gets it."""
+    taken: Int[Array, "runs"]
+    """How many rows the runs have that this device gets, from each other device one after another."""
+
+
+def ragged_all_to_all(
+    name: str, x: Shaped[Array, "rows embed"], axis: str, made: int, runs: Runs, back: Runs
+) -> Shaped[Array, "made embed"]:
+    """Runs of rows exchanged, in an array of so many rows, zeros where none comes. XLA for CPUs cannot compile it.
+
+    Not to be differentiated: JAX's own rule asks other devices for what the caller knows, the runs `back`.
+    """
+    x, runs, back = vary_like((x, runs, back), x, runs, back)
+    return _sent("ragged_all_to_all", name, x, axis, made=made, runs=runs, back=back)
+
+
 def ppermute(name: str, x: Array, axis: str, pairs: Sequence[tuple[int, int]]) -> Array:
     """What the first of each pair has, on the second."""
     return _sent("ppermute", name, x, axis, perm=pairs)
@@ -165,5 +192,26 @@ def _groups(steps: Sequence[int]) -> list[list[list[int]]]:
 
 
 def _sent(kind: str, name: str, x: PyTree, axes: str | tuple[str, ...], **options: Any) -> PyTree:
+    send = _ragged if kind == "ragged_all_to_all" else getattr(jax.lax, kind)
     with jax.named_scope(name):
-        return getattr(jax.lax, kind)(x, axes, **options)
+        return send(x, axes, **options)
+
+
+def _ragged(x: Array, axis: str | tuple[str, ...], *, made: int, runs: Runs, back: Runs) -> Array:
+    ways = {"tpu": _into_nothing, "default": _into_zeros}
+    ways = {name: functools.partial(way, axis, (made, *x.shape[1:])) for name, way in ways.items()}
+    return jax.lax.platform_dependent(x, runs, back, **ways)
+
+
+def _into_zeros(axis: str | tuple[str, ...], shape: tuple[int, ...], x: Array, runs: Runs, back: Runs) -> Array:
+    """Over zeros, which wait for the rows: others would be made before a loop over layers, and held by it."""
+    zero = ((runs.size[0] < 0) & jnp.isnan(x[0, 0])).astype(x.dtype)
+    return jax.lax.ragged_all_to_all(x, jnp.broadcast_to(zero, shape), *runs, axis_name=axis)
+
+
+def _into_nothing(axis: str | tuple[str, ...], shape: tuple[int, ...], x: Array, runs: Runs, back: Runs) -> Array:
+    """Over what nobody wrote. TPUs take longer to write zeros where a row is a tile than to leave out rows behind."""
+    found = jax.lax.ragged_all_to_all(x, vary_like(jax.lax.empty(shape, x.dtype), x), *runs, axis_name=axis)
+    row = jnp.arange(len(found), dtype=jnp.int32)[:, None]
+    is_there = jnp.any((row >= back.start) & (row < back.start + back.size), axis=1)
+    return jnp.where(is_there[:, None], found, 0)

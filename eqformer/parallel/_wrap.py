@@ -10,6 +10,7 @@ from jaxtyping import Array, PyTree
 
 from .. import nn
 from ._axes import CONTEXT, TENSOR
+from ._expert_method import Exchange
 from ._mixture import SplitMoE
 from .context._context import ContextCore, refuse_recurrence
 from .layouts._layout import dim_over
@@ -87,9 +88,9 @@ def split_over_context(model: PyTree, method: str) -> PyTree:
     return replace_where(model, is_bare, split)
 
 
-def split_mixtures(model: PyTree, method: str, factor: float, stream: Stream | None) -> PyTree:
+def split_mixtures(model: PyTree, method: str, exchange: Exchange, stream: Stream | None) -> PyTree:
     """The model with every mixture of experts replaced by one for the experts, and tokens, that this device holds."""
-    return replace(model, nn.MoE, lambda moe: SplitMoE(moe, method, factor, stream))
+    return replace(model, nn.MoE, lambda moe: SplitMoE(moe, method, exchange, stream))
 
 
 def _with_plain(module: PyTree, spec: PyTree, layer_of: Callable[[PyTree], PyTree], stream: Stream) -> PyTree:

@@ -9,6 +9,7 @@ from ._absent import (
 from ._accelerators import (
     Accelerator as Accelerator,
     ACCELERATORS as ACCELERATORS,
+    for_platform as for_platform,
     Topology as Topology,
     topology as topology,
 )

@@ -3,8 +3,9 @@
 import dataclasses
 import math
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
+from .. import parallel
 from .._prepare import GPU_SHARE
 
 
@@ -157,3 +158,13 @@ def topology(text: str) -> Topology:
             f"as {name}:{one.switched}x{-(-shape[0] // one.switched)}."
         )
     return Topology(one, shape)
+
+
+def for_platform(plan: parallel.Plan, platform: str) -> parallel.Plan:
+    """The plan over devices of a compiler's platform, `cuda` or `tpu`: absent ones, unless its mesh has such."""
+    name, mesh = {"cuda": "gpu"}.get(platform, platform), plan.mesh
+    if plan.platform == name:
+        return plan
+    absent = AbstractDevice(name, None, name)
+    there = AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=absent)
+    return dataclasses.replace(plan, mesh=there)

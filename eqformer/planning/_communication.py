@@ -22,6 +22,7 @@ SENT = {
     "all-gather": lambda n: n - 1,
     "reduce-scatter": lambda n: (n - 1) / n,
     "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1,
 }
 
@@ -59,11 +60,11 @@ def communication(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None =
     """What each device sends in one run of a compiled program (`jax.jit(f).lower(...).compile()`, or its HLO text).
 
     All-reduce `2(n-1)/n S`; all-gather `(n-1)/n S` of its result; reduce-scatter and all-to-all `(n-1)/n S` of their
-    operands; permute `S`, times the share of devices that send. Calls are followed and loops multiplied out; of a
-    conditional, the branch that sends most is counted, and of an exchange of experts' tokens the first round. With the
-    `mesh` the program was compiled for, axes are named. The bytes are those of the program: XLA's CPU
-    backend, for one, adds up 16-bit numbers as float32. Raises a `ValueError` where the program's text cannot be had,
-    as of some TPU programs.
+    operands, of a ragged one as an even load fills them; permute `S`, times the share of devices that send. Calls are
+    followed and loops multiplied out; of a conditional, the branch that sends most is counted, and of an exchange of
+    experts' tokens the first round. With the `mesh` the program was compiled for, axes are named. The bytes are those
+    of the program: XLA's CPU backend, for one, adds up 16-bit numbers as float32. Raises a `ValueError` where the
+    program's text cannot be had, as of some TPU programs.
     """
     text = compiled if isinstance(compiled, str) else text_of(compiled)
     program, entry = parse(text)
@@ -86,10 +87,11 @@ def communication(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None =
     def of_line(line: Instruction, beside: dict[str, Instruction], begun: set[str]) -> Iterator[Transfer]:
         kind = line.operation.removesuffix("-start")
         if kind in SENT:
-            given = sum(size_of(beside[name].result) for name in line.operands)
+            sizes = [size_of(beside[name].result) for name in line.operands]
+            given = ragged_bytes(*sizes) if kind == "ragged-all-to-all" else sum(sizes)
             transfer = _transfer(kind, line, given, everyone, mesh)
             if transfer.sent:
-                yield dataclasses.replace(transfer, scopes=scopes_of(line.attributes), hidden=line.name in begun)
+                yield dataclasses.replace(transfer, scopes=_scopes(line, beside), hidden=line.name in begun)
             return
         parts = [sent_by(name) for name in called(line) if waits(name, program.get(name, [])) not in _AGAIN]
         if line.operation == "conditional":
@@ -111,6 +113,11 @@ def text_of(compiled: jax.stages.Compiled) -> str:
             "communication: the text of this program cannot be had, so that its collectives cannot be counted: "
             f"{str(error).splitlines()[0][:200]}"
         ) from error
+
+
+def ragged_bytes(given: int, made: int, *_: int) -> int:
+    """Bytes of the rows of a ragged all-to-all with an even load: one of its arrays may have more room than that."""
+    return min(given, made)
 
 
 def bytes_sent(transfers: Iterable[Transfer], *, axes: tuple[str, ...] | None = None) -> float:
@@ -153,6 +160,17 @@ def _known(transfers: Iterable[Transfer]) -> tuple[int, float]:
 
 
 _AGAIN = (Waits.WORKS, Waits.ENDS)  # a collective stands there once more, but was begun elsewhere
+
+
+def _scopes(line: Instruction, beside: dict[str, Instruction]) -> tuple[str, ...]:
+    """The scopes of a collective; where GPUs' compiler drops those of a ragged all-to-all, of what it writes over."""
+    found = scopes_of(line.attributes)
+    if found or not line.operation.startswith("ragged-all-to-all"):
+        return found
+    written = beside[line.operands[1]]
+    while written.operation in ("get-tuple-element", "copy", "bitcast"):
+        written = beside[written.operands[0]]
+    return scopes_of(written.attributes)
 
 
 def _as_fused(transfer: Transfer, line: Instruction) -> Transfer:

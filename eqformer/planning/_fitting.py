@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from .. import nn, parallel, training
 from .._shapes import Batch
 from ..parallel import AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
+from ._accelerators import for_platform
 from ._held_bytes import state_bytes, step_bytes
 from ._sent_bytes import sent_bytes
 from ._temporary_bytes import StepBytes
@@ -84,7 +85,7 @@ def fitting_plans(
         tries: Of how many, at most, bytes are computed; None: as many as it takes some minutes to compute.
     """
     chosen = list(every_mesh(states.plan.mesh.size, states.plan, model) if meshes is None else meshes)
-    candidates, least_state, tried = _candidates(states, model, batch, memory, chosen)
+    candidates, least_state, tried = _candidates(states, model, batch, memory, chosen, platform)
     candidates.sort(key=cost)
     step = lambda one: step_bytes(states.under(one.plan), one.model, batch, platform)
     offered, traced = _search(candidates if tries is None else candidates[:tries], step, memory, most)
@@ -159,7 +160,7 @@ def _place(one: Candidate) -> tuple:
 
 
 def _candidates(
-    states: training.PlannedState, model: nn.Transformer, batch: Batch, memory: int, meshes: list
+    states: training.PlannedState, model: nn.Transformer, batch: Batch, memory: int, meshes: list, platform: str
 ) -> tuple[list[Candidate], int, int]:
     """Plans whose state fits; the fewest bytes of a state; and the number of meshes tried.
 
@@ -171,7 +172,7 @@ def _candidates(
     for mesh, zero in meshes:
         for one in models:
             try:
-                plan = dataclasses.replace(states.plan, mesh=mesh, zero=zero)
+                plan = for_platform(dataclasses.replace(states.plan, mesh=mesh, zero=zero), platform)
                 plan.check(one, rows=rows, seq=seq)
             except ValueError:  # the plan does not suit the model
                 break

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .. import nn, parallel, training
 from .._shapes import Batch
-from ._accelerators import Topology
+from ._accelerators import for_platform, Topology
 from ._compile import decode_shapes, traced_decode
 from ._costs import flops_per_token, parameter_count
 from ._fitting import Candidate, every_mesh, fitting_plans
@@ -78,8 +78,9 @@ def forecast(states: training.PlannedState, model: nn.Transformer, batch: Batch,
 
     Raises a `ValueError` where the plan's mesh has another number of devices than the topology.
     """
-    plan, (rows, seq) = states.plan, batch.ids.shape
-    topology.speeds(plan.mesh)  # which refuses a mesh of another size before anything is traced
+    rows, seq = batch.ids.shape
+    topology.speeds(states.plan.mesh)  # which refuses a mesh of another size before anything is traced
+    states = states.under(for_platform(states.plan, topology.accelerator.platform))
     held, kept = step_bytes(states, model, batch, topology.accelerator.platform)
     moments = _on_host(states)
     sent, time = _sent_and_time(states, model, batch, topology, kept, moments)
@@ -127,6 +128,7 @@ def decode_forecast(
         cache_dtype: What keys and values are kept in; None: the compute dtype.
     """
     one, speeds = topology.accelerator, topology.speeds(plan.mesh)
+    plan = for_platform(plan, one.platform)
     served, caches = decode_shapes(plan, model, rows, capacity, cache_dtype)
     held = decode_held(served, caches)
     sent = tuple(traced_sent(traced_decode(plan, served, caches, rows), parallel.axis_sizes(plan.mesh)))

@@ -165,6 +165,8 @@ class _Walk:
             if not isinstance(made, list) or operation == "all-reduce-start":
                 return made
             result, given = (0, 1) if operation == "copy-start" else (1, 0)
+            if operation.startswith("ragged-all-to-all"):  # into the array that it is given for this
+                made[result] = operands[1]
             made[given] = operands[0] if len(operands) == 1 else operands
             return [made[result], *made[:result], *made[result + 1 :]]
         if operation.endswith("-done"):
@@ -182,6 +184,8 @@ class _Walk:
                 made = operands[int(number)]
         if line.operation == "dynamic-update-slice":
             return operands[0]
+        if line.operation == "ragged-all-to-all":
+            return operands[1]
         if line.operation == "fusion" and "output_to_operand_aliasing" not in line.attributes:
             return self._updated(line, operands, made)
         return made

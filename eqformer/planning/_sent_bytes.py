@@ -35,7 +35,8 @@ def sent_bytes(
     """The bytes that each device sends in a training step, by formulas.
 
     What the backward pass computes again is sent again, as the model's `remat` and the plan's `stage_remat` say. Left
-    out is what is small beside the rest: the norms' sums, the positions that go with keys.
+    out is what is small beside the rest: the norms' sums, the positions that go with keys. Choices are exchanged as the
+    plan's platform does.
 
     Args:
         plan: How the model is laid out.
@@ -222,8 +223,9 @@ def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
         top_k = 0 if facts.gives_slots else int(facts.choices)  # what experts choose is known where they are
         method = plan.expert_method_of(model, moe, int(tokens))
         if method == "exchange":
-            slots = devices * nn.dispatch.slots_of(plan.expert_factor, int(tokens) * top_k, devices)
-            vectors, choices, weights = slots * vector, slots * 4, 0.0
+            sent = plan.exchange.sent(int(tokens) * top_k, devices)
+            numbers = devices * facts.experts if plan.exchange.is_ragged else sent  # how many each expert has, or which
+            vectors, choices, weights = sent * vector, numbers * 4, 0.0
         else:
             vectors, choices = devices * tokens * vector, devices * tokens * top_k * 4
             weights = choices

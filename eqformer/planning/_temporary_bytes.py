@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from .. import nn, training
 from .._shapes import Batch
+from ._accelerators import for_platform
 from ._temporary_cuda import beside_loops, born_early, copied_bytes, gradients_last, kept_twice, last_in_flight
 from ._temporary_tpu import cast_back, cast_before_sent, relaid_bytes
 from ._traced import carry_of, host_bytes, Line, Lines, needed, per_device
@@ -46,7 +47,7 @@ def temporary_bytes(states: training.PlannedState, model: nn.Transformer, batch:
     a turn, are scattered one after another, each beside the next two products.
     """
     found, on_host = [StepBytes({}, 0)], 0
-    for jaxpr in _traced(states, model, batch):
+    for jaxpr in _traced(states, model, batch, platform):
         most = peak(jaxpr, platform)
         held: dict[str, int] = {}
         for cause, size in most.there:
@@ -74,9 +75,9 @@ def _results_bytes(jaxpr: Any) -> int:
     return sum(program.size(value) for value in program.results if value is not None)
 
 
-def _traced(states: training.PlannedState, model: nn.Transformer, batch: Batch) -> list[Any]:
+def _traced(states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str) -> list[Any]:
     """The programs of a loss and its gradients on each device, without what they do not need."""
-    plan, trained = states.plan, states.optimizer.trained
+    plan, trained = for_platform(states.plan, platform), states.optimizer.trained
     gradients = training.planned_gradients(plan)(training.next_token_loss, trained)
     arrays, rest = eqx.partition(plan.shapes(model), _is_shape)
 
@@ -159,7 +160,7 @@ def _inner(line: Line, uses: Uses, platform: str, back: Collection[int], placed:
         return peak(line.params["jaxpr"].jaxpr, platform, carry_of(line), narrow_given=narrow)
     if line.name == "while":
         start = line.params["body_nconsts"]
-        return peak(line.params["body_jaxpr"].jaxpr, platform, (start, len(line.writes)))
+        return peak(needed(line.params["body_jaxpr"].jaxpr), platform, (start, len(line.writes)))
     if line.name == "cond":
         runs = (peak(branch.jaxpr, platform, placed=placed) for branch in _branches(line, uses, platform))
         return max(runs, key=lambda run: run.size)
@@ -183,6 +184,9 @@ def _overwritten(line: Line, number: int, program: Lines, uses: Uses, dying: set
     if line.name == "scan":
         start, length = carry_of(line)
         given = uses.root(line.reads[start + number]) if number < length else -1
+        return given if given in dying else None
+    if line.name == "ragged_all_to_all":  # into the array that it is given for this
+        given = uses.root(line.reads[1])
         return given if given in dying else None
     if line.name in WRITTEN - IN_PLACE:
         return None

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..parallel import COLLECTIVES, FURTHER_ROUNDS, STATE
-from ._communication import SENT
+from ._communication import ragged_bytes, SENT
 from ._sent_bytes import Sent
 from ._traced import Line, Lines, needed, per_device
 
@@ -27,7 +27,8 @@ def _count(program: Lines, sizes: Mapping[str, int], times: int, found: dict[tup
         if line.name in _KINDS:
             name = next((scope for scope in reversed(line.scopes.split("/")) if scope in COLLECTIVES), line.name)
             key = COLLECTIVES.get(name, STATE), name
-            read = sum(program.size(value) for value in line.reads if value is not None)
+            given = [program.size(value) for value in line.reads if value is not None]
+            read = ragged_bytes(*given) if line.name == "ragged_all_to_all" else sum(given)
             found[key] = found.get(key, 0.0) + times * _share(line, sizes) * read
         elif line.name == "scan":
             _count(Lines(line.params["jaxpr"].jaxpr), sizes, times * line.params["length"], found)
@@ -61,5 +62,6 @@ _KINDS = {
     "psum_scatter": "reduce-scatter",
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
     "ppermute": "collective-permute",
 }

@@ -10,7 +10,7 @@ VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "pcast", "pvary", "co
 VIEWS |= {"optimization_barrier", "sharding_constraint"}
 SUMS = {"reduce_sum", "reduce_max", "reduce_min", "argmax", "reduce_and", "reduce_or"}
 IN_PLACE = {"scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "psum", "psum_invariant", "while", "cond"}
-KEEP = {"scan", "while", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice"}
+KEEP = {"scan", "while", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "ragged_all_to_all"}
 # Operations that XLA fuses with nothing behind them, so that what they read and write is in memory.
 WRITTEN = SUMS | IN_PLACE | KEEP | {"dot_general", "cond", "shard_map", "gather", "sort", "cumsum", "cumlogsumexp"}
 WRITTEN |= {"cummax", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "pallas_call", "concatenate", "pad"}

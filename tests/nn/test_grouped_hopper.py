@@ -131,8 +131,7 @@ def test_programs_for_hopper_have_kernels_and_no_others(with_compiler):
     assert kernels(gated(), platform="cpu") == kernels(gated(), gpu="NVIDIA B200") == 0
     assert kernels(gated(), gpu="NVIDIA A100-SXM4-80GB") == kernels(gated(embed=96)) == 0
     assert kernels(gated(dtype=jnp.float32)) == 0
-    # What an exchange makes room for and an even load does not fill costs more than float32 copies of the weights.
-    assert kernels(gated(), rows=1024, even=192) == 9 and kernels(gated(), rows=1024, even=8) == 0
+    assert kernels(gated(), rows=1024, even=8) == 9  # however much room there is that an even load does not fill
 
 
 def test_results_vary_over_the_axes_that_rows_vary_over():

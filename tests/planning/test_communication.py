@@ -12,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from eqformer.parallel import vary
 from eqformer.planning import bytes_sent, communication, communication_table, Transfer
 from eqformer.planning._hlo import scopes_of
+from eqformer.planning._liveness import largest_buffers
 
 
 MESH = (2, 4)  # "other", "axis"
@@ -158,6 +159,37 @@ def test_a_transfer_is_known_by_the_names_of_its_scopes():
     scopes = 'metadata={op_name="jit(f)/shard_map/transpose(jvp(two words))/(a/psum:checkpoint/b/psum)" id=1}'
     assert scopes_of(scopes) == ("f", "shard_map", "two words", "a", "psum", "checkpoint", "b", "psum")
     assert scopes_of("channel_id=1") == ()
+
+
+# A ragged all-to-all as XLA writes it for GPUs, begun and waited for, without its scopes; and at once, for TPUs.
+RUNS = "%runs, %runs, %runs, %runs), replica_groups={{0,1,2,3},{4,5,6,7}}"
+GIVEN = "(f32[64,16]{1,0}, f32[80,16]{1,0}, s64[8]{0}, s64[8]{0}, s64[8]{0}, s64[8]{0})"
+RAGGED = f"""HloModule jit_f, is_scheduled=true, num_partitions=8
+
+ENTRY %main (rows: f32[64,16], runs: s64[8]) -> f32[64,16] {{
+  %rows = f32[64,16]{{1,0}} parameter(0)
+  %runs = s64[8]{{0}} parameter(1)
+  %room = f32[80,16]{{1,0}} fusion(%rows), kind=kLoop, calls=%zeros, metadata={{op_name="jvp(my rows)/broadcast"}}
+  %start = ({GIVEN}, f32[80,16]{{1,0}}) ragged-all-to-all-start(%rows, %room, {RUNS}
+  %there = f32[80,16]{{1,0}} ragged-all-to-all-done(%start)
+  %own = f32[64,16]{{1,0}} fusion(%there), kind=kLoop, calls=%zeros
+  ROOT %back = f32[64,16]{{1,0}} ragged-all-to-all(%there, %own, {RUNS}, metadata={{op_name="jit(f)/my way back/b"}}
+}}
+"""
+
+
+@pytest.mark.quick
+def test_a_ragged_all_to_all_sends_its_rows_and_writes_over_what_it_is_given():
+    """Of the array with room to spare no more than the other has: with an even load there are no other rows."""
+    there, back = communication(RAGGED)
+    rows = 3 / 4 * 64 * 16 * 4
+    assert (there.kind, there.sent, there.devices) == ("ragged-all-to-all", rows, 4) and back.sent == rows
+    assert (there.named({"my rows"}), back.named({"my way back"})) == ("my rows", "my way back")
+    shorter = communication(RAGGED.replace("f32[80,16]", "f32[32,16]"))  # in a round that takes half of them
+    assert [each.sent for each in shorter] == [rows / 2] * 2
+    assert largest_buffers(RAGGED)[0] == 80 * 16 * 4
+    apart = RAGGED.replace("ragged-all-to-all", "all-to-all")
+    assert largest_buffers(apart)[0] == 2 * 80 * 16 * 4  # the control: with another result
 
 
 def test_what_cannot_be_read_is_refused():

@@ -234,6 +234,8 @@ def _rows_or_zeros(x: Float[Array, "rows embed"], place: Int[Array, "*taken"]) -
 
 
 def _summed(rows: Float[Array, "taken times embed"]) -> Float[Array, "taken embed"]:
+    if rows.shape[1] == 1:
+        return rows[:, 0]
     return jnp.sum(rows, axis=1, dtype=at_least_float32(rows.dtype)).astype(rows.dtype)
 
 
@@ -286,6 +288,7 @@ def combine(
     given: Float[Array, "*tokens top_k embed"], weights: Float[Array, "*tokens top_k"]
 ) -> Float[Array, "*tokens embed"]:
     """The weighted sum over each token's choices, in their order and in float32 at least."""
-    exact = at_least_float32(given.dtype)
-    total = sum(weights[..., k, None].astype(exact) * given[..., k, :].astype(exact) for k in range(weights.shape[-1]))
+    exact, top_k = at_least_float32(given.dtype), given.shape[-2]
+    each = jax.lax.split(given, [1] * top_k, axis=given.ndim - 2)  # whose gradients are joined, not padded and summed
+    total = sum(weights[..., k, None].astype(exact) * each[k][..., 0, :].astype(exact) for k in range(top_k))
     return jnp.asarray(total).astype(given.dtype)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .._linear import dense
 from .._pallas import capability_of, compilers
 from ._grouped_blocks import blocked, blocked_backward, blocked_forward
-from ._grouped_hopper import has_kernels, holds_less, HOPPER
+from ._grouped_hopper import has_kernels, HOPPER
 from ._grouped_maps import map_linears, zero_of
 from ._grouped_ragged import ragged, ragged_backward, ragged_forward
 from ._grouped_unkept import unkept
@@ -36,8 +36,8 @@ def grouped(
     even load, which are computed together, and the other rows are computed in blocks of one group each, as in
     MegaBlocks (arXiv:2211.15841); where nothing is kept for gradients, CPUs have slots, in float32, for few rows or
     large weights alone, and blocks for all else. On TPUs each map is computed by kernels of our own, and so it is on
-    Hopper GPUs, in 16 bits, where a step holds less with them. Maps whose products are of 8 bits (`InFp8`) have such
-    kernels on Hopper GPUs, and those of 16 bits on TPUs. (XLA would compute
+    Hopper GPUs, in 16 bits. Maps whose products are of 8 bits (`InFp8`) have such kernels on Hopper GPUs, and those of
+    16 bits on TPUs. (XLA would compute
     `lax.ragged_dot` for every group and row on CPUs and GPUs, and its weights' gradients on TPUs too.) The products'
     results are kept for the backward pass, which recomputes the rest; there are no second derivatives and no forward
     mode. Weights are cast to the dtype of `x`; sums are float32 at least.
@@ -78,8 +78,7 @@ def _make(structure: Any, leaves: tuple, even: int | None, most: int | None) -> 
     @functools.partial(jax.jit, static_argnums=0)
     def on_platform(which: int, *args: PyTree) -> PyTree:
         # Traced everywhere, and lowered for these GPUs alone: formulas of what a plan holds read the trace.
-        is_cheaper = which == 0 or holds_less(args[0], args[1], even)
-        own = ways | ({"cuda": hopper} if is_cheaper and has_kernels(static, *args[:2]) else {})
+        own = ways | ({"cuda": hopper} if has_kernels(static, *args[:2]) else {})
         made = {name: _through_weights(way[which]) if which == 2 else way[which] for name, way in own.items()}
         found = {name: functools.partial(way, static) for name, way in made.items()}
         return jax.lax.platform_dependent(*args, **found)

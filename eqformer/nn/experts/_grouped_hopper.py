@@ -95,17 +95,6 @@ def has_kernels(static: PyTree, arrays: PyTree, x: Float[Array, "rows inputs"]) 
     return has_mosaic and all(x.dtype in (jnp.bfloat16, jnp.float16) for x in given)
 
 
-def holds_less(arrays: PyTree, x: Float[Array, "rows inputs"], even: int | None) -> bool:
-    """Whether a step with the kernels holds less than with slots for an `even` load of rows.
-
-    Slots' gradients take copies of the weights in float32. The kernels' arrays have all rows, also those that an
-    exchange makes room for and an even load does not fill, in about eight arrays at once.
-    """
-    weights = [leaf for leaf in jax.tree.leaves(arrays) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    spare = 0 if even is None else max(0, len(x) - even * len(weights[0]))
-    return 8 * spare * x.shape[1] * x.dtype.itemsize <= 4 * sum(leaf.size for leaf in weights)
-
-
 class Tiles(NamedTuple):
     """What tiles compute of the rows. Behind the last group's are those of no group, which are zeros.
 

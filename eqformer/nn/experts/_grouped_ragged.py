@@ -48,9 +48,15 @@ def ragged_forward(
     interpret: bool = False,
 ) -> tuple[Array, list[Array]]:
     """The rows' outputs, and what the modules' linear maps gave."""
-    maps = _maps(sizes, len(x), kernels, in_8_bits, interpret)
-    y, kept = recorded(eqx.combine(arrays, static), x, maps)
-    return jnp.where(_is_real(x, sizes), y, 0), kept
+    maps, made = _maps(sizes, len(x), kernels, in_8_bits, interpret), []
+
+    def forward(linear: LinearMap, x: Array) -> Array:
+        made.append(maps.forward(linear, x))
+        return made[-1]
+
+    y, kept = recorded(eqx.combine(arrays, static), x, maps._replace(forward=forward))
+    # A map's output has zeros behind the last group.
+    return (y if any(y is one for one in made) else jnp.where(_is_real(x, sizes), y, 0)), kept
 
 
 def ragged_backward(
@@ -81,7 +87,7 @@ def _maps(sizes: Array, rows: int, kernels: Kernels, in_8_bits: Kernels | None, 
 
     def forward(linear: LinearMap, x: Array) -> Array:
         y = of(linear.products).times(x, dense(linear).weight, sizes)
-        return wide_sum(y, None if linear.bias is None else linear.bias[owners])
+        return wide_sum(y, None if linear.bias is None else jnp.where(_is_real(x, sizes), linear.bias[owners], 0))
 
     def backward(products: Products, parameters: Parameters, x: Array, gradient: Array) -> tuple[Parameters, Array]:
         (weight, bias), exact, its = parameters, at_least_float32(x.dtype), of(products)
