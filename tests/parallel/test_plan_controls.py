@@ -204,6 +204,7 @@ ELSEWHERE = {
     | {"rows to heads", "inputs of maps to the stream", "stream for logits", "partial logits"},
     "functions of their own": {"all_gather_matmul", "matmul_reduce_scatter", "ring"},
     "losses of rows": {"sums of rows"},
+    "ragged exchanges": {"counts of choices"},
 }
 
 
