@@ -191,7 +191,7 @@ def test_loss_and_gradients_are_one_devices(case, monkeypatch):
 SENT = Case("mixture", {"expert": 2}, {"expert_method": "exchange"})
 
 
-@pytest.mark.parametrize("name", ["choices to experts", "choices from experts"])
+@pytest.mark.parametrize("name", ["choices to experts", pytest.param("choices from experts", marks=pytest.mark.grid)])
 def test_each_way_is_needed(name, monkeypatch):
     as_on_accelerators(monkeypatch)
     model = model_of("mixture")
