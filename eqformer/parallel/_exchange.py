@@ -69,7 +69,11 @@ def _rounds(one: Callable[..., Array]) -> Callable[..., Float[Array, "tokens top
             return jax.lax.while_loop(is_left, step, (jnp.ones((), jnp.int32), first))[1]
 
     def further(first: Array, codes: PyTree, queues: Any, *given: PyTree) -> Array:
-        return all_of(first, queues, lambda number, total: total + one(codes, queues, number, *given))
+        def more(number: Array, total: Array) -> Array:
+            found = one(codes, queues, number, *given)
+            return jnp.where(found == 0, total, found)  # a choice is of one round, so nothing is added up
+
+        return all_of(first, queues, more)
 
     @jax.custom_vjp
     def run(codes: PyTree, queues: Any, *given: PyTree) -> Array:
