@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from .._pallas import gpu_cores, varying_as
+from .._pallas import varying_as
 from ._grouped_fp8 import in_8_bits, OfCodes
-from ._grouped_hopper import padded, run_kernel, tiles_of
+from ._grouped_hopper import padded, run_kernel, tile_for, tiles_of
 from ._grouped_maps import Kernels
-from ._hopper_tiles import copy_rows, in_panels, mixed_places, pallas, ROWS, Tile
+from ._hopper_tiles import in_panels, pallas, ROWS, store_rows, store_tile, Tile
 
 
 DEEP = 128  # what a product sums over at once: 128 bytes, as for `STEP` numbers of 16 bits
@@ -38,7 +38,7 @@ def rows(
     matrices = matrices if contracts == 2 else matrices.swapaxes(1, 2)
     is_exact = contracts == 1  # sums of gradients
     count, columns = len(codes), matrices.shape[1]
-    tile = _tile_for(count, len(sizes), columns, is_exact)
+    tile = tile_for(count, len(sizes), 64 if is_exact else columns)  # of an exact sum two are held
     long = max(tile.rows, -(-count // ROWS) * ROWS)
     codes, of_row, matrices = padded(codes, long), padded(of_row, long)[:, 0], _deep(matrices)
     body = functools.partial(coded_rows, tile, is_exact)
@@ -100,13 +100,7 @@ def coded_rows(
         its = plgpu.load(of_row.at[pl.ds(begin, tile.rows)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         found = found * jax.lax.broadcast_in_dim(its, tile, (0,)) * of_group[mine]
 
-        def store(written: Any) -> None:
-            written[...] = found.astype(written.dtype)
-            plgpu.commit_smem()
-            copy_rows(written, y, starts[place] - begin, begin, size, column * tile.columns)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        pl.run_scoped(store, plgpu.SMEM(tile, dtype=y.dtype))
+        store_rows(found, y, starts[place] - begin, begin, size, column * tile.columns)
 
 
 def coded_sums(
@@ -131,14 +125,7 @@ def coded_sums(
         given = gradient.at[:, part], codes.at[:, part]
         found = _sums(tile, blocks[group] > 0, blocks[group], specs, given, True) * of_group[group]
 
-        def store(written: Any) -> None:
-            written[...] = found.astype(written.dtype)
-            plgpu.commit_smem()
-            into = (pl.ds(place * size, size) for place, size in zip((row, column), tile))
-            plgpu.copy_smem_to_gmem(written, y.at[group, *into])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        pl.run_scoped(store, plgpu.SMEM(tile, dtype=y.dtype, transforms=mixed_places(y.dtype)))
+        store_tile(found, y, group, row, column)
 
 
 def _sums(tile: Tile, is_any: Array, steps: Any, specs: list, given: tuple, is_exact: bool) -> Array:
@@ -177,14 +164,6 @@ def _sums(tile: Tile, is_any: Array, steps: Any, specs: list, given: tuple, is_e
         return jax.lax.cond(is_any, add_up, lambda: nothing)
 
     return exact() if is_exact else pl.run_scoped(fast, plgpu.ACC(tile))
-
-
-def _tile_for(count: int, groups: int, columns: int, is_exact: bool) -> Tile:
-    """As for 16 bits, but that an exact sum, of which two are held, has half as many columns."""
-    height = 128 if count >= 640 * groups else 64
-    tiles = max(count // height, min(count, groups))
-    is_wide = not is_exact and columns % 128 == 0 and tiles * (columns // 128) >= gpu_cores()
-    return Tile(height, 128 if is_wide else 64)
 
 
 def _deep(x: Array) -> Array:

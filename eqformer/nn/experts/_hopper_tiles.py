@@ -73,16 +73,37 @@ def row_tiles(
 
         found = pl.run_scoped(sums, plgpu.ACC(tile))
 
-        def store(written: Any) -> None:
-            written[...] = found.astype(written.dtype)
-            plgpu.commit_smem()
-            copy_rows(written, y, starts[place] - begin, begin, size, column * tile.columns)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        pl.run_scoped(store, plgpu.SMEM(tile, dtype=y.dtype))
+        store_rows(found, y, starts[place] - begin, begin, size, column * tile.columns)
 
 
-def copy_rows(tile: Any, y: Any, first: Array, begin: Array, size: Array, column: Array) -> None:
+def store_rows(found: Array, y: Any, first: Array, begin: Array, size: Array, column: Array) -> None:
+    """Of what a program has found the rows of its tile's group, `size` from `first` on, to their place."""
+    pl, plgpu = pallas()
+
+    def store(written: Any) -> None:
+        written[...] = found.astype(written.dtype)
+        plgpu.commit_smem()
+        _copy_rows(written, y, first, begin, size, column)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    pl.run_scoped(store, plgpu.SMEM(found.shape, dtype=y.dtype))
+
+
+def store_tile(found: Array, y: Any, group: Array, row: Array, column: Array) -> None:
+    """What a program has found, to its place in the group's matrix."""
+    pl, plgpu = pallas()
+
+    def store(written: Any) -> None:
+        written[...] = found.astype(written.dtype)
+        plgpu.commit_smem()
+        into = (pl.ds(place * size, size) for place, size in zip((row, column), found.shape))
+        plgpu.copy_smem_to_gmem(written, y.at[group, *into])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    pl.run_scoped(store, plgpu.SMEM(found.shape, dtype=y.dtype, transforms=mixed_places(y.dtype)))
+
+
+def _copy_rows(tile: Any, y: Any, first: Array, begin: Array, size: Array, column: Array) -> None:
     """A tile's own rows to their place: a copy has as many as it is compiled for, one of each power of two."""
     pl, plgpu = pallas()
     rows, columns = tile.shape
@@ -146,14 +167,7 @@ def sum_of_rows(
 
         found = pl.run_scoped(sums, plgpu.ACC(tile))
 
-        def store(written: Any) -> None:
-            written[...] = found.astype(written.dtype)
-            plgpu.commit_smem()
-            into = (pl.ds(place * size, size) for place, size in zip((row, column), tile))
-            plgpu.copy_smem_to_gmem(written, y.at[group, *into])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        pl.run_scoped(store, plgpu.SMEM(tile, dtype=y.dtype, transforms=mixed_places(y.dtype)))
+        store_tile(found, y, group, row, column)
 
 
 def in_panels(index: Array, rows: Array, columns: int) -> tuple[Array, Array]:
