@@ -165,7 +165,8 @@ def decoding(command: Command, model: nn.Transformer, topology: planning.Topolog
         whole = eqx.filter_eval_shape(nn.Precision(compute, compute).apply, model)
     model = whole
     if recipe.mesh.pipe == 1:
-        model = eqx.filter_eval_shape(generation.for_platform, model, topology.accelerator.platform)
+        chip = topology.accelerator
+        model = eqx.filter_eval_shape(generation.for_platform, model, chip.platform, chip.name)
     sizes: dict[str, Any] = {"rows": recipe.batch, "capacity": recipe.seq, "cache_dtype": command.cache_dtype}
     found = planning.decode_forecast(abstract_plan(recipe), model, topology, **sizes)
 

@@ -151,11 +151,11 @@ def _writer(model: nn.Transformer, plan: parallel.Plan | None, tokenizer: Tokeni
 
 def served(model: nn.Transformer, plan: parallel.Plan | None) -> generation.Model:
     """The model as it decodes in place on its devices, under the plan if there is one."""
-    platform = jax.default_backend()
+    here = jax.default_backend(), jax.devices()[0].device_kind
     if plan is None:
-        return generation.for_platform(model, platform)
+        return generation.for_platform(model, *here)
     if not plan.is_pipelined:
-        arrays, rest = eqx.partition(generation.for_platform(model, platform), eqx.is_array)
+        arrays, rest = eqx.partition(generation.for_platform(model, *here), eqx.is_array)
         model = eqx.combine(jax.device_put(arrays, parallel.shardings(plan.parameter_specs(arrays), plan.mesh)), rest)
     return parallel.Planned(model, plan)
 

@@ -1,4 +1,4 @@
-"""The same model without a scan over layers, for faster decoding on GPUs and CPUs, and of mixtures on TPUs."""
+"""The same model without a scan over layers, for faster decoding on GPUs, CPUs, TPU7x, and of mixtures on all TPUs."""
 
 import equinox as eqx
 
@@ -16,17 +16,25 @@ def unstacked(model: Transformer) -> Transformer:
     return eqx.tree_at(lambda m: m.stacks, model, layers)
 
 
-def for_platform(model: Transformer, platform: str) -> Transformer:
-    """The model as it reads weights and caches in place on a platform, `"gpu"`, `"tpu"` or `"cpu"`.
+def for_platform(model: Transformer, platform: str, chip: str = "") -> Transformer:
+    """The model as it reads weights and caches in place on a platform.
 
-    `unstacked` on GPUs and, with routed layers, everywhere: a scan copies all experts, on CPUs for the few that a token
-    reads, and on TPUs for their kernels. Else as it is: TPUs read slices of stacked arrays where they are, and for
-    dense layers CPUs gain less than compilation may take. Not for models whose layers are split over the axis `pipe`.
+    `unstacked` on GPUs, on TPU7x and, with routed layers, everywhere: a scan copies all experts, on CPUs for the few
+    that a token reads, and on TPUs for their kernels. Else as it is: other TPUs read slices of stacked arrays where
+    they are, and for dense layers CPUs gain less than compilation may take. Not for models whose layers are split over
+    the axis `pipe`.
+
+    Args:
+        model: The model, or its shapes.
+        platform: `"gpu"`, `"tpu"` or `"cpu"`.
+        chip: What JAX calls the devices, `jax.devices()[0].device_kind`.
     """
-    return unstacked(model) if platform in _COPYING or modules(model.stacks, Routed) else model
+    is_copying = platform in _COPYING or "7x" in chip.lower()
+    return unstacked(model) if is_copying or modules(model.stacks, Routed) else model
 
 
-_COPYING = ("gpu", "cuda", "rocm")  # platforms whose compilers copy slices of all that a loop reads
+# Platforms whose compilers copy slices of all that a loop reads; TPU7x's brings stacks of weights into other tiles.
+_COPYING = ("gpu", "cuda", "rocm")
 
 
 def _one(stack: Stack, number: int) -> Stack:

@@ -3,7 +3,7 @@
 import abc
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ from .._shapes import ArrayOrShape
 from ._dims import dims
 from ._pallas import compilers
 from ._quantized import quantized, restored
-from ._slots_tpu import kernel_has, write_by_kernel
+from ._slots_tpu import writer_of
 from ._tokens import Tokens
 
 
@@ -190,9 +190,10 @@ def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int 
 
 def _write(memory: Array, slots: Int[Array, "*batch seq"], new: Array, dim: int, layer: Int[Array, ""] | None) -> Array:
     """`memory[row, slot] = new` for each row, or each row's heads; slots, its `dim`, at the capacity are dropped."""
-    if "tpu" in compilers() and kernel_has(memory, dim, layer, slots.shape[-1]):
-        return _written(dim, memory, slots, new, layer)
-    return _scattered(dim, memory, slots, new, layer)
+    of_tpus = writer_of(memory, dim, layer, slots.shape[-1]) if "tpu" in compilers() else None
+    plainly = functools.partial(_scattered, dim)
+    given = memory, slots, new, layer
+    return plainly(*given) if of_tpus is None else _written((of_tpus, plainly), *given)
 
 
 def _scattered(dim: int, memory: Array, slots: Array, new: Array, layer: Array | None) -> Array:
@@ -205,13 +206,13 @@ def _scattered(dim: int, memory: Array, slots: Array, new: Array, layer: Array |
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _written(dim: int, memory: Array, slots: Array, new: Array, layer: Array | None) -> Array:
-    plainly = functools.partial(_scattered, dim)
-    return jax.lax.platform_dependent(memory, slots, new, layer, tpu=write_by_kernel, default=plainly)
+def _written(ways: tuple[Any, Any], memory: Array, slots: Array, new: Array, layer: Array | None) -> Array:
+    of_tpus, plainly = ways
+    return jax.lax.platform_dependent(memory, slots, new, layer, tpu=of_tpus, default=plainly)
 
 
 # The kernel has no derivative, so that gradients are those of the plain way.
-_written.defjvp(lambda dim, primals, tangents: jax.jvp(functools.partial(_scattered, dim), primals, tangents))
+_written.defjvp(lambda ways, primals, tangents: jax.jvp(ways[1], primals, tangents))
 
 
 def of_layer(memory: Array, layer: Int[Array, ""] | None) -> Array:

@@ -1,16 +1,19 @@
-"""A kernel for TPUs by which few tokens of each row are written where a cache lies, in Pallas by Mosaic.
+"""How TPUs write tokens where a cache lies: few of each row by a kernel, in Pallas by Mosaic, many layer by layer.
 
-XLA scatters into memories of 8 bits in a layout of its own. But for channels that fill one vector, where it is the same
-one, the whole stack's array was copied into it, and back, in each layer. The kernel fetches the tiles that hold the
-slots, all at once, and sends them back.
+XLA scatters into memories of 8 bits, and into those whose channels fill no whole vectors, in a layout of its own: the
+whole stack's array was copied into it, and back, in each layer. Arrays of single layers that fit vector memory are
+brought there for it, and back. The kernel fetches the tiles that hold the slots from main memory, all at once, and
+sends them back.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Int, Num
 
 from ._pallas import varying_of
@@ -18,7 +21,7 @@ from ._pallas import varying_of
 
 LANES = 128  # numbers of a vector, of which the last dim of an array fills whole ones
 _FEW = 8  # tokens of a row, which are written one after another
-_BYTES = 2**21  # of tiles that are fetched at once
+_BYTES = 2**21  # of tiles that are fetched at once, with what is written into them
 
 
 def is_turned(kv_seq: int, width: int) -> bool:
@@ -26,12 +29,39 @@ def is_turned(kv_seq: int, width: int) -> bool:
     return kv_seq % LANES == 0 and width % LANES != 0
 
 
-def kernel_has(memory: Array, dim: int, layer: Array | None, seq: int) -> bool:
-    """Whether the kernel writes it: few tokens a row, of channels of 8 bits but of one vector, in whole tiles."""
-    if seq > _FEW or memory.ndim != dim + (2 if layer is None else 3) or memory.dtype.itemsize != 1:
-        return False
-    kv_seq, width = memory.shape[-2:]
-    return width != LANES and kv_seq % _tile(memory, kv_seq, width) == 0
+def writer_of(memory: Array, dim: int, layer: Array | None, seq: int) -> Callable[..., Array] | None:
+    """What writes `seq` tokens a row into slots, a memory's `dim`: the kernel, `fill`, or None: XLA's scatter does."""
+    if memory.ndim != dim + (2 if layer is None else 3):  # without channels
+        return None
+    (kv_seq, width), size = memory.shape[-2:], memory.dtype.itemsize
+    if seq <= _FEW:
+        return write_by_kernel if size <= 4 and kv_seq % _tile(memory, kv_seq, width) == 0 else None
+    return fill if size == 1 or is_turned(kv_seq, width) else None
+
+
+def fill(
+    memory: Num[Array, "*layers_rows_heads kv_seq width"],
+    slots: Int[Array, "*batch seq"],
+    new: Num[Array, "*batch_heads seq width"],
+    layer: Int[Array, ""] | None,
+) -> Num[Array, "*layers_rows_heads kv_seq width"]:
+    """`memory[layer, row, :, slot] = new[row]`, all of the layer anew: a slot takes its token or keeps what it has."""
+    old = memory if layer is None else jax.lax.dynamic_index_in_dim(memory, layer, 0, keepdims=False)
+    *batch, seq = slots.shape
+    places = [jax.lax.broadcasted_iota(jnp.int32, slots.shape, dim) for dim in range(slots.ndim)]
+    tokens = jnp.full((*batch, old.shape[-2]), seq, jnp.int32)
+    tokens = tokens.at[(*places[:-1], slots)].set(places[-1], mode="drop")
+    of_heads = jax.lax.expand_dims(tokens, (*range(len(batch), old.ndim - 2), old.ndim - 1))
+    of_heads = jnp.broadcast_to(of_heads, (*old.shape[:-1], 1))
+    filled = jnp.where(of_heads < seq, jnp.take_along_axis(new, jnp.minimum(of_heads, seq - 1), axis=-2), old)
+    if layer is None:
+        return filled
+    whole = jax.lax.dynamic_update_index_in_dim(memory, filled, layer, 0)
+    if memory.dtype.itemsize > 1:
+        return whole
+    *front, last, channels = range(memory.ndim)
+    order = (*front, channels, last) if is_turned(*memory.shape[-2:]) else (*front, last, channels)
+    return with_layout_constraint(whole, Layout(order))  # of 8 bits XLA chose another, and copied all layers
 
 
 def write_by_kernel(
@@ -62,7 +92,8 @@ def _called(whole: Array, new: Array, slots: Array, layer: Array, turned: bool, 
     kv_seq = whole.shape[-1 if turned else -2]
     tile = _tile(whole, kv_seq, width)
     block = (heads, width, tile) if turned else (heads, tile, width)
-    most = max(1, _BYTES // (math.prod(block) * whole.dtype.itemsize))
+    in_vectors = seq * -(-heads // 8) * 8 * -(-width // LANES) * LANES * new.dtype.itemsize
+    most = max(1, _BYTES // (math.prod(block) * whole.dtype.itemsize + in_vectors))
     chunk = next(size for size in range(min(rows, most), 0, -1) if rows % size == 0)
     moved = 2 * rows * seq * math.prod(block) * whole.dtype.itemsize + new.size * new.dtype.itemsize
     return pl.pallas_call(
@@ -72,14 +103,12 @@ def _called(whole: Array, new: Array, slots: Array, layer: Array, turned: bool, 
             grid=(rows // chunk,),
             in_specs=[
                 pl.BlockSpec((chunk, seq, heads, width), lambda number, *_: (number, 0, 0, 0)),
-                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec(memory_space=tpu.HBM),
             ],
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            out_specs=pl.BlockSpec(memory_space=tpu.HBM),
             scratch_shapes=[tpu.VMEM((chunk, *block), whole.dtype), tpu.SemaphoreType.DMA((chunk,))],
         ),
-        out_shape=jax.ShapeDtypeStruct(
-            whole.shape, whole.dtype, manual_axis_type=varying_of((whole, new, slots, layer))
-        ),
+        out_shape=tpu.HBM.from_type(jax.typeof(whole).update(manual_axis_type=varying_of((whole, new, slots, layer)))),
         input_output_aliases={3: 0},
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved),
         interpret=interpret,

@@ -62,10 +62,19 @@ def decode_shapes(
 
 
 def lowered_decode(
-    plan: parallel.Plan, model: nn.Transformer, rows: int, capacity: int, cache_dtype: str | None = None
+    plan: parallel.Plan,
+    model: nn.Transformer,
+    rows: int,
+    capacity: int,
+    cache_dtype: str | None = None,
+    *,
+    tokens: int = 1,
 ) -> jax.stages.Lowered:
-    """One token more of each of `rows`, by the likeliest of the logits, lowered from shapes, the cache donated."""
-    run, shapes = _decode(plan, *decode_shapes(plan, model, rows, capacity, cache_dtype), rows)
+    """One token more of each of `rows`, by the likeliest of the logits, lowered from shapes, the cache donated.
+
+    It reads the last token of each row, or of a prompt so many `tokens` at once.
+    """
+    run, shapes = _decode(plan, *decode_shapes(plan, model, rows, capacity, cache_dtype), rows, tokens)
     return jax.jit(run, donate_argnums=1).lower(*shapes)
 
 
@@ -75,16 +84,18 @@ def traced_decode(plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int)
     return jax.make_jaxpr(run)(*shapes).jaxpr
 
 
-def _decode(plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int) -> tuple[Callable[..., Any], tuple]:
+def _decode(
+    plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int, tokens: int = 1
+) -> tuple[Callable[..., Any], tuple]:
     """A step of decoding, and the shapes of what it is given."""
     arrays, rest = eqx.partition(served, _is_shape)
     slabs, others = eqx.partition(cache, _is_shape)
-    ids = jax.ShapeDtypeStruct((rows, 1), jnp.int32, sharding=NamedSharding(plan.mesh, PartitionSpec()))
+    ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32, sharding=NamedSharding(plan.mesh, PartitionSpec()))
 
     def run(arrays: PyTree, slabs: PyTree, ids: Any, positions: Any) -> tuple[PyTree, Any]:
         served = eqx.combine(arrays, rest)
         hidden, cache, _ = served.encode(ids, nn.Tokens(positions), eqx.combine(slabs, others))
-        return eqx.filter(cache, eqx.is_array), jnp.argmax(served.unembed(hidden[:, 0]), axis=-1).astype(jnp.int32)
+        return eqx.filter(cache, eqx.is_array), jnp.argmax(served.unembed(hidden[:, -1]), axis=-1).astype(jnp.int32)
 
     return run, (arrays, slabs, ids, ids)
 

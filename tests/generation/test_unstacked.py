@@ -37,9 +37,10 @@ def test_a_platform_that_copies_what_a_loop_reads_has_layers_apart():
     shape: dict[str, Any] = {"vocab": 16, "embed": 16, "layers": 2, "heads": 2, "kv_heads": 1, "mlp": 16}
     dense, mixture = models.LlamaConfig(**shape), models.MixtralConfig(**shape, experts=2, top_k=1)
 
-    def lengths(config, platform):
+    def lengths(config, *where):
         model = eqx.filter_eval_shape(models.build, config, key=jax.random.key(0))
-        return [len(stack) for stack in eqx.filter_eval_shape(generation.for_platform, model, platform).stacks]
+        return [len(stack) for stack in eqx.filter_eval_shape(generation.for_platform, model, *where).stacks]
 
     assert [lengths(dense, platform) for platform in ("gpu", "cpu", "tpu")] == [[1, 1], [2], [2]]
+    assert [lengths(dense, "tpu", chip) for chip in ("TPU7x", "tpu7x", "TPU v6 lite")] == [[1, 1], [1, 1], [2]]
     assert [lengths(mixture, platform) for platform in ("gpu", "cpu", "tpu")] == [[1, 1], [1, 1], [1, 1]]

@@ -1,4 +1,4 @@
-"""The kernel for TPUs by which few tokens are written into caches of 8 bits: as a scatter, to the bit, as plain JAX."""
+"""How TPUs write tokens into caches, by a kernel and layer by layer: as a scatter, to the bit, as plain JAX."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 
 from eqformer import nn
 from eqformer.nn import _slots, _slots_tpu
-from eqformer.nn._slots_tpu import kernel_has, write_by_kernel
+from eqformer.nn._slots_tpu import fill, write_by_kernel, writer_of
 
 
 ROWS, SLOTS = 4, 128
@@ -34,19 +34,20 @@ def given_of(name: str, dtype: Any) -> tuple[Any, ...]:
     return memory, slots, numbers(ROWS, *heads, seq, width), layer
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_scatter_to_the_bit(name, dtype, monkeypatch):
     memory, slots, new, layer = given_of(name, dtype)
     monkeypatch.setattr(_slots_tpu, "_BYTES", 2 * memory[..., :32, :].nbytes // ROWS)  # several programs
     dim = memory.ndim - (2 if layer is None else 3)
     wide = lambda x: np.asarray(x, np.float32)
-    found = wide(write_by_kernel(memory, slots, new, layer, interpret=True))
-    assert np.array_equal(found, wide(_slots._scattered(dim, memory, slots, new, layer)))
-    assert not np.array_equal(found, wide(_slots._scattered(dim, memory, slots + 1, new, layer)))
+    wanted = wide(_slots._scattered(dim, memory, slots, new, layer))
+    assert np.array_equal(wide(write_by_kernel(memory, slots, new, layer, interpret=True)), wanted)
+    assert np.array_equal(wide(jax.jit(fill)(memory, slots, new, layer)), wanted)
+    assert not np.array_equal(wide(_slots._scattered(dim, memory, slots + 1, new, layer)), wanted)
 
 
-def test_tpus_write_few_tokens_of_8_bits_by_it(monkeypatch):
+def test_tpus_write_few_tokens_by_it(monkeypatch):
     arrays: dict[str, Any] = {"latents": jnp.zeros((2, 64, 256)), "rotary_keys": jnp.zeros((2, 64, 64))}
     cache: Any = nn.LatentCache(positions=_slots.empty_slots((2,), 64), **arrays)
     cache = cache.with_scales("int8")
@@ -65,10 +66,13 @@ def test_tpus_write_few_tokens_of_8_bits_by_it(monkeypatch):
     assert "custom_call" not in text("cpu") + plain + text("tpu", seq=9)
 
 
-def test_it_has_whole_tiles_of_8_bits_whose_layout_xla_changes():
-    memory = functools.partial(jnp.zeros, dtype=jnp.int8)
-    assert kernel_has(memory((4, 96, 256)), 1, None, 1) and kernel_has(memory((2, 4, 128, 64)), 1, jnp.zeros(()), 8)
-    assert not kernel_has(memory((4, 100, 256)), 1, None, 1)  # no whole tiles of 32 slots
-    assert not kernel_has(memory((4, 96, 128)), 1, None, 1)  # one vector: XLA's layout is the same one
-    assert not kernel_has(jnp.zeros((4, 96, 256)), 1, None, 1)
-    assert not kernel_has(memory((4, 96)), 1, None, 1)  # scales have no channels
+def test_it_has_few_tokens_of_whole_tiles_and_many_are_filled_in_where_xla_changes_the_layout():
+    narrow = functools.partial(jnp.zeros, dtype=jnp.int8)
+    layer = jnp.zeros((), jnp.int32)
+    few = [(narrow((4, 96, 256)), 1, None), (narrow((2, 4, 128, 64)), 1, layer), (jnp.zeros((4, 96, 128)), 1, None)]
+    assert all(writer_of(*given, seq=8) is write_by_kernel for given in few)
+    assert writer_of(narrow((4, 100, 256)), 1, None, 1) is None  # no whole tiles of 32 slots
+    assert writer_of(narrow((4, 96)), 1, None, 1) is None  # scales have no channels
+    many = [narrow((4, 100, 128)), jnp.zeros((4, 128, 64))]
+    assert all(writer_of(memory, 1, None, 9) is fill for memory in many)
+    assert writer_of(jnp.zeros((4, 128, 128)), 1, None, 9) is None  # XLA's layout is the same one

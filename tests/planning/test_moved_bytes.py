@@ -168,15 +168,16 @@ def moved(
     *,
     axis: str = "tensor",
     chips: str = "v5e:2x4",
+    tokens: int = 1,
 ) -> float:
     """Bytes that a device moves, of those of its weights and caches of 8,192 tokens; two layers of Llama 3's widths."""
     mesh = make_mesh(**{axis: devices}, devices=devices_for(chips if platform == "tpu" else "h100:8")[:devices])
     make = lambda: nn.Precision("bfloat16", "bfloat16").apply(models.build(config, key=jax.random.key(0)))
     model = eqx.filter_eval_shape(make)
     if is_in_place:
-        model = eqx.filter_eval_shape(generation.for_platform, model, platform)
+        model = eqx.filter_eval_shape(generation.for_platform, model, platform, chips)
     given: Any = Plan(mesh), model, rows, 8192, memory
-    text = lowered_decode(*given).compile().as_text()
+    text = lowered_decode(*given, tokens=tokens).compile().as_text()
     assert text is not None
     of_device = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     served, cache = decode_shapes(*given)
@@ -223,8 +224,35 @@ def test_tpus_write_caches_of_8_bits_in_place(name, monkeypatch):
     """By a kernel; XLA's own scatter copies the whole stack's cache in each layer, but for channels of one vector."""
     given: Any = {"config": NARROW[name], "rows": 64, "devices": 8, "memory": "int8"}
     assert moved("tpu", **given) < 1.12
-    monkeypatch.setattr(_slots, "kernel_has", lambda *_: False)
+    monkeypatch.setattr(_slots, "writer_of", lambda *_: None)
     assert moved("tpu", **given) > 20
+
+
+@pytest.mark.parametrize("memory", ["int8", pytest.param(None, marks=pytest.mark.grid)])
+def test_tpus_write_prompts_in_place(memory, monkeypatch):
+    """Much of what they move is activations; XLA's own scatter copies the whole stack's cache in each layer."""
+    deep = dataclasses.replace(NARROW["heads of 64 channels"], layers=16)  # whose cache fits no vector memory
+    given: Any = {"config": deep, "rows": 16, "devices": 8, "memory": memory, "tokens": 256}
+    found = moved("tpu", **given)
+    monkeypatch.setattr(_slots, "writer_of", lambda *_: None)
+    assert moved("tpu", **given) > 3 * found
+
+
+def test_tpus_leave_single_layers_caches_in_main_memory(monkeypatch):
+    """XLA's own scatter brings those that fit into vector memory, and back: 1.24 of what a step needs."""
+    mixture = dataclasses.replace(models.preset("qwen3-30b-a3b"), vocab=4096, layers=4)
+    given: Any = {"config": mixture, "rows": 32, "devices": 8, "axis": "expert"}
+    assert moved("tpu", **given) < 1.05
+    monkeypatch.setattr(_slots, "writer_of", lambda *_: None)
+    assert moved("tpu", **given) > 1.15
+
+
+@pytest.mark.grid
+def test_tpu7x_reads_dense_layers_once_without_a_loop():
+    """Before a loop over layers its compiler brings whole stacks of weights into other tiles."""
+    given: Any = {"config": dataclasses.replace(EIGHT, layers=4), "rows": 64, "devices": 8, "chips": "tpu7x:2x2x1"}
+    assert moved("tpu", **given) < 1.08
+    assert moved("tpu", is_in_place=False, **given) > 1.5
 
 
 @pytest.mark.grid
