@@ -1,5 +1,6 @@
 """Kernels that come with JAX: for which platforms they can be compiled here, and their types under `shard_map`."""
 
+import contextlib
 import importlib.util
 import re
 import types
@@ -11,13 +12,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Shaped
 
 
+_CHOSEN = jax.make_user_context(None)  # of traces that are kept, too
+
+
 def compilers() -> tuple[str, ...]:
     """The accelerators that this installation can compile for, as `jax.lax.platform_dependent` names them.
 
-    What is made for others need not be traced. On a machine with none of them, that leaves programs as they are.
+    What is made for others need not be traced. On a machine with none of them, that leaves programs as they are. Inside
+    `traced_for` it is the platform that is given there.
     """
+    if _CHOSEN.value is not None:
+        return _CHOSEN.value
     plugins = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
     return tuple(name for name, found in plugins.items() if any(importlib.util.find_spec(one) for one in found))
+
+
+def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
+    """Within it programs are traced for a platform, `"tpu"`, `"cuda"` or `"cpu"`, whatever is installed here.
+
+    So a program that is only looked at is the same on each machine. To compile it takes the platform's compiler.
+    """
+    return _CHOSEN(() if platform == "cpu" else (platform,))
 
 
 def typed(function: Callable[..., Any], like: Shaped[Array, "..."]) -> Callable[..., Any]:

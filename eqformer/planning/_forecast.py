@@ -131,7 +131,9 @@ def decode_forecast(
     plan = for_platform(plan, one.platform)
     served, caches = decode_shapes(plan, model, rows, capacity, cache_dtype)
     held = decode_held(served, caches)
-    sent = tuple(traced_sent(traced_decode(plan, served, caches, rows), parallel.axis_sizes(plan.mesh)))
+    with nn.traced_for(one.platform):
+        traced = traced_decode(plan, served, caches, rows)
+    sent = tuple(traced_sent(traced, parallel.axis_sizes(plan.mesh)))
     operations = flops_per_token(model, capacity, backward=False, attention="full") * rows / topology.devices
     products = operations / one.peak(str(jnp.dtype(model.compute_dtype)))
     links = {cause: size / link_speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}

@@ -84,7 +84,8 @@ def _traced(states: training.PlannedState, model: nn.Transformer, batch: Batch, 
     def run(arrays: PyTree, batch: Batch, key: Any) -> PyTree:
         return eqx.filter(gradients(eqx.combine(arrays, rest), batch, key), eqx.is_array)
 
-    traced = jax.make_jaxpr(run)(arrays, batch, jax.eval_shape(lambda: jax.random.key(0)))
+    with nn.traced_for(platform):
+        traced = jax.make_jaxpr(run)(arrays, batch, jax.eval_shape(lambda: jax.random.key(0)))
     return [needed(jaxpr) for jaxpr in per_device(traced.jaxpr)]
 
 

@@ -1,0 +1,37 @@
+"""Programs that are traced for a platform whose compiler is not here."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqformer import nn
+
+
+def test_a_program_is_traced_for_the_platform_that_is_given():
+    """Also what JAX keeps of an earlier trace: the same function gives each platform's own way."""
+    cache = nn.KVCache.empty((2,), 128, (1, 128), (1, 128), "float32")
+
+    @jax.jit
+    def run(cache: Any, new: jax.Array) -> Any:
+        return cache.update(new, new, nn.Tokens(jnp.zeros((2, 1), jnp.int32)))[0]
+
+    def text(platform: str) -> str:
+        with nn.traced_for(platform):
+            return str(jax.make_jaxpr(run)(cache, jnp.zeros((2, 1, 1, 128))))
+
+    assert ["written_slots" in text(platform) for platform in ("tpu", "cpu", "cuda", "tpu")] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("platform, there", [("tpu", ("tpu",)), ("cuda", ("cuda",)), ("cpu", ())])
+def test_its_compiler_is_taken_for_the_only_one(platform, there):
+    installed = nn.compilers()
+    with nn.traced_for(platform):
+        assert nn.compilers() == there
+    assert nn.compilers() == installed
