@@ -1,6 +1,5 @@
 """Layers that read keys of others, and vectors of each token for each layer, under plans: as on one device."""
 
-import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -48,7 +47,7 @@ def test_what_is_left_out_is_seen(what, monkeypatch):
     """Keys of the row's other tokens, and vectors' norms over a device's slice."""
     case = Case(VECTORS, {"tensor": 2})
     if what == "keys":
-        moved = lambda left: dataclasses.replace(left, keys=jnp.roll(left.keys, 1, 1))
+        moved = lambda left: eqx.tree_at(lambda one: one.what.keys, left, jnp.roll(left.what.keys, 1, 1))
         monkeypatch.setattr(_residual, "of_name", lambda left, name: moved(_left.of_name(left, name)))
     else:
         monkeypatch.setattr(_norms.send, "pmean", lambda name, x, axis: x)
