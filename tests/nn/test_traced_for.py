@@ -29,6 +29,17 @@ def test_a_program_is_traced_for_the_platform_that_is_given():
     ]
 
 
+def test_experts_that_were_traced_before_are_traced_anew():
+    experts = nn.Experts(lambda key: nn.GatedMLP(embed=128, mlp=128, key=key), 2, key=jax.random.key(0))
+    rows, sizes = jnp.zeros((32, 128)), jnp.full(2, 16, jnp.int32)
+
+    def text(platform: str) -> str:
+        with nn.traced_for(platform):
+            return str(jax.make_jaxpr(experts.sorted_rows)(rows, sizes))
+
+    assert ["grouped_row_tiles" in text(platform) for platform in ("cpu", "tpu", "cpu")] == [False, True, False]
+
+
 @pytest.mark.parametrize("platform, there", [("tpu", ("tpu",)), ("cuda", ("cuda",)), ("cpu", ())])
 def test_its_compiler_is_taken_for_the_only_one(platform, there):
     installed = nn.compilers()

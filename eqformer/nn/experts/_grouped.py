@@ -56,11 +56,13 @@ def grouped(
     # Within a shard_map of the caller's, gradients of what does not vary are summed by these additions' transposes.
     zero = zero_of(arrays, x, sizes)
     arrays, x = jax.tree.map(lambda a: _typed_like(a, zero), (arrays, x))
-    return _make(structure, tuple(leaves), even, most)(arrays, x, sizes.astype(jnp.int32))
+    return _make(structure, tuple(leaves), even, most, compilers())(arrays, x, sizes.astype(jnp.int32))
 
 
 @functools.lru_cache(maxsize=256)
-def _make(structure: Any, leaves: tuple, even: int | None, most: int | None) -> Callable[[PyTree, Array, Array], Array]:
+def _make(
+    structure: Any, leaves: tuple, even: int | None, most: int | None, platforms: tuple[str, ...]
+) -> Callable[[PyTree, Array, Array], Array]:
     """The function with its gradient; the same for the same modules, so that eager calls compile once."""
     static = jax.tree.unflatten(structure, leaves)
     with_sizes = lambda way, **more: functools.partial(way, even=even, **more)
@@ -71,7 +73,7 @@ def _make(structure: Any, leaves: tuple, even: int | None, most: int | None) -> 
         "cuda": slotted,
         "tpu": (ragged, ragged_forward, ragged_backward) if most is None else slotted,
     }
-    ways = {name: way for name, way in ways.items() if name in ("default", *compilers())}
+    ways = {name: way for name, way in ways.items() if name in ("default", *platforms)}
     given: Any = {"kernels": HOPPER, "in_8_bits": hopper_in_8_bits()}
     hopper = [functools.partial(way, **given) for way in (ragged, ragged_forward, ragged_backward)]
 
