@@ -38,13 +38,14 @@ def temporary_bytes(states: training.PlannedState, model: nn.Transformer, batch:
 
     The loss and its gradients are traced for one device, and the trace is walked through as XLA's compilers for
     `platform` (`tpu` or `cuda`) schedule it: elementwise results that only elementwise operations and sums read are
-    never written, sums and updates take the place of what nothing reads any more, a product that is only added is added
-    in place, and a branch's results are in the place of what they are written over, if in any. On TPUs a cast that is
-    cast back is not made, and an update lays out anew what was made in parts. On GPUs what layers' gradients are added
-    to is made with the first zeros, as are other zeros of the same shape, arrays that are gathered along another dim
-    than their first are held once more, and what is sent runs beside other lines: parameters are gathered a turn early,
-    so that what the last turn keeps is beside what others have kept until it is read, and gradients, made at the end of
-    a turn, are scattered one after another, each beside the next two products.
+    never written, but for what a convolution gives to more than one line, sums and updates take the place of what
+    nothing reads any more, a product that is only added is added in place, and a branch's results are in the place of
+    what they are written over, if in any. On TPUs a cast that is cast back is not made, and an update lays out anew
+    what was made in parts. On GPUs what layers' gradients are added to is made with the first zeros, as are other zeros
+    of the same shape, arrays that are gathered along another dim than their first are held once more, and what is sent
+    runs beside other lines: parameters are gathered a turn early, so that what the last turn keeps is beside what
+    others have kept until it is read, and gradients, made at the end of a turn, are scattered one after another, each
+    beside the next two products.
     """
     found, on_host = [StepBytes({}, 0)], 0
     for jaxpr in _traced(states, model, batch, platform):

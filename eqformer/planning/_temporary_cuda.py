@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ._traced import carry_of, Line, Lines
-from ._traced_uses import Uses, VIEWS, WRITTEN
+from ._traced_uses import is_view, Uses, VIEWS, WRITTEN
 
 
 _SCATTERS = ("psum_scatter", "reduce_scatter")
+_GRADIENTS = ("dot_general", "reduce_sum")
 _PRODUCTS = {"dot_general": 1, "scan": 2}
 
 
@@ -41,16 +42,17 @@ def _scattered_within(uses: Uses, zeros: int) -> bool:
 
 
 def gradients_last(program: Lines) -> list[Line]:
-    """A loop's lines with the products that are scattered over devices behind all others, each before its scatter."""
+    """A loop's lines with the products and sums that are scattered over devices behind all others, each before its
+    scatter: a norm's scale, whose gradient is a sum over tokens, has arrays of all of them wait."""
     made = {value: place for place, line in enumerate(program.lines) for value in line.writes}
     turns: dict[int, int] = {}  # of a line that is late, the place of the scatter with which it goes
     for place, line in enumerate(program.lines):
         before: int | None = place if line.name in _SCATTERS else None
         while before is not None and before not in turns:
             turns[before], source = place, program.lines[before].reads[0]
-            is_product = program.lines[before].name == "dot_general"
-            before = None if is_product or source is None else made.get(source)
-            if before is not None and program.lines[before].name not in (*VIEWS, "convert_element_type", "dot_general"):
+            is_sum = program.lines[before].name in _GRADIENTS and not is_view(program, program.lines[before])
+            before = None if is_sum or source is None else made.get(source)
+            if before is not None and program.lines[before].name not in (*VIEWS, *_GRADIENTS, "convert_element_type"):
                 before = None
     of_late: dict[int | None, int] = {}
     for place, line in enumerate(program.lines):

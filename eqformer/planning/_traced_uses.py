@@ -18,6 +18,12 @@ WRITTEN |= {"all_gather", "all_gather_invariant", "psum_scatter", "reduce_scatte
 WRITTEN |= {"random_bits", "threefry2x32", "custom_vjp_call", "custom_vmap_call", "mpmd_map", "device_put"}
 
 
+def is_view(program: Lines, line: Line) -> bool:
+    """Whether a line gives what it is given in another shape: a sum over dims of one entry does."""
+    given = line.reads[0] if line.name == "reduce_sum" else None
+    return line.name in VIEWS or (given is not None and program.size(given) == program.size(line.writes[0]))
+
+
 class Uses:
     """Who makes and who reads each value, which are views of another, and which are never written to memory."""
 
@@ -27,7 +33,7 @@ class Uses:
         self.made = {value: place for place, line in enumerate(self.lines) for value in line.writes}
         self.views: dict[int, int] = dict(views or {})
         for line in self.lines:
-            if line.name in VIEWS:
+            if is_view(program, line):
                 for given, value in zip(line.reads, line.writes):
                     if given is not None and program.size(given) == program.size(value):
                         self.views[value] = given
@@ -38,6 +44,7 @@ class Uses:
                     if given is not None:
                         self.readers.setdefault(self.root(given), []).append(place)
         self.results = {self.root(value) for value in program.results if value is not None}
+        self._taps = functools.cache(self._found_taps)
         self.fused = {value for value in self.made if self._is_fused(value)}
         self.last = functools.cache(self._last)
 
@@ -56,12 +63,38 @@ class Uses:
         line = self.lines[self.made[value]]
         if value in self.views or value in self.results or line.name in WRITTEN:
             return False
+        if self._is_convolved(value):
+            return False
         readers = {self.lines[place].name for place in self.readers.get(value, [])}
         if line.name in ("broadcast_in_dim", "iota"):
             return readers.isdisjoint(KEEP)
         if line.name == "convert_element_type":  # a lookup casts what it finds
             readers -= {"gather"}
         return readers.isdisjoint(WRITTEN - SUMS)
+
+    def _is_convolved(self, value: int) -> bool:
+        """Whether a sum reads an array more than once, as a convolution does, and is read by more than one line.
+
+        It is written, as that is read in less time than the array again and again.
+        """
+        if self.lines[self.made[value]].name != "add" or len(set(self.readers.get(value, []))) < 2:
+            return False
+        read: dict[int, int] = {}
+        for source, tap in self._taps(value):
+            read[source] = read.get(source, 0) + self.program.size(tap)
+        return any(size > self.program.size(source) for source, size in read.items())
+
+    def _found_taps(self, value: int) -> frozenset[tuple[int, int]]:
+        """The slices that an elementwise value is computed from, each behind what it is of."""
+        line, found = self.lines[self.made[value]], set[tuple[int, int]]()
+        if line.name in WRITTEN:
+            return frozenset()
+        for given in map(self.root, line.reads):
+            if line.name == "slice":
+                found.add((given, value))
+            elif given in self.made and not self._is_convolved(given):
+                found |= self._taps(given)
+        return frozenset(found)
 
     def _last(self, value: int) -> int:
         """The place of the last line that reads a value, also by way of what is never written."""

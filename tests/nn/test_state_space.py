@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from nn_reference import close
 
+from eqformer.nn.recurrent._passed_on import passed_on
 from eqformer.nn.recurrent._state_space import state_space
 
 
@@ -85,3 +86,24 @@ def test_decays_without_bound_have_finite_gradients():
     arrays[3] = arrays[3].at[:, 2].set(-1e4)
     found = outcome(functools.partial(chunked, chunk=4))(arrays, jnp.zeros((BATCH, 6), jnp.int32))
     assert all(bool(jnp.isfinite(x).all()) for x in found)
+
+
+def test_states_and_their_gradients_are_in_the_place_of_what_is_added():
+    """The control is a scan, which makes zeros and writes into them."""
+
+    def scanned(start, kept, added):
+        step = lambda state, given: (state * given[0][:, :, None, :, None] + given[1], state)
+        last, before = jax.lax.scan(step, start, (kept, added))
+        return before, last
+
+    def found(rule):
+        def total(start, kept, x):
+            before, last = rule(start, kept, jnp.sin(x))
+            return jnp.sum(jnp.sin(before)) + jnp.sum(last)
+
+        gradient = jax.jit(jax.grad(total, (0, 1, 2)), donate_argnums=2)
+        given = [jnp.zeros(shape) for shape in ((2, 1, 8, 4, 8), (32, 2, 1, 4), (32, 2, 1, 8, 4, 8))]
+        memory = gradient.lower(*given).compile().memory_analysis()
+        return 0 if memory is None else memory.temp_size_in_bytes / given[2].nbytes
+
+    assert found(passed_on) < 3.3 < 4 < found(scanned)

@@ -109,6 +109,30 @@ def test_gpus_scatter_each_sum_of_a_turn_beside_the_next_two_products():
     assert 4 < found["tpu"] < 4.3 and 3 < found["cuda"] < 3.6
 
 
+def test_gpus_take_a_sum_of_a_turn_that_is_scattered_last():
+    """What is summed waits for all products; the control is a TPU."""
+
+    def turn(x, _):
+        total = jnp.tanh(x @ x).sum(0).reshape(1, N).sum(0)  # a sum over a dim of one entry is a view
+        scattered = send.psum_scatter("gradients over fsdp", total, "fsdp", 0)
+        return x, (scattered, jnp.tanh((x @ x.T) @ x.T).sum())
+
+    run = lambda x: jax.lax.scan(turn, vary(x, ["fsdp"]), length=2)[1][0]
+    (jaxpr,) = per_device(jax.make_jaxpr(filter_shard_map(run, make_mesh(fsdp=8), (P(),), P(None, "fsdp")))(X).jaxpr)
+    found = {platform: peak(jaxpr, platform).size // MATRIX for platform in ("tpu", "cuda")}
+    assert found == {"tpu": 2, "cuda": 3}
+
+
+@pytest.mark.quick
+def test_what_a_convolution_gives_to_more_than_one_line_is_written():
+    both = lambda y: (jnp.sin(y) * jnp.cos(y)).sum()
+    taps = lambda rows: rows[1:] * 2 + rows[:-1]
+    rows = jnp.zeros((N + 1, N))
+    assert most(lambda rows: both(taps(rows)), rows) == MATRIX + 4
+    assert most(lambda rows: jnp.sin(taps(rows)).sum(), rows) == 4  # the control: one line reads it
+    assert most(lambda rows: both(rows[: N // 2] * 2 + rows[N // 2 :]), X) == 4  # each row is read once
+
+
 def test_gpus_make_zeros_of_one_shape_at_once():
     """Those that a table's gradient is added to are there during what comes before; the control is a TPU."""
 

@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ._masked import masked
+
 
 def fading(decay: Float[Array, "n batch heads chunk"], owners: Int[Array, "n batch chunk"]) -> tuple[Array, ...]:
     """What is left of a token at a later one of its chunk, of the state before it at each token, of each token at its
     end, and of the state there; nothing across documents.
     """
     total, (visible, goes_on) = jnp.cumsum(decay, axis=-1), of_one_document(owners)
-    # The exponential of a masked entry may be infinite, and its gradient NaN.
-    within = jnp.where(visible, jnp.exp(jnp.where(visible, total[..., :, None] - total[..., None, :], 0)), 0)
-    passing = jnp.where(goes_on, jnp.exp(total), 0)
+    # Masked before the exponential, which may be infinite, and its gradient NaN.
+    within = jnp.exp(masked(visible, total[..., :, None] - total[..., None, :], total, -jnp.inf))
+    passing = masked(goes_on, jnp.exp(total), total)
     return within, passing, within[..., -1, :], passing[..., -1]
 
 

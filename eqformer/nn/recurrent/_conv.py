@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int, Key
 from .._dims import named_by
 from .._dtype import at_least_float32
 from .._module import Module
+from ._masked import masked
 
 
 class CausalConv(Module):
@@ -56,7 +57,7 @@ class CausalConv(Module):
             is_own = jax.lax.slice_in_dim(owners, tap, tap + seq, axis=along) == documents
             piece = jax.lax.slice_in_dim(x, tap, tap + seq, axis=along)
             is_own = jax.lax.expand_dims(is_own, range(is_own.ndim, piece.ndim))
-            total = total + jnp.where(is_own, piece, 0) * self.weight[..., tap].astype(exact)
+            total = total + masked(is_own, piece, self.weight) * self.weight[..., tap].astype(exact)
         return total if self.bias is None else total + self.bias.astype(exact)
 
     def after(

@@ -14,6 +14,7 @@ from .._linear_map import LinearMap
 from .._slots import check_one_document
 from .._tokens import Tokens
 from ._conv import CausalConv
+from ._masked import masked
 
 
 class Reading(eqx.Module):
@@ -81,7 +82,7 @@ class Reading(eqx.Module):
         return RecurrentCache(state.astype(was.state.dtype), queries, keys, values, lengths)
 
     def _without_padding(self, inputs: Sequence[Array]) -> list[Array]:
-        return [jnp.where(self.is_real[..., None, None], y, 0) for y in inputs]
+        return [masked(self.is_real[..., None, None], y, self.convs[0].weight) for y in inputs]
 
 
 def check_sizes(call: str, *, heads: int, kv_heads: int, chunk: int) -> None:

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ._chunks import cut, fading, product, put_together
+from ._chunks import cut, fading, product
+from ._passed_on import passed_on
 
 
 State = Float[Array, "*batch heads head_dim v_dim"]
@@ -34,26 +35,21 @@ def state_space(
     if seq == 1:
         return _step(query, key, grouped, decay, documents, state)
     size = min(chunk, seq)
-    chunks = lambda x: jnp.moveaxis(cut(x.reshape(-1, *x.shape[len(batch) :]), size), 2, -1)
-    key, query, grouped = (jnp.swapaxes(chunks(x), -2, -1) for x in (key, query, grouped))
+    chunks = lambda x: cut(x.reshape(-1, *x.shape[len(batch) :]), size)
+    # Tokens before a group's heads, so that all that these share is a product of matrices as they lie.
+    query, key, grouped = (jnp.moveaxis(chunks(x), 3, 2) for x in (query, key, grouped))
     # The last chunk is padded with tokens of the last document, of value and decay 0.
     owners = cut(documents.reshape(-1, seq), size, mode="edge")
     by_group = lambda x: x.reshape(*x.shape[:2], groups, heads // groups, *x.shape[3:])
-    within, passing, ending, kept = map(by_group, fading(chunks(decay), owners))
+    within, passing, ending, kept = map(by_group, fading(jnp.moveaxis(chunks(decay), 2, -1), owners))
     scores = product("nbgid,nbgjd->nbgij", query, key)[..., None, :, :] * within
-    output = product("nbgrij,nbgrjv->nbgriv", scores, grouped)
-    added = product("nbgjd,nbgrjv->nbgrdv", key, grouped * ending[..., None])
-
-    def one_chunk(state: Array, given: tuple[Array, Array]) -> tuple[Array, Array]:
-        kept, added = given
-        return state * kept[..., None, None] + added, state
-
-    # The zero has the carry vary, under `shard_map`, over all mesh axes that the later states vary over.
-    start = state.reshape(added.shape[1:]) + jnp.zeros_like(added, shape=())
-    last, before = jax.lax.scan(one_chunk, start, (kept, added))
-    output += product("nbgid,nbgrdv->nbgriv", query, before) * passing[..., None]
-    output = output.reshape(*output.shape[:2], heads, size, v_dim)
-    return put_together(output, batch, seq), last.reshape(state.shape)
+    output = product("nbgrij,nbgjrv->nbgirv", scores, grouped)
+    added = product("nbgjd,nbgjrv->nbgdrv", key, grouped * ending.mT[..., None])
+    start = jnp.swapaxes(by_group(state.reshape(1, -1, *state.shape[len(batch) :]))[0], 2, 3)
+    before, last = passed_on(start, kept, added)
+    output += product("nbgid,nbgdrv->nbgirv", query, before) * passing.mT[..., None]
+    output = jnp.moveaxis(output, (0, 2), (1, 3)).reshape(*batch, -1, heads, v_dim)
+    return jax.lax.slice_in_dim(output, 0, seq, axis=len(batch)), jnp.swapaxes(last, 2, 3).reshape(state.shape)
 
 
 def _step(
