@@ -6,6 +6,7 @@ import pytest
 from nn_reference import close, normal
 
 from eqformer.nn.recurrent._masked import masked
+from eqformer.planning._traced import carry_of, Lines
 
 
 X, WEIGHTS, MASK = normal(1, 6, 5), normal(2, 4, 5), jnp.arange(6)[:, None] % 3 > 0
@@ -21,9 +22,9 @@ def run(rule, weights):
 
 def handed(rule):
     """The sizes of arrays that the loops of a gradient are given and that are the same in each turn."""
-    lines = jax.make_jaxpr(jax.grad(lambda weights: run(rule, weights)))(WEIGHTS).eqns
-    loops = [eqn for eqn in lines if eqn.primitive.name == "scan"]
-    return {v.aval.size for eqn in loops for v in eqn.params["jaxpr"].jaxpr.invars[: eqn.params["num_consts"]]}
+    program = Lines(jax.make_jaxpr(jax.grad(lambda weights: run(rule, weights)))(WEIGHTS).jaxpr)
+    loops = [line for line in program.lines if line.name == "scan"]
+    return {v.aval.size for line in loops for v in line.params["jaxpr"].jaxpr.invars[: carry_of(line)[0]]}
 
 
 @pytest.mark.quick

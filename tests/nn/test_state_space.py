@@ -89,7 +89,7 @@ def test_decays_without_bound_have_finite_gradients():
 
 
 def test_states_and_their_gradients_are_in_the_place_of_what_is_added():
-    """The control is a scan, which makes zeros and writes into them."""
+    """The control is a scan, which needs one array more for them."""
 
     def scanned(start, kept, added):
         step = lambda state, given: (state * given[0][:, :, None, :, None] + given[1], state)
@@ -106,4 +106,4 @@ def test_states_and_their_gradients_are_in_the_place_of_what_is_added():
         memory = gradient.lower(*given).compile().memory_analysis()
         return 0 if memory is None else memory.temp_size_in_bytes / given[2].nbytes
 
-    assert found(passed_on) < 3.3 < 4 < found(scanned)
+    assert found(passed_on) < found(scanned) - 0.9
