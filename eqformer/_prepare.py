@@ -51,7 +51,7 @@ def _flags(devices: int | None, compilers: bool, gradients: bool) -> list[str]:
     """The words of `XLA_FLAGS`: the user's, and those of the others that XLA knows."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     wanted = platform_flags() | ({"xla_gpu_autotune_level": 0} if compilers else {})
-    wanted |= {} if gradients else _FORWARD_FLAGS
+    wanted |= {} if gradients else _FORWARD_FLAGS | (_GPU_FORWARD_FLAGS if _has_gpus() else {})
     flags += as_flags(known(_unset(wanted)))
     if devices is not None:
         flags = [flag for flag in flags if flag.partition("=")[0] != _SIMULATED] + [f"{_SIMULATED}={devices}"]
@@ -121,6 +121,9 @@ _ONCE = {"xla_backend_optimization_level": 1}
 # stood exposed. Gradients are scattered in their own turn: XLA would hold, and copy, them in float32 for the next one
 # (docs/accelerators.md). XLA's latency-hiding scheduler and asynchronous collectives are on by default.
 _GPU_FLAGS = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": False}
+# Maps of one input become one product, of weights that are copied one behind another in each step. With few tokens that
+# is most of what large maps move: a mixer of Mamba-2 read its own twice and wrote them (docs/accelerators.md).
+_GPU_FORWARD_FLAGS = {"xla_gpu_dot_merger_threshold_mb": 1}
 # What of a GPU's memory JAX takes at its start for all its programs; by itself it takes three quarters, and a program
 # has no more. The rest is for CUDA, NCCL and the workspaces of their libraries: NVIDIA's own runs take 0.8 to 0.9.
 GPU_SHARE = 0.9

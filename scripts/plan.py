@@ -7,7 +7,8 @@ from support import environment
 
 if __name__ == "__main__":
     # Nothing runs, so JAX needs no accelerator of its own.
-    environment.prepare([*sys.argv, "--simulate", "1"], compilers=True)
+    is_training = "--decode" not in sys.argv
+    environment.prepare([*sys.argv, "--simulate", "1"], compilers=True, gradients=is_training)
 
 import dataclasses
 import functools

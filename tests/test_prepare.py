@@ -31,6 +31,7 @@ def test_xla_agrees():
     words = (
         _prepare._CPU_FLAGS
         | _prepare._GPU_FLAGS
+        | _prepare._GPU_FORWARD_FLAGS
         | {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
     )
     assert _starts(as_flags(known(words | GONE)))
@@ -53,6 +54,9 @@ def test_flags_for_gpus_are_set_where_there_are_compilers_for_them_and_the_users
     # Gathers are pipelined, scatters are not.
     wanted = {(False, False): [], (False, True): ["false"], (True, False): ["true", "false"]}
     assert set_by == wanted | {(True, True): ["false", "false"]}
+    monkeypatch.setenv("XLA_FLAGS", "")
+    eqformer.prepare(gradients=False)
+    assert "--xla_gpu_dot_merger_threshold_mb=1" in os.environ["XLA_FLAGS"].split()
 
 
 def test_flags_for_tpus_go_to_libtpu_where_it_is_and_knows_them(monkeypatch, tmp_path, caplog):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .._pallas import compilers
 from ._masked import masked
 
 
@@ -45,3 +46,12 @@ def put_together(x: Float[Array, "n rows heads chunk v_dim"], batch: Sequence[in
 def product(pattern: str, one: Array, other: Array) -> Array:
     """An einsum in the dtype of `one`."""
     return jnp.einsum(pattern, one, other, preferred_element_type=one.dtype)
+
+
+def read(query: Float[Array, "... head_dim"], state: Float[Array, "... head_dim v_dim"]) -> Float[Array, "... v_dim"]:
+    """What states hold for a query: on CPUs by a product, and elsewhere by a sum, which is fused with other passes."""
+    by_product = lambda query, state: product("...d,...dv->...v", query, state)
+    by_sum = lambda query, state: jnp.sum(query[..., :, None] * state, axis=-2)
+    if not compilers():
+        return by_product(query, state)
+    return jax.lax.platform_dependent(query, state, cpu=by_product, default=by_sum)

@@ -108,9 +108,7 @@ class GatedDeltaNet(Mixer):
         )
         query, key, value = reading.convolved(inputs)
         exact, is_real = query.dtype, reading.is_real[..., None]
-        copies = value.shape[-2] // key.shape[-2]
-        query, key = (jnp.repeat(unit(y), copies, axis=-2) for y in (query, key))
-        query = query * key.shape[-1] ** -0.5
+        query, key = unit(query) * key.shape[-1] ** -0.5, unit(key)
         decay = jax.nn.softplus(self.decay(x).astype(exact) + self.decay_bias.astype(exact))
         decay = jnp.where(is_real, -jnp.exp(self.log_rate.astype(exact)) * decay, 0)
         rate = jnp.where(is_real, jax.nn.sigmoid(self.rate(x)).astype(exact), 0)

@@ -5,15 +5,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ._channel_fading import BLOCK, fading_by_channel
-from ._chunks import cut, fading, product, put_together
+from ._chunks import cut, fading, product, put_together, read
 
 
 State = Float[Array, "*batch heads head_dim v_dim"]
 
 
 def delta_rule(
-    query: Float[Array, "*batch seq heads head_dim"],
-    key: Float[Array, "*batch seq heads head_dim"],
+    query: Float[Array, "*batch seq kv_heads head_dim"],
+    key: Float[Array, "*batch seq kv_heads head_dim"],
     value: Float[Array, "*batch seq heads v_dim"],
     rate: Float[Array, "*batch seq heads"],
     decay: Float[Array, "..."],
@@ -27,7 +27,8 @@ def delta_rule(
     `S_t = e^decay_t S_(t-1) + rate_t k_t (v_t - e^decay_t S_(t-1)^T k_t)^T`: what the state holds for a key is moved
     towards its value. `state` is of document 0, and each further document begins with zeros. A token of rate and decay
     0 changes nothing. One token is one step; more are computed by chunks, in products of `chunk x chunk` (section 3.3
-    there), one chunk after another, so that time and memory grow with `seq * chunk`. All arrays are of one dtype.
+    there), one chunk after another, so that time and memory grow with `seq * chunk`. Each key and query serves
+    `heads / kv_heads` neighbouring heads. All arrays are of one dtype.
 
     `decay` is that of a head, of shape `*batch seq heads`, or of each channel of its keys, `*batch seq heads head_dim`
     (Kimi team 2025, arXiv:2510.26692).
@@ -35,6 +36,8 @@ def delta_rule(
     decay = decay[..., None] if decay.ndim == rate.ndim else decay
     if query.shape[-3] == 1:
         return _step(query, key, value, rate, decay, documents, state)
+    copies = value.shape[-2] // key.shape[-2]
+    query, key = (jnp.repeat(x, copies, axis=-2) for x in (query, key))
     batch, seq = query.shape[:-3], query.shape[-3]
     is_by_head = decay.shape[-1] == 1
     size = min(chunk, seq if is_by_head else seq + -seq % BLOCK)
@@ -71,13 +74,16 @@ def delta_rule(
 def _step(
     query: Array, key: Array, value: Array, rate: Array, decay: Array, documents: Array, state: Array
 ) -> tuple[Array, Array]:
-    query, key, value = (x[..., 0, :, :] for x in (query, key, value))
+    # A gather: to simplify the indices of repeated heads takes XLA's fusion for GPUs half a minute a layer.
+    owner = jnp.arange(value.shape[-2]) // (value.shape[-2] // key.shape[-2])
+    query, key, value = query[..., 0, owner, :], key[..., 0, owner, :], value[..., 0, :, :]
     rate, decay = rate[..., 0, :], decay[..., 0, :, :]
     goes_on = documents[..., 0, None, None, None] == 0
-    state = jnp.where(goes_on, state * jnp.exp(decay)[..., None], 0)
-    news = rate[..., None] * (value - product("...hd,...hdv->...hv", key, state))
-    state = state + key[..., :, None] * news[..., None, :]
-    return product("...hd,...hdv->...hv", query, state)[..., None, :, :], state
+    faded = jnp.where(goes_on, state * jnp.exp(decay)[..., None], 0)
+    held, asked = read(key, faded), read(query, faded)
+    news = rate[..., None] * (value - held)
+    answer = asked + jnp.sum(query * key, axis=-1, keepdims=True) * news
+    return answer[..., None, :, :], faded + key[..., :, None] * news[..., None, :]
 
 
 def _solved(system: Float[Array, "n b h chunk chunk"], sides: Float[Array, "n b h chunk d"]) -> Array:

@@ -1,9 +1,12 @@
 """The state-space recurrence of Mamba-2: a matrix a head that fades, takes up a value by its key, answers queries."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._pallas import compilers
 from ._chunks import cut, fading, product
 from ._passed_on import passed_on
 
@@ -62,7 +65,21 @@ def _step(
 ) -> tuple[Float[Array, "*batch 1 heads v_dim"], State]:
     goes_on = documents[..., 0, None, None, None] == 0
     state = jnp.where(goes_on, state * jnp.exp(decay[..., 0, :, None, None]), 0)
-    added = product("...gd,...grv->...grdv", key[..., 0, :, :], grouped[..., 0, :, :, :])
-    state = state + added.reshape(state.shape)
-    answer = product("...gd,...grdv->...grv", query[..., 0, :, :], state.reshape(added.shape))
-    return answer.reshape(*state.shape[:-2], state.shape[-1])[..., None, :, :], state
+    added = key[..., 0, :, None, :, None] * grouped[..., 0, :, :, None, :]
+    answer = functools.partial(_answer, query[..., 0, :, :], key[..., 0, :, :], grouped[..., 0, :, :, :])
+    before, state = state.reshape(added.shape), state + added.reshape(state.shape)
+    found = answer(before, state.reshape(added.shape))
+    return found.reshape(*state.shape[:-2], state.shape[-1])[..., None, :, :], state
+
+
+def _answer(query: Array, key: Array, value: Array, before: Array, state: Array) -> Array:
+    """What a state answers. Accelerators sum it over the state before its token, and so read and write it at once."""
+    by_product = lambda before, state: product("...gd,...grdv->...grv", query, state)
+
+    def by_sum(before: Array, state: Array) -> Array:
+        own = jnp.sum(query * key, axis=-1)[..., None, None] * value
+        return jnp.sum(query[..., None, :, None] * before, axis=-2) + own
+
+    if not compilers():
+        return by_product(before, state)
+    return jax.lax.platform_dependent(before, state, cpu=by_product, default=by_sum)
