@@ -72,7 +72,13 @@ def lowered_decode(
 ) -> jax.stages.Lowered:
     """One token more of each of `rows`, by the likeliest of the logits, lowered from shapes, the cache donated.
 
-    It reads the last token of each row, or of a prompt so many `tokens` at once.
+    Args:
+        plan: Where the model is served.
+        model: Its shapes.
+        rows: Rows that are decoded together.
+        capacity: Slots of a row's caches.
+        cache_dtype: What keys and values are kept in; None: the compute dtype.
+        tokens: How many of each row are read: the last one, or so many of a prompt.
     """
     run, shapes = _decode(plan, *decode_shapes(plan, model, rows, capacity, cache_dtype), rows, tokens)
     return jax.jit(run, donate_argnums=1).lower(*shapes)
