@@ -99,7 +99,7 @@ from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import GatedMLP as GatedMLP, MLP as MLP
 from ._module import Module as Module
 from ._norm import Clipped as Clipped, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
-from ._pallas import compilers as compilers, traced_for as traced_for
+from ._pallas import compilers as compilers, cpu_or as cpu_or, traced_for as traced_for
 from ._precision import cast as cast, Precision as Precision
 from ._prediction_head import PredictionHead as PredictionHead
 from ._predictor import Predictor as Predictor

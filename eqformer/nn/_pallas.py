@@ -35,6 +35,11 @@ def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
     return _CHOSEN(() if platform == "cpu" else (platform,))
 
 
+def cpu_or(cpu: Callable[..., Any], default: Callable[..., Any], *given: PyTree) -> Any:
+    """What `cpu` gives on CPUs and `default` elsewhere, which is traced where something else can be compiled for."""
+    return jax.lax.platform_dependent(*given, cpu=cpu, default=default) if compilers() else cpu(*given)
+
+
 def typed(function: Callable[..., Any], like: Shaped[Array, "..."]) -> Callable[..., Any]:
     """A function of JAX's kernels whose results vary over the mesh axes that `like` varies over.
 

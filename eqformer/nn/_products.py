@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ._dtype import at_least_float32
-from ._pallas import compilers
+from ._pallas import cpu_or
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class InComputeDtype(Products):
             each = [together(one, weight) for one in x.reshape(math.prod(x.shape[:-1]), x.shape[-1])]
             return jnp.stack(each).reshape(*x.shape[:-1], weight.shape[0])
 
-        return jax.lax.platform_dependent(x, weight, cpu=apart, default=together) if compilers() else apart(x, weight)
+        return cpu_or(apart, together, x, weight)
 
     def to_input(
         self, gradient: Float[Array, "*batch outputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from .._shapes import Batch
-from ..nn import compilers
+from ..nn import cpu_or
 from ..parallel import is_narrow, routed, stand_in, vary, varying_axes
 from ._gradient_norms import module_gradient_norms
 from ._loss_scale import loss_scale, LossScale, Scale, seed, unscaled
@@ -204,9 +204,7 @@ def updated_if(is_meant: Bool[Array, ""], update: Callable[..., Any], *state: Py
     def choices(is_meant: Array, *state: PyTree) -> Any:
         return jax.tree.map(lambda new, old: jnp.where(is_meant, new, old), update(*state), state)
 
-    if not compilers():  # what is for other platforms need not be traced
-        return branch(is_meant, *state)
-    return jax.lax.platform_dependent(is_meant, *state, cpu=branch, default=choices)
+    return cpu_or(branch, choices, is_meant, *state)
 
 
 def accumulated_gradients(loss_fn: LossFn, microbatches: int = 1, trained: Trained = trainable) -> Callable[..., Any]:

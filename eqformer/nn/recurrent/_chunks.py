@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._pallas import compilers
+from .._pallas import cpu_or
 from ._masked import masked
 
 
@@ -52,6 +52,4 @@ def read(query: Float[Array, "... head_dim"], state: Float[Array, "... head_dim 
     """What states hold for a query: on CPUs by a product, and elsewhere by a sum, which is fused with other passes."""
     by_product = lambda query, state: product("...d,...dv->...v", query, state)
     by_sum = lambda query, state: jnp.sum(query[..., :, None] * state, axis=-2)
-    if not compilers():
-        return by_product(query, state)
-    return jax.lax.platform_dependent(query, state, cpu=by_product, default=by_sum)
+    return cpu_or(by_product, by_sum, query, state)

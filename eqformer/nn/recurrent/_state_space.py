@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._pallas import compilers
+from .._pallas import cpu_or
 from ._chunks import cut, fading, product
 from ._passed_on import passed_on
 
@@ -80,6 +80,4 @@ def _answer(query: Array, key: Array, value: Array, before: Array, state: Array)
         own = jnp.sum(query * key, axis=-1)[..., None, None] * value
         return jnp.sum(query[..., None, :, None] * before, axis=-2) + own
 
-    if not compilers():
-        return by_product(before, state)
-    return jax.lax.platform_dependent(before, state, cpu=by_product, default=by_sum)
+    return cpu_or(by_product, by_sum, before, state)
