@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from ._dtype import float_dtype
+from ._layer_cache import LayerCache, of_layer
 from ._quantized import restored
-from ._slots import empty_slots, of_layer, remembered, SlotCache
+from ._slots import empty_slots, remembered, SlotCache
 from ._tokens import Tokens
 
 
@@ -152,11 +153,12 @@ class LatentCache(SlotCache):
         return kept, seen[0], seen[1], Tokens(seen[2])
 
 
-class RecurrentCache(eqx.Module):
+class RecurrentCache(LayerCache):
     """The cache of a gated delta net or a Mamba-2, whose size does not depend on the length of its rows.
 
     `state` is the recurrent state, in float32 at least; `queries`, `keys` and `values` are those of the last tokens,
-    before the convolutions; `lengths` is the position of each row's next token.
+    before the convolutions; `lengths` is the position of each row's next token. Of a stack's cache, `layer` is the
+    layer that reads and writes.
     """
 
     state: Float[Array, "*batch heads head_dim v_dim"]
@@ -164,6 +166,7 @@ class RecurrentCache(eqx.Module):
     keys: Float[Array, "*batch kept kv_heads head_dim"]
     values: Float[Array, "*batch kept heads v_dim"]
     lengths: Int[Array, "*batch"]
+    layer: Int[Array, ""] | None = None
 
 
 class ConvCache(eqx.Module):

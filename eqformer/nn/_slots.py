@@ -3,7 +3,7 @@
 import abc
 import functools
 from collections.abc import Sequence
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -14,22 +14,20 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .._shapes import ArrayOrShape
 from ._dims import dims
-from ._pallas import compilers
+from ._layer_cache import LayerCache, of_layer
+from ._pallas import tpu_or
 from ._quantized import quantized, restored
 from ._slots_tpu import writer_of
 from ._tokens import Tokens
 
 
-class SlotCache(eqx.Module):
+class SlotCache(LayerCache):
     """Memories of past tokens in slots. A token's slot is its position (modulo the capacity where `rolling`).
 
     Its arrays name their dim of slots `kv_seq`, so that slots may be split over devices. Rows may have different
     lengths: a slot's position says whether it is filled (-1: empty). A cache that is not rolling does not store tokens
     beyond its capacity, and `without_room` makes the output of attention NaN for them. A shard of a cache has those of
     its `capacity` slots that begin at `first`.
-
-    A stack's cache has a dim of layers in front. Each layer is given the whole of it with its own `layer`, and writes
-    its new tokens where they belong: a slice of it would be copied out and back for a few tokens.
 
     Memories of 8 bits (`with_scales`) have a scale for each token, and head: they are rounded when they are stored, and
     what is seen of them is made of the rounded numbers, of the new tokens too.
@@ -40,13 +38,11 @@ class SlotCache(eqx.Module):
         rolling: bool = eqx.field(init=False)
         first: Array | None = eqx.field(init=False)
         capacity: int | None = eqx.field(init=False)
-        layer: Array | None = eqx.field(init=False)
     else:
         positions: eqx.AbstractVar[Int[Array, "*batch kv_seq"]]
         rolling: eqx.AbstractVar[bool]
         first: eqx.AbstractVar[Int[Array, "*batch"] | None]
         capacity: eqx.AbstractVar[int | None]
-        layer: eqx.AbstractVar[Int[Array, ""] | None]
 
     @abc.abstractmethod
     def with_scales(self, dtype: str) -> "SlotCache":
@@ -190,10 +186,9 @@ def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int 
 
 def _write(memory: Array, slots: Int[Array, "*batch seq"], new: Array, dim: int, layer: Int[Array, ""] | None) -> Array:
     """`memory[row, slot] = new` for each row, or each row's heads; slots, its `dim`, at the capacity are dropped."""
-    of_tpus = writer_of(memory, dim, layer, slots.shape[-1]) if "tpu" in compilers() else None
-    plainly = functools.partial(_scattered, dim)
+    of_tpus, plainly = writer_of(memory, dim, layer, slots.shape[-1]), functools.partial(_scattered, dim)
     given = memory, slots, new, layer
-    return plainly(*given) if of_tpus is None else _written((of_tpus, plainly), *given)
+    return plainly(*given) if of_tpus is None else tpu_or(of_tpus, plainly, *given)
 
 
 def _scattered(dim: int, memory: Array, slots: Array, new: Array, layer: Array | None) -> Array:
@@ -203,21 +198,6 @@ def _scattered(dim: int, memory: Array, slots: Array, new: Array, layer: Array |
     places = [jax.lax.broadcasted_iota(jnp.int32, shape, number) for number in range(dim)]
     layers = () if layer is None else (jnp.broadcast_to(layer, shape),)
     return memory.at[(*layers, *places, of_heads)].set(new, mode="drop")
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _written(ways: tuple[Any, Any], memory: Array, slots: Array, new: Array, layer: Array | None) -> Array:
-    of_tpus, plainly = ways
-    return jax.lax.platform_dependent(memory, slots, new, layer, tpu=of_tpus, default=plainly)
-
-
-# The kernel has no derivative, so that gradients are those of the plain way.
-_written.defjvp(lambda ways, primals, tangents: jax.jvp(ways[1], primals, tangents))
-
-
-def of_layer(memory: Array, layer: Int[Array, ""] | None) -> Array:
-    """Of an array of a stack's cache the part of a layer, or all where there is no dim of layers."""
-    return memory if layer is None else jax.lax.dynamic_index_in_dim(memory, layer, 0, keepdims=False)
 
 
 def _like(flags: Array, x: Array) -> Array:

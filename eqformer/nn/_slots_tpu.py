@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Int, Num
 
+from ._layer_cache import of_layer, with_layer
 from ._pallas import varying_of
 
 
@@ -46,7 +47,7 @@ def fill(
     layer: Int[Array, ""] | None,
 ) -> Num[Array, "*layers_rows_heads kv_seq width"]:
     """`memory[layer, row, :, slot] = new[row]`, all of the layer anew: a slot takes its token or keeps what it has."""
-    old = memory if layer is None else jax.lax.dynamic_index_in_dim(memory, layer, 0, keepdims=False)
+    old = of_layer(memory, layer)
     *batch, seq = slots.shape
     places = [jax.lax.broadcasted_iota(jnp.int32, slots.shape, dim) for dim in range(slots.ndim)]
     tokens = jnp.full((*batch, old.shape[-2]), seq, jnp.int32)
@@ -56,7 +57,7 @@ def fill(
     filled = jnp.where(of_heads < seq, jnp.take_along_axis(new, jnp.minimum(of_heads, seq - 1), axis=-2), old)
     if layer is None:
         return filled
-    whole = jax.lax.dynamic_update_index_in_dim(memory, filled, layer, 0)
+    whole = with_layer(memory, filled, layer)
     if memory.dtype.itemsize > 1:
         return whole
     *front, last, channels = range(memory.ndim)

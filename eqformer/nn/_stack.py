@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from ._contracts import Layer
 from ._dims import ensemble
 from ._dtype import in_dtypes_of, in_float32
+from ._layer_cache import LayerCache, of_layer, with_layer
 from ._left import last_layers, only
 from ._quantized import memory_dtype
-from ._slots import in_memory, SlotCache, with_rollback
+from ._slots import in_memory, with_rollback
 from ._tokens import Tokens, tokens_or_default
 
 
@@ -118,29 +119,25 @@ def _by_layer(
 
 
 def _of_layer(caches: PyTree, place: Int[Array, ""]) -> PyTree:
-    """A layer's own cache: of slots the whole stack's, with the layer's place, of anything else its slice."""
+    """A layer's own cache: where it takes the whole stack's, that with the layer's place, and else its slice."""
 
     def one(cache: PyTree) -> PyTree:
-        if _has_slots(cache):
-            return dataclasses.replace(cache, layer=place)
-        return jax.lax.dynamic_index_in_dim(cache, place, 0, keepdims=False)
+        return dataclasses.replace(cache, layer=place) if _is_whole(cache) else of_layer(cache, place)
 
-    return jax.tree.map(one, caches, is_leaf=_has_slots)
+    return jax.tree.map(one, caches, is_leaf=_is_whole)
 
 
 def _with_layer(caches: PyTree, kept: PyTree, place: Int[Array, ""]) -> PyTree:
     """The stack's caches with what a layer gave back."""
 
     def one(old: PyTree, new: PyTree) -> PyTree:
-        if _has_slots(old):
-            return dataclasses.replace(new, layer=None)
-        return jax.lax.dynamic_update_index_in_dim(old, new, place, 0)
+        return dataclasses.replace(new, layer=None) if _is_whole(old) else with_layer(old, new, place)
 
-    return jax.tree.map(one, caches, kept, is_leaf=_has_slots)
+    return jax.tree.map(one, caches, kept, is_leaf=_is_whole)
 
 
-def _has_slots(node: object) -> TypeGuard[SlotCache]:
-    return isinstance(node, SlotCache)
+def _is_whole(node: object) -> TypeGuard[LayerCache]:
+    return isinstance(node, LayerCache)
 
 
 _POLICIES = jax.checkpoint_policies

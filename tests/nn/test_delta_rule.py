@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from nn_reference import close
 
 from eqformer.nn.recurrent._delta_rule import delta_rule
+from eqformer.nn.recurrent._states import States
 from eqformer.parallel import make_mesh
 
 
@@ -67,7 +68,7 @@ def of_each_head(arrays, owners):
 
 def ruled(arrays, owners, chunk):
     query, key, value, rate, decay, state = arrays
-    return delta_rule(query, key, value, rate, decay, owners, state, chunk=chunk)
+    return delta_rule(query, key, value, rate, decay, owners, States(state, owners[:, 0] > 0), chunk=chunk)
 
 
 @pytest.mark.parametrize(

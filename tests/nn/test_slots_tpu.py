@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eqformer import nn
-from eqformer.nn import _slots, _slots_tpu
+from eqformer.nn import _pallas, _slots, _slots_tpu
 from eqformer.nn._slots_tpu import fill, write_by_kernel, writer_of
 
 
@@ -59,9 +59,9 @@ def test_tpus_write_few_tokens_by_it(monkeypatch):
         new = jnp.zeros((2, seq, 256)), jnp.zeros((2, seq, 64)), jnp.zeros((2, seq), jnp.int32)
         return jax.jit(run).trace(cache, *new).lower(lowering_platforms=(platform,)).as_text()
 
-    monkeypatch.setattr(_slots, "compilers", lambda: ())
+    monkeypatch.setattr(_pallas, "compilers", lambda: ())
     plain = text("tpu")
-    monkeypatch.setattr(_slots, "compilers", lambda: ("tpu",))
+    monkeypatch.setattr(_pallas, "compilers", lambda: ("tpu",))
     assert text("tpu").count("tpu_custom_call") == 2
     assert "custom_call" not in text("cpu") + plain + text("tpu", seq=9)
 

@@ -10,6 +10,7 @@ from nn_reference import close
 
 from eqformer.nn.recurrent._passed_on import passed_on
 from eqformer.nn.recurrent._state_space import state_space
+from eqformer.nn.recurrent._states import States
 
 
 BATCH, GROUPS, HEADS, HEAD_DIM, V_DIM = 2, 2, 6, 4, 5
@@ -48,7 +49,7 @@ def literal(arrays, owners):
 
 def chunked(arrays, owners, chunk):
     query, key, value, decay, state = arrays
-    return state_space(query, key, value, decay, owners, state, chunk=chunk)
+    return state_space(query, key, value, decay, owners, States(state, owners[:, 0] > 0), chunk=chunk)
 
 
 def outcome(rule):

@@ -12,6 +12,7 @@ from compilers import devices_for
 from eqformer import generation, models, nn
 from eqformer.nn import _slots
 from eqformer.nn.cores import _cached_kernel_tpu
+from eqformer.nn.recurrent import _states
 from eqformer.parallel import make_mesh, Plan
 from eqformer.planning import decode_shapes, lowered_decode, moved_bytes
 
@@ -181,8 +182,12 @@ def moved(
     assert text is not None
     of_device = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     served, cache = decode_shapes(*given)
-    needed = sum(map(of_device, jax.tree.leaves((served, cache)))) - of_device(served.model.embedding.weight)
-    return moved_bytes(text) / needed  # of the table of ids the rows' alone are read
+    needed = sum(map(of_device, jax.tree.leaves((served, cache))))
+    is_recurrent = lambda node: isinstance(node, nn.RecurrentCache)
+    caches = filter(is_recurrent, jax.tree.leaves(cache, is_leaf=is_recurrent))
+    needed += sum(of_device(one.state) for one in caches)  # are written, too
+    is_table = served.model.head is not None  # of ids, of which the rows' alone are read
+    return moved_bytes(text) / (needed - of_device(served.model.embedding.weight) * is_table)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
@@ -245,6 +250,21 @@ def test_tpus_leave_single_layers_caches_in_main_memory(monkeypatch):
     assert moved("tpu", **given) < 1.05
     monkeypatch.setattr(_slots, "writer_of", lambda *_: None)
     assert moved("tpu", **given) > 1.15
+
+
+RECURRENT = {
+    "state spaces": dataclasses.replace(models.preset("mamba2-1.3b"), vocab=4096, layers=6),
+    "delta nets": dataclasses.replace(models.preset("qwen3.5-9b"), vocab=4096, layers=4),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_tpus_read_and_write_states_once(name, monkeypatch):
+    """By a kernel that is given the stack's states; XLA reads them twice."""
+    given: Any = {"config": RECURRENT[name], "rows": 64, "devices": 4}
+    found = moved("tpu", **given)
+    monkeypatch.setattr(_states, "kernel_has", lambda *_: False)
+    assert found < 1.03 and moved("tpu", **given) > found + 0.08
 
 
 @pytest.mark.grid

@@ -115,10 +115,10 @@ class ChannelDeltaNet(Mixer):
         steps = jax.nn.softplus(self.decay_up(self.decay_down(x)).astype(exact) + self.decay_bias.astype(exact))
         decay = jnp.where(is_real[..., None], -jnp.exp(self.log_rate.astype(exact))[:, None] * steps, 0)
         rate = jnp.where(is_real, jax.nn.sigmoid(self.rate(x)).astype(exact), 0)
-        state = reading.state(key, value)
-        attended, state = delta_rule(query, key, value, rate, decay, reading.documents, state, chunk=self.chunk)
+        states = reading.states(key, value)
+        attended, after = delta_rule(query, key, value, rate, decay, reading.documents, states, chunk=self.chunk)
         gate = jax.nn.sigmoid(self.gate_up(self.gate_down(x)).astype(exact))
-        return self.output((self.norm(attended) * gate).astype(x.dtype)), reading.cache_after(inputs, state)
+        return self.output((self.norm(attended) * gate).astype(x.dtype)), reading.cache_after(inputs, after)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> RecurrentCache:
         """An empty cache; `capacity` does not matter."""

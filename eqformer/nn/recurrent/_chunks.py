@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._pallas import cpu_or
 from ._masked import masked
 
 
@@ -46,10 +45,3 @@ def put_together(x: Float[Array, "n rows heads chunk v_dim"], batch: Sequence[in
 def product(pattern: str, one: Array, other: Array) -> Array:
     """An einsum in the dtype of `one`."""
     return jnp.einsum(pattern, one, other, preferred_element_type=one.dtype)
-
-
-def read(query: Float[Array, "... head_dim"], state: Float[Array, "... head_dim v_dim"]) -> Float[Array, "... v_dim"]:
-    """What states hold for a query: on CPUs by a product, and elsewhere by a sum, which is fused with other passes."""
-    by_product = lambda query, state: product("...d,...dv->...v", query, state)
-    by_sum = lambda query, state: jnp.sum(query[..., :, None] * state, axis=-2)
-    return cpu_or(by_product, by_sum, query, state)

@@ -112,11 +112,11 @@ class GatedDeltaNet(Mixer):
         decay = jax.nn.softplus(self.decay(x).astype(exact) + self.decay_bias.astype(exact))
         decay = jnp.where(is_real, -jnp.exp(self.log_rate.astype(exact)) * decay, 0)
         rate = jnp.where(is_real, jax.nn.sigmoid(self.rate(x)).astype(exact), 0)
-        state = reading.state(key, value)
-        attended, state = delta_rule(query, key, value, rate, decay, reading.documents, state, chunk=self.chunk)
+        states = reading.states(key, value)
+        attended, after = delta_rule(query, key, value, rate, decay, reading.documents, states, chunk=self.chunk)
         attended = self.norm(attended.astype(x.dtype))
         gated = attended.astype(exact) * jax.nn.silu(self.gate(x).astype(exact))
-        return self.output(gated.astype(x.dtype)), reading.cache_after(inputs, state)
+        return self.output(gated.astype(x.dtype)), reading.cache_after(inputs, after)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> RecurrentCache:
         """An empty cache; `capacity` does not matter."""

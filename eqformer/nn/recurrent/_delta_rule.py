@@ -5,10 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ._channel_fading import BLOCK, fading_by_channel
-from ._chunks import cut, fading, product, put_together, read
-
-
-State = Float[Array, "*batch heads head_dim v_dim"]
+from ._chunks import cut, fading, product, put_together
+from ._states import States
+from ._step_order import Order
 
 
 def delta_rule(
@@ -18,16 +17,16 @@ def delta_rule(
     rate: Float[Array, "*batch seq heads"],
     decay: Float[Array, "..."],
     documents: Int[Array, "*batch seq"],
-    state: State,
+    states: States,
     *,
     chunk: int,
-) -> tuple[Float[Array, "*batch seq heads v_dim"], State]:
-    """Each token's answer `S_t^T q_t`, and the last state (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, eq. 10).
+) -> tuple[Float[Array, "*batch seq heads v_dim"], Float[Array, "*layers_batch heads head_dim v_dim"]]:
+    """Each token's answer `S_t^T q_t`, and the memory of the last states (arXiv:2412.06464, eq. 10).
 
     `S_t = e^decay_t S_(t-1) + rate_t k_t (v_t - e^decay_t S_(t-1)^T k_t)^T`: what the state holds for a key is moved
-    towards its value. `state` is of document 0, and each further document begins with zeros. A token of rate and decay
-    0 changes nothing. One token is one step; more are computed by chunks, in products of `chunk x chunk` (section 3.3
-    there), one chunk after another, so that time and memory grow with `seq * chunk`. Each key and query serves
+    towards its value (Yang, Kautz and Hatamizadeh 2024). Each further document begins with zeros. A token of rate and
+    decay 0 changes nothing. One token is one step; more are computed by chunks, in products of `chunk x chunk` (section
+    3.3 there), one chunk after another, so that time and memory grow with `seq * chunk`. Each key and query serves
     `heads / kv_heads` neighbouring heads. All arrays are of one dtype.
 
     `decay` is that of a head, of shape `*batch seq heads`, or of each channel of its keys, `*batch seq heads head_dim`
@@ -35,7 +34,7 @@ def delta_rule(
     """
     decay = decay[..., None] if decay.ndim == rate.ndim else decay
     if query.shape[-3] == 1:
-        return _step(query, key, value, rate, decay, documents, state)
+        return _of_one_token(query, key, value, rate, decay, states)
     copies = value.shape[-2] // key.shape[-2]
     query, key = (jnp.repeat(x, copies, axis=-2) for x in (query, key))
     batch, seq = query.shape[:-3], query.shape[-3]
@@ -65,25 +64,33 @@ def delta_rule(
         output = product("bhid,bhdv->bhiv", asked, state) + product("bhij,bhjv->bhiv", scores, news)
         return state * kept[..., None] + product("bhjd,bhjv->bhdv", stored, news), output
 
+    state = states.first(value.dtype)
     # The zero has the carry vary, under `shard_map`, over all mesh axes that the later states vary over.
     start = state.reshape(-1, *state.shape[len(batch) :]) + jnp.zeros_like(solved, shape=())
     last, output = jax.lax.scan(one_chunk, start, (added, corrected, scores, asked, stored, kept))
-    return put_together(output, batch, seq), last.reshape(state.shape)
+    return put_together(output, batch, seq), states.replaced(last.reshape(state.shape))
+
+
+def _of_one_token(
+    query: Array, key: Array, value: Array, rate: Array, decay: Array, states: States
+) -> tuple[Array, Array]:
+    """All heads are of one group, which differ in their keys."""
+    copies = value.shape[-2] // key.shape[-2]
+    if copies > 1:
+        # A gather: to simplify the indices of repeated heads takes XLA's fusion for GPUs half a minute a layer.
+        owner = jnp.arange(value.shape[-2]) // copies
+        query, key = query[..., owner, :], key[..., owner, :]
+    return states.stepped(_step, query, key, value, rate[..., None], decay)
 
 
 def _step(
-    query: Array, key: Array, value: Array, rate: Array, decay: Array, documents: Array, state: Array
+    order: Order, query: Array, key: Array, value: Array, rate: Array, decay: Array, state: Array
 ) -> tuple[Array, Array]:
-    # A gather: to simplify the indices of repeated heads takes XLA's fusion for GPUs half a minute a layer.
-    owner = jnp.arange(value.shape[-2]) // (value.shape[-2] // key.shape[-2])
-    query, key, value = query[..., 0, owner, :], key[..., 0, owner, :], value[..., 0, :, :]
-    rate, decay = rate[..., 0, :], decay[..., 0, :, :]
-    goes_on = documents[..., 0, None, None, None] == 0
-    faded = jnp.where(goes_on, state * jnp.exp(decay)[..., None], 0)
-    held, asked = read(key, faded), read(query, faded)
-    news = rate[..., None] * (value - held)
+    before = state * order.of_keys(jnp.exp(decay))
+    held, asked = order.read(key, before), order.read(query, before)
+    news = rate * (value - held)
     answer = asked + jnp.sum(query * key, axis=-1, keepdims=True) * news
-    return answer[..., None, :, :], faded + key[..., :, None] * news[..., None, :]
+    return answer, before + order.of_keys(key) * order.of_values(news)
 
 
 def _solved(system: Float[Array, "n b h chunk chunk"], sides: Float[Array, "n b h chunk d"]) -> Array:

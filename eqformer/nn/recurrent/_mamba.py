@@ -145,14 +145,14 @@ class Mamba2Mixer(Mixer):
         exact = value.dtype
         step = jax.nn.softplus(step.astype(exact) + self.step_bias.astype(exact))
         step = jnp.where(reading.is_real[..., None], jnp.clip(step, *self.step_limits), 0)
-        decay, state = -jnp.exp(self.log_rate.astype(exact)) * step, reading.state(key, value)
-        taken = value * step[..., None]
-        answer, state = state_space(query, key, taken, decay, reading.documents, state, chunk=self.chunk)
+        decay, taken = -jnp.exp(self.log_rate.astype(exact)) * step, value * step[..., None]
+        states = reading.states(key, value)
+        answer, after = state_space(query, key, taken, decay, reading.documents, states, chunk=self.chunk)
         answer = answer + value * self.skip.astype(exact)[:, None]
         answer = self._normed(answer, key.shape[-2]) if self.norm_first else answer
         answer = answer * jax.nn.silu(gate.astype(exact))
         answer = answer if self.norm_first else self._normed(answer, key.shape[-2])
-        return self.output(answer.astype(x.dtype)), reading.cache_after(inputs, state)
+        return self.output(answer.astype(x.dtype)), reading.cache_after(inputs, after)
 
     def _normed(self, y: Float[Array, "*batch seq heads v_dim"], groups: int) -> Float[Array, "*batch seq heads v_dim"]:
         if self.norm is None or self.scale is None:

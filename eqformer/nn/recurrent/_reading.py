@@ -1,5 +1,6 @@
 """What recurrences share around their rules: convolutions of what goes in, padding, documents, the cache."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import equinox as eqx
@@ -10,11 +11,13 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from .._cache import RecurrentCache
 from .._documents import continues, documents_of, lengths_after
 from .._dtype import at_least_float32, float_dtype
+from .._layer_cache import of_layer, with_layer
 from .._linear_map import LinearMap
 from .._slots import check_one_document
 from .._tokens import Tokens
 from ._conv import CausalConv
 from ._masked import masked
+from ._states import States
 
 
 class Reading(eqx.Module):
@@ -53,36 +56,44 @@ class Reading(eqx.Module):
 
     def convolved(self, inputs: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
         """Queries, keys and values after their convolutions and activation, in float32 at least."""
-        before = (None,) * 3 if self.cache is None else (self.cache.queries, self.cache.keys, self.cache.values)
+        before = (None,) * 3 if self.cache is None else _before(self.cache)
         triples = zip(self.convs, self._without_padding(inputs), before, strict=True)
         return [self.activation(conv(y, self.documents, past)) for conv, y, past in triples]
 
-    def state(
+    def states(
         self, key: Float[Array, "*batch seq kv_heads head_dim"], value: Float[Array, "*batch seq heads v_dim"]
-    ) -> Float[Array, "*batch heads head_dim v_dim"]:
-        """What the first token finds: zeros, or what the cache has; NaN for a row whose tokens are not the next."""
+    ) -> States:
+        """What these tokens find: zeros, or what the cache has; NaN for a row whose tokens are not the next."""
+        begins = self.documents[..., 0] > 0
         if self.cache is None:
             heads, v_dim = value.shape[-2:]
-            return jnp.zeros_like(value, shape=(*value.shape[:-3], heads, key.shape[-1], v_dim))
-        is_next = continues(self.positions, self.cache.lengths)
-        state = jnp.where(is_next[..., None, None, None], self.cache.state.astype(value.dtype), jnp.nan)
-        return jnp.where(self.documents[..., 0, None, None, None] > 0, 0, state)
+            zeros = jnp.zeros_like(value, shape=(*value.shape[:-3], heads, key.shape[-1], v_dim))
+            return States(zeros, begins)
+        is_next = continues(self.positions, of_layer(self.cache.lengths, self.cache.layer))
+        return States(self.cache.state, begins, self.cache.layer, is_next)
 
     def cache_after(
-        self, inputs: Sequence[Float[Array, "..."]], state: Float[Array, "*batch heads head_dim v_dim"]
+        self, inputs: Sequence[Float[Array, "..."]], states: Float[Array, "*layers_batch heads head_dim v_dim"]
     ) -> RecurrentCache | None:
-        """The cache with these tokens read, where there is one; `inputs` are as for `convolved`."""
+        """The cache with these tokens read, where there is one, and these states; `inputs` are as for `convolved`."""
         was = self.cache
         if was is None:
             return None
-        count = jnp.sum(self.is_real, axis=-1, dtype=jnp.int32)
-        triples = zip(self.convs, self._without_padding(inputs), (was.queries, was.keys, was.values), strict=True)
-        queries, keys, values = (conv.after(y, self.documents, past, count) for conv, y, past in triples)
-        lengths = lengths_after(self.positions, was.lengths)
-        return RecurrentCache(state.astype(was.state.dtype), queries, keys, values, lengths)
+        count, kept = jnp.sum(self.is_real, axis=-1, dtype=jnp.int32), functools.partial(with_layer, layer=was.layer)
+        triples = zip(self.convs, self._without_padding(inputs), _before(was), strict=True)
+        after = [conv.after(y, self.documents, past, count) for conv, y, past in triples]
+        queries, keys, values = map(kept, (was.queries, was.keys, was.values), after)
+        lengths = lengths_after(self.positions, of_layer(was.lengths, was.layer))
+        tokens = {"queries": queries, "keys": keys, "values": values, "lengths": kept(was.lengths, lengths)}
+        return RecurrentCache(state=states, **tokens, layer=was.layer)
 
     def _without_padding(self, inputs: Sequence[Array]) -> list[Array]:
         return [masked(self.is_real[..., None, None], y, self.convs[0].weight) for y in inputs]
+
+
+def _before(cache: RecurrentCache) -> tuple[Array, ...]:
+    """Queries, keys and values of the last tokens that a cache, or its layer, has read."""
+    return tuple(of_layer(x, cache.layer) for x in (cache.queries, cache.keys, cache.values))
 
 
 def check_sizes(call: str, *, heads: int, kv_heads: int, chunk: int) -> None:
@@ -113,7 +124,7 @@ def empty_cache(batch: Sequence[int], dtype: str, key: LinearMap, value: LinearM
     kept = (*batch, conv.weight.shape[-1] - 1)
     few, many = jnp.zeros((*kept, kv_heads, head_dim), dtype), jnp.zeros((*kept, heads, v_dim), dtype)
     state = jnp.zeros((*batch, heads, head_dim, v_dim), at_least_float32(jnp.dtype(dtype)))
-    return RecurrentCache(state, few, few, many, jnp.zeros(tuple(batch), jnp.int32))
+    return RecurrentCache(state=state, queries=few, keys=few, values=many, lengths=jnp.zeros(tuple(batch), jnp.int32))
 
 
 def unit(x: Float[Array, "*batch channels"]) -> Float[Array, "*batch channels"]:

@@ -1,0 +1,98 @@
+"""One token of a recurrence by the kernel for TPUs, in Pallas' interpreter: as the plain way, where the state lies."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nn_reference import close
+
+from eqformer import models, nn
+from eqformer.nn.recurrent import _delta_rule, _state_space, _states, _states_tpu
+from eqformer.nn.recurrent._states import States
+from eqformer.nn.recurrent._states_tpu import kernel_has, step_by_kernel
+
+
+ROWS = 3
+# Of each rule: layers, groups, heads of a group, channels of a key and a value. Those of 64 are laid before the others.
+CASES = {
+    "a state space whose heads share a key": (_state_space._step, 2, 1, 16, 128, 64),
+    "one of groups": (_state_space._step, None, 4, 2, 128, 128),
+    "a delta rule": (_delta_rule._step, None, 1, 16, 128, 128),
+    "one of narrow values that fades by channels": (_delta_rule._step, 2, 1, 3, 128, 64),
+}
+
+
+def given_of(name: str) -> tuple[Any, ...]:
+    """Numbers of a token, the memory, what rows find (their state, zeros, NaN), and the layer."""
+    step, layers, groups, heads, head_dim, v_dim = CASES[name]
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    many, unit = (ROWS, groups, heads), head_dim**-0.5
+    if step is _state_space._step:
+        few, faded = (ROWS, groups, 1), -jnp.abs(draw(*many, 1))
+        token = draw(*few, head_dim) * unit, draw(*few, head_dim) * unit, draw(*many, v_dim), faded
+    else:
+        faded = -jnp.abs(draw(*many, head_dim if "channels" in name else 1))
+        keys = draw(*many, head_dim) * unit, draw(*many, head_dim) * unit
+        token = *keys, draw(*many, v_dim), jax.nn.sigmoid(draw(*many, 1)), faded
+    memory = draw(*(() if layers is None else (layers,)), ROWS, groups * heads, head_dim, v_dim)
+    layer = None if layers is None else jnp.asarray(1, jnp.int32)
+    return step, token, memory, jnp.asarray([0, 1, 2], jnp.int32), layer
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_plain_step(name, monkeypatch):
+    step, token, *states = given_of(name)
+    monkeypatch.setattr(_states_tpu, "_BYTES", 2**18)  # several programs
+    answer, memory = jax.jit(functools.partial(step_by_kernel, step, interpret=True))(token, *states)
+    wanted, after = jax.jit(functools.partial(_states._plainly, step))(token, *states)
+    assert answer.shape == wanted.shape and bool(jnp.isnan(answer[2]).all())
+    assert close(answer[:2], wanted[:2], 1e-5)
+    lost = jnp.isnan(after)
+    assert bool((lost == jnp.isnan(memory)).all()) and close(
+        jnp.where(lost, 0, memory), jnp.where(lost, 0, after), 1e-6
+    )
+    assert states[2] is None or bool((memory[0] == states[0][0]).all())  # another layer's
+    begun = states[0], jnp.ones(ROWS, jnp.int32), states[2]  # the control: rows that find zeros
+    assert not close(_states._plainly(step, token, *begun)[0][0], answer[0], 1e-2)
+
+
+def test_tpus_step_by_it_in_a_stack():
+    """One call, of all layers' states, which its result stands for; more tokens at once are read by chunks."""
+    config = models.Mamba2Config(16, 32, 3, net_heads=4, net_kv_heads=1, net_head_dim=128, net_v_dim=64)
+    model = models.build(config, key=jax.random.key(0))
+    cache = model.init_cache(2, 8)
+
+    def text(platform: str, seq: int = 1) -> str:
+        ids = jnp.zeros((2, seq), jnp.int32)
+        run = eqx.filter_jit(lambda model, cache: model(ids, nn.positions_like(ids.shape), cache))
+        with nn.traced_for(platform):
+            return str(eqx.filter_make_jaxpr(run)(model, cache)[0])
+
+    assert "name=stepped_states" in text("tpu") and "f32[3,2,1,4,64,128]" in text("tpu")
+    assert not any("stepped_states" in found for found in (text("cpu"), text("cuda"), text("tpu", 4)))
+
+
+def test_its_gradients_are_those_of_the_plain_step():
+    step, token, memory, found, layer = given_of("a delta rule")
+
+    def total(token: Any, platform: str) -> jax.Array:
+        with nn.traced_for(platform):
+            answer, after = States(memory, found == 1).stepped(step, *token)
+        return jnp.sum(jnp.sin(answer)) + jnp.sum(jnp.cos(after))
+
+    own, plain = (jax.grad(functools.partial(total, platform=platform))(token) for platform in ("tpu", "cpu"))
+    assert all(close(*pair, 1e-5) for pair in zip(own, plain, strict=True))
+    assert not close(own[0] * 1.01, plain[0], 1e-5)
+
+
+def test_it_has_states_of_whole_vectors_in_float32():
+    zeros = lambda *shape, dtype="float32": jnp.zeros((2, 4, *shape), dtype)
+    assert all(kernel_has(zeros(*shape), (zeros(1),)) for shape in ((128, 64), (128, 128), (256, 64), (16, 128)))
+    assert not any(kernel_has(zeros(*shape), (zeros(1),)) for shape in ((16, 32), (64, 64), (128, 60), (12, 128)))
+    assert not kernel_has(zeros(128, 128, dtype="bfloat16"), (zeros(1),))
+    assert not kernel_has(zeros(128, 128), (zeros(1, dtype="bfloat16"),))
