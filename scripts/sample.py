@@ -155,7 +155,8 @@ def served(model: nn.Transformer, plan: parallel.Plan | None) -> generation.Mode
     if plan is None:
         return generation.for_platform(model, *here)
     if not plan.is_pipelined:
-        arrays, rest = eqx.partition(generation.for_platform(model, *here), eqx.is_array)
+        split = plan.mesh.shape["tensor"] * plan.mesh.shape["fsdp"]
+        arrays, rest = eqx.partition(generation.for_platform(model, *here, devices=split), eqx.is_array)
         model = eqx.combine(jax.device_put(arrays, parallel.shardings(plan.parameter_specs(arrays), plan.mesh)), rest)
     return parallel.Planned(model, plan)
 

@@ -41,6 +41,11 @@ def test_a_platform_that_copies_what_a_loop_reads_has_layers_apart():
         model = eqx.filter_eval_shape(models.build, config, key=jax.random.key(0))
         return [len(stack) for stack in eqx.filter_eval_shape(generation.for_platform, model, *where).stacks]
 
+    wide = models.LlamaConfig(vocab=16, embed=4096, layers=2, heads=32, kv_heads=1, mlp=2**20)
+
     assert [lengths(dense, platform) for platform in ("gpu", "cpu", "tpu")] == [[1, 1], [2], [2]]
     assert [lengths(dense, "tpu", chip) for chip in ("TPU7x", "tpu7x", "TPU v6 lite")] == [[1, 1], [1, 1], [2]]
     assert [lengths(mixture, platform) for platform in ("gpu", "cpu", "tpu")] == [[1, 1], [1, 1], [1, 1]]
+    # Queries' maps have 64 MiB in float32; TPUs read feed-forward maps, of two dims, where they are.
+    assert [lengths(wide, *where) for where in (("tpu", "TPU v5"), ("cpu",))] == [[1, 1], [2]]
+    assert lengths(wide, "tpu", "TPU v5", 2) == [2]
