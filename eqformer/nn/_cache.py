@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Num
 from ._dtype import float_dtype
 from ._layer_cache import LayerCache, of_layer
 from ._quantized import restored
-from ._slots import empty_slots, remembered, SlotCache
+from ._slots import empty_slots, remembered, SlotCache, slots_for
 from ._tokens import Tokens
 
 
@@ -55,9 +55,10 @@ class KVCache(SlotCache):
             keys: Heads of keys, and channels of each.
             values: The same of values.
             dtype: Of both, a float.
-            reach: How many tokens are kept; fewer than `capacity` roll.
+            reach: How many tokens are kept, or a few more; fewer than `capacity` roll.
         """
-        dtype, size = float_dtype(dtype, f"init_cache(dtype={dtype!r})"), capacity if reach is None else reach
+        dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
+        size = capacity if reach is None else slots_for(reach, capacity)
         slots = lambda heads, width: jnp.zeros((*batch, heads, size, width), dtype)
         return cls(
             keys=slots(*keys), values=slots(*values), positions=empty_slots(batch, size), rolling=size < capacity

@@ -17,7 +17,7 @@ from ._dims import dims
 from ._layer_cache import LayerCache, of_layer
 from ._pallas import tpu_or
 from ._quantized import quantized, restored
-from ._slots_tpu import writer_of
+from ._slots_tpu import LANES, writer_of
 from ._tokens import Tokens
 
 
@@ -54,6 +54,11 @@ def empty_slots(batch: Sequence[int], capacity: int) -> Int[Array, "*batch kv_se
     return jnp.full((*batch, capacity), -1, jnp.int32)
 
 
+def slots_for(reach: int, capacity: int) -> int:
+    """Slots for `reach` tokens of at most `capacity`: whole vectors' of more than one, which TPUs read in place."""
+    return min(capacity, reach + -reach % LANES if reach > LANES else reach)
+
+
 def counts(x: ArrayOrShape) -> bool:
     """Whether an array of a cache holds positions or lengths of rows, and no memories, which may be integers too."""
     return x.dtype == jnp.int32
@@ -78,8 +83,11 @@ def _rolls(node: object) -> bool:
 
 
 def _widened(cache: SlotCache, slots: int) -> SlotCache:
+    was = cache.positions.shape[-1]
+    more = slots_for(was + slots, was + slots + LANES) - was
+
     def widened(names: str, x: Array) -> Array:
-        behind = [(0, slots if name == "kv_seq" else 0) for name in names.split()]
+        behind = [(0, more if name == "kv_seq" else 0) for name in names.split()]
         return jnp.pad(x, behind, constant_values=-1 if counts(x) else 0)
 
     return jax.tree.map(widened, dims(cache), cache)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haste import put as moved
-from nn_reference import drawn, normal
+from nn_reference import close, drawn, normal
 
 from eqformer import nn
+from eqformer.nn._slots import with_rollback
 
 
 def cache(slots=4, rolling=False, batch=(2,)):
@@ -243,3 +244,21 @@ def test_layers_of_a_stack_write_their_tokens_alone():
     assert operations(lambda key: nn.Attention(embed=8, heads=2, head_dim=4, key=key)) == (3, 0)
     net = lambda key: nn.GatedDeltaNet(embed=8, heads=2, kv_heads=1, head_dim=4, v_dim=4, key=key)
     assert operations(net)[1] > 0  # the control
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_long_window_has_slots_of_whole_vectors(kind):
+    """TPUs read them in place. What is kept beyond the window is not seen."""
+    seq, window = 400, 130
+    module = MODULES[kind](mask=nn.sliding_window(window))
+    cache = module.init_cache((1,), seq)
+    assert cache.rolling and cache.positions.shape == (1, 256)
+    assert with_rollback(cache, 3).positions.shape == (1, 384)
+    x, places = normal(5, 1, seq, 6), jnp.arange(seq, dtype=jnp.int32)[None]
+    read = eqx.filter_jit(lambda module, x, places, cache: module(x, nn.Tokens(places), cache))
+    first, kept = read(module, x[:, :300], places[:, :300], cache)
+    second, _ = read(module, x[:, 300:], places[:, 300:], kept)
+    found = jnp.concatenate([first, second], axis=1)
+    assert close(found, read(module, x, places, None)[0], 1e-4)
+    wider = MODULES[kind](mask=nn.sliding_window(window + 20))  # the control: one that sees what is kept
+    assert not close(found, read(wider, x, places, None)[0], 1e-3)

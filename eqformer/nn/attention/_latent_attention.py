@@ -16,7 +16,7 @@ from .._left import Leaving, Left
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
-from .._slots import empty_slots, without_room
+from .._slots import empty_slots, slots_for, without_room
 from .._sums import spread, wide_product, wide_sum
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._auto import AutoCore
@@ -247,12 +247,12 @@ class LatentAttention(Mixer):
         """An empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it is so long only, and rolls."""
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         self.mask.check_cached("LatentAttention")
-        reach = self.mask.reach(capacity)
-        latents = jnp.zeros((*batch, reach, *self.latent_down.output_shape), dtype)
+        size = slots_for(self.mask.reach(capacity), capacity)
+        latents = jnp.zeros((*batch, size, *self.latent_down.output_shape), dtype)
         width = 0 if self.rotary is None else self.rotary.dim
         width += 0 if self.indexer is None else self.indexer.key.output_shape[0]
-        rotary_keys = jnp.zeros((*batch, reach, width), dtype)
-        slots: dict[str, Any] = {"positions": empty_slots(batch, reach), "rolling": reach < capacity}
+        rotary_keys = jnp.zeros((*batch, size, width), dtype)
+        slots: dict[str, Any] = {"positions": empty_slots(batch, size), "rolling": size < capacity}
         return LatentCache(latents=latents, rotary_keys=rotary_keys, **slots)
 
     def facts(self) -> MixerFacts:
