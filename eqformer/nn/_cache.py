@@ -35,6 +35,8 @@ class KVCache(SlotCache):
     """What keys of 8 bits are multiplied by."""
     value_scales: Float[Array, "*batch kv_heads kv_seq"] | None = None
     """What values of 8 bits are multiplied by."""
+    turned: Int[Array, "*batch"] | None = None
+    """Of each row, a length by whose frequencies its keys are rotated, where a row may get others; see `nn.Rotary`."""
 
     @classmethod
     def empty(
@@ -155,19 +157,20 @@ class LatentCache(SlotCache):
 
 
 class RecurrentCache(LayerCache):
-    """The cache of a gated delta net or a Mamba-2, whose size does not depend on the length of its rows.
-
-    `state` is the recurrent state, in float32 at least; `queries`, `keys` and `values` are those of the last tokens,
-    before the convolutions; `lengths` is the position of each row's next token. Of a stack's cache, `layer` is the
-    layer that reads and writes.
-    """
+    """The cache of a gated delta net or a Mamba-2, whose size does not depend on the length of its rows."""
 
     state: Float[Array, "*batch heads head_dim v_dim"]
+    """The recurrent state, in float32 at least."""
     queries: Float[Array, "*batch kept kv_heads head_dim"]
+    """Queries of the last tokens, before their convolution."""
     keys: Float[Array, "*batch kept kv_heads head_dim"]
+    """Keys of the last tokens, before theirs."""
     values: Float[Array, "*batch kept heads v_dim"]
+    """Values of the last tokens, before theirs."""
     lengths: Int[Array, "*batch"]
+    """The position of each row's next token."""
     layer: Int[Array, ""] | None = None
+    """Of a stack's cache, the layer that reads and writes; None: there is no dim of layers."""
 
 
 class ConvCache(eqx.Module):

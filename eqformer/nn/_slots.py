@@ -113,7 +113,7 @@ def check_cached(tokens: Tokens, cache: PyTree) -> None:
         return
     last = int(np.max(np.asarray(positions), initial=-1))
     caches = jax.tree.leaves(cache, is_leaf=_has_slots)
-    slots = [_capacity(one) for one in caches if _has_slots(one) and not one.rolling]
+    slots = [capacity_of(one) for one in caches if _has_slots(one) and not one.rolling]
     if slots and last >= min(slots):
         raise ValueError(
             f"a call on tokens up to position {last} has a cache of capacity {min(slots)}, which holds the positions 0 "
@@ -127,7 +127,7 @@ def without_room(
     """The output of attention, with NaN for tokens beyond the cache's capacity, which could not be stored."""
     if cache.rolling:
         return attended
-    beyond = tokens.positions >= _capacity(cache)
+    beyond = tokens.positions >= capacity_of(cache)
     return jnp.where(_like(beyond, attended), jnp.nan, attended)
 
 
@@ -135,7 +135,8 @@ def _has_slots(node: object) -> bool:
     return isinstance(node, SlotCache)
 
 
-def _capacity(cache: SlotCache) -> int:
+def capacity_of(cache: SlotCache) -> int:
+    """Slots of the whole cache."""
     return cache.positions.shape[-1] if cache.capacity is None else cache.capacity
 
 
@@ -158,7 +159,7 @@ def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int 
     Between the dims of rows and of slots the memories have `heads` dims of heads.
     """
     check_cached(tokens, cache)
-    layer, capacity = cache.layer, _capacity(cache)
+    layer, capacity = cache.layer, capacity_of(cache)
     old_positions = of_layer(cache.positions, layer)
     first = None if cache.first is None else of_layer(cache.first, layer)
     size, seq = old_positions.shape[-1], tokens.positions.shape[-1]

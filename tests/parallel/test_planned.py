@@ -64,6 +64,28 @@ def test_text_is_one_devices():
     assert small.key_scales.shape == keys.shape[:-1] and shard(small.key_scales) == shard(keys)[:-1]
 
 
+@pytest.mark.parametrize(
+    "mesh,dtype",
+    [
+        ({"pipe": 2, "context": 2, "tensor": 2}, "int8"),
+        *(
+            pytest.param(mesh, dtype, marks=pytest.mark.grid)
+            for mesh in ({"pipe": 2, "context": 2, "tensor": 2}, {"fsdp": 2, "context": 2, "tensor": 2})
+            for dtype in (None, "int8")
+        ),
+    ],
+)
+def test_text_of_rows_that_outgrow_their_frequencies(mesh, dtype):
+    """Each row at a step of its own, whose keys are turned anew where they lie."""
+    scaling = nn.LongRopeScaling((1.0,) * 8, tuple(1 + 0.3 * pair for pair in range(8)), 20, 4.0)
+    model = built(dataclasses.replace(models.preset("phi3-byte-500k"), window=None, scaling=scaling))
+    assert model.init_cache(3, 64)[0].turned is not None
+    alone = written(model, 3, cache_dtype=dtype)
+    assert same(written(planned(model, plan_over(mesh)), 3, cache_dtype=dtype), alone)
+    longer = eqx.tree_at(lambda m: m.stacks[0].blocks.mixer.layer.rotary, model, nn.Rotary(16, 10_000.0))
+    assert not same(written(longer, 3, cache_dtype=dtype), alone)
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize(
     "name,mesh",

@@ -1,12 +1,13 @@
 """Softmax attention: multi-head, multi-query and grouped-query as corners of one module."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from .._cache import KVCache
 from .._contracts import Attends, Mixer, MixerFacts
@@ -14,7 +15,7 @@ from .._left import KeysAndValues, Leaving, Left
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
-from .._slots import without_room
+from .._slots import capacity_of, without_room
 from .._sums import wide_product
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._auto import AutoCore
@@ -23,6 +24,7 @@ from ..cores._contract import Core
 from ._mask import causal, Mask
 from ._rotary import Rotary
 from ._temperature import LogTemperature
+from ._turned_keys import keys_turned
 
 
 class Attention(Mixer):
@@ -144,20 +146,19 @@ class Attention(Mixer):
         value = value if self.value_norm is None else self.value_norm(value)
         if not self.norms_rotated:
             query, key = self._normed(query, key)
-        # If frequencies depend on the length, keys are cached unrotated, and rotated when they are read.
-        late = self.rotary is not None and self.rotary.depends_on_length
+        cache, lengths, late = self._frequencies(tokens, cache)
         if self.rotary is not None and not late:
-            query, key = self.rotary(query, tokens.positions), self.rotary(key, tokens.positions)
+            query, key = (self.rotary(y, tokens.positions, lengths) for y in (query, key))
         if self.norms_rotated and not late:
             query, key = self._normed(query, key)
         kv_tokens = None
         if cache is not None:
             cache, key, value, kv_tokens = cache.update(key, value, tokens)
             key, value = key.astype(x.dtype), value.astype(x.dtype)
-        if self.rotary is not None and late:
-            places = tokens.positions if kv_tokens is None else kv_tokens.positions
+        if self.rotary is not None and kv_tokens is not None and late:
             lengths = document_lengths(tokens, kv_tokens)
-            query, key = self.rotary(query, tokens.positions, lengths), self.rotary(key, places, lengths)
+            query = self.rotary(query, tokens.positions, lengths)
+            key = self.rotary(key, kv_tokens.positions, lengths)
             query, key = self._normed(query, key) if self.norms_rotated else (query, key)
         if self.temperature is not None:
             factor = self.temperature(tokens.positions, query.dtype)[..., None, None]
@@ -188,6 +189,23 @@ class Attention(Mixer):
         seen = KeysAndValues(key, value, None if kv_tokens is None else kv_tokens.positions)
         return self.output(attended), Left(seen, cache)
 
+    def _frequencies(
+        self, tokens: Tokens, cache: KVCache | None
+    ) -> tuple[KVCache | None, Int[Array, "*batch #seq"] | None, bool]:
+        """The cache with keys of the rows' frequencies, lengths that have these, and whether keys are cached unrotated.
+
+        They are where each further token may change the frequencies, and are rotated when they are read.
+        """
+        if self.rotary is None or not self.rotary.depends_on_length:
+            return cache, None, False
+        if cache is None:
+            return None, document_lengths(tokens), False
+        if cache.turned is not None:
+            return *keys_turned(self.rotary, cache, tokens), False
+        if cache.rolling or self.rotary.changes_within(capacity_of(cache)):
+            return cache, None, True
+        return cache, jnp.zeros_like(tokens.positions[..., :1]), False  # those of all lengths that have room
+
     @property
     def _values(self) -> LinearMap:
         """The map that gives the values."""
@@ -203,7 +221,11 @@ class Attention(Mixer):
         """An empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it is so long only, and rolls."""
         self.mask.check_cached("Attention")
         shapes, reach = (self.key.output_shape, self._values.output_shape), self.mask.reach(capacity)
-        return KVCache.empty(batch, capacity, *shapes, dtype, reach=reach)
+        cache = KVCache.empty(batch, capacity, *shapes, dtype, reach=reach)
+        scaling = None if self.rotary is None or self.norms_rotated else self.rotary.scaling
+        if scaling is None or not scaling.has_sets or not scaling.changes_within(capacity):
+            return cache
+        return dataclasses.replace(cache, turned=jnp.zeros(tuple(batch), jnp.int32))
 
     def facts(self) -> MixerFacts:
         """It runs on a slice of its heads, and its core attends for pieces of rows."""

@@ -29,8 +29,12 @@ class Rotary(Module):
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies change with the length of the sequence, so that cached keys must stay unrotated."""
+        """Whether the frequencies change with the length of the sequence."""
         return self.scaling is not None and self.scaling.depends_on_length
+
+    def changes_within(self, longest: int) -> bool:
+        """Whether they do among lengths up to the longest, so that cached keys may have to be turned anew."""
+        return self.scaling is not None and self.scaling.changes_within(longest)
 
     def __call__(
         self,
@@ -43,7 +47,22 @@ class Rotary(Module):
             raise ValueError(f"Rotary(dim={self.dim})(x): x has only {x.shape[-1]} channels; dim must not exceed them.")
         if lengths is None:
             lengths = jnp.max(positions, axis=-1, keepdims=True) + 1
-        cosine, sine = self._angles(positions, lengths, at_least_float32(x.dtype))
+        return self._turned(x, *self._angles(positions, lengths, at_least_float32(x.dtype)))
+
+    def again(
+        self,
+        x: Float[Array, "*batch seq heads head_dim"],
+        positions: Int[Array, "*batch seq"],
+        was: Int[Array, "*batch #seq"],
+        now: Int[Array, "*batch #seq"],
+    ) -> Float[Array, "*batch seq heads head_dim"]:
+        """What has been rotated by the frequencies of a length, `was`, rotated by those of another, `now`, instead."""
+        exact = at_least_float32(x.dtype)
+        (before, up), (after, right) = (self._angles(positions, length, exact) for length in (was, now))
+        square = before**2 + up**2
+        return self._turned(x, (after * before + right * up) / square, (right * before - after * up) / square)
+
+    def _turned(self, x: Array, cosine: Array, sine: Array) -> Float[Array, "*batch seq heads head_dim"]:
         turning, passing = x[..., : self.dim], x[..., self.dim :]
         wide = turning.astype(cosine.dtype)
         if self.interleaved:

@@ -22,12 +22,22 @@ class RotaryScaling(eqx.Module):
     """What turns (dim, theta, length) into frequencies and the factor on cosines and sines."""
 
     depends_on_length: ClassVar[bool]
+    has_sets: ClassVar[bool] = False
+    """Whether they depend on it by a few sets, of which `alike` tells."""
 
     @abc.abstractmethod
     def frequencies(
         self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
     ) -> tuple[Frequencies, float | Float[Array, ""]]:
         """Frequencies of the `dim / 2` pairs, one set or one a document, and the factor."""
+
+    def changes_within(self, longest: int) -> bool:
+        """Whether lengths up to the longest have different frequencies."""
+        return self.depends_on_length
+
+    def alike(self, length: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """One length for all that have the same set of frequencies, 0 for that of the shortest."""
+        raise NotImplementedError(f"{type(self).__name__}.alike: it has no sets of frequencies.")
 
 
 class LinearScaling(RotaryScaling):
@@ -80,6 +90,10 @@ class DynamicScaling(RotaryScaling):
     depends_on_length: ClassVar[bool] = True
     factor: float = eqx.field(static=True)
     original_length: int = eqx.field(static=True)
+
+    def changes_within(self, longest: int) -> bool:
+        """Whether it is beyond `original_length`."""
+        return longest > self.original_length
 
     def frequencies(
         self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
@@ -157,11 +171,20 @@ class LongRopeScaling(RotaryScaling):
     """
 
     depends_on_length: ClassVar[bool] = True
+    has_sets: ClassVar[bool] = True
     short_divisors: tuple[float, ...] = eqx.field(static=True)
     long_divisors: tuple[float, ...] = eqx.field(static=True)
     original_length: int = eqx.field(static=True)
     factor: float = eqx.field(static=True)
     magnitude: float | None = eqx.field(static=True, default=None)
+
+    def changes_within(self, longest: int) -> bool:
+        """Whether it is beyond `original_length`."""
+        return longest > self.original_length
+
+    def alike(self, length: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """0 up to `original_length`, and one more than this beyond."""
+        return jnp.where(length > self.original_length, self.original_length + 1, 0).astype(jnp.int32)
 
     def frequencies(
         self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
