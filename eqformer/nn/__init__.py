@@ -76,6 +76,7 @@ from ._encoder import Encoder as Encoder
 from ._execution import Execution as Execution
 from ._fp8 import Fp8Linear as Fp8Linear, with_fp8 as with_fp8, without_fp8 as without_fp8
 from ._in_turn import reads as reads
+from ._layer_cache import LayerCache as LayerCache, of_layer as of_layer, with_layer as with_layer
 from ._layer_inputs import GatedInput as GatedInput, LayerInputs as LayerInputs
 from ._left import KeysAndValues as KeysAndValues, Leaving as Leaving, Left as Left
 from ._linear import dense as dense, Linear as Linear
