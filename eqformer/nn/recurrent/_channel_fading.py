@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ._chunks import of_one_document, product
+from ._masked import masked
 
 
 BLOCK = 8  # tokens that are taken in pairs; of two blocks, or more, the pairs are a product
@@ -22,11 +23,11 @@ def fading_by_channel(
     All by channel, and nothing across documents.
     """
     total, (visible, goes_on) = jnp.cumsum(decay, axis=-2), of_one_document(owners)
-    passing = jnp.where(goes_on[..., None], jnp.exp(total), 0)
-    ending = jnp.where(visible[..., -1, :, None], jnp.exp(total[..., -1:, :] - total), 0)
+    passing = masked(goes_on[..., None], jnp.exp(total), total)
+    ending = masked(visible[..., -1, :, None], jnp.exp(total[..., -1:, :] - total), total)
     # Computed again in the backward pass, as the blocks are much larger than what they are made of.
     pairs = jax.checkpoint(_pairs, prevent_cse=False)
-    faded = lambda one, other: jnp.where(visible, pairs(one, other, total), 0)
+    faded = lambda one, other: masked(visible, pairs(one, other, total), total)
     return faded, passing, ending, passing[..., -1, :]
 
 
@@ -47,11 +48,11 @@ def _pairs(
     is_before = (jnp.arange(chunk, dtype=jnp.int32) // block < number[:, None])[..., None]  # of blocks by tokens
     first = blocks(total)[..., :1, :]
     late = blocks(one) * jnp.exp(blocks(total) - first)
-    gap = jnp.where(is_before, first - total[..., None, :, :], 0)
-    early = jnp.where(is_before, other[..., None, :, :] * jnp.exp(gap), 0)
+    gap = masked(is_before, first - total[..., None, :, :], total)
+    early = masked(is_before, other[..., None, :, :] * jnp.exp(gap), total)
     apart = product("...bid,...bjd->...bij", late, early).reshape(*one.shape[:-1], chunk)
     is_earlier = jnp.tril(jnp.ones((block, block), bool))[..., None]
-    gap = jnp.where(is_earlier, blocks(total)[..., :, None, :] - blocks(total)[..., None, :, :], 0)
+    gap = masked(is_earlier, blocks(total)[..., :, None, :] - blocks(total)[..., None, :, :], total)
     near = jnp.sum(blocks(one)[..., :, None, :] * blocks(other)[..., None, :, :] * jnp.exp(gap), axis=-1)
     same = (number[:, None] == number).astype(near.dtype)
     return apart + jnp.einsum("...bij,bc->...bicj", near, same).reshape(apart.shape)

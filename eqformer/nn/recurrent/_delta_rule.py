@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ._answered import answered
 from ._channel_fading import BLOCK, fading_by_channel
 from ._chunks import cut, fading, product, put_together
+from ._masked import masked
 from ._states import States
 from ._step_order import Order
 
@@ -51,23 +53,13 @@ def delta_rule(
     else:
         faded, passing, ending, kept = fading_by_channel(decay, owners)
     weighed = rate[..., None] * key
-    system = jnp.tril(faded(weighed, key), -1)
-    sides = jnp.concatenate([rate[..., None] * value, weighed * passing], axis=-1)
-    solved = _solved(system, sides)
-    added, corrected = jnp.split(solved, [value.shape[-1]], axis=-1)
+    system = masked(jnp.tri(size, k=-1, dtype=bool), faded(weighed, key), rate)
+    added, corrected = _solved(system, rate[..., None] * value, weighed * passing)
     scores = faded(query, key)
     asked, stored = query * passing, key * ending
-
-    def one_chunk(state: Array, given: tuple) -> tuple[Array, Array]:
-        added, corrected, scores, asked, stored, kept = given
-        news = added - product("bhid,bhdv->bhiv", corrected, state)
-        output = product("bhid,bhdv->bhiv", asked, state) + product("bhij,bhjv->bhiv", scores, news)
-        return state * kept[..., None] + product("bhjd,bhjv->bhdv", stored, news), output
-
     state = states.first(value.dtype)
-    # The zero has the carry vary, under `shard_map`, over all mesh axes that the later states vary over.
-    start = state.reshape(-1, *state.shape[len(batch) :]) + jnp.zeros_like(solved, shape=())
-    last, output = jax.lax.scan(one_chunk, start, (added, corrected, scores, asked, stored, kept))
+    start = state.reshape(-1, *state.shape[len(batch) :])
+    output, last = answered(start, kept, added, corrected, scores, asked, stored)
     return put_together(output, batch, seq), states.replaced(last.reshape(state.shape))
 
 
@@ -93,18 +85,19 @@ def _step(
     return answer, before + order.of_keys(key) * order.of_values(news)
 
 
-def _solved(system: Float[Array, "n b h chunk chunk"], sides: Float[Array, "n b h chunk d"]) -> Array:
-    """The solution `x` of `x + system x = sides`, where `system` has nothing on its diagonal or above.
+def _solved(system: Float[Array, "n b h chunk chunk"], *sides: Float[Array, "n b h chunk _"]) -> tuple[Array, ...]:
+    """The solutions of `x + system x = side` for each of `sides`, where `system` has nothing on its diagonal or above.
 
     By products alone, in a tenth of the time that LAPACK takes. (Its batched solver waits for threads of a pool that
     simulated CPU devices use too: where all of them wait, they do for ever.)
     """
-    inverse = jax.lax.stop_gradient(_inverse(system))
+    inverse, zero = _inverse(jax.lax.stop_gradient(system)), jnp.zeros_like(system, shape=())
+    each = lambda function: lambda xs: tuple(map(function, xs))
     return jax.lax.custom_linear_solve(
-        lambda x: x + _exact(system, x),
-        sides + jnp.zeros_like(system, shape=()),  # varying over mesh axes as the result does
-        lambda _, sides: _exact(inverse, sides),
-        lambda _, sides: _exact(inverse.mT, sides),
+        each(lambda x: x + _exact(system, x)),
+        tuple(side + zero for side in sides),  # varying over mesh axes as the results do
+        lambda _, sides: each(lambda side: _exact(inverse, side))(sides),
+        lambda _, sides: each(lambda side: _exact(inverse.mT, side))(sides),
     )
 
 
@@ -114,14 +107,18 @@ def _inverse(system: Float[Array, "*n chunk chunk"]) -> Array:
     Of two neighbours with inverses `X` and `Y` and `A` below the first, the inverse has `-Y A X` there. That is as
     exact as substitution, which the powers of `system` are not where keys are alike.
     """
-    size = system.shape[-1]
-    inverse, rows = jnp.broadcast_to(jnp.eye(size, dtype=system.dtype), system.shape), 1
+    size, rows = system.shape[-1], 2
+    inverse = jnp.eye(size, dtype=system.dtype) - _below(system, 1)
     while rows < size:
-        block = jnp.arange(size) // rows
-        below = (block[:, None] % 2 == 1) & (block[:, None] - 1 == block)
-        inverse -= _exact(inverse, _exact(jnp.where(below, system, 0), inverse))
+        inverse -= _exact(inverse, _exact(_below(system, rows), inverse))
         rows *= 2
     return inverse
+
+
+def _below(system: Float[Array, "*n chunk chunk"], rows: int) -> Array:
+    """Of two neighbouring blocks on the diagonal, of so many rows, what stands below the first; else zeros."""
+    block = jnp.arange(system.shape[-1]) // rows
+    return masked((block[:, None] % 2 == 1) & (block[:, None] - 1 == block), system, system)
 
 
 def _exact(one: Array, other: Array) -> Array:

@@ -24,7 +24,7 @@ def passed_on(
 def _passed_on(start: Array, kept: Array, added: Array) -> tuple[Array, Array]:
     def one_chunk(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         state, states = carry
-        state, added = _read_first(state, states[number])
+        state, added = read_first(state, states[number])
         return state * _of_heads(kept[number]) + added, states.at[number].set(state)
 
     last, before = jax.lax.fori_loop(0, len(added), one_chunk, (start, added))
@@ -42,7 +42,7 @@ def _backward(saved: tuple[Array, Array], gradients: tuple[Array, Array]) -> tup
     def one_chunk(turn: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         later, to_kept, to_states = carry
         number = len(kept) - 1 - turn
-        later, own = _read_first(later, to_states[number])
+        later, own = read_first(later, to_states[number])
         to_kept = to_kept.at[number].set(jnp.sum(later * before[number], axis=(2, 4)))
         return later * _of_heads(kept[number]) + own, to_kept, to_states.at[number].set(later)
 
@@ -53,9 +53,9 @@ def _backward(saved: tuple[Array, Array], gradients: tuple[Array, Array]) -> tup
 _passed_on.defvjp(_forward, _backward)
 
 
-def _read_first(state: Array, there: Array) -> tuple[Array, Array]:
-    """Both, where the second is read from the place into which the first will be written."""
-    return jax.lax.optimization_barrier((state, there))
+def read_first(state: Array, *there: Array) -> list[Array]:
+    """All, where what is `there` is read from the places into which what comes of it will be written."""
+    return list(jax.lax.optimization_barrier((state, *there)))
 
 
 def _of_heads(kept: Array) -> Array:
