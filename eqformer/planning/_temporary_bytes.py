@@ -11,7 +11,7 @@ from .. import nn, training
 from .._shapes import Batch
 from ._accelerators import for_platform
 from ._temporary_cuda import beside_loops, born_early, copied_bytes, gradients_last, kept_twice, last_in_flight
-from ._temporary_tpu import cast_back, cast_before_sent, relaid_bytes
+from ._temporary_tpu import before_loops, cast_before_sent, relaid_bytes, tpu_uses
 from ._traced import carry_of, host_bytes, Line, Lines, needed, per_device
 from ._traced_uses import IN_PLACE, Uses, WRITTEN
 
@@ -40,12 +40,13 @@ def temporary_bytes(states: training.PlannedState, model: nn.Transformer, batch:
     `platform` (`tpu` or `cuda`) schedule it: elementwise results that only elementwise operations and sums read are
     never written, but for what a convolution gives to more than one line, sums and updates take the place of what
     nothing reads any more, a product that is only added is added in place, and a branch's results are in the place of
-    what they are written over, if in any. On TPUs a cast that is cast back is not made, and an update lays out anew
-    what was made in parts. On GPUs what layers' gradients are added to is made with the first zeros, as are other zeros
-    of the same shape, arrays that are gathered along another dim than their first are held once more, and what is sent
-    runs beside other lines: parameters are gathered a turn early, so that what the last turn keeps is beside what
-    others have kept until it is read, and gradients, made at the end of a turn, are scattered one after another, each
-    beside the next two products.
+    what they are written over, if in any. On TPUs a cast that is cast back is not made, an update lays out anew what
+    was made in parts, what loops cast turn by turn is cast before them, and products compute elementwise operands, and
+    write what is only cast as it is cast to. On GPUs what layers' gradients are added to is made with the first zeros,
+    as are other zeros of the same shape, arrays that are gathered along another dim than their first are held once
+    more, and what is sent runs beside other lines: parameters are gathered a turn early, so that what the last turn
+    keeps is beside what others have kept until it is read, and gradients, made at the end of a turn, are scattered one
+    after another, each beside the next two products.
     """
     found, on_host = [StepBytes({}, 0)], 0
     for jaxpr in _traced(states, model, batch, platform):
@@ -116,15 +117,13 @@ def peak(
     program = Lines(jaxpr)
     if platform == "cuda" and carried is not None:
         program.lines = gradients_last(program)
-    uses = Uses(program)
-    back = cast_back(uses) if platform == "tpu" else {}
-    uses = Uses(program, back) if back else uses
+    uses, back, sizes = tpu_uses(program) if platform == "tpu" else (Uses(program), {}, {})
     places, early = born_early(uses, _added_in_place(uses)) if platform == "cuda" else (set(), {})
     last = last_in_flight(uses, carried is not None) if platform == "cuda" else uses.last
-    none = [0] * len(program.lines)
-    sent, kept = (beside_loops(program), kept_twice(program)) if platform == "cuda" else (none, none)
-    narrow = cast_before_sent(uses, carried) if platform == "tpu" else {}
-    size_of = lambda value: narrow.get(value, program.size(value))
+    sizes |= cast_before_sent(uses, carried) if platform == "tpu" else {}
+    sent = beside_loops(program) if platform == "cuda" else before_loops(uses)
+    kept = kept_twice(program) if platform == "cuda" else [0] * len(program.lines)
+    size_of = lambda value: sizes.get(value, program.size(value))
     unwritten = {*uses.views, *uses.fused, *_added_in_place(uses), *_carried_in_place(uses, carried)}
     unwritten |= {line.writes[0] for line in program.lines if _casts(line, {program.given[n] for n in narrow_given})}
     unwritten |= _in_results(uses, placed)

@@ -3,10 +3,27 @@
 from typing import Any
 
 from ._traced import carry_of, Line, Lines
-from ._traced_uses import Uses, VIEWS
+from ._traced_uses import Uses, VIEWS, WRITTEN
 
 
+_UNFUSED = WRITTEN - {"dot_general"}
 _TILE = 32  # bytes of a column of a tile: eight rows of float32
+
+
+def tpu_uses(program: Lines) -> tuple[Uses, dict[int, int], dict[int, int]]:
+    """Who reads what; the casts that are not made, and what they are of; and the bytes of products that are only cast.
+
+    Products compute the elementwise results that they read, each for itself, so that those are not written; and what is
+    only cast is written as it is cast to.
+    """
+    uses = Uses(program, None, _UNFUSED)
+    back, cast = _cast_back(uses), dict[int, int]()
+    for line in program.lines:
+        product = uses.maker(line.reads[0]) if line.name == "convert_element_type" else None
+        if product is not None and product.name == "dot_general":
+            made = product.writes[0]
+            cast |= {line.writes[0]: made} if made not in uses.results and len(uses.readers[made]) == 1 else {}
+    return Uses(program, back | cast, _UNFUSED), back, {one: program.size(value) for value, one in cast.items()}
 
 
 def cast_before_sent(uses: Uses, carried: tuple[int, int] | None) -> dict[int, int]:
@@ -23,6 +40,36 @@ def cast_before_sent(uses: Uses, carried: tuple[int, int] | None) -> dict[int, i
             found[value] = max(widths) * uses.program.avals[value].size
             casts = (uses.lines[place] for place in places)
             found |= {line.writes[0]: 0 for line in casts if line.name == "convert_element_type"}
+    return found
+
+
+def before_loops(uses: Uses) -> list[int]:
+    """At each line the bytes of what is made of parameters for more than one loop, forward and backward.
+
+    What loops go through turn by turn and cast to fewer bytes is cast before the first of them, all of it, and is there
+    until the last. Loops of one turn are taken away, and what they gather, which is the same, is there between them.
+    """
+    found = [0] * len(uses.lines)
+    shared: dict[int, list[tuple[int, int]]] = {}  # of an array, the places of its loops, and the bytes
+    for place, line in enumerate(uses.lines):
+        if line.name != "scan":
+            continue
+        over, is_turn = sum(carry_of(line)), line.params["length"] == 1
+        inner = Uses(Lines(line.params["jaxpr"].jaxpr))
+        for value, given in zip(map(uses.root, line.reads[over:]), inner.program.given[over:]):
+            casts = [inner.lines[reader] for reader in inner.readers.get(given, [])]
+            if value != -1 and casts and _all_casts(casts):
+                cast = casts[0].writes[0]
+                gathers = (inner.lines[reader] for reader in inner.readers.get(cast, []))
+                gathered = sum(inner.program.size(one.writes[0]) for one in gathers if one.name == "all_gather")
+                size = uses.program.avals[value].size * inner.program.avals[cast].dtype.itemsize
+                shared.setdefault(value, []).append((place, gathered if is_turn else size))
+    for value, loops in shared.items():
+        (first, size), last = loops[0], loops[-1][0]
+        is_turn = uses.lines[first].params["length"] == 1
+        if is_turn or size < uses.program.size(value):
+            for place in range(first + is_turn, last + 1 - is_turn):
+                found[place] += size
     return found
 
 
@@ -43,7 +90,7 @@ def _cast_width(line: Line, value: int, uses: Uses) -> int:
     return max((inner.avals[one.writes[0]].dtype.itemsize for one in casts), default=0)
 
 
-def cast_back(uses: Uses) -> dict[int, int]:
+def _cast_back(uses: Uses) -> dict[int, int]:
     """Casts to more bytes, and what they are of, that are cast back wherever they are read: they are not made."""
     found: dict[int, int] = {}
     for line in uses.lines:

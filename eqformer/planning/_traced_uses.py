@@ -1,7 +1,7 @@
 """What of a traced program is written to memory, and until when it is read, as XLA fuses operations."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ._traced import Line, Lines
 
@@ -27,9 +27,9 @@ def is_view(program: Lines, line: Line) -> bool:
 class Uses:
     """Who makes and who reads each value, which are views of another, and which are never written to memory."""
 
-    def __init__(self, program: Lines, views: Mapping[int, int] | None = None):
-        """`views` are more of them than those of the same size."""
-        self.program, self.lines = program, program.lines
+    def __init__(self, program: Lines, views: Mapping[int, int] | None = None, unfused: Collection[str] = WRITTEN):
+        """`views` are more of them than those of the same size, `unfused` operations that read from memory alone."""
+        self.program, self.lines, self._unfused = program, program.lines, frozenset(unfused) - SUMS
         self.made = {value: place for place, line in enumerate(self.lines) for value in line.writes}
         self.views: dict[int, int] = dict(views or {})
         for line in self.lines:
@@ -70,7 +70,7 @@ class Uses:
             return readers.isdisjoint(KEEP)
         if line.name == "convert_element_type":  # a lookup casts what it finds
             readers -= {"gather"}
-        return readers.isdisjoint(WRITTEN - SUMS)
+        return readers.isdisjoint(self._unfused)
 
     def _is_convolved(self, value: int) -> bool:
         """Whether a sum reads an array more than once, as a convolution does, and is read by more than one line.

@@ -81,6 +81,38 @@ def test_a_cast_that_is_cast_back_is_not_made_on_tpus():
     assert most(back(jnp.float16), narrow, platform="cuda") == MATRIX  # which rounds
 
 
+def test_tpus_compute_what_products_read_and_cast_what_they_give_within_them():
+    """The control is a GPU."""
+    found = lambda fn, given: [most(fn, given, platform=platform) / MATRIX for platform in ("tpu", "cuda")]
+    assert found(lambda x: jnp.sin(x) @ x, X) == [1, 2]
+
+    def sums(narrow):
+        both = narrow @ narrow, narrow.T @ narrow
+        return sum(jnp.cumsum(one.astype(jnp.float32), 0).sum() for one in both)
+
+    assert found(sums, X.astype(jnp.bfloat16)) == pytest.approx([3, 2.5], abs=0.01)
+
+
+def test_tpus_cast_before_loops_and_take_loops_of_one_turn_away():
+    """All of what two loops go through is cast for both, or gathered if that is one turn's; the control is a GPU."""
+
+    def run(x, weights):
+        gathered = lambda weight: send.all_gather("parameters over fsdp", weight.astype(jnp.bfloat16), "fsdp")
+        turn = lambda y, weight: ((y @ gathered(weight).astype(jnp.float32)).sum(-1, keepdims=True) * x[:1], None)
+        y = jax.lax.scan(turn, vary(x[:1], ["fsdp"]), weights)[0]
+        between = jnp.cumsum(jnp.cumsum(x + y, 0), 1)
+        return jax.lax.scan(turn, between[:1], weights, reverse=True)[0]
+
+    def found(turns, platform):
+        mapped = filter_shard_map(run, make_mesh(fsdp=8), (P(), P(None, "fsdp")), P("fsdp"))
+        (jaxpr,) = per_device(jax.make_jaxpr(mapped)(X, jnp.zeros((turns, N, N))).jaxpr)
+        return peak(needed(jaxpr), platform).size / MATRIX
+
+    assert found(16, "tpu") - found(2, "tpu") == pytest.approx((16 - 2) / 8 / 2, abs=0.01)
+    assert found(1, "tpu") - 2 == pytest.approx(1 / 2, abs=0.01)
+    assert found(16, "cuda") == found(2, "cuda")
+
+
 def test_gpus_send_beside_other_lines():
     """Parameters of a loop's first turn are gathered before it; the control is a TPU, where they are not."""
 

@@ -22,11 +22,8 @@ DEFAULT = ("llama-h8-products", "llama-v5e4-lora")
 HELD, SENT = 0.05, 0.02  # how far formulas may be off
 # Where they are further off, by how much they may be, and why.
 HELD_OFF = {
-    "mistral-v6e4-full": 0.09,  # a layer's three largest gradients, all made in float32 before one is scattered
     "mixtral-h8-2": 0.06,  # the gradient of what choices give, which is made where it is sent from
-    "qwen3-v5e4-none": 0.12,  # the gradient of logits, which is cast within the products that read it
     "qwen3moe-h8": 0.09,  # gradients that kernels give at once, of which the compiler casts one at a time
-    "qwen3next-h8": 0.07,  # zeros of loops within layers, which are made at once and before the first layer
 }
 SENT_OFF = {
     "llama-h8-tensor": 0.025,  # vectors that are looked up
