@@ -30,7 +30,8 @@ class Weight:
     is published as number `layers[i]`. `pattern` is einops', from the published dims to the leaf's own (those after
     layers and experts); without one they are the same. Where `where` gives a tuple of leaves, they are published as one
     array, one after another along its dim `axis`, or taking turns there: each of `groups` (say, heads) has a part of
-    every leaf, or every leaf one number (`interleaved`). They have one pattern, or each its own.
+    every leaf, or every leaf one number (`interleaved`). They have one pattern, or each its own. A leaf's dim may be
+    two, one of them the groups: `"ids (groups mlp) -> ids (mlp groups)"`.
     """
 
     name: str
@@ -102,7 +103,7 @@ class Weight:
             stop = start + parts[number][self.axis] // groups
             split = whole.reshape(*wanted[: self.axis], groups, -1, *wanted[self.axis + 1 :])
             whole = split[*(slice(None),) * (self.axis + 1), start:stop].reshape(parts[number])
-        return einops.rearrange(whole, pattern, **_sizes(pattern, own)) if pattern else whole
+        return einops.rearrange(whole, pattern, **_sizes(pattern, own, self.groups)) if pattern else whole
 
     def dim_of_last(self, number: int) -> int | None:
         """Along which dim of the published array, from its end, the last of leaf `number` lies, one after another."""
@@ -115,7 +116,7 @@ class Weight:
 
     def to_published(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """The published array of what the leaves hold for one place."""
-        turned = [_to_published(part, self.pattern_of(number)) for number, part in enumerate(parts)]
+        turned = [_to_published(part, self.pattern_of(number), self.groups) for number, part in enumerate(parts)]
         if len(turned) == 1:
             return turned[0]
         groups, shape = self._groups(turned[0].shape), turned[0].shape
@@ -128,24 +129,30 @@ class Weight:
 
     def _published_shapes(self, leaves: Sequence[ArrayOrShape]) -> list[tuple[int, ...]]:
         """Of each leaf the shape of its part of the published array."""
-        return [_published_shape(leaf.shape[self.outer :], self.pattern_of(n)) for n, leaf in enumerate(leaves)]
+        shapes = enumerate(leaf.shape[self.outer :] for leaf in leaves)
+        return [_published_shape(shape, self.pattern_of(number), self.groups) for number, shape in shapes]
 
 
-def _to_published(part: np.ndarray, pattern: str) -> np.ndarray:
+def _to_published(part: np.ndarray, pattern: str, groups: int) -> np.ndarray:
     back = " -> ".join(reversed(pattern.split(" -> ")))
-    return einops.rearrange(part, back, **_sizes(pattern, part.shape)) if back else part
+    return einops.rearrange(part, back, **_sizes(pattern, part.shape, groups)) if back else part
 
 
-def _published_shape(own: Sequence[int], pattern: str) -> tuple[int, ...]:
+def _published_shape(own: Sequence[int], pattern: str, groups: int) -> tuple[int, ...]:
     if not pattern:
         return tuple(own)
-    sizes = _sizes(pattern, own)
+    sizes = _sizes(pattern, own, groups)
     dims = _DIMS.findall(pattern.split(" -> ")[0])
     return tuple(math.prod(sizes.get(name, 1) for name in (merged or alone).split()) for merged, alone in dims)
 
 
-def _sizes(pattern: str, own: Sequence[int]) -> dict[str, int]:
-    return dict(zip(pattern.split(" -> ")[1].split(), own, strict=True))
+def _sizes(pattern: str, own: Sequence[int], groups: int) -> dict[str, int]:
+    """The sizes that a pattern names, of a leaf in which some dims may be one with that of the `groups`."""
+    dims = zip(_DIMS.findall(pattern.split(" -> ")[1]), own, strict=True)
+    sizes = {
+        name: size // groups if merged else size for (merged, alone), size in dims for name in (merged or alone).split()
+    }
+    return sizes | {"groups": groups} if "(groups " in pattern else sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +173,8 @@ class Rule:
     interleaved: bool = False
     """Whether leaves take turns number by number."""
     groups: int | str = 1
-    """How many pieces of each leaf take turns, or the field of the config that says so."""
+    """How many pieces of each leaf take turns, or the dim `groups` of the pattern has; or the field of the config that
+    says so."""
     needs: str = ""
     """The rule applies only where there is something at this path."""
     lacks: str = ""

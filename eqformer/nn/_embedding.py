@@ -46,9 +46,14 @@ class LearnedPositions(Module):
 
 
 class LayerEmbedding(Module):
-    """A table with a vector for each token id and each of some layers; `scale` as for `Embedding`."""
+    """A table with a vector for each token id and each of `depth` layers; `scale` as for `Embedding`.
 
-    weight: Float[Array, "vocab depth mlp"]
+    In a row the layers' numbers of one channel stand side by side. A table with a dim for layers TPUs have by columns,
+    and copy as a whole to look up a token.
+    """
+
+    weight: Float[Array, "vocab mlp"]
+    depth: int = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
 
     def __init__(
@@ -71,13 +76,16 @@ class LayerEmbedding(Module):
             scale: What looked-up vectors are multiplied by.
             key: For the table.
         """
-        self.weight = std * jax.random.normal(key, (vocab, depth, mlp), jnp.float32)
-        self.scale = scale
+        self.weight = std * jax.random.normal(key, (vocab, mlp * depth), jnp.float32)
+        self.depth, self.scale = depth, scale
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq depth mlp"]:
         """Look up a token's vectors for all layers."""
-        x = look_up(self.weight.reshape(self.weight.shape[0], -1), ids)
-        x = x.reshape(*ids.shape, *self.weight.shape[1:])
+        return self.by_layers(look_up(self.weight, ids))
+
+    def by_layers(self, x: Float[Array, "*batch seq mlp"]) -> Float[Array, "*batch seq depth _"]:
+        """The vectors of all layers, of a token's row of the table."""
+        x = x.reshape(*x.shape[:-1], -1, self.depth).swapaxes(-2, -1)
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
 
 

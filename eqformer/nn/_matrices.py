@@ -38,7 +38,7 @@ def matrices(model: PyTree) -> PyTree:
             outputs, inputs = len(node.outputs), len(node.inputs)
             table = "vocab" in node.outputs
         elif is_module(node):
-            outputs, inputs = 1, 2 if isinstance(node, LayerEmbedding) else 1
+            outputs, inputs = 1, 1
             table = not isinstance(node, eqx.nn.Linear)
         else:
             return None

@@ -78,7 +78,8 @@ def test_vectors_of_each_layer_are_those_of_the_formula():
     module = randomised(nn.LayerInputs(vocab=VOCAB, embed=EMBED, depth=3, mlp=4, eps=0.1, key=KEY))
     x, ids = normal(1, 2, SEQ, EMBED), jnp.arange(2 * SEQ).reshape(2, SEQ) % VOCAB
     projected = linear(wide(x), module.project).swapaxes(-1, -2) * EMBED**-0.5
-    want = (rms(projected, module.norm) + 2 * wide(module.embedding.weight)[np.asarray(ids)]) / np.sqrt(2)
+    table = wide(module.embedding.weight).reshape(VOCAB, 4, 3).swapaxes(1, 2)
+    want = (rms(projected, module.norm) + 2 * table[np.asarray(ids)]) / np.sqrt(2)
     assert module(x, ids).shape == (2, SEQ, 3, 4) and close(module(x, ids), want, 1e-5)
     gate = randomised(nn.GatedInput(embed=EMBED, mlp=4, activation=jnp.tanh, key=KEY))
     by_hand = linear(np.tanh(linear(wide(x), gate.gate)) * want[..., 1, :], gate.down)

@@ -77,4 +77,4 @@ def test_text_is_one_devices(mesh):
 def test_shapes_of_the_family_are_those_of_the_model():
     made = eqx.filter_eval_shape(lambda: models.build(FAMILIES[VECTORS], key=jax.random.key(0)))
     assert [len(stack) for stack in made.stacks] == [1, 2]
-    assert nn.dims(made).layer_inputs.embedding.weight == "vocab depth mlp"
+    assert nn.dims(made).layer_inputs.embedding.weight == "vocab mlp"

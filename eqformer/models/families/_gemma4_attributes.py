@@ -107,7 +107,12 @@ GEMMA4_WEIGHTS = (
     Rule(f"{LAYER}experts.gate_up_proj", (f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"), axis=1),
     Rule(f"{LAYER}experts.down_proj", f"{_EXPERTS}.down.weight"),
     *gated_weights(f"{_DENSE}.layer"),
-    Rule("model.embed_tokens_per_layer.weight", "layer_inputs.embedding.weight", "ids (depth mlp) -> ids depth mlp"),
+    Rule(
+        "model.embed_tokens_per_layer.weight",
+        "layer_inputs.embedding.weight",
+        "ids (groups mlp) -> ids (mlp groups)",
+        groups="layers",
+    ),
     Rule(
         "model.per_layer_model_projection.weight",
         "layer_inputs.project.weight",

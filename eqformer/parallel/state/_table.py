@@ -79,16 +79,14 @@ class EmbeddingInParts(nn.Module):
 
 
 class LayerEmbeddingInParts(nn.Module):
-    """A `LayerEmbedding` that looks the vectors of all layers up at once in a table in parts, each row of them one."""
+    """A `LayerEmbedding`, `inner`, that looks the vectors of all layers up at once in a table in parts."""
 
+    inner: nn.LayerEmbedding
     table: SlicedTable
-    depth: int = eqx.field(static=True)
-    scale: float | None = eqx.field(static=True)
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq depth mlp"]:
         """Look up a token's vectors for all layers."""
-        x = self.table.look_up(ids).reshape(*ids.shape, self.depth, -1)
-        return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
+        return self.inner.by_layers(self.table.look_up(ids))
 
 
 class TiedInParts(nn.InParts):
@@ -235,19 +233,16 @@ def with_tables_in_parts(
     """
 
     def sliced(of: Callable[[PyTree], Any], sent: str) -> SlicedTable:
-        rows_of = lambda x: x.reshape(len(x), -1)
-        value = rows_of(of(whole))
+        value = of(whole)
         rows = math.ceil(len(value) / math.ceil(of(shapes).size * 4 / PART))
-        held, dim = rows_of(of(parameters)), of(leaves).fsdp_dim
+        held, dim = of(parameters), of(leaves).fsdp_dim
         return SlicedTable(held, value if is_narrow(value) else None, dim, sent, rows, steps)
 
     of_ids, of_head, is_in = lambda m: m.embedding.weight, lambda m: m.head.weight, in_parts(shapes)
     of_inputs = lambda m: m.layer_inputs.embedding.weight
     embedding, head, inputs = model.embedding, model.head, model.layer_inputs
-    # Devices that split a vector's channels have no piece of a row that is in one place.
-    if inputs is not None and is_in.inputs and of_inputs(leaves).fsdp_dim in (0, 1):
-        table = sliced(of_inputs, of_inputs(leaves).sent)
-        each = LayerEmbeddingInParts(table, of_inputs(shapes).shape[1], inputs.embedding.scale)
+    if inputs is not None and is_in.inputs and of_inputs(leaves).fsdp_dim is not None:
+        each = LayerEmbeddingInParts(inputs.embedding, sliced(of_inputs, of_inputs(leaves).sent))
         model = eqx.tree_at(lambda m: m.layer_inputs.embedding, model, each)
     if is_in.ids and of_ids(leaves).fsdp_dim is not None:
         embedding = EmbeddingInParts(embedding.weight, sliced(of_ids, of_ids(leaves).sent), embedding.scale)
