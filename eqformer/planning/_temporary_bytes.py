@@ -1,6 +1,6 @@
 """The bytes of a step's temporaries when they are most, by walking through its traced program as compilers run it."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,7 +12,7 @@ from .._shapes import Batch
 from ._accelerators import for_platform
 from ._temporary_cuda import beside_loops, born_early, copied_bytes, gradients_last, kept_twice, last_in_flight
 from ._temporary_tpu import before_loops, cast_before_sent, relaid_bytes, tpu_uses
-from ._traced import carry_of, host_bytes, Line, Lines, needed, per_device
+from ._traced import carry_of, host_bytes, Line, Lines, needed, of_platform, per_device
 from ._traced_uses import IN_PLACE, Uses, WRITTEN
 
 
@@ -78,7 +78,7 @@ def _results_bytes(jaxpr: Any) -> int:
 
 
 def _traced(states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str) -> list[Any]:
-    """The programs of a loss and its gradients on each device, without what they do not need."""
+    """The programs of a loss and its gradients on each device of a platform, without what they do not need."""
     plan, trained = for_platform(states.plan, platform), states.optimizer.trained
     gradients = training.planned_gradients(plan)(training.next_token_loss, trained)
     arrays, rest = eqx.partition(plan.shapes(model), _is_shape)
@@ -88,7 +88,7 @@ def _traced(states: training.PlannedState, model: nn.Transformer, batch: Batch, 
 
     with nn.traced_for(platform):
         traced = jax.make_jaxpr(run)(arrays, batch, jax.eval_shape(lambda: jax.random.key(0)))
-    return [needed(jaxpr) for jaxpr in per_device(traced.jaxpr)]
+    return [needed(of_platform(jaxpr, platform)) for jaxpr in per_device(traced.jaxpr)]
 
 
 class Most(NamedTuple):
@@ -143,7 +143,7 @@ def peak(
                 continue
             made.append(value)
         placed = [number for number, value in enumerate(line.writes) if value not in late]
-        for values, inner in ((made, _inner(line, uses, platform, back, placed)), (late, Most(0, []))):
+        for values, inner in ((made, _inner(line, platform, back, placed)), (late, Most(0, []))):
             alive |= {value: size_of(value) for value in values if value not in alive}
             size = sum(alive.values()) + inner.size + sent[place] + kept[place]
             if size > most:
@@ -154,7 +154,7 @@ def peak(
     return Most(most, there)
 
 
-def _inner(line: Line, uses: Uses, platform: str, back: Collection[int], placed: Collection[int]) -> Most:
+def _inner(line: Line, platform: str, back: Collection[int], placed: Collection[int]) -> Most:
     """What loops and branches make inside."""
     if line.name == "scan":
         narrow = [number for number, value in enumerate(line.reads[: carry_of(line)[0]]) if value in back]
@@ -163,21 +163,9 @@ def _inner(line: Line, uses: Uses, platform: str, back: Collection[int], placed:
         start = line.params["body_nconsts"]
         return peak(needed(line.params["body_jaxpr"].jaxpr), platform, (start, len(line.writes)))
     if line.name == "cond":
-        runs = (peak(branch.jaxpr, platform, placed=placed) for branch in _branches(line, uses, platform))
+        runs = (peak(branch.jaxpr, platform, placed=placed) for branch in line.params["branches"])
         return max(runs, key=lambda run: run.size)
     return Most(0, [])
-
-
-def _branches(line: Line, uses: Uses, platform: str) -> Iterable[Any]:
-    """The branches of a conditional: of one that goes by the platform, only its own."""
-    branches, maker = line.params["branches"], uses.maker(line.reads[0])
-    while maker is not None and maker.name != "platform_index" and maker.reads:
-        maker = uses.maker(maker.reads[0])
-    if maker is None or maker.name != "platform_index":
-        return branches
-    named = maker.params["platforms"]
-    own = [n for n, some in enumerate(named) if some is not None and platform in some]
-    return [branches[n] for n in (own or [n for n, some in enumerate(named) if some is None])[:1]] or branches
 
 
 def _overwritten(line: Line, number: int, program: Lines, uses: Uses, dying: set[int]) -> int | None:

@@ -9,7 +9,8 @@ from ._traced_uses import is_view, Uses, VIEWS, WRITTEN
 
 
 _SCATTERS = ("psum_scatter", "reduce_scatter")
-_GRADIENTS = ("dot_general", "reduce_sum")
+_KERNELS = ("custom_vmap_call", "mpmd_map", "pallas_call")
+_GRADIENTS = ("dot_general", "reduce_sum", *_KERNELS)
 _PRODUCTS = {"dot_general": 1, "scan": 2}
 
 
@@ -131,11 +132,11 @@ def last_in_flight(uses: Uses, is_loop: bool) -> Callable[[int], int]:
 
 
 def _is_of_kernels(uses: Uses, value: int | None) -> bool:
-    """Whether a sum is one of those of a choice by platform, with a cast."""
+    """Whether a sum is what a kernel gives, with a cast."""
     maker = uses.maker(value)
     while maker is not None and maker.name in (*VIEWS, "convert_element_type"):
         maker = uses.maker(maker.reads[0])
-    return maker is not None and maker.name == "cond"
+    return maker is not None and maker.name in _KERNELS
 
 
 def copied_bytes(jaxpr: Any) -> int:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
+from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import partial_eval
 
 
@@ -100,6 +101,33 @@ def needed(jaxpr: Any) -> Any:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
+def of_platform(jaxpr: Any, platform: str) -> Any:
+    """The program with each choice by the platform written as a call of its own branch."""
+
+    def inside(value: Any) -> Any:
+        inner = getattr(value, "jaxpr", value)
+        if not hasattr(inner, "eqns"):
+            return value
+        made = of_platform(inner, platform)
+        return made if type(value) is type(made) else value.replace(jaxpr=made)
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        named = eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
+        if named:
+            own = [number for number, some in enumerate(named) if some is not None and platform in some]
+            own = own or [number for number, some in enumerate(named) if some is None]
+            call = {"call_jaxpr": inside(eqn.params["branches"][own[0]])}
+            eqns.append(eqn.replace(primitive=closed_call_p, params=call, invars=eqn.invars[1:]))
+        elif eqn.primitive.name == "cond":
+            eqns.append(eqn.replace(params=eqn.params | {"branches": tuple(map(inside, eqn.params["branches"]))}))
+        elif eqn.primitive.name in (*_CALLED, "scan", "while"):
+            eqns.append(eqn.replace(params={key: inside(value) for key, value in eqn.params.items()}))
+        else:
+            eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns)
+
+
 def per_device(jaxpr: Any) -> list[Any]:
     """The programs that run on each device, inside of `shard_map`."""
     found = []
@@ -135,6 +163,6 @@ def _cast(eqn: Any, reads: tuple[int | None, ...]) -> tuple[int, str]:
     return -1 if reads[0] is None else reads[0], str(eqn.outvars[0].aval.dtype)
 
 
-_CALLED = {"pjit", "jit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
+_CALLED = {"pjit", "jit", "closed_call", "eval_jaxpr", "core_call", "remat", "remat2", "checkpoint"}
 _CALLED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from eqformer.parallel import _send as send, filter_shard_map, make_mesh, vary
 from eqformer.planning._temporary_bytes import peak
 from eqformer.planning._temporary_tpu import relaid_bytes
-from eqformer.planning._traced import Lines, needed, per_device
+from eqformer.planning._traced import Lines, needed, of_platform, per_device
 
 
 N = 256
@@ -17,7 +17,7 @@ X = jnp.zeros((N, N))
 
 
 def most(fn, *given, platform="cuda"):
-    return peak(needed(jax.make_jaxpr(fn)(*given).jaxpr), platform).size
+    return peak(needed(of_platform(jax.make_jaxpr(fn)(*given).jaxpr, platform)), platform).size
 
 
 @pytest.mark.quick
@@ -59,6 +59,8 @@ def test_branches_and_platforms():
     assert MATRIX < most(lambda flag, x: jax.lax.cond(flag, after, lambda x: x, x), True, X) < 1.1 * MATRIX
     by_platform = lambda x: jax.lax.platform_dependent(x, tpu=few, default=many)
     assert most(by_platform, X, platform="tpu") // MATRIX == 1 and most(by_platform, X, platform="cuda") // MATRIX == 3
+    in_loop = lambda x: jax.lax.scan(lambda y, _: (jnp.tanh(by_platform(y)), None), x, length=2)[0]
+    assert most(in_loop, X, platform="cuda") == most(in_loop, X, platform="tpu") + 2 * MATRIX
 
 
 def test_calls_are_written_out_and_equal_casts_made_once():
@@ -153,6 +155,22 @@ def test_gpus_take_a_sum_of_a_turn_that_is_scattered_last():
     (jaxpr,) = per_device(jax.make_jaxpr(filter_shard_map(run, make_mesh(fsdp=8), (P(),), P(None, "fsdp")))(X).jaxpr)
     found = {platform: peak(jaxpr, platform).size // MATRIX for platform in ("tpu", "cuda")}
     assert found == {"tpu": 2, "cuda": 3}
+
+
+def test_gpus_run_a_kernel_that_gives_a_gradient_before_its_scatter():
+    """Of three, all made before the first is scattered as they are traced, two are there; the control is a TPU."""
+    kernel = jax.custom_batching.custom_vmap(lambda x, y: x @ y)
+    kernel.def_vmap(lambda _, batched, x, y: (x @ y, True))
+
+    def turn(x, _):
+        sums = kernel(x, x), kernel(x, x.T), kernel(x.T, x)
+        scattered = [send.psum_scatter("gradients over fsdp", each, "fsdp", 0).sum(0) for each in sums]
+        return x, jnp.stack(scattered)
+
+    run = lambda x: jax.lax.scan(turn, vary(x, ["fsdp"]), length=2)[1]
+    (jaxpr,) = per_device(jax.make_jaxpr(filter_shard_map(run, make_mesh(fsdp=8), (P(),), P(None, "fsdp")))(X).jaxpr)
+    found = {platform: peak(needed(jaxpr), platform).size / MATRIX for platform in ("tpu", "cuda")}
+    assert 3 < found["tpu"] < 3.3 and 2 < found["cuda"] < 2.3
 
 
 @pytest.mark.quick
