@@ -76,6 +76,18 @@ def test_caches_keep_the_row_and_its_source(dtype):
     assert not close(written(nn.Source(source.values[::-1], source.tokens)), whole, 4 * rounding)
 
 
+def test_caches_are_not_put_together_for_few_tokens():
+    module, cache = made(nn.causal()), made(nn.causal()).init_cache((2,), 64)
+    source = nn.Source(normal(1, 2, 7, 6), nn.positions_like((2, 7)))
+    _, cache = module(normal(0, 2, 3, 6), nn.with_source(nn.positions_like((2, 3)), source), cache)
+
+    def shapes(seq: int) -> str:
+        tokens = nn.Tokens(jnp.broadcast_to(jnp.arange(3, 3 + seq), (2, seq)))
+        return str(jax.make_jaxpr(lambda x, cache: module(x, tokens, cache))(normal(2, 2, seq, 6), cache))
+
+    assert "f32[2,128,2,4]" in shapes(9) and "f32[2,128,2,4]" not in shapes(8)
+
+
 def test_what_does_not_fit_is_refused():
     module, x = made(nn.causal()), normal(0, 2, 5, 6)
     with pytest.raises(ValueError, match="MergedAttention: neither a source nor a cache that holds one"):

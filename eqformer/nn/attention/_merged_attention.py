@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -14,11 +15,15 @@ from .._linear_map import LinearMap
 from .._norm import Norm
 from .._slots import without_room
 from .._tokens import Tokens, tokens_or_default
+from ..cores._apart import attend_apart
 from ..cores._contract import Core
 from ._attention import Attention
 from ._cross_attention import read_source
 from ._mask import Mask, OF_SOURCE
 from ._rotary import Rotary
+
+
+_FEW = 8  # queries, whose scores for all keys are few too
 
 
 class MergedAttention(Mixer):
@@ -74,16 +79,14 @@ class MergedAttention(Mixer):
         if own is not None:
             own, key, value, places = own.update(key, value, tokens)
         keys, values, read, other = read_source("MergedAttention", self._of_source, tokens, other, x.dtype)
-        attended = self.core(
-            query,
-            jnp.concatenate([keys, key.astype(x.dtype)], axis=-3),
-            jnp.concatenate([values, value.astype(x.dtype)], axis=-3),
-            mask=self.mask,
-            tokens=tokens,
-            kv_tokens=_together(read, places, x.shape[:-2]),
-            scale=self.scale,
-            softcap=self.softcap,
-        )
+        pieces = (keys, values), (key.astype(x.dtype), value.astype(x.dtype))
+        seen = _together(read, places, x.shape[:-2])
+        rules: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
+        if own is not None and x.shape[-2] <= _FEW and self.core.ring_block():
+            attended = attend_apart(query, pieces, self.mask(tokens, seen), **rules)  # caches stay where they lie
+        else:
+            both = (jnp.concatenate(parts, axis=-3) for parts in zip(*pieces))
+            attended = self.core(query, *both, mask=self.mask, tokens=tokens, kv_tokens=seen, **rules)
         if own is None or other is None:
             return self.output(attended), None
         return self.output(without_room(attended, tokens, own)), (own, other)
