@@ -165,3 +165,9 @@ def test_tables_cross_in_the_compute_dtype_where_nothing_is_computed_before_they
         leaves = jax.tree_util.tree_leaves_with_path(outside, is_leaf=lambda node: isinstance(node, _leaves.Leaf))
         found = {nn.path_name(path) for path, leaf in leaves if leaf.sent == "bfloat16"}
         assert found == narrow and all(leaf.dtype in ("float32", "") for _, leaf in leaves)
+
+
+def test_parts_of_many_rows_have_whole_tiles():
+    """And no part has a sixteenth more than it would have."""
+    assert [_table.rows_in_tiles(rows, 4096) for rows in (31, 255, 256, 1002, 2004)] == [31, 255, 256, 1008, 2016]
+    assert [_table.rows_in_tiles(rows, 2880) for rows in (2000, 2793)] == [2000, 2816]

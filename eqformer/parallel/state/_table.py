@@ -213,6 +213,16 @@ def in_parts(model: nn.Transformer) -> InParts:
     return InParts(size > PART, is_large, inputs)
 
 
+def rows_in_tiles(rows: int, width: int) -> int:
+    """Rows of a part, or a few more where they are many: whole tiles of TPUs, 16 rows of 16 bits.
+
+    Tiles that two devices share are copied before rows are sent. Of vectors that fill no whole lanes, which TPUs have by
+    columns, a tile has 128 rows: else each device is sent the whole sum, of which it keeps a part.
+    """
+    tile = 16 if width % 128 == 0 else 128
+    return rows + -rows % tile if rows >= 16 * tile else rows
+
+
 def with_tables_in_parts(
     model: nn.Transformer,
     whole: nn.Transformer,
@@ -234,7 +244,8 @@ def with_tables_in_parts(
 
     def sliced(of: Callable[[PyTree], Any], sent: str) -> SlicedTable:
         value = of(whole)
-        rows = math.ceil(len(value) / math.ceil(of(shapes).size * 4 / PART))
+        parts, width = math.ceil(of(shapes).size * 4 / PART), of(shapes).shape[-1]
+        rows = rows_in_tiles(math.ceil(len(value) / parts), width)
         held, dim = of(parameters), of(leaves).fsdp_dim
         return SlicedTable(held, value if is_narrow(value) else None, dim, sent, rows, steps)
 
