@@ -216,8 +216,8 @@ def in_parts(model: nn.Transformer) -> InParts:
 def rows_in_tiles(rows: int, width: int) -> int:
     """Rows of a part, or a few more where they are many: whole tiles of TPUs, 16 rows of 16 bits.
 
-    Tiles that two devices share are copied before rows are sent. Of vectors that fill no whole lanes, which TPUs have by
-    columns, a tile has 128 rows: else each device is sent the whole sum, of which it keeps a part.
+    Tiles that two devices share are copied before rows are sent. Of vectors that fill no whole lanes, laid out by
+    columns there, a tile has 128 rows: else each device is sent the whole sum, of which it keeps a part.
     """
     tile = 16 if width % 128 == 0 else 128
     return rows + -rows % tile if rows >= 16 * tile else rows
