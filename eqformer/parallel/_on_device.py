@@ -59,7 +59,8 @@ class OnDevice:
         stacks = [jax.tree.map(in_stacks, *each) for each in zip(*map(_stacks, (leaves, whole, parameters)))]
         model = _with_stacks(jax.tree.map(self._with_value, *outside), stacks)
         if plan.splits_tables:
-            model = with_tables_in_parts(model, whole, parameters, leaves, self.shapes, plan.torus_steps)
+            given = model, whole, parameters, leaves, self.shapes, plan.torus_steps
+            model = with_tables_in_parts(*given, has_tiles=plan.platform == "tpu")
         if plan.stream is not None:
             specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
             model = split_over_tensor(model, specs, self.shapes, plan.stream)

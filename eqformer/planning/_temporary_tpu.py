@@ -23,7 +23,12 @@ def tpu_uses(program: Lines) -> tuple[Uses, dict[int, int], dict[int, int]]:
         if product is not None and product.name == "dot_general":
             made = product.writes[0]
             cast |= {line.writes[0]: made} if made not in uses.results and len(uses.readers[made]) == 1 else {}
-    return Uses(program, back | cast, _UNFUSED), back, {one: program.size(value) for value, one in cast.items()}
+    # What is filled up with zeros, to be cut, is not: a slice reads what is within.
+    filled = {
+        line.writes[0]: line.reads[0] for line in program.lines if line.name == "pad" and line.reads[0] is not None
+    }
+    views = back | cast | filled
+    return Uses(program, views, _UNFUSED), back, {one: program.size(value) for value, one in cast.items()}
 
 
 def cast_before_sent(uses: Uses, carried: tuple[int, int] | None) -> dict[int, int]:

@@ -21,6 +21,9 @@ ROWS = {row["name"]: row for row in json.loads((pathlib.Path(__file__).parent / 
 DEFAULT = ("llama-h8-products", "llama-v5e4-lora")
 HELD, SENT = 0.05, 0.02  # how far formulas may be off
 # Where they are further off, by how much they may be, and why.
+HELD_OFF = {
+    "llama-v5e4-lora": 0.06,  # a part of a frozen table that is gathered while another one still is
+}
 SENT_OFF = {
     "llama-h8-tensor": 0.025,  # vectors that are looked up
 }
@@ -37,7 +40,7 @@ def test_formulas_give_what_compilers_do(name):
     plan, model = abstract_plan(recipe), shapes_of(recipe)
     states = state_of(recipe, plan, optimizer_of(recipe, model), model)
     found = planning.forecast(states, model, batch_shapes(recipe), planning.topology(row["topology"]))
-    assert relative(found.total, row["held"]) < HELD
+    assert relative(found.total, row["held"]) < HELD_OFF.get(name, HELD)
     assert relative(sum(size for *_, size in found.sent), row["sent"]) < SENT_OFF.get(name, SENT)
     if name == DEFAULT[0]:  # the control: what stays between steps alone is less than half
         stays = planning.state_bytes(states)

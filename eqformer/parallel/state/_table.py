@@ -230,6 +230,8 @@ def with_tables_in_parts(
     leaves: PyTree,
     shapes: nn.Transformer,
     steps: Steps,
+    *,
+    has_tiles: bool,
 ) -> nn.Transformer:
     """A model whose arrays are gathered, with its large tables of the vocabulary in parts where `fsdp` splits them.
 
@@ -240,12 +242,14 @@ def with_tables_in_parts(
         leaves: What the plan decides of each array.
         shapes: Those of the whole model.
         steps: In which parts are gathered and scattered (`Plan.torus_steps`).
+        has_tiles: Whether devices keep rows in tiles, as TPUs do.
     """
 
     def sliced(of: Callable[[PyTree], Any], sent: str) -> SlicedTable:
         value = of(whole)
         parts, width = math.ceil(of(shapes).size * 4 / PART), of(shapes).shape[-1]
-        rows = rows_in_tiles(math.ceil(len(value) / parts), width)
+        rows = math.ceil(len(value) / parts)
+        rows = rows_in_tiles(rows, width) if has_tiles else rows
         held, dim = of(parameters), of(leaves).fsdp_dim
         return SlicedTable(held, value if is_narrow(value) else None, dim, sent, rows, steps)
 
