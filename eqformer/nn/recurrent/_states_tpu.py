@@ -65,7 +65,7 @@ def _called(
     states = pl.BlockSpec((1, 1, few, many, *dims), lambda *at: (at[3][0], *at[:3], 0, 0))
     answers = jax.ShapeDtypeStruct((rows, groups, heads, v_dim), whole.dtype)
     varying = varying_of((*known, *given, whole))
-    moved = 2 * whole[0].nbytes + 2 * given[0].nbytes
+    moved = 2 * whole[0].nbytes + sum(x.nbytes for x in given) + math.prod(answers.shape) * whole.dtype.itemsize
     return pl.pallas_call(
         functools.partial(_kernel, step),
         grid_spec=tpu.PrefetchScalarGridSpec(
