@@ -128,7 +128,7 @@ def _check_fits(model: Model, draft: Model, total: int) -> None:
 
 def _check_frequencies(models: PyTree, total: int) -> None:
     for rotary in nn.modules(models, nn.Rotary):
-        if rotary.depends_on_length and total > getattr(rotary.scaling, "original_length", 0):
+        if rotary.changes_within(total):
             raise ValueError(
                 f"generate(draft): rotary frequencies of {type(rotary.scaling).__name__} change with each token beyond "
                 f"its original_length, and rows have up to {total} tokens, of which several are read at once; give "

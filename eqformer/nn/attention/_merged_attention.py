@@ -17,13 +17,11 @@ from .._slots import without_room
 from .._tokens import Tokens, tokens_or_default
 from ..cores._apart import attend_apart
 from ..cores._contract import Core
+from ..cores._core import FEW
 from ._attention import Attention
 from ._cross_attention import read_source
 from ._mask import Mask, OF_SOURCE
 from ._rotary import Rotary
-
-
-_FEW = 8  # queries, whose scores for all keys are few too
 
 
 class MergedAttention(Mixer):
@@ -82,7 +80,7 @@ class MergedAttention(Mixer):
         pieces = (keys, values), (key.astype(x.dtype), value.astype(x.dtype))
         seen = _together(read, places, x.shape[:-2])
         rules: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
-        if own is not None and x.shape[-2] <= _FEW and self.core.ring_block():
+        if own is not None and x.shape[-2] <= FEW and self.core.ring_block():
             attended = attend_apart(query, pieces, self.mask(tokens, seen), **rules)  # caches stay where they lie
         else:
             both = (jnp.concatenate(parts, axis=-3) for parts in zip(*pieces))

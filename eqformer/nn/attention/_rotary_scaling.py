@@ -32,12 +32,12 @@ class RotaryScaling(eqx.Module):
         """Frequencies of the `dim / 2` pairs, one set or one a document, and the factor."""
 
     def changes_within(self, longest: int) -> bool:
-        """Whether lengths up to the longest have different frequencies."""
-        return self.depends_on_length
+        """Whether lengths up to the longest have different frequencies, as only those beyond an original one may."""
+        return self.depends_on_length and longest > getattr(self, "original_length", 0)
 
     def alike(self, length: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """One length for all that have the same set of frequencies, 0 for that of the shortest."""
-        raise NotImplementedError(f"{type(self).__name__}.alike: it has no sets of frequencies.")
+        """One length for all that have the same frequencies, 0 for those of the shortest; else its own for each."""
+        return length
 
 
 class LinearScaling(RotaryScaling):
@@ -90,10 +90,6 @@ class DynamicScaling(RotaryScaling):
     depends_on_length: ClassVar[bool] = True
     factor: float = eqx.field(static=True)
     original_length: int = eqx.field(static=True)
-
-    def changes_within(self, longest: int) -> bool:
-        """Whether it is beyond `original_length`."""
-        return longest > self.original_length
 
     def frequencies(
         self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
@@ -177,10 +173,6 @@ class LongRopeScaling(RotaryScaling):
     original_length: int = eqx.field(static=True)
     factor: float = eqx.field(static=True)
     magnitude: float | None = eqx.field(static=True, default=None)
-
-    def changes_within(self, longest: int) -> bool:
-        """Whether it is beyond `original_length`."""
-        return longest > self.original_length
 
     def alike(self, length: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
         """0 up to `original_length`, and one more than this beyond."""

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .._dtype import at_least_float32
-from ._core import check_heads, lowest, soft_capped
+from ._core import check_heads, soft_capped, softmax_of
 
 
 Piece = tuple[Float[Array, "*batch _ kv_heads head_dim"], Float[Array, "*batch _ kv_heads v_dim"]]
@@ -29,11 +29,7 @@ def attend_apart(
     grouped = query.reshape(*query.shape[:-2], kv_heads, heads // kv_heads, query.shape[-1])
     dots = [jnp.einsum("...qkgd,...skd->...kgqs", grouped, key, preferred_element_type=exact) for key, _ in pieces]
     scores = soft_capped(jnp.concatenate(dots, axis=-1) * scale, softcap)
-    seen = visible[..., None, None, :, :]
-    scores = jnp.where(seen, scores, lowest(exact))
-    weights = jnp.where(seen, jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)), 0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    probabilities = (weights / jnp.where(total > 0, total, 1)).astype(pieces[0][1].dtype)
+    probabilities = softmax_of(scores, visible).astype(pieces[0][1].dtype)
     output, start = jnp.zeros((), exact), 0
     for _, value in pieces:
         own = probabilities[..., start : start + value.shape[-3]]

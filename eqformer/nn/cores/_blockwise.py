@@ -23,10 +23,9 @@ from ._block_pairs import possible_pairs, spans
 from ._blocks import block_of, cut, grouped, joined, ungrouped
 from ._cached import attend_cached
 from ._contract import Block, Core
-from ._core import lowest, soft_capped
+from ._core import FEW, lowest, soft_capped
 
 
-_FEW = 8  # queries, whose scores for all keys are few too
 _BLOCK, _TPU_BLOCK = 128, 512  # tokens of a block: see `docs/accelerators.md`
 
 
@@ -60,7 +59,7 @@ class BlockwiseCore(Core):
         softcap: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
     ) -> Float[Array, "*batch seq heads v_dim"]:
-        if kv_tokens is not None and query.shape[-3] <= _FEW:
+        if kv_tokens is not None and query.shape[-3] <= FEW:
             given: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks}
             return attend_cached(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **given)
         rules = Rules(mask, scale, softcap, self.block)

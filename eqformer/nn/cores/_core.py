@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Bool, Float, Num
 
 from .._dtype import at_least_float32
 from .._tokens import Tokens
 from ..attention._mask import Chosen, Mask
 from ._contract import Block, Core
+
+
+FEW = 8  # queries, whose scores for all keys are few too
 
 
 class Rotated(NamedTuple):
@@ -82,18 +85,9 @@ class ReferenceCore(Core):
         scores = soft_capped(scores * scale, softcap)
         if bias is not None:
             scores = scores + bias.reshape(*bias.shape[:-3], kv_heads, -1, *bias.shape[-2:]).astype(exact)
-        visible = mask(tokens, tokens if kv_tokens is None else kv_tokens)[..., None, None, :, :]
-        scores = jnp.where(visible, scores, lowest(exact))
-        peak = jnp.max(scores, axis=-1, keepdims=True)
-        if sinks is not None:
-            sink = sinks.astype(exact).reshape(kv_heads, heads // kv_heads, 1, 1)
-            peak = jnp.maximum(peak, sink)
-        peak = jax.lax.stop_gradient(peak)
-        weights = jnp.where(visible, jnp.exp(scores - peak), 0)
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        if sinks is not None:
-            total = total + jnp.exp(sink - peak)
-        probabilities = weights / jnp.where(total > 0, total, 1)
+        visible = mask(tokens, tokens if kv_tokens is None else kv_tokens)
+        sink = None if sinks is None else sinks.astype(exact).reshape(kv_heads, heads // kv_heads, 1, 1)
+        probabilities = softmax_of(scores, visible, sink)
         if value_scales is not None:
             probabilities = probabilities * by_scores(value_scales)
         narrow = probabilities.astype(value.dtype)
@@ -209,6 +203,22 @@ def check_heads(query: Array, key: Array) -> tuple[int, int]:
             "change one of the two."
         )
     return heads, kv_heads
+
+
+def softmax_of(
+    scores: Float[Array, "*batch kv_heads group seq kv_seq"],
+    visible: Bool[Array, "*#batch seq kv_seq"],
+    sink: Float[Array, "kv_heads group 1 1"] | None = None,
+) -> Float[Array, "*batch kv_heads group seq kv_seq"]:
+    """The probabilities of the keys that a query sees, beside a `sink` where there is one; zeros where it sees none."""
+    seen = visible[..., None, None, :, :]
+    scores = jnp.where(seen, scores, lowest(scores.dtype))
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    peak = jax.lax.stop_gradient(peak if sink is None else jnp.maximum(peak, sink))
+    weights = jnp.where(seen, jnp.exp(scores - peak), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = total if sink is None else total + jnp.exp(sink - peak)
+    return weights / jnp.where(total > 0, total, 1)
 
 
 def lowest(dtype: jnp.dtype) -> float:
