@@ -1,29 +1,33 @@
-"""Rows for one GPU: attention's kernels one by one, training's share of the peak, and decoding, in bfloat16.
+"""Rows for one GPU: kernels' numbers and speed, training's share of the peak, and decoding, in bfloat16.
 
 Each contender has the whole card, in a process of its own: JAX takes the memory when it starts, and PyTorch would have
-the rest. Ours come first, so that a deadline leaves out PyTorch's.
+the rest. The next process is started, and imports what it needs, while one is at work. What tells most comes first,
+since a deadline leaves out the rest; a model's step by PyTorch comes behind ours, which says in which way it fits.
 """
 
+import contextlib
 import dataclasses
+import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import _gpu_runs, _peers
-from benchmarks._apart import apart
+from benchmarks import _gpu_numbers, _gpu_runs, _peers
+from benchmarks._apart import Apart
 from benchmarks._gpu_runs import Card, Found, Way, Work
 from benchmarks._measure import Row
-from eqformer import models
+from eqformer._xla_flags import as_flags, known
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """What is measured: by default for a GPU of 80 GB or more."""
 
-    dense: tuple[str, ...] = ("qwen3-0.6b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b")
+    dense: tuple[str, ...] = ("qwen3-0.6b", "llama-3-8b", "llama-3.2-3b")
     mixture: str = "olmoe-1b-7b"
     mixture_layers: int = 4
     lengths: tuple[int, ...] = (4096, 8192)
@@ -31,12 +35,17 @@ class Sizes:
     """Of a step."""
     heads: tuple[int, int, int] = (32, 8, 128)
     """Of the attention that is measured alone: heads, key heads, channels."""
-    decoded: tuple[str, ...] = ("llama-3.2-1b", "llama-3-8b")
+    decoded: tuple[str, ...] = ("llama-3-8b", "llama-3.2-1b")
     batches: tuple[int, ...] = (1, 16, 64)
     prompt: int = 128
     new: int = 128
+    checked: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What `_gpu_numbers.numbers` takes."""
     minutes: float = 9.0
     """Since the start: what is not done by then is ended or left out, and is a row that says so."""
+
+
+Run = Callable[[Callable[[], Found], float], Found]
 
 
 class Task(NamedTuple):
@@ -53,64 +62,122 @@ def gpu(
     rounds: int,
     folder: Path,
     sizes: Sizes = Sizes(),
-    run: Callable[[Callable[[], Found], float], Found] = apart,
+    start: Callable[..., Run] = Apart,
 ) -> Iterator[Row]:
-    """Attention, training and decoding on one GPU, in bfloat16, against PyTorch where it is installed; a trace."""
+    """Kernels, training and decoding on one GPU, in bfloat16, against PyTorch where it is installed; a trace."""
     end, rounds = time.monotonic() + 60 * sizes.minutes, max(2, rounds // 3)
     memory = f"{card.name}; programs get {card.memory / 1e9:.1f} GB of memory"
     yield Row("peak", "product in bfloat16", card.peak / 1e12, "TFLOP/s", None, memory)
     ways: dict[Work, Way] = {}
     first: dict[str, Row] = {}
-    for task in _tasks(sizes, card, rounds, folder):
-        left = end - time.monotonic()
-        if left <= 0:
-            yield Row(task.group, task.whom, note=f"left out: {sizes.minutes:g} minutes are over")
-            continue
-        print(f"{task.group}, {task.whom} ({left:.0f} s are left)", file=sys.stderr, flush=True)
+    ahead = lambda task: start(*_imports(task)) if time.monotonic() < end else None
+    with _choices_kept(), contextlib.closing(_started(_tasks(sizes, card, rounds, folder), ahead)) as started:
+        for task, run in started:
+            left = end - time.monotonic()
+            if left <= 0 or run is None:
+                yield Row(task.group, task.whom, note=f"left out: {sizes.minutes:g} minutes are over")
+                continue
+            print(f"{task.group}, {task.whom} ({left:.0f} s are left)", file=sys.stderr, flush=True)
+            try:
+                work = task.work(ways)
+                found = run(partial(_gpu_runs.by_pytorch, work) if task.whom == "PyTorch" else work, left)
+            except Exception as error:  # of a process that ended, or was ended
+                yield Row(task.group, task.whom, note=str(error))
+                continue
+            if task.trains is not None and found.way is not None:
+                ways[task.trains] = found.way
+            for row in found.rows:
+                yield _beside(first, row)
+
+
+def _started(tasks: list[Task], ahead: Callable[[Task], Run | None]) -> Generator[tuple[Task, Run | None]]:
+    """The tasks, each with a process for it, while that of the next one starts."""
+    following = ahead(tasks[0])
+    try:
+        for task, after in zip(tasks, [*tasks[1:], None]):
+            run, following = following, None if after is None else ahead(after)
+            try:
+                yield task, run
+            finally:
+                _close(run)
+    finally:
+        _close(following)
+
+
+def _imports(task: Task) -> tuple[str, ...]:
+    return (_gpu_runs.__name__, *(("torch", "transformers") if task.whom == "PyTorch" else ()))
+
+
+def _close(run: Any) -> None:
+    """End a process; functions that stand for one in tests have no end."""
+    if isinstance(run, Apart):
+        run.close()
+
+
+@contextlib.contextmanager
+def _choices_kept() -> Iterator[None]:
+    """Processes that follow take kernels as chosen by those before, of the same products: most of compilation."""
+    before = os.environ.get("XLA_FLAGS")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XLA_FLAGS"] = " ".join([before or "", *as_flags(known({_KEPT: folder}))]).strip()
         try:
-            work = task.work(ways)
-            found = run(partial(_gpu_runs.by_pytorch, work) if task.whom == "PyTorch" else work, left)
-        except Exception as error:  # of a process that ended, or was ended
-            yield Row(task.group, task.whom, note=str(error))
-            continue
-        if task.trains is not None and found.way is not None:
-            ways[task.trains] = found.way
-        for row in found.rows:
-            yield _beside(first, row)
+            yield
+        finally:
+            del os.environ["XLA_FLAGS"]
+            os.environ.update({} if before is None else {"XLA_FLAGS": before})
+
+
+_KEPT = "xla_gpu_per_fusion_autotune_cache_dir"
 
 
 def _tasks(sizes: Sizes, card: Card, rounds: int, folder: Path) -> list[Task]:
-    """All that is to be done: by eqformer, then by PyTorch where it is installed."""
-    per_step = lambda seq: max(1, sizes.tokens // seq)
-    trained = [Work(name, per_step(sizes.lengths[0]), sizes.lengths[0]) for name in sizes.dense]
-    trained += [Work(sizes.mixture, per_step(seq), seq, sizes.mixture_layers) for seq in sizes.lengths]
-    trained += [Work(sizes.dense[0], per_step(seq), seq) for seq in sizes.lengths[1:]]
-    decoding = sizes.batches, sizes.prompt, sizes.new, rounds
-    tasks = []
-    for whom in ("eqformer", "PyTorch") if _peers.are_installed() else ("eqformer",):
-        peer = whom == "PyTorch"
-        for seq in sizes.lengths:
-            rows = per_step(seq)
-            work = partial(_gpu_runs.attention, sizes.heads, rows, seq, rounds, peer=peer)
-            tasks.append(Task(f"attention, {rows} x {seq} tokens", whom, lambda _, work=work: work))
-        for its in trained:
-            if peer and not isinstance(models.preset(its.preset), models.LlamaConfig):
-                continue
-            ours: Any = lambda _, its=its: partial(_gpu_runs.train, its, rounds, card.peak)
-            theirs: Any = lambda ways, its=its: partial(_gpu_runs.train_peer, its, rounds, ways.get(its, Way()))
-            tasks.append(Task(its.by(Way())[0], whom, theirs if peer else ours, its))
-        for name in sizes.decoded:
-            work = partial(_gpu_runs.decode, name, *decoding, peer=peer)
-            tasks.append(Task(f"decode {name}", whom, lambda _, work=work: work))
-        if not peer:
-            work = partial(_gpu_runs.trace, trained[0], folder / "gpu-profile")
-            tasks.append(Task("trace", str(folder / "gpu-profile"), lambda _, work=work: work))
-    return tasks
+    """All that is to be done, what tells most before the rest, by eqformer and then PyTorch where it is installed."""
+    theirs = ("PyTorch",) if _peers.are_installed() else ()
+    both, per_step = ("eqformer", *theirs), lambda seq: max(1, sizes.tokens // seq)
+    work = lambda name, seq, layers=None: Work(name, per_step(seq), seq, layers)
+    shortest, *longer = sizes.lengths
+
+    def attention(seq: int) -> list[Task]:
+        run = partial(_gpu_runs.attention, sizes.heads, per_step(seq), seq, rounds)
+        group = f"attention, {per_step(seq)} x {seq} tokens"
+        return [Task(group, whom, lambda _, whom=whom: partial(run, peer=whom == "PyTorch")) for whom in both]
+
+    def trained(its: Work, whoms: tuple[str, ...]) -> list[Task]:
+        ours: Any = lambda _: partial(_gpu_runs.train, its, rounds, card.peak)
+        peers: Any = lambda ways: partial(_gpu_runs.train_peer, its, rounds, ways.get(its, Way()))
+        return [Task(its.by(Way())[0], whom, peers if whom == "PyTorch" else ours, its) for whom in whoms]
+
+    def decoded(name: str, batch: int, whoms: tuple[str, ...]) -> list[Task]:
+        run = partial(_gpu_runs.decode, name, batch, sizes.prompt, sizes.new, rounds)
+        group = f"decode {name}, batch {batch}"
+        return [Task(group, whom, lambda _, whom=whom: partial(run, peer=whom == "PyTorch")) for whom in whoms]
+
+    checked = partial(_gpu_numbers.numbers, **sizes.checked)
+    small, *others = sizes.dense
+    first, read = work(small, shortest), sizes.decoded[0]
+    mixed = [work(sizes.mixture, seq, sizes.mixture_layers) for seq in sizes.lengths]
+    unrolled = partial(_gpu_runs.train, first, rounds, card.peak, unrolled=True)
+    traced = partial(_gpu_runs.trace, first, folder / "gpu-profile")
+    return [
+        Task(_gpu_numbers.GROUP, "eqformer", lambda _: partial(_gpu_runs.unmeasured, checked)),
+        *attention(shortest),
+        *trained(first, both),
+        *(task for name in others[:1] for task in trained(work(name, shortest), both)),
+        *(task for batch in sizes.batches for task in decoded(read, batch, both[:1])),
+        *trained(mixed[0], both[:1]),
+        *(task for seq in longer for task in (*attention(seq), *trained(work(small, seq), both))),
+        *(task for its in mixed[1:] for task in trained(its, both[:1])),
+        Task(first.by(Way())[0], "eqformer, unrolled", lambda _: unrolled),
+        Task("trace", str(folder / "gpu-profile"), lambda _: traced),
+        *(task for batch in sizes.batches for task in decoded(read, batch, theirs)),
+        *(task for name in others[1:] for task in trained(work(name, shortest), both)),
+        *(task for name in sizes.decoded[1:] for batch in sizes.batches for task in decoded(name, batch, both)),
+    ]
 
 
 def _beside(first: dict[str, Row], row: Row) -> Row:
     """A row with the ratio of the group's first rate to its own; `first` holds those that were seen."""
-    if row.value is None or row.unit == "%":
+    if row.value is None or row.unit in ("%", _gpu_numbers.UNIT):
         return row
     one = first.setdefault(row.group, row)
     return row if one is row else dataclasses.replace(row, ratio=(one.value or 0.0) / row.value)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -109,13 +110,17 @@ def attention(heads: tuple[int, int, int], rows: int, seq: int, rounds: int, *, 
     return Found(list(_rows(f"attention, {rows} x {seq} tokens", "TFLOP/s", flops / 1e12, made, rounds)))
 
 
-def train(work: Work, rounds: int, peak: float) -> Found:
-    """Steps of AdamW in the first way that the device has memory for, by formulas and then in fact."""
+def train(work: Work, rounds: int, peak: float, *, unrolled: bool = False) -> Found:
+    """Steps of AdamW in the first way that the device has memory for, by formulas and then in fact.
+
+    Unrolled, a program has no loop over layers, and so copies nothing that it keeps for the backward pass into stacks.
+    """
     rows: list[Row] = []
     for way in ways_that_fit(work, memory()):
         group, config, own = work.by(way)
         batch = _ours.random_batch(config.vocab, own, work.seq)
-        made = {"eqformer": partial(_ours.train_step, config, batch, **how(way))}
+        settings = how(way, config.layers if unrolled else 1)
+        made = {f"eqformer{', unrolled' * unrolled}": partial(_ours.train_step, config, batch, **settings)}
         rows += _rows(group, "tokens/s", own * work.seq, made, rounds, str(way))
         if (last := rows[-1]).value is not None:
             return Found([*rows, *_shares(last, config, work.seq, peak)], way)
@@ -131,11 +136,11 @@ def _shares(row: Row, config: Any, seq: int, peak: float) -> Iterator[Row]:
         yield Row(row.group, f"{row.name}: share of the peak", 100 * share, "%", None, note)
 
 
-def how(way: Way) -> dict[str, Any]:
-    """What `_ours.step_and_state` takes of a way."""
+def how(way: Way, unroll: int = 1) -> dict[str, Any]:
+    """What `_ours.step_and_state` takes of a way, with so many layers in a turn of the loop."""
     precision = nn.Precision("bfloat16" if way.narrow else "float32", "bfloat16")
     moments = "bfloat16" if way.narrow else "float32"
-    return {"execution": nn.Execution(remat=way.remat), "precision": precision, "moments": moments}
+    return {"execution": nn.Execution(remat=way.remat, unroll=unroll), "precision": precision, "moments": moments}
 
 
 def ways_that_fit(work: Work, memory: int | None) -> Iterator[Way]:
@@ -155,24 +160,23 @@ def train_peer(work: Work, rounds: int, way: Way) -> Found:
     """The same by PyTorch, compiled."""
     group, config, own = work.by(way)
     batch = _ours.random_batch(config.vocab, own, work.seq)
-    its = {"compiled": True, "again": way.remat == "full", "narrow": way.narrow}
+    its = {"compiled": "layers", "again": way.remat == "full", "narrow": way.narrow}
     made = {
-        "PyTorch, compiled": partial(_peers.train_step, config, *map(np.asarray, (batch.ids, batch.targets)), **its)
+        "PyTorch, layers compiled": partial(
+            _peers.train_step, config, *map(np.asarray, (batch.ids, batch.targets)), **its
+        )
     }
     return Found(list(_rows(group, "tokens/s", own * work.seq, made, rounds)))
 
 
-def decode(name: str, batches: tuple[int, ...], prompt: int, new: int, rounds: int, *, peer: bool) -> Found:
+def decode(name: str, batch: int, prompt: int, new: int, rounds: int, *, peer: bool) -> Found:
     """Tokens a second of greedy decoding with parameters and cache in bfloat16, the prompt's pass included."""
     config: Any = models.preset(name)
-    rows: list[Row] = []
-    for batch in batches:
-        ids = np.random.default_rng(0).integers(1, config.vocab, (batch, prompt), dtype=np.int32)
-        ours = partial(_ours.decode, config, ids, new, precision=nn.Precision("bfloat16", "bfloat16"))
-        made = {"eqformer": partial(ours, apart=False), "eqformer, layers apart": partial(ours, apart=True)}
-        made = {"transformers, static cache": partial(_peers.decode, config, ids, new)} if peer else made
-        rows += _rows(f"decode {name}, batch {batch}", "tokens/s", batch * new, made, rounds)
-    return Found(rows)
+    ids = np.random.default_rng(0).integers(1, config.vocab, (batch, prompt), dtype=np.int32)
+    ours = partial(_ours.decode, config, ids, new, apart=True, precision=nn.Precision("bfloat16", "bfloat16"))
+    theirs = {"transformers, static cache": partial(_peers.decode, config, ids, new)}
+    made = theirs if peer else {"eqformer, layers apart": ours}
+    return Found(list(_rows(f"decode {name}, batch {batch}", "tokens/s", batch * new, made, rounds)))
 
 
 def trace(work: Work, folder: Path) -> Found:
@@ -189,6 +193,12 @@ def trace(work: Work, folder: Path) -> Found:
 def by_pytorch(work: Callable[[], Found]) -> Found:
     """The work in a process that leaves the GPU to PyTorch: arrays of JAX's are on the CPU."""
     jax.config.update("jax_platforms", "cpu")
+    return work()
+
+
+def unmeasured(work: Callable[[], Found]) -> Found:
+    """The work in a process whose XLA takes kernels without measuring them, where only numbers are asked for."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
     return work()
 
 

@@ -40,8 +40,8 @@ def train(rounds: int) -> Iterator[Row]:
     }
     if _peers.are_installed():
         ids, targets = np.asarray(batch.ids), np.asarray(batch.targets)
-        contenders["PyTorch, compiled"] = _peers.train_step(config, ids, targets, compiled=True)
-        contenders["PyTorch, eager"] = _peers.train_step(config, ids, targets, compiled=False)
+        contenders["PyTorch, compiled"] = _peers.train_step(config, ids, targets, compiled="whole")
+        contenders["PyTorch, eager"] = _peers.train_step(config, ids, targets, compiled="no")
     rows = rate_rows("train", "tokens/s", ROWS * SEQ, seconds_in_turn(contenders, rounds))
     yield from rows
     shapes = models.shapes(config)

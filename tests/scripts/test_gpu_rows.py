@@ -8,13 +8,15 @@ import time
 
 import benchmark
 import jax
+import jax.numpy as jnp
 import pytest
-from benchmarks import _gpu, _gpu_runs
-from benchmarks._apart import apart
+from benchmarks import _gpu, _gpu_numbers, _gpu_runs
+from benchmarks._apart import Apart, apart
+from benchmarks._gpu_numbers import Check, compiled, row_of
 from benchmarks._gpu_runs import Way, ways_that_fit, Work
 from benchmarks._measure import Row
 
-from eqformer import planning
+from eqformer import nn, planning
 
 
 SMALL = _gpu.Sizes(
@@ -28,13 +30,14 @@ SMALL = _gpu.Sizes(
     batches=(1, 2),
     prompt=8,
     new=4,
+    checked={"seq": 32, "names": {}, "sizes": {"layers": 1, "vocab": 64, "embed": 64, "mlp": 64}},
 )
 CARD = _gpu_runs.Card("a GPU", "gpu", 0, 1e12)
 FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 bytes."
 
 
-def measured(folder, run=lambda work, seconds: work(), **sizes) -> list[Row]:
-    return list(_gpu.gpu(CARD, 2, folder, dataclasses.replace(SMALL, **sizes), run))
+def measured(folder, start=lambda *modules: lambda work, seconds: work(), **sizes) -> list[Row]:
+    return list(_gpu.gpu(CARD, 2, folder, dataclasses.replace(SMALL, **sizes), start))
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +47,7 @@ def no_peers(monkeypatch):
 
 @pytest.mark.grid
 def test_each_group_has_its_rows(tmp_path):
-    rows = measured(tmp_path, apart)
+    rows = measured(tmp_path, Apart)
     trained = (
         "train llama-byte-1m, 2 x 32",
         "train llama-byte-1m, 1 x 64",
@@ -53,22 +56,24 @@ def test_each_group_has_its_rows(tmp_path):
     groups = ["peak", "attention, 2 x 32 tokens", "attention, 1 x 64 tokens", *(f"{name} tokens" for name in trained)]
     assert {*groups, "decode llama-byte-1m, batch 1", "decode llama-byte-1m, batch 2"} <= {row.group for row in rows}
     shares = [row.value or 0.0 for row in rows if row.unit == "%"]
-    assert len(shares) == 8 and all(half < full for half, full in zip(shares[::2], shares[1::2]))
+    assert len(shares) == 10 and all(half < full for half, full in zip(shares[::2], shares[1::2]))
     without = [(row.name, row.note.partition(":")[0]) for row in rows if not row.value]
-    assert without == [("cuDNN", "ValueError")] * 2  # no kernel for a CPU
+    kernels = [f"attention, {name}" for name, call in _gpu_numbers.CALLS.items() if call.softcap is None]
+    assert without == [(name, "ValueError") for name in (*kernels, "cuDNN", "cuDNN")]  # none for a CPU
     assert list((tmp_path / "gpu-profile").rglob("*.xplane.pb"))
 
 
 def test_what_is_late_is_left_out_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(_gpu._peers, "are_installed", lambda: True)
     peak, *others = measured(tmp_path, minutes=-1.0)
-    assert peak.group == "peak" and len(others) == 8 + 5  # PyTorch has the same but for mixtures and the trace
+    ours, theirs = [row for row in others if row.name != "PyTorch"], [row for row in others if row.name == "PyTorch"]
+    assert peak.group == "peak" and (len(ours), len(theirs)) == (11, 6)  # no numbers, mixtures or trace by PyTorch
     assert all(row.value is None and row.note == "left out: -1 minutes are over" for row in others)
-    assert [row.name for row in others].index("PyTorch") == 8
+    assert [row.group for row in others[:3]] == ["numbers", *["attention, 2 x 32 tokens"] * 2]
 
 
 def test_a_process_that_fails_is_a_row_and_the_others_go_on(tmp_path):
-    calls = iter(range(100))
+    calls, begun = iter(range(100)), []
 
     def run(work, seconds):
         number = next(calls)
@@ -76,9 +81,50 @@ def test_a_process_that_fails_is_a_row_and_the_others_go_on(tmp_path):
             raise ChildProcessError("its process ended by itself, with exit code -9")
         return _gpu_runs.Found([Row(f"group {number % 2}", f"{number}", float(number), "tokens/s")])
 
-    rows = measured(tmp_path, run)
-    assert rows[1].note.endswith("exit code -9") and len(rows) == 1 + 8
+    rows = measured(tmp_path, lambda *modules: begun.append(modules) or run)
+    assert rows[1].note.endswith("exit code -9") and len(rows) == 1 + 11 == 1 + len(begun)
     assert [row.ratio for row in rows[2:6]] == [None, None, 1 / 3, 2 / 4]
+
+
+def test_processes_start_ahead_and_see_what_others_chose(tmp_path, monkeypatch):
+    """Each is there before the one before it works; the folder of XLA's choices is one for all, and gone behind."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    events = []
+
+    def start(*modules):
+        events.append(("start", os.environ["XLA_FLAGS"]))
+        return lambda work, seconds: events.append(("work", "")) or _gpu_runs.Found([])
+
+    measured(tmp_path, start)
+    assert [kind for kind, _ in events[:5]] == ["start", "start", "work", "start", "work"]
+    (flags,) = {flags for kind, flags in events if kind == "start"}
+    assert flags.startswith("--xla_cpu_enable_fast_math=false --xla_gpu_per_fusion_autotune_cache_dir=")
+    assert os.environ["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false" and not os.path.exists(flags.split("=")[-1])
+
+
+def test_numbers_tell_right_from_wrong_and_from_none():
+    """Of a product that rounds, of one with another factor, of one that is no number, and of one that cannot be."""
+    given = lambda: jnp.linspace(-1.0, 1.0, 64, dtype=jnp.bfloat16).reshape(8, 8)
+    product = lambda x: x @ x
+    right, wrong, none = product, lambda x: 1.1 * (x @ x), lambda x: x @ x / (x @ x - x @ x)
+
+    def row(run, wanted=product):
+        check = Check("a product", run, wanted, given)
+        return row_of(check, compiled(check))
+
+    assert 0 < (row(right).value or 0) < 1e3 * _gpu_numbers.OF_KERNELS and row(right).note == "at most 20"
+    assert row(wrong).note == "WRONG: more than 20" and row(none).note == "WRONG: some of it is not finite"
+    assert row(lambda x: x @ x[:3]).note.startswith("TypeError")
+
+
+def test_another_window_is_wrong():
+    """The controls of the checks: what they compare is as sharp as what could go wrong."""
+    name = "window, packed documents, sinks"
+    check = next(check for check in _gpu_numbers._attentions(512) if name in check.name)
+    for window, note in ((100, "at most 20"), (99, "WRONG: more than 20")):
+        call = _gpu_numbers.CALLS[name]._replace(mask=nn.sliding_window(window))
+        by_blocks = check._replace(run=functools.partial(_gpu_numbers._attended, call, nn.BlockwiseCore()))
+        assert row_of(by_blocks, compiled(by_blocks)).note == note
 
 
 def test_out_of_memory_is_a_row_and_the_next_way_is_tried(monkeypatch):
