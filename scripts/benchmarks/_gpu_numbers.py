@@ -40,7 +40,8 @@ class Call(NamedTuple):
     mask: nn.Mask
     is_packed: bool = False
     softcap: float | None = None
-    has_sinks: bool = False
+    has_more: bool = False
+    """A score of each head joins its softmax: sinks."""
     kv_heads: int = 4
     width: int = 128
     v_dim: int = 128
@@ -50,7 +51,7 @@ CALLS = {
     "causal": Call(nn.causal()),
     "all tokens": Call(nn.full()),
     "packed documents": Call(nn.causal(), is_packed=True),
-    "window, packed documents, sinks": Call(nn.sliding_window(100), is_packed=True, has_sinks=True, width=64, v_dim=64),
+    "window, packed documents, sinks": Call(nn.sliding_window(100), is_packed=True, has_more=True, width=64, v_dim=64),
     "latents": Call(nn.causal(), kv_heads=16, width=192),
     "softcap": Call(nn.sliding_window(100), softcap=50.0, width=256, v_dim=256),
 }
@@ -140,7 +141,7 @@ def _attentions(seq: int) -> Iterator[Check]:
 def _asked(its: Call, seq: int) -> dict[str, jax.Array]:
     sizes = {"query": (16, its.width), "key": (its.kv_heads, its.width), "value": (its.kv_heads, its.v_dim)}
     given = {name: _narrow(number, ROWS, seq, *size) for number, (name, size) in enumerate(sizes.items())}
-    return given | ({"sinks": jnp.linspace(-1, 1, 16)} if its.has_sinks else {})
+    return given | ({"sinks": jnp.linspace(-1, 1, 16)} if its.has_more else {})
 
 
 def _attended(its: Call, core: nn.Core, given: dict[str, jax.Array]) -> Any:
