@@ -77,7 +77,10 @@ def compiler_flags() -> str:
 
 def run_once(platform: str) -> dict[str, Any]:
     """XLA's options for a program of random weights, which runs once, but for those that the user has set."""
-    return _unset(_ONCE) if platform == "cpu" else {}
+    if platform != "cpu":
+        return {}
+    is_ours = as_flags(_CPU_FLAGS)[0] in os.environ.get("XLA_FLAGS", "").split()
+    return _unset(_ONCE) | (_DRAWN if is_ours else {})
 
 
 def _has_started() -> bool:
@@ -117,6 +120,9 @@ _CPU_FLAGS = {_KERNELS_FLAG: ",".join(f"{_KIND}{kind}" for kind in _KERNELS)}
 _FORWARD_FLAGS = {_KERNELS_FLAG: f"{_KIND}INDIVIDUAL_DOT"}
 # LLVM's later passes take three quarters of such a program's compilation, and change no bit of it.
 _ONCE = {"xla_backend_optimization_level": 1}
+# YNN would hold each step of drawing them in memory, beside those of all other weights: with jaxlib 0.11 and 0.12 five
+# times as long, and four times the memory.
+_DRAWN = {_KERNELS_FLAG: f"{_KIND}DOT"}
 # In a loop over layers, gathers of weights begin in the turn before they are used: without it, half of those of a layer
 # stood exposed. Gradients are scattered in their own turn: XLA would hold, and copy, them in float32 for the next one
 # (docs/accelerators.md). XLA's latency-hiding scheduler and asynchronous collectives are on by default.

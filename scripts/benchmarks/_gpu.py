@@ -7,20 +7,19 @@ since a deadline leaves out the rest; a model's step by PyTorch comes behind our
 
 import contextlib
 import dataclasses
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from support import environment
+
 from benchmarks import _gpu_numbers, _gpu_runs, _peers
 from benchmarks._apart import Apart
 from benchmarks._gpu_runs import Card, Found, Way, Work
 from benchmarks._measure import Row
-from eqformer._xla_flags import as_flags, known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +70,10 @@ def gpu(
     ways: dict[Work, Way] = {}
     first: dict[str, Row] = {}
     ahead = lambda task: start(*_imports(task)) if time.monotonic() < end else None
-    with _choices_kept(), contextlib.closing(_started(_tasks(sizes, card, rounds, folder), ahead)) as started:
+    with (
+        environment.kernels_kept(),
+        contextlib.closing(_started(_tasks(sizes, card, rounds, folder), ahead)) as started,
+    ):
         for task, run in started:
             left = end - time.monotonic()
             if left <= 0 or run is None:
@@ -112,22 +114,6 @@ def _close(run: Any) -> None:
     """End a process; functions that stand for one in tests have no end."""
     if isinstance(run, Apart):
         run.close()
-
-
-@contextlib.contextmanager
-def _choices_kept() -> Iterator[None]:
-    """Processes that follow take kernels as chosen by those before, of the same products: most of compilation."""
-    before = os.environ.get("XLA_FLAGS")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XLA_FLAGS"] = " ".join([before or "", *as_flags(known({_KEPT: folder}))]).strip()
-        try:
-            yield
-        finally:
-            del os.environ["XLA_FLAGS"]
-            os.environ.update({} if before is None else {"XLA_FLAGS": before})
-
-
-_KEPT = "xla_gpu_per_fusion_autotune_cache_dir"
 
 
 def _tasks(sizes: Sizes, card: Card, rounds: int, folder: Path) -> list[Task]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support import environment
 
 from benchmarks import _ours, _peers
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
@@ -198,7 +198,7 @@ def by_pytorch(work: Callable[[], Found]) -> Found:
 
 def unmeasured(work: Callable[[], Found]) -> Found:
     """The work in a process whose XLA takes kernels without measuring them, where only numbers are asked for."""
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+    environment.take_kernels_unmeasured()
     return work()
 
 

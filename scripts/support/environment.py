@@ -1,9 +1,11 @@
 """What must be set before JAX is imported: import this module first."""
 
+import contextlib
 import io
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 
 from support.flags import given
 from support.user_folder import share_programs
@@ -42,6 +44,32 @@ def simulated(flags: Mapping[str, Sequence[str]]) -> int | None:
     """The N of `--simulate N`; None if it is absent or not a count, which is an error later."""
     words = flags.get("--simulate", [])
     return int(words[0]) if words and words[0].isdecimal() and int(words[0]) > 0 else None
+
+
+@contextlib.contextmanager
+def kernels_kept() -> Iterator[None]:
+    """Processes that start meanwhile take GPUs' kernels as others chose them, for the same products."""
+    from eqformer._xla_flags import known
+
+    before = os.environ.get("XLA_FLAGS")
+    with tempfile.TemporaryDirectory() as folder:
+        _add_flags(known({"xla_gpu_per_fusion_autotune_cache_dir": folder}))
+        try:
+            yield
+        finally:
+            del os.environ["XLA_FLAGS"]
+            os.environ.update({} if before is None else {"XLA_FLAGS": before})
+
+
+def take_kernels_unmeasured() -> None:
+    """Let XLA choose GPUs' kernels without measuring them, in a process where JAX has not started."""
+    _add_flags({"xla_gpu_autotune_level": 0})
+
+
+def _add_flags(options: Mapping[str, object]) -> None:
+    from eqformer._xla_flags import as_flags
+
+    os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *as_flags(options)])
 
 
 _SIMULATED = "--xla_force_host_platform_device_count"

@@ -65,6 +65,21 @@ def test_what_runs_once_is_compiled_in_less_time_to_the_same_bits():
     assert (least != most).any()  # the control: without any of LLVM's passes, products are not fused with sums
 
 
+def test_what_is_drawn_is_not_held_step_by_step(monkeypatch):
+    """By YNN's kernels, which `prepare` chooses for training, and which programs that draw do not get."""
+    (ours,), draw = _prepare.as_flags(_prepare._CPU_FLAGS), lambda key: jax.random.normal(key, (64, 1024))
+    lowered = jax.jit(lambda: [draw(key) for key in jax.random.split(jax.random.key(0), 8)]).lower()
+    needs_of = lambda options: lowered.compile(compiler_options=options).memory_analysis()
+    kinds = ",".join(f"{_prepare._KIND}{kind}" for kind in ("DOT", "REDUCE", "ELTWISE"))
+    monkeypatch.setenv("XLA_FLAGS", f"--of_the_user=1 {ours}")
+    drawn = _prepare.run_once("cpu")
+    few, many = needs_of(drawn), needs_of({_prepare._KERNELS_FLAG: kinds})
+    assert few is not None and many is not None and _prepare.run_once("gpu") == {}
+    assert few.temp_size_in_bytes < 0.2 * many.temp_size_in_bytes
+    monkeypatch.setenv("XLA_FLAGS", f"--{_prepare._KERNELS_FLAG}=")
+    assert _prepare.run_once("cpu") == _prepare._ONCE  # what the user has set stays
+
+
 def test_the_memory_check_sees_a_copy():
     mesh = make_mesh(fsdp=8)
     whole = lambda spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(spec))
