@@ -19,8 +19,7 @@ _COUNTS = "--steps --seq --batch --log-every --checkpoint-every --keep --validat
 
 def check(recipe: Recipe) -> nn.Transformer:
     """The shapes of the recipe's model; raises a `ValueError`, which names the flags, for a recipe that cannot work."""
-    for flag, value in flags_of(recipe).items():
-        _check_value(flag, value)
+    check_values(recipe)
     if not 0 < (share := recipe.text.validation) < 1:
         raise ValueError(f"--text.validation {share}: a share of the documents lies between 0 and 1; 0.05 is usual.")
     if not 0 <= recipe.seed < 2**32:
@@ -40,6 +39,13 @@ def check(recipe: Recipe) -> nn.Transformer:
     if recipe.metrics.wandb is not None:
         training.WeightsAndBiases.package()
     return shapes
+
+
+def check_values(recipe: Recipe) -> None:
+    """Raise a `ValueError`, which names the flag, for a value that recipe.json cannot hold or a run cannot use."""
+    unbounded = _unbounded(recipe.model)
+    for flag, value in flags_of(recipe).items():
+        _check_value(flag, value, flag in unbounded)
 
 
 def steps_of(profile: str) -> tuple[int, int]:
@@ -62,12 +68,19 @@ def _check_vocab(recipe: Recipe) -> None:
         )
 
 
-def _check_value(flag: str, value: Any) -> None:
-    """Raise a `ValueError` for a value that recipe.json cannot hold or a run cannot use."""
+def _unbounded(config: Any) -> set[str]:
+    """The flags of a config whose usual values have an infinite number, as bounds that bound nothing."""
+    fields = [(field.name, field.default) for field in dataclasses.fields(config)]
+    is_infinite = lambda part: isinstance(part, float) and math.isinf(part)
+    has = lambda default: any(map(is_infinite, jax.tree.leaves(default)))
+    return {f"--model.{name.replace('_', '-')}" for name, default in fields if has(default)}
+
+
+def _check_value(flag: str, value: Any, may_be_infinite: bool) -> None:
     for part in jax.tree.leaves(value):
         if flag in _COUNTS and part < 1:
             fix = "it counts, so give at least 1"
-        elif isinstance(part, float) and not math.isfinite(part):
+        elif isinstance(part, float) and not (math.isfinite(part) or (may_be_infinite and math.isinf(part))):
             fix = "give a finite number"
         elif isinstance(part, int) and not -(2**63) <= part < 2**63:
             fix = "give a number of at most 64 bits"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +24,8 @@ _KINDS = {
     )
 }
 
+_FLOAT = "__float__"  # as transformers writes what JSON has no number for
+
 
 def to_json(value: Any) -> Any:
     """A value of a recipe as JSON; a dataclass keeps its class's name as `kind`."""
@@ -31,6 +34,8 @@ def to_json(value: Any) -> Any:
         return {"kind": type(value).__name__, **fields}
     if isinstance(value, tuple):
         return [to_json(part) for part in value]
+    if isinstance(value, float) and math.isinf(value):
+        return {_FLOAT: "Infinity" if value > 0 else "-Infinity"}
     return str(value) if isinstance(value, Path) else value
 
 
@@ -43,6 +48,8 @@ def from_json(value: Any, own: Mapping[str, type] = MappingProxyType({})) -> Any
         return tuple(from_json(part, own) for part in value)
     if not isinstance(value, dict):
         return value
+    if _FLOAT in value:
+        return float(value[_FLOAT])
     fields = {name: from_json(part, own) for name, part in value.items() if name != "kind"}
     kinds: Mapping[str, Any] = {**_KINDS, **own}
     kind = kinds.get(value.get("kind", ""))
@@ -79,7 +86,7 @@ def write_recipe(path: Path, name: str, recipe: Recipe) -> None:
     """Write a `recipe.json`, whole or not at all, and before it the copy of the recipe's own file, if it has one."""
     if (file := file_of(name)) is not None:
         write_whole(source_beside(path), file.read_text(encoding="utf-8"))
-    write_whole(path, json.dumps({"name": name, "recipe": to_json(recipe)}, indent=2) + "\n")
+    write_whole(path, json.dumps({"name": name, "recipe": to_json(recipe)}, indent=2, allow_nan=False) + "\n")
 
 
 def differences(old: Recipe, new: Recipe, changeable: frozenset[str]) -> list[str]:

@@ -1,7 +1,9 @@
 """Every value that a recipe can hold survives a save, and what cannot work is refused before anything is written."""
 
+import contextlib
 import dataclasses
 import json
+import math
 import random
 import sys
 import types
@@ -14,7 +16,7 @@ import pretrain
 import pytest
 from recipes import Recipe
 from script_helpers import LLAMA, TINY, write_corpus
-from support.check import check
+from support.check import check, check_values
 from support.recipe_file import from_json, read_recipe, to_json, write_recipe
 
 from eqformer import models, training
@@ -156,3 +158,27 @@ def test_every_refusal_of_a_recipe_leaves_the_folder_untouched(held, tmp_path, c
         errors = capsys.readouterr().err
         assert end.value.code == 2 and "Traceback" not in errors, more
         assert not (tmp_path / "run").exists(), (more, errors)
+
+
+def test_every_preset_is_a_recipe_whose_values_are_taken_and_kept(tmp_path):
+    """Bounds of Mamba-2's steps that bound nothing, too, in a file that any reader of JSON takes."""
+
+    def no_number(word: str):
+        raise AssertionError(f"{word} is no JSON")
+
+    infinite = set()
+    for name in models.presets():
+        recipe = Recipe(model=models.preset(name))
+        check_values(recipe)
+        write_recipe(tmp_path / "recipe.json", name, recipe)
+        assert read_recipe(tmp_path / "recipe.json") == (name, recipe)
+        text = (tmp_path / "recipe.json").read_text()
+        json.loads(text, parse_constant=no_number)
+        infinite |= {name} if "Infinity" in text else set()
+    assert {"mamba2-130m", "bamba-9b", "falcon-h1-0.5b"} <= infinite
+    for steps, words in (((0.0, math.nan), "finite"), ((0.0, 0.1), None)):
+        recipe = Recipe(model=dataclasses.replace(models.preset("mamba2-130m"), step_limits=steps))
+        with contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words):
+            check_values(recipe)
+    with pytest.raises(ValueError, match="--model.theta inf: give a finite number"):
+        check_values(Recipe(model=dataclasses.replace(models.preset("llama-byte-1m"), theta=math.inf)))
