@@ -20,6 +20,7 @@ from benchmarks import _gpu_numbers, _gpu_runs, _peers
 from benchmarks._apart import Apart
 from benchmarks._gpu_runs import Card, Found, Way, Work
 from benchmarks._measure import Row
+from eqformer import models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,8 @@ def _tasks(sizes: Sizes, card: Card, rounds: int, folder: Path) -> list[Task]:
     def trained(its: Work, whoms: tuple[str, ...]) -> list[Task]:
         ours: Any = lambda _: partial(_gpu_runs.train, its, rounds, card.peak)
         peers: Any = lambda ways: partial(_gpu_runs.train_peer, its, rounds, ways.get(its, Way()))
-        return [Task(its.by(Way())[0], whom, peers if whom == "PyTorch" else ours, its) for whom in whoms]
+        have = [whom for whom in whoms if whom != "PyTorch" or type(models.preset(its.preset)) in _peers.KINDS]
+        return [Task(its.by(Way())[0], whom, peers if whom == "PyTorch" else ours, its) for whom in have]
 
     def decoded(name: str, batch: int, whoms: tuple[str, ...]) -> list[Task]:
         run = partial(_gpu_runs.decode, name, batch, sizes.prompt, sizes.new, rounds)
@@ -150,9 +152,9 @@ def _tasks(sizes: Sizes, card: Card, rounds: int, folder: Path) -> list[Task]:
         *trained(first, both),
         *(task for name in others[:1] for task in trained(work(name, shortest), both)),
         *(task for batch in sizes.batches for task in decoded(read, batch, both[:1])),
-        *trained(mixed[0], both[:1]),
+        *trained(mixed[0], both),
         *(task for seq in longer for task in (*attention(seq), *trained(work(small, seq), both))),
-        *(task for its in mixed[1:] for task in trained(its, both[:1])),
+        *(task for its in mixed[1:] for task in trained(its, both)),
         Task(first.by(Way())[0], "eqformer, unrolled", lambda _: unrolled),
         Task("trace", str(folder / "gpu-profile"), lambda _: traced),
         *(task for batch in sizes.batches for task in decoded(read, batch, theirs)),

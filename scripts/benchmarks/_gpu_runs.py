@@ -102,7 +102,8 @@ def attention(heads: tuple[int, int, int], rows: int, seq: int, rounds: int, *, 
         program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*given).compile()
         return lambda: jax.block_until_ready(program(*given))
 
-    cores: dict[str, nn.Core] = {"cuDNN": nn.CudnnCore(), "blocks": nn.BlockwiseCore(), "jax.nn": nn.DotProductCore()}
+    cores: dict[str, nn.Core] = {"cuDNN": nn.CudnnCore(), "jax.nn": nn.DotProductCore()}
+    cores |= {f"blocks of {size}": nn.BlockwiseCore(size) for size in (128, 256, 512)}
     theirs = partial(_peers.attention, heads, rows, seq)
     made = {"PyTorch": theirs} if peer else {name: partial(ours, core) for name, core in cores.items()}
     # Two products forward and five backward, of the half of the scores that is seen.

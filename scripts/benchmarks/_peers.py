@@ -10,7 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from eqformer.models import LlamaConfig
+from eqformer.models import LlamaConfig, Qwen3Config
+
+
+# What PyTorch is measured on, by transformers' names.
+KINDS = {LlamaConfig: "Llama", Qwen3Config: "Qwen3"}
 
 
 def are_installed() -> bool:
@@ -30,12 +34,13 @@ def product_rate(size: int = 2048, times: int = 20) -> float:
     return found
 
 
-def model_of(numbers: LlamaConfig, max_length: int) -> Any:
-    """transformers' Llama of these numbers, with random weights in float32, on PyTorch's device."""
+def model_of(numbers: LlamaConfig | Qwen3Config, max_length: int) -> Any:
+    """transformers' model of these numbers, with random weights in float32, on PyTorch's device."""
     torch, transformers = import_module("torch"), import_module("transformers")
     _begin()
     transformers.logging.set_verbosity_error()
-    config = transformers.LlamaConfig(
+    kind = KINDS[type(numbers)]
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=numbers.vocab,
         hidden_size=numbers.embed,
         intermediate_size=numbers.mlp,
@@ -51,11 +56,11 @@ def model_of(numbers: LlamaConfig, max_length: int) -> Any:
         pad_token_id=0,
     )
     with torch.device(_device()):  # drawn there: on the host, billions of weights take minutes
-        return transformers.LlamaForCausalLM(config)
+        return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
 def train_step(
-    numbers: LlamaConfig,
+    numbers: LlamaConfig | Qwen3Config,
     ids: np.ndarray,
     targets: np.ndarray,
     *,
@@ -174,7 +179,7 @@ def channel_delta_net(x: np.ndarray, *, heads: int, head_dim: int) -> Callable[[
     return _gradients(kimi.KimiLinearDeltaAttention(config, layer_idx=0), x)
 
 
-def decode(numbers: LlamaConfig, ids: np.ndarray, new: int) -> Callable[[], Any]:
+def decode(numbers: LlamaConfig | Qwen3Config, ids: np.ndarray, new: int) -> Callable[[], Any]:
     """Greedy `generate` with the static cache."""
     torch = import_module("torch")
     model = model_of(numbers, ids.shape[1] + new).eval()
