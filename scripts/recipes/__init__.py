@@ -1,8 +1,11 @@
-"""Recipes: each is a function that returns a `Recipe`, which decides everything about a run. Add yours here."""
+"""Recipes: each is a function that returns a `Recipe`, which decides everything about a run.
+
+Add yours here, by a name that no preset has: each preset is a recipe too.
+"""
 
 from collections.abc import Callable
 
-from ._default import adamw as adamw, default as default, gpt2 as gpt2, jaxformer as jaxformer, moe as moe
+from ._default import adamw as adamw, default as default, moe as moe
 from ._large import LARGE as LARGE
 from ._recipe import (
     CHANGEABLE as CHANGEABLE,
@@ -16,8 +19,6 @@ from ._recipe import (
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "default": default,
-    "gpt2": gpt2,
-    "jaxformer": jaxformer,
     "moe": moe,
     "adamw": adamw,
 }

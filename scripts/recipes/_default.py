@@ -16,16 +16,6 @@ def default() -> Recipe:
     return Recipe(model=preset("llama-byte-1m"), steps=320, optimizer=_MUON)
 
 
-def gpt2() -> Recipe:
-    """GPT-2's architecture (learned positions, LayerNorm, biases) on the same text. By AdamW, in 800 steps."""
-    return Recipe(model=preset("gpt2-byte-1m"))
-
-
-def jaxformer() -> Recipe:
-    """JAXformer's: latent attention, and every second layer without rotary positions. By AdamW, in 800 steps."""
-    return Recipe(model=preset("jaxformer-byte-1m"))
-
-
 def moe() -> Recipe:
     """A mixture of experts, two of eight a token: 0.8 million parameters at work, as in the default model, of 2.6."""
     return dataclasses.replace(default(), model=preset("mixtral-byte-3m"))

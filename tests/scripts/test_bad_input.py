@@ -43,7 +43,7 @@ def refused(capsys):
 @pytest.mark.parametrize(
     "arguments,words",
     [
-        ("--recipe defualt", ["--recipe defualt", "default, gpt2, jaxformer, moe, adamw"]),
+        ("--recipe defualt", ["--recipe defualt", "default, moe, adamw"]),
         ("--model.embd 64", ["model.embd", "--model.embed"]),
         ("--steps many", ["steps", "many"]),
         ("--optimizer.lr 1e-3", ["--optimizer.lr: there is no such flag; it is --optimizer.learning-rate here"]),
@@ -59,7 +59,7 @@ def refused(capsys):
             "--model.heads 8 --model.kv-heads 3",
             ["--model.heads 8 --model.kv-heads 3", "heads=8, kv_heads=3", "[1, 2, 4, 8]"],
         ),
-        ("--recipe gpt2 --model.embed 100", ["embed=100, heads=8", "divide"]),
+        ("--recipe gpt2-byte-1m --model.embed 100", ["embed=100, heads=8", "divide"]),
         ("--batch 16 --microbatches 3", ["--microbatches 3 --batch 16", "multiple of 3 rows"]),
         (
             "--recipe t5-byte-200k",
@@ -69,7 +69,7 @@ def refused(capsys):
             "--recipe modernbert-byte-200k",
             ["error: --recipe modernbert-byte-200k: ", "in stacks[0]", "a token sees later ones"],
         ),
-        ("--recipe gpt2 --seq 1024", ["--seq 1024", "512 learned positions"]),
+        ("--recipe gpt2-byte-1m --seq 1024", ["--seq 1024", "512 learned positions"]),
         ("--steps 0", ["--steps 0", "at least 1"]),
         ("--sample-every -1", ["--sample-every -1", "0 for none"]),
         ("--optimizer.learning-rate -1", ["peak=-1", "positive"]),

@@ -11,7 +11,7 @@ import layout
 import pretrain
 import pytest
 import sample
-from recipes import RECIPES
+from recipes import LARGE, RECIPES
 from script_helpers import SCRIPTS
 from support.check import check
 from support.command import parse, read, recipe_of
@@ -29,7 +29,7 @@ def page(kind, capsys, *arguments):
 
 
 def of_recipe(kind, name="default"):
-    return flags_of(kind(name, RECIPES[name]()))
+    return flags_of(kind(name, recipe_of(name)))
 
 
 @pytest.mark.parametrize("kind", [pretrain.Command, layout.Command])
@@ -62,7 +62,8 @@ def test_help_knows_the_recipe_that_is_asked_for(capsys):
 
 
 def test_names_from_elsewhere_are_of_flags_that_exist():
-    ours = [of_recipe(pretrain.Command, name) for name in RECIPES] + [flags_of(sample.Command)]
+    names = (*RECIPES, "gpt2-byte-1m", "jaxformer-byte-1m")  # whose models have other fields
+    ours = [of_recipe(pretrain.Command, name) for name in names] + [flags_of(sample.Command)]
     known = {flag for flags in ours for flag in flags}
     assert {*USUAL_NAMES} <= known
     names = [name for others in USUAL_NAMES.values() for name in others.split()]
@@ -115,12 +116,16 @@ def test_help_of_a_field_is_one_line():
 
 def test_a_preset_and_the_recipes_that_say_so_are_of_adamw_and_800_steps():
     named = [name for name, made in RECIPES.items() if "AdamW" in (made.__doc__ or "") and name != "default"]
-    assert named == ["gpt2", "jaxformer", "adamw"]
+    assert named == ["adamw"]
     for name in [*named, "llama-byte-1m"]:
         assert (recipe_of(name).optimizer.name, recipe_of(name).steps) == ("adamw", 800)
         assert name == "llama-byte-1m" or "800" in (RECIPES[name].__doc__ or "")
     with pytest.raises(ValueError, match="by its name is one: AdamW and 800 steps with that model"):
         recipe_of("defualt")
+
+
+def test_no_recipe_hides_a_preset():
+    assert not {*RECIPES, *LARGE} & {*models.presets()}
 
 
 def test_flags_that_are_there_are_no_other_names():
@@ -159,7 +164,7 @@ def test_a_tokenizer_sets_the_vocabulary(tmp_path):
     vocab = lambda *more: parse(pretrain.Command, ["--text.tokenizer", str(file), *more]).run.model.vocab
     assert data.FileTokenizer(file).vocab == 257
     assert (vocab(), vocab("--text.round-vocab=128"), vocab("--model.vocab", "1000")) == (257, 384, 1000)
-    assert vocab("--recipe", "gpt2") == 257
+    assert vocab("--recipe", "gpt2-byte-1m") == 257
     assert parse(pretrain.Command, []).run.model == models.preset("llama-byte-1m")
     with pytest.raises(ValueError, match="--model.vocab 256 --text.tokenizer .* the tokenizer has 257 ids"):
         check(parse(pretrain.Command, ["--text.tokenizer", str(file), "--model.vocab", "256"]).run)

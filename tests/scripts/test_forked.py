@@ -19,7 +19,7 @@ def train(run_dir, *more):
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
-    more = "--recipe", "gpt2", "--profile", "2:3", "--metrics.gradient-norms"
+    more = "--recipe", "gpt2-byte-1m", "--profile", "2:3", "--metrics.gradient-norms"
     done = train(folder / "run", "--data", write_corpus(folder / "corpus"), *more, *SMALL)
     assert done.returncode == 0, done.stderr
     return folder / "run"

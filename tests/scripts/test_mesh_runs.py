@@ -14,8 +14,8 @@ ADAMW = ["--optimizer.name", "adamw"]
 FAMILIES = {
     "default": LLAMA,
     "adamw": LLAMA,
-    "gpt2": "--model.layers 4 --model.heads 4 --model.dropout 0.1 --text.packing documents".split() + ADAMW,
-    "jaxformer": "--model.blocks 4 --model.heads 4 --model.latent 16 --model.rope-dim 8".split() + ADAMW,
+    "gpt2-byte-1m": "--model.layers 4 --model.heads 4 --model.dropout 0.1 --text.packing documents".split() + ADAMW,
+    "jaxformer-byte-1m": "--model.blocks 4 --model.heads 4 --model.latent 16 --model.rope-dim 8".split() + ADAMW,
 }
 MESHES = {
     "issue": "--mesh.fsdp 2 --mesh.tensor 2 --mesh.pipe 2 --schedule 1f1b --microbatches 4",

@@ -18,7 +18,7 @@ from eqformer import training
 from eqformer.training import Checkpointer
 
 
-KILLED = [*TINY, "--recipe", "gpt2", "--model.dropout", "0.1", "--steps", "14", "--checkpoint-every", "4"]
+KILLED = [*TINY, "--recipe", "gpt2-byte-1m", "--model.dropout", "0.1", "--steps", "14", "--checkpoint-every", "4"]
 KILLED += ["--sample-every", "5"]
 
 

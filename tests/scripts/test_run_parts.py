@@ -179,7 +179,7 @@ def test_an_adapter_is_of_a_run(folder, capsys):
 
 @pytest.mark.parametrize("prompt,read", [("def f(x): return", 16), ("d" * 30, 20), ("", 1)])
 def test_samples_stay_within_learned_positions_and_colours_are_of_their_ids(prompt, read, tmp_path, monkeypatch):
-    numbers = dataclasses.replace(recipe_of("gpt2").model, max_seq=20)
+    numbers = dataclasses.replace(recipe_of("gpt2-byte-1m").model, max_seq=20)
     asked, coloured = [], []
 
     def generate(model, prompts, *, max_new_tokens, **_):

@@ -66,11 +66,11 @@ WIDER = {
     "sequence, ring": "--mesh.fsdp 2 --mesh.tensor 4 --residual sequence --overlap ring --execution.remat none",
     "feature, all again": "--mesh.fsdp 2 --mesh.tensor 4 --residual feature --execution.remat full",
     "feature, few key heads": "--mesh.fsdp 2 --mesh.tensor 4 --residual feature --model.kv-heads 2",
-    "feature, latents": "--recipe jaxformer --mesh.fsdp 2 --mesh.tensor 4 --residual feature",
-    "sequence, latents": "--recipe jaxformer --mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
+    "feature, latents": "--recipe jaxformer-byte-1m --mesh.fsdp 2 --mesh.tensor 4 --residual feature",
+    "sequence, latents": "--recipe jaxformer-byte-1m --mesh.fsdp 2 --mesh.tensor 4 --residual sequence",
     "context ring": "--mesh.fsdp 2 --mesh.context 4",
     "context gather": "--mesh.fsdp 2 --mesh.context 4 --context-method gather",
-    "context heads, latents": "--recipe jaxformer --mesh.fsdp 2 --mesh.context 4 --context-method heads",
+    "context heads, latents": "--recipe jaxformer-byte-1m --mesh.fsdp 2 --mesh.context 4 --context-method heads",
     "context heads, few": "--mesh.fsdp 2 --mesh.context 4 --context-method heads --model.kv-heads 2",
     "context and sequence": "--mesh.fsdp 2 --mesh.context 2 --mesh.tensor 2 --zero 3 --residual sequence",
     "pipe": "--mesh.fsdp 4 --mesh.pipe 2 --microbatches 4 --zero 0",
@@ -150,7 +150,7 @@ def test_a_step_with_mixers_of_ones_own_sends_what_formulas_say(name, monkeypatc
     assert counted == pytest.approx(by_cause(told), rel=0.03)
 
 
-KINDS = {"attention": "", "nets": NETS, "latents": "--recipe jaxformer"}
+KINDS = {"attention": "", "nets": NETS, "latents": "--recipe jaxformer-byte-1m"}
 
 
 def is_mixer(kind):
