@@ -64,18 +64,28 @@ def test_keys_of_8_bits_too():
     assert not all(close(*pair, 0.03) for pair in read(cache, frozen)[0])
 
 
-def test_caches_too_short_for_another_set_have_none():
-    assert NET.init_cache((2,), SHORT).turned is None
+def dynamic():
     rotary = nn.Rotary(4, 100.0, scaling=nn.DynamicScaling(4.0, SHORT))
-    dynamic = drawn(nn.Attention, **SIZES | {"rotary": rotary}, key=jax.random.key(0))
-    x, places = normal(2, 2, SHORT, 6), jnp.arange(SHORT)[None].repeat(2, 0)
-    for net, capacity in ((NET, SHORT), (dynamic, SHORT), (dynamic, SHORT + 1)):
-        cache = net.init_cache((2,), capacity)
-        first, cache = net(x[:, :3], nn.Tokens(places[:, :3]), cache)
-        second, cache = net(x[:, 3:], nn.Tokens(places[:, 3:]), cache)
-        assert close(jnp.concatenate([first, second], axis=1), net(x, nn.Tokens(places))[0])
-        keys = jnp.swapaxes(cache.keys[:, :, :SHORT], 1, 2)
-        assert close(keys, net.key(x)) == (capacity > SHORT)  # unrotated where each token may change them
+    return drawn(nn.Attention, **SIZES | {"rotary": rotary}, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("made", "capacity"),
+    [
+        (lambda: NET, SHORT),
+        pytest.param(dynamic, SHORT, marks=pytest.mark.grid),
+        pytest.param(dynamic, SHORT + 1, marks=pytest.mark.grid),
+    ],
+)
+def test_caches_too_short_for_another_set_have_none(made, capacity):
+    net, x, places = made(), normal(2, 2, SHORT, 6), jnp.arange(SHORT)[None].repeat(2, 0)
+    cache = net.init_cache((2,), capacity)
+    assert cache.turned is None
+    first, cache = net(x[:, :3], nn.Tokens(places[:, :3]), cache)
+    second, cache = net(x[:, 3:], nn.Tokens(places[:, 3:]), cache)
+    assert close(jnp.concatenate([first, second], axis=1), net(x, nn.Tokens(places))[0])
+    keys = jnp.swapaxes(cache.keys[:, :, :SHORT], 1, 2)
+    assert close(keys, net.key(x)) == (capacity > SHORT)  # unrotated where each token may change them
 
 
 def blocks(layers: int | None = 2, rows: int = 4) -> tuple[Any, ...]:

@@ -102,7 +102,7 @@ def test_the_attention_that_runs_is_said(flags, line):
 @pytest.mark.parametrize(
     "flags, line",
     [
-        ("b200:1", "\nproducts: in 8 bits, those of experts too\n"),
+        pytest.param("b200:1", "\nproducts: in 8 bits, those of experts too\n", marks=pytest.mark.grid),
         ("v6e:1x1", "\nproducts: in 8 bits, but those of experts in bfloat16 where they have kernels on v6e\n"),
     ],
 )
