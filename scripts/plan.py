@@ -96,6 +96,7 @@ def tell(command: Command) -> None:
         print(planning.forecast_table(run.found), end="\n\n")
         print(_unsaid(topology) if made is None else planning.compilation_table(made, run.found))
         if run.found.missing or (made is not None and _lacks(made, topology)):
+            print("looking for plans that fit; tracing each takes seconds", file=sys.stderr, flush=True)
             print(run.instead())
     if command.picture is not None:
         planning.picture_costs(run.found.held, topology.accelerator.memory, run.found.time.by_cause, command.picture)
