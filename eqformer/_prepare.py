@@ -5,6 +5,7 @@ import importlib.util
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -52,21 +53,21 @@ def _flags(devices: int | None, compilers: bool, gradients: bool) -> list[str]:
     flags = os.environ.get("XLA_FLAGS", "").split()
     wanted = platform_flags() | ({"xla_gpu_autotune_level": 0} if compilers else {})
     wanted |= {} if gradients else _FORWARD_FLAGS | (_GPU_FORWARD_FLAGS if _has_gpus() else {})
-    flags += as_flags(known(_unset(wanted)))
+    flags += as_flags(known(unset(wanted)))
     if devices is not None:
         flags = [flag for flag in flags if flag.partition("=")[0] != _SIMULATED] + [f"{_SIMULATED}={devices}"]
     return flags
 
 
-def _unset(options: dict[str, Any], variable: str = "XLA_FLAGS") -> dict[str, Any]:
-    """The options that the user has not set."""
+def unset(options: Mapping[str, Any], variable: str = "XLA_FLAGS") -> dict[str, Any]:
+    """The options that the user has not set in the environment's variable."""
     given = {flag.partition("=")[0].lstrip("-") for flag in os.environ.get(variable, "").split()}
     return {name: value for name, value in options.items() if name not in given}
 
 
 def _tpu_flags() -> dict[str, str]:
     """libtpu's own variable, with those of our flags that it knows, where it is installed and more are to be set."""
-    more = as_flags(known(_unset(_TPU_FLAGS, _OF_TPUS), "libtpu")) if importlib.util.find_spec("libtpu") else []
+    more = as_flags(known(unset(_TPU_FLAGS, _OF_TPUS), "libtpu")) if importlib.util.find_spec("libtpu") else []
     return {_OF_TPUS: " ".join([*os.environ.get(_OF_TPUS, "").split(), *more])} if more else {}
 
 
@@ -80,7 +81,7 @@ def run_once(platform: str) -> dict[str, Any]:
     if platform != "cpu":
         return {}
     is_ours = as_flags(_CPU_FLAGS)[0] in os.environ.get("XLA_FLAGS", "").split()
-    return _unset(_ONCE) | (_DRAWN if is_ours else {})
+    return unset(_ONCE) | (_DRAWN if is_ours else {})
 
 
 def _has_started() -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +32,9 @@ class Check(NamedTuple):
     wanted: Callable[[Any], Any]
     given: Callable[[], Any]
     most: float = OF_KERNELS
+
+
+Programs = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 class Call(NamedTuple):
@@ -70,18 +73,17 @@ def numbers(seq: int = 1024, names: dict[str, float] = MODELS, sizes: dict[str, 
     """A row for each kernel and for a model of each kind: how far results and gradients are off, the worst of them."""
     checks = itertools.chain(_attentions(seq), _caches(seq, sizes), _experts(8 * seq))
     made = [*checks, *(_model(name, min(seq, 256), most) for name, most in names.items())]
-    with ThreadPoolExecutor(6) as pool:  # they run one after another: a GPU's graph is no other's while it is recorded
-        return Found([row_of(*each) for each in zip(made, [*pool.map(compiled, made)])])
+    with ThreadPoolExecutor(6) as pool:
+        programs = [pool.submit(compiled, check) for check in made]
+    # Behind all compiling, and one after another: a GPU's graph is no other's while it is recorded.
+    return Found([row_of(check, its.result) for check, its in zip(made, programs)])
 
 
-def compiled(check: Check) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | Exception:
-    """The programs of a check: the kernel's, and that of wide arrays; or why there are none."""
-    try:
-        narrow = _program(check.run, check.given)
-        with jax.default_matmul_precision("highest"):
-            return narrow, _program(check.wanted, lambda: _wide(check.given()))
-    except Exception as error:
-        return error
+def compiled(check: Check) -> Programs:
+    """The programs of a check: the kernel's, and that of wide arrays."""
+    narrow = _program(check.run, check.given)
+    with jax.default_matmul_precision("highest"):
+        return narrow, _program(check.wanted, lambda: _wide(check.given()))
 
 
 def _program(run: Callable[[Any], Any], given: Callable[[], Any]) -> Callable[[Any], Any]:
@@ -91,12 +93,10 @@ def _program(run: Callable[[Any], Any], given: Callable[[], Any]) -> Callable[[A
     return lambda given: program(eqx.filter(given, eqx.is_array))
 
 
-def row_of(check: Check, programs: tuple[Callable[[Any], Any], Callable[[Any], Any]] | Exception) -> Row:
-    """How far off a check's results are, in thousandths of their norms; a note where that is too far."""
+def row_of(check: Check, programs: Callable[[], Programs]) -> Row:
+    """How far off a check's results are, in thousandths of their norms; a note where that is too far, or cannot be."""
     try:
-        if isinstance(programs, Exception):
-            raise programs
-        given, (run, wanted) = check.given(), programs
+        given, (run, wanted) = check.given(), programs()
         off = distance(run(given), wanted(_wide(given)))
     except Exception as error:
         return Row(GROUP, check.name, note=f"{type(error).__name__}: {reason_and_fix(error)[0]}")
@@ -155,12 +155,17 @@ def _attended(its: Call, core: nn.Core, given: dict[str, jax.Array]) -> Any:
 
 def _documents(seq: int) -> nn.Tokens:
     """Rows of three documents, the first with padding behind them."""
-    lengths = ((seq // 8, seq // 2, seq // 4), (1, seq // 3, seq - seq // 3 - 1))
-    positions, segments = np.full((2, ROWS, seq), -1, np.int32)
+    return packed(((seq // 8, seq // 2, seq // 4), (1, seq // 3, seq - seq // 3 - 1)), seq)
+
+
+def packed(lengths: Sequence[Sequence[int]], seq: int) -> nn.Tokens:
+    """Rows of documents of these lengths, one behind another, and padding behind them."""
+    positions, segments = np.full((2, len(lengths), seq), -1, np.int32)
     for row, sizes in enumerate(lengths):
         for number, (end, size) in enumerate(zip(np.cumsum(sizes), sizes)):
             positions[row, end - size : end], segments[row, end - size : end] = np.arange(size), number
-    return nn.packed_in_order(jnp.asarray(positions), jnp.asarray(segments), documents=3)
+    most = max(map(len, lengths))
+    return nn.packed_in_order(jnp.asarray(positions), jnp.asarray(segments), documents=most)
 
 
 def _caches(slots: int, sizes: dict[str, Any]) -> Iterator[Check]:

@@ -9,7 +9,7 @@ import jax
 from recipes import Recipe
 
 from eqformer import nn, training
-from support.flags import flags_of, naming_flags
+from support.flags import fields_of, flags_of, naming_flags
 from support.published import tokenizer_of
 from support.setup import optimizer_of, shapes_of
 
@@ -70,10 +70,9 @@ def _check_vocab(recipe: Recipe) -> None:
 
 def _unbounded(config: Any) -> set[str]:
     """The flags of a config whose usual values have an infinite number, as bounds that bound nothing."""
-    fields = [(field.name, field.default) for field in dataclasses.fields(config)]
     is_infinite = lambda part: isinstance(part, float) and math.isinf(part)
-    has = lambda default: any(map(is_infinite, jax.tree.leaves(default)))
-    return {f"--model.{name.replace('_', '-')}" for name, default in fields if has(default)}
+    usual = fields_of(type(config), "--model.")
+    return {flag for flag, value, *_ in usual if any(map(is_infinite, jax.tree.leaves(value)))}
 
 
 def _check_value(flag: str, value: Any, may_be_infinite: bool) -> None:

@@ -49,11 +49,9 @@ def simulated(flags: Mapping[str, Sequence[str]]) -> int | None:
 @contextlib.contextmanager
 def kernels_kept() -> Iterator[None]:
     """Processes that start meanwhile take GPUs' kernels as others chose them, for the same products."""
-    from eqformer._xla_flags import known
-
     before = os.environ.get("XLA_FLAGS")
     with tempfile.TemporaryDirectory() as folder:
-        _add_flags(known({"xla_gpu_per_fusion_autotune_cache_dir": folder}))
+        _add_flags({"xla_gpu_per_fusion_autotune_cache_dir": folder})
         try:
             yield
         finally:
@@ -67,9 +65,11 @@ def take_kernels_unmeasured() -> None:
 
 
 def _add_flags(options: Mapping[str, object]) -> None:
-    from eqformer._xla_flags import as_flags
+    from eqformer._prepare import unset
+    from eqformer._xla_flags import as_flags, known
 
-    os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *as_flags(options)])
+    more = as_flags(known(unset(options)))
+    os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *more])
 
 
 _SIMULATED = "--xla_force_host_platform_device_count"

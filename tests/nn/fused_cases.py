@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from benchmarks._gpu_numbers import packed
 from haste import put
 from jax.sharding import PartitionSpec
 
@@ -13,16 +14,6 @@ from eqformer import nn
 
 SEQ = 384  # three blocks of splash
 LENGTHS = ((100, 50, 160), (30, 354))  # of documents; the first row ends in padding
-
-
-def packed_tokens(seq: int = SEQ, lengths=LENGTHS) -> nn.Tokens:
-    positions, segments = np.full((2, len(lengths), seq), -1, np.int32)
-    for row, sizes in enumerate(lengths):
-        ends = np.cumsum(sizes)
-        for number, (end, size) in enumerate(zip(ends, sizes)):
-            positions[row, end - size : end], segments[row, end - size : end] = np.arange(size), number
-    most = max(len(sizes) for sizes in lengths)
-    return nn.packed_in_order(jnp.asarray(positions), jnp.asarray(segments), documents=most)
 
 
 class Case(NamedTuple):
@@ -57,7 +48,7 @@ def inputs(case: Case, heads: int = 4, kv_heads: int = 2, seq: int = SEQ, dtype:
 
 def tokens_of(case: Case) -> nn.Tokens:
     whole = nn.right_padded(jnp.array([SEQ, 300]), SEQ) if not case.mask.is_causal else nn.positions_like((2, SEQ))
-    return packed_tokens() if case.is_packed else whole
+    return packed(LENGTHS, SEQ) if case.is_packed else whole
 
 
 def results(core: nn.Core, case: Case, arrays: dict, tokens: nn.Tokens) -> dict:

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fused_cases import Case, distance, inputs, packed_tokens, results
+from benchmarks._gpu_numbers import packed
+from fused_cases import Case, distance, inputs, results
 
 from eqformer import nn
 from eqformer.nn.cores import _cudnn
@@ -98,7 +99,7 @@ def test_packed_documents_reach_cudnn_by_the_places_where_they_begin(monkeypatch
     }
     monkeypatch.setattr(_cudnn, "_cudnn", lambda: SimpleNamespace(**vars(real) | primitives))
     case = Case(nn.sliding_window(4), is_packed=True)
-    arrays, tokens = inputs(case, seq=16), packed_tokens(16, ((5, 3, 6), (16,)))
+    arrays, tokens = inputs(case, seq=16), packed(((5, 3, 6), (16,)), 16)
     call, places = Call(Rows(True, 4, 3), 0.3, None), places_of(tokens, (2,))
     given = arrays["query"], arrays["key"], arrays["value"]
     merged = places._replace(positions=jnp.where(jnp.arange(16) == 5, 5, places.positions))  # two documents as one

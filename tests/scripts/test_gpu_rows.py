@@ -110,7 +110,7 @@ def test_numbers_tell_right_from_wrong_and_from_none():
 
     def row(run, wanted=product):
         check = Check("a product", run, wanted, given)
-        return row_of(check, compiled(check))
+        return row_of(check, functools.partial(compiled, check))
 
     assert 0 < (row(right).value or 0) < 1e3 * _gpu_numbers.OF_KERNELS and row(right).note == "at most 20"
     assert row(wrong).note == "WRONG: more than 20" and row(none).note == "WRONG: some of it is not finite"
@@ -124,7 +124,7 @@ def test_another_window_is_wrong():
     for window, note in ((100, "at most 20"), (99, "WRONG: more than 20")):
         call = _gpu_numbers.CALLS[name]._replace(mask=nn.sliding_window(window))
         by_blocks = check._replace(run=functools.partial(_gpu_numbers._attended, call, nn.BlockwiseCore()))
-        assert row_of(by_blocks, compiled(by_blocks)).note == note
+        assert row_of(by_blocks, functools.partial(compiled, by_blocks)).note == note
 
 
 def test_out_of_memory_is_a_row_and_the_next_way_is_tried(monkeypatch):
