@@ -30,6 +30,7 @@ from recipes import Recipe
 from support.check import check
 from support.command import entry
 from support.mesh import abstract_plan, check_plan, choices, plan_of, state_of, step_of
+from support.nearest import looking
 from support.processes import check_machine, Machine
 from support.setup import batch_shapes, optimizer_of
 
@@ -106,7 +107,8 @@ def _print_fitting(recipe: Recipe, memory: int, held: int, states: training.Plan
     of = f"{gigabytes(held)} of {gigabytes(memory)} a device, before what the compiler needs to work in"
     print(f"{'fits' if held <= memory else 'does not fit'}: {of}")
     if held > memory:
-        found = planning.fitting_plans(states, model, batch_shapes(recipe), memory)
+        with looking() as progress:
+            found = planning.fitting_plans(states, model, batch_shapes(recipe), memory, progress=progress)
         print(planning.offers(found, functools.partial(choices, recipe)))
     print()
 

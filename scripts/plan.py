@@ -27,7 +27,7 @@ from support.check import check
 from support.command import entry
 from support.mesh import abstract_plan, check_plan, choices, flags, in_flags, plan_of, recipe_under, state_of, step_of
 from support.multiplying import products_line
-from support.nearest import nearest
+from support.nearest import looking, nearest
 from support.setup import batch_shapes, optimizer_of
 from support.user_folder import delete_oldest, user_folder
 
@@ -75,7 +75,7 @@ def tell(command: Command) -> None:
     """Print what is asked for."""
     _check_flags(command)
     recipe, topology = command.run, _topology(command)
-    model = check(recipe)
+    model = check(recipe, trains=not command.decode)
     if command.search:
         states = state_of(recipe, abstract_plan(recipe), optimizer_of(recipe, model), model)
         search(command, states, model, topology)
@@ -89,15 +89,18 @@ def tell(command: Command) -> None:
         print(json.dumps(row | {"compiled": made and made.as_dict()}, indent=1))
     else:
         one = topology.accelerator
-        lines = attention_line(recipe, model, one.platform), products_line(recipe, model, one.name)
-        line = CACHED if command.decode else "\n".join(filter(None, lines))
+        lines = [CACHED]
+        if not command.decode:
+            lines = [attention_line(recipe, model, one.platform), products_line(recipe, model, one.name)]
+        line = "\n".join(filter(None, lines))
         summary = parallel.summary(plan, model, rows=recipe.batch, seq=1 if command.decode else recipe.seq)
         print(f"{topology}; {summary}; {run.found.parameters:,} parameters\n{line}\n\nby formulas:")
         print(planning.forecast_table(run.found), end="\n\n")
         print(_unsaid(topology) if made is None else planning.compilation_table(made, run.found))
         if run.found.missing or (made is not None and _lacks(made, topology)):
-            print("looking for plans that fit; tracing each takes seconds", file=sys.stderr, flush=True)
-            print(run.instead())
+            with looking() as progress:
+                others = run.instead(progress)
+            print(others)
     if command.picture is not None:
         planning.picture_costs(run.found.held, topology.accelerator.memory, run.found.time.by_cause, command.picture)
 
@@ -135,7 +138,7 @@ class Run:
 
     found: planning.Forecast
     lower: Callable[[parallel.Plan], jax.stages.Lowered]
-    instead: Callable[[], str]
+    instead: Callable[[planning.Progress], str]
 
 
 def training(recipe: Recipe, model: nn.Transformer, topology: planning.Topology) -> Run:
@@ -147,8 +150,9 @@ def training(recipe: Recipe, model: nn.Transformer, topology: planning.Topology)
     def lower(plan: parallel.Plan) -> jax.stages.Lowered:
         return planning.lowered_step(states.under(plan), step_of(recipe, plan, optimizer), batch)
 
-    def instead() -> str:
-        others, one = planning.best_plans(states, model, batch, topology), topology.accelerator
+    def instead(progress: planning.Progress) -> str:
+        others = planning.best_plans(states, model, batch, topology, progress=progress)
+        one = topology.accelerator
         near = nearest(recipe, one.memory, one.platform, 3 - len(others))
         lines = [planning.proposals(others, functools.partial(choices, recipe)), *["on the same mesh by"] * bool(near)]
         return "\n".join([*lines, *map(str, near)])
@@ -179,8 +183,8 @@ def decoding(command: Command, model: nn.Transformer, topology: planning.Topolog
         words.append(f"--cache-dtype {one.cache_dtype}" if one.cache_dtype else "")
         return " ".join(filter(None, words)) or "one device"
 
-    others = lambda: planning.best_decodes(abstract_plan(recipe), whole, topology, **sizes)
-    instead = lambda: planning.servings(others(), spelled)
+    others = functools.partial(planning.best_decodes, abstract_plan(recipe), whole, topology, **sizes)
+    instead = lambda progress: planning.servings(others(progress=progress), spelled)
     return Run(found, lambda plan: planning.lowered_decode(plan, model, **sizes), instead)
 
 
@@ -197,7 +201,8 @@ def compiled(run: Run, recipe: Recipe, topology: planning.Topology) -> Compilati
 def search(command: Command, states: PlannedState, model: nn.Transformer, topology: planning.Topology) -> None:
     """Print the meshes that fit and take the least time."""
     recipe, spelled = command.run, functools.partial(choices, command.run)
-    offered = planning.best_plans(states, model, batch_shapes(recipe), topology, most=OFFERED)
+    with looking() as progress:
+        offered = planning.best_plans(states, model, batch_shapes(recipe), topology, most=OFFERED, progress=progress)
     if not offered:
         raise ValueError(
             f"--search --topology {topology}: no mesh was found that fits into {gigabytes(topology.accelerator.memory)}"

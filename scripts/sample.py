@@ -130,7 +130,7 @@ def of_folder(command: Command, folder: Path) -> Writer:
     dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
     plan, companions = plan_for(command, recipe_of_folder(folder)), companions_of(folder)
     tokenizer = published_tokenizer(companions)
-    with Screen(errors=True).bytes() as progress:
+    with Screen(errors=True).bar() as progress:
         show = functools.partial(progress, f"reading {folder}")
         given: dict[str, Any] = {"weights": command.weights, "predictor": command.draft == OWN, "progress": show}
         model = models.load(folder, plan=plan, dtype=dtype, **given)

@@ -52,6 +52,7 @@ from ._fitting import (
     every_mesh as every_mesh,
     Fitting as Fitting,
     fitting_plans as fitting_plans,
+    Progress as Progress,
 )
 from ._forecast import (
     best_plans as best_plans,

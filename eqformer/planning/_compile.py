@@ -51,7 +51,7 @@ def _keep_on_host(lowered: jax.stages.Lowered, are_far: list[bool]) -> None:
 
 def decode_shapes(
     plan: parallel.Plan, model: nn.Transformer, rows: int, capacity: int, cache_dtype: str | None = None
-) -> tuple[PyTree, PyTree]:
+) -> tuple[parallel.Planned, PyTree]:
     """A model served under a plan, and its cache for `rows` of up to `capacity` tokens: shapes with their places."""
     served = parallel.Planned(model, plan)
     shardings = parallel.shardings(plan.parameter_specs(served.model), plan.mesh)

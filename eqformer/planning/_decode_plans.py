@@ -6,7 +6,7 @@ from typing import NamedTuple
 from .. import nn, parallel
 from ._accelerators import Topology
 from ._compile import decode_shapes
-from ._fitting import every_mesh
+from ._fitting import every_mesh, Progress
 from ._forecast import decode_forecast, decode_held, Forecast
 
 
@@ -31,6 +31,7 @@ def best_decodes(
     capacity: int,
     cache_dtype: str | None = None,
     most: int = 3,
+    progress: Progress = lambda done, most: None,
 ) -> list[Served]:
     """The ways to decode that fit into a topology's memory, by formulas, the nearest first.
 
@@ -46,6 +47,7 @@ def best_decodes(
         capacity: Slots of a row's caches.
         cache_dtype: What keys and values are kept in; None: the compute dtype.
         most: How many to give.
+        progress: Called with how many ways were tried, and how many there are at most.
     """
     whole = dataclasses.replace(plan, microbatches=1)  # without stages
     meshes = every_mesh(topology.devices, whole, model, tensor=topology.devices, context=1)
@@ -53,11 +55,12 @@ def best_decodes(
     narrow = _NARROW if cache_dtype is None else cache_dtype
     kinds = dict.fromkeys([(rows, cache_dtype), *((rows >> times, narrow) for times in range(rows.bit_length()))])
     found: list[Served] = []
-    for number, dtype in kinds:
+    for kind, (number, dtype) in enumerate(kinds):
         if len(found) >= most or (found and number < rows):
             break
         fitting = []
-        for one in plans:
+        for place, one in enumerate(plans):
+            progress(kind * len(plans) + place, len(kinds) * len(plans))
             try:
                 held = decode_held(*decode_shapes(one, model, number, capacity, dtype))
                 if sum(held.values()) > topology.accelerator.memory:  # a step that does not fit need not be traced

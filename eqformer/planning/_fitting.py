@@ -22,6 +22,7 @@ MOST_CONTEXT = 8  # the largest context axis that is tried
 TRACED = 16  # the most plans that are traced (a second or more each), if some of them fit
 MOST_TRACED = 64  # the same, if none fits
 MOST_OFFERED = 3  # the most plans that are offered
+Progress = Callable[[int, int], None]  # is called with how many plans were traced, and of how many at most
 
 
 class Candidate(NamedTuple):
@@ -66,6 +67,7 @@ def fitting_plans(
     cost: Callable[[Candidate], float] = lambda one: one.sent,
     most: int = MOST_OFFERED,
     tries: int | None = None,
+    progress: Progress = lambda done, most: None,
 ) -> Fitting:
     """The plans for as many devices that fit into `memory`, those of the least `cost` (bytes sent, by default) first.
 
@@ -83,12 +85,13 @@ def fitting_plans(
         cost: What plans are ranked by.
         most: How many to offer.
         tries: Of how many, at most, bytes are computed; None: as many as it takes some minutes to compute.
+        progress: Called before each of these with how many are done, and how many there are at most.
     """
     chosen = list(every_mesh(states.plan.mesh.size, states.plan, model) if meshes is None else meshes)
     candidates, least_state, tried = _candidates(states, model, batch, memory, chosen, platform)
     candidates.sort(key=cost)
     step = lambda one: step_bytes(states.under(one.plan), one.model, batch, platform)
-    offered, traced = _search(candidates if tries is None else candidates[:tries], step, memory, most)
+    offered, traced = _search(candidates if tries is None else candidates[:tries], step, memory, most, progress)
     least = min(traced, key=lambda its: its[1].total, default=None)
     return Fitting(offered, least, least_state, tried, len(candidates), len(traced))
 
@@ -138,14 +141,16 @@ def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:
 
 
 def _search(
-    candidates: list[Candidate], step: Callable[[Candidate], StepBytes], memory: int, most: int
+    candidates: list[Candidate], step: Callable[[Candidate], StepBytes], memory: int, most: int, progress: Progress
 ) -> tuple[list[tuple[Candidate, StepBytes]], list[tuple[Candidate, StepBytes]]]:
     """The candidates that fit, and all that were traced, each with its bytes: in order, until a limit is reached."""
     offered: list[tuple[Candidate, StepBytes]] = []
     traced: list[tuple[Candidate, StepBytes]] = []
     for one in candidates:
-        if len(offered) == most or len(traced) >= (TRACED if offered else MOST_TRACED):
+        limit = TRACED if offered else MOST_TRACED
+        if len(offered) == most or len(traced) >= limit:
             break
+        progress(len(traced), min(limit, len(candidates)))
         if any(_place(one) == _place(other) for other, _ in offered):
             continue  # the same mesh fits already with less recomputation
         found = step(one)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -14,7 +15,7 @@ from .._shapes import Batch
 from ._accelerators import for_platform, Topology
 from ._compile import decode_shapes, traced_decode
 from ._costs import flops_per_token, parameter_count
-from ._fitting import Candidate, every_mesh, fitting_plans
+from ._fitting import Candidate, every_mesh, fitting_plans, Progress
 from ._held_bytes import ON_HOST, placed_bytes, state_bytes, step_bytes
 from ._roofline import link_speed, Roofline, roofline
 from ._sent_bytes import by_cause, Sent, sent_bytes
@@ -117,7 +118,8 @@ def decode_forecast(
 ) -> Forecast:
     """What decoding one token of each of `rows` holds, sends and takes, with caches of `capacity` tokens, all filled.
 
-    Each device reads its weights and its caches once. What is sent is counted in the traced step and waited for.
+    Each device reads its weights and its caches once. What is sent is counted in the traced step and waited for. An
+    encoder is held, and has read its text before.
 
     Args:
         plan: Where the model is served.
@@ -134,17 +136,28 @@ def decode_forecast(
     with nn.traced_for(one.platform):
         traced = traced_decode(plan, served, caches, rows)
     sent = tuple(traced_sent(traced, parallel.axis_sizes(plan.mesh)))
-    operations = flops_per_token(model, capacity, backward=False, attention="full") * rows / topology.devices
+    writes = eqx.tree_at(lambda m: m.encoder, model, None, is_leaf=lambda node: node is None)
+    operations = flops_per_token(writes, capacity, backward=False, attention="full") * rows / topology.devices
     products = operations / one.peak(str(jnp.dtype(model.compute_dtype)))
     links = {cause: size / link_speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}
-    time = Roofline(products, sum(held.values()) / one.bandwidth, links, (), 0.0, products)
+    time = Roofline(products, read_by_decoding(held) / one.bandwidth, links, (), 0.0, products)
     count = parameter_count(eqx.filter_eval_shape(nn.dequantise, model))
     return Forecast(topology, held, sent, time, count, operations)
 
 
-def decode_held(served: PyTree, caches: PyTree) -> dict[str, int]:
+def decode_held(served: parallel.Planned, caches: PyTree) -> dict[str, int]:
     """Bytes on a device by cause, of what `decode_shapes` gives; nothing is traced."""
-    return {"weights": placed_bytes(served)[0], "caches": placed_bytes(caches)[0]}
+    weights, encoder = (placed_bytes(tree)[0] for tree in (served, served.model.encoder))
+    given = {_ENCODER: encoder} if encoder else {}
+    return {"weights": weights - encoder, **given, "caches": placed_bytes(caches)[0]}
+
+
+def read_by_decoding(held: Mapping[str, int]) -> int:
+    """Of the bytes that `decode_held` gives, those that a step reads."""
+    return sum(size for cause, size in held.items() if cause != _ENCODER)
+
+
+_ENCODER = "encoder"
 
 
 MOST_OF_TORUS = 64  # the largest tensor axis that is tried on TPUs
@@ -170,12 +183,18 @@ class Proposal(NamedTuple):
 
 
 def best_plans(
-    states: training.PlannedState, model: nn.Transformer, batch: Batch, topology: Topology, *, most: int = 3
+    states: training.PlannedState,
+    model: nn.Transformer,
+    batch: Batch,
+    topology: Topology,
+    *,
+    most: int = 3,
+    progress: Progress = lambda done, most: None,
 ) -> list[Proposal]:
     """Of all meshes over a topology, those that fit into its memory and take the least time, by formulas.
 
     Over machines of GPUs state may be held by each of them. What is kept on hosts is found by tracing: it counts among
-    the plans that are offered, and not for which are tried.
+    the plans that are offered, and not for which are tried. `progress` is called as by `fitting_plans`.
     """
     memory = topology.accelerator.memory
 
@@ -194,5 +213,5 @@ def best_plans(
     meshes = every_mesh(topology.devices, states.plan, model, **limits)
     cost = lambda one: time(one).seconds
     of: dict[str, Any] = {"platform": topology.accelerator.platform, "meshes": meshes, "cost": cost}
-    found = fitting_plans(states, model, batch, memory, most=most, **of)
+    found = fitting_plans(states, model, batch, memory, most=most, progress=progress, **of)
     return sorted(itertools.starmap(proposal, found.offered), key=lambda one: one.time.seconds)

@@ -32,7 +32,7 @@ class _Moved:
 
     def _line(self, line: Instruction, beside: dict[str, Instruction]) -> float:
         operation = line.operation
-        if operation in _NAMING or operation.endswith(("-done", "-update")):
+        if operation in _NAMING or operation.endswith(("-done", "-update")) or _ALLOCATES in line.attributes:
             return 0.0
         if operation in _RUNS:
             parts = [self.of(name) for name in called(line) if name in self.program]
@@ -40,7 +40,7 @@ class _Moved:
                 return max(parts, default=0.0)
             times = trips_of(line, self.program, beside) if operation == "while" else 1
             return sum(parts) * (1 if times is None else times)
-        if operation == "fusion":
+        if operation in ("fusion", "fusion-start"):
             return self._fusion(line, beside)
         if operation == "custom-call" and (said := re.search(r'"bytes_accessed":"(\d+)"', line.attributes)):
             near = sum(
@@ -105,6 +105,8 @@ class _Moved:
         if root is None:
             return float(_held(line.result))
         results = _parts(line.result)
+        if line.operation == "fusion-start":  # its operands, results, and a number that its end waits for
+            results = results[len(line.operands) : -1]
         ends = [names[name] for name in root.operands] if root.operation == "tuple" else [root]
         if len(ends) != len(results):
             return float(_held(line.result))
@@ -134,6 +136,7 @@ def _names(lines: list[Instruction], name: str) -> bool:
 
 _NAMING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "optimization-barrier"}
 _NAMING |= {"add-dependency", "partition-id", "replica-id"}
+_ALLOCATES = 'custom_call_target="AllocateBuffer"'  # memory that nobody has written
 _RUNS = {"while", "call", "conditional", "async-start"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _EACH = {"convert", "reduce"}  # what a fusion computes for those elements of the result that it needs

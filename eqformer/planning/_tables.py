@@ -7,7 +7,7 @@ from ..parallel import COLLECTIVES, STATE
 from ._absent import Compilation
 from ._accelerators import Accelerator
 from ._communication import communication_table
-from ._forecast import Forecast
+from ._forecast import Forecast, read_by_decoding
 from ._hlo import module_of
 from ._program import Program
 from ._sent_bytes import Sent
@@ -102,7 +102,8 @@ def _read_lines(program: Program, found: Forecast) -> list[str]:
         busy = program.cycles / one.clock
         share = f"an MFU of {found.time.of_model / busy:.1%} before what waits for links"
         lines.append(f"{program.cycles:,} cycles by its estimate, {busy:.4f} s at {one.clock / 1e9:.2f} GHz: {share}")
-    of_held = f", {program.moved / found.total:.2f} of weights and caches" if "caches" in found.held else ""
+    needed = read_by_decoding(found.held)
+    of_held = f", {program.moved / needed:.2f} of weights and caches" if "caches" in found.held else ""
     lines.append(f"reads and writes {gigabytes(program.moved)} of main memory{of_held}")
     sent, hidden, predicted = program.sent, program.hidden, sum(size for *_, size in found.sent)
     lines.append(f"sends {gigabytes(sent)}, {gigabytes(hidden)} beside other work; by formulas {gigabytes(predicted)}")

@@ -17,8 +17,11 @@ from support.setup import optimizer_of, shapes_of
 _COUNTS = "--steps --seq --batch --log-every --checkpoint-every --keep --validate-every --validation-batches".split()
 
 
-def check(recipe: Recipe) -> nn.Transformer:
-    """The shapes of the recipe's model; raises a `ValueError`, which names the flags, for a recipe that cannot work."""
+def check(recipe: Recipe, *, trains: bool = True) -> nn.Transformer:
+    """The shapes of the recipe's model; raises a `ValueError`, which names the flags, for a recipe that cannot work.
+
+    With `trains=False` its model need not be one that learns the next token.
+    """
     check_values(recipe)
     if not 0 < (share := recipe.text.validation) < 1:
         raise ValueError(f"--text.validation {share}: a share of the documents lies between 0 and 1; 0.05 is usual.")
@@ -32,7 +35,8 @@ def check(recipe: Recipe) -> nn.Transformer:
     with naming_flags(recipe):  # the library makes its own checks
         training.Spikes(**dataclasses.asdict(recipe.spikes))
         shapes = shapes_of(recipe)
-        training.check_next_token(shapes, seq=recipe.seq)
+        if trains:
+            training.check_next_token(shapes, seq=recipe.seq)
         recipe.optimizer.step(optimizer_of(recipe, shapes))
     if recipe.metrics.tensorboard:
         training.TensorBoard.package()

@@ -1,8 +1,10 @@
 """Runs that hold less than one that does not fit: the nearest first, as flags."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from recipes import Recipe
@@ -11,6 +13,7 @@ from eqformer import planning
 from eqformer.planning import gigabytes
 from support.flags import flags_of, spelled
 from support.mesh import abstract_plan, check_plan, state_of
+from support.screen import Screen
 from support.setup import batch_shapes, optimizer_of, shapes_of
 
 
@@ -22,6 +25,15 @@ class Near(NamedTuple):
 
     def __str__(self) -> str:
         return f"  {self.flags}: {gigabytes(self.held)}"
+
+
+@contextmanager
+def looking() -> Iterator[Callable[[int, int], None]]:
+    """Say on standard error that plans are looked for; call what it gives with how many were traced, of how many."""
+    screen = Screen(errors=True)
+    screen.note("looking for plans that fit; tracing each takes seconds")
+    with screen.bar() as show:
+        yield functools.partial(show, "plans traced, at most")
 
 
 def nearest(recipe: Recipe, memory: int, platform: str, most: int = 3) -> list[Near]:

@@ -60,10 +60,10 @@ class Screen:
             yield lambda done, figures, is_new: progress.update(task, completed=done, figures=figures)
 
     @contextmanager
-    def bytes(self) -> Iterator[Callable[[str, int, int], None]]:
-        """A progress bar over bytes, shown from the first call of the function that it gives.
+    def bar(self) -> Iterator[Callable[[str, int, int], None]]:
+        """A progress bar for a terminal, shown from the first call of the function that it gives.
 
-        Call that with what is done, the bytes done and the bytes in all (0: unknown).
+        Call that with what is done, how much of it is (bytes, or plans), and how much there is in all (0: unknown).
         """
         if self.console.quiet or not self.console.is_terminal:
             yield lambda title, done, total: None

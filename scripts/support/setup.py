@@ -31,7 +31,7 @@ def keys_of(recipe: Recipe) -> Keys:
 def load_model(recipe: Recipe, plan: parallel.Plan | None, screen: Screen) -> nn.Transformer:
     """The published model that the recipe starts from, sharded by the plan."""
     assert recipe.published is not None
-    with screen.bytes() as progress:
+    with screen.bar() as progress:
         show = functools.partial(progress, f"reading {recipe.published}")
         model = models.load(recipe.published, plan=plan, dtype=recipe.precision.parameters, progress=show)
     return as_recipe_says(recipe, model)

@@ -67,7 +67,7 @@ def open_texts(
     """The texts as batches of the recipe's shape; their tokens as they are kept, or made now."""
     folders, text = [*shared_folder(), directory.data], recipe.text
     before = _size(folders[0])
-    with screen.bytes() as progress, _one_line_each():
+    with screen.bar() as progress, _one_line_each():
         corpus = data.open_corpus(
             {name: source for name, (source, _) in sources.items()},
             tokenizer,

@@ -18,9 +18,11 @@ def test_the_search_goes_on_until_a_plan_fits(monkeypatch):
     monkeypatch.setattr(_fitting, "TRACED", 1)
     step: Any = lambda one: StepBytes({"all": 100 - one.plan.number}, 0)
     candidates = [numbered(number) for number in range(80)]
-    offered, traced = _fitting._search(candidates, step, 80, 3)
+    told = []
+    offered, traced = _fitting._search(candidates, step, 80, 3, lambda *how: told.append(how))
     assert [found.total for _, found in offered] == [80] and len(traced) == 21
-    offered, traced = _fitting._search(candidates, step, 30, 3)
+    assert told == [(done, 64) for done in range(21)]
+    offered, traced = _fitting._search(candidates, step, 30, 3, lambda done, most: None)
     assert (offered, min(found.total for _, found in traced), len(traced)) == ([], 100 - 63, 64)
 
 

@@ -153,6 +153,25 @@ def test_slices_count_where_slices_are_read_and_written():
     assert moved_bytes(whole) == moved_bytes(TEXT) + 3 * (7 * PAGE - 4)  # the control: all of it is read
 
 
+def test_a_fusion_beside_other_work_counts_as_it_would_alone():
+    fusion = "%read = f32[64,64]{1,0} fusion(%slab, %number), kind=kLoop, calls=%slice"
+    result = "((f32[8,64,64]{2,1,0}, s32[]), f32[64,64]{1,0}, u32[])"  # what it is given, what it gives, a number
+    start = f"%start = {result} fusion-start(%slab, %number), kind=kLoop, calls=%slice"
+    assert fusion in TEXT
+    beside = TEXT.replace(fusion, f"{start}\n  %read = f32[64,64]{{1,0}} fusion-done(%start)")
+    assert moved_bytes(beside) == moved_bytes(TEXT)
+    whole = beside.replace("dynamic-slice(%whole, %at, %at, %at)", "negate(%whole)")
+    assert moved_bytes(whole) == moved_bytes(TEXT) + 3 * (7 * PAGE - 4)  # the control: all of it is read
+
+
+def test_memory_that_nobody_has_written_is_not_moved():
+    unwritten = '%x = f32[4,64,256]{2,1,0} custom-call(), custom_call_target="AllocateBuffer"'
+    parameter = "%x = f32[4,64,256]{2,1,0} parameter(0)"
+    assert moved_bytes(SUMS.replace(parameter, unwritten)) == moved_bytes(SUMS)
+    other = unwritten.replace("AllocateBuffer", "Fill")
+    assert moved_bytes(SUMS.replace(parameter, other)) == moved_bytes(SUMS) + 4 * 64 * 256 * 4  # the control
+
+
 EIGHT = models.LlamaConfig(vocab=4096, embed=4096, layers=2, heads=32, kv_heads=8, mlp=14336)  # billion: its widths
 # DeepSeek-V3's widths, of which no layer has experts: 128 heads share a latent.
 LATENTS = dataclasses.replace(models.preset("deepseek-v3"), vocab=4096, layers=2, first_dense=2)

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import pytest
 
-from eqformer.models import build, LlamaConfig, MixtralConfig
+from eqformer.models import build, LlamaConfig, MixtralConfig, T5Config
 from eqformer.parallel import COLLECTIVES, FURTHER_ROUNDS, make_mesh, Plan, STATE
 from eqformer.planning import (
     abstract_mesh,
@@ -148,6 +148,20 @@ def test_a_decode_step_holds_what_was_told():
     told = dataclasses.replace(told, topology=dataclasses.replace(told.topology, accelerator=too_small))
     assert "compiled in 2 s: does not fit: 0.000 GB too much" in compilation_table(made, told)
     assert compilation_table(Compilation(None, 2.0, True, "Used 9G"), told).endswith(" run's): does not fit: Used 9G")
+
+
+def test_an_encoder_is_held_and_not_read_to_decode():
+    """It has read its text before: a step is compiled without its weights, and multiplies by none of them."""
+    numbers = T5Config(vocab=64, embed=32, layers=2, heads=4, head_dim=8, mlp=64, encoder_layers=6)
+    model = eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))
+    told = decode_forecast(Plan(abstract_mesh({})), model, topology("v5e:1x1"), rows=8, capacity=16)
+    plan = Plan(make_mesh(devices=jax.devices()[:1]))
+    program = program_of(lowered_decode(plan, model, 8, 16).compile(), plan.mesh)
+    read = told.total - told.held["encoder"]
+    of_source = 2 * 2 * 32 * 32 * 4  # layers, keys and values: maps that are not read either, and told
+    assert program.argument == pytest.approx(read - of_source, rel=0.01) and told.held["encoder"] > read / 2
+    assert told.time.memory == read / topology("v5e:1x1").accelerator.bandwidth
+    assert told.operations == pytest.approx(program.operations, rel=0.2)
 
 
 ON_MESHES = {

@@ -38,12 +38,22 @@ def test_meshes_are_ranked_by_time():
     assert again["seconds"] == times[1] and sum(again["held"].values()) == found[1]["held"]
 
 
+@pytest.mark.grid
+def test_a_model_that_learns_no_next_token_may_write():
+    flags = "--recipe t5-small --topology h100:1 --formulas --batch 8 --seq 64".split()
+    assert "check_next_token" in run_here("plan.py", *flags).stderr  # the control: it is not trained so
+    found = run_here("plan.py", *flags, "--decode")
+    assert found.returncode == 0 and "\nencoder  " in found.stdout, found.stderr
+
+
 LARGE = "--model.layers 8 --seq 65536 --batch 2 --model.embed 1024 --model.mlp 4096 --mesh.fsdp 2 --zero 3"
 
 
 @pytest.mark.grid
 def test_what_does_not_fit_has_other_plans_that_do():
-    text = told(f"{LARGE} --topology v5e:1x2 --execution.remat none")
+    found = run_here("plan.py", *f"{TINY} {LARGE} --topology v5e:1x2 --execution.remat none".split())
+    assert "looking for plans that fit" in found.stderr
+    text = found.stdout
     assert "too much, of 16.9 GB" in text
     offered = text.partition("as many devices would hold it by\n")[2].strip().splitlines()
     assert 1 <= len(offered) <= 3 and all(" s a step" in line for line in offered)
