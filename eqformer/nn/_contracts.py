@@ -41,7 +41,7 @@ class MixerFacts:
     - `splits_heads`: whether it runs on a slice of its `heads`, `kv_heads` or `mlp`: its maps out of the stream return
       such slices, and the results of its maps back into the stream are summed over devices. If not, every device runs
       the whole of it.
-    - `attends`: None for one that reads tokens in turn, whose rows cannot be cut.
+    - `attends`: None for one that needs whole rows: it reads tokens in turn, or chooses among all of them.
     - `operations`: a token, beyond those of its linear maps and its core; a multiplication and an addition are two.
     - `shares_kv_heads`: whether devices may have a key head in common, each with some of the heads that it serves.
     """

@@ -15,7 +15,7 @@ from ._check_mixture import check_mixture
 from ._check_products import check_products
 from ._choices import check_values
 from ._placement import Placement
-from .context._context import check_context, refuse_recurrence
+from .context._context import check_context, refuse_pieces
 from .layouts._layout import axes_of, is_spec
 from .pipeline._depth import check_depth
 from .tensor._tensor import size_of
@@ -166,7 +166,7 @@ def _check_mixer(plan: Placement, path: str, module: nn.Mixer, seq: int) -> None
     if size == 1:
         return
     if facts.attends is None:
-        refuse_recurrence(size, path, module)
+        refuse_pieces(size, path, module)
     heads, kv_heads = (channels[0][0] for channels in (facts.attends.query, facts.attends.key))
     pieces = tensor if facts.splits_heads else 1
     try:

@@ -12,7 +12,7 @@ from .. import nn
 from ._axes import CONTEXT, TENSOR
 from ._expert_method import Exchange
 from ._mixture import SplitMoE
-from .context._context import ContextCore, refuse_recurrence
+from .context._context import ContextCore, refuse_pieces
 from .layouts._layout import dim_over
 from .state._gather import gather_parameter
 from .tensor._stream import Stream
@@ -81,7 +81,7 @@ def split_over_context(model: PyTree, method: str) -> PyTree:
 
     def split(module: nn.Mixer) -> nn.Mixer:
         if module.facts().attends is None:
-            refuse_recurrence(jax.lax.axis_size(CONTEXT), "the model", module)
+            refuse_pieces(jax.lax.axis_size(CONTEXT), "the model", module)
         return eqx.tree_at(lambda m: m.core, module, ContextCore(module.core, method))  # type: ignore[attr-defined]
 
     is_bare = lambda node: isinstance(node, nn.Mixer) and not isinstance(node, TensorMixer | Whole)

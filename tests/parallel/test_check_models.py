@@ -156,7 +156,7 @@ MODELS = {
         r"has 2 key heads, and norms together .* divides 2",
     ),
     "nothing: whole groups": (spaced, {"tensor": 2}, {}, None),
-    "a Mamba-2 over pieces of rows": (spaced, {"context": 2}, {}, r"has a Mamba2Mixer, which reads a row's tokens"),
+    "a Mamba-2 over pieces of rows": (spaced, {"context": 2}, {}, r"has a Mamba2Mixer, which needs whole rows"),
     "few key heads to convolve": (
         recurrent,
         {"tensor": 4},

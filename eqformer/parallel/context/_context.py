@@ -176,11 +176,12 @@ def check_context(
         )
 
 
-def refuse_recurrence(size: int, path: str, mixer: Mixer) -> NoReturn:
-    """Raise a `ValueError` for a mixer without a core over rows in pieces: each would wait for the one before it."""
+def refuse_pieces(size: int, path: str, mixer: Mixer) -> NoReturn:
+    """Raise a `ValueError` for a mixer without a core over rows in pieces, such as a recurrence."""
     raise ValueError(
-        f"Plan over context={size}: {path} has a {type(mixer).__name__}, which reads a row's tokens one after another, "
-        "and a device has pieces of rows; give the devices to another axis, such as tensor, which splits its heads."
+        f"Plan over context={size}: {path} has a {type(mixer).__name__}, which needs whole rows, as it reads tokens "
+        "one after another or chooses among all, and a device has pieces of rows; give the devices to another axis, "
+        "such as tensor, which splits its heads."
     )
 
 
