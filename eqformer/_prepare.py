@@ -17,8 +17,8 @@ def prepare(*, devices: int | None = None, compilers: bool = False, gradients: b
 
     What the user has set stays. Nothing else in eqformer sets them, and XLA reads them once: call it before JAX makes
     its first array or looks for devices. On CPUs training is about twice as fast with them, and texts and forward
-    passes are up to a fifth faster with those of `gradients=False`; docs/benchmarks.md and docs/accelerators.md tell
-    what each brings. Flags that those installed do not know are left out, with a line in the log.
+    passes are up to a fifth faster with those of `gradients=False`; docs/benchmarks.md and docs/accelerators-memory.md
+    tell what each brings. Flags that those installed do not know are left out, with a line in the log.
 
     With `devices` JAX takes the CPU for so many devices, whatever else is there. With `compilers` libtpu and CUDA
     compile for accelerators that are not here, as `planning.compilation_of` has them do. Raises a `ValueError` where
@@ -126,10 +126,10 @@ _ONCE = {"xla_backend_optimization_level": 1}
 _DRAWN = {_KERNELS_FLAG: f"{_KIND}DOT"}
 # In a loop over layers, gathers of weights begin in the turn before they are used: without it, half of those of a layer
 # stood exposed. Gradients are scattered in their own turn: XLA would hold, and copy, them in float32 for the next one
-# (docs/accelerators.md). XLA's latency-hiding scheduler and asynchronous collectives are on by default.
+# (docs/accelerators-memory.md). XLA's latency-hiding scheduler and asynchronous collectives are on by default.
 _GPU_FLAGS = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": False}
 # Maps of one input become one product, of weights that are copied one behind another in each step. With few tokens that
-# is most of what large maps move: a mixer of Mamba-2 read its own twice and wrote them (docs/accelerators.md).
+# is most of what large maps move: a mixer of Mamba-2 read its own twice and wrote them (docs/accelerators-decoding.md).
 _GPU_FORWARD_FLAGS = {"xla_gpu_dot_merger_threshold_mb": 1}
 # What of a GPU's memory JAX takes at its start for all its programs; by itself it takes three quarters, and a program
 # has no more. The rest is for CUDA, NCCL and the workspaces of their libraries: NVIDIA's own runs take 0.8 to 0.9.
@@ -137,7 +137,7 @@ GPU_SHARE = 0.9
 _OF_MEMORY = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 # A gather of weights begins before the product that stands before its own, and its parts arrive between that product's.
 # libtpu does so by default for v5e, and by SparseCores for tpu7x, which these leave as they are; for v5p and v6e it did
-# not for one gather (docs/accelerators.md).
+# not for one gather (docs/accelerators-memory.md).
 _TPU_FLAGS = {
     "xla_enable_async_all_gather": True,
     "xla_tpu_enable_async_collective_fusion": True,

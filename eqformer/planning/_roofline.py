@@ -89,8 +89,8 @@ def roofline(
 
     Products run at the peak of the compute dtype, those of 8 bits at that of fp8, each link at its data sheet's speed,
     and what is read and written is counted by linear maps: what comes is close to a lower bound. TPUs wait for
-    gradients, as their programs do (docs/accelerators.md), and for nothing else of state. Raises a `ValueError` if the
-    mesh has another number of devices than the topology.
+    gradients, as their programs do (docs/accelerators-memory.md), and for nothing else of state. Raises a `ValueError`
+    if the mesh has another number of devices than the topology.
 
     Args:
         plan: How the model is laid out.

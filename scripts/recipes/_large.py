@@ -1,7 +1,7 @@
 """Published models at the scale that they are trained at, by name of model and accelerators: for scripts/plan.py.
 
-None has been run: each is planned and compiled (docs/accelerators.md). By AdamW, in float32 with products in bfloat16;
-moments of 8 bits, on the host, where wide ones do not fit.
+None has been run: each is planned and compiled (docs/accelerators-planning.md). By AdamW, in float32 with products in
+bfloat16; moments of 8 bits, on the host, where wide ones do not fit.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """Record what compilers make of the steps in compiled.json: `python tests/scripts/record_compiled.py [NAME ...]`.
 
 Each is compiled as plan.py compiles it, where the compiler for its accelerator is installed; the others stay as they
-are. Programs that were compiled before are not compiled again. Then the table of docs/accelerators.md is printed.
+are. Programs that were compiled before are not compiled again. Then the table of docs/accelerators-planning.md is
+printed.
 """
 
 import json

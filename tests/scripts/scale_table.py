@@ -1,4 +1,7 @@
-"""Formulas' columns of the table of large recipes in docs/accelerators.md: `python tests/scripts/scale_table.py`."""
+"""Formulas' columns of the table of large recipes in docs/accelerators-planning.md.
+
+`python tests/scripts/scale_table.py` prints them.
+"""
 
 import pathlib
 import sys
@@ -19,7 +22,7 @@ from support.setup import batch_shapes, optimizer_of, shapes_of
 from eqformer import planning
 
 
-PAGE = ROOT / "docs" / "accelerators.md"
+PAGE = ROOT / "docs" / "accelerators-planning.md"
 
 
 def formulas(name: str) -> str:

@@ -26,7 +26,7 @@ from ._contract import Block, Core
 from ._core import FEW, lowest, soft_capped
 
 
-_BLOCK, _TPU_BLOCK = 128, 512  # tokens of a block: see `docs/accelerators.md`
+_BLOCK, _TPU_BLOCK = 128, 512  # tokens of a block: see `docs/accelerators-kernels.md`
 
 
 class BlockwiseCore(Core):
