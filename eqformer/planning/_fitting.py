@@ -22,7 +22,8 @@ MOST_CONTEXT = 8  # the largest context axis that is tried
 TRACED = 16  # the most plans that are traced (a second or more each), if some of them fit
 MOST_TRACED = 64  # the same, if none fits
 MOST_OFFERED = 3  # the most plans that are offered
-Progress = Callable[[int, int], None]  # is called with how many plans were traced, and of how many at most
+Progress = Callable[[int, int], None]
+"""Is called with how many plans were traced, and of how many at most."""
 
 
 class Candidate(NamedTuple):
