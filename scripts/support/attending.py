@@ -19,8 +19,8 @@ _FLAGS = {
 
 
 CACHED = (
-    "attention: in blocks, as wherever a cache is read (on GPUs, of one token a row in 16 bits, by a kernel that reads "
-    "the cache once); no flag changes that"
+    "attention: in blocks, as wherever a cache is read (of one token a row in 16 bits, on GPUs and TPUs, by a kernel "
+    "that reads the cache once); no flag changes that"
 )
 
 

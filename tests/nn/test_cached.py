@@ -98,7 +98,9 @@ def held_by(given: dict[str, Any]) -> Held:
 
     rotated = stacked(given["rotated"].key) if "rotated" in given else None
     value = None if given["value"] is None else stacked(given["value"])
-    return Held(jnp.asarray(1, jnp.int32), stacked(given["key"]), value, rotated)
+    scales = lambda name: None if value is None or name not in given else stacked(given[name][..., None])[..., 0]
+    factors = {name: scales(name) for name in ("key_scales", "value_scales")}
+    return Held(jnp.asarray(1, jnp.int32), stacked(given["key"]), value, rotated, **factors)
 
 
 def wanted(given: dict[str, Any]) -> np.ndarray:
@@ -137,15 +139,18 @@ def test_the_kernel_is_the_reference_in_chunks(name, monkeypatch):
 
 
 OTHERS = sorted({*CASES} - {"everything", "latents"})
-LANES = [10, 128]  # numbers of a vector: slots fill whole ones and channels do not, and stand before them, or neither
+# Numbers of a vector: slots fill whole ones and channels do not, and stand before them, or neither; and of a block: 20
+# slots, or 128, or all.
+LAID = [(10, 512), (128, 512), (128, 2**20)]
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("lanes, tile", LAID)
 @pytest.mark.parametrize("name", ["everything", "latents", *(pytest.param(n, marks=pytest.mark.grid) for n in OTHERS)])
-def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, monkeypatch):
+def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, tile, monkeypatch):
     monkeypatch.setattr(tpu, "LANES", lanes)
     monkeypatch.setattr(_slots_tpu, "LANES", lanes)
-    monkeypatch.setattr(tpu, "_TILE", 512)  # blocks of 20 slots, or of 128
+    monkeypatch.setattr(tpu, "_TILE", tile)
+    monkeypatch.setattr(tpu, "_SUBLANES", 2)  # heads' scales are read where they lie, if a block has all slots
     given = given_of(CASES[name])
     found, right = np.asarray(by_kernel(**given, held=held_by(given)), np.float32), wanted(given)
     assert np.abs(found - right).max() < 0.01 * np.abs(right).max()
@@ -154,9 +159,10 @@ def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, monkeypatch)
     assert np.abs(found - wanted(without)).max() > 0.02 * np.abs(right).max()  # the comparison sees slots
 
 
-@pytest.mark.parametrize("name", ["everything", "latents"])
-def test_tpus_fetch_what_is_counted_and_no_more_than_is_seen(name, monkeypatch):
-    monkeypatch.setattr(tpu, "_TILE", 512)
+@pytest.mark.parametrize("name, tile", [("everything", 512), ("latents", 512), ("everything", 2**20)])
+def test_tpus_fetch_what_is_counted_and_no_more_than_is_seen(name, tile, monkeypatch):
+    monkeypatch.setattr(tpu, "_TILE", tile)
+    monkeypatch.setattr(tpu, "_SUBLANES", 2)
     monkeypatch.setattr(tpu, "LANES", 10)
     monkeypatch.setattr(_slots_tpu, "LANES", 10)
     calls: list[Any] = []
@@ -191,7 +197,8 @@ def test_tpus_fetch_what_is_counted_and_no_more_than_is_seen(name, monkeypatch):
 
     found, said = fetched_and_said(SLOTS)
     assert found == said
-    assert fetched_and_said(70)[0] < 0.6 * said  # four blocks of eight
+    if tile == 512:
+        assert fetched_and_said(70)[0] < 0.6 * said  # four blocks of eight
 
 
 def test_tpus_give_zeros_where_a_token_sees_nothing():
@@ -237,14 +244,23 @@ def test_gpus_run_it_over_devices_with_types_checked_and_gradients_are_the_refer
             assert text("cuda") == plain  # nor what a multiprocessor has no room for, nor where JAX has no such kernels
 
 
-def test_tpus_run_it_over_devices_that_share_latents(monkeypatch):
+WHOLE: Any = PartitionSpec()
+SHARED = {"query": HEADS, "rotated": Rotated(HEADS, WHOLE), "key": WHOLE, "held": Held(WHOLE, WHOLE, None, WHOLE)}
+SPLIT = dict.fromkeys(("query", "key", "value", "key_scales", "value_scales"), HEADS)
+SPLIT |= {"held": Held(WHOLE, *(HEADS, HEADS), None, *(HEADS, HEADS))}
+
+
+@pytest.mark.parametrize(
+    "case, specs",
+    [(Case(kv_heads=1, rope_dim=16), SHARED), (Case(heads=32, kv_heads=16, is_scaled=True), SPLIT)],
+    ids=["latents that devices share", "heads"],
+)
+def test_tpus_run_it_over_devices(case, specs, monkeypatch):
     """With types checked: the results are each device's own, as its queries are."""
-    given = given_of(Case(kv_heads=1, rope_dim=16))
-    arrays, rest = {"query": given.pop("query"), "rotated": given.pop("rotated"), "key": given.pop("key")}, given
-    arrays["held"] = held_by(arrays | {"value": None})
-    whole: Any = PartitionSpec()
-    specs = {"query": HEADS, "rotated": Rotated(HEADS, whole), "key": whole, "held": Held(whole, whole, None, whole)}
-    run = over_heads(lambda arrays: attend_cached(**arrays, **rest), specs)
+    given = given_of(case)
+    given["held"] = held_by(given)
+    arrays = {name: given.pop(name) for name in specs}
+    run = over_heads(lambda arrays: attend_cached(**arrays, **given), specs)
 
     def text(platform: str, arrays: dict[str, Any] = arrays) -> str:
         return run.trace(jax.eval_shape(lambda: arrays)).lower(lowering_platforms=(platform,)).as_text()
@@ -253,8 +269,11 @@ def test_tpus_run_it_over_devices_that_share_latents(monkeypatch):
     plain = text("tpu")
     monkeypatch.setattr(_cached, "compilers", lambda: ("tpu",))
     run.clear_cache()
+    assert "custom_call" not in text("tpu")  # so few slots are not worth a program
+    monkeypatch.setattr(tpu, "_LEAST", 0)
+    run.clear_cache()
     assert "tpu_custom_call" in text("tpu") and "custom_call" not in text("cuda") + text("cpu") + plain
-    wide = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x.astype(jnp.float32), arrays)
+    wide = arrays | {"query": arrays["query"].astype(jnp.float32)}
     assert "custom_call" not in text("tpu", wide)  # exact sums in float32
 
 

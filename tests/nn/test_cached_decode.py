@@ -8,6 +8,7 @@ import pytest
 from nn_reference import close, drawn, normal, replaced
 
 from eqformer import nn
+from eqformer.nn.cores import _cached, _cached_kernel_tpu as tpu
 
 
 KEY = jax.random.key(0)
@@ -114,3 +115,30 @@ def test_a_cache_that_forgets_or_rolls_too_soon_is_noticed():
             return replaced(self.inner, mask=nn.sliding_window(2)).init_cache(batch, capacity)
 
     assert not agree(Short(module))
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "int8"])
+def test_attention_reads_its_cache_where_it_lies_unless_its_core_is_named(cache_dtype, monkeypatch):
+    """A layer's newest tokens in TPUs' programs, and as plain JAX beside the reference core."""
+    make = lambda core: nn.Attention(embed=32, heads=16, kv_heads=8, head_dim=16, core=core, key=jax.random.key(0))
+    narrow = lambda module: jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, module)
+    layer, named = (narrow(make(core)) for core in (None, nn.ReferenceCore()))
+    x = jax.random.normal(jax.random.key(1), (2, 40, 32), jnp.bfloat16)
+    empty = nn.KVCache.empty((2,), 256, (8, 16), (8, 16), "bfloat16")
+    empty = empty.with_scales(cache_dtype) if cache_dtype == "int8" else empty
+    _, cache = layer(x, nn.positions_like(x.shape[:2]), empty)
+    step = lambda layer: layer(x[:, :1], nn.Tokens(jnp.full((2, 1), 40, jnp.int32)), cache)[0]
+    right = np.asarray(step(named), np.float32)
+    monkeypatch.setattr(tpu, "_LEAST", 0)
+    monkeypatch.setattr(_cached, "compilers", lambda: ("tpu",))
+    program = lambda layer: jax.jit(lambda: step(layer)).trace().lower(lowering_platforms=("tpu",)).as_text()
+    assert "cached_attention" in program(layer)
+    assert ("cached_attention" in program(named)) == (cache_dtype == "int8")  # of 8 bits blocks stand in for a core
+    interpreted = lambda rules, *given: attend_by_kernel(rules._replace(interpret=True), *given)
+    attend_by_kernel = tpu.attend_by_kernel
+    monkeypatch.setattr(tpu, "attend_by_kernel", interpreted)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, tpu, default: tpu(*given))
+    found = np.asarray(step(layer), np.float32)
+    assert np.abs(found - right).max() < 0.01 * np.abs(right).max()
+    fewer = nn.Tokens(jnp.full((2, 1), 20, jnp.int32))
+    assert np.abs(np.asarray(layer(x[:, :1], fewer, cache)[0], np.float32) - right).max() > 0.02 * np.abs(right).max()

@@ -292,7 +292,7 @@ def test_tpus_read_and_write_states_once(name, monkeypatch):
 def test_tpus_read_maps_that_fit_no_vector_memory_once_without_a_loop(chips):
     """Those of 70B's heads on one device; XLA cuts them out of the stack before products read them."""
     assert moved("tpu", config=SEVENTY, chips=chips) < 1.06
-    assert moved("tpu", is_in_place=False, config=SEVENTY, chips=chips) > 1.14
+    assert moved("tpu", is_in_place=False, config=SEVENTY, chips=chips) > 1.1
 
 
 @pytest.mark.grid

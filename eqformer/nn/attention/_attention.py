@@ -20,6 +20,7 @@ from .._sums import wide_product
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._auto import AutoCore
 from ..cores._cached import attend_cached
+from ..cores._cached_read import Held
 from ..cores._contract import Core
 from ._mask import causal, Mask
 from ._rotary import Rotary
@@ -165,9 +166,11 @@ class Attention(Mixer):
             query = wide_product(query, factor)
         given: dict[str, Any] = {"key": key, "value": value}
         core: Any = self.core
-        if cache is not None and cache.key_scales is not None and x.shape[-2] == 1 and not late and core.ring_block():
-            # All that a token sees is what is stored: products read it as it is, and scores are multiplied.
-            given, core = cache.scaled(), attend_cached
+        if cache is not None and x.shape[-2] == 1 and not late and _is_left(self.core, cache):
+            # All that a token sees is what is stored: it is read as it is, and of 8 bits scores are multiplied.
+            given, core = given if cache.key_scales is None else cache.scaled(), attend_cached
+            scales = {"key_scales": cache.key_scales, "value_scales": cache.value_scales}
+            given["held"] = Held(cache.layer, cache.keys, cache.values, **scales)
         if self.score_bias:
             given["bias"] = _bias(tokens, kv_tokens)
         attended = core(
@@ -234,6 +237,11 @@ class Attention(Mixer):
         needs = {"softcap": self.softcap is not None, "sinks": self.sinks is not None, "bias": self.score_bias}
         needed = tuple(name for name, is_needed in needs.items() if is_needed)
         return MixerFacts(True, Attends(self.mask, query, key, value, output, needed))
+
+
+def _is_left(core: Core, cache: KVCache) -> bool:
+    """Whether single tokens attend to a cache without the core: of 8 bits wherever blocks might be in its place."""
+    return core.leaves_caches() if cache.key_scales is None else core.ring_block() is not None
 
 
 def _bias(tokens: Tokens, kv_tokens: Tokens | None) -> Float[Array, "*batch heads seq kv_seq"]:

@@ -67,6 +67,10 @@ class AutoCore(Core):
         """That of `BlockwiseCore()`."""
         return "platform"
 
+    def leaves_caches(self) -> bool:
+        """Yes."""
+        return True
+
     def fused(self) -> Fused:
         """Those that this installation can compile."""
         there = compilers()
@@ -115,6 +119,10 @@ class _KernelCore(Core):
     def ring_block(self) -> Block:
         """That of `BlockwiseCore()`, for caches."""
         return "platform"
+
+    def leaves_caches(self) -> bool:
+        """Yes."""
+        return True
 
     def fused(self) -> Fused:
         """The one kernel, by this core's name."""

@@ -36,8 +36,8 @@ class BlockwiseCore(Core):
     not computed. `block` is the tokens of a block, by default 512 on TPUs and 128 elsewhere; the scores of a pair of
     blocks take `4 * batch * heads * block**2` bytes, and on a CPU the core is fastest where they fit its cache (about 1
     MB). `softcap` and `sinks` as in `ReferenceCore`, which is used for few queries of cached keys, as in decoding, as
-    it reads the cache in place; on GPUs a kernel reads it for one query a row in 16 bits. Differentiable in reverse
-    mode, once; `DotProductCore` has all derivatives.
+    it reads the cache in place; of one query a row in 16 bits kernels read it on GPUs, and on TPUs where it lies.
+    Differentiable in reverse mode, once; `DotProductCore` has all derivatives.
     """
 
     block: Block = eqx.field(static=True, default="platform")
@@ -69,6 +69,10 @@ class BlockwiseCore(Core):
     def ring_block(self) -> Block:
         """Its own."""
         return self.block
+
+    def leaves_caches(self) -> bool:
+        """Yes."""
+        return True
 
 
 def with_sinks(

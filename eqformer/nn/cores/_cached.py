@@ -2,9 +2,9 @@
 
 In plain XLA the scores of all slots stand in main memory in float32, and a softmax reads them three times: where many
 heads share a key head, as the eight of Llama 3 70B on each of eight devices, that is a sixth of what a step moves. A
-kernel (`_cached_kernel.py`) keeps them where they are computed. TPUs keep them there by themselves, but read latents
-twice, which are keys and values: their kernel (`_cached_kernel_tpu.py`) reads what a mixer says where it is held. What
-the kernels cannot compute is `ReferenceCore`'s.
+kernel (`_cached_kernel.py`) keeps them where they are computed. On TPUs latents, which are keys and values, were read
+twice, and products of few queries took longer than memory: their kernel (`_cached_kernel_tpu.py`) reads what a mixer
+says where it is held. What the kernels cannot compute is `ReferenceCore`'s.
 """
 
 import functools

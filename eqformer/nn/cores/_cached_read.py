@@ -22,7 +22,7 @@ class Read(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The keys and values of a call where a cache holds them, of latents without a dim of heads."""
+    """The keys and values of a call where a cache holds them, heads before slots; latents have no dim of heads."""
 
     layer: Int[Array, ""] | None
     """Of a stack's arrays, which have a dim of layers in front, the layer that is read."""
@@ -31,6 +31,9 @@ class Held(NamedTuple):
     """None: the keys are the values."""
     rotated: Num[Array, "*layers_batch kv_seq rope_dim"] | None = None
     """None: those of the call are held nowhere."""
+    key_scales: Float[Array, "*layers_batch kv_heads kv_seq"] | None = None
+    """Those of the call, of heads; None: they are held nowhere, or there are none."""
+    value_scales: Float[Array, "*layers_batch kv_heads kv_seq"] | None = None
 
 
 class Rules(NamedTuple):

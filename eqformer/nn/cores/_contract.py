@@ -67,6 +67,10 @@ class Core(Module):
         """The tokens of a block if the loop of `BlockwiseCore` may compute the same in its place, as a ring does."""
         return None
 
+    def leaves_caches(self) -> bool:
+        """Whether what one query a row reads of a cache may be computed by the platform's kernels for it."""
+        return False
+
     def fused(self) -> Fused:
         """The fused kernels by which it computes rows that are known, each on its platform."""
         return Fused()
