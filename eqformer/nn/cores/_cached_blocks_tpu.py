@@ -23,7 +23,7 @@ class Part(NamedTuple):
 class Given(NamedTuple):
     """What the kernel reads: a row is one of the batch and a key head."""
 
-    visible: Bool[Array, "batch 1 kv_seq"]
+    visible: Bool[Array, "batch 1 kv_seq"] | Int[Array, "batch 1 kv_seq"]
     parts: list[Part]
     value: Num[Array, "layers rows kv_seq v_dim"] | None
     """None: the first keys."""
