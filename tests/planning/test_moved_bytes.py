@@ -306,6 +306,18 @@ def test_keys_of_two_sets_of_frequencies_are_read_as_they_lie(platform):
 
 
 @pytest.mark.grid
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_a_sources_keys_of_8_bits_are_read_as_they_lie(platform, monkeypatch):
+    """Of what is needed the encoder, which has read its text, is an eighth."""
+    config = dataclasses.replace(models.preset("t5gemma-2b-2b"), vocab=4096, layers=4)
+    assert moved(platform, config=config, memory="int8") < 0.9
+    if platform == "cuda":  # the control, where decoded keys and values were written and read again
+        decoded = lambda core, cache, key, value: (core, {"key": key, "value": value})
+        monkeypatch.setattr("eqformer.nn.attention._cross_attention.reader_of", decoded)
+        assert moved(platform, config=config, memory="int8") > 1.5
+
+
+@pytest.mark.grid
 def test_tpu7x_reads_dense_layers_once_without_a_loop():
     """Before a loop over layers its compiler brings whole stacks of weights into other tiles."""
     given: Any = {"config": dataclasses.replace(EIGHT, layers=4), "rows": 64, "devices": 8, "chips": "tpu7x:2x2x1"}

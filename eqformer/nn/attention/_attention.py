@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,10 +18,9 @@ from .._slots import capacity_of, without_room
 from .._sums import wide_product
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ..cores._auto import AutoCore
-from ..cores._cached import attend_cached
-from ..cores._cached_read import Held
 from ..cores._contract import Core
 from ._mask import causal, Mask
+from ._reader import reader_of
 from ._rotary import Rotary
 from ._temperature import LogTemperature
 from ._turned_keys import keys_turned
@@ -164,13 +162,8 @@ class Attention(Mixer):
         if self.temperature is not None:
             factor = self.temperature(tokens.positions, query.dtype)[..., None, None]
             query = wide_product(query, factor)
-        given: dict[str, Any] = {"key": key, "value": value}
-        core: Any = self.core
-        if cache is not None and x.shape[-2] == 1 and not late and _is_left(self.core, cache):
-            # All that a token sees is what is stored: it is read as it is, and of 8 bits scores are multiplied.
-            given, core = given if cache.key_scales is None else cache.scaled(), attend_cached
-            scales = {"key_scales": cache.key_scales, "value_scales": cache.value_scales}
-            given["held"] = Held(cache.layer, cache.keys, cache.values, **scales)
+        # All that a single token sees is what is stored.
+        core, given = reader_of(self.core, None if late or x.shape[-2] > 1 else cache, key, value)
         if self.score_bias:
             given["bias"] = _bias(tokens, kv_tokens)
         attended = core(
@@ -237,11 +230,6 @@ class Attention(Mixer):
         needs = {"softcap": self.softcap is not None, "sinks": self.sinks is not None, "bias": self.score_bias}
         needed = tuple(name for name, is_needed in needs.items() if is_needed)
         return MixerFacts(True, Attends(self.mask, query, key, value, output, needed))
-
-
-def _is_left(core: Core, cache: KVCache) -> bool:
-    """Whether single tokens attend to a cache without the core: of 8 bits wherever blocks might be in its place."""
-    return core.leaves_caches() if cache.key_scales is None else core.ring_block() is not None
 
 
 def _bias(tokens: Tokens, kv_tokens: Tokens | None) -> Float[Array, "*batch heads seq kv_seq"]:

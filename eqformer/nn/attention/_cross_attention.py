@@ -15,6 +15,7 @@ from .._tokens import Tokens, tokens_or_default
 from ..cores._auto import AutoCore
 from ..cores._contract import Core
 from ._mask import full, Mask
+from ._reader import reader_of
 
 
 class CrossAttention(Mixer):
@@ -85,8 +86,10 @@ class CrossAttention(Mixer):
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         of_source = lambda vectors: (self.key(vectors), self.value(vectors))
         key, value, kv_tokens, cache = read_source("CrossAttention", of_source, tokens, cache, x.dtype)
-        query, rest = self.query(x), {"mask": self.mask, "scale": self.scale, "softcap": self.softcap}
-        return self.output(self.core(query, key, value, tokens=tokens, kv_tokens=kv_tokens, **rest)), cache
+        is_read = tokens.source is None and x.shape[-2] == 1
+        core, given = reader_of(self.core, cache if is_read else None, key, value)
+        given |= {"mask": self.mask, "scale": self.scale, "softcap": self.softcap}
+        return self.output(core(self.query(x), **given, tokens=tokens, kv_tokens=kv_tokens)), cache
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
         """An empty cache for sources of up to `capacity` tokens."""
