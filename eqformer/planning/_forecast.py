@@ -194,7 +194,15 @@ def best_plans(
     """Of all meshes over a topology, those that fit into its memory and take the least time, by formulas.
 
     Over machines of GPUs state may be held by each of them. What is kept on hosts is found by tracing: it counts among
-    the plans that are offered, and not for which are tried. `progress` is called as by `fitting_plans`.
+    the plans that are offered, and not for which are tried.
+
+    Args:
+        states: The state under the plan in question, whose other choices all plans have.
+        model: The model, or its shapes.
+        batch: The shapes of a step's batch.
+        topology: What it would run on.
+        most: How many to offer.
+        progress: Called before each plan that is traced with how many are done, and how many there are at most.
     """
     memory = topology.accelerator.memory
 
