@@ -247,7 +247,7 @@ def test_gpus_run_it_over_devices_with_types_checked_and_gradients_are_the_refer
 WHOLE: Any = PartitionSpec()
 SHARED = {"query": HEADS, "rotated": Rotated(HEADS, WHOLE), "key": WHOLE, "held": Held(WHOLE, WHOLE, None, WHOLE)}
 SPLIT = dict.fromkeys(("query", "key", "value", "key_scales", "value_scales"), HEADS)
-SPLIT |= {"held": Held(WHOLE, *(HEADS, HEADS), None, *(HEADS, HEADS))}
+SPLIT |= {"held": Held(WHOLE, HEADS, HEADS, None, HEADS, HEADS)}
 
 
 @pytest.mark.parametrize(

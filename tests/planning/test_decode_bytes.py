@@ -137,7 +137,8 @@ def test_tpus_read_and_write_states_once(name, monkeypatch):
 def test_tpus_read_maps_that_fit_no_vector_memory_once_without_a_loop(chips):
     """Those of 70B's heads on one device; XLA cuts them out of the stack before products read them."""
     assert moved("tpu", config=SEVENTY, chips=chips) < 1.06
-    assert moved("tpu", is_in_place=False, config=SEVENTY, chips=chips) > 1.1
+    # On v5p scores in main memory were a part of it, before a kernel kept them: 1.13 now.
+    assert moved("tpu", is_in_place=False, config=SEVENTY, chips=chips) > (1.12 if chips.startswith("v5p") else 1.14)
 
 
 @pytest.mark.grid

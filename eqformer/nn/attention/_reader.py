@@ -25,6 +25,5 @@ def reader_of(
     given: dict[str, Any] = {"key": key, "value": value}
     if cache is None or not (core.leaves_caches() if cache.key_scales is None else core.ring_block()):
         return core, given
-    scales = {"key_scales": cache.key_scales, "value_scales": cache.value_scales}
-    given = given if cache.key_scales is None else cache.scaled()
-    return attend_cached, given | {"held": Held(cache.layer, cache.keys, cache.values, **scales)}
+    held = Held(cache.layer, cache.keys, cache.values, key_scales=cache.key_scales, value_scales=cache.value_scales)
+    return attend_cached, (given if cache.key_scales is None else cache.scaled()) | {"held": held}
