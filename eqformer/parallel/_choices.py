@@ -34,7 +34,7 @@ class Choices:
     microbatches: int = 1
     """Pieces that a batch is computed in; they go through --mesh.pipe or, without it, one after another."""
     stage_remat: bool = False
-    """Stages keep their input alone and run again in backward passes, as with spread edges; else what --remat keeps."""
+    """Stages keep their input alone and run again in backward passes, as with spread edges; else what layers keep."""
     chunks: int = 1
     """Parts of the model that each stage holds: any number for interleaved and looping, 2 for zb-v and dualpipe-v."""
     edges: Literal["ends", "spread"] = "ends"

@@ -79,14 +79,15 @@ def parse(kind: type[Command], arguments: Sequence[str], left_out: Sequence[str]
     if {"-h", "--help"} & {*arguments}:
         print(short_help(os.path.relpath(sys.argv[0]), default, ", ".join(RECIPES), left_out))
         raise SystemExit(0)
-    known = "\n".join(f"  {name}: {recipe.__doc__}" for name, recipe in RECIPES.items())
+    known = "\n".join(f"  {name}: {' '.join((recipe.__doc__ or '').split())}" for name, recipe in RECIPES.items())
     command: Any = tyro.cli(
         kind,
         default=default,
         args=["--help" if argument == "--help-all" else argument for argument in arguments],
         config=(tyro.conf.AvoidSubcommands,),
         registry=_REGISTRY,
-        description=f"{inspect.getdoc(kind)}\n\nRecipes (or any preset of eqformer.models):\n{known}",
+        description=f"{inspect.getdoc(kind)}\n\nRecipes (or any preset of eqformer.models):\n{known}\n\n"
+        f"Of published models on many accelerators: {', '.join(LARGE)}.",
     )
     run = command.run
     if run.from_run is not None:

@@ -37,13 +37,17 @@ def short_help(script: str, command: Any, recipes: str, left_out: Sequence[str] 
         there = [(flag, of) for one in chosen.split(", ") for flag, _, of in [one.partition(" ")] if flag in fields]
         if there and heading not in left_out:
             lines += [f"{heading}:", *(_line(flag, of, *fields[flag]) for flag, of in there)]
-    more = f"Recipes: {recipes}, any preset's name, or FILE.py:NAME. --help-all lists every flag."
+    named = f"{recipes}, presets (llama-3-8b), large runs (llama-3-8b-h100-8), FILE.py:NAME"
+    more = f"Recipes: {named}. --help-all lists every flag and recipe."
     return "\n".join([*lines, textwrap.fill(more, WIDTH)])
 
 
 def _line(flag: str, of: str, value: Any, kind: type, name: str) -> str:
-    """A flag's line with its default value or, if it has none, with the kind of value it takes (`of`)."""
-    taken = of if value in (None, ()) or isinstance(value, bool) else str(value)
+    """A flag's line with its default value or, if it has none, with what it takes: `of`, or the name's last word."""
+    if value in (None, ()):
+        taken = of or flag.rpartition("-")[2].upper()
+    else:
+        taken = "" if isinstance(value, bool) else str(value)
     words = re.split(r"[;:.](?: |$)| \(", documentation(kind).get(name, ""))[0]
     return textwrap.fill(f"  {f'{flag} {taken}':<{INDENT - 3}} {words}", WIDTH, subsequent_indent=" " * INDENT)
 

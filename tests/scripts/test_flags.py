@@ -44,6 +44,7 @@ def test_help_fits_on_a_screen_and_help_all_has_every_flag(kind, capsys, monkeyp
     own = ["--compile", "--memory", "--picture"] if kind is layout.Command else []
     there = [flag for flag in chosen if flag in of_recipe(kind)] + own
     assert shown == there and len(there) >= 25
+    assert ("--memory MEMORY " in short) == (kind is layout.Command) and all(name in whole for name in LARGE)
     monkeypatch.setenv("COLUMNS", "100")  # in one column
     letters = lambda text: re.sub(r"\W", "", text)
     words = letters(page(kind, capsys, "--help-all"))
