@@ -114,7 +114,7 @@ def names_of(activation: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Activation(Entry):
-    """What bends a feed-forward layer's features, or its gate; `default` where nothing is said."""
+    """The activation of a feed-forward layer's features, or of its gate; `default` where nothing is said."""
 
     default: str = "silu"
     published: str = "hidden_act"

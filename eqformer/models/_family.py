@@ -42,7 +42,7 @@ class DecoderConfig(ModelConfig):
     scaling: RotaryScaling | None = None
     """Of rotary positions."""
     activation: str = "silu"
-    """What bends a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
+    """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     eps: float = 1e-6
     """What norms add before the root."""
     tied: bool = False

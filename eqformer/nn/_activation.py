@@ -87,13 +87,13 @@ def sqrt_softplus(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def identity(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x`: nothing is bent."""
+    """`x`, unchanged."""
     return x
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaledActivation:
-    """`activation(scale * x)`, where a model multiplies what a map gives before it is bent (Falcon-H1)."""
+    """`activation(scale * x)`, where a model multiplies what a map gives before its activation (Falcon-H1)."""
 
     activation: Callable[[Array], Array]
     """Any function of an array to one of its shape."""

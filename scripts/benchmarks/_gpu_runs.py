@@ -41,7 +41,7 @@ class Way:
         return f"{'bfloat16' if self.narrow else 'float32'} parameters and moments, remat {self.remat}"
 
 
-# Moments of 8 bits are not among them: an update has all of them in float32 at once (docs/training.md).
+# Moments of 8 bits are not among them: an update has all of them in float32 at once (docs/accelerators-memory.md).
 WAYS = (
     Way(),
     Way("full"),

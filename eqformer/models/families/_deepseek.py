@@ -80,7 +80,7 @@ class LatentConfig(ModelConfig):
     temperature: float = 0.0
     """The `mscale_all_dim` beside a scaling, YaRN as a rule: with it, scores grow with its factor."""
     activation: str = "silu"
-    """What bends a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
+    """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     bias: bool = False
     """Whether the maps to latents, and the attention's output, have biases."""
     eps: float = 1e-6

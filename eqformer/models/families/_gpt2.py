@@ -39,7 +39,7 @@ class GPT2Config(ModelConfig):
     mlp: int | None = None
     """Hidden features of a feed-forward layer; None: 4 * embed."""
     activation: str = "gelu_tanh"
-    """What bends a feed-forward layer's features: a name of `nn.ACTIVATIONS`."""
+    """The activation of a feed-forward layer's features: a name of `nn.ACTIVATIONS`."""
     eps: float = 1e-5
     """What norms add before the root."""
     score_scale: bool = True

@@ -25,7 +25,7 @@ class Mamba2Config(NetSizes, ModelConfig):
     tied: bool = False
     """Whether the head is the embedding's table."""
     activation: str = "silu"
-    """What bends what the convolutions give: a name of `nn.ACTIVATIONS`."""
+    """The activation behind the convolutions: a name of `nn.ACTIVATIONS`."""
 
 
 def build_mamba2(config: Mamba2Config, *, key: Key[Array, ""]) -> Transformer:

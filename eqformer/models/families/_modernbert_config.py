@@ -32,7 +32,7 @@ class ModernBERTConfig(ModelConfig):
     eps: float = 1e-5
     """What norms add before the root."""
     activation: str = "gelu"
-    """What bends a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
+    """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     dense_activation: str = "gelu"
     """The same of the map before the logits."""
     norm_bias: bool = False

@@ -40,7 +40,7 @@ class NemotronHConfig(NetSizes, DecoderConfig):
     """Whether a token's weights add up to 1 before that."""
     activation: str = "relu_squared"
     net_activation: str = "silu"
-    """What bends what the convolutions of a Mamba-2 give: a name of `nn.ACTIVATIONS`."""
+    """The activation behind the convolutions of a Mamba-2: a name of `nn.ACTIVATIONS`."""
     mlp_bias: bool = False
     """Whether feed-forward layers have biases; experts have none."""
     eps: float = 1e-5

@@ -47,7 +47,7 @@ class T5Config(ModelConfig):
     gated: bool = True
     """Whether feed-forward layers are gated (v1.1), or plain."""
     activation: str = "gelu_tanh"
-    """What bends their features, or their gate: a name of `nn.ACTIVATIONS`."""
+    """The activation of their features, or of their gate: a name of `nn.ACTIVATIONS`."""
     tied: bool = False
     """Whether the head is the embedding's table."""
     scaled: bool = False

@@ -21,7 +21,7 @@ class _Layers(Entry):
         return {"num_layers": config.encoder_layers or config.layers, "num_decoder_layers": config.layers}
 
 
-# By `feed_forward_proj`: whether layers are gated, and what bends them. A gated GELU is its approximation.
+# By `feed_forward_proj`: whether layers are gated, and their activation. A gated GELU is its approximation.
 _NAMES = [(name, its) for its in ("relu", *ACTIVATIONS) for name in names_of(its)]
 _KINDS = {name: (False, its) for name, its in _NAMES} | {"gated-gelu": (True, "gelu_tanh")}
 _KINDS |= {f"gated-{name}": (True, its) for name, its in _NAMES if name != "gelu"}

@@ -74,7 +74,7 @@ class ChannelDeltaNet(Mixer):
             chunk: Tokens that are computed together; a multiple of 8 takes the fewest operations.
             eps: What the output's norm adds to the mean of squares.
             output_std: The deviation of the last map's weights; None: as the others'.
-            activation: What bends what the convolutions give.
+            activation: What follows the convolutions.
             key: For the weights.
         """
         check_sizes("ChannelDeltaNet", heads=heads, kv_heads=heads, chunk=chunk)

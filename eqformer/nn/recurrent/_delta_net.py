@@ -74,7 +74,7 @@ class GatedDeltaNet(Mixer):
             chunk: Tokens that are computed together.
             eps: What the output's norm adds to the mean of squares.
             output_std: The deviation of the last map's weights; None: as the others'.
-            activation: What bends what the convolutions give.
+            activation: What follows the convolutions.
             key: For the weights.
         """
         check_sizes("GatedDeltaNet", heads=heads, kv_heads=kv_heads, chunk=chunk)

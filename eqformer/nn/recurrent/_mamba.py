@@ -96,7 +96,7 @@ class Mamba2Mixer(Mixer):
             norm_eps: What the output's norm adds to the mean of squares; None: there is no norm.
             norm_first: Whether the norm comes before the gate.
             output_std: The deviation of the last map's weights; None: as the others'.
-            activation: What bends what the convolutions give.
+            activation: What follows the convolutions.
         """
         check_sizes("Mamba2Mixer", heads=heads, kv_heads=kv_heads, chunk=chunk)
         keys = jax.random.split(key, 10)

@@ -42,7 +42,7 @@ class Reading(eqx.Module):
     ):
         """Of tokens of this `shape`, that of whole rows. Raises a `ValueError` for packed rows with a cache.
 
-        The `activation` bends what the convolutions give.
+        The `activation` follows the convolutions.
         """
         if cache is not None:
             check_one_document(tokens)

@@ -84,8 +84,8 @@ class TwoDimBlock(nn.Layer):
             outputs.append(attention.output)
         if mlp is not None:
             stands = *map(_Given, wide), _Left()
-            bent = eqx.tree_at(lambda m: [*(getattr(m, name) for name in ups), m.down], mlp, stands)(wide[0])
-            pairs.append((bent, mlp.down.flat_matrix(x.dtype)))
+            activated = eqx.tree_at(lambda m: [*(getattr(m, name) for name in ups), m.down], mlp, stands)(wide[0])
+            pairs.append((activated, mlp.down.flat_matrix(x.dtype)))
             outputs.append(mlp.down)
         y = scattered_sum(pairs, self.overlap)
         for linear in outputs:
