@@ -10,6 +10,8 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from eqformer import models, parallel, prepare
+
 
 FOLDER = pathlib.Path(__file__).parent
 INK, FAINT, OTHERS, PLAIN = "#1d2733", "#6b7785", "#dfe5ec", "#c9ced5"
@@ -185,6 +187,22 @@ def context() -> None:
     save(axes, "context")
 
 
+def layout() -> None:
+    """Where each array of a small Llama lies on eight devices, as the library draws it."""
+    shapes = models.shapes(models.LlamaConfig(vocab=2048, embed=256, layers=8, heads=8, kv_heads=4, mlp=688))
+    mesh = parallel.make_mesh(fsdp=2, pipe=2, tensor=2)
+    specs = parallel.Plan(mesh, zero=3).parameter_specs(shapes)
+    parallel.picture_layout(shapes, specs, mesh, FOLDER / "layout.png")
+
+
+def schedules() -> None:
+    """The seven schedules, as the library draws them."""
+    chunks = {name: kind.chunks or 2 for name, kind in parallel.SCHEDULES.items()}
+    make = lambda name: parallel.make_schedule(name, stages=4, microbatches=8, chunks=chunks[name])
+    parallel.picture_timeline([make(name) for name in chunks], FOLDER / "schedules.png")
+
+
 if __name__ == "__main__":
-    for draw in (plan, zero, tensor, context):
+    prepare(devices=8)
+    for draw in (plan, zero, tensor, context, layout, schedules):
         draw()
