@@ -15,7 +15,7 @@ from recipes import LARGE, RECIPES
 from script_helpers import SCRIPTS
 from support.check import check
 from support.command import parse, read, recipe_of
-from support.flags import flags_of, in_flags, USUAL_NAMES, WORDS
+from support.flags import check_names, flags_of, in_flags, USUAL_NAMES, with_hyphens, WORDS
 from support.help import GROUPS
 
 from eqformer import data, models, nn, parallel, training
@@ -60,6 +60,24 @@ def test_help_fits_on_a_screen_and_help_all_has_every_flag(kind, capsys, monkeyp
 @pytest.mark.quick
 def test_help_knows_the_recipe_that_is_asked_for(capsys):
     assert "--optimizer.name adamw " in page(pretrain.Command, capsys, "--recipe", "adamw", "--help")
+
+
+def elsewhere():
+    """Each row of the vocabulary's table of names elsewhere: our flag, and what other programs call it."""
+    page = (SCRIPTS.parent / "docs" / "vocabulary.md").read_text().partition("## Names elsewhere")[2]
+    rows = [line.split("|")[1:-1] for line in page.partition("## ")[0].splitlines() if line.startswith("| ")][1:]
+    words = [[re.findall(r"`([^`]+)`", cell) for cell in row] for row in rows]
+    return {own[-1]: [cell[-1] for cell in others if cell] for own, *others in words}
+
+
+def test_names_of_the_vocabularys_table_are_answered_with_our_flags():
+    flags = of_recipe(pretrain.Command)
+    assert len(elsewhere()) >= 19 and all(elsewhere().values())
+    for own, others in elsewhere().items():
+        for name in others:
+            with pytest.raises(ValueError, match=f"it is {own} here"):
+                check_names(with_hyphens([f"--{name.removeprefix('--')}=1"]), flags)
+    check_names(["--names-of-nobody=1"], flags)  # is left to the parser
 
 
 def test_names_from_elsewhere_are_of_flags_that_exist():
