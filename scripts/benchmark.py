@@ -48,7 +48,7 @@ class Command:
     profile: bool = False
     """Tell where the time of a train step goes on a CPU, by kind of work and by module, in place of all benchmarks."""
     simulate: int | None = None
-    """Let the CPU act as so many devices."""
+    """Have the CPU act as so many devices."""
     rounds: int = 9
     """Turns that each contender gets; medians over them are printed."""
     output: Path = Path("runs/benchmark.json")
