@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from ._config import PublishedConfig, REQUIRED
@@ -33,8 +32,6 @@ class Attribute(Entry):
     """The attribute, or several."""
     default: Any = REQUIRED
     """What the field is without one."""
-    convert: Callable[[Any], Any] | None = None
-    """What makes the field of the attribute's value."""
     written: tuple[str, ...] = ()
     """The attributes that are written, if not the first."""
 
@@ -43,7 +40,7 @@ class Attribute(Entry):
         value = self.default
         for name in reversed(self._published):
             value = published.take(name, value)
-        return {self.name: value if self.convert is None else self.convert(value)}
+        return {self.name: value}
 
     def write(self, config: Any) -> dict[str, Any]:
         """Its attribute."""
@@ -67,11 +64,6 @@ class Count(Attribute):
         for name in reversed(self._published):
             value = published.count(name, value, self.least)
         return {self.name: value}
-
-
-def float_or_none(value: int | float | None) -> float | None:
-    """A number that may be published as a whole one, or null."""
-    return None if value is None else float(value)
 
 
 class Nullable(Attribute):
@@ -164,7 +156,7 @@ class Switched(Entry):
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """The field's value, or 0."""
         found = self.number.read(published)
-        return found if published.take(self.switch, True) else {self.number.name: 0.0}
+        return found if published.flag(self.switch, True) else {self.number.name: 0.0}
 
     def write(self, config: Any) -> dict[str, Any]:
         """Both attributes."""

@@ -33,6 +33,7 @@ _OF_GENERATION = (
     "num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate "
     "suppress_tokens target_lookbehind temperature top_k top_p typical_p"
 )
+_CAUSAL = "is_causal"  # of any configuration transformers reads it, and takes True where nothing is said
 _WITHOUT_EFFECT = frozenset(f"{_OF_MODELS} {_OF_EVERY_CONFIGURATION} {_OF_GENERATION}".split())
 
 
@@ -40,15 +41,30 @@ class PublishedConfig:
     """The attributes of a `config.json`, taken one by one; what is left and not empty is refused."""
 
     def __init__(self, values: Mapping[str, Any], source: str, reader: str = "this family"):
-        self._values, self.source, self._reader, self._taken = dict(values), source, reader, set[str]()
+        self._values, self.source, self._reader, self._taken = dict(values), source, reader, list[str]()
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
-        """The attribute's value; None where it is null. Raises a `ValueError` where it is needed and missing."""
-        self._taken.add(name)
+        """The attribute's value, or the default where it is null; without a default, None.
+
+        Raises a `ValueError` where it is needed and missing, and for a null in the place of what is true by default,
+        since for transformers that is false.
+        """
+        self._taken.append(name)
         if name not in self._values and default is REQUIRED:
             self.refuse(f"the configuration has no {name!r}, which {self._reader} needs.")
         value = self._values.get(name, default)
+        if value is None and default is True:
+            self.refuse(f"{name}=None: it must be true or false; without it, it is true.")
         return default if value is None and default is not REQUIRED else value
+
+    @property
+    def taken(self) -> int:
+        """How often something was taken."""
+        return len(self._taken)
+
+    def names_of(self, value: Any, since: int) -> str:
+        """The attributes that were taken behind the first `since` and have this very value."""
+        return ", ".join(dict.fromkeys(name for name in self._taken[since:] if self._values.get(name) is value))
 
     def add(self, name: str, value: Any) -> None:
         """Add an attribute that was found within another; `finish` refuses it if the family never takes it."""
@@ -63,6 +79,20 @@ class PublishedConfig:
         value = self.take(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             self.refuse(f"{name}={value!r}: it must be a whole number of at least {least}.")
+        return value
+
+    def number(self, name: str, default: Any = REQUIRED) -> int | float:
+        """The attribute's value, whole or not."""
+        value = self.take(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            self.refuse(f"{name}={value!r}: it must be a number.")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """The attribute's value, by which something is switched."""
+        value = self.take(name, default)
+        if not isinstance(value, bool):
+            self.refuse(f"{name}={value!r}: it must be true or false.")
         return value
 
     def text(self, name: str, default: Any = REQUIRED) -> str:
@@ -99,6 +129,8 @@ class PublishedConfig:
 
     def finish(self, is_known: Callable[[str], object] = lambda name: False) -> None:
         """Raise a `ValueError` that lists every attribute that was not read, is not known and says something."""
+        if _CAUSAL not in self._taken:
+            self.expect(_CAUSAL, True)
         passed = lambda name: name in self._taken or name in _WITHOUT_EFFECT or is_known(name)
         left = {
             name: value

@@ -7,6 +7,7 @@ from typing import Any
 from ..nn import RotaryScaling, Transformer
 from ._attributes import Entry
 from ._config import PublishedConfig
+from ._kinds import read_entries
 from ._predictors import PredictorTable
 from ._towers import Tower
 from ._weights import NOTHING_STORED, Rule, Stored, Weight, weights_of
@@ -95,9 +96,7 @@ class Family:
 
     def read(self, published: PublishedConfig) -> ModelConfig:
         """The config of a model published with this configuration; raises a `ValueError` for what is not supported."""
-        found: dict[str, Any] = {}
-        for entry in self.attributes:
-            found |= entry.read(published)
+        found = read_entries(self.attributes, published, self.config)
         try:
             return self.config(**found)
         except ValueError as error:

@@ -76,6 +76,24 @@ class LayerTypes(Entry):
         return {"layer_types": [types[number not in own] for number in range(config.layers)]}
 
 
+_WINDOW = "sliding_window"
+
+
+def _counted(published: PublishedConfig, window: Any, missing: int | None) -> int | None:
+    """A window that there is, which counts tokens."""
+    return None if window is None else published.count(_WINDOW, missing)
+
+
+def _nullable(published: PublishedConfig, missing: int | None) -> int | None:
+    return _counted(published, published.nullable(_WINDOW, missing), missing)
+
+
+def _switched(published: PublishedConfig, missing: int | None) -> int | None:
+    """None where windows are switched off, whatever is said of them."""
+    is_on, window = published.flag("use_sliding_window", False), published.nullable(_WINDOW, missing)
+    return _counted(published, window, missing) if is_on else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Windows(Entry):
     """The `window`, and `window_layers`, the layers that have it; `default`s where the attributes are missing."""
@@ -85,7 +103,7 @@ class Windows(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """Both fields; refuse layers with a window where no window is in use."""
-        return self._read(published, published.take("sliding_window", self.window))
+        return self._read(published, _counted(published, published.take(_WINDOW, self.window), self.window))
 
     def write(self, config: Any) -> dict[str, Any]:
         """Both attributes."""
@@ -107,7 +125,7 @@ class NullableWindows(Windows):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """Both fields."""
-        return self._read(published, published.nullable("sliding_window", self.window))
+        return self._read(published, _nullable(published, self.window))
 
 
 class SwitchedWindows(Windows):
@@ -115,8 +133,7 @@ class SwitchedWindows(Windows):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """Both fields."""
-        window = published.nullable("sliding_window", self.window)
-        found = self._read(published, window if published.take("use_sliding_window", False) else None)
+        found = self._read(published, _switched(published, self.window))
         return found if found["window_layers"] else found | {"window": None}
 
     def write(self, config: Any) -> dict[str, Any]:
@@ -128,7 +145,9 @@ class LateWindows(SwitchedWindows):
     """`SwitchedWindows` that the first `max_window_layers` layers do not have."""
 
     def __init__(self, window: int, first: int):
-        super().__init__(window, lambda published, layers: range(published.take("max_window_layers", first), layers))
+        super().__init__(
+            window, lambda published, layers: range(published.count("max_window_layers", first, 0), layers)
+        )
 
     def write(self, config: Any) -> dict[str, Any]:
         """Both attributes, the switch, and the first layer with a window."""
@@ -144,8 +163,7 @@ class SwitchedWindow(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`window`."""
-        window = published.nullable("sliding_window", self.window)
-        return {"window": window if published.take("use_sliding_window", False) else None}
+        return {"window": _switched(published, self.window)}
 
     def write(self, config: Any) -> dict[str, Any]:
         """The window, and the switch."""

@@ -164,7 +164,12 @@ def test_layers_that_can_read_no_choice_are_refused(said):
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, "window", 5),
         ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 5}, "window", None),
         ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 5, "layer_types": None}, "window_layers", (0, 2)),
-        ("qwen2_moe", {"use_sliding_window": True, "layer_types": None, "max_window_layers": 2}, "window_layers", (0,)),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "sliding_window": 5, "layer_types": None, "max_window_layers": 2},
+            "window_layers",
+            (0,),
+        ),
         ("qwen3_5_moe_text", {"intermediate_size": 17}, "mlp", 12),
         ("llama", {"hidden_act": "gelu_python_tanh"}, "activation", "gelu_tanh"),
         ("gemma", {"hidden_act": "gelu"}, "activation", "gelu_tanh"),

@@ -44,7 +44,7 @@ _SCALES = {
 ATTRIBUTES: tuple[Entry, ...] = (
     *decoder_attributes(kv_heads=8),
     *STATED_MAMBA_ATTRIBUTES,
-    *(Attribute(name, published, 1.0, float) for name, published in _SCALES.items()),
+    *(Attribute(name, published, 1.0) for name, published in _SCALES.items()),
     Scales("net_scales", "ssm_multipliers", 5),
     Scales("mlp_scales", "mlp_multipliers", 2),
     Attribute("net_norm", "mamba_rms_norm", False),

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Attention, Block, LinearScaling, Mixer, RotaryScaling, Transformer
-from .._attributes import Activation, Attribute, Expect, float_or_none, Ignore
+from .._attributes import Activation, Attribute, Expect, Ignore
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryByType
@@ -107,7 +107,7 @@ GEMMA3 = Family(
         *decoder_attributes(RotaryByType(1e6, 10_000.0), head_dim=256, kv_heads=4, tied=True),
         Windows(4096, Period(6, ("_sliding_window_pattern", "sliding_window_pattern"), but=True)),
         Attribute("query_scalar", "query_pre_attn_scalar", 256),
-        Attribute("logit_softcap", "final_logit_softcapping", None, float_or_none),
+        Attribute("logit_softcap", "final_logit_softcapping", None),
         Activation("gelu_pytorch_tanh", "hidden_activation"),
         Attribute("bias", "attention_bias", False),
         Expect("use_bidirectional_attention", False, written=False),

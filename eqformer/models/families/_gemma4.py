@@ -19,7 +19,7 @@ from ...nn import (
     sliding_window,
     Transformer,
 )
-from .._attributes import Activation, Attribute, Expect, float_or_none
+from .._attributes import Activation, Attribute, Expect
 from .._family import Family
 from .._rotary_attributes import PositionsByType
 from .._towers import Tower
@@ -94,7 +94,7 @@ GEMMA4 = Family(
     (
         *decoder_attributes(PositionsByType(), head_dim=256, kv_heads=4, tied=True),
         *(GlobalWindows(), GlobalHeads(), MaybeExperts()),
-        Attribute("logit_softcap", "final_logit_softcapping", None, float_or_none),
+        Attribute("logit_softcap", "final_logit_softcapping", None),
         Attribute("bias", "attention_bias", False),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Activation("gelu_pytorch_tanh", "hidden_activation"),

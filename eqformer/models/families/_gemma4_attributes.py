@@ -27,7 +27,7 @@ class GlobalHeads(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`global_head_dim`, `global_kv_heads` and `keys_as_values`; refuse layers that differ otherwise."""
-        size, shared = published.take("global_head_dim", 512), published.take("attention_k_eq_v", False)
+        size, shared = published.take("global_head_dim", 512), published.flag("attention_k_eq_v", False)
         own = published.count("num_key_value_heads", 4)
         heads = published.take("num_global_key_value_heads", None) if shared else None
         if by_layer := published.nested("per_layer_config"):
@@ -74,7 +74,7 @@ class MaybeExperts(Entry):
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`experts`, `top_k` and `expert_mlp`."""
         names = {"experts": "num_experts", "top_k": "top_k_experts", "expert_mlp": "moe_intermediate_size"}
-        if published.take("enable_moe_block", False):
+        if published.flag("enable_moe_block", False):
             return {own: published.count(its) for own, its in names.items()}
         for its in names.values():
             published.take(its, None)

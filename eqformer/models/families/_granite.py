@@ -84,10 +84,10 @@ _PRESETS = {
 }
 
 SCALES = (
-    Attribute("embedding_scale", "embedding_multiplier", 1.0, float),
-    Attribute("attention_scale", "attention_multiplier", 1.0, float),
-    Attribute("residual_scale", "residual_multiplier", 1.0, float),
-    Attribute("logit_divisor", "logits_scaling", 1.0, float),
+    Attribute("embedding_scale", "embedding_multiplier", 1.0),
+    Attribute("attention_scale", "attention_multiplier", 1.0),
+    Attribute("residual_scale", "residual_multiplier", 1.0),
+    Attribute("logit_divisor", "logits_scaling", 1.0),
 )
 GRANITE = Family(
     "granite",

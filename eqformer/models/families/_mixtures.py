@@ -145,6 +145,15 @@ class DenseLayers(Entry):
         return {"mlp_only_layers": list(config.dense_layers)}
 
 
+class Groups(Count):
+    """A number of groups, of which a null says that there is one."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """The field's value."""
+        (name,) = self._published
+        return {self.name: 1 if published.take(name) is None else published.count(name)}
+
+
 def choice_attributes(
     experts: int, top_k: int, *, normalise: bool = False, balance: float = 0.001
 ) -> tuple[Entry, ...]:
@@ -175,8 +184,8 @@ SHARED_ATTRIBUTES: tuple[Entry, ...] = (
     Count("shared", "n_shared_experts", least=0),
     Attribute("first_dense", "first_k_dense_replace"),
     Attribute("scale", "routed_scaling_factor"),
-    Attribute("groups", "n_group", convert=lambda count: count or 1),
-    Attribute("kept_groups", "topk_group", convert=lambda count: count or 1),
+    Groups("groups", "n_group"),
+    Groups("kept_groups", "topk_group"),
 )
 
 # A `MoE`'s router and its gated experts.

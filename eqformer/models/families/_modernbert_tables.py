@@ -31,6 +31,7 @@ MODERNBERT_ATTRIBUTES: tuple[Entry, ...] = (
     Ignore("classifier_pooling", "classifier_dropout", "embedding_dropout", "mlp_dropout", "cls_token_id"),
     Ignore("initializer_cutoff_factor", "layer_norm_eps", "position_embedding_type", "deterministic_flash_attn"),
     Ignore("reference_compile", "repad_logits_with_grad", "sparse_prediction", "sparse_pred_ignore_index"),
+    Ignore("is_causal"),  # it is an encoder, whatever this says
 )
 
 _ATTENTION, _FED = f"{LAYER}attn.", f"{LAYER}mlp."

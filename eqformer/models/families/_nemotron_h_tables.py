@@ -52,7 +52,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Count("shared_mlp", "moe_shared_expert_intermediate_size", 7688),
     Count("groups", "n_group", 1),
     Count("kept_groups", "topk_group", 1),
-    Attribute("scale", "routed_scaling_factor", 1.0, float),
+    Attribute("scale", "routed_scaling_factor", 1.0),
     Attribute("normalise", "norm_topk_prob", True),
     *(
         Activation("relu2", "mlp_hidden_act"),

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Clipped, Transformer
-from .._attributes import Activation, Attribute, float_or_none
+from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from ._common import ATTENTION, decoder_attributes, EDGES, head_norm_weights, OF_HEADS, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
@@ -67,7 +67,7 @@ OLMOE = Family(
         *choice_attributes(64, 8, balance=0.01),
         Attribute("bias", "attention_bias", False),
         Activation(),
-        Attribute("clip", "clip_qkv", None, float_or_none),
+        Attribute("clip", "clip_qkv", None),
     ),
     (*EDGES, *ATTENTION, *head_norm_weights(OF_HEADS), *PRE_NORMS, *MIXTURE),
 )

@@ -93,12 +93,12 @@ class ValueChannels(Entry):
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`net_v_dim`; refuse one that does not fit the width."""
         heads, width = published.count(self.heads, 128), published.count("hidden_size")
-        inner = int(published.take(self.expand, 2) * width)
+        inner = int(published.number(self.expand, 2) * width)
         why = f"{inner} channels, {self.expand} * {width}"
         if self.inner is not None and (stated := published.nullable(*self.inner)) is not None:
             inner, why = stated, f"{self.inner[0]}={stated} channels"
-        said = published.take(self.channels, self.default)
-        channels = inner // heads if said == "auto" else said
+        is_auto = (said := published.take(self.channels, self.default)) == "auto"
+        channels = inner // heads if is_auto else published.count(self.channels, self.default)
         if channels * heads != inner:
             published.refuse(f"{self.channels}={said}: {heads} heads must fill {why}.")
         return {"net_v_dim": channels}

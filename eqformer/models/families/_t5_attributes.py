@@ -58,8 +58,9 @@ class _Head(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """Both."""
-        tied = published.take("tie_word_embeddings", True)
-        return {"tied": tied, "scaled": published.take("scale_decoder_outputs", tied)}
+        tied = published.flag("tie_word_embeddings", True)
+        scaled = published.nullable("scale_decoder_outputs", tied)
+        return {"tied": tied, "scaled": False if scaled is None else scaled}
 
     def write(self, config: Any) -> dict[str, Any]:
         """Both."""

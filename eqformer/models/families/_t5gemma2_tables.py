@@ -5,6 +5,7 @@ from typing import Any
 
 from .._attributes import Attribute, Entry, Expect, Ignore
 from .._config import PublishedConfig
+from .._kinds import read_entries
 from .._towers import Tower
 from .._weights import Rule
 from ._common import ATTENTION, gated_weights, head_norm_weights, norm_weights
@@ -40,9 +41,8 @@ class _Halves(Entry):
 
 
 def _read(said: dict[str, Any], source: str) -> dict[str, Any]:
-    published, found = PublishedConfig(GEMMA3_MISSING | said, source), {}
-    for entry in _TABLE:
-        found |= entry.read(published)
+    published = PublishedConfig(GEMMA3_MISSING | said, source)
+    found = read_entries(_TABLE, published, GEMMA3.config)
     published.finish()
     return found
 

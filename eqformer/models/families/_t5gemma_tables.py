@@ -4,6 +4,7 @@ from typing import Any
 
 from .._attributes import Attribute, Entry, Expect, Ignore
 from .._config import PublishedConfig
+from .._kinds import read_entries
 from .._weights import Rule
 from ._common import attention_weights
 from ._gemma2 import GEMMA2, Gemma2Config
@@ -36,9 +37,7 @@ class _Halves(Entry):
 
 def _half(published: PublishedConfig, half: str) -> dict[str, Any]:
     its = PublishedConfig(_MISSING | published.nested(half), f"{published.source}: {half}")
-    found: dict[str, Any] = {}
-    for entry in (*GEMMA2.attributes, *_OF_HALVES):
-        found |= entry.read(its)
+    found = read_entries((*GEMMA2.attributes, *_OF_HALVES), its, Gemma2Config)
     its.finish()
     return found
 
