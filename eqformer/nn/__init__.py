@@ -56,6 +56,7 @@ from ._dims import (
     modules as modules,
     named_by as named_by,
     named_modules as named_modules,
+    own_names as own_names,
     path_name as path_name,
     stays_wide as stays_wide,
 )

@@ -39,8 +39,9 @@ class MixerFacts:
     Sizes are those of the slice that a device holds.
 
     - `splits_heads`: whether it runs on a slice of its `heads`, `kv_heads` or `mlp`: its maps out of the stream return
-      such slices, and the results of its maps back into the stream are summed over devices. If not, every device runs
-      the whole of it.
+      such slices, and the results of its maps back into the stream are summed over devices. Beside maps and norms it
+      may make of its input what each number gives by itself; a map reads that too, but not in a `sequence` stream. If
+      not, or if an array that belongs to no map is of `embed` and of these, every device runs the whole of it.
     - `attends`: None for one that needs whole rows: it reads tokens in turn, or chooses among all of them.
     - `operations`: a token, beyond those of its linear maps and its core; a multiplication and an addition are two.
     - `shares_kv_heads`: whether devices may have a key head in common, each with some of the heads that it serves.
@@ -86,6 +87,8 @@ class FeedForward(Module):
 
     Its maps out of the stream to `mlp` then give such a slice, and what its maps back into the stream give is summed
     over slices. What other maps out of the stream give, such as a number for each token, every device has whole.
+    Beside maps and norms it may make of its input what each number gives by itself. Arrays that belong to no map name
+    their dims: those of `embed` act on the stream, those of `mlp` on slices, and with one of both all is run whole.
     A layer for which this does not hold is a plain function, of which every device runs the whole.
     """
 

@@ -45,6 +45,17 @@ def dims(model: PyTree) -> PyTree:
     return jax.tree_util.tree_unflatten(structure, [_dims_at(model, path, leaf) for path, leaf in leaves])
 
 
+def own_names(tree: PyTree) -> PyTree:
+    """A tree like this one with the set of names that the annotation of each array's own field has, of no ensemble."""
+
+    def names(path: tuple, leaf: object) -> frozenset[str]:
+        way = list(_along(tree, path)) if has_shape(leaf) else []
+        node, field = way[-1] if way else (None, None)
+        return frozenset(() if field is None else _own_dims(node, field) or ())
+
+    return jax.tree_util.tree_map_with_path(names, tree)
+
+
 def stays_wide(model: PyTree) -> PyTree:
     """A tree like `model` of flags: which leaves are of a field that is `float32_at_least`."""
 

@@ -138,6 +138,15 @@ class MapAround(LinearMap):
         """That of `inner`."""
         return self.inner.matrix(dtype)
 
+    @property
+    def weight(self) -> Array:
+        """None of its own: an `AttributeError` that says so."""
+        raise AttributeError(
+            f"LinearMap.weight: a {type(self).__name__} stands for the map '{' '.join(self.inputs)} -> "
+            f"{' '.join(self.outputs)}' here, which devices may hold a slice of; call the map in place of reading its "
+            "weight."
+        )
+
 
 class Answered(MapAround):
     """A map whose whole result, the bias included, is what `answer(x)` gives."""

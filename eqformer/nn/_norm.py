@@ -14,7 +14,8 @@ from ._dtype import at_least_float32
 from ._module import Module
 
 
-Mean = Callable[[Array, str], Array]  # the mean over a norm's dims, which are kept; and of what: "means", "squares"
+AVERAGED = ("means", "squares")
+Mean = Callable[[Array, str], Array]  # the mean over a norm's dims, which are kept; and of what: one of `AVERAGED`
 
 
 class Norm(Module):
@@ -31,10 +32,15 @@ class Norm(Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalise the trailing dims of `x`; the result has the dtype of `x`."""
-        return self.normalised(x, lambda y, _: self.mean(y))
+        return self.normalised(x, self.mean)
 
-    def mean(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The mean over the dims of an array."""
+    def mean(self, y: Float[Array, "..."], what: str) -> Float[Array, "..."]:
+        """The mean over the dims of an array; a `ValueError` for a word by which devices with slices send nothing."""
+        if what not in AVERAGED:
+            raise ValueError(
+                f"{type(self).__name__}.normalised: mean(y, {what!r}) says of what the mean is, which is one of "
+                f"{' and '.join(map(repr, AVERAGED))}; take the nearer one, 'squares' for any power."
+            )
         return jnp.mean(y, tuple(range(-len(self.reduced), 0)), keepdims=True)
 
 

@@ -18,7 +18,7 @@ from ._placement import Placement
 from .context._context import check_context, refuse_pieces
 from .layouts._layout import axes_of, is_spec
 from .pipeline._depth import check_depth
-from .tensor._tensor import size_of
+from .tensor._tensor import is_split, size_of
 from .tensor._whole import is_plain, plain_layers
 
 
@@ -151,14 +151,14 @@ def check_rows(plan: Placement, model: nn.Transformer, rows: int, seq: int, grou
 
 
 def _check_mixer(plan: Placement, path: str, module: nn.Mixer, seq: int) -> None:
-    size, tensor, facts = plan.size(CONTEXT), plan.size(TENSOR), module.facts()
+    size, tensor, facts, splits = plan.size(CONTEXT), plan.size(TENSOR), module.facts(), is_split(module)
     kv_heads = size_of(module, "kv_heads") or size_of(module, "heads") or tensor
-    if facts.splits_heads and kv_heads % tensor and tensor % kv_heads:
+    if splits and kv_heads % tensor and tensor % kv_heads:
         raise ValueError(
             f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, which neither split over {tensor} devices "
             "nor are shared by equal groups of them; take an axis that divides them, or that they divide."
         )
-    if facts.splits_heads and kv_heads % tensor and not facts.shares_kv_heads:
+    if splits and kv_heads % tensor and not facts.shares_kv_heads:
         raise ValueError(
             f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, and norms together all heads that one of "
             f"them serves, so that no two devices can share it; take an axis that divides {kv_heads}."
@@ -168,7 +168,7 @@ def _check_mixer(plan: Placement, path: str, module: nn.Mixer, seq: int) -> None
     if facts.attends is None:
         refuse_pieces(size, path, module)
     heads, kv_heads = (channels[0][0] for channels in (facts.attends.query, facts.attends.key))
-    pieces = tensor if facts.splits_heads else 1
+    pieces = tensor if splits else 1
     try:
         check_context(
             plan.context_method,
@@ -224,7 +224,7 @@ def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None
 def _check_feature(plan: Placement, path: str, mixer: nn.Mixer, holders: list[str]) -> None:
     """Key heads that devices share are summed whole by their maps; nothing else may hold them."""
     kv_heads = size_of(mixer, "kv_heads")
-    if not mixer.facts().splits_heads or kv_heads is None or kv_heads % plan.size(TENSOR) == 0:
+    if not is_split(mixer) or kv_heads is None or kv_heads % plan.size(TENSOR) == 0:
         return
     if found := [holder for holder in holders if holder.startswith(f"{path}.")]:
         raise ValueError(

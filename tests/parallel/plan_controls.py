@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from eqformer.parallel import _send, BATCH_AXES, COLLECTIVES, CONTEXT, OnDevice, Plan, vary
 from eqformer.parallel.state import _leaves
-from eqformer.parallel.tensor import _stream_parts, _tensor
+from eqformer.parallel.tensor import _maps, _stream_parts
 
 
 def without(name: str, replacement: Callable[..., Any]) -> Callable[[Any], None]:
@@ -156,7 +156,7 @@ def _entry(monkeypatch: Any, enter: Callable[[Any], Any]) -> None:
 def bias_before(monkeypatch: Any) -> None:
     """The bias of the map back into the stream added by every device, before the sum."""
     row = lambda self, x: jax.lax.psum(self.inner(x), "tensor")
-    monkeypatch.setattr(_tensor._Row, "__call__", row)
+    monkeypatch.setattr(_maps.Row, "__call__", row)
 
 
 def first_tokens(kind: type) -> Callable[[Any], None]:

@@ -1,6 +1,7 @@
 """What a plan decides of each array of a model."""
 
 import dataclasses
+import operator
 
 import equinox as eqx
 import jax
@@ -22,7 +23,7 @@ class Leaf:
     spec: PartitionSpec | None  # None: no array
     state_spec: PartitionSpec | None
     partial: tuple[str, ...]
-    dtype: str  # in which it is used
+    dtype: str  # in which it is used; none of random keys
     sent: str = ""  # in which it is gathered: `dtype`, or of tables of the vocabulary the narrower one of products
 
     @property
@@ -60,7 +61,7 @@ def leaves_of(
             return Leaf(None, None, (), "")
         state_spec = state_spec if nn.is_trainable(x) else spec  # a number that is not trained has no state
         over = axes + (TENSOR,) * in_slices
-        dtype = sent = str(x.dtype)
+        dtype = sent = "" if jnp.issubdtype(x.dtype, jax.dtypes.extended) else str(x.dtype)
         if matrix is not None and not is_wide:
             sent = narrower(model.compute_dtype, dtype) if matrix.table else model.compute_dtype
             dtype = dtype if matrix.table else sent
@@ -93,7 +94,8 @@ def _in_slices(model: nn.Transformer, stream: Stream | None) -> PyTree:
     """Whether an array that is replicated over `tensor` is used with split activations, so its gradient is partial.
 
     With a replicated stream these are the arrays within mixers, feed-forward layers and experts, except for biases that
-    are added after the reduction, and tables at the ends, of which each device uses a part.
+    are added after the reduction, and tables at the ends, of which each device uses a part. Those of
+    one's own that name the stream's dim, or none, may meet either, and JAX's types say where gradients are summed.
     """
     if stream is None or not stream.is_whole:
         return _everywhere(model, stream is not None)
@@ -102,6 +104,7 @@ def _in_slices(model: nn.Transformer, stream: Stream | None) -> PyTree:
         marks = _everywhere(node, is_split(node) or isinstance(node, nn.Mixer | nn.Experts | nn.ScoreBias))
         if not is_split(node):
             return marks
+        marks = jax.tree.map(operator.and_, marks, _names_a_slice(node))
         marks = eqx.tree_at(token_maps, marks, _everywhere(token_maps(marks), False))
         biases = lambda m: [linear.bias for linear in stream_maps(m, "outputs") if linear.bias is not None]
         return eqx.tree_at(biases, marks, [False] * len(biases(marks)))
@@ -112,6 +115,13 @@ def _in_slices(model: nn.Transformer, stream: Stream | None) -> PyTree:
     of_encoder = lambda m: (m.encoder.embedding,) if has_table else ()
     ends = lambda m: (m.embedding, m.head, m.logit_bias, *of_encoder(m))
     return eqx.tree_at(ends, marks, _everywhere(ends(model), True), is_leaf=lambda node: node is None)
+
+
+def _names_a_slice(layer: PyTree) -> PyTree:
+    """Whether an array is a map's, or has names of dims of which none is the stream's."""
+    names = jax.tree.map(lambda names: bool(names) and "embed" not in names, nn.own_names(layer))
+    of = lambda node, named: _everywhere(node, True) if nn.is_map(node) else named
+    return jax.tree.map(of, layer, names, is_leaf=nn.is_map)
 
 
 def _everywhere(tree: PyTree, value: bool) -> PyTree:

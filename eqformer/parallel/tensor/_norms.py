@@ -23,7 +23,7 @@ class SplitNorm(nn.Module):
         """Normalise the trailing dims of the whole, of which `x` is a slice."""
 
         def mean(y: Array, what: str) -> Array:
-            name = _NAMES[what]
-            return send.vary(name, send.pmean(name, self.inner.mean(y), self.axis), self.axis)
+            own, name = self.inner.mean(y, what), _NAMES[what]
+            return send.vary(name, send.pmean(name, own, self.axis), self.axis)
 
         return self.inner.normalised(x, mean)

@@ -11,13 +11,12 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from ... import nn
-from .. import _send as send
 from .._axes import TENSOR
-from ._collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from ._collective_matmul import all_gather_matmul
+from ._maps import Given, own_rows, Reads, Row, RowOfAll
 from ._stream import Stream, Sublayer
 from ._stream_parts import TokensDropout, TokensPositions
 from ._vocabulary import SplitEmbedding
@@ -29,8 +28,9 @@ HEAD_DIMS = ("heads", "kv_heads", "mlp")  # which are split where the stream bet
 class Tensor(nn.Module):
     """A layer run on this device's slice of its heads or features, between a residual stream of whole features.
 
-    All maps that read the stream share one gather; while the layer runs, their results stand in their places. The bias
-    of the map back into the stream is added once, after the reduction. If there are fewer key heads than devices, they
+    All maps that read the layer's input share one gather; while the layer runs, their results stand in their places,
+    and a map that is given anything else is computed where it is called. The bias of the map back into the stream is
+    added once, after the reduction. If there are fewer key heads than devices, they
     are held whole, and each device reads the one that its query heads share. With `sharers`, in serving, that many
     devices have the same key head and attend with all its query heads to some of the rows each.
     """
@@ -45,30 +45,26 @@ class Tensor(nn.Module):
         inner = self._local()
         both = lambda m: (*_reading(m), *stream_maps(m, "outputs"))
         given = self._read(x, _reading(inner))
-        rows: list[nn.MapAround] = [_Row(linear, self.stream) for linear in stream_maps(inner, "outputs")]
+        rows: list[nn.MapAround] = [Row(linear, self.stream) for linear in stream_maps(inner, "outputs")]
         if self.sharers > 1:
             tokens, cache = rest
-            given = [self._of_own_rows(one) for one in given]
-            rows = [_RowOfAll(row, self.sharers) for row in rows]
+            rows = [RowOfAll(row, self.sharers) for row in rows]
             rest = jax.tree.map(lambda x: own_rows(x, self.sharers), tokens), cache
+        kind = type(inner).__name__ if isinstance(inner, nn.Mixer) else None
+        reads = Reads(self.stream, self.sharers, kind)
+        given = [Given(one, reads.rows(one, y), x, reads) for one, y in zip(_reading(inner), given)]
         return eqx.tree_at(both, inner, (*given, *rows))(x, *rest)
 
-    def _of_own_rows(self, given: "_Given") -> "_Given":
-        if "kv_heads" in given.inner.outputs:
-            return _Given(given.inner, own_rows(given.value, self.sharers))
-        groups = _sharing(self.sharers)
-        return _Given(given.inner, send.all_to_all("heads to rows", given.value, TENSOR, 0, -2, groups=groups))
-
-    def _read(self, x: Float[Array, "*batch seq embed"], linears: list[nn.LinearMap]) -> list["_Given"]:
+    def _read(self, x: Float[Array, "*batch seq embed"], linears: list[nn.LinearMap]) -> list[Array]:
         if self.stream.overlap == "none":  # the gradient is summed over the axis here, once for all maps
             x = self.stream.whole("maps from the stream", x)
-            return [_Given(linear, linear.product(x)) for linear in linears]
+            return [linear.product(x) for linear in linears]
         weights = tuple(linear.flat_matrix(x.dtype) for linear in linears)
         how: Any = {"overlap": self.stream.overlap, "products": tuple(linear.products for linear in linears)}
         products = all_gather_matmul(x, weights, TENSOR, name="maps from the stream", **how)
         products = [checkpoint_name(y, "product") for y in products]
         shaped = lambda linear, y: y.reshape(*y.shape[:-1], *linear.output_shape)
-        return [_Given(linear, shaped(linear, y)) for linear, y in zip(linears, products)]
+        return [shaped(linear, y) for linear, y in zip(linears, products)]
 
     def _local(self) -> PyTree:
         return own_kv_head(self.inner) if self.shares_kv_heads else self.inner
@@ -93,57 +89,6 @@ class TensorMixer(nn.Mixer):
         return self.inner._local().init_cache(batch, capacity, dtype)
 
 
-class _Given(nn.MapAround):
-    """Stands for a map whose product is known."""
-
-    value: Float[Array, "..."]
-
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        return self.value if dtype is None else self.value.astype(dtype)
-
-    def of_other(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        return self.inner(x)
-
-
-class _Row(nn.MapAround):
-    """A map back into the stream, of which this device holds a slice of the inputs."""
-
-    stream: Stream = eqx.field(static=True)
-
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        if self.stream.overlap == "none":
-            y = self.stream.summed("maps to the stream", self.inner.product(x, dtype))
-        else:
-            flat = x.reshape(*x.shape[: x.ndim - len(self.inputs)], -1)
-            weight = self.inner.flat_matrix(x.dtype)
-            how: Any = {"overlap": self.stream.overlap, "products": self.products, "name": "maps to the stream"}
-            y = matmul_reduce_scatter(flat, weight, TENSOR, scatter="seq", **how)
-        y = checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
-        return checkpoint_name(y, "own tokens") if self.stream.splits_tokens else y
-
-
-class _RowOfAll(nn.MapAround):
-    """A map back into the stream of some rows' heads, which are exchanged for the heads of all rows."""
-
-    sharers: int = eqx.field(static=True)
-
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        x = send.all_to_all("rows to heads", x, TENSOR, -2, 0, groups=_sharing(self.sharers))
-        return self.inner.product(x, dtype)
-
-
-def _sharing(sharers: int) -> list[list[int]]:
-    """The devices that share each key head: they stand beside each other."""
-    devices = range(jax.lax.axis_size(TENSOR))
-    return [list(devices[first : first + sharers]) for first in devices[::sharers]]
-
-
-def own_rows(x: Array, sharers: int) -> Array:
-    """Of an array of all rows those that this device attends for, among those that share its key head."""
-    size = x.shape[0] // sharers
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSOR) % sharers * size, size)
-
-
 def own_kv_head(module: PyTree) -> PyTree:
     """The mixer with the one key head that this device's other heads share, out of all that it holds.
 
@@ -162,11 +107,22 @@ def own_kv_head(module: PyTree) -> PyTree:
 
 
 def is_split(module: object) -> bool:
-    """Whether a module is a layer that runs on a slice of its heads or hidden features."""
+    """Whether a module is a layer that runs on a slice of its heads or hidden features.
+
+    One whose slices the stream meets in an array of its own, that belongs to no map, is run whole.
+    """
     if isinstance(module, nn.FeedForward):
         back = _maps(module, "outputs")
-        return bool(back) and all(set(linear.inputs) & set(HEAD_DIMS) for linear in back)
-    return isinstance(module, nn.Mixer) and module.facts().splits_heads
+        splits = bool(back) and all(set(linear.inputs) & set(HEAD_DIMS) for linear in back)
+    else:
+        splits = isinstance(module, nn.Mixer) and module.facts().splits_heads
+    return splits and not _meets_stream_alone(module)
+
+
+def _meets_stream_alone(layer: PyTree) -> bool:
+    """Whether an array that belongs to no map is between the stream and slices."""
+    bare = jax.tree.map(lambda node: () if nn.is_map(node) else node, layer, is_leaf=nn.is_map)
+    return any("embed" in names and names & set(HEAD_DIMS) for names in jax.tree.leaves(nn.own_names(bare)))
 
 
 def size_of(module: PyTree, dim: str) -> int | None:
