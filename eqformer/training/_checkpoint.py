@@ -19,9 +19,9 @@ from .._failures import reason_and_fix
 from .._shapes import ArrayOrShape
 from ._durable import make_folder, remove, sync_folder, sync_tree
 from ._manifest import check_files, describe_files, read_manifest, write_manifest
-from ._named_arrays import is_array, leaf_faults, named_arrays
+from ._named_arrays import as_it_was, is_array, leaf_faults, named_arrays, written
 from ._quiet import quiet_orbax
-from ._run_metadata import versions
+from ._run_metadata import as_json
 
 
 class CheckpointError(ValueError):
@@ -95,7 +95,7 @@ class Checkpointer:
                 f"Checkpointer.save(step={step}): the folder already holds step {latest}, and nothing is overwritten; "
                 "save a later step or use another folder."
             )
-        text = json.dumps(dict(metadata) | {"versions": versions()}, allow_nan=False)
+        text = as_json(metadata)
         leaves = named_arrays(state)
         if self._writer is None:
             ocp = _orbax()
@@ -106,7 +106,7 @@ class Checkpointer:
         table = {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in leaves.items()}
         try:
             make_folder(folder)
-            self._writer.save(folder / "state", args=_orbax().args.StandardSave(leaves))
+            self._writer.save(folder / "state", args=_orbax().args.StandardSave(jax.tree.map(written, leaves)))
         except Exception as error:
             with suppress(OSError):
                 remove(folder)
@@ -130,7 +130,8 @@ class Checkpointer:
         faults = check_files(folder, manifest["files"]) if jax.process_index() == 0 else []
         if not _all_agree(not faults):
             _refuse(folder, faults or ["the first process of the run found its files missing or damaged"])
-        targets = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x)) for name, x in wanted.items()}
+        shape = lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(like))
+        targets = {name: shape(written(x), x) for name, x in wanted.items()}
         ocp = _orbax()
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -139,7 +140,8 @@ class Checkpointer:
                 found = reader.restore(folder / "state", args=how)
         except Exception as error:
             raise CheckpointError(f"{folder}: the checkpoint of step {step} cannot be read: {error}") from error
-        found = jax.tree.unflatten(jax.tree.structure(arrays), [found[name] for name in wanted])
+        leaves = [as_it_was(found[name], like) for name, like in wanted.items()]
+        found = jax.tree.unflatten(jax.tree.structure(arrays), leaves)
         return eqx.combine(found, rest), manifest["metadata"]
 
     def check(self, like: PyTree, step: int | None = None, *, partial: bool = False) -> None:

@@ -17,14 +17,31 @@ def is_array(leaf: object) -> TypeGuard[ArrayOrShape]:
 
 
 def named_arrays(tree: PyTree) -> dict[str, Any]:
-    """The arrays of a tree by their paths; raises a `ValueError` for a random key, which checkpoints cannot hold."""
+    """The arrays of a tree by their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, is_array))
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     assert len(named) == len(leaves)
-    for name, leaf in named.items():
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise ValueError(f"Checkpointer: leaf {name} is a random key; put `run_metadata(key=...)` in the metadata.")
     return named
+
+
+def written(leaf: ArrayOrShape) -> ArrayOrShape:
+    """What is written of an array, or its shape: the array, or the numbers of random keys."""
+    if not _is_key(leaf):
+        return leaf
+    return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(jax.random.key_data, leaf)
+
+
+def as_it_was(leaf: jax.Array, like: ArrayOrShape) -> jax.Array:
+    """What was written of an array like this one, as it was."""
+    if not _is_key(like):
+        return leaf
+    kinds: list[str] = []
+    jax.eval_shape(lambda key: kinds.append(str(jax.random.key_impl(key))), like)  # which shapes do not tell
+    return jax.random.wrap_key_data(leaf, impl=kinds[0])
+
+
+def _is_key(leaf: ArrayOrShape) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def leaf_faults(saved: Mapping[str, list], wanted: Mapping[str, Any]) -> list[str]:

@@ -1,5 +1,7 @@
 """What a checkpoint keeps beside arrays, so that a run can be resumed exactly."""
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -26,6 +28,30 @@ def saved_key(metadata: Mapping[str, Any]) -> Key[Array, ""]:
     """The random key that `run_metadata` wrote."""
     saved = metadata["random_key"]
     return jax.random.wrap_key_data(jnp.asarray(saved["data"], jnp.uint32), impl=saved["implementation"])
+
+
+def as_json(metadata: Mapping[str, Any]) -> str:
+    """Metadata and the installed versions as JSON; a `ValueError` names what JSON has no word for."""
+    _check("metadata", dict(metadata))
+    return json.dumps(dict(metadata) | {"versions": versions()}, allow_nan=False)
+
+
+def _check(path: str, value: object) -> None:
+    if isinstance(value, dict):
+        for name, one in value.items():
+            _check(f"{path}[{name!r}]", one)
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            _check(f"{path}[{number}]", one)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(
+            f"Checkpointer.save(metadata): {path} is {value}, which is no number of JSON; save None or text."
+        )
+    elif not isinstance(value, str | int | float | None):
+        raise ValueError(
+            f"Checkpointer.save(metadata): {path} is of {type(value).__name__}, which JSON does not have; save a "
+            "number of Python's (`float(x)`, `x.tolist()`), or text."
+        )
 
 
 def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
