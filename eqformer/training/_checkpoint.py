@@ -16,10 +16,10 @@ from jaxtyping import PyTree
 
 from .._extra import load_extra
 from .._failures import reason_and_fix
-from .._shapes import ArrayOrShape
+from ._at_exit import finished_at_exit
 from ._durable import make_folder, remove, sync_folder, sync_tree
 from ._manifest import check_files, describe_files, read_manifest, write_manifest
-from ._named_arrays import as_it_was, is_array, leaf_faults, named_arrays, written
+from ._named_arrays import as_it_was, is_array, leaf_faults, named_arrays, to_read, written
 from ._quiet import quiet_orbax
 from ._run_metadata import as_json
 
@@ -35,7 +35,8 @@ class Checkpointer:
     a manifest with the size and checksum of every file is added, every file and folder is synced (fsync), and a rename
     to `<step>` commits the checkpoint. Only then are older steps deleted. So a folder whose name is a number is always
     a complete checkpoint, even if the process was killed or the power failed. The next call of `save`, `wait` or
-    `close` raises an error of the background thread, and warns of an older step that could not be deleted. `restore`
+    `close` raises an error of the background thread, and warns of an older step that could not be deleted; a program
+    that ends without one waits for the save, and shows its error. `restore`
     checks every file against the manifest and every leaf's shape and dtype before it reads arrays, and never falls back
     to an older step by itself.
 
@@ -90,6 +91,8 @@ class Checkpointer:
         """
         self.wait()
         latest = self.latest_step
+        if step < 0:
+            raise ValueError(f"Checkpointer.save(step={step}): steps count from 0; save a step of at least 0.")
         if latest is not None and step <= latest:
             raise ValueError(
                 f"Checkpointer.save(step={step}): the folder already holds step {latest}, and nothing is overwritten; "
@@ -100,6 +103,7 @@ class Checkpointer:
         if self._writer is None:
             ocp = _orbax()
             self._writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), timeout_secs=_LONGEST_SAVE)
+            finished_at_exit(self._finish)
             self._clean()
             _all_agree(True)  # a barrier: no process makes a folder before the first has deleted the leftovers
         folder = self._directory / f"{step}.unfinished"
@@ -130,8 +134,7 @@ class Checkpointer:
         faults = check_files(folder, manifest["files"]) if jax.process_index() == 0 else []
         if not _all_agree(not faults):
             _refuse(folder, faults or ["the first process of the run found its files missing or damaged"])
-        shape = lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(like))
-        targets = {name: shape(written(x), x) for name, x in wanted.items()}
+        targets = {name: to_read(x) for name, x in wanted.items()}
         ocp = _orbax()
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -196,6 +199,13 @@ class Checkpointer:
             self._thread = None
         self.close()
 
+    def _finish(self) -> None:
+        """Waits for the save that is running, at the program's end, where processes no longer wait for each other."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._failure is not None:
+            raise self._could_not_save(*self._failure)
+
     def _commit(self, step: int, folder: Path, metadata: str, leaves: dict) -> None:
         assert self._writer is not None
         try:
@@ -258,7 +268,8 @@ class Checkpointer:
         chosen = self.latest_step if step is None else step
         if chosen is None or chosen not in self.steps:
             held = ", ".join(map(str, self.steps)) or "none"
-            raise CheckpointError(f"{self._directory}: no checkpoint of step {step}; the steps there are: {held}.")
+            which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise CheckpointError(f"{self._directory}: {which}; the steps there are: {held}.")
         folder = self._directory / str(chosen)
         manifest = read_manifest(folder)
         if isinstance(manifest, str):
@@ -280,11 +291,6 @@ def _all_agree(mine: bool) -> bool:
     if jax.process_count() == 1:
         return mine
     return bool(multihost_utils.process_allgather(np.array(mine)).all())
-
-
-def _sharding(leaf: ArrayOrShape) -> jax.sharding.Sharding:
-    known = None if isinstance(leaf, np.ndarray) else leaf.sharding
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0]) if known is None else known
 
 
 def _refuse(

@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from .._shapes import ArrayOrShape
@@ -29,6 +30,14 @@ def written(leaf: ArrayOrShape) -> ArrayOrShape:
     if not _is_key(leaf):
         return leaf
     return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(jax.random.key_data, leaf)
+
+
+def to_read(like: ArrayOrShape) -> jax.ShapeDtypeStruct:
+    """The shape of what was written of an array like this one, with the place where it is read to."""
+    known = None if isinstance(like, np.ndarray) else like.sharding
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if known is None else known
+    shape = written(like)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
 
 
 def as_it_was(leaf: jax.Array, like: ArrayOrShape) -> jax.Array:

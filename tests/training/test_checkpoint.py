@@ -239,6 +239,8 @@ def test_an_error_of_the_commit_surfaces_in_close(tmp_path, monkeypatch):
         checkpointer.save(make(), 2, {"losses": [1.0, float("nan")]})
     with pytest.raises(ValueError, match=r"metadata\['loss'\] is of float32, which JSON does not have.*float\(x\)"):
         checkpointer.save(make(), 2, {"loss": np.float32(1)})
+    with pytest.raises(ValueError, match="save.step=-1.: steps count from 0"):
+        checkpointer.save(make(), -1, {})
     assert tree_of(tmp_path) == []
 
 
@@ -301,3 +303,37 @@ def test_sigkill_at_any_point_leaves_the_last_committed_step(tmp_path):
             assert int(state["step"]) == metadata["at"] == last
             checkpointer.save(state, 9, {})
         assert tree_of(folder) == ["9"], point  # leftovers are gone, and so is what `keep` discards
+
+
+# Ends without waiting for its save: with Python's hook as it is, without it, and where the commit fails.
+ENDED = """
+    import os, sys, threading
+
+    folder, how = sys.argv[1:]
+    if how == "no hook":
+        import concurrent.futures.thread
+
+        del threading._register_atexit
+
+    import jax.numpy as jnp
+    from eqformer import training
+    from eqformer.training import _checkpoint
+
+    def fail(folder):
+        raise OSError(28, "No space left on device")
+
+    if how == "full":
+        _checkpoint.sync_tree = fail
+    checkpointer = training.Checkpointer(folder)
+    checkpointer.save({"x": jnp.ones((1024, 1024))}, 3, {})
+"""
+
+
+@pytest.mark.parametrize("how, last", [("waits", 3), ("no hook", None), ("full", None)])
+def test_a_program_that_ends_waits_for_its_last_save(how, last, tmp_path):
+    root = Path(training.__file__).parents[2]
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(ENDED), str(tmp_path / how), how]
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(root)}
+    done = subprocess.run(command, check=True, env=environment, timeout=120, capture_output=True, text=True)
+    assert training.Checkpointer(tmp_path / how).latest_step == last
+    assert ("CheckpointError: Checkpointer.save(step=3)" in done.stderr) == (how == "full")
