@@ -4,6 +4,8 @@ A parameter's dims are stored out first (`heads head_dim embed`), as published c
 tensor's; an `axis` is a mesh's.
 """
 
+from typing import TypeGuard
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -47,6 +49,11 @@ ENSEMBLE_DIMS = ("layers", "experts")  # put in front of a leaf's own dims by a 
 
 Array = jax.Array | np.ndarray
 ArrayOrShape = Array | jax.ShapeDtypeStruct
+
+
+def is_shape(leaf: object) -> TypeGuard[jax.ShapeDtypeStruct]:
+    """Whether a leaf stands for an array, as in the trees of `eqx.filter_eval_shape`."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 class Batch(eqx.Module):

@@ -4,7 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from .. import nn
+from .._shapes import is_shape
 from ..nn import float_dtype
 from ..parallel import Plan, shardings
 from ._arrays import Arrays, HEAD
@@ -122,7 +123,7 @@ def _to_read(path: str | Path, dtype: DTypeLike | None, weights: str, predictor:
         warnings.warn(arrays.unread, stacklevel=3)
     dtypes = _dtypes(arrays, rules, shapes, dtype)
     kept = _kept(arrays, rules, shapes, weights)
-    empty, rest = eqx.partition(with_kept(shapes, kept), _is_shape)
+    empty, rest = eqx.partition(with_kept(shapes, kept), is_shape)
     filled = [Filled.of(arrays, rule, its, shapes, kept) for rule, its in zip(rules, dtypes, strict=True)]
     return _ToRead(arrays, empty, rest, filled, dtypes[0])
 
@@ -210,9 +211,5 @@ def _numbers_of_layers(shapes: nn.Transformer, sharding_of: dict[int, Sharding])
     return {id(leaf): jax.device_put(np.arange(leaf.size, dtype=leaf.dtype), sharding_of[id(leaf)]) for leaf in leaves}
 
 
-def _is_shape(leaf: object) -> TypeGuard[jax.ShapeDtypeStruct]:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def _is_float(leaf: object) -> bool:
-    return _is_shape(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return is_shape(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)

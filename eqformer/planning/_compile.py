@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import nn, parallel, training
-from .._shapes import Batch
+from .._shapes import Batch, is_shape
 
 
 def lowered_step(states: training.PlannedState, step: training.Step, batch: Batch) -> jax.stages.Lowered:
@@ -19,7 +19,7 @@ def lowered_step(states: training.PlannedState, step: training.Step, batch: Batc
     shapes = states.step_shapes(batch)
     if states.plan.optimizer_memory == "device" or _say_what_memory(states.plan.mesh):
         return step.lower(*shapes)
-    lowered, arrays = step.lower(*shapes, keep_unused=True), eqx.filter(shapes[0], _is_shape)
+    lowered, arrays = step.lower(*shapes, keep_unused=True), eqx.filter(shapes[0], is_shape)
     memory = training.is_on_host(states.plan, states.optimizer, arrays.optimizer_state)
     nowhere = jax.tree.map(lambda _: False, arrays)
     _keep_on_host(lowered, jax.tree.leaves(eqx.tree_at(lambda s: s.optimizer_state, nowhere, memory)))
@@ -55,7 +55,7 @@ def decode_shapes(
     """A model served under a plan, and its cache for `rows` of up to `capacity` tokens: shapes with their places."""
     served = parallel.Planned(model, plan)
     shardings = parallel.shardings(plan.parameter_specs(served.model), plan.mesh)
-    arrays, rest = eqx.partition(served.model, _is_shape)
+    arrays, rest = eqx.partition(served.model, is_shape)
     arrays = jax.tree.map(_placed, arrays, eqx.filter(shardings, lambda leaf: isinstance(leaf, jax.sharding.Sharding)))
     served = eqx.tree_at(lambda s: s.model, served, eqx.combine(arrays, rest))
     return served, served.cache_shapes(rows, capacity, cache_dtype)
@@ -94,8 +94,8 @@ def _decode(
     plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int, tokens: int = 1
 ) -> tuple[Callable[..., Any], tuple]:
     """A step of decoding, and the shapes of what it is given."""
-    arrays, rest = eqx.partition(served, _is_shape)
-    slabs, others = eqx.partition(cache, _is_shape)
+    arrays, rest = eqx.partition(served, is_shape)
+    slabs, others = eqx.partition(cache, is_shape)
     ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32, sharding=NamedSharding(plan.mesh, PartitionSpec()))
 
     def run(arrays: PyTree, slabs: PyTree, ids: Any, positions: Any) -> tuple[PyTree, Any]:
@@ -104,10 +104,6 @@ def _decode(
         return eqx.filter(cache, eqx.is_array), jnp.argmax(served.unembed(hidden[:, -1]), axis=-1).astype(jnp.int32)
 
     return run, (arrays, slabs, ids, ids)
-
-
-def _is_shape(leaf: object) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _placed(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import nn, parallel, training
-from .._shapes import Batch
+from .._shapes import Batch, is_shape
 from ._temporary_bytes import StepBytes, temporary_bytes
 
 
@@ -28,7 +28,7 @@ def state_bytes(states: training.PlannedState) -> dict[str, tuple[int, int]]:
     # Gradients are reduce-scattered as soon as they are computed, or kept whole until the end of the backward pass.
     is_split = plan.zero == 3 or plan.scatters_layers
     of_gradients = plan.state_specs(trained) if is_split else plan.parameter_specs(trained)
-    memory, _ = eqx.partition(shapes.optimizer_state, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    memory, _ = eqx.partition(shapes.optimizer_state, is_shape)
     far, near = eqx.partition(memory, training.is_on_host(plan, states.optimizer, memory))
     found = {
         "parameters": _bytes(shapes.model, plan.parameter_specs(shapes.model), plan),
@@ -42,7 +42,7 @@ def updated_bytes(states: training.PlannedState, on_host: int) -> int:
     """Bytes on a device that an update needs for moments beside the state: copies of what lies on the host or, of
     moments of 8 bits, float32 of all, which compilers make before they look for the largest of a row."""
     leaves = jax.tree.leaves(states.held_shapes().optimizer_state)
-    codes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.dtype == jnp.uint8]
+    codes = [leaf for leaf in leaves if is_shape(leaf) and leaf.dtype == jnp.uint8]
     return 4 * placed_bytes(codes)[0] if codes else on_host
 
 
@@ -84,6 +84,6 @@ def _bytes(tree: PyTree, specs: PyTree, plan: parallel.Plan) -> tuple[int, int]:
 
 def placed_bytes(tree: PyTree) -> tuple[int, int]:
     """Bytes on one device, and in all, of shapes with their places."""
-    shapes = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    shapes = [leaf for leaf in jax.tree.leaves(tree) if is_shape(leaf)]
     own = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in shapes if x.sharding is not None)
     return own, sum(x.size * x.dtype.itemsize for x in shapes)

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from .. import nn, training
-from .._shapes import Batch
+from .._shapes import Batch, is_shape
 from ._accelerators import for_platform
 from ._temporary_cuda import beside_loops, born_early, copied_bytes, gradients_last, kept_twice, last_in_flight
 from ._temporary_tpu import before_loops, cast_before_sent, relaid_bytes, tpu_uses
@@ -67,7 +67,7 @@ def _moments(states: training.PlannedState) -> int:
     """How many numbers the optimizer holds for a parameter, about."""
     shapes, size = (
         states.held_shapes(),
-        lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree) if _is_shape(leaf)),
+        lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree) if is_shape(leaf)),
     )
     return round(size(shapes.optimizer_state) / size(states.optimizer.trained(shapes.model)))
 
@@ -81,7 +81,7 @@ def _traced(states: training.PlannedState, model: nn.Transformer, batch: Batch, 
     """The programs of a loss and its gradients on each device of a platform, without what they do not need."""
     plan, trained = for_platform(states.plan, platform), states.optimizer.trained
     gradients = training.planned_gradients(plan)(training.next_token_loss, trained)
-    arrays, rest = eqx.partition(plan.shapes(model), _is_shape)
+    arrays, rest = eqx.partition(plan.shapes(model), is_shape)
 
     def run(arrays: PyTree, batch: Batch, key: Any) -> PyTree:
         return eqx.filter(gradients(eqx.combine(arrays, rest), batch, key), eqx.is_array)
@@ -239,7 +239,3 @@ def _cause(uses: Uses, value: int) -> str:
     if "transpose" in line.scopes or line.name == "broadcast_in_dim" or (is_carry and uses.program.size(value) > 2**20):
         return GRADIENTS
     return KEPT if line.name == "scan" else WORK
-
-
-def _is_shape(leaf: object) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)

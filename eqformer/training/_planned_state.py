@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
-from .._shapes import Batch
+from .._shapes import Batch, is_shape
 from ..parallel import BATCH_AXES, init_sharded, Plan, shardings
 from ._checkpoint import Checkpointer
 from ._optimizer import Optimizer
@@ -45,7 +45,7 @@ class PlannedState:
         def make(arrays: PyTree) -> TrainState:
             return init_state(self.plan.to_ring_order(eqx.combine(arrays, rest)), self.optimizer)
 
-        shapes, others = eqx.partition(eqx.filter_eval_shape(make, arrays), _is_shape)
+        shapes, others = eqx.partition(eqx.filter_eval_shape(make, arrays), is_shape)
         run = jax.jit(lambda x: eqx.filter(make(x), eqx.is_array), out_shardings=self._shardings(shapes))
         return eqx.combine(run(arrays), others)
 
@@ -70,11 +70,11 @@ class PlannedState:
 
     def shapes(self) -> TrainState:
         """The state's shapes in reading order, with the plan's shardings: what a checkpoint is restored into."""
-        return _placed(self._read, self._shardings(eqx.filter(self._read, _is_shape)))
+        return _placed(self._read, self._shardings(eqx.filter(self._read, is_shape)))
 
     def held_shapes(self) -> TrainState:
         """The shapes of what a step takes: in ring order, each where the plan keeps it."""
-        return _placed(self._held, self._shardings(eqx.filter(self._held, _is_shape)))
+        return _placed(self._held, self._shardings(eqx.filter(self._held, is_shape)))
 
     def step_shapes(self, batch: Batch) -> tuple[TrainState, Batch, Any]:
         """The shapes of a step's state, batch and key, each with its place; `batch` has arrays or their shapes."""
@@ -179,13 +179,9 @@ def _ordered_parts(state: TrainState) -> tuple[PyTree, PyTree]:
 
 def _placed(shapes: PyTree, shardings: PyTree) -> PyTree:
     """A tree of shapes, each with its sharding."""
-    arrays, rest = eqx.partition(shapes, _is_shape)
+    arrays, rest = eqx.partition(shapes, is_shape)
     with_place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return eqx.combine(jax.tree.map(with_place, arrays, eqx.filter(shardings, _is_sharding)), rest)
-
-
-def _is_shape(leaf: object) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _is_sharding(leaf: object) -> bool:

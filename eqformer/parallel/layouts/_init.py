@@ -7,6 +7,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..._prepare import run_once
+from ..._shapes import is_shape
 
 
 def init_sharded(
@@ -21,7 +22,7 @@ def init_sharded(
     shapes = eqx.filter_eval_shape(make, *args) if shapes is None else shapes
     lowered = lower_sharded(make, shardings, *args, shapes=shapes)
     run = lowered.compile(compiler_options=run_once(jax.default_backend()))
-    rest = eqx.filter(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct), inverse=True)
+    rest = eqx.filter(shapes, is_shape, inverse=True)
     return eqx.combine(run(), rest)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
-from ..._shapes import ArrayOrShape
+from ..._shapes import ArrayOrShape, is_shape
 from .._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
 from .._plan import Plan
 from .._shard_map import filter_shard_map
@@ -132,7 +132,7 @@ class Planned(Served):
 
     def cache_shapes(self, batch: int, capacity: int, dtype: str | None = None) -> PyTree:
         """The shapes of what `init_cache` gives, each with where the plan keeps it."""
-        arrays, rest = eqx.partition(eqx.filter_eval_shape(self.init_cache, batch, capacity, dtype), _is_shape)
+        arrays, rest = eqx.partition(eqx.filter_eval_shape(self.init_cache, batch, capacity, dtype), is_shape)
         at = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.plan.mesh, spec))
         return eqx.combine(jax.tree.map(at, arrays, eqx.filter(self._cache_specs(arrays), is_spec)), rest)
 
@@ -275,10 +275,6 @@ def _dims(names: str) -> list[str]:
 def _is_whole(names: str, x: ArrayOrShape) -> bool:
     """Whether an array of a cache has no heads or channels to split, so that each device of `tensor` has its own."""
     return not nn.counts(x) and not {*_SLICED} & {*_dims(names)}
-
-
-def _is_shape(leaf: object) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 _SLICED = "heads", "kv_heads", "mlp"  # dims of caches that `tensor` splits
