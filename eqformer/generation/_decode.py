@@ -39,6 +39,7 @@ class Rows(eqx.Module):
     limits: Int[Array, "batch"]  # the lengths that rows may reach
     done: Bool[Array, "batch"]
     sound: Bool[Array, ""]  # no logits were NaN so far
+    left: Bool[Array, ""]  # and the transforms have left each row a token
     log_probabilities: Float[Array, "batch seq"] | None
     cache: PyTree
 
@@ -77,6 +78,7 @@ def prefill(
         limits=lengths + most,
         done=jnp.zeros(batch, bool),
         sound=jnp.ones((), bool),
+        left=jnp.ones((), bool),
         log_probabilities=jnp.zeros((batch, sizes.width), jnp.float32) if log_probabilities else None,
         cache=cache,
     )
@@ -109,12 +111,14 @@ def draw(logits: Float[Array, "batch vocab"], history: History, draws: Draws) ->
 def pick(logits: Float[Array, "batch vocab"], positions: Int[Array, "batch"], draws: Draws) -> Int[Array, "batch"]:
     """One id for each row by the Gumbel-max trick: `argmax(logits + noise)`; ties go to the lowest id.
 
-    A row's noise depends on the key, the row's number and the new token's position alone.
+    A row's noise depends on the key, the row's number and the new token's position alone. The id is -1 where none may
+    be drawn: all logits are minus infinity, or one is NaN.
     """
+    has_any = jnp.max(logits, axis=-1) > -jnp.inf
     if not draws.transforms.is_greedy:
         keys = token_keys(draws.key, draws.examples, positions[:, None])[:, 0]
         logits = logits + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jnp.where(has_any, jnp.argmax(logits, axis=-1), -1).astype(jnp.int32)
 
 
 def _drawn(rows: Rows, logits: Float[Array, "batch vocab"], cache: PyTree, draws: Draws) -> Rows:
@@ -141,6 +145,7 @@ def lengthened(
     if likely is not None:
         of_all = jax.nn.log_softmax(logits.astype(likely.dtype), axis=-1)
         likely = likely.at[at].set(jnp.take_along_axis(of_all, new[..., None], axis=-1)[..., 0], mode="drop")
+    left, new = rows.left & ~jnp.any((new < 0) & kept), jnp.maximum(new, 0)
     lengths = rows.lengths + jnp.sum(kept, axis=1, dtype=jnp.int32)
     return Rows(
         ids=rows.ids.at[at].set(new, mode="drop"),
@@ -148,6 +153,7 @@ def lengthened(
         limits=rows.limits,
         done=rows.done | jnp.any(is_end & kept, axis=1) | (lengths >= rows.limits),
         sound=rows.sound & ~jnp.any(jnp.isnan(logits) & kept[..., None]),
+        left=left,
         log_probabilities=likely,
         cache=cache,
     )

@@ -84,14 +84,14 @@ def generate(
         key: For all draws.
 
     Raises a `ValueError` for prompts that are empty or hold unknown ids, for more tokens than learned positions, for a
-    draft of another vocabulary, and if the model's logits are NaN.
+    draft of another vocabulary, for transforms that leave a row no token, and if the model's logits are NaN.
     """
     prepared = prepare(model, prompts, lengths, max_new_tokens, prefill_chunk, cache_dtype)
     draws = draws_of(model, len(prepared.ids), transforms, end_of_text, examples, key)
     reader = reader_of(model, draft, draft_tokens, prepared, max_new_tokens)
     most = whole_number(max_new_tokens)
     rows = _whole(reader, prepared.ids, prepared.lengths, most, draws, log_probabilities, prepared.sizes)
-    check_sound(rows.sound)
+    check_sound(rows.sound, rows.left)
     after, kept = np.asarray(rows.lengths), rows.log_probabilities
     longest = int(np.max(after))
     return Generation(
@@ -169,10 +169,15 @@ def whole_number(number: int) -> Int[jax.Array, ""]:
     return jnp.asarray(number, jnp.int32)
 
 
-def check_sound(sound: Bool[Array, ""]) -> None:
-    """Raise a `ValueError` unless the logits were free of NaN."""
+def check_sound(sound: Bool[Array, ""], left: Bool[Array, ""]) -> None:
+    """Raise a `ValueError` unless the logits were free of NaN, and transforms left each row a token."""
     if not sound:
         raise ValueError(
             "generate: the model gave NaN logits, from which nothing can be drawn; its parameters hold NaN or "
             "infinities, or its activations overflow in their dtype (see Precision)."
+        )
+    if not left:
+        raise ValueError(
+            "generate(transforms=...): the transforms left a row no token to draw: they made all of its logits minus "
+            "infinity, or one of them NaN; leave at least one, such as an end of text."
         )

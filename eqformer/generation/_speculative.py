@@ -177,7 +177,7 @@ def _propose(
 
     def choose(hidden: Array, held: Array, lengths: Array) -> tuple[Array, Array, Array]:
         logits = draws.transforms(draft.logits(hidden), History(held, lengths))
-        chosen = pick(logits, lengths, proposing)
+        chosen = jnp.maximum(pick(logits, lengths, proposing), 0)  # a draft that may propose nothing is never taken
         return chosen, jax.nn.softmax(logits, axis=-1), _with_tokens(held, lengths[:, None], chosen[:, None])
 
     def step(carry: tuple, number: Array) -> tuple[tuple, tuple]:

@@ -80,8 +80,8 @@ class Stream(Iterator[int]):
         rows, fresh = _begin(model, ids, lengths, most, draws, whole_number(shown + stride), stride, sizes)
         while True:
             # The host reads separate arrays, since the next call donates the rows.
-            length, done, sound, ids, tally = jax.device_get(fresh)
-            check_sound(sound)
+            length, done, sound, left, ids, tally = jax.device_get(fresh)
+            check_sound(sound, left)
             self.drafted = None if tally is None else drafted_of(tally)
             yield from ids[: length - shown].tolist()
             if done:
@@ -112,9 +112,9 @@ def _go_on(fixed: tuple[Model, Draws, Int[jax.Array, ""], int], rows: Rows) -> t
 
 
 def _with_fresh(rows: Rows, before: Int[jax.Array, ""], stride: int, model: Model) -> tuple[Rows, tuple]:
-    """The rows, and what the host reads: row 0's length, whether it is done and without NaN so far, its new ids, and
-    how a draft has done."""
+    """The rows, and what the host reads: row 0's length, whether it is done and sound so far, its new ids, and how
+    a draft has done."""
     most = stride + (model.draft.tokens if isinstance(model, Speculative) else 0)
     padded = jnp.pad(rows.ids[0], (0, most))
     ids = jax.lax.dynamic_slice_in_dim(padded, before, most)
-    return rows, (rows.lengths[0], rows.done[0], rows.sound, ids, tally_of(rows))
+    return rows, (rows.lengths[0], rows.done[0], rows.sound, rows.left, ids, tally_of(rows))

@@ -154,7 +154,14 @@ class Chain(eqx.Module):
         """Apply them from the first to the last."""
         logits = _widened(logits)
         for transform in self.transforms:
-            logits = transform(logits, history)
+            given, logits = logits, transform(logits, history)
+            if logits.shape != given.shape or not jnp.issubdtype(logits.dtype, jnp.floating):
+                name = getattr(transform, "__name__", type(transform).__name__)
+                raise ValueError(
+                    f"{name}(logits, history): a transform gives a logit for each id, but of {given.dtype}"
+                    f"{[*given.shape]} it made {logits.dtype}{[*logits.shape]}; return floats of the shape that it is "
+                    "given, minus infinity for ids that must not be drawn."
+                )
         return logits
 
 

@@ -72,7 +72,8 @@ def _blocks(array: Array, dim: int, block: int, fill: int = 0) -> Array:
 def joined(array: Array, dim: int, length: int) -> Array:
     """Blocks counted by the first dim, put together again along `dim`, and its first `length` entries."""
     array = jnp.moveaxis(array, 0, dim)
-    return jax.lax.slice_in_dim(array.reshape(*array.shape[:dim], -1, *array.shape[dim + 2 :]), 0, length, axis=dim)
+    whole = array.shape[dim] * array.shape[dim + 1]  # no -1, which is unknown where there are no rows
+    return jax.lax.slice_in_dim(array.reshape(*array.shape[:dim], whole, *array.shape[dim + 2 :]), 0, length, axis=dim)
 
 
 def block_of(tree, number: Int[Array, ""]):
