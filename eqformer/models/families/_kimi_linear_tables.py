@@ -45,18 +45,23 @@ def _attention(published: PublishedConfig, layers: int) -> tuple[int, ...]:
     return tuple(range(4, layers, 4)) if said is None else tuple(number - 1 for number in said)
 
 
+def _either(name: str, own: str, other: str, default: int, least: int = 1) -> Count:
+    return Count(name, (other, own), default, written=(own,), least=least)
+
+
 KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     *(*SIZES, WIDTH, AsManyKeyHeads(), _Net()),
     *(Attribute("first_dense", "first_k_dense_replace", 1), LayerMixtures()),
     LayerTypes("attention_layers", ("full_attention", "linear_attention"), _attention),
     Attribute("expert_mlp", "moe_intermediate_size", 1024),
-    Attribute("experts", ("num_experts", "num_local_experts"), 256),
-    Attribute("top_k", ("num_experts_per_token", "num_experts_per_tok"), 8),
-    Count("shared", ("num_shared_experts", "n_shared_experts"), 1, least=0),
+    # Of two names transformers reads the second last, so that it counts.
+    _either("experts", "num_experts", "num_local_experts", 256),
+    _either("top_k", "num_experts_per_token", "num_experts_per_tok", 8),
+    _either("shared", "num_shared_experts", "n_shared_experts", 1, least=0),
     Attribute("scale", "routed_scaling_factor", 2.446),
-    Count("groups", ("num_expert_group", "n_group"), 1),
+    _either("groups", "num_expert_group", "n_group", 1),
     Count("kept_groups", "topk_group", 1),
-    Attribute("normalise", ("moe_renormalize", "norm_topk_prob"), True),
+    Attribute("normalise", ("norm_topk_prob", "moe_renormalize"), True, written=("moe_renormalize",)),
     Attribute("balance", "router_aux_loss_coef", 0.0001),
     *(Attribute("latent", "kv_lora_rank", 512), Nullable("q_latent", "q_lora_rank", None)),
     Attribute("head_dim", "qk_nope_head_dim", 128),
