@@ -3,12 +3,13 @@
 import dataclasses
 from typing import Any
 
-from ..nn import LongRopeScaling, ProportionalScaling, RotaryScaling, YarnScaling
+from ..nn import Llama3Scaling, LongRopeScaling, ProportionalScaling, RotaryScaling, YarnScaling
 from ._attributes import Entry
 from ._config import PublishedConfig
 from ._rotary_scalings import scaling_attributes, scaling_of, SCALINGS, unknown
 
 
+_ORIGINAL = "original_max_position_embeddings"
 _TYPES = FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -53,11 +54,24 @@ class RotaryByType(Entry):
     scaled: bool = True
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`theta`, `scaling`, `local_theta` and `local_scaling`."""
+        """`theta`, `scaling`, `local_theta` and `local_scaling`; refuse what releases of transformers read unlike."""
+        self._check(published, _of_types(published))
         theta, scaling = read_rotary(
             published, self.theta, FULL, (self.older[0], "rope_scaling" if self.scaled else None)
         )
         return {"theta": theta, "scaling": scaling} | read_local(published, self.local_theta, self.older[1])
+
+    def _check(self, published: PublishedConfig, by_type: dict[str, Any]) -> None:
+        older = published.nested("rope_scaling") if self.scaled else {}
+        if older and not by_type and "rope_type" not in older:
+            published.refuse(f"rope_scaling={older}: newer transformers reads no such type here; say its rope_type.")
+        said = [bool((by_type.get(kind) or {}).get("rope_theta")) for kind in _TYPES]
+        one, name = self.older[0] == self.older[1], self.older[0]
+        if one and not all(said) and (theta := published.take(name, self.theta)) != self.theta:
+            published.refuse(
+                f"{name}={theta}: newer transformers takes {self.theta} for layers with a window; say both in "
+                "rope_parameters, by type of layer."
+            )
 
     def write(self, config: Any) -> dict[str, Any]:
         """The older attributes and, for each type of layer, the newer, of which alone a local scaling is."""
@@ -66,15 +80,18 @@ class RotaryByType(Entry):
         return found | _by_type(config, _parameters(config))
 
 
+_WITH_ORIGINAL = LongRopeScaling, YarnScaling, Llama3Scaling
+
+
 class LongRotaryPositions(RotaryPositions):
     """Rotary positions whose original length is said beside them (Phi-3)."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`theta` and `scaling`; refuse a LongRoPE of another original length than the configuration's."""
+        """`theta` and `scaling`; refuse a scaling of another original length than the configuration's."""
         found = super().read(published)
         # Where it is missing, transformers takes 4096, not the longest length.
         original, scaling = published.take("original_max_position_embeddings", 4096), found["scaling"]
-        if isinstance(scaling, LongRopeScaling) and scaling.original_length != original:
+        if isinstance(scaling, _WITH_ORIGINAL) and scaling.original_length != original:
             published.refuse(f"original_max_position_embeddings={original}: rope_scaling says {scaling}.")
         return found
 
@@ -82,7 +99,7 @@ class LongRotaryPositions(RotaryPositions):
         """The older attributes, and the original length."""
         scaling = config.scaling
         said = {"original_max_position_embeddings": getattr(scaling, "original_length", None)}
-        return super().write(config) | (said if isinstance(scaling, LongRopeScaling) else {})
+        return super().write(config) | (said if isinstance(scaling, _WITH_ORIGINAL) else {})
 
 
 class SharpenedRotaryPositions(RotaryPositions):
@@ -140,7 +157,9 @@ class PositionsByType(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`theta`, `scaling`, `local_theta` and `local_scaling`."""
-        by_type = published.nested("rope_parameters")
+        by_type = _of_types(published)
+        if by_type and (missing := [kind for kind in _TYPES if not by_type.get(kind)]):
+            published.refuse(f"rope_parameters say nothing of {missing[0]}; say both types of layer.")
         local = read_local(published, 10_000.0, "rope_local_base_freq")
         given = dict(by_type.get(FULL) or {} if by_type else _PROPORTIONAL)
         if given.pop("rope_type", "default") != "proportional":
@@ -183,6 +202,15 @@ class RotaryFraction(Entry):
         return said | (newer if self.inside else {})
 
 
+def _of_types(published: PublishedConfig) -> dict[str, Any]:
+    """`rope_parameters` by type of layer; refuse those for all, which transformers does not read of these families."""
+    given = published.nested("rope_parameters")
+    if given and not any(isinstance(value, dict) for value in given.values()):
+        types = " and of ".join(_TYPES)
+        published.refuse(f"rope_parameters={given}: this family's are by type of layer, of {types}.")
+    return given
+
+
 def read_rotary(
     published: PublishedConfig,
     default_theta: float = 10_000.0,
@@ -208,18 +236,30 @@ def read_rotary(
     given = dict(given)
     theta = published.take(older[0], None)
     scaling = published.nested(older[1]) if older[1] else {}
+    if given and scaling and _unlike(scaling, given, bool(typed)):
+        published.refuse(f"{older[1]}={scaling}, and rope_parameters have {given}; give one of them.")
     given = {name: value for name, value in (given or scaling).items() if name not in beside}
     if (part := given.pop("partial_rotary_factor", None)) is not None:
         published.add("partial_rotary_factor", part)
     theta = given.pop("rope_theta", None) or theta or default_theta
     kind = given.pop("rope_type", given.pop("type", None))
     longest = 0 if kind in (None, "default") else published.count("max_position_embeddings")
-    original = published.take("original_max_position_embeddings", None)
-    original = given.pop("original_max_position_embeddings", None) or original or longest
+    beside_it, inner = published.take(_ORIGINAL, None), given.pop(_ORIGINAL, None)
+    # By types transformers reads theirs alone; else the other one, also where both are there.
+    own = (inner or longest) if typed and layer_type else (beside_it or inner or longest)
+    if kind in ("yarn", "llama3", "longrope", "su") and [beside_it or own, inner or own] != [own, own]:
+        published.refuse(f"{_ORIGINAL}={beside_it}, and {inner or longest} beside rope_type={kind!r}; give them alike.")
+    original = own
     scaling = scaling_of(published.refuse, kind, given, original, longest)
     if scaling is not None and older[1] is None and not typed:
         published.refuse(f"rope_parameters: {layer_type} has {kind!r}, and this family no scaling.")
     return float(theta), scaling
+
+
+def _unlike(older: dict[str, Any], newer: dict[str, Any], is_added: bool) -> bool:
+    """Whether the older attribute, which is read in the newer's place or is added to it, says something else."""
+    one, other = ({"rope_type": its.get("type")} | its | {"type": None} for its in (older, newer))
+    return any(other.get(name) != its for name, its in one.items()) if is_added else one != other
 
 
 def read_local(published: PublishedConfig, theta: float, older: str) -> dict[str, Any]:

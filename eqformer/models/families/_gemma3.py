@@ -105,13 +105,14 @@ GEMMA3 = Family(
     "gemma3_text",
     (
         *decoder_attributes(RotaryByType(1e6, 10_000.0), head_dim=256, kv_heads=4, tied=True),
-        Windows(4096, Period(6, ("_sliding_window_pattern", "sliding_window_pattern"), but=True)),
+        Windows(4096, Period(6, ("sliding_window_pattern",), but=True)),
         Attribute("query_scalar", "query_pre_attn_scalar", 256),
         Attribute("logit_softcap", "final_logit_softcapping", None),
         Activation("gelu_pytorch_tanh", "hidden_activation"),
         Attribute("bias", "attention_bias", False),
         Expect("use_bidirectional_attention", False, written=False),
-        Ignore("hidden_act", "cache_implementation", "attn_logit_softcapping"),  # which nothing reads
+        # Which nothing reads; the last is written of what `layer_types` say.
+        Ignore("hidden_act", "cache_implementation", "attn_logit_softcapping", "_sliding_window_pattern"),
     ),
     (*EDGES, *ATTENTION, *head_norm_weights(), *GATED, *FOUR_NORMS),
     towers=(Tower("gemma3", missing=GEMMA3_MISSING),),

@@ -118,7 +118,7 @@ class Llama3Scaling(RotaryScaling):
         span = self.high_frequency_factor - self.low_frequency_factor
         above = turns - self.low_frequency_factor
         # Without a ramp (Llama 4 Scout), each wave is on one side or the other.
-        keep = np.clip(above / span, 0.0, 1.0) if span else (above >= 0).astype(base.dtype)
+        keep = np.clip(above / span, 0.0, 1.0) if span > 0 else (above >= 0).astype(base.dtype)
         return keep * base + (1 - keep) * base / self.factor, 1.0
 
 
