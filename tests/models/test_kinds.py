@@ -1,9 +1,11 @@
 """Values of other kinds than their attributes have are refused by name, and so is what would be read otherwise."""
 
+import json
 from typing import Any
 
 import pytest
 from test_attributes import case, HARMLESS, numbers_of, PUBLISHED, SUPERSEDED, UNUSED
+from test_published import RECORDED
 
 from eqformer import nn
 from eqformer.models._kinds import fits
@@ -20,6 +22,14 @@ def test_a_decoder_of_which_a_token_sees_later_ones_is_refused(family):
         else:
             with pytest.raises(ValueError, match=rf"config.json: is_causal={value}"):
                 numbers_of(config | {"is_causal": value})
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_transformers_writes_is_of_the_kinds_of_its_fields(name):
+    """Every case is read, in any order, and another vocabulary is seen."""
+    config = RECORDED[name]["config"]
+    other = json.loads(json.dumps(config).replace('"vocab_size": ', '"vocab_size": 1'))
+    assert numbers_of(config) == numbers_of(dict(reversed(config.items()))) != numbers_of(other)
 
 
 def parts_of(family: str) -> list[tuple[dict[str, Any], Any]]:

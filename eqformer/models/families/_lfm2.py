@@ -37,8 +37,8 @@ class _Width(Entry):
         """`mlp`."""
         width = published.count("block_ff_dim", published.take("intermediate_size", 12_288))
         multiple = published.count("block_multiple_of", 256)
+        factor = published.nullable("block_ffn_dim_multiplier", 1.0)
         if published.flag("block_auto_adjust_ff_dim", True):
-            factor = published.nullable("block_ffn_dim_multiplier", 1.0)
             factor = None if factor is None else published.number("block_ffn_dim_multiplier", 1.0)
             width = int(2 * width / 3)
             width = width if factor is None else -(-int(factor * width) // multiple) * multiple
