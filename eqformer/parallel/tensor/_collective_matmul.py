@@ -144,12 +144,12 @@ def _product(products: Products, x: Array, weight: Array) -> Array:
     return products(x, weight, at_least_float32(x.dtype)).astype(x.dtype)
 
 
-def _take(array: Array, start: Array, length: int, dim: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(array, start, length, array.ndim + dim)
+def _take(array: Array, start: Array, length: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(array, start, length, array.ndim - 2)
 
 
-def _put(array: Array, part: Array, start: Array, dim: int) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), start, array.ndim + dim)
+def _put(array: Array, part: Array, start: Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), start, array.ndim - 2)
 
 
 def _gathered_plainly(
@@ -159,7 +159,7 @@ def _gathered_plainly(
 
     def write(outputs: tuple[Array, ...], piece: Array, start: Array) -> tuple[Array, ...]:
         each = zip(outputs, products, weights)
-        return tuple(_put(output, one.forward(piece, weight, exact), start, -2) for output, one, weight in each)
+        return tuple(_put(output, one.forward(piece, weight, exact), start) for output, one, weight in each)
 
     return circulate(ring, x, -2, write, tuple(jnp.zeros((*rows, weight.shape[0]), x.dtype) for weight in weights))
 
@@ -177,11 +177,11 @@ def _gathered_backward(ring: Ring, products: tuple[Products, ...], saved: tuple,
 
     def share(start: Array, length: int) -> Array:
         each = zip(products, gradients, weights, strict=True)
-        first, *others = (one.to_input(_take(g, start, length, -2), weight, exact) for one, g, weight in each)
+        first, *others = (one.to_input(_take(g, start, length), weight, exact) for one, g, weight in each)
         return sum(others, start=first)
 
     def grow(sums: tuple[Array, ...], piece: Array, start: Array) -> tuple[Array, ...]:
-        rows = (_take(gradient, start, piece.shape[-2], -2) for gradient in gradients)
+        rows = (_take(gradient, start, piece.shape[-2]) for gradient in gradients)
         return tuple(total + one.to_weight(part, piece, exact) for total, one, part in zip(sums, products, rows))
 
     to_x = collect(ring, x.shape[-2], -2, share, x.dtype)
@@ -203,8 +203,8 @@ def _scattered_plainly(
 
     def share(start: Array, length: int) -> Array:
         if scatter == "seq":
-            return products.forward(_take(x, start, length, -2), weight, exact)
-        return products.forward(x, _take(weight, start, length, -2), exact)
+            return products.forward(_take(x, start, length), weight, exact)
+        return products.forward(x, _take(weight, start, length), exact)
 
     dim, whole = (-2, x.shape[-2]) if scatter == "seq" else (-1, weight.shape[0])
     return collect(ring, whole // ring.devices, dim, share, x.dtype)
@@ -225,13 +225,13 @@ def _scattered_backward(ring: Ring, products: Products, scatter: str, saved: tup
 
     def from_rows(carry: tuple[Array, Array], piece: Array, start: Array) -> tuple[Array, Array]:
         to_x, to_weight = carry
-        rows = _take(x, start, piece.shape[-2], -2)
-        return _put(to_x, back(piece, weight), start, -2), to_weight + outer(piece, rows)
+        rows = _take(x, start, piece.shape[-2])
+        return _put(to_x, back(piece, weight), start), to_weight + outer(piece, rows)
 
     def from_outputs(carry: tuple[Array, Array], piece: Array, start: Array) -> tuple[Array, Array]:
         to_x, to_weight = carry
-        rows = _take(weight, start, piece.shape[-1], -2)
-        return to_x + back(piece, rows), _put(to_weight, outer(piece, x), start, -2)
+        rows = _take(weight, start, piece.shape[-1])
+        return to_x + back(piece, rows), _put(to_weight, outer(piece, x), start)
 
     dim, visit = (-2, from_rows) if scatter == "seq" else (-1, from_outputs)
     empty = jnp.zeros(x.shape, exact), jnp.zeros(weight.shape, exact)
