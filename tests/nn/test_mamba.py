@@ -94,6 +94,21 @@ def test_each_map_has_its_multiplier_and_the_norm_may_come_before_the_gate(norm)
         assert close(run(changed, X, None)[0], want, 1e-3) == is_same
 
 
+def test_states_of_many_numbers_are_passed_on_less_often():
+    """By default, and so they give what the loops give, of more tokens than a chunk; the control has two documents."""
+    wanted = {(16, 16): 64, (64, 65): 128, (256, 64): 128, (256, 128): 256}
+    nets = {
+        sizes: drawn(nn.Mamba2Mixer, embed=EMBED, heads=2, kv_heads=1, head_dim=sizes[0], v_dim=sizes[1], key=KEY)
+        for sizes in wanted
+    }
+    assert {sizes: net.chunk for sizes, net in nets.items()} == wanted
+    x, net, documents = normal(1, 1, 130, EMBED), nets[64, 65], np.zeros((1, 130))
+    found, expected = run(net, x, None)[0], literal(net, wide(x), documents)
+    assert close(found, expected, 1e-5)
+    documents[:, 120:] = 1
+    assert not close(found, literal(net, wide(x), documents), 1e-3)
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("options", [{"kv_heads": 1}, {"norm_eps": None}, {"kv_heads": 4, "taps": 2}])
 def test_so_it_is_of_one_group_without_a_norm_and_with_fewer_taps(options):

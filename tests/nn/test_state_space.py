@@ -93,7 +93,7 @@ def test_states_and_their_gradients_are_in_the_place_of_what_is_added():
     """The control is a scan, which needs one array more for them."""
 
     def scanned(start, kept, added):
-        step = lambda state, given: (state * given[0][:, :, None, :, None] + given[1], state)
+        step = lambda state, given: (state * given[0][..., None, None] + given[1], state)
         last, before = jax.lax.scan(step, start, (kept, added))
         return before, last
 
@@ -103,7 +103,7 @@ def test_states_and_their_gradients_are_in_the_place_of_what_is_added():
             return jnp.sum(jnp.sin(before)) + jnp.sum(last)
 
         gradient = jax.jit(jax.grad(total, (0, 1, 2)), donate_argnums=2)
-        given = [jnp.zeros(shape) for shape in ((2, 1, 8, 4, 8), (32, 2, 1, 4), (32, 2, 1, 8, 4, 8))]
+        given = [jnp.zeros(shape) for shape in ((2, 1, 4, 8, 8), (32, 2, 1, 4), (32, 2, 1, 4, 8, 8))]
         memory = gradient.lower(*given).compile().memory_analysis()
         return 0 if memory is None else memory.temp_size_in_bytes / given[2].nbytes
 

@@ -1,5 +1,6 @@
 """Mamba-2 in the place of attention: a memory of fixed size that fades and takes up each token."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ class Mamba2Mixer(Mixer):
         v_dim: int,
         key: Key[Array, ""],
         taps: int = 4,
-        chunk: int = 64,
+        chunk: int | None = None,
         bias: bool = False,
         conv_bias: bool = True,
         step_limits: tuple[float, float] = (0.0, float("inf")),
@@ -86,7 +87,8 @@ class Mamba2Mixer(Mixer):
             v_dim: Channels of a value.
             key: For the weights.
             taps: Tokens that the short convolutions see.
-            chunk: Tokens that are computed together.
+            chunk: Tokens that are computed together; None: the least power of two whose square, the scores of a chunk,
+                is not below `head_dim * v_dim`, the numbers of a state; and 64 at least.
             bias: Whether the maps have biases.
             output_bias: Whether the last map has one; None: as `bias`.
             multipliers: What the results of the maps from the stream are multiplied by: of gates, values, keys, queries
@@ -98,6 +100,8 @@ class Mamba2Mixer(Mixer):
             output_std: The deviation of the last map's weights; None: as the others'.
             activation: What follows the convolutions.
         """
+        if chunk is None:
+            chunk = max(64, 1 << math.isqrt(max(head_dim * v_dim - 1, 0)).bit_length())
         check_sizes("Mamba2Mixer", heads=heads, kv_heads=kv_heads, chunk=chunk)
         keys = jax.random.split(key, 10)
         few: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim}

@@ -6,9 +6,9 @@ from jaxtyping import Array, Float
 
 
 def passed_on(
-    start: Float[Array, "batch groups head_dim copies v_dim"],
+    start: Float[Array, "batch groups copies v_dim head_dim"],
     kept: Float[Array, "n batch groups copies"],
-    added: Float[Array, "n batch groups head_dim copies v_dim"],
+    added: Float[Array, "n batch groups copies v_dim head_dim"],
 ) -> tuple[Array, Array]:
     """The state before each chunk, and the last, of `S_(n+1) = kept_n S_n + added_n`, where `S_0` is `start`.
 
@@ -43,7 +43,7 @@ def _backward(saved: tuple[Array, Array], gradients: tuple[Array, Array]) -> tup
         later, to_kept, to_states = carry
         number = len(kept) - 1 - turn
         later, own = read_first(later, to_states[number])
-        to_kept = to_kept.at[number].set(jnp.sum(later * before[number], axis=(2, 4)))
+        to_kept = to_kept.at[number].set(jnp.sum(later * before[number], axis=(3, 4)))
         return later * _of_heads(kept[number]) + own, to_kept, to_states.at[number].set(later)
 
     to_before, to_last = gradients
@@ -59,4 +59,4 @@ def read_first(state: Array, *there: Array) -> list[Array]:
 
 
 def _of_heads(kept: Array) -> Array:
-    return kept[:, :, None, :, None]
+    return kept[..., None, None]

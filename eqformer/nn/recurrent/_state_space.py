@@ -46,13 +46,13 @@ def state_space(
     within, passing, ending, kept = map(by_group, fading(jnp.moveaxis(chunks(decay), 2, -1), owners))
     scores = product("nbgid,nbgjd->nbgij", query, key)[..., None, :, :] * within
     output = product("nbgrij,nbgjrv->nbgirv", scores, grouped)
-    added = product("nbgjd,nbgjrv->nbgdrv", key, grouped * ending.mT[..., None])
+    added = product("nbgjd,nbgjrv->nbgrvd", key, grouped * ending.mT[..., None])
     state = states.first(value.dtype)
-    start = jnp.swapaxes(by_group(state.reshape(1, -1, *state.shape[len(batch) :]))[0], 2, 3)
+    start = by_group(state.mT.reshape(1, -1, *state.mT.shape[len(batch) :]))[0]
     before, last = passed_on(start, kept, added)
-    output += product("nbgid,nbgdrv->nbgirv", query, before) * passing.mT[..., None]
+    output += product("nbgid,nbgrvd->nbgirv", query, before) * passing.mT[..., None]
     output = jnp.moveaxis(output, (0, 2), (1, 3)).reshape(*batch, -1, heads, v_dim)
-    memory = states.replaced(jnp.swapaxes(last, 2, 3).reshape(state.shape))
+    memory = states.replaced(last.reshape(state.mT.shape).mT)
     return jax.lax.slice_in_dim(output, 0, seq, axis=len(batch)), memory
 
 
