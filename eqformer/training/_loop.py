@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
@@ -63,7 +64,7 @@ def train(
 
     The step is compiled once, for the first batch, unless it is compiled already. Its results are not waited for, so
     that the host prepares the next batch while the devices compute. Raises a `DivergedError` for a run whose numbers
-    are not finite, see `check_finite`, and a `ValueError` where batches end before the steps do.
+    are not finite, see `check_finite`, and a `ValueError` where batches end before the steps do, or change shape.
 
     Args:
         step: Of `make_step` or `planned_step`.
@@ -74,11 +75,20 @@ def train(
         start: The number of steps that the state has taken.
         callbacks: Called in this order.
     """
+    for place, callback in enumerate(callbacks):
+        if not isinstance(callback, Callback):
+            raise ValueError(
+                f"train(callbacks=...): callbacks[{place}] is a {type(callback).__name__}; give a Callback, of a "
+                "function Every(1, function), which is called with the run."
+            )
     run, source = Progress(state, start, steps, {}), iter(batches)
     del state  # donated
-    batch = next(source, None) if start < steps else None
-    if batch is None:
+    if start >= steps:
         return run
+    batch = next(source, None)
+    if batch is None:
+        raise ValueError(f"train(start={start}, steps={steps}): there is no batch; give one for each step.")
+    shapes = _shapes_of(batch)
     step = step.compiled(run.state, batch, key)
     with contextlib.ExitStack() as ends:
         for callback in callbacks:
@@ -87,6 +97,11 @@ def train(
         while run.step < steps and not run.is_stopping:
             if batch is None:
                 raise ValueError(f"train(steps={steps}): the batches ended after {run.step}; give one for each step.")
+            if (others := _shapes_of(batch)) != shapes:
+                raise ValueError(
+                    f"train(steps={steps}): the batch of step {run.step + 1} has arrays of {others}, and the step was "
+                    f"compiled for {shapes}; give batches of one shape, filled up with rows whose weights are 0."
+                )
             before, run.batch = run.metrics, batch
             run.state, run.metrics = step(run.state, batch, key)
             run.step += 1
@@ -103,6 +118,8 @@ class Every(Callback):
     """Calls `function(run)` after each `every` steps, and after the last."""
 
     def __init__(self, every: int, function: Callable[[Progress], Any]):
+        if every < 1:
+            raise ValueError(f"{type(self).__name__}({every}, ...): it counts steps, so give at least 1.")
         self.every, self.function = every, function
 
     def after_step(self, run: Progress) -> None:
@@ -155,6 +172,11 @@ class Checkpoints(Every):
             self._checkpointer.save(run.state, run.step, about)
         else:
             run.state = self._states.save(self._checkpointer, run.state, run.step, about)
+
+
+def _shapes_of(batch: PyTree) -> list[str]:
+    """The dtype and shape of each array."""
+    return [f"{kind.dtype}{[*kind.shape]}" for kind in map(jax.typeof, jax.tree.leaves(batch))]
 
 
 def _number(value: Array) -> Any:

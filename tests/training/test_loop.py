@@ -85,8 +85,29 @@ def test_batches_that_end_too_soon_are_an_error(line):
     step, first, batches = line
     with pytest.raises(ValueError, match=r"train\(steps=9\): the batches ended after 4; give one for each step"):
         training.train(step, first(), batches[:4], jax.random.key(0), steps=9)
+    with pytest.raises(ValueError, match=r"train\(start=0, steps=9\): there is no batch; give one for each step"):
+        training.train(step, first(), [], jax.random.key(0), steps=9)
     done = training.train(step, first(), batches, jax.random.key(0), steps=2, start=2)
     assert done.step == 2 and done.metrics == {}
+
+
+def test_batches_of_another_shape_are_named(line):
+    step, first, batches = line
+    with pytest.raises(
+        ValueError, match=r"batch of step 3 has arrays of \['float32\[2\]'\].* \['float32\[3\]'\]; give"
+    ):
+        training.train(step, first(), [*batches[:2], batches[2][:2]], jax.random.key(0), steps=3)
+    assert training.train(step, first(), batches, jax.random.key(0), steps=3).step == 3
+
+
+def test_what_is_no_callback_is_named(line):
+    step, first, batches = line
+    with pytest.raises(ValueError, match=r"callbacks\[1\] is a function; give a Callback, of a function Every\(1,"):
+        bare: list = [training.Callback(), lambda run: None]
+        training.train.__wrapped__(step, first(), batches, jax.random.key(0), steps=3, callbacks=bare)
+    with pytest.raises(ValueError, match=r"Log\(0, ...\): it counts steps, so give at least 1"):
+        training.Log(0, print)
+    assert training.Log(1, print).every == 1
 
 
 def test_numbers_that_are_not_finite_end_the_run(line):
