@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 import typing
 from typing import Literal
 
@@ -65,5 +66,5 @@ def check_values(choices: Choices) -> None:
             "the room that even loads need in a round of an exchange; give a positive and finite number, such as 1.25."
         )
     for name, value in (("microbatches", choices.microbatches), ("chunks", choices.chunks)):
-        if value < 1:
-            raise ValueError(f"Plan({name}={value}): it counts, so give at least 1.")
+        if not isinstance(value, numbers.Integral) or value < 1:
+            raise ValueError(f"Plan({name}={value!r}): it counts, so give a whole number of at least 1.")

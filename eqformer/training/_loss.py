@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from .._shapes import Batch
-from ..nn import in_float32, packed_in_order, positions_like, Source, token_keys, Tokens, with_source
+from ..nn import in_float32, Tokens
 from ..parallel import vary, varying_axes
+from ._batch_tokens import batch_tokens
 from ._chunks import chunks_of, sum_over_chunks
 from ._loss_in_parts import in_parts, nats_in_parts
 from ._narrow_tables import cast, read_dtypes, read_from
@@ -38,6 +39,7 @@ def token_nats(
 ) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
     """For each token `logsumexp(logits) - logits[target]` in nats, and the logsumexp itself.
 
+    A target that is no id has NaN, as an id that is none has in an embedding; where its weight is 0 it counts nothing.
     It takes rows of logits over the whole vocabulary; a loss over a split vocabulary replaces this function.
     """
     peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -45,7 +47,13 @@ def token_nats(
     # A comparison instead of a gather: its gradient fuses with the softmax's, where a gather's would be a scatter.
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
     of_target = jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=-1)
-    return log_normaliser - of_target, log_normaliser
+    is_id = (targets >= 0) & (targets < logits.shape[1])
+    return jnp.where(is_id, log_normaliser - of_target, jnp.nan), log_normaliser
+
+
+def weighed(each: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Array, "..."]:
+    """What each token counts, nothing where its weight is 0, whatever stands there."""
+    return jnp.where(weights != 0, each, jnp.zeros_like(each)) * weights.astype(each.dtype)
 
 
 def cross_entropy(
@@ -81,8 +89,7 @@ def cross_entropy(
     if nats is token_nats and in_parts(unembed):
         each, log_normaliser = nats_in_parts(unembed, *flat[:2], chunk)
         each = each + z_loss * jnp.square(log_normaliser) if z_loss else each
-        weights = flat[2].astype(each.dtype)
-        return jnp.sum(each * weights), jnp.sum(weights)
+        return jnp.sum(weighed(each, flat[2])), jnp.sum(flat[2].astype(each.dtype))
     sizes = _chunk_sizes(unembed, flat[0], chunk)
     unembed, tables, dtypes = _with_tables(unembed, flat[0][: sizes[1]])
 
@@ -91,7 +98,7 @@ def cross_entropy(
         each, log_normaliser = nats(logits, targets)
         if z_loss:
             each = each + z_loss * jnp.square(log_normaliser)
-        return jnp.sum(each * weights.astype(each.dtype))
+        return jnp.sum(weighed(each, weights))
 
     def of_all(tables, flat):
         values = cast(tables, dtypes)
@@ -176,7 +183,8 @@ def evaluation_sums(
         nats, _ = (token_nats if vocabulary is None else vocabulary.nats)(logits, piece[1])
         is_first = (_is_first if vocabulary is None else vocabulary.is_first)(logits, piece[1])
         sums = {"nats": nats, "correct": is_first.astype(logits.dtype)}
-        return {name: jnp.sum(each * weights) for name, each in sums.items()} | {"count": jnp.sum(weights)}, None
+        found = {name: jnp.sum(weighed(each, weights)) for name, each in sums.items()}
+        return found | {"count": jnp.sum(weights)}, None
 
     return sum_over_chunks(of_chunk, flat, sizes)[0]
 
@@ -199,42 +207,6 @@ def nats_of_tokens(
 
 def _is_first(logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
     return jnp.argmax(logits, axis=-1).astype(targets.dtype) == targets
-
-
-def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
-    """The `Tokens` that layers read: positions, documents, a source and, given a `key`, a random key for each token.
-
-    A token's random key depends on its example and its place in the row, not on its position, since positions restart
-    in each packed document. A `ValueError` says what to give in the place of anything but a batch.
-    """
-    if not isinstance(batch, Batch):
-        raise ValueError(
-            f"batch_tokens(batch): it is a {type(batch).__name__}, which does not say what the loss and the layers "
-            "need of each row; give an eqformer.Batch(ids, targets, weights, examples)."
-        )
-
-    def keys_of(shape: tuple[int, ...]) -> Key[Array, "batch seq"] | None:
-        places = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-        return None if key is None else token_keys(key, jnp.asarray(batch.examples), places)
-
-    tokens = _tokens(batch.positions, batch.segments, keys_of(batch.ids.shape), batch.ids.shape, batch.documents)
-    if batch.source_ids is None:
-        return tokens
-    shape = batch.source_ids.shape
-    read = _tokens(batch.source_positions, batch.source_segments, keys_of(shape), shape, None)
-    return with_source(tokens, Source(jnp.asarray(batch.source_ids), read))
-
-
-def _tokens(positions: Any, segments: Any, keys: Any, shape: tuple[int, ...], documents: int | None) -> Tokens:
-    if positions is None:
-        return positions_like(shape, keys)
-    positions = jnp.asarray(positions)
-    if segments is None:
-        return Tokens(positions, None, keys)
-    segments = jnp.asarray(segments)
-    if documents is None:
-        return Tokens(positions, segments, keys)
-    return packed_in_order(positions, segments, keys, documents=documents)
 
 
 def _chunk_sizes(unembed: Callable, hidden: Float[Array, "tokens embed"], chunk: int | None) -> tuple[int, int]:

@@ -46,8 +46,9 @@ def nats_in_parts(
             logits = jnp.where(ids >= 0, logits, -jnp.inf)
             peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
             log_normaliser = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1)) + peak[:, 0]
-            is_target = ids == piece[1][:, None]
-            return (), (log_normaliser, jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=-1))
+            is_target = (ids == piece[1][:, None]) & (ids >= 0)
+            found = jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=-1)
+            return (), (log_normaliser, jnp.where(jnp.any(is_target, axis=-1), found, -jnp.inf))
 
         size = max(LOGITS // len(ids), 1) if chunk is None else chunk
         return sum_over_chunks(of_chunk, (hidden, targets), chunks_of(len(targets), len(ids), size))[1]
@@ -58,7 +59,9 @@ def nats_in_parts(
     def forward(moving: PyTree, hidden: Array) -> tuple[tuple[Array, Array], tuple]:
         normalisers, found = jax.lax.map(lambda part: of_part(part[0], part[1], hidden), (moving, rest))
         total = jax.nn.logsumexp(normalisers, axis=0)
-        return (total - jnp.sum(found, axis=0), total), (moving, hidden, normalisers - total)
+        of_target = jnp.max(found, axis=0)  # of the one part that has the target; of no id there is none
+        nats = jnp.where(of_target > -jnp.inf, total - of_target, jnp.nan)
+        return (nats, total), (moving, hidden, normalisers - total)
 
     def backward(saved: tuple, gradients: tuple[Array, Array]) -> tuple[PyTree, Array]:
         moving, hidden, shares = saved

@@ -216,6 +216,15 @@ def optimizer(name: str, model: PyTree, *, rate: Rates | float, **options: Any) 
     return dataclasses.replace(found, moments=moments)
 
 
+def check_optimizer(optimizer: object, call: str) -> None:
+    """Raise a `ValueError` for anything but an `Optimizer`, such as an optax transformation alone."""
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"{call}: the optimizer is a {type(optimizer).__name__}; an optax transformation is built for a learning "
+            "rate of 1 and given with its rate, as training.Optimizer(optax.adam(1.0), training.constant(1e-3))."
+        )
+
+
 def global_norm(tree: PyTree) -> Float[Array, ""]:
     """The root of the sum of the squares of every entry of every leaf, accumulated in float32 at least."""
     leaves = jax.tree.leaves(nn.in_float32(tree))

@@ -13,9 +13,20 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import nn
 from .._shapes import ArrayOrShape, Batch
-from ..parallel import differentiable, filter_shard_map, OnDevice, pipeline_gradients, Plan, shardings
+from ..parallel import (
+    differentiable,
+    filter_shard_map,
+    OnDevice,
+    pipeline_gradients,
+    Plan,
+    shardings,
+    TENSOR,
+    varying_axes,
+)
+from ._batch_tokens import batch_tokens
 from ._host_memory import brought_near, is_on_host, taken_back
-from ._loss import batch_tokens, evaluation_sums
+from ._loss import evaluation_sums
+from ._loss_result import check_takes_tokens, check_whole, sum_and_count
 from ._loss_scale import Scale, seed, unscaled
 from ._moments import Codes
 from ._optimizer import Optimizer, trainable, Trained
@@ -39,6 +50,8 @@ def planned_gradients(plan: Plan) -> GradientsOf:
     """
 
     def gradients_of(loss_fn: LossFn, trained: Trained = trainable) -> Gradients:
+        check_takes_tokens(loss_fn)
+
         def of_batch(model: PyTree, batch: PyTree, key: PyTree, scale: Scale = None) -> Found:
             plan.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1], group=batch.group)
             local = _Local(plan.on_device(model), loss_fn, trained)
@@ -177,7 +190,10 @@ class _Local:
         return self.device.total(total), (self.device.total(count), aux), self.device.reduce(gradients)
 
     def _loss(self, model: PyTree, pieces: PyTree) -> tuple[Array, Count]:
-        return self.loss_fn(model, pieces[0], None, tokens=pieces[1], vocabulary=self.device.vocabulary)
+        found = self.loss_fn(model, pieces[0], None, tokens=pieces[1], vocabulary=self.device.vocabulary)
+        total, tally = sum_and_count(found, self.loss_fn)
+        check_whole(total, self.loss_fn, self.plan.size(TENSOR))
+        return total, tally
 
     def _accumulated(self, model: PyTree, parameters: PyTree, pieces: PyTree, scale: Scale) -> Found:
         def loss(parameters: PyTree, pieces: PyTree, key: None) -> tuple[Array, Count]:
@@ -211,7 +227,7 @@ class _Local:
             return x, tuple(found)
 
         def last(edges: PyTree, x: Array, piece: PyTree) -> tuple[Array, Count]:
-            return self._loss(_with_stacks(edges, (_Done(x),)), piece)
+            return self._loss(_with_stacks(edges, (_Done(x, piece[1]),)), piece)
 
         pieces = in_microbatches(pieces, self.plan.microbatches)
         start = seed(scale, jax.tree.map(lambda x: x[0], pieces))
@@ -233,11 +249,20 @@ class _Local:
 
 
 class _Done(eqx.Module):
-    """Takes the place of the layers once they have run: returns their output."""
+    """Takes the place of the layers once they have run with these `tokens`: returns their output."""
 
     value: Float[Array, "*batch seq embed"]
+    tokens: nn.Tokens
 
-    def __call__(self, *_: PyTree) -> tuple[Float[Array, "*batch seq embed"], None, None]:
+    def __call__(
+        self, x: PyTree, tokens: nn.Tokens, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], None, None]:
+        is_default = not varying_axes(tokens.positions)  # made here, of no device's rows
+        if is_default and (self.tokens.segments is not None or self.tokens.keys is not None):
+            raise ValueError(
+                "a loss under Plan over pipe calls its model without tokens, but the stages have run with the "
+                "batch's documents and random keys; pass the loss's own tokens= on, as model.encode(batch.ids, tokens)."
+            )
         return self.value, None, None
 
 

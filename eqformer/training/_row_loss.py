@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Key, PyTree
 from .._shapes import Batch
 from ..nn import Tokens
 from ..parallel import row_sums, vary_like
-from ._loss import batch_tokens, cross_entropy, nats_of_tokens, token_nats, Vocabulary
+from ._batch_tokens import batch_tokens
+from ._loss import cross_entropy, nats_of_tokens, token_nats, Vocabulary, weighed
 from ._step import LossFn
 from ._tally import tallied
 
@@ -85,4 +86,4 @@ def _row_nats(
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
     of_tokens = token_nats if vocabulary is None else vocabulary.nats
     each = nats_of_tokens(model.unembed, jax.lax.stop_gradient(hidden), targets, chunk=chunk, nats=of_tokens)
-    return row_sums(jax.lax.stop_gradient(each * weights.astype(each.dtype)))
+    return row_sums(jax.lax.stop_gradient(weighed(each, weights)))

@@ -8,14 +8,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from .._shapes import Batch
 from ..nn import cpu_or
 from ..parallel import is_narrow, routed, stand_in, vary, varying_axes
 from ._gradient_norms import module_gradient_norms
+from ._loss_result import sum_and_count
 from ._loss_scale import loss_scale, LossScale, Scale, seed, unscaled
-from ._optimizer import divided, global_norm, Optimizer, trainable, Trained
+from ._optimizer import check_optimizer, divided, global_norm, Optimizer, trainable, Trained
 from ._rates import Rates
 from ._rebalance import rebalanced
 from ._tally import count_of, routing_metrics, Tally
@@ -45,6 +47,7 @@ class TrainState(eqx.Module):
 
 def init_state(model: PyTree, optimizer: Optimizer) -> TrainState:
     """The state before step 0. A step donates the state it is given, so it deletes the arrays of this `model`."""
+    check_optimizer(optimizer, "init_state(model, optimizer)")
     zeros = (jnp.zeros((), jnp.int32) for _ in range(3))
     return _each_its_own_buffer(TrainState(model, optimizer.init(model), *zeros, loss_scale=loss_scale(model)))
 
@@ -67,6 +70,11 @@ class Step(eqx.Module):
 
         Without a key, layers run as in inference: no dropout, no router noise, no dropped choices of experts.
         """
+        if not isinstance(state.step, Tracer) and state.step.is_deleted():
+            raise ValueError(
+                "step(state, batch, key): the state was given to a step before, which donates it; go on with the state "
+                "that this step returned."
+            )
         if self.program is None:
             return self.run((batch, key, self.rate), state)
         state, rest = eqx.partition(state, _is_traced)
@@ -127,6 +135,7 @@ def make_step(
         near: Brings the optimizer's state to the devices, once the gradients are there, which it returns beside it.
         as_read: Brings the layers' aux from the order in which the state holds them into the model's, for metrics.
     """
+    check_optimizer(optimizer, "make_step(loss_fn, optimizer)")
     if microbatches < 1:
         raise ValueError(f"make_step(microbatches={microbatches}): a step has at least one microbatch.")
     if microbatches > 1 and gradients_of is not None:
@@ -225,7 +234,7 @@ def accumulated_gradients(loss_fn: LossFn, microbatches: int = 1, trained: Train
 
         def loss(places: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
             values = jax.tree.map(lambda x, place: routed(x, place) if is_narrow(x) else place, moving, places)
-            total, tally = loss_fn(eqx.combine(values, rest), batch, key)
+            total, tally = sum_and_count(loss_fn(eqx.combine(values, rest), batch, key), loss_fn)
             return total * seed(scale, batch), (total, tally)
 
         def with_gradients(places: PyTree, batch: PyTree) -> tuple[Array, PyTree, PyTree]:
@@ -241,7 +250,7 @@ def accumulated_gradients(loss_fn: LossFn, microbatches: int = 1, trained: Train
             return jax.tree.map(jnp.add, sums, with_gradients(places, piece)), None
 
         first = jax.tree.map(lambda x: x[0], pieces)
-        like = eqx.filter_eval_shape(loss_fn, model, first, key)
+        like = eqx.filter_eval_shape(lambda *given: sum_and_count(loss_fn(*given), loss_fn), model, first, key)
         zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), like)
         return jax.lax.scan(add, (zeros[0], zeros[1], start), pieces)[0]
 

@@ -17,7 +17,7 @@ from ...nn import blockwise, Core, known_as, Mask, Mixer, spread, Tokens
 from .. import _send as send
 from .._axes import CONTEXT
 from .._ring import Ring
-from .._vary import vary
+from .._vary import vary, varying_axes
 from ._fused_ring import fused_ring_attend, steps_of
 from ._ring_attention import ring_attend
 
@@ -71,6 +71,12 @@ class ContextCore(Core):
             raise ValueError(
                 f"ContextCore(method={self.method!r}) was given kv_tokens of shape {kv_tokens.positions.shape}, those "
                 "of a cache: this core is for whole calls; wrap the model by Planned, which splits a cache's slots."
+            )
+        if jax.lax.axis_size(CONTEXT) > 1 and CONTEXT not in varying_axes(tokens.positions):
+            raise ValueError(
+                f"ContextCore(method={self.method!r}) was given positions that are the same on all devices of the axis "
+                f"{CONTEXT!r}, of which each has other tokens; pass a model the tokens of its piece, such as those "
+                "that a loss is called with under a plan, as model.encode(batch.ids, tokens)."
             )
         query, key, value, tokens = vary((query, key, value, _bare(tokens)), (CONTEXT,))
         attend = {"ring": self._ring, "gather": self._gather, "heads": self._heads}[self.method]

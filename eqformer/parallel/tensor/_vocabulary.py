@@ -111,13 +111,14 @@ class SplitVocabulary(eqx.Module):
     def nats(
         self, logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]
     ) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
-        """Per token `logsumexp(logits) - logits[target]`, and the logsumexp, of the whole vocabulary."""
+        """Per token `logsumexp(logits) - logits[target]`, NaN where that is no id, and the logsumexp, of all ids."""
         ids, logits = self._ids(logits), self._without_padding(logits)
         peak = send.pmax("highest logits", jax.lax.stop_gradient(jnp.max(logits, axis=-1)), TENSOR)
         total = send.psum("normalisers", jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), TENSOR)
         log_normaliser = jnp.log(total) + peak
         of_target = jnp.where(ids == targets[:, None], logits, jnp.zeros_like(logits))
-        return log_normaliser - send.psum("logits of targets", jnp.sum(of_target, axis=-1), TENSOR), log_normaliser
+        nats = log_normaliser - send.psum("logits of targets", jnp.sum(of_target, axis=-1), TENSOR)
+        return jnp.where((targets >= 0) & (targets < self.total), nats, jnp.nan), log_normaliser
 
     def is_first(self, logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
         """Whether the target is the first of the ids with the highest logit."""

@@ -1,0 +1,166 @@
+"""What a program of one's own gets wrong of a step: targets that are no ids, arrays that do not fit, states twice."""
+
+import dataclasses
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from eqformer import Batch, nn, parallel, training
+from eqformer.parallel._choices import check_values, Choices
+from eqformer.training import _loss, _loss_in_parts
+from eqformer.training._optimizer import check_optimizer
+
+
+VOCAB = 12
+
+
+@pytest.fixture(scope="module")
+def model():
+    return nn.Transformer(
+        nn.Embedding(vocab=VOCAB, embed=8, key=jax.random.key(0)),
+        (nn.Stack(lambda key: nn.Residual(nn.MLP(embed=8, mlp=8, key=key)), 1, key=jax.random.key(1)),),
+        nn.RMSNorm("embed", embed=8),
+    )
+
+
+def batch_with(**changed):
+    """Four rows of six tokens, with some of their arrays changed."""
+    ids = np.arange(24, dtype=np.int32).reshape(4, 6) % VOCAB
+    batch = Batch(ids, (ids + 1) % VOCAB, np.ones((4, 6), np.float32), np.arange(4, dtype=np.int32))
+    return dataclasses.replace(batch, **changed)
+
+
+IGNORED = np.where(np.arange(6) < 2, -100, batch_with().targets).astype(np.int32)
+LARGE = np.where(np.arange(6) < 2, VOCAB, batch_with().targets).astype(np.int32)
+LEFT = np.where(np.arange(6) < 2, 0, batch_with().weights).astype(np.float32)
+
+
+def under_tensor(model, batch):
+    """The loss over two devices, each with half of the ids."""
+    plan = parallel.Plan(parallel.make_mesh(tensor=2, devices=jax.devices()[:2]))
+    found = eqx.filter_jit(training.planned_gradients(plan)(training.next_token_loss))(model, batch, None)
+    return found[0] / found[1]
+
+
+def alone(model, batch):
+    """The loss on one device."""
+    total, count = eqx.filter_jit(training.next_token_loss)(model, batch)
+    return total / count
+
+
+@pytest.mark.parametrize("loss", [alone, under_tensor], ids=["alone", "tensor"])
+def test_a_target_that_is_no_id_has_no_loss_unless_it_weighs_nothing(model, loss):
+    """Of -100, by which others leave tokens out, the loss was the normaliser alone, without a word."""
+    wanted = loss(model, batch_with(weights=LEFT))
+    for targets in (IGNORED, LARGE):
+        assert np.isnan(loss(model, batch_with(targets=targets)))
+        assert loss(model, batch_with(targets=targets, weights=LEFT)) == wanted
+    assert np.isfinite(loss(model, batch_with()))
+
+
+def test_rows_and_evaluations_leave_out_what_weighs_nothing(model):
+    for targets in (IGNORED, LARGE):
+        batch = batch_with(targets=targets, weights=LEFT)
+        wanted = batch_with(weights=LEFT)
+        assert np.array_equal(training.row_nats(model, batch), training.row_nats(model, wanted))
+        found, expected = (training.evaluation_sums(model, each) for each in (batch, wanted))
+        assert found == expected and np.isfinite(found["nats"])
+        assert np.isnan(training.evaluation_sums(model, batch_with(targets=targets))["nats"])
+
+
+def test_gradients_do_not_see_what_weighs_nothing(model, monkeypatch):
+    gradient = eqx.filter_grad(lambda model, batch: training.next_token_loss(model, batch)[0])
+    wanted, batch = gradient(model, batch_with(weights=LEFT)), batch_with(targets=IGNORED, weights=LEFT)
+    assert eqx.tree_equal(gradient(model, batch), wanted)
+    monkeypatch.setattr(_loss, "weighed", lambda each, weights: each * weights)
+    assert np.isnan(training.next_token_loss(model, batch)[0])
+
+
+class Rows(nn.InParts):
+    """A table in three parts, of which the last is filled up."""
+
+    weight: jax.Array
+
+    def parts(self):
+        """Five rows each."""
+        filled = jnp.concatenate([self.weight, jnp.zeros((3, 8))]).reshape(3, 5, 8)
+        return filled, jnp.where(jnp.arange(15) < VOCAB, jnp.arange(15), -1).reshape(3, 5)
+
+    def of_part(self, moving, rest):
+        """The part's table."""
+        return Table(moving), rest
+
+    def unembed(self, hidden):
+        """Of all ids."""
+        return hidden @ self.weight.T
+
+
+class Table(nn.Module):
+    """A part."""
+
+    weight: jax.Array
+
+    def unembed(self, hidden):
+        """Of its ids."""
+        return hidden @ self.weight.T
+
+
+def test_a_table_in_parts_has_no_target_that_is_no_id(model):
+    rows = Rows(model.embedding.weight)
+    hidden = jax.random.normal(jax.random.key(2), (4, 8))
+    targets = jnp.array([0, VOCAB - 1, -100, VOCAB], jnp.int32)
+    unembed = jax.tree_util.Partial(lambda table, hidden: table.unembed(hidden), rows)
+    found, _ = _loss_in_parts.nats_in_parts(unembed, hidden, targets)
+    wanted, _ = _loss.token_nats(rows.unembed(hidden), targets)
+    np.testing.assert_allclose(found[:2], wanted[:2], rtol=1e-5)
+    assert np.isnan(found[2:]).all() and np.isnan(wanted[2:]).all()
+
+
+@pytest.mark.parametrize(
+    "changed, rule",
+    [
+        ({"targets": IGNORED[:, :3]}, "Batch(targets of shape (4, 3)): with ids of shape (4, 6) it has shape (4, 6)"),
+        ({"examples": np.arange(3, dtype=np.int32)}, "Batch(examples of shape (3,)): with ids of shape (4, 6) it has"),
+        ({"examples": None}, "Batch(examples none)"),
+        ({"ids": IGNORED[0]}, "Batch(ids of shape (6,)): a batch has rows of tokens"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(model, changed, rule):
+    batch = batch_with()
+    for name, value in changed.items():
+        object.__setattr__(batch, name, value)  # what a program makes that checks no shapes
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        training.batch_tokens(batch)
+    training.batch_tokens(batch_with())
+
+
+def test_a_state_is_given_to_one_step(model):
+    optimizer = training.Optimizer(optax.sgd(1.0), training.constant(1e-2))
+    step = training.make_step(training.next_token_loss, optimizer)
+    state = training.init_state(jax.tree.map(lambda x: x + 0 if eqx.is_array(x) else x, model), optimizer)
+    after, _ = step(state, batch_with())
+    with pytest.raises(ValueError, match="was given to a step before, which donates it; go on with the state"):
+        step(state, batch_with())
+    step(after, batch_with())
+
+
+def test_an_optax_transformation_alone_is_named():
+    with pytest.raises(
+        ValueError, match=r"call: .* a GradientTransformation.* training.Optimizer\(optax.adam\(1.0\), "
+    ):
+        check_optimizer(optax.adam(1e-3), "call")
+    check_optimizer(training.Optimizer(optax.adam(1.0), training.constant(1e-3)), "call")
+
+
+@pytest.mark.parametrize("value", [1.5, 0])
+def test_pieces_are_counted_in_whole_numbers(value):
+    choices = Choices()
+    check_values(choices)
+    object.__setattr__(choices, "microbatches", value)  # what a program makes that checks no types
+    with pytest.raises(ValueError, match=rf"Plan\(microbatches={value}\): .* whole number of at least 1"):
+        check_values(choices)
