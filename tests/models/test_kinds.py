@@ -123,6 +123,19 @@ def test_groups_of_experts_are_counted(family, name):
         numbers_of(config | {name: 0})
 
 
+@pytest.mark.parametrize(
+    "family, name",
+    [("deepseek_v3", "v_head_dim"), ("mixtral", "num_experts_per_tok"), ("qwen3_moe", "moe_intermediate_size")],
+)
+def test_what_there_must_be_some_of_is_counted(family, name):
+    """Not by an error of what is divided by it."""
+    config = case(family)
+    assert numbers_of(config | {name: 2}) != numbers_of(config | {name: 1})
+    for none in (0, -1):
+        with pytest.raises(ValueError, match=rf"^config.json: {name}={none}: it must be a whole number of at least 1"):
+            numbers_of(config | {name: none})
+
+
 def test_kinds():
     kind = tuple[int, ...] | None
     assert all(fits(value, kind) for value in (None, (), (1, 2)))

@@ -21,7 +21,7 @@ from ...nn import (
     yarn_magnitude,
     YarnScaling,
 )
-from .._attributes import Activation, Attribute, Entry, Expect, Ignore, Unpublished
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Unpublished
 from .._config import PublishedConfig
 from .._family import ModelConfig
 from .._layer_attributes import LAYERS
@@ -185,11 +185,11 @@ def latent_attributes(
     """The fields of a `LatentConfig`; `positions` are those of rotary positions, `mixtures` of later dense layers."""
     return (
         *(*SIZES, WIDTH, AsManyKeyHeads(), positions, *SHARED_ATTRIBUTES, mixtures),
-        Attribute("latent", "kv_lora_rank"),
+        Count("latent", "kv_lora_rank"),
         Attribute("q_latent", "q_lora_rank"),
-        Attribute("head_dim", "qk_nope_head_dim"),
-        Attribute("rope_dim", "qk_rope_head_dim"),
-        Attribute("v_dim", "v_head_dim"),
+        Count("head_dim", "qk_nope_head_dim"),
+        Count("rope_dim", "qk_rope_head_dim"),
+        Count("v_dim", "v_head_dim"),
         Attribute("eps", "rms_norm_eps"),
         Attribute("tied", "tie_word_embeddings", False),
         Attribute("max_seq", "max_position_embeddings", 2048),

@@ -27,10 +27,10 @@ class _LastMixture(Entry):
 ATTRIBUTES: tuple[Entry, ...] = (
     *decoder_attributes(RotaryPositions(500_000.0), kv_heads=4, tied=True),
     Attribute("bias", "use_bias", False),
-    Attribute("expert_mlp", "moe_intermediate_size", 1536),
+    Count("expert_mlp", "moe_intermediate_size", 1536),
     # Of two names transformers reads the second last, so that it counts.
-    Attribute("experts", ("num_experts", "moe_num_experts"), 64, written=("moe_num_experts",)),
-    Attribute("top_k", ("num_experts_per_tok", "moe_k"), 6, written=("moe_k",)),
+    Count("experts", ("num_experts", "moe_num_experts"), 64, written=("moe_num_experts",)),
+    Count("top_k", ("num_experts_per_tok", "moe_k"), 6, written=("moe_k",)),
     Attribute("shared", "moe_num_shared_experts", 2),
     Attribute("moe_first", "moe_layer_start_index", 1),
     Count("moe_every", "moe_layer_interval", 1),

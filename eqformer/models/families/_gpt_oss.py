@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, GatedMLP, RotaryScaling, Transformer, YarnScaling
-from .._attributes import Attribute, Expect, Ignore, Unpublished
+from .._attributes import Attribute, Count, Expect, Ignore, Unpublished
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryPositions
@@ -93,8 +93,8 @@ GPT_OSS = Family(
     (
         *decoder_attributes(RotaryPositions(150_000.0, stated=True), head_dim=64, kv_heads=8),
         Windows(128, Period(2, but=True)),
-        Attribute("experts", "num_local_experts", 128),
-        Attribute("top_k", "num_experts_per_tok", 4),
+        Count("experts", "num_local_experts", 128),
+        Count("top_k", "num_experts_per_tok", 4),
         Attribute("limit", "swiglu_limit", 7.0),
         Attribute("bias", "attention_bias", True),
         Attribute("balance", "router_aux_loss_coef", 0.001),

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, NTKScaling, Transformer
-from .._attributes import Attribute, Entry, Expect, Ignore
+from .._attributes import Attribute, Count, Entry, Expect, Ignore
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
 from .._layer_attributes import LAYERS
@@ -93,7 +93,7 @@ HUNYUAN_MOE = Family(
     (
         *HUNYUAN_ATTRIBUTES,
         _ForEachLayer(),
-        Attribute("experts", ("num_experts", "num_local_experts"), 1),
+        Count("experts", ("num_experts", "num_local_experts"), 1),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         *(Expect(name, True, written=False) for name in ("norm_topk_prob", "use_mixed_mlp_moe")),
         # Of images, which the published models do not read.

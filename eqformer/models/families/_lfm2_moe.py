@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Attribute
+from .._attributes import Attribute, Count
 from .._family import Family
 from .._weights import Rule
 from ._common import gated_weights, LAYER, WIDTH
@@ -77,9 +77,9 @@ LFM2_MOE = Family(
     "lfm2_moe",
     (
         *(*CONV_ATTRIBUTES, WIDTH),
-        Attribute("expert_mlp", "moe_intermediate_size", 1792),
-        Attribute("experts", "num_experts", 32),
-        Attribute("top_k", "num_experts_per_tok", 4),
+        Count("expert_mlp", "moe_intermediate_size", 1792),
+        Count("experts", "num_experts", 32),
+        Count("top_k", "num_experts_per_tok", 4),
         Attribute("first_dense", "num_dense_layers", 2),
         Attribute("normalise", "norm_topk_prob", True),
         Attribute("scale", "routed_scaling_factor", 1.0),

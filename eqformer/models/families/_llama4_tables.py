@@ -1,6 +1,6 @@
 """How the text models of Llama 4 are published."""
 
-from .._attributes import Activation, Attribute, Entry, Nullable, Switched
+from .._attributes import Activation, Attribute, Count, Entry, Nullable, Switched
 from .._layer_attributes import LayerTypes, ListedLayers, NoRotaryLayers, Period
 from .._rotary_attributes import RotaryPositions
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS
@@ -10,8 +10,8 @@ from ._mixtures import stacked_mixture_weights
 ATTRIBUTES: tuple[Entry, ...] = (
     *decoder_attributes(RotaryPositions(500_000.0), head_dim=128, kv_heads=8),
     Attribute("dense_mlp", "intermediate_size_mlp", 16_384),
-    Attribute("experts", "num_local_experts", 16),
-    Attribute("top_k", "num_experts_per_tok", 1),
+    Count("experts", "num_local_experts", 16),
+    Count("top_k", "num_experts_per_tok", 1),
     Attribute("qk_norm", "use_qk_norm", True),
     Attribute("balance", "router_aux_loss_coef", 0.001),
     Attribute("bias", "attention_bias", False),

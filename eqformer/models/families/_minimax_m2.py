@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Activation, Attribute, Expect, Ignore
+from .._attributes import Activation, Attribute, Count, Expect, Ignore
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction, RotaryPositions
@@ -78,8 +78,8 @@ MINIMAX_M2 = Family(
     (
         *decoder_attributes(RotaryPositions(5_000_000.0), head_dim=128, kv_heads=8),
         _Rotated(1.0),
-        Attribute("experts", ("num_local_experts", "num_experts"), 256),
-        Attribute("top_k", "num_experts_per_tok", 8),
+        Count("experts", ("num_local_experts", "num_experts"), 256),
+        Count("top_k", "num_experts_per_tok", 8),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Attribute("jitter", "router_jitter_noise", 0.0),
         Activation(),

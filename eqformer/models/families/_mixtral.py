@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Capacity, Dropless, Transformer
-from .._attributes import Activation, Attribute, Unpublished
+from .._attributes import Activation, Attribute, Count, Unpublished
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryPositions
 from .._weights import Rule
@@ -73,8 +73,8 @@ MIXTRAL = Family(
     "mixtral",
     (
         *decoder_attributes(RotaryPositions(1e6), kv_heads=8),
-        Attribute("experts", "num_local_experts", 8),
-        Attribute("top_k", "num_experts_per_tok", 2),
+        Count("experts", "num_local_experts", 8),
+        Count("top_k", "num_experts_per_tok", 2),
         Attribute("window", "sliding_window", None),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Attribute("jitter", "router_jitter_noise", 0.0),

@@ -159,8 +159,8 @@ def choice_attributes(
 ) -> tuple[Entry, ...]:
     """How many experts there are, and how they are chosen; given is what transformers takes for what is missing."""
     return (
-        Attribute("experts", ("num_experts", "num_local_experts"), experts),
-        Attribute("top_k", "num_experts_per_tok", top_k),
+        Count("experts", ("num_experts", "num_local_experts"), experts),
+        Count("top_k", "num_experts_per_tok", top_k),
         Attribute("normalise", "norm_topk_prob", normalise),
         Attribute("balance", "router_aux_loss_coef", balance),
     )
@@ -170,7 +170,7 @@ def mixture_attributes(experts: int, top_k: int, *, normalise: bool = False) -> 
     """The same, with the experts' width, and which layers have them, as Qwen's configurations say it."""
     return (
         *choice_attributes(experts, top_k, normalise=normalise),
-        Attribute("expert_mlp", "moe_intermediate_size"),
+        Count("expert_mlp", "moe_intermediate_size"),
         DenseLayers(),
         Count("moe_every", "decoder_sparse_step", 1),
     )
@@ -178,9 +178,9 @@ def mixture_attributes(experts: int, top_k: int, *, normalise: bool = False) -> 
 
 # The fields that `mixture_beside_shared` reads, as DeepSeek's configurations say them.
 SHARED_ATTRIBUTES: tuple[Entry, ...] = (
-    Attribute("expert_mlp", "moe_intermediate_size"),
-    Attribute("experts", "n_routed_experts"),
-    Attribute("top_k", "num_experts_per_tok"),
+    Count("expert_mlp", "moe_intermediate_size"),
+    Count("experts", "n_routed_experts"),
+    Count("top_k", "num_experts_per_tok"),
     Count("shared", "n_shared_experts", least=0),
     Attribute("first_dense", "first_k_dense_replace"),
     Attribute("scale", "routed_scaling_factor"),

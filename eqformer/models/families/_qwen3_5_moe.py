@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Attribute, Ignore
+from .._attributes import Attribute, Count, Ignore
 from .._family import Family
 from .._layer_attributes import every
 from .._predictors import BESIDE
@@ -73,8 +73,8 @@ QWEN3_5_MOE = Family(
         *decoder_attributes(QWEN35_POSITIONS, head_dim=256, kv_heads=2, mlp="moe_intermediate_size"),
         *QWEN35_ATTRIBUTES,
         Attribute("shared_mlp", "shared_expert_intermediate_size", 512),
-        Attribute("experts", ("num_experts", "num_local_experts"), 256),
-        Attribute("top_k", "num_experts_per_tok", 8),
+        Count("experts", ("num_experts", "num_local_experts"), 256),
+        Count("top_k", "num_experts_per_tok", 8),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Ignore("intermediate_size"),  # of the dense layers that the family has not
     ),
