@@ -247,6 +247,17 @@ def test_what_gemma_leaves_out_is_what_transformers_takes(tmp_path):
     assert models.read_config(tmp_path) == models.preset("gemma3-4b")
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe"])
+def test_the_base_that_qwen_leaves_out_is_what_transformers_takes(name, tmp_path):
+    """Of the text models in wholes another than of those that stand alone."""
+    write(tmp_path, name)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["text_config"].pop("rope_parameters")["rope_theta"] != 5e5
+    for base, want in (({}, 5e5), ({"rope_theta": 77.0}, 77.0)):
+        (tmp_path / "config.json").write_text(json.dumps(said | {"text_config": said["text_config"] | base}))
+        assert models.read_config(tmp_path).theta == want  # pyright: ignore[reportAttributeAccessIssue]
+
+
 TEXT = RECORDED[SMALLEST]["config"]["text_config"]
 WRONG = {
     "an attribute of no part": (

@@ -72,5 +72,5 @@ QWEN3 = Family(
         Activation(),
     ),
     LLAMA_WEIGHTS,
-    towers=(Tower("qwen3_vl", "qwen3_vl_text"),),
+    towers=(Tower("qwen3_vl", "qwen3_vl_text", {"rope_theta": 500_000.0}),),
 )
