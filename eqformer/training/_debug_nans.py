@@ -4,8 +4,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key
+import numpy as np
+from jaxtyping import Array, Key, PyTree
 
+from .. import nn
+from .._shapes import Batch
 from ._diverged import DivergedError
 from ._first_non_finite import first_non_finite
 from ._loop import Callback, Progress
@@ -54,6 +57,8 @@ class DebugNans(Callback):
         if self._states is not None:
             model, given = self._states.on_one_device(model), self._states.copied(given)
         batch, scale = given
+        if stranger := _no_id(batch, model):
+            return stranger
         key = self._key
         if key is not None:
             data = jnp.asarray(jax.device_get(jax.random.key_data(key).addressable_data(0)))
@@ -65,3 +70,19 @@ class DebugNans(Callback):
         if found is None:
             return "On one device both are finite: what the mesh adds up, or the norm of large gradients, is too large"
         return f"The first number that is not finite is {found}"
+
+
+def _no_id(batch: PyTree, model: PyTree) -> str:
+    """Where a batch has an id that a model does not know, or a target of some weight; empty if it has none."""
+    if not isinstance(batch, Batch) or not isinstance(model, nn.Transformer):
+        return ""
+    ids, targets, weights = map(np.asarray, (batch.ids, batch.targets, batch.weights))
+    for name, held, counts in (("ids", ids, np.ones_like(ids)), ("targets", targets, weights)):
+        found = np.argwhere(((held < 0) | (held >= model.vocab)) & (counts != 0))
+        if len(found):
+            row, place = found[0]
+            return (
+                f"The batch's {name} hold {held[row, place]} in row {row} at place {place}, and the model's "
+                f"{model.vocab} ids are 0 to {model.vocab - 1}; give what is left out a weight of 0"
+            )
+    return ""
