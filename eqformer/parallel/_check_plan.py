@@ -71,6 +71,7 @@ def _memories(mesh: Mesh) -> list[str]:
 
 def check_model(plan: Placement, model: nn.Transformer) -> None:
     """Raise a `ValueError` where the plan's mesh cannot split this model; `model` may be shapes."""
+    check_kind(model)
     if plan.is_pipelined:  # first: its message on depth is clearer than that of layouts on the dim `layers`
         check_depth(sum(stack.depth for stack in model.stacks), plan.size(PIPE), plan.timetable().chunks)
         _check_stages(plan, model)
@@ -83,6 +84,15 @@ def check_model(plan: Placement, model: nn.Transformer) -> None:
         check_products(plan, specs)
     for path, moe in nn.named_modules(model, (nn.MoE,)):
         check_mixture(plan, path, moe)
+
+
+def check_kind(model: object) -> None:
+    """Raise a `ValueError` for anything but a `Transformer`."""
+    if not isinstance(model, nn.Transformer):
+        raise ValueError(
+            f"Plan.check(model): it is a {type(model).__name__}, and a plan runs an nn.Transformer, of any layers; put "
+            "the module into one, or lay it out by partition_specs and run it by filter_shard_map."
+        )
 
 
 def _check_stages(plan: Placement, model: nn.Transformer) -> None:

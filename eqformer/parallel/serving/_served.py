@@ -1,8 +1,10 @@
 """What models laid out over devices for generating text have in common: each is used in the model's place."""
 
+import abc
+
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
 
@@ -11,6 +13,32 @@ class Served(eqx.Module):
     """A model over devices, with the vocabulary, positions and dtype of the model itself."""
 
     model: eqx.AbstractVar[nn.Transformer]
+
+    @abc.abstractmethod
+    def encode(self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree) -> tuple[Array, PyTree, None]:
+        """The final norm's output, and the cache with these tokens stored."""
+
+    @abc.abstractmethod
+    def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
+        """Logits of what `encode` gave."""
+
+    @abc.abstractmethod
+    def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
+        """An empty cache."""
+
+    def __call__(
+        self, ids: Int[Array, "batch seq"], tokens: nn.Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "batch seq vocab"], PyTree]:
+        """The model's own call: logits of the next token after each token, and the cache with these tokens stored.
+
+        Without a cache the tokens are read into one of their own, which is let go.
+        """
+        tokens = nn.tokens_or_default(tokens, ids.shape, cache)
+        batch, seq = ids.shape
+        kept = self.init_cache(batch, seq) if cache is None else cache
+        hidden, kept, _ = self.encode(ids, tokens, kept)
+        logits = self.unembed(hidden.reshape(-1, hidden.shape[-1]))
+        return logits.reshape(batch, seq, logits.shape[-1]), None if cache is None else kept
 
     @property
     def vocab(self) -> int:
