@@ -42,7 +42,8 @@ class MixerFacts:
       such slices, and the results of its maps back into the stream are summed over devices. Beside maps and norms it
       may make of its input what each number gives by itself; a map reads that too, but not in a `sequence` stream. If
       not, or if an array that belongs to no map is of `embed` and of these, every device runs the whole of it.
-    - `attends`: None for one that needs whole rows: it reads tokens in turn, or chooses among all of them.
+    - `attends`: None for one that needs whole rows: it reads tokens in turn, chooses among all of them, or makes
+      something of neighbours beside its core, of which a device with a piece of a row knows some.
     - `operations`: a token, beyond those of its linear maps and its core; a multiplication and an addition are two.
     - `shares_kv_heads`: whether devices may have a key head in common, each with some of the heads that it serves.
     """
