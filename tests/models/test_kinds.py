@@ -136,6 +136,13 @@ def test_what_there_must_be_some_of_is_counted(family, name):
             numbers_of(config | {name: none})
 
 
+@pytest.mark.parametrize("family", ["granite", "granitemoehybrid"])
+def test_logits_are_divided_by_no_0(family):
+    assert numbers_of(case(family) | {"logits_scaling": 4}).logit_divisor == 4.0
+    with pytest.raises(ValueError, match=r"^config.json: logits_scaling=0: logits are divided by it; give another"):
+        numbers_of(case(family) | {"logits_scaling": 0})
+
+
 def test_kinds():
     kind = tuple[int, ...] | None
     assert all(fits(value, kind) for value in (None, (), (1, 2)))

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
+from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
@@ -83,11 +84,23 @@ _PRESETS = {
     "granite-3.1-8b": _granite(4096, 32, 12_800, 128, 16.0, theta=10_000_000.0, max_seq=131_072),
 }
 
+
+class _Divisor(Attribute):
+    """A number that is not 0."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """The field's value."""
+        found = super().read(published)
+        if found[self.name] == 0:
+            published.refuse(f"{self.published}={found[self.name]}: logits are divided by it; give another number.")
+        return found
+
+
 SCALES = (
     Attribute("embedding_scale", "embedding_multiplier", 1.0),
     Attribute("attention_scale", "attention_multiplier", 1.0),
     Attribute("residual_scale", "residual_multiplier", 1.0),
-    Attribute("logit_divisor", "logits_scaling", 1.0),
+    _Divisor("logit_divisor", "logits_scaling", 1.0),
 )
 GRANITE = Family(
     "granite",

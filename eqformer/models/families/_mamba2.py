@@ -77,6 +77,7 @@ MAMBA2 = Family(
         Activation(),
         Expect("rms_norm", True, written=False),
         # How weights are drawn, how sums are rounded, which kernel runs, and what transformers never reads.
+        # Of the third transformers 5.24 draws weights smaller, and by mistake those too that it has read.
         Ignore("chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_rank", "time_step_min"),
         Ignore("time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme", "norm_before_gate"),
         Ignore("intermediate_size"),
