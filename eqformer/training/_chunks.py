@@ -1,10 +1,10 @@
 """Chunks of tokens, whose logits exist one chunk after another."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from ..parallel import vary, varying_axes
 
@@ -25,10 +25,11 @@ def chunks_of(num_tokens: int, vocab: int, chunk: int | None) -> tuple[int, int]
     return number, -(-num_tokens // number)
 
 
-def sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int]) -> tuple:
+def sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int], tables: PyTree = ()) -> tuple:
     """Sums the first result of `of_chunk` over chunks and concatenates the second, which has one entry a token.
 
-    `flat` holds the hidden states, targets and weights of all tokens; those that pad the last chunk are zeros.
+    `flat` holds the hidden states, targets and weights of all tokens; those that pad the last chunk are zeros. Sums
+    begin when there are the `tables` that `of_chunk` reads: while they are cast, there are no sums of their size.
     """
     (number, size), num_tokens = sizes, flat[1].shape[0]
     if number == 1:
@@ -41,7 +42,7 @@ def sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int]) -> 
 
     pieces = jax.tree.map(split, flat)
     shapes = jax.eval_shape(lambda piece: of_chunk(piece)[0], jax.tree.map(lambda x: x[0], pieces))
-    start = jax.tree.map(lambda x: _zeros_behind(flat[0], x), shapes)
+    start = jax.tree.map(lambda x: _zeros_behind((flat[0], *jax.tree.leaves(tables)), x), shapes)
 
     def body(sums, piece):
         more, each = of_chunk(piece)
@@ -51,10 +52,9 @@ def sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int]) -> 
     return sums, jax.tree.map(lambda x: x.reshape(number * size, *x.shape[2:])[:num_tokens], each)
 
 
-def _zeros_behind(hidden: Array, like: jax.ShapeDtypeStruct) -> Array:
-    """Zeros that are made once there are hidden states; others, a table's too, GPUs make before the first layer."""
+def _zeros_behind(given: Sequence[Array], like: jax.ShapeDtypeStruct) -> Array:
+    """Zeros that are made once there is what is given; others, a table's too, GPUs make before the first layer."""
     axes = varying_axes(like)
-    if not varying_axes(hidden) <= axes:
-        return vary(jnp.zeros(like.shape, like.dtype), axes)
-    zero = 0 * jnp.abs(hidden.reshape(-1)[0])
-    return vary(jnp.full(like.shape, zero.astype(like.dtype)), axes)
+    given = [x for x in given if varying_axes(x) <= axes]
+    zero = sum((0 * jnp.abs(x.reshape(-1)[0].astype(like.dtype)) for x in given), jnp.zeros((), like.dtype))
+    return vary(jnp.full(like.shape, zero), axes)

@@ -113,7 +113,7 @@ def cross_entropy(
             of_tables, of_hidden = pull(vary(jnp.ones_like(total), varying_axes(total)))
             return (total, [in_float32(x) for x in of_tables]), of_hidden
 
-        (total, of_tables), of_hidden = sum_over_chunks(with_gradients, flat, sizes)
+        (total, of_tables), of_hidden = sum_over_chunks(with_gradients, flat, sizes, values)
         return total, (of_tables, of_hidden)
 
     def backward(gradients, scale):
