@@ -52,6 +52,7 @@ def test_a_stream_ends_in_the_error_behind_its_ids(model):
     assert found == text.new_ids()[0]
 
 
+@pytest.mark.grid
 def test_a_dead_end_behind_a_draft_is_an_error(model):
     given = {"transforms": (GREEDY, until_six), "key": KEY, "draft": model, "draft_tokens": 3}
     assert generation.generate(model, [[5, 9]], max_new_tokens=4, **given).lengths.tolist() == [6]

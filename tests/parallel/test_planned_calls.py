@@ -33,6 +33,7 @@ def test_it_is_called_like_the_model(both):
     assert not np.allclose(got[is_there], other[is_there], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.grid
 def test_a_cache_goes_on_where_it_was(both):
     model, planned = both
     ids = jnp.asarray(np.random.default_rng(0).integers(0, model.vocab, (4, 6), np.int32))

@@ -326,7 +326,9 @@ ENDED = """
 """
 
 
-@pytest.mark.parametrize("how, last", [("waits", 3), ("at once", None), ("full", None)])
+@pytest.mark.parametrize(
+    "how, last", [("waits", 3), ("at once", None), pytest.param("full", None, marks=pytest.mark.grid)]
+)
 def test_a_program_that_ends_waits_for_its_last_save(how, last, tmp_path):
     root = Path(training.__file__).parents[2]
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(ENDED), str(tmp_path / how), how]
