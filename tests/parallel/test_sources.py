@@ -86,7 +86,7 @@ def test_a_sources_keys_are_made_by_the_maps_of_the_rows_own(kv_heads, residual,
     want = compiled(accumulated_gradients(next_token_loss, 1), model, batch)
     assert differences(under(plan, model, batch), want, ROUNDING) == {}
     if residual == "replicated":
-        of_the_row = lambda self, x: jnp.concatenate([self(x)] * 2, axis=-3)[..., : x.shape[-2], :, :]
+        of_the_row = lambda self, x: jnp.concatenate([self(self.given)] * 2, axis=-3)[..., : x.shape[-2], :, :]
         monkeypatch.setattr(Given, "of_other", of_the_row)
         assert abs(total_under(plan, model, batch) / float(want.total) - 1) > 1e-4
     for axis in ("pipe", "context"):
