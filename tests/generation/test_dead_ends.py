@@ -29,7 +29,9 @@ def with_nan(logits, history):
     return logits.at[1, 3].set(jnp.nan)
 
 
-@pytest.mark.parametrize("transforms", [(until_six,), (GREEDY, until_six), (with_nan,)])
+@pytest.mark.parametrize(
+    "transforms", [pytest.param((until_six,), marks=pytest.mark.grid), (GREEDY, until_six), (with_nan,)]
+)
 def test_a_row_without_a_token_is_an_error(model, transforms, monkeypatch):
     given = {"max_new_tokens": 5, "transforms": transforms, "key": KEY}
     with pytest.raises(ValueError, match="transforms left a row no token to draw"):
@@ -43,6 +45,7 @@ def test_rows_that_end_before_have_no_dead_end(model):
     assert list(map(len, text.new_ids())) == [4, 4]
 
 
+@pytest.mark.grid
 def test_a_stream_ends_in_the_error_behind_its_ids(model):
     text = generation.generate(model, [[5, 9]], max_new_tokens=4, transforms=until_six, key=KEY)
     found = []

@@ -142,6 +142,7 @@ def test_maps_read_what_a_layer_makes_of_its_input(shifted, monkeypatch):
     assert abs(total_under(PIPELINE, shifted, batch) - float(want.total)) > 1e-4 * float(want.total)
 
 
+@pytest.mark.grid
 def test_what_is_made_of_each_token_is_gathered(by_token, monkeypatch):
     batch = batch_of(by_token)
     want = alone(by_token, batch)

@@ -53,7 +53,7 @@ def alone(model, batch):
     return total / count
 
 
-@pytest.mark.parametrize("loss", [alone, under_tensor], ids=["alone", "tensor"])
+@pytest.mark.parametrize("loss", [alone, pytest.param(under_tensor, marks=pytest.mark.grid)], ids=["alone", "tensor"])
 def test_a_target_that_is_no_id_has_no_loss_unless_it_weighs_nothing(model, loss):
     """Of -100, by which others leave tokens out, the loss was the normaliser alone, without a word."""
     wanted = loss(model, batch_with(weights=LEFT))
