@@ -114,11 +114,12 @@ def pick(logits: Float[Array, "batch vocab"], positions: Int[Array, "batch"], dr
     A row's noise depends on the key, the row's number and the new token's position alone. The id is -1 where none may
     be drawn: all logits are minus infinity, or one is NaN.
     """
-    has_any = jnp.max(logits, axis=-1) > -jnp.inf
     if not draws.transforms.is_greedy:
         keys = token_keys(draws.key, draws.examples, positions[:, None])[:, 0]
         logits = logits + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
-    return jnp.where(has_any, jnp.argmax(logits, axis=-1), -1).astype(jnp.int32)
+    found = jnp.argmax(logits, axis=-1)
+    highest = jnp.take_along_axis(logits, found[:, None], axis=-1)[:, 0]
+    return jnp.where(highest > -jnp.inf, found, -1).astype(jnp.int32)
 
 
 def _drawn(rows: Rows, logits: Float[Array, "batch vocab"], cache: PyTree, draws: Draws) -> Rows:

@@ -98,9 +98,10 @@ def train(
             if batch is None:
                 raise ValueError(f"train(steps={steps}): the batches ended after {run.step}; give one for each step.")
             if (others := _shapes_of(batch)) != shapes:
+                found, wanted = ([f"{dtype}{[*shape]}" for shape, dtype in its] for its in (others, shapes))
                 raise ValueError(
-                    f"train(steps={steps}): the batch of step {run.step + 1} has arrays of {others}, and the step was "
-                    f"compiled for {shapes}; give batches of one shape, filled up with rows whose weights are 0."
+                    f"train(steps={steps}): the batch of step {run.step + 1} has arrays of {found}, and the step was "
+                    f"compiled for {wanted}; give batches of one shape, filled up with rows whose weights are 0."
                 )
             before, run.batch = run.metrics, batch
             run.state, run.metrics = step(run.state, batch, key)
@@ -174,9 +175,9 @@ class Checkpoints(Every):
             run.state = self._states.save(self._checkpointer, run.state, run.step, about)
 
 
-def _shapes_of(batch: PyTree) -> list[str]:
-    """The dtype and shape of each array."""
-    return [f"{kind.dtype}{[*kind.shape]}" for kind in map(jax.typeof, jax.tree.leaves(batch))]
+def _shapes_of(batch: PyTree) -> list[tuple]:
+    """The shape and dtype of each array, which is asked before each step."""
+    return [(kind.shape, kind.dtype) for kind in map(jax.typeof, jax.tree.leaves(batch))]
 
 
 def _number(value: Array) -> Any:
