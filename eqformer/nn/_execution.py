@@ -24,7 +24,7 @@ class Execution:
     remat: Literal["none", "full", "dots", "dots_no_batch", "products", "products_on_host", "full_on_host"] = "products"
     """What the backward pass recomputes instead of keeping it; ..._on_host keeps what it keeps in hosts' memory."""
     unroll: int = 1
-    """How many layers an iteration of the scan over layers runs; with all of them there is no scan, and all is kept."""
+    """How many layers an iteration of the scan over layers runs; with all there is no scan: compiling takes longer."""
 
     def apply(self, model: Model) -> Model:
         """The model, or its shapes, run so; raises a `ValueError` as `run_with` does, and for an unknown core."""

@@ -81,7 +81,8 @@ class Stack(Layer):
 
         policy = REMAT[self.remat]
         if policy is not None:
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+            # One turn is no loop, and XLA would take what the backward pass computes again from the forward pass.
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=self.unroll >= len(self))
         places = jnp.arange(len(self), dtype=jnp.int32)
         given = (arrays, self.numbers, places, own_inputs)
         (x, cache), aux = jax.lax.scan(layer, (x, cache), given, unroll=self.unroll)

@@ -150,6 +150,18 @@ def test_unrolling_changes_nothing(stack):
     assert close(run(nn.run_with(stack, unroll=2), x)[0], run(stack, x)[0], 1e-6)
 
 
+def test_what_is_recomputed_is_no_part_of_the_forward_pass(stack):
+    """Without a loop, XLA would find the same in the forward pass, and keep it: a barrier is between them."""
+
+    def barriers(unroll):
+        arrays, static = eqx.partition(nn.run_with(stack, remat="full", unroll=unroll), eqx.is_inexact_array)
+        loss = lambda arrays: jnp.sum(eqx.combine(arrays, static)(normal(1, 2, 3, EMBED))[0])
+        lowered = jax.jit(jax.grad(loss)).lower(arrays)
+        return lowered.as_text().count("stablehlo.optimization_barrier")  # of the function that each layer calls
+
+    assert barriers(len(stack)) > barriers(2)
+
+
 def test_what_is_compiled_does_not_grow_with_depth():
     x = jax.ShapeDtypeStruct((2, 3, EMBED), jnp.float32)
 
