@@ -42,8 +42,8 @@ def built(name):
     return jax.tree.map(lambda x: 2 * x if eqx.is_inexact_array(x) and x.ndim > 2 else x, model)
 
 
-def same(one, other):
-    close = jnp.allclose(one.log_probabilities, other.log_probabilities, atol=2e-5)
+def same(one, other, most=2e-5):
+    close = jnp.allclose(one.log_probabilities, other.log_probabilities, atol=most)
     return one.ids.shape == other.ids.shape and bool(np.array_equal(one.ids, other.ids) and close)
 
 
@@ -64,15 +64,13 @@ def test_text_is_one_devices():
     assert small.key_scales.shape == keys.shape[:-1] and shard(small.key_scales) == shard(keys)[:-1]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "mesh,dtype",
     [
-        ({"pipe": 2, "context": 2, "tensor": 2}, "int8"),
-        *(
-            pytest.param(mesh, dtype, marks=pytest.mark.grid)
-            for mesh in ({"pipe": 2, "context": 2, "tensor": 2}, {"fsdp": 2, "context": 2, "tensor": 2})
-            for dtype in (None, "int8")
-        ),
+        (mesh, dtype)
+        for mesh in ({"pipe": 2, "context": 2, "tensor": 2}, {"fsdp": 2, "context": 2, "tensor": 2})
+        for dtype in (None, "int8")
     ],
 )
 def test_text_of_rows_that_outgrow_their_frequencies(mesh, dtype):
@@ -81,9 +79,10 @@ def test_text_of_rows_that_outgrow_their_frequencies(mesh, dtype):
     model = built(dataclasses.replace(models.preset("phi3-byte-500k"), window=None, scaling=scaling))
     assert model.init_cache(3, 64)[0].turned is not None
     alone = written(model, 3, cache_dtype=dtype)
-    assert same(written(planned(model, plan_over(mesh)), 3, cache_dtype=dtype), alone)
+    most = 2e-5 if dtype is None else 5e-3  # of 10^4 numbers one between two integers may be rounded to the other one
+    assert same(written(planned(model, plan_over(mesh)), 3, cache_dtype=dtype), alone, most)
     longer = eqx.tree_at(lambda m: m.stacks[0].blocks.mixer.layer.rotary, model, nn.Rotary(16, 10_000.0))
-    assert not same(written(longer, 3, cache_dtype=dtype), alone)
+    assert not same(written(longer, 3, cache_dtype=dtype), alone, most)
 
 
 @pytest.mark.grid
