@@ -125,7 +125,8 @@ def _tasks(sizes: Sizes, card: Card, rounds: int, folder: Path) -> list[Task]:
     shortest, *longer = sizes.lengths
 
     def attention(seq: int) -> list[Task]:
-        run = partial(_gpu_runs.attention, sizes.heads, per_step(seq), seq, rounds)
+        alone = seq != shortest  # what has no kernel takes most of the time to compile
+        run = partial(_gpu_runs.attention, sizes.heads, per_step(seq), seq, rounds, kernel_alone=alone)
         group = f"attention, {per_step(seq)} x {seq} tokens"
         return [Task(group, whom, lambda _, whom=whom: partial(run, peer=whom == "PyTorch")) for whom in both]
 

@@ -90,7 +90,9 @@ def memory() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def attention(heads: tuple[int, int, int], rows: int, seq: int, rounds: int, *, peer: bool) -> Found:
+def attention(
+    heads: tuple[int, int, int], rows: int, seq: int, rounds: int, *, peer: bool, kernel_alone: bool = False
+) -> Found:
     """Causal attention by each core, forward and backward, or PyTorch's; hidden scores are not counted."""
     count, kv_count, head_dim = heads
     draw = lambda number, count: jax.random.normal(jax.random.key(number), (rows, seq, count, head_dim), jnp.bfloat16)
@@ -104,6 +106,7 @@ def attention(heads: tuple[int, int, int], rows: int, seq: int, rounds: int, *, 
 
     cores: dict[str, nn.Core] = {"cuDNN": nn.CudnnCore(), "jax.nn": nn.DotProductCore()}
     cores |= {f"blocks of {size}": nn.BlockwiseCore(size) for size in (128, 256, 512)}
+    cores = dict([*cores.items()][:1]) if kernel_alone else cores
     theirs = partial(_peers.attention, heads, rows, seq)
     made = {"PyTorch": theirs} if peer else {name: partial(ours, core) for name, core in cores.items()}
     # Two products forward and five backward, of the half of the scores that is seen.

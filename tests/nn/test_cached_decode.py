@@ -117,7 +117,7 @@ def test_a_cache_that_forgets_or_rolls_too_soon_is_noticed():
     assert not agree(Short(module))
 
 
-@pytest.mark.parametrize("cache_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", pytest.param("int8", marks=pytest.mark.grid)])
 def test_attention_reads_its_cache_where_it_lies_unless_its_core_is_named(cache_dtype, monkeypatch):
     """A layer's newest tokens in TPUs' programs, and as plain JAX beside the reference core."""
     make = lambda core: nn.Attention(embed=32, heads=16, kv_heads=8, head_dim=16, core=core, key=jax.random.key(0))

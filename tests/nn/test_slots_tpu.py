@@ -34,7 +34,10 @@ def given_of(name: str, dtype: Any) -> tuple[Any, ...]:
     return memory, slots, numbers(ROWS, *heads, seq, width), layer
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["int8", "bfloat16", *(pytest.param(name, marks=pytest.mark.grid) for name in ("float8_e4m3fn", "float32"))],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_scatter_to_the_bit(name, dtype, monkeypatch):
     memory, slots, new, layer = given_of(name, dtype)

@@ -58,6 +58,7 @@ def frozen(cache: Any) -> Any:
     return dataclasses.replace(cache, turned=jnp.where(cache.positions.max(-1) >= SHORT - 1, SHORT + 1, 0))
 
 
+@pytest.mark.grid
 def test_keys_of_8_bits_too():
     cache = NET.init_cache((2,), 10).with_scales("int8")
     assert cache.keys.dtype == jnp.int8 and all(close(*pair, 0.03) for pair in read(cache)[0])

@@ -31,6 +31,7 @@ MORE_ROUTED = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", named(ROUTED, MORE_ROUTED))
 def test_a_router_of_ones_own_chooses_as_on_one_device(case):
     assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}

@@ -63,7 +63,7 @@ AXES = ({"context": 2}, {"pipe": 2}, {"tensor": 2}, {"fsdp": 2})
 
 
 @pytest.mark.parametrize(
-    "axes", [*AXES[:2], *(pytest.param(axes, marks=pytest.mark.grid) for axes in AXES[2:])], ids=str
+    "axes", [*AXES[:1], *(pytest.param(axes, marks=pytest.mark.grid) for axes in AXES[1:])], ids=str
 )
 def test_a_loss_that_passes_on_what_it_is_given_runs(axes):
     for loss in (passing, counted):

@@ -166,7 +166,7 @@ CONTROLS = {
 }
 
 
-@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize("name", ["whose counts", *(pytest.param(n, marks=pytest.mark.grid) for n in [*CONTROLS][:2])])
 def test_without_a_part_it_is_not(name, monkeypatch):
     as_on_accelerators(monkeypatch)
     CONTROLS[name](monkeypatch)
@@ -191,7 +191,8 @@ def test_loss_and_gradients_are_one_devices(case, monkeypatch):
 SENT = Case("mixture", {"expert": 2}, {"expert_method": "exchange"})
 
 
-@pytest.mark.parametrize("name", ["choices to experts", pytest.param("choices from experts", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("name", ["choices to experts", "choices from experts"])
 def test_each_way_is_needed(name, monkeypatch):
     as_on_accelerators(monkeypatch)
     model = model_of("mixture")

@@ -89,19 +89,25 @@ def test_bad_input_is_one_clear_error(flags, message):
             "in blocks, not by cuDNN's fused kernel: it computes in bfloat16 or float16, not float32 (--precision.",
         ),
         ("h100:1 --precision.compute bfloat16", "by cuDNN's fused kernel\n"),
-        ("h100:1 --precision.compute bfloat16 --text.packing documents", "by cuDNN's fused kernel\n"),
+        pytest.param(
+            "h100:1 --precision.compute bfloat16 --text.packing documents",
+            "by cuDNN's fused kernel\n",
+            marks=pytest.mark.grid,
+        ),
         (
             "v5e:1x1",
             "in blocks, not by splash attention: it takes rows of a multiple of 128 tokens, not 32 and 32 (another",
         ),
-        (
+        pytest.param(
             "v5e:1x1 --seq 128 --execution.core blockwise",
             "in blocks, not by splash attention: BlockwiseCore is asked for",
+            marks=pytest.mark.grid,
         ),
         ("v5e:1x1 --decode", "in blocks, as wherever a cache is read"),
-        (
+        pytest.param(
             "v5e:1x2 --mesh.context 2 --context-method gather --seq 256",
             "in blocks, not by splash attention: keys are gath",
+            marks=pytest.mark.grid,
         ),
     ],
 )
@@ -109,10 +115,11 @@ def test_the_attention_that_runs_is_said(flags, line):
     assert f"\nattention: {line}" in told(f"--formulas --topology {flags}")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "flags, line",
     [
-        pytest.param("b200:1", "\nproducts: in 8 bits, those of experts too\n", marks=pytest.mark.grid),
+        ("b200:1", "\nproducts: in 8 bits, those of experts too\n"),
         ("v6e:1x1", "\nproducts: in 8 bits, but those of experts in bfloat16 where they have kernels on v6e\n"),
     ],
 )
