@@ -81,8 +81,8 @@ class Stack(Layer):
 
         policy = REMAT[self.remat]
         if policy is not None:
-            # One turn is no loop, and XLA would take what the backward pass computes again from the forward pass.
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=self.unroll >= len(self))
+            # Of layers in one turn, without a loop, XLA would keep what the backward pass is to compute again.
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=1 < len(self) <= self.unroll)
         places = jnp.arange(len(self), dtype=jnp.int32)
         given = (arrays, self.numbers, places, own_inputs)
         (x, cache), aux = jax.lax.scan(layer, (x, cache), given, unroll=self.unroll)
