@@ -104,9 +104,10 @@ def attention(
         program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*given).compile()
         return lambda: jax.block_until_ready(program(*given))
 
-    cores: dict[str, nn.Core] = {"cuDNN": nn.CudnnCore(), "jax.nn": nn.DotProductCore()}
-    cores |= {f"blocks of {size}": nn.BlockwiseCore(size) for size in (128, 256, 512)}
-    cores = dict([*cores.items()][:1]) if kernel_alone else cores
+    cores: dict[str, nn.Core] = {"cuDNN": nn.CudnnCore()}
+    if not kernel_alone:
+        cores["jax.nn"] = nn.DotProductCore()
+        cores |= {f"blocks of {size}": nn.BlockwiseCore(size) for size in (128, 256, 512)}
     theirs = partial(_peers.attention, heads, rows, seq)
     made = {"PyTorch": theirs} if peer else {name: partial(ours, core) for name, core in cores.items()}
     # Two products forward and five backward, of the half of the scores that is seen.

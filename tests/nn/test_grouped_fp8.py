@@ -211,19 +211,18 @@ def factors(platform: str, kind: str, experts: nn.Experts, **load: int) -> list[
 IN_8_BITS = sorted([["f8E4M3FN", "f8E4M3FN"]] * 3 + [["f8E5M2", "f8E4M3FN"]] * 6)
 
 
-def test_hopper_gpus_have_them_and_others_kernels_of_16_bits(with_compilers):
-    """Three products forward and six of gradients; other chips have kernels of 16 bits."""
+def test_hopper_gpus_have_them(with_compilers):
+    """Three products forward and six of gradients."""
     narrow = in_8_bits(experts_of(64, 64))
     assert factors("cuda", "NVIDIA H100", narrow) == (IN_8_BITS if HAS_MIXED else [[]] * 9)
-    assert factors("tpu", "TPU7x", narrow) == [[]] * 9
 
 
 @pytest.mark.grid
-def test_experts_in_16_bits_of_equal_sizes_and_in_slots_have_theirs(with_compilers):
+def test_other_chips_have_kernels_of_16_bits_and_groups_of_equal_sizes_those_of_8(with_compilers):
     experts = experts_of(64, 64)
     narrow = in_8_bits(experts)
     hopper = factors("cuda", "NVIDIA H100", narrow)
-    assert factors("cuda", "NVIDIA H100", experts) == [[]] * 9
+    assert factors("tpu", "TPU7x", narrow) == factors("cuda", "NVIDIA H100", experts) == [[]] * 9
     assert factors("cuda", "NVIDIA H200", narrow, even=8) == hopper and factors("tpu", "TPU7x", narrow, most=64) == []
 
 

@@ -76,6 +76,7 @@ def test_caches_keep_the_row_and_its_source(dtype):
     assert not close(written(nn.Source(source.values[::-1], source.tokens)), whole, 4 * rounding)
 
 
+@pytest.mark.grid
 def test_caches_are_not_put_together_for_few_tokens():
     module, cache = made(nn.causal()), made(nn.causal()).init_cache((2,), 64)
     source = nn.Source(normal(1, 2, 7, 6), nn.positions_like((2, 7)))

@@ -60,6 +60,7 @@ def test_each_has_a_cache_of_its_own():
     assert not close(last(forgotten), last(kept), 1e-3)
 
 
+@pytest.mark.grid
 def test_dropout_has_masks_of_their_own():
     x, dropout = normal(1, 2, SEQ, EMBED), nn.Dropout(0.5)
     module, places = mixers(dropout=dropout), jnp.broadcast_to(jnp.arange(SEQ), (2, SEQ))

@@ -70,14 +70,8 @@ def dynamic():
     return drawn(nn.Attention, **SIZES | {"rotary": rotary}, key=jax.random.key(0))
 
 
-@pytest.mark.parametrize(
-    ("made", "capacity"),
-    [
-        (lambda: NET, SHORT),
-        pytest.param(dynamic, SHORT, marks=pytest.mark.grid),
-        pytest.param(dynamic, SHORT + 1, marks=pytest.mark.grid),
-    ],
-)
+@pytest.mark.grid
+@pytest.mark.parametrize(("made", "capacity"), [(lambda: NET, SHORT), (dynamic, SHORT), (dynamic, SHORT + 1)])
 def test_caches_too_short_for_another_set_have_none(made, capacity):
     net, x, places = made(), normal(2, 2, SHORT, 6), jnp.arange(SHORT)[None].repeat(2, 0)
     cache = net.init_cache((2,), capacity)

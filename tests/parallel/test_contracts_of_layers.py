@@ -66,6 +66,7 @@ def test_a_router_of_ones_own_is_counted():
     assert idle(own) == idle(plain) == 4 * 6 * (3 * 32 * 16 + 2 * 16 + 32)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "case",
     named(ROUTED, [Case("cosine", {"expert": 2, "fsdp": 2}, {"expert_method": "exchange", "expert_factor": 0.25})]),

@@ -45,9 +45,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.grid) for case in CASES[1:])], ids=str
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_steps_and_checkpoints_are_the_same_to_the_bit(case, tmp_path):
     """Two steps, a checkpoint, and one step more from it by the other way of keeping the state."""
     mesh, moments, choices = case

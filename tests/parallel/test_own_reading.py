@@ -134,6 +134,7 @@ def as_if_given(self, x, dtype=None):
     return self.value if dtype is None else self.value.astype(dtype)
 
 
+@pytest.mark.grid
 def test_maps_read_what_a_layer_makes_of_its_input(shifted, monkeypatch):
     batch = batch_of(shifted)
     want = alone(shifted, batch)

@@ -2,6 +2,7 @@
 
 import equinox as eqx
 import jax
+import pytest
 
 from eqformer import models, nn, planning, training
 from eqformer.parallel import make_mesh, Plan
@@ -19,6 +20,7 @@ def scatters(remat: str) -> int:
     return str(jax.make_jaxpr(run)(arrays, planning.batch_shapes(2, 16))).count("reduce_scatter[")
 
 
+@pytest.mark.grid
 def test_what_a_layer_scatters_is_not_scattered_again():
     """But by policies that keep products alone, as a control."""
     assert scatters("full") == scatters("products") == scatters("none")

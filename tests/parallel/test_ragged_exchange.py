@@ -136,6 +136,7 @@ def over_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
 
 
+@pytest.mark.grid
 def test_what_nobody_wrote_is_never_read(monkeypatch):
     """The control: where all rows are taken for some that came, there are no numbers."""
     as_on_accelerators(monkeypatch)

@@ -80,11 +80,8 @@ def small_parts(monkeypatch):
         monkeypatch.setattr(_table, name, size)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(CASES[0], marks=pytest.mark.grid), CASES[1], pytest.param(VECTORS, marks=pytest.mark.grid)],
-    ids=[case.name for case in (*CASES, VECTORS)],
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("case", [*CASES, VECTORS], ids=lambda case: case.name)
 def test_a_plan_whose_tables_are_in_parts_has_one_devices_gradients(case, small_parts):
     assert differences(of_plan(case), of_one_device(case), ROUNDING) == {}
 

@@ -74,6 +74,7 @@ def test_what_costs_nothing_is_not_drawn():
     assert {kind for row in rows for kind, *_ in row} == {"forward", "backward"}
 
 
+@pytest.mark.grid
 def test_a_picture_is_written(tmp_path):
     tables, path = [make(name, microbatches=8) for name in SCHEDULES], tmp_path / "schedules.png"
     picture_timeline(tables, path)

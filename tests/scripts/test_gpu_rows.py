@@ -117,6 +117,7 @@ def test_numbers_tell_right_from_wrong_and_from_none():
     assert row(lambda x: x @ x[:3]).note.startswith("TypeError")
 
 
+@pytest.mark.grid
 def test_another_window_is_wrong():
     """The controls of the checks: what they compare is as sharp as what could go wrong."""
     name = "window, packed documents, sinks"

@@ -137,6 +137,7 @@ def test_where_nothing_fits_the_part_that_is_too_large_is_named(report, monkeypa
     assert re.search(r"the search stopped after 1 of \d+ plans", report(f"{long} 12MB"))
 
 
+@pytest.mark.grid
 def test_models_are_made_once_for_all_meshes(report, monkeypatch):
     made, build = [], _setup.build_model
     monkeypatch.setattr(_setup, "build_model", lambda recipe: made.append(recipe) or build(recipe))

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from compilers import devices_for
 from haste import put
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -57,6 +58,7 @@ def test_what_is_read_in_16_bits_everywhere_is_known():
     assert dtypes(lambda hidden, table: table, hidden, [tables["table"]]) == [None]
 
 
+@pytest.mark.grid
 def test_loss_and_gradients_are_the_same_to_the_bit(monkeypatch):
     tables, hidden, targets = arrays()
     graded = jax.value_and_grad(loss, (0, 1))
