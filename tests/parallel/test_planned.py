@@ -42,8 +42,8 @@ def built(name):
     return jax.tree.map(lambda x: 2 * x if eqx.is_inexact_array(x) and x.ndim > 2 else x, model)
 
 
-def same(one, other, most=2e-5):
-    close = jnp.allclose(one.log_probabilities, other.log_probabilities, atol=most)
+def same(one, other):
+    close = jnp.allclose(one.log_probabilities, other.log_probabilities, atol=2e-5)
     return one.ids.shape == other.ids.shape and bool(np.array_equal(one.ids, other.ids) and close)
 
 
@@ -74,15 +74,19 @@ def test_text_is_one_devices():
     ],
 )
 def test_text_of_rows_that_outgrow_their_frequencies(mesh, dtype):
-    """Each row at a step of its own, whose keys are turned anew where they lie."""
+    """Each row at a step of its own, whose keys are turned anew where they lie.
+
+    In float64, as in float32 one of a cache's numbers that lies between two of int8 may be rounded to the other one.
+    """
     scaling = nn.LongRopeScaling((1.0,) * 8, tuple(1 + 0.3 * pair for pair in range(8)), 20, 4.0)
     model = built(dataclasses.replace(models.preset("phi3-byte-500k"), window=None, scaling=scaling))
-    assert model.init_cache(3, 64)[0].turned is not None
-    alone = written(model, 3, cache_dtype=dtype)
-    most = 2e-5 if dtype is None else 5e-3  # of 10^4 numbers one between two integers may be rounded to the other one
-    assert same(written(planned(model, plan_over(mesh)), 3, cache_dtype=dtype), alone, most)
-    longer = eqx.tree_at(lambda m: m.stacks[0].blocks.mixer.layer.rotary, model, nn.Rotary(16, 10_000.0))
-    assert not same(written(longer, 3, cache_dtype=dtype), alone, most)
+    with jax.enable_x64(True):
+        model = nn.Precision("float64", "float64").apply(model)
+        assert model.init_cache(3, 64)[0].turned is not None
+        alone = written(model, 3, cache_dtype=dtype)
+        assert same(written(planned(model, plan_over(mesh)), 3, cache_dtype=dtype), alone)
+        longer = eqx.tree_at(lambda m: m.stacks[0].blocks.mixer.layer.rotary, model, nn.Rotary(16, 10_000.0))
+        assert not same(written(longer, 3, cache_dtype=dtype), alone)
 
 
 @pytest.mark.grid

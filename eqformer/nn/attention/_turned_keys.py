@@ -52,17 +52,17 @@ def _by_blocks(rotary: Rotary, held: Keys, positions: Array, lengths: tuple[Arra
     whole = jax.tree.map(lambda x: x.reshape(layers, -1, heads, kv_seq, *x.shape[held.keys.ndim - 1 :]), held)
     places, was, now = positions.reshape(-1, kv_seq), lengths[0].reshape(-1), lengths[1].reshape(-1)
     size = next(size for size in range(min(kv_seq, _BLOCK), 0, -1) if kv_seq % size == 0)
-    blocks, order = kv_seq // size, jnp.argsort(was == now, stable=True)
+    blocks, order = kv_seq // size, jnp.argsort(was == now, stable=True).astype(jnp.int32)
 
     def one(number: Array, whole: Keys) -> Keys:
-        row, start = order[number // blocks], number % blocks * size
-        at = lambda x: (0 if layer is None else layer, row, 0, start, *[0] * (x.ndim - 4))
+        row, start, none = order[number // blocks], number % blocks * size, jnp.zeros((), jnp.int32)
+        at = lambda x: (none if layer is None else layer, row, none, start, *[none] * (x.ndim - 4))
         cut = lambda x: jax.lax.dynamic_slice(x, at(x), (1, 1, heads, size, *x.shape[4:]))[0]
         its = jax.lax.dynamic_slice(places, (row, start), (1, size))
         new = _anew(rotary, jax.tree.map(cut, whole), its, (was[row, None, None], now[row, None, None]))
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice(x, y[None], at(x)), whole, new)
 
-    turned = jax.lax.fori_loop(0, jnp.sum(was != now) * blocks, one, whole)
+    turned = jax.lax.fori_loop(0, jnp.sum(was != now, dtype=jnp.int32) * blocks, one, whole)
     return jax.tree.map(lambda x, y: x.reshape(y.shape), turned, held)
 
 
