@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -74,7 +73,7 @@ def numbers(seq: int = 1024, names: dict[str, float] = MODELS, sizes: dict[str, 
     """A row for each kernel and for a model of each kind: how far results and gradients are off, the worst of them."""
     checks = itertools.chain(_attentions(seq), _caches(seq, sizes), _experts(8 * seq))
     made = [*checks, *(_model(name, min(seq, 256), most) for name, most in names.items())]
-    with ThreadPoolExecutor(max(6, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor() as pool:
         programs = [pool.submit(compiled, check) for check in made]
     # Behind all compiling, and one after another: a GPU's graph is no other's while it is recorded.
     return Found([row_of(check, its.result) for check, its in zip(made, programs)])

@@ -167,7 +167,9 @@ CONTROLS = {
 }
 
 
-@pytest.mark.parametrize("name", ["whose counts", *(pytest.param(n, marks=pytest.mark.grid) for n in [*CONTROLS][:2])])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.grid] * (name != "whose counts")) for name in CONTROLS]
+)
 def test_without_a_part_it_is_not(name, monkeypatch):
     as_on_accelerators(monkeypatch)
     CONTROLS[name](monkeypatch)

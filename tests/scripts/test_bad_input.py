@@ -158,7 +158,7 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(argument
         ("--simulate 4 --only train communication", ["communication", "there are 4"]),
         ("--simulate 0", ["--simulate 0", "at least 1"]),
         ("--rounds 0", ["--rounds 0", "at least 1"]),
-        pytest.param("--only gpu", ["JAX computes on cpu", "eqformer[cuda]"], marks=pytest.mark.grid),
+        pytest.param("--only gpu", ["--only gpu", "JAX computes on cpu", "eqformer[cuda]"], marks=pytest.mark.grid),
     ],
 )
 def test_a_benchmark_that_cannot_be_measured(arguments, words, refused, monkeypatch):

@@ -117,7 +117,15 @@ def test_numbers_that_are_not_finite_end_the_run(line):
         training.train(step, first(), broken, jax.random.key(0), steps=14)
 
 
-@pytest.mark.parametrize("first, last, traced", [(1, 2, 1), (6, 9, 1), (7, 9, 0)])
+@pytest.mark.parametrize(
+    "first, last, traced",
+    [
+        (1, 2, 1),
+        *(pytest.param(*case, marks=pytest.mark.grid) for case in [(3, 4, 1), (5, 99, 1)]),
+        (6, 9, 1),
+        (7, 9, 0),
+    ],
+)
 def test_a_trace_of_some_steps_is_written(first, last, traced, line, tmp_path):
     step, start, batches = line
     profile = training.Profile(first, last, tmp_path)
