@@ -2,7 +2,7 @@
 
 What meshes cost is measured on 8 simulated devices: `python scripts/benchmark.py --simulate 8`; one GPU, in less than
 ten minutes, by `python scripts/benchmark.py --only gpu`. XLA's flags are those for training, or, where
-only `decode`, `zoo` or `quantised` are asked for, those for forward passes.
+only `decode`, `zoo` or `quantized` are asked for, those for forward passes.
 """
 
 import sys
@@ -13,7 +13,7 @@ from support.flags import given
 
 if __name__ == "__main__":
     asked = {*given(sys.argv).get("--only", [])}
-    environment.prepare(sys.argv[1:], shared=False, gradients=not asked or bool(asked - {"decode", "zoo", "quantised"}))
+    environment.prepare(sys.argv[1:], shared=False, gradients=not asked or bool(asked - {"decode", "zoo", "quantized"}))
 
 import dataclasses
 import json

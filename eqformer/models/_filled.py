@@ -25,7 +25,7 @@ class Filled(NamedTuple):
     leaves: tuple
     targets: list[jax.ShapeDtypeStruct]
     dtypes: list[str]
-    maps: list[nn.QuantisedLinear]
+    maps: list[nn.QuantizedLinear]
 
     @classmethod
     def of(cls, arrays: Arrays, rule: Weight, dtype: str, shapes: nn.Transformer, kept: Mapping[int, Any]) -> "Filled":

@@ -16,14 +16,14 @@ from ._weights import Weight
 from .formats import Grouped
 
 
-def kept_maps(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer) -> dict[int, nn.QuantisedLinear]:
+def kept_maps(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer) -> dict[int, nn.QuantizedLinear]:
     """By the `id` of a weight's shape in a plain model, the shapes of the map that holds its codes.
 
     Weights that are no linear map's, such as tables, are decoded. Raises a `ValueError` where none is stored in fewer
     bits, and one that names an array in a format that no map holds, or of a stack of which some layers are plain.
     """
     weights = {id(one.weight): one for one in nn.linear_maps(shapes) if isinstance(one, nn.DenseMap)}
-    found: dict[int, nn.QuantisedLinear] = {}
+    found: dict[int, nn.QuantizedLinear] = {}
     for rule in rules:
         leaves = rule.leaves(shapes)
         names = [name for _, name in rule.places(leaves[0])]
@@ -46,12 +46,12 @@ def kept_maps(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer) -> di
     if not found:
         raise ValueError(
             f"{arrays.call}: weights='kept': no linear map of it is stored in fewer bits; load it without, and "
-            "nn.quantise the model."
+            "nn.quantize the model."
         )
     return found
 
 
-def with_kept(shapes: nn.Transformer, kept: dict[int, nn.QuantisedLinear]) -> nn.Transformer:
+def with_kept(shapes: nn.Transformer, kept: dict[int, nn.QuantizedLinear]) -> nn.Transformer:
     """The model's shapes with these maps in the place of their plain ones."""
     one = lambda node: kept.get(id(node.weight), node) if isinstance(node, nn.DenseMap) else node
     return jax.tree.map(one, shapes, is_leaf=nn.is_map)
@@ -61,7 +61,7 @@ def plain_shapes(model: nn.Transformer) -> nn.Transformer:
     """The model with plain maps in the place of those that hold codes, with the shapes of their weights alone."""
 
     def one(node: Any) -> Any:
-        if not isinstance(node, nn.QuantisedLinear):
+        if not isinstance(node, nn.QuantizedLinear):
             return node
         return _with_bias(eqx.filter_eval_shape(nn.dense, node), node.bias)
 
@@ -84,7 +84,7 @@ def names_as_stored(
             if not arrays.is_coded(name):
                 continue
             stored = arrays.stored_name(name)
-            if not all(isinstance(one, nn.QuantisedLinear) for one in own):
+            if not all(isinstance(one, nn.QuantizedLinear) for one in own):
                 raise ValueError(
                     f"{call}: {stored} is stored in fewer bits, and whole=True would mix it with the model's decoded "
                     "arrays; save the model by itself, or load it with weights='kept'."
@@ -93,20 +93,20 @@ def names_as_stored(
             its = own_arrays(arrays, name, None, rule, own)
             if len(its) != len(held) or not all(map(np.array_equal, its, held)):
                 raise ValueError(
-                    f"{call}: the model's codes and scales are not those of {stored}; nn.dequantise the model and save "
+                    f"{call}: the model's codes and scales are not those of {stored}; nn.dequantize the model and save "
                     "it by itself."
                 )
             found.add(name)
     return found
 
 
-def leaves_of(linear: nn.QuantisedLinear) -> list[Any]:
+def leaves_of(linear: nn.QuantizedLinear) -> list[Any]:
     """What of a map, or of its shapes, codes and scales fill."""
     return [leaf for leaf in (linear.codes, linear.scales, linear.zeros) if leaf is not None]
 
 
 def own_arrays(
-    arrays: Arrays, name: str, piece: int | None, rule: Weight, maps: Sequence[nn.QuantisedLinear]
+    arrays: Arrays, name: str, piece: int | None, rule: Weight, maps: Sequence[nn.QuantizedLinear]
 ) -> list[np.ndarray]:
     """What one published array gives to the `leaves_of` each of the maps that hold it, in turn."""
     form, sizes = arrays.form(name), arrays.shape(name)[-2:]
@@ -126,7 +126,7 @@ def own_arrays(
 
 def _shapes_of(
     arrays: Arrays, name: str, form: Grouped, dim: int | None, linear: nn.DenseMap, dtype: str
-) -> nn.QuantisedLinear:
+) -> nn.QuantizedLinear:
     """`dim` is that of the published array, from its end, along which the last of the inputs lies."""
     groups, shape, inputs = form.groups, linear.weight.shape, linear.inputs
     last, many = shape[-1], nn.codes_in_a_byte(groups.form)
@@ -140,8 +140,8 @@ def _shapes_of(
         ends = (*shape[len(shape) - len(inputs) : -1], last // math.gcd(members, last))
     of_scales = (*shape[: len(shape) - len(inputs)], *ends)
 
-    def make(bias: Array | None) -> nn.QuantisedLinear:
-        return nn.QuantisedLinear(
+    def make(bias: Array | None) -> nn.QuantizedLinear:
+        return nn.QuantizedLinear(
             inputs,
             linear.outputs,
             form=groups.form,
@@ -162,5 +162,5 @@ def _with_bias(linear: nn.LinearMap, bias: Any) -> Any:
 def _refuse(arrays: Arrays, name: str, why: str) -> NoReturn:
     raise ValueError(
         f"{arrays.call}: weights='kept': {arrays.stored_name(name)} {why}; load with weights='decoded', and "
-        "nn.quantise the model."
+        "nn.quantize the model."
     )

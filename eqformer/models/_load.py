@@ -59,7 +59,7 @@ def load(
         dtype: That of all leaves (names such as `bf16` too); None: each has its published one (one wide enough for all
             layers). Fields marked `nn.float32_at_least` are no narrower than that.
         weights: `"decoded"`: weights in fewer bits are, those of GGUF to float32 without a `dtype`, others to that of
-            the configuration. `"kept"`: linear maps hold their codes and scales (`nn.QuantisedLinear`), with the same
+            the configuration. `"kept"`: linear maps hold their codes and scales (`nn.QuantizedLinear`), with the same
             logits.
         predictor: Whether what predicts a further token is read too.
         progress: Is called with the bytes read so far, and in all.
@@ -136,7 +136,7 @@ def _plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan | None
     return plan
 
 
-def _kept(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer, weights: str) -> dict[int, nn.QuantisedLinear]:
+def _kept(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer, weights: str) -> dict[int, nn.QuantizedLinear]:
     if weights not in ("decoded", "kept"):
         raise ValueError(f"{arrays.call}: weights={weights!r}: they are 'decoded' or 'kept'.")
     return kept_maps(arrays, rules, shapes) if weights == "kept" else {}

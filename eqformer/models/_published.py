@@ -20,7 +20,7 @@ from ._weights import Stored, Weight
 from .formats import Format, read_format
 
 
-QUANTISED, DTYPES = ("quantization_config", "compression_config"), ("dtype", "torch_dtype")
+QUANTIZATION_KEYS, DTYPES = ("quantization_config", "compression_config"), ("dtype", "torch_dtype")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,27 +70,27 @@ def described(path: Path, file: GGUF | None = None) -> Description:
         published.finish()
         return Description(family, config, None, said, names=names_of(file))
     source, said = str(path / CONFIG), read_json(path / CONFIG)
-    published = PublishedConfig({name: its for name, its in said.items() if name not in QUANTISED}, source)
+    published = PublishedConfig({name: its for name, its in said.items() if name not in QUANTIZATION_KEYS}, source)
     family, tower = _named(published)
-    quantised = [said.get(name) for name in QUANTISED]
+    quantized = [said.get(name) for name in QUANTIZATION_KEYS]
     if tower is not None:
         text = tower.attributes(published)
-        quantised += [text.pop(name, None) for name in QUANTISED]
+        quantized += [text.pop(name, None) for name in QUANTIZATION_KEYS]
         published = PublishedConfig(text, f"{source}: {TEXT}")
     config = family.read(published)
     published.finish()
     if family.as_stored is not None and any((path / name).exists() for name in (SINGLE, INDEX)):
         config = family.as_stored(config, Folder(path).names)
-    return Description(family, config, tower, said, _format(quantised, source))
+    return Description(family, config, tower, said, _format(quantized, source))
 
 
-def _format(quantised: list[Any], source: str) -> Format | None:
-    found = [its for its in quantised if its]
+def _format(quantized: list[Any], source: str) -> Format | None:
+    found = [its for its in quantized if its]
     if not found:
         return None
     if not isinstance(found[0], dict) or any(its != found[0] for its in found):
-        raise ValueError(f"{source}: {QUANTISED[0]}: it must be one object, and is {found}.")
-    return read_format(PublishedConfig(found[0], f"{source}: {QUANTISED[0]}", "this format"))
+        raise ValueError(f"{source}: {QUANTIZATION_KEYS[0]}: it must be one object, and is {found}.")
+    return read_format(PublishedConfig(found[0], f"{source}: {QUANTIZATION_KEYS[0]}", "this format"))
 
 
 def _named(published: PublishedConfig) -> tuple[Family, Tower | None]:

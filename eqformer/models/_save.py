@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from ..nn import LoRA, modules, named_modules, QuantisedLinear, Transformer
+from ..nn import LoRA, modules, named_modules, QuantizedLinear, Transformer
 from ._arrays import Arrays, HEAD
 from ._family import Family, ModelConfig
 from ._folder import CONFIG, Folder, INDEX, new_folder, SINGLE, write_folder
 from ._kept import names_as_stored, plain_shapes
-from ._published import check_shapes, described, Description, DTYPES, format_of, QUANTISED, rules_of
+from ._published import check_shapes, described, Description, DTYPES, format_of, QUANTIZATION_KEYS, rules_of
 from ._towers import TEXT
 from ._weights import NOTHING_STORED, Stored, Weight
 
@@ -84,9 +84,9 @@ def save(
     check_shapes(call, plain, config)
     if whole:
         arrays = _of_whole(Folder(str(like), caller="save"), plain, model, call)
-    elif held := [name for name, _ in named_modules(model, QuantisedLinear)]:
+    elif held := [name for name, _ in named_modules(model, QuantizedLinear)]:
         raise ValueError(
-            f"{call}: the model holds codes of 8 or 4 bits ({held[0]}); nn.dequantise it or, where it was loaded with "
+            f"{call}: the model holds codes of 8 or 4 bits ({held[0]}); nn.dequantize it or, where it was loaded with "
             "weights='kept', write its folder again with like= and whole=True."
         )
     else:
@@ -107,7 +107,7 @@ def _alone(family: Family, config: ModelConfig) -> dict[str, Any]:
 def _by_itself(source: Description) -> dict[str, Any]:
     """The configuration of a folder's model by itself."""
     if source.tower is None:
-        return {name: value for name, value in source.said.items() if name not in (*DTYPES, *QUANTISED)}
+        return {name: value for name, value in source.said.items() if name not in (*DTYPES, *QUANTIZATION_KEYS)}
     both = source.said | {name: its for name, its in source.said.get(TEXT, {}).items() if its is not None}
     return _alone(source.family, source.config) | {name: both[name] for name in _TOKENS if name in both}
 

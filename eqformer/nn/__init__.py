@@ -34,7 +34,6 @@ from ._cache import (
     LatentCache as LatentCache,
     RecurrentCache as RecurrentCache,
 )
-from ._codes import codes_in_a_byte as codes_in_a_byte
 from ._contracts import (
     Attends as Attends,
     FeedForward as FeedForward,
@@ -106,8 +105,6 @@ from ._precision import cast as cast, Precision as Precision
 from ._prediction_head import PredictionHead as PredictionHead
 from ._predictor import Predictor as Predictor
 from ._products import InComputeDtype as InComputeDtype, InFp8 as InFp8, Products as Products
-from ._quantise import dequantise as dequantise, quantise as quantise
-from ._quantised_linear import QuantisedLinear as QuantisedLinear
 from ._residual import Residual as Residual
 from ._run_with import run_with as run_with
 from ._slots import check_cached as check_cached, counts as counts, SlotCache as SlotCache
@@ -191,6 +188,9 @@ from .experts._moe import (
 from .experts._noisy_routers import NoisyTopKRouter as NoisyTopKRouter, RandomSecondRouter as RandomSecondRouter
 from .experts._router import TopKRouter as TopKRouter
 from .experts._routing import Routing as Routing, Slots as Slots
+from .quantization._formats import codes_in_a_byte as codes_in_a_byte
+from .quantization._linear import QuantizedLinear as QuantizedLinear
+from .quantization._weights import dequantize as dequantize, quantize as quantize
 from .recurrent._channel_delta_net import ChannelDeltaNet as ChannelDeltaNet
 from .recurrent._conv import CausalConv as CausalConv
 from .recurrent._delta_net import GatedDeltaNet as GatedDeltaNet

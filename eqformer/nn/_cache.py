@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int, Num
 
 from ._dtype import float_dtype
 from ._layer_cache import LayerCache, of_layer
-from ._quantized import restored
 from ._slots import empty_slots, remembered, SlotCache, slots_for
 from ._tokens import Tokens
+from .quantization._kv_cache import dequantize_rows
 
 
 class KVCache(SlotCache):
@@ -87,7 +87,9 @@ class KVCache(SlotCache):
         """All keys and values that it holds, and their tokens."""
         own = lambda x: of_layer(x, self.layer)
         memories = (self.keys, self.key_scales), (self.values, self.value_scales)
-        keys, values = (own(x) if scales is None else restored(own(x), own(scales), dtype) for x, scales in memories)
+        keys, values = (
+            own(rows) if scales is None else dequantize_rows(own(rows), own(scales), dtype) for rows, scales in memories
+        )
         return _swapped(keys), _swapped(values), Tokens(own(self.positions))
 
     def update(

@@ -16,9 +16,9 @@ from .._shapes import ArrayOrShape
 from ._dims import dims
 from ._layer_cache import LayerCache, of_layer
 from ._pallas import tpu_or
-from ._quantized import quantized, restored
 from ._slots_tpu import LANES, writer_of
 from ._tokens import Tokens
+from .quantization._kv_cache import dequantize_rows, quantize_rows
 
 
 class SlotCache(LayerCache):
@@ -146,10 +146,10 @@ def remembered(
     """What `_store` gives, of two memories that may have scales, which then stand behind them."""
     if scales[0] is None:
         return _store(memories, cache, new, tokens, heads)
-    pairs = [quantized(x, memory.dtype.name) for x, memory in zip(new, memories)]
+    pairs = [quantize_rows(x, memory.dtype.name) for x, memory in zip(new, memories)]
     rounded, factors = zip(*pairs)
     stored, seen = _store((*memories, *scales), cache, (*rounded, *factors), tokens, heads)
-    one, two = (restored(seen[place], seen[place + 2], new[place].dtype) for place in (0, 1))
+    one, two = (dequantize_rows(seen[place], seen[place + 2], new[place].dtype) for place in (0, 1))
     return stored, (one, two, seen[-1])
 
 

@@ -15,9 +15,9 @@ from ._dims import ensemble
 from ._dtype import in_dtypes_of, in_float32
 from ._layer_cache import LayerCache, of_layer, with_layer
 from ._left import last_layers, only
-from ._quantized import memory_dtype
 from ._slots import in_memory, with_rollback
 from ._tokens import Tokens, tokens_or_default
+from .quantization._kv_cache import parse_cache_dtype
 
 
 class Stack(Layer):
@@ -103,7 +103,7 @@ def empty_caches(
     rollback: int,
 ) -> tuple[PyTree, ...]:
     """The empty cache of each stack, in a dtype, by default the compute dtype, of 8 bits with scales too."""
-    dtype, is_small = memory_dtype(dtype or compute_dtype, f"init_cache(dtype={dtype!r})")
+    dtype, is_small = parse_cache_dtype(dtype or compute_dtype, f"init_cache(dtype={dtype!r})")
     caches = tuple(stack.init_cache(batch, capacity, compute_dtype if is_small else dtype) for stack in stacks)
     caches = in_memory(caches, dtype) if is_small else caches
     return with_rollback(caches, rollback) if rollback else caches

@@ -141,7 +141,7 @@ def decode_forecast(
     products = operations / one.peak(str(jnp.dtype(model.compute_dtype)))
     links = {cause: size / link_speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}
     time = Roofline(products, read_by_decoding(held) / one.bandwidth, links, (), 0.0, products)
-    count = parameter_count(eqx.filter_eval_shape(nn.dequantise, model))
+    count = parameter_count(eqx.filter_eval_shape(nn.dequantize, model))
     return Forecast(topology, held, sent, time, count, operations)
 
 

@@ -18,7 +18,7 @@ from benchmarks import (
     _ours,
     _peers,
     _profile,
-    _quantised,
+    _quantized,
     _zoo,
 )
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
@@ -129,7 +129,7 @@ BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "mixtures": _mixtures.mixtures,
     "mixers": _mixers.mixers,
     "zoo": _zoo.zoo,
-    "quantised": _quantised.quantised,
+    "quantized": _quantized.quantized,
     **OF_MESHES,
 }
 ASKED_FOR: dict[str, Callable[[int], Iterator[Row]]] = {"profile": _profile.profile}

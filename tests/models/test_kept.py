@@ -37,9 +37,9 @@ def test_what_is_kept_is_what_is_decoded(name, tmp_path):
     """Every weight, bit for bit, from codes in few bytes; also where each device reads its part."""
     write(tmp_path, name)
     decoded, kept = models.load(tmp_path, dtype="float32"), models.load(tmp_path, dtype="float32", weights="kept")
-    maps = [one for one in nn.linear_maps(kept) if isinstance(one, nn.QuantisedLinear)]
+    maps = [one for one in nn.linear_maps(kept) if isinstance(one, nn.QuantizedLinear)]
     assert len(maps) == (6 if name in EXPERT_CASES else 7)
-    assert same(eqx.filter_jit(nn.dequantise)(kept), decoded)
+    assert same(eqx.filter_jit(nn.dequantize)(kept), decoded)
     for weights, loaded in (("decoded", decoded), ("kept", kept)):
         shapes = models.load_shapes(tmp_path, dtype="float32", weights=weights)
         assert eqx.tree_equal(shapes, eqx.filter_eval_shape(lambda loaded=loaded: loaded))
@@ -48,7 +48,7 @@ def test_what_is_kept_is_what_is_decoded(name, tmp_path):
     split: dict[str, Any] = {"fsdp": 2, "replica" if "16" in str(CASES.get(name)) else "tensor": 2}
     split |= {"expert": 2} if name in EXPERT_CASES else {"pipe": 2}
     placed = models.load(tmp_path, plan=Plan(make_mesh(**split), zero=3, smallest=1), dtype="float32", weights="kept")
-    assert same(placed, kept) and not same(nn.dequantise(spoiled(kept)), decoded)
+    assert same(placed, kept) and not same(nn.dequantize(spoiled(kept)), decoded)
 
 
 @pytest.mark.grid
@@ -77,7 +77,7 @@ def test_exponents_are_kept_as_they_are_decoded_up_to_the_least_and_the_largest(
     change(tmp_path, stored | {name + "_scales": exponents, name + "_blocks": np.tile(pairs, (*exponents.shape, 1))})
     kept, decoded = models.load(tmp_path, dtype="float32", weights="kept"), models.load(tmp_path, dtype="float32")
     below, above = 0, 0
-    for its, want in zip(*(jax.tree.leaves(model) for model in (jax.jit(nn.dequantise)(kept), decoded)), strict=True):
+    for its, want in zip(*(jax.tree.leaves(model) for model in (jax.jit(nn.dequantize)(kept), decoded)), strict=True):
         want = np.asarray(want)
         tiny = (np.abs(want) < 2.0**-126) & (want != 0)
         assert np.array_equal(its, np.where(tiny, 0, want))
@@ -97,7 +97,7 @@ def test_logits_are_those_of_the_decoded_model(name, dtype, tmp_path):
     want, kept = run(models.load(tmp_path, dtype=dtype), ids), models.load(tmp_path, dtype=dtype, weights="kept")
     assert np.array_equal(run(kept, ids), want)
     assert not np.array_equal(run(spoiled(kept), ids), want)
-    models.save(nn.cast(nn.dequantise(kept), dtype), tmp_path / "plain", like=tmp_path)
+    models.save(nn.cast(nn.dequantize(kept), dtype), tmp_path / "plain", like=tmp_path)
     assert same(models.load(tmp_path / "plain"), models.load(tmp_path, dtype=dtype))
 
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
         models.load(tmp_path / "some", weights="codes")
     models.save(models.load(tmp_path / "order"), tmp_path / "plain", like=tmp_path / "order")
     with pytest.raises(
-        ValueError, match=r"weights='kept': no linear map of it is stored in fewer bits; .* nn.quantise"
+        ValueError, match=r"weights='kept': no linear map of it is stored in fewer bits; .* nn.quantize"
     ):
         models.load(tmp_path / "plain", weights="kept")
 
@@ -135,9 +135,9 @@ def test_what_is_kept_is_saved_as_it_came(name, tmp_path):
     assert back.keys() == want.keys()
     assert [each for each in want if back[each] != want[each]] == ["model.embed_tokens.weight"]
     assert same(models.load(tmp_path / "again", weights="kept"), other)
-    with pytest.raises(ValueError, match=r"the model's codes and scales are not those of model\..*nn.dequantise"):
+    with pytest.raises(ValueError, match=r"the model's codes and scales are not those of model\..*nn.dequantize"):
         models.save(spoiled(kept), tmp_path / "other", like=tmp_path / "folder", whole=True)
-    with pytest.raises(ValueError, match=r"the model holds codes of 8 or 4 bits \(stacks.*nn.dequantise it or, where"):
+    with pytest.raises(ValueError, match=r"the model holds codes of 8 or 4 bits \(stacks.*nn.dequantize it or, where"):
         models.save(kept, tmp_path / "other", like=tmp_path / "folder")
 
 
@@ -167,7 +167,7 @@ def test_every_family_runs_with_codes(family):
     config = models.preset(FIRST[family])
 
     def run() -> Any:
-        model = nn.quantise(models.build(config, key=jax.random.key(0)), "int4")
+        model = nn.quantize(models.build(config, key=jax.random.key(0)), "int4")
         ids = jnp.zeros((1, 4), jnp.int32)
         cache = None if family == "modernbert" else model.init_cache(1, 8)  # which sees whole rows
         tokens = nn.positions_like((1, 4))
@@ -198,5 +198,5 @@ def test_every_family_keeps_what_is_decoded(family, tmp_path):
     (tmp_path / "fp8").mkdir()
     store(tmp_path / "fp8", stored, said | {"quantization_config": fp8})
     kept = models.load(tmp_path / "fp8", dtype="float32", weights="kept")
-    assert any(isinstance(one, nn.QuantisedLinear) for one in nn.linear_maps(kept))
-    assert same(eqx.filter_jit(nn.dequantise)(kept), models.load(tmp_path / "fp8", dtype="float32"))
+    assert any(isinstance(one, nn.QuantizedLinear) for one in nn.linear_maps(kept))
+    assert same(eqx.filter_jit(nn.dequantize)(kept), models.load(tmp_path / "fp8", dtype="float32"))

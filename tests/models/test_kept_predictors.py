@@ -44,8 +44,8 @@ def test_a_predictor_is_kept_with_its_model(case, name, tmp_path):
         tmp_path / "in", weights=weights, predictor=True, dtype="float32", **more
     )
     decoded, kept = load("decoded"), load("kept")
-    its = [one for one in nn.linear_maps(kept.predictor) if isinstance(one, nn.QuantisedLinear)]
-    assert kept.predictor is not None and isinstance(kept.predictor.merge, nn.QuantisedLinear) and len(its) > 4
+    its = [one for one in nn.linear_maps(kept.predictor) if isinstance(one, nn.QuantizedLinear)]
+    assert kept.predictor is not None and isinstance(kept.predictor.merge, nn.QuantizedLinear) and len(its) > 4
     for one, other in zip(predicted(kept, IDS), predicted(decoded, IDS), strict=True):
         assert np.array_equal(one, other)
     spoiled = eqx.tree_at(lambda m: m.predictor.merge.codes, kept, kept.predictor.merge.codes ^ 1)

@@ -159,7 +159,7 @@ def test_maps_that_are_put_together_have_none():
     x = normal(2, 128, 64).astype(jnp.bfloat16)
     assert _grouped_hopper.has_kernels(static, arrays, x)
     assert not _grouped_hopper.has_kernels(static, arrays, x[:0])
-    codes = nn.quantise(eqx.combine(arrays, static), "int8")
+    codes = nn.quantize(eqx.combine(arrays, static), "int8")
     arrays, static = eqx.partition(codes, eqx.is_array)
     assert not _grouped_hopper.has_kernels(static, arrays, x)
 

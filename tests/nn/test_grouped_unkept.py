@@ -64,6 +64,6 @@ def test_which_have_slots():
     assert [of(rows * GROUPS) for rows in (1, 4, 12, 16)] == [False, True, True, False]
     maps = linears(given(4 * GROUPS)[2])
     by = lambda maps: has_slots(16, lambda x: grouped(maps, x, sizes), given(4 * GROUPS)[1])
-    assert by(maps) and not by(nn.quantise(maps, "int8"))
+    assert by(maps) and not by(nn.quantize(maps, "int8"))
     rows = given(4 * GROUPS)[1]
     assert not has_slots(16, lambda x: grouped(maps, x, sizes), rows.astype(jnp.bfloat16))

@@ -145,9 +145,9 @@ def test_what_cannot_multiply_in_8_bits():
         nn.with_fp8(mixture, [nn.Router])
     linear = nn.Linear("embed -> mlp", embed=4, mlp=3, key=KEY)
     with pytest.raises(ValueError, match=r"cannot multiply in 8 bits: a map must be a Linear"):
-        nn.with_fp8(nn.quantise(linear, "int8"), [nn.QuantisedLinear])
+        nn.with_fp8(nn.quantize(linear, "int8"), [nn.QuantizedLinear])
     with pytest.raises(ValueError, match=r"with_fp8\(model\): no linear map is chosen"):
-        nn.with_fp8(nn.quantise(linear, "int8"))
+        nn.with_fp8(nn.quantize(linear, "int8"))
     with pytest.raises(ValueError, match=r"Precision\(products='int8'\): products are in 'compute' .* or 'fp8'"):
         nn.Precision(products="int8")
 

@@ -112,7 +112,7 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
     """A small model by its name, filled; `dtypes` are those of parameters and of computation.
 
     Of a name that ends in `int8` every map is somebody's own, of eight bits; of one in `lora` every map has one; of one
-    in `int4 lora` maps are quantised in groups beneath, and of one in `int4 int8` those of feed-forward layers are. Of
+    in `int4 lora` maps are quantized in groups beneath, and of one in `int4 int8` those of feed-forward layers are. Of
     one in `fp8` products are of 8 bits.
     """
     if name.endswith(" fp8"):
@@ -140,8 +140,8 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
 
 
 def in_eight_bits(plain: nn.Transformer, also_in_four: bool) -> nn.Transformer:
-    """The model with somebody's own maps of eight bits in the place of all that are not quantised in groups."""
-    model = nn.quantise(plain, "int4", group=4, where=["gate", "up", "down"]) if also_in_four else plain
+    """The model with somebody's own maps of eight bits in the place of all that are not quantized in groups."""
+    model = nn.quantize(plain, "int4", group=4, where=["gate", "up", "down"]) if also_in_four else plain
     return nn.map_linears(lambda one: Int8Map.of(one) if isinstance(one, nn.Linear) else one, model)
 
 
@@ -153,8 +153,8 @@ def in_four_bits(plain: nn.Transformer) -> nn.Transformer:
             return node
         return eqx.tree_at(lambda m: m.up.weight, node, jax.random.normal(jax.random.key(2), node.up.shape))
 
-    rounded = nn.quantise(plain, "int4", group=4)
-    adapted = nn.with_lora(rounded, [nn.QuantisedLinear], rank=3, alpha=0.3, key=jax.random.key(1))
+    rounded = nn.quantize(plain, "int4", group=4)
+    adapted = nn.with_lora(rounded, [nn.QuantizedLinear], rank=3, alpha=0.3, key=jax.random.key(1))
     return jax.tree.map(drawn, adapted, is_leaf=lambda node: isinstance(node, nn.LoRA))
 
 

@@ -49,8 +49,8 @@ def test_maps_of_eight_bits_are_split_like_any(case):
     """Those of feed-forward layers in four, where the name says so."""
     want = of_one_device(case)
     maps = nn.linear_maps(want.gradients)
-    assert all(jnp.any(one.scales if isinstance(one, nn.QuantisedLinear) else one.scale) for one in maps)
-    kinds = {Int8Map, nn.QuantisedLinear} if "int4" in case.name else {Int8Map}
+    assert all(jnp.any(one.scales if isinstance(one, nn.QuantizedLinear) else one.scale) for one in maps)
+    kinds = {Int8Map, nn.QuantizedLinear} if "int4" in case.name else {Int8Map}
     assert kinds <= {type(one) for one in maps}
     assert differences(of_plan(case), want, ROUNDING) == {}
 

@@ -60,7 +60,7 @@ class Groups(NamedTuple):
     """How a format has codes and scales."""
 
     form: str
-    """What codes stand for, as `nn.QuantisedLinear` calls it."""
+    """What codes stand for, as `nn.QuantizedLinear` calls it."""
     members: tuple[int | None, int | None]
     """How many rows and how many columns of the decoded array, one after another, share a scale; None: all."""
     scale: str
@@ -70,7 +70,7 @@ class Groups(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """An array in fewer bits, as `nn.QuantisedLinear` holds it, its dims those of the decoded array."""
+    """An array in fewer bits, as `nn.QuantizedLinear` holds it, its dims those of the decoded array."""
 
     codes: UInt8[np.ndarray, "code_rows code_columns"]
     """Bytes; of codes of 4 bits each has two neighbours, of the dim that has groups."""
@@ -81,7 +81,7 @@ class Numbers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Grouped(Format):
-    """A format of codes of which a scale is for each output and some inputs, as `nn.QuantisedLinear` holds them."""
+    """A format of codes of which a scale is for each output and some inputs, as `nn.QuantizedLinear` holds them."""
 
     @property
     @abc.abstractmethod

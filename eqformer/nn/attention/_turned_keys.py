@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int, Num
 
 from .._cache import KVCache
 from .._layer_cache import of_layer, with_layer
-from .._quantized import quantized, restored
 from .._tokens import document_lengths, Tokens
+from ..quantization._kv_cache import dequantize_rows, quantize_rows
 from ._rotary import Rotary
 
 
@@ -81,6 +81,6 @@ def _slope(rotary: Rotary, primals: tuple, tangents: tuple) -> tuple[Keys, Keys]
 
 
 def _anew(rotary: Rotary, held: Keys, positions: Array, lengths: tuple[Array, Array]) -> Keys:
-    keys = held.keys if held.scales is None else restored(held.keys, held.scales, held.scales.dtype)
+    keys = held.keys if held.scales is None else dequantize_rows(held.keys, held.scales, held.scales.dtype)
     turned = rotary.again(keys.swapaxes(-3, -2), positions, *lengths).swapaxes(-3, -2)
-    return Keys(turned, None) if held.scales is None else Keys(*quantized(turned, held.keys.dtype.name))
+    return Keys(turned, None) if held.scales is None else Keys(*quantize_rows(turned, held.keys.dtype.name))

@@ -31,7 +31,7 @@ def grouped(
     """`modules[g](x[i])` for each row `i` of group `g`, where the first `sizes[0]` rows are of group 0, and so on.
 
     `modules` is an ensemble over groups whose parameters are all of linear maps of one dim to one; it maps rows one by
-    one. Rows behind the last group give zeros. Maps that hold no weight, such as quantised ones, are decoded for groups
+    one. Rows behind the last group give zeros. Maps that hold no weight, such as quantized ones, are decoded for groups
     that have rows, and again in the backward pass. On CPUs and GPUs each group has slots for as many rows as with an
     even load, which are computed together, and the other rows are computed in blocks of one group each, as in
     MegaBlocks (arXiv:2211.15841); where nothing is kept for gradients, CPUs have slots, in float32, for few rows or

@@ -1,25 +1,25 @@
-"""A linear map whose weight is held in 8 or 4 bits a number and decoded where it is used."""
+"""A linear map whose weight is stored in 8 or 4 bits and decoded when the layer runs."""
 
 import functools
-from typing import Any
 
 import equinox as eqx
 import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
-from ._codes import codes_in_a_byte, numbers, scaled
-from ._dims import named_by
-from ._linear import applied
-from ._linear_map import LinearMap
+from .._dims import named_by
+from .._linear import applied
+from .._linear_map import LinearMap
+from ._formats import apply_scales, codes_in_a_byte, decode_codes
 
 
-class QuantisedLinear(LinearMap):
+class QuantizedLinear(LinearMap):
     """`y = W x + b` with `W = (code - zero) * scale`, decoded in float32 and rounded once, to the dtype of `x`.
 
-    A layer is decoded when it runs, and again in its backward pass, so that one layer at a time is in memory as
-    numbers. Codes are bytes, which nothing trains or casts; scales are numbers like any. Each output has scales of its
-    own: one, or one for each group of the last of its inputs and each place of the others. `nn.quantise` makes it.
+    The weight is decoded in the forward pass and again in the backward pass, so only one layer's decoded weight is in
+    memory at a time. Codes are bytes: no optimizer trains them and no cast changes them. Scales are ordinary float
+    parameters. Each output has its own scales: one, or one for each group along the last input dim and each index of
+    the other input dims. `nn.quantize` builds it.
     """
 
     inputs: tuple[str, ...] = eqx.field(static=True)
@@ -42,17 +42,17 @@ class QuantisedLinear(LinearMap):
         zeros: UInt8[Array, "..."] | None = None,
         bias: Float[Array, "..."] | None = None,
     ):
-        """Put the arrays together; all may have the dims of ensembles in front.
+        """Store the arrays; every array may have ensemble dims in front (`layers`, `experts`).
 
         Args:
-            inputs: Names of the dims that it maps.
-            outputs: Names of the dims that it gives.
-            form: What codes stand for: int8, int4, fp8 or fp4.
-            codes: Of the weight's dims, outputs first; two codes of 4 bits share a byte of the last.
-            scales: Numbers, or exponents of 8 bits: of the same dims, 1 where one scale is for all of a dim of the
-                inputs, and of the last as many as it has groups.
-            zeros: The codes that stand for 0, one for each scale; None: half of the range.
-            bias: What is added.
+            inputs: Names of the input dims.
+            outputs: Names of the output dims.
+            form: The number format: int8, int4, fp8 or fp4.
+            codes: Codes with the weight's dims, outputs first; two codes of 4 bits share a byte of the last dim.
+            scales: Floats, or exponents of 8 bits, with the weight's dims; an input dim has size 1 where one scale
+                serves the whole dim, and the last dim has one entry per group.
+            zeros: Zero points, one for each scale; None: half of the range.
+            bias: Added to the product, with the output dims.
         """
         self.inputs, self.outputs, self.form = inputs, outputs, form
         ends = scales.shape[scales.ndim - len(inputs) :]
@@ -61,23 +61,23 @@ class QuantisedLinear(LinearMap):
 
     @property
     def weight_dims(self) -> tuple[str, ...]:
-        """Names of the weight's dims: the outputs, then the inputs."""
+        """Names of the weight's dims: outputs, then inputs."""
         return (*self.outputs, *self.inputs)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The weight's."""
+        """Shape of the decoded weight."""
         return (*self.codes.shape[:-1], self.codes.shape[-1] * codes_in_a_byte(self.form))
 
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """`W x`; what is kept for the backward pass are codes."""
+        """Return `W x`; the backward pass decodes the codes again instead of keeping `W`."""
         return jax.checkpoint(functools.partial(_product, dtype), prevent_cse=False)(self, x)
 
     def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """W, in float32 where no dtype is given."""
-        weight = scaled(numbers(self.codes, self.form, self.zeros), self.scales)
+        """Return the decoded weight, in float32 unless a dtype is given."""
+        weight = apply_scales(decode_codes(self.codes, self.form, self.zeros), self.scales)
         return weight if dtype is None else weight.astype(dtype)
 
 
-def _product(dtype: Any, linear: QuantisedLinear, x: Float[Array, "..."]) -> Float[Array, "..."]:
+def _product(dtype: DTypeLike | None, linear: QuantizedLinear, x: Float[Array, "..."]) -> Float[Array, "..."]:
     return applied(linear, linear.matrix(x.dtype), x, dtype)

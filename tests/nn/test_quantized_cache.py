@@ -8,15 +8,15 @@ import pytest
 from nn_reference import drawn, normal
 
 from eqformer import nn
-from eqformer.nn._quantized import memory_dtype, quantized, restored
 from eqformer.nn._slots import in_memory
+from eqformer.nn.quantization._kv_cache import dequantize_rows, parse_cache_dtype, quantize_rows
 
 
 @pytest.mark.parametrize(("dtype", "step"), [("int8", 0.5 / 127), ("float8_e4m3fn", 2.0**-4)])
 def test_rows_are_off_by_a_step_of_their_largest(dtype, step):
     rows = np.array(normal(1, 5, 3, 32)) * np.logspace(-3, 3, 5)[:, None, None].astype(np.float32)
     rows[0, 0] = 0
-    both = jax.jit(lambda x: (made := quantized(x, dtype), restored(*made, jnp.dtype("float32"))))
+    both = jax.jit(lambda x: (made := quantize_rows(x, dtype), dequantize_rows(*made, jnp.dtype("float32"))))
     (rounded, scales), back = both(rows)
     assert rounded.dtype == dtype and scales.shape == (5, 3)
     back = np.asarray(back, np.float64)
@@ -74,6 +74,7 @@ def test_recurrences_keep_their_state_and_names_are_checked():
     caches = eqx.filter_eval_shape(lambda: in_memory((net.init_cache((2,), 8), attention.init_cache((2,), 8)), "int8"))
     assert caches[0].state.dtype == jnp.float32 and caches[1].keys.dtype == caches[1].values.dtype == jnp.int8
     assert caches[1].key_scales.shape == (2, 2, 8) and nn.dims(caches[1]).key_scales == "batch kv_heads kv_seq"
-    assert memory_dtype("FP8", "f") == ("float8_e4m3fn", True) and memory_dtype("bf16", "f") == ("bfloat16", False)
+    assert parse_cache_dtype("FP8", "f") == ("float8_e4m3fn", True)
+    assert parse_cache_dtype("bf16", "f") == ("bfloat16", False)
     with pytest.raises(ValueError, match=r"f: 'int4' is no .* int8 and float8_e4m3fn"):
-        memory_dtype("int4", "f")
+        parse_cache_dtype("int4", "f")

@@ -36,7 +36,7 @@ MORE = [
 def test_codes_are_split_like_any_weight(case):
     """The loss and the gradients, leaf by leaf, of factors, scales and all else but codes are one device's."""
     want = of_one_device(case)
-    maps = [node for node in nn.linear_maps(want.gradients) if isinstance(node, nn.QuantisedLinear)]
+    maps = [node for node in nn.linear_maps(want.gradients) if isinstance(node, nn.QuantizedLinear)]
     assert maps and all(node.codes is None and jnp.any(node.scales) for node in maps)
     assert all(jnp.any(lora.down.weight) for lora in nn.modules(want.gradients, nn.LoRA))
     assert differences(of_plan(case), want, ROUNDING) == {}
@@ -59,11 +59,11 @@ def test_codes_of_other_devices_are_gathered(monkeypatch):
 
 @pytest.mark.grid
 def test_text_and_checkpoints_of_codes(tmp_path):
-    """A quantised model writes what its decoded weights do, is saved and restored, and writes the same over a mesh."""
-    model = jax.jit(lambda: nn.quantise(model_of("llama"), "int4", group=4))()
+    """A quantized model writes what its decoded weights do, is saved and restored, and writes the same over a mesh."""
+    model = jax.jit(lambda: nn.quantize(model_of("llama"), "int4", group=4))()
     write = lambda model: generation.generate(model, [[3, 5, 7], [4]], max_new_tokens=6, key=jax.random.key(1)).ids
     ids = write(model)
-    assert np.array_equal(ids, write(nn.dequantise(model)))
+    assert np.array_equal(ids, write(nn.dequantize(model)))
     spoiled = jax.tree.map(lambda x: x ^ 8 if x.dtype == jnp.uint8 else x, model)
     assert not np.array_equal(ids, write(spoiled))
     with training.Checkpointer(tmp_path) as checkpointer:

@@ -22,7 +22,7 @@ MAP = nn.Linear("heads head_dim -> embed", heads=3, head_dim=8, embed=5, bias=Tr
 def test_each_number_is_off_by_half_a_step_at_most(form, group):
     """Of codes that a plain formula gives; a group larger than the last dim is all of that dim."""
     small = eqx.tree_at(lambda m: m.weight, MAP, MAP.weight.at[1].multiply(1e-3).at[2].set(0))
-    linear = nn.quantise(small, form, group=group)
+    linear = nn.quantize(small, form, group=group)
     weight = wide(small.weight).reshape(5, 3, -1, group or 8) if group == 2 else wide(small.weight)
     largest = np.abs(weight).max((1, 2) if group is None else -1, keepdims=True)
     scale = wide(linear.scales).reshape(largest.shape)
@@ -40,9 +40,9 @@ def test_each_number_is_off_by_half_a_step_at_most(form, group):
 
 def test_all_maps_are_taken_but_routers_and_those_of_the_vocabulary():
     model = eqx.filter_eval_shape(lambda: models.build("mixtral-byte-500k", key=KEY))
-    rounded = eqx.filter_eval_shape(lambda: nn.quantise(models.build("mixtral-byte-500k", key=KEY), "int4", group=16))
+    rounded = eqx.filter_eval_shape(lambda: nn.quantize(models.build("mixtral-byte-500k", key=KEY), "int4", group=16))
     kinds = {name: type(node) for name, node in nn.named_modules(rounded, nn.LinearMap)}
-    plain = {name for name, kind in kinds.items() if kind is not nn.QuantisedLinear}
+    plain = {name for name, kind in kinds.items() if kind is not nn.QuantizedLinear}
     assert plain and all(name.endswith("router.linear") or name == "head" for name in plain), plain
     assert len(plain) < len(kinds) == len(nn.named_modules(model, nn.LinearMap))
     names: Any = nn.dims(rounded).stacks[0].blocks.feed_forward.layer.experts.mlps.down
@@ -51,28 +51,28 @@ def test_all_maps_are_taken_but_routers_and_those_of_the_vocabulary():
 
 def test_what_cannot_be_rounded():
     odd = nn.Linear("embed -> mlp", embed=3, mlp=2, key=KEY)
-    with pytest.raises(ValueError, match=r"quantise\(model, 'int3'\): no such form .* int8, int4, fp8"):
-        nn.quantise(MAP, "int3")
+    with pytest.raises(ValueError, match=r"quantize\(model, 'int3'\): unknown number format; .* int8, int4, fp8"):
+        nn.quantize(MAP, "int3")
     with pytest.raises(ValueError, match=r"group=0\): a group has at least one input"):
-        nn.quantise(MAP, "int8", group=0)
+        nn.quantize(MAP, "int8", group=0)
     with pytest.raises(ValueError, match=r"group=3\): the map has 8 of 'head_dim', which is no multiple of the group"):
-        nn.quantise(MAP, "int8", group=3)
+        nn.quantize(MAP, "int8", group=3)
     with pytest.raises(ValueError, match=r"'int4'\): the map has 3 of 'embed', and two codes share a byte"):
-        nn.quantise(odd, "int4")
-    with pytest.raises(ValueError, match=r"'fp8'\): the map is quantised already; dequantise"):
-        nn.quantise(nn.quantise(MAP, "int8"), "fp8")
+        nn.quantize(odd, "int4")
+    with pytest.raises(ValueError, match=r"'fp8'\): the map is quantized already; dequantize"):
+        nn.quantize(nn.quantize(MAP, "int8"), "fp8")
     with pytest.raises(
-        ValueError, match=r"the map is a LoRA, which holds no weight to round; quantise before with_lora"
+        ValueError, match=r"the map is a LoRA, which holds no weight to round; quantize before with_lora"
     ):
-        nn.quantise(nn.with_lora(MAP, [nn.Linear], rank=2, key=KEY), "int8")
-    with pytest.raises(ValueError, match=r"quantise\(model, 'int8'\): no linear map is chosen"):
-        nn.quantise(MAP, "int8", where=["up"])
+        nn.quantize(nn.with_lora(MAP, [nn.Linear], rank=2, key=KEY), "int8")
+    with pytest.raises(ValueError, match=r"quantize\(model, 'int8'\): no linear map is chosen"):
+        nn.quantize(MAP, "int8", where=["up"])
 
 
 def test_rows_sorted_by_expert_are_those_of_the_experts_weights():
     """One expert has no rows."""
     plain = drawn(nn.Experts, lambda key: nn.MLP(embed=4, mlp=6, key=key), 3, key=KEY)
-    experts = eqx.filter_jit(lambda plain: nn.quantise(plain, "int4", group=2))(plain)
+    experts = eqx.filter_jit(lambda plain: nn.quantize(plain, "int4", group=2))(plain)
     x, sizes = normal(1, 7, 4), jnp.asarray([4, 0, 2], jnp.int32)
     y = jax.jit(lambda experts, x: experts.sorted_rows(x, sizes))(experts, x)
     decoded = eqx.filter_jit(lambda experts: [linear.matrix() for linear in nn.linear_maps(experts)])(experts)

@@ -33,7 +33,7 @@ def value(form: str, code: int, zero: int) -> float:
     return (FP4[code % 8] * (-1) ** (code // 8)) if form == "fp4" else code - zero
 
 
-def stored(name: str) -> tuple[nn.QuantisedLinear, np.ndarray]:
+def stored(name: str) -> tuple[nn.QuantizedLinear, np.ndarray]:
     """A map of random codes, and its weight number by number."""
     form, has_zeros, groups = CASES[name]
     rng, is_half = np.random.default_rng(0), form in ("int4", "fp4")
@@ -51,7 +51,7 @@ def stored(name: str) -> tuple[nn.QuantisedLinear, np.ndarray]:
         weight[out, head, channel] = value(form, int(code), zero) * scale
     parts = dict(codes=codes, scales=exponents if form == "fp4" else scales, zeros=zeros if has_zeros else None)
     arrays: Any = jax.tree.map(jnp.asarray, parts | {"bias": normal(2, 3)})
-    return nn.QuantisedLinear(("heads", "head_dim"), ("embed",), form=form, **arrays), weight
+    return nn.QuantizedLinear(("heads", "head_dim"), ("embed",), form=form, **arrays), weight
 
 
 run = eqx.filter_jit(lambda linear, x: (linear(x), linear.matrix()))
@@ -70,7 +70,7 @@ def test_each_form_is_its_formula(name):
     assert close(found, expected)
     swapped = eqx.tree_at(lambda m: m.codes, linear, put(np.asarray(linear.codes)[..., ::-1]))
     assert not close(run(swapped, x)[0], expected)
-    with pytest.raises(ValueError, match=r"QuantisedLinear\('heads head_dim -> embed'\)\(x\): .* shape \(5, 8\)"):
+    with pytest.raises(ValueError, match=r"QuantizedLinear\('heads head_dim -> embed'\)\(x\): .* shape \(5, 8\)"):
         linear(put(np.asarray(x)[:, 0]))
 
 
@@ -81,8 +81,8 @@ def test_each_code_has_its_number_by_the_least_and_the_largest_exponent():
         values = [[value("fp4", code, 0) * 2.0 ** (e - 127) for code in range(16)] for e in exponents]
         want = np.array(values).astype(np.float32)
     pairs, scales = np.tile(codes[::2] | codes[1::2] << 4, (5, 1)), np.array(exponents, np.uint8)[:, None]
-    linear = nn.QuantisedLinear(("embed",), ("mlp",), form="fp4", codes=put(pairs), scales=put(scales))
-    found = np.asarray(jax.jit(nn.QuantisedLinear.matrix)(linear))
+    linear = nn.QuantizedLinear(("embed",), ("mlp",), form="fp4", codes=put(pairs), scales=put(scales))
+    found = np.asarray(jax.jit(nn.QuantizedLinear.matrix)(linear))
     tiny = np.abs(want) < 2.0**-126
     assert np.array_equal(found, np.where(tiny, 0, want)) and tiny[0].sum() == 8 and np.isinf(want[-1]).sum() == 8
     assert np.count_nonzero(found[0]) == 8
@@ -99,7 +99,7 @@ def test_a_product_in_sixteen_bits_is_that_of_the_rounded_weight():
 def test_codes_are_neither_trained_nor_cast_and_factors_beside_them_are():
     """Gradients are those beside the decoded weight, whose own gradient a scale's is the sum of."""
     linear, x = stored("int4")[0], normal(1, 5, 2, 8)
-    adapted = randomised(nn.with_lora(linear, [nn.QuantisedLinear], rank=2, key=KEY))
+    adapted = randomised(nn.with_lora(linear, [nn.QuantizedLinear], rank=2, key=KEY))
     plain = eqx.tree_at(lambda m: m.linear, adapted, nn.dense(adapted.linear))
     gradient = eqx.filter_jit(eqx.filter_grad(lambda m, x: jnp.sum(jnp.sin(m(x)))))
     got, want = gradient(adapted, x), gradient(plain, x)
@@ -126,7 +126,7 @@ def test_layers_are_kept_for_the_backward_pass_as_codes():
         return nn.Block(nn.Residual(mlp, nn.RMSNorm("embed", embed=8)))
 
     stack = drawn(nn.Stack, layer, 3, key=KEY)
-    rounded = eqx.filter_jit(lambda stack: nn.quantise(stack, "int8"))(stack)
+    rounded = eqx.filter_jit(lambda stack: nn.quantize(stack, "int8"))(stack)
     assert ((3, 32, 8), "float32") in kept(stack)
     assert {shape for shape, dtype in kept(rounded) if shape[-2:] in ((32, 8), (8, 32))} == {
         (3, 32, 8),

@@ -28,14 +28,14 @@ FOLDERS = ("INT4", "FP8", "MXFP4")
 CLOSE = {"INT4": 1e-3, "FP8": 1e-3, "MXFP4": 3e-3}  # of random codes float32 is 5e-4 to 7e-4 off float64 in MXFP4
 FORMS: dict[str, Callable[[nn.Transformer], nn.Transformer]] = {
     "float32": lambda model: model,
-    "int8": partial(nn.quantise, form="int8"),
-    "fp8": partial(nn.quantise, form="fp8"),
-    "int4": partial(nn.quantise, form="int4"),
-    "int4, groups of 32": partial(nn.quantise, form="int4", group=32),
+    "int8": partial(nn.quantize, form="int8"),
+    "fp8": partial(nn.quantize, form="fp8"),
+    "int4": partial(nn.quantize, form="int4"),
+    "int4, groups of 32": partial(nn.quantize, form="int4", group=32),
 }
 
 
-def quantised(rounds: int) -> Iterator[Row]:
+def quantized(rounds: int) -> Iterator[Row]:
     """Greedy decoding in 8 and 4 bits, of our own (8 M parameters) and of folders, and bits a byte of runs/default."""
     config, prompt, new = models.preset("llama-byte-8m"), 32, 128
     for batch in BATCHES:

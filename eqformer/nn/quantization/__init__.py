@@ -1,0 +1,1 @@
+"""Weights and KV caches in 8 or 4 bits; `eqformer.nn` lists the public names."""
