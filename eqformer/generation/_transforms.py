@@ -14,6 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 from ..nn import at_least_float32
 
 
+# The relative error below which a computed number counts as equal to a threshold: settings are rounded to float32, and
+# sums over a vocabulary are off by a few units in the last place. An exact comparison would decide a tie by chance.
+_ROUNDING = 8 * 2.0**-23
+
 class History(eqx.Module):
     """The ids of each row before the draw, prompt included; entries from a row's length on are unused."""
 
@@ -79,13 +83,15 @@ class TopP(eqx.Module):
         self.top_p = _as_float32(top_p)
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
-        """Drop every token before which likelier ones already sum to `top_p`; equal ones are ordered by their ids."""
+        """Drop every token whose likelier tokens already sum to `top_p`; equal tokens are ordered by their ids."""
         logits = _widened(logits)
         falling = -jnp.sort(-logits, axis=-1)
-        share = jax.nn.softmax(falling, axis=-1)
-        before = jnp.cumsum(share, axis=-1) - share
-        # The cumulative sum may round to 1 before the last token; with `top_p` 1 all tokens must be kept all the same.
-        inside = (before < self.top_p.astype(logits.dtype)) | (self.top_p >= 1)
+        sums = jnp.cumsum(jax.nn.softmax(falling, axis=-1), axis=-1)
+        # Shift the sums: `sums - share` would cancel, and at a tie keep a token too many.
+        sums_before = jnp.pad(sums[:, :-1], [(0, 0), (1, 0)])
+        threshold = self.top_p.astype(logits.dtype) * (1 - _ROUNDING)
+        # The sums may round to 1 before the last token; with `top_p` 1 all tokens must be kept all the same.
+        inside = (sums_before < threshold) | (self.top_p >= 1)
         count = jnp.maximum(jnp.sum(inside, axis=-1, keepdims=True), 1)
         least = jnp.take_along_axis(falling, count - 1, axis=-1)
         return _only(_at_least(logits, least, count), logits)
@@ -107,7 +113,8 @@ class MinP(eqx.Module):
         """Keep the tokens for which `logit - peak >= log(min_p)`."""
         logits = _widened(logits)
         peak = jnp.max(logits, axis=-1, keepdims=True)
-        return _only((logits == peak) | (logits - peak >= jnp.log(self.min_p).astype(logits.dtype)), logits)
+        threshold = jnp.log(self.min_p).astype(logits.dtype) * (1 + _ROUNDING)  # at most 0
+        return _only((logits == peak) | (logits - peak >= threshold), logits)
 
 
 class RepetitionPenalty(eqx.Module):

@@ -1,5 +1,6 @@
 """Logit transforms against loops over one row in float64."""
 
+from fractions import Fraction
 from typing import Any
 
 import equinox as eqx
@@ -98,6 +99,33 @@ def test_of_equal_tokens_the_lowest_ids_stay(name, value):
     for before, after in zip(logits, found):
         expected = sorted(range(VOCAB), key=lambda token: (-before[token], token))[:count]
         assert sorted(np.flatnonzero(np.isfinite(after))) == sorted(expected)
+
+
+def test_a_sum_that_ties_with_its_threshold_reaches_it():
+    """Thresholds that fractions meet exactly: what float32 makes of them decides nothing, and just beyond they count."""
+    shares = [[0.5, 0.3, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1], [0.7, 0.1, 0.1, 0.1], *([1 / n] * n for n in (3, 7, 10, 100))]
+
+    apply = eqx.filter_jit(lambda transform, logits: transform(logits, history()))
+
+    def kept(make, at, logits):
+        padded = np.pad(logits, (0, 100 - len(logits)), constant_values=-np.inf)  # one program for all rows
+        return int(np.isfinite(np.asarray(apply(make(at), padded[None]))).sum())
+
+    for row in shares:
+        fractions = [Fraction(share).limit_denominator(1000) for share in row]
+        logits = np.log(row).astype(np.float32)
+        for dtype in (np.float32, jnp.bfloat16) if len(set(row)) == 1 else (np.float32,):  # equal logits are exact
+            for count in range(1, len(row)):
+                p = float(sum(fractions[:count]))
+                assert kept(generation.TopP, p, logits.astype(dtype)) == count, (row, p, dtype)
+                assert kept(generation.TopP, min(p + 1e-4, 1), logits.astype(dtype)) == count + 1, (row, p, dtype)
+        for fraction in set(fractions):
+            least, wanted = float(fraction / fractions[0]), sum(one >= fraction for one in fractions)
+            assert kept(generation.MinP, least, logits) == wanted, (row, least)
+            fewer = wanted - sum(one == fraction for one in fractions) if least < 1 else wanted
+            assert kept(generation.MinP, min(least + 1e-4, 1), logits) == fewer, (row, least)
+    below = np.array([0, -2, -2.25], jnp.bfloat16)
+    assert [kept(generation.MinP, float(np.exp(at)), below) for at in (-2.0, -2.25, -1.99)] == [2, 3, 1]
 
 
 def test_padding_is_not_penalised():
