@@ -18,6 +18,7 @@ from ..nn import at_least_float32
 # sums over a vocabulary are off by a few units in the last place. An exact comparison would decide a tie by chance.
 _ROUNDING = 8 * 2.0**-23
 
+
 class History(eqx.Module):
     """The ids of each row before the draw, prompt included; entries from a row's length on are unused."""
 

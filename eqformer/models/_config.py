@@ -12,29 +12,48 @@ _OF_MODELS = (
     "max_position_embeddings max_window_layers model_max_length output_router_logits pretraining_tp resid_pdrop "
     "transformers.js_config unsloth_fixed unsloth_version"
 )
-# Attributes that transformers puts, or has put, into the configuration of any model. `add_cross_attention`,
-# `is_decoder`, `is_encoder_decoder`, `per_layer_config`, `pruned_heads` and `tie_encoder_decoder` are not listed, since
-# they change the model where they have a value, nor is `tie_word_embeddings`, which the families read.
+# Attributes that transformers puts, or has put, into the configuration of any model; `tests/fixtures/make_generic.py`
+# lists them. `add_cross_attention`, `is_decoder`, `is_encoder_decoder`, `per_layer_config`, `pruned_heads` and
+# `tie_encoder_decoder` are missing here, since they change the model where they have a value, and so is
+# `tie_word_embeddings`, which the families read. Names that begin with an underscore need not be here: `private_names`
+# lists those that are not.
 _OF_EVERY_CONFIGURATION = (
-    "_attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash "
-    "_experts_implementation _experts_implementation_internal _flash_attn_2_enabled _name_or_path _output_attentions "
+    "__float__ _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash "
+    "_experts_implementation _experts_implementation_internal _flash_attn_2_enabled _from_model_config "
+    "_model_name_or_path _name_or_path _output_attentions _sliding_window_pattern "
     "architectures attn_implementation bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id "
     "experts_implementation finetuning_task gradient_checkpointing id2label label2id model_type name_or_path "
     "num_labels output_attentions output_hidden_states output_past pad_token_id prefix problem_type return_dict "
-    "sep_token_id task_specific_params tf_legacy_loss tokenizer_class torch_dtype torchscript transformers_version "
-    "unk_token_id use_bfloat16 use_cache xla_device"
+    "sep_token_id task_specific_params tf_legacy_loss tie_last_hidden_states tokenizer_class torch_dtype torchscript "
+    "transformers_version unk_token_id use_bfloat16 use_cache use_return_dict xla_device"
 )
-# Attributes that transformers moves out of a configuration, since they are settings of sampling.
+# Settings of sampling: transformers moves them out of a configuration, or has written them into one.
 _OF_GENERATION = (
-    "assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty "
-    "do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff "
-    "exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length "
-    "no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams "
-    "num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate "
-    "suppress_tokens target_lookbehind temperature top_k top_p typical_p"
+    "assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind bad_words_ids "
+    "begin_suppress_tokens cache_config cache_implementation compile_config constraints continuous_batching_config "
+    "disable_compile diversity_penalty do_sample dola_layers early_stopping encoder_no_repeat_ngram_size "
+    "encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids "
+    "forced_bos_token_id forced_eos_token_id guidance_scale is_assistant length_penalty low_memory max_cache_len "
+    "max_length max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens min_p no_repeat_ngram_size "
+    "num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_logits "
+    "output_scores penalty_alpha prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values renormalize_logits "
+    "repetition_penalty return_dict_in_generate sequence_bias speculation_type stop_strings suppress_tokens "
+    "target_lookbehind temperature token_healing top_h top_k top_p typical_p use_mtp watermarking_config"
 )
 _CAUSAL = "is_causal"  # of any configuration transformers reads it, and takes True where nothing is said
+_EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})  # values of an attribute that says nothing
 _WITHOUT_EFFECT = frozenset(f"{_OF_MODELS} {_OF_EVERY_CONFIGURATION} {_OF_GENERATION}".split())
+
+
+def private_names(values: Mapping[str, Any]) -> list[str]:
+    """List the attributes, nested ones too, that are passed over since their names begin with an underscore.
+
+    Private names hold a program's bookkeeping, and each release may have new ones. Known and empty ones are left out.
+    """
+    stated = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT and value not in _EMPTY}
+    private = [name for name in stated if name.startswith("_")]
+    inner = {name: value for name, value in stated.items() if name not in private and isinstance(value, dict)}
+    return sorted(private + [f"{name}.{its}" for name, value in inner.items() for its in private_names(value)])
 
 
 class PublishedConfig:
@@ -131,12 +150,8 @@ class PublishedConfig:
         """Raise a `ValueError` that lists every attribute that was not read, is not known and says something."""
         if _CAUSAL not in self._taken:
             self.expect(_CAUSAL, True)
-        passed = lambda name: name in self._taken or name in _WITHOUT_EFFECT or is_known(name)
-        left = {
-            name: value
-            for name, value in sorted(self._values.items())
-            if not passed(name) and value not in (None, False, 0, "", [], {})
-        }
+        passed = lambda name: name in self._taken or name in _WITHOUT_EFFECT or name.startswith("_") or is_known(name)
+        left = {name: value for name, value in sorted(self._values.items()) if not passed(name) and value not in _EMPTY}
         if left:
             listed = ", ".join(f"{name}={value!r}" for name, value in left.items())
             self.refuse(f"attributes that {self._reader} does not know: {listed}.")

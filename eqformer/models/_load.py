@@ -119,8 +119,9 @@ def _to_read(path: str | Path, dtype: DTypeLike | None, weights: str, predictor:
     shapes = eqx.filter_eval_shape(lambda: build(said.config, predictor=predictor, key=jax.random.key(0)))
     rules = rules_of(arrays.shapes, said, shapes)
     _check_names(arrays, said, rules, shapes)
-    if arrays.unread:
-        warnings.warn(arrays.unread, stacklevel=3)
+    for note in (*said.notes, arrays.unread):
+        if note:
+            warnings.warn(note, stacklevel=3)
     dtypes = _dtypes(arrays, rules, shapes, dtype)
     kept = _kept(arrays, rules, shapes, weights)
     empty, rest = eqx.partition(with_kept(shapes, kept), is_shape)

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 
 from ..nn import has_shape, path_name, Transformer
-from ._config import PublishedConfig
+from ._config import private_names, PublishedConfig
 from ._families import build, FAMILIES, family_of
 from ._family import Family, ModelConfig
 from ._folder import CONFIG, FLOATS, Folder, INDEX, read_json, SINGLE
@@ -39,6 +39,8 @@ class Description:
     """What the family's table calls each array, of a file with names of its own."""
     predictor: bool = False
     """Whether what predicts a further token is read too."""
+    notes: tuple[str, ...] = ()
+    """What `load` tells of the configuration, a line each."""
 
     @property
     def dtype(self) -> str:
@@ -81,7 +83,9 @@ def described(path: Path, file: GGUF | None = None) -> Description:
     published.finish()
     if family.as_stored is not None and any((path / name).exists() for name in (SINGLE, INDEX)):
         config = family.as_stored(config, Folder(path).names)
-    return Description(family, config, tower, said, _format(quantized, source))
+    passed_over = ", ".join(private_names(said))
+    notes = (f"{source}: private attributes are passed over: {passed_over}.",) if passed_over else ()
+    return Description(family, config, tower, said, _format(quantized, source), notes=notes)
 
 
 def _format(quantized: list[Any], source: str) -> Format | None:

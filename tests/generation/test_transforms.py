@@ -102,7 +102,7 @@ def test_of_equal_tokens_the_lowest_ids_stay(name, value):
 
 
 def test_a_sum_that_ties_with_its_threshold_reaches_it():
-    """Thresholds that fractions meet exactly: what float32 makes of them decides nothing, and just beyond they count."""
+    """Rounding decides nothing where fractions meet a threshold exactly, and a threshold just beyond counts."""
     shares = [[0.5, 0.3, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1], [0.7, 0.1, 0.1, 0.1], *([1 / n] * n for n in (3, 7, 10, 100))]
 
     apply = eqx.filter_jit(lambda transform, logits: transform(logits, history()))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +13,7 @@ from test_published import FIXTURES, RECORDED, write
 
 from eqformer import models
 from eqformer.models._attributes import Attribute, Unpublished
-from eqformer.models._config import PublishedConfig
+from eqformer.models._config import private_names, PublishedConfig
 from eqformer.models._rotary_attributes import RotaryFraction, RotaryPositions
 
 
@@ -138,6 +139,36 @@ def test_what_every_configuration_of_transformers_has_is_passed_over(family):
         other_model = False if config.get(name) is True else other_model
         with pytest.raises(ValueError, match=name):
             numbers_of(generic | config | {name: other_model})
+
+
+def test_private_attributes_are_passed_over_in_one_line(tmp_path):
+    """A folder that transformers saved after it had read a GGUF, and bookkeeping that a later release may add."""
+    write(tmp_path, "llama plain")
+    want, config = models.load(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"_model_name_or_path": "A model"}))
+    assert eqx.tree_equal(models.load(tmp_path), want)  # known, so that nothing is told
+    added = {"_zeal": 3, "_beta": {"a": 1}, "_empty": None, "id2label": {"0": "_a"}}
+    (tmp_path / "config.json").write_text(json.dumps(config | added))
+    told = r"config.json: private attributes are passed over: _beta, _zeal\.$"
+    with pytest.warns(UserWarning, match=told) as lines:
+        assert eqx.tree_equal(models.load(tmp_path), want)
+    assert len(lines) == 1
+    assert private_names({"text_config": {"_beta": 1}, "task_specific_params": {"_gamma": 1}}) == ["text_config._beta"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"zeal_": 3}))
+    with pytest.raises(ValueError, match="does not know: zeal_=3"):
+        models.load(tmp_path)
+
+
+@pytest.mark.hf
+@pytest.mark.filterwarnings("default")
+def test_the_recorded_bookkeeping_is_that_of_the_installed_transformers():
+    """A release that writes other attributes fails here: run `tests/fixtures/make_generic.py` and see what is new."""
+    pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    sys.path.append(str(FIXTURES))
+    import make_generic
+
+    installed = make_generic.attributes()
+    assert all(installed[kind].keys() == GENERIC[kind].keys() for kind in ("own", "older", "generation"))
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
