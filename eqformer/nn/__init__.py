@@ -191,11 +191,9 @@ from .experts._routing import Routing as Routing, Slots as Slots
 from .quantization._formats import codes_in_a_byte as codes_in_a_byte
 from .quantization._linear import QuantizedLinear as QuantizedLinear
 from .quantization._weights import dequantize as dequantize, quantize as quantize
-from .recurrent._channel_delta_net import ChannelDeltaNet as ChannelDeltaNet
-from .recurrent._conv import CausalConv as CausalConv
-from .recurrent._delta_net import GatedDeltaNet as GatedDeltaNet
+from .recurrent._convolution import CausalConv as CausalConv, GatedShortConv as GatedShortConv
+from .recurrent._delta_net import ChannelDeltaNet as ChannelDeltaNet, GatedDeltaNet as GatedDeltaNet
 from .recurrent._mamba import Mamba2Mixer as Mamba2Mixer
-from .recurrent._short_conv import GatedShortConv as GatedShortConv
 
 
 # Files listed whole, each with its names. Type checkers take an import under another name for private, so assigned.

@@ -64,5 +64,5 @@ def test_its_dims_are_named_and_must_fit():
     assert nn.dims(CONV).weight == "heads head_dim taps" and (names.weight, names.bias) == ("heads taps", "heads")
     with pytest.raises(ValueError, match=r"CausalConv\('heads', taps=0\)"):
         nn.CausalConv("heads", taps=0, heads=2, key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"the sizes given are \['embed'\]"):
+    with pytest.raises(ValueError, match=r"sizes were given for \['embed'\]"):
         nn.CausalConv("heads", taps=2, embed=2, key=jax.random.key(0))

@@ -12,8 +12,7 @@ from haste import put
 from jax.sharding import PartitionSpec
 from nn_reference import close
 
-from eqformer.nn.recurrent._answered import answered
-from eqformer.nn.recurrent._delta_rule import delta_rule
+from eqformer.nn.recurrent._delta_rule import delta_rule, scan_chunks
 from eqformer.nn.recurrent._states import States
 from eqformer.parallel import make_mesh
 
@@ -142,7 +141,7 @@ def test_decays_without_bound_have_finite_gradients(by_channel):
 
 
 def one_after_another(start, kept, *chunks):
-    """The same as `answered`, by a scan whose gradient JAX makes."""
+    """The same as `scan_chunks`, by a scan whose gradient JAX makes."""
 
     def step(state, given):
         kept, added, corrected, scores, asked, stored = given
@@ -154,7 +153,7 @@ def one_after_another(start, kept, *chunks):
 
 
 def of_chunks(channels, number=32):
-    """What `answered` is given: of so many chunks of 8 tokens, decays of heads or of channels."""
+    """What `scan_chunks` is given: of so many chunks of 8 tokens, decays of heads or of channels."""
     shapes = (
         (2, 3, 16, 16),
         *((number, 2, 3, *rest) for rest in ((channels,), (8, 16), (8, 16), (8, 8), (8, 16), (8, 16))),
@@ -172,7 +171,7 @@ def total(rule, *arrays):
 def test_gradients_of_chunks_are_those_of_a_scan(channels):
     arrays = of_chunks(channels, 4)
     grads = lambda rule: jax.jit(jax.grad(functools.partial(total, rule), tuple(range(7))))(*arrays)
-    expected, found = grads(one_after_another), grads(answered)
+    expected, found = grads(one_after_another), grads(scan_chunks)
     assert all(close(got, np.asarray(want), 1e-5) for got, want in zip(found, expected, strict=True))
     assert not close(found[1] * 1.01, np.asarray(expected[1]), 1e-5)
 
@@ -186,4 +185,4 @@ def test_no_zeros_are_made_for_gradients_of_chunks():
         memory = gradient.lower(*arrays).compile().memory_analysis()
         return 0 if memory is None else memory.temp_size_in_bytes / sum(x.nbytes for x in arrays)
 
-    assert found(answered) < 1.8 < found(one_after_another)
+    assert found(scan_chunks) < 1.8 < found(one_after_another)

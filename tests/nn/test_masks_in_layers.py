@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from nn_reference import close, normal
 
-from eqformer.nn.recurrent._masked import masked
+from eqformer.nn.recurrent._chunks import mask_in_layer
 from eqformer.planning._traced import carry_of, Lines
 
 
@@ -29,11 +29,11 @@ def handed(rule):
 
 @pytest.mark.quick
 def test_it_is_where():
-    assert jnp.array_equal(masked(MASK, X, WEIGHTS), jnp.where(MASK, X, 0))
-    found = jax.jit(lambda x: masked(MASK, x, WEIGHTS, -jnp.inf))(X)
+    assert jnp.array_equal(mask_in_layer(MASK, X, WEIGHTS), jnp.where(MASK, X, 0))
+    found = jax.jit(lambda x: mask_in_layer(MASK, x, WEIGHTS, -jnp.inf))(X)
     assert jnp.array_equal(found, jnp.where(MASK, X, -jnp.inf))
-    assert close(jax.grad(lambda w: run(masked, w))(WEIGHTS), jax.grad(lambda w: run(plainly, w))(WEIGHTS), 1e-6)
+    assert close(jax.grad(lambda w: run(mask_in_layer, w))(WEIGHTS), jax.grad(lambda w: run(plainly, w))(WEIGHTS), 1e-6)
 
 
 def test_loops_are_handed_no_masks_of_an_arrays_size():
-    assert max(handed(masked)) < X.size == max(handed(plainly))  # the control
+    assert max(handed(mask_in_layer)) < X.size == max(handed(plainly))  # the control

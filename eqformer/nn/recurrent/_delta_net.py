@@ -1,4 +1,4 @@
-"""A recurrence in the place of attention: a memory of fixed size that each token corrects."""
+"""Gated delta nets: recurrent mixers whose matrix state is corrected by each token, with decays per head or channel."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,24 +11,26 @@ from jaxtyping import Array, Float, Key
 from .._activation import silu
 from .._cache import RecurrentCache
 from .._contracts import Mixer, MixerFacts
+from .._dims import float32_at_least
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import RMSNorm
 from .._tokens import Tokens, tokens_or_default
-from ._conv import CausalConv
+from ._convolution import CausalConv
 from ._delta_rule import delta_rule
-from ._reading import check_sizes, empty_cache, Reading, unit
+from ._recurrent_inputs import check_sizes, draw_step_bias, init_recurrent_cache, normalize, RecurrentInputs
 
 
 class GatedDeltaNet(Mixer):
-    """The mixer of Yang, Kautz and Hatamizadeh (2024, arXiv:2412.06464), as in Qwen3-Next; called like an attention.
+    """Gated delta net of Yang, Kautz and Hatamizadeh (2024, arXiv:2412.06464), as in Qwen3-Next.
 
-    Queries, keys and values go through short convolutions and silu (or another `activation`); queries and keys get
-    length 1. Each of `heads` has a matrix that the `delta_rule` changes: it decays by `exp(-exp(log_rate)
-    softplus(decay(x) + decay_bias))` and is corrected at the rate `sigmoid(rate(x))`. Its outputs are normalised within
-    each head and multiplied by `silu(gate(x))`. `kv_heads` count the heads of queries and of keys, of which each serves
-    `heads / kv_heads` heads of values. There are no positions: tokens come in reading order, any padding last in a row
-    of a call, and a document begins at position 0 or with another segment. Head counts are read off the weights.
+    It has the interface of an attention layer. Queries, keys and values pass through short convolutions and silu (or
+    another `activation`); queries and keys are normalized to length 1. Each of `heads` has a matrix state that follows
+    the `delta_rule`: it decays by `exp(-exp(log_rate) softplus(decay(x) + decay_bias))` and is corrected at the rate
+    `sigmoid(rate(x))`. The output is normalized within each head and multiplied by `silu(gate(x))`. `kv_heads` counts
+    the heads of queries and of keys; each serves `heads / kv_heads` heads of values. There are no positions: tokens
+    must be in reading order, with padding at the end of a row, and a document starts at position 0 or at a new segment.
+    Head counts are read off the weights.
     """
 
     query: LinearMap
@@ -62,67 +64,182 @@ class GatedDeltaNet(Mixer):
         activation: Callable[[Array], Array] = silu,
         key: Key[Array, ""],
     ):
-        """Draw the maps, and decays of `exp(-a softplus(1))` with `a` from U(0.01, 16) where the input says nothing.
+        """Draw the weights; for a zero input the decay is `exp(-a softplus(1))` with `a` from U(0.01, 16).
 
         Args:
             embed: Channels of the input and the output.
             heads: Heads of values.
-            kv_heads: Heads of queries and of keys, a divisor of `heads`.
+            kv_heads: Heads of queries and of keys; must divide `heads`.
             head_dim: Channels of a query and a key.
             v_dim: Channels of a value.
-            taps: Tokens that the short convolutions see.
+            taps: Tokens that the short convolutions read.
             chunk: Tokens that are computed together.
-            eps: What the output's norm adds to the mean of squares.
-            output_std: The deviation of the last map's weights; None: as the others'.
-            activation: What follows the convolutions.
+            eps: Added to the mean square in the norm of the output.
+            output_std: Standard deviation of the output projection's weights; None: as for the other projections.
+            activation: Applied after the convolutions.
             key: For the weights.
         """
         check_sizes("GatedDeltaNet", heads=heads, kv_heads=kv_heads, chunk=chunk)
         keys = jax.random.split(key, 11)
-        few: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim}
-        many: dict[str, Any] = {"heads": heads, "v_dim": v_dim}
-        self.query = Linear("embed -> kv_heads head_dim", embed=embed, **few, key=keys[0])
-        self.key = Linear("embed -> kv_heads head_dim", embed=embed, **few, key=keys[1])
-        self.value = Linear("embed -> heads v_dim", embed=embed, **many, key=keys[2])
-        self.gate = Linear("embed -> heads v_dim", embed=embed, **many, key=keys[3])
+        key_dims: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim}
+        value_dims: dict[str, Any] = {"heads": heads, "v_dim": v_dim}
+        self.query = Linear("embed -> kv_heads head_dim", embed=embed, **key_dims, key=keys[0])
+        self.key = Linear("embed -> kv_heads head_dim", embed=embed, **key_dims, key=keys[1])
+        self.value = Linear("embed -> heads v_dim", embed=embed, **value_dims, key=keys[2])
+        self.gate = Linear("embed -> heads v_dim", embed=embed, **value_dims, key=keys[3])
         self.rate = Linear("embed -> heads", embed=embed, heads=heads, key=keys[4])
         self.decay = Linear("embed -> heads", embed=embed, heads=heads, key=keys[5])
-        self.query_conv = CausalConv("kv_heads head_dim", taps=taps, **few, key=keys[6])
-        self.key_conv = CausalConv("kv_heads head_dim", taps=taps, **few, key=keys[7])
-        self.value_conv = CausalConv("heads v_dim", taps=taps, **many, key=keys[8])
+        self.query_conv = CausalConv("kv_heads head_dim", taps=taps, **key_dims, key=keys[6])
+        self.key_conv = CausalConv("kv_heads head_dim", taps=taps, **key_dims, key=keys[7])
+        self.value_conv = CausalConv("heads v_dim", taps=taps, **value_dims, key=keys[8])
         self.log_rate = jnp.log(jax.random.uniform(keys[9], (heads,), jnp.float32, 0.01, 16.0))
         self.decay_bias = jnp.ones(heads, jnp.float32)
         self.norm = RMSNorm("v_dim", v_dim=v_dim, eps=eps)
-        self.output = Linear("heads v_dim -> embed", embed=embed, **many, std=output_std, key=keys[10])
+        self.output = Linear("heads v_dim -> embed", embed=embed, **value_dims, std=output_std, key=keys[10])
         self.chunk, self.activation = chunk, activation
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: RecurrentCache | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], RecurrentCache | None]:
-        """Read the tokens of `x` in turn, after those that a cache remembers; it then remembers these too."""
+        """Mix tokens in order; a cache supplies the state before `x`, and the returned cache includes `x`."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         inputs = self.query(x), self.key(x), self.value(x)
-        # Of all tokens, where `x` are some of them.
-        reading = Reading(
-            (self.query_conv, self.key_conv, self.value_conv), tokens, inputs[0].shape[:-2], cache, self.activation
+        # The shape of the projections, not of `x`: a parallel layout may give a slice of the tokens and gather in the
+        # maps.
+        convs = self.query_conv, self.key_conv, self.value_conv
+        recurrent = RecurrentInputs(convs, tokens, inputs[0].shape[:-2], cache, self.activation)
+        query, key, value = recurrent.convolve(inputs)
+        state_dtype, is_real = query.dtype, recurrent.is_real[..., None]
+        query, key = normalize(query) * key.shape[-1] ** -0.5, normalize(key)
+        step = jax.nn.softplus(self.decay(x).astype(state_dtype) + self.decay_bias.astype(state_dtype))
+        log_decay = jnp.where(is_real, -jnp.exp(self.log_rate.astype(state_dtype)) * step, 0)
+        rate = jnp.where(is_real, jax.nn.sigmoid(self.rate(x)).astype(state_dtype), 0)
+        states = recurrent.initial_states(key, value)
+        mixed, new_states = delta_rule(
+            query, key, value, rate, log_decay, recurrent.documents, states, chunk=self.chunk
         )
-        query, key, value = reading.convolved(inputs)
-        exact, is_real = query.dtype, reading.is_real[..., None]
-        query, key = unit(query) * key.shape[-1] ** -0.5, unit(key)
-        decay = jax.nn.softplus(self.decay(x).astype(exact) + self.decay_bias.astype(exact))
-        decay = jnp.where(is_real, -jnp.exp(self.log_rate.astype(exact)) * decay, 0)
-        rate = jnp.where(is_real, jax.nn.sigmoid(self.rate(x)).astype(exact), 0)
-        states = reading.states(key, value)
-        attended, after = delta_rule(query, key, value, rate, decay, reading.documents, states, chunk=self.chunk)
-        attended = self.norm(attended.astype(x.dtype))
-        gated = attended.astype(exact) * jax.nn.silu(self.gate(x).astype(exact))
-        return self.output(gated.astype(x.dtype)), reading.cache_after(inputs, after)
+        mixed = self.norm(mixed.astype(x.dtype))
+        gated = mixed.astype(state_dtype) * jax.nn.silu(self.gate(x).astype(state_dtype))
+        return self.output(gated.astype(x.dtype)), recurrent.update_cache(inputs, new_states)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> RecurrentCache:
-        """An empty cache; `capacity` does not matter."""
-        return empty_cache(batch, dtype, self.key, self.value, self.key_conv)
+        """Return an empty cache; its size does not depend on `capacity`."""
+        return init_recurrent_cache(batch, dtype, self.key, self.value, self.key_conv)
 
     def facts(self) -> MixerFacts:
-        """It runs on a slice of its heads; its state is read by the key, corrected, and read by the query."""
+        """State that a slice of the heads runs alone; each token reads the state twice and updates it once."""
         heads, v_dim = self.value.output_shape
         return MixerFacts(True, operations=3 * 2 * heads * v_dim * self.query.sizes["head_dim"])
+
+
+class ChannelDeltaNet(Mixer):
+    """Kimi Delta Attention: a gated delta net with one decay for each channel of the keys (arXiv:2510.26692).
+
+    It differs from `GatedDeltaNet` in three points: queries, keys and values have the same number of heads; each
+    channel of a head's keys decays by `exp(-exp(log_rate) softplus(decay_up(decay_down(x)) + decay_bias))`; and the
+    normalized output is multiplied by `sigmoid(gate_up(gate_down(x)))`.
+    """
+
+    query: LinearMap
+    key: LinearMap
+    value: LinearMap
+    rate: LinearMap
+    decay_down: LinearMap
+    decay_up: LinearMap
+    gate_down: LinearMap
+    gate_up: LinearMap
+    query_conv: CausalConv
+    key_conv: CausalConv
+    value_conv: CausalConv
+    log_rate: Float[Array, "heads"]
+    norm: RMSNorm
+    output: LinearMap
+    chunk: int = eqx.field(static=True)
+    activation: Callable[[Array], Array] = eqx.field(static=True)
+    decay_bias: Float[Array, "heads head_dim"] = float32_at_least()
+
+    def __init__(
+        self,
+        *,
+        embed: int,
+        heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        rank: int | None = None,
+        taps: int = 4,
+        chunk: int = 64,
+        eps: float = 1e-5,
+        output_std: float | None = None,
+        activation: Callable[[Array], Array] = silu,
+        key: Key[Array, ""],
+    ):
+        """Draw the weights; for a zero input decays are `exp(-a s)`, `a` from 1 to 16, `s` from 0.001 to 0.1.
+
+        Args:
+            embed: Channels of the input and the output.
+            heads: Heads.
+            head_dim: Channels of a query and a key.
+            v_dim: Channels of a value; None: `head_dim`.
+            rank: Channels between the two projections of the decay, and of the gate; None: `head_dim`.
+            taps: Tokens that the short convolutions read.
+            chunk: Tokens that are computed together; a multiple of 8 takes the fewest operations.
+            eps: Added to the mean square in the norm of the output.
+            output_std: Standard deviation of the output projection's weights; None: as for the other projections.
+            activation: Applied after the convolutions.
+            key: For the weights.
+        """
+        check_sizes("ChannelDeltaNet", heads=heads, kv_heads=heads, chunk=chunk)
+        keys = jax.random.split(key, 14)
+        v_dim, rank = head_dim if v_dim is None else v_dim, head_dim if rank is None else rank
+        key_dims: dict[str, Any] = {"heads": heads, "head_dim": head_dim}
+        value_dims: dict[str, Any] = {"heads": heads, "v_dim": v_dim}
+        self.query = Linear("embed -> heads head_dim", embed=embed, **key_dims, key=keys[0])
+        self.key = Linear("embed -> heads head_dim", embed=embed, **key_dims, key=keys[1])
+        self.value = Linear("embed -> heads v_dim", embed=embed, **value_dims, key=keys[2])
+        self.rate = Linear("embed -> heads", embed=embed, heads=heads, key=keys[3])
+        self.decay_down = Linear("embed -> rank", embed=embed, rank=rank, key=keys[4])
+        self.decay_up = Linear("rank -> heads head_dim", rank=rank, **key_dims, key=keys[5])
+        self.gate_down = Linear("embed -> rank", embed=embed, rank=rank, key=keys[6])
+        self.gate_up = Linear("rank -> heads v_dim", rank=rank, **value_dims, key=keys[7])
+        self.query_conv = CausalConv("heads head_dim", taps=taps, **key_dims, key=keys[8])
+        self.key_conv = CausalConv("heads head_dim", taps=taps, **key_dims, key=keys[9])
+        self.value_conv = CausalConv("heads v_dim", taps=taps, **value_dims, key=keys[10])
+        self.log_rate = jnp.log(jax.random.uniform(keys[11], (heads,), jnp.float32, 1.0, 16.0))
+        self.decay_bias = draw_step_bias((heads, head_dim), keys[12])
+        self.norm = RMSNorm("v_dim", v_dim=v_dim, eps=eps)
+        self.output = Linear("heads v_dim -> embed", embed=embed, **value_dims, std=output_std, key=keys[13])
+        self.chunk, self.activation = chunk, activation
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: RecurrentCache | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], RecurrentCache | None]:
+        """Mix tokens in order; a cache supplies the state before `x`, and the returned cache includes `x`."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
+        inputs = self.query(x), self.key(x), self.value(x)
+        # The shape of the projections, not of `x`: a parallel layout may give a slice of the tokens and gather in the
+        # maps.
+        convs = self.query_conv, self.key_conv, self.value_conv
+        recurrent = RecurrentInputs(convs, tokens, inputs[0].shape[:-2], cache, self.activation)
+        query, key, value = recurrent.convolve(inputs)
+        state_dtype, is_real = query.dtype, recurrent.is_real[..., None]
+        query, key = normalize(query) * key.shape[-1] ** -0.5, normalize(key)
+        step = jax.nn.softplus(
+            self.decay_up(self.decay_down(x)).astype(state_dtype) + self.decay_bias.astype(state_dtype)
+        )
+        log_decay = jnp.where(is_real[..., None], -jnp.exp(self.log_rate.astype(state_dtype))[:, None] * step, 0)
+        rate = jnp.where(is_real, jax.nn.sigmoid(self.rate(x)).astype(state_dtype), 0)
+        states = recurrent.initial_states(key, value)
+        mixed, new_states = delta_rule(
+            query, key, value, rate, log_decay, recurrent.documents, states, chunk=self.chunk
+        )
+        gate = jax.nn.sigmoid(self.gate_up(self.gate_down(x)).astype(state_dtype))
+        return self.output((self.norm(mixed) * gate).astype(x.dtype)), recurrent.update_cache(inputs, new_states)
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> RecurrentCache:
+        """Return an empty cache; its size does not depend on `capacity`."""
+        return init_recurrent_cache(batch, dtype, self.key, self.value, self.key_conv)
+
+    def facts(self) -> MixerFacts:
+        """State that a slice of the heads runs alone; each token reads the state twice and updates it once."""
+        heads, v_dim = self.value.output_shape
+        return MixerFacts(True, operations=3 * 2 * heads * v_dim * self.key.sizes["head_dim"])

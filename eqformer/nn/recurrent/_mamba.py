@@ -1,4 +1,4 @@
-"""Mamba-2 in the place of attention: a memory of fixed size that fades and takes up each token."""
+"""Mamba-2: a recurrent mixer whose matrix state decays and takes up each token."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,24 +16,26 @@ from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import RMSNorm
 from .._tokens import Tokens, tokens_or_default
-from ._conv import CausalConv
-from ._reading import check_sizes, empty_cache, Reading, step_bias
+from ._convolution import CausalConv
+from ._recurrent_inputs import check_sizes, draw_step_bias, init_recurrent_cache, RecurrentInputs
 from ._state_space import state_space
 
 
 class Mamba2Mixer(Mixer):
-    """The mixer of Dao and Gu (2024, arXiv:2405.21060), called like an attention; in brackets the paper's letters.
+    """Mamba-2 mixer of Dao and Gu (2024, arXiv:2405.21060); the paper's letters stand in brackets.
 
-    Values (`x`), keys (`B`) and queries (`C`) go through short convolutions and silu (or another `activation`). Each of
-    `heads` has a matrix that fades by `exp(-exp(log_rate) dt)` and takes up the token's key and `dt` times its value,
-    where `dt` is `softplus(step(x) + step_bias)` within `step_limits`; the query reads it (see `state_space`), and
-    `skip` (`D`) times the value is added. This is multiplied by `silu(gate(x))` (`z`) and then, where there is a
-    `norm`, divided by the root of its mean square over all heads of one key head, and multiplied by `scale`; with
-    `norm_first` these two come before the product with the gate. `kv_heads` count the heads of keys and of queries
-    (groups), of which each serves `heads / kv_heads` heads of values; `head_dim` are their channels (`N`, the size of
-    the state), `v_dim` those of a value (`P`). There are no positions: tokens come in reading order, any padding last
-    in a row of a call, and a document begins at position 0 or with another segment. Head counts are read off the
-    weights.
+    It has the interface of an attention layer. Values (`x`), keys (`B`) and queries (`C`) pass through short
+    convolutions and silu (or another `activation`). Each of `heads` has a matrix state that decays by
+    `exp(-exp(log_rate) dt)` and adds the outer product of the key and `dt` times the value, with
+    `dt = softplus(step(x) + step_bias)` clipped to `step_limits`. The query reads the state (see `state_space`), and
+    `skip` (`D`) times the value is added. The output is multiplied by `silu(gate(x))` (`z`); then the `norm`, if there
+    is one, divides by the root mean square over the heads of one key head and multiplies by `scale`. With `norm_first`
+    the norm comes before the gate.
+
+    `kv_heads` counts the heads of keys and of queries (groups); each serves `heads / kv_heads` heads of values.
+    `head_dim` counts their channels (`N`, the state size), `v_dim` those of a value (`P`). There are no positions:
+    tokens must be in reading order, with padding at the end of a row, and a document starts at position 0 or at a new
+    segment. Head counts are read off the weights.
     """
 
     gate: LinearMap
@@ -77,100 +79,102 @@ class Mamba2Mixer(Mixer):
         output_std: float | None = None,
         activation: Callable[[Array], Array] = silu,
     ):
-        """Draw the maps; where the input says nothing, steps are from 0.001 to 0.1 and rates 1, 2, 3 and so on.
+        """Draw the weights; for a zero input steps are from 0.001 to 0.1, and rates are 1, 2, 3 and so on.
 
         Args:
             embed: Channels of the input and the output.
             heads: Heads of values.
-            kv_heads: Heads of keys and of queries, a divisor of `heads`.
+            kv_heads: Heads of keys and of queries; must divide `heads`.
             head_dim: Channels of a key and a query.
             v_dim: Channels of a value.
             key: For the weights.
-            taps: Tokens that the short convolutions see.
-            chunk: Tokens that are computed together; None: the least power of two whose square, the scores of a chunk,
-                is not below `head_dim * v_dim`, the numbers of a state; and 64 at least.
-            bias: Whether the maps have biases.
-            output_bias: Whether the last map has one; None: as `bias`.
-            multipliers: What the results of the maps from the stream are multiplied by: of gates, values, keys, queries
-                and steps (Falcon-H1); None: nothing.
-            conv_bias: Whether the convolutions have.
+            taps: Tokens that the short convolutions read.
+            chunk: Tokens that are computed together; None: the smallest power of two, at least 64, for which a chunk's
+                scores (`chunk * chunk`) are no fewer than the numbers of a state (`head_dim * v_dim`).
+            bias: Whether the projections have biases.
+            output_bias: Whether the output projection has a bias; None: as `bias`.
+            multipliers: Factors for the results of the projections: gate, value, key, query and step (Falcon-H1).
+            conv_bias: Whether the convolutions have biases.
             step_limits: The least and the greatest `dt`.
-            norm_eps: What the output's norm adds to the mean of squares; None: there is no norm.
+            norm_eps: Added to the mean square in the norm of the output; None: no norm.
             norm_first: Whether the norm comes before the gate.
-            output_std: The deviation of the last map's weights; None: as the others'.
-            activation: What follows the convolutions.
+            output_std: Standard deviation of the output projection's weights; None: as for the other projections.
+            activation: Applied after the convolutions.
         """
         if chunk is None:
             chunk = max(64, 1 << math.isqrt(max(head_dim * v_dim - 1, 0)).bit_length())
         check_sizes("Mamba2Mixer", heads=heads, kv_heads=kv_heads, chunk=chunk)
         keys = jax.random.split(key, 10)
-        few: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim}
-        many: dict[str, Any] = {"heads": heads, "v_dim": v_dim}
-        given: dict[str, Any] = {"embed": embed, "bias": bias}
-        conv: dict[str, Any] = {"taps": taps, "bias": conv_bias}
-        self.gate = Linear("embed -> heads v_dim", **given, **many, key=keys[0])
-        self.value = Linear("embed -> heads v_dim", **given, **many, key=keys[1])
-        self.key = Linear("embed -> kv_heads head_dim", **given, **few, key=keys[2])
-        self.query = Linear("embed -> kv_heads head_dim", **given, **few, key=keys[3])
-        self.step = Linear("embed -> heads", **given, heads=heads, key=keys[4])
-        self.value_conv = CausalConv("heads v_dim", **conv, **many, key=keys[5])
-        self.key_conv = CausalConv("kv_heads head_dim", **conv, **few, key=keys[6])
-        self.query_conv = CausalConv("kv_heads head_dim", **conv, **few, key=keys[7])
+        key_dims: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim}
+        value_dims: dict[str, Any] = {"heads": heads, "v_dim": v_dim}
+        input_options: dict[str, Any] = {"embed": embed, "bias": bias}
+        conv_options: dict[str, Any] = {"taps": taps, "bias": conv_bias}
+        self.gate = Linear("embed -> heads v_dim", **input_options, **value_dims, key=keys[0])
+        self.value = Linear("embed -> heads v_dim", **input_options, **value_dims, key=keys[1])
+        self.key = Linear("embed -> kv_heads head_dim", **input_options, **key_dims, key=keys[2])
+        self.query = Linear("embed -> kv_heads head_dim", **input_options, **key_dims, key=keys[3])
+        self.step = Linear("embed -> heads", **input_options, heads=heads, key=keys[4])
+        self.value_conv = CausalConv("heads v_dim", **conv_options, **value_dims, key=keys[5])
+        self.key_conv = CausalConv("kv_heads head_dim", **conv_options, **key_dims, key=keys[6])
+        self.query_conv = CausalConv("kv_heads head_dim", **conv_options, **key_dims, key=keys[7])
         self.log_rate = jnp.log(jnp.arange(1, heads + 1, dtype=jnp.float32))
-        self.step_bias = step_bias((heads,), keys[8])
+        self.step_bias = draw_step_bias((heads,), keys[8])
         self.skip = jnp.ones(heads, jnp.float32)
-        # Over all heads a norm may be split; that of a group, of which each device has the whole, never is.
+        # A norm over all heads may be sharded by heads; with several groups each device holds whole groups.
         dims = "heads v_dim" if kv_heads == 1 else "group v_dim"
         sizes: dict[str, Any] = {dims.split()[0]: heads // kv_heads, "v_dim": v_dim}
         self.norm = None if norm_eps is None else RMSNorm(dims, eps=norm_eps, scale=False, **sizes)
         self.scale = None if norm_eps is None else jnp.ones((heads, v_dim), jnp.float32)
         output_bias = bias if output_bias is None else output_bias
-        back: dict[str, Any] = {"embed": embed, "bias": output_bias, "std": output_std}
-        self.output = Linear("heads v_dim -> embed", **back, **many, key=keys[9])
+        output_options: dict[str, Any] = {"embed": embed, "bias": output_bias, "std": output_std}
+        self.output = Linear("heads v_dim -> embed", **output_options, **value_dims, key=keys[9])
         self.activation = activation
         self.step_limits, self.chunk, self.multipliers, self.norm_first = step_limits, chunk, multipliers, norm_first
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: RecurrentCache | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], RecurrentCache | None]:
-        """Read the tokens of `x` in turn, after those that a cache remembers; it then remembers these too."""
+        """Mix tokens in order; a cache supplies the state before `x`, and the returned cache includes `x`."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        maps = self.gate, self.value, self.key, self.query, self.step
-        found = [one(x) for one in maps]
+        projected = [project(x) for project in (self.gate, self.value, self.key, self.query, self.step)]
         if self.multipliers is not None:
-            found = [y * times for y, times in zip(found, self.multipliers, strict=True)]
-        gate, value, key, query, step = found
+            projected = [y * factor for y, factor in zip(projected, self.multipliers, strict=True)]
+        gate, value, key, query, step = projected
         inputs = query, key, value
-        # Of all tokens, where `x` are some of them.
-        reading = Reading(
-            (self.query_conv, self.key_conv, self.value_conv), tokens, inputs[0].shape[:-2], cache, self.activation
+        # The shape of the projections, not of `x`: a parallel layout may give a slice of the tokens and gather in the
+        # maps.
+        convs = self.query_conv, self.key_conv, self.value_conv
+        recurrent = RecurrentInputs(convs, tokens, inputs[0].shape[:-2], cache, self.activation)
+        query, key, value = recurrent.convolve(inputs)
+        state_dtype = value.dtype
+        step = jax.nn.softplus(step.astype(state_dtype) + self.step_bias.astype(state_dtype))
+        step = jnp.where(recurrent.is_real[..., None], jnp.clip(step, *self.step_limits), 0)
+        log_decay, stepped_value = -jnp.exp(self.log_rate.astype(state_dtype)) * step, value * step[..., None]
+        states = recurrent.initial_states(key, value)
+        mixed, new_states = state_space(
+            query, key, stepped_value, log_decay, recurrent.documents, states, chunk=self.chunk
         )
-        query, key, value = reading.convolved(inputs)
-        exact = value.dtype
-        step = jax.nn.softplus(step.astype(exact) + self.step_bias.astype(exact))
-        step = jnp.where(reading.is_real[..., None], jnp.clip(step, *self.step_limits), 0)
-        decay, taken = -jnp.exp(self.log_rate.astype(exact)) * step, value * step[..., None]
-        states = reading.states(key, value)
-        answer, after = state_space(query, key, taken, decay, reading.documents, states, chunk=self.chunk)
-        answer = answer + value * self.skip.astype(exact)[:, None]
-        answer = self._normed(answer, key.shape[-2]) if self.norm_first else answer
-        answer = answer * jax.nn.silu(gate.astype(exact))
-        answer = answer if self.norm_first else self._normed(answer, key.shape[-2])
-        return self.output(answer.astype(x.dtype)), reading.cache_after(inputs, after)
+        mixed = mixed + value * self.skip.astype(state_dtype)[:, None]
+        mixed = self._normalize(mixed, key.shape[-2]) if self.norm_first else mixed
+        mixed = mixed * jax.nn.silu(gate.astype(state_dtype))
+        mixed = mixed if self.norm_first else self._normalize(mixed, key.shape[-2])
+        return self.output(mixed.astype(x.dtype)), recurrent.update_cache(inputs, new_states)
 
-    def _normed(self, y: Float[Array, "*batch seq heads v_dim"], groups: int) -> Float[Array, "*batch seq heads v_dim"]:
+    def _normalize(
+        self, y: Float[Array, "*batch seq heads v_dim"], groups: int
+    ) -> Float[Array, "*batch seq heads v_dim"]:
         if self.norm is None or self.scale is None:
             return y
-        apart = y.reshape(*y.shape[:-2], groups, -1, y.shape[-1])
-        return self.norm(apart).reshape(y.shape) * self.scale.astype(y.dtype)
+        by_group = y.reshape(*y.shape[:-2], groups, -1, y.shape[-1])
+        return self.norm(by_group).reshape(y.shape) * self.scale.astype(y.dtype)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> RecurrentCache:
-        """An empty cache; `capacity` does not matter."""
-        return empty_cache(batch, dtype, self.key, self.value, self.key_conv)
+        """Return an empty cache; its size does not depend on `capacity`."""
+        return init_recurrent_cache(batch, dtype, self.key, self.value, self.key_conv)
 
     def facts(self) -> MixerFacts:
-        """It runs on a slice of its heads, of whole groups where these are normed each by itself."""
+        """State that a slice of the heads runs alone, or a slice of whole groups where each group has its own norm."""
         heads, v_dim = self.value.output_shape
-        is_of_groups = self.norm is not None and "group" in self.norm.reduced
+        norm_per_group = self.norm is not None and "group" in self.norm.reduced
         operations = 2 * 2 * heads * v_dim * self.key.sizes["head_dim"]
-        return MixerFacts(True, operations=operations, shares_kv_heads=not is_of_groups)
+        return MixerFacts(True, operations=operations, shares_kv_heads=not norm_per_group)

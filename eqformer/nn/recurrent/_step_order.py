@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ._chunks import product
+from ._chunks import einsum
 
 
 class Order(NamedTuple):
@@ -28,7 +28,7 @@ class Order(NamedTuple):
     def read(self, query: Float[Array, "..."], state: Float[Array, "*heads _ _"]) -> Float[Array, "*heads v_dim"]:
         """What states hold for a query of their head, or of all of a group."""
         if self.by_products:
-            return product("...d,...dv->...v", query, state)
+            return einsum("...d,...dv->...v", query, state)
         return jnp.sum(self.of_keys(query) * state, axis=-1 if self.turned else -2)
 
 

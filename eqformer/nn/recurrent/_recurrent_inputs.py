@@ -1,0 +1,147 @@
+"""Parts that all recurrent mixers share: convolved inputs of one call, padding, documents, the cache, initial
+values."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from .._cache import RecurrentCache
+from .._documents import continues, documents_of, lengths_after
+from .._dtype import at_least_float32, float_dtype
+from .._layer_cache import of_layer, with_layer
+from .._linear_map import LinearMap
+from .._slots import check_one_document
+from .._tokens import Tokens
+from ._chunks import mask_in_layer
+from ._convolution import CausalConv
+from ._states import States
+
+
+class RecurrentInputs(eqx.Module):
+    """The tokens of one call of a recurrent mixer, and its cache, if there is one.
+
+    The mixer has queries, keys and values; each passes through a convolution of its own.
+    """
+
+    convs: tuple[CausalConv, CausalConv, CausalConv]
+    positions: Int[Array, "*batch seq"]
+    documents: Int[Array, "*batch seq"]
+    cache: RecurrentCache | None
+    activation: Callable[[Array], Array] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        convs: tuple[CausalConv, CausalConv, CausalConv],
+        tokens: Tokens,
+        shape: tuple[int, ...],
+        cache: RecurrentCache | None,
+        activation: Callable[[Array], Array],
+    ):
+        """Broadcast positions and documents to the shape of the tokens.
+
+        Args:
+            convs: The convolutions of queries, keys and values.
+            tokens: The tokens of the call. Packed rows with a cache raise a `ValueError`.
+            shape: `*batch seq` of whole rows.
+            cache: The cache before the call.
+            activation: Applied after the convolutions.
+        """
+        if cache is not None:
+            check_one_document(tokens)
+        self.convs, self.cache, self.activation = convs, cache, activation
+        self.positions, self.documents = jnp.broadcast_to(tokens.positions, shape), documents_of(tokens, shape)
+
+    @property
+    def is_real(self) -> Bool[Array, "*batch seq"]:
+        """Which tokens are not padding."""
+        return self.positions >= 0
+
+    def convolve(self, inputs: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
+        """Return queries, keys and values after convolution and activation, in float32 at least."""
+        before = (None,) * 3 if self.cache is None else _last_inputs(self.cache)
+        triples = zip(self.convs, self._without_padding(inputs), before, strict=True)
+        return [self.activation(conv(x, self.documents, past)) for conv, x, past in triples]
+
+    def initial_states(
+        self, key: Float[Array, "*batch seq kv_heads head_dim"], value: Float[Array, "*batch seq heads v_dim"]
+    ) -> States:
+        """Return zero states, or those of the cache; NaN for a row whose first token does not follow its cache."""
+        begins = self.documents[..., 0] > 0
+        if self.cache is None:
+            heads, v_dim = value.shape[-2:]
+            zeros = jnp.zeros_like(value, shape=(*value.shape[:-3], heads, key.shape[-1], v_dim))
+            return States(zeros, begins)
+        follows_cache = continues(self.positions, of_layer(self.cache.lengths, self.cache.layer))
+        return States(self.cache.state, begins, self.cache.layer, follows_cache)
+
+    def update_cache(
+        self, inputs: Sequence[Float[Array, "..."]], states: Float[Array, "*layers_batch heads head_dim v_dim"]
+    ) -> RecurrentCache | None:
+        """Return the cache after these tokens, or None without a cache; `inputs` are those of `convolve`."""
+        cache = self.cache
+        if cache is None:
+            return None
+        count = jnp.sum(self.is_real, axis=-1, dtype=jnp.int32)
+        store = functools.partial(with_layer, layer=cache.layer)
+        triples = zip(self.convs, self._without_padding(inputs), _last_inputs(cache), strict=True)
+        last = [conv.after(x, self.documents, past, count) for conv, x, past in triples]
+        queries, keys, values = map(store, (cache.queries, cache.keys, cache.values), last)
+        lengths = store(cache.lengths, lengths_after(self.positions, of_layer(cache.lengths, cache.layer)))
+        return RecurrentCache(
+            state=states, queries=queries, keys=keys, values=values, lengths=lengths, layer=cache.layer
+        )
+
+    def _without_padding(self, inputs: Sequence[Array]) -> list[Array]:
+        return [mask_in_layer(self.is_real[..., None, None], x, self.convs[0].weight) for x in inputs]
+
+
+def _last_inputs(cache: RecurrentCache) -> tuple[Array, ...]:
+    """Return queries, keys and values of the last tokens before the call, of the cache's layer."""
+    return tuple(of_layer(x, cache.layer) for x in (cache.queries, cache.keys, cache.values))
+
+
+def check_sizes(call: str, *, heads: int, kv_heads: int, chunk: int) -> None:
+    """Raise a `ValueError` that begins with `call` unless `kv_heads` divides `heads` and `chunk` is at least 1."""
+    if heads % kv_heads:
+        raise ValueError(
+            f"{call}(heads={heads}, kv_heads={kv_heads}): each key head serves equally many values, so "
+            f"kv_heads must divide heads; take one of {[n for n in range(1, heads + 1) if heads % n == 0]}."
+        )
+    if chunk < 1:
+        raise ValueError(f"{call}(chunk={chunk}): chunk counts tokens and must be at least 1.")
+
+
+def draw_step_bias(shape: tuple[int, ...], key: Key[Array, ""]) -> Float[Array, "..."]:
+    """Draw biases whose softplus is log-uniform between 0.001 and 0.1."""
+    step = jnp.exp(jax.random.uniform(key, shape, jnp.float32, jnp.log(0.001), jnp.log(0.1)))
+    return step + jnp.log(-jnp.expm1(-step))
+
+
+def init_recurrent_cache(
+    batch: Sequence[int], dtype: str, key: LinearMap, value: LinearMap, conv: CausalConv
+) -> RecurrentCache:
+    """Return an empty cache, which serves rows of any length.
+
+    Args:
+        batch: The batch dims.
+        dtype: The dtype of the last inputs; the state is float32 at least.
+        key: The projection to keys.
+        value: The projection to values.
+        conv: One of the convolutions, which all have the same number of taps.
+    """
+    dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
+    (kv_heads, head_dim), (heads, v_dim) = key.output_shape, value.output_shape
+    last = (*batch, conv.weight.shape[-1] - 1)
+    key_inputs, value_inputs = jnp.zeros((*last, kv_heads, head_dim), dtype), jnp.zeros((*last, heads, v_dim), dtype)
+    state = jnp.zeros((*batch, heads, head_dim, v_dim), at_least_float32(jnp.dtype(dtype)))
+    lengths = jnp.zeros(tuple(batch), jnp.int32)
+    return RecurrentCache(state=state, queries=key_inputs, keys=key_inputs, values=value_inputs, lengths=lengths)
+
+
+def normalize(x: Float[Array, "*batch channels"]) -> Float[Array, "*batch channels"]:
+    """Divide vectors by their length; a small number keeps the length from being zero."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
