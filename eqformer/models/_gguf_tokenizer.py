@@ -3,115 +3,139 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ._config import PublishedConfig
 from ._gguf import GGUF
+from ._gguf_pretokenizers import GPT2_PATTERN, PRE_TOKENIZERS, PreTokenizer
 
 
-_UNKNOWN, _CONTROL, _OWN, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # types of tokens; 1 is an ordinary one
-_SUFFIXES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_CASES = (rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+", rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*")
-_ends = lambda digits, signs: rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+{signs}{_SPACES}"
-_LLAMA3 = rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+" + _ends(r"\p{N}{1,3}", r"[\r\n]*")
-_QWEN2 = rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+" + _ends(r"\p{N}", r"[\r\n]*")
-_TEKKEN = "|".join(_CASES) + _ends(r"\p{N}", r"[\r\n/]*")
-_GPT4O = "|".join(f"{its}{_SUFFIXES}?" for its in _CASES) + _ends(r"\p{N}{1,3}", r"[\r\n/]*")
-# By `tokenizer.ggml.pre`, how a text is split before bytes are merged; None: as GPT-2's is.
-_SPLITS: Mapping[str, str | None] = MappingProxyType(
-    {
-        **dict.fromkeys(("gpt-2", "default"), None),
-        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _LLAMA3),
-        **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-        **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
-        "tekken": _TEKKEN,
-    }
-)
-# Of which a word may be a token that no merges make, and a text begins with a token where nothing else is said.
-_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+# The types of tokens; 1 is an ordinary one.
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_MODELS = ("gpt2", "llama", "gemma4")
 
 
 def companions(path: str | Path) -> dict[str, str]:
-    """The files that a folder has beside a model's weights, by name, of one file of GGUF.
+    """Return the files that a folder has beside a model's weights, by name, of one GGUF file.
 
     They are `tokenizer.json`, `tokenizer_config.json` with the chat template, and `generation_config.json` with the ids
     that end a text: for `save(..., files=)`, or to be written anywhere. Raises a `ValueError` for a tokenizer of a kind
     that is not known, or that is not what it says.
     """
     file = GGUF(Path(path))
-    given = PublishedConfig(file.values, str(path), "a tokenizer")
-    take = lambda name, default=None: given.take(f"tokenizer.ggml.{name}", default)
-    if (model := given.text("tokenizer.ggml.model")) not in (kinds := {"gpt2": _of_bytes, "llama": _of_pieces}):
-        given.refuse(f"tokenizer.ggml.model={model!r} is not known; there are {', '.join(kinds)}.")
-    tokens, types = (file.listed(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
-    if model == "llama":  # of which Gemma's have spaces as they are
-        tokens = ["▁" * len(its) if its and not its.strip(" ") else its for its in tokens]
+    published = PublishedConfig(file.values, str(path), "a tokenizer")
+    take = lambda name, default=None: published.take(f"tokenizer.ggml.{name}", default)
+    if (model := published.text("tokenizer.ggml.model")) not in _MODELS:
+        published.refuse(f"tokenizer.ggml.model={model!r} is not known; there are {', '.join(_MODELS)}.")
+    tokens, types = _tokens(file, published, model)
+    ids = {name: take(f"{name}_token_id") for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
+    wrong_ids = {name: token_id for name, token_id in ids.items() if not _is_id(token_id, len(tokens))}
+    if wrong_ids:
+        published.refuse(f"there are {len(tokens)} tokens, and of special tokens these ids: {wrong_ids}.")
+    names = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
+    pre_tokenizer = _pre_tokenizer(published, model)
+    if model == "llama":
+        parts = _piece_tokenizer(file, published, tokens, types)
+    else:
+        parts = _merge_tokenizer(file, published, tokens, pre_tokenizer)
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(tokens, types)} | parts
+    if "unknown" in names:
+        tokenizer["model"] |= {"unk_token": names["unknown"]}
+    adds_bos = published.flag("tokenizer.ggml.add_bos_token", pre_tokenizer.adds_bos)
+    adds_eos = published.flag("tokenizer.ggml.add_eos_token", False)
+    sides = [name for name, is_added in (("bos", adds_bos), ("eos", adds_eos)) if is_added and name in names]
+    tokenizer["post_processor"] = _post_processor(sides, names, ids)
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= {setting: names[name] for name, setting in _SPECIAL.items() if name in names}
+    if published.take("tokenizer.chat_template", None) is not None:
+        settings["chat_template"] = published.text("tokenizer.chat_template")
+    stops = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None))
+    files = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
+    files["generation_config.json"] = {"eos_token_id": stops} if stops else {}
+    return {name: json.dumps(content, ensure_ascii=False, indent=1) + "\n" for name, content in files.items()}
+
+
+def _tokens(file: GGUF, published: PublishedConfig, model: str) -> tuple[list[str], list[int]]:
+    """Return the tokens and their types; refuse tokens that come twice, and types that are not one for each."""
+    tokens, types = file.listed("tokenizer.ggml.tokens"), file.listed("tokenizer.ggml.token_type")
+    if not all(isinstance(token, str) for token in tokens) or not all(isinstance(kind, int) for kind in types):
+        published.refuse("tokenizer.ggml.tokens must be texts, and tokenizer.ggml.token_type whole numbers.")
+    if model == "llama":  # Gemma's runs of spaces are written as they are, and not with ▁.
+        tokens = ["▁" * len(token) if token and not token.strip(" ") else token for token in tokens]
     if not tokens or len(types) not in (0, len(tokens)) or len(set(tokens)) < len(tokens):
-        given.refuse(
+        published.refuse(
             f"it has {len(tokens)} tokens, {len(set(tokens))} of which differ, and {len(types)} types of them."
         )
-    types = types or [1] * len(tokens)
-    ids = {name: take(f"{name}_token_id") for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
-    if wrong := {name: its for name, its in ids.items() if its is not None and not 0 <= its < len(tokens)}:
-        given.refuse(f"there are {len(tokens)} tokens, and of special tokens these ids: {wrong}.")
-    named = {name: tokens[its] for name, its in ids.items() if its is not None}
-    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(tokens, types)}
-    whole |= kinds[model](file, given, tokens, types)
-    if "unknown" in named:
-        whole["model"] |= {"unk_token": named["unknown"]}
-    begins, ends = take("add_bos_token", model == "llama" or take("pre") in _WHOLE_WORDS), take("add_eos_token", False)
-    sides = [name for name, is_added in (("bos", begins), ("eos", ends)) if is_added and name in named]
-    whole["post_processor"] = _around(sides, named, ids)
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    settings |= {own: named[name] for name, own in _SPECIAL.items() if name in named}
-    if (template := given.take("tokenizer.chat_template", None)) is not None:
-        settings["chat_template"] = template
-    stops = list(dict.fromkeys(its for name in ("eos", "eot", "eom") if (its := ids[name]) is not None))
-    files = {"tokenizer.json": whole, "tokenizer_config.json": settings}
-    files["generation_config.json"] = {"eos_token_id": stops} if stops else {}
-    return {name: json.dumps(its, ensure_ascii=False, indent=1) + "\n" for name, its in files.items()}
+    return tokens, types or [1] * len(tokens)
+
+
+def _is_id(token_id: Any, vocab: int) -> bool:
+    """Return whether a special token's id is left out or is one of `vocab` tokens."""
+    return token_id is None or (type(token_id) is int and 0 <= token_id < vocab)
+
+
+def _pre_tokenizer(published: PublishedConfig, model: str) -> PreTokenizer:
+    """Return what `tokenizer.ggml.pre` stands for; refuse a name that is not known."""
+    if model == "llama":
+        published.take("tokenizer.ggml.pre", None)
+        return PreTokenizer((), raw=True, adds_bos=True)
+    name = published.text("tokenizer.ggml.pre", "gemma4" if model == "gemma4" else "default")
+    if name not in PRE_TOKENIZERS:
+        published.refuse(f"tokenizer.ggml.pre={name!r} is not known; there are {', '.join(sorted(PRE_TOKENIZERS))}.")
+    return PRE_TOKENIZERS[name]
 
 
 def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
-    """The tokens that stand in a text as they are; special are those that are left out of what is read."""
+    """Return the tokens that stand in a text as they are; special ones are left out of decoded text."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return [
-        {"id": number, "content": token, "special": kind != _OWN, **flags}
+        {"id": number, "content": token, "special": kind != _USER_DEFINED, **flags}
         for number, (token, kind) in enumerate(zip(tokens, types))
-        if kind in (_UNKNOWN, _CONTROL, _OWN)
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]
 
 
-def _of_bytes(file: GGUF, given: PublishedConfig, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
-    """Merges of bytes (GPT-2), in words that a regular expression finds."""
-    if (kind := given.text("tokenizer.ggml.pre", "default")) not in _SPLITS:
-        given.refuse(f"tokenizer.ggml.pre={kind!r} is not known; there are {', '.join(_SPLITS)}.")
-    merges = [merge.split(" ") for merge in file.listed("tokenizer.ggml.merges")]
-    if wrong := next((its for its in merges if len(its) != 2), None):
-        given.refuse(f"tokenizer.ggml.merges: {' '.join(wrong)!r} is no pair.")
-    octets = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    split = _SPLITS[kind]
-    words: dict[str, Any] = octets | {"use_regex": True}
-    if split is not None:
-        parts = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
-        words = {"type": "Sequence", "pretokenizers": [parts, octets | {"use_regex": False}]}
+def _merge_tokenizer(
+    file: GGUF, published: PublishedConfig, tokens: Sequence[str], pre_tokenizer: PreTokenizer
+) -> dict[str, Any]:
+    """Return the parts of a tokenizer whose merges the file lists, in words that regular expressions find."""
+    texts = file.listed("tokenizer.ggml.merges")
+    merges = [merge.split(" ") if isinstance(merge, str) else [] for merge in texts]
+    if wrong := next((text for text, merge in zip(texts, merges) if len(merge) != 2), None):
+        published.refuse(f"tokenizer.ggml.merges: {wrong!r} is no pair.")
+    splits = [_split(pattern) for pattern in pre_tokenizer.patterns]
+    if pre_tokenizer.raw:
+        parts = _parts_with_spaces(prefix=False)
+        model = _model(tokens, merges, fuse_unk=True, byte_fallback=True)
+        return parts | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": splits}, "model": model}
+    to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    # The last of most lists is the pattern that `ByteLevel` has itself.
+    has_own = pre_tokenizer.patterns[-1] == GPT2_PATTERN
+    words = [*(splits[:-1] if has_own else splits), to_bytes | {"use_regex": has_own}]
     return {
-        "normalizer": {"type": "NFC"} if split is _QWEN2 else None,
-        "pre_tokenizer": words,
-        "decoder": octets | {"use_regex": True},
-        "model": _model(tokens, merges, ignore_merges=kind in _WHOLE_WORDS),
+        "normalizer": {"type": "NFC"} if pre_tokenizer.composed else None,
+        "pre_tokenizer": words[0] if len(words) == 1 else {"type": "Sequence", "pretokenizers": words},
+        "decoder": to_bytes | {"use_regex": True},
+        "model": _model(tokens, merges, ignore_merges=pre_tokenizer.whole_words),
     }
 
 
-def _of_pieces(file: GGUF, given: PublishedConfig, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
-    """Merges of characters (SentencePiece), which are found again from the order of what they make."""
-    number_of, scores = {its: number for number, its in enumerate(tokens)}, file.listed("tokenizer.ggml.scores")
-    if given.text("general.architecture", "").startswith("gemma") or len(scores) != len(tokens):
-        scores = [0] * len(tokens)  # Gemma's are in another order than its merges
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _piece_tokenizer(
+    file: GGUF, published: PublishedConfig, tokens: Sequence[str], types: Sequence[int]
+) -> dict[str, Any]:
+    """Return the parts of a SentencePiece tokenizer, whose merges are found again from the scores of pieces."""
+    number_of = {token: number for number, token in enumerate(tokens)}
+    scores = file.listed("tokenizer.ggml.scores")
+    # Gemma's scores are in another order than its merges.
+    if published.text("general.architecture", "").startswith("gemma") or len(scores) != len(tokens):
+        scores = [0] * len(tokens)
+    if not all(isinstance(score, int | float) and score == score for score in scores):
+        published.refuse("tokenizer.ggml.scores must be numbers.")
     merges = [
         (-scores[number], number, -cut, token[:cut], token[cut:])
         for number, (token, kind) in enumerate(zip(tokens, types))
@@ -119,18 +143,21 @@ def _of_pieces(file: GGUF, given: PublishedConfig, tokens: Sequence[str], types:
         for cut in range(1, len(token))
         if token[:cut] in number_of and token[cut:] in number_of
     ]
-    prefix = given.take("tokenizer.ggml.add_space_prefix", True)
-    spaces: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] * prefix
+    pairs = [[left, right] for *_, left, right in sorted(merges)]
+    parts = _parts_with_spaces(published.flag("tokenizer.ggml.add_space_prefix", True))
+    return parts | {"pre_tokenizer": None, "model": _model(tokens, pairs, fuse_unk=True, byte_fallback=True)}
+
+
+def _parts_with_spaces(prefix: bool) -> dict[str, Any]:
+    """Return the normalizer that writes spaces as `▁`, one of them before the text with a `prefix`, and its decoder."""
+    before: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] * prefix
+    spaces = [*before, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     back: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
     back += [{"type": "ByteFallback"}, {"type": "Fuse"}]
     back += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prefix
-    spaces = [*spaces, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
-    pairs = [[left, right] for *_, left, right in sorted(merges)]
     return {
         "normalizer": {"type": "Sequence", "normalizers": spaces},
-        "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": back},
-        "model": _model(tokens, pairs, fuse_unk=True, byte_fallback=True),
     }
 
 
@@ -139,13 +166,15 @@ def _model(tokens: Sequence[str], merges: list[Any], **options: bool) -> dict[st
     return {"type": "BPE", "vocab": vocab, "merges": merges} | options
 
 
-def _around(sides: Sequence[str], named: Mapping[str, str], ids: Mapping[str, int | None]) -> dict[str, Any] | None:
-    """What adds tokens before a text (`bos`) and behind it (`eos`)."""
+def _post_processor(
+    sides: Sequence[str], names: Mapping[str, str], ids: Mapping[str, int | None]
+) -> dict[str, Any] | None:
+    """Return the part that adds tokens before a text (`bos`) and behind it (`eos`)."""
     if not sides:
         return None
     part = lambda kind, name, place: {kind: {"id": name, "type_id": place}}
-    token = lambda side, place: [part("SpecialToken", named[side], place)] if side in sides else []
+    token = lambda side, place: [part("SpecialToken", names[side], place)] if side in sides else []
     around = lambda text, place: [*token("bos", place), part("Sequence", text, place), *token("eos", place)]
     both = {"single": around("A", 0), "pair": around("A", 0) + around("B", 1)}
-    special = {named[side]: {"id": named[side], "ids": [ids[side]], "tokens": [named[side]]} for side in sides}
+    special = {names[side]: {"id": names[side], "ids": [ids[side]], "tokens": [names[side]]} for side in sides}
     return {"type": "TemplateProcessing", **both, "special_tokens": special}

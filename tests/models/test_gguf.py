@@ -245,8 +245,9 @@ def test_a_file_that_is_not_what_it_says(name, tmp_path):
 _TOKENS = {"tokenizer.ggml.tokens": ["a", "b", "ab"], "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.pre": "gpt-2"}
 WRONG_TOKENIZERS = {
     "none": ({"tokenizer.ggml.model": None}, "no 'tokenizer.ggml.model'"),
-    "another kind": ({"tokenizer.ggml.model": "bert"}, "model='bert' is not known; there are gpt2, llama"),
-    "other words": ({"tokenizer.ggml.pre": "viking"}, "pre='viking' is not known"),
+    "another kind": ({"tokenizer.ggml.model": "bert"}, "model='bert' is not known; there are gpt2, llama, gemma4"),
+    "other words": ({"tokenizer.ggml.pre": "doom"}, "pre='doom' is not known; there are a.x-4.0, afmoe"),
+    "tokens that are no texts": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens must be texts"),
     "no tokens": ({"tokenizer.ggml.tokens": None}, "it has 0 tokens"),
     "a token twice": ({"tokenizer.ggml.tokens": ["a", "a"]}, "2 tokens, 1 of which differ"),
     "other types": ({"tokenizer.ggml.token_type": [1, 1]}, "3 tokens, 3 of which differ, and 2 types"),
