@@ -97,7 +97,7 @@ def tell(command: Command) -> None:
         print(f"{topology}; {summary}; {run.found.parameters:,} parameters\n{line}\n\nby formulas:")
         print(planning.forecast_table(run.found), end="\n\n")
         print(_unsaid(topology) if made is None else planning.compilation_table(made, run.found))
-        if run.found.missing or (made is not None and _lacks(made, topology)):
+        if run.found.missing if made is None else not made.fits(one.memory):
             with looking() as progress:
                 others = run.instead(progress)
             print(others)
@@ -225,10 +225,6 @@ def search(command: Command, states: PlannedState, model: nn.Transformer, topolo
 
 def _unsaid(topology: planning.Topology) -> str:
     return missing_compiler(topology) or "nothing is compiled, as --formulas says"
-
-
-def _lacks(made: Compilation, topology: planning.Topology) -> bool:
-    return made.program is None or made.program.total > topology.accelerator.memory
 
 
 main = entry(Command, tell, left_out=("the run",))  # whose flags change nothing in the report

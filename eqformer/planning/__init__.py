@@ -101,3 +101,4 @@ from ._tables import (
 )
 from ._temporary_bytes import StepBytes as StepBytes, temporary_bytes as temporary_bytes
 from ._time_account import Span as Span, time_account as time_account, Work as Work
+from ._verdict import judge_formula as judge_formula, Verdict as Verdict

@@ -33,12 +33,15 @@ def missing_compiler(topology: Topology) -> str | None:
 
 
 def devices_of(topology: Topology) -> list[Any]:
-    """Devices to compile for, none of which is here; raises a `ValueError` where the compiler knows no such shape."""
-    one, shape = topology.accelerator, "x".join(map(str, topology.shape))
-    gpus = {"topology": f"1x{math.prod(topology.shape[1:])}x{topology.shape[0]}", "target_config": _target(one)}
-    name, more = (f"{one.name}:{shape}", {}) if one.platform == "tpu" else (one.name, gpus)
+    """Return devices to compile for, none of which is here; a `ValueError` where the compiler knows no such shape."""
+    accelerator = topology.accelerator
+    if accelerator.platform == "tpu":
+        name, options = str(topology), {"chips_per_host_bounds": chips_per_host(topology.shape)}
+    else:
+        gpus = f"1x{math.prod(topology.shape[1:])}x{topology.shape[0]}"
+        name, options = accelerator.name, {"topology": gpus, "target_config": _target(accelerator)}
     try:
-        devices = list(topologies.get_topology_desc(name, platform=one.platform, **more).devices)
+        devices = list(topologies.get_topology_desc(name, platform=accelerator.platform, **options).devices)
     except Exception as error:  # jaxlib's own kind of error, which JAX does not name
         raise ValueError(
             f"devices_of(topology={topology}): its compiler makes no such topology "
@@ -51,6 +54,15 @@ def devices_of(topology: Topology) -> list[Any]:
             f"{topology.devices}; go by formulas, which compile nothing."
         )
     return devices
+
+
+def chips_per_host(shape: tuple[int, ...]) -> list[int]:
+    """Return how many chips of each dim of a torus share a host: 2 x 2, or as many as a smaller shape has.
+
+    libtpu takes 2 x 2 by itself, which divides no shape of a single chip.
+    """
+    first, second, *_ = (*shape, 1)
+    return [min(first, 2), min(second, 2), 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +78,15 @@ class Compilation:
     failure: str = ""
     """The compiler's words where it does not fit."""
 
+    def fits(self, memory: int) -> bool:
+        """Return whether a device of so many bytes can run the program."""
+        return self.program is not None and self.program.fits(memory)
+
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain data: the program's, with the names of what it sends, and its compilation's."""
         program, whole = self.program, {}
         if program is not None:
-            whole = program.as_dict()
+            whole = {"held": program.held, **program.as_dict()}
             for row, each in zip(whole["transfers"], program.transfers, strict=True):
                 row["name"] = each.named(COLLECTIVES)
         return {"seconds_to_compile": self.seconds, "kept": self.is_kept, "failure": self.failure, **whole}

@@ -21,6 +21,7 @@ from ._roofline import link_speed, Roofline, roofline
 from ._sent_bytes import by_cause, Sent, sent_bytes
 from ._temporary_bytes import StepBytes
 from ._traced_sent import traced_sent
+from ._verdict import judge_formula, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +53,14 @@ class Forecast:
         """The bytes that a device lacks; 0 where the plan fits."""
         return max(0, self.total - self.topology.accelerator.memory)
 
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the plan fits, as far as formulas can tell."""
+        certain = sum(size for cause, size in self.held.items() if cause in _STAYS)
+        return judge_formula(self.total, certain, self.topology.accelerator.memory)
+
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Return all of it as plain data; `fits` is None where only the compiler can tell."""
         return {
             "topology": str(self.topology),
             "devices": self.topology.devices,
@@ -61,7 +68,7 @@ class Forecast:
             "memory": self.topology.accelerator.memory,
             "held": self.held,
             "on_host": self.on_host,
-            "fits": not self.missing,
+            "fits": {"fits": True, "does not fit": False}.get(self.verdict),
             "sent": by_cause(self.sent),
             "sent_by": [{"over": cause, "what": what, "bytes": size} for cause, what, size in self.sent],
             "operations": self.operations,
@@ -158,6 +165,8 @@ def read_by_decoding(held: Mapping[str, int]) -> int:
 
 
 _ENCODER = "encoder"
+# Causes of bytes that are there between steps, so that formulas know them exactly.
+_STAYS = ("parameters", "optimizer state", "weights", _ENCODER, "caches")
 
 
 MOST_OF_TORUS = 64  # the largest tensor axis that is tried on TPUs

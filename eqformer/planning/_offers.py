@@ -75,7 +75,7 @@ def ranking_table(found: Sequence[Proposal], made: Sequence[Compilation | None],
     """The plans of `best_plans` as they rank, beside what compilers made of them: None of what was not compiled."""
     table = [("seconds", "MFU", "held", "compiled", "bound by", "flags")]
     for (one, held, time), its in zip(found, made, strict=True):
-        compiled = "" if its is None else its.failure if its.program is None else gigabytes(its.program.total)
+        compiled = "" if its is None else its.failure if its.program is None else gigabytes(its.program.held)
         row = f"{time.seconds:.3f}", f"{time.utilization:.1%}", gigabytes(held)
         table.append((*row, compiled, time.bound, spelled(one)))
     return format_table(table)

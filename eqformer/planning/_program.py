@@ -39,11 +39,22 @@ class Program:
     """Why its text, and all that is read off it, cannot be had."""
     on_host: int = 0
     """Bytes of arguments and temporaries in the memory of the device's host, beside those on the device."""
+    platform: str = ""
+    """Platform of the devices that the program was compiled for, as JAX names it; empty where it has no arguments."""
 
     @property
-    def total(self) -> int:
-        """Bytes of arguments and temporaries."""
-        return self.argument + self.temporary
+    def held(self) -> int:
+        """Bytes that a device must have to run the program.
+
+        A TPU's compiler places every array and refuses a program whose peak is above the memory, so its peak counts;
+        its temporaries also count room that is free while the most is held. Other platforms allocate all temporaries
+        as one block.
+        """
+        return self.peak if self.platform == "tpu" else self.argument + self.temporary
+
+    def fits(self, memory: int) -> bool:
+        """Return whether a device of so many bytes can run the program; a TPU's that compiled always can."""
+        return self.platform == "tpu" or self.held <= memory
 
     @property
     def sent(self) -> float:
@@ -71,18 +82,35 @@ class Program:
 
 
 def program_of(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | None = None) -> Program:
-    """What is read off a compiled program; with the `mesh` it was compiled for, the axes that it sends over."""
+    """Read a compiled program; with the `mesh` it was compiled for, also the axes that it sends over."""
     memory: Any = compiled.memory_analysis()
-    held, more = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    far = memory.host_argument_size_in_bytes
-    on_host = far + memory.host_temp_size_in_bytes
-    # The most at once has what is on the host in it: of temporaries those that are there then, which it does not say.
-    peak = min((getattr(memory, "peak_memory_in_bytes", 0) or held + more + far) - far, held + more)
+    argument, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    argument_on_host = memory.host_argument_size_in_bytes
+    # The compiler's peak counts the host's arrays too; it does not say how many temporaries of the host are among them.
+    peak = getattr(memory, "peak_memory_in_bytes", 0) or argument + temporary + argument_on_host
+    memory_only = Program(
+        argument,
+        temporary,
+        peak=min(peak - argument_on_host, argument + temporary),
+        on_host=argument_on_host + memory.host_temp_size_in_bytes,
+        platform=_platform(compiled),
+    )
     try:
         text = text_of(compiled)
     except ValueError as error:
-        return Program(held, more, peak, unread=str(error).partition(": ")[2], on_host=on_host)
+        return dataclasses.replace(memory_only, unread=str(error).partition(": ")[2])
     operations, cycles = executed(text)
-    buffers = tuple(largest_buffers(text)[1][:MOST_BUFFERS])
-    sent = communication(text, mesh=mesh)
-    return Program(held, more, peak, buffers, operations, moved_bytes(text), cycles, sent, on_host=on_host)
+    return dataclasses.replace(
+        memory_only,
+        buffers=tuple(largest_buffers(text)[1][:MOST_BUFFERS]),
+        operations=operations,
+        moved=moved_bytes(text),
+        cycles=cycles,
+        transfers=communication(text, mesh=mesh),
+    )
+
+
+def _platform(compiled: jax.stages.Compiled) -> str:
+    """Return the platform that a program was compiled for; empty where it has no arguments to read it from."""
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    return next((device.platform for sharding in shardings for device in sharding.device_set), "")

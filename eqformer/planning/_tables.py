@@ -12,6 +12,7 @@ from ._hlo import module_of
 from ._program import Program
 from ._sent_bytes import Sent
 from ._temporary_bytes import StepBytes
+from ._verdict import Verdict
 
 
 def gigabytes(size: int | float) -> str:
@@ -48,7 +49,8 @@ def forecast_table(found: Forecast) -> str:
     rows = [("a device holds", "", "of its memory")]
     sizes = {**found.held, "sum": found.total}
     rows += [(name, gigabytes(size), f"{size / memory:.1%}") for name, size in sizes.items()]
-    lines = [format_table(rows), f"{_verdict(found.total, found.topology.accelerator)}{on_host}", ""]
+    verdict = _verdict_line(found.verdict, found.total, found.topology.accelerator)
+    lines = [format_table(rows), f"{verdict}{on_host}", ""]
     rows = [("over", "a device sends in a step", "bytes")]
     rows += [(cause, what, gigabytes(size)) for cause, what, size in found.sent]
     lines += [format_table(rows) if found.sent else "nothing is sent between devices", "", _time_table(found)]
@@ -68,11 +70,13 @@ def _time_table(found: Forecast) -> str:
     return format_table([*rows, ("in all", f"{time.seconds:.4f}", f"bound by {time.bound}")])
 
 
-def _verdict(held: int, one: Accelerator) -> str:
-    missing = held - one.memory
-    share = f" that JAX takes of {gigabytes(one.whole)}" if one.whole else ""
-    verdict = f"does not fit: {gigabytes(missing)} too much" if missing > 0 else "fits"
-    return f"{verdict}, of {gigabytes(one.memory)}{share}"
+def _verdict_line(verdict: Verdict, held: int, accelerator: Accelerator) -> str:
+    """Return a verdict with the bytes that decide it."""
+    share = f" that JAX takes of {gigabytes(accelerator.whole)}" if accelerator.whole else ""
+    of_memory = f"of {gigabytes(accelerator.memory)}{share}"
+    if verdict == "does not fit":
+        return f"{verdict}: {gigabytes(held - accelerator.memory)} too much, {of_memory}"
+    return f"{verdict}, {of_memory}" if verdict == "fits" else f"{verdict}: {gigabytes(held)} by formulas, {of_memory}"
 
 
 def compilation_table(made: Compilation, found: Forecast) -> str:
@@ -81,8 +85,10 @@ def compilation_table(made: Compilation, found: Forecast) -> str:
     if (program := made.program) is None:
         return f"compiled in {seconds}: does not fit: {made.failure}"
     on_host = f" ({gigabytes(program.on_host)} more on the host)" if program.on_host else ""
+    accelerator = found.topology.accelerator
+    verdict: Verdict = "fits" if made.fits(accelerator.memory) else "does not fit"
     lines = [
-        f"compiled in {seconds}: {_verdict(program.total, found.topology.accelerator)}",
+        f"compiled in {seconds}: {_verdict_line(verdict, program.held, accelerator)}",
         f"arguments {gigabytes(program.argument)}{on_host}, temporaries {gigabytes(program.temporary)}, at most "
         f"{gigabytes(program.peak)} at once; by formulas {gigabytes(found.total)} in all",
     ]

@@ -5,7 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 from eqformer.parallel import make_mesh
-from eqformer.planning import _absent, compilation_of, missing_compiler, topology
+from eqformer.planning import _absent, ACCELERATORS, compilation_of, devices_of, missing_compiler, topology
+
+
+# Set for libtpu to compile where no TPU is.
+TPU_ABSENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
 def test_a_missing_compiler_is_named_with_its_extra(monkeypatch):
@@ -36,6 +40,21 @@ def test_what_was_told_of_a_program_is_kept(tmp_path, monkeypatch):
     file.unlink()
     with pytest.raises(pytest.fail.Exception, match="compiled again"):
         compilation_of(lowered, topology("v5e:2x4"), mesh, folder)  # another topology's is another program
+
+
+@pytest.mark.skipif(missing_compiler(topology("v5e:2x2")) is not None, reason="the extra `tpu` is not installed")
+def test_shapes_smaller_than_a_host_have_devices(monkeypatch):
+    """Of every generation that has a device a chip: each shape of at most a host's 2 x 2 chips, and larger ones."""
+    for name, value in TPU_ABSENT.items():
+        monkeypatch.setenv(name, value)
+    names = [name for name, one in ACCELERATORS.items() if one.platform == "tpu" and name != "v4"]
+    for name in names:
+        more = "" if ACCELERATORS[name].links == 4 else "x1"
+        for shape in ("1x1", "1x2", "2x1", "2x2", "1x4", "4x4"):
+            chips = topology(f"{name}:{shape}{more}")
+            assert len(devices_of(chips)) == chips.devices, chips
+    with pytest.raises(ValueError, match="makes no such topology"):  # the control: no host has a part of such a shape
+        devices_of(topology("v5e:3x3"))
 
 
 def test_a_gpu_is_described_by_its_own_generation():

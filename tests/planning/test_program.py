@@ -125,6 +125,11 @@ def named_bytes(program):
 NUMBERS = LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=64)
 
 
+def shapes(numbers):
+    """A model of shapes."""
+    return eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))
+
+
 def test_a_decode_step_holds_what_was_told():
     """In shapes and, compiled for simulated devices, in its arguments; what is told can be kept as JSON."""
     model = eqx.filter_eval_shape(lambda: build(NUMBERS, key=jax.random.key(0)))
@@ -144,7 +149,7 @@ def test_a_decode_step_holds_what_was_told():
     table = compilation_table(made, told)
     assert table.startswith("compiled in 2 s: fits, of 16.9 GB\narguments 0.0") and " of weights and caches" in table
     assert f"{program.sent:,.0f}" in table.splitlines()[-1] and "of the model's own" in table
-    too_small = dataclasses.replace(told.topology.accelerator, memory=program.total - 1)
+    too_small = dataclasses.replace(told.topology.accelerator, memory=program.held - 1)
     told = dataclasses.replace(told, topology=dataclasses.replace(told.topology, accelerator=too_small))
     assert "compiled in 2 s: does not fit: 0.000 GB too much" in compilation_table(made, told)
     assert compilation_table(Compilation(None, 2.0, True, "Used 9G"), told).endswith(" run's): does not fit: Used 9G")
@@ -162,6 +167,20 @@ def test_an_encoder_is_held_and_not_read_to_decode():
     assert program.argument == pytest.approx(read - of_source, rel=0.01) and told.held["encoder"] > read / 2
     assert told.time.memory == read / topology("v5e:1x1").accelerator.bandwidth
     assert told.operations == pytest.approx(program.operations, rel=0.2)
+
+
+def test_a_program_holds_its_peak_on_tpus_and_its_allocations_elsewhere():
+    """As SmolLM3 with 20 layers on v5e:2x4, which its compiler takes although it allocates more than there is."""
+    memory = topology("v5e:2x4").accelerator.memory
+    program = Program(argument=2_738_000_000, temporary=15_417_000_000, peak=15_999_000_000, platform="tpu")
+    on_gpus = dataclasses.replace(program, platform="cuda")
+    assert program.held == program.peak and on_gpus.held == program.argument + program.temporary > memory
+    told = decode_forecast(Plan(abstract_mesh({})), shapes(NUMBERS), topology("v5e:1x1"), rows=8, capacity=64)
+    tables = [compilation_table(Compilation(each, 2.0, False), told) for each in (program, on_gpus)]
+    assert tables[0].startswith("compiled in 2 s: fits, of 16.9 GB\n")
+    assert tables[1].startswith("compiled in 2 s: does not fit: 1.244 GB too much, of 16.9 GB\n")
+    assert program.fits(memory) and not on_gpus.fits(memory) and on_gpus.fits(on_gpus.held)
+    assert not Compilation(None, 2.0, False, "Used 17G").fits(memory)
 
 
 ON_MESHES = {

@@ -37,8 +37,8 @@ def compiled(row: dict) -> dict:
     program = made.program
     assert program is not None and not program.unread, made
     sent = planning.counted_bytes(abstract_plan(recipe), program.transfers)
-    figures = {"allocated": program.argument + program.temporary, "sent": sum(sent.values())}
-    return row | {"held": program.peak if row["topology"].startswith(("v", "tpu")) else figures["allocated"]} | figures
+    allocated = program.argument + program.temporary
+    return row | {"held": program.held, "allocated": allocated, "sent": sum(sent.values())}
 
 
 def formulas(row: dict) -> planning.Forecast:
