@@ -26,8 +26,8 @@ PARTS = {
     "parity": ("tests/parallel/test_plan_parity.py",),
     "serving": (
         "tests/parallel/test_planned.py",
-        "tests/parallel/test_weight_stationary.py",
-        "tests/parallel/test_inference_bytes.py",
+        "tests/systems/test_weight_stationary.py",
+        "tests/systems/test_inference_bytes.py",
     ),
     "parallel": ("tests/parallel",),
     "scripts": ("tests/scripts",),

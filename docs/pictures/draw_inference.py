@@ -6,7 +6,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from eqformer import planning
+from eqformer import systems
 
 
 matplotlib.use("Agg")
@@ -23,14 +23,14 @@ WEIGHTS = EMBED * (WIDENED + NARROWED + 2 * KEYS)
 def stays(tokens: float, x: int, y: int) -> float:
     """Megabytes a layer of weights that stay, attention by rows, in bfloat16."""
     over = {"embed_devices": x, "feature_devices": y}
-    matmuls = planning.weight_stationary_bytes(tokens, EMBED, widened=WIDENED, narrowed=NARROWED, **over)
-    return (matmuls + planning.attention_exchange_bytes(tokens, QUERIES, KEYS, over="rows", **over)) / 1e6
+    matmuls = systems.weight_stationary_bytes(tokens, EMBED, widened=WIDENED, narrowed=NARROWED, **over)
+    return (matmuls + systems.attention_exchange_bytes(tokens, QUERIES, KEYS, over="rows", **over)) / 1e6
 
 
 def gathers(tokens: float, devices: int, number: int) -> float:
     """Megabytes a layer of weights gathered over a number of the devices, in bfloat16."""
     over = {"gathered": number, "stationary": devices // number}
-    return planning.weight_gathered_bytes(WEIGHTS, tokens, EMBED, whole=EMBED * 2 * KEYS, **over) / 1e6
+    return systems.weight_gathered_bytes(WEIGHTS, tokens, EMBED, whole=EMBED * 2 * KEYS, **over) / 1e6
 
 
 def held(axes: Any, place: float, title: str, own: tuple[int, int], sent: bool) -> None:

@@ -11,19 +11,9 @@ from ._axes import (
     TENSOR as TENSOR,
 )
 from ._choices import Choices as Choices, values_of as values_of
-from ._collectives import (
-    reference_all_gather as reference_all_gather,
-    reference_all_to_all as reference_all_to_all,
-    reference_ppermute as reference_ppermute,
-    reference_psum as reference_psum,
-    reference_psum_scatter as reference_psum_scatter,
-    ring_all_gather as ring_all_gather,
-    ring_psum_scatter as ring_psum_scatter,
-)
 from ._exchange import FURTHER_ROUNDS as FURTHER_ROUNDS
 from ._expert_method import Exchange as Exchange, expert_method as expert_method
 from ._on_device import OnDevice as OnDevice
-from ._per_rank import PerRank as PerRank
 from ._placement import Placement as Placement
 from ._plan import Plan as Plan
 from ._processes import (
@@ -81,7 +71,6 @@ from .pipeline._v_schedules import dualpipe_v as dualpipe_v, zero_bubble_v as ze
 from .pipeline._weight_gradients import differentiable as differentiable
 from .serving._cache_core import CacheCore as CacheCore
 from .serving._planned import Planned as Planned
-from .serving._weight_stationary import WeightStationary as WeightStationary
 from .state._fully_sharded import Gathered as Gathered
 from .state._stand_ins import is_narrow as is_narrow, routed as routed, stand_in as stand_in
 from .state._table import in_parts as in_parts

@@ -16,15 +16,10 @@ from ._accelerators import (
 from ._bounds import (
     context_bytes as context_bytes,
     expert_bytes as expert_bytes,
-    ffn_activation_bytes as ffn_activation_bytes,
-    ffn_gradient_bytes as ffn_gradient_bytes,
     gather_bytes as gather_bytes,
-    gpipe_activations as gpipe_activations,
-    gpipe_idle_share as gpipe_idle_share,
     pipeline_bytes as pipeline_bytes,
     sharded_state_bytes as sharded_state_bytes,
     tensor_bytes as tensor_bytes,
-    transfer_seconds as transfer_seconds,
 )
 from ._communication import (
     bytes_sent as bytes_sent,
@@ -67,13 +62,6 @@ from ._held_bytes import (
     step_bytes as step_bytes,
 )
 from ._hlo import module_of as module_of
-from ._inference import (
-    attention_exchange_bytes as attention_exchange_bytes,
-    best_embed_devices as best_embed_devices,
-    best_gathered as best_gathered,
-    weight_gathered_bytes as weight_gathered_bytes,
-    weight_stationary_bytes as weight_stationary_bytes,
-)
 from ._liveness import Buffer as Buffer, largest_buffers as largest_buffers
 from ._moved_bytes import moved_bytes as moved_bytes
 from ._offers import (

@@ -147,32 +147,3 @@ def expert_bytes(
         raise ValueError(f"expert_bytes(method={method!r}): choose 'exchange' or 'gather'.")
     times = factor * top_k if method == "exchange" else devices
     return gather_bytes(4 * times * tokens * embed * activation_bytes, devices)
-
-
-def transfer_seconds(sent: Number, gigabits: Number, *, gigabit: int = 10**9) -> Number:
-    """The seconds that `sent` bytes take on a link of so many gigabits a second, of 10^9 bits (or of `gigabit`)."""
-    return 8 * sent / (gigabits * gigabit)
-
-
-def ffn_gradient_bytes(embed: int, hidden: int, *, gradient_bytes: Number = 4) -> Number:
-    """Bytes of the gradients of a feed-forward layer's two matrices, which data parallelism reduces: `2 d h b`."""
-    return 2 * embed * hidden * gradient_bytes
-
-
-def ffn_activation_bytes(batch: int, embed: int, *, activation_bytes: Number = 4) -> Number:
-    """Bytes of the output of a feed-forward layer, which tensor parallelism reduces: `B d a`."""
-    return batch * embed * activation_bytes
-
-
-def gpipe_idle_share(stages: int, microbatches: int) -> Number:
-    """The share of time that a device is idle under GPipe: `(p-1)/(m+p-1)` (arXiv:1811.06965)."""
-    return (stages - 1) / (microbatches + stages - 1)
-
-
-def gpipe_activations(batch: Number, layers: int, stages: int, microbatches: int, *, recompute: bool = True) -> Number:
-    """Rows of activations that a device holds at its peak under GPipe: `B + L/p B/m` with recomputation, else `B L/p`.
-
-    With recomputation it holds the inputs of its stage for the whole batch, and of each layer for one microbatch.
-    """
-    depth = layers / stages
-    return batch + depth * batch / microbatches if recompute else batch * depth

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from plan_models import batch_of, filled
+from plan_parity import compiled, differences, Outcome, under
 from test_published import RECORDED, write
 
 from eqformer import models, nn
 from eqformer.parallel import make_mesh, Plan
 from eqformer.training import next_token_loss
 from eqformer.training._step import accumulated_gradients
-
-
-sys.path.append(str(Path(__file__).parents[1] / "parallel"))
-
-from plan_models import batch_of, filled
-from plan_parity import compiled, differences, Outcome, under
 
 
 ROUNDING = 4e-5  # twice the logits': fourteen layers of random weights magnify it

@@ -9,7 +9,7 @@ from contract_cases import is_seen, named, ROUNDING, STAGES, ZERO
 from plan_models import model_of
 from plan_parity import Case, differences, of_one_device, of_plan
 
-from eqformer import nn, parallel
+from eqformer import nn, parallel, systems
 
 
 SPLIT = Case("eight layers fp8", {"fsdp": 2, "tensor": 2}, ZERO)
@@ -85,4 +85,4 @@ def test_maps_that_devices_repeat_are_refused():
 def test_the_two_dim_layout_is_for_the_compute_dtype():
     mesh = parallel.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
     with pytest.raises(ValueError, match=r"the model multiplies in 8 bits; take nn.without_fp8\(model\)"):
-        parallel.WeightStationary(model_of("eight layers fp8"), mesh)
+        systems.WeightStationary(model_of("eight layers fp8"), mesh)

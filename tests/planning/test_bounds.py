@@ -13,14 +13,16 @@ from eqformer.planning import (
     communication,
     context_bytes,
     expert_bytes,
-    ffn_activation_bytes,
-    ffn_gradient_bytes,
     gather_bytes,
-    gpipe_activations,
-    gpipe_idle_share,
     pipeline_bytes,
     sharded_state_bytes,
     tensor_bytes,
+)
+from eqformer.systems import (
+    ffn_activation_bytes,
+    ffn_gradient_bytes,
+    gpipe_activations,
+    gpipe_idle_share,
     transfer_seconds,
 )
 

@@ -1,7 +1,7 @@
-"""The meaning of each collective, in numpy; and two of them implemented by messages between neighbours.
+"""Collectives as executable specifications in numpy, and two collectives as rings of neighbour messages.
 
-A `reference_*` function takes the pieces of all devices of an axis, stacked along a new first dim, and returns their
-results stacked in the same way.
+A `reference_*` function takes the inputs of all devices of an axis, stacked along a new first dim, and returns their
+outputs stacked in the same way.
 """
 
 from collections.abc import Sequence
@@ -11,31 +11,31 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from ._ring import circulate, collect, Ring
+from ..parallel._ring import circulate, collect, Ring
 
 
 Pieces = Shaped[np.ndarray, "devices ..."]
 
 
 def reference_psum(pieces: Pieces) -> Pieces:
-    """Every device gets the sum."""
+    """Return the sum, on every device."""
     return np.broadcast_to(pieces.sum(axis=0), pieces.shape)
 
 
 def reference_all_gather(pieces: Pieces, *, tiled: bool = False) -> Pieces:
-    """Every device gets all pieces: stacked, or `tiled`, joined along their first dim."""
-    whole = np.concatenate(pieces) if tiled else pieces
-    return np.broadcast_to(whole, (len(pieces), *whole.shape))
+    """Return all pieces on every device: stacked or, with `tiled`, concatenated along their first dim."""
+    gathered = np.concatenate(pieces) if tiled else pieces
+    return np.broadcast_to(gathered, (len(pieces), *gathered.shape))
 
 
 def reference_psum_scatter(pieces: Pieces, *, tiled: bool = False) -> Pieces:
-    """Device `i` gets part `i` of the sum, whose first dim has one entry a device or, `tiled`, a slice a device."""
+    """Return part `i` of the sum on device `i`: one entry of the first dim or, with `tiled`, one slice of it."""
     total = pieces.sum(axis=0)
     return total.reshape(len(pieces), -1, *total.shape[1:]) if tiled else total
 
 
 def reference_ppermute(pieces: Pieces, pairs: Sequence[tuple[int, int]]) -> Pieces:
-    """The second of each pair gets the piece of the first; a device that is sent nothing gets zeros."""
+    """Send the piece of each pair's first device to its second; a device that receives nothing gets zeros."""
     results = np.zeros_like(pieces)
     for source, destination in pairs:
         results[destination] = pieces[source]
@@ -43,23 +43,23 @@ def reference_ppermute(pieces: Pieces, pairs: Sequence[tuple[int, int]]) -> Piec
 
 
 def reference_all_to_all(pieces: Pieces, *, tiled: bool = False) -> Pieces:
-    """Device `i` gets part `i` of each piece, in the order of their devices: a transpose over devices and first dim."""
+    """Return part `i` of every piece on device `i`, in device order: a transpose of devices and first dim."""
     parts = pieces.reshape(len(pieces), len(pieces), -1, *pieces.shape[2:]) if tiled else pieces
     return parts.swapaxes(0, 1).reshape(pieces.shape)
 
 
 def ring_all_gather(x: Float[Array, "..."], axis: str, *, tiled: bool = False) -> Float[Array, "..."]:
-    """`jax.lax.all_gather` by passing pieces on to the next device: `n-1` messages of one piece each."""
+    """Compute `jax.lax.all_gather` as a ring: each device sends `n-1` messages of one piece to the next device."""
     piece = x if tiled else x[None]
-    whole = jnp.zeros((jax.lax.axis_size(axis) * piece.shape[0], *piece.shape[1:]), x.dtype)
-    write = lambda whole, part, start: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0)
-    return circulate(Ring("ring", axis), piece, 0, write, whole)
+    gathered = jnp.zeros((jax.lax.axis_size(axis) * piece.shape[0], *piece.shape[1:]), x.dtype)
+    write = lambda gathered, part, start: jax.lax.dynamic_update_slice_in_dim(gathered, part, start, 0)
+    return circulate(Ring("ring", axis), piece, 0, write, gathered)
 
 
 def ring_psum_scatter(x: Float[Array, "..."], axis: str, *, tiled: bool = False) -> Float[Array, "..."]:
-    """`jax.lax.psum_scatter` by passing sums on towards their owner: `n-1` messages of one part each.
+    """Compute `jax.lax.psum_scatter` as a ring: partial sums travel to their owner in `n-1` messages of one part.
 
-    Raises a `ValueError` where the first dim has no equal part for each device.
+    Raises a `ValueError` if the devices do not divide the first dim.
     """
     devices = jax.lax.axis_size(axis)
     if x.shape[0] % devices or not (tiled or x.shape[0] == devices):

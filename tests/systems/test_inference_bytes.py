@@ -5,7 +5,7 @@ import jax
 import pytest
 from weight_stationary_cases import EMBED, gathered, HEAD_DIM, HEADS, LAYERS, MLP, palm, ROWS, sent, stationary, VOCAB
 
-from eqformer import planning
+from eqformer import planning, systems
 
 
 QUERIES = HEADS * HEAD_DIM
@@ -37,12 +37,12 @@ def model():
 def test_weights_that_stay(model, x, y, attention, overlap, seq):
     split, tokens = stationary(model, x, y, attention=attention, overlap=overlap), ROWS * seq
     devices = {"embed_devices": x, "feature_devices": y, "activation_bytes": 4}
-    layer = planning.weight_stationary_bytes(tokens, EMBED, widened=WIDENED, narrowed=NARROWED, **devices)
-    layer += planning.attention_exchange_bytes(tokens, QUERIES, HEAD_DIM, over=attention, **devices)
+    layer = systems.weight_stationary_bytes(tokens, EMBED, widened=WIDENED, narrowed=NARROWED, **devices)
+    layer += systems.attention_exchange_bytes(tokens, QUERIES, HEAD_DIM, over=attention, **devices)
     inside, outside, transfers = sent(split, split.mesh, seq)
     assert inside == pytest.approx(layer + tokens * STATISTICS)
     devices = {"embed_devices": y, "feature_devices": x, "activation_bytes": 4}  # a control: the axes exchanged
-    other = planning.weight_stationary_bytes(tokens, EMBED, widened=WIDENED, narrowed=NARROWED, **devices)
+    other = systems.weight_stationary_bytes(tokens, EMBED, widened=WIDENED, narrowed=NARROWED, **devices)
     assert inside != pytest.approx(other, rel=0.3)
     looked_up = planning.gather_bytes(tokens * EMBED / x * 4, y)
     assert outside == pytest.approx(looked_up + tokens * STATISTICS)
@@ -76,7 +76,7 @@ GATHERED = [
 def test_weights_that_are_gathered(model, gathered_over, seq):
     split, tokens = gathered(model, gathered_over, 8 // gathered_over), ROWS * seq
     arrays = [x for x in jax.tree.leaves(model.stacks[0].blocks) if eqx.is_inexact_array(x)]
-    layer = planning.weight_gathered_bytes(
+    layer = systems.weight_gathered_bytes(
         sum(x.size for x in arrays) / LAYERS,
         tokens,
         EMBED,
@@ -88,7 +88,7 @@ def test_weights_that_are_gathered(model, gathered_over, seq):
         activation_bytes=4,
     )
     devices = {"feature_devices": 8 // gathered_over, "activation_bytes": 4}  # they share one key head
-    layer += planning.attention_exchange_bytes(tokens / gathered_over, QUERIES, HEAD_DIM, over="rows", **devices)
+    layer += systems.attention_exchange_bytes(tokens / gathered_over, QUERIES, HEAD_DIM, over="rows", **devices)
     inside, outside, _ = sent(split, split.plan.mesh, seq)
     assert inside == pytest.approx(layer)
     assert outside >= planning.gather_bytes(VOCAB * EMBED * 4 * gathered_over / 8, gathered_over)  # the table
@@ -97,20 +97,20 @@ def test_weights_that_are_gathered(model, gathered_over, seq):
 def test_the_papers_forms():
     """Without `(n-1)/n` the formulas are those of its section 3.2; the best splits are minima."""
     tokens, embed, hidden, many = 512, 1024, 4096, 10**9
-    one = planning.weight_stationary_bytes(tokens, embed, widened=hidden, narrowed=hidden, feature_devices=many)
+    one = systems.weight_stationary_bytes(tokens, embed, widened=hidden, narrowed=hidden, feature_devices=many)
     assert one == pytest.approx(2 * tokens * embed * 2)
     at = lambda x, n=64: tokens * 2 * 2 * (embed / x + hidden * x / n)
-    best = planning.best_embed_devices(64, embed, hidden)
+    best = systems.best_embed_devices(64, embed, hidden)
     assert best == 4 and all(at(best) <= at(x) for x in (1, 2, 8, 16, 32, 64))
     assert at(best) == pytest.approx(8 * tokens * embed / 64**0.5 * 2)
-    two = planning.weight_stationary_bytes(
+    two = systems.weight_stationary_bytes(
         tokens, embed, widened=hidden, narrowed=hidden, embed_devices=4, feature_devices=16
     )
     assert 0.8 * at(4) < two < at(4)
     weights = 2 * embed * hidden
-    found = planning.best_gathered(weights, tokens, embed, 64)
+    found = systems.best_gathered(weights, tokens, embed, 64)
     assert found == pytest.approx((tokens * 64 / hidden) ** 0.5)
     sizes = {n: weights * n / 64 + 2 * tokens * embed / n for n in (1, 2, 4, 8, 16)}
     assert min(sizes, key=sizes.__getitem__) == 2 and 2 < found < 4
     with pytest.raises(ValueError, match="over='keys'"):
-        planning.attention_exchange_bytes(1, 1, 1, over="keys")
+        systems.attention_exchange_bytes(1, 1, 1, over="keys")

@@ -1,4 +1,4 @@
-"""A whole model in the 1-D or 2-D weight-stationary layout, called like any: for text."""
+"""A whole model in the 1-D or 2-D weight-stationary inference layout (Pope et al. 2022, arXiv:2211.05102)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,35 +9,35 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from ... import nn
-from .._axes import FSDP, TENSOR
-from .._shard_map import filter_shard_map
-from .._vary import own_part, vary
-from .._wrap import replace
-from ..layouts._layout import Layout, partition_specs
-from ..layouts._mesh import axis_sizes
-from ..tensor._collective_matmul import OVERLAPS
-from ..tensor._feature import ByFeature
-from ..tensor._norms import SplitNorm
-from ..tensor._vocabulary import SplitEmbedding
-from ._served import filled, filled_tokens, multiple, Served
+from .. import nn
+from ..parallel._axes import FSDP, TENSOR
+from ..parallel._shard_map import filter_shard_map
+from ..parallel._vary import own_part, vary
+from ..parallel._wrap import replace
+from ..parallel.layouts._layout import Layout, partition_specs
+from ..parallel.layouts._mesh import axis_sizes
+from ..parallel.serving._served import filled, filled_tokens, multiple, Served
+from ..parallel.tensor._collective_matmul import OVERLAPS
+from ..parallel.tensor._feature import ByFeature
+from ..parallel.tensor._norms import SplitNorm
+from ..parallel.tensor._vocabulary import SplitEmbedding
 from ._two_dim import HEADS, STREAM, TwoDimBlock, TwoDimVocabulary
 
 
 ATTENTIONS = ("rows", "heads")
 BLOCKS = (nn.Block, nn.ParallelBlock)
-_LATER = ("output_norm", "sum_norm")
+_OUTPUT_NORMS = ("output_norm", "sum_norm")
 LAYOUT = Layout({"heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR, "embed": FSDP})
 
 
 class WeightStationary(Served):
-    """A model whose weights stay where they are, split on both dims; it encodes, keeps caches and gives logits.
+    """Inference with stationary weights: a model with both dims of every weight sharded, called like any model.
 
-    Over `mesh`, `embed` is split over `fsdp`, heads, hidden features and ids over `tensor` (Pope et al. 2022, with X
-    and YZ; `fsdp=1` is the 1-D layout), and the stream between layers over both. Inputs and outputs are global arrays.
-    `attention="rows"` splits attention and its caches over rows, which are filled up with padding to a multiple of the
-    devices; `"heads"`, for fewer rows, splits it over heads and keeps the single key head whole on every device.
-    `overlap` as for `all_gather_matmul`. Raises a `ValueError` where the model does not fit the mesh.
+    `embed` is sharded over `fsdp`, heads, hidden features and vocabulary over `tensor` (X and YZ in the paper; `fsdp=1`
+    is the 1-D layout), and the residual stream over both. Inputs and outputs are global arrays. `attention="rows"`
+    splits attention and its caches over rows, which are padded to a multiple of the devices; `"heads"`, for fewer rows,
+    splits attention over heads and replicates the single key head. `overlap` is that of `all_gather_matmul`. A model
+    that does not fit the mesh raises a `ValueError`.
     """
 
     model: nn.Transformer
@@ -54,13 +54,13 @@ class WeightStationary(Served):
 
     @staticmethod
     def parameter_specs(model: PyTree, mesh: Mesh) -> PyTree:
-        """Where the parameters of a model, or of its shapes, are kept."""
+        """Return the partition specs of a model, or of its shapes."""
         return partition_specs(model, LAYOUT, mesh)
 
     def encode(
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch seq embed"], PyTree, None]:
-        """The final norm's output, and the cache with these tokens stored."""
+        """Return the output of the final norm, and the cache with these tokens stored."""
         nn.check_cached(tokens, cache)
         rows = self._rows(ids.shape[0])
 
@@ -68,30 +68,30 @@ class WeightStationary(Served):
             x, cache, _ = self._wrapped(model).encode(ids, tokens, cache)
             return x, cache
 
-        whole, specs = PartitionSpec(), self._cache_specs(cache)
-        given_back = PartitionSpec(None, None, STREAM), specs
-        run = filter_shard_map(per_device, self.mesh, (self._specs, whole, whole, specs), given_back)
+        replicated, cache_specs = PartitionSpec(), self._cache_specs(cache)
+        in_specs = self._specs, replicated, replicated, cache_specs
+        run = filter_shard_map(per_device, self.mesh, in_specs, (PartitionSpec(None, None, STREAM), cache_specs))
         x, cache = run(self.model, filled(ids, rows, 0), filled_tokens(tokens, rows), cache)
         return x[: ids.shape[0]], cache, None
 
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
-        """Logits, in float32 at least, of what `encode` gave."""
-        given, given_back = PartitionSpec(None, STREAM), PartitionSpec(None, HEADS)
+        """Return the logits, in float32 at least, of hidden vectors from `encode`."""
+        in_specs = self._specs, PartitionSpec(None, STREAM)
         per_device: Callable[..., Any] = lambda model, x: self._wrapped(model).unembed(x)
-        return filter_shard_map(per_device, self.mesh, (self._specs, given), given_back)(self.model, hidden)
+        return filter_shard_map(per_device, self.mesh, in_specs, PartitionSpec(None, HEADS))(self.model, hidden)
 
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
-        """An empty cache for `batch` rows of up to `capacity` tokens, in parts by rows or one whole on each device."""
+        """Return an empty cache for `batch` rows of up to `capacity` tokens, sharded by rows or replicated."""
         empty_cache = lambda: self.model.init_cache(self._rows(batch), capacity, dtype, rollback=rollback)
         shapes = eqx.filter_eval_shape(empty_cache)
 
-        def empty(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> Array:
+        def allocate(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> Array:
             is_positions = nn.counts(x)
             copies = 1 if is_positions or self.attention == "rows" else self.mesh.size
-            made = jnp.full((x.shape[0], x.shape[1] * copies, *x.shape[2:]), -1 if is_positions else 0, x.dtype)
-            return jax.lax.with_sharding_constraint(made, NamedSharding(self.mesh, spec))
+            array = jnp.full((x.shape[0], x.shape[1] * copies, *x.shape[2:]), -1 if is_positions else 0, x.dtype)
+            return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
 
-        return jax.tree.map(empty, shapes, self._cache_specs(shapes))
+        return jax.tree.map(allocate, shapes, self._cache_specs(shapes))
 
     @property
     def _specs(self) -> PyTree:
@@ -101,35 +101,37 @@ class WeightStationary(Served):
         return multiple(batch, self.mesh.size) if self.attention == "rows" else batch
 
     def _cache_specs(self, cache: PyTree) -> PyTree:
-        """Dims are of layers, rows, slots; a cache that every device has whole is stored as copies along the rows."""
-        split, whole = PartitionSpec(None, HEADS), PartitionSpec()
+        """Return specs for dims `layers rows slots`; a replicated cache is stored as one copy per device along the
+        rows."""
+        split, replicated = PartitionSpec(None, HEADS), PartitionSpec()
         by_rows = self.attention == "rows"
-        return jax.tree.map(lambda x: whole if nn.counts(x) and not by_rows else split, cache)
+        return jax.tree.map(lambda x: replicated if nn.counts(x) and not by_rows else split, cache)
 
     def _wrapped(self, model: nn.Transformer) -> nn.Transformer:
-        """The model as it is on one device, from its slices."""
-        model = vary(model, STREAM)  # over an axis of one device, no gather or slice would type it so
+        """Return the model of one device, with its layers wrapped."""
+        # Over an axis of one device no gather or slice would mark the arrays as varying.
+        model = vary(model, STREAM)
         split = lambda norm: SplitNorm(jax.tree.map(lambda x: own_part(x, TENSOR, -1), norm), STREAM)
 
-        def block(inner: nn.Block | nn.ParallelBlock) -> TwoDimBlock:
+        def wrap_block(inner: nn.Block | nn.ParallelBlock) -> TwoDimBlock:
             inner = eqx.tree_at(_stream_norms, inner, [split(norm) for norm in _stream_norms(inner)])
             return TwoDimBlock(inner, self.attention, self.overlap)
 
         table, head = model.embedding, model.head
         bias = None if head is None else head.bias
-        found = SplitEmbedding(table.weight, table.scale, self.vocab, ByFeature())
-        embedding = TwoDimVocabulary(found, table.weight if head is None else head.matrix(), bias)
-        model = eqx.tree_at(lambda m: m.stacks, model, replace(model.stacks, BLOCKS, block))
+        lookup = SplitEmbedding(table.weight, table.scale, self.vocab, ByFeature())
+        embedding = TwoDimVocabulary(lookup, table.weight if head is None else head.matrix(), bias)
+        model = eqx.tree_at(lambda m: m.stacks, model, replace(model.stacks, BLOCKS, wrap_block))
         if model.positions is not None:
-            own = own_part(model.positions.weight, TENSOR, 1)
-            model = eqx.tree_at(lambda m: m.positions.weight, model, own)
+            positions = own_part(model.positions.weight, TENSOR, 1)
+            model = eqx.tree_at(lambda m: m.positions.weight, model, positions)
         is_none = lambda node: node is None
         parts = split(model.norm), embedding, None
         return eqx.tree_at(lambda m: (m.norm, m.embedding, m.head), model, parts, is_leaf=is_none)
 
 
 def _check(layout: WeightStationary) -> None:
-    """Raise a `ValueError` for a mesh, or a layer, that the layout has no place for."""
+    """Raise a `ValueError` for a mesh or a layer that the layout does not support."""
     sizes, model = axis_sizes(layout.mesh), layout.model
     call = f"WeightStationary over fsdp={sizes.get(FSDP)}, tensor={sizes.get(TENSOR)}"
     if others := {axis: size for axis, size in sizes.items() if axis not in STREAM and size > 1}:
@@ -140,7 +142,7 @@ def _check(layout: WeightStationary) -> None:
         raise ValueError(f"{call}: the model multiplies in 8 bits; take nn.without_fp8(model), of the same weights.")
     for name in ("embedding_norm", "logit_bias", "encoder", "score_bias"):
         if getattr(model, name) is not None:
-            raise ValueError(f"{call}: the model has {name}, which it has no place for; take a Plan instead.")
+            raise ValueError(f"{call}: the model has {name}, which this layout does not support; take a Plan instead.")
     for stack in model.stacks:
         block = stack.blocks
         if not isinstance(block, BLOCKS) or block.feed_forward is None:
@@ -148,7 +150,7 @@ def _check(layout: WeightStationary) -> None:
                 f"{call}: a stack repeats {type(block).__name__}; it is made for stacks of nn.Block or "
                 "nn.ParallelBlock with a feed-forward layer."
             )
-        attention, mlp = _checked(call, block)
+        attention, mlp = _check_block(call, block)
         _divides(call, count, "each layer", heads=attention.query.sizes["heads"], mlp=mlp.up.sizes["mlp"])
         if layout.attention == "heads" and (kv_heads := attention.key.sizes["kv_heads"]) != 1:
             raise ValueError(
@@ -158,13 +160,13 @@ def _check(layout: WeightStationary) -> None:
 
 
 def _stream_norms(block: nn.Block | nn.ParallelBlock) -> list[Any]:
-    """The norms that read the stream, before both layers or before each."""
+    """Return the norms that read the residual stream: one before both sublayers, or one before each."""
     shared = [block.norm] if isinstance(block, nn.ParallelBlock) else []
     norms = [*shared, block.mixer.norm, block.feed_forward.norm if block.feed_forward is not None else None]
     return [norm for norm in norms if norm is not None]
 
 
-def _checked(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Attention, nn.MLP | nn.GatedMLP]:
+def _check_block(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Attention, nn.MLP | nn.GatedMLP]:
     assert block.feed_forward is not None
     if not isinstance(block.mixer, nn.Residual):
         raise ValueError(f"{call}: a block holds several mixers side by side; it is made for one Attention.")
@@ -191,12 +193,21 @@ def _checked(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Attentio
         isinstance(norm, nn.Norm) for norm in _stream_norms(block)
     ):
         raise ValueError(f"{call}: each layer reads its input through a norm of eqformer.nn; this block's does not.")
-    later = [f"{name}.{kind}" for name, one in sublayers.items() for kind in _LATER if getattr(one, kind) is not None]
-    if later or (isinstance(block, nn.ParallelBlock) and block.sum_norm is not None):
-        later = [*later, "sum_norm"]
-        raise ValueError(f"{call}: a block has {later[0]}; it is made for blocks that normalise before their layers.")
-    if scaled := [name for name, one in sublayers.items() if one.input_scale is not None]:
-        raise ValueError(f"{call}: {scaled[0]} has an input_scale, which it has no place for; take a Plan instead.")
+    output_norms = [
+        f"{name}.{kind}"
+        for name, sublayer in sublayers.items()
+        for kind in _OUTPUT_NORMS
+        if getattr(sublayer, kind) is not None
+    ]
+    if output_norms or (isinstance(block, nn.ParallelBlock) and block.sum_norm is not None):
+        output_norms = [*output_norms, "sum_norm"]
+        raise ValueError(
+            f"{call}: a block has {output_norms[0]}; it is made for blocks that normalise before their layers."
+        )
+    if scaled := [name for name, sublayer in sublayers.items() if sublayer.input_scale is not None]:
+        raise ValueError(
+            f"{call}: {scaled[0]} has an input_scale, which this layout does not support; take a Plan instead."
+        )
     if is_shared and block.mixer.scale != block.feed_forward.scale:
         raise ValueError(
             f"{call}: a parallel block's layers are scaled by {block.mixer.scale} and {block.feed_forward.scale}, but "

@@ -8,8 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from eqformer import nn
-from eqformer.parallel import filter_shard_map, make_mesh, PerRank
+from eqformer.parallel import filter_shard_map, make_mesh
 from eqformer.parallel._axes import TENSOR
+from eqformer.systems import PerRank
 
 
 def make(key):
@@ -38,5 +39,5 @@ def test_all_but_one_rank_can_be_zero(key):
 def test_ranks_that_are_not_there_are_refused(key):
     with pytest.raises(ValueError, match="only=4"):
         PerRank(make, 4, only=4, key=key)
-    with pytest.raises(ValueError, match="a call needs one rank, but 4 are here"):
+    with pytest.raises(ValueError, match="a call needs one rank, but this device holds 4"):
         PerRank(make, 4, key=key)(jnp.ones((5, 3)))

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqformer.parallel import (
+from eqformer.parallel import shift
+from eqformer.parallel._shard_map import filter_shard_map
+from eqformer.systems import (
     reference_all_gather,
     reference_all_to_all,
     reference_ppermute,
@@ -14,9 +16,7 @@ from eqformer.parallel import (
     reference_psum_scatter,
     ring_all_gather,
     ring_psum_scatter,
-    shift,
 )
-from eqformer.parallel._shard_map import filter_shard_map
 
 
 DEVICES, OTHER = 4, 2

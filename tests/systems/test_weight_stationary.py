@@ -12,9 +12,9 @@ from plan_blocks import Int8Map
 from weight_stationary_cases import gathered, logits, palm, PROMPT, ROWS, serial, stationary, step, VOCAB
 
 from eqformer import generation, nn
-from eqformer.parallel import make_mesh, WeightStationary
-from eqformer.parallel.serving import _two_dim, _weight_stationary
+from eqformer.parallel import make_mesh
 from eqformer.parallel.tensor._norms import SplitNorm
+from eqformer.systems import _two_dim, _weight_stationary, WeightStationary
 
 
 PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 1], [2]]
@@ -177,7 +177,7 @@ def test_controls(models, monkeypatch, what):
         ),
         (
             lambda m: stationary(of_block(m, scaled_input), 2, 4),
-            "mixer has an input_scale, which it has no place for",
+            "mixer has an input_scale, which this layout does not support",
         ),
         (
             lambda m: stationary(of_block(m, unlike_scales), 2, 4),

@@ -1,8 +1,8 @@
-"""Layers whose weights are split on both of their dims, for text: "Efficiently Scaling Transformer Inference".
+"""Blocks and vocabulary of the 2-D weight-stationary inference layout (Pope et al. 2022, arXiv:2211.05102).
 
-The 2-D weight-stationary layout of Pope et al. (2022, arXiv:2211.05102): `embed` over the axis `fsdp` (theirs: X),
-heads and hidden features over `tensor` (YZ), and the stream between layers over both. No weight is ever sent; with more
-devices each sends less, since what is gathered or reduced over one axis is split over the other.
+`embed` is split over the axis `fsdp` (X in the paper), heads and hidden features over `tensor` (YZ), and the residual
+stream over both. Weights never move. Each device sends less as the mesh grows, because whatever is gathered or reduced
+over one axis is split over the other.
 """
 
 from collections.abc import Sequence
@@ -13,28 +13,31 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from ... import nn
-from .. import _send as send
-from .._axes import FSDP, TENSOR
-from .._ring import circulate, collect, Ring
-from .._vary import own_part
-from ..tensor._collective_matmul import matmul_reduce_scatter
-from ..tensor._vocabulary import SplitEmbedding
+from .. import nn
+from ..parallel import _send as send
+from ..parallel._axes import FSDP, TENSOR
+from ..parallel._ring import circulate, collect, Ring
+from ..parallel._vary import own_part
+from ..parallel.tensor._collective_matmul import matmul_reduce_scatter
+from ..parallel.tensor._vocabulary import SplitEmbedding
 
 
-STREAM = (FSDP, TENSOR)  # features of the stream are split over `fsdp` first, then `tensor`
-HEADS = (TENSOR, FSDP)  # heads and hidden features after their sums, rows of caches, ids: the other way round
+STREAM = (FSDP, TENSOR)
+"""Axes of the residual stream's features: `fsdp` is the major axis."""
+HEADS = (TENSOR, FSDP)
+"""Axes of heads and hidden features after their sums, of cache rows and of logits: `tensor` is the major axis."""
 
 Pairs = list[tuple[Float[Array, "batch seq _"], Float[Array, "full_embed _"]]]
 
 
 class TwoDimBlock(nn.Layer):
-    """A block run on this device's part of the stream, with a slice of both dims of its weights.
+    """A block on this device's part of the residual stream, with both dims of every weight sharded.
 
-    Layers that read one normed input share its gather over `tensor`; their products are partial sums over `fsdp`, which
-    are scattered. What goes back is gathered over `fsdp`, and all layers' products are scattered over `tensor` as one
-    sum. `attention="rows"` exchanges heads for rows, so that each device keeps the keys of its own rows alone;
-    `"heads"` keeps one key head of all rows on every device.
+    Sublayers that read the same normalized input share one all-gather over `tensor`; their products are partial sums
+    over `fsdp`, which are reduce-scattered. Attention outputs and hidden features are all-gathered over `fsdp`, and the
+    products of all sublayers are reduce-scattered over `tensor` as one sum. `attention="rows"` exchanges heads for
+    rows, so each device caches the keys of its own rows only; `"heads"` caches the one key head of all rows on every
+    device.
     """
 
     inner: nn.Block | nn.ParallelBlock
@@ -44,26 +47,26 @@ class TwoDimBlock(nn.Layer):
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """The block's own call."""
+        """Run the block and return the new residual stream and cache."""
         block = self.inner
         tokens = nn.tokens_or_default(tokens, x.shape[:-1], cache)
         mixer, fed = block.mixer, block.feed_forward
         assert fed is not None and isinstance(mixer, nn.Residual)
         is_parallel = isinstance(block, nn.ParallelBlock)
         if is_parallel and block.norm is not None:
-            y, cache = self._added(block.norm(x), mixer.scale, mixer.layer, fed.layer, tokens, cache)
+            y, cache = self._sublayers(block.norm(x), mixer.scale, mixer.layer, fed.layer, tokens, cache)
             return x + y, cache, None
         assert mixer.norm is not None and fed.norm is not None
-        y, cache = self._added(mixer.norm(x), mixer.scale, mixer.layer, None, tokens, cache)
-        given = fed.norm(x if is_parallel else x + y)
-        y = y + self._added(given, fed.scale, None, fed.layer, tokens, None)[0]
+        y, cache = self._sublayers(mixer.norm(x), mixer.scale, mixer.layer, None, tokens, cache)
+        normalized = fed.norm(x if is_parallel else x + y)
+        y = y + self._sublayers(normalized, fed.scale, None, fed.layer, tokens, None)[0]
         return x + y, cache, None
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """The block's own empty cache."""
+        """Return the empty cache of the block."""
         return self.inner.init_cache(batch, capacity, dtype)
 
-    def _added(
+    def _sublayers(
         self,
         x: Float[Array, "batch seq embed"],
         scale: float | None,
@@ -72,10 +75,10 @@ class TwoDimBlock(nn.Layer):
         tokens: nn.Tokens,
         cache: PyTree,
     ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
-        """What the layers that read `x` add to the stream: attention, a feed-forward layer or both; None is neither."""
-        ups = {} if mlp is None else ups_of(mlp)
+        """Return what attention, a feed-forward layer (None: left out) or both add to the stream, and the cache."""
+        ups = {} if mlp is None else up_projections(mlp)
         queries, keys = ([], []) if attention is None else ([attention.query], [attention.key, attention.value])
-        wide, narrow = self._read(x, [*queries, *ups.values()], keys)
+        wide, narrow = self._project(x, [*queries, *ups.values()], keys)
         pairs, outputs = [], []
         if attention is not None:
             key, value = narrow
@@ -83,27 +86,27 @@ class TwoDimBlock(nn.Layer):
             pairs.append((attended, attention.output.flat_matrix(x.dtype)))
             outputs.append(attention.output)
         if mlp is not None:
-            stands = *map(_Given, wide), _Left()
-            activated = eqx.tree_at(lambda m: [*(getattr(m, name) for name in ups), m.down], mlp, stands)(wide[0])
+            stand_ins = *map(_Constant, wide), _Flatten()
+            activated = eqx.tree_at(lambda m: [*(getattr(m, name) for name in ups), m.down], mlp, stand_ins)(wide[0])
             pairs.append((activated, mlp.down.flat_matrix(x.dtype)))
             outputs.append(mlp.down)
-        y = scattered_sum(pairs, self.overlap)
+        y = reduce_scatter_sum(pairs, self.overlap)
         for linear in outputs:
-            y = _with_own(y, linear.bias, TENSOR, -1)
+            y = _add_own_bias(y, linear.bias, TENSOR, -1)
         return y if scale is None else y * scale, cache
 
-    def _read(
+    def _project(
         self, x: Float[Array, "batch seq embed"], wide: list[nn.LinearMap], narrow: list[nn.LinearMap]
     ) -> tuple[list[Array], list[Array]]:
-        """This device's outputs of maps to heads or hidden features, and keys and values of its rows, or of all."""
+        """Project to this device's heads or hidden features (`wide`), and to keys and values (`narrow`)."""
         by_rows = self.attention == "rows"
         weights = [linear.flat_matrix(x.dtype) for linear in wide]
-        whole = [linear.flat_matrix(x.dtype) for linear in narrow]
-        products, partial = gathered_products(x, weights, whole, self.overlap, by_rows)
+        narrow_weights = [linear.flat_matrix(x.dtype) for linear in narrow]
+        products, partial = gather_and_project(x, weights, narrow_weights, self.overlap, by_rows)
         outputs = []
         for linear, y in zip(wide, products, strict=True):
             y = y.reshape(*y.shape[:-1], -1, *linear.output_shape[1:])
-            outputs.append(_with_own(y, linear.bias, FSDP, 0))
+            outputs.append(_add_own_bias(y, linear.bias, FSDP, 0))
         keys = []
         for linear, y in zip(narrow, partial, strict=True):
             if by_rows:
@@ -123,24 +126,24 @@ class TwoDimBlock(nn.Layer):
         tokens: nn.Tokens,
         cache: PyTree,
     ) -> tuple[Float[Array, "batch seq features"], PyTree]:
-        """The attention's own call, without its maps, on all heads of this device's rows or its heads of all rows."""
+        """Run attention without its projections, on all heads of this device's rows or on its heads of all rows."""
         by_rows = self.attention == "rows"
         if by_rows:
             query = send.all_to_all("heads to rows", query, HEADS, 0, 2)
             tokens = jax.tree.map(lambda x: own_part(x, HEADS, 0), tokens)
-        stands = _Given(query), _Given(key), _Given(value), _Left()
-        bare = eqx.tree_at(lambda m: (m.query, m.key, m.value, m.output), attention, stands)
-        y, cache = bare(_Left()(query), tokens, cache)
+        stand_ins = _Constant(query), _Constant(key), _Constant(value), _Flatten()
+        without_projections = eqx.tree_at(lambda m: (m.query, m.key, m.value, m.output), attention, stand_ins)
+        y, cache = without_projections(_Flatten()(query), tokens, cache)
         if by_rows:
             y = send.all_to_all("rows to heads", y, HEADS, 2, 0)
         return y, cache
 
 
 class TwoDimVocabulary(eqx.Module):
-    """Lookup and logits by tables of which this device holds a slice of some ids' features.
+    """Embedding and logits with tables sharded over `vocab` and `embed`.
 
-    Looked-up vectors are scattered over features; hidden vectors are gathered over `tensor`, and their partial logits
-    scattered over `fsdp`. `rows` is the table that gives logits.
+    Embedded vectors are reduce-scattered over features. For logits, hidden vectors are all-gathered over `tensor` and
+    partial logits reduce-scattered over `fsdp`. `rows` is the table of the logits.
     """
 
     inner: SplitEmbedding
@@ -149,23 +152,23 @@ class TwoDimVocabulary(eqx.Module):
 
     @property
     def weight(self) -> Float[Array, "vocab embed"]:
-        """The rows that give logits."""
+        """The table of the logits."""
         return self.rows
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
-        """This device's features of each token's vector."""
+        """Return this device's features of each token's embedding."""
         return self.inner(ids)
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """This device's logits."""
-        whole = send.all_gather("stream for logits", x, TENSOR, -1)
-        logits = _product(whole, self.rows.astype(x.dtype))
+        """Return this device's logits."""
+        gathered = send.all_gather("stream for logits", x, TENSOR, -1)
+        logits = _product(gathered, self.rows.astype(x.dtype))
         logits = send.psum_scatter("partial logits", logits, FSDP, -1)
-        return _with_own(logits, self.bias, FSDP, 0)
+        return _add_own_bias(logits, self.bias, FSDP, 0)
 
 
-class _Given(eqx.Module):
-    """Stands for a map whose result is known."""
+class _Constant(eqx.Module):
+    """Stand-in for a projection whose result has already been computed."""
 
     value: Float[Array, "..."]
 
@@ -173,25 +176,25 @@ class _Given(eqx.Module):
         return self.value
 
 
-class _Left(eqx.Module):
-    """Stands for a map that is applied later: its input, all dims but rows and tokens as one."""
+class _Flatten(eqx.Module):
+    """Stand-in for an output projection that is applied later: flattens all dims behind `seq`."""
 
     def __call__(self, x: Float[Array, "batch seq *features"]) -> Float[Array, "batch seq flat"]:
         return x.reshape(*x.shape[:2], -1)
 
 
-def gathered_products(
+def gather_and_project(
     x: Float[Array, "batch seq embed"],
     weights: list[Float[Array, "_ inputs"]],
     narrow: list[Float[Array, "_ inputs"]],
     overlap: str,
     by_rows: bool,
 ) -> tuple[list[Float[Array, "batch seq _"]], list[Float[Array, "_ seq _"]]]:
-    """`gather(x) @ weight.T` for each weight, summed over `fsdp` and scattered there; partial sums for the `narrow`.
+    """Return `all_gather(x) @ weight.T` for each weight, reduce-scattered over `fsdp`, and partial sums for `narrow`.
 
-    `x` is gathered over `tensor` on its features, which the products contract. With `by_rows`, the narrow products are
-    computed for this device's rows (over `tensor`) only. `overlap` hides the scatters behind products or, where `fsdp`
-    has one device, the gather.
+    `x` is all-gathered over `tensor` along the features that the products contract. With `by_rows`, narrow products are
+    computed for this device's rows (over `tensor`) only. `overlap` hides the reduce-scatters behind products or, where
+    `fsdp` has one device, the all-gather.
     """
     own = (lambda y: own_part(y, TENSOR, 0)) if by_rows else (lambda y: y)
     if overlap == "none" or jax.lax.axis_size(FSDP) > 1:
@@ -200,26 +203,26 @@ def gathered_products(
         products = list(map(product, weights))
         return products, [_product(own(full), w).astype(x.dtype) for w in narrow]
 
-    def grow(sums: Sequence[Array], piece: Array, start: Array) -> Sequence[Array]:
+    def accumulate(sums: Sequence[Array], piece: Array, start: Array) -> Sequence[Array]:
         parts = [piece] * len(weights) + [own(piece)] * len(narrow)
         columns = (_columns(w, start, piece.shape[2]) for w in (*weights, *narrow))
         return [total + _product(*pair) for total, *pair in zip(sums, parts, columns)]
 
-    exact = nn.at_least_float32(x.dtype)
-    empty = [jnp.zeros((*x.shape[:2], len(w)), exact) for w in weights]
-    empty += [jnp.zeros((*own(x).shape[:2], len(w)), exact) for w in narrow]
-    sums = circulate(Ring("stream for wide maps", TENSOR, overlap == "bidirectional"), x, 2, grow, empty)
+    sum_dtype = nn.at_least_float32(x.dtype)
+    zeros = [jnp.zeros((*x.shape[:2], len(w)), sum_dtype) for w in weights]
+    zeros += [jnp.zeros((*own(x).shape[:2], len(w)), sum_dtype) for w in narrow]
+    sums = circulate(Ring("stream for wide maps", TENSOR, overlap == "bidirectional"), x, 2, accumulate, zeros)
     sums = [y.astype(x.dtype) for y in sums]
     return sums[: len(weights)], sums[len(weights) :]
 
 
-def scattered_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq embed"]:
-    """The sum of `gather(y) @ weight.T` over pairs, gathered over `fsdp`, summed over `tensor` and scattered there."""
-    whole = [(send.all_gather("inputs of maps to the stream", y, FSDP, -1), weight) for y, weight in pairs]
+def reduce_scatter_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq embed"]:
+    """Sum `all_gather(y) @ weight.T` over pairs, gathering over `fsdp`, and reduce-scatter the sum over `tensor`."""
+    gathered = [(send.all_gather("inputs of maps to the stream", y, FSDP, -1), weight) for y, weight in pairs]
     (y, weight), dim = pairs[0], pairs[0][0].ndim - 1
 
     def share(start: int | Array, length: int) -> Array:
-        return sum(_product(y, jax.lax.dynamic_slice_in_dim(weight, start, length, 0)) for y, weight in whole)  # type: ignore[return-value]
+        return sum(_product(y, jax.lax.dynamic_slice_in_dim(weight, start, length, 0)) for y, weight in gathered)  # type: ignore[return-value]
 
     if overlap == "none":
         total = share(0, len(weight)).astype(y.dtype)
@@ -228,12 +231,12 @@ def scattered_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq embed"]
     return collect(ring, len(weight) // ring.devices, dim, share, y.dtype)
 
 
-def ups_of(mlp: nn.MLP | nn.GatedMLP) -> dict[str, Any]:
-    """A feed-forward layer's maps to hidden features, by name."""
+def up_projections(mlp: nn.MLP | nn.GatedMLP) -> dict[str, Any]:
+    """Return the projections of a feed-forward layer to its hidden features, by name."""
     return {"gate": mlp.gate, "up": mlp.up} if isinstance(mlp, nn.GatedMLP) else {"up": mlp.up}
 
 
-def _with_own(y: Float[Array, "..."], bias: Float[Array, "..."] | None, axis: str, dim: int) -> Float[Array, "..."]:
+def _add_own_bias(y: Float[Array, "..."], bias: Float[Array, "..."] | None, axis: str, dim: int) -> Float[Array, "..."]:
     return nn.wide_sum(y, None if bias is None else own_part(bias, axis, dim))
 
 

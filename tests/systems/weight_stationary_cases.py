@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 
 from eqformer import nn, planning
-from eqformer.parallel import make_mesh, Plan, Planned, WeightStationary
+from eqformer.parallel import make_mesh, Plan, Planned
+from eqformer.systems import WeightStationary
 
 
 EMBED, HEADS, HEAD_DIM, MLP, VOCAB, LAYERS = 64, 8, 8, 128, 64, 5
