@@ -1,5 +1,6 @@
-"""Small files that are written atomically."""
+"""Small files that are written atomically and durably."""
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -7,16 +8,33 @@ from typing import Any
 
 
 def write_whole(path: str | Path, content: str | Callable[[Path], Any]) -> None:
-    """Write another file beside `path` and rename it to that, so that no reader finds a half; a small file's way.
+    """Write a small file so that a reader, a crash or a power cut finds the old content or the new, never a part.
 
-    `content` is the text, or writes the file that it is given, whose name ends as `path` does. If writing fails, the
-    other file is deleted.
+    Another file beside `path` is written, synced to the disk (fsync) and renamed to `path`; then the folder is synced.
+    `content` is the text, or a function that writes the file whose path it is given; that path has the suffix of
+    `path`. If writing fails, the other file is deleted.
     """
     part = Path(path).with_suffix(f".part{Path(path).suffix}")
     try:
         part.write_text(content, encoding="utf-8") if isinstance(content, str) else content(part)
+        sync_path(part)
         part.replace(path)
+        sync_path(part.parent)
     except OSError:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise
+
+
+def sync_path(path: Path) -> None:
+    """Sync a file, or the list of names in a folder, to the disk; a rename survives a power cut only after the latter.
+
+    Nothing is done for a folder on systems other than POSIX, where a folder cannot be opened.
+    """
+    if os.name != "posix" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -76,6 +76,7 @@ def _bring(recipe: Recipe, target: RunDirectory, screen: Screen) -> None:
     name, model = recipe.published.name, load_model(recipe, None, screen)
     with target:
         target.claim(name, recipe)
+        target.begin(name, recipe)
         keep_companions(recipe, target)
         metadata = training.run_metadata(
             recipe={"name": name, "recipe": to_json(recipe)}, step=0, data={}, key=keys_of(recipe).steps

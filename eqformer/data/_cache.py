@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from .._whole import sync_path
+
 
 _META = "meta.json"
 _LOCK = "lock"
@@ -57,7 +59,7 @@ class Writer:
             with (self.folder / _META).open("wb") as file:
                 file.write(json.dumps({**meta, "files": self._files}, indent=2).encode())
                 _to_disk(file)
-            _folder_to_disk(self.folder)
+            sync_path(self.folder)
 
     def close(self) -> None:
         """Close the files, whatever state they are in."""
@@ -92,7 +94,7 @@ def writing(target: Path) -> Iterator[Writer]:
                 if not target.is_dir():
                     raise
             (target / _LOCK).unlink(missing_ok=True)
-            _folder_to_disk(target.parent)
+            sync_path(target.parent)
     finally:
         writer.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -135,15 +137,6 @@ def _to_disk(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
     file.close()
-
-
-def _folder_to_disk(folder: Path) -> None:
-    if os.name == "posix":  # on Windows a folder cannot be opened
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
 """A run's text: what it trains on, and what each source has held out to validate it."""
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,7 +13,7 @@ from .._shapes import Batch
 from ._documents import Source
 from ._loader import Loader
 from ._mixture import Mixture
-from ._store import check_vocab, open_store
+from ._store import check_vocab, EmptySplitError, is_stored, open_store, Split, SplitBy, TokenStore
 from ._tokenizer import Tokenizer
 
 
@@ -108,7 +110,9 @@ def open_corpus(
         seed: Decides the order.
         packing: As `Loader` takes it.
         weights: The share of the rows that each source has, for a `Mixture`; None: there is one source, and no mixture.
-        validation: The share of the documents that is held out.
+        validation: The share of the documents that is held out, by a hash of their names. Of a source whose documents
+            are too few for that, the end of each document is held out instead, as by `open_store(split_by="position")`;
+            a warning says so. Where this share would be less than a row, more is held out, half of the text at most.
         vocab: The ids of the model that is to read them, see `check_vocab`; None: it is not compared.
         progress: Called with what is read, `NAME (split)`, the bytes done and the bytes in all (0: unknown).
 
@@ -117,11 +121,11 @@ def open_corpus(
     if weights is None and len(sources) != 1:
         raise ValueError(f"open_corpus({list(sources)}, weights=None): several sources need weights; pass one of each.")
     folders = [Path(one) for one in ([cache_dir] if isinstance(cache_dir, (str, PathLike)) else cache_dir)]
-    loaders: dict[str, dict[str, Loader]] = {"train": {}, "validation": {}}
+    loaders: dict[Split, dict[str, Loader]] = {"train": {}, "validation": {}}
     for name, source in sources.items():
-        for split in ("train", "validation"):
-            show = None if progress is None else functools.partial(progress, f"{name} ({split})")
-            store = open_store(source, tokenizer, folders, split, validation=validation, progress=show)
+        show = None if progress is None else functools.partial(_show_split, progress, name)
+        stores = _open_splits(name, source, tokenizer, folders, seq=seq, validation=validation, show=show)
+        for split, store in stores.items():
             if vocab is not None:
                 check_vocab(store, vocab)
             loaders[split][name] = Loader(store, seq=seq, batch=batch, seed=seed, packing=packing)
@@ -129,6 +133,52 @@ def open_corpus(
     train = loaders["train"]
     mixed = next(iter(train.values())) if weights is None else Mixture(train, weights, seed=seed)
     return Corpus(mixed, loaders["validation"])
+
+
+_SPLITS: tuple[Split, Split] = ("validation", "train")  # the smaller one first, since it may turn out to be empty
+
+
+def _open_splits(
+    name: str,
+    source: Source,
+    tokenizer: Tokenizer,
+    folders: Sequence[Path],
+    *,
+    seq: int,
+    validation: float,
+    show: Callable[[str, int, int], Any] | None,
+) -> dict[Split, TokenStore]:
+    """Open both splits of a source: by document or, if that leaves one of them without text, by position."""
+    source = replace(source, fingerprint=functools.cache(source.fingerprint))  # files are hashed once for all splits
+
+    def open_both(split_by: SplitBy, share: float) -> dict[Split, TokenStore]:
+        nonlocal folders
+        stores: dict[Split, TokenStore] = {}
+        for split in _SPLITS:
+            progress = None if show is None else functools.partial(show, split)
+            how: dict[str, Any] = {"validation": share, "split_by": split_by, "progress": progress}
+            stores[split] = open_store(source, tokenizer, folders, split, **how)
+            folders = folders[folders.index(stores[split].path.parent) :]  # one that failed is not tried again
+        return stores
+
+    # Tokens of both splits by position exist only where the splits by document were tried before, and one was empty.
+    if not is_stored(source, tokenizer, folders, "validation", validation=validation, split_by="position"):
+        with suppress(EmptySplitError):
+            return open_both("document", validation)
+    stores, share = open_both("position", validation), validation
+    if (held_out := len(stores["validation"].tokens)) <= seq:
+        share = min(0.5, 1.1 * (seq + 1) / (held_out + len(stores["train"].tokens)))
+        stores = open_both("position", share)
+    warnings.warn(
+        f"open_corpus({name!r}, validation={validation}): there are too few documents to hold some of them out, so the "
+        f"last {share:.3g} of each document is held out.",
+        stacklevel=3,
+    )
+    return stores
+
+
+def _show_split(progress: Callable[[str, int, int], Any], name: str, split: Split, done: int, total: int) -> None:
+    progress(f"{name} ({split})", done, total)
 
 
 def _means(

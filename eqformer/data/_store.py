@@ -1,6 +1,7 @@
 """Documents, tokenised once into files that are memory-mapped."""
 
 import hashlib
+import math
 import os.path
 import re
 import shutil
@@ -21,11 +22,12 @@ from ._tokenizer import Tokenizer
 
 
 Split = Literal["train", "validation"]
+SplitBy = Literal["document", "position"]
 Progress = Callable[[int, int], Any]
 
 _FORMAT = 1  # the version of the files below; caches of another version are not used
 _GROUP = 1 << 20  # characters that are tokenised together
-_HALF = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class TokenStore:
         return self.text_bytes / len(self.tokens)
 
 
+class EmptySplitError(ValueError):
+    """A split that would hold no text."""
+
+
 def open_store(
     source: Source,
     tokenizer: Tokenizer,
@@ -67,13 +73,14 @@ def open_store(
     split: Split = "train",
     *,
     validation: float = 0.05,
+    split_by: SplitBy = "document",
     progress: Progress | None = None,
     verify: bool = True,
 ) -> TokenStore:
     """The tokens of one split of a source, from the cache, or tokenised into it now.
 
-    A document belongs to the validation split by the hash of its name and nothing else, so it is the same on any
-    machine and however the corpus grows. A source that cannot be read raises before anything is tokenised. Lone
+    By default a document belongs to the validation split by the hash of its name and nothing else, so it is the same on
+    any machine and however the corpus grows. A source that cannot be read raises before anything is tokenised. Lone
     surrogates, which JSON can spell though they are no characters, are replaced by U+FFFD, and a warning says how many
     documents had some. A damaged cache is written anew, with a warning.
 
@@ -84,21 +91,23 @@ def open_store(
             written to the first that can be written, with a warning about those before it.
         split: `"train"` or `"validation"`.
         validation: The share of the documents that is held out for validation.
+        split_by: "position" holds out the end of each document instead, for sources of few documents: about the share
+            `validation` of its characters, from a line's beginning or a word's, see `held_out_from`.
         progress: Called with the bytes done and the bytes in all (0: unknown).
         verify: Whether to compare the checksums of an existing cache (about half a second a gigabyte), not only the
             sizes.
 
     **Raises:** `ValueError` if the split has no text, a text cannot be tokenised, or the cache cannot be written.
     """
-    call = f"open_store({source.name!r}, split={split!r}, validation={validation})"
+    call = f"open_store({source.name!r}, split={split!r}, validation={validation}, split_by={split_by!r})"
     if split not in ("train", "validation"):
         raise ValueError(f"{call}: split must be 'train' or 'validation', but is {split!r}.")
     if not 0 <= validation < 1:
         raise ValueError(f"{call}: validation is a share of the documents, at least 0 and below 1; 0.05 is usual.")
-    key = digest((source.fingerprint(), tokenizer.fingerprint, split, repr(float(validation)), str(_FORMAT)))
-    slug = re.sub(r"[^a-z0-9]+", "-", source.name.lower()).strip("-")[:40] or "texts"
-    given = [cache_dir] if isinstance(cache_dir, (str, PathLike)) else cache_dir
-    targets = [Path(folder) / f"{slug}-{split}-{key[:16]}" for folder in given]
+    if split_by not in ("document", "position"):
+        raise ValueError(f"{call}: split_by must be 'document' or 'position'; pass one of them.")
+    folders = [cache_dir] if isinstance(cache_dir, (str, PathLike)) else cache_dir
+    targets = [Path(folder) / _folder_name(source, tokenizer, split, validation, split_by) for folder in folders]
     damaged = []
     for target in filter(os.path.exists, targets):
         try:
@@ -113,7 +122,7 @@ def open_store(
             if os.path.exists(target):  # not `Path.exists`, which raises for what may not be read
                 remove(target)
             with writing(target) as writer:
-                _tokenise(writer, source, tokenizer, split, validation, progress, call)
+                _tokenise(writer, source, tokenizer, split, validation, split_by, progress, call)
             return _mapped(target, verify=False)
         except (Unwritable, Damaged) as failure:
             if following is None:
@@ -122,6 +131,51 @@ def open_store(
             place = f"the tokens cannot be written to {target.parent} ({reason}), but to {following.parent}"
             warnings.warn(f"{call}: {place}.", stacklevel=2)
     raise ValueError(f"{call}: cache_dir must name a folder, but is {cache_dir!r}; pass one or several.")
+
+
+def is_stored(
+    source: Source,
+    tokenizer: Tokenizer,
+    folders: Sequence[Path],
+    split: Split,
+    *,
+    validation: float,
+    split_by: SplitBy,
+) -> bool:
+    """Whether one of the folders holds the tokens of a split; nothing in it is read."""
+    name = _folder_name(source, tokenizer, split, validation, split_by)
+    return any(os.path.exists(folder / name) for folder in folders)
+
+
+def _folder_name(source: Source, tokenizer: Tokenizer, split: Split, validation: float, split_by: SplitBy) -> str:
+    """The name of a split's folder in a cache: another one for other texts, tokenizers, shares or ways to split."""
+    parts = [source.fingerprint(), tokenizer.fingerprint, split, repr(float(validation)), str(_FORMAT)]
+    key = digest(parts if split_by == "document" else [*parts, split_by])
+    slug = re.sub(r"[^a-z0-9]+", "-", source.name.lower()).strip("-")[:40] or "texts"
+    return f"{slug}-{split}-{key[:16]}"
+
+
+def held_out_from(text: str, share: float) -> int:
+    """Return the index of the first held-out character: that of the last `share` of a text, or somewhat before.
+
+    It is moved back to the nearest beginning of a line or else of a word, by no more characters than `share` counts.
+    """
+    held_out = math.ceil(len(text) * share)
+    start = len(text) - held_out
+    for border in ("\n", " "):
+        place = text.rfind(border, max(start - held_out, 0), start)
+        if place >= 0:
+            return place + 1
+    return start
+
+
+def _in_split(document: Document, split: Split, validation: float, split_by: SplitBy) -> Document | None:
+    """The document's part of a split; None if it has none."""
+    if split_by == "document":
+        return document if is_validation(document.name, validation) == (split == "validation") else None
+    start = held_out_from(document.text, validation)
+    text = document.text[start:] if split == "validation" else document.text[:start]
+    return document._replace(text=text) if text else None
 
 
 def is_validation(name: str, share: float) -> bool:
@@ -146,6 +200,7 @@ def _tokenise(
     tokenizer: Tokenizer,
     split: Split,
     validation: float,
+    split_by: SplitBy,
     progress: Progress | None,
     call: str,
 ) -> None:
@@ -156,7 +211,8 @@ def _tokenise(
     mended: list[str] = []
     for group in _groups(source):
         done += sum(document.size for document in group)
-        chosen = [document for document in group if is_validation(document.name, validation) == (split == "validation")]
+        parts = (_in_split(document, split, validation, split_by) for document in group)
+        chosen = [part for part in parts if part is not None]
         others += len(group) - len(chosen)
         chosen = [_mended(document, mended) for document in chosen if document.text]
         for document, ids in zip(chosen, _encoded(tokenizer, chosen, call), strict=True):
@@ -171,10 +227,11 @@ def _tokenise(
         if progress is not None:
             progress(min(done, source.size) if source.size else done, source.size)
     if not lengths:
-        raise ValueError(
+        raise EmptySplitError(
             f"{call}: the {split} split must have a document with text, but it has none and the other split {others}; "
-            f"pass more documents, another `validation` share, or, of a folder of few long files, the files "
-            f"themselves, which are cut (as by files(folder, piece=...))."
+            f"pass more documents, another `validation` share, split_by='position' to hold out the end of each "
+            f"document, or, of a folder of few long files, the files themselves, which are cut (as by "
+            f"files(folder, piece=...))."
         )
     if mended:
         warnings.warn(
@@ -189,6 +246,7 @@ def _tokenise(
             "source": source.name,
             "split": split,
             "validation": validation,
+            "split_by": split_by,
             "tokenizer": tokenizer.fingerprint,
             "vocab": tokenizer.vocab,
             "end_of_text": tokenizer.end_of_text,
@@ -205,7 +263,7 @@ def _tokenise(
 
 def _mended(document: Document, mended: list[str]) -> Document:
     """The document with U+FFFD for lone surrogates; if it had any, its name is appended to `mended`."""
-    if document.text.isascii() or not _HALF.search(document.text):
+    if document.text.isascii() or not _SURROGATE.search(document.text):
         return document
     mended.append(document.name)
     wide = document.text.encode("utf-16-le", errors="surrogatepass")  # two halves side by side become one character

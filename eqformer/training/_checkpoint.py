@@ -16,8 +16,9 @@ from jaxtyping import PyTree
 
 from .._extra import load_extra
 from .._failures import reason_and_fix
+from .._whole import sync_path
 from ._at_exit import finished_at_exit
-from ._durable import make_folder, remove, sync_folder, sync_tree
+from ._durable import make_folder, remove, sync_tree
 from ._manifest import check_files, describe_files, read_manifest, write_manifest
 from ._named_arrays import as_it_was, is_array, leaf_faults, named_arrays, to_read, written
 from ._quiet import quiet_orbax
@@ -217,7 +218,7 @@ class Checkpointer:
             write_manifest(folder, manifest)
             sync_tree(folder)
             folder.rename(self._directory / str(step))
-            sync_folder(self._directory)
+            sync_path(self._directory)
         except BaseException as error:
             self._failure = (step, error)
             if jax.process_index() == 0:

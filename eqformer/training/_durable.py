@@ -5,13 +5,15 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from .._whole import sync_path
+
 
 def make_folder(folder: Path) -> None:
     """Makes a folder and its missing parents, and syncs the folders that list them."""
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for place in new:
-        sync_folder(place.parent)
+        sync_path(place.parent)
 
 
 def sync_tree(folder: Path) -> None:
@@ -21,14 +23,9 @@ def sync_tree(folder: Path) -> None:
         files += [Path(place, name) for name in names]
         folders.append(Path(place))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(_sync, files))
+        list(pool.map(sync_path, files))
     for place in folders:
-        _sync(place)
-
-
-def sync_folder(folder: Path) -> None:
-    """Syncs the list of names in a folder: only after this does a rename survive a power cut."""
-    _sync(folder)
+        sync_path(place)
 
 
 def remove(path: Path) -> None:
@@ -37,11 +34,3 @@ def remove(path: Path) -> None:
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

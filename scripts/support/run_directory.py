@@ -5,6 +5,8 @@ import fcntl
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -39,35 +41,66 @@ class RunDirectory:
         self.profile = path / "profile"
         self.identifier = path / "wandb-run"
         self.lock = path / ".lock"
-        # What remains if the disk was full at the first write.
-        self._beginning = {self.lock, source_beside(self.recipe), path / "recipe.part.json"}
         self._lock: IO[str] | None = None
+        self._made: list[Path] = []  # what `claim` has made, in order, until `begin`
 
     def claim(self, name: str, recipe: Recipe) -> None:
-        """Make the folder this recipe's, or check that it is; raises a `ValueError` before anything is written.
+        """Check that the folder may hold this run, make it if it is missing, and lock it.
 
-        It raises for a folder of another recipe, one that holds something else, one that another process uses, and a
-        run whose learning rate would jump.
+        Nothing else is written before `begin`: if the `with` block of this folder ends without it, whatever `claim`
+        has made is removed again. Raises a `ValueError` for a folder of another recipe, one that holds something else,
+        one that another process uses, and a run whose learning rate would jump.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--run-dir {self.path}: this is a file; give a folder.")
         if self.recipe.exists():
             self._check_same(name, recipe)
             stretches_of(recipe, training.Checkpointer(self.checkpoints))
-        elif self.path.exists() and not self._beginning.issuperset(self.path.iterdir()):
+        elif self.path.exists() and not self._left_by_a_killed_start().issuperset(self.path.iterdir()):
             raise ValueError(
                 f"--run-dir {self.path}: this folder holds other things than a run; give a new or empty one."
             )
-        try:
+        with self._naming_this_folder():
+            places = (*reversed(self.path.absolute().parents), self.path, self.lock, self.data)
+            missing = [place for place in places if not place.exists()]
+            self._made = missing
             self.path.mkdir(parents=True, exist_ok=True)
             self._take()
+
+    def begin(self, name: str, recipe: Recipe) -> None:
+        """Write the recipe: everything that could be refused has been checked, and the folder is a run from here on."""
+        with self._naming_this_folder():
             write_recipe(self.recipe, name, recipe)
+        self._made = []
+
+    @contextmanager
+    def _naming_this_folder(self) -> Iterator[None]:
+        """Raise a `ValueError` that names the folder for an error of the system."""
+        try:
+            yield
         except OSError as error:
             reason, fix = reason_and_fix(error)
             raise ValueError(
                 f"--run-dir {self.path}: the folder cannot be written ({reason}; {_free(self.path)}); "
                 f"{fix or 'see why'}, or give another."
             ) from error
+
+    def _left_by_a_killed_start(self) -> set[Path]:
+        """Files that a process which was killed before its first step may have left."""
+        recipes = {self.path / f"recipe{suffix}" for suffix in (".py", ".part.py", ".part.json")}
+        return recipes | {self.lock} | ({self.data} if self.lock.exists() else set())
+
+    def _remove_made(self) -> None:
+        """Remove what `claim` has made: tokens, the lock and folders, of which only empty ones."""
+        for path in reversed(self._made):
+            with suppress(OSError):
+                if path == self.data:
+                    shutil.rmtree(path)
+                elif path == self.lock:
+                    path.unlink()
+                else:
+                    path.rmdir()
+        self._made = []
 
     def _check_same(self, name: str, recipe: Recipe) -> None:
         self._check_source(name)
@@ -100,10 +133,14 @@ class RunDirectory:
         self._lock = self.lock.open("a", encoding="utf-8")  # "a" does not truncate another process's token
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            is_here = os.path.samestat(os.fstat(self._lock.fileno()), self.lock.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_here = False
+        if not is_here:  # or a process that was refused has just removed the folder that it had made
+            self._made = []
             raise ValueError(
                 f"--run-dir {self.path}: another process is running here; wait for it, or give another folder."
-            ) from None
+            )
         self._lock.truncate(0)
         self._lock.write(secrets.token_hex(16))
         self._lock.flush()
@@ -131,6 +168,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._remove_made()  # before the lock is given up
         if self._lock is not None:
             self._lock.close()
 

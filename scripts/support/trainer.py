@@ -41,7 +41,7 @@ class Trainer:
         self.recipe, self.plan, self.directory, self.screen = recipe, plan, directory, screen
         self.name, self.shapes = name, shapes
         sources, self.tokenizer = on_all_processes(lambda: (sources_of(recipe), tokenizer_of(recipe, directory)))
-        on_first_process(lambda: (directory.claim(name, recipe), keep_companions(recipe, directory)))
+        on_first_process(lambda: directory.claim(name, recipe))
         check_alike({f"--run-dir {directory.path}": directory.token()})
         read = lambda: open_texts(recipe, sources, self.tokenizer, directory, screen)
         texts = on_first_process(read)  # the first process writes the tokens, which the others then read
@@ -86,6 +86,7 @@ class Trainer:
                 if line:
                     screen.note(line)
             if step is None:
+                self._begin()
                 screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
                 return
             if self.rates_note:
@@ -97,19 +98,26 @@ class Trainer:
                 data.prefetch(
                     self.texts.train, start, recipe.steps, rows=rows, transform=place, batch_of=batch_of
                 ) as batches,
-                open_metrics(recipe, self.directory, start) as writers,
                 screen.steps(recipe.steps, start) as show,
             ):
-                callbacks, steps = self._callbacks(writers, show, checkpointer), recipe.steps
-                try:
-                    run = training.train(
-                        step.result(), state, batches, key, start=start, steps=steps, callbacks=callbacks
-                    )
-                except training.LossSpikeError:
-                    checkpointer.wait()  # so that all processes go back to the same checkpoint
-                    raise
-                checkpointer.wait()
+                compiled = step.result()
+                self._begin()
+                with open_metrics(recipe, self.directory, start) as writers:
+                    callbacks, steps = self._callbacks(writers, show, checkpointer), recipe.steps
+                    try:
+                        run = training.train(
+                            compiled, state, batches, key, start=start, steps=steps, callbacks=callbacks
+                        )
+                    except training.LossSpikeError:
+                        checkpointer.wait()  # so that all processes go back to the same checkpoint
+                        raise
+                    checkpointer.wait()
             screen.note(closing(recipe, self.directory, run.step, int(run.state.skipped), self.last))
+
+    def _begin(self) -> None:
+        """Write the recipe and what belongs to it: the first files of the run, once nothing can be refused any more."""
+        recipe, directory = self.recipe, self.directory
+        on_first_process(lambda: (directory.begin(self.name, recipe), keep_companions(recipe, directory)))
 
     @functools.cached_property
     def step(self) -> training.Step:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import pretrain
 import pytest
 import sample
 from script_helpers import command, LLAMA, PLAIN, TINY, write_corpus
+from support.command import parse
 from support.run_directory import RunDirectory
 
 from eqformer import data
@@ -206,7 +208,10 @@ def test_a_folder_of_another_recipe_and_a_folder_that_is_no_run(refused, corpus,
     error = refused("--run-dir", tmp_path / "other", "--data", corpus)
     assert "holds other things than a run" in error
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.tex"]
-    refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--seq", 10**6)  # leaves its recipe
+    begun = parse(pretrain.Command, [*TINY, *LLAMA, "--data", str(corpus), "--seq", "1000000"])
+    with RunDirectory(tmp_path / "run") as directory:
+        directory.claim(begun.recipe, begun.run)
+        directory.begin(begun.recipe, begun.run)
     (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)  # without a step the folder would be open to another
     recipe = (tmp_path / "run" / "recipe.json").read_text()
     error = refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA, "--model.embed", 64)
@@ -266,3 +271,42 @@ def test_a_full_disk_is_reported_and_leaves_nothing_half_written(limit, place, c
     assert done.stderr.count("error:") == 1 and place in done.stderr and "File too large" in done.stderr, done.stderr
     for folder in (tmp_path / "run" / place, *([tmp_path / "tokens"] if place == "data" else [])):
         assert not folder.exists() or not [path for path in folder.iterdir() if path.name[0].isalnum()]
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes | None]:
+    """Every file and folder below a folder with its content, but for locks, whose content is a process's own."""
+    paths = (path for path in folder.rglob("*") if path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+def test_a_refused_run_leaves_its_folder_as_it_was(refused, corpus, tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"title": "no text"}\n' * 40)
+    (tmp_path / "one.txt").write_text("a")
+    fields = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1}
+    fields |= {"num_attention_heads": 4, "intermediate_size": 64, "rms_norm_eps": 1e-5}
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "config.json").write_text(json.dumps(fields))
+    # A file where the shared folder of tokens would be, so that tokens are made in the run's own folder.
+    monkeypatch.setenv("EQFORMER_TOKENS", str(tmp_path / "one.txt"))
+    good = ["--data", corpus, *TINY, *LLAMA]
+    for words, arguments in {
+        "has no field 'text'": ["--data", tmp_path / "rows.jsonl", *TINY, *LLAMA],
+        "must have a document with text": ["--data", tmp_path / "one.txt", *TINY, *LLAMA],
+        "no model.safetensors": ["--model", tmp_path / "published", "--data", corpus, "--steps", 2],
+    }.items():
+        assert words in refused("--run-dir", tmp_path / "runs" / "new", *arguments)
+        assert not (tmp_path / "runs").exists(), words
+    (tmp_path / "run").mkdir()
+    refused("--run-dir", tmp_path / "run", *good, "--seq", 10**6)
+    assert not list((tmp_path / "run").iterdir())
+    begun = parse(pretrain.Command, [str(word) for word in good])
+    with RunDirectory(tmp_path / "run") as directory:
+        directory.claim(begun.recipe, begun.run)
+        directory.begin(begun.recipe, begun.run)
+        with RunDirectory(directory.path) as other, pytest.raises(ValueError, match="another process is running here"):
+            other.claim(begun.recipe, begun.run)
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)  # a damaged checkpoint
+    before = contents(tmp_path / "run")
+    for words, arguments in {"manifest.json is missing": good, "seq: 32 -> 16": [*good, "--seq", 16]}.items():
+        assert words in refused("--run-dir", tmp_path / "run", *arguments)
+        assert contents(tmp_path / "run") == before != {}, words

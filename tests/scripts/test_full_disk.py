@@ -80,6 +80,7 @@ def test_after_any_write_that_failed_the_next_start_works(tmp_path, monkeypatch)
     def begin(folder: Path) -> None:
         with RunDirectory(folder) as directory:
             directory.claim("name", recipe)
+            directory.begin("name", recipe)
             keep_companions(recipe, directory)
             with open_metrics(recipe, directory, 0) as writers:
                 writers.write({"step": 1, "loss": 2.0})

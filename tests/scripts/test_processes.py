@@ -136,6 +136,7 @@ def test_what_the_first_process_cannot_write_ends_both(file, tmp_path):
     command = parse(pretrain.Command, list(map(str, run)))
     with RunDirectory(tmp_path / "run") as directory:
         directory.claim(command.recipe, command.run)
+        directory.begin(command.recipe, command.run)
     (tmp_path / "run" / file).mkdir()
     first, second = outputs(both(*run), code=2)
     assert "Is a directory" in first and "process 0 could not go on" in second

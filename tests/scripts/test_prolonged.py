@@ -136,6 +136,7 @@ def test_the_default_warmup_of_few_steps_is_one_where_there_are_two():
 def test_the_folder_of_a_run_is_untouched_by_a_refusal(tmp_path):
     with RunDirectory(tmp_path) as directory:
         directory.claim("name", recipe(100))
+        directory.begin("name", recipe(100))
     save(tmp_path / "checkpoints", 100, whole_run(recipe(100)))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match="it would jump"):
@@ -143,6 +144,7 @@ def test_the_folder_of_a_run_is_untouched_by_a_refusal(tmp_path):
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with RunDirectory(tmp_path) as directory:
         directory.claim("name", recipe(200, prolong="hold"))
+        directory.begin("name", recipe(200, prolong="hold"))
         assert directory.read()[1].steps == 200
 
 

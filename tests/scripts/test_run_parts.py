@@ -99,6 +99,7 @@ def test_a_folder_is_a_recipes_once_something_is_saved(tmp_path):
     def claim(**changes):
         with RunDirectory(tmp_path / "run") as directory:
             directory.claim("name", recipe(**changes))
+            directory.begin("name", recipe(**changes))
         return directory.read()[1]
 
     def saved(step):
@@ -260,6 +261,7 @@ def test_a_run_goes_on_by_its_copy_once_the_published_folder_has_moved(folder, t
     begun = parse(pretrain.Command, flags).run
     with run:
         run.claim("published", begun)
+        run.begin("published", begun)
         keep_companions(begun, run)
     folder.rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="published"):  # it has no weights of its own yet

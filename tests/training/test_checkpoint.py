@@ -269,7 +269,7 @@ KILLED = """
         elif point == "sync":
             _checkpoint.sync_tree = die
         elif point == "after rename":
-            _checkpoint.sync_folder = die
+            _checkpoint.sync_path = die
         elif point == "prune":
             training.Checkpointer._prune = die
         elif point == "delete":

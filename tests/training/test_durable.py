@@ -45,16 +45,16 @@ class Durable:
             remove(path)
 
         self.named = set()
-        sync_folder = _checkpoint.sync_folder
+        sync_path = _checkpoint.sync_path
 
         def named(folder):
-            sync_folder(folder)
+            sync_path(folder)
             self.named |= set(folder.iterdir())
 
         monkeypatch.setattr(os, "fsync", record)
         monkeypatch.setattr(Path, "rename", renamed)
         monkeypatch.setattr(_checkpoint, "remove", removed)
-        monkeypatch.setattr(_checkpoint, "sync_folder", named)
+        monkeypatch.setattr(_checkpoint, "sync_path", named)
 
     def _state(self, found):
         return found.st_ino, found.st_mtime_ns
@@ -126,7 +126,7 @@ def test_a_step_that_is_there_though_its_name_may_not_last_is_reported_as_that(t
     def failing(folder):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(_checkpoint, "sync_folder", failing)
+    monkeypatch.setattr(_checkpoint, "sync_path", failing)
     checkpointer = training.Checkpointer(tmp_path)
     with pytest.raises(training.CheckpointError, match="It is there, but a power cut may take it.*See to the disk, or"):
         save(checkpointer, 1)
