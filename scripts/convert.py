@@ -81,7 +81,7 @@ def _bring(recipe: Recipe, target: RunDirectory, screen: Screen) -> None:
         metadata = training.run_metadata(
             recipe={"name": name, "recipe": to_json(recipe)}, step=0, data={}, key=keys_of(recipe).steps
         )
-        with training.Checkpointer(target.checkpoints) as checkpointer:
+        with target.checkpointer() as checkpointer:
             checkpointer.save({"model": model}, 0, metadata)
     screen.note(
         f"{target.path} holds the model as a run\n"

@@ -146,7 +146,7 @@ def _open_splits(
     *,
     seq: int,
     validation: float,
-    show: Callable[[str, int, int], Any] | None,
+    show: Callable[[Split, int, int], Any] | None,
 ) -> dict[Split, TokenStore]:
     """Open both splits of a source: by document or, if that leaves one of them without text, by position."""
     source = replace(source, fingerprint=functools.cache(source.fingerprint))  # files are hashed once for all splits

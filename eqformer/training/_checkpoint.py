@@ -51,12 +51,16 @@ class Checkpointer:
     failure in one is raised in all.
     """
 
-    def __init__(self, directory: str | Path, *, keep: int | None = 3):
-        """`keep=None` keeps every checkpoint."""
+    def __init__(self, directory: str | Path, *, keep: int | None = 3, run: str | None = None):
+        """`keep=None` keeps every checkpoint.
+
+        `run` is the run's identifier, any text: each checkpoint saved has it in its metadata as `"run"`, and one that
+        has another cannot be read. Checkpoints without an identifier, and all of them if `run` is None, can be read.
+        """
         if keep is not None and keep < 1:
             raise ValueError(f"Checkpointer(keep={keep}): at least one checkpoint is kept; pass None to keep all.")
         self._directory = Path(directory).absolute()
-        self._keep = keep
+        self._keep, self._run = keep, run
         self._writer: Any = None  # orbax's, made by the first save
         self._thread: threading.Thread | None = None
         self._failure: tuple[int, BaseException] | None = None
@@ -99,7 +103,7 @@ class Checkpointer:
                 f"Checkpointer.save(step={step}): the folder already holds step {latest}, and nothing is overwritten; "
                 "save a later step or use another folder."
             )
-        text = as_json(metadata)
+        text = as_json(metadata if self._run is None else {**metadata, "run": self._run})
         leaves = named_arrays(state)
         if self._writer is None:
             ocp = _orbax()
@@ -275,6 +279,13 @@ class Checkpointer:
         manifest = read_manifest(folder)
         if isinstance(manifest, str):
             _refuse(folder, [manifest])
+        if (saved := manifest["step"]) != chosen:
+            fault = f"its manifest is of step {saved}, and the folder's name says {chosen}"
+            _refuse(folder, [fault], f"Rename the folder back to {saved}, or delete it.")
+        run = manifest["metadata"].get("run")
+        if None not in (run, self._run) and run != self._run:
+            fault = f"it was saved by run {run}, and this folder holds run {self._run}"
+            _refuse(folder, [fault], "Move it back, or begin another run with its weights (--from-run).")
         return chosen, folder, manifest
 
 

@@ -18,13 +18,13 @@ def check_fork(recipe: Recipe, shapes: nn.Transformer, directory: RunDirectory) 
             )
         return
     given = f"--from-run {recipe.from_run}"
-    if training.Checkpointer(directory.checkpoints).latest_step is not None:
+    if directory.checkpointer().latest_step is not None:
         return  # it has begun, and goes on by itself
     if recipe.from_run.absolute() == directory.path.absolute():
         raise ValueError(f"{given} --run-dir {directory.path}: a run begins from another; give it a folder of its own.")
     source = RunDirectory(recipe.from_run)
     _, old = source.read()
-    checkpointer = training.Checkpointer(source.checkpoints)
+    checkpointer = training.Checkpointer(source.checkpoints)  # of whichever run: weights alone are taken
     if not checkpointer.steps or (recipe.from_step or checkpointer.steps[0]) not in checkpointer.steps:
         there = ", ".join(map(str, checkpointer.steps)) or "none"
         raise ValueError(f"{given} --from-step {recipe.from_step}: the run has checkpoints of these steps: {there}.")

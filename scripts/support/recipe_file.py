@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -69,11 +70,18 @@ def from_json(value: Any, own: Mapping[str, type] = MappingProxyType({})) -> Any
 
 def read_recipe(path: Path) -> tuple[str, Recipe]:
     """The name and the recipe in a `recipe.json`."""
-    try:
+    with _naming_recipe(path):
         content = json.loads(path.read_text(encoding="utf-8"))
         own = classes_of(source_beside(path)) if file_of(content["name"]) else {}
         return content["name"], from_json(content["recipe"], own)
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+
+
+@contextmanager
+def _naming_recipe(path: Path) -> Iterator[None]:
+    """Raise a `ValueError` that names the file for content that no run wrote."""
+    try:
+        yield
+    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: this is not a recipe that a run wrote ({type(error).__name__}: {error}).") from error
 
 
@@ -82,11 +90,20 @@ def source_beside(path: Path) -> Path:
     return path.with_suffix(".py")
 
 
-def write_recipe(path: Path, name: str, recipe: Recipe) -> None:
-    """Write a `recipe.json`, whole or not at all, and before it the copy of the recipe's own file, if it has one."""
+def run_identifier(path: Path) -> str | None:
+    """The random identifier of the run in a `recipe.json`; None if there is no file, or an older version wrote it."""
+    if not path.exists():
+        return None
+    with _naming_recipe(path):
+        return json.loads(path.read_text(encoding="utf-8")).get("run")
+
+
+def write_recipe(path: Path, name: str, recipe: Recipe, run: str) -> None:
+    """Write a `recipe.json` with the run's identifier, and before it a copy of the recipe's own file, if it has one."""
     if (file := file_of(name)) is not None:
         write_whole(source_beside(path), file.read_text(encoding="utf-8"))
-    write_whole(path, json.dumps({"name": name, "recipe": to_json(recipe)}, indent=2, allow_nan=False) + "\n")
+    content = {"name": name, "run": run, "recipe": to_json(recipe)}
+    write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def differences(old: Recipe, new: Recipe, changeable: frozenset[str]) -> list[str]:

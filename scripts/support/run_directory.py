@@ -13,9 +13,9 @@ from typing import IO
 from recipes import CHANGEABLE, Recipe
 
 from eqformer import reason_and_fix, training
-from support.own_recipe import file_of
+from support.own_recipe import classes_of, file_of
 from support.prolonged import stretches_of
-from support.recipe_file import differences, read_recipe, source_beside, write_recipe
+from support.recipe_file import differences, from_json, read_recipe, run_identifier, source_beside, write_recipe
 
 
 EVERYTHING = frozenset(field.name for field in dataclasses.fields(Recipe))
@@ -42,6 +42,7 @@ class RunDirectory:
         self.identifier = path / "wandb-run"
         self.lock = path / ".lock"
         self._lock: IO[str] | None = None
+        self._run: str | None = None  # the identifier, once the folder is claimed
         self._made: list[Path] = []  # what `claim` has made, in order, until `begin`
 
     def claim(self, name: str, recipe: Recipe) -> None:
@@ -53,9 +54,11 @@ class RunDirectory:
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--run-dir {self.path}: this is a file; give a folder.")
+        self._run = self.run or secrets.token_hex(8)
         if self.recipe.exists():
             self._check_same(name, recipe)
-            stretches_of(recipe, training.Checkpointer(self.checkpoints))
+            self._check_latest(recipe)
+            stretches_of(recipe, self.checkpointer())
         elif self.path.exists() and not self._left_by_a_killed_start().issuperset(self.path.iterdir()):
             raise ValueError(
                 f"--run-dir {self.path}: this folder holds other things than a run; give a new or empty one."
@@ -70,7 +73,8 @@ class RunDirectory:
     def begin(self, name: str, recipe: Recipe) -> None:
         """Write the recipe: everything that could be refused has been checked, and the folder is a run from here on."""
         with self._naming_this_folder():
-            write_recipe(self.recipe, name, recipe)
+            assert self._run is not None
+            write_recipe(self.recipe, name, recipe, self._run)
         self._made = []
 
     @contextmanager
@@ -113,6 +117,27 @@ class RunDirectory:
                 + "\nGive the same values to continue that run, or another --run-dir to begin a new one."
             )
 
+    def _check_latest(self, recipe: Recipe) -> None:
+        """Raise a `ValueError` if the latest checkpoint was saved by another run or trained by another recipe."""
+        checkpointer = self.checkpointer()
+        if not (step := checkpointer.latest_step):  # none, or a model that was brought here and has no recipe yet
+            return
+        saved = checkpointer.metadata().get("recipe", {}).get("recipe")
+        if saved is None:
+            return
+        if changed := differences(from_json(saved, self._own_classes()), recipe, CHANGEABLE):
+            raise ValueError(
+                f"{self.checkpoints / str(step)}: this checkpoint was trained by another recipe than the run in "
+                f"{self.path}, which differs in"
+                + "".join(f"\n  {line}" for line in changed)
+                + "\nMove the checkpoint back to its own run, or begin a new run with its weights (--from-run DIR)."
+            )
+
+    def _own_classes(self) -> dict[str, type]:
+        """The classes that the recipe's own file defines, if it has one."""
+        source = source_beside(self.recipe)
+        return classes_of(source) if source.exists() else {}
+
     def _check_source(self, name: str) -> None:
         """Raise a `ValueError` for a recipe of one's own whose file is another than when the run began."""
         file, kept = file_of(name), source_beside(self.recipe)
@@ -124,7 +149,7 @@ class RunDirectory:
 
     def _may_differ(self) -> frozenset[str]:
         """The fields in which a command may differ from the folder's recipe: fewer once a checkpoint is saved."""
-        steps = training.Checkpointer(self.checkpoints).steps
+        steps = self.checkpointer().steps
         if steps:
             return EVERYTHING_ELSE if steps == [0] else CHANGEABLE
         return EVERYTHING - {"published"} if self.published.exists() else EVERYTHING  # its files are copied already
@@ -146,6 +171,15 @@ class RunDirectory:
         self._lock.flush()
         os.fsync(self._lock.fileno())  # so that processes on other hosts see it
 
+    @property
+    def run(self) -> str | None:
+        """The run's random identifier, which each of its checkpoints has too; None if an older version began it."""
+        return self._run or run_identifier(self.recipe)
+
+    def checkpointer(self, keep: int | None = None) -> training.Checkpointer:
+        """The run's checkpoints, which are refused if another run saved them; the last `keep` are kept, or all."""
+        return training.Checkpointer(self.checkpoints, keep=keep, run=self.run)
+
     def to_look_at(self) -> list[Path]:
         """The files of the folder that people look at, as far as they exist."""
         files = self.loss, self.loads, self.experts, self.experts_page, self.samples, self.metrics
@@ -155,7 +189,7 @@ class RunDirectory:
         """Whether the folder holds a run that began from that published folder and has a checkpoint."""
         if not self.recipe.exists() or not (self.published / "config.json").exists():
             return False
-        return self.read()[1].published == published and bool(training.Checkpointer(self.checkpoints).steps)
+        return self.read()[1].published == published and bool(self.checkpointer().steps)
 
     def token(self) -> str:
         """A random token of the process that claimed the folder; empty where the folder cannot be read."""

@@ -62,7 +62,7 @@ def latest_model(directory: RunDirectory, recipe: Recipe, plan: parallel.Plan | 
 
     Raises a `ValueError` if there is none yet.
     """
-    with training.Checkpointer(directory.checkpoints) as checkpointer:
+    with directory.checkpointer() as checkpointer:
         if checkpointer.latest_step is None:
             raise ValueError(f"--run-dir {directory.path}: the run has no checkpoint yet; let it train on.")
         return training.restore_model(checkpointer, nn.without_fp8(shapes_of(recipe)), plan)

@@ -50,9 +50,7 @@ class Trainer:
         self.rows, self.votes = training.OwnRows(plan, recipe.batch), parallel.Votes(plan.mesh)
         self.keys: Keys = keys_of(recipe)
         self.stopping, self.spikes = False, training.Spikes(**dataclasses.asdict(recipe.spikes))
-        self.stretches, self.rates_note = on_all_processes(
-            lambda: stretches_of(recipe, training.Checkpointer(directory.checkpoints))
-        )
+        self.stretches, self.rates_note = on_all_processes(lambda: stretches_of(recipe, directory.checkpointer()))
         self.optimizer = optimizer_of(recipe, shapes, self.stretches)
         self.states = state_of(recipe, plan, self.optimizer, shapes)
         self.flops_per_token = planning.flops_per_token(shapes, recipe.seq, trained=self.optimizer.trained)
@@ -68,7 +66,7 @@ class Trainer:
     def _run(self) -> None:
         """Train from the last checkpoint to the last step, or to a spike of the loss."""
         recipe, screen = self.recipe, self.screen
-        checkpointer = training.Checkpointer(self.directory.checkpoints, keep=recipe.keep)
+        checkpointer = self.directory.checkpointer(recipe.keep)
         start = checkpointer.latest_step or 0
         with checkpointer, signals(self._stop), ThreadPoolExecutor(1) as aside:
             # Compiled while the state is made or read: XLA holds no lock of Python's.
@@ -198,6 +196,11 @@ class Trainer:
             raise ValueError(
                 f"--run-dir {self.directory.path}: its checkpoint was trained on {text}, but the text is now "
                 f"{self.texts.identity}; restore the files as they were, or begin a new run."
+            )
+        if "run" not in metadata:
+            self.screen.note(
+                f"the checkpoint of step {checkpointer.latest_step} names no run, since an older version saved it; it "
+                "is taken as this run's"
             )
         self.keys = dataclasses.replace(self.keys, steps=training.saved_key(metadata))
         return self.states.restore(checkpointer)[0]

@@ -70,7 +70,7 @@ def test_every_recipe_is_the_same_after_a_save(preset, tmp_path):
     for number in range(4):
         numbers = changed(models.preset(preset), draw)
         recipe = dataclasses.replace(changed(Recipe(model=models.preset(preset)), draw), model=numbers)
-        write_recipe(tmp_path / "recipe.json", f"\u00e9{number}", recipe)
+        write_recipe(tmp_path / "recipe.json", f"\u00e9{number}", recipe, "1a2b")
         assert read_recipe(tmp_path / "recipe.json") == (f"\u00e9{number}", recipe)
         text = json.dumps(training.run_metadata(recipe=to_json(recipe), step=1, data={}, key=_KEY), allow_nan=False)
         assert from_json(json.loads(text)["recipe"]) == recipe
@@ -170,7 +170,7 @@ def test_every_preset_is_a_recipe_whose_values_are_taken_and_kept(tmp_path):
     for name in models.presets():
         recipe = Recipe(model=models.preset(name))
         check_values(recipe)
-        write_recipe(tmp_path / "recipe.json", name, recipe)
+        write_recipe(tmp_path / "recipe.json", name, recipe, "1a2b")
         assert read_recipe(tmp_path / "recipe.json") == (name, recipe)
         text = (tmp_path / "recipe.json").read_text()
         json.loads(text, parse_constant=no_number)

@@ -281,3 +281,30 @@ def test_a_run_goes_on_by_its_copy_once_the_published_folder_has_moved(folder, t
         run.claim("published", again)
     with pytest.raises(ValueError, match="other"):  # of another folder the run knows nothing
         parse(pretrain.Command, ["--model", str(tmp_path / "other"), "--run-dir", str(run.path)])
+
+
+def test_a_checkpoint_of_another_run_or_recipe_is_refused_by_name(tmp_path):
+    def claimed(name, **changes):
+        with RunDirectory(tmp_path / name) as directory:
+            directory.claim("name", recipe(**changes))
+            directory.begin("name", recipe(**changes))
+        return directory
+
+    def save(directory, step, run, **changes):
+        about = {"rates": [dataclasses.asdict(its) for its in Optimization().stretches(800)]}
+        about |= {"recipe": {"name": "name", "recipe": to_json(recipe(**changes))}}
+        with training.Checkpointer(directory.checkpoints, run=run) as checkpointer:
+            checkpointer.save({"x": np.zeros(1)}, step, about)
+
+    one, other = claimed("one"), claimed("other", seed=1)
+    assert one.run != other.run and claimed("one").run == one.run
+    save(one, 3, one.run)
+    assert claimed("one", steps=800).run == one.run  # its own
+    save(one, 4, other.run)
+    with pytest.raises(training.CheckpointError, match=f"one/checkpoints/4: .*run {other.run}, .*run {one.run}"):
+        claimed("one")
+    save(other, 3, None, seed=0)  # as older versions saved it, and of another seed
+    with pytest.raises(ValueError, match="checkpoints/3: .*another recipe .*differs in\n  seed: 0 -> 1\nMove"):
+        claimed("other", seed=1)
+    save(other, 4, None, seed=1)
+    assert claimed("other", seed=1).run == other.run

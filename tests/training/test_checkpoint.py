@@ -336,3 +336,27 @@ def test_a_program_that_ends_waits_for_its_last_save(how, last, tmp_path):
     done = subprocess.run(command, check=True, env=environment, timeout=120, capture_output=True, text=True)
     assert training.Checkpointer(tmp_path / how).latest_step == last
     assert ("CheckpointError: Checkpointer.save(step=3)" in done.stderr) == (how == "full")
+
+
+def test_a_checkpoint_is_bound_to_its_step_and_its_run(tmp_path):
+    state = {"x": jnp.arange(3.0)}
+    with training.Checkpointer(tmp_path / "a", run="aa") as checkpointer:
+        checkpointer.save(state, 12, {})
+        checkpointer.save(state, 28, {})
+    with training.Checkpointer(tmp_path / "old") as checkpointer:
+        checkpointer.save(state, 5, {})
+    ours, other = (training.Checkpointer(tmp_path / "a", run=run) for run in ("aa", "bb"))
+    assert ours.metadata()["run"] == "aa" and ours.restore(state)[0]["x"].tolist() == [0, 1, 2]
+    with pytest.raises(training.CheckpointError, match="a/28: .*saved by run aa, and this folder holds run bb.*--from"):
+        other.check(state)
+    assert training.Checkpointer(tmp_path / "a").metadata(28)["run"] == "aa"  # weights of any run, for a warm start
+    assert "run" not in training.Checkpointer(tmp_path / "old", run="aa").metadata()  # as older versions saved it
+    shutil.copytree(tmp_path / "a" / "28", tmp_path / "a" / "99")
+    (tmp_path / "a" / "12").rename(tmp_path / "a" / "11")
+    for name, step in ((99, 28), (11, 12)):
+        for read in (ours.metadata, lambda step: ours.restore(state, step)):
+            with pytest.raises(
+                training.CheckpointError, match=f"of step {step}, .* says {name}. Rename .* back to {step}"
+            ):
+                read(name)
+    assert ours.metadata(28)["run"] == "aa"  # the control
